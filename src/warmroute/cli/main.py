@@ -1,0 +1,34 @@
+"""The `warmroute` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from warmroute import __version__
+from warmroute.cli import serve
+from warmroute.config import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="warmroute",
+        description="OpenAI-compatible proxy for fleets of LLM engines: each request goes where it costs least.",
+    )
+    parser.add_argument("--version", action="version", version=f"warmroute {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (serve,):
+        command.add_to(commands)
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args) or 0)
+    except ConfigError as error:
+        print(f"warmroute: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""warmroute serve: the router."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import uvloop
+
+from warmroute import config as configuration
+from warmroute.config import Config, NodeConfig
+from warmroute.service import Service
+from warmroute.telemetry import log as logs
+
+
+def add_to(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser("serve", help="run the router")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file (docs/configuration.md)")
+    parser.add_argument("--host", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on (8080)")
+    parser.add_argument("--admin-port", type=int, help="port of the admin listener (8081)")
+    parser.add_argument("--node", action="append", default=[], metavar="URL", help="an engine; repeat for more")
+    parser.add_argument("--policy", choices=get_args(configuration.PolicyName), help="how nodes are chosen")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    service = Service(lambda: read(args), args.config)
+    logs.set_up(service.config.log)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(service.run_until_told())
+    return 0
+
+
+def read(args: argparse.Namespace) -> Config:
+    """The file, with the flags over it."""
+    config = configuration.load(args.config) if args.config else Config()
+    replace = msgspec.structs.replace
+    listen = {key: value for key, value in (("host", args.host), ("port", args.port)) if value is not None}
+    config = replace(config, listen=replace(config.listen, **listen))
+    if args.admin_port is not None:
+        config = replace(config, admin=replace(config.admin, port=args.admin_port))
+    if args.policy:
+        config = replace(config, routing=replace(config.routing, policy=args.policy))
+    if args.node:
+        config = replace(config, nodes=(*config.nodes, *(NodeConfig(url=url) for url in args.node)))
+    configuration.check(config)
+    return config

@@ -1,0 +1,131 @@
+"""The admin API: metrics, and the fleet's nodes as they are. On its own listener, never on the clients'."""
+
+from __future__ import annotations
+
+import asyncio
+from hashlib import sha256
+from hmac import compare_digest
+from typing import Any, Protocol
+from urllib.parse import unquote
+
+import msgspec
+
+from warmroute.config import ConfigError, NodeConfig
+from warmroute.edge.errors import Refusal, method_not_allowed
+from warmroute.edge.head import RequestHead
+from warmroute.edge.plain import Request, Responder
+from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
+from warmroute.fleet.node import Node, Outcome
+from warmroute.telemetry.prometheus import CONTENT_TYPE, MetricsPage
+
+OPEN_PATHS = (b"/health", b"/ready")
+
+
+class Operations(Protocol):
+    """What the admin API may have done by the service."""
+
+    def add_node(self, config: NodeConfig) -> Node: ...
+    def remove_node(self, name: str) -> Node: ...
+    def reload(self) -> str | None:
+        """Reads the configuration again; returns what is wrong with it, if anything is."""
+
+    def readiness(self) -> tuple[int, bytes]: ...
+
+
+class Admin:
+    def __init__(self, fleet: Fleet, metrics: MetricsPage, operations: Operations, token_sha256: str) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._operations = operations
+        self._token = bytes.fromhex(token_sha256)
+
+    def admit(self, head: RequestHead) -> None:
+        if not self._token or head.target in OPEN_PATHS:
+            return
+        scheme, _, token = head.authorization.partition(b" ")
+        if scheme.lower() != b"bearer" or not compare_digest(sha256(token.strip()).digest(), self._token):
+            raise Refusal(
+                401, "The admin API needs its token: send it as `Authorization: Bearer TOKEN`.", code="invalid_token",
+                headers=(("WWW-Authenticate", "Bearer"),),
+            )  # fmt: skip
+
+    async def answer(self, request: Request, responder: Responder) -> None:
+        match request.method, [unquote(part) for part in request.path.split("/")[1:]]:
+            case "GET", ["metrics"]:
+                page = await asyncio.get_running_loop().run_in_executor(None, self._metrics.render)
+                responder.reply(200, page, CONTENT_TYPE)
+            case "GET", ["health"]:
+                responder.reply(200, b'{"status":"alive"}')
+            case "GET", ["ready"]:
+                responder.reply(*self._operations.readiness())
+            case "GET", ["admin", "nodes"]:
+                _reply(responder, 200, {"nodes": [describe(node) for node in self._fleet]})
+            case "POST", ["admin", "nodes"]:
+                _reply(responder, 201, describe(self._add(request.body)))
+            case "GET", ["admin", "nodes", name]:
+                _reply(responder, 200, describe(self._named(name)))
+            case "DELETE", ["admin", "nodes", name]:
+                self._named(name)
+                _reply(responder, 200, describe(self._operations.remove_node(name)))
+            case "POST", ["admin", "nodes", name, ("drain" | "undrain") as action]:
+                self._named(name)
+                _reply(responder, 200, describe(self._fleet.drain(name, action == "drain")))
+            case "POST", ["admin", "reload"]:
+                wrong = self._operations.reload()
+                if wrong is not None:
+                    raise Refusal(400, f"The configuration was not taken, the old one stays: {wrong}", code="bad_config")
+                _reply(responder, 200, {"status": "reloaded"})
+            case _, ["admin", "nodes"]:
+                raise method_not_allowed("GET, POST")
+            case _, ["admin", "nodes", _]:
+                raise method_not_allowed("GET, DELETE")
+            case _:
+                raise Refusal(
+                    404,
+                    "Nothing is here. There are /metrics, /health, /ready, /admin/nodes, /admin/nodes/NAME, "
+                    "/admin/nodes/NAME/drain, /admin/nodes/NAME/undrain and /admin/reload.",
+                    code="not_found",
+                )
+
+    def _named(self, name: str) -> Node:
+        try:
+            return self._fleet.node(name)
+        except UnknownNode:
+            raise Refusal(
+                404, f"No node is named {name[:200]!r}. GET /admin/nodes lists them.", code="unknown_node"
+            ) from None
+
+    def _add(self, body: bytes) -> Node:
+        try:
+            return self._operations.add_node(msgspec.json.decode(body, type=NodeConfig))
+        except (msgspec.DecodeError, ConfigError) as error:
+            raise Refusal(
+                400, f'The node is not described as {{"url": "http://host:port", …}}: {error}', code="bad_node"
+            ) from None
+        except NameTaken as taken:
+            raise Refusal(409, f"A node named {str(taken)!r} is there already.", code="name_taken") from None
+
+
+def describe(node: Node) -> dict[str, Any]:
+    health = node.health
+    return {
+        "name": node.name,
+        "url": node.url,
+        "models": list(node.models) if node.models is not None else None,
+        "engine": node.engine,
+        "role": node.role,
+        "island": node.island,
+        "state": "draining" if node.draining else health.standing.value,
+        "reason": health.reason,
+        "inflight": node.inflight,
+        "foreign": node.foreign,
+        "running": node.running,
+        "waiting": node.waiting,
+        "kv_usage": node.kv_usage,
+        "latency_ms": round(node.latency_ms, 3),
+        "outcomes": {outcome.name.lower(): node.outcomes[outcome] for outcome in Outcome},
+    }
+
+
+def _reply(responder: Responder, status: int, value: object) -> None:
+    responder.reply(status, msgspec.json.encode(value))

@@ -1,0 +1,181 @@
+"""Every error that Warmroute itself says to a client: a status and an OpenAI-style JSON body.
+
+No error names a node's address, and none repeats what the client sent beyond a model's name.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Refusal(Exception):
+    """A request that is answered by the router itself, with an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        retry_after_s: int | None = None,
+        headers: tuple[tuple[str, str], ...] = (),
+        close: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.kind = kind
+        self.param = param
+        self.headers = headers if retry_after_s is None else (*headers, ("Retry-After", str(retry_after_s)))
+        self.close = close
+        """The connection can't be used further: what follows on it is not known to be a request."""
+
+    def body(self) -> bytes:
+        return error_body(self.message, self.kind, self.code, self.param)
+
+
+def error_body(message: str, kind: str, code: str, param: str | None = None) -> bytes:
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def bad_request(message: str) -> Refusal:
+    """HTTP itself is broken: nothing after it can be trusted."""
+    return Refusal(400, message, code="bad_request", close=True)
+
+
+def malformed_json(detail: str) -> Refusal:
+    return Refusal(400, f"The request body is not valid JSON: {detail}", code="malformed_json")
+
+
+def missing_model() -> Refusal:
+    return Refusal(
+        400,
+        "The request names no model, and more than one is served here: set `model`. GET /v1/models lists them.",
+        code="missing_model",
+        param="model",
+    )
+
+
+def unauthorized() -> Refusal:
+    return Refusal(
+        401,
+        "No valid API key was given: send it as `Authorization: Bearer KEY`.",
+        code="invalid_api_key",
+        headers=(("WWW-Authenticate", "Bearer"),),
+    )
+
+
+def not_found(path: str) -> Refusal:
+    return Refusal(
+        404, f"Nothing is served at {path}. The API is under /v1, for example /v1/chat/completions.", code="not_found"
+    )
+
+
+def unknown_model(model: str) -> Refusal:
+    return Refusal(
+        404,
+        f"The model `{model[:200]}` does not exist here. GET /v1/models lists those that do.",
+        code="model_not_found",
+        param="model",
+    )
+
+
+def method_not_allowed(allowed: str) -> Refusal:
+    return Refusal(
+        405, f"This path takes {allowed} only.", code="method_not_allowed", headers=(("Allow", allowed),)
+    )
+
+
+def header_timeout(seconds: float) -> Refusal:
+    return Refusal(
+        408, f"The request's head did not arrive within {seconds:g} s.", code="request_timeout", close=True
+    )
+
+
+def body_timeout(seconds: float) -> Refusal:
+    return Refusal(
+        408, f"The request's body did not arrive within {seconds:g} s.", code="request_timeout", close=True
+    )
+
+
+def body_too_large(limit: int) -> Refusal:
+    return Refusal(
+        413,
+        f"The request body is larger than {limit:,} bytes, the most that is taken here.",
+        code="request_too_large",
+        close=True,
+    )
+
+
+def head_too_large(limit: int) -> Refusal:
+    return Refusal(
+        431, f"The request's head is larger than {limit:,} bytes, the most that is taken here.",
+        code="head_too_large", close=True,
+    )
+
+
+def too_many_headers(limit: int) -> Refusal:
+    return Refusal(
+        431, f"The request has more than {limit:,} header fields, the most that are taken here.",
+        code="too_many_headers", close=True,
+    )
+
+
+def unsupported_version() -> Refusal:
+    return Refusal(505, "Only HTTP/1.1 and HTTP/1.0 are spoken here.", code="unsupported_version", close=True)
+
+
+def unsupported_coding() -> Refusal:
+    return Refusal(
+        501, "The only transfer coding taken here is `chunked`.", code="unsupported_coding", close=True
+    )
+
+
+def all_nodes_failed(tried: int, retry_after_s: int | None) -> Refusal:
+    return Refusal(
+        502,
+        f"all upstream nodes failed ({tried} tried)",
+        code="upstream_failed",
+        kind="server_error",
+        retry_after_s=retry_after_s,
+    )
+
+
+def nobody_can_serve(model: str, retry_after_s: int) -> Refusal:
+    what = f"the model `{model[:200]}`" if model else "this request"
+    return Refusal(
+        503, f"No node can serve {what} right now; try again shortly.",
+        code="no_node_available", kind="server_error", retry_after_s=retry_after_s,
+    )
+
+
+def too_many_connections() -> Refusal:
+    return Refusal(
+        503, "Too many connections are open; try again shortly.",
+        code="too_many_connections", kind="server_error", retry_after_s=1, close=True,
+    )
+
+
+def memory_full() -> Refusal:
+    return Refusal(
+        503, "Too many request bodies are being held; try again shortly.",
+        code="bodies_full", kind="server_error", retry_after_s=1, close=True,
+    )
+
+
+def shutting_down() -> Refusal:
+    return Refusal(
+        503, "The router is shutting down; try again.",
+        code="shutting_down", kind="server_error", retry_after_s=1, close=True,
+    )
+
+
+REASONS = {
+    200: b"OK", 400: b"Bad Request", 401: b"Unauthorized", 404: b"Not Found", 405: b"Method Not Allowed",
+    408: b"Request Timeout", 409: b"Conflict", 413: b"Content Too Large", 429: b"Too Many Requests",
+    431: b"Request Header Fields Too Large", 500: b"Internal Server Error", 501: b"Not Implemented",
+    502: b"Bad Gateway", 503: b"Service Unavailable", 505: b"HTTP Version Not Supported",
+}

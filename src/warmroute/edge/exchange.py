@@ -1,0 +1,274 @@
+"""One request's way through the fleet: from the decision to the last byte of the answer.
+
+The rules it keeps: a node's failure before the first byte has gone to the client leads to the next node of the
+decision; after it, the answer ends visibly unfinished. The ticket is closed however the request ends. A client that
+leaves takes its upstream connection with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from warmroute.edge import errors
+from warmroute.edge.chunked import ChunkFrames
+from warmroute.edge.head import CHUNKED, UNTIL_CLOSE, RequestHead, ResponseHead
+from warmroute.edge.upstream import Connection
+from warmroute.fleet.node import Node, Outcome
+from warmroute.fleet.ticket import Ticket
+from warmroute.routing.decision import Decision
+
+if TYPE_CHECKING:
+    from warmroute.edge.proxy import Proxy
+    from warmroute.edge.server import Client
+
+_BROKEN_EVENT: Final = (
+    b"event: error\ndata: "
+    + errors.error_body("The node broke off its answer; it is not complete.", "server_error", "upstream_broken")
+    + b"\n\n"
+)
+_CHUNKED_LINE: Final = b"Transfer-Encoding: chunked\r\n"
+
+
+class ProxyExchange:
+    __slots__ = (
+        "_begun",
+        "_body",
+        "_client",
+        "_connection",
+        "_dechunk",
+        "_decision",
+        "_done",
+        "_events",
+        "_fallbacks",
+        "_framing",
+        "_head",
+        "_keep_alive",
+        "_proxy",
+        "_request_id",
+        "_retried_stale",
+        "_retry_after_s",
+        "_status",
+        "_ticket",
+        "_tried",
+    )
+
+    def __init__(
+        self, proxy: Proxy, client: Client, head: RequestHead, body: bytes, decision: Decision, request_id: bytes
+    ) -> None:
+        self._proxy = proxy
+        self._client = client
+        self._head = head
+        self._body = body
+        self._decision = decision
+        self._request_id = request_id
+        self._fallbacks: list[Node] | None = None
+        self._tried = 0
+        self._retried_stale = False
+        self._retry_after_s: int | None = None
+        self._done = False
+        self._ticket: Ticket
+        self._connection: Connection | None = None
+        # the answer
+        self._begun = False
+        self._status = 0
+        self._framing = 0
+        self._events = False
+        self._keep_alive = True
+        self._dechunk: ChunkFrames | None = None
+        self._try(decision.node)
+
+    # To a node.
+
+    def _try(self, node: Node) -> None:
+        self._tried += 1
+        self._ticket = Ticket(node, self._proxy.now())
+        pool = self._proxy.pools.of(node)
+        connection = pool.take()
+        if connection is None:
+            pool.open(self)
+        else:
+            self._send(connection)
+
+    def _send(self, connection: Connection) -> None:
+        self._connection = connection
+        proxy, head = self._proxy, self._head
+        pool = proxy.pools.of(self._ticket.node)
+        peer = self._client.peer
+        forwarded = head.forwarded_for
+        if peer:
+            forwarded = forwarded + b", " + peer if forwarded else peer
+        authorization = pool.key_line
+        if not authorization and head.authorization and proxy.passes_authorization:
+            authorization = b"Authorization: %b\r\n" % head.authorization
+        connection.begin(
+            self,
+            b"%b %b HTTP/1.1\r\n%b%b%bContent-Length: %d\r\nX-Request-Id: %b\r\n%b\r\n"
+            % (
+                head.method,
+                head.target,
+                pool.host_line,
+                b"".join(head.passing),
+                authorization,
+                len(self._body),
+                self._request_id,
+                b"X-Forwarded-For: %b\r\n" % forwarded if forwarded else b"",
+            ),
+            self._body,
+        )
+
+    def connected(self, connection: Connection) -> bool:
+        if self._done:
+            return False
+        self._send(connection)
+        return True
+
+    def connect_failed(self, refused: bool, reason: str) -> None:
+        if self._done:
+            return
+        if refused:
+            self._proxy.fleet.check_refused(self._ticket.node, self._proxy.now(), reason)
+        self._node_failed(Outcome.FAILED, reason)
+
+    def answer_failed(self, reason: str, stale: bool) -> None:
+        self._connection = None
+        if stale and not self._retried_stale:
+            # The node closed a kept-alive connection just as it was used: no fault of the node's, and no try of ours.
+            self._retried_stale = True
+            self._proxy.counters.stale_connections += 1
+            self._proxy.pools.of(self._ticket.node).open(self)
+            return
+        self._node_failed(Outcome.FAILED, reason)
+
+    def _node_failed(self, outcome: Outcome, reason: str) -> None:
+        """Nothing has gone to the client: the next node may do better."""
+        proxy = self._proxy
+        proxy.fleet.close_ticket(self._ticket, outcome, proxy.now(), reason)
+        if self._fallbacks is None:
+            self._fallbacks = self._decision.fallbacks()
+            self._fallbacks.reverse()
+        while self._fallbacks and self._tried < proxy.attempts:
+            node = self._fallbacks.pop()
+            if node.draining or node.health.certain_open:
+                continue
+            proxy.counters.retries += 1
+            self._try(node)
+            return
+        self._done = True
+        self._client.refuse(errors.all_nodes_failed(self._tried, self._retry_after_s))
+
+    # From a node.
+
+    def answer_began(self, head: ResponseHead, first: bytes, whole: bool) -> Callable[[bytes], object] | None:
+        status = head.status
+        if status >= 500 or status == 429:
+            self._connection = None
+            if status in (429, 503):
+                self._retry_after_s = _seconds(head.retry_after) or self._retry_after_s or 1
+                self._node_failed(Outcome.BUSY, "the node is busy")
+            else:
+                self._node_failed(Outcome.FAILED, f"the node answered {status}")
+            return None
+        self._begun = True
+        self._status = status
+        self._ticket.first_byte(self._proxy.now())
+        client = self._client
+        length = head.length
+        self._framing = length
+        self._body = b""
+        client.release_body()
+        keep_alive = client.keeps_alive and length != UNTIL_CLOSE
+        write: Callable[[bytes], object] = client.write
+        if length >= 0:
+            framing = b"Content-Length: %d\r\n" % length
+        elif length == CHUNKED:
+            framing = _CHUNKED_LINE
+            self._events = head.content_type[:17].lower() == b"text/event-stream"
+            if not client.speaks_chunked:
+                framing, keep_alive = b"", False
+                self._dechunk = ChunkFrames()
+                write = self._write_dechunked
+        else:
+            framing = b""
+            self._events = head.content_type[:17].lower() == b"text/event-stream"
+        self._keep_alive = keep_alive
+        answer_head = b"%b%b%bX-Request-Id: %b\r\n%b\r\n" % (
+            head.status_line,
+            b"".join(head.passing),
+            framing,
+            self._request_id,
+            b"" if keep_alive else b"Connection: close\r\n",
+        )
+        if self._dechunk is None:
+            client.write(answer_head + first)
+        else:
+            client.write(answer_head)
+            write(first)
+        return write
+
+    def _write_dechunked(self, data: bytes) -> None:
+        assert self._dechunk is not None
+        pieces: list[bytes] = []
+        self._dechunk.feed(data, pieces)
+        if pieces:
+            self._client.write(b"".join(pieces))
+
+    def answer_ended(self) -> None:
+        self._done = True
+        proxy = self._proxy
+        rejected = self._status >= 400
+        proxy.fleet.close_ticket(self._ticket, Outcome.REJECTED if rejected else Outcome.OK, proxy.now())
+        proxy.counters.answered[self._status] += 1
+        self._client.answered(self._keep_alive)
+        if proxy.log_requests:
+            proxy.log_request(self._request_id, self._ticket, self._status, self._tried)
+
+    def answer_broke(self, reason: str, frames: ChunkFrames | None) -> None:
+        """The client has a part of the answer: end it so that nobody takes it for the whole."""
+        self._done = True
+        proxy = self._proxy
+        proxy.fleet.close_ticket(self._ticket, Outcome.BROKEN, proxy.now(), reason)
+        proxy.counters.broken += 1
+        client = self._client
+        if self._events:
+            self._say_broken(frames)
+        client.break_off()
+        if proxy.log_requests:
+            proxy.log_request(self._request_id, self._ticket, self._status, self._tried, broken=True)
+
+    def _say_broken(self, frames: ChunkFrames | None) -> None:
+        write = self._client.write
+        if self._framing == UNTIL_CLOSE or self._dechunk is not None:
+            write(b"\n\n" + _BROKEN_EVENT)
+            return
+        # Fill up the chunk that broke off and end its event, then say what happened in a chunk of its own. The chunk of
+        # length 0 that would end the answer never comes.
+        rest = frames.rest_of_chunk() if frames is not None else None
+        if rest is not None:
+            event = b"\n\n" + _BROKEN_EVENT if rest else _BROKEN_EVENT
+            write(rest + b"%x\r\n%b\r\n" % (len(event), event))
+
+    # From the client.
+
+    def client_left(self) -> None:
+        if self._done:
+            return
+        self._done = True
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.cancel()
+        proxy = self._proxy
+        proxy.fleet.close_ticket(self._ticket, Outcome.LEFT, proxy.now())
+        proxy.counters.left += 1
+
+    def client_full(self) -> None:
+        if self._connection is not None and self._begun and not self._done:
+            self._connection.hold()
+
+    def client_ready(self) -> None:
+        if self._connection is not None and self._begun and not self._done:
+            self._connection.go_on()
+
+
+def _seconds(retry_after: bytes) -> int | None:
+    return min(int(retry_after), 3600) if retry_after.isdigit() else None

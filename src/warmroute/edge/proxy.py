@@ -1,0 +1,203 @@
+"""The surface: what is served at which path, and to whom."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Final
+
+import msgspec
+
+from warmroute.config import Config
+from warmroute.edge import errors
+from warmroute.edge.errors import Refusal
+from warmroute.edge.exchange import ProxyExchange
+from warmroute.edge.head import RequestHead
+from warmroute.edge.keys import Keys
+from warmroute.edge.pools import Pools
+from warmroute.edge.server import Client
+from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.ticket import Ticket
+from warmroute.prompt.ask import Ask, NotJson, read_json
+from warmroute.prompt.multipart import is_multipart, model_of
+from warmroute.routing.router import MissingModel, NobodyCanServe, Router, Undecided, UnknownModel
+from warmroute.telemetry.counters import Counters
+
+log = logging.getLogger("warmroute.requests")
+
+# Paths that go to a node. Any other path under /v1 does too, if its body names a model.
+FORWARDED: Final = frozenset(
+    {
+        b"/v1/chat/completions",
+        b"/v1/completions",
+        b"/v1/embeddings",
+        b"/v1/responses",
+        b"/v1/messages",
+        b"/v1/rerank",
+        b"/v1/score",
+        b"/v1/audio/transcriptions",
+        b"/tokenize",
+        b"/detokenize",
+    }
+)
+RETRY_AFTER_S: Final = 1
+
+
+class Proxy:
+    def __init__(
+        self, config: Config, fleet: Fleet, router: Router, pools: Pools, counters: Counters,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.fleet = fleet
+        self.router = router
+        self.pools = pools
+        self.counters = counters
+        self.now = now
+        self.stopping = False
+        self._id_prefix = b"wr-" + os.urandom(6).hex().encode() + b"-"
+        self._id_numbers = count(1)
+        self.reconfigure(config)
+
+    def reconfigure(self, config: Config) -> None:
+        self.attempts = config.upstream.attempts
+        self.log_requests = config.log.requests
+        self._keys = Keys(config.keys)
+        self._session_headers = [name.lower().encode() for name in config.routing.session_headers]
+        self._session_wanted = config.routing.policy == "session"
+
+    @property
+    def passes_authorization(self) -> bool:
+        """A key that was meant for the router stays here; without keys the field is the nodes' affair."""
+        return not self._keys
+
+    # Before the body is read.
+
+    def admit(self, head: RequestHead) -> None:
+        target = head.target
+        if target in FORWARDED:
+            if head.method != b"POST":
+                raise errors.method_not_allowed("POST")
+        else:
+            path = target.partition(b"?")[0]
+            if path in (b"/health", b"/ready"):
+                if head.method not in (b"GET", b"HEAD"):
+                    raise errors.method_not_allowed("GET")
+                return
+            self._admit_path(head.method, path)
+        if self._keys and self._keys.tenant(head.authorization) is None:
+            raise errors.unauthorized()
+
+    def _admit_path(self, method: bytes, path: bytes) -> None:
+        if path == b"/v1/models" or path.startswith(b"/v1/models/"):
+            if method not in (b"GET", b"HEAD"):
+                raise errors.method_not_allowed("GET")
+        elif path in FORWARDED:
+            if method != b"POST":
+                raise errors.method_not_allowed("POST")
+        elif not path.startswith(b"/v1/") or method != b"POST" or _climbs(path):
+            raise errors.not_found(path.decode("ascii", "replace")[:200])
+
+    # With the body.
+
+    def serve(self, client: Client, head: RequestHead, body: bytes) -> ProxyExchange | None:
+        if head.method != b"POST":
+            self._serve_own(client, head)
+            return None
+        ask = self._ask(head, body)
+        try:
+            decision = self.router.decide(ask, self.now())
+        except Undecided as undecided:
+            raise _in_words(undecided, ask) from None
+        request_id = head.request_id or self._id_prefix + b"%d" % next(self._id_numbers)
+        return ProxyExchange(self, client, head, body, decision, request_id)
+
+    def _ask(self, head: RequestHead, body: bytes) -> Ask:
+        if is_multipart(head.content_type):
+            ask = Ask(model_of(head.content_type, body))
+        else:
+            try:
+                ask = read_json(body)
+            except NotJson as why:
+                raise errors.malformed_json(str(why)) from None
+        if not ask.model and head.target.partition(b"?")[0] not in FORWARDED:
+            raise errors.not_found(head.target.partition(b"?")[0].decode("ascii", "replace")[:200])
+        if self._session_wanted:
+            for name in self._session_headers:
+                value = head.get(name)
+                if value:
+                    ask.session_header = value
+                    break
+        return ask
+
+    def _serve_own(self, client: Client, head: RequestHead) -> None:
+        path = head.target.partition(b"?")[0]
+        if path == b"/health":
+            client.reply(200, b'{"status":"alive"}')
+        elif path == b"/ready":
+            status, text = self.readiness()
+            client.reply(status, text, () if status == 200 else (("Retry-After", str(RETRY_AFTER_S)),))
+        elif path == b"/v1/models":
+            client.reply(200, msgspec.json.encode({"object": "list", "data": self.model_cards()}))
+        else:
+            name = path.removeprefix(b"/v1/models/").decode("ascii", "replace")
+            card = next((card for card in self.model_cards() if card["id"] == name), None)
+            if card is None:
+                raise errors.unknown_model(name)
+            client.reply(200, msgspec.json.encode(card))
+
+    def readiness(self) -> tuple[int, bytes]:
+        if self.stopping:
+            return 503, b'{"status":"stopping"}'
+        if not self.fleet.can_serve:
+            return 503, b'{"status":"no node can serve"}'
+        return 200, b'{"status":"ready"}'
+
+    def model_cards(self) -> Sequence[dict[str, object]]:
+        """Every model of the fleet, as the first node that serves it describes it."""
+        cards: dict[str, dict[str, object]] = {}
+        for node in self.fleet:
+            if node.draining:
+                continue
+            described = {str(card.get("id")): card for card in node.model_cards}
+            for model in node.models or ():
+                plain = {"id": model, "object": "model", "created": 0, "owned_by": "warmroute"}
+                cards.setdefault(model, described.get(model, plain))
+        return list(cards.values())
+
+    # What happened.
+
+    def refused(self, refusal: Refusal) -> None:
+        self.counters.refused[refusal.status, refusal.code] += 1
+
+    def log_request(self, request_id: bytes, ticket: Ticket, status: int, tried: int, broken: bool = False) -> None:
+        now_s = self.now()
+        log.info(
+            "request %s to %s: %d%s, first byte after %.1f ms, %.1f ms in all, %d tried",
+            request_id.decode("ascii", "replace"),
+            ticket.node.name,
+            status,
+            " (broken off)" if broken else "",
+            (ticket.first_byte_s - ticket.opened_s) * 1000.0,
+            (now_s - ticket.opened_s) * 1000.0,
+            tried,
+        )
+
+
+def _climbs(path: bytes) -> bool:
+    """Whether a path has segments by which it could leave /v1 at a node that resolves them."""
+    lowered = path.lower().replace(b"%2e", b".").replace(b"%2f", b"/").replace(b"\\", b"/")
+    return any(part in (b".", b"..") for part in lowered.split(b"/")) or b"%5c" in lowered
+
+
+def _in_words(undecided: Undecided, ask: Ask) -> Refusal:
+    match undecided:
+        case UnknownModel():
+            return errors.unknown_model(ask.model)
+        case MissingModel():
+            return errors.missing_model()
+        case NobodyCanServe():
+            return errors.nobody_can_serve(ask.model, RETRY_AFTER_S)
+    raise undecided

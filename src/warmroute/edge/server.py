@@ -1,0 +1,446 @@
+"""The client's side: one connection, from bytes to requests, and from answers to bytes.
+
+A connection reads one request at a time (head, then body, whole), hands it to its handler, and reads the next when that
+one has been answered. While a request is being answered it goes on reading, so that a client that leaves is noticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Final, Protocol
+
+from warmroute.config import Limits
+from warmroute.edge import errors
+from warmroute.edge.chunked import BadChunk, ChunkFrames
+from warmroute.edge.deadlines import NEVER, Deadlines
+from warmroute.edge.errors import REASONS, Refusal
+from warmroute.edge.head import RequestHead, read_request_head
+
+HEAD, SIZED_BODY, CHUNKED_BODY, BUSY, LINGER, CLOSED = range(6)
+_BARE_LINE_END: Final = re.compile(rb"(?<!\r)\n|\r(?!\n)(?!\Z)")
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_PIPELINED_BYTES: Final = 65_536
+"""Requests sent ahead that are held while one is being answered; more than this waits in the kernel."""
+_LINGER_S: Final = 2.0
+"""How long what a refused client still sends is read and thrown away, so that it gets to read its error."""
+
+
+class Exchange(Protocol):
+    """Whoever answers the request at hand; told what happens to its client."""
+
+    def client_left(self) -> None: ...
+    def client_full(self) -> None:
+        """The client reads more slowly than it is written to: stop for now."""
+
+    def client_ready(self) -> None:
+        """The client has caught up."""
+
+
+class Handler(Protocol):
+    """What a listener serves."""
+
+    def admit(self, head: RequestHead) -> None:
+        """Looks at a head before the body is read. Raises Refusal."""
+
+    def serve(self, client: Client, head: RequestHead, body: bytes) -> Exchange | None:
+        """Answers a request, now (None) or later (the exchange that will). Raises Refusal."""
+
+    def refused(self, refusal: Refusal) -> None:
+        """Told of each request that was answered with an error of the router's own."""
+
+
+class Listener:
+    """What the connections of one listening socket share."""
+
+    def __init__(self, handler: Handler, limits: Limits, deadlines: Deadlines) -> None:
+        self.handler = handler
+        self.limits = limits
+        self.deadlines = deadlines
+        self.connections: set[Client] = set()
+        self.accepted = 0
+        self.buffered_bytes = 0
+        self.closing = False
+        """Answers say `Connection: close`, and idle connections go."""
+
+    def protocol(self) -> Client:
+        return Client(self)
+
+    def close_idle(self) -> None:
+        """Ends connections that wait for a request; those at work end with their answer."""
+        self.closing = True
+        for client in list(self.connections):
+            client.close_if_idle()
+
+    def abort_all(self) -> None:
+        for client in list(self.connections):
+            client.abort()
+
+    @property
+    def busy(self) -> int:
+        return sum(1 for client in self.connections if client.busy)
+
+
+class Client(asyncio.Protocol):
+    __slots__ = (
+        "_body",
+        "_exchange",
+        "_frames",
+        "_head",
+        "_held_bytes",
+        "_keep_alive",
+        "_listener",
+        "_missing",
+        "_paused",
+        "_pending",
+        "_phase",
+        "bucket",
+        "deadline_s",
+        "peer",
+        "transport",
+        "write",
+    )
+
+    def __init__(self, listener: Listener) -> None:
+        # per connection
+        self._listener = listener
+        self.transport: asyncio.Transport
+        self.peer = b""
+        self.deadline_s = NEVER
+        self.bucket = -1
+        self._phase = HEAD
+        self._pending: bytearray | None = None
+        """A head that has not wholly arrived, or requests sent ahead."""
+        self._paused = False
+        # per request
+        self._head: RequestHead
+        self._body: list[bytes] = []
+        self._missing = 0
+        self._held_bytes = 0
+        self._frames: ChunkFrames | None = None
+        self._exchange: Exchange | None = None
+        self._keep_alive = True
+
+    # The connection.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self.write = transport.write
+        listener = self._listener
+        listener.accepted += 1
+        listener.connections.add(self)
+        peer = transport.get_extra_info("peername")
+        self.peer = peer[0].encode() if isinstance(peer, tuple) else b""
+        if len(listener.connections) > listener.limits.connections:
+            self._refuse_and_close(errors.too_many_connections())
+            return
+        deadlines = listener.deadlines
+        deadlines.arm(self, deadlines.now() + listener.limits.idle_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._phase = CLOSED
+        self._listener.connections.discard(self)
+        self._listener.deadlines.disarm(self)
+        self.release_body()
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.client_left()
+
+    def eof_received(self) -> None:
+        # Half-closed is taken for gone: an answer can't be told from a stream that nobody reads.
+        self._phase = CLOSED
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.client_left()
+
+    def pause_writing(self) -> None:
+        self._paused = True
+        if self._exchange is not None:
+            deadlines = self._listener.deadlines
+            deadlines.arm(self, deadlines.now() + self._listener.limits.stall_timeout_s)
+            self._exchange.client_full()
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        if self._exchange is not None:
+            self.deadline_s = NEVER
+            self._exchange.client_ready()
+
+    def timed_out(self) -> None:
+        limits = self._listener.limits
+        if self._phase == HEAD and self._pending:
+            self._refuse_and_close(errors.header_timeout(limits.header_timeout_s))
+        elif self._phase in (SIZED_BODY, CHUNKED_BODY):
+            self._refuse_and_close(errors.body_timeout(limits.body_timeout_s))
+        elif self._phase == HEAD and not self.transport.get_write_buffer_size():
+            self._close()  # idle
+        else:
+            self.abort()  # it has stopped reading, or does not go
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    @property
+    def busy(self) -> bool:
+        return self._phase == BUSY
+
+    def close_if_idle(self) -> None:
+        if self._phase == HEAD and not self._pending:
+            self._close()
+
+    # From bytes to a request.
+
+    def data_received(self, data: bytes) -> None:
+        phase = self._phase
+        if phase == HEAD:
+            if self._pending is None:
+                end = data.find(b"\r\n\r\n")
+                if end >= 0:
+                    self._take_head(data, end)
+                    return
+                self._pending = bytearray()
+                deadlines = self._listener.deadlines
+                deadlines.arm(self, deadlines.now() + self._listener.limits.header_timeout_s)
+            self._pending += data
+            self._seek_head()
+        elif phase == SIZED_BODY:
+            self._body.append(data)
+            self._missing -= len(data)
+            if self._missing <= 0:
+                self._complete_sized()
+        elif phase == CHUNKED_BODY:
+            self._take_chunks(data)
+        elif phase == BUSY:
+            if self._pending is None:
+                self._pending = bytearray()
+            self._pending += data
+            if len(self._pending) > _PIPELINED_BYTES:
+                self.transport.pause_reading()
+
+    def _seek_head(self) -> None:
+        pending = self._pending
+        assert pending is not None
+        if pending[:2] == b"\r\n":  # an empty line before a request is to be passed over (RFC 9112, 2.2)
+            del pending[:2]
+        end = pending.find(b"\r\n\r\n")
+        if end >= 0:
+            self._pending = None
+            self._take_head(bytes(pending), end)
+        elif len(pending) > self._listener.limits.header_bytes:
+            self._refuse_and_close(errors.head_too_large(self._listener.limits.header_bytes))
+        elif _BARE_LINE_END.search(pending):
+            self._refuse_and_close(errors.bad_request("A line of the head does not end in CR LF."))
+
+    def _take_head(self, data: bytes, end: int) -> None:
+        listener = self._listener
+        limits = listener.limits
+        start = end + 4
+        have = len(data) - start
+        try:
+            if end > limits.header_bytes:
+                raise errors.head_too_large(limits.header_bytes)
+            self._head = head = read_request_head(data, end, limits.header_count)
+        except Refusal as refusal:
+            self._refuse_and_close(refusal)
+            return
+        self._keep_alive = head.keep_alive
+        length = head.length
+        try:
+            listener.handler.admit(head)
+            if length > limits.body_bytes:
+                raise errors.body_too_large(limits.body_bytes)
+            if length >= 0:
+                self._hold(length)
+        except Refusal as refusal:
+            if 0 <= length <= have:
+                self._take_ahead(data, start + length)
+                self._phase = BUSY
+                self.refuse(refusal)
+            else:
+                self._refuse_and_close(refusal)
+            return
+        if 0 <= length <= have:
+            self._take_ahead(data, start + length)
+            self._serve(data[start : start + length])
+            return
+        if length >= 0:
+            self._phase = SIZED_BODY
+            self._body = [data[start:]] if have else []
+            self._missing = length - have
+        else:
+            self._phase = CHUNKED_BODY
+            self._frames = ChunkFrames()
+            self._missing = limits.body_bytes
+        deadlines = listener.deadlines
+        deadlines.arm(self, deadlines.now() + limits.body_timeout_s)
+        if head.expects_continue and not have:
+            self.write(_CONTINUE)
+        if length < 0 and have:
+            self._take_chunks(data[start:])
+
+    def _take_ahead(self, data: bytes, start: int) -> None:
+        """Keeps what was sent ahead of its turn."""
+        if start < len(data):
+            self._pending = bytearray(data[start:])
+
+    def _complete_sized(self) -> None:
+        body = b"".join(self._body)
+        self._body = []
+        if self._missing < 0:
+            self._pending = bytearray(body[self._missing :])
+            body = body[: self._missing]
+        self._serve(body)
+
+    def _take_chunks(self, data: bytes) -> None:
+        frames = self._frames
+        assert frames is not None
+        pieces = self._body
+        before = len(pieces)
+        try:
+            end = frames.feed(data, pieces)
+            grown = sum(map(len, pieces[before:]))
+            self._missing -= grown
+            if self._missing < 0:
+                raise errors.body_too_large(self._listener.limits.body_bytes)
+            self._hold(grown)
+        except BadChunk as bad:
+            self._refuse_and_close(errors.bad_request(f"The chunked body is malformed: {bad}."))
+            return
+        except Refusal as refusal:
+            self._refuse_and_close(refusal)
+            return
+        if end >= 0:
+            self._take_ahead(data, end)
+            self._frames = None
+            self._body = []
+            self._serve(b"".join(pieces))
+
+    def _hold(self, size: int) -> None:
+        """Counts bytes of a body against what may be held in all."""
+        listener = self._listener
+        if listener.buffered_bytes + size > listener.limits.buffered_bytes:
+            raise errors.memory_full()
+        listener.buffered_bytes += size
+        self._held_bytes += size
+
+    def release_body(self) -> None:
+        """The exchange no longer needs the body."""
+        self._listener.buffered_bytes -= self._held_bytes
+        self._held_bytes = 0
+        self._body = []
+
+    def _serve(self, body: bytes) -> None:
+        self._phase = BUSY
+        self.deadline_s = NEVER
+        try:
+            self._exchange = self._listener.handler.serve(self, self._head, body)
+        except Refusal as refusal:
+            self.refuse(refusal)
+
+    # From an answer to bytes.
+
+    @property
+    def keeps_alive(self) -> bool:
+        """Whether the connection may serve another request after this one."""
+        return self._keep_alive and not self._listener.closing
+
+    @property
+    def speaks_chunked(self) -> bool:
+        return self._head.minor == 1
+
+    def answered(self, keep_alive: bool) -> None:
+        """The exchange has written the whole answer."""
+        self._exchange = None
+        if self._held_bytes:
+            self.release_body()
+        if self._phase != BUSY:
+            return
+        listener = self._listener
+        if not keep_alive:
+            self._close()
+            return
+        self._phase = HEAD
+        deadlines = listener.deadlines
+        deadline_s = deadlines.now() + listener.limits.idle_timeout_s
+        if self.bucket >= 0:
+            self.deadline_s = deadline_s
+        else:
+            deadlines.arm(self, deadline_s)
+        if self._pending:
+            asyncio.get_running_loop().call_soon(self._next_request)
+        else:
+            self._pending = None
+
+    def _next_request(self) -> None:
+        if self._phase != HEAD or not self._pending:
+            return
+        deadlines = self._listener.deadlines
+        deadlines.arm(self, deadlines.now() + self._listener.limits.header_timeout_s)
+        self.transport.resume_reading()
+        self._seek_head()
+
+    def break_off(self) -> None:
+        """Ends the connection after what was written, so that the answer is seen to be unfinished."""
+        self._exchange = None
+        self._close()
+
+    def reply(
+        self, status: int, body: bytes, headers: tuple[tuple[str, str], ...] = (), content_type: str = "application/json"
+    ) -> None:
+        """Writes a whole answer of the router's own."""
+        keep_alive = self.keeps_alive
+        self.write(render_reply(status, body, headers, content_type, keep_alive, self._head.method == b"HEAD"))
+        self.answered(keep_alive)
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Answers with an error a request that has been read whole."""
+        if refusal.close:
+            self._refuse_and_close(refusal)
+            return
+        self._listener.handler.refused(refusal)
+        self.reply(refusal.status, refusal.body(), refusal.headers)
+
+    def _refuse_and_close(self, refusal: Refusal) -> None:
+        """Answers with an error where what follows on the connection can't be read as a request.
+
+        Says no more, but reads on for a moment: closing on unread data would destroy the error on its way.
+        """
+        self._listener.handler.refused(refusal)
+        self.write(render_reply(refusal.status, refusal.body(), refusal.headers, "application/json", False))
+        self._exchange = None
+        self._phase = LINGER
+        self._pending = None
+        self.release_body()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._listener.deadlines.arm(self, self._listener.deadlines.now() + _LINGER_S)
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        """Ends the connection once what was written is gone, or a client that does not read has had its time."""
+        self._phase = CLOSED
+        self.transport.close()
+        if self.transport.get_write_buffer_size():
+            deadlines = self._listener.deadlines
+            deadlines.arm(self, deadlines.now() + self._listener.limits.stall_timeout_s)
+
+
+def render_reply(
+    status: int,
+    body: bytes,
+    headers: tuple[tuple[str, str], ...],
+    content_type: str,
+    keep_alive: bool,
+    without_body: bool = False,
+) -> bytes:
+    lines = [
+        b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n"
+        % (status, REASONS.get(status, b"Status"), content_type.encode(), len(body))
+    ]
+    lines += [f"{name}: {value}\r\n".encode() for name, value in headers]
+    lines.append(b"\r\n" if keep_alive else b"Connection: close\r\n\r\n")
+    if not without_body:
+        lines.append(body)
+    return b"".join(lines)

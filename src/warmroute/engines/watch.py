@@ -1,0 +1,127 @@
+"""Watches the nodes: health, models and load, each node by itself, with jitter, off the request path."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from random import Random
+
+import msgspec
+
+from warmroute.config import Config
+from warmroute.engines.dialects import load_reader, recognise
+from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.health import Standing
+from warmroute.fleet.node import Node
+
+log = logging.getLogger("warmroute.engines")
+
+
+Fetch = Callable[[Node, str, float], Awaitable[tuple[int, bytes]]]
+"""GET a path of a node: status and body. Raises TimeoutError where it is slow, ConnectionRefusedError where nobody
+listens, ConnectionError where the answer broke."""
+
+
+class Watcher:
+    def __init__(self, fleet: Fleet, config: Config, fetch: Fetch, now: Callable[[], float] = time.monotonic) -> None:
+        self._fleet = fleet
+        self._config = config
+        self._fetch = fetch
+        self._now = now
+        self._random = Random()
+        self._tasks: dict[Node, list[asyncio.Task[None]]] = {}
+
+    def reconfigure(self, config: Config) -> None:
+        self._config = config
+
+    def watch(self, node: Node) -> None:
+        loop = asyncio.get_running_loop()
+        self._tasks[node] = [loop.create_task(self._check_health(node)), loop.create_task(self._poll_load(node))]
+
+    def forget(self, node: Node) -> None:
+        for task in self._tasks.pop(node, ()):
+            task.cancel()
+
+    def close(self) -> None:
+        for node in list(self._tasks):
+            self.forget(node)
+
+    async def _pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds * (0.8 + 0.4 * self._random.random()))
+
+    # Health and models.
+
+    async def _check_health(self, node: Node) -> None:
+        asked_models_s = -1e9
+        while True:
+            health = self._config.health
+            before = node.health.standing
+            passed = await self._passes(node)
+            if passed:
+                came_back = before is Standing.OPEN
+                due = self._now() - asked_models_s >= self._config.metrics.models_interval_s
+                if (node.models is None or came_back or due) and await self._ask_models(node):
+                    asked_models_s = self._now()
+                self._fleet.check_passed(node, self._now())
+            await self._pause(health.interval_s)
+
+    async def _passes(self, node: Node) -> bool:
+        health = self._config.health
+        try:
+            status, _body = await self._fetch(node, health.path, health.timeout_s)
+        except ConnectionRefusedError as error:
+            self._fleet.check_refused(node, self._now(), str(error))
+            return False
+        except (TimeoutError, ConnectionError):
+            self._fleet.check_slow(node, self._now())
+            return False
+        if status >= 500:
+            self._fleet.check_refused(node, self._now(), f"its health check says {status}")
+            return False
+        return True
+
+    async def _ask_models(self, node: Node) -> bool:
+        try:
+            status, body = await self._fetch(node, "/v1/models", self._config.health.timeout_s)
+            cards = msgspec.json.decode(body).get("data", []) if status == 200 else None
+        except (TimeoutError, ConnectionError, msgspec.DecodeError, AttributeError):
+            cards = None
+        if not isinstance(cards, list):
+            if node.models is None:
+                log.warning("node %s does not say which models it serves (GET /v1/models); set nodes.models", node.name)
+            return False
+        cards = [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
+        self._fleet.saw_models(node, [card["id"] for card in cards], cards)
+        return True
+
+    # Load.
+
+    async def _poll_load(self, node: Node) -> None:
+        while True:
+            metrics = self._config.metrics
+            if node.health.standing is not Standing.OPEN:
+                await self._read_load(node)
+            if self._now() - node.polled_s > metrics.stale_s:
+                node.lost_sight_of_load()
+            await self._pause(metrics.interval_s)
+
+    async def _read_load(self, node: Node) -> None:
+        try:
+            status, page = await self._fetch(node, "/metrics", self._config.metrics.timeout_s)
+        except (TimeoutError, ConnectionError):
+            return
+        if status != 200:
+            return
+        if node.engine == "auto":
+            node.engine = recognise(page) or "auto"
+        read = load_reader(node.engine)
+        if read is None:
+            return
+        try:
+            report = read(page)
+        except ValueError:
+            return
+        node.saw_load(report.running, report.waiting, report.kv_usage, self._now())
+        node.incarnation = report.incarnation

@@ -1,0 +1,55 @@
+"""A group: the nodes that serve one model, sorted by what may be asked of them. Rebuilt when a node's standing
+changes, so that a request finds its candidates without looking at the fleet.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from warmroute.fleet.health import Standing
+from warmroute.fleet.node import Node
+
+
+class Candidates:
+    """Nodes that a policy ranks, with their rendezvous seeds beside them."""
+
+    __slots__ = ("nodes", "seeds")
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self.nodes = tuple(nodes)
+        self.seeds = array("Q", [node.seed for node in self.nodes])
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def only(self, keep: Iterable[Node]) -> Candidates:
+        return Candidates(keep)
+
+
+class Group:
+    __slots__ = ("at_need", "inflight", "members", "model", "ramping_until_s", "trials", "up")
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.inflight = 0
+        """Our requests on nodes of this group, whatever model they asked for."""
+        self.members: tuple[Node, ...] = ()
+        self.up = Candidates(())
+        self.at_need = Candidates(())
+        """Suspected nodes: used where none is up."""
+        self.trials: tuple[Node, ...] = ()
+        """Nodes on trial: each takes one request at a time until one succeeds."""
+        self.ramping_until_s = 0.0
+        """Until then at least one node takes less than its full share."""
+
+    def rebuild(self, members: Iterable[Node], slow_start_s: float) -> None:
+        self.members = tuple(members)
+        serving = [node for node in self.members if not node.draining and node.role == "mixed"]
+        if not serving:
+            serving = [node for node in self.members if not node.draining and node.role == "decode"]
+        up = [node for node in serving if node.health.standing is Standing.UP]
+        self.up = Candidates(up)
+        self.trials = tuple(node for node in serving if node.health.standing is Standing.HALF_OPEN)
+        self.at_need = Candidates(node for node in serving if node.health.usable_at_need)
+        self.ramping_until_s = max((node.health.up_since_s + slow_start_s for node in up), default=0.0)

@@ -1,0 +1,132 @@
+"""A node: one engine endpoint, what is known of it, and its books."""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+from warmroute._kernel._hash import key_hash
+from warmroute.config import Health as HealthConfig
+from warmroute.config import NodeConfig, node_name
+from warmroute.fleet.health import Health
+
+if TYPE_CHECKING:
+    from warmroute.fleet.group import Group
+
+FIRST_BYTE_BOUNDS_MS: Final = (
+    5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10_000.0, 30_000.0, 60_000.0,
+)  # fmt: skip
+LATENCY_WEIGHT: Final = 0.1
+"""How much one answer moves the latency average."""
+
+
+class Outcome(enum.IntEnum):
+    """How a ticket ended. The values index `Node.outcomes`."""
+
+    OK = 0
+    REJECTED = 1  # the node said 4xx: the client's affair
+    BUSY = 2  # the node said 429 or 503
+    FAILED = 3  # connect error, time-out, 5xx, garbage, before the first byte went out
+    BROKEN = 4  # the answer broke off after it had begun
+    LEFT = 5  # the client went away
+
+
+class Node:
+    __slots__ = (
+        "api_key_env",
+        "config",
+        "draining",
+        "engine",
+        "first_byte_counts",
+        "first_byte_sum_ms",
+        "foreign",
+        "groups",
+        "health",
+        "host",
+        "incarnation",
+        "inflight",
+        "island",
+        "kv_usage",
+        "latency_ms",
+        "model_cards",
+        "models",
+        "name",
+        "outcomes",
+        "polled_s",
+        "port",
+        "role",
+        "running",
+        "scheme",
+        "seed",
+        "url",
+        "waiting",
+    )
+
+    def __init__(self, config: NodeConfig, health: HealthConfig) -> None:
+        parts = urlsplit(config.url)
+        self.config = config
+        self.name = node_name(config)
+        self.url = config.url.rstrip("/")
+        self.scheme = parts.scheme
+        self.host = parts.hostname or ""
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.island = config.island
+        self.role = config.role
+        self.engine: str = config.engine
+        self.api_key_env = config.api_key_env
+        self.seed = key_hash(self.name.encode())
+        """The node's seed in rendezvous hashing: from its name, so that an address may change under it."""
+
+        # What it serves. None: not asked yet.
+        self.models: tuple[str, ...] | None = config.models or None
+        self.model_cards: tuple[dict[str, object], ...] = ()
+        self.incarnation = 0.0
+        """Start time of the engine's process, as it reports it; another value is another incarnation."""
+
+        # What is believed of it.
+        self.health = Health(health)
+        self.draining = False
+        self.running = 0
+        self.waiting = 0
+        self.kv_usage = 0.0
+        self.polled_s = -1e9
+
+        # The books: what this process has there, and what others have.
+        self.groups: tuple[Group, ...] = ()
+        self.inflight = 0
+        self.foreign = 0
+        """Requests that the node reported at the last poll beyond those this router had there."""
+        self.latency_ms = 0.0
+        self.outcomes = [0] * len(Outcome)
+        self.first_byte_counts = [0] * (len(FIRST_BYTE_BOUNDS_MS) + 1)
+        self.first_byte_sum_ms = 0.0
+
+    @property
+    def load(self) -> int:
+        """Requests on the node now: exact for ours, as last polled for others'."""
+        return self.inflight + self.foreign
+
+    def saw_load(self, running: int, waiting: int, kv_usage: float, now_s: float) -> None:
+        """Takes what the engine's metrics say."""
+        self.running = running
+        self.waiting = waiting
+        self.kv_usage = kv_usage
+        self.polled_s = now_s
+        self.foreign = max(0, running + waiting - self.inflight)
+
+    def lost_sight_of_load(self) -> None:
+        """Forgets what the metrics said: they are too old to count."""
+        self.running = self.waiting = self.foreign = 0
+        self.kv_usage = 0.0
+
+    def saw_first_byte(self, after_ms: float) -> None:
+        self.first_byte_counts[bisect_left(FIRST_BYTE_BOUNDS_MS, after_ms)] += 1
+        self.first_byte_sum_ms += after_ms
+
+    def saw_latency(self, took_ms: float) -> None:
+        if self.latency_ms:
+            self.latency_ms += (took_ms - self.latency_ms) * LATENCY_WEIGHT
+        else:
+            self.latency_ms = took_ms

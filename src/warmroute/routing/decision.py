@@ -1,0 +1,34 @@
+"""A decision: the chosen node, who stands in for it and in which order, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from warmroute.fleet.group import Candidates, Group
+from warmroute.fleet.node import Node
+from warmroute.prompt.ask import Ask
+
+
+class Decision:
+    """The order of the fallbacks is worked out only when one is needed."""
+
+    __slots__ = ("_others", "node", "policy", "reason")
+
+    def __init__(self, node: Node, policy: str, reason: str, others: Callable[[], Sequence[Node]]) -> None:
+        self.node = node
+        self.policy = policy
+        self.reason = reason
+        self._others = others
+
+    def fallbacks(self) -> list[Node]:
+        """The other candidates, best first."""
+        return [node for node in self._others() if node is not self.node]
+
+
+class Policy(Protocol):
+    """Ranks candidates. A policy is one small file; it never sees an empty list of candidates."""
+
+    name: str
+
+    def decide(self, ask: Ask, candidates: Candidates, group: Group) -> Decision: ...

@@ -1,0 +1,34 @@
+"""The policies: one small file each."""
+
+from __future__ import annotations
+
+from random import Random
+
+from warmroute.config import Routing
+from warmroute.routing.decision import Policy
+from warmroute.routing.policies.latency import Latency
+from warmroute.routing.policies.least_loaded import LeastLoaded
+from warmroute.routing.policies.power_of_two import PowerOfTwo
+from warmroute.routing.policies.prefix_hash import PrefixHash
+from warmroute.routing.policies.random_choice import RandomChoice
+from warmroute.routing.policies.round_robin import RoundRobin
+from warmroute.routing.policies.session import Session
+
+
+def policy_named(config: Routing, random: Random) -> Policy:
+    """The configured policy, with its settings."""
+    match config.policy:
+        case "round_robin":
+            return RoundRobin()
+        case "random":
+            return RandomChoice(random)
+        case "least_loaded":
+            return LeastLoaded(random)
+        case "power_of_two":
+            return PowerOfTwo(random)
+        case "latency":
+            return Latency(random)
+        case "session":
+            return Session(config.load_factor, LeastLoaded(random))
+        case "prefix_hash":
+            return PrefixHash(config.load_factor, LeastLoaded(random))

@@ -1,0 +1,27 @@
+"""prefix_hash: requests that begin alike go to the same node, without any knowledge of its cache.
+
+The key is model + first 256 characters of the system prompt + first 256 of the first user message, hashed by FNV-1a and
+Murmur3's finalizer, placed by rendezvous with bounded load. Requests without either go to the least loaded node.
+"""
+
+from __future__ import annotations
+
+from warmroute.fleet.group import Candidates, Group
+from warmroute.prompt.ask import Ask
+from warmroute.routing.decision import Decision
+from warmroute.routing.policies.bounded_rendezvous import place
+from warmroute.routing.policies.least_loaded import LeastLoaded
+
+
+class PrefixHash:
+    name = "prefix_hash"
+
+    def __init__(self, load_factor: float, without_key: LeastLoaded) -> None:
+        self._load_factor = load_factor
+        self._without_key = without_key
+
+    def decide(self, ask: Ask, candidates: Candidates, group: Group) -> Decision:
+        key = ask.prefix_key()
+        if key is None:
+            return self._without_key.decide(ask, candidates, group)
+        return place(key, candidates, group, self._load_factor, self.name)

@@ -1,0 +1,74 @@
+"""The router: from an ask to a decision, or to the reason why there is none."""
+
+from __future__ import annotations
+
+from random import Random
+
+from warmroute.config import Routing
+from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.group import Candidates, Group
+from warmroute.prompt.ask import Ask
+from warmroute.routing.decision import Decision
+from warmroute.routing.policies import policy_named
+
+
+class Undecided(Exception):
+    """No node can be named."""
+
+
+class UnknownModel(Undecided):
+    """No node serves this model, and every node has said what it serves."""
+
+
+class MissingModel(Undecided):
+    """The request names no model, and more than one is served."""
+
+
+class NobodyCanServe(Undecided):
+    """Nodes serve this model, or may, but none of them can take a request now."""
+
+
+class Router:
+    def __init__(self, fleet: Fleet, config: Routing) -> None:
+        self._fleet = fleet
+        self.reconfigure(config)
+
+    def reconfigure(self, config: Routing) -> None:
+        self._random = Random(config.seed or None)
+        self.policy = policy_named(config, self._random)
+
+    def decide(self, ask: Ask, now_s: float) -> Decision:
+        """Raises Undecided."""
+        group = self._group(ask)
+        candidates = group.up
+        if now_s < group.ramping_until_s:
+            candidates = self._thinned(candidates, now_s)
+        if not candidates.nodes:
+            candidates = group.at_need
+            if not candidates.nodes:
+                raise NobodyCanServe(ask.model)
+        elif group.trials:
+            for node in group.trials:
+                if not node.inflight:
+                    others = self.policy.decide(ask, candidates, group)
+                    return Decision(node, "trial", "on trial", lambda: [others.node, *others.fallbacks()])
+        return self.policy.decide(ask, candidates, group)
+
+    def _group(self, ask: Ask) -> Group:
+        fleet = self._fleet
+        if not ask.model:
+            group = fleet.only_group
+            if group is None:
+                raise MissingModel if fleet.models else NobodyCanServe("")
+            ask.model = group.model
+            return group
+        group = fleet.group(ask.model)
+        if group is None:
+            raise UnknownModel(ask.model) if len(fleet) and fleet.fully_known else NobodyCanServe(ask.model)
+        return group
+
+    def _thinned(self, candidates: Candidates, now_s: float) -> Candidates:
+        """Leaves out, by chance, nodes that came back lately: slow start, for every policy alike."""
+        chance = self._random.random
+        keep = [node for node in candidates.nodes if chance() < node.health.share(now_s)]
+        return candidates if not keep or len(keep) == len(candidates) else candidates.only(keep)

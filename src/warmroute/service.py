@@ -1,0 +1,220 @@
+"""The service: puts the rooms together and holds them together, from start over reloads to shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from warmroute.config import Config, ConfigError, NodeConfig, is_loopback
+from warmroute.console.admin import Admin
+from warmroute.edge.deadlines import Deadlines
+from warmroute.edge.fetch import fetch
+from warmroute.edge.listen import listen_tcp, listen_unix, server_tls
+from warmroute.edge.plain import PlainHandler
+from warmroute.edge.pools import Pools
+from warmroute.edge.proxy import Proxy
+from warmroute.edge.server import Listener
+from warmroute.engines.watch import Watcher
+from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.health import Standing
+from warmroute.fleet.node import Node
+from warmroute.routing.router import Router
+from warmroute.telemetry import log as logs
+from warmroute.telemetry.counters import Counters
+from warmroute.telemetry.loop_delay import watch_loop_delay
+from warmroute.telemetry.prometheus import MetricsPage
+
+log = logging.getLogger("warmroute")
+FILE_CHECK_S = 1.0
+
+
+class Service:
+    """One router process. Build it, `start` it within a running loop, `stop` it."""
+
+    def __init__(self, read_config: Callable[[], Config], config_file: Path | None = None) -> None:
+        self._read_config = read_config
+        self._config_file = config_file
+        self.config = config = read_config()
+        now = time.monotonic
+        self.deadlines = Deadlines(now)
+        self.counters = Counters()
+        self.fleet = Fleet(config.health, _say_standing)
+        self.router = Router(self.fleet, config.routing)
+        self.pools = Pools(config.upstream, self.deadlines)
+        self.proxy = Proxy(config, self.fleet, self.router, self.pools, self.counters, now)
+        self.listener = Listener(self.proxy, config.limits, self.deadlines)
+        self.watcher = Watcher(
+            self.fleet, config, lambda node, path, timeout_s: fetch(self.pools, node, path, timeout_s), now
+        )
+        page = MetricsPage(
+            self.fleet, self.counters, lambda: (len(self.listener.connections), self.listener.accepted)
+        )
+        self.admin = Admin(self.fleet, page, self, config.admin.token_sha256)
+        self.admin_listener = Listener(PlainHandler(self.admin.answer, self.admin.admit), config.limits, self.deadlines)
+        self._servers: list[asyncio.Server] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self.port = 0
+        self.admin_port = 0
+
+    # Start.
+
+    async def start(self) -> None:
+        """Raises ConfigError where it can't listen."""
+        config = self.config
+        listen = config.listen
+        tls = server_tls(listen.tls_cert, listen.tls_key)
+        if listen.unix:
+            server = await listen_unix(self.listener, listen.unix, listen.backlog, tls)
+            where = f"unix:{listen.unix}"
+        else:
+            server = await listen_tcp(self.listener, listen.host, listen.port, listen.backlog, tls)
+            self.port = server.sockets[0].getsockname()[1]
+            where = f"{'https' if tls else 'http'}://{_shown(listen.host)}:{self.port}"
+        self._servers.append(server)
+        if config.admin.enabled:
+            server = await listen_tcp(self.admin_listener, config.admin.host, config.admin.port, listen.backlog)
+            self.admin_port = server.sockets[0].getsockname()[1]
+            self._servers.append(server)
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self.deadlines.run()), loop.create_task(watch_loop_delay(self.counters))]
+        if self._config_file is not None:
+            self._tasks.append(loop.create_task(self._watch_file(self._config_file)))
+        added, _removed = self.fleet.reconfigure(config.nodes, config.health)
+        for node in added:
+            self.watcher.watch(node)
+        log.info(
+            "warmroute listens on %s%s; %d nodes, policy %s",
+            where,
+            f", admin on http://{_shown(config.admin.host)}:{self.admin_port}" if config.admin.enabled else "",
+            len(self.fleet),
+            config.routing.policy,
+        )
+        if not config.keys and not listen.unix and not is_loopback(listen.host):
+            log.warning("anybody who reaches %s may use the fleet: no keys are configured ([[keys]])", where)
+        if not config.nodes:
+            log.warning("no nodes are configured: add [[nodes]], --node URL, or POST /admin/nodes")
+
+    # While it runs.
+
+    def add_node(self, config: NodeConfig) -> Node:
+        node = self.fleet.add(config)
+        self.watcher.watch(node)
+        log.info("node %s was added (%s)", node.name, node.url)
+        return node
+
+    def remove_node(self, name: str) -> Node:
+        node = self.fleet.remove(name)
+        self._let_go(node)
+        log.info("node %s was removed; %d running requests finish", node.name, node.inflight)
+        return node
+
+    def _let_go(self, node: Node) -> None:
+        self.watcher.forget(node)
+        self.pools.remove(node)
+
+    def readiness(self) -> tuple[int, bytes]:
+        return self.proxy.readiness()
+
+    def reload(self) -> str | None:
+        """Takes a changed configuration without dropping a request; a bad one is said and not taken."""
+        before = self.config
+        try:
+            config = self._read_config()
+        except ConfigError as error:
+            log.error("the configuration was not taken, the old one stays: %s", error)
+            return str(error)
+        if config == before:
+            return None
+        if config.listen != before.listen or config.admin != before.admin:
+            log.warning("changes to [listen] and [admin] count only after a restart")
+        self.config = config
+        self.listener.limits = self.admin_listener.limits = config.limits
+        if config.upstream != before.upstream:
+            self.pools.reconfigure(config.upstream)
+        if config.routing != before.routing:
+            self.router.reconfigure(config.routing)
+        if config.log != before.log:
+            logs.set_up(config.log)
+        self.proxy.reconfigure(config)
+        self.watcher.reconfigure(config)
+        added, removed = self.fleet.reconfigure(config.nodes, config.health)
+        for node in removed:
+            self._let_go(node)
+        for node in added:
+            self.watcher.watch(node)
+        log.info("the configuration was reloaded: %d nodes added, %d removed", len(added), len(removed))
+        return None
+
+    async def _watch_file(self, path: Path) -> None:
+        seen = _stamp(path)
+        while True:
+            await asyncio.sleep(FILE_CHECK_S)
+            stamp = _stamp(path)
+            if stamp != seen:
+                seen = stamp
+                self.reload()
+
+    # The end.
+
+    async def stop(self) -> None:
+        """Says it is not ready, stops accepting, lets running requests finish, and ends."""
+        shutdown = self.config.shutdown
+        self.proxy.stopping = True
+        await asyncio.sleep(shutdown.delay_s)
+        for server in self._servers[:1]:
+            server.close()
+        self.listener.close_idle()
+        deadline_s = time.monotonic() + shutdown.deadline_s
+        while self.listener.connections and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.02)
+        if self.listener.connections:
+            log.warning("cut %d requests that did not finish in %g s", self.listener.busy, shutdown.deadline_s)
+            self.listener.abort_all()
+        self.admin_listener.abort_all()
+        for server in self._servers:
+            server.close()
+        self.watcher.close()
+        self.pools.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.sleep(0)
+
+    async def run_until_told(self) -> None:
+        """Starts, serves until SIGTERM or SIGINT, stops. A second signal ends it at once."""
+        loop = asyncio.get_running_loop()
+        told = asyncio.Event()
+        await self.start()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, told.set)
+        loop.add_signal_handler(signal.SIGHUP, self.reload)
+        gc.collect()
+        gc.freeze()
+        await told.wait()
+        log.info("stopping: running requests have %g s to finish", self.config.shutdown.deadline_s)
+        stopping = loop.create_task(self.stop())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.listener.abort_all)
+        await stopping
+
+
+def _say_standing(node: Node, before: Standing) -> None:
+    now = node.health.standing
+    level = logging.WARNING if now is Standing.OPEN else logging.INFO
+    log.log(level, "node %s is %s (was %s): %s", node.name, now.value, before.value, node.health.reason)
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

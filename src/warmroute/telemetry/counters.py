@@ -1,0 +1,25 @@
+"""What the router counts as it works: plain numbers, read out by telemetry.prometheus."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+
+class Counters:
+    __slots__ = ("answered", "broken", "left", "loop_delay_max_s", "refused", "retries", "stale_connections")
+
+    def __init__(self) -> None:
+        self.answered: Counter[int] = Counter()
+        """Answers of nodes that went to clients whole, by status."""
+        self.refused: Counter[tuple[int, str]] = Counter()
+        """Errors of the router's own, by status and code."""
+        self.broken = 0
+        """Answers that broke off after they had begun."""
+        self.left = 0
+        """Clients that went away before their answer was complete."""
+        self.retries = 0
+        """Times that a request went on to another node."""
+        self.stale_connections = 0
+        """Requests sent again since a kept-alive connection turned out closed."""
+        self.loop_delay_max_s = 0.0
+        """Longest time that the event loop was late since the last scrape."""

@@ -1,0 +1,108 @@
+"""The metrics page: read out of the books and counters when it is asked for, so that counting costs nothing more.
+
+Labels are bounded: nodes, outcomes, statuses and error codes; never a tenant, a path or anything that a client sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from warmroute import __version__
+from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.health import Standing
+from warmroute.fleet.node import FIRST_BYTE_BOUNDS_MS, Outcome
+from warmroute.telemetry.counters import Counters
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class MetricsPage:
+    """Implements prometheus_client's Collector."""
+
+    def __init__(self, fleet: Fleet, counters: Counters, connections: Callable[[], tuple[int, int]]) -> None:
+        self._fleet = fleet
+        self._counters = counters
+        self._connections = connections
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)  # type: ignore[arg-type]
+
+    def render(self) -> bytes:
+        """The page as text. Takes milliseconds on large fleets: call it off the loop."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterable[Metric]:
+        yield self._info()
+        yield from self._requests()
+        yield from self._nodes()
+        now, ever = self._connections()
+        yield GaugeMetricFamily("warmroute_connections", "Client connections open now.", value=now)
+        yield CounterMetricFamily("warmroute_connections_accepted", "Client connections accepted.", value=ever)
+        delay_s, self._counters.loop_delay_max_s = self._counters.loop_delay_max_s, 0.0
+        yield GaugeMetricFamily(
+            "warmroute_loop_delay_max_seconds", "Longest delay of the event loop since the last scrape.", value=delay_s
+        )
+
+    def _info(self) -> Metric:
+        info = GaugeMetricFamily("warmroute_info", "The running version.", labels=["version"])
+        info.add_metric([__version__], 1)
+        return info
+
+    def _requests(self) -> Iterable[Metric]:
+        counters = self._counters
+        answered = CounterMetricFamily(
+            "warmroute_requests_answered", "Answers of nodes that reached clients whole.", labels=["status"]
+        )
+        for status, count in sorted(counters.answered.copy().items()):
+            answered.add_metric([str(status)], count)
+        yield answered
+        refused = CounterMetricFamily(
+            "warmroute_requests_refused", "Requests answered by the router with an error.", labels=["status", "code"]
+        )
+        for (status, code), count in sorted(counters.refused.copy().items()):
+            refused.add_metric([str(status), code], count)
+        yield refused
+        for name, help_text, value in (
+            ("warmroute_requests_broken", "Answers that broke off after they had begun.", counters.broken),
+            ("warmroute_requests_left", "Clients gone before their answer was complete.", counters.left),
+            ("warmroute_retries", "Times a request went on to another node.", counters.retries),
+            ("warmroute_stale_connections", "Requests sent again on a fresh connection.", counters.stale_connections),
+        ):
+            yield CounterMetricFamily(name, help_text, value=value)
+
+    def _nodes(self) -> Iterable[Metric]:
+        def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(f"warmroute_node_{name}", text, labels=["node", *labels])
+
+        inflight = gauge("inflight", "Requests of this router on the node.")
+        foreign = gauge("foreign", "Requests of others on the node, at the last poll.")
+        waiting = gauge("waiting", "Requests that the engine has queued, at the last poll.")
+        kv_usage = gauge("kv_usage_ratio", "Share of KV blocks in use, at the last poll.")
+        latency = gauge("latency_ms", "Moving average of an answer's time.")
+        state = gauge("state", "1 for the state that the node is in.", "state")
+        requests = CounterMetricFamily(
+            "warmroute_node_requests", "Requests sent to the node, by how they ended.", labels=["node", "outcome"]
+        )
+        first_byte = HistogramMetricFamily(
+            "warmroute_node_first_byte_seconds", "Time to the answer's first byte.", labels=["node"]
+        )
+        for node in list(self._fleet):
+            name = node.name
+            inflight.add_metric([name], node.inflight)
+            foreign.add_metric([name], node.foreign)
+            waiting.add_metric([name], node.waiting)
+            kv_usage.add_metric([name], node.kv_usage)
+            latency.add_metric([name], node.latency_ms)
+            for standing in Standing:
+                is_it = node.health.standing is standing and not node.draining
+                state.add_metric([name, standing.value], int(is_it))
+            state.add_metric([name, "draining"], int(node.draining))
+            for outcome in Outcome:
+                requests.add_metric([name, outcome.name.lower()], node.outcomes[outcome])
+            counts = list(accumulate(node.first_byte_counts))
+            bounds = [*(str(bound / 1000) for bound in FIRST_BYTE_BOUNDS_MS), "+Inf"]
+            first_byte.add_metric([name], list(zip(bounds, counts, strict=True)), node.first_byte_sum_ms / 1000)
+        yield from (inflight, foreign, waiting, kv_usage, latency, state, requests, first_byte)
