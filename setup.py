@@ -4,6 +4,7 @@ from setuptools import Extension, setup
 
 setup(
     ext_modules=[
-        Extension("warmroute._kernel._hash", ["src/warmroute/_kernel/_hash.c"], extra_compile_args=["-O3"]),
+        Extension(f"warmroute._kernel.{name}", [f"src/warmroute/_kernel/{name}.c"], extra_compile_args=["-O3"])
+        for name in ("_hash", "_http")
     ]
 )

@@ -124,6 +124,10 @@ def too_many_headers(limit: int) -> Refusal:
     )
 
 
+def expectation_failed() -> Refusal:
+    return Refusal(417, "The only expectation met here is 100-continue.", code="expectation_failed", close=True)
+
+
 def unsupported_version() -> Refusal:
     return Refusal(505, "Only HTTP/1.1 and HTTP/1.0 are spoken here.", code="unsupported_version", close=True)
 

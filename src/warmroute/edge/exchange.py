@@ -108,7 +108,7 @@ class ProxyExchange:
                 head.method,
                 head.target,
                 pool.host_line,
-                b"".join(head.passing),
+                head.passing,
                 authorization,
                 len(self._body),
                 self._request_id,
@@ -194,7 +194,7 @@ class ProxyExchange:
         self._keep_alive = keep_alive
         answer_head = b"%b%b%bX-Request-Id: %b\r\n%b\r\n" % (
             head.status_line,
-            b"".join(head.passing),
+            head.passing,
             framing,
             self._request_id,
             b"" if keep_alive else b"Connection: close\r\n",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 from warmroute.config import Limits
 from warmroute.edge import errors
@@ -124,9 +124,8 @@ class Client(asyncio.Protocol):
     # The connection.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        self.write = transport.write
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
+        self.write = self.transport.write
         listener = self._listener
         listener.accepted += 1
         listener.connections.add(self)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 from warmroute.config import Upstream as UpstreamConfig
 from warmroute.edge.chunked import BadChunk, ChunkFrames
@@ -245,8 +245,7 @@ class Connection(asyncio.Protocol):
             self._break_off("the node fell silent within its answer")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
 
     def eof_received(self) -> None:
         if self._mode == ANSWER_UNTIL_CLOSE:

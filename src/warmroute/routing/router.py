@@ -47,12 +47,12 @@ class Router:
             candidates = group.at_need
             if not candidates.nodes:
                 raise NobodyCanServe(ask.model)
-        elif group.trials:
-            for node in group.trials:
-                if not node.inflight:
-                    others = self.policy.decide(ask, candidates, group)
-                    return Decision(node, "trial", "on trial", lambda: [others.node, *others.fallbacks()])
-        return self.policy.decide(ask, candidates, group)
+        decision = self.policy.decide(ask, candidates, group)
+        if group.trials and candidates is not group.at_need:
+            node = next((node for node in group.trials if not node.inflight), None)
+            if node is not None:
+                return Decision(node, "trial", "on trial", lambda: [decision.node, *decision.fallbacks()])
+        return decision
 
     def _group(self, ask: Ask) -> Group:
         fleet = self._fleet

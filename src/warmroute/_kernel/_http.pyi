@@ -1,0 +1,45 @@
+class RequestHead:
+    """A client's request head: what the router reads of it, and the lines that pass on as they are."""
+
+    method: bytes
+    target: bytes
+    minor: int
+    length: int
+    """Bytes of the body; 0 without one, -1 where it is chunked."""
+    chunked: bool
+    keep_alive: bool
+    expects_continue: bool
+    authorization: bytes
+    request_id: bytes
+    """As the client gave it; empty where it gave none that can be used."""
+    forwarded_for: bytes
+    content_type: bytes
+    passing: bytes
+    """The header lines that go to the node untouched."""
+
+    def get(self, name: bytes, /) -> bytes: ...
+
+class ResponseHead:
+    """A node's response head."""
+
+    status: int
+    status_line: bytes
+    length: int
+    """Bytes of the body; CHUNKED or UNTIL_CLOSE where it does not say."""
+    keep_alive: bool
+    content_type: bytes
+    retry_after: bytes
+    passing: bytes
+
+def read_request_head(data: bytes, end: int, max_fields: int, /) -> RequestHead | int: ...
+def read_response_head(data: bytes, end: int, /) -> ResponseHead | int: ...
+
+class BadChunk(Exception): ...
+
+class ChunkFrames:
+    def feed(self, data: bytes, pieces: list[bytes] | None = None, /) -> int:
+        """Takes bytes; returns how many of them belong to the message if it ends in them, else -1.
+
+        The payload's slices are appended to `pieces`, where it is given. Raises BadChunk.
+        """
+    def rest_of_chunk(self) -> bytes | None: ...
