@@ -7,8 +7,11 @@ import sys
 from collections.abc import Sequence
 
 from warmroute import __version__
-from warmroute.cli import serve
+from warmroute.cli import check_config, config_reference, hash_key, serve
 from warmroute.config import ConfigError
+
+COMMANDS = (serve, check_config, hash_key, config_reference)
+"""A command is a module with `add_to`; what is heavy it imports when it runs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"warmroute {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve,):
+    for command in COMMANDS:
         command.add_to(commands)
     args = parser.parse_args(argv)
     try:

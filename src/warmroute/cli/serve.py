@@ -12,6 +12,7 @@ import uvloop
 
 from warmroute import config as configuration
 from warmroute.config import Config, NodeConfig
+from warmroute.edge.memory import keep_freed_memory
 from warmroute.service import Service
 from warmroute.telemetry import log as logs
 
@@ -30,6 +31,7 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     service = Service(lambda: read(args), args.config)
     logs.set_up(service.config.log)
+    keep_freed_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(service.run_until_told())
     return 0

@@ -1,0 +1,36 @@
+"""Running totals of one engine, for its metrics. Gauges are read off the engine itself."""
+
+
+class EngineStats:
+    """Tokens and requests since the start; named after the vLLM metric that each one feeds."""
+
+    __slots__ = (
+        "busy_ms",
+        "generation_tokens",
+        "lora_loads",
+        "preemptions",
+        "prefix_cache_hits",
+        "prefix_cache_queries",
+        "prompt_tokens",
+        "prompt_tokens_computed",
+        "reloaded_tokens",
+        "requests_aborted",
+        "requests_finished",
+        "requests_submitted",
+        "steps",
+    )
+
+    def __init__(self) -> None:
+        self.requests_submitted = 0
+        self.requests_finished = 0
+        self.requests_aborted = 0
+        self.steps = 0
+        self.busy_ms = 0.0
+        self.prompt_tokens = 0  # of prompts that were prefilled to their end
+        self.prompt_tokens_computed = 0  # what prefill steps computed, recomputation after preemption included
+        self.generation_tokens = 0
+        self.prefix_cache_queries = 0  # tokens, at first admission only
+        self.prefix_cache_hits = 0  # tokens, GPU cache only
+        self.reloaded_tokens = 0  # tokens from the CPU tier
+        self.preemptions = 0
+        self.lora_loads = 0

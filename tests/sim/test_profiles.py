@@ -1,0 +1,91 @@
+"""Profiles say what was measured where it was measured, and scale as they claim to elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from warmroute.sim.engine import Timing
+from warmroute.sim.profiles import PROFILE_NAMES, Profile, profile
+
+SHARED = Path(os.environ.get("WARMROUTE_SHARED", Path(__file__).parents[3] / "shared"))
+SHAPES = {"1.5b": "qwen2.5-1.5b", "8b": "llama-3.1-8b", "32b": "qwen3-32b"}
+
+
+@pytest.mark.parametrize(
+    ("name", "new", "cached", "measured_ms", "off_by"),
+    [
+        ("h200-8b", 8192, 0, 212, 0.02),
+        ("h200-32b", 8192, 0, 919, 0.01),
+        ("h200-8b", 512, 8192, 16, 0.08),
+        ("h200-32b", 512, 8192, 70, 0.01),
+    ],
+)
+def test_prefill_comes_near_what_an_h200_took(
+    name: str, new: int, cached: int, measured_ms: float, off_by: float
+) -> None:
+    assert profile(name).timing.prefill_ms(new, cached) == pytest.approx(measured_ms, rel=off_by)
+
+
+def test_the_formulas_are_those_of_the_fits() -> None:
+    t = Timing(m=100, a=1, b=2, d=3, h=5, e=7, f=11, e2=13, f2=17, g=19)
+    assert t.prefill_ms(10, 4) == 100 + 3 * 10 * (4 + 5) + 5 * 4
+    assert t.prefill_ms(60, 0) == 1 + 2 * 60 + 3 * 60 * 30
+    assert t.decode_ms(1, 2) == max(7 + 11, 13 + 17) + 19 * 2
+    assert t.mixed_ms(60, t.attention_ms(60, 4), 8, 900) == 1 + 2 * 68 + 3 * 60 * 34 + 5 * 4 + 19 * 900
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_measured_coefficients_are_those_of_the_file(model: str) -> None:
+    path = SHARED / "data" / "h200_timing.json"
+    if not path.exists():
+        pytest.skip(f"{path} is not here")
+    fits = json.loads(path.read_text())["shapes"][SHAPES[model]]["fits"]
+    prefill, decode = fits["prefill_roofline_form"], fits["decode_two_regime_form"]
+    timing = profile(f"h200-{model}").timing
+    for key in "mabdh":
+        assert getattr(timing, key) == pytest.approx(prefill[key])
+    for key in ("e", "f", "e2", "f2", "g"):
+        assert getattr(timing, key) == pytest.approx(decode[key])
+
+
+def test_two_h100s_prefill_and_hold_what_llm_d_published() -> None:
+    pod = profile("2xh100-32b")
+    assert 7200 / pod.timing.prefill_ms(7200) * 1000 == pytest.approx(15_900, rel=0.005)
+    assert pod.kv_tokens == 307_328
+    assert msgspec.structs.replace(profile("h100-32b"), name=pod.name) == pod
+
+
+@pytest.mark.parametrize("name", PROFILE_NAMES)
+def test_every_profile_can_serve(name: str) -> None:
+    one = profile(name)
+    assert one.kv_tokens >= 32_768 and one.num_blocks(16) == one.kv_tokens // 16
+    assert 0 < one.timing.decode_ms(1, 1000) < 1000 and 0 < one.timing.prefill_ms(1000) < 10_000
+    assert 1000 * one.timing.reload_us_per_token < 1000 * one.timing.prefill_ms(1000), "reloading beats recomputing"
+
+
+def test_slower_cards_are_slower() -> None:
+    cards = [profile(f"1x{gpu}-1.5b").timing for gpu in ("h200", "h100", "a100", "l4", "t4")]
+    prefill = [timing.prefill_ms(4096) for timing in cards]
+    assert prefill == sorted(prefill)
+    decode = [timing.decode_ms(8, 8000) for timing in cards[:3]]
+    assert decode == sorted(decode)
+
+
+def test_an_unknown_profile_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="h100-32b"):
+        profile("h100-33b")
+    with pytest.raises(ValueError, match="does not fit"):
+        profile("1xt4-32b")
+
+
+def test_own_coefficients_are_a_profile_too() -> None:
+    timing = {"m": 1, "a": 1, "b": 0.1, "d": 0, "h": 0, "e": 1, "f": 0, "e2": 0, "f2": 0, "g": 0}
+    own = {"name": "mine", "timing": timing, "kv_tokens": 1000, "kv_bytes_per_token": 10}
+    assert msgspec.convert(own, Profile).timing.prefill_ms(100) == 11
+    with pytest.raises(msgspec.ValidationError, match="z"):
+        msgspec.convert(own | {"timing": timing | {"z": 1}}, Profile)
