@@ -20,9 +20,7 @@ Count = Annotated[int, Meta(ge=1)]
 Bytes = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
-PolicyName = Literal[
-    "round_robin", "random", "least_loaded", "power_of_two", "latency", "session", "prefix_hash"
-]
+PolicyName = Literal["round_robin", "random", "least_loaded", "power_of_two", "latency", "session", "prefix_hash"]
 
 
 class ConfigError(Exception):
@@ -33,23 +31,25 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """A table of the file."""
 
 
-class Listen(Section):
+class Listen(Section, frozen=True):
     """Where clients reach the router."""
 
     host: Annotated[str, Meta(description="Address to listen on; `::` listens on IPv6 and IPv4.")] = "127.0.0.1"
     port: Annotated[Port, Meta(description="TCP port; 0 takes a free one and prints it.")] = 8080
     unix: Annotated[str, Meta(description="Path of a unix socket to listen on instead of TCP.")] = ""
-    tls_cert: Annotated[str, Meta(description="PEM file with the certificate chain; with `tls_key`, serves HTTPS.")] = ""
+    tls_cert: Annotated[str, Meta(description="PEM file with the certificate chain; with `tls_key`, serves HTTPS.")] = (
+        ""
+    )
     tls_key: Annotated[str, Meta(description="PEM file with the certificate's private key.")] = ""
     backlog: Annotated[Count, Meta(description="Connections the kernel may hold before they are accepted.")] = 4096
 
 
-class Admin(Section):
+class Admin(Section, frozen=True):
     """The separate listener for metrics and the admin API."""
 
-    host: Annotated[
-        str, Meta(description="Address of the admin listener; anything but loopback needs a token.")
-    ] = "127.0.0.1"
+    host: Annotated[str, Meta(description="Address of the admin listener; anything but loopback needs a token.")] = (
+        "127.0.0.1"
+    )
     port: Annotated[Port, Meta(description="TCP port of the admin listener; 0 takes a free one.")] = 8081
     enabled: Annotated[bool, Meta(description="Whether the admin listener runs at all.")] = True
     token_sha256: Annotated[
@@ -62,7 +62,7 @@ class Admin(Section):
     ] = ""
 
 
-class Limits(Section):
+class Limits(Section, frozen=True):
     """What a client may ask of the router, each with its own error."""
 
     header_bytes: Annotated[Bytes, Meta(description="Largest request head; above it 431.")] = 32_768
@@ -88,7 +88,7 @@ class Limits(Section):
     ] = 120.0
 
 
-class Upstream(Section):
+class Upstream(Section, frozen=True):
     """How the router speaks to its nodes."""
 
     connect_timeout_s: Annotated[Seconds, Meta(description="Time to connect to a node (TLS included).")] = 2.0
@@ -111,7 +111,7 @@ class Upstream(Section):
     ] = ""
 
 
-class Health(Section):
+class Health(Section, frozen=True):
     """How the router learns which nodes can serve."""
 
     interval_s: Annotated[Seconds, Meta(description="Time between two active checks of a node (with jitter).")] = 1.0
@@ -119,7 +119,9 @@ class Health(Section):
     path: Annotated[str, Meta(description="Path of the active check.", pattern="^/")] = "/health"
     slow_checks: Annotated[
         Count,
-        Meta(description="Checks in a row that time out, with no traffic answered meanwhile, before a node is avoided."),
+        Meta(
+            description="Checks in a row that time out, with no traffic answered meanwhile, before a node is avoided."
+        ),
     ] = 3
     failures: Annotated[
         Count, Meta(description="Requests in a row that fail on a node before its circuit breaker opens.")
@@ -131,24 +133,28 @@ class Health(Section):
     ] = 10.0
 
 
-class Metrics(Section):
+class Metrics(Section, frozen=True):
     """How the router reads its nodes' load."""
 
     interval_s: Annotated[Seconds, Meta(description="Time between two reads of a node's metrics (with jitter).")] = 1.0
     timeout_s: Annotated[Seconds, Meta(description="Time for a node to answer with its metrics.")] = 2.0
-    stale_s: Annotated[Seconds, Meta(description="Age after which what a node said of its load no longer counts.")] = 5.0
+    stale_s: Annotated[Seconds, Meta(description="Age after which what a node said of its load no longer counts.")] = (
+        5.0
+    )
     models_interval_s: Annotated[
         Seconds, Meta(description="Time between two reads of a node's /v1/models, where its models are not configured.")
     ] = 30.0
 
 
-class Routing(Section):
+class Routing(Section, frozen=True):
     """Which node a request goes to."""
 
     policy: Annotated[PolicyName, Meta(description="The policy that ranks the nodes of a model.")] = "prefix_hash"
     load_factor: Annotated[
         float,
-        Meta(ge=1, description="`prefix_hash` and `session` pass over a node with more than this × the mean in flight."),
+        Meta(
+            ge=1, description="`prefix_hash` and `session` pass over a node with more than this × the mean in flight."
+        ),
     ] = 1.25
     session_headers: Annotated[
         tuple[str, ...], Meta(description="Request headers that name a session, in the order they are looked for.")
@@ -156,12 +162,12 @@ class Routing(Section):
     seed: Annotated[int, Meta(description="Seed of the random choices; 0 takes one from the system.")] = 0
 
 
-class Log(Section):
+class Log(Section, frozen=True):
     """What is said on standard error."""
 
-    level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Least severity that is logged.")] = (
-        "info"
-    )
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Least severity that is logged.")
+    ] = "info"
     format: Annotated[
         Literal["text", "json"], Meta(description="`text` for people, `json` for collectors: one object a line.")
     ] = "text"
@@ -170,26 +176,26 @@ class Log(Section):
     ] = False
 
 
-class Shutdown(Section):
+class Shutdown(Section, frozen=True):
     """How the router ends on SIGTERM."""
 
     delay_s: Annotated[
         float,
-        Meta(ge=0, description="Time in which /ready says 503 while requests are still accepted, for balancers in front."),
+        Meta(
+            ge=0, description="Time in which /ready says 503 while requests are still accepted, for balancers in front."
+        ),
     ] = 0.0
     deadline_s: Annotated[
         float, Meta(ge=0, description="Time that running requests have to finish before they are cut.")
     ] = 30.0
 
 
-class NodeConfig(Section):
+class NodeConfig(Section, frozen=True):
     """One engine endpoint."""
 
     url: Annotated[str, Meta(description="Base URL, `http://host:port` or `https://host:port`.")]
     name: Annotated[str, Meta(description="Name in metrics, logs and the admin API; empty: host:port.")] = ""
-    models: Annotated[
-        tuple[str, ...], Meta(description="Models it serves; empty: asked from its /v1/models.")
-    ] = ()
+    models: Annotated[tuple[str, ...], Meta(description="Models it serves; empty: asked from its /v1/models.")] = ()
     engine: Annotated[
         Literal["auto", "vllm", "sglang", "trtllm"], Meta(description="The engine; `auto` tells it by its metrics.")
     ] = "auto"
@@ -197,13 +203,15 @@ class NodeConfig(Section):
         Literal["mixed", "prefill", "decode"],
         Meta(description="What it does; requests are sent to `mixed` nodes, and to `decode` where there are none."),
     ] = "mixed"
-    island: Annotated[str, Meta(description="The island it stands on: provider and region, say `aws/us-east-1`.")] = "local"
+    island: Annotated[str, Meta(description="The island it stands on: provider and region, say `aws/us-east-1`.")] = (
+        "local"
+    )
     api_key_env: Annotated[
         str, Meta(description="Environment variable with the key that the node itself asks for.")
     ] = ""
 
 
-class KeyConfig(Section):
+class KeyConfig(Section, frozen=True):
     """One API key that clients may use."""
 
     sha256: Annotated[
@@ -212,7 +220,7 @@ class KeyConfig(Section):
     tenant: Annotated[str, Meta(min_length=1, description="Whose key it is.")]
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     """The file."""
 
     listen: Listen = Listen()

@@ -49,11 +49,13 @@ class Service:
         self.proxy = Proxy(config, self.fleet, self.router, self.pools, self.counters, now)
         self.listener = Listener(self.proxy, config.limits, self.deadlines)
         self.watcher = Watcher(
-            self.fleet, config, lambda node, path, timeout_s: fetch(self.pools, node, path, timeout_s), now
+            self.fleet,
+            config,
+            lambda node, path, timeout_s: fetch(self.pools, node, path, timeout_s),
+            lambda node: self.pools.of(node).heard_s,
+            now,
         )
-        page = MetricsPage(
-            self.fleet, self.counters, lambda: (len(self.listener.connections), self.listener.accepted)
-        )
+        page = MetricsPage(self.fleet, self.counters, lambda: (len(self.listener.connections), self.listener.accepted))
         self.admin = Admin(self.fleet, page, self, config.admin.token_sha256)
         self.admin_listener = Listener(PlainHandler(self.admin.answer, self.admin.admit), config.limits, self.deadlines)
         self._servers: list[asyncio.Server] = []
@@ -169,10 +171,10 @@ class Service:
         for server in self._servers[:1]:
             server.close()
         self.listener.close_idle()
-        deadline_s = time.monotonic() + shutdown.deadline_s
-        while self.listener.connections and time.monotonic() < deadline_s:
-            await asyncio.sleep(0.02)
-        if self.listener.connections:
+        try:
+            async with asyncio.timeout(shutdown.deadline_s):
+                await self.listener.until_empty()
+        except TimeoutError:
             log.warning("cut %d requests that did not finish in %g s", self.listener.busy, shutdown.deadline_s)
             self.listener.abort_all()
         self.admin_listener.abort_all()

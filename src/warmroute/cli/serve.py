@@ -12,7 +12,7 @@ import uvloop
 
 from warmroute import config as configuration
 from warmroute.config import Config, NodeConfig
-from warmroute.edge.memory import keep_freed_memory
+from warmroute.edge.process import keep_freed_memory, raise_file_limit
 from warmroute.service import Service
 from warmroute.telemetry import log as logs
 
@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     service = Service(lambda: read(args), args.config)
     logs.set_up(service.config.log)
     keep_freed_memory()
+    raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(service.run_until_told())
     return 0

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from warmroute.config import ConfigError, NodeConfig
+from warmroute.config import ConfigError, NodeConfig, is_loopback
 from warmroute.edge.errors import Refusal, method_not_allowed
 from warmroute.edge.head import RequestHead
 from warmroute.edge.plain import Request, Responder
@@ -40,7 +40,10 @@ class Admin:
         self._token = bytes.fromhex(token_sha256)
 
     def admit(self, head: RequestHead) -> None:
-        if not self._token or head.target in OPEN_PATHS:
+        if head.target in OPEN_PATHS:
+            return
+        if not self._token:
+            _refuse_browsers(head)
             return
         scheme, _, token = head.authorization.partition(b" ")
         if scheme.lower() != b"bearer" or not compare_digest(sha256(token.strip()).digest(), self._token):
@@ -73,7 +76,9 @@ class Admin:
             case "POST", ["admin", "reload"]:
                 wrong = self._operations.reload()
                 if wrong is not None:
-                    raise Refusal(400, f"The configuration was not taken, the old one stays: {wrong}", code="bad_config")
+                    raise Refusal(
+                        400, f"The configuration was not taken, the old one stays: {wrong}", code="bad_config"
+                    )
                 _reply(responder, 200, {"status": "reloaded"})
             case _, ["admin", "nodes"]:
                 raise method_not_allowed("GET, POST")
@@ -104,6 +109,18 @@ class Admin:
             ) from None
         except NameTaken as taken:
             raise Refusal(409, f"A node named {str(taken)!r} is there already.", code="name_taken") from None
+
+
+def _refuse_browsers(head: RequestHead) -> None:
+    """Without a token the loopback address is the lock, and a web page in a browser on this machine is inside of it."""
+    host = head.get(b"host").decode("ascii", "replace").rpartition(":")[0] or head.get(b"host").decode(
+        "ascii", "replace"
+    )
+    if head.get(b"origin") or not is_loopback(host.strip("[]")):
+        raise Refusal(
+            403, "Without a token the admin API answers only programs on this machine, by its loopback address.",
+            code="forbidden", kind="permission_error",
+        )  # fmt: skip
 
 
 def describe(node: Node) -> dict[str, Any]:

@@ -84,21 +84,15 @@ def unknown_model(model: str) -> Refusal:
 
 
 def method_not_allowed(allowed: str) -> Refusal:
-    return Refusal(
-        405, f"This path takes {allowed} only.", code="method_not_allowed", headers=(("Allow", allowed),)
-    )
+    return Refusal(405, f"This path takes {allowed} only.", code="method_not_allowed", headers=(("Allow", allowed),))
 
 
 def header_timeout(seconds: float) -> Refusal:
-    return Refusal(
-        408, f"The request's head did not arrive within {seconds:g} s.", code="request_timeout", close=True
-    )
+    return Refusal(408, f"The request's head did not arrive within {seconds:g} s.", code="request_timeout", close=True)
 
 
 def body_timeout(seconds: float) -> Refusal:
-    return Refusal(
-        408, f"The request's body did not arrive within {seconds:g} s.", code="request_timeout", close=True
-    )
+    return Refusal(408, f"The request's body did not arrive within {seconds:g} s.", code="request_timeout", close=True)
 
 
 def body_too_large(limit: int) -> Refusal:
@@ -112,15 +106,19 @@ def body_too_large(limit: int) -> Refusal:
 
 def head_too_large(limit: int) -> Refusal:
     return Refusal(
-        431, f"The request's head is larger than {limit:,} bytes, the most that is taken here.",
-        code="head_too_large", close=True,
+        431,
+        f"The request's head is larger than {limit:,} bytes, the most that is taken here.",
+        code="head_too_large",
+        close=True,
     )
 
 
 def too_many_headers(limit: int) -> Refusal:
     return Refusal(
-        431, f"The request has more than {limit:,} header fields, the most that are taken here.",
-        code="too_many_headers", close=True,
+        431,
+        f"The request has more than {limit:,} header fields, the most that are taken here.",
+        code="too_many_headers",
+        close=True,
     )
 
 
@@ -133,9 +131,7 @@ def unsupported_version() -> Refusal:
 
 
 def unsupported_coding() -> Refusal:
-    return Refusal(
-        501, "The only transfer coding taken here is `chunked`.", code="unsupported_coding", close=True
-    )
+    return Refusal(501, "The only transfer coding taken here is `chunked`.", code="unsupported_coding", close=True)
 
 
 def all_nodes_failed(tried: int, retry_after_s: int | None) -> Refusal:
@@ -151,35 +147,62 @@ def all_nodes_failed(tried: int, retry_after_s: int | None) -> Refusal:
 def nobody_can_serve(model: str, retry_after_s: int) -> Refusal:
     what = f"the model `{model[:200]}`" if model else "this request"
     return Refusal(
-        503, f"No node can serve {what} right now; try again shortly.",
-        code="no_node_available", kind="server_error", retry_after_s=retry_after_s,
+        503,
+        f"No node can serve {what} right now; try again shortly.",
+        code="no_node_available",
+        kind="server_error",
+        retry_after_s=retry_after_s,
     )
 
 
 def too_many_connections() -> Refusal:
     return Refusal(
-        503, "Too many connections are open; try again shortly.",
-        code="too_many_connections", kind="server_error", retry_after_s=1, close=True,
+        503,
+        "Too many connections are open; try again shortly.",
+        code="too_many_connections",
+        kind="server_error",
+        retry_after_s=1,
+        close=True,
     )
 
 
 def memory_full() -> Refusal:
     return Refusal(
-        503, "Too many request bodies are being held; try again shortly.",
-        code="bodies_full", kind="server_error", retry_after_s=1, close=True,
+        503,
+        "Too many request bodies are being held; try again shortly.",
+        code="bodies_full",
+        kind="server_error",
+        retry_after_s=1,
+        close=True,
     )
 
 
 def shutting_down() -> Refusal:
     return Refusal(
-        503, "The router is shutting down; try again.",
-        code="shutting_down", kind="server_error", retry_after_s=1, close=True,
+        503,
+        "The router is shutting down; try again.",
+        code="shutting_down",
+        kind="server_error",
+        retry_after_s=1,
+        close=True,
     )
 
 
 REASONS = {
-    200: b"OK", 400: b"Bad Request", 401: b"Unauthorized", 404: b"Not Found", 405: b"Method Not Allowed",
-    408: b"Request Timeout", 409: b"Conflict", 413: b"Content Too Large", 429: b"Too Many Requests",
-    431: b"Request Header Fields Too Large", 500: b"Internal Server Error", 501: b"Not Implemented",
-    502: b"Bad Gateway", 503: b"Service Unavailable", 505: b"HTTP Version Not Supported",
+    200: b"OK",
+    400: b"Bad Request",
+    401: b"Unauthorized",
+    403: b"Forbidden",
+    404: b"Not Found",
+    405: b"Method Not Allowed",
+    408: b"Request Timeout",
+    409: b"Conflict",
+    413: b"Content Too Large",
+    429: b"Too Many Requests",
+    431: b"Request Header Fields Too Large",
+    500: b"Internal Server Error",
+    501: b"Not Implemented",
+    502: b"Bad Gateway",
+    503: b"Service Unavailable",
+    505: b"HTTP Version Not Supported",
 }

@@ -155,7 +155,7 @@ class ProxyExchange:
             self._try(node)
             return
         self._done = True
-        self._client.refuse(errors.all_nodes_failed(self._tried, self._retry_after_s))
+        self._client.refuse(errors.all_nodes_failed(self._tried, self._retry_after_s), self._request_id)
 
     # From a node.
 
@@ -197,7 +197,7 @@ class ProxyExchange:
             head.passing,
             framing,
             self._request_id,
-            b"" if keep_alive else b"Connection: close\r\n",
+            client.connection_line(keep_alive),
         )
         if self._dechunk is None:
             client.write(answer_head + first)

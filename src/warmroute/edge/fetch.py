@@ -87,7 +87,9 @@ class _Fetch:
             connection.cancel()
 
 
-async def fetch(pools: Pools, node: Node, path: str, timeout_s: float, limit_bytes: int = 8_388_608) -> tuple[int, bytes]:
+async def fetch(
+    pools: Pools, node: Node, path: str, timeout_s: float, limit_bytes: int = 8_388_608
+) -> tuple[int, bytes]:
     """Status and body of GET path. Raises ConnectionRefusedError where nobody listens, ConnectionError where the answer
     broke, TimeoutError where the node is slow."""
     pool = pools.of(node)

@@ -40,7 +40,11 @@ class Responder:
         self._chunked = True
 
     def reply(
-        self, status: int, body: bytes, content_type: str = "application/json", headers: tuple[tuple[str, str], ...] = ()
+        self,
+        status: int,
+        body: bytes,
+        content_type: str = "application/json",
+        headers: tuple[tuple[str, str], ...] = (),
     ) -> None:
         self.begun = self.ended = True
         self._client.reply(status, body, headers, content_type)
@@ -54,7 +58,7 @@ class Responder:
         ]
         lines += [f"{name}: {value}\r\n".encode() for name, value in headers]
         lines.append(b"Transfer-Encoding: chunked\r\n" if self._chunked else b"")
-        lines.append(b"\r\n" if keep_alive else b"Connection: close\r\n\r\n")
+        lines += (self._client.connection_line(keep_alive), b"\r\n")
         self._client.write(b"".join(lines))
 
     def write(self, data: bytes) -> None:

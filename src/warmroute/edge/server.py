@@ -19,6 +19,8 @@ from warmroute.edge.head import RequestHead, read_request_head
 
 HEAD, SIZED_BODY, CHUNKED_BODY, BUSY, LINGER, CLOSED = range(6)
 _BARE_LINE_END: Final = re.compile(rb"(?<!\r)\n|\r(?!\n)(?!\Z)")
+_CLOSE_LINE: Final = b"Connection: close\r\n"
+_KEEP_ALIVE_LINE: Final = b"Connection: keep-alive\r\n"
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _PIPELINED_BYTES: Final = 65_536
 """Requests sent ahead that are held while one is being answered; more than this waits in the kernel."""
@@ -62,6 +64,7 @@ class Listener:
         self.buffered_bytes = 0
         self.closing = False
         """Answers say `Connection: close`, and idle connections go."""
+        self._empty: asyncio.Event | None = None
 
     def protocol(self) -> Client:
         return Client(self)
@@ -71,6 +74,17 @@ class Listener:
         self.closing = True
         for client in list(self.connections):
             client.close_if_idle()
+
+    async def until_empty(self) -> None:
+        """Waits for the last connection to end."""
+        self._empty = asyncio.Event()
+        if self.connections:
+            await self._empty.wait()
+
+    def gone(self, client: Client) -> None:
+        self.connections.discard(client)
+        if self._empty is not None and not self.connections:
+            self._empty.set()
 
     def abort_all(self) -> None:
         for client in list(self.connections):
@@ -139,7 +153,7 @@ class Client(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._phase = CLOSED
-        self._listener.connections.discard(self)
+        self._listener.gone(self)
         self._listener.deadlines.disarm(self)
         self.release_body()
         exchange, self._exchange = self._exchange, None
@@ -348,6 +362,12 @@ class Client(asyncio.Protocol):
     def speaks_chunked(self) -> bool:
         return self._head.minor == 1
 
+    def connection_line(self, keep_alive: bool) -> bytes:
+        """What an answer's head says of the connection; nothing where HTTP's default says it."""
+        if not keep_alive:
+            return _CLOSE_LINE
+        return b"" if self._head.minor else _KEEP_ALIVE_LINE
+
     def answered(self, keep_alive: bool) -> None:
         """The exchange has written the whole answer."""
         self._exchange = None
@@ -385,20 +405,29 @@ class Client(asyncio.Protocol):
         self._close()
 
     def reply(
-        self, status: int, body: bytes, headers: tuple[tuple[str, str], ...] = (), content_type: str = "application/json"
+        self,
+        status: int,
+        body: bytes,
+        headers: tuple[tuple[str, str], ...] = (),
+        content_type: str = "application/json",
     ) -> None:
         """Writes a whole answer of the router's own."""
         keep_alive = self.keeps_alive
-        self.write(render_reply(status, body, headers, content_type, keep_alive, self._head.method == b"HEAD"))
+        line = self.connection_line(keep_alive)
+        self.write(render_reply(status, body, headers, content_type, line, self._head.method == b"HEAD"))
         self.answered(keep_alive)
 
-    def refuse(self, refusal: Refusal) -> None:
+    def refuse(self, refusal: Refusal, request_id: bytes = b"") -> None:
         """Answers with an error a request that has been read whole."""
         if refusal.close:
             self._refuse_and_close(refusal)
             return
         self._listener.handler.refused(refusal)
-        self.reply(refusal.status, refusal.body(), refusal.headers)
+        headers = refusal.headers
+        request_id = request_id or self._head.request_id
+        if request_id:
+            headers = (*headers, ("X-Request-Id", request_id.decode("ascii")))
+        self.reply(refusal.status, refusal.body(), headers)
 
     def _refuse_and_close(self, refusal: Refusal) -> None:
         """Answers with an error where what follows on the connection can't be read as a request.
@@ -406,16 +435,14 @@ class Client(asyncio.Protocol):
         Says no more, but reads on for a moment: closing on unread data would destroy the error on its way.
         """
         self._listener.handler.refused(refusal)
-        self.write(render_reply(refusal.status, refusal.body(), refusal.headers, "application/json", False))
+        self.write(render_reply(refusal.status, refusal.body(), refusal.headers, "application/json", _CLOSE_LINE))
         self._exchange = None
         self._phase = LINGER
         self._pending = None
         self.release_body()
         if self.transport.can_write_eof():
             self.transport.write_eof()
-            self._listener.deadlines.arm(self, self._listener.deadlines.now() + _LINGER_S)
-        else:
-            self._close()
+        self._listener.deadlines.arm(self, self._listener.deadlines.now() + _LINGER_S)
 
     def _close(self) -> None:
         """Ends the connection once what was written is gone, or a client that does not read has had its time."""
@@ -431,7 +458,7 @@ def render_reply(
     body: bytes,
     headers: tuple[tuple[str, str], ...],
     content_type: str,
-    keep_alive: bool,
+    connection_line: bytes,
     without_body: bool = False,
 ) -> bytes:
     lines = [
@@ -439,7 +466,7 @@ def render_reply(
         % (status, REASONS.get(status, b"Status"), content_type.encode(), len(body))
     ]
     lines += [f"{name}: {value}\r\n".encode() for name, value in headers]
-    lines.append(b"\r\n" if keep_alive else b"Connection: close\r\n\r\n")
+    lines += (connection_line, b"\r\n")
     if not without_body:
         lines.append(body)
     return b"".join(lines)

@@ -82,6 +82,7 @@ class Connection(asyncio.Protocol):
     def begin(self, asker: Asker, head: bytes, body: bytes) -> None:
         self._asker = asker
         self._mode = WAITING
+        self._pool.busy.add(self)
         if len(body) <= _JOIN_BYTES:
             self.transport.write(head + body)
         else:
@@ -207,14 +208,21 @@ class Connection(asyncio.Protocol):
     def _complete(self) -> None:
         asker, self._asker = self._asker, None
         self._frames = None
-        if self._keep_alive and self._mode != DEAD:
+        # A node that answers before it has read the whole request leaves a connection that nobody can use.
+        if self._keep_alive and self._mode != DEAD and not self.transport.get_write_buffer_size():
             self._mode = IDLE
             self._used = True
+            self._pool.busy.discard(self)
             self._pool.release(self)
         else:
             self._die()
         if asker is not None:
             asker.answer_ended()
+
+    @property
+    def heard_s(self) -> float:
+        """When the last byte of an answer came; long ago where none has begun."""
+        return self.deadline_s - self._silence_s if self._mode > WAITING and self.deadline_s != NEVER else -NEVER
 
     # Ends.
 
@@ -232,6 +240,7 @@ class Connection(asyncio.Protocol):
 
     def _die(self) -> None:
         self._mode = DEAD
+        self._pool.busy.discard(self)
         self._pool.deadlines.disarm(self)
         self.transport.abort()
 
@@ -254,6 +263,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         mode, self._mode = self._mode, DEAD
+        self._pool.busy.discard(self)
         self._pool.deadlines.disarm(self)
         if mode == IDLE:
             self._pool.forget(self)
@@ -285,6 +295,7 @@ class NodePool:
         self._host, self._port = host, port
         self._tls = tls if scheme == "https" else None
         self._idle: list[Connection] = []
+        self.busy: set[Connection] = set()
         self._opening: set[asyncio.Task[None]] = set()
         self._closed = False
         default = 443 if scheme == "https" else 80
@@ -348,5 +359,6 @@ class NodePool:
         self.drop_idle()
 
     @property
-    def idle(self) -> int:
-        return len(self._idle)
+    def heard_s(self) -> float:
+        """When the node last sent a byte of an answer that is still running."""
+        return max((connection.heard_s for connection in self.busy), default=-NEVER)

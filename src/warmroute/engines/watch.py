@@ -23,12 +23,18 @@ Fetch = Callable[[Node, str, float], Awaitable[tuple[int, bytes]]]
 """GET a path of a node: status and body. Raises TimeoutError where it is slow, ConnectionRefusedError where nobody
 listens, ConnectionError where the answer broke."""
 
+HeardAt = Callable[[Node], float]
+"""When a node last sent anything of an answer that is still running: busy is not dead."""
+
 
 class Watcher:
-    def __init__(self, fleet: Fleet, config: Config, fetch: Fetch, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, fleet: Fleet, config: Config, fetch: Fetch, heard_s: HeardAt, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._fleet = fleet
         self._config = config
         self._fetch = fetch
+        self._heard_s = heard_s
         self._now = now
         self._random = Random()
         self._tasks: dict[Node, list[asyncio.Task[None]]] = {}
@@ -75,7 +81,7 @@ class Watcher:
             self._fleet.check_refused(node, self._now(), str(error))
             return False
         except (TimeoutError, ConnectionError):
-            self._fleet.check_slow(node, self._now())
+            self._fleet.check_slow(node, self._now(), self._heard_s(node))
             return False
         if status >= 500:
             self._fleet.check_refused(node, self._now(), f"its health check says {status}")

@@ -76,7 +76,9 @@ class Fleet:
         """Makes the fleet that of a new configuration; returns the nodes added and removed."""
         self._health = health
         wanted = {node_name(config): config for config in nodes}
-        gone = [name for name in self._configured if name in self._nodes and wanted.get(name) != self._nodes[name].config]
+        gone = [
+            name for name in self._configured if name in self._nodes and wanted.get(name) != self._nodes[name].config
+        ]
         removed = [self.remove(name) for name in gone]
         added = [self.add(config) for name, config in wanted.items() if name not in self._nodes]
         self._configured = set(wanted)
@@ -135,9 +137,9 @@ class Fleet:
         node.health.check_passed(now_s)
         self._settle(node, before)
 
-    def check_slow(self, node: Node, now_s: float) -> None:
+    def check_slow(self, node: Node, now_s: float, heard_s: float = -1e9) -> None:
         before = node.health.view
-        node.health.check_slow(now_s)
+        node.health.check_slow(now_s, heard_s)
         self._settle(node, before)
 
     def check_refused(self, node: Node, now_s: float, reason: str) -> None:

@@ -68,8 +68,9 @@ class Health:
         elif self.standing is Standing.OPEN and now_s >= self.open_until_s:
             self.standing, self.reason = Standing.HALF_OPEN, "check passed; on trial"
 
-    def check_slow(self, now_s: float) -> None:
-        """A check connected but got no answer in time."""
+    def check_slow(self, now_s: float, heard_s: float = -1e9) -> None:
+        """A check got no answer in time. `heard_s`: when the node last sent anything of a running answer."""
+        self.heard_s = max(self.heard_s, heard_s)
         if now_s - self.heard_s < self._config.timeout_s * self._config.slow_checks:
             return  # it answers other things: busy, not dead
         self._slow_checks += 1

@@ -40,5 +40,7 @@ class Ticket:
     def __enter__(self) -> Ticket:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close(Outcome.LEFT, self.opened_s)

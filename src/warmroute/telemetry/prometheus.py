@@ -28,7 +28,7 @@ class MetricsPage:
         self._counters = counters
         self._connections = connections
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)  # type: ignore[arg-type]
+        self._registry.register(self)
 
     def render(self) -> bytes:
         """The page as text. Takes milliseconds on large fleets: call it off the loop."""

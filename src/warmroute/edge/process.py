@@ -1,4 +1,4 @@
-"""How the process takes memory from the system.
+"""What the process takes from the system: memory and file descriptors.
 
 By default glibc gives the end of its heap back as soon as 128 KiB of it are free and takes it anew for the next large
 body: a page fault for every 4 KiB of every prompt. Keeping a little costs nothing and saves that.
@@ -7,6 +7,7 @@ body: a page fault for every 4 KiB of every prompt. Keeping a little costs nothi
 from __future__ import annotations
 
 import ctypes
+import resource
 from typing import Final
 
 _M_TRIM_THRESHOLD: Final = -1
@@ -25,3 +26,15 @@ def keep_freed_memory() -> None:
         return
     mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
     mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
+
+
+def raise_file_limit() -> int:
+    """Lets the process hold as many connections as the system allows it; returns how many files that is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+        except (ValueError, OSError):
+            pass
+    return soft
