@@ -15,8 +15,7 @@ from typing import Any
 
 import openai
 import pytest
-
-from .conftest import RealEngine, free_port
+from real_engine import RealEngine, free_port
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 LONG = [{"role": "user", "content": "tell me more about this " * 40}]
@@ -144,6 +143,4 @@ def test_an_engine_killed_and_restarted_in_place(router: Router, real_engines: l
 
 def _running(engine: RealEngine) -> bool:
     page = urllib.request.urlopen(f"{engine.url}/metrics", timeout=5).read().decode()
-    return any(
-        line.startswith("vllm:num_requests_running") and not line.endswith(" 0.0") for line in page.splitlines()
-    )
+    return any(line.startswith("vllm:num_requests_running") and not line.endswith(" 0.0") for line in page.splitlines())
