@@ -7,7 +7,8 @@
     UP          requests fail, `failures` in a row                 OPEN, suspected
     UP          checks time out, `slow_checks` in a row, while     OPEN, suspected
                 nothing at all is heard from the node
-    OPEN        its time has passed, and a check passes            HALF_OPEN
+    OPEN        for certain, and a check passes                    UP, growing to its full share over `slow_start_s`
+    OPEN        suspected, its time has passed, a check passes     HALF_OPEN
     HALF_OPEN   the one request that is let through succeeds       UP, growing to its full share over `slow_start_s`
     HALF_OPEN   it fails                                           OPEN, for twice as long
 
@@ -65,6 +66,8 @@ class Health:
         self._slow_checks = 0
         if self.standing is Standing.UNKNOWN:
             self.standing, self.reason = Standing.UP, "check passed"
+        elif self.standing is Standing.OPEN and self.certain:
+            self._come_back(now_s, "check passed")
         elif self.standing is Standing.OPEN and now_s >= self.open_until_s:
             self.standing, self.reason = Standing.HALF_OPEN, "check passed; on trial"
 
@@ -90,8 +93,7 @@ class Health:
         self.heard_s = now_s
         self._failures = 0
         if self.standing is Standing.HALF_OPEN:
-            self.standing, self.reason = Standing.UP, "trial passed"
-            self.up_since_s = now_s
+            self._come_back(now_s, "trial passed")
             self._open_for_s = self._config.open_s
 
     def request_failed(self, now_s: float, reason: str) -> None:
@@ -100,6 +102,10 @@ class Health:
             self.standing is Standing.UP and self._failures >= self._config.failures
         ):
             self._open(now_s, certain=False, reason=reason)
+
+    def _come_back(self, now_s: float, reason: str) -> None:
+        self.standing, self.certain, self.reason = Standing.UP, False, reason
+        self.up_since_s = now_s
 
     def _open(self, now_s: float, *, certain: bool, reason: str) -> None:
         self.standing, self.certain, self.reason = Standing.OPEN, certain, reason
