@@ -14,6 +14,10 @@
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
+#if defined(__SSE2__) && defined(__x86_64__) && defined(__GNUC__)
+#define HAS_BLOCKS
+#include <immintrin.h>
+#endif
 
 #define KEY_CHARACTERS 256
 #define MAX_NAME_BYTES 1024 /* of a model's or session's name, as it stands in the body */
@@ -91,29 +95,7 @@ static inline ptr pass_run(ptr p, ptr end) {
     return p;
 }
 
-/* From behind the opening quote to behind the closing one. */
-static ptr pass_string(ptr p, ptr end) {
-#if defined(__SSE2__)
-    while (end - p >= 64) {
-        __m128i a = ends_run(load(p)), b = ends_run(load(p + 16)), c = ends_run(load(p + 32)), d = ends_run(load(p + 48));
-        if (!bits(_mm_or_si128(_mm_or_si128(a, b), _mm_or_si128(c, d)))) {
-            p += 64;
-            continue;
-        }
-        uint64_t found = bits(a) | bits(b) << 16 | bits(c) << 32 | bits(d) << 48;
-        int into_next = 0;
-        do {
-            int i = __builtin_ctzll(found);
-            if (p[i] != '\\')
-                return p[i] == '"' ? p + i + 1 : NULL;
-            if (!pass_escape(p + i, end))
-                return NULL;
-            into_next = i == 63;
-            found &= ~(3ULL << i);
-        } while (found);
-        p += 64 + into_next;
-    }
-#endif
+static ptr pass_by_runs(ptr p, ptr end) {
     for (;;) {
         p = pass_run(p, end);
         if (p == end || *p < 0x20)
@@ -123,6 +105,74 @@ static ptr pass_string(ptr p, ptr end) {
         if (!(p = pass_escape(p, end)))
             return NULL;
     }
+}
+
+/* A branch for each escape is dear where no two bodies have them at the same places: 31 to 36 µs for 128 KB, against 8 to
+ * 10 µs without. Here 64 bytes become bits, and which bytes are escaped is found by arithmetic, as simdjson does it: taken
+ * from the bits behind it, a row of backslashes leaves a bit whose place tells whether the row is odd. */
+#if defined(HAS_BLOCKS)
+static int has_avx2;
+
+__attribute__((target("avx2"))) static inline uint64_t bits_of_64(__m256i low, __m256i high) {
+    return (uint32_t)_mm256_movemask_epi8(low) | (uint64_t)(uint32_t)_mm256_movemask_epi8(high) << 32;
+}
+
+__attribute__((target("avx2"))) static inline __m256i stops_in(__m256i text) {
+    __m256i flipped = _mm256_xor_si256(text, _mm256_set1_epi8(0x02));
+    return _mm256_cmpeq_epi8(_mm256_min_epu8(flipped, _mm256_set1_epi8(0x20)), flipped);
+}
+
+__attribute__((target("avx2"))) static inline __m256i backslashes_in(__m256i text) {
+    return _mm256_cmpeq_epi8(text, _mm256_set1_epi8('\\'));
+}
+
+/* What may stand behind a backslash, without u. */
+__attribute__((target("avx2"))) static inline __m256i escapes_in(__m256i text) {
+    const __m256i by_low_half = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(1, 0, 'b', 0, 't', 0, 'f', 0, 0, 0, 0, 0, '\\', 0, 'n', '/')); /* the 1 is no match for 0 */
+    return _mm256_or_si256(_mm256_cmpeq_epi8(_mm256_shuffle_epi8(by_low_half, text), text),
+                           _mm256_or_si256(_mm256_cmpeq_epi8(text, _mm256_set1_epi8('"')),
+                                           _mm256_cmpeq_epi8(text, _mm256_set1_epi8('r'))));
+}
+
+__attribute__((target("avx2"))) static ptr pass_by_blocks(ptr p, ptr end) {
+    const uint64_t odd = 0xaaaaaaaaaaaaaaaaULL;
+    uint64_t first_is_escaped = 0;
+    for (; end - p >= 64; p += 64) {
+        __m256i low = _mm256_loadu_si256((const __m256i *)p), high = _mm256_loadu_si256((const __m256i *)(p + 32));
+        uint64_t backslashes = bits_of_64(backslashes_in(low), backslashes_in(high));
+        uint64_t starts = backslashes & ~first_is_escaped;
+        uint64_t rows = ((starts << 1 | odd) - starts) ^ odd;
+        uint64_t escaped = rows ^ (backslashes | first_is_escaped);
+        uint64_t stops = bits_of_64(stops_in(low), stops_in(high)) & ~escaped;
+        uint64_t inside = stops ^ (stops - 1);
+        uint64_t unknown = escaped & inside & ~bits_of_64(escapes_in(low), escapes_in(high));
+        first_is_escaped = (rows & backslashes) >> 63;
+        for (; unknown; unknown &= unknown - 1)
+            if (!pass_escape(p + __builtin_ctzll(unknown) - 1, end))
+                return NULL;
+        if (stops) {
+            p += __builtin_ctzll(stops);
+            return *p == '"' ? p + 1 : NULL;
+        }
+    }
+    return pass_by_runs(p - first_is_escaped, end);
+}
+#endif
+
+/* From behind the opening quote to behind the closing one. */
+static inline ptr pass_string(ptr p, ptr end) {
+#if defined(HAS_BLOCKS)
+    if (end - p >= 16) {
+        /* most strings are names */
+        uint64_t found = bits(ends_run(load(p)));
+        if (found && p[__builtin_ctzll(found)] == '"')
+            return p + __builtin_ctzll(found) + 1;
+        if (has_avx2)
+            return pass_by_blocks(p, end);
+    }
+#endif
+    return pass_by_runs(p, end);
 }
 
 static inline int is_digit(ptr p, ptr end) { return p < end && *p >= '0' && *p <= '9'; }
@@ -280,7 +330,8 @@ static ptr add_escape(text *t, ptr p) {
     return p;
 }
 
-/* A character beyond ASCII. The string's closing quote is no continuation byte, so that none is read behind it. */
+/* A character beyond ASCII; json.loads takes encoded surrogates, too. The string's closing quote is no continuation byte,
+ * so that none is read behind it. */
 static ptr add_wide(text *t, ptr p) {
     int more = *p >= 0xf0 ? 3 : *p >= 0xe0 ? 2 : 1;
     uint32_t c = *p & (0x3f >> more), least = more == 3 ? 0x10000 : more == 2 ? 0x800 : 0x80;
@@ -291,7 +342,7 @@ static ptr add_wide(text *t, ptr p) {
             return NULL;
         c = c << 6 | (p[i] & 0x3f);
     }
-    if (c < least || c > 0x10ffff || c >> 11 == 0xd800 >> 11)
+    if (c < least || c > 0x10ffff)
         return NULL;
     add_character(t, c);
     return p + 1 + more;
@@ -586,5 +637,8 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_scan", "What routin
 
 PyMODINIT_FUNC PyInit__scan(void) {
     fill_tables();
+#if defined(HAS_BLOCKS)
+    has_avx2 = __builtin_cpu_supports("avx2");
+#endif
     return PyModule_Create(&module);
 }

@@ -59,6 +59,10 @@ def missing_model() -> Refusal:
     )
 
 
+def missing_messages() -> Refusal:
+    return Refusal(400, "The request has no `messages`.", code="missing_messages", param="messages")
+
+
 def unauthorized() -> Refusal:
     return Refusal(
         401,

@@ -21,7 +21,7 @@ from warmroute.edge.pools import Pools
 from warmroute.edge.server import Client
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.ticket import Ticket
-from warmroute.prompt.ask import Ask, NotJson, read_json
+from warmroute.prompt.ask import Ask, NotJson, lacks, read_json
 from warmroute.prompt.multipart import is_multipart, model_of
 from warmroute.routing.router import MissingModel, NobodyCanServe, Router, Undecided, UnknownModel
 from warmroute.telemetry.counters import Counters
@@ -43,6 +43,7 @@ FORWARDED: Final = frozenset(
         b"/detokenize",
     }
 )
+CHATS: Final = (b"/v1/chat/completions", b"/v1/messages")
 RETRY_AFTER_S: Final = 1
 
 
@@ -122,6 +123,8 @@ class Proxy:
                 ask = read_json(body)
             except NotJson as why:
                 raise errors.malformed_json(str(why)) from None
+            if ask.says_nothing and head.target in CHATS and lacks(body, "messages"):
+                raise errors.missing_messages()
         if not ask.model and head.target.partition(b"?")[0] not in FORWARDED:
             raise errors.not_found(head.target.partition(b"?")[0].decode("ascii", "replace")[:200])
         if self._session_wanted:

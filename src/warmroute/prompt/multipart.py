@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from typing import Final
 
-_BOUNDARY: Final = re.compile(rb'boundary=(?:"([^"\r\n]{1,200})"|([^\s;",]{1,200}))', re.IGNORECASE)
-_NAME: Final = re.compile(rb'content-disposition:[^\r\n]*?[;\s]name="?([^";\r\n]*)"?', re.IGNORECASE)
+_BOUNDARY: Final = re.compile(rb';[ \t]*boundary=(?:"([^"\r\n]{1,200})"|([^\s;",]{1,200}))', re.IGNORECASE)
+_DISPOSITION: Final = re.compile(
+    rb"^content-disposition:[ \t]*form-data[ \t]*((?:;[^\r\n]*)?)\r?$", re.IGNORECASE | re.MULTILINE
+)
+_PARAMETER: Final = re.compile(rb';[ \t]*([^\s=;"]+)=(?:"((?:[^"\\]|\\.)*)"|([^;\s]*))[ \t]*')
+_DELIMITER_END: Final = re.compile(rb"(?:--)?[ \t]*(?:\r\n|\Z)")
 MAX_PARTS: Final = 100
 
 
@@ -19,19 +23,36 @@ def model_of(content_type: bytes, body: bytes) -> str:
     match = _BOUNDARY.search(content_type)
     if match is None:
         return ""
-    mark = b"--" + (match[1] or match[2])
-    at = 0 if body.startswith(mark) else body.find(b"\r\n" + mark)
+    mark = b"\r\n--" + (match[1] or match[2])
+    start = len(mark) - 2 if body.startswith(mark[2:]) else _delimiter(body, mark, 0)[1]
     for _part in range(MAX_PARTS):
-        if at < 0:
+        if start < 0 or body.startswith(b"--", start):
             break
-        head_start = body.find(mark, at) + len(mark)
-        head_end = body.find(b"\r\n\r\n", head_start)
-        if head_end < 0:
-            break
-        end = body.find(b"\r\n" + mark, head_end + 2)
-        name = _NAME.search(body, head_start, head_end)
-        if name is not None and name[1] == b"model":
-            value = body[head_end + 4 : end if end >= 0 else len(body)]
-            return value[:1000].decode("utf-8", "replace").strip()
-        at = end
+        stop, next_start = _delimiter(body, mark, start)
+        head_end = body.find(b"\r\n\r\n", start, stop)
+        if head_end >= 0 and _name(body[start:head_end]) == b"model":
+            return body[head_end + 4 : min(stop, head_end + 1004)].decode("utf-8", "replace").strip()
+        start = next_start
     return ""
+
+
+def _delimiter(body: bytes, mark: bytes, start: int) -> tuple[int, int]:
+    """Where the next delimiter begins and ends; (end of the body, -1) where there is none.
+
+    A delimiter is a line of its own: what only begins with the boundary belongs to the part.
+    """
+    at = body.find(mark, start)
+    while at >= 0:
+        end = at + len(mark)
+        if _DELIMITER_END.match(body, end):
+            return at, end
+        at = body.find(mark, end)
+    return len(body), -1
+
+
+def _name(head: bytes) -> bytes:
+    disposition = _DISPOSITION.search(head)
+    for name, quoted, plain in _PARAMETER.findall(disposition[1]) if disposition else ():
+        if name.lower() == b"name":
+            return bytes(quoted or plain)
+    return b""
