@@ -42,14 +42,18 @@ def url() -> Iterator[str]:
         nodes = [argument for engine in ports for argument in ("--node", f"http://127.0.0.1:{engine}")]
         children.start("serve", "--port", str(port), "--admin-port", str(admin_port), *nodes)
         deadline_s = time.monotonic() + 30
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=1).read()
-                break
-            except OSError:
-                assert time.monotonic() < deadline_s, "the router did not become ready"
-                time.sleep(0.05)
+        while not _all_up(admin_port):
+            assert time.monotonic() < deadline_s, "the router did not become ready"
+            time.sleep(0.05)
         yield f"http://127.0.0.1:{port}"
+
+
+def _all_up(admin_port: int) -> bool:
+    try:
+        page = urllib.request.urlopen(f"http://127.0.0.1:{admin_port}/admin/nodes", timeout=1).read()
+    except OSError:
+        return False
+    return all(node["state"] == "up" for node in json.loads(page)["nodes"])
 
 
 @pytest.fixture
