@@ -7,10 +7,12 @@ silent default. docs/configuration.md is made from this file (`warmroute config-
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -296,11 +298,23 @@ def node_name(node: NodeConfig) -> str:
         raise ConfigError(f"nodes.url: {node.url!r} is not like http://host:port")
     if "/" in host_port or "?" in host_port or "@" in host_port:
         raise ConfigError(f"nodes.url: {node.url!r} has more than scheme, host and port")
+    try:
+        parts = urlsplit(node.url)
+        good = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise ConfigError(f"nodes.url: {node.url!r} has no host, or a port that is none")
     return node.name or host_port
 
 
 def is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _refuse_unknown_keys(table: Mapping[str, Any], section: type[Section], prefix: str) -> None:

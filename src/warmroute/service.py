@@ -127,6 +127,8 @@ class Service:
         before = self.config
         try:
             config = self._read_config()
+            if config.upstream != before.upstream:
+                self.pools.reconfigure(config.upstream)
         except ConfigError as error:
             log.error("the configuration was not taken, the old one stays: %s", error)
             return str(error)
@@ -136,8 +138,6 @@ class Service:
             log.warning("changes to [listen] and [admin] count only after a restart")
         self.config = config
         self.listener.limits = self.admin_listener.limits = config.limits
-        if config.upstream != before.upstream:
-            self.pools.reconfigure(config.upstream)
         if config.routing != before.routing:
             self.router.reconfigure(config.routing)
         if config.log != before.log:
@@ -159,7 +159,10 @@ class Service:
             stamp = _stamp(path)
             if stamp != seen:
                 seen = stamp
-                self.reload()
+                try:
+                    self.reload()
+                except Exception:
+                    log.exception("reloading the configuration failed")
 
     # The end.
 

@@ -20,6 +20,7 @@
 #define MAX_SIZE_DIGITS 15
 #define MAX_LINE_BYTES 4096
 #define MAX_TRAILERS 64
+#define MAX_FILLED_BYTES 65536
 
 /* Why a head is refused; edge/head.py puts it in words. */
 enum { OK, BAD_LINE, BAD_TARGET, BAD_VERSION, BAD_FIELD, TOO_MANY_FIELDS, BAD_LENGTH, CODING_TWICE, BAD_CODING,
@@ -289,7 +290,15 @@ static int read_request_line(const char **at, const char *end, const char **meth
 static PyObject *joined(PyObject *old, const field *f) {
     if (PyBytes_GET_SIZE(old) == 0)
         return value_of(f);
-    return PyBytes_FromFormat("%s, %.*s", PyBytes_AS_STRING(old), (int)f->value_len, f->value);
+    Py_ssize_t before = PyBytes_GET_SIZE(old);
+    PyObject *both = PyBytes_FromStringAndSize(NULL, before + 2 + (Py_ssize_t)f->value_len);
+    if (both) {
+        char *out = PyBytes_AS_STRING(both);
+        memcpy(out, PyBytes_AS_STRING(old), before);
+        memcpy(out + before, ", ", 2);
+        memcpy(out + before + 2, f->value, f->value_len);
+    }
+    return both;
 }
 
 #define SET(slot, made)                                                                                                  \
@@ -594,7 +603,22 @@ static PyObject *bad(ChunkFrames *self, const char *why) {
     return NULL;
 }
 
+static PyObject *feed_on(ChunkFrames *self, PyObject *const *args, Py_ssize_t n);
+
+/* Takes all of the data or none of it: after BadChunk the frames stand where they stood before. */
 static PyObject *frames_feed(ChunkFrames *self, PyObject *const *args, Py_ssize_t n) {
+    ChunkFrames before = *self;
+    PyObject *end = feed_on(self, args, n);
+    if (!end) {
+        self->left = before.left;
+        self->line = before.line;
+        self->trailers = before.trailers;
+        self->state = before.state;
+    }
+    return end;
+}
+
+static PyObject *feed_on(ChunkFrames *self, PyObject *const *args, Py_ssize_t n) {
     if (n < 1 || n > 2 || !PyBytes_Check(args[0])) {
         PyErr_SetString(PyExc_TypeError, "expected (data: bytes, pieces: list | None)");
         return NULL;
@@ -729,19 +753,32 @@ static PyObject *frames_feed(ChunkFrames *self, PyObject *const *args, Py_ssize_
 
 static PyObject *frames_rest_of_chunk(ChunkFrames *self, PyObject *unused) {
     (void)unused;
+    const char *line_end = "";
+    unsigned long long left = self->left;
+    if (left > MAX_FILLED_BYTES)
+        Py_RETURN_NONE;
     switch (self->state) {
     case SIZE:
-        if (self->line)
-            Py_RETURN_NONE;
-        return Py_NewRef(empty);
-    case DATA: {
-        PyObject *rest = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)self->left + 2);
-        if (rest) {
-            memset(PyBytes_AS_STRING(rest), '\n', self->left);
-            memcpy(PyBytes_AS_STRING(rest) + self->left, "\r\n", 2);
+        if (!self->line)
+            return Py_NewRef(empty);
+        if (left)
+            line_end = "\r\n";
+        else { /* only zeros so far, which would end the message: make it a chunk of one byte */
+            line_end = "1\r\n";
+            left = 1;
         }
-        return rest;
-    }
+        break;
+    case SIZE_SPACE:
+        line_end = ";\r\n";
+        break;
+    case EXTENSION:
+        line_end = "\r\n";
+        break;
+    case SIZE_LF:
+        line_end = "\n";
+        break;
+    case DATA:
+        break;
     case DATA_CR:
         return bytes_of("\r\n", 2);
     case DATA_LF:
@@ -749,13 +786,24 @@ static PyObject *frames_rest_of_chunk(ChunkFrames *self, PyObject *unused) {
     default:
         Py_RETURN_NONE;
     }
+    if (!left)
+        Py_RETURN_NONE;
+    size_t ends = strlen(line_end);
+    PyObject *rest = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(ends + left + 2));
+    if (rest) {
+        char *out = PyBytes_AS_STRING(rest);
+        memcpy(out, line_end, ends);
+        memset(out + ends, '\n', left);
+        memcpy(out + ends + left, "\r\n", 2);
+    }
+    return rest;
 }
 
 static PyMethodDef frames_methods[] = {
     {"feed", (PyCFunction)(void (*)(void))frames_feed, METH_FASTCALL,
      "Takes bytes; returns how many of them belong to the message if it ends in them, else -1."},
     {"rest_of_chunk", (PyCFunction)frames_rest_of_chunk, METH_NOARGS,
-     "Blank text that completes the chunk at hand, so that another may follow; None within a line of the framing."},
+     "Blank text that completes the chunk at hand, so that another may follow; None where that can't be."},
     {NULL, NULL, 0, NULL}};
 
 static PyTypeObject ChunkFramesType = {

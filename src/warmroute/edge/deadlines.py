@@ -7,9 +7,12 @@ bucket it stands in comes up, and moves it on if its deadline has moved. Only an
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable
 from typing import Final, Protocol
+
+log = logging.getLogger("warmroute.edge")
 
 NEVER: Final = math.inf
 TICK_S: Final = 0.05
@@ -63,7 +66,10 @@ class Deadlines:
             for timed in bucket or ():
                 timed.bucket = -1
                 if timed.deadline_s <= now:
-                    timed.timed_out()
+                    try:
+                        timed.timed_out()
+                    except Exception:  # one connection's fault must not be the end of all timeouts
+                        log.exception("a timeout failed")
                 else:
                     self.arm(timed, timed.deadline_s)
 

@@ -5,6 +5,8 @@ No error names a node's address, and none repeats what the client sent beyond a 
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
 import msgspec
 
 
@@ -38,7 +40,8 @@ class Refusal(Exception):
 
 
 def error_body(message: str, kind: str, code: str, param: str | None = None) -> bytes:
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    readable = message.encode("utf-8", "replace").decode()  # what a client sent may hold half a character
+    return msgspec.json.encode({"error": {"message": readable, "type": kind, "param": param, "code": code}})
 
 
 def bad_request(message: str) -> Refusal:
@@ -192,21 +195,4 @@ def shutting_down() -> Refusal:
     )
 
 
-REASONS = {
-    200: b"OK",
-    400: b"Bad Request",
-    401: b"Unauthorized",
-    403: b"Forbidden",
-    404: b"Not Found",
-    405: b"Method Not Allowed",
-    408: b"Request Timeout",
-    409: b"Conflict",
-    413: b"Content Too Large",
-    429: b"Too Many Requests",
-    431: b"Request Header Fields Too Large",
-    500: b"Internal Server Error",
-    501: b"Not Implemented",
-    502: b"Bad Gateway",
-    503: b"Service Unavailable",
-    505: b"HTTP Version Not Supported",
-}
+REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}

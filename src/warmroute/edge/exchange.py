@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from warmroute.edge import errors
 from warmroute.edge.chunked import ChunkFrames
 from warmroute.edge.head import CHUNKED, UNTIL_CLOSE, RequestHead, ResponseHead
-from warmroute.edge.upstream import Connection
+from warmroute.edge.upstream import ConnectFault, Connection
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.routing.decision import Decision
@@ -44,6 +44,7 @@ class ProxyExchange:
         "_framing",
         "_head",
         "_keep_alive",
+        "_pool",
         "_proxy",
         "_request_id",
         "_retried_stale",
@@ -83,7 +84,7 @@ class ProxyExchange:
     def _try(self, node: Node) -> None:
         self._tried += 1
         self._ticket = Ticket(node, self._proxy.now())
-        pool = self._proxy.pools.of(node)
+        self._pool = pool = self._proxy.pools.of(node)
         connection = pool.take()
         if connection is None:
             pool.open(self)
@@ -92,8 +93,7 @@ class ProxyExchange:
 
     def _send(self, connection: Connection) -> None:
         self._connection = connection
-        proxy, head = self._proxy, self._head
-        pool = proxy.pools.of(self._ticket.node)
+        proxy, head, pool = self._proxy, self._head, self._pool
         peer = self._client.peer
         forwarded = head.forwarded_for
         if peer:
@@ -123,12 +123,13 @@ class ProxyExchange:
         self._send(connection)
         return True
 
-    def connect_failed(self, refused: bool, reason: str) -> None:
+    def connect_failed(self, fault: ConnectFault, reason: str) -> None:
         if self._done:
             return
-        if refused:
+        if fault is ConnectFault.REFUSED:
             self._proxy.fleet.check_refused(self._ticket.node, self._proxy.now(), reason)
-        self._node_failed(Outcome.FAILED, reason)
+        # What this machine lacks says nothing about the node.
+        self._node_failed(Outcome.BUSY if fault is ConnectFault.OURS else Outcome.FAILED, reason)
 
     def answer_failed(self, reason: str, stale: bool) -> None:
         self._connection = None
@@ -136,7 +137,7 @@ class ProxyExchange:
             # The node closed a kept-alive connection just as it was used: no fault of the node's, and no try of ours.
             self._retried_stale = True
             self._proxy.counters.stale_connections += 1
-            self._proxy.pools.of(self._ticket.node).open(self)
+            self._pool.open(self)
             return
         self._node_failed(Outcome.FAILED, reason)
 
@@ -180,7 +181,7 @@ class ProxyExchange:
         keep_alive = client.keeps_alive and length != UNTIL_CLOSE
         write: Callable[[bytes], object] = client.write
         if length >= 0:
-            framing = b"Content-Length: %d\r\n" % length
+            framing = b"" if status == 204 else b"Content-Length: %d\r\n" % length
         elif length == CHUNKED:
             framing = _CHUNKED_LINE
             self._events = head.content_type[:17].lower() == b"text/event-stream"
@@ -232,7 +233,8 @@ class ProxyExchange:
         client = self._client
         if self._events:
             self._say_broken(frames)
-        client.break_off()
+        # Where nothing but the end of the connection ends an answer, that end must not be a clean one.
+        client.break_off(reset=self._framing == UNTIL_CLOSE or self._dechunk is not None)
         if proxy.log_requests:
             proxy.log_request(self._request_id, self._ticket, self._status, self._tried, broken=True)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from warmroute.edge.chunked import BadChunk, ChunkFrames
 from warmroute.edge.head import CHUNKED, ResponseHead
 from warmroute.edge.pools import Pools
-from warmroute.edge.upstream import Connection, NodePool
+from warmroute.edge.upstream import ConnectFault, Connection, NodePool
 from warmroute.fleet.node import Node
 
 
@@ -37,8 +37,8 @@ class _Fetch:
         self._connection = connection
         connection.begin(self, self._head, b"")
 
-    def connect_failed(self, refused: bool, reason: str) -> None:
-        self._fail(reason, refused)
+    def connect_failed(self, fault: ConnectFault, reason: str) -> None:
+        self._fail(reason, fault is ConnectFault.REFUSED)
 
     def answer_began(self, head: ResponseHead, first: bytes, whole: bool) -> Callable[[bytes], object] | None:
         self._status = head.status
@@ -103,7 +103,6 @@ async def fetch(
     try:
         async with asyncio.timeout(timeout_s):
             return await asking.done
-    except TimeoutError:
+    finally:
         asking.cancel()
         asking.done.cancel()
-        raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 
+from warmroute.config import ConfigError
 from warmroute.config import Upstream as UpstreamConfig
 from warmroute.edge.deadlines import Deadlines
 from warmroute.edge.upstream import NodePool
@@ -18,8 +19,12 @@ class Pools:
         self.reconfigure(config)
 
     def reconfigure(self, config: UpstreamConfig) -> None:
+        """Raises ConfigError, with nothing changed, where the authorities can't be read."""
+        try:
+            self._tls = ssl.create_default_context(cafile=config.ca_file or None)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"upstream.ca_file can't be used: {error}") from None
         self._config = config
-        self._tls = ssl.create_default_context(cafile=config.ca_file or None)
         for node in list(self._pools):
             self.remove(node)
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Final
+from urllib.parse import unquote
 
 import msgspec
 
@@ -145,7 +146,7 @@ class Proxy:
         elif path == b"/v1/models":
             client.reply(200, msgspec.json.encode({"object": "list", "data": self.model_cards()}))
         else:
-            name = path.removeprefix(b"/v1/models/").decode("ascii", "replace")
+            name = unquote(path.removeprefix(b"/v1/models/").decode("ascii", "replace"))
             card = next((card for card in self.model_cards() if card["id"] == name), None)
             if card is None:
                 raise errors.unknown_model(name)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import select
+import socket
+import struct
 from typing import Final, Protocol, cast
 
 from warmroute.config import Limits
@@ -17,13 +20,18 @@ from warmroute.edge.deadlines import NEVER, Deadlines
 from warmroute.edge.errors import REASONS, Refusal
 from warmroute.edge.head import RequestHead, read_request_head
 
-HEAD, SIZED_BODY, CHUNKED_BODY, BUSY, LINGER, CLOSED = range(6)
+HEAD, SIZED_BODY, CHUNKED_BODY, BUSY, BEHIND, LINGER, CLOSED = range(7)
+"""What a connection is at. BEHIND: answered, but the client has yet to read most of it."""
 _BARE_LINE_END: Final = re.compile(rb"(?<!\r)\n|\r(?!\n)(?!\Z)")
 _CLOSE_LINE: Final = b"Connection: close\r\n"
 _KEEP_ALIVE_LINE: Final = b"Connection: keep-alive\r\n"
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-_PIPELINED_BYTES: Final = 65_536
+_PIPELINED_BYTES: Final = 16_384
 """Requests sent ahead that are held while one is being answered; more than this waits in the kernel."""
+_LOOK_S: Final = 0.05
+"""How often a connection that is not read is asked whether its client is still there."""
+_RESET: Final = struct.pack("ii", 1, 0)
+_CR: Final = 13
 _LINGER_S: Final = 2.0
 """How long what a refused client still sends is read and thrown away, so that it gets to read its error."""
 
@@ -97,6 +105,7 @@ class Listener:
 
 class Client(asyncio.Protocol):
     __slots__ = (
+        "_ahead",
         "_body",
         "_exchange",
         "_frames",
@@ -126,9 +135,12 @@ class Client(asyncio.Protocol):
         self._pending: bytearray | None = None
         """A head that has not wholly arrived, or requests sent ahead."""
         self._paused = False
+        """The client reads more slowly than it is written to."""
+        self._ahead = False
+        """It has sent so much ahead that it is not read any more."""
         # per request
         self._head: RequestHead
-        self._body: list[bytes] = []
+        self._body = bytearray()
         self._missing = 0
         self._held_bytes = 0
         self._frames: ChunkFrames | None = None
@@ -169,16 +181,36 @@ class Client(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._paused = True
+        self._arm_stall()
         if self._exchange is not None:
-            deadlines = self._listener.deadlines
-            deadlines.arm(self, deadlines.now() + self._listener.limits.stall_timeout_s)
             self._exchange.client_full()
 
     def resume_writing(self) -> None:
         self._paused = False
-        if self._exchange is not None:
+        if self._phase == BEHIND:
+            self._wait_for_request()
+        elif self._exchange is not None:
             self.deadline_s = NEVER
+            if self._ahead:
+                self._watch_for_leaving()
             self._exchange.client_ready()
+
+    def _arm_stall(self) -> None:
+        deadlines = self._listener.deadlines
+        deadlines.arm(self, deadlines.now() + self._listener.limits.stall_timeout_s)
+
+    def _watch_for_leaving(self) -> None:
+        """A connection that is not read does not tell that it has ended: look now and then."""
+        deadlines = self._listener.deadlines
+        deadlines.arm(self, deadlines.now() + _LOOK_S)
+
+    def _has_left(self) -> bool:
+        watched = select.poll()
+        try:
+            watched.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+            return bool(watched.poll(0))
+        except OSError:
+            return True
 
     def timed_out(self) -> None:
         limits = self._listener.limits
@@ -188,6 +220,11 @@ class Client(asyncio.Protocol):
             self._refuse_and_close(errors.body_timeout(limits.body_timeout_s))
         elif self._phase == HEAD and not self.transport.get_write_buffer_size():
             self._close()  # idle
+        elif self._phase == BUSY and self._ahead and not self._paused:
+            if self._has_left():
+                self.abort()
+            else:
+                self._watch_for_leaving()
         else:
             self.abort()  # it has stopped reading, or does not go
 
@@ -209,7 +246,7 @@ class Client(asyncio.Protocol):
         if phase == HEAD:
             if self._pending is None:
                 end = data.find(b"\r\n\r\n")
-                if end >= 0:
+                if end > 0 and data[0] != _CR:
                     self._take_head(data, end)
                     return
                 self._pending = bytearray()
@@ -218,18 +255,18 @@ class Client(asyncio.Protocol):
             self._pending += data
             self._seek_head()
         elif phase == SIZED_BODY:
-            self._body.append(data)
-            self._missing -= len(data)
-            if self._missing <= 0:
-                self._complete_sized()
+            self._take_sized(data)
         elif phase == CHUNKED_BODY:
             self._take_chunks(data)
-        elif phase == BUSY:
+        elif phase in (BUSY, BEHIND):
             if self._pending is None:
                 self._pending = bytearray()
             self._pending += data
             if len(self._pending) > _PIPELINED_BYTES:
+                self._ahead = True
                 self.transport.pause_reading()
+                if not self._paused:
+                    self._watch_for_leaving()
 
     def _seek_head(self) -> None:
         pending = self._pending
@@ -264,7 +301,7 @@ class Client(asyncio.Protocol):
             if length > limits.body_bytes:
                 raise errors.body_too_large(limits.body_bytes)
             if length >= 0:
-                self._hold(length)
+                self._hold(min(length, have))
         except Refusal as refusal:
             if 0 <= length <= have:
                 self._take_ahead(data, start + length)
@@ -279,7 +316,7 @@ class Client(asyncio.Protocol):
             return
         if length >= 0:
             self._phase = SIZED_BODY
-            self._body = [data[start:]] if have else []
+            self._body += data[start:]
             self._missing = length - have
         else:
             self._phase = CHUNKED_BODY
@@ -297,26 +334,32 @@ class Client(asyncio.Protocol):
         if start < len(data):
             self._pending = bytearray(data[start:])
 
-    def _complete_sized(self) -> None:
-        body = b"".join(self._body)
-        self._body = []
-        if self._missing < 0:
-            self._pending = bytearray(body[self._missing :])
-            body = body[: self._missing]
-        self._serve(body)
+    def _take_sized(self, data: bytes) -> None:
+        try:
+            self._hold(min(len(data), self._missing))
+        except Refusal as refusal:
+            self._refuse_and_close(refusal)
+            return
+        if len(data) > self._missing:
+            self._take_ahead(data, self._missing)
+            data = data[: self._missing]
+        self._body += data
+        self._missing -= len(data)
+        if not self._missing:
+            self._serve_body()
 
     def _take_chunks(self, data: bytes) -> None:
         frames = self._frames
         assert frames is not None
-        pieces = self._body
-        before = len(pieces)
+        pieces: list[bytes] = []
         try:
             end = frames.feed(data, pieces)
-            grown = sum(map(len, pieces[before:]))
-            self._missing -= grown
+            more = b"".join(pieces)
+            self._missing -= len(more)
             if self._missing < 0:
                 raise errors.body_too_large(self._listener.limits.body_bytes)
-            self._hold(grown)
+            self._hold(len(more))
+            self._body += more
         except BadChunk as bad:
             self._refuse_and_close(errors.bad_request(f"The chunked body is malformed: {bad}."))
             return
@@ -326,8 +369,11 @@ class Client(asyncio.Protocol):
         if end >= 0:
             self._take_ahead(data, end)
             self._frames = None
-            self._body = []
-            self._serve(b"".join(pieces))
+            self._serve_body()
+
+    def _serve_body(self) -> None:
+        body, self._body = bytes(self._body), bytearray()
+        self._serve(body)
 
     def _hold(self, size: int) -> None:
         """Counts bytes of a body against what may be held in all."""
@@ -341,7 +387,8 @@ class Client(asyncio.Protocol):
         """The exchange no longer needs the body."""
         self._listener.buffered_bytes -= self._held_bytes
         self._held_bytes = 0
-        self._body = []
+        if self._body:
+            self._body = bytearray()
 
     def _serve(self, body: bytes) -> None:
         self._phase = BUSY
@@ -376,32 +423,45 @@ class Client(asyncio.Protocol):
         if self._phase != BUSY:
             return
         listener = self._listener
-        if not keep_alive:
+        if not keep_alive or listener.closing:
+            self._close()
+        elif self._paused:
+            self._phase = BEHIND
+            self._arm_stall()
+        else:
+            self._wait_for_request()
+
+    def _wait_for_request(self) -> None:
+        if self._listener.closing:
             self._close()
             return
         self._phase = HEAD
-        deadlines = listener.deadlines
-        deadline_s = deadlines.now() + listener.limits.idle_timeout_s
-        if self.bucket >= 0:
-            self.deadline_s = deadline_s
-        else:
-            deadlines.arm(self, deadline_s)
+        deadlines = self._listener.deadlines
+        deadlines.arm(self, deadlines.now() + self._listener.limits.idle_timeout_s)
         if self._pending:
             asyncio.get_running_loop().call_soon(self._next_request)
-        else:
-            self._pending = None
 
     def _next_request(self) -> None:
+        """Takes what was sent ahead."""
         if self._phase != HEAD or not self._pending:
             return
         deadlines = self._listener.deadlines
         deadlines.arm(self, deadlines.now() + self._listener.limits.header_timeout_s)
-        self.transport.resume_reading()
+        if self._ahead:
+            self._ahead = False
+            self.transport.resume_reading()
         self._seek_head()
 
-    def break_off(self) -> None:
-        """Ends the connection after what was written, so that the answer is seen to be unfinished."""
+    def break_off(self, reset: bool = False) -> None:
+        """Ends the connection after what was written, so that the answer is seen to be unfinished.
+
+        `reset`: by a reset, where a plain end would look like the answer's own.
+        """
         self._exchange = None
+        if reset:
+            ending = self.transport.get_extra_info("socket")
+            if ending is not None:
+                ending.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self._close()
 
     def reply(

@@ -7,6 +7,10 @@ they came; it never holds an answer back.
 from __future__ import annotations
 
 import asyncio
+import enum
+import errno
+import logging
+import socket
 import ssl
 from collections.abc import Callable
 from typing import Final, Protocol, cast
@@ -16,9 +20,23 @@ from warmroute.edge.chunked import BadChunk, ChunkFrames
 from warmroute.edge.deadlines import NEVER, Deadlines
 from warmroute.edge.head import CHUNKED, UNTIL_CLOSE, BrokenResponse, ResponseHead, read_response_head
 
+log = logging.getLogger("warmroute.edge")
+
 IDLE, WAITING, SIZED_ANSWER, CHUNKED_ANSWER, ANSWER_UNTIL_CLOSE, DEAD = range(6)
 _JOIN_BYTES: Final = 65_536
 """Up to this, head and body go out as one piece: a copy costs less than a second buffer."""
+
+
+class ConnectFault(enum.Enum):
+    """Why there is no connection."""
+
+    REFUSED = "refused"  # nobody listens there, or it is not who it should be
+    FAILED = "failed"  # slow, or broken on the way
+    OURS = "ours"  # this machine lacks files, ports or memory
+
+
+_NOBODY: Final = {errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
+_OURS: Final = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Asker(Protocol):
@@ -27,7 +45,7 @@ class Asker(Protocol):
     def connected(self, connection: Connection) -> bool:
         """A new connection is there; False if it is no longer wanted."""
 
-    def connect_failed(self, refused: bool, reason: str) -> None: ...
+    def connect_failed(self, fault: ConnectFault, reason: str) -> None: ...
 
     def answer_began(self, head: ResponseHead, first: bytes, whole: bool) -> Callable[[bytes], object] | None:
         """The head, and what came with it of the body, perhaps all. Returns where the rest goes; None: not wanted."""
@@ -46,6 +64,7 @@ class Connection(asyncio.Protocol):
         "_asker",
         "_buffer",
         "_frames",
+        "_held",
         "_keep_alive",
         "_left",
         "_mode",
@@ -75,6 +94,7 @@ class Connection(asyncio.Protocol):
         self._frames: ChunkFrames | None = None
         self._left = 0
         self._keep_alive = True
+        self._held = False
         self._silence_s = 0.0
 
     # The request.
@@ -94,11 +114,17 @@ class Connection(asyncio.Protocol):
     def hold(self) -> None:
         """Reads no further for now: the client can't take more."""
         self.deadline_s = NEVER
+        self._held = True
         self.transport.pause_reading()
 
     def go_on(self) -> None:
         self._pool.deadlines.arm(self, self._now() + self._silence_s)
-        self.transport.resume_reading()
+        self._read_on()
+
+    def _read_on(self) -> None:
+        if self._held:
+            self._held = False
+            self.transport.resume_reading()
 
     def cancel(self) -> None:
         """Nobody wants the answer any more; closing tells the engine to stop."""
@@ -116,7 +142,6 @@ class Connection(asyncio.Protocol):
             try:
                 end = frames.feed(data)
             except BadChunk as bad:
-                self._frames = None  # it has run ahead of what the client was given
                 self._break_off(f"the node's framing is broken: {bad}")
                 return
             if end < 0:
@@ -147,21 +172,21 @@ class Connection(asyncio.Protocol):
             self._die()  # nobody asked
 
     def _take_head(self, data: bytes) -> None:
-        end = data.find(b"\r\n\r\n")
-        if end < 0:
-            self._buffer = data
-            if len(data) > self._pool.config.response_header_bytes:
-                self._break_off("the node's response head is too large")
-            return
         self._buffer = b""
         try:
-            head = read_response_head(data, end)
-            if head.status < 200:
+            while True:
+                end = data.find(b"\r\n\r\n")
+                if end < 0:
+                    if len(data) > self._pool.config.response_header_bytes:
+                        raise BrokenResponse("its head is too large")
+                    self._buffer = data
+                    return
+                head = read_response_head(data, end)
+                if head.status >= 200:
+                    break
                 if head.status == 101:
-                    raise BrokenResponse("unasked upgrade")
-                if len(data) > end + 4:
-                    self._take_head(data[end + 4 :])
-                return
+                    raise BrokenResponse("an upgrade that nobody asked for")
+                data = data[end + 4 :]
             first = data[end + 4 :]
             length = head.length
             self._keep_alive = head.keep_alive
@@ -212,6 +237,7 @@ class Connection(asyncio.Protocol):
         if self._keep_alive and self._mode != DEAD and not self.transport.get_write_buffer_size():
             self._mode = IDLE
             self._used = True
+            self._read_on()
             self._pool.busy.discard(self)
             self._pool.release(self)
         else:
@@ -277,6 +303,12 @@ class Connection(asyncio.Protocol):
             asker.answer_broke("the node closed the connection within its answer", self._frames)
 
 
+def _fault(error: OSError) -> ConnectFault:
+    if isinstance(error, socket.gaierror) or error.errno in _NOBODY:
+        return ConnectFault.REFUSED
+    return ConnectFault.OURS if error.errno in _OURS else ConnectFault.FAILED
+
+
 class NodePool:
     """Connections to one node: those without work wait here, the one used last is taken first."""
 
@@ -328,11 +360,16 @@ class NodePool:
                     server_hostname=self._host if self._tls else None,
                 )
         except TimeoutError:
-            asker.connect_failed(False, "connecting to the node timed out")
+            asker.connect_failed(ConnectFault.FAILED, "connecting to the node timed out")
         except ssl.SSLError as error:
-            asker.connect_failed(True, f"the node's TLS is not trusted: {error.reason or 'handshake failed'}")
+            asker.connect_failed(
+                ConnectFault.REFUSED, f"the node's TLS is not trusted: {error.reason or 'handshake failed'}"
+            )
         except OSError as error:
-            asker.connect_failed(True, f"the node can't be reached: {error.strerror or type(error).__name__}")
+            asker.connect_failed(_fault(error), f"the node can't be reached: {error.strerror or type(error).__name__}")
+        except Exception as error:  # a host name that is none, say
+            log.exception("connecting to a node failed")
+            asker.connect_failed(ConnectFault.FAILED, f"the node can't be reached: {type(error).__name__}")
         else:
             if not asker.connected(connection):
                 self.release(connection)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
+from typing import Final
 
 import msgspec
+
+
+_VALUE: Final = re.compile(rb"(?:\{.*\})?[ \t]+([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)(?:[ \t]+[0-9]+)?\s*\Z")
+"""What follows a metric's name: labels, a value, perhaps a time."""
 
 
 class LoadReport(msgspec.Struct, frozen=True):
@@ -17,23 +23,21 @@ class LoadReport(msgspec.Struct, frozen=True):
 
 
 def samples(page: bytes, name: bytes) -> list[float]:
-    """Every value of one metric, whatever its labels. Looks only at the lines that begin with its name."""
+    """Every finite value of one metric, whatever its labels. Looks only at the lines that begin with its name."""
     found: list[float] = []
-    at = 0 if page.startswith(name) else page.find(b"\n" + name) + 1
-    while at > 0 or (at == 0 and page.startswith(name)):
+    mark = b"\n" + name
+    at = 0 if page.startswith(name) else page.find(mark) + 1
+    while at or page.startswith(name):
         end = page.find(b"\n", at)
-        line = page[at : end if end >= 0 else len(page)]
-        if line[len(name) : len(name) + 1] in (b"{", b" "):
-            value = _VALUE.search(line)
-            if value is not None:
-                found.append(float(value[1]))
-        at = page.find(b"\n" + name, at) + 1
-        if at == 0:
+        value = _VALUE.match(page, at + len(name), end if end >= 0 else len(page))
+        if value is not None:
+            number = float(value[1])
+            if math.isfinite(number):
+                found.append(number)
+        at = page.find(mark, at) + 1
+        if not at:
             break
     return found
-
-
-_VALUE = re.compile(rb"[} ]([-+0-9.eE]+)(?: [0-9]+)?\s*$")
 
 
 def total(page: bytes, *names: bytes) -> int:

@@ -44,7 +44,10 @@ class Watcher:
 
     def watch(self, node: Node) -> None:
         loop = asyncio.get_running_loop()
-        self._tasks[node] = [loop.create_task(self._check_health(node)), loop.create_task(self._poll_load(node))]
+        self._tasks[node] = [
+            loop.create_task(self._for_ever(node, self._check_health)),
+            loop.create_task(self._for_ever(node, self._poll_load)),
+        ]
 
     def forget(self, node: Node) -> None:
         for task in self._tasks.pop(node, ()):
@@ -56,6 +59,15 @@ class Watcher:
 
     async def _pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds * (0.8 + 0.4 * self._random.random()))
+
+    async def _for_ever(self, node: Node, watch: Callable[[Node], Awaitable[None]]) -> None:
+        """Whatever a node answers, it goes on being watched."""
+        while True:
+            try:
+                await watch(node)
+            except Exception:
+                log.exception("watching node %s failed; trying again", node.name)
+                await self._pause(self._config.health.interval_s)
 
     # Health and models.
 

@@ -25,6 +25,15 @@ class Decision:
         """The other candidates, best first."""
         return [node for node in self._others() if node is not self.node]
 
+    def with_more(self, nodes: Sequence[Node]) -> Decision:
+        """The same, with more nodes to stand in behind the others."""
+
+        def all_of_them() -> list[Node]:
+            ranked = self.fallbacks()
+            return [*ranked, *(node for node in nodes if node not in ranked)]
+
+        return Decision(self.node, self.policy, self.reason, all_of_them)
+
 
 class Policy(Protocol):
     """Ranks candidates. A policy is one small file; it never sees an empty list of candidates."""

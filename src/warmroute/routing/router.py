@@ -40,7 +40,7 @@ class Router:
     def decide(self, ask: Ask, now_s: float) -> Decision:
         """Raises Undecided."""
         group = self._group(ask)
-        candidates = group.up
+        everyone = candidates = group.up
         if now_s < group.ramping_until_s:
             candidates = self._thinned(candidates, now_s)
         if not candidates.nodes:
@@ -48,6 +48,8 @@ class Router:
             if not candidates.nodes:
                 raise NobodyCanServe(ask.model)
         decision = self.policy.decide(ask, candidates, group)
+        if len(candidates) < len(everyone):  # those left out for now still stand in at need
+            decision = decision.with_more(everyone.nodes)
         if group.trials and candidates is not group.at_need:
             node = next((node for node in group.trials if not node.inflight), None)
             if node is not None:

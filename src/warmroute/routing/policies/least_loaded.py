@@ -19,18 +19,13 @@ class LeastLoaded:
 
     def decide(self, ask: Ask, candidates: Candidates, group: Group) -> Decision:
         nodes = candidates.nodes
-        # One pass from a random start: the first of the least loaded from there. Ties spread.
-        start = int(self._random.random() * len(nodes))
-        best = nodes[start]
-        least = best.inflight + best.foreign
-        if least:
-            for node in nodes[start + 1 :] + nodes[:start]:
-                load = node.inflight + node.foreign
-                if load < least:
-                    best, least = node, load
-                    if not load:
-                        break
-        return Decision(best, self.name, "fewest requests", lambda: self.by_load(nodes))
+        loads = [node.inflight + node.foreign for node in nodes]
+        least = min(loads)
+        ties = loads.count(least)
+        at = loads.index(least)
+        for _ in range(int(self._random.random() * ties) if ties > 1 else 0):
+            at = loads.index(least, at + 1)
+        return Decision(nodes[at], self.name, "fewest requests", lambda: self.by_load(nodes))
 
     def by_load(self, nodes: Sequence[Node]) -> list[Node]:
         """All of them, the least loaded first; ties by chance."""

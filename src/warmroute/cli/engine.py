@@ -1,0 +1,94 @@
+"""warmroute engine: a simulated engine that answers like vLLM and takes as long as one."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_to(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser("engine", help="run a simulated engine: a vLLM without GPU")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="HTTP port, 0 for a free one (8000)")
+    parser.add_argument("--profile", default="l4-1.5b", help="GPU and model, say 2xh100-32b (l4-1.5b)")
+    parser.add_argument("--blocks", type=int, help="KV blocks (what the profile's memory holds)")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens of a KV block (16)")
+    parser.add_argument("--cpu-blocks", type=int, default=0, help="KV blocks of a tier in CPU memory (none)")
+    parser.add_argument("--max-num-seqs", type=int, help="requests in a batch (the profile's)")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="token budget of a step (the profile's)")
+    parser.add_argument("--max-model-len", type=int, help="prompt and answer together (32768, or what the blocks hold)")
+    parser.add_argument("--scheduling-policy", choices=("fcfs", "priority"), default="fcfs", help="of waiting requests")
+    parser.add_argument("--events-port", type=int, help="publish KV events there, 0 for a free port (none)")
+    parser.add_argument("--replay-port", type=int, help="replay KV events there, 0 for a free port (none)")
+    parser.add_argument("--events-topic", help="topic of the KV events (kv@HOST:PORT@MODEL)")
+    parser.add_argument("--model", default="sim", help="the name it is served under (sim)")
+    parser.add_argument("--lora", action="append", default=[], metavar="NAME", help="an adapter; repeat for more")
+    parser.add_argument("--max-loras", type=int, default=1, help="adapters in a batch (1)")
+    parser.add_argument("--data-parallel-size", type=int, default=1, metavar="N", help="ranks, each with its cache (1)")
+    parser.add_argument("--speed", type=float, default=1.0, help="how many times faster than life it runs (1)")
+    parser.add_argument("--answer-tokens", type=int, default=128, help="mean answer without max_tokens (128)")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="a model's tokenizer.json or its folder (a stand-in)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of answers and faults (0)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    import asyncio
+
+    import uvloop
+
+    from warmroute.config import ConfigError, Log
+    from warmroute.sim.engine import EngineConfig
+    from warmroute.sim.profiles import profile
+    from warmroute.sim.server.app import EngineServer, ServerConfig
+    from warmroute.sim.server.model_tokenizer import ModelTokenizer
+    from warmroute.sim.server.tokens import StandInTokenizer
+    from warmroute.telemetry import log as logs
+
+    logs.set_up(Log())
+    try:
+        chosen = profile(args.profile)
+        blocks = args.blocks or chosen.num_blocks(args.block_size)
+        sequences = args.max_num_seqs or chosen.max_num_seqs
+        engine = EngineConfig(
+            num_blocks=blocks,
+            block_size=args.block_size,
+            max_num_batched_tokens=args.max_num_batched_tokens or max(sequences, chosen.max_num_batched_tokens),
+            max_num_seqs=sequences,
+            max_model_len=args.max_model_len or 32_768,
+            by_priority=args.scheduling_policy == "priority",
+            max_loras=args.max_loras if args.lora else 0,
+            cpu_blocks=args.cpu_blocks,
+            every_token=True,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if args.speed <= 0 or args.data_parallel_size < 1 or args.answer_tokens < 1:
+        raise ConfigError("--speed, --data-parallel-size and --answer-tokens must be above 0")
+    config = ServerConfig(
+        engine=engine,
+        timing=chosen.timing,
+        profile=chosen.name,
+        tokenizer=ModelTokenizer(args.tokenizer) if args.tokenizer else StandInTokenizer(),
+        host=args.host,
+        port=args.port,
+        events_port=args.events_port,
+        replay_port=args.replay_port,
+        topic=args.events_topic,
+        model=args.model,
+        loras=tuple(args.lora),
+        ranks=args.data_parallel_size,
+        speed=args.speed,
+        seed=args.seed,
+        answer_tokens=args.answer_tokens,
+    )
+
+    async def serve() -> None:
+        await EngineServer(config).run_until_told()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve())
+    return 0

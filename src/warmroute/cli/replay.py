@@ -1,0 +1,226 @@
+"""warmroute replay: a workload through a simulated fleet in virtual time, policy against policy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from warmroute.config import ConfigError
+
+if TYPE_CHECKING:
+    from warmroute.sim.replay import Run, Setup
+    from warmroute.sim.world import Conditions, NodeSpec
+
+EPILOG = """\
+WORKLOAD is a trace (.jsonl or .jsonl.gz in Mooncake's format) or a generator, with parameters after it as key=value:
+shared_system_prompts, multi_turn_chat, rag, few_shot, tool_agents, unique_batch, hot_prefix_storm, priority_mix, llm_d.
+Policies may have parameters: prefix_hash:load_factor=2. Peers' rules: sglang, llm_d, llm_d_precise, dynamo, kubeai,
+aibrix; oracle is the hit rate of one cache as large as the fleet's. See docs/simulation.md.
+"""
+
+
+def add_to(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "replay",
+        help="replay a workload on a simulated fleet, policy against policy",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("workload", nargs="+", metavar="WORKLOAD", help="a trace or a generator, then key=value …")
+    parser.add_argument(
+        "--policy", action="append", metavar="P", help="a policy; repeat to compare (prefix_hash, round_robin)"
+    )
+    fleet = parser.add_argument_group("the fleet")
+    fleet.add_argument("--nodes", type=int, default=8, metavar="N", help="how many nodes (8)")
+    fleet.add_argument(
+        "--profile", action="append", metavar="NAME", help="GPU and model (2xh100-32b); repeat: nodes take them in turn"
+    )
+    fleet.add_argument("--blocks", type=int, metavar="N", help="KV blocks of a node (what its GPUs hold)")
+    fleet.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens of a KV block (16)")
+    fleet.add_argument("--cpu-blocks", type=int, default=0, metavar="N", help="KV blocks of a node's CPU tier (0)")
+    fleet.add_argument(
+        "--island", action="append", default=[], metavar="NAME=MS", help="an island and its round trip; nodes in turn"
+    )
+    load = parser.add_argument_group("the load")
+    load.add_argument("--rate", type=_numbers, metavar="R,…", help="requests/s, a run for each (the workload's own)")
+    load.add_argument("--scale-rate", type=float, default=1.0, metavar="X", help="runs a trace X times as fast (1)")
+    load.add_argument("--burst", type=int, default=1, metavar="N", help="requests arrive N at once")
+    load.add_argument("--concurrency", type=_numbers, metavar="N,…", help="closed loop with N clients, a run for each")
+    load.add_argument("--limit", type=int, metavar="N", help="stop after N requests (a trace: its end; else 2000)")
+    load.add_argument("--duration", type=float, metavar="S", help="no new requests after S seconds")
+    load.add_argument("--warm-up", type=int, default=0, metavar="N", help="N requests first that do not count (0)")
+    load.add_argument("--warm-rate", type=float, metavar="R", help="their rate, requests/s (the run's own)")
+    load.add_argument("--seed", type=int, default=1, help="of everything that is left to chance (1)")
+    trouble = parser.add_argument_group("trouble")
+    trouble.add_argument(
+        "--queue-threshold", type=_numbers, metavar="N,…", help="refuse when all nodes have N requests"
+    )
+    trouble.add_argument("--poll-interval", type=float, metavar="S", help="between two looks at a node's metrics (1)")
+    trouble.add_argument("--poll-lag", type=float, metavar="MS", help="age of metrics when they arrive (0)")
+    trouble.add_argument("--poll-loss", type=float, metavar="SHARE", help="polls that get no answer (0)")
+    trouble.add_argument("--kv-lag", type=float, metavar="MS", help="delay of KV events (2)")
+    trouble.add_argument("--kv-loss", type=float, metavar="SHARE", help="KV event batches that are lost (0)")
+    trouble.add_argument(
+        "--happen",
+        action="append",
+        default=[],
+        metavar="'60 fail node-3'",
+        help="fail, hang, restart, drain, provision",
+    )
+    out = parser.add_argument_group("the report")
+    out.add_argument("--json", type=Path, metavar="FILE", help="all numbers, as JSON")
+    out.add_argument("--html", type=Path, metavar="FILE", help="a page with plots")
+    out.add_argument("--quiet", action="store_true", help="no progress bar and no table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from warmroute.sim.replay import BadPolicy
+    from warmroute.sim.workloads import BadTrace, BadWorkload
+    from warmroute.sim.world.happenings import BadHappening
+
+    try:
+        setups = plan(args)
+        runs = _play(setups, args)
+    except (BadWorkload, BadTrace, BadPolicy, BadHappening) as error:
+        raise ConfigError(str(error)) from None
+    if args.json:
+        args.json.write_text(as_json(runs), encoding="utf-8")
+    if args.html:
+        from warmroute.sim.report.page import page
+
+        args.html.write_text(page(runs, _said(args)), encoding="utf-8")
+    return 0
+
+
+def as_json(runs: list[Run]) -> str:
+    return json.dumps({"runs": runs}, ensure_ascii=False, indent=1) + "\n"
+
+
+def plan(args: argparse.Namespace) -> list[Setup]:
+    """A run for each load and policy."""
+    from warmroute.sim.replay import Setup, contender
+    from warmroute.sim.workloads import choose
+    from warmroute.sim.world.happenings import parse
+
+    workload = choose(args.workload, args.scale_rate)
+    contenders = [contender(text) for text in args.policy or ("prefix_hash", "round_robin")]
+    conditions, nodes = _conditions(args), _nodes(args)
+    return [
+        Setup(
+            workload=workload,
+            nodes=nodes,
+            contender=one,
+            conditions=conditions,
+            rate=rate,
+            burst=args.burst,
+            concurrency=None if concurrency is None else int(concurrency),
+            limit=args.limit,
+            duration_s=args.duration,
+            warm_up=args.warm_up,
+            warm_rate=args.warm_rate,
+            queue_threshold=None if threshold is None else int(threshold),
+            happenings=tuple(parse(line) for line in args.happen),
+        )
+        for rate in args.rate or (None,)
+        for concurrency in args.concurrency or (None,)
+        for threshold in args.queue_threshold or (None,)
+        for one in contenders
+    ]
+
+
+def _conditions(args: argparse.Namespace) -> Conditions:
+    import msgspec
+
+    from warmroute.sim.world import Conditions, Island
+
+    asked = {
+        "poll_interval_s": args.poll_interval,
+        "poll_lag_ms": args.poll_lag,
+        "poll_loss": args.poll_loss,
+        "kv_lag_ms": args.kv_lag,
+        "kv_loss": args.kv_loss,
+    }
+    islands: dict[str, Island] = {}
+    for text in args.island:
+        name, equals, round_trip = text.partition("=")
+        try:
+            islands[name] = Island(float(round_trip)) if equals else Island()
+        except ValueError:
+            raise ConfigError(f"--island {text!r} is not like eu-west=80 (a round trip in ms)") from None
+    given = {key: value for key, value in asked.items() if value is not None}
+    return msgspec.structs.replace(Conditions(seed=args.seed, islands=islands), **given)
+
+
+def _nodes(args: argparse.Namespace) -> tuple[NodeSpec, ...]:
+    from warmroute.sim.profiles import profile
+    from warmroute.sim.world import NodeSpec
+
+    if args.nodes < 1:
+        raise ConfigError("--nodes: a fleet has one node at least")
+    try:
+        profiles = [profile(name) for name in args.profile or ("2xh100-32b",)]
+        islands = [text.partition("=")[0] for text in args.island] or ["local"]
+        return tuple(
+            NodeSpec(
+                name=f"node-{at}",
+                profile=profiles[at % len(profiles)],
+                island=islands[at % len(islands)],
+                blocks=args.blocks,
+                block_size=args.block_size,
+                cpu_blocks=args.cpu_blocks,
+            )
+            for at in range(args.nodes)
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _play(setups: list[Setup], args: argparse.Namespace) -> list[Run]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from warmroute.sim.replay import replay
+    from warmroute.sim.report.table import table
+
+    runs: list[Run] = []
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=args.quiet,
+    )
+    with bar:
+        for at, setup in enumerate(setups):
+            task = bar.add_task(f"{at + 1}/{len(setups)} {_called(setup)}", total=setup.requests)
+            runs.append(replay(setup, lambda ended, task=task: bar.update(task, completed=ended)))  # type: ignore[misc]
+            bar.remove_task(task)
+    if not args.quiet:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=220)
+        console.print(table(runs, _said(args)))
+    return runs
+
+
+def _called(setup: Setup) -> str:
+    load = f" at {setup.rate:g}/s" if setup.rate else f", {setup.concurrency} clients" if setup.concurrency else ""
+    return setup.contender.text + load
+
+
+def _said(args: argparse.Namespace) -> str:
+    profiles = " and ".join(args.profile or ("2xh100-32b",))
+    workload = " ".join([Path(args.workload[0]).name, *args.workload[1:]])
+    return f"{workload} on {args.nodes} × {profiles}"
+
+
+def _numbers(text: str) -> list[float]:
+    numbers = [float(word) for word in text.split(",")]
+    if not numbers or min(numbers) <= 0:
+        raise argparse.ArgumentTypeError("numbers above 0, with commas between them")
+    return numbers

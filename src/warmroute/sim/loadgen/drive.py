@@ -1,0 +1,159 @@
+"""Drives an endpoint with a workload, open or closed loop, and measures what its clients would see."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import msgspec
+
+from warmroute.sim.loadgen.bodies import Form, Talk, body, carried_on, messages
+from warmroute.sim.loadgen.client import Broken, Refused, ask
+from warmroute.sim.replay.summary import Run, rounded, spread
+from warmroute.sim.workloads.prompt import Prompt
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    url: str
+    model: str = "sim"
+    form: Form = "chat"
+    concurrency: int | None = None
+    """Clients of the closed loop; None for the workload's own times."""
+    limit: int | None = None
+    duration_s: float | None = None
+    speed: float = 1.0
+    """How many times faster than life the engines run: times are sent faster and told slower by it."""
+    timeout_s: float = 600.0
+    headers: dict[str, str] = {}
+
+
+class Drive:
+    """One run. All times that it tells are those of life."""
+
+    def __init__(self, load: Load, prompts: Iterator[Prompt], progress: Callable[[int], object] | None = None) -> None:
+        self._load = load
+        self._prompts = prompts
+        self._progress = progress
+        self._left = load.limit if load.limit is not None else -1
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._start_s = 0.0
+        self._sent = 0
+        self._finished = 0
+        self._rejected = 0
+        self._errors: Counter[str] = Counter()
+        self._ttft_ms = array("d")
+        self._inter_token_ms = array("d")
+        """Every gap between two tokens, unlike the replay's mean of each request."""
+        self._latency_ms = array("d")
+        self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
+
+    async def run(self) -> Run:
+        self._start_s = time.monotonic()
+        if self._load.concurrency is None:
+            await self._open_loop()
+        else:
+            await asyncio.gather(*(self._client() for _ in range(self._load.concurrency)))
+        while self._tasks:
+            await asyncio.gather(*self._tasks)
+        return self._summary()
+
+    def _now_ms(self) -> float:
+        return (time.monotonic() - self._start_s) * 1000.0 * self._load.speed
+
+    def _may_send(self) -> bool:
+        over = self._load.duration_s is not None and self._now_ms() >= self._load.duration_s * 1000.0
+        if over or self._left == 0:
+            return False
+        self._left -= 1
+        return True
+
+    async def _open_loop(self) -> None:
+        for prompt in self._prompts:
+            await self._pause(prompt.at_ms - self._now_ms())
+            if not self._may_send():
+                return
+            task = asyncio.get_running_loop().create_task(self._converse(prompt, allowed=True))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _client(self) -> None:
+        for prompt in self._prompts:
+            if not self._may_send():
+                return
+            await self._converse(prompt, allowed=True)
+
+    async def _pause(self, ms: float) -> None:
+        if ms > 0:
+            await asyncio.sleep(ms / 1000.0 / self._load.speed)
+
+    async def _converse(self, prompt: Prompt, allowed: bool) -> None:
+        """A request and those that follow from its answer."""
+        talk = Talk()
+        while allowed:
+            following = await self._request(prompt, talk)
+            follow_up = prompt.then() if following is not None and prompt.then is not None else None
+            if follow_up is None or following is None:
+                return
+            await self._pause(follow_up.think_ms)
+            talk, prompt = following, follow_up.prompt
+            allowed = self._may_send()
+
+    async def _request(self, prompt: Prompt, talk: Talk) -> Talk | None:
+        """What was said with its answer; None where there is none."""
+        load = self._load
+        asked = messages(prompt, talk) if load.form == "chat" else ()
+        path, data = body(prompt, asked, load.model, load.form)
+        self._sent += 1
+        headers = {"X-Priority": prompt.priority, **load.headers}
+        if prompt.session:
+            headers["X-Session-Id"] = prompt.session.decode()
+        try:
+            answer = await ask(load.url, path, data, headers, load.timeout_s)
+        except Refused as refused:
+            self._rejected += refused.status == 429
+            if refused.status != 429:
+                self._errors[f"status {refused.status}"] += 1
+            if load.concurrency is not None:
+                await asyncio.sleep(min(refused.retry_after_s, 5.0) / load.speed)
+            return None
+        except Broken as broken:
+            self._errors[str(broken)] += 1
+            return None
+        ended_s = time.monotonic()
+        times_s = answer.times_s
+        if not times_s:
+            self._errors["an answer without text"] += 1
+            return None
+        to_ms = 1000.0 * load.speed
+        self._finished += 1
+        self._ttft_ms.append((times_s[0] - answer.sent_s) * to_ms)
+        self._latency_ms.append((ended_s - answer.sent_s) * to_ms)
+        self._inter_token_ms.extend((b - a) * to_ms for a, b in pairwise(times_s))
+        self._prompt_tokens += answer.prompt_tokens
+        self._cached_tokens += answer.cached_tokens
+        self._output_tokens += answer.output_tokens or len(times_s)
+        if self._progress is not None:
+            self._progress(self._finished)
+        return carried_on(prompt, asked, "".join(answer.texts)) if load.form == "chat" else talk
+
+    def _summary(self) -> Run:
+        duration_s = max(1e-9, self._now_ms() / 1000.0)
+        return {
+            "requests": self._sent,
+            "finished": self._finished,
+            "rejected": self._rejected,
+            "failed": sum(self._errors.values()),
+            "errors": dict(sorted(self._errors.items())),
+            "hit_rate": rounded(self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0),
+            "ttft_ms": spread(self._ttft_ms, 50, 90, 99),
+            "inter_token_ms": spread(self._inter_token_ms, 50, 90, 99),
+            "latency_ms": spread(self._latency_ms, 50, 90, 99),
+            "duration_s": rounded(duration_s),
+            "requests_per_s": rounded(self._finished / duration_s),
+            "output_tokens_per_s": rounded(self._output_tokens / duration_s),
+            "prompt_tokens": self._prompt_tokens,
+        }

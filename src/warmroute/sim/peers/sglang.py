@@ -1,0 +1,65 @@
+"""SGLang's cache_aware policy.
+
+    if max − min > 64 and max > 1.5 × min, over requests in flight:  the least loaded
+    else if the longest match in its tree > 0.3 of the prompt:       the node with that match
+    else:                                                            the node with the smallest tree
+
+The tree is approximate: what was sent to a node, whole blocks standing in for characters, evicted least recently used
+first over 2^26 characters a node (taken as 4 a token). Every request is entered under the node it goes to.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from warmroute.fleet.group import Candidates, Group
+from warmroute.fleet.node import Node
+from warmroute.prompt.ask import Ask
+from warmroute.routing.decision import Decision
+from warmroute.sim.peers.choice import lowest, sim
+from warmroute.sim.peers.holders import RoutedBlocks
+from warmroute.sim.world.ask import SimAsk
+from warmroute.sim.world.listener import Listener
+
+
+class Sglang(Listener):
+    name = "sglang"
+
+    def __init__(
+        self,
+        random: Random,
+        *,
+        cache_threshold: float = 0.3,
+        balance_abs: int = 64,
+        balance_rel: float = 1.5,
+        tree_tokens: int = 2**26 // 4,
+    ) -> None:
+        self._random = random
+        self._cache_threshold = cache_threshold
+        self._balance_abs = balance_abs
+        self._balance_rel = balance_rel
+        self._tree_tokens = tree_tokens
+        self._block_size = 16
+        self._tree = RoutedBlocks(tree_tokens // self._block_size)
+
+    def decide(self, ask: Ask, candidates: Candidates, group: Group) -> Decision:
+        nodes = candidates.nodes
+        loads = [node.inflight for node in nodes]
+        if max(loads) - min(loads) > self._balance_abs and max(loads) > self._balance_rel * min(loads):
+            return lowest(nodes, loads, self._random, self.name, "out of balance: least loaded")
+        chain = sim(ask).blocks(self._block_size)
+        depths = self._tree.depths(chain, nodes)
+        if chain and max(depths) / len(chain) > self._cache_threshold:
+            return lowest(nodes, [-depth for depth in depths], self._random, self.name, "longest match")
+        sizes = [self._tree.size(node) for node in nodes]
+        return lowest(nodes, sizes, self._random, self.name, "smallest tree")
+
+    def node_joined(self, node: Node, block_size: int, num_blocks: int) -> None:
+        self._block_size = block_size
+        self._tree.capacity = self._tree_tokens // block_size
+
+    def node_left(self, node: Node) -> None:
+        self._tree.forget(node)
+
+    def sent(self, ask: SimAsk, node: Node, now_s: float) -> None:
+        self._tree.routed(node, ask.blocks(self._block_size))

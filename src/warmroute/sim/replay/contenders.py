@@ -1,0 +1,93 @@
+"""Who competes in a replay: a policy of production or a peer's rule, with parameters: `prefix_hash`,
+`prefix_hash:load_factor=2`, `sglang:cache_threshold=0.5`, `oracle`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any, get_args
+
+import msgspec
+
+from warmroute.config import PolicyName, Routing
+from warmroute.routing.decision import Policy
+from warmroute.routing.policies import policy_named
+from warmroute.sim.peers.aibrix import Aibrix
+from warmroute.sim.peers.dynamo import Dynamo
+from warmroute.sim.peers.kubeai import Kubeai
+from warmroute.sim.peers.llm_d import LlmD
+from warmroute.sim.peers.sglang import Sglang
+from warmroute.sim.world.listener import Listener
+
+ORACLE = "oracle"
+"""Not a policy: the hit rate of one cache as large as the fleet's."""
+
+PEERS: dict[str, Callable[..., Any]] = {
+    "sglang": Sglang,
+    "llm_d": LlmD,
+    "llm_d_precise": partial(LlmD, precise=True),
+    "dynamo": Dynamo,
+    "kubeai": Kubeai,
+    "aibrix": Aibrix,
+}
+
+POLICIES: tuple[str, ...] = (*get_args(PolicyName), *PEERS, ORACLE)
+
+
+class BadPolicy(ValueError):
+    """What is wrong with a policy's name or parameters, as a sentence."""
+
+
+class Contender(msgspec.Struct, frozen=True):
+    text: str
+    """As it was asked for; its name in reports."""
+    name: str
+    parameters: dict[str, Any]
+
+    def build(self, seed: int) -> tuple[Policy, Listener | None]:
+        """A policy of its own, with nothing learned yet, and what wants to hear of the world for it."""
+        random = Random(f"{seed} policy")
+        if self.name in PEERS:
+            peer = PEERS[self.name](random, **self.parameters)
+            return peer, peer
+        return policy_named(Routing(policy=self.name, **self.parameters), random), None  # type: ignore[arg-type]
+
+
+def contender(text: str) -> Contender:
+    """Raises BadPolicy."""
+    name, _, rest = text.partition(":")
+    if name not in POLICIES:
+        near = difflib.get_close_matches(name, POLICIES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(POLICIES)}"
+        raise BadPolicy(f"no policy {name!r}; {hint}")
+    known = _parameters_of(name)
+    parameters: dict[str, Any] = {}
+    for word in filter(None, rest.split(",")):
+        key, equals, value = word.partition("=")
+        if not equals or key not in known:
+            raise BadPolicy(f"{name} takes {', '.join(known) or 'no parameters'}, as in {name}:key=value; not {word!r}")
+        kind = type(known[key])
+        try:
+            parameters[key] = msgspec.convert(value, float if kind is int else kind, strict=False)
+            if parameters[key] in (float("inf"), float("-inf")):
+                parameters[key] = math.copysign(1e9, parameters[key])  # what takes no infinity takes this for it
+            if kind is int:
+                parameters[key] = int(parameters[key])
+        except (msgspec.ValidationError, OverflowError, ValueError):
+            raise BadPolicy(f"{name}: {key} is a {kind.__name__}, not {value!r}") from None
+    return Contender(text, name, parameters)
+
+
+def _parameters_of(name: str) -> dict[str, Any]:
+    """Each with its default."""
+    if name == ORACLE:
+        return {}
+    if name in PEERS:
+        parameters = inspect.signature(PEERS[name]).parameters.values()
+        return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY and one.name != "precise"}
+    return {"load_factor": Routing().load_factor} if name in ("session", "prefix_hash") else {}

@@ -1,0 +1,125 @@
+"""One run of a replay: a workload through a world with one policy, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from random import Random
+
+import msgspec
+
+from warmroute.sim.peers import oracle
+from warmroute.sim.replay.contenders import ORACLE, Contender
+from warmroute.sim.replay.summary import Run, rounded, summary
+from warmroute.sim.workloads.arrivals import warmed
+from warmroute.sim.workloads.choose import Workload
+from warmroute.sim.workloads.prompt import Prompt
+from warmroute.sim.world.conditions import Conditions, NodeSpec
+from warmroute.sim.world.gate import QueueGate
+from warmroute.sim.world.happenings import Happening, enter
+from warmroute.sim.world.world import World
+
+Progress = Callable[[int], object]
+"""Told the number of requests that have ended, now and then."""
+
+PROGRESS_EVERY = 50
+WARM_RATE = 4.0
+"""Requests a second while warming up, where neither the run nor the user says."""
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """All that decides a run's outcome."""
+
+    workload: Workload
+    nodes: tuple[NodeSpec, ...]
+    contender: Contender
+    conditions: Conditions = Conditions()
+    rate: float | None = None
+    """Requests a second; None for the workload's own."""
+    burst: int = 1
+    concurrency: int | None = None
+    """Clients of the closed loop; None for open arrivals."""
+    limit: int | None = None
+    """Requests that are measured."""
+    duration_s: float | None = None
+    warm_up: int = 0
+    """Requests before those that are measured, at `warm_rate` (the workload's own where there is none)."""
+    warm_rate: float | None = None
+    queue_threshold: int | None = None
+    happenings: tuple[Happening, ...] = ()
+
+    @property
+    def requests(self) -> int | None:
+        """How many there will be, as far as one can know."""
+        if self.limit is not None or self.duration_s is not None:
+            return self.limit
+        return self.workload.requests
+
+    def arrivals(self) -> Iterator[Prompt]:
+        seed = self.conditions.seed
+        prompts = self.workload.arrive(seed, self.rate, self.burst, self.limit)
+        if not self.warm_up:
+            return prompts
+        return warmed(prompts, self.warm_up, self.warm_rate or self.rate or WARM_RATE, Random(f"{seed} warm up"))
+
+    def said(self) -> Run:
+        """What the run was, for its report."""
+        profiles = list(dict.fromkeys(spec.profile.name for spec in self.nodes))
+        return {
+            "policy": self.contender.text,
+            "workload": self.workload.name,
+            "profile": ", ".join(profiles),
+            "node_count": len(self.nodes),
+            "rate": self.rate,
+            "concurrency": self.concurrency,
+            "queue_threshold": self.queue_threshold,
+            "seed": self.conditions.seed,
+        }
+
+
+def replay(setup: Setup, progress: Progress | None = None) -> Run:
+    if setup.contender.name == ORACLE:
+        return ceiling(setup)
+    world = world_of(setup)
+    prompts = setup.arrivals()
+    if progress is not None:
+        prompts = _watched(prompts, world, progress)
+    limit = setup.requests
+    world.run(
+        prompts,
+        concurrency=setup.concurrency,
+        limit=None if limit is None else limit + setup.warm_up,
+        duration_s=setup.duration_s,
+        warm_up=setup.warm_up,
+    )
+    return {**setup.said(), **summary(world)}
+
+
+def world_of(setup: Setup) -> World:
+    """The world before its first request."""
+    policy, listener = setup.contender.build(setup.conditions.seed)
+    if setup.queue_threshold is not None:
+        policy = QueueGate(policy, setup.queue_threshold)
+    conditions = setup.conditions
+    if listener is not None and listener.poll_interval_s is not None:
+        conditions = msgspec.structs.replace(conditions, poll_interval_s=listener.poll_interval_s)
+    world = World(setup.nodes, conditions, policy=policy, listener=listener)
+    for happening in setup.happenings:
+        enter(world, happening, setup.nodes[0])
+    return world
+
+
+def ceiling(setup: Setup) -> Run:
+    """The oracle's run: a hit rate and no times."""
+    blocks = sum(spec.engine().num_blocks - 1 for spec in setup.nodes)
+    share, count = oracle.hit_rate(
+        setup.arrivals(), blocks, setup.nodes[0].block_size, setup.requests, setup.duration_s, setup.warm_up
+    )
+    nothing = {"p50": None, "p90": None, "p99": None, "mean": None}
+    return {**setup.said(), "requests": count, "hit_rate": rounded(share), "ttft_ms": nothing}
+
+
+def _watched(prompts: Iterator[Prompt], world: World, progress: Progress) -> Iterator[Prompt]:
+    for number, prompt in enumerate(prompts):
+        if number % PROGRESS_EVERY == 0:
+            progress(world.tally.ended)
+        yield prompt

@@ -1,0 +1,141 @@
+"""Drawing with plain SVG text: scales, ticks, marks. Colours and type come from the page's style sheet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+
+Point = tuple[float, float]
+
+COLOURS = 8
+DASHES = ("", "7 4", "2 4", "10 3 2 3")
+
+
+class Scale:
+    """From values to places on the picture, straight or by logarithm, with ticks at round values."""
+
+    def __init__(self, low: float, high: float, start: float, end: float, log: bool = False) -> None:
+        self.log = log
+        if log:
+            low, high = math.log10(low), math.log10(high)
+        self._low, self._width = low, (high - low) or 1.0
+        self._start, self._length = start, end - start
+
+    def __call__(self, value: float) -> float:
+        at = math.log10(value) if self.log else value
+        return self._start + (at - self._low) / self._width * self._length
+
+    def ticks(self, about: int = 5) -> list[float]:
+        low, high = self._low, self._low + self._width
+        if self.log:
+            steps = (1, 2, 5) if high - low < 2.2 else (1, 3) if high - low < 3.2 else (1,)
+            powers = range(math.floor(low), math.ceil(high) + 1)
+            found = [step * 10.0**power for power in powers for step in steps]
+            return [value for value in found if low - 1e-9 <= math.log10(value) <= high + 1e-9]
+        step = nice_step((high - low) / about)
+        first = math.ceil(low / step - 1e-9)
+        return [at * step for at in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def nice_step(rough: float) -> float:
+    """1, 2 or 5 times a power of ten, not below `rough`."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(step * power for step in (1, 2, 5, 10) if step * power >= rough * 0.999)
+
+
+def picture(width: int, height: int, parts: Sequence[str], label: str) -> str:
+    body = "\n".join(parts)
+    return (
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}" '
+        f'xmlns="http://www.w3.org/2000/svg">\n{body}\n</svg>'
+    )
+
+
+def text(x: float, y: float, words: str, kind: str = "tick", anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def rule(x1: float, y1: float, x2: float, y2: float, kind: str = "grid") -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
+
+
+def curve(points: Sequence[Point | None], series: int) -> str:
+    """A line through the points; a None leaves a gap."""
+    path: list[str] = []
+    pen_up = True
+    for point in points:
+        if point is None:
+            pen_up = True
+            continue
+        path.append(f"{'M' if pen_up else 'L'}{point[0]:.1f} {point[1]:.1f}")
+        pen_up = False
+    dash = DASHES[series // COLOURS % len(DASHES)]
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'<path d="{" ".join(path)}" class="curve c{series % COLOURS}"{dashed}/>'
+
+
+def mark(x: float, y: float, series: int, words: str, size: float = 4.5) -> str:
+    """A point whose form tells the series apart where colours do not."""
+    title = f"<title>{escape(words)}</title>"
+    kind = f'class="mark c{series % COLOURS}"'
+    form = series % 4
+    if form == 0:
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{size:.1f}" {kind}>{title}</circle>'
+    if form == 1:
+        side = size * 1.8
+        return (
+            f'<rect x="{x - side / 2:.1f}" y="{y - side / 2:.1f}" width="{side:.1f}" height="{side:.1f}" {kind}>'
+            f"{title}</rect>"
+        )
+    r = size * 1.3
+    if form == 2:
+        points = f"{x:.1f},{y - r:.1f} {x + r:.1f},{y + r * 0.8:.1f} {x - r:.1f},{y + r * 0.8:.1f}"
+    else:
+        points = f"{x:.1f},{y - r:.1f} {x + r:.1f},{y:.1f} {x:.1f},{y + r:.1f} {x - r:.1f},{y:.1f}"
+    return f'<polygon points="{points}" {kind}>{title}</polygon>'
+
+
+def bar(x: float, y: float, width: float, height: float, series: int, words: str) -> str:
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{max(0.0, height):.1f}" rx="2" '
+        f'class="bar c{series % COLOURS}"><title>{escape(words)}</title></rect>'
+    )
+
+
+def apart(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Places near the wanted ones, in the same order, at least `gap` apart where there is room."""
+    order = sorted(range(len(wanted)), key=lambda at: wanted[at])
+    gap = min(gap, (high - low) / max(1, len(wanted) - 1)) if len(wanted) > 1 else gap
+    places = [0.0] * len(wanted)
+    last = low - gap
+    for at in order:
+        last = places[at] = max(wanted[at], last + gap)
+    limit = high
+    for at in reversed(order):
+        places[at] = min(places[at], limit)
+        limit = places[at] - gap
+    return places
+
+
+def axes(
+    x: Scale,
+    y: Scale,
+    box: tuple[float, float, float, float],
+    x_text: Callable[[float], str],
+    y_text: Callable[[float], str],
+    x_values: Sequence[float] | None = None,
+) -> list[str]:
+    """Grid lines across, ticks along both sides; `box` is left, top, right, bottom."""
+    left, _, right, bottom = box
+    parts: list[str] = []
+    for value in y.ticks():
+        at = y(value)
+        parts.append(rule(left, at, right, at))
+        parts.append(text(left - 8, at + 4, y_text(value), anchor="end"))
+    for value in x.ticks(7) if x_values is None else x_values:
+        at = x(value)
+        parts.append(rule(at, bottom, at, bottom + 5, "axis"))
+        parts.append(text(at, bottom + 20, x_text(value), anchor="middle"))
+    parts.append(rule(left, bottom, right, bottom, "axis"))
+    return parts

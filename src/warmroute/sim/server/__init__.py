@@ -1,0 +1,1 @@
+"""A simulated engine as a real server: vLLM's HTTP surface, metrics and KV events around the engine core."""

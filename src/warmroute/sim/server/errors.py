@@ -1,0 +1,53 @@
+"""Errors as vLLM 0.32 words them."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ApiError(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: int, kind: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+
+    def body(self) -> bytes:
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}
+        return msgspec.json.encode({"error": error})
+
+
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, "BadRequestError", message, param)
+
+
+def bad_body(detail: str) -> ApiError:
+    """vLLM says 400 where FastAPI by itself would say 422."""
+    return ApiError(400, "Bad Request", detail)
+
+
+def unknown_model(model: str) -> ApiError:
+    return ApiError(404, "NotFoundError", f"The model `{model}` does not exist.", "model")
+
+
+def too_long(limit: int, prompt_tokens: int, output_tokens: int) -> ApiError:
+    total = prompt_tokens + output_tokens
+    return bad_request(
+        f"This model's maximum context length is {limit} tokens. However, you requested {output_tokens} output tokens "
+        f"and your prompt contains {prompt_tokens} input tokens, for a total of {total} tokens. Please reduce the "
+        f"length of the input prompt or the number of requested output tokens. "
+        f"(parameter=input_tokens, value={prompt_tokens})",
+        "input_tokens",
+    )
+
+
+def engine_failed() -> ApiError:
+    return ApiError(
+        500, "InternalServerError", "EngineCore encountered an issue. See stack trace (above) for the root cause."
+    )
+
+
+def overloaded() -> ApiError:
+    return ApiError(503, "ServiceUnavailableError", "The engine is overloaded; try again later.")

@@ -1,0 +1,40 @@
+"""What a simulated client asks: the router's Ask, with what the prompt's bytes would have told laid open beside it."""
+
+from __future__ import annotations
+
+from warmroute.prompt.ask import Ask
+from warmroute.sim.workloads.prompt import Priority, Prompt
+
+MODEL = "sim"
+"""The one model that simulated fleets serve."""
+
+
+class SimAsk(Ask):
+    __slots__ = ("_chains", "number", "prompt")
+
+    def __init__(self, prompt: Prompt, number: int) -> None:
+        super().__init__(MODEL, prompt.system, prompt.user, prompt.session)
+        self.prompt = prompt
+        self.number = number
+        """Counts the world's requests; its name in everybody's books."""
+        self._chains: dict[int, list[int]] = {}
+
+    @property
+    def priority(self) -> Priority:
+        return self.prompt.priority
+
+    @property
+    def tenant(self) -> str:
+        return self.prompt.tenant
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.prompt.prompt_tokens
+
+    def blocks(self, block_size: int) -> list[int]:
+        """Hashes of the prompt's full blocks, as an engine with blocks of that size names them."""
+        chain = self._chains.get(block_size)
+        if chain is None:
+            content = self.prompt.blocks.content(block_size)
+            chain = self._chains[block_size] = content.hashes(0, self.prompt.prompt_tokens // block_size)
+        return chain

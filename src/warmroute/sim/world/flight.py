@@ -1,0 +1,51 @@
+"""A flight: one request on its way, from its arrival at the router to its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from warmroute.fleet.node import Node
+from warmroute.fleet.ticket import Ticket
+from warmroute.routing.decision import Decision
+from warmroute.sim.workloads.prompt import Prompt
+from warmroute.sim.world.ask import SimAsk
+from warmroute.sim.world.tally import Tally
+
+if TYPE_CHECKING:
+    from warmroute.sim.world.node import SimNode
+
+
+class Flight:
+    __slots__ = (
+        "arrived_ms",
+        "ask",
+        "cached_tokens",
+        "decision",
+        "done",
+        "fallbacks",
+        "first_ms",
+        "node",
+        "prompt",
+        "request_id",
+        "tally",
+        "ticket",
+        "tried",
+    )
+
+    def __init__(self, prompt: Prompt, ask: SimAsk, arrived_ms: float, tally: Tally) -> None:
+        # for its whole life
+        self.prompt = prompt
+        self.ask = ask
+        self.request_id = str(ask.number)
+        self.arrived_ms = arrived_ms
+        self.tally = tally
+        self.decision: Decision
+        self.fallbacks: list[Node] | None = None
+        self.tried = 0
+        """Nodes tried so far; also tells what still comes back from an earlier one apart."""
+        self.done = False
+        # at the present node
+        self.node: SimNode
+        self.ticket: Ticket
+        self.first_ms: float | None = None
+        self.cached_tokens = 0

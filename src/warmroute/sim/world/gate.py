@@ -1,0 +1,36 @@
+"""A simple admission gate by queue threshold, for experiments until routing has its own: nodes with `threshold`
+requests or more (ours exactly, others' as polled) are passed over; where all are, the request is refused with 429.
+High priority passes always; low is refused from half the threshold on.
+"""
+
+from __future__ import annotations
+
+from warmroute.fleet.group import Candidates, Group
+from warmroute.prompt.ask import Ask
+from warmroute.routing.decision import Decision, Policy
+from warmroute.routing.router import Undecided
+from warmroute.sim.world.ask import SimAsk
+
+
+class Shed(Undecided):
+    """Every node is over the threshold: 429."""
+
+
+class QueueGate:
+    """A policy around another one."""
+
+    def __init__(self, policy: Policy, threshold: float) -> None:
+        self.name = policy.name
+        self._policy = policy
+        self._threshold = threshold
+
+    def decide(self, ask: Ask, candidates: Candidates, group: Group) -> Decision:
+        priority = ask.priority if isinstance(ask, SimAsk) else "normal"
+        threshold = self._threshold / 2 if priority == "low" else self._threshold
+        open_nodes = [node for node in candidates.nodes if node.load < threshold]
+        if len(open_nodes) < len(candidates):
+            if open_nodes:
+                candidates = candidates.only(open_nodes)
+            elif priority != "high":
+                raise Shed
+        return self._policy.decide(ask, candidates, group)

@@ -1,0 +1,347 @@
+"""A world in virtual time: simulated engines under the production router core (Fleet, Router, policies, Ticket), with a
+network between them.
+
+The life of a request here is that of edge/exchange.py: decide, open a ticket, send; a node that fails before the first
+token leads to the next fallback, after it to a broken answer; the ticket is closed however it ends. Every event touches
+one node only; nothing here grows with the fleet but the router's own decision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+from warmroute.config import Health, NodeConfig, Routing
+from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.node import Node, Outcome
+from warmroute.fleet.ticket import Ticket
+from warmroute.routing.decision import Policy
+from warmroute.routing.router import Router, Undecided
+from warmroute.sim.engine.request import EngineRequest, Finished, FirstToken, RequestTooLong
+from warmroute.sim.workloads.prompt import Prompt
+from warmroute.sim.world.ask import MODEL, SimAsk
+from warmroute.sim.world.calendar import Calendar
+from warmroute.sim.world.clients import Clients
+from warmroute.sim.world.conditions import Conditions, NodeSpec
+from warmroute.sim.world.flight import Flight
+from warmroute.sim.world.kv_feed import KvFeed
+from warmroute.sim.world.listener import Listener
+from warmroute.sim.world.node import Life, SimNode
+from warmroute.sim.world.polls import Polls
+from warmroute.sim.world.tally import Tally
+
+_PRIORITIES = {"high": -1, "normal": 0, "low": 1}
+
+
+class World:
+    def __init__(
+        self,
+        specs: Iterable[NodeSpec],
+        conditions: Conditions | None = None,
+        routing: Routing | None = None,
+        *,
+        policy: Policy | None = None,
+        listener: Listener | None = None,
+        health: Health | None = None,
+    ) -> None:
+        """`policy` takes the place of the one that `routing` names."""
+        self.conditions = conditions = conditions or Conditions()
+        self.calendar = Calendar()
+        self.tally = Tally()
+        health = health or Health()
+        self.fleet = Fleet(health)
+        # A seed of 0 would make production's router take one from the system.
+        self.router = Router(self.fleet, routing or Routing(seed=conditions.seed * 2 + 1))
+        if policy is not None:
+            self.router.policy = policy
+        self.nodes: dict[str, SimNode] = {}
+        """The fleet's nodes by name."""
+        self.gone: list[SimNode] = []
+        """Nodes that have left, for their books."""
+        self._listener = listener
+        self._feed = KvFeed(self.calendar, conditions, listener) if listener and listener.wants_kv_events else None
+        self._polls = Polls(self, conditions, health)
+        self._clients: Clients | None = None
+        self._arrivals = 0
+        self._warm_up = -1
+        self._measured_ms: float | None = None
+        self.inflight = 0
+        """Requests that have arrived and not ended."""
+        for spec in specs:
+            self.fleet.check_passed(self.add(spec).node, 0.0)
+
+    # The fleet and what happens to it.
+
+    def add(self, spec: NodeSpec) -> SimNode:
+        """A node joins, its engine up; it serves when its first health check has passed."""
+        config = NodeConfig(url=f"http://{spec.name}:8000", name=spec.name, models=(MODEL,), island=spec.island)
+        node = self.fleet.add(config)
+        sim = SimNode(spec, node, self.conditions.island(spec.island).one_way_ms, self.calendar.now_ms)
+        self.nodes[spec.name] = sim
+        sim.start(self._feed.sink(sim) if self._feed else None)
+        if self._listener is not None:
+            self._listener.node_joined(node, spec.block_size, sim.engine.config.num_blocks)
+        self._polls.begin(sim)
+        return sim
+
+    def provision(self, spec: NodeSpec, delay_s: float) -> None:
+        """Asks for a node that joins after its provisioning delay."""
+        self.calendar.after(delay_s * 1000.0, self.add, spec)
+
+    def drain(self, name: str, then: Callable[[SimNode], object] | None = None) -> None:
+        """No new requests; when the running ones have finished, the node leaves."""
+        self.fleet.drain(name)
+        self._leave_when_empty(self.nodes[name], then)
+
+    def _leave_when_empty(self, sim: SimNode, then: Callable[[SimNode], object] | None) -> None:
+        if sim.node.inflight:
+            self.calendar.after(100.0, self._leave_when_empty, sim, then)
+            return
+        if sim.node.name in self.nodes:
+            self.remove(sim.node.name)
+        if then is not None:
+            then(sim)
+
+    def remove(self, name: str) -> None:
+        """Takes a node out at once; what runs there finishes."""
+        sim = self.nodes.pop(name)
+        self.fleet.remove(name)
+        sim.left(self.calendar.now_ms)
+        self.gone.append(sim)
+        if self._listener is not None:
+            self._listener.node_left(sim.node)
+
+    def fail(self, name: str) -> None:
+        """The node's process dies with everything it had."""
+        sim = self.nodes[name]
+        sim.life = Life.DEAD
+        sim.wakes_at_ms = math.inf
+        lost, sim.flights = sim.flights, {}
+        for flight in lost.values():
+            self.calendar.after(sim.one_way_ms, self._broke, flight, flight.tried, "the node died")
+
+    def hang(self, name: str) -> None:
+        """The node answers nothing any more, and takes everything."""
+        sim = self.nodes[name]
+        sim.life = Life.HANGING
+        sim.wakes_at_ms = math.inf
+        lost, sim.flights = sim.flights, {}
+        for flight in lost.values():
+            self._give_up_later(flight)
+
+    def restart(self, name: str) -> None:
+        """A new process in the node's place, its cache empty."""
+        sim = self.nodes[name]
+        if sim.life is Life.SERVING:
+            self.fail(name)
+        sim.start(self._feed.sink(sim) if self._feed else None)
+
+    # Time.
+
+    def run(
+        self,
+        prompts: Iterator[Prompt],
+        *,
+        concurrency: int | None = None,
+        limit: int | None = None,
+        duration_s: float | None = None,
+        warm_up: int = 0,
+    ) -> None:
+        """Lives until every request of the workload has ended. The first `warm_up` of them do not count."""
+        self._warm_up = self._arrivals + warm_up if warm_up else -1
+        self._measured_ms = None if duration_s is None else duration_s * 1000.0
+        clients = self._clients = Clients(self, prompts, concurrency, limit)
+        if not warm_up:
+            self._end_measuring_later()
+        clients.begin()
+        self.calendar.run_while(lambda: self.inflight > 0 or clients.expected > 0)
+
+    def measure_from_now(self) -> None:
+        """What came before was to warm up: requests that arrived before now do not count."""
+        self.tally = Tally(self.calendar.now_ms)
+        for sim in self.nodes.values():
+            sim.measure_from(self.calendar.now_ms)
+        self._end_measuring_later()
+
+    def _end_measuring_later(self) -> None:
+        if self._clients is not None and self._measured_ms is not None:
+            self._clients.until_ms = self.calendar.now_ms + self._measured_ms
+
+    # A request's way.
+
+    def arrive(self, prompt: Prompt) -> Flight | None:
+        """A request reaches the router. None where it was refused at once."""
+        now_ms = self.calendar.now_ms
+        number = self._arrivals
+        if number == self._warm_up:
+            self.measure_from_now()
+        self._arrivals += 1
+        self.inflight += 1
+        self.tally.arrived(prompt, now_ms)
+        flight = Flight(prompt, SimAsk(prompt, number), now_ms, self.tally)
+        try:
+            flight.decision = self.router.decide(flight.ask, now_ms / 1000.0)
+        except Undecided:
+            self._end(flight, Tally.rejected)
+            return None
+        if prompt.patience_ms is not None:
+            self.calendar.after(prompt.patience_ms, self._lose_patience, flight)
+        self._try(flight, flight.decision.node)
+        return flight
+
+    def _try(self, flight: Flight, node: Node) -> None:
+        now_ms = self.calendar.now_ms
+        sim = self.nodes[node.name]
+        sim.load_changes(now_ms)
+        sim.requests += 1
+        flight.tried += 1
+        flight.node = sim
+        flight.ticket = Ticket(node, now_ms / 1000.0)
+        if self._listener is not None:
+            self._listener.sent(flight.ask, node, now_ms / 1000.0)
+        self.calendar.at(now_ms + sim.one_way_ms, self._reach, flight, flight.tried)
+
+    def _reach(self, flight: Flight, tried: int) -> None:
+        """The request is at the node."""
+        if flight.done or flight.tried != tried:
+            return
+        sim = flight.node
+        if sim.life is Life.DEAD:
+            self.calendar.after(sim.one_way_ms, self._refused, flight, tried)
+            return
+        if sim.life is Life.HANGING:
+            self._give_up_later(flight)
+            return
+        prompt = flight.prompt
+        request = EngineRequest(
+            flight.request_id,
+            prompt.prompt_tokens,
+            prompt.output_tokens,
+            prompt.blocks.content(sim.spec.block_size),
+            _PRIORITIES[prompt.priority],
+            prompt.lora_name,
+            prompt.cache_salt,
+        )
+        try:
+            sim.engine.submit(request, self.calendar.now_ms)
+        except RequestTooLong:
+            self.calendar.after(sim.one_way_ms, self._too_long, flight)
+            return
+        sim.flights[flight.request_id] = flight
+        self._arm(sim)
+
+    def advance(self, sim: SimNode) -> None:
+        """Lets an engine live up to now, and sends what came out on its way back."""
+        outputs = sim.engine.advance(self.calendar.now_ms)
+        if outputs:
+            one_way_ms, at = sim.one_way_ms, self.calendar.at
+            flights = sim.flights
+            for output in outputs:
+                if isinstance(output, FirstToken):
+                    flight = flights[output.request_id]
+                    at(output.at_ms + one_way_ms, self._first_token, flight, flight.tried, output.cached_tokens)
+                elif isinstance(output, Finished):
+                    flight = flights.pop(output.request_id)
+                    at(output.at_ms + one_way_ms, self._answered, flight, flight.tried)
+        self._arm(sim)
+
+    def _arm(self, sim: SimNode) -> None:
+        """Enters the moment at which the engine has to be looked at next."""
+        at_ms = sim.engine.next_event_at()
+        if at_ms is None:
+            sim.wakes_at_ms = math.inf
+        elif at_ms != sim.wakes_at_ms:
+            sim.wakes_at_ms = at_ms
+            self.calendar.at_end_of(max(at_ms, self.calendar.now_ms), self._wake, sim, at_ms)
+
+    def _wake(self, sim: SimNode, at_ms: float) -> None:
+        if sim.wakes_at_ms == at_ms:
+            sim.wakes_at_ms = -1.0
+            self.advance(sim)
+
+    # Back at the router.
+
+    def _first_token(self, flight: Flight, tried: int, cached_tokens: int) -> None:
+        if flight.done or flight.tried != tried:
+            return
+        now_ms = self.calendar.now_ms
+        flight.first_ms = now_ms
+        flight.cached_tokens = cached_tokens
+        flight.ticket.first_byte(now_ms / 1000.0)
+        flight.tally.first_token(flight.prompt, flight.arrived_ms, cached_tokens, now_ms)
+        if self._listener is not None:
+            self._listener.first_token(flight.ask, flight.node.node, cached_tokens, now_ms / 1000.0)
+
+    def _answered(self, flight: Flight, tried: int) -> None:
+        if flight.done or flight.tried != tried:
+            return
+        self._close(flight, Outcome.OK)
+        self._end(flight, None)
+
+    def _too_long(self, flight: Flight) -> None:
+        if not flight.done:
+            self._close(flight, Outcome.REJECTED)
+            self._end(flight, Tally.rejected)
+
+    def _refused(self, flight: Flight, tried: int) -> None:
+        if not flight.done and flight.tried == tried:
+            self.fleet.check_refused(flight.node.node, self.calendar.now_s, "connection refused")
+            self._broke(flight, tried, "connection refused")
+
+    def _give_up_later(self, flight: Flight) -> None:
+        timeout_ms = self.conditions.first_byte_timeout_s * 1000.0
+        self.calendar.after(timeout_ms, self._broke, flight, flight.tried, "the node does not answer")
+
+    def _broke(self, flight: Flight, tried: int, reason: str) -> None:
+        """A node failed a request: the next one may do better, unless the client has a part of the answer."""
+        if flight.done or flight.tried != tried:
+            return
+        if flight.first_ms is not None:
+            self._close(flight, Outcome.BROKEN, reason)
+            self._end(flight, Tally.failed)
+            return
+        self._close(flight, Outcome.FAILED, reason)
+        if flight.fallbacks is None:
+            flight.fallbacks = flight.decision.fallbacks()
+            flight.fallbacks.reverse()
+        while flight.fallbacks and flight.tried < self.conditions.attempts:
+            node = flight.fallbacks.pop()
+            if node.draining or node.health.certain_open or node.name not in self.nodes:
+                continue
+            flight.tally.retries += 1
+            self._try(flight, node)
+            return
+        self._end(flight, Tally.failed)
+
+    def _lose_patience(self, flight: Flight) -> None:
+        if flight.done or flight.first_ms is not None:
+            return
+        sim = flight.node
+        self._close(flight, Outcome.LEFT)
+        self._end(flight, Tally.left)
+        self.calendar.after(sim.one_way_ms, self._abort, flight, sim)
+
+    def _abort(self, flight: Flight, sim: SimNode) -> None:
+        if sim.flights.get(flight.request_id) is flight:
+            sim.engine.abort(flight.request_id, self.calendar.now_ms)
+            self._arm(sim)
+
+    def _close(self, flight: Flight, outcome: Outcome, reason: str = "") -> None:
+        now_s = self.calendar.now_s
+        flight.node.load_changes(self.calendar.now_ms)
+        self.fleet.close_ticket(flight.ticket, outcome, now_s, reason)
+        if self._listener is not None:
+            self._listener.ended(flight.ask, flight.node.node, now_s)
+
+    def _end(self, flight: Flight, refusal: Callable[[Tally, Prompt, float], None] | None) -> None:
+        """A request has ended: with an answer (None), or as the tally's method says."""
+        flight.done = True
+        self.inflight -= 1
+        now_ms = self.calendar.now_ms
+        if refusal is None:
+            assert flight.first_ms is not None
+            flight.tally.finished(flight.prompt, flight.arrived_ms, flight.first_ms, now_ms)
+        else:
+            refusal(flight.tally, flight.prompt, now_ms)
+        if self._clients is not None:
+            self._clients.ended(flight.prompt, answered=refusal is None)
