@@ -87,18 +87,14 @@ static always_inline uint64_t spread(uint64_t h) {
     return h ^ h >> 32;
 }
 
-static uint64_t inverse(uint64_t odd) {
-    uint64_t x = odd;
-    for (int i = 0; i < 6; i++)
-        x *= 2 - odd * x;
-    return x;
-}
+/* What undoes the two products, modulo 2^64. */
+static const uint64_t UNDO_K6 = 0xf1de83e19937733dULL, UNDO_K7 = 0xcfee444d8b59a89bULL;
 
-static uint64_t gathered(uint64_t h) {
+static always_inline uint64_t gathered(uint64_t h) {
     h ^= h >> 32;
-    h *= inverse(K[7]);
+    h *= UNDO_K7;
     h ^= h >> 32;
-    h *= inverse(K[6]);
+    h *= UNDO_K6;
     return h ^ h >> 32;
 }
 
@@ -756,7 +752,7 @@ static int evict(BlockIndex *ix) {
     page *p = from->held.pages[i];
     pair *pairs = (pair *)entry(p, 0, PAIR);
     uint32_t first = (uint32_t)(random_of(ix) % p->n), looks = p->n < 16 ? p->n : 16, oldest = 0;
-    for (int chance = 2; chance >= 0; chance--) {
+    for (int chances = 8; chances >= 0; chances--) {
         uint32_t most_age = 0;
         for (uint32_t k = 0; k < looks; k++) {
             uint32_t at = (first + k) % p->n;
@@ -767,7 +763,7 @@ static int evict(BlockIndex *ix) {
             }
         }
         pair *candidate = &pairs[oldest];
-        slot *block = chance ? find_slot(&ix->blocks, candidate->block) : NULL;
+        slot *block = chances ? find_slot(&ix->blocks, candidate->block) : NULL;
         if (!block || !(block->value & USED))
             break;
         block->value &= ~USED;

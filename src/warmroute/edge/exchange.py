@@ -233,8 +233,10 @@ class ProxyExchange:
         client = self._client
         if self._events:
             self._say_broken(frames)
-        # Where nothing but the end of the connection ends an answer, that end must not be a clean one.
-        client.break_off(reset=self._framing == UNTIL_CLOSE or self._dechunk is not None)
+        # Where nothing but the end of the connection ends an answer, and no event says that it broke, that end must not
+        # be a clean one.
+        unframed = self._framing == UNTIL_CLOSE or self._dechunk is not None
+        client.break_off(reset=unframed and not self._events)
         if proxy.log_requests:
             proxy.log_request(self._request_id, self._ticket, self._status, self._tried, broken=True)
 
@@ -273,4 +275,4 @@ class ProxyExchange:
 
 
 def _seconds(retry_after: bytes) -> int | None:
-    return min(int(retry_after), 3600) if retry_after.isdigit() else None
+    return min(int(retry_after), 3600) if retry_after.isdigit() and len(retry_after) < 10 else None

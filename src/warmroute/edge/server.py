@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import select
 import socket
 import struct
 from typing import Final, Protocol, cast
@@ -26,10 +25,8 @@ _BARE_LINE_END: Final = re.compile(rb"(?<!\r)\n|\r(?!\n)(?!\Z)")
 _CLOSE_LINE: Final = b"Connection: close\r\n"
 _KEEP_ALIVE_LINE: Final = b"Connection: keep-alive\r\n"
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-_PIPELINED_BYTES: Final = 16_384
-"""Requests sent ahead that are held while one is being answered; more than this waits in the kernel."""
-_LOOK_S: Final = 0.05
-"""How often a connection that is not read is asked whether its client is still there."""
+_AHEAD_BYTES: Final = 65_536
+"""Requests sent ahead that are held while one is being answered."""
 _RESET: Final = struct.pack("ii", 1, 0)
 _CR: Final = 13
 _LINGER_S: Final = 2.0
@@ -105,7 +102,6 @@ class Listener:
 
 class Client(asyncio.Protocol):
     __slots__ = (
-        "_ahead",
         "_body",
         "_exchange",
         "_frames",
@@ -136,8 +132,6 @@ class Client(asyncio.Protocol):
         """A head that has not wholly arrived, or requests sent ahead."""
         self._paused = False
         """The client reads more slowly than it is written to."""
-        self._ahead = False
-        """It has sent so much ahead that it is not read any more."""
         # per request
         self._head: RequestHead
         self._body = bytearray()
@@ -191,26 +185,11 @@ class Client(asyncio.Protocol):
             self._wait_for_request()
         elif self._exchange is not None:
             self.deadline_s = NEVER
-            if self._ahead:
-                self._watch_for_leaving()
             self._exchange.client_ready()
 
     def _arm_stall(self) -> None:
         deadlines = self._listener.deadlines
         deadlines.arm(self, deadlines.now() + self._listener.limits.stall_timeout_s)
-
-    def _watch_for_leaving(self) -> None:
-        """A connection that is not read does not tell that it has ended: look now and then."""
-        deadlines = self._listener.deadlines
-        deadlines.arm(self, deadlines.now() + _LOOK_S)
-
-    def _has_left(self) -> bool:
-        watched = select.poll()
-        try:
-            watched.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
-            return bool(watched.poll(0))
-        except OSError:
-            return True
 
     def timed_out(self) -> None:
         limits = self._listener.limits
@@ -220,11 +199,6 @@ class Client(asyncio.Protocol):
             self._refuse_and_close(errors.body_timeout(limits.body_timeout_s))
         elif self._phase == HEAD and not self.transport.get_write_buffer_size():
             self._close()  # idle
-        elif self._phase == BUSY and self._ahead and not self._paused:
-            if self._has_left():
-                self.abort()
-            else:
-                self._watch_for_leaving()
         else:
             self.abort()  # it has stopped reading, or does not go
 
@@ -259,14 +233,20 @@ class Client(asyncio.Protocol):
         elif phase == CHUNKED_BODY:
             self._take_chunks(data)
         elif phase in (BUSY, BEHIND):
-            if self._pending is None:
-                self._pending = bytearray()
-            self._pending += data
-            if len(self._pending) > _PIPELINED_BYTES:
-                self._ahead = True
-                self.transport.pause_reading()
-                if not self._paused:
-                    self._watch_for_leaving()
+            self._keep_for_later(data)
+
+    def _keep_for_later(self, data: bytes) -> None:
+        """Holds what is sent ahead of its turn. Who sends more than that is read on, or its leaving would go unnoticed,
+        but only to throw it away: after the answer at hand the connection ends, and the rest is the client's to repeat.
+        """
+        if not self._keep_alive:
+            return
+        if self._pending is None:
+            self._pending = bytearray()
+        self._pending += data
+        if len(self._pending) > _AHEAD_BYTES:
+            self._keep_alive = False
+            self._pending = None
 
     def _seek_head(self) -> None:
         pending = self._pending
@@ -332,7 +312,7 @@ class Client(asyncio.Protocol):
     def _take_ahead(self, data: bytes, start: int) -> None:
         """Keeps what was sent ahead of its turn."""
         if start < len(data):
-            self._pending = bytearray(data[start:])
+            self._keep_for_later(data[start:])
 
     def _take_sized(self, data: bytes) -> None:
         try:
@@ -423,7 +403,7 @@ class Client(asyncio.Protocol):
         if self._phase != BUSY:
             return
         listener = self._listener
-        if not keep_alive or listener.closing:
+        if not keep_alive or not self._keep_alive or listener.closing:
             self._close()
         elif self._paused:
             self._phase = BEHIND
@@ -432,7 +412,7 @@ class Client(asyncio.Protocol):
             self._wait_for_request()
 
     def _wait_for_request(self) -> None:
-        if self._listener.closing:
+        if self._listener.closing or not self._keep_alive:
             self._close()
             return
         self._phase = HEAD
@@ -447,9 +427,6 @@ class Client(asyncio.Protocol):
             return
         deadlines = self._listener.deadlines
         deadlines.arm(self, deadlines.now() + self._listener.limits.header_timeout_s)
-        if self._ahead:
-            self._ahead = False
-            self.transport.resume_reading()
         self._seek_head()
 
     def break_off(self, reset: bool = False) -> None:

@@ -41,6 +41,7 @@ class Drive:
         self._left = load.limit if load.limit is not None else -1
         self._tasks: set[asyncio.Task[None]] = set()
         self._start_s = 0.0
+        self._ended_ms = 0.0
         self._sent = 0
         self._finished = 0
         self._rejected = 0
@@ -124,6 +125,7 @@ class Drive:
             self._errors[str(broken)] += 1
             return None
         ended_s = time.monotonic()
+        self._ended_ms = self._now_ms()
         times_s = answer.times_s
         if not times_s:
             self._errors["an answer without text"] += 1
@@ -141,7 +143,7 @@ class Drive:
         return carried_on(prompt, asked, "".join(answer.texts)) if load.form == "chat" else talk
 
     def _summary(self) -> Run:
-        duration_s = max(1e-9, self._now_ms() / 1000.0)
+        duration_s = max(1e-9, self._ended_ms / 1000.0)
         return {
             "requests": self._sent,
             "finished": self._finished,

@@ -25,6 +25,8 @@ log = logging.getLogger("warmroute.sim")
 
 BUFFER_BATCHES: Final = 10_000
 HIGH_WATER_MARK: Final = 100_000
+BATCHES_AT_ONCE: Final = 100
+"""Of a replay, before the engine gets its turn again."""
 END_OF_REPLAY: Final = b"\xff" * 8
 
 
@@ -93,9 +95,11 @@ class EventPublisher:
                 log.warning("a replay request of %d frames was passed over", len(frames))
                 continue
             client, _, first = frames
-            for sequence, payload in tuple(self._held):
-                if sequence >= first:  # big-endian, so bytes sort as the numbers do
-                    await socket.send_multipart((client, b"", self._topic, sequence, payload))
+            wanted = [held for held in self._held if held[0] >= first]  # big-endian: bytes sort as the numbers do
+            for count, (sequence, payload) in enumerate(wanted, 1):
+                await socket.send_multipart((client, b"", self._topic, sequence, payload))
+                if count % BATCHES_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # a send that need not wait does not give way by itself
             await socket.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
 
 
