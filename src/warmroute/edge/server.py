@@ -25,7 +25,7 @@ _BARE_LINE_END: Final = re.compile(rb"(?<!\r)\n|\r(?!\n)(?!\Z)")
 _CLOSE_LINE: Final = b"Connection: close\r\n"
 _KEEP_ALIVE_LINE: Final = b"Connection: keep-alive\r\n"
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-_AHEAD_BYTES: Final = 65_536
+_AHEAD_BYTES: Final = 524_288
 """Requests sent ahead that are held while one is being answered."""
 _RESET: Final = struct.pack("ii", 1, 0)
 _CR: Final = 13

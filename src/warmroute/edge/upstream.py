@@ -1,7 +1,8 @@
 """The node's side: one connection to a node, and the pool of those that wait for work.
 
 A connection carries one request at a time. It reads the answer's head, follows its framing, and hands the bytes on as
-they came; it never holds an answer back.
+they came. Engines send the head of a stream when they have taken the request, long before its first token: the head
+alone is kept until a byte of the body comes, so that a node that fails in between has not answered.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from warmroute.edge.head import CHUNKED, UNTIL_CLOSE, BrokenResponse, ResponseHe
 
 log = logging.getLogger("warmroute.edge")
 
-IDLE, WAITING, SIZED_ANSWER, CHUNKED_ANSWER, ANSWER_UNTIL_CLOSE, DEAD = range(6)
+IDLE, WAITING, HEAD_ONLY, SIZED_ANSWER, CHUNKED_ANSWER, ANSWER_UNTIL_CLOSE, DEAD = range(7)
 _JOIN_BYTES: Final = 65_536
 """Up to this, head and body go out as one piece: a copy costs less than a second buffer."""
 
@@ -63,6 +64,7 @@ class Connection(asyncio.Protocol):
     __slots__ = (
         "_asker",
         "_buffer",
+        "_early",
         "_frames",
         "_held",
         "_keep_alive",
@@ -91,6 +93,8 @@ class Connection(asyncio.Protocol):
         self._asker: Asker | None = None
         self._sink: Callable[[bytes], object]
         self._buffer = b""
+        self._early: ResponseHead | None = None
+        """A head whose body has yet to begin."""
         self._frames: ChunkFrames | None = None
         self._left = 0
         self._keep_alive = True
@@ -168,6 +172,10 @@ class Connection(asyncio.Protocol):
         elif mode == ANSWER_UNTIL_CLOSE:
             self.deadline_s = self._now() + self._silence_s
             self._sink(data)
+        elif mode == HEAD_ONLY:
+            head, self._early = self._early, None
+            assert head is not None
+            self._begin_answer(head, data)
         elif mode == IDLE:
             self._die()  # nobody asked
 
@@ -187,8 +195,20 @@ class Connection(asyncio.Protocol):
                 if head.status == 101:
                     raise BrokenResponse("an upgrade that nobody asked for")
                 data = data[end + 4 :]
-            first = data[end + 4 :]
-            length = head.length
+        except BrokenResponse as broken:
+            self._break_off(f"the node's answer is not HTTP: {broken}")
+            return
+        first = data[end + 4 :]
+        if first or not head.length or head.status >= 400:
+            self._begin_answer(head, first)
+        else:
+            self._early = head
+            self._mode = HEAD_ONLY
+
+    def _begin_answer(self, head: ResponseHead, first: bytes) -> None:
+        """The head, with what there is of the body."""
+        length = head.length
+        try:
             self._keep_alive = head.keep_alive
             if length >= 0:
                 self._left = length - len(first)
@@ -209,10 +229,8 @@ class Connection(asyncio.Protocol):
                 assert length == UNTIL_CLOSE
                 whole = False
                 self._mode = ANSWER_UNTIL_CLOSE
-        except BrokenResponse as broken:
-            self._break_off(f"the node's answer is not HTTP: {broken}")
-            return
         except BadChunk as bad:
+            self._mode = WAITING
             self._break_off(f"the node's framing is broken: {bad}")
             return
         asker = self._asker
@@ -248,7 +266,7 @@ class Connection(asyncio.Protocol):
     @property
     def heard_s(self) -> float:
         """When the last byte of an answer came; long ago where none has begun."""
-        return self.deadline_s - self._silence_s if self._mode > WAITING and self.deadline_s != NEVER else -NEVER
+        return self.deadline_s - self._silence_s if self._mode > HEAD_ONLY and self.deadline_s != NEVER else -NEVER
 
     # Ends.
 
@@ -259,7 +277,7 @@ class Connection(asyncio.Protocol):
         self._die()
         if asker is None:
             return
-        if mode == WAITING:
+        if mode in (WAITING, HEAD_ONLY):
             asker.answer_failed(reason, stale=False)
         else:
             asker.answer_broke(reason, frames)
@@ -274,7 +292,7 @@ class Connection(asyncio.Protocol):
         if self._mode == IDLE:
             self._pool.forget(self)
             self._die()
-        elif self._mode == WAITING:
+        elif self._mode in (WAITING, HEAD_ONLY):
             self._break_off("the node did not answer in time")
         else:
             self._break_off("the node fell silent within its answer")
@@ -283,6 +301,9 @@ class Connection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
 
     def eof_received(self) -> None:
+        if self._mode == HEAD_ONLY and self._early is not None and self._early.length == UNTIL_CLOSE:
+            head, self._early = self._early, None
+            self._begin_answer(head, b"")
         if self._mode == ANSWER_UNTIL_CLOSE:
             self._keep_alive = False
             self._complete()
@@ -297,14 +318,15 @@ class Connection(asyncio.Protocol):
         asker, self._asker = self._asker, None
         if asker is None:
             return
-        if mode == WAITING:
-            asker.answer_failed("the node closed the connection", stale=self._used and not self._buffer)
+        if mode in (WAITING, HEAD_ONLY):
+            stale = mode == WAITING and self._used and not self._buffer
+            asker.answer_failed("the node closed the connection before its answer", stale)
         else:
             asker.answer_broke("the node closed the connection within its answer", self._frames)
 
 
 def _fault(error: OSError) -> ConnectFault:
-    if isinstance(error, socket.gaierror) or error.errno in _NOBODY:
+    if error.errno in _NOBODY or (isinstance(error, socket.gaierror) and error.errno == socket.EAI_NONAME):
         return ConnectFault.REFUSED
     return ConnectFault.OURS if error.errno in _OURS else ConnectFault.FAILED
 
