@@ -98,7 +98,6 @@ def hits_over_time(runs: Sequence[Run], series: dict[str, int]) -> str:
     parts.append(svg.text((box[0] + box[2]) / 2, height - 8, "time in the run", "name", "middle"))
     if level:
         parts.append(svg.rule(box[0], y(level["hit_rate"]), box[2], y(level["hit_rate"]), "level"))
-        parts.append(svg.text(box[0] + 6, y(level["hit_rate"]) - 6, f"oracle {level['hit_rate']:.1%}", "name"))
     ends: list[tuple[str, float, float]] = []
     for policy, line in smooth.items():
         span = lines[policy]["span_s"]
@@ -107,6 +106,8 @@ def hits_over_time(runs: Sequence[Run], series: dict[str, int]) -> str:
         known = [place for place in places if place is not None]
         if known:
             ends.append((policy, *known[-1]))
+    if level:
+        parts.append(svg.text(box[0] + 6, y(level["hit_rate"]) - 6, f"oracle {level['hit_rate']:.1%}", "name"))
     for place, (policy, px, py) in zip(svg.apart([end[2] for end in ends], 17, box[1], box[3]), ends, strict=True):
         parts.append(_label(px, py, box[2] + 14, place, policy, series[policy]))
     return svg.picture(WIDTH, height, parts, "hit rate over time")

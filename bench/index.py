@@ -1,0 +1,351 @@
+"""The index under the Mooncake traces, on one core: block operations a second, bytes a pair, time of a match.
+
+docs/index.md defines the work. The last line is `N M block operations/s`. Dynamo's RadixTree runs the same operations
+where `dynamo` can be imported, here or by the interpreter that DYNAMO_PYTHON names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import gzip
+import json
+import os
+import pickle
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from collections import OrderedDict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+TRACES = Path(os.environ.get("WARMROUTE_TRACES", Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"))
+MOONCAKE = ("mooncake_synthetic.jsonl.gz", "mooncake_arxiv_first1000.jsonl.gz")
+PLACES = 64
+KV_TOKENS = 307_328
+"""Of one place: llm-d's published workload has as many a pod."""
+TRACE_BLOCK_TOKENS = 512
+GPU = 0
+MATCH, STORE, REMOVE = range(3)
+
+Operation = tuple[int, int, bytes, list[int], int]
+"""kind, place, our hashes, engine hashes, engine hash of the parent (0: none)."""
+
+
+def prompts(name: str) -> list[list[int]]:
+    with gzip.open(TRACES / name) as lines:
+        return [json.loads(line)["hash_ids"] for line in lines]
+
+
+def work(names: tuple[str, ...], blocks_per_id: int) -> list[Operation]:
+    """What a router would ask and be told: a match for each request, the stores and removes of the engine it goes to.
+
+    A prompt goes where at least half of it lies, else to the next place in turn. A place keeps what it used last, the
+    beginning of a prompt longer than its end, as vLLM does. In the end everything is removed.
+    """
+    from warmroute.index import chain, namespace_seed
+
+    capacity = KV_TOKENS // (TRACE_BLOCK_TOKENS // blocks_per_id)
+    operations: list[Operation] = []
+    for name in names:
+        namespace = namespace_seed(name, block_size=1)
+        caches: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(PLACES)]
+        turn = 0
+        for ids in prompts(name):
+            tokens = array("I", [i * blocks_per_id + k for i in ids for k in range(blocks_per_id)])
+            packed = chain(namespace, None, tokens, 1)
+            hashes = array("Q", packed).tolist()
+            operations.append((MATCH, 0, packed, [], 0))
+            place, depth = max(
+                ((p, depth_in(cache, hashes)) for p, cache in enumerate(caches)), key=lambda pair: pair[1]
+            )
+            if depth * 2 < len(hashes):
+                place = turn = (turn + 1) % PLACES
+                depth = depth_in(caches[place], hashes)
+            held, salt = caches[place], salt_of(place)
+            new = hashes[depth:]
+            for block in reversed(hashes):
+                held[block] = None
+                held.move_to_end(block)
+            if new:
+                parent = hashes[depth - 1] ^ salt if depth else 0
+                operations.append((STORE, place, packed[8 * depth :], [h ^ salt for h in new], parent))
+            gone = [held.popitem(last=False)[0] for _ in range(max(0, len(held) - capacity))]
+            if gone:
+                operations.append((REMOVE, place, b"", [h ^ salt for h in gone], 0))
+        for place, held in enumerate(caches):
+            if held:
+                operations.append((REMOVE, place, b"", [h ^ salt_of(place) for h in held], 0))
+    return operations
+
+
+@cache
+def salt_of(place: int) -> int:
+    """Engines begin their chains with a random number, so each has its own hash for a block."""
+    return random.Random(place).getrandbits(64)
+
+
+def depth_in(held: OrderedDict[int, None], hashes: list[int]) -> int:
+    for depth, block in enumerate(hashes):
+        if block not in held:
+            return depth
+    return len(hashes)
+
+
+def counted(operations: list[Operation]) -> tuple[int, int]:
+    """Blocks that were walked, stored and removed; and the same with every block of a prompt counted as matched.
+
+    A match walks the blocks that some place holds without a gap, and the first one that none does.
+    """
+    from warmroute.index import BlockIndex
+
+    index = BlockIndex(1 << 30)
+    places = [index.open_place() for _ in range(PLACES)]
+    walked = asked = 0
+    for kind, place, packed, engine_hashes, _ in operations:
+        if kind == MATCH:
+            n = len(packed) // 8
+            depth = max((row[-1] for row in index.match(packed)), default=0)
+            walked += min(n, depth + 1)
+            asked += n
+        else:
+            walked += len(engine_hashes)
+            asked += len(engine_hashes)
+            if kind == STORE:
+                index.store_chain(places[place], packed, GPU, engine_hashes)
+            else:
+                index.remove(places[place], engine_hashes, GPU)
+    stats = index.stats()
+    assert stats["pairs"] == stats["blocks"] == stats["unknown_removes"] == 0, stats
+    return walked, asked
+
+
+def replay(operations: list[Operation]) -> float:
+    """Seconds of CPU time for all operations on an empty index, one call each."""
+    from warmroute.index import BlockIndex
+
+    index = BlockIndex(1 << 30)
+    places = [index.open_place() for _ in range(PLACES)]
+    match, store, remove = index.match, index.store_chain, index.remove
+    gc.disable()
+    start = time.process_time()
+    for kind, place, packed, engine_hashes, _ in operations:
+        if kind == MATCH:
+            match(packed)
+        elif kind == STORE:
+            store(places[place], packed, GPU, engine_hashes)
+        else:
+            remove(places[place], engine_hashes, GPU)
+    seconds = time.process_time() - start
+    gc.enable()
+    assert index.stats()["pairs"] == 0
+    return seconds
+
+
+def throughput(title: str, operations: list[Operation], rounds: int) -> float:
+    walked, asked = counted(operations)
+    seconds = statistics.median(replay(operations) for _ in range(rounds))
+    print(
+        f"{title}: {len(operations):,} calls, {walked:,} block operations, median of {rounds}: {seconds * 1e3:.1f} ms, "
+        f"{walked / seconds / 1e6:.1f} M/s ({asked / seconds / 1e6:.1f} M/s with every block of a prompt counted)"
+    )
+    return walked / seconds / 1e6
+
+
+def bytes_per_pair() -> None:
+    """The highest figure at any fill level from 100,000 pairs on, by how many places hold each block."""
+    from warmroute.index import BlockIndex
+
+    print("bytes a pair, highest and lowest between 100,000 and 1,500,000 pairs:")
+    for holders, n_places in ((1, 64), (1, 4096), (2, 64), (3, 64), (8, 64), (64, 64)):
+        index = BlockIndex(1 << 30)
+        places = [index.open_place() for _ in range(n_places)]
+        source = random.Random(5)
+        seen: list[float] = []
+        pairs = 0
+        while pairs < 1_500_000:
+            blocks = array("Q", [source.getrandbits(64) for _ in range(64)])
+            for place in source.sample(places, holders):
+                salt = source.getrandbits(64)
+                index.store_chain(place, blocks, GPU, [b ^ salt for b in blocks])
+            pairs += 64 * holders
+            if pairs > 100_000:
+                seen.append(index.stats()["bytes"] / pairs)
+        print(f"  {holders:2} of {n_places} places hold a block: {max(seen):.1f} and {min(seen):.1f}")
+
+
+def match_latency() -> None:
+    from warmroute.index import BlockIndex, chain
+
+    hashes = chain(1, None, array("I", range(512)), 1)
+    for title, depths in (
+        ("all hold it", [512] * 64),
+        ("64 depths", [8 * (i + 1) for i in range(64)]),
+        ("all hold it, a random half of the blocks in CPU memory too", [512] * 64),
+    ):
+        index = BlockIndex(1 << 30)
+        source = random.Random(3)
+        for depth in depths:
+            place = index.open_place()
+            index.store_chain(place, hashes[: 8 * depth], GPU)
+            if "CPU" in title:
+                for k in range(depth):
+                    if source.random() < 0.5:
+                        index.store_chain(place, hashes[8 * k : 8 * k + 8], 1)
+        took = []
+        for _ in range(2000):
+            start = time.perf_counter_ns()
+            index.match(hashes)
+            took.append((time.perf_counter_ns() - start) / 1e3)
+        took.sort()
+        print(f"match of 512 blocks, 64 places, {title}: p50 {took[1000]:.1f} µs, p99 {took[1980]:.1f} µs")
+
+
+def longest_call() -> None:
+    """Every store while the index grows to two million pairs; a batch is 1,000 events of four blocks of 16 tokens."""
+    from warmroute.index import BlockIndex
+
+    index = BlockIndex(1 << 30)
+    place = index.open_place()
+    source = random.Random(9)
+    batches = []
+    for _ in range(500):
+        events = [
+            (None, [source.getrandbits(63) for _ in range(4)], [source.getrandbits(17) for _ in range(64)])
+            for _ in range(1000)
+        ]
+        start = time.perf_counter_ns()
+        for parent, engine_hashes, tokens in events:
+            index.store(place, 1, parent, engine_hashes, tokens, 16, GPU)
+        batches.append((time.perf_counter_ns() - start) / 1e6)
+    batches.sort()
+    print(
+        f"1,000 store events (4,000 blocks of 16 tokens, as lists) while growing to 2 M pairs: "
+        f"p50 {batches[250]:.2f} ms, longest {batches[-1]:.2f} ms"
+    )
+    start = time.perf_counter_ns()
+    index.clear(place)
+    print(
+        f"clear of 2 M pairs: {(time.perf_counter_ns() - start) / 1e6:.2f} ms, the rest is swept along with later calls"
+    )
+
+
+def hashing() -> None:
+    from warmroute.index import chain
+
+    for block_size in (16, 64, 512):
+        tokens = array("I", [random.getrandbits(17) for _ in range(1 << 18)])
+        took = []
+        for _ in range(50):
+            start = time.perf_counter()
+            chain(1, None, tokens, block_size)
+            took.append(time.perf_counter() - start)
+        print(f"chain, blocks of {block_size} tokens: {4 * len(tokens) / statistics.median(took) / 1e9:.1f} GB/s")
+
+
+def dynamo_replay(path: str) -> None:
+    """Dynamo's side; runs in an interpreter that may have nothing but dynamo.
+
+    Its tree loses blocks where engines have hashes of their own for the same block, so here they all use the same.
+    """
+    from dynamo._core import RadixTree  # type: ignore[import-not-found]
+
+    with open(path, "rb") as file:
+        operations: list[Operation] = pickle.load(file)
+    calls: list[tuple[int, int, Any]] = []
+    for number, (kind, place, packed, engine_hashes, parent) in enumerate(operations):
+        hashes = array("Q", packed).tolist()
+        names = [e ^ salt_of(place) for e in engine_hashes]
+        data: dict[str, Any]
+        if kind == MATCH:
+            calls.append((MATCH, 0, hashes))
+            continue
+        if kind == STORE:
+            blocks = [{"block_hash": e, "tokens_hash": h} for e, h in zip(names, hashes, strict=True)]
+            data = {"stored": {"parent_hash": parent ^ salt_of(place) if parent else None, "blocks": blocks}}
+        else:
+            data = {"removed": {"block_hashes": names}}
+        calls.append((kind, place, json.dumps({"event_id": number, "data": data, "dp_rank": 0}).encode()))
+    took = []
+    for _ in range(3):
+        tree = RadixTree()
+        find, apply = tree.find_matches, tree.apply_event
+        cpu, start = time.process_time(), time.perf_counter()
+        for kind, place, argument in calls:
+            if kind == MATCH:
+                find(argument)
+            else:
+                apply(place, argument)
+        took.append((time.perf_counter() - start, time.process_time() - cpu))
+    prompt = list(range(512))
+    tree = RadixTree()
+    blocks = [{"block_hash": 1000 + h, "tokens_hash": h} for h in prompt]
+    data = {"stored": {"parent_hash": None, "blocks": blocks}}
+    for place in range(PLACES):
+        tree.apply_event(place, json.dumps({"event_id": place, "data": data, "dp_rank": 0}).encode())
+    matches = []
+    for _ in range(500):
+        start = time.perf_counter()
+        scores = tree.find_matches(prompt).scores
+        matches.append((time.perf_counter() - start) * 1e6)
+    assert len(scores) == PLACES
+    wall, cpu = sorted(took)[1]
+    print(json.dumps({"wall_s": wall, "cpu_s": cpu, "match_us": statistics.median(matches)}))
+
+
+def beside_dynamo(operations: list[Operation]) -> None:
+    python = os.environ.get("DYNAMO_PYTHON", sys.executable)
+    if subprocess.run([python, "-c", "import dynamo._core"], capture_output=True).returncode:
+        print(
+            "Dynamo's RadixTree: not run, for want of `ai-dynamo-runtime`; DYNAMO_PYTHON may name a Python that has it"
+        )
+        return
+    with tempfile.NamedTemporaryFile(suffix=".pickle") as file:
+        pickle.dump(operations, file)
+        file.flush()
+        ran = subprocess.run([python, __file__, "--dynamo-replay", file.name], capture_output=True, text=True)
+    if ran.returncode:
+        print(f"Dynamo's RadixTree: failed, {ran.stderr.strip().splitlines()[-1:]}")
+        return
+    figures = json.loads(ran.stdout.splitlines()[-1])
+    walked, _ = counted(operations)
+    print(
+        f"Dynamo's RadixTree, same operations by its Python API (events as JSON, a thread of its own): "
+        f"{walked / figures['wall_s'] / 1e6:.2f} M/s by the clock, "
+        f"{walked / figures['cpu_s'] / 1e6:.2f} M/s of CPU time; "
+        f"match of 512 blocks, 64 places: p50 {figures['match_us']:.1f} µs"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--quick", action="store_true", help="the headline only")
+    parser.add_argument("--dynamo-replay", metavar="FILE", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.dynamo_replay:
+        dynamo_replay(options.dynamo_replay)
+        return 0
+    if not all((TRACES / name).exists() for name in MOONCAKE):
+        print(f"the Mooncake traces are not in {TRACES}; WARMROUTE_TRACES may name another folder", file=sys.stderr)
+        return 1
+    operations = work(MOONCAKE, 1)
+    if not options.quick:
+        hashing()
+        bytes_per_pair()
+        match_latency()
+        longest_call()
+        beside_dynamo(operations)
+        throughput("Mooncake, blocks of 16 tokens", work(MOONCAKE, 32), 3)
+    headline = throughput("Mooncake, blocks of 512 tokens as in the traces", operations, options.rounds)
+    print(f"{headline:.1f} M block operations/s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

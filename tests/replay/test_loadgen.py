@@ -1,0 +1,133 @@
+"""The load generator against simulated engines over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import islice
+
+import msgspec
+import pytest
+from small_worlds import NEAR
+
+from warmroute.sim.engine import EngineConfig
+from warmroute.sim.loadgen.bodies import Talk, body, carried_on, messages, words
+from warmroute.sim.loadgen.client import Broken, Refused, ask
+from warmroute.sim.loadgen.drive import Drive, Load
+from warmroute.sim.profiles import profile
+from warmroute.sim.replay import Setup, contender, replay
+from warmroute.sim.server.app import EngineServer, ServerConfig
+from warmroute.sim.server.tokens import StandInTokenizer
+from warmroute.sim.workloads import choose
+from warmroute.sim.world import NodeSpec
+
+SPEED = 20.0
+
+
+@asynccontextmanager
+async def engine(blocks: int = 2000) -> AsyncIterator[EngineServer]:
+    hardware = profile("l4-1.5b")
+    server = EngineServer(
+        ServerConfig(
+            engine=EngineConfig(
+                num_blocks=blocks, max_num_batched_tokens=2048, max_num_seqs=256, every_token=True, max_model_len=16_000
+            ),
+            timing=hardware.timing,
+            profile=hardware.name,
+            tokenizer=StandInTokenizer(),
+            port=0,
+            speed=SPEED,
+        )
+    )
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+def test_the_same_tokens_are_the_same_words() -> None:
+    a, b, other = (one for one in islice(choose(["shared_system_prompts", "prompts=1"]).arrive(1), 3))
+    assert messages(a, Talk())[0] == messages(b, Talk())[0] == messages(other, Talk())[0]
+    assert messages(a, Talk())[0].role == "system"
+    assert messages(a, Talk())[1] != messages(b, Talk())[1]
+    assert len(words(a, 0, a.prompt_tokens).split()) == a.prompt_tokens
+    assert words(a, 0, 40).startswith(words(a, 0, 30))
+    tokenizer = StandInTokenizer()
+    assert len(tokenizer.encode(words(a, 0, a.prompt_tokens))) == a.prompt_tokens
+    path, data = body(a, (), "sim", "tokens")
+    assert path == "/v1/completions"
+    assert len(msgspec.json.decode(data)["prompt"]) == a.prompt_tokens
+
+
+def test_a_conversation_carries_what_was_really_answered() -> None:
+    first = next(iter(choose(["multi_turn_chat", "turns=3", "spread=0"]).arrive(1)))
+    asked = messages(first, Talk())
+    talk = carried_on(first, asked, "well said")
+    assert first.then is not None
+    follow_up = first.then()
+    assert follow_up is not None
+    again = messages(follow_up.prompt, talk)
+    assert again[: len(asked)] == asked
+    assert [message.role for message in again] == ["system", "user", "assistant", "user"]
+    assert again[2].content == "well said"
+    assert len(again[3].content.split()) == 100
+
+
+async def test_a_live_run_and_a_replay_agree_on_hits() -> None:
+    words_ = ["shared_system_prompts", "system_tokens=500", "output_tokens=8"]
+    async with engine() as server:
+        load = Load(url=f"http://127.0.0.1:{server.port}", form="tokens", concurrency=1, limit=40, speed=SPEED)
+        live = await Drive(load, choose(words_).arrive(NEAR.seed)).run()
+    node = NodeSpec("node-0", profile("l4-1.5b"), blocks=2000)
+    setup = Setup(
+        workload=choose(words_),
+        nodes=(node,),
+        contender=contender("round_robin"),
+        conditions=NEAR,
+        concurrency=1,
+        limit=40,
+    )
+    told = replay(setup)
+    assert live["finished"] == told["finished"] == 40
+    assert live["failed"] == 0
+    assert live["hit_rate"] == pytest.approx(told["hit_rate"], abs=1e-6)
+    assert live["ttft_ms"]["p50"] >= told["ttft_ms"]["p50"] * 0.9
+
+
+async def test_conversations_hit_what_was_answered() -> None:
+    async with engine() as server:
+        chat = choose(["multi_turn_chat", "turns=4", "spread=0", "think_s=0.5", "output_tokens=96"])
+        load = Load(url=f"http://127.0.0.1:{server.port}", concurrency=2, limit=24, speed=SPEED)
+        live = await Drive(load, chat.arrive(1)).run()
+    assert live["finished"] == 24
+    assert live["hit_rate"] > 0.75  # only the new message and a partial block are new
+
+
+async def test_refusals_and_failures_are_counted_by_their_reason() -> None:
+    async with engine(blocks=30) as server:
+        url = f"http://127.0.0.1:{server.port}"
+        load = Load(url=url, form="tokens", limit=3, speed=SPEED)
+        live = await Drive(load, choose(["unique_batch", "prompt_tokens=4000"]).arrive(1, rate=50.0)).run()
+        assert live["errors"] == {"status 400": 3}
+        with pytest.raises(Refused):
+            await ask(url, "/v1/nothing", b"{}", {}, 5.0)
+    with pytest.raises(Broken):
+        await ask(url, "/v1/completions", b"{}", {}, 5.0)
+
+
+async def test_an_answer_that_breaks_off_is_not_taken_for_whole() -> None:
+    async def half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        event = b'data: {"choices": [{"text": "so"}]}\n\n'
+        writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(half, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(Broken, match="broke off"):
+        await ask(f"http://127.0.0.1:{port}", "/v1/completions", b"{}", {}, 5.0)
+    server.close()
