@@ -1,0 +1,258 @@
+"""The admin API and the metrics page, on their own listener."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import shutil
+import subprocess
+
+import pytest
+from harness import (
+    DONE,
+    SSE_HEAD,
+    chat,
+    chunk,
+    engines,
+    event,
+    failing,
+    get,
+    normal,
+    post,
+    router,
+    script,
+    until,
+)
+from prometheus_client.parser import text_string_to_metric_families
+
+TOKEN = {"token_sha256": hashlib.sha256(b"open sesame").hexdigest()}
+
+
+async def test_nodes_are_listed_as_they_are() -> None:
+    async with engines() as [engine], router(engine) as r:
+        await r.ask()
+        [node] = (await r.admin("GET", "/admin/nodes")).json["nodes"]
+        assert node == (await r.admin("GET", "/admin/nodes/node0")).json
+        assert node["name"] == "node0" and node["url"] == engine.url and node["models"] == ["m"]
+        assert node["state"] == "up" and node["inflight"] == 0 and node["outcomes"]["ok"] == 1
+
+
+async def test_a_node_can_be_added_and_removed_while_it_runs() -> None:
+    async with engines(1, "new") as [engine], router() as r:
+        assert (await r.ask()).status == 503
+        added = await r.admin("POST", "/admin/nodes", json.dumps({"url": engine.url, "name": "a/b c"}).encode())
+        assert added.status == 201 and added.json["state"] == "unknown"
+        await until(lambda: r.service.fleet.can_serve)
+        assert (await r.ask(post(chat(model="new")))).status == 200
+        gone = await r.admin("DELETE", "/admin/nodes/a%2Fb%20c")
+        assert gone.status == 200
+        assert (await r.ask(post(chat(model="new")))).status == 503
+        await until(lambda: engine.connections == 0)
+
+
+async def test_a_removed_node_finishes_what_runs_on_it() -> None:
+    async with engines(2) as [going, staying], router(going, staying) as r:
+        gate = asyncio.Event()
+        going.behave = script(SSE_HEAD, chunk(event(0)), gate, DONE)
+        peer = await r.connect()
+        peer.write(post())
+        await until(lambda: going.seen)
+        node = r.node(0)
+        assert (await r.admin("DELETE", "/admin/nodes/node0")).json["inflight"] == 1
+        for _ in range(3):
+            assert (await r.ask()).status == 200
+        assert len(going.seen) == 1 and len(staying.seen) == 3
+        gate.set()
+        assert (await peer.answer()).complete
+        assert node.inflight == 0
+        await until(lambda: going.connections == 0)
+
+
+async def test_draining_means_no_new_request_and_undraining_brings_it_back() -> None:
+    async with engines(2) as [drained, other], router(drained, other) as r:
+        gate = asyncio.Event()
+        drained.behave = script(SSE_HEAD, chunk(event(0)), gate, DONE)
+        peer = await r.connect()
+        peer.write(post())
+        await until(lambda: drained.seen)
+        assert (await r.admin("POST", "/admin/nodes/node0/drain")).json["state"] == "draining"
+        for _ in range(4):
+            assert (await r.ask()).status == 200
+        assert len(drained.seen) == 1
+        gate.set()
+        assert (await peer.answer()).complete
+        drained.behave = normal()
+        assert (await r.admin("POST", "/admin/nodes/node0/undrain")).json["state"] == "up"
+        for _ in range(4):
+            assert (await r.ask()).status == 200
+        assert len(drained.seen) == 3
+
+
+async def test_a_fleet_that_is_all_drained_is_not_ready() -> None:
+    async with engines() as [engine], router(engine) as r:
+        await r.admin("POST", "/admin/nodes/node0/drain")
+        assert (await r.ask(get("/ready"))).status == 503
+        assert (await r.admin("GET", "/ready")).status == 503
+        assert (await r.ask()).status == 503
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "code"),
+    [
+        ("GET", "/admin/nodes/none", b"", 404, "unknown_node"),
+        ("DELETE", "/admin/nodes/none", b"", 404, "unknown_node"),
+        ("POST", "/admin/nodes/none/drain", b"", 404, "unknown_node"),
+        ("POST", "/admin/nodes", b"", 400, "bad_node"),
+        ("POST", "/admin/nodes", b"[]", 400, "bad_node"),
+        ("POST", "/admin/nodes", b'{"url":"x"}', 400, "bad_node"),
+        ("POST", "/admin/nodes", b'{"url":"http://a:1","colour":"red"}', 400, "bad_node"),
+        ("POST", "/admin/nodes", b'{"url":"http://a:1","name":"node0"}', 409, "name_taken"),
+        ("PUT", "/admin/nodes", b"", 405, "method_not_allowed"),
+        ("POST", "/admin/nodes/node0", b"", 405, "method_not_allowed"),
+        ("GET", "/", b"", 404, "not_found"),
+        ("GET", "/admin", b"", 404, "not_found"),
+        ("POST", "/v1/chat/completions", b"{}", 404, "not_found"),
+    ],
+)
+async def test_what_is_wrong_is_said(method: str, path: str, body: bytes, status: int, code: str) -> None:
+    async with engines() as [engine], router(engine) as r:
+        found = await r.admin(method, path, body)
+        assert found.status == status and found.error["code"] == code
+
+
+async def test_a_node_with_an_impossible_port_is_400() -> None:
+    async with router() as r:
+        found = await r.admin("POST", "/admin/nodes", b'{"url":"http://127.0.0.1:99999"}')
+        assert found.status == 400
+
+
+async def test_with_a_token_every_call_but_health_and_ready_needs_it() -> None:
+    async with engines() as [engine], router(engine, admin=TOKEN) as r:
+        for method, path in (
+            ("GET", "/metrics"),
+            ("GET", "/admin/nodes"),
+            ("DELETE", "/admin/nodes/node0"),
+            ("GET", "/none"),
+        ):
+            for header in (
+                "X: y",
+                "Authorization: Bearer wrong",
+                "Authorization: Basic open sesame",
+                "Authorization: Bearer",
+            ):
+                found = await r.admin(method, path, b"", header)
+                assert found.status == 401 and found.error["code"] == "invalid_token"
+        assert (await r.admin("GET", "/health")).status == 200
+        assert (await r.admin("GET", "/ready")).status == 200
+        assert (await r.admin("GET", "/admin/nodes", b"", "Authorization: Bearer open sesame")).status == 200
+        assert len(r.service.fleet) == 1
+
+
+@pytest.mark.parametrize("headers", [("Origin: http://evil.example",), ("Origin: null",)])
+async def test_without_a_token_a_web_page_in_a_browser_gets_nowhere(headers: tuple[str, ...]) -> None:
+    async with engines() as [engine], router(engine) as r:
+        found = await r.admin("POST", "/admin/nodes", b'{"url":"http://127.0.0.1:1"}', *headers)
+        assert found.status == 403 and len(r.service.fleet) == 1
+
+
+async def test_without_a_token_a_name_that_was_bound_to_loopback_gets_nowhere() -> None:
+    async with engines() as [engine], router(engine) as r:
+        for host, status in (
+            ("evil.example:8081", 403),
+            ("localhost:8081", 200),
+            ("[::1]:8081", 200),
+            ("127.0.0.1", 200),
+        ):
+            peer = await r.connect(r.service.admin_port)
+            peer.write(f"GET /admin/nodes HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+            assert (await peer.answer()).status == status, host
+
+
+async def test_a_name_that_only_looks_like_a_loopback_address_gets_nowhere() -> None:
+    async with engines() as [engine], router(engine) as r:
+        peer = await r.connect(r.service.admin_port)
+        peer.write(b"GET /admin/nodes HTTP/1.1\r\nHost: 127.evil.example:8081\r\n\r\n")
+        assert (await peer.answer()).status == 403
+
+
+async def test_the_admin_api_is_not_on_the_clients_listener() -> None:
+    async with engines() as [engine], router(engine) as r:
+        for path in ("/metrics", "/admin/nodes"):
+            assert (await r.ask(get(path))).status == 404
+
+
+async def test_the_admin_listener_can_be_switched_off() -> None:
+    async with engines() as [engine], router(engine, admin={"enabled": False}) as r:
+        assert r.service.admin_port == 0
+        assert (await r.ask()).status == 200
+
+
+# Metrics.
+
+
+async def test_the_metrics_page_is_valid_and_says_what_happened() -> None:
+    async with engines(2) as [good, bad], router(good, bad, health={"failures": 100}) as r:
+        bad.behave = failing(500)
+        for _ in range(6):
+            await r.ask()
+        await r.ask(post(b"{"))
+        await r.ask(post(chat(model='no"such\\model\n')))
+        good.behave = script(SSE_HEAD, chunk(event(0)), 0.02, "close")
+        await r.ask()
+        await r.ask()
+        page = await r.admin("GET", "/metrics")
+        assert page.get("content-type") == "text/plain; version=0.0.4; charset=utf-8"
+        text = page.body.decode()
+        found = {
+            (sample.name, *sorted(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+        assert found["warmroute_requests_answered_total", ("status", "200")] == 6
+        assert found["warmroute_requests_refused_total", ("code", "malformed_json"), ("status", "400")] == 1
+        assert found["warmroute_requests_refused_total", ("code", "model_not_found"), ("status", "404")] == 1
+        assert found["warmroute_requests_broken_total",] == 2
+        assert found["warmroute_retries_total",] >= 3
+        assert found["warmroute_node_requests_total", ("node", "node1"), ("outcome", "failed")] >= 3
+        assert found["warmroute_node_state", ("node", "node0"), ("state", "up")] == 1
+        assert found["warmroute_node_inflight", ("node", "node0")] == 0
+        assert found["warmroute_node_first_byte_seconds_count", ("node", "node0")] == 8
+        assert found["warmroute_connections_accepted_total",] >= 10
+        assert "such" not in text, "nothing that a client sent is a label"
+        check_by_promtool(text)
+
+
+async def test_labels_stay_bounded_whatever_clients_send() -> None:
+    async with engines() as [engine], router(engine) as r:
+        before = len((await r.admin("GET", "/metrics")).body.splitlines())
+        for number in range(30):
+            await r.ask(post(chat(model=f"model-{number}")))
+            await r.ask(post(path=f"/nowhere/{number}"))
+        after = len((await r.admin("GET", "/metrics")).body.splitlines())
+        assert after - before <= 4
+
+
+async def test_an_odd_name_of_a_node_makes_no_invalid_page() -> None:
+    async with engines() as [engine], router({"url": engine.url, "name": 'a"b\\c\nd é'}) as r:
+        text = (await r.admin("GET", "/metrics")).body.decode()
+        names = {
+            sample.labels.get("node") for family in text_string_to_metric_families(text) for sample in family.samples
+        }
+        assert 'a"b\\c\nd é' in names
+        check_by_promtool(text)
+
+
+async def test_many_scrapes_at_once_are_all_answered() -> None:
+    async with engines() as [engine], router(engine) as r:
+        pages = await asyncio.gather(*(r.admin("GET", "/metrics") for _ in range(20)))
+        assert {page.status for page in pages} == {200}
+
+
+def check_by_promtool(text: str) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        return
+    checked = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False)
+    # 3: it is valid, and promtool would have chosen other names
+    assert checked.returncode in (0, 3), checked.stderr

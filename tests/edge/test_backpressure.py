@@ -1,0 +1,210 @@
+"""A slow client costs bounded memory, and pauses its node; one that has stopped is cut."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from harness import Engine, Router, chat, engines, get, hanging, huge, normal, post, router, script, until
+
+MB = 1_000_000
+HELD_LIMIT = 2 * MB
+"""Most that the router may hold for one client: what a socket's high-water mark and one read come to, with room."""
+
+
+def rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def held_bytes(r: Router) -> int:
+    return sum(client.transport.get_write_buffer_size() for client in r.service.listener.connections)
+
+
+async def settled(engine: Engine) -> int:
+    """Waits until the engine can write no further."""
+    before, since_s = -1, time.monotonic()
+    while time.monotonic() - since_s < 0.5:
+        if engine.seen and engine.seen[-1].written != before:
+            before, since_s = engine.seen[-1].written, time.monotonic()
+        await asyncio.sleep(0.02)
+    return before
+
+
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "chunked"])
+async def test_a_client_that_does_not_read_pauses_its_node(sized: bool) -> None:
+    async with engines() as [engine], router(engine) as r:
+        total = 100 * MB
+        engine.behave = huge(total, sized=sized)
+        await r.ask(get("/health"))
+        before = rss_bytes()
+        peer = await r.connect()
+        peer.writer.transport.pause_reading()
+        peer.write(post())
+        written = await settled(engine)
+        assert written < total // 2, "the node could write on and on"
+        assert held_bytes(r) < HELD_LIMIT
+        assert rss_bytes() - before < 40 * MB
+        peer.writer.transport.resume_reading()
+        found = await peer.answer()
+        assert found.complete and len(found.body) == total
+
+
+async def test_a_slow_reader_gets_all_of_it_in_bounded_memory() -> None:
+    async with engines() as [engine], router(engine) as r:
+        total = 60 * MB
+        engine.behave = huge(total, sized=False)
+        peer = await r.connect()
+        peer.reader._limit = 65_536  # type: ignore[attr-defined]
+        peer.write(post())
+        got = worst = 0
+        while got < total:
+            data = await asyncio.wait_for(peer.reader.read(MB), 10)
+            assert data
+            got += len(data)
+            worst = max(worst, held_bytes(r))
+            if got % 10 == 0:
+                await asyncio.sleep(0.001)
+        assert worst < HELD_LIMIT
+
+
+async def test_twenty_clients_that_do_not_read_do_not_hold_up_others() -> None:
+    async with engines(2) as [big, small], router(big, {"url": small.url, "models": ["small"]}) as r:
+        big.behave = huge(100 * MB)
+        stuck = [await r.connect() for _ in range(20)]
+        for peer in stuck:
+            peer.writer.transport.pause_reading()
+            peer.write(post())
+        await until(lambda: len(big.seen) == 20)
+        await settled(big)
+        assert held_bytes(r) < 20 * HELD_LIMIT
+        for _ in range(20):
+            started_s = time.monotonic()
+            assert (await r.ask(post(chat(model="small")))).status == 200
+            assert time.monotonic() - started_s < 2
+        for peer in stuck:
+            peer.leave()
+
+
+async def test_a_client_that_has_stopped_reading_is_cut_and_its_node_freed() -> None:
+    async with engines() as [engine], router(engine, limits={"stall_timeout_s": 0.5}) as r:
+        engine.behave = huge(100 * MB)
+        peer = await r.connect()
+        peer.writer.transport.pause_reading()
+        peer.write(post())
+        await asyncio.wait_for(until(lambda: engine.seen), 5)
+        await asyncio.wait_for(engine.seen[0].left.wait(), 10)
+        await until(lambda: r.node(0).inflight == 0 and not r.service.listener.connections)
+        assert r.service.counters.left == 1
+
+
+async def test_a_client_that_stops_reading_after_its_answer_has_ended_is_cut_too() -> None:
+    async with engines() as [engine], router(engine, limits={"stall_timeout_s": 0.5, "idle_timeout_s": 0.5}) as r:
+        engine.behave = normal(b"x" * 300_000)
+        for headers in ([], ["Connection: close"]):
+            peer = await r.connect()
+            peer.writer.transport.pause_reading()
+            for _ in range(40):
+                peer.write(post(headers=headers))
+            await until(lambda: not r.service.listener.connections, patience_s=15)
+
+
+async def test_a_client_that_pauses_and_goes_on_in_time_is_not_cut() -> None:
+    async with engines() as [engine], router(engine, limits={"stall_timeout_s": 5.0}) as r:
+        engine.behave = huge(30 * MB)
+        peer = await r.connect()
+        peer.writer.transport.pause_reading()
+        peer.write(post())
+        await settled(engine)
+        peer.writer.transport.resume_reading()
+        assert (await peer.answer()).complete
+
+
+async def test_a_client_that_asks_and_asks_and_never_reads_costs_bounded_memory() -> None:
+    async with engines(1, *(f"model-{number}" for number in range(300))) as [engine], router(engine) as r:
+        peer = await r.connect()
+        peer.writer.transport.pause_reading()
+        for _ in range(30):
+            try:
+                async with asyncio.timeout(1):
+                    await peer.send(get("/v1/models") * 100)
+            except TimeoutError:
+                break  # it is no longer read: good
+        worst, since_s = 0, time.monotonic()
+        while time.monotonic() - since_s < 1 and worst < HELD_LIMIT:
+            if (held := held_bytes(r)) > worst:
+                worst, since_s = held, time.monotonic()
+            await asyncio.sleep(0.02)
+        peer.leave()
+        assert worst < HELD_LIMIT
+
+
+async def test_a_second_answer_to_a_client_that_does_not_read_is_paused_too() -> None:
+    async with engines() as [engine], router(engine) as r:
+
+        async def fill_up(engine: Engine, seen: object, writer: asyncio.StreamWriter) -> None:
+            """Leaves the client just behind at its end."""
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            while (held := held_bytes(r)) < 45_000:
+                writer.write(b"%x\r\n%b\r\n" % ((size := 8_000 if held else 30_000), b"x" * size))
+                await writer.drain()
+                await asyncio.sleep(0.002)
+            engine.behave = huge(60 * MB)
+            writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (30_000, b"x" * 30_000))
+
+        engine.behave = fill_up
+        peer = await r.connect()
+        peer.writer.transport.pause_reading()
+        peer.write(post())
+        await until(lambda: engine.seen and engine.seen[0].ended)
+        await until(lambda: r.node(0).inflight == 0)
+        engine.drop_connections()  # not on the connection of the first answer
+        await asyncio.sleep(0.1)
+        peer.write(post())
+        await asyncio.sleep(1)
+        held = held_bytes(r)
+        peer.leave()
+        assert held < HELD_LIMIT
+
+
+async def test_a_node_that_reads_slowly_holds_up_nothing_else() -> None:
+    """A large request to a node that does not take it: others are served, and the body is counted until it has gone."""
+    async with engines(2) as [slow, quick], router({"url": slow.url, "models": ["slow"]}, quick) as r:
+        slow.behave = hanging
+        body = chat("x" * 20 * MB, model="slow")
+        peer = await r.connect()
+        peer.write(post(body))
+        await until(lambda: r.node(0).inflight == 1)
+        assert r.service.listener.buffered_bytes == len(body)
+        for _ in range(5):
+            assert (await r.ask()).status == 200
+        peer.leave()
+        await until(lambda: r.service.listener.buffered_bytes == 0)
+
+
+async def test_a_body_in_tiny_chunks_takes_no_more_memory_than_is_counted() -> None:
+    async with engines() as [engine], router(engine) as r:
+        peer = await r.connect()
+        await peer.send(b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n")
+        piece = b"2\r\nxx\r\n" * 20_000
+        before = rss_bytes()
+        for _ in range(75):
+            await peer.send(piece)
+        await until(lambda: r.service.listener.buffered_bytes == 75 * 40_000)
+        grown = rss_bytes() - before
+        print(f"{grown / MB:.0f} MB for 3 MB")
+        peer.leave()
+        assert grown < 30 * MB
+
+
+async def test_the_body_is_let_go_when_the_answer_begins() -> None:
+    async with engines() as [engine], router(engine) as r:
+        gate = asyncio.Event()
+        engine.behave = script(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\no", gate, b"k")
+        peer = await r.connect()
+        peer.write(post(chat("x" * MB)))
+        await peer.head()
+        assert r.service.listener.buffered_bytes == 0
+        gate.set()
+        assert await peer.reader.readexactly(2) == b"ok"

@@ -1,0 +1,384 @@
+"""The compiled parsers say what the plain ones say, in whatever pieces; where h11 differs, ours are stricter."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import sys
+
+import h11
+import plain_http
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from warmroute._kernel import _http
+
+REQUEST_VALUES = (
+    "method", "target", "minor", "length", "chunked", "keep_alive", "expects_continue", "authorization", "request_id",
+    "forwarded_for", "content_type", "passing",
+)  # fmt: skip
+RESPONSE_VALUES = ("status", "status_line", "length", "keep_alive", "content_type", "retry_after", "passing")
+
+
+@functools.cache
+def joins_forwarded_for() -> bool:
+    """Whether a head with two X-Forwarded-For can be read at all: it has been seen to crash."""
+    head = b"GET / HTTP/1.1\\r\\nHost: a\\r\\nX-Forwarded-For: 1\\r\\nX-Forwarded-For: 2\\r\\n\\r\\n"
+    code = f"""if 1:
+        from warmroute._kernel._http import read_request_head
+        data = b"{head.decode()}"
+        assert read_request_head(data, len(data) - 4, 9).forwarded_for == b"1, 2"
+    """
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def readable(head: bytes) -> bool:
+    return joins_forwarded_for() or len(re.findall(rb"(?i)x-forwarded-for", head)) < 2
+
+
+# Heads: mostly well-formed, from the words that matter, then damaged.
+
+NAMES = st.sampled_from(
+    [
+        b"Host", b"Content-Length", b"Transfer-Encoding", b"Connection", b"Expect", b"Authorization", b"X-Request-Id",
+        b"X-Forwarded-For", b"Content-Type", b"Keep-Alive", b"Proxy-Connection", b"Proxy-Authorization",
+        b"TE", b"Trailer",
+        b"Upgrade", b"Retry-After", b"X-A", b"x-a", b"Accept", b"Proxy-Authenticate", b"cOnTeNt-LeNgTh",
+        b"!#$%&'*+-.^_`|~",
+        b"Content_Length", b"Content-Lengt", b"Hos", b"Hostt",
+    ]
+)  # fmt: skip
+VALUES = st.one_of(
+    st.sampled_from(
+        [
+            b"", b"a", b"0", b"5", b"5, 5", b"05", b"+5", b"-1", b"0x5", b"123456789012345678", b"1234567890123456789",
+            b"chunked", b"Chunked", b"gzip, chunked", b"chunked, chunked", b"identity", b"close", b"keep-alive",
+            b"Keep-Alive, close", b"X-A", b"x-a , accept,, Content-Type", b"close\t,\tx-a",
+            b"100-continue", b"100-Continue",
+            b"other", b"Bearer k", b"id-1", b"id 1", b"x" * 200, b"x" * 201, b"1.2.3.4", b"application/json; a=b",
+            b"a  b\t", b"\xc3\xa9", b"timeout=5", b",".join(b"n%d" % n for n in range(17)),
+        ]
+    ),
+    st.binary(max_size=12),
+)  # fmt: skip
+SPACES = st.sampled_from([b" ", b" ", b" ", b"", b"\t", b"  \t"])
+FIELD = st.builds(
+    lambda n, s, v, t: n + b":" + s + v + t + b"\r\n", NAMES, SPACES, VALUES, st.sampled_from([b"", b"", b" ", b"\t "])
+)
+FIELDS = st.lists(FIELD, max_size=8).map(b"".join)
+REQUEST_LINE = st.one_of(
+    st.sampled_from(
+        [
+            b"GET / HTTP/1.1\r\n", b"POST /v1/chat/completions?a=b HTTP/1.1\r\n", b"POST /x HTTP/1.0\r\n",
+            b"OPTIONS * HTTP/1.1\r\n", b"M-SEARCH /\xff HTTP/1.1\r\n", b"GET http://a/ HTTP/1.1\r\n",
+            b"GET / HTTP/2.0\r\n",
+            b"CONNECT a:1 HTTP/1.1\r\n", b"GET / HTTP/1.2\r\n", b"GET /\r\n", b"GET  / HTTP/1.1\r\n",
+            b"get /~|^ HTTP/1.1\r\n",
+            b"GET **  HTTP/1.1\r\n", b"GET ** HTTP/1.1\r\n", b"GET / HTTP/1.10\r\n", b"GET / http/1.1\r\n",
+            b"/ HTTP/1.1\r\n",
+        ]
+    ),
+    st.builds(lambda t: b"GET /" + t + b" HTTP/1.1\r\n", st.binary(max_size=6)),
+)  # fmt: skip
+STATUS_LINE = st.one_of(
+    st.sampled_from(
+        [
+            b"HTTP/1.1 200 OK\r\n", b"HTTP/1.0 200 OK\r\n", b"HTTP/1.1 200\r\n", b"HTTP/1.1 200 \r\n",
+            b"HTTP/1.1 204 N\r\n",
+            b"HTTP/1.1 304 N\r\n", b"HTTP/1.1 100 C\r\n", b"HTTP/1.1 600 X\r\n", b"HTTP/1.1 099 X\r\n",
+            b"HTTP/2 200 OK\r\n",
+            b"HTTP/1.1 20 OK\r\n", b"HTTP/1.1 2000\r\n", b"HTTP/1.1  200 OK\r\n",
+            b"HTTP/1.1 200 \xc3\xa9\r\n", b"HTTP/1.1 200OK\r\n",
+            b"HTTP/1.1 599 a\tb\r\n", b"http/1.1 200 OK\r\n", b"\r\n",
+        ]
+    ),
+    st.builds(lambda t: b"HTTP/1.1 200 " + t + b"\r\n", st.binary(max_size=6)),
+)  # fmt: skip
+
+
+GOOD_VALUES: dict[bytes, list[bytes]] = {
+    b"Content-Length": [b"0", b"5", b"005", b"123456789012345678"],
+    b"Transfer-Encoding": [b"chunked", b"CHUNKED"],
+    b"Connection": [b"close", b"keep-alive", b"X-A, close", b"x-a,,accept , Content-Type", b"keep-alive, Close", b""],
+    b"Expect": [b"100-continue", b"100-Continue"],
+    b"X-Request-Id": [b"id", b"i d", b"", b"x" * 200, b"x" * 201],
+}
+GOOD_FIELD = st.sampled_from(
+    [b"Content-Length", b"Transfer-Encoding", b"Connection", b"Expect", b"X-Request-Id", b"Authorization",
+    b"Content-Type",
+     b"X-Forwarded-For", b"X-A", b"accept", b"TE", b"Upgrade", b"Keep-Alive", b"Retry-After", b"Proxy-Authenticate"]
+).flatmap(lambda name: st.sampled_from(GOOD_VALUES.get(name, [b"a", b"", b"b c\t d", b"\xe9"])).map(
+    lambda value: name + b": " + value + b"\r\n"
+))  # fmt: skip
+GOOD_FIELDS = st.lists(GOOD_FIELD, max_size=6, unique_by=lambda line: line[:14].lower()).map(b"".join)
+
+
+@st.composite
+def damaged(draw: st.DrawFn, whole: st.SearchStrategy[bytes]) -> bytes:
+    """Bytes with a few of them changed, taken away, doubled or added."""
+    data = bytearray(draw(whole))
+    for _ in range(draw(st.sampled_from([0, 0, 0, 1, 1, 2, 3]))):
+        if not data:
+            break
+        at = draw(st.integers(0, len(data) - 1))
+        what = draw(st.integers(0, 3))
+        odd = draw(st.sampled_from(b"\0\t\n\r \x0b:;,/0aZ\x7f\x80\xff"))
+        if what == 0:
+            data[at] = odd
+        elif what == 1:
+            del data[at]
+        elif what == 2:
+            data.insert(at, odd)
+        else:
+            data.insert(at, data[at])
+    return bytes(data)
+
+
+def a_head(
+    good: list[bytes], line: st.SearchStrategy[bytes], host: st.SearchStrategy[bytes]
+) -> st.SearchStrategy[bytes]:
+    """Half of them well-formed but for the damage."""
+    well_formed = st.builds(lambda a, b, c: a + b + c, st.sampled_from(good), host, GOOD_FIELDS)
+    wild = st.builds(lambda a, b, c: a + b + c, st.one_of(line, st.sampled_from(good)), host, FIELDS)
+    whole = st.one_of(well_formed, damaged(well_formed), well_formed, damaged(wild))
+    return whole.map(lambda data: data + b"\r\n")
+
+
+REQUESTS = a_head(
+    [b"GET / HTTP/1.1\r\n", b"POST /v1/x?a=%20 HTTP/1.1\r\n", b"PUT * HTTP/1.0\r\n"],
+    REQUEST_LINE,
+    st.sampled_from([b"Host: a\r\n"] * 6 + [b""]),
+)
+RESPONSES = a_head([b"HTTP/1.1 200 OK\r\n", b"HTTP/1.0 404\r\n", b"HTTP/1.1 204 \r\n"], STATUS_LINE, st.just(b""))
+
+
+def first_blank_line(data: bytes) -> int:
+    return data.find(b"\r\n\r\n")
+
+
+@settings(max_examples=1500)
+@given(REQUESTS, st.sampled_from([0, 1, 3, 100]), st.binary(max_size=5))
+@example(b"GET / HTTP/1.1\r\n\r\n", 100, b"")
+@example(b"GET / HTTP/1.0\r\n\r\n", 0, b"")
+@example(b"\r\n\r\n", 0, b"")
+def test_request_heads_are_read_as_the_plain_reader_reads_them(head: bytes, max_fields: int, behind: bytes) -> None:
+    data = head + behind
+    end = first_blank_line(data)
+    assume(end >= 0 and readable(head))
+    ours = _http.read_request_head(data, end, max_fields)
+    plain = plain_http.read_request_head(data, end, max_fields)
+    if isinstance(ours, int) or isinstance(plain, int):
+        assert ours == plain
+        return
+    for name in REQUEST_VALUES:
+        assert getattr(ours, name) == getattr(plain, name), name
+    for name, _ in [*plain.fields, (b"x-none", b""), (b"HOST", b"")]:
+        assert ours.get(name) == plain.get(name)
+
+
+@settings(max_examples=1000)
+@given(RESPONSES, st.binary(max_size=5))
+@example(b"HTTP/1.1 200\r\n\r\n", b"")
+@example(b"HTTP/1.1 200 OK\r\nConnection: keep-alive, close\r\nContent-Length: 1\r\n\r\n", b"")
+def test_response_heads_are_read_as_the_plain_reader_reads_them(head: bytes, behind: bytes) -> None:
+    data = head + behind
+    end = first_blank_line(data)
+    assume(end >= 0)
+    ours = _http.read_response_head(data, end)
+    plain = plain_http.read_response_head(data, end)
+    if isinstance(ours, int) or isinstance(plain, int):
+        assert ours == plain
+        return
+    for name in RESPONSE_VALUES:
+        assert getattr(ours, name) == getattr(plain, name), name
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_read_alike(noise: bytes) -> None:
+    data = noise + b"\r\n\r\n"
+    end = first_blank_line(data)
+    for ours, plain in (
+        (_http.read_request_head(data, end, 10), plain_http.read_request_head(data, end, 10)),
+        (_http.read_response_head(data, end), plain_http.read_response_head(data, end)),
+    ):
+        assert isinstance(ours, int) and ours == plain
+
+
+def test_an_end_outside_of_the_data_is_an_error_not_a_crash() -> None:
+    for end in (-1, 1, 10**9, -(10**9)):
+        with pytest.raises(ValueError):
+            _http.read_request_head(b"GET ", end, 1)
+        with pytest.raises(ValueError):
+            _http.read_response_head(b"HTTP", end)
+    with pytest.raises(TypeError):
+        _http.read_request_head("GET / HTTP/1.1\r\n\r\n", 14, 1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        _http.ChunkFrames().feed(b"0\r\n\r\n", ())  # type: ignore[arg-type]
+
+
+# h11.
+
+
+def by_h11(data: bytes) -> h11.Request | None:
+    connection = h11.Connection(h11.SERVER, max_incomplete_event_size=1 << 20)
+    connection.receive_data(data)
+    try:
+        found = connection.next_event()
+    except h11.RemoteProtocolError:
+        return None
+    return found if isinstance(found, h11.Request) else None
+
+
+STRICTER: dict[int, bytes] = {
+    plain_http.BAD_LINE: rb"^[^\r]*\n|^[^\r]*\r[^\n]|^[^\r\n]*[^ !-~\r\n]",  # line ends, bytes beyond ASCII
+    plain_http.BAD_TARGET: rb"^\S+ [^/]",  # a path, and nothing else
+    plain_http.BAD_VERSION: rb"HTTP/(?!1\.[01]\r\n)",
+    plain_http.BAD_FIELD: rb"(?<!\r)\n|\r(?!\n)|\r\n[ \t]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]",  # folds, controls
+    plain_http.TOO_MANY_FIELDS: rb"",
+    plain_http.BAD_LENGTH: rb"(?i)content-length",  # equal lengths, in one field or two; 19 and 20 digits
+    plain_http.CODING_TWICE: rb"(?i)transfer-encoding",
+    plain_http.BAD_CODING: rb"(?i)transfer-encoding",
+    plain_http.BAD_EXPECT: rb"(?i)expect",
+    plain_http.BAD_HOST: rb"",
+    plain_http.LENGTH_AND_CODING: rb"(?i)content-length",
+    plain_http.CODING_IN_1_0: rb"HTTP/1\.0",
+    plain_http.BAD_CONNECTION: rb"(?i)connection",
+}
+"""Every way in which we refuse what h11 takes: the reason, and what must then stand in the head."""
+
+
+@settings(max_examples=1500)
+@given(REQUESTS)
+def test_what_we_take_h11_takes_and_reads_the_same(head: bytes) -> None:
+    end = first_blank_line(head)
+    assume(end >= 0 and readable(head))
+    head = head[: end + 4]
+    ours = _http.read_request_head(head, end, 100)
+    theirs = by_h11(head)
+    if isinstance(ours, int):
+        if theirs is not None:
+            assert re.search(STRICTER[ours], head), (ours, head)
+        return
+    assert theirs is not None, head
+    assert (ours.method, ours.target) == (theirs.method, theirs.target)
+    assert ours.minor == int(theirs.http_version[-1:])
+    fields = [(name, value) for name, value in theirs.headers]
+    lengths = [value for name, value in fields if name == b"content-length"]
+    codings = [value for name, value in fields if name == b"transfer-encoding"]
+    assert ours.chunked == bool(codings)
+    assert ours.length == (-1 if codings else int(lengths[0]) if lengths else 0)
+    for name, value in fields:
+        if name not in (b"transfer-encoding",):
+            assert ours.get(name) == next(v for n, v in fields if n == name), (name, value)
+
+
+# Chunk frames.
+
+SIZE_LINE = st.one_of(
+    st.integers(0, 40).map(lambda n: b"%x\r\n" % n),
+    st.sampled_from(
+        [b"5;a=b\r\n", b"005\r\n", b"A \t;x\r\n", b"0\r\n", b"000000000000005\r\n", b"0000000000000005\r\n", b"5 \r\n"]
+    ),
+)
+
+
+@st.composite
+def frames(draw: st.DrawFn) -> bytes:
+    data = b""
+    for _ in range(draw(st.integers(0, 5))):
+        payload = draw(st.binary(max_size=40))
+        extension = draw(st.sampled_from([b"", b"", b"", b";a", b' ; b="c"', b";" + b"e" * 4090, b";" + b"e" * 4100]))
+        if payload:
+            data += b"%x%b\r\n%b\r\n" % (len(payload), extension, payload)
+    trailers = draw(
+        st.sampled_from(
+            [
+                b"",
+                b"",
+                b"A: b\r\n",
+                b"A:\r\nB: c\r\n",
+                b"A: b\r\n" * 64,
+                b"A: b\r\n" * 65,
+                b"A: " + b"v" * 4100 + b"\r\n",
+            ]
+        )
+    )
+    data += draw(st.sampled_from([b"0\r\n", b"000\r\n", b"0;x\r\n", b""])) + trailers + b"\r\n"
+    return data + draw(st.binary(max_size=4))
+
+
+@settings(max_examples=1500)
+@given(st.one_of(damaged(frames()), st.lists(SIZE_LINE).map(b"".join)), st.lists(st.integers(0, 60), max_size=30))
+def test_chunks_are_followed_as_the_plain_reader_follows_them_in_any_pieces(data: bytes, cuts: list[int]) -> None:
+    ours, plain = _http.ChunkFrames(), plain_http.ChunkFrames()
+    our_pieces: list[bytes] = []
+    plain_pieces: list[bytes] = []
+    at = 0
+    for cut in [*cuts, len(data)]:
+        piece = data[at : at + cut]
+        at += len(piece)
+        said = followed(ours, piece, our_pieces)
+        assert said == followed(plain, piece, plain_pieces)
+        assert b"".join(our_pieces) == b"".join(plain_pieces)
+        assert ours.rest_of_chunk() == plain.rest_of_chunk()
+        if said != -1:
+            return
+
+
+def followed(frames: _http.ChunkFrames | plain_http.ChunkFrames, data: bytes, pieces: list[bytes]) -> int | str:
+    try:
+        return frames.feed(data, pieces)
+    except (_http.BadChunk, plain_http.BadChunk):
+        return "bad"
+
+
+@given(
+    st.lists(st.binary(min_size=1, max_size=50), max_size=6),
+    st.lists(st.integers(1, 30), max_size=20),
+    st.binary(max_size=9),
+)
+def test_the_payload_and_the_end_are_found_however_the_bytes_are_cut(
+    chunks: list[bytes], cuts: list[int], behind: bytes
+) -> None:
+    message = b"".join(b"%X\r\n%b\r\n" % (len(each), each) for each in chunks) + b"0\r\n\r\n"
+    data = message + behind
+    reader = _http.ChunkFrames()
+    pieces: list[bytes] = []
+    at = 0
+    for cut in [*cuts, len(data)]:
+        end = reader.feed(data[at : at + cut], pieces)
+        if end >= 0:
+            assert at + end == len(message)
+            break
+        at += cut
+    assert b"".join(pieces) == b"".join(chunks)
+
+
+def test_an_enormous_chunk_is_not_filled_up() -> None:
+    reader = _http.ChunkFrames()
+    assert reader.feed(b"7fffffffffffff\r\nabc") == -1
+    assert reader.rest_of_chunk() is None
+
+
+@pytest.mark.parametrize("so_far", [b"0\r", b"0\r\n", b"0;a", b"0 ", b"0\r\nA: b", b"0\r\n\r\n"])
+def test_nothing_is_said_to_follow_where_the_message_is_about_to_end(so_far: bytes) -> None:
+    reader = _http.ChunkFrames()
+    reader.feed(so_far)
+    assert reader.rest_of_chunk() is None
+
+
+@given(st.binary(min_size=1, max_size=50), st.sampled_from([b"", b";a=b", b" ; x", b"\t;"]), st.booleans(), st.data())
+def test_the_rest_of_a_chunk_makes_it_whole_wherever_it_was_cut(
+    payload: bytes, extension: bytes, zeros: bool, data: st.DataObject
+) -> None:
+    frame = b"%b%x%b\r\n%b\r\n" % (b"00" if zeros else b"", len(payload), extension, payload)
+    cut = data.draw(st.integers(0, len(frame)))
+    reader = _http.ChunkFrames()
+    assert reader.feed(frame[:cut]) == -1
+    rest = reader.rest_of_chunk()
+    assert rest is not None
+    pieces: list[bytes] = []
+    assert reader.feed(rest + b"2\r\nok\r\n0\r\n\r\n", pieces) >= 0
+    assert pieces[-1] == b"ok"

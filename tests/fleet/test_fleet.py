@@ -1,0 +1,289 @@
+"""The fleet's books: who serves what, who may be asked, and counters that come back to zero."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warmroute.config import Health as HealthConfig
+from warmroute.config import NodeConfig
+from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
+from warmroute.fleet.health import Standing
+from warmroute.fleet.node import Node, Outcome
+from warmroute.fleet.ticket import Ticket
+
+HEALTH = HealthConfig()
+
+
+def config(name: str, *models: str, role: str = "mixed", url: str = "") -> NodeConfig:
+    return NodeConfig(url=url or f"http://{name}:1", name=name, models=models, role=role)  # type: ignore[arg-type]
+
+
+def fleet_of(*configs: NodeConfig) -> Fleet:
+    fleet = Fleet(HEALTH)
+    for each in configs:
+        fleet.check_passed(fleet.add(each), 0)
+    return fleet
+
+
+def up(fleet: Fleet, model: str = "m") -> list[str]:
+    group = fleet.group(model)
+    return [node.name for node in group.up.nodes] if group else []
+
+
+def test_models_bring_nodes_together() -> None:
+    fleet = fleet_of(config("a", "x", "y"), config("b", "y", "z"), config("c", "z"))
+    assert {model: up(fleet, model) for model in fleet.models} == {"x": ["a"], "y": ["a", "b"], "z": ["b", "c"]}
+    assert fleet.group("none") is None
+
+
+def test_a_node_is_no_candidate_before_its_first_check() -> None:
+    fleet = Fleet(HEALTH)
+    fleet.add(config("a", "m"))
+    assert up(fleet) == [] and not fleet.can_serve
+
+
+def test_models_that_a_node_names_itself_are_taken_and_follow_its_changes() -> None:
+    fleet = fleet_of(config("a"), config("b", "fixed"))
+    node = fleet.node("a")
+    assert not fleet.fully_known
+    fleet.saw_models(node, ["m", "n", "m"], [{"id": "m"}])
+    assert fleet.fully_known and up(fleet, "m") == ["a"] and up(fleet, "n") == ["a"]
+    fleet.saw_models(node, ["n"], [])
+    assert fleet.group("m") is None and up(fleet, "n") == ["a"]
+    fleet.saw_models(fleet.node("b"), ["other"], [])
+    assert up(fleet, "fixed") == ["b"] and fleet.group("other") is None, "configured models are not overruled"
+
+
+def test_requests_go_to_mixed_nodes_and_to_decode_where_there_are_none() -> None:
+    fleet = fleet_of(config("p", "m", role="prefill"), config("d", "m", role="decode"), config("x", "m"))
+    assert up(fleet) == ["x"]
+    fleet.drain("x")
+    assert up(fleet) == ["d"]
+    fleet.remove("d")
+    assert up(fleet) == [] and not fleet.can_serve
+    fleet.drain("x", False)
+    assert up(fleet) == ["x"]
+
+
+def test_a_draining_node_takes_no_new_request_and_keeps_its_running_ones() -> None:
+    fleet = fleet_of(config("a", "m"), config("b", "m"))
+    node = fleet.node("a")
+    ticket = Ticket(node, 0)
+    fleet.drain("a")
+    assert up(fleet) == ["b"] and node.inflight == 1
+    fleet.close_ticket(ticket, Outcome.OK, 1)
+    assert node.inflight == 0
+    fleet.drain("a", False)
+    assert up(fleet) == ["a", "b"]
+
+
+def test_the_last_node_is_never_evicted_for_being_slow() -> None:
+    fleet = fleet_of(config("a", "m"))
+    node = fleet.node("a")
+    for second in range(0, 1000, 10):
+        fleet.check_slow(node, second)
+    group = fleet.group("m")
+    assert group is not None and node.health.standing is Standing.OPEN
+    assert group.at_need.nodes == (node,) and fleet.can_serve
+
+
+def test_a_node_that_nobody_listens_on_is_no_candidate_at_all() -> None:
+    fleet = fleet_of(config("a", "m"))
+    fleet.check_refused(fleet.node("a"), 0, "refused")
+    group = fleet.group("m")
+    assert group is not None and not group.at_need.nodes and not fleet.can_serve
+
+
+def test_names_are_taken_once_and_unknown_ones_are_said() -> None:
+    fleet = fleet_of(config("a", "m"))
+    with pytest.raises(NameTaken):
+        fleet.add(config("a", "m"))
+    for call in (fleet.node, fleet.remove, fleet.drain):
+        with pytest.raises(UnknownNode):
+            call("none")
+
+
+def test_each_change_of_standing_is_told_once() -> None:
+    told: list[tuple[str, str]] = []
+    fleet = Fleet(HEALTH, lambda node, before: told.append((before.value, node.health.standing.value)))
+    node = fleet.add(config("a", "m"))
+    for _ in range(3):
+        fleet.check_passed(node, 0)
+    for _ in range(HEALTH.failures + 3):
+        fleet.close_ticket(Ticket(node, 0), Outcome.FAILED, 0, "x")
+    for _ in range(3):
+        fleet.check_passed(node, 50)
+    fleet.close_ticket(Ticket(node, 50), Outcome.OK, 51)
+    for _ in range(3):
+        fleet.check_refused(node, 52, "gone")
+    for _ in range(3):
+        fleet.check_passed(node, 53)
+    assert told == [
+        ("unknown", "up"), ("up", "open"), ("open", "half_open"), ("half_open", "up"), ("up", "open"), ("open", "up"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("outcome", "standing"),
+    [(Outcome.OK, "up"), (Outcome.REJECTED, "up"), (Outcome.BUSY, "half_open"), (Outcome.LEFT, "half_open"),
+     (Outcome.FAILED, "open"), (Outcome.BROKEN, "open")],
+)  # fmt: skip
+def test_what_a_trial_says_of_a_node(outcome: Outcome, standing: str) -> None:
+    fleet = fleet_of(config("a", "m"))
+    node = fleet.node("a")
+    for _ in range(HEALTH.failures):
+        fleet.close_ticket(Ticket(node, 0), Outcome.FAILED, 0, "x")
+    fleet.check_passed(node, 10)
+    assert node.health.standing is Standing.HALF_OPEN
+    fleet.close_ticket(Ticket(node, 10), outcome, 11, "x")
+    assert node.health.standing.value == standing and node.inflight == 0
+
+
+def test_busy_answers_never_open_the_breaker() -> None:
+    fleet = fleet_of(config("a", "m"))
+    for _ in range(100):
+        fleet.close_ticket(Ticket(fleet.node("a"), 0), Outcome.BUSY, 0)
+    assert up(fleet) == ["a"]
+
+
+# Reloading.
+
+
+def test_a_new_configuration_adds_and_removes_and_leaves_the_rest_alone() -> None:
+    fleet = Fleet(HEALTH)
+    added, removed = fleet.reconfigure([config("a", "m"), config("b", "m")], HEALTH)
+    assert [node.name for node in added] == ["a", "b"] and removed == []
+    kept = fleet.node("b")
+    fleet.add(config("by-hand", "m"))
+    added, removed = fleet.reconfigure([config("b", "m"), config("c", "m")], HEALTH)
+    assert [node.name for node in added] == ["c"] and [node.name for node in removed] == ["a"]
+    assert fleet.node("b") is kept and fleet.node("by-hand")
+
+
+def test_a_node_whose_configuration_changed_is_another_node() -> None:
+    fleet = Fleet(HEALTH)
+    fleet.reconfigure([config("a", "m")], HEALTH)
+    before = fleet.node("a")
+    ticket = Ticket(before, 0)
+    fleet.reconfigure([config("a", "m", url="http://other:1")], HEALTH)
+    assert fleet.node("a") is not before and before.draining
+    fleet.close_ticket(ticket, Outcome.OK, 1)
+    assert before.inflight == 0 and fleet.node("a").inflight == 0
+
+
+# Tickets.
+
+
+def test_a_ticket_is_closed_once_however_often_it_is_told() -> None:
+    fleet = fleet_of(config("a", "m", "n"))
+    node = fleet.node("a")
+    ticket = Ticket(node, 0)
+    assert [group.inflight for group in node.groups] == [1, 1]
+    for outcome in (Outcome.OK, Outcome.FAILED, Outcome.LEFT):
+        ticket.close(outcome, 1)
+    assert node.inflight == 0 and node.outcomes == [1, 0, 0, 0, 0, 0]
+    assert [group.inflight for group in node.groups] == [0, 0]
+
+
+def test_a_ticket_is_closed_by_its_context_whatever_happens() -> None:
+    node = fleet_of(config("a", "m")).node("a")
+    with pytest.raises(RuntimeError), Ticket(node, 0):
+        raise RuntimeError
+    assert node.inflight == 0 and node.outcomes[Outcome.LEFT] == 1
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from(["open", "close", "models", "drain", "remove", "add"])),
+        max_size=60,
+    )
+)
+def test_every_counter_returns_to_zero_whatever_happens_to_the_fleet(steps: list[tuple[int, str]]) -> None:
+    fleet = fleet_of(*(config(f"n{number}") for number in range(3)))
+    for node in fleet:
+        fleet.saw_models(node, ["m"], [])
+    tickets: list[Ticket] = []
+    nodes: set[Node] = set(fleet)
+    groups = {group for node in nodes for group in node.groups}
+    for number, step in steps:
+        name = f"n{number}"
+        there = next((node for node in fleet if node.name == name), None)
+        if step == "open" and there:
+            tickets.append(Ticket(there, 0))
+        elif step == "close" and tickets:
+            fleet.close_ticket(tickets.pop(number % len(tickets)), Outcome(number), 1, "x")
+        elif step == "models" and there:
+            fleet.saw_models(there, ["m", "n"][: number + 1], [])
+        elif step == "drain" and there:
+            fleet.drain(name, number % 2 == 0)
+        elif step == "remove" and there:
+            fleet.remove(name)
+        elif step == "add" and not there:
+            nodes.add(fleet.add(config(name, "m")))
+        nodes |= set(fleet)
+        groups |= {group for node in nodes for group in node.groups}
+    assert sum(node.inflight for node in nodes) == len(tickets)
+    for ticket in tickets:
+        fleet.close_ticket(ticket, Outcome.FAILED, 2, "x")
+    assert all(node.inflight == 0 for node in nodes) and all(group.inflight == 0 for group in groups)
+
+
+# Load.
+
+
+def test_load_is_exact_for_ours_and_as_last_polled_for_others() -> None:
+    node = fleet_of(config("a", "m")).node("a")
+    tickets = [Ticket(node, 0) for _ in range(3)]
+    node.saw_load(running=4, waiting=3, kv_usage=0.5, now_s=1)
+    assert (node.foreign, node.load) == (4, 7)
+    tickets.append(Ticket(node, 1))
+    assert node.load == 8, "ours counts at once"
+    for ticket in tickets:
+        ticket.close(Outcome.OK, 2)
+    assert node.load == 4
+    node.saw_load(0, 0, 0.0, 3)
+    assert node.load == 0
+
+
+def test_an_engine_that_reports_less_than_ours_is_never_below_ours() -> None:
+    node = fleet_of(config("a", "m")).node("a")
+    tickets = [Ticket(node, 0) for _ in range(3)]
+    node.saw_load(1, 0, 0.1, 1)
+    assert (node.foreign, node.load) == (0, 3)
+    assert len(tickets) == 3
+
+
+def test_what_is_too_old_no_longer_counts() -> None:
+    node = fleet_of(config("a", "m")).node("a")
+    node.saw_load(5, 5, 0.9, 1)
+    node.lost_sight_of_load()
+    assert (node.load, node.waiting, node.kv_usage) == (0, 0, 0.0)
+
+
+def test_latency_is_a_moving_average_of_whole_answers_only() -> None:
+    node = fleet_of(config("a", "m")).node("a")
+    Ticket(node, 0).close(Outcome.FAILED, 99)
+    assert node.latency_ms == 0
+    Ticket(node, 0).close(Outcome.OK, 1)
+    assert node.latency_ms == 1000
+    Ticket(node, 0).close(Outcome.OK, 2)
+    assert node.latency_ms == pytest.approx(1100)
+
+
+def test_first_bytes_fall_into_their_buckets() -> None:
+    node = fleet_of(config("a", "m")).node("a")
+    for ms in (1, 5, 6, 70_000):
+        Ticket(node, 0).first_byte(ms / 1000)
+    assert sum(node.first_byte_counts) == 4
+    assert node.first_byte_counts[0] == 2 and node.first_byte_counts[1] == 1 and node.first_byte_counts[-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "port"),
+    [("http://a", "a", 80), ("https://a/", "a", 443), ("http://[::1]:8000", "::1", 8000), ("http://a:1", "a", 1)],
+)
+def test_a_url_says_where_a_node_is(url: str, host: str, port: int) -> None:
+    node = Node(NodeConfig(url=url), HEALTH)
+    assert (node.host, node.port) == (host, port)

@@ -1,0 +1,227 @@
+"""The compiled index against plain Python, over random sequences of operations."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from warmroute.index import NO_PARENT, PARENT_LOST, BlockIndex, Tier
+from warmroute.index.plain import PlainIndex, chain
+
+BLOCK = 2
+tiers = st.sampled_from([Tier.GPU, Tier.GPU, Tier.GPU, *Tier])
+few_tokens = st.integers(1, 6).flatmap(lambda n: st.lists(st.integers(0, 1), min_size=n * BLOCK, max_size=n * BLOCK))
+engine_hashes = st.integers(-8, 12) | st.sampled_from([b"a" * 32, b"b" * 32, 2**64 - 1, 2**63])
+own_hashes = st.lists(st.integers(0, 9), max_size=8)
+which = st.integers(0, 50)
+
+
+def in_order(rows):
+    return sorted(rows)
+
+
+class Equal(RuleBasedStateMachine):
+    """Few places, few tokens, few hashes: so that duplicates, aliases, conflicts and shared blocks are the rule."""
+
+    budget_bytes = 1 << 24
+
+    @initialize(extra_places=st.sampled_from([0, 2, 5]))
+    def begin(self, extra_places):
+        self.index, self.plain = BlockIndex(self.budget_bytes), PlainIndex()
+        self.open: list[int] = []
+        for _ in range(2 + extra_places):
+            self.open_place()
+
+    @rule()
+    def open_place(self):
+        if len(self.open) < 12:
+            place = self.index.open_place()
+            assert place not in self.open
+            self.open.append(place)
+            self.plain.open_place(place)
+
+    @precondition(lambda self: len(self.open) > 1)
+    @rule(at=which)
+    def close_place(self, at):
+        place = self.open.pop(at % len(self.open))
+        self.index.close_place(place)
+        self.plain.close_place(place)
+
+    @rule(at=which)
+    def clear(self, at):
+        place = self.open[at % len(self.open)]
+        self.index.clear(place)
+        self.plain.clear(place)
+
+    @rule(
+        at=which,
+        namespace=st.integers(0, 1),
+        parent=st.none() | engine_hashes,
+        tokens=few_tokens,
+        tier=tiers,
+        salted=st.booleans(),
+        data=st.data(),
+    )
+    def store(self, at, namespace, parent, tokens, tier, salted, data):
+        place = self.open[at % len(self.open)]
+        n = len(tokens) // BLOCK
+        hashes = data.draw(st.lists(engine_hashes, min_size=n, max_size=n))
+        extra = [b"salt", *[None] * (n - 1)] if salted else None
+        arguments = (place, namespace, parent, hashes, tokens, BLOCK, tier, extra)
+        assert self.index.store(*arguments) == self.plain.store(*arguments)
+
+    @rule(at=which, hashes=st.lists(engine_hashes, max_size=5), tier=tiers)
+    def store_known(self, at, hashes, tier):
+        place = self.open[at % len(self.open)]
+        assert self.index.store_known(place, hashes, tier) == self.plain.store_known(place, hashes, tier)
+
+    @rule(at=which, hashes=own_hashes, tier=tiers, named=st.booleans())
+    def store_chain(self, at, hashes, tier, named):
+        place = self.open[at % len(self.open)]
+        names = [hash + 3 for hash in hashes] if named else None
+        assert self.index.store_chain(place, hashes, tier, names) == self.plain.store_chain(place, hashes, tier, names)
+
+    @rule(hashes=own_hashes, tier=tiers)
+    def store_chain_everywhere(self, hashes, tier):
+        for place in self.open:
+            self.index.store_chain(place, hashes, tier)
+            self.plain.store_chain(place, hashes, tier)
+
+    @rule(at=which, hashes=st.lists(engine_hashes, max_size=8), tier=tiers)
+    def remove(self, at, hashes, tier):
+        place = self.open[at % len(self.open)]
+        assert self.index.remove(place, hashes, tier) == self.plain.remove(place, hashes, tier)
+
+    @rule(at=which, hashes=own_hashes, tier=tiers)
+    def remove_chain(self, at, hashes, tier):
+        place = self.open[at % len(self.open)]
+        assert self.index.remove_chain(place, hashes, tier) == self.plain.remove_chain(place, hashes, tier)
+
+    @rule(tokens=few_tokens, namespace=st.integers(0, 1))
+    def match_a_prompt(self, tokens, namespace):
+        hashes = chain(namespace, None, tokens, BLOCK)
+        assert in_order(self.index.match(hashes)) == in_order(self.plain.match(hashes))
+
+    @rule(hashes=own_hashes)
+    def match(self, hashes):
+        assert in_order(self.index.match(hashes)) == in_order(self.plain.match(hashes))
+
+    @rule(pairs=st.integers(0, 3))
+    def sweep(self, pairs):
+        self.index.sweep(pairs)
+
+    @invariant()
+    def holds_the_same(self):
+        for place in self.open:
+            assert Counter(self.index.holdings(place)) == Counter(self.plain.holdings(place))
+        stats = self.index.stats()
+        assert stats["pairs"] == sum(map(self.index.pairs_of, self.open))
+        assert stats["bytes"] <= stats["charged_bytes"] <= stats["budget_bytes"]
+        assert stats["evicted"] == stats["refused"] == 0
+        if not stats["unswept_pairs"]:
+            blocks = {row[0] for place in self.open for row in self.plain.holdings(place)}
+            assert stats["blocks"] == len(blocks)
+
+    def teardown(self):
+        if not hasattr(self, "index"):
+            return
+        for place in self.open:
+            self.index.close_place(place)
+        self.index.sweep(1 << 40)
+        stats = self.index.stats()
+        assert stats["pairs"] == stats["blocks"] == stats["sets"] == stats["aliases"] == stats["unswept_pairs"] == 0
+
+
+TestEqual = Equal.TestCase
+TestEqual.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+@given(st.integers(0, 2**32), st.integers(2, 40), st.integers(1, 4))
+@settings(max_examples=25, deadline=None)
+def test_many_blocks_on_many_places(seed, n_places, turns):
+    """Large enough for pages to split and merge, and for sets to be shared and parted."""
+    source = random.Random(seed)
+    index, plain = BlockIndex(1 << 26), PlainIndex()
+    places = [index.open_place() for _ in range(n_places)]
+    for place in places:
+        plain.open_place(place)
+    prompts = [[source.getrandbits(64) for _ in range(source.randrange(1, 120))] for _ in range(6)]
+    for _ in range(turns):
+        for _ in range(40):
+            place, prompt = source.choice(places), source.choice(prompts)
+            part = prompt[: source.randrange(len(prompt) + 1)]
+            tier = source.choice([Tier.GPU, Tier.GPU, Tier.CPU, Tier.REMOTE])
+            for side in (index, plain):
+                side.store_chain(place, part, tier, [hash ^ place for hash in part])
+        for _ in range(20):
+            place, prompt = source.choice(places), source.choice(prompts)
+            gone = source.sample(prompt, source.randrange(len(prompt) + 1))
+            tier = source.choice([Tier.GPU, Tier.CPU])
+            names = [hash ^ place for hash in gone]
+            assert index.remove(place, names, tier) == plain.remove(place, names, tier)
+        cleared = source.choice(places)
+        index.clear(cleared)
+        plain.clear(cleared)
+        for prompt in prompts:
+            assert sorted(index.match(prompt)) == sorted(plain.match(prompt))
+    for place in places:
+        assert Counter(index.holdings(place)) == Counter(plain.holdings(place))
+
+
+@given(st.integers(0, 2**32), st.integers(65_536, 300_000))
+@settings(max_examples=25, deadline=None)
+def test_at_the_budget_it_forgets_but_never_invents(seed, budget_bytes):
+    """Whatever a small index still believes, an unbounded one believes too; and the bytes stay within the budget."""
+    source = random.Random(seed)
+    index, plain = BlockIndex(budget_bytes), PlainIndex()
+    places = [index.open_place() for _ in range(source.randrange(1, 9))]
+    for place in places:
+        plain.open_place(place)
+    prompts = [[source.getrandbits(64) for _ in range(60)] for _ in range(60)]
+    for _ in range(200):
+        place, prompt = source.choice(places), source.choice(prompts)
+        names = [hash ^ place for hash in prompt]
+        tier = source.choice([Tier.GPU, Tier.GPU, Tier.CPU])
+        doing = source.random()
+        if doing < 0.7:
+            plain.store_chain(place, prompt, tier, names)
+            index.store_chain(place, prompt, tier, names)
+        elif doing < 0.95:
+            for side in (index, plain):
+                side.remove(place, names[:20], tier)
+        else:
+            for side in (index, plain):
+                side.clear(place)
+        stats = index.stats()
+        assert stats["bytes"] <= stats["charged_bytes"] <= budget_bytes
+        if doing < 0.1:
+            believed = {row[0]: row[1:] for row in plain.match(prompt)}
+            for row in index.match(prompt):
+                assert all(ours <= all_ for ours, all_ in zip(row[1:], believed[row[0]], strict=True))
+    for place in places:
+        known = {row[0]: row[1:] for row in plain.holdings(place)}
+        for block, *counts in index.holdings(place):
+            assert all(ours <= all_ for ours, all_ in zip(counts, known[block], strict=True))
+    stats = index.stats()
+    lost = stats["evicted"] + stats["refused"]
+    assert lost or all(Counter(index.holdings(place)) == Counter(plain.holdings(place)) for place in places)
+    for place in places:
+        index.close_place(place)
+    index.sweep(1 << 40)
+    assert index.stats()["blocks"] == index.stats()["sets"] == index.stats()["aliases"] == 0
+
+
+def test_a_parent_that_the_budget_cost_is_no_gap():
+    index = BlockIndex(65_536)
+    place = index.open_place()
+    assert index.store(place, 1, 5, [6], [1, 2], 2, Tier.GPU) == NO_PARENT
+    for n in range(10_000):
+        index.store(place, 1, None, [n], [n, n], 2, Tier.GPU)
+    assert index.stats()["evicted"] > 0
+    assert index.store(place, 1, 1 << 60, [1 << 61], [1, 2], 2, Tier.GPU) == PARENT_LOST
+    index.clear(place)
+    assert index.store(place, 1, 1 << 60, [1 << 61], [1, 2], 2, Tier.GPU) == NO_PARENT
