@@ -100,6 +100,17 @@ async def test_the_same_configuration_is_no_change() -> None:
         assert r.service.reload() is None
 
 
+async def test_a_node_described_anew_at_the_same_address_goes_on_serving() -> None:
+    async with engines() as [engine], router(engine) as r:
+        node = r.node(0)
+        assert (
+            await reloaded(r, [{"url": engine.url, "name": "node0", "island": "aws/eu", "models": ["other"]}]) is None
+        )
+        assert r.node(0) is node and node.island == "aws/eu"
+        assert (await r.ask(post(chat(model="other")))).status == 200, "at once, without a check"
+        assert (await r.ask()).status == 404
+
+
 async def test_nodes_added_by_hand_stay_over_a_reload() -> None:
     async with engines(2) as [configured, by_hand], router(configured) as r:
         await r.admin("POST", "/admin/nodes", f'{{"url":"{by_hand.url}","name":"hand"}}'.encode())

@@ -54,6 +54,7 @@ class RequestHead:
     keep_alive: bool = True
     expects_continue: bool = False
     authorization: bytes = b""
+    api_key: bytes = b""
     request_id: bytes = b""
     forwarded_for: bytes = b""
     content_type: bytes = b""
@@ -165,6 +166,8 @@ def _read_request_head(data: bytes, end: int, max_fields: int) -> RequestHead:
             head.expects_continue = head.minor == 1
         elif name == b"authorization":
             head.authorization = value
+        elif name == b"x-api-key":
+            head.api_key = value
         elif name == b"x-request-id":
             if _REQUEST_ID.fullmatch(value):
                 head.request_id = value

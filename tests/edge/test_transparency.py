@@ -217,6 +217,26 @@ async def test_without_keys_here_authorization_is_the_nodes_affair() -> None:
         assert engine.seen[0].get(b"authorization") == [b"Bearer for-the-node"]
 
 
+async def test_an_api_key_field_passes_where_there_are_no_keys_here() -> None:
+    async with engines() as [engine], router(engine) as r:
+        await r.ask(post(headers=["X-Api-Key: secret"]))
+        assert engine.seen[0].get(b"x-api-key") == [b"secret"]
+
+
+async def test_an_api_key_field_is_a_key_too_and_stays_here() -> None:
+    async with engines() as [engine], router(engine, keys=[KEY]) as r:
+        assert (await r.ask(post(headers=["X-Api-Key: wrong"]))).status == 401
+        assert (await r.ask(post(path="/v1/messages", headers=["X-Api-Key: secret"]))).status == 200
+        assert engine.seen[0].get(b"x-api-key") == []
+
+
+async def test_the_engines_own_administration_is_not_reached() -> None:
+    async with engines() as [engine], router(engine) as r:
+        for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+            assert (await r.ask(post(path=path))).status == 404
+        assert engine.seen == []
+
+
 async def test_a_key_for_the_router_stays_here() -> None:
     async with engines() as [engine], router(engine, keys=[KEY]) as r:
         assert (await r.ask(post(headers=["Authorization: Bearer secret"]))).status == 200

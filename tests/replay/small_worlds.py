@@ -9,6 +9,7 @@ from warmroute.sim.engine.timing import Timing
 from warmroute.sim.profiles import Profile
 from warmroute.sim.workloads import Prompt, Segments
 from warmroute.sim.workloads.segments import named
+from warmroute.sim.workloads.text import KEY_TOKENS
 from warmroute.sim.world import Conditions, Island, NodeSpec, World
 
 # A prefill takes 1 ms a token, a decode step 10 ms: easy to reckon with.
@@ -28,13 +29,12 @@ def specs(count: int, *, profile: Profile = PLAIN, island: str = "local", blocks
 def prompt(
     *names: object, tokens: int = 64, output: int = 2, at_ms: float = 0.0, user: object = None, **more: object
 ) -> Prompt:
-    """A prompt made of segments with these names, `tokens` long each."""
-    text = Segments()
+    """A prompt made of segments with these names, `tokens` long each; `user` is what its first message begins with."""
+    text = Segments() if user is None else Segments().followed_by(named(user), KEY_TOKENS)
     for name in names or ("prompt",):
         text = text.followed_by(named(name), tokens)
     answer = text.followed_by(named("answer to", *names), output)
-    key = str(names[0] if user is None and names else user).encode()
-    return Prompt(text.tokens, output, answer, at_ms=at_ms, user=key, **more)  # type: ignore[arg-type]
+    return Prompt(text.tokens, output, answer, at_ms=at_ms, **more)  # type: ignore[arg-type]
 
 
 def books_are_closed(world: World) -> None:

@@ -12,7 +12,7 @@ import pytest
 from small_worlds import NEAR
 
 from warmroute.sim.engine import EngineConfig
-from warmroute.sim.loadgen.bodies import Talk, body, carried_on, messages, words
+from warmroute.sim.loadgen.bodies import Talk, body, carried_on, messages
 from warmroute.sim.loadgen.client import Broken, Refused, ask
 from warmroute.sim.loadgen.drive import Drive, Load
 from warmroute.sim.profiles import profile
@@ -20,6 +20,7 @@ from warmroute.sim.replay import Setup, contender, replay
 from warmroute.sim.server.app import EngineServer, ServerConfig
 from warmroute.sim.server.tokens import StandInTokenizer
 from warmroute.sim.workloads import choose
+from warmroute.sim.workloads.text import words
 from warmroute.sim.world import NodeSpec
 
 SPEED = 20.0

@@ -13,6 +13,7 @@ from small_worlds import NEAR, specs
 
 from warmroute.sim.workloads import GENERATORS, BadTrace, BadWorkload, Prompt, Segments, choose
 from warmroute.sim.workloads.arrivals import as_told, bursts, poisson
+from warmroute.sim.workloads.text import beginnings
 from warmroute.sim.workloads.trace import mean_rate, prompts
 from warmroute.sim.world import World
 
@@ -77,7 +78,7 @@ def test_a_trace_without_prefixes_has_unique_prompts() -> None:
     found = list(islice(prompts(TRACES / "azure2023_code.jsonl.gz"), 200))
     blocks = [block for one in found for block in chain(one)]
     assert len(set(blocks)) == len(blocks)
-    assert len({one.user for one in found}) == 200
+    assert len({beginnings(one, "chat") for one in found}) == 200
 
 
 def test_times_of_a_trace_keep_their_shape_at_another_rate(tmp_path: Path) -> None:
@@ -130,7 +131,9 @@ def test_segments_share_blocks_up_to_where_they_differ() -> None:
 def test_a_generator_is_its_seed(name: str) -> None:
     def told(seed: int) -> list[object]:
         found = islice(choose([name]).arrive(seed), 100)
-        return [(one.at_ms, one.prompt_tokens, one.output_tokens, one.user, one.priority, chain(one)) for one in found]
+        return [
+            (one.at_ms, one.prompt_tokens, one.output_tokens, one.session, one.priority, chain(one)) for one in found
+        ]
 
     assert told(1) == told(1)
     assert told(1) != told(2)
@@ -143,7 +146,7 @@ def test_prompts_with_one_key_begin_alike(name: str) -> None:
     """What the router takes for the same beginning is the same beginning in the engine's blocks."""
     by_key: dict[object, list[int]] = {}
     for one in islice(choose([name]).arrive(1), 300):
-        key = (one.system, one.user)
+        key = beginnings(one, "chat")
         blocks = chain(one)
         if key in by_key and blocks and by_key[key]:
             assert by_key[key][0] == blocks[0]
@@ -156,13 +159,14 @@ def test_llm_d_is_as_published() -> None:
     assert {one.prompt_tokens for one in found} == {7200}
     assert {one.output_tokens for one in found} == {1000}
     assert len({one.session for one in found}) == 150
-    assert len({one.user for one in found}) == 750
+    assert len({beginnings(one, "chat") for one in found}) == 750
+    assert len({beginnings(one, "chat")[0] for one in found}) == 150
     assert found[-1].at_ms / 1000 == pytest.approx(750 / 20, rel=0.15)
 
 
 def test_a_storm_is_mostly_one_prefix() -> None:
     found = list(islice(choose(["hot_prefix_storm", "calm=100", "storm=100"]).arrive(1), 200))
-    hot = [one.user == b"hot 0" for one in found]
+    hot = [one.session == b"hot 0" for one in found]
     assert not any(hot[:100])
     assert sum(hot[100:]) > 80
 

@@ -26,7 +26,7 @@
 enum { OK, BAD_LINE, BAD_TARGET, BAD_VERSION, BAD_FIELD, TOO_MANY_FIELDS, BAD_LENGTH, CODING_TWICE, BAD_CODING,
        BAD_EXPECT, BAD_HOST, LENGTH_AND_CODING, CODING_IN_1_0, BAD_CONNECTION };
 
-enum { PASS, HOST, LENGTH, CODING, CONNECTION, EXPECT, AUTHORIZATION, REQUEST_ID, FORWARDED_FOR, TYPE, DROP, RETRY_AFTER };
+enum { PASS, HOST, LENGTH, CODING, CONNECTION, EXPECT, AUTHORIZATION, REQUEST_ID, FORWARDED_FOR, API_KEY, TYPE, DROP, RETRY_AFTER };
 
 static unsigned char is_token[256], is_text[256];
 static PyObject *empty, *post, *get;
@@ -49,6 +49,7 @@ static int request_field(const char *name, size_t n) {
     case 4: return same(name, n, "host") ? HOST : PASS;
     case 6: return same(name, n, "expect") ? EXPECT : PASS;
     case 7: return same(name, n, "trailer") || same(name, n, "upgrade") ? DROP : PASS;
+    case 9: return same(name, n, "x-api-key") ? API_KEY : PASS;
     case 10: return same(name, n, "connection") ? CONNECTION : same(name, n, "keep-alive") ? DROP : PASS;
     case 12: return same(name, n, "content-type") ? TYPE : same(name, n, "x-request-id") ? REQUEST_ID : PASS;
     case 13: return same(name, n, "authorization") ? AUTHORIZATION : PASS;
@@ -201,7 +202,7 @@ static int read_args(PyObject *const *args, Py_ssize_t n, Py_ssize_t want, const
 
 typedef struct {
     PyObject_HEAD
-    PyObject *method, *target, *authorization, *request_id, *forwarded_for, *content_type, *passing, *fields;
+    PyObject *method, *target, *authorization, *api_key, *request_id, *forwarded_for, *content_type, *passing, *fields;
     long long length;
     int minor;
     char keep_alive, expects_continue, chunked;
@@ -211,6 +212,7 @@ static void request_head_free(RequestHead *h) {
     Py_XDECREF(h->method);
     Py_XDECREF(h->target);
     Py_XDECREF(h->authorization);
+    Py_XDECREF(h->api_key);
     Py_XDECREF(h->request_id);
     Py_XDECREF(h->forwarded_for);
     Py_XDECREF(h->content_type);
@@ -238,6 +240,7 @@ static PyMemberDef request_head_members[] = {
     {"method", T_OBJECT_EX, offsetof(RequestHead, method), READONLY, NULL},
     {"target", T_OBJECT_EX, offsetof(RequestHead, target), READONLY, NULL},
     {"authorization", T_OBJECT_EX, offsetof(RequestHead, authorization), READONLY, NULL},
+    {"api_key", T_OBJECT_EX, offsetof(RequestHead, api_key), READONLY, NULL},
     {"request_id", T_OBJECT_EX, offsetof(RequestHead, request_id), READONLY, NULL},
     {"forwarded_for", T_OBJECT_EX, offsetof(RequestHead, forwarded_for), READONLY, NULL},
     {"content_type", T_OBJECT_EX, offsetof(RequestHead, content_type), READONLY, NULL},
@@ -329,6 +332,7 @@ static PyObject *read_request_head(PyObject *self, PyObject *const *args, Py_ssi
         return NULL;
     h->method = h->target = h->passing = h->fields = NULL;
     h->authorization = Py_NewRef(empty);
+    h->api_key = Py_NewRef(empty);
     h->request_id = Py_NewRef(empty);
     h->forwarded_for = Py_NewRef(empty);
     h->content_type = Py_NewRef(empty);
@@ -396,6 +400,9 @@ static PyObject *read_request_head(PyObject *self, PyObject *const *args, Py_ssi
             break;
         case AUTHORIZATION:
             SET(h->authorization, value_of(&f));
+            break;
+        case API_KEY:
+            SET(h->api_key, value_of(&f));
             break;
         case REQUEST_ID: {
             size_t i = 0;

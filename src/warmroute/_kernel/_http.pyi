@@ -10,6 +10,8 @@ class RequestHead:
     keep_alive: bool
     expects_continue: bool
     authorization: bytes
+    api_key: bytes
+    """What an X-Api-Key field says, which is how Anthropic's clients send it."""
     request_id: bytes
     """As the client gave it; empty where it gave none that can be used."""
     forwarded_for: bytes

@@ -99,8 +99,11 @@ class ProxyExchange:
         if peer:
             forwarded = forwarded + b", " + peer if forwarded else peer
         authorization = pool.key_line
-        if not authorization and head.authorization and proxy.passes_authorization:
-            authorization = b"Authorization: %b\r\n" % head.authorization
+        if not authorization and proxy.passes_authorization:
+            if head.authorization:
+                authorization = b"Authorization: %b\r\n" % head.authorization
+            if head.api_key:
+                authorization += b"X-Api-Key: %b\r\n" % head.api_key
         connection.begin(
             self,
             b"%b %b HTTP/1.1\r\n%b%b%bContent-Length: %d\r\nX-Request-Id: %b\r\n%b\r\n"

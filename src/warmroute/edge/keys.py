@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 from warmroute.config import KeyConfig
+from warmroute.edge.head import RequestHead
 
 
 def hash_key(key: str) -> str:
@@ -20,9 +21,9 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._tenants)
 
-    def tenant(self, authorization: bytes) -> str | None:
-        """Whose key an Authorization field carries; None where it carries none that is known."""
-        scheme, _, key = authorization.partition(b" ")
+    def tenant(self, head: RequestHead) -> str | None:
+        """Whose key a request carries, as Bearer or as X-Api-Key; None where it carries none that is known."""
+        scheme, _, key = head.authorization.partition(b" ")
         if scheme.lower() != b"bearer":
-            return None
-        return self._tenants.get(sha256(key.strip()).digest())
+            key = head.api_key
+        return self._tenants.get(sha256(key.strip()).digest()) if key else None

@@ -44,6 +44,8 @@ FORWARDED: Final = frozenset(
         b"/detokenize",
     }
 )
+NEVER_FORWARDED: Final = frozenset({b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter"})
+"""An engine's own administration, which is no client's business."""
 CHATS: Final = (b"/v1/chat/completions", b"/v1/messages")
 RETRY_AFTER_S: Final = 1
 
@@ -89,7 +91,7 @@ class Proxy:
                     raise errors.method_not_allowed("GET")
                 return
             self._admit_path(head.method, path)
-        if self._keys and self._keys.tenant(head.authorization) is None:
+        if self._keys and self._keys.tenant(head) is None:
             raise errors.unauthorized()
 
     def _admit_path(self, method: bytes, path: bytes) -> None:
@@ -99,7 +101,7 @@ class Proxy:
         elif path in FORWARDED:
             if method != b"POST":
                 raise errors.method_not_allowed("POST")
-        elif not path.startswith(b"/v1/") or method != b"POST" or _climbs(path):
+        elif not path.startswith(b"/v1/") or method != b"POST" or path in NEVER_FORWARDED or _climbs(path):
             raise errors.not_found(path.decode("ascii", "replace")[:200])
 
     # With the body.

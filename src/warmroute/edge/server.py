@@ -110,9 +110,12 @@ class Client(asyncio.Protocol):
         "_keep_alive",
         "_listener",
         "_missing",
+        "_overran",
         "_paused",
         "_pending",
         "_phase",
+        "_searched",
+        "_unread_bytes",
         "bucket",
         "deadline_s",
         "peer",
@@ -132,6 +135,12 @@ class Client(asyncio.Protocol):
         """A head that has not wholly arrived, or requests sent ahead."""
         self._paused = False
         """The client reads more slowly than it is written to."""
+        self._unread_bytes = 0
+        """What it had yet to read when its time to do so began."""
+        self._searched = 0
+        """How much of a head that has not wholly arrived was looked through."""
+        self._overran = False
+        """It has sent more ahead than is held."""
         # per request
         self._head: RequestHead
         self._body = bytearray()
@@ -188,6 +197,7 @@ class Client(asyncio.Protocol):
             self._exchange.client_ready()
 
     def _arm_stall(self) -> None:
+        self._unread_bytes = self.transport.get_write_buffer_size()
         deadlines = self._listener.deadlines
         deadlines.arm(self, deadlines.now() + self._listener.limits.stall_timeout_s)
 
@@ -199,6 +209,8 @@ class Client(asyncio.Protocol):
             self._refuse_and_close(errors.body_timeout(limits.body_timeout_s))
         elif self._phase == HEAD and not self.transport.get_write_buffer_size():
             self._close()  # idle
+        elif self.transport.get_write_buffer_size() < self._unread_bytes:
+            self._arm_stall()  # it reads, if slowly
         else:
             self.abort()  # it has stopped reading, or does not go
 
@@ -246,6 +258,7 @@ class Client(asyncio.Protocol):
         self._pending += data
         if len(self._pending) > _AHEAD_BYTES:
             self._keep_alive = False
+            self._overran = True
             self._pending = None
 
     def _seek_head(self) -> None:
@@ -253,13 +266,16 @@ class Client(asyncio.Protocol):
         assert pending is not None
         if pending[:2] == b"\r\n":  # an empty line before a request is to be passed over (RFC 9112, 2.2)
             del pending[:2]
-        end = pending.find(b"\r\n\r\n")
+        start = max(0, self._searched - 3)
+        end = pending.find(b"\r\n\r\n", start)
+        self._searched = len(pending)
         if end >= 0:
             self._pending = None
+            self._searched = 0
             self._take_head(bytes(pending), end)
         elif len(pending) > self._listener.limits.header_bytes:
             self._refuse_and_close(errors.head_too_large(self._listener.limits.header_bytes))
-        elif _BARE_LINE_END.search(pending):
+        elif _BARE_LINE_END.search(pending, start):
             self._refuse_and_close(errors.bad_request("A line of the head does not end in CR LF."))
 
     def _take_head(self, data: bytes, end: int) -> None:
@@ -403,7 +419,9 @@ class Client(asyncio.Protocol):
         if self._phase != BUSY:
             return
         listener = self._listener
-        if not keep_alive or not self._keep_alive or listener.closing:
+        if self._overran:
+            self._linger()
+        elif not keep_alive or not self._keep_alive or listener.closing:
             self._close()
         elif self._paused:
             self._phase = BEHIND
@@ -467,13 +485,14 @@ class Client(asyncio.Protocol):
         self.reply(refusal.status, refusal.body(), headers)
 
     def _refuse_and_close(self, refusal: Refusal) -> None:
-        """Answers with an error where what follows on the connection can't be read as a request.
-
-        Says no more, but reads on for a moment: closing on unread data would destroy the error on its way.
-        """
+        """Answers with an error where what follows on the connection can't be read as a request."""
         self._listener.handler.refused(refusal)
         self.write(render_reply(refusal.status, refusal.body(), refusal.headers, "application/json", _CLOSE_LINE))
         self._exchange = None
+        self._linger()
+
+    def _linger(self) -> None:
+        """Says no more, but reads on for a moment: closing on unread data would destroy the answer on its way."""
         self._phase = LINGER
         self._pending = None
         self.release_body()

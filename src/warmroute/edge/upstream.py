@@ -184,9 +184,9 @@ class Connection(asyncio.Protocol):
         try:
             while True:
                 end = data.find(b"\r\n\r\n")
+                if (end if end >= 0 else len(data)) > self._pool.config.response_header_bytes:
+                    raise BrokenResponse("its head is too large")
                 if end < 0:
-                    if len(data) > self._pool.config.response_header_bytes:
-                        raise BrokenResponse("its head is too large")
                     self._buffer = data
                     return
                 head = read_response_head(data, end)
@@ -331,6 +331,15 @@ def _fault(error: OSError) -> ConnectFault:
     return ConnectFault.OURS if error.errno in _OURS else ConnectFault.FAILED
 
 
+def _tls_fault(error: ssl.SSLError) -> ConnectFault:
+    """Not who it should be, or no TLS at all, is for certain; anything else may pass."""
+    certain = isinstance(error, ssl.SSLCertVerificationError) or error.reason in (
+        "WRONG_VERSION_NUMBER",
+        "HTTP_REQUEST",
+    )
+    return ConnectFault.REFUSED if certain else ConnectFault.FAILED
+
+
 class NodePool:
     """Connections to one node: those without work wait here, the one used last is taken first."""
 
@@ -384,9 +393,7 @@ class NodePool:
         except TimeoutError:
             asker.connect_failed(ConnectFault.FAILED, "connecting to the node timed out")
         except ssl.SSLError as error:
-            asker.connect_failed(
-                ConnectFault.REFUSED, f"the node's TLS is not trusted: {error.reason or 'handshake failed'}"
-            )
+            asker.connect_failed(_tls_fault(error), f"the node's TLS fails: {error.reason or 'handshake failed'}")
         except OSError as error:
             asker.connect_failed(_fault(error), f"the node can't be reached: {error.strerror or type(error).__name__}")
         except Exception as error:  # a host name that is none, say

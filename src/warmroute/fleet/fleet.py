@@ -76,10 +76,14 @@ class Fleet:
         """Makes the fleet that of a new configuration; returns the nodes added and removed."""
         self._health = health
         wanted = {node_name(config): config for config in nodes}
-        gone = [
-            name for name in self._configured if name in self._nodes and wanted.get(name) != self._nodes[name].config
-        ]
-        removed = [self.remove(name) for name in gone]
+        removed = []
+        for name in self._configured & self._nodes.keys():
+            node, config = self._nodes[name], wanted.get(name)
+            if config is None or config.url != node.config.url:
+                removed.append(self.remove(name))
+            elif config != node.config:
+                node.redescribe(config)
+                self._regroup(node)
         added = [self.add(config) for name, config in wanted.items() if name not in self._nodes]
         self._configured = set(wanted)
         for node in self:

@@ -37,6 +37,7 @@ class Health:
         "_open_for_s",
         "_slow_checks",
         "certain",
+        "half_open_s",
         "heard_s",
         "open_until_s",
         "reason",
@@ -54,6 +55,7 @@ class Health:
         """OPEN because nobody listens or the node said so, not on suspicion."""
         self.open_until_s = 0.0
         self.up_since_s = -1e9
+        self.half_open_s = -1e9
         self.heard_s = -1e9
         """When the node last answered anything."""
         self.reason = "not yet checked"
@@ -70,6 +72,7 @@ class Health:
             self._come_back(now_s, "check passed")
         elif self.standing is Standing.OPEN and now_s >= self.open_until_s:
             self.standing, self.reason = Standing.HALF_OPEN, "check passed; on trial"
+            self.half_open_s = now_s
 
     def check_slow(self, now_s: float, heard_s: float = -1e9) -> None:
         """A check got no answer in time. `heard_s`: when the node last sent anything of a running answer."""

@@ -49,6 +49,7 @@ class Node:
         "inflight",
         "island",
         "kv_usage",
+        "last_ticket_s",
         "latency_ms",
         "model_cards",
         "models",
@@ -66,16 +67,12 @@ class Node:
 
     def __init__(self, config: NodeConfig, health: HealthConfig) -> None:
         parts = urlsplit(config.url)
-        self.config = config
         self.name = node_name(config)
         self.url = config.url.rstrip("/")
         self.scheme = parts.scheme
         self.host = parts.hostname or ""
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
-        self.island = config.island
-        self.role = config.role
-        self.engine: str = config.engine
-        self.api_key_env = config.api_key_env
+        self._describe(config)
         self.seed = key_hash(self.name.encode())
         """The node's seed in rendezvous hashing: from its name, so that an address may change under it."""
 
@@ -98,10 +95,29 @@ class Node:
         self.inflight = 0
         self.foreign = 0
         """Requests that the node reported at the last poll beyond those this router had there."""
+        self.last_ticket_s = -1e9
         self.latency_ms = 0.0
         self.outcomes = [0] * len(Outcome)
         self.first_byte_counts = [0] * (len(FIRST_BYTE_BOUNDS_MS) + 1)
         self.first_byte_sum_ms = 0.0
+
+    def _describe(self, config: NodeConfig) -> None:
+        self.config = config
+        self.island = config.island
+        self.role = config.role
+        self.engine: str = config.engine
+        self.api_key_env = config.api_key_env
+
+    def redescribe(self, config: NodeConfig) -> None:
+        """Takes a changed configuration of the same endpoint: what is known of it stays."""
+        self._describe(config)
+        if config.models:
+            self.models = config.models
+
+    @property
+    def awaits_trial(self) -> bool:
+        """On trial, and no request is there that could pass it: older ones do not count."""
+        return not self.inflight or self.last_ticket_s < self.health.half_open_s
 
     @property
     def load(self) -> int:

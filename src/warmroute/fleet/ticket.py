@@ -17,6 +17,7 @@ class Ticket:
         self._open = True
         self._groups = node.groups
         node.inflight += 1
+        node.last_ticket_s = now_s
         for group in self._groups:
             group.inflight += 1
 

@@ -51,7 +51,7 @@ class Router:
         if len(candidates) < len(everyone):  # those left out for now still stand in at need
             decision = decision.with_more(everyone.nodes)
         if group.trials and candidates is not group.at_need:
-            node = next((node for node in group.trials if not node.inflight), None)
+            node = next((node for node in group.trials if node.awaits_trial), None)
             if node is not None:
                 return Decision(node, "trial", "on trial", lambda: [decision.node, *decision.fallbacks()])
         return decision

