@@ -68,14 +68,14 @@ def test_openai_client_lists_models(client: openai.OpenAI) -> None:
 
 
 def test_openai_client_chats(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=12)  # type: ignore[arg-type]
+    answer = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=12)
     assert answer.choices[0].message.content
     assert answer.usage is not None and answer.usage.completion_tokens == 12
 
 
 def test_openai_client_streams(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
-        model="m", messages=MESSAGES, max_tokens=12, stream=True, stream_options={"include_usage": True}  # type: ignore[arg-type]
+        model="m", messages=MESSAGES, max_tokens=12, stream=True, stream_options={"include_usage": True}
     )  # fmt: skip
     chunks = list(stream)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
@@ -84,19 +84,19 @@ def test_openai_client_streams(client: openai.OpenAI) -> None:
 
 def test_openai_client_finds_its_cache_on_the_second_turn(client: openai.OpenAI) -> None:
     conversation = [{"role": "system", "content": "a conversation of its own " * 60}, MESSAGES[1]]
-    first = client.chat.completions.create(model="m", messages=conversation, max_tokens=8)  # type: ignore[arg-type]
+    first = client.chat.completions.create(model="m", messages=conversation, max_tokens=8)
     conversation += [
         {"role": "assistant", "content": first.choices[0].message.content or ""},
         {"role": "user", "content": "go on"},
     ]
-    second = client.chat.completions.create(model="m", messages=conversation, max_tokens=8)  # type: ignore[arg-type]
+    second = client.chat.completions.create(model="m", messages=conversation, max_tokens=8)
     assert second.usage is not None and second.usage.prompt_tokens_details is not None
     assert (second.usage.prompt_tokens_details.cached_tokens or 0) > 100
 
 
 def test_openai_client_with_tools(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
-        model="m", messages=MESSAGES, tools=TOOLS, tool_choice="auto", max_tokens=4  # type: ignore[arg-type]
+        model="m", messages=MESSAGES, tools=TOOLS, tool_choice="auto", max_tokens=4
     )  # fmt: skip
     assert answer.choices
 
@@ -107,7 +107,7 @@ def test_openai_client_completes(client: openai.OpenAI) -> None:
 
 def test_openai_client_reads_our_errors(client: openai.OpenAI, url: str) -> None:
     with pytest.raises(openai.NotFoundError) as not_found:
-        client.chat.completions.create(model="nope", messages=MESSAGES)  # type: ignore[arg-type]
+        client.chat.completions.create(model="nope", messages=MESSAGES)
     assert not_found.value.code == "model_not_found"
 
 
@@ -117,14 +117,14 @@ def test_openai_async_client(url: str) -> None:
 
             async def whole(number: int) -> int:
                 messages = [{"role": "user", "content": f"number {number}"}]
-                answer = await client.chat.completions.create(model="m", messages=messages, max_tokens=6)  # type: ignore[arg-type]
+                answer = await client.chat.completions.create(model="m", messages=messages, max_tokens=6)
                 assert answer.usage is not None
                 return answer.usage.completion_tokens
 
             async def streamed(number: int) -> int:
                 messages = [{"role": "user", "content": f"number {number}"}]
                 stream = await client.chat.completions.create(
-                    model="m", messages=messages, max_tokens=6, stream=True  # type: ignore[arg-type]
+                    model="m", messages=messages, max_tokens=6, stream=True
                 )  # fmt: skip
                 return sum([bool(chunk.choices[0].delta.content) async for chunk in stream])
 

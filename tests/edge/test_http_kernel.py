@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from warmroute._kernel import _http
 
 REQUEST_VALUES = (
-    "method", "target", "minor", "length", "chunked", "keep_alive", "expects_continue", "authorization", "api_key", "request_id",
-    "forwarded_for", "content_type", "passing",
+    "method", "target", "minor", "length", "chunked", "keep_alive", "expects_continue", "authorization", "api_key",
+    "request_id", "forwarded_for", "content_type", "passing",
 )  # fmt: skip
 RESPONSE_VALUES = ("status", "status_line", "length", "keep_alive", "content_type", "retry_after", "passing")
 

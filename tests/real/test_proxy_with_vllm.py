@@ -66,7 +66,7 @@ def test_models_of_the_engines_are_listed(router: Router) -> None:
 def test_a_repeated_prompt_finds_its_cache(router: Router) -> None:
     client = router.client()
     for expect_hit in (False, True):
-        answer = client.chat.completions.create(model="tiny", messages=LONG, max_tokens=4)  # type: ignore[arg-type]
+        answer = client.chat.completions.create(model="tiny", messages=LONG, max_tokens=4)
         assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
         cached = answer.usage.prompt_tokens_details.cached_tokens or 0
         assert cached > 0 or not expect_hit
@@ -74,7 +74,7 @@ def test_a_repeated_prompt_finds_its_cache(router: Router) -> None:
 
 def test_streams_arrive_whole(router: Router) -> None:
     stream = router.client().chat.completions.create(
-        model="tiny", messages=SHORT, max_tokens=20, stream=True, stream_options={"include_usage": True},  # type: ignore[arg-type]
+        model="tiny", messages=SHORT, max_tokens=20, stream=True, stream_options={"include_usage": True},
         extra_body={"ignore_eos": True},
     )  # fmt: skip
     chunks = list(stream)
@@ -87,9 +87,9 @@ def test_many_async_streams_at_once(router: Router) -> None:
         async with openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0) as client:
 
             async def one(number: int) -> int:
+                messages = [{"role": "user", "content": f"count to {number}"}]
                 stream = await client.chat.completions.create(
-                    model="tiny", messages=[{"role": "user", "content": f"count to {number}"}], max_tokens=16, stream=True,
-                    extra_body={"ignore_eos": True},
+                    model="tiny", messages=messages, max_tokens=16, stream=True, extra_body={"ignore_eos": True}
                 )  # fmt: skip
                 return sum([1 async for _chunk in stream])
 
@@ -103,7 +103,7 @@ def test_many_async_streams_at_once(router: Router) -> None:
 def test_tools_pass_through(router: Router) -> None:
     tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
     answer = router.client().chat.completions.create(
-        model="tiny", messages=SHORT, tools=[tool], tool_choice="none", max_tokens=4,  # type: ignore[arg-type, list-item]
+        model="tiny", messages=SHORT, tools=[tool], tool_choice="none", max_tokens=4,
     )  # fmt: skip
     assert answer.choices[0].finish_reason in ("length", "stop")
 
@@ -115,7 +115,7 @@ def test_the_engines_own_error_reaches_the_client(router: Router) -> None:
 
 def test_a_client_that_leaves_stops_the_engine(router: Router, real_engines: list[RealEngine]) -> None:
     stream = router.client().chat.completions.create(
-        model="tiny", messages=SHORT, max_tokens=900, stream=True, extra_body={"ignore_eos": True}  # type: ignore[arg-type]
+        model="tiny", messages=SHORT, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
     )  # fmt: skip
     next(iter(stream))
     stream.close()
@@ -131,12 +131,12 @@ def test_an_engine_killed_and_restarted_in_place(router: Router, real_engines: l
     real_engines[0].kill()
     for number in range(20):
         prompt = [{"role": "user", "content": f"question {number}"}]
-        client.chat.completions.create(model="tiny", messages=prompt, max_tokens=2)  # type: ignore[arg-type]
+        client.chat.completions.create(model="tiny", messages=prompt, max_tokens=2)
     real_engines[0].start()
     real_engines[0].wait_until_ready()
     deadline = time.monotonic() + 30
     while not all(node["state"] == "up" for node in router.nodes()):
-        client.chat.completions.create(model="tiny", messages=SHORT, max_tokens=2)  # type: ignore[arg-type]
+        client.chat.completions.create(model="tiny", messages=SHORT, max_tokens=2)
         assert time.monotonic() < deadline, "the restarted engine did not come back"
         time.sleep(0.1)
 
