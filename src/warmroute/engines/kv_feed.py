@@ -1,5 +1,5 @@
-"""One source of KV events (a node, or a rank of it) as a numbered stream: what to apply, when something is missing, when
-the engine has begun anew. No I/O: the driver brings messages and replays, and does what it is told.
+"""One source of KV events (a node, or a rank of it) as a numbered stream: what to apply, when something is missing, and
+when the engine has begun anew. No I/O: the driver brings messages and replays, and does what it is told.
 
     number follows the last        applied
     number skips some              a gap: nothing more is applied until a replay has brought what is missing

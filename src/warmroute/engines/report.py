@@ -8,7 +8,6 @@ from typing import Final
 
 import msgspec
 
-
 _VALUE: Final = re.compile(rb"(?:\{.*\})?[ \t]+([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)(?:[ \t]+[0-9]+)?\s*\Z")
 """What follows a metric's name: labels, a value, perhaps a time."""
 
