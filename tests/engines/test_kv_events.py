@@ -139,6 +139,19 @@ def test_a_replay_that_no_longer_reaches_back_forgets_too() -> None:
     assert believer.believed == [b"3", b"4"] and believer.feed.incomplete
 
 
+def test_what_a_replay_brought_first_is_no_restart_when_it_comes_live() -> None:
+    engine, believer = Engine(), Believer()
+    said = [engine.publish() for _ in range(6)]
+    believer.feed.message(*said[3])
+    believer.replay_from(engine)
+    for number, payload in said[4:]:
+        believer.feed.message(number, payload)
+    believer.feed.message(*engine.publish())
+    assert believer.believed == engine.buffer and believer.feed.restarts == 0
+    believer.feed.message(2, b"another life")
+    assert believer.feed.restarts == 1
+
+
 def test_messages_that_come_during_a_replay_are_applied_after_it_once() -> None:
     engine, believer = Engine(), Believer()
     for _ in range(3):

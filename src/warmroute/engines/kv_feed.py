@@ -3,7 +3,8 @@ when the engine has begun anew. No I/O: the driver brings messages and replays, 
 
     number follows the last        applied
     number skips some              a gap: nothing more is applied until a replay has brought what is missing
-    number is not above the last   the engine has begun anew: what it held is forgotten, its stream is read from 0
+    number is not above the last   the engine has begun anew: what it held is forgotten, its stream is read from 0;
+                                   unless it is what a replay has just brought, which was ahead of the live stream
     first number is not 0          what came before is asked for by replay
 
 Without a replay, or where it no longer reaches back, what the source was believed to hold is forgotten at a gap: a lost
@@ -27,6 +28,8 @@ class Feed:
         self._started = False
         self._held: dict[int, bytes] = {}
         """Messages that came while something before them was missing."""
+        self._replayed: dict[int, int] = {}
+        """What a replay brought, by hash: the same may still be on its way as live messages."""
         self.replaying = False
         self.gaps = 0
         self.restarts = 0
@@ -41,19 +44,19 @@ class Feed:
 
     def message(self, number: int, payload: bytes) -> None:
         """Takes a live message."""
+        if number < self._next:
+            if self._replayed.pop(number, None) == hash(payload):
+                return  # the replay was ahead of it
+            self._begin_anew()
         if self.replaying or self._held:
-            if number < self._next:
-                self._begin_anew()
             self._hold(number, payload)
         elif number == self._next:
+            self._replayed.clear()
             self._take(number, payload)
-        elif number > self._next:
+        else:
             if self._started:
                 self.gaps += 1
             self._hold(number, payload)
-        else:
-            self._begin_anew()
-            self.message(number, payload)
 
     def replay_began(self) -> None:
         self.replaying = True
@@ -65,6 +68,7 @@ class Feed:
         if number > self._next:
             self._lose()
             self._next = number
+        self._replayed[number] = hash(payload)
         self._take(number, payload)
 
     def replay_ended(self) -> None:
@@ -88,6 +92,7 @@ class Feed:
         self.restarts += 1
         self._forget()
         self._held.clear()
+        self._replayed.clear()
         self._next = 0
         self._started = False
         self.incomplete = False
