@@ -66,11 +66,12 @@ def test_garbage_is_told(payload: bytes) -> None:
 class Engine:
     """Publishes numbers, and keeps them for replay."""
 
-    def __init__(self) -> None:
+    def __init__(self, life: bytes = b"") -> None:
         self.buffer: list[bytes] = []
+        self.life = life
 
     def publish(self) -> tuple[int, bytes]:
-        self.buffer.append(b"%d" % len(self.buffer))
+        self.buffer.append(b"%b%d" % (self.life, len(self.buffer)))
         return len(self.buffer) - 1, self.buffer[-1]
 
 
@@ -93,10 +94,10 @@ def test_after_a_replay_what_is_believed_is_what_was_said(story: list[str]) -> N
     engine, believer = Engine(), Believer()
     for happened in [*story, "arrives"]:
         if happened == "restart":
-            engine = Engine()
+            engine = Engine(engine.life + b"later ")
             continue
         if happened == "told of a restart":
-            engine = Engine()
+            engine = Engine(engine.life + b"later ")
             believer.feed.began_anew()
             continue
         number, payload = engine.publish()
