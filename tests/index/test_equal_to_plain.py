@@ -134,6 +134,7 @@ class Equal(RuleBasedStateMachine):
         self.index.sweep(1 << 40)
         stats = self.index.stats()
         assert stats["pairs"] == stats["blocks"] == stats["sets"] == stats["aliases"] == stats["unswept_pairs"] == 0
+        assert stats["bytes"] == stats["charged_bytes"]
 
 
 TestEqual = Equal.TestCase
@@ -213,6 +214,7 @@ def test_at_the_budget_it_forgets_but_never_invents(seed, budget_bytes):
         index.close_place(place)
     index.sweep(1 << 40)
     assert index.stats()["blocks"] == index.stats()["sets"] == index.stats()["aliases"] == 0
+    assert index.stats()["bytes"] == index.stats()["charged_bytes"]
 
 
 def test_a_parent_that_the_budget_cost_is_no_gap():
@@ -223,5 +225,31 @@ def test_a_parent_that_the_budget_cost_is_no_gap():
         index.store(place, 1, None, [n], [n, n], 2, Tier.GPU)
     assert index.stats()["evicted"] > 0
     assert index.store(place, 1, 1 << 60, [1 << 61], [1, 2], 2, Tier.GPU) == PARENT_LOST
+    index.remove(place, list(range(10_000)), Tier.GPU)
+    assert index.pairs_of(place) == 0
     index.clear(place)
     assert index.store(place, 1, 1 << 60, [1 << 61], [1, 2], 2, Tier.GPU) == NO_PARENT
+
+
+def test_a_store_that_is_refused_half_way_leaves_nothing_behind():
+    """So many places that few bytes are left for blocks: every way to run out of them is met by one of the budgets."""
+    crowded = BlockIndex(1 << 24)
+    for _ in range(2000):
+        crowded.open_place()
+    refused = 0
+    for spare_bytes in range(0, 3000, 16):
+        index = BlockIndex(crowded.stats()["charged_bytes"] + spare_bytes)
+        places = [index.open_place() for _ in range(2000)][:6]
+        for place in places:
+            for tier in (Tier.GPU, Tier.CPU):
+                index.store_chain(place, [1, 2, 3], tier, [place + 100, place + 200, place + 300])
+        stats = index.stats()
+        assert stats["charged_bytes"] <= stats["budget_bytes"]
+        refused += stats["refused"]
+        for block in (1, 2, 3):
+            holders = {row[0] for row in index.match([block])}
+            assert holders == {place for place in places if block in [row[0] for row in index.holdings(place)]}
+        for place in places:
+            index.close_place(place)
+        assert index.stats()["blocks"] == index.stats()["sets"] == 0
+    assert refused > 100

@@ -3,8 +3,8 @@
     python engine_oracle.py < asks.jsonl > answers.jsonl
 
 An ask is {"tokenizer": directory, "path": …, "body": {…}}: vLLM's own request types and renderer, without an engine;
-or {"tokenizer": directory, "chat": […], "tools": …}: transformers' apply_chat_template. An answer is a list of token ids,
-or a string that says why there is none.
+or {"tokenizer": directory, "chat": […], "tools": …}: transformers' apply_chat_template. An answer is a list of token
+ids, or a string that says why there is none.
 """
 
 import asyncio
@@ -82,13 +82,19 @@ async def render(ask):
     return (await online.render_chat(request))[1][0]["prompt_token_ids"]
 
 
-def apply_chat_template(ask):
+def tokenizer(folder):
+    """What AutoTokenizer gives; vLLM's own where it has loaded it already."""
     from transformers import AutoTokenizer
 
-    folder = ask["tokenizer"]
+    if folder in renderers:
+        return renderers[folder].renderer.tokenizer
     if folder not in tokenizers:
         tokenizers[folder] = AutoTokenizer.from_pretrained(folder)
-    made = tokenizers[folder].apply_chat_template(
+    return tokenizers[folder]
+
+
+def apply_chat_template(ask):
+    made = tokenizer(ask["tokenizer"]).apply_chat_template(
         ask["chat"], tools=ask.get("tools"), tokenize=True, add_generation_prompt=True, return_dict=False
     )
     return list(made)

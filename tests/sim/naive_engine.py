@@ -186,7 +186,7 @@ class NaiveEngine:
                 if victim is one:
                     break
             if one not in self.running:
-                continue
+                break  # as vLLM does: those behind it are left out of this step
             one.blocks += self.take(wanted)
             self.store(one, (one.computed + count) // size)
             self.scheduled[one.arrival] = count
@@ -248,7 +248,8 @@ class NaiveEngine:
         decodes = [r for r in self.running if r.decoding and r.arrival in self.scheduled]
         prefills = [r for r in self.running if r not in decodes and r.arrival in self.scheduled]
         context = sum(r.computed for r in decodes)
-        assert decodes or prefills
+        if not decodes and not prefills:
+            return timing.overhead_ms
         if not prefills:
             return timing.decode_ms(len(decodes), context) + timing.overhead_ms
         attention = sum(timing.attention_ms(self.scheduled[r.arrival], r.computed) for r in prefills)
@@ -262,9 +263,11 @@ class NaiveEngine:
             self.end(one, at_ms, "abort")
         self.aborting.clear()
         for one in list(self.running):
-            one.computed += self.scheduled.get(one.arrival, 0)
+            if one.arrival not in self.scheduled:
+                continue
+            one.computed += self.scheduled[one.arrival]
             one.decoding = False
-            if one.computed < one.tokens or one.arrival not in self.scheduled:
+            if one.computed < one.tokens:
                 continue
             one.decoding = True
             one.tokens += 1

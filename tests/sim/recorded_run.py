@@ -41,10 +41,17 @@ class Round(msgspec.Struct, omit_defaults=True):
     """Requests that were all waiting, in this order, when the engine took its next step; it was idle before."""
 
     requests: list[Asked]
+    late: list[Asked] = []
+    """Further ones, which came in when the first of all had been given this many tokens, one in each step:"""
+    late_after: int = 0
     reset_before: bool = False
     """The prefix cache was reset just before."""
     steps: list[list[str]] = []
     """Each batch of KV events, in order: `Blocks.changes`."""
+
+    @property
+    def everybody(self) -> list[Asked]:
+        return [*self.requests, *self.late]
 
 
 class Totals(msgspec.Struct):
@@ -64,7 +71,7 @@ class Recording(msgspec.Struct):
     def counts(self) -> dict[str, int]:
         """How much there is in it."""
         changes = [change.split() for one in self.rounds for step in one.steps for change in step]
-        requests = [request for one in self.rounds for request in one.requests]
+        requests = [request for one in self.rounds for request in one.everybody]
         return {
             "requests": len(requests),
             "prompt_tokens": sum(len(request.prompt) for request in requests),
@@ -124,52 +131,85 @@ class Blocks:
         return f"stored {' '.join(names)} after {parent}"
 
 
-def simulated(recording: Recording, config: EngineConfig | None = None) -> Recording:
-    """The same rounds served by the simulated engine, with the real answers."""
-    blocks = Blocks()
-    steps: list[list[str]] = []
+class Replay:
+    """A simulated engine that is asked what a real one was, and gives the real answers."""
 
-    def sink(at_ms: float, events: Iterable[KvEvent]) -> None:
+    def __init__(self, config: EngineConfig) -> None:
+        self.core = EngineCore(config, profile("h200-1.5b").timing, self._sink)
+        self._blocks = Blocks()
+        self._steps: list[list[str]] = []
+        self._cached: dict[str, int] = {}
+
+    def _sink(self, at_ms: float, events: Iterable[KvEvent]) -> None:
         batch = EventBatch(at_ms, list(as_vllm_sends_them(events)), 0)
-        steps.append(blocks.changes(msgspec.msgpack.encode(batch)))
+        self._steps.append(self._blocks.changes(msgspec.msgpack.encode(batch)))
 
-    core = EngineCore(config or recording.config, profile("h200-1.5b").timing, sink)
-    size = core.config.block_size
-    now_ms = 0.0
-    rounds: list[Round] = []
-    for one in recording.rounds:
-        now_ms += 1000
+    def serve(self, one: Round, at_ms: float, late_at_ms: float | None) -> tuple[Round, float]:
+        """What came of a round, and when the late ones came in: at the end of a step, which is found if not given."""
+        core = self.core
         if one.reset_before:
-            assert core.reset_prefix_cache(now_ms)
-        for index, asked in enumerate(one.requests):
-            content = TokenContent(asked.tokens, size, cache_salt=asked.salt)
-            request = EngineRequest(
-                str(index), len(asked.prompt), asked.max_tokens, content, asked.priority, cache_salt=asked.salt
-            )
-            core.submit(request, now_ms)
-        cached = [0] * len(one.requests)
-        while (at_ms := core.next_event_at()) is not None:
-            now_ms = at_ms
-            for output in core.advance(now_ms):
-                if isinstance(output, Finished):
-                    cached[int(output.request_id)] = output.cached_tokens
+            assert core.reset_prefix_cache(at_ms)
+        for asked in one.requests:
+            self._submit(asked, at_ms)
+        if one.late:
+            steps = core.stats.steps + one.late_after
+            core.advance(at_ms)
+            if late_at_ms is None:
+                while core.stats.steps < steps - 1:
+                    self._advance(core.next_event_at())
+                late_at_ms = core.next_event_at()
+                assert late_at_ms is not None
+            for asked in one.late:
+                self._submit(asked, late_at_ms)
+        while (next_ms := core.next_event_at()) is not None:
+            self._advance(next_ms)
         core.check()
+        steps_of_round, self._steps = self._steps, []
+        cached, self._cached = self._cached, {}
         served = [
-            msgspec.structs.replace(asked, cached_tokens=tokens)
-            for asked, tokens in zip(one.requests, cached, strict=True)
+            msgspec.structs.replace(asked, cached_tokens=cached[str(index)])
+            for index, asked in enumerate(one.everybody)
         ]
-        rounds.append(Round(served, one.reset_before, steps[:]))
-        steps.clear()
-    stats = core.stats
+        count = len(one.requests)
+        result = Round(served[:count], served[count:], one.late_after, one.reset_before, steps_of_round)
+        return result, late_at_ms or at_ms
+
+    def _submit(self, asked: Asked, at_ms: float) -> None:
+        content = TokenContent(asked.tokens, self.core.config.block_size, cache_salt=asked.salt)
+        name = str(len(self._cached))
+        self._cached[name] = -1
+        request = EngineRequest(
+            name, len(asked.prompt), asked.max_tokens, content, asked.priority, cache_salt=asked.salt
+        )
+        self.core.submit(request, at_ms)
+
+    def _advance(self, to_ms: float | None) -> None:
+        assert to_ms is not None
+        for output in self.core.advance(to_ms):
+            if isinstance(output, Finished):
+                self._cached[output.request_id] = output.cached_tokens
+
+
+def simulated(recording: Recording, **settings: bool) -> Recording:
+    """The same rounds served by the simulated engine, with the real answers."""
+    # Steps can be counted where they are taken one by one; when they end is the same in any case.
+    finder = Replay(msgspec.structs.replace(recording.config, fast_forward=False))
+    replay = Replay(msgspec.structs.replace(recording.config, **settings))
+    rounds: list[Round] = []
+    for number, one in enumerate(recording.rounds):
+        at_ms = 1e6 * number
+        _, late_at_ms = finder.serve(one, at_ms, None)
+        rounds.append(replay.serve(one, at_ms, late_at_ms)[0])
+    stats = replay.core.stats
     totals = Totals(stats.preemptions, stats.prefix_cache_queries, stats.prefix_cache_hits)
-    return Recording("simulated", core.config, rounds, totals)
+    return Recording("simulated", replay.core.config, rounds, totals)
 
 
 def differences(real: Recording, ours: Recording) -> list[str]:
     """Where two runs of the same rounds part, round by round and in words; empty if they are the same."""
     found: list[str] = []
     for number, (theirs, mine) in enumerate(zip(real.rounds, ours.rounds, strict=True)):
-        for index, (one, other) in enumerate(zip(theirs.requests, mine.requests, strict=True)):
+        for index, (one, other) in enumerate(zip(theirs.everybody, mine.everybody, strict=True)):
             if one.cached_tokens != other.cached_tokens:
                 found.append(
                     f"round {number}, request {index}: {one.cached_tokens} tokens hit, ours {other.cached_tokens}"

@@ -296,21 +296,18 @@ static always_inline slot *find_slot(const table *t, uint64_t key) {
     return find(t, key, SLOT, &in, &at);
 }
 
-/* Smaller tables are in the processor's caches anyway. */
-#define PREFETCH_ENTRIES 131072
+/* A smaller index is in the processor's caches anyway. */
+#define PREFETCH_BYTES (4 << 20)
 
-/* To be called for many keys, then the other for the same keys, then what needs them. */
-static always_inline void prefetch_where(const table *t, uint64_t key) {
-    if (t->count > PREFETCH_ENTRIES)
-        prefetch(page_of(t, key));
-}
-
-static always_inline void prefetch_page(const table *t, uint64_t key, size_t size) {
-    if (t->count > PREFETCH_ENTRIES) {
-        const uint8_t *p = (const uint8_t *)*page_of(t, key);
-        for (size_t line = 0; line < PAGE_ENTRIES * (1 + size); line += 64)
-            prefetch(p + line);
-    }
+/* Called for many keys before they are needed: all rows of pages first, then all pages, of each the better part. */
+static always_inline void prefetch_keys(const BlockIndex *ix, const table *t, const uint64_t *keys, size_t n) {
+    if (ix->table_bytes < PREFETCH_BYTES || !t->n_pages)
+        return;
+    for (size_t i = 0; i < n; i++)
+        prefetch(page_of(t, keys[i]));
+    for (size_t i = 0; i < n; i++)
+        for (size_t line = 0; line < 256; line += 64)
+            prefetch((const uint8_t *)*page_of(t, keys[i]) + line);
 }
 
 static int add_page(BlockIndex *ix, table *t) {
@@ -434,7 +431,7 @@ static void table_free(BlockIndex *ix, table *t, size_t size) {
 #define ON_GPU 1u
 #define MEMBER(place, tiers) ((place) << 4 | (tiers))
 
-static const uint64_t set_overhead_bytes = 12 + 20; /* its slot in sets[], its entry in interned, with slack */
+static const uint64_t set_overhead_bytes = 26; /* its slot in sets[], its entry in interned, with slack */
 
 static always_inline uint64_t set_charge(uint32_t n) { return taken(sizeof(holders_set) + 4ULL * n) + set_overhead_bytes; }
 
@@ -746,7 +743,10 @@ static int evict(BlockIndex *ix) {
             }
     }
     place *from = &ix->places[ix->largest];
-    uint32_t i = (uint32_t)(random_of(ix) % from->held.n_pages);
+    uint32_t i, tries = 16; /* a page by how many entries it has, or pages would run dry */
+    do
+        i = (uint32_t)(random_of(ix) % from->held.n_pages);
+    while (tries-- && random_of(ix) % (2 * PAGE_ENTRIES) >= from->held.pages[i]->n);
     while (!from->held.pages[i]->n)
         i = (i + 1) % from->held.n_pages;
     page *p = from->held.pages[i];
@@ -786,10 +786,10 @@ static void sweep(BlockIndex *ix, uint64_t pairs) {
             uint32_t few = last->n < 16 ? last->n : 16;
             few = pairs < few ? (uint32_t)pairs : few;
             const pair *gone = (pair *)entry(last, last->n - few, PAIR);
+            uint64_t blocks[16];
             for (uint32_t i = 0; i < few; i++)
-                prefetch_where(&ix->blocks, gone[i].block);
-            for (uint32_t i = 0; i < few; i++)
-                prefetch_page(&ix->blocks, gone[i].block, SLOT);
+                blocks[i] = gone[i].block;
+            prefetch_keys(ix, &ix->blocks, blocks, few);
             for (uint32_t i = 0; i < few; i++)
                 let_go(ix, gone[i].block, number, tiers_in(gone[i].counts));
             if (few)
@@ -873,15 +873,8 @@ static uint64_t store_all(BlockIndex *ix, uint32_t at_place, const uint64_t *key
     uint64_t stored = 0;
     for (size_t start = 0; start < n; start += AHEAD) {
         size_t end = n - start < AHEAD ? n : start + AHEAD;
-        const table *held = &ix->places[at_place].held;
-        for (size_t i = start; i < end; i++) {
-            prefetch_where(held, keys[i]);
-            prefetch_where(&ix->blocks, blocks[i]);
-        }
-        for (size_t i = start; i < end; i++) {
-            prefetch_page(held, keys[i], PAIR);
-            prefetch_page(&ix->blocks, blocks[i], SLOT);
-        }
+        prefetch_keys(ix, &ix->places[at_place].held, keys + start, end - start);
+        prefetch_keys(ix, &ix->blocks, blocks + start, end - start);
         for (size_t i = start; i < end; i++)
             stored += store_one(ix, at_place, keys[i], blocks[i], tier);
     }
@@ -895,10 +888,7 @@ static uint64_t remove_all(BlockIndex *ix, uint32_t at_place, const uint64_t *ke
     table *held = &ix->places[at_place].held;
     for (size_t start = 0; start < n; start += AHEAD) {
         size_t end = n - start < AHEAD ? n : start + AHEAD, n_gone = 0;
-        for (size_t i = start; i < end; i++)
-            prefetch_where(held, keys[i]);
-        for (size_t i = start; i < end; i++)
-            prefetch_page(held, keys[i], PAIR);
+        prefetch_keys(ix, held, keys + start, end - start);
         for (size_t i = start; i < end; i++) {
             page **in;
             uint32_t at;
@@ -913,14 +903,12 @@ static uint64_t remove_all(BlockIndex *ix, uint32_t at_place, const uint64_t *ke
             if (count > 1)
                 continue;
             gone[n_gone++] = known->block;
-            prefetch_where(&ix->blocks, known->block);
             if (!(known->counts & COUNTS)) {
                 take(ix, held, in, at, PAIR);
                 ix->pairs--;
             }
         }
-        for (size_t i = 0; i < n_gone; i++)
-            prefetch_page(&ix->blocks, gone[i], SLOT);
+        prefetch_keys(ix, &ix->blocks, gone, n_gone);
         for (size_t i = 0; i < n_gone; i++)
             let_go(ix, gone[i], at_place, 1u << tier);
     }
@@ -937,10 +925,10 @@ typedef struct {
     uint32_t depth[TIERS];
 } reach;
 
+/* Those still running, by rising place. */
 typedef struct {
-    uint32_t *who;  /* place << 4 of those still running, rising */
-    uint32_t *runs; /* for each: the tiers whose depth still grows */
-    uint32_t *of;   /* for each: its entry in reached */
+    uint32_t *who;  /* as a member that has it on the GPU */
+    uint32_t *runs; /* its entry in reached << 4 | the tiers whose depth still grows */
     uint32_t n;
     reach *reached;
 } race;
@@ -951,38 +939,47 @@ static always_inline uint32_t counts_for(uint32_t tiers) {
     return (t | t << 2) & 15;
 }
 
-static always_inline void stop(race *r, uint32_t i, uint32_t tiers, uint32_t depth) {
+static always_inline void stop(race *r, uint32_t run, uint32_t tiers, uint32_t depth) {
     for (uint32_t tier = 0; tier < TIERS; tier++)
         if (tiers & 1u << tier)
-            r->reached[r->of[i]].depth[tier] = depth;
+            r->reached[run >> 4].depth[tier] = depth;
 }
+
+/* Whether a member is this runner and has the block on the GPU: then every tier runs on. */
+static always_inline int runs_on(uint32_t member, uint32_t who) { return !((member ^ who) & ~14u); }
 
 /* Every runner meets the holders of the block at this depth. */
 static void meet(race *r, const uint32_t *members, uint32_t n, uint32_t depth) {
     if (n == r->n) {
         uint32_t differs = 0;
         for (uint32_t i = 0; i < n; i++)
-            differs |= (members[i] ^ r->who[i]) >> 4 | (r->runs[i] & ~counts_for(members[i] & 15));
+            differs |= (members[i] ^ r->who[i]) & ~14u;
         if (!differs)
             return;
     }
     int leap = n / 16 > r->n;
     uint32_t m = 0, left = 0;
     for (uint32_t i = 0; i < r->n; i++) {
-        uint32_t who = r->who[i] >> 4;
-        if (leap)
-            m += place_among(members + m, n - m, who);
-        else
-            while (m < n && members[m] >> 4 < who)
-                m++;
-        uint32_t tiers = m < n && members[m] >> 4 == who ? counts_for(members[m] & 15) : 0;
-        if (r->runs[i] & ~tiers)
-            stop(r, i, r->runs[i] & ~tiers, depth);
-        if (r->runs[i] & tiers) {
-            r->who[left] = r->who[i];
-            r->runs[left] = r->runs[i] & tiers;
-            r->of[left++] = r->of[i];
+        uint32_t who = r->who[i], run = r->runs[i];
+        if (m < n && runs_on(members[m], who)) {
+            m++;
+        } else {
+            if (leap)
+                m += place_among(members + m, n - m, who >> 4);
+            else
+                while (m < n && members[m] >> 4 < who >> 4)
+                    m++;
+            uint32_t tiers = m < n && members[m] >> 4 == who >> 4 ? counts_for(members[m] & 15) : 0;
+            uint32_t ends = run & 15 & ~tiers;
+            if (ends) {
+                stop(r, run, ends, depth);
+                run &= ~ends;
+                if (!(run & 15))
+                    continue;
+            }
         }
+        r->who[left] = who;
+        r->runs[left++] = run;
     }
     r->n = left;
 }
@@ -991,7 +988,7 @@ static void meet(race *r, const uint32_t *members, uint32_t n, uint32_t depth) {
 
 typedef struct {
     race race;
-    uint32_t few[3 * FEW];
+    uint32_t few[2 * FEW];
     reach few_reached[FEW];
     void *many;
     uint32_t n_reached;
@@ -1003,22 +1000,20 @@ static int start_race(const BlockIndex *ix, heat *h, uint32_t holders) {
     uint32_t *rows = h->few;
     h->race.reached = h->few_reached;
     if (n > FEW) {
-        rows = h->many = PyMem_RawMalloc(n * (sizeof(reach) + 3 * sizeof(uint32_t)));
+        rows = h->many = PyMem_RawMalloc(n * (sizeof(reach) + 2 * sizeof(uint32_t)));
         if (!rows)
             return 0;
-        h->race.reached = (reach *)(rows + 3 * (size_t)n);
+        h->race.reached = (reach *)(rows + 2 * (size_t)n);
     }
     h->race.who = rows;
     h->race.runs = rows + n;
-    h->race.of = rows + 2 * (size_t)n;
     uint32_t k = 0;
     for (uint32_t i = 0; i < n; i++) {
         const place *p = &ix->places[members[i] >> 4];
         if (p->state != LIVE)
             continue;
-        h->race.who[k] = members[i] & ~15u;
-        h->race.runs[k] = counts_for(members[i] & 15);
-        h->race.of[k] = k;
+        h->race.who[k] = (members[i] & ~15u) | ON_GPU;
+        h->race.runs[k] = k << 4 | counts_for(members[i] & 15);
         h->race.reached[k] = (reach){p->door, {0}};
         k++;
     }
@@ -1036,12 +1031,9 @@ static int run_match(BlockIndex *ix, heat *h, const uint8_t *hashes, size_t n) {
     for (size_t start = 0; start < n; start += batch, batch = batch < AHEAD ? batch * 4 : batch) {
         batch = batch > AHEAD ? AHEAD : batch;
         size_t end = n - start < batch ? n : start + batch;
-        for (size_t i = start; i < end; i++) {
-            keys[i - start] = spread(read64(hashes + 8 * i) ^ ix->secret);
-            prefetch_where(&ix->blocks, keys[i - start]);
-        }
         for (size_t i = start; i < end; i++)
-            prefetch_page(&ix->blocks, keys[i - start], SLOT);
+            keys[i - start] = spread(read64(hashes + 8 * i) ^ ix->secret);
+        prefetch_keys(ix, &ix->blocks, keys, end - start);
         for (size_t i = start; i < end; i++) {
             slot *block = find_slot(&ix->blocks, keys[i - start]);
             if (!block)
@@ -1065,7 +1057,7 @@ static int run_match(BlockIndex *ix, heat *h, const uint8_t *hashes, size_t n) {
     }
 end:
     for (uint32_t i = 0; i < h->race.n; i++)
-        stop(&h->race, i, h->race.runs[i], depth);
+        stop(&h->race, h->race.runs[i], h->race.runs[i], depth);
     return 1;
 }
 

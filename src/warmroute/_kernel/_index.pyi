@@ -32,7 +32,7 @@ def engine_hash(hash: EngineHash, /) -> int:
 class BlockIndex:
     """Which place holds which block, within a budget of bytes.
 
-    Hashes go in as `chain` gives them (packed), or as a list or tuple of ints. Tiers are 0 GPU, 1 CPU, 2 disk, 3 remote.
+    Hashes go in as `chain` gives them (packed), or as a list or tuple of ints. Tiers are index.Tier: 0 GPU to 3 remote.
     Input of the wrong kind or size raises TypeError or ValueError, and then nothing has changed.
     """
 
@@ -66,7 +66,7 @@ class BlockIndex:
         tier: int,
         /,
     ) -> int:
-        """Another tier, for hashes that the place has stored before; returns how many it knew. For stores without tokens."""
+        """A store without tokens, of hashes that the place has stored before (in a nearer tier); how many it knew."""
     def store_chain(
         self,
         place: int,
@@ -75,7 +75,7 @@ class BlockIndex:
         engine_hashes: Packed | list[int] | list[bytes] | list[EngineHash] | tuple[EngineHash, ...] | None = None,
         /,
     ) -> int:
-        """A store by our own hashes. With engine hashes, `remove` and parents go by those; else `remove_chain` takes it back."""
+        """A store by our own hashes. `remove` takes it back by engine hash; `remove_chain`, where none were given."""
     def remove(
         self,
         place: int,

@@ -1,7 +1,7 @@
 """Who holds which block: block hashes over a namespace, and for each block the places that hold it.
 
-A place is a node's cache as one data-parallel rank of one incarnation has it. The index hands out numbers for places; who
-stands behind a number is the caller's to know. The inner part is `_kernel/_index.c`; `plain.py` says the same in Python.
+A place is a node's cache as one data-parallel rank of one incarnation has it. The index hands out numbers for places;
+who stands behind a number is the caller's to know. The inner part is `_kernel/_index.c`, and `plain.py` says the same.
 """
 
 from warmroute._kernel._index import MIN_BUDGET_BYTES, NO_PARENT, PARENT_LOST, BlockIndex, chain, engine_hash

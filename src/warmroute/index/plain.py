@@ -175,4 +175,7 @@ class PlainIndex:
         return len(hashes)
 
     def holdings(self, place: int) -> list[tuple[int, int, int, int, int]]:
-        return [(pair.block, *pair.counts.values()) for pair in self.places[place].values()]
+        return [
+            (pair.block, pair.counts[Tier.GPU], pair.counts[Tier.CPU], pair.counts[Tier.DISK], pair.counts[Tier.REMOTE])
+            for pair in self.places[place].values()
+        ]

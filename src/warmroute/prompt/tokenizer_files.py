@@ -1,30 +1,41 @@
 """What an engine makes of a model's tokenizer files: the tokenizer, its named special tokens, its chat templates.
 
-vLLM loads them with transformers 5, which does not always take tokenizer.json as it stands: a tokenizer class that has a
-pipeline of its own (LlamaTokenizer, Qwen2Tokenizer, …) takes the vocabulary and the merges from the file and the rest from
-itself. So the same file gives other tokens under another class, and this file follows that. Where a class is known to
-rebuild the tokenizer in a way that is not written down here, `doubt` says so.
+vLLM loads them with transformers 5, which does not always take tokenizer.json as it stands: a tokenizer class that
+has a pipeline of its own (LlamaTokenizer, Qwen2Tokenizer, …) takes the vocabulary and the merges from the file and
+the rest from itself. So the same file gives other tokens under another class, and this file follows that. Where a
+class is known to rebuild the tokenizer in a way that is not written down here, `doubt` says so.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from tokenizers import AddedToken, Tokenizer, processors
+import msgspec
+from tokenizers import AddedToken, Tokenizer
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
 
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_AS_THE_FILE_STANDS: Final = {"", "TokenizersBackend", "PreTrainedTokenizer", "PreTrainedTokenizerFast", "PythonBackend"}
+_AS_THE_FILE_STANDS: Final = {
+    "",
+    "TokenizersBackend",
+    "PreTrainedTokenizer",
+    "PreTrainedTokenizerFast",
+    "PythonBackend",
+}
 
-_TYPES_THAT_TAKE_THE_FILE: Final = frozenset(
+_TYPES_THAT_TAKE_THE_FILE: Final = _words(
     """arctic chameleon deepseek_ocr deepseek_ocr2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl
-    deepseek_vl_hybrid deepseek_vl_v2 ernie4_5 ernie4_5_moe flex_olmo fuyu glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe
-    gpt_bigcode granite granitemoe granitemoehybrid granitemoeshared hyperclovax internlm2 jamba janus kimi_k25 kimi_linear
-    llava llava_next mimo_v2_flash minicpm3 minicpmv minimax_m2 ministral ministral3 mistral mistral3 mixtral molmo molmo2
-    nemotron olmo2 olmo3 olmo_hybrid opencua openvla paddleocr_vl persimmon phi3 phi3_v phimoe pixtral smolvlm stablelm
-    step3_vl step3p5 vipllava""".split()
+    deepseek_vl_hybrid deepseek_vl_v2 ernie4_5 ernie4_5_moe flex_olmo fuyu glm glm4 glm4_moe glm4_moe_lite glm4v
+    glm4v_moe gpt_bigcode granite granitemoe granitemoehybrid granitemoeshared hyperclovax internlm2 jamba janus
+    kimi_k25 kimi_linear llava llava_next mimo_v2_flash minicpm3 minicpmv minimax_m2 ministral ministral3 mistral
+    mistral3 mixtral molmo molmo2 nemotron olmo2 olmo3 olmo_hybrid opencua openvla paddleocr_vl persimmon phi3
+    phi3_v phimoe pixtral smolvlm stablelm step3_vl step3p5 vipllava"""
 )
 """Model types that transformers 5.19 loads as the file stands, whatever class the file names."""
 
@@ -34,24 +45,25 @@ _CLASS_OF_TYPE: Final = {
 }
 """Model types whose class is taken from here, whatever class the file names."""
 
-_REBUILT_UNSEEN: Final = frozenset(
-    """AlbertTokenizer BarthezTokenizer BertTokenizer BigBirdTokenizer BlenderbotTokenizer CamembertTokenizer CLIPTokenizer
-    CodeGenTokenizer CodeLlamaTokenizer CohereTokenizer DebertaTokenizer DebertaV2Tokenizer FunnelTokenizer GPTNeoXTokenizer
-    HerbertTokenizer MBartTokenizer MBart50Tokenizer MPNetTokenizer NllbTokenizer OpenAIGPTTokenizer PegasusTokenizer
-    ReformerTokenizer RemBertTokenizer RobertaTokenizer SeamlessM4TTokenizer Siglip2Tokenizer SplinterTokenizer T5Tokenizer
-    UdopTokenizer WhisperTokenizer XGLMTokenizer XLMRobertaTokenizer XLNetTokenizer""".split()
+_REBUILT_UNSEEN: Final = _words(
+    """AlbertTokenizer BarthezTokenizer BertTokenizer BigBirdTokenizer BlenderbotTokenizer CamembertTokenizer
+    CLIPTokenizer CodeGenTokenizer CodeLlamaTokenizer CohereTokenizer DebertaTokenizer DebertaV2Tokenizer
+    FunnelTokenizer GPTNeoXTokenizer HerbertTokenizer MBartTokenizer MBart50Tokenizer MPNetTokenizer NllbTokenizer
+    OpenAIGPTTokenizer PegasusTokenizer ReformerTokenizer RemBertTokenizer RobertaTokenizer SeamlessM4TTokenizer
+    Siglip2Tokenizer SplinterTokenizer T5Tokenizer UdopTokenizer WhisperTokenizer XGLMTokenizer XLMRobertaTokenizer
+    XLNetTokenizer"""
 )
 """Classes that rebuild the tokenizer in ways that are not followed here."""
+
+_CHATS_BY_CODE: Final = frozenset(("gpt_oss", "deepseek_v32", "deepseek_v4", "deepseek_v41", "kimi_k3", "inkling"))
+"""Model types for which vLLM has, or is commonly given, a renderer of its own instead of a template."""
 
 _TOKENS_OF_CLASS: Final = {
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
     "Qwen3_5Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
     "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
-    "GemmaTokenizer": {
-        **{"unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>"},
-        **{"pad_token": "<pad>", "mask_token": "<mask>"},
-    },
+    "GemmaTokenizer": {f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")},
 }
 """Special tokens that a class has where the configuration names none."""
 
@@ -68,40 +80,42 @@ _QWEN3_5_WORDS: Final = (
 class TokenizerFiles:
     """A model's tokenizer files as an engine reads them."""
 
-    definition: str
-    """tokenizer.json after all changes."""
+    tokenizer: Tokenizer
     special_tokens: dict[str, str]
     """bos_token, eos_token, …: variables of a chat template."""
     templates: dict[str, str] = field(default_factory=dict)
     """Chat templates by name; the usual one is `default`."""
     doubt: str = ""
     """Why the engine's tokenizer may be another; empty where nothing speaks for it."""
+    chat_doubt: str = ""
+    """Why the engine may render chats in another way than by a template."""
 
 
 def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
     """Reads a directory, or a tokenizer.json and what lies beside it. Raises OSError or ValueError."""
     path = Path(path)
     folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
-    definition: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    definition: dict[str, Any] = msgspec.json.decode(file.read_bytes())
     config = _json_object(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config = {**config, **_json_object(folder / "special_tokens_map.json")}
-    cls = _class_of(config, _json_object(folder / "config.json"))
+    model_config = _json_object(folder / "config.json")
+    cls = _class_of(config, model_config)
     doubt = _rebuild(definition, cls, config)
     if "auto_map" in config:
         doubt = doubt or "the model brings its own tokenizer code"
-    tokenizer = Tokenizer.from_str(json.dumps(definition))
+    tokenizer = Tokenizer.from_str(msgspec.json.encode(definition).decode())
     special_tokens = _add_tokens(tokenizer, cls, config)
-    if definition.get("post_processor") is None:
-        _frame(tokenizer, config, special_tokens)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return TokenizerFiles(tokenizer.to_str(), special_tokens, _templates(folder, config), doubt)
+    return TokenizerFiles(
+        tokenizer, special_tokens, _templates(folder, config), doubt, _chat_doubt(folder, model_config)
+    )
 
 
 def _json_object(path: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = msgspec.json.decode(path.read_bytes())
     except FileNotFoundError:
         return {}
     return tree if isinstance(tree, dict) else {}
@@ -133,7 +147,12 @@ def _rebuild(definition: dict[str, Any], cls: str, config: dict[str, Any]) -> st
         scheme = "never" if prefix_space is False else "always" if config.get("legacy", False) else "first"
         definition["model"] = {**plain, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False}
         definition["normalizer"] = None
-        definition["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
+        definition["pre_tokenizer"] = {
+            "type": "Metaspace",
+            "replacement": "▁",
+            "prepend_scheme": scheme,
+            "split": False,
+        }
     elif cls == "GemmaTokenizer":
         unknown = _content(config.get("unk_token", "<unk>"))
         definition["model"] = {**plain, "unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
@@ -157,6 +176,14 @@ def _rebuild(definition: dict[str, Any], cls: str, config: dict[str, Any]) -> st
 
 def _split(pattern: dict[str, str], behavior: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": False}
+
+
+def _chat_doubt(folder: Path, model_config: dict[str, Any]) -> str:
+    if model_config.get("model_type") in _CHATS_BY_CODE:
+        return "the engine renders this model's chats by code of its own"
+    if (folder / "tekken.json").exists() or any(folder.glob("tokenizer.model.v*")):
+        return "the engine may take Mistral's own tokenizer"
+    return ""
 
 
 def _content(token: Any) -> str | None:
@@ -196,15 +223,6 @@ def _extra_tokens(config: dict[str, Any]) -> list[Any]:
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     listed = list(extra.values()) if isinstance(extra, dict) else list(extra)
     return listed + [config[name] for name in config if name.endswith("_token") and name not in NAMED_TOKENS]
-
-
-def _frame(tokenizer: Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:
-    """What stands before and behind a text that gets its special tokens."""
-    bos = special_tokens.get("bos_token") if config.get("add_bos_token", False) else None
-    eos = special_tokens.get("eos_token") if config.get("add_eos_token", False) else None
-    tokens = [(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token is not None]
-    single = " ".join(filter(None, [f"{bos}:0" if bos else "", "$A:0", f"{eos}:0" if eos else ""]))
-    tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=tokens)
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:

@@ -12,8 +12,7 @@ a step ends takes part in the next step, if the driver submits before it advance
 
 Read off vLLM 0.32's source (v1/core): block order, full-prompt admission, preemption, prefix statistics at admission.
 Not modelled: speculative decoding, sliding windows, multimodal input, asynchronous scheduling (a step's blocks are
-taken one step ahead there). When the lowest priority is preempted on its own turn, vLLM leaves those behind it out of
-that one step; here they run.
+taken one step ahead there). Held to recordings of a real vLLM, step by step: tests/sim/test_like_recorded_vllm.py.
 """
 
 from warmroute.sim.engine.blocks import BlockPool
@@ -58,6 +57,8 @@ class EngineCore:
         self._started_ms = 0.0
         self._decode_only = False
         self._chunks: list[tuple[Sequence, int]] = []
+        self._cut_short = False  # one lost its own blocks on its turn: those behind it sit this step out
+        self._left_out: list[Sequence] = []  # the decodes among them
         self._aborting: list[Sequence] = []
 
     # ---- what a driver calls
@@ -261,19 +262,34 @@ class EngineCore:
         self._step += 1
         preemptions = self.stats.preemptions
         for sequence in self._decode.due(self._step):
-            self._grow(sequence)
+            behind = sequence.admission
+            if not self._grow(sequence):
+                self._leave_out(behind)
+                break
         self._schedule(started_ms, may_admit=self.stats.preemptions == preemptions)
 
-    def _grow(self, sequence: Sequence) -> None:
-        """Takes the block that this step's token of a decode starts, and stores the one that it fills."""
+    def _leave_out(self, behind: int) -> None:
+        """Nobody behind this place in the batch takes part in this step. Happens by priority only."""
+        self._cut_short = True
+        for admission, sequence in self._running.items():
+            if admission > behind and sequence.state is State.DECODING:
+                self._decode.leave(sequence, self._step, emitted_in_step=0)
+                sequence.state = State.PREFILLING
+                self._left_out.append(sequence)
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Takes the block that this step's token of a decode starts, and stores the one that it fills.
+
+        False if there was no block to take but its own: it waits again, without any.
+        """
         step, block_size = self._step, self.config.block_size
         if sequence.due_step != step or sequence.state is not State.DECODING:
-            return
+            return True
         tokens = sequence.token_offset + step
         if (tokens - 1) % block_size == 0:
             while not self._pool.free_blocks:
                 if self._preempt() is sequence:
-                    return
+                    return False
             sequence.blocks += self._pool.allocate(1)
         in_last_block = tokens % block_size
         if in_last_block == 0:
@@ -281,6 +297,7 @@ class EngineCore:
             self._decode.expect(sequence, step + 1)
         else:
             self._decode.expect(sequence, step + block_size - in_last_block)
+        return True
 
     def _schedule(self, started_ms: float, may_admit: bool) -> None:
         """Prefills what the budget allows beside the decodes, and works out when the step ends."""
@@ -289,7 +306,7 @@ class EngineCore:
         chunks.clear()
         budget = self.config.max_num_batched_tokens - decode.batch
         extra_ms = 0.0
-        if self._prefilling is not None and budget > 0:
+        if self._prefilling is not None and budget > 0 and not self._cut_short:
             preemptions = self.stats.preemptions
             budget -= self._continue_prefill(self._prefilling, budget)
             may_admit = may_admit and self.stats.preemptions == preemptions
@@ -306,8 +323,11 @@ class EngineCore:
             step_ms = timing.mixed_ms(new_tokens, attention_ms, decode.batch, decode.context_tokens(self._step))
             self._ends_at_ms = started_ms + step_ms + timing.overhead_ms + extra_ms
         elif decode.batch:
-            self._decode_only = self._prefilling is None
+            self._decode_only = self._prefilling is None and not self._cut_short
             self._ends_at_ms = decode.step_end_ms(self._step, started_ms)
+        elif self._cut_short:
+            self._decode_only = False
+            self._ends_at_ms = started_ms + timing.overhead_ms
         else:
             raise AssertionError("a step with nothing to do")
 
@@ -470,6 +490,12 @@ class EngineCore:
             if sequence.state is State.PREFILLING:
                 self._computed(sequence, count, at_ms)
         self._chunks.clear()
+        if self._cut_short:
+            self._cut_short = False
+            for sequence in self._left_out:
+                if sequence.state is State.PREFILLING:
+                    decode.join(sequence, step + 1)
+            self._left_out.clear()
         self._flush_events(at_ms)
         if self._asleep:
             self._pool.reset()

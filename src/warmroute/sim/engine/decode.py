@@ -79,7 +79,7 @@ class DecodeBatch:
         heap = self._finish
         while True:
             step, admission, sequence = heap[0]
-            if sequence.state is State.DECODING and sequence.admission == admission:
+            if _still_ends(sequence, step, admission):
                 return step
             heapq.heappop(heap)
 
@@ -88,8 +88,8 @@ class DecodeBatch:
         done: list[Sequence] = []
         heap = self._finish
         while heap and heap[0][0] <= step:
-            _, admission, sequence = heapq.heappop(heap)
-            if sequence.state is State.DECODING and sequence.admission == admission:
+            finish_step, admission, sequence = heapq.heappop(heap)
+            if _still_ends(sequence, finish_step, admission):
                 done.append(sequence)
         return done
 
@@ -135,3 +135,8 @@ class DecodeBatch:
 
 def _admission(sequence: Sequence) -> int:
     return sequence.admission
+
+
+def _still_ends(sequence: Sequence, step: int, admission: int) -> bool:
+    """Since it was noted that it ends in this step it has neither left nor sat out a step."""
+    return sequence.state is State.DECODING and sequence.admission == admission and sequence.finish_step == step

@@ -11,10 +11,11 @@ from itertools import pairwise
 
 import msgspec
 
-from warmroute.sim.loadgen.bodies import Form, Talk, body, carried_on, messages
+from warmroute.sim.loadgen.bodies import Message, Talk, body, carried_on, messages
 from warmroute.sim.loadgen.client import Broken, Refused, ask
 from warmroute.sim.replay.summary import Run, rounded, spread
 from warmroute.sim.workloads.prompt import Prompt
+from warmroute.sim.workloads.text import Form
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +30,15 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """How many times faster than life the engines run: times are sent faster and told slower by it."""
     timeout_s: float = 600.0
     headers: dict[str, str] = {}
+
+
+class _Request(msgspec.Struct):
+    """A request, ready to be sent: made before its time has come, since making a long one takes milliseconds."""
+
+    prompt: Prompt
+    asked: tuple[Message, ...]
+    path: str
+    body: bytes
 
 
 class Drive:
@@ -74,10 +84,11 @@ class Drive:
 
     async def _open_loop(self) -> None:
         for prompt in self._prompts:
+            request = self._ready(prompt, Talk())
             await self._pause(prompt.at_ms - self._now_ms())
             if not self._may_send():
                 return
-            task = asyncio.get_running_loop().create_task(self._converse(prompt, allowed=True))
+            task = asyncio.get_running_loop().create_task(self._converse(request))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -85,35 +96,39 @@ class Drive:
         for prompt in self._prompts:
             if not self._may_send():
                 return
-            await self._converse(prompt, allowed=True)
+            await self._converse(self._ready(prompt, Talk()))
 
     async def _pause(self, ms: float) -> None:
         if ms > 0:
             await asyncio.sleep(ms / 1000.0 / self._load.speed)
 
-    async def _converse(self, prompt: Prompt, allowed: bool) -> None:
-        """A request and those that follow from its answer."""
-        talk = Talk()
-        while allowed:
-            following = await self._request(prompt, talk)
-            follow_up = prompt.then() if following is not None and prompt.then is not None else None
-            if follow_up is None or following is None:
-                return
-            await self._pause(follow_up.think_ms)
-            talk, prompt = following, follow_up.prompt
-            allowed = self._may_send()
+    def _ready(self, prompt: Prompt, talk: Talk) -> _Request:
+        asked = messages(prompt, talk) if self._load.form == "chat" else ()
+        return _Request(prompt, asked, *body(prompt, asked, self._load.model, self._load.form))
 
-    async def _request(self, prompt: Prompt, talk: Talk) -> Talk | None:
+    async def _converse(self, request: _Request) -> None:
+        """A request and those that follow from its answer."""
+        while True:
+            talk = await self._send(request)
+            then = request.prompt.then
+            follow_up = then() if talk is not None and then is not None else None
+            if follow_up is None or talk is None:
+                return
+            due_ms = self._now_ms() + follow_up.think_ms
+            request = self._ready(follow_up.prompt, talk)
+            await self._pause(due_ms - self._now_ms())
+            if not self._may_send():
+                return
+
+    async def _send(self, request: _Request) -> Talk | None:
         """What was said with its answer; None where there is none."""
-        load = self._load
-        asked = messages(prompt, talk) if load.form == "chat" else ()
-        path, data = body(prompt, asked, load.model, load.form)
+        load, prompt = self._load, request.prompt
         self._sent += 1
         headers = {"X-Priority": prompt.priority, **load.headers}
         if prompt.session:
             headers["X-Session-Id"] = prompt.session.decode()
         try:
-            answer = await ask(load.url, path, data, headers, load.timeout_s)
+            answer = await ask(load.url, request.path, request.body, headers, load.timeout_s)
         except Refused as refused:
             self._rejected += refused.status == 429
             if refused.status != 429:
@@ -140,7 +155,7 @@ class Drive:
         self._output_tokens += answer.output_tokens or len(times_s)
         if self._progress is not None:
             self._progress(self._finished)
-        return carried_on(prompt, asked, "".join(answer.texts)) if load.form == "chat" else talk
+        return carried_on(prompt, request.asked, "".join(answer.texts)) if load.form == "chat" else Talk()
 
     def _summary(self) -> Run:
         duration_s = max(1e-9, self._ended_ms / 1000.0)

@@ -17,15 +17,16 @@ from warmroute.fleet.node import Node
 from warmroute.prompt.ask import Ask
 from warmroute.routing.decision import Decision
 from warmroute.sim.engine.content import seed64
-from warmroute.sim.peers.choice import lowest, sim
+from warmroute.sim.peers.choice import sim
 from warmroute.sim.world.listener import Listener
+
+KEY_CHARACTERS = 100
 
 
 class Kubeai(Listener):
     name = "kubeai"
 
     def __init__(self, random: Random, *, load_factor: float = 1.25, replication: int = 256) -> None:
-        self._random = random
         self._load_factor = load_factor
         self._replication = replication
         self._ring_of: Candidates | None = None
@@ -34,9 +35,7 @@ class Kubeai(Listener):
 
     def decide(self, ask: Ask, candidates: Candidates, group: Group) -> Decision:
         nodes = candidates.nodes
-        key = sim(ask).prompt.user
-        if key is None:
-            return lowest(nodes, [node.inflight for node in nodes], self._random, self.name, "least loaded: no key")
+        key = sim(ask).first_words()[:KEY_CHARACTERS]
         if candidates is not self._ring_of:
             self._make_ring(candidates)
         total = sum(node.inflight for node in nodes)

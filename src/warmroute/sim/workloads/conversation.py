@@ -18,12 +18,12 @@ class Conversation:
         "_random",
         "_said",
         "_spread",
-        "_system",
         "_system_tokens",
         "_tenant",
         "_think_s",
         "_turn",
         "_turns",
+        "_user_tokens",
     )
 
     def __init__(
@@ -32,7 +32,6 @@ class Conversation:
         *,
         random: Random,
         name: str,
-        system: bytes | None,
         turns: int,
         message_tokens: int,
         output_tokens: int,
@@ -45,7 +44,6 @@ class Conversation:
         self._system_tokens = beginning.tokens
         self._random = random
         self._name = name
-        self._system = system
         self._turns = turns
         self._message_tokens = message_tokens
         self._output_tokens = output_tokens
@@ -54,6 +52,8 @@ class Conversation:
         self._priority = priority
         self._tenant = tenant
         self._turn = 0
+        self._user_tokens = 0
+        """Of the first message."""
 
     def turn(self) -> Prompt:
         """The next prompt; its answer becomes part of what was said."""
@@ -61,6 +61,7 @@ class Conversation:
         random, turn = self._random, self._turn
         message = around(random, self._message_tokens, self._spread)
         answer = around(random, self._output_tokens, self._spread)
+        self._user_tokens = self._user_tokens or message
         asked = self._said.followed_by(named(self._name, "message", turn), message)
         self._said = asked.followed_by(named(self._name, "answer", turn), answer)
         name = self._name.encode()
@@ -68,9 +69,8 @@ class Conversation:
             asked.tokens,
             answer,
             self._said,
-            system=self._system,
             system_tokens=self._system_tokens,
-            user=name,
+            user_tokens=self._user_tokens,
             session=name,
             priority=self._priority,
             tenant=self._tenant,

@@ -40,6 +40,5 @@ class FewShot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 asked.tokens,
                 answer,
                 asked.followed_by(named("output", number), answer),
-                user=b"task %d" % task,  # examples and input in one message
             )
             number += 1

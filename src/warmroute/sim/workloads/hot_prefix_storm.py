@@ -50,7 +50,6 @@ class HotPrefixStorm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 asked.tokens,
                 answer,
                 asked.followed_by(named("storm answer", number), answer),
-                user=key,  # prefix and question in one message
                 session=key,
             )
             number += 1

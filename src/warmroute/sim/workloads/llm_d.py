@@ -42,9 +42,7 @@ class LlmD(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     text.tokens,
                     self.output_tokens,
                     text.followed_by(named("llm-d answer", number), self.output_tokens),
-                    system=b"group %d" % group,
                     system_tokens=self.system_tokens,
-                    user=b"question %d" % which,
                     session=b"group %d" % group,
                 )
                 number += 1

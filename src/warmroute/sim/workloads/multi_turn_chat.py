@@ -38,7 +38,6 @@ class MultiTurnChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 Segments().followed_by(named("system", which), self.system_tokens),
                 random=Random(random.getrandbits(64)),
                 name=f"chat {number}",
-                system=b"system %d" % which,
                 turns=around(random, self.turns, self.spread),
                 message_tokens=self.message_tokens,
                 output_tokens=self.output_tokens,

@@ -24,12 +24,10 @@ class Prompt(msgspec.Struct, gc=False):
     blocks: Blocks
     at_ms: float = 0.0
     """When it arrives, where the workload says so; arrival processes set it."""
-    system: bytes | None = None
-    """Stands for the first characters of the system prompt: equal where those would be equal."""
     system_tokens: int = 0
-    """How long the system prompt is, where there is one: what a load generator sends as the system message."""
-    user: bytes | None = None
-    """The same of the first user message."""
+    """How long the system prompt is, where there is one: what a client sends as the system message."""
+    user_tokens: int = 0
+    """How long the first user message behind it is, where a conversation goes on after it; 0: all the rest."""
     session: bytes = b""
     """Names the conversation; empty where the client would not name it."""
     priority: Priority = "normal"

@@ -40,11 +40,10 @@ class Rag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         number = 0
         while True:
             topic = popularity.pick(random)
-            text, first = system, -1
+            text = system
             for document in topics[topic]:
                 if random.random() < self.stray:
                     document = random.randrange(self.documents)
-                first = document if first < 0 else first
                 text = text.followed_by(named("document", document), lengths[document])
             question = around(random, self.question_tokens, self.spread)
             answer = around(random, self.output_tokens, self.spread)
@@ -53,8 +52,6 @@ class Rag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 asked.tokens,
                 answer,
                 asked.followed_by(named("rag answer", number), answer),
-                system=b"rag",
                 system_tokens=self.system_tokens,
-                user=b"document %d" % first,  # the user message begins with the first document
             )
             number += 1

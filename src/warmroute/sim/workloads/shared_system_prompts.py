@@ -38,9 +38,7 @@ class SharedSystemPrompts(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
                 asked.tokens,
                 answer,
                 asked.followed_by(named("answer", number), answer),
-                system=b"system %d" % which,
                 system_tokens=self.system_tokens,
-                user=b"question %d" % number,
                 session=b"app %d" % which,  # its prompt_cache_key
             )
             number += 1

@@ -39,7 +39,6 @@ class ToolAgents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 Segments().followed_by(named("tools", kind), self.tool_tokens),
                 random=Random(random.getrandbits(64)),
                 name=f"agent {number}",
-                system=b"tools %d" % kind,
                 turns=around(random, self.steps, self.spread),
                 message_tokens=self.result_tokens,
                 output_tokens=self.output_tokens,

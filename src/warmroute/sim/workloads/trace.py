@@ -3,8 +3,8 @@ and, in Mooncake's format, hash_ids: prefix-chained identities of fixed stretche
 
 hash_ids cover the prompt only: what an engine caches of an answer is never asked for again in these traces.
 
-What the router would see of a prompt: its first hash id stands for the beginning of the system prompt. Its session's
-name stands for the first user message where the trace names sessions; elsewhere its second hash id does.
+What a client would send as the system prompt: the first hash id's tokens. Where the trace names sessions, what a
+session's first request has in common with the first requests of sessions before it, if that is more.
 """
 
 from __future__ import annotations
@@ -58,14 +58,33 @@ def prompts(path: Path, id_tokens: int | None = None) -> Iterator[Prompt]:
     first = list(islice(rows, 64))
     size = id_tokens or tokens_per_id([(row.input_length, len(row.hash_ids)) for row in first], path)
     number = 0
+    sessions = _Sessions()
     while first:
         for row in first:
-            yield _prompt(row, number, size)
+            yield _prompt(row, number, size, sessions)
             number += 1
         first = list(islice(rows, 64))
 
 
-def _prompt(row: _Row, number: int, id_tokens: int) -> Prompt:
+class _Sessions:
+    """How many leading ids are each session's system prompt. Grows with the sessions, not with their requests."""
+
+    def __init__(self) -> None:
+        self._system_ids: dict[bytes, int] = {}
+        self._begun_with: set[int] = set()
+
+    def system_ids(self, session: bytes, ids: list[int]) -> int:
+        if not session:
+            return 1
+        found = self._system_ids.get(session)
+        if found is None:
+            new = next((at for at, one in enumerate(ids) if one not in self._begun_with), len(ids))
+            found = self._system_ids[session] = max(1, new)
+            self._begun_with.update(ids)
+        return found
+
+
+def _prompt(row: _Row, number: int, id_tokens: int, sessions: _Sessions) -> Prompt:
     ids = row.hash_ids
     # an answer is at least a token, and so is a prompt
     tokens = max(1, row.input_length)
@@ -75,9 +94,7 @@ def _prompt(row: _Row, number: int, id_tokens: int) -> Prompt:
         output_tokens=max(1, row.output_length),
         blocks=TraceBlocks(ids, id_tokens, tokens, mix64(namespace_offset("trace", None), number)),
         at_ms=row.timestamp,
-        system=b"%d" % ids[0] if ids else None,
-        system_tokens=min(id_tokens, tokens - 1) if ids else 0,
-        user=session or (b"%d" % ids[1] if len(ids) > 1 else b"alone" if ids else b"only %d" % number),
+        system_tokens=min(id_tokens * sessions.system_ids(session, ids), tokens - 1) if ids else 0,
         session=session,
     )
 

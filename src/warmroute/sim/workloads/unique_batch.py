@@ -28,6 +28,5 @@ class UniqueBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 text.tokens,
                 answer,
                 text.followed_by(named("unique answer", number), answer),
-                user=b"unique %d" % number,
             )
             number += 1

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 from warmroute.prompt.ask import Ask
 from warmroute.sim.workloads.prompt import Priority, Prompt
+from warmroute.sim.workloads.text import Form, beginnings
 
 MODEL = "sim"
 """The one model that simulated fleets serve."""
 
 
 class SimAsk(Ask):
-    __slots__ = ("_chains", "number", "prompt")
+    __slots__ = ("_chains", "_form", "number", "prompt")
 
-    def __init__(self, prompt: Prompt, number: int) -> None:
-        super().__init__(MODEL, prompt.system, prompt.user, prompt.session)
+    def __init__(self, prompt: Prompt, number: int, form: Form = "chat") -> None:
+        super().__init__(MODEL, session=prompt.session)
         self.prompt = prompt
         self.number = number
         """Counts the world's requests; its name in everybody's books."""
+        self._form = form
         self._chains: dict[int, list[int]] = {}
+
+    def prefix_key(self) -> bytes | None:
+        self.first_words()
+        return super().prefix_key()
+
+    def first_words(self) -> bytes:
+        """The beginning of the first user message. Made when first asked for: few policies care."""
+        if self._user is None:
+            self._system, self._user = beginnings(self.prompt, self._form)
+        return self._user
 
     @property
     def priority(self) -> Priority:

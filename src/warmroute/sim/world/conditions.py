@@ -6,6 +6,7 @@ import msgspec
 
 from warmroute.sim.engine.config import EngineConfig
 from warmroute.sim.profiles import Profile
+from warmroute.sim.workloads.text import Form
 
 
 class Island(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -21,6 +22,8 @@ class Island(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Conditions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 1
+    form: Form = "chat"
+    """How clients send their prompts: what the router can see of them."""
     islands: dict[str, Island] = {}
     """Islands by name; one that is not here is as `Island()`."""
     poll_interval_s: float = 1.0

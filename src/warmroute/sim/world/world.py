@@ -178,7 +178,7 @@ class World:
         self._arrivals += 1
         self.inflight += 1
         self.tally.arrived(prompt, now_ms)
-        flight = Flight(prompt, SimAsk(prompt, number), now_ms, self.tally)
+        flight = Flight(prompt, SimAsk(prompt, number, self.conditions.form), now_ms, self.tally)
         try:
             flight.decision = self.router.decide(flight.ask, now_ms / 1000.0)
         except Undecided:

@@ -1,0 +1,138 @@
+"""The same workload twice: over real sockets (engines, router and load generator), and in virtual time.
+
+Both have the same nodes by name, the same seeds and the same routing keys, so a request goes to the same node in both
+as far as its policy is not led by moments. What remains different is said in docs/simulation.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from warmroute.config import ConfigError, Metrics, Routing, from_table
+from warmroute.sim.chat_client import Unanswered, ask
+from warmroute.sim.children import Child, Children, free_port
+from warmroute.sim.loadgen.drive import Drive, Load
+from warmroute.sim.profiles import profile
+from warmroute.sim.replay.summary import Run, summary
+from warmroute.sim.workloads import Prompt, choose
+from warmroute.sim.workloads.text import Form
+from warmroute.sim.world import Conditions, Island, NodeSpec, World
+
+HOST = "127.0.0.1"
+READY_WITHIN_S = 30.0
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """What is run twice."""
+
+    workload: tuple[str, ...]
+    policy: str
+    nodes: int = 3
+    profile: str = "l4-8b"
+    blocks: int | None = None
+    form: Form = "chat"
+    rate: float | None = None
+    concurrency: int | None = None
+    limit: int = 100
+    seed: int = 1
+    speed: float = 3.0
+    """Of the real engines. The machine's own time, some milliseconds a request, counts this many times."""
+
+    def prompts(self) -> Iterator[Prompt]:
+        return choose(self.workload).arrive(self.seed, self.rate, limit=self.limit)
+
+    def names(self) -> list[str]:
+        """Rendezvous hashing goes by them."""
+        return [f"node-{at}" for at in range(self.nodes)]
+
+
+class Both(msgspec.Struct, frozen=True):
+    live: Run
+    virtual: Run
+
+    @property
+    def hit_rate_points(self) -> float:
+        """How much more was hit live, in points of a hundred."""
+        return 100.0 * float(self.live["hit_rate"] - self.virtual["hit_rate"])
+
+    def ttft_off(self, percent: str) -> float:
+        """How much longer it took live, as a share."""
+        return float(self.live["ttft_ms"][percent] / self.virtual["ttft_ms"][percent]) - 1.0
+
+
+def virtual(trial: Trial) -> Run:
+    conditions = Conditions(
+        seed=trial.seed,
+        form=trial.form,
+        islands={"local": Island(0.0)},
+        poll_interval_s=Metrics().interval_s * trial.speed,
+        stale_s=Metrics().stale_s * trial.speed,
+    )
+    hardware = profile(trial.profile)
+    specs = [NodeSpec(name, hardware, blocks=trial.blocks) for name in trial.names()]
+    world = World(specs, conditions, _routing(trial))
+    world.run(trial.prompts(), concurrency=trial.concurrency, limit=trial.limit)
+    return summary(world)
+
+
+def _routing(trial: Trial) -> Routing:
+    return from_table({"routing": {"policy": trial.policy, "seed": trial.seed}}).routing
+
+
+async def live(trial: Trial) -> Run:
+    """Raises ConfigError where something does not start."""
+    async with _fleet(trial) as url:
+        load = Load(url=url, form=trial.form, concurrency=trial.concurrency, limit=trial.limit, speed=trial.speed)
+        return await Drive(load, trial.prompts()).run()
+
+
+@asynccontextmanager
+async def _fleet(trial: Trial) -> AsyncIterator[str]:
+    """Engines with the router before them; yields the router's address when every node is up."""
+    with Children() as children, tempfile.TemporaryDirectory() as folder:
+        urls = _engines(trial, children)
+        port, admin_port = free_port(18_080), free_port(18_180)
+        table = [f'[routing]\npolicy = "{trial.policy}"\nseed = {trial.seed}\n']
+        table += [
+            f'[[nodes]]\nname = "{name}"\nurl = "{url}"\nmodels = ["sim"]\n'
+            for name, url in zip(trial.names(), urls, strict=True)
+        ]
+        file = Path(folder) / "agreement.toml"
+        file.write_text("\n".join(table), encoding="utf-8")
+        router = children.start(
+            "serve", "--config", str(file), "--host", HOST, "--port", str(port), "--admin-port", str(admin_port)
+        )
+        await _all_up(router, admin_port)
+        yield f"http://{HOST}:{port}"
+
+
+def _engines(trial: Trial, children: Children) -> list[str]:
+    blocks = () if trial.blocks is None else ("--blocks", str(trial.blocks))
+    flags = ("--port", "0", "--profile", trial.profile, "--speed", str(trial.speed), *blocks)
+    engines = [children.start("engine", *flags) for _ in range(trial.nodes)]
+    return [json.loads(engine.first_line())["url"] for engine in engines]
+
+
+async def _all_up(router: Child, admin_port: int) -> None:
+    async with asyncio.timeout(READY_WITHIN_S):
+        while True:
+            await asyncio.sleep(0.05)
+            if router.has_ended():
+                raise ConfigError(router.why_it_ended())
+            try:
+                status, body = await ask(HOST, admin_port, "GET", "/admin/nodes")
+            except (OSError, Unanswered):
+                continue
+            if status == 200 and all(node["state"] == "up" for node in json.loads(body)["nodes"]):
+                return
+
+
+async def both(trial: Trial) -> Both:
+    return Both(await live(trial), virtual(trial))
