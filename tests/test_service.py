@@ -32,7 +32,7 @@ from harness import (
     until,
 )
 
-from warmroute.config import Config, ConfigError, from_table
+from warmroute.config import Config, ConfigError, from_table, load
 from warmroute.service import Service
 
 FLAGS = ("--port", "0", "--admin-port", "0")
@@ -109,6 +109,38 @@ async def test_a_node_described_anew_at_the_same_address_goes_on_serving() -> No
         assert r.node(0) is node and node.island == "aws/eu"
         assert (await r.ask(post(chat(model="other")))).status == 200, "at once, without a check"
         assert (await r.ask()).status == 404
+
+
+async def test_a_file_that_is_half_written_is_waited_for(tmp_path: Path) -> None:
+    async with engines() as [engine]:
+        path = tmp_path / "warmroute.toml"
+        node = f'[[nodes]]\nurl = "{engine.url}"\nname = "node0"\n'
+        keys = f'[[keys]]\ntenant = "t"\nsha256 = "{"0" * 64}"\n'
+        listen = "[listen]\nport = 0\n[admin]\nport = 0\n[health]\ninterval_s = 0.05\n"
+        path.write_text(listen + node + keys)
+        service = Service(lambda: load(path), path)
+        await service.start()
+        try:
+            await until(lambda: service.fleet.can_serve)
+            path.write_text("")
+            await asyncio.sleep(0.7)
+            path.write_text(listen + node)
+            await asyncio.sleep(0.3)
+            path.write_text(listen + node + keys + "[log]\nlevel = 'warning'\n")
+            await until(lambda: service.config.log.level == "warning")
+            assert service.config.keys and service.fleet.node("node0").health.standing.value == "up"
+        finally:
+            await service.stop()
+
+
+async def test_another_key_for_a_node_counts_after_a_reload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_ONE", "one")
+    monkeypatch.setenv("KEY_TWO", "two\n")
+    async with engines() as [engine], router({"url": engine.url, "api_key_env": "KEY_ONE"}) as r:
+        await r.ask()
+        assert await reloaded(r, [{"url": engine.url, "name": "node0", "api_key_env": "KEY_TWO"}]) is None
+        await r.ask()
+        assert [seen.get(b"authorization") for seen in engine.seen] == [[b"Bearer one"], [b"Bearer two"]]
 
 
 async def test_nodes_added_by_hand_stay_over_a_reload() -> None:

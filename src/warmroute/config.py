@@ -143,9 +143,7 @@ class Metrics(Section, frozen=True):
     stale_s: Annotated[Seconds, Meta(description="Age after which what a node said of its load no longer counts.")] = (
         5.0
     )
-    models_interval_s: Annotated[
-        Seconds, Meta(description="Time between two reads of a node's /v1/models, where its models are not configured.")
-    ] = 30.0
+    models_interval_s: Annotated[Seconds, Meta(description="Time between two reads of a node's /v1/models.")] = 30.0
 
 
 class Routing(Section, frozen=True):
@@ -246,6 +244,8 @@ def load(path: Path) -> Config:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not UTF-8 text") from None
+    if not text.strip():
+        raise ConfigError(f"{path}: is empty")
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -272,6 +272,9 @@ def check(config: Config) -> None:
     listen = config.listen
     if bool(listen.tls_cert) != bool(listen.tls_key):
         raise ConfigError("listen.tls_cert and listen.tls_key go together: give both or neither")
+    for what, port in (("listen.port", listen.port), ("admin.port", config.admin.port)):
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"{what}: {port} is no port; it must be 0 to 65535")
     if config.admin.enabled and not config.admin.token_sha256 and not is_loopback(config.admin.host):
         raise ConfigError(
             f"admin.host is {config.admin.host!r}, which others can reach: set admin.token_sha256 "

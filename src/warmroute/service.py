@@ -30,7 +30,7 @@ from warmroute.telemetry.loop_delay import watch_loop_delay
 from warmroute.telemetry.prometheus import MetricsPage
 
 log = logging.getLogger("warmroute")
-FILE_CHECK_S = 1.0
+FILE_CHECK_S = 0.5
 
 
 class Service:
@@ -60,6 +60,7 @@ class Service:
         self.admin_listener = Listener(PlainHandler(self.admin.answer, self.admin.admit), config.limits, self.deadlines)
         self._servers: list[asyncio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._hurry = asyncio.Event()
         self.port = 0
         self.admin_port = 0
 
@@ -104,6 +105,9 @@ class Service:
     # While it runs.
 
     def add_node(self, config: NodeConfig) -> Node:
+        """Raises ConfigError, NameTaken."""
+        if config.api_key_env and config.api_key_env not in {node.api_key_env for node in self.config.nodes}:
+            raise ConfigError("api_key_env may only name a variable that a configured node names")
         node = self.fleet.add(config)
         self.watcher.watch(node)
         log.info("node %s was added (%s)", node.name, node.url)
@@ -149,16 +153,18 @@ class Service:
             self._let_go(node)
         for node in added:
             self.watcher.watch(node)
+        self.pools.take_new_keys()
         log.info("the configuration was reloaded: %d nodes added, %d removed", len(added), len(removed))
         return None
 
     async def _watch_file(self, path: Path) -> None:
-        seen = _stamp(path)
+        taken = before = _stamp(path)
         while True:
             await asyncio.sleep(FILE_CHECK_S)
             stamp = _stamp(path)
-            if stamp != seen:
-                seen = stamp
+            settled, before = stamp == before, stamp  # a file that still changes may be half written
+            if stamp != taken and settled:
+                taken = stamp
                 try:
                     self.reload()
                 except Exception:
@@ -170,12 +176,12 @@ class Service:
         """Says it is not ready, stops accepting, lets running requests finish, and ends."""
         shutdown = self.config.shutdown
         self.proxy.stopping = True
-        await asyncio.sleep(shutdown.delay_s)
+        await self._unless_hurried(shutdown.delay_s)
         for server in self._servers[:1]:
             server.close()
         self.listener.close_idle()
         try:
-            async with asyncio.timeout(shutdown.deadline_s):
+            async with asyncio.timeout(0 if self._hurry.is_set() else shutdown.deadline_s):
                 await self.listener.until_empty()
         except TimeoutError:
             log.warning("cut %d requests that did not finish in %g s", self.listener.busy, shutdown.deadline_s)
@@ -188,6 +194,18 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await asyncio.sleep(0)
+
+    async def _unless_hurried(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._hurry.wait()
+        except TimeoutError:
+            pass
+
+    def hurry(self) -> None:
+        """Ends the stopping at once."""
+        self._hurry.set()
+        self.listener.abort_all()
 
     async def run_until_told(self) -> None:
         """Starts, serves until SIGTERM or SIGINT, stops. A second signal ends it at once."""
@@ -203,7 +221,7 @@ class Service:
         log.info("stopping: running requests have %g s to finish", self.config.shutdown.deadline_s)
         stopping = loop.create_task(self.stop())
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.listener.abort_all)
+            loop.add_signal_handler(number, self.hurry)
         await stopping
 
 

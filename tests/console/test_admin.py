@@ -256,3 +256,10 @@ def check_by_promtool(text: str) -> None:
     checked = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False)
     # 3: it is valid, and promtool would have chosen other names
     assert checked.returncode in (0, 3), checked.stderr
+
+
+async def test_the_admin_api_does_not_hand_out_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_OF_THE_ROUTER", "s3cr3t")
+    async with engines() as [engine], router(engine) as r:
+        body = json.dumps({"url": "http://127.0.0.1:9", "name": "x", "api_key_env": "SECRET_OF_THE_ROUTER"}).encode()
+        assert (await r.admin("POST", "/admin/nodes", body)).status == 400

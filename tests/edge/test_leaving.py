@@ -194,3 +194,14 @@ async def test_a_client_that_has_sent_very_much_ahead_and_leaves_frees_the_node(
             await asyncio.wait_for(engine.seen[0].left.wait(), 2)
         finally:
             engine.drop_connections()
+
+
+async def test_a_client_that_half_closes_with_an_answer_unread_is_let_go() -> None:
+    async with engines() as [engine], router(engine, limits={"stall_timeout_s": 0.3}) as r:
+        engine.behave = huge(30_000_000, sized=False)
+        peer = await r.connect()
+        peer.writer.transport.pause_reading()
+        peer.write(post())
+        await until(lambda: engine.seen and engine.seen[0].written > 1_000_000)
+        peer.writer.write_eof()
+        await until(lambda: not r.service.listener.connections, "the connection is let go")

@@ -232,9 +232,32 @@ async def test_an_api_key_field_is_a_key_too_and_stays_here() -> None:
 
 async def test_the_engines_own_administration_is_not_reached() -> None:
     async with engines() as [engine], router(engine) as r:
-        for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
-            assert (await r.ask(post(path=path))).status == 404
+        for path in (
+            "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/load%5flora_adapter", "/v1//load_lora_adapter",
+            "/v1/load_lora_adapter/", "/v1/x/../load_lora_adapter", "/v1/load_lora_adapter?x=1",
+        ):  # fmt: skip
+            assert (await r.ask(post(path=path))).status == 404, path
         assert engine.seen == []
+
+
+async def test_a_redirect_of_a_node_does_not_lead_around_the_router() -> None:
+    async with engines() as [engine], router(engine) as r:
+        own = f"http://127.0.0.1:{engine.port}"
+        for said, passed in ((f"{own}/v1/x?y=1", "/v1/x?y=1"), ("http://elsewhere/z", "http://elsewhere/z")):
+            engine.behave = script(
+                b"HTTP/1.1 307 Over there\r\nLocation: %b\r\nContent-Length: 0\r\n\r\n" % said.encode()
+            )
+            found = await r.ask()
+            assert found.status == 307 and found.get("location") == passed
+
+
+async def test_every_error_of_the_router_has_a_request_id() -> None:
+    async with engines() as [engine], router(engine) as r:
+        assert (await r.ask(post(chat(model="nope")))).get("x-request-id")
+        assert (await r.ask(post(b"{"))).get("x-request-id")
+        assert (await r.ask(b"GET / HTTP/3\r\n\r\n")).get("x-request-id")
+        kept = await r.ask(post(chat(model="nope"), headers=["X-Request-Id: mine"]))
+        assert kept.get("x-request-id") == "mine"
 
 
 async def test_a_key_for_the_router_stays_here() -> None:

@@ -57,7 +57,9 @@ def templates_are_tried_out_once() -> Iterator[None]:
     """It takes half a second for each, and the tests make many readers of few templates."""
     made: dict[str, Locality] = {}
 
-    def tried_out(template: ChatTemplate) -> Locality:
+    def tried_out(template: ChatTemplate | None) -> Locality:
+        if template is None:
+            return Locality(None)
         if template.source not in made:
             made[template.source] = Locality(template)
         return copy.copy(made[template.source])

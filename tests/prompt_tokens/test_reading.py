@@ -118,11 +118,22 @@ def test_pictures_end_what_is_sure_and_are_told_by_their_content(name, fresh_rea
     assert 0 < prompt.sure_tokens < prompt.token_count
     assert prompt.token_ids[: prompt.sure_tokens] == plain.token_ids[: prompt.sure_tokens]
     ((at, key),) = prompt.media
-    assert prompt.sure_tokens <= at < prompt.token_count and len(key) == 32
+    assert prompt.sure_tokens <= at < prompt.token_count and len(key) == 33
     other = {**PICTURE, "image_url": {"url": "data:image/png;base64,BBBB"}}
     assert read(reader, messages=[*before, user([*text("look at this"), other])]).media[0][1] != key
     two = read(reader, messages=[*before, question, assistant("a cat"), user([other, *text("and this?")])])
     assert two.media[0] == (at, key) and two.media[1][0] > at and len(two.media) == 2
+
+
+def test_a_template_that_says_something_else_where_there_are_pictures_is_sure_of_nothing_else(small_tokenizer):
+    seen = "{% set ns = namespace(seen=false) %}{% for m in messages %}{% for part in m.content %}"
+    seen += "{% if part.type == 'image' %}{% set ns.seen = true %}{% endif %}{% endfor %}{% endfor %}"
+    rest = "<|start|>system\n{{ 'with pictures' if ns.seen else 'without' }}<|end|>"
+    rest += "{% for m in messages %}<|start|>{% for part in m.content %}{{ part.text }}{% endfor %}<|end|>{% endfor %}"
+    reader = PromptReader(small_tokenizer("parts"), EngineOptions(chat_template=seen + rest))
+    assert read(reader, messages=[user("x")]).sure_tokens > 10
+    prompt = read(reader, messages=[user("one"), assistant("two"), user([PICTURE])])
+    assert prompt.sure_tokens == 1  # <|start|>
 
 
 def test_without_a_tokenizer_the_text_stands_in():

@@ -44,7 +44,7 @@ def test_any_text_is_encoded_as_the_reference_does(tokenizer, text):
 def test_text_may_be_cut_behind_an_added_token_that_both_halves_get(tokenizer, before, token, behind):
     assert tokenizer.cuts(token)
     first, second = "".join(before) + token, token + "".join(behind)
-    own, rest = tokenizer.encode_two(first, second)
+    own, rest = tokenizer.encode(first), tokenizer.encode_again(second)
     assert rest[:4] == tokenizer.token_id(token)
     assert own + rest[4:] == tokenizer._slowly(first + "".join(behind))
 
@@ -109,7 +109,7 @@ def test_a_fast_tokenizer_that_differs_is_not_used(tmp_path, monkeypatch):
     tokenizer = load_tokenizer(HERE / "small-model")
     assert tokenizer.slow_because
     assert tokenizer.encode("👍 <|end|>") == tokenizer._slowly("👍 <|end|>")
-    assert b"".join(tokenizer.encode_two("a", "b")) == tokenizer.encode("a") + tokenizer.encode("b")
+    assert tokenizer.encode_again("👍") == tokenizer.encode_again("👍") == tokenizer._slowly("👍")
 
 
 def test_the_fingerprint_tells_tokenizers_apart(tmp_path, tokenizer):

@@ -13,6 +13,7 @@ from small_worlds import NEAR, books_are_closed, specs
 from warmroute.cli.main import main
 from warmroute.sim.profiles import profile
 from warmroute.sim.replay import POLICIES, BadPolicy, Setup, contender, replay, world_of
+from warmroute.sim.replay.ladder import Step, climb
 from warmroute.sim.replay.summary import percentile, variation
 from warmroute.sim.workloads import choose
 from warmroute.sim.world import Conditions, NodeSpec
@@ -249,3 +250,23 @@ def test_a_duration_ends_arrivals_not_answers() -> None:
     assert 150 < run["requests"] < 250
     assert run["finished"] == run["requests"]
     assert run["duration_s"] > 20
+
+
+def test_a_ladder_waits_for_its_answers_and_keeps_its_caches() -> None:
+    setup = Setup(
+        workload=choose(
+            ["llm_d", "groups=3", "prompts=2", "system_tokens=800", "question_tokens=100", "output_tokens=400"]
+        ),
+        nodes=tuple(specs(2)),
+        contender=contender("round_robin"),
+        conditions=NEAR,
+    )
+    steps = (Step(1, 6, counts=False), Step(2, 12), Step(20, 3))
+    slow, fast = climb(setup, steps)
+    assert (slow["rate"], fast["rate"]) == (2, 20)
+    assert slow["finished"] == slow["requests"] == 24
+    assert fast["finished"] == fast["requests"] == 60
+    # An answer takes four seconds: the step lasts until the last one is there.
+    assert fast["duration_s"] > 6
+    assert fast["hit_rate"] > 0.85
+    assert list(climb(setup, steps)) == [slow, fast]

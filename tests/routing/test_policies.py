@@ -353,3 +353,30 @@ def test_a_node_that_came_back_lately_is_still_a_fallback() -> None:
 def test_a_seed_makes_chance_the_same_again() -> None:
     chosen = [[world.decide().node.name for _ in range(50)] for world in (World("random", 5), World("random", 5))]
     assert chosen[0] == chosen[1]
+
+
+def test_a_draining_node_does_not_lift_the_bound_of_the_others() -> None:
+    fleet = Fleet(HealthConfig())
+    for number in range(3):
+        fleet.check_passed(fleet.add(NodeConfig(url=f"http://n{number}:1", models=("m",))), 0.0)
+    leaving = fleet.node("n2:1")
+    for _ in range(60):
+        Ticket(leaving, 0.0)
+    fleet.drain("n2:1")
+    router = Router(fleet, Routing(policy="prefix_hash", seed=1))
+    for _ in range(40):
+        Ticket(router.decide(Ask("m", b"system", b"user"), 1.0).node, 1.0)
+    assert max(fleet.node(f"n{number}:1").inflight for number in range(2)) <= 26
+
+
+def test_a_node_that_was_slow_once_is_tried_again() -> None:
+    fleet = Fleet(HealthConfig())
+    slow, fast = (fleet.add(NodeConfig(url=f"http://n{number}:1", models=("m",))) for number in range(2))
+    for node, took_ms in ((slow, 1000.0), (fast, 10.0)):
+        fleet.check_passed(node, 0.0)
+        node.saw_latency(took_ms)
+    router = Router(fleet, Routing(policy="latency", seed=1))
+    assert router.decide(Ask("m"), 1.0).node is fast
+    for second in range(60):
+        slow.age_latency(float(second))
+    assert router.decide(Ask("m"), 61.0).node is slow

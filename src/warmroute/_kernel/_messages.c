@@ -15,6 +15,10 @@
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
+#if defined(__SSE2__) && defined(__x86_64__) && defined(__GNUC__)
+#define HAS_BLOCKS
+#include <immintrin.h>
+#endif
 
 #define MAX_DEPTH 256
 #define MAX_DIGITS 640
@@ -83,17 +87,24 @@ static inline ptr pass_escape(ptr p, ptr end) {
     return p + 6;
 }
 
-/* To the byte that ends a string's plain run: a quote, a backslash, a control character; or to the body's end. */
+/* A string's plain run ends at a quote, a backslash or a control character. A quote is 0x22: with that bit 1 flipped, it
+ * stands right above the control characters, and one comparison finds both. */
+#if defined(__SSE2__)
+static inline unsigned ends_run(ptr p) {
+    __m128i text = _mm_loadu_si128((const __m128i *)p), flipped = _mm_xor_si128(text, _mm_set1_epi8(0x02));
+    __m128i found = _mm_or_si128(_mm_cmpeq_epi8(_mm_min_epu8(flipped, _mm_set1_epi8(0x20)), flipped),
+                                 _mm_cmpeq_epi8(text, _mm_set1_epi8('\\')));
+    return _mm_movemask_epi8(found);
+}
+#endif
+
+/* To the byte that ends the run, or to the body's end. */
 static inline ptr pass_run(ptr p, ptr end) {
 #if defined(__SSE2__)
-    /* a quote is 0x22: with that bit 1 flipped, it stands right above the control characters */
-    const __m128i flip = _mm_set1_epi8(0x02), most = _mm_set1_epi8(0x20), backslash = _mm_set1_epi8('\\');
     for (; end - p >= 16; p += 16) {
-        __m128i text = _mm_loadu_si128((const __m128i *)p), flipped = _mm_xor_si128(text, flip);
-        __m128i found = _mm_or_si128(_mm_cmpeq_epi8(_mm_min_epu8(flipped, most), flipped), _mm_cmpeq_epi8(text, backslash));
-        unsigned bits = _mm_movemask_epi8(found);
-        if (bits)
-            return p + __builtin_ctz(bits);
+        unsigned found = ends_run(p);
+        if (found)
+            return p + __builtin_ctz(found);
     }
 #endif
     while (p < end && *p >= 0x20 && *p != '"' && *p != '\\')
@@ -101,8 +112,7 @@ static inline ptr pass_run(ptr p, ptr end) {
     return p;
 }
 
-/* From behind the opening quote to behind the closing one. */
-static ptr pass_string(ptr p, ptr end) {
+static ptr pass_by_runs(ptr p, ptr end) {
     for (;;) {
         p = pass_run(p, end);
         if (p == end || *p < 0x20)
@@ -112,6 +122,74 @@ static ptr pass_string(ptr p, ptr end) {
         if (!(p = pass_escape(p, end)))
             return NULL;
     }
+}
+
+/* A branch for each escape is dear where no two bodies have them at the same places (_scan.c has the figures, and the
+ * same code). Here 64 bytes become bits, and which bytes are escaped is found by arithmetic, as simdjson does it: taken
+ * from the bits behind it, a row of backslashes leaves a bit whose place tells whether the row is odd. */
+#if defined(HAS_BLOCKS)
+static int has_avx2;
+
+__attribute__((target("avx2"))) static inline uint64_t bits_of_64(__m256i low, __m256i high) {
+    return (uint32_t)_mm256_movemask_epi8(low) | (uint64_t)(uint32_t)_mm256_movemask_epi8(high) << 32;
+}
+
+__attribute__((target("avx2"))) static inline __m256i stops_in(__m256i text) {
+    __m256i flipped = _mm256_xor_si256(text, _mm256_set1_epi8(0x02));
+    return _mm256_cmpeq_epi8(_mm256_min_epu8(flipped, _mm256_set1_epi8(0x20)), flipped);
+}
+
+__attribute__((target("avx2"))) static inline __m256i backslashes_in(__m256i text) {
+    return _mm256_cmpeq_epi8(text, _mm256_set1_epi8('\\'));
+}
+
+/* What may stand behind a backslash, without u. */
+__attribute__((target("avx2"))) static inline __m256i escapes_in(__m256i text) {
+    const __m256i by_low_half = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(1, 0, 'b', 0, 't', 0, 'f', 0, 0, 0, 0, 0, '\\', 0, 'n', '/')); /* the 1 is no match for 0 */
+    return _mm256_or_si256(_mm256_cmpeq_epi8(_mm256_shuffle_epi8(by_low_half, text), text),
+                           _mm256_or_si256(_mm256_cmpeq_epi8(text, _mm256_set1_epi8('"')),
+                                           _mm256_cmpeq_epi8(text, _mm256_set1_epi8('r'))));
+}
+
+__attribute__((target("avx2"))) static ptr pass_by_blocks(ptr p, ptr end) {
+    const uint64_t odd = 0xaaaaaaaaaaaaaaaaULL;
+    uint64_t first_is_escaped = 0;
+    for (; end - p >= 64; p += 64) {
+        __m256i low = _mm256_loadu_si256((const __m256i *)p), high = _mm256_loadu_si256((const __m256i *)(p + 32));
+        uint64_t backslashes = bits_of_64(backslashes_in(low), backslashes_in(high));
+        uint64_t starts = backslashes & ~first_is_escaped;
+        uint64_t rows = ((starts << 1 | odd) - starts) ^ odd;
+        uint64_t escaped = rows ^ (backslashes | first_is_escaped);
+        uint64_t stops = bits_of_64(stops_in(low), stops_in(high)) & ~escaped;
+        uint64_t inside = stops ^ (stops - 1);
+        uint64_t unknown = escaped & inside & ~bits_of_64(escapes_in(low), escapes_in(high));
+        first_is_escaped = (rows & backslashes) >> 63;
+        for (; unknown; unknown &= unknown - 1)
+            if (!pass_escape(p + __builtin_ctzll(unknown) - 1, end))
+                return NULL;
+        if (stops) {
+            p += __builtin_ctzll(stops);
+            return *p == '"' ? p + 1 : NULL;
+        }
+    }
+    return pass_by_runs(p - first_is_escaped, end);
+}
+#endif
+
+/* From behind the opening quote to behind the closing one. */
+static inline ptr pass_string(ptr p, ptr end) {
+#if defined(HAS_BLOCKS)
+    if (end - p >= 16) {
+        /* most strings are names */
+        unsigned found = ends_run(p);
+        if (found && p[__builtin_ctz(found)] == '"')
+            return p + __builtin_ctz(found) + 1;
+        if (has_avx2)
+            return pass_by_blocks(p, end);
+    }
+#endif
+    return pass_by_runs(p, end);
 }
 
 static inline int is_digit(ptr p, ptr end) { return p < end && *p >= '0' && *p <= '9'; }
@@ -365,6 +443,9 @@ PyMODINIT_FUNC PyInit__messages(void) {
         is_escape[(unsigned char)*c] = 1;
     for (const char *c = "0123456789abcdefABCDEF"; *c; c++)
         is_hex[(unsigned char)*c] = 1;
+#if defined(HAS_BLOCKS)
+    has_avx2 = __builtin_cpu_supports("avx2");
+#endif
     if (getrandom(key, sizeof key, 0) != (ssize_t)sizeof key)
         return PyErr_SetFromErrno(PyExc_OSError);
     return PyModule_Create(&module);

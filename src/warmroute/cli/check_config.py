@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,15 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from warmroute.edge.listen import server_tls
+    from warmroute.edge.pools import node_tls
 
     config = configuration.load(args.file)
     server_tls(config.listen.tls_cert, config.listen.tls_key)
+    node_tls(config.upstream)
+    for node in config.nodes:
+        if node.api_key_env and not os.environ.get(node.api_key_env):
+            print(
+                f"{args.file}: {node.api_key_env}, which has the key for {node.url}, is not set here", file=sys.stderr
+            )
     print(f"{args.file}: good; {len(config.nodes)} nodes, {len(config.keys)} keys, policy {config.routing.policy}")
     return 0

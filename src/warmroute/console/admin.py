@@ -39,18 +39,19 @@ class Admin:
         self._operations = operations
         self._token = bytes.fromhex(token_sha256)
 
-    def admit(self, head: RequestHead) -> None:
+    def admit(self, head: RequestHead) -> str:
         if head.target in OPEN_PATHS:
-            return
+            return ""
         if not self._token:
             _refuse_browsers(head)
-            return
+            return ""
         scheme, _, token = head.authorization.partition(b" ")
         if scheme.lower() != b"bearer" or not compare_digest(sha256(token.strip()).digest(), self._token):
             raise Refusal(
                 401, "The admin API needs its token: send it as `Authorization: Bearer TOKEN`.", code="invalid_token",
                 headers=(("WWW-Authenticate", "Bearer"),),
             )  # fmt: skip
+        return ""
 
     async def answer(self, request: Request, responder: Responder) -> None:
         match request.method, [unquote(part) for part in request.path.split("/")[1:]]:

@@ -1,6 +1,6 @@
 """Every error that Warmroute itself says to a client: a status and an OpenAI-style JSON body.
 
-No error names a node's address, and none repeats what the client sent beyond a model's name.
+No error names a node's address, and none repeats what the client sent beyond a model's name or a path.
 """
 
 from __future__ import annotations
@@ -178,17 +178,6 @@ def memory_full() -> Refusal:
         503,
         "Too many request bodies are being held; try again shortly.",
         code="bodies_full",
-        kind="server_error",
-        retry_after_s=1,
-        close=True,
-    )
-
-
-def shutting_down() -> Refusal:
-    return Refusal(
-        503,
-        "The router is shutting down; try again.",
-        code="shutting_down",
         kind="server_error",
         retry_after_s=1,
         close=True,

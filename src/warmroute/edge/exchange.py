@@ -196,9 +196,12 @@ class ProxyExchange:
             framing = b""
             self._events = head.content_type[:17].lower() == b"text/event-stream"
         self._keep_alive = keep_alive
+        passing = head.passing
+        if 300 <= status < 400:
+            passing = self._pool.own_origin.sub(rb"\1", passing)
         answer_head = b"%b%b%bX-Request-Id: %b\r\n%b\r\n" % (
             head.status_line,
-            head.passing,
+            passing,
             framing,
             self._request_id,
             client.connection_line(keep_alive),
@@ -225,7 +228,7 @@ class ProxyExchange:
         proxy.counters.answered[self._status] += 1
         self._client.answered(self._keep_alive)
         if proxy.log_requests:
-            proxy.log_request(self._request_id, self._ticket, self._status, self._tried)
+            self._log(str(self._status))
 
     def answer_broke(self, reason: str, frames: ChunkFrames | None) -> None:
         """The client has a part of the answer: end it so that nobody takes it for the whole."""
@@ -241,7 +244,7 @@ class ProxyExchange:
         unframed = self._framing == UNTIL_CLOSE or self._dechunk is not None
         client.break_off(reset=unframed and not self._events)
         if proxy.log_requests:
-            proxy.log_request(self._request_id, self._ticket, self._status, self._tried, broken=True)
+            self._log(f"{self._status}, broken off")
 
     def _say_broken(self, frames: ChunkFrames | None) -> None:
         write = self._client.write
@@ -267,6 +270,11 @@ class ProxyExchange:
         proxy = self._proxy
         proxy.fleet.close_ticket(self._ticket, Outcome.LEFT, proxy.now())
         proxy.counters.left += 1
+        if proxy.log_requests:
+            self._log("the client left")
+
+    def _log(self, ended: str) -> None:
+        self._proxy.log_request(self._request_id, self._client.tenant, self._ticket, self._tried, ended)
 
     def client_full(self) -> None:
         if self._connection is not None and self._begun and not self._done:

@@ -38,7 +38,8 @@ class _Fetch:
         connection.begin(self, self._head, b"")
 
     def connect_failed(self, fault: ConnectFault, reason: str) -> None:
-        self._fail(reason, fault is ConnectFault.REFUSED)
+        errors = {ConnectFault.REFUSED: ConnectionRefusedError, ConnectFault.OURS: OSError}
+        self._fail(errors.get(fault, ConnectionError)(reason))
 
     def answer_began(self, head: ResponseHead, first: bytes, whole: bool) -> Callable[[bytes], object] | None:
         self._status = head.status
@@ -51,14 +52,14 @@ class _Fetch:
         self._size += len(data)
         if self._size > self._limit_bytes:
             self.cancel()
-            self._fail("the answer is too large", False)
+            self._fail(ConnectionError("the answer is too large"))
         elif self._frames is None:
             self._pieces.append(data)
         elif data:
             try:
                 self._frames.feed(data, self._pieces)
             except BadChunk:
-                self._fail("the answer's framing is broken", False)
+                self._fail(ConnectionError("the answer's framing is broken"))
 
     def answer_ended(self) -> None:
         self._connection = None
@@ -71,15 +72,15 @@ class _Fetch:
             self._retried_stale = True
             self._pool.open(self)
         else:
-            self._fail(reason, False)
+            self._fail(ConnectionError(reason))
 
     def answer_broke(self, reason: str, frames: ChunkFrames | None) -> None:
-        self._fail(reason, False)
+        self._fail(ConnectionError(reason))
 
-    def _fail(self, reason: str, refused: bool) -> None:
+    def _fail(self, error: OSError) -> None:
         self._connection = None
         if not self.done.done():
-            self.done.set_exception(ConnectionRefusedError(reason) if refused else ConnectionError(reason))
+            self.done.set_exception(error)
 
     def cancel(self) -> None:
         connection, self._connection = self._connection, None
@@ -91,7 +92,7 @@ async def fetch(
     pools: Pools, node: Node, path: str, timeout_s: float, limit_bytes: int = 8_388_608
 ) -> tuple[int, bytes]:
     """Status and body of GET path. Raises ConnectionRefusedError where nobody listens, ConnectionError where the answer
-    broke, TimeoutError where the node is slow."""
+    broke, TimeoutError where the node is slow, another OSError where this machine lacks something."""
     pool = pools.of(node)
     head = b"GET %b HTTP/1.1\r\n%b%bAccept: */*\r\n\r\n" % (path.encode(), pool.host_line, pool.key_line)
     asking = _Fetch(pool, head, limit_bytes)

@@ -14,7 +14,6 @@ __all__ = ["CHUNKED", "UNTIL_CLOSE", "BrokenResponse", "RequestHead", "ResponseH
 CHUNKED: Final = -1
 UNTIL_CLOSE: Final = -2
 
-_TOO_MANY_FIELDS: Final = 5
 _REASONS: Final = {
     1: "The request line is malformed.",
     2: "The request's target must be a path that begins with /.",

@@ -7,9 +7,13 @@ import os
 import socket
 import ssl
 import stat
+from typing import Final
 
 from warmroute.config import ConfigError
 from warmroute.edge.server import Listener
+
+TLS_GOODBYE_S: Final = 1.0
+"""How long a closing TLS connection waits for the other side's goodbye: clients that pool connections never say it."""
 
 
 def server_tls(cert: str, key: str) -> ssl.SSLContext | None:
@@ -30,16 +34,28 @@ async def listen_tcp(
     """Raises ConfigError where the address can't be had."""
     loop = asyncio.get_running_loop()
     handshake_s = listener.limits.header_timeout_s if tls else None
+    goodbye_s = TLS_GOODBYE_S if tls else None
     try:
         if host == "::":  # both families on one socket, which asyncio by itself would not do
             both = socket.create_server(
                 ("::", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=socket.has_dualstack_ipv6()
             )
             return await loop.create_server(
-                listener.protocol, sock=both, ssl=tls, backlog=backlog, ssl_handshake_timeout=handshake_s
+                listener.protocol,
+                sock=both,
+                ssl=tls,
+                backlog=backlog,
+                ssl_handshake_timeout=handshake_s,
+                ssl_shutdown_timeout=goodbye_s,
             )
         return await loop.create_server(
-            listener.protocol, host, port, ssl=tls, backlog=backlog, ssl_handshake_timeout=handshake_s
+            listener.protocol,
+            host,
+            port,
+            ssl=tls,
+            backlog=backlog,
+            ssl_handshake_timeout=handshake_s,
+            ssl_shutdown_timeout=goodbye_s,
         )
     except OSError as error:
         raise ConfigError(
@@ -52,7 +68,9 @@ async def listen_unix(listener: Listener, path: str, backlog: int, tls: ssl.SSLC
     loop = asyncio.get_running_loop()
     _clear_dead_socket(path)
     try:
-        return await loop.create_unix_server(listener.protocol, path, backlog=backlog, ssl=tls)
+        return await loop.create_unix_server(
+            listener.protocol, path, backlog=backlog, ssl=tls, ssl_shutdown_timeout=TLS_GOODBYE_S if tls else None
+        )
     except OSError as error:
         raise ConfigError(f"can't listen on {path}: {error.strerror or error}") from None
 

@@ -102,13 +102,13 @@ Answer = Callable[[Request, Responder], Awaitable[None]]
 class PlainHandler:
     """Serves every request by one async function. Implements edge.server.Handler."""
 
-    def __init__(self, answer: Answer, admit: Callable[[RequestHead], None] = lambda _head: None) -> None:
+    def __init__(self, answer: Answer, admit: Callable[[RequestHead], str] = lambda _head: "") -> None:
         self._answer = answer
         self._admit = admit
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def admit(self, head: RequestHead) -> None:
-        self._admit(head)
+    def admit(self, head: RequestHead) -> str:
+        return self._admit(head)
 
     def serve(self, client: Client, head: RequestHead, body: bytes) -> Responder:
         responder = Responder(client)
@@ -135,5 +135,8 @@ class PlainHandler:
             elif not responder.ended:
                 responder.break_off()
 
-    def refused(self, refusal: Refusal) -> None:
+    def new_request_id(self) -> bytes:
+        return b""
+
+    def refused(self, refusal: Refusal, request_id: bytes) -> None:
         pass

@@ -16,25 +16,31 @@ class Pools:
     def __init__(self, config: UpstreamConfig, deadlines: Deadlines) -> None:
         self._deadlines = deadlines
         self._pools: dict[Node, NodePool] = {}
-        self.reconfigure(config)
+        self._config = config
+        self._tls = node_tls(config)
 
     def reconfigure(self, config: UpstreamConfig) -> None:
         """Raises ConfigError, with nothing changed, where the authorities can't be read."""
-        try:
-            self._tls = ssl.create_default_context(cafile=config.ca_file or None)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"upstream.ca_file can't be used: {error}") from None
+        self._tls = node_tls(config)
+        for node, pool in list(self._pools.items()):
+            if config.ca_file != self._config.ca_file:
+                self.remove(node)
+            else:
+                pool.config = config
         self._config = config
-        for node in list(self._pools):
-            self.remove(node)
 
     def of(self, node: Node) -> NodePool:
         pool = self._pools.get(node)
         if pool is None:
-            api_key = os.environ.get(node.api_key_env, "") if node.api_key_env else ""
-            pool = NodePool(node.scheme, node.host, node.port, self._config, self._deadlines, self._tls, api_key)
+            pool = NodePool(node.scheme, node.host, node.port, self._config, self._deadlines, self._tls, _api_key(node))
             self._pools[node] = pool
         return pool
+
+    def take_new_keys(self) -> None:
+        """Lets go of pools whose node is to get another key than before."""
+        for node, pool in list(self._pools.items()):
+            if pool.api_key != _api_key(node):
+                self.remove(node)
 
     def remove(self, node: Node) -> None:
         pool = self._pools.pop(node, None)
@@ -44,3 +50,15 @@ class Pools:
     def close(self) -> None:
         for node in list(self._pools):
             self.remove(node)
+
+
+def node_tls(config: UpstreamConfig) -> ssl.SSLContext:
+    """Raises ConfigError where the authorities can't be read."""
+    try:
+        return ssl.create_default_context(cafile=config.ca_file or None)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"upstream.ca_file can't be used: {error}") from None
+
+
+def _api_key(node: Node) -> str:
+    return os.environ.get(node.api_key_env, "").strip() if node.api_key_env else ""

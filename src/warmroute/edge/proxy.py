@@ -79,7 +79,7 @@ class Proxy:
 
     # Before the body is read.
 
-    def admit(self, head: RequestHead) -> None:
+    def admit(self, head: RequestHead) -> str:
         target = head.target
         if target in FORWARDED:
             if head.method != b"POST":
@@ -89,10 +89,14 @@ class Proxy:
             if path in (b"/health", b"/ready"):
                 if head.method not in (b"GET", b"HEAD"):
                     raise errors.method_not_allowed("GET")
-                return
+                return ""
             self._admit_path(head.method, path)
-        if self._keys and self._keys.tenant(head) is None:
+        if not self._keys:
+            return ""
+        tenant = self._keys.tenant(head)
+        if tenant is None:
             raise errors.unauthorized()
+        return tenant
 
     def _admit_path(self, method: bytes, path: bytes) -> None:
         if path == b"/v1/models" or path.startswith(b"/v1/models/"):
@@ -101,7 +105,7 @@ class Proxy:
         elif path in FORWARDED:
             if method != b"POST":
                 raise errors.method_not_allowed("POST")
-        elif not path.startswith(b"/v1/") or method != b"POST" or path in NEVER_FORWARDED or _climbs(path):
+        elif not path.startswith(b"/v1/") or method != b"POST" or path in NEVER_FORWARDED or _reads_otherwise(path):
             raise errors.not_found(path.decode("ascii", "replace")[:200])
 
     # With the body.
@@ -111,12 +115,15 @@ class Proxy:
             self._serve_own(client, head)
             return None
         ask = self._ask(head, body)
+        ask.tenant = client.tenant
         try:
             decision = self.router.decide(ask, self.now())
         except Undecided as undecided:
             raise _in_words(undecided, ask) from None
-        request_id = head.request_id or self._id_prefix + b"%d" % next(self._id_numbers)
-        return ProxyExchange(self, client, head, body, decision, request_id)
+        return ProxyExchange(self, client, head, body, decision, head.request_id or self.new_request_id())
+
+    def new_request_id(self) -> bytes:
+        return self._id_prefix + b"%d" % next(self._id_numbers)
 
     def _ask(self, head: RequestHead, body: bytes) -> Ask:
         if is_multipart(head.content_type):
@@ -126,7 +133,7 @@ class Proxy:
                 ask = read_json(body)
             except NotJson as why:
                 raise errors.malformed_json(str(why)) from None
-            if ask.says_nothing and head.target in CHATS and lacks(body, "messages"):
+            if ask.says_nothing and head.target.partition(b"?")[0] in CHATS and lacks(body, "messages"):
                 raise errors.missing_messages()
         if not ask.model and head.target.partition(b"?")[0] not in FORWARDED:
             raise errors.not_found(head.target.partition(b"?")[0].decode("ascii", "replace")[:200])
@@ -175,27 +182,29 @@ class Proxy:
 
     # What happened.
 
-    def refused(self, refusal: Refusal) -> None:
+    def refused(self, refusal: Refusal, request_id: bytes) -> None:
         self.counters.refused[refusal.status, refusal.code] += 1
+        if self.log_requests:
+            log.info("request %s: refused with %d %s", request_id.decode("ascii"), refusal.status, refusal.code)
 
-    def log_request(self, request_id: bytes, ticket: Ticket, status: int, tried: int, broken: bool = False) -> None:
+    def log_request(self, request_id: bytes, tenant: str, ticket: Ticket, tried: int, ended: str) -> None:
         now_s = self.now()
+        first_ms = f"{(ticket.first_byte_s - ticket.opened_s) * 1000.0:.1f} ms" if ticket.first_byte_s else "never"
         log.info(
-            "request %s to %s: %d%s, first byte after %.1f ms, %.1f ms in all, %d tried",
+            "request %s%s to %s: %s, first byte: %s, %.1f ms in all, %d tried",
             request_id.decode("ascii", "replace"),
+            f" of {tenant}" if tenant else "",
             ticket.node.name,
-            status,
-            " (broken off)" if broken else "",
-            (ticket.first_byte_s - ticket.opened_s) * 1000.0,
+            ended,
+            first_ms,
             (now_s - ticket.opened_s) * 1000.0,
             tried,
         )
 
 
-def _climbs(path: bytes) -> bool:
-    """Whether a path has segments by which it could leave /v1 at a node that resolves them."""
-    lowered = path.lower().replace(b"%2e", b".").replace(b"%2f", b"/").replace(b"\\", b"/")
-    return any(part in (b".", b"..") for part in lowered.split(b"/")) or b"%5c" in lowered
+def _reads_otherwise(path: bytes) -> bool:
+    """Whether a node might read a path as another one than it looks: escapes, dots, empty segments."""
+    return b"%" in path or b"\\" in path or any(part in (b"", b".", b"..") for part in path.split(b"/")[1:])
 
 
 def _in_words(undecided: Undecided, ask: Ask) -> Refusal:

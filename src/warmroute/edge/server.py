@@ -47,13 +47,16 @@ class Exchange(Protocol):
 class Handler(Protocol):
     """What a listener serves."""
 
-    def admit(self, head: RequestHead) -> None:
-        """Looks at a head before the body is read. Raises Refusal."""
+    def admit(self, head: RequestHead) -> str:
+        """Looks at a head before the body is read; returns whose request it is. Raises Refusal."""
 
     def serve(self, client: Client, head: RequestHead, body: bytes) -> Exchange | None:
         """Answers a request, now (None) or later (the exchange that will). Raises Refusal."""
 
-    def refused(self, refusal: Refusal) -> None:
+    def new_request_id(self) -> bytes:
+        """A name for a request that has none; empty where requests go unnamed."""
+
+    def refused(self, refusal: Refusal, request_id: bytes) -> None:
         """Told of each request that was answered with an error of the router's own."""
 
 
@@ -102,6 +105,7 @@ class Listener:
 
 class Client(asyncio.Protocol):
     __slots__ = (
+        "_ahead_bytes",
         "_body",
         "_exchange",
         "_frames",
@@ -119,6 +123,7 @@ class Client(asyncio.Protocol):
         "bucket",
         "deadline_s",
         "peer",
+        "tenant",
         "transport",
         "write",
     )
@@ -128,6 +133,7 @@ class Client(asyncio.Protocol):
         self._listener = listener
         self.transport: asyncio.Transport
         self.peer = b""
+        self.tenant = ""
         self.deadline_s = NEVER
         self.bucket = -1
         self._phase = HEAD
@@ -139,6 +145,7 @@ class Client(asyncio.Protocol):
         """What it had yet to read when its time to do so began."""
         self._searched = 0
         """How much of a head that has not wholly arrived was looked through."""
+        self._ahead_bytes = 0
         self._overran = False
         """It has sent more ahead than is held."""
         # per request
@@ -171,16 +178,17 @@ class Client(asyncio.Protocol):
         self._listener.gone(self)
         self._listener.deadlines.disarm(self)
         self.release_body()
+        self._let_go_ahead()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.client_left()
 
     def eof_received(self) -> None:
         # Half-closed is taken for gone: an answer can't be told from a stream that nobody reads.
-        self._phase = CLOSED
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.client_left()
+        self._close()
 
     def pause_writing(self) -> None:
         self._paused = True
@@ -253,13 +261,21 @@ class Client(asyncio.Protocol):
         """
         if not self._keep_alive:
             return
+        listener = self._listener
         if self._pending is None:
             self._pending = bytearray()
         self._pending += data
-        if len(self._pending) > _AHEAD_BYTES:
+        self._ahead_bytes += len(data)
+        listener.buffered_bytes += len(data)
+        if len(self._pending) > _AHEAD_BYTES or listener.buffered_bytes > listener.limits.buffered_bytes:
             self._keep_alive = False
             self._overran = True
-            self._pending = None
+            self._let_go_ahead()
+
+    def _let_go_ahead(self) -> None:
+        self._pending = None
+        self._listener.buffered_bytes -= self._ahead_bytes
+        self._ahead_bytes = 0
 
     def _seek_head(self) -> None:
         pending = self._pending
@@ -293,7 +309,7 @@ class Client(asyncio.Protocol):
         self._keep_alive = head.keep_alive
         length = head.length
         try:
-            listener.handler.admit(head)
+            self.tenant = listener.handler.admit(head)
             if length > limits.body_bytes:
                 raise errors.body_too_large(limits.body_bytes)
             if length >= 0:
@@ -445,6 +461,8 @@ class Client(asyncio.Protocol):
             return
         deadlines = self._listener.deadlines
         deadlines.arm(self, deadlines.now() + self._listener.limits.header_timeout_s)
+        self._listener.buffered_bytes -= self._ahead_bytes  # no longer ahead
+        self._ahead_bytes = 0
         self._seek_head()
 
     def break_off(self, reset: bool = False) -> None:
@@ -477,24 +495,26 @@ class Client(asyncio.Protocol):
         if refusal.close:
             self._refuse_and_close(refusal)
             return
-        self._listener.handler.refused(refusal)
-        headers = refusal.headers
-        request_id = request_id or self._head.request_id
-        if request_id:
-            headers = (*headers, ("X-Request-Id", request_id.decode("ascii")))
-        self.reply(refusal.status, refusal.body(), headers)
+        handler = self._listener.handler
+        request_id = request_id or self._head.request_id or handler.new_request_id()
+        handler.refused(refusal, request_id)
+        self.reply(refusal.status, refusal.body(), _with_id(refusal, request_id))
 
     def _refuse_and_close(self, refusal: Refusal) -> None:
         """Answers with an error where what follows on the connection can't be read as a request."""
-        self._listener.handler.refused(refusal)
-        self.write(render_reply(refusal.status, refusal.body(), refusal.headers, "application/json", _CLOSE_LINE))
+        handler = self._listener.handler
+        request_id = handler.new_request_id()
+        handler.refused(refusal, request_id)
+        headers = _with_id(refusal, request_id)
+        self.write(render_reply(refusal.status, refusal.body(), headers, "application/json", _CLOSE_LINE))
         self._exchange = None
         self._linger()
 
     def _linger(self) -> None:
         """Says no more, but reads on for a moment: closing on unread data would destroy the answer on its way."""
         self._phase = LINGER
-        self._pending = None
+        self._unread_bytes = 0
+        self._let_go_ahead()
         self.release_body()
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -507,6 +527,10 @@ class Client(asyncio.Protocol):
         if self.transport.get_write_buffer_size():
             deadlines = self._listener.deadlines
             deadlines.arm(self, deadlines.now() + self._listener.limits.stall_timeout_s)
+
+
+def _with_id(refusal: Refusal, request_id: bytes) -> tuple[tuple[str, str], ...]:
+    return (*refusal.headers, ("X-Request-Id", request_id.decode("ascii"))) if request_id else refusal.headers
 
 
 def render_reply(

@@ -11,6 +11,7 @@ import asyncio
 import enum
 import errno
 import logging
+import re
 import socket
 import ssl
 from collections.abc import Callable
@@ -177,6 +178,7 @@ class Connection(asyncio.Protocol):
             assert head is not None
             self._begin_answer(head, data)
         elif mode == IDLE:
+            self._pool.forget(self)
             self._die()  # nobody asked
 
     def _take_head(self, data: bytes) -> None:
@@ -364,6 +366,11 @@ class NodePool:
         default = 443 if scheme == "https" else 80
         shown = f"[{host}]" if ":" in host else host
         self.host_line = f"Host: {shown}{'' if port == default else f':{port}'}\r\n".encode()
+        self.own_origin = re.compile(
+            rb"(?im)^((?:content-)?location:[ \t]*)https?://" + re.escape(self.host_line[6:-2]) + rb"(?=[/?\s])"
+        )
+        """The node's address in a redirect, which is to lead back here and not around the router."""
+        self.api_key = api_key
         self.key_line = f"Authorization: Bearer {api_key}\r\n".encode() if api_key else b""
 
     def take(self) -> Connection | None:

@@ -21,7 +21,7 @@ log = logging.getLogger("warmroute.engines")
 
 Fetch = Callable[[Node, str, float], Awaitable[tuple[int, bytes]]]
 """GET a path of a node: status and body. Raises TimeoutError where it is slow, ConnectionRefusedError where nobody
-listens, ConnectionError where the answer broke."""
+listens, ConnectionError where the answer broke, another OSError where this machine lacks something."""
 
 HeardAt = Callable[[Node], float]
 """When a node last sent anything of an answer that is still running: busy is not dead."""
@@ -37,6 +37,7 @@ class Watcher:
         self._heard_s = heard_s
         self._now = now
         self._random = Random()
+        self._warned_s: dict[str, float] = {}
         self._tasks: dict[Node, list[asyncio.Task[None]]] = {}
 
     def reconfigure(self, config: Config) -> None:
@@ -77,12 +78,13 @@ class Watcher:
             health = self._config.health
             before = node.health.standing
             passed = await self._passes(node)
+            passed_s = self._now()
             if passed:
                 came_back = before is Standing.OPEN
                 due = self._now() - asked_models_s >= self._config.metrics.models_interval_s
                 if (node.models is None or came_back or due) and await self._ask_models(node):
                     asked_models_s = self._now()
-                self._fleet.check_passed(node, self._now())
+                self._fleet.check_passed(node, passed_s)
             await self._pause(health.interval_s)
 
     async def _passes(self, node: Node) -> bool:
@@ -95,6 +97,8 @@ class Watcher:
         except (TimeoutError, ConnectionError):
             self._fleet.check_slow(node, self._now(), self._heard_s(node))
             return False
+        except OSError:
+            return False  # what this machine lacks says nothing about the node
         if status >= 500:
             self._fleet.check_refused(node, self._now(), f"its health check says {status}")
             return False
@@ -104,10 +108,12 @@ class Watcher:
         try:
             status, body = await self._fetch(node, "/v1/models", self._config.health.timeout_s)
             cards = msgspec.json.decode(body).get("data", []) if status == 200 else None
-        except (TimeoutError, ConnectionError, msgspec.DecodeError, AttributeError):
+        except (OSError, msgspec.DecodeError, AttributeError):
             cards = None
         if not isinstance(cards, list):
-            if node.models is None:
+            silent_s = self._now() - self._warned_s.get(node.name, -1e9)
+            if node.models is None and silent_s >= self._config.metrics.models_interval_s:
+                self._warned_s[node.name] = self._now()
                 log.warning("node %s does not say which models it serves (GET /v1/models); set nodes.models", node.name)
             return False
         cards = [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
@@ -123,12 +129,13 @@ class Watcher:
                 await self._read_load(node)
             if self._now() - node.polled_s > metrics.stale_s:
                 node.lost_sight_of_load()
+            node.age_latency(self._now())
             await self._pause(metrics.interval_s)
 
     async def _read_load(self, node: Node) -> None:
         try:
             status, page = await self._fetch(node, "/metrics", self._config.metrics.timeout_s)
-        except (TimeoutError, ConnectionError):
+        except OSError:
             return
         if status != 200:
             return

@@ -77,7 +77,7 @@ class Fleet:
         self._health = health
         wanted = {node_name(config): config for config in nodes}
         removed = []
-        for name in self._configured & self._nodes.keys():
+        for name in (self._configured | wanted.keys()) & self._nodes.keys():
             node, config = self._nodes[name], wanted.get(name)
             if config is None or config.url != node.config.url:
                 removed.append(self.remove(name))

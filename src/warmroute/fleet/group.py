@@ -23,9 +23,6 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.nodes)
 
-    def only(self, keep: Iterable[Node]) -> Candidates:
-        return Candidates(keep)
-
 
 class Group:
     __slots__ = ("at_need", "inflight", "members", "model", "ramping_until_s", "trials", "up")

@@ -35,7 +35,9 @@ class Health:
         "_config",
         "_failures",
         "_open_for_s",
+        "_refused_s",
         "_slow_checks",
+        "_slow_since_s",
         "certain",
         "half_open_s",
         "heard_s",
@@ -49,6 +51,8 @@ class Health:
         self._config = config
         self._failures = 0
         self._slow_checks = 0
+        self._slow_since_s = 0.0
+        self._refused_s = -1e9
         self._open_for_s = config.open_s
         self.standing = Standing.UNKNOWN
         self.certain = False
@@ -64,6 +68,8 @@ class Health:
         self._config = config
 
     def check_passed(self, now_s: float) -> None:
+        if now_s < self._refused_s:
+            return  # older news than what is known
         self.heard_s = now_s
         self._slow_checks = 0
         if self.standing is Standing.UNKNOWN:
@@ -77,7 +83,10 @@ class Health:
     def check_slow(self, now_s: float, heard_s: float = -1e9) -> None:
         """A check got no answer in time. `heard_s`: when the node last sent anything of a running answer."""
         self.heard_s = max(self.heard_s, heard_s)
-        if now_s - self.heard_s < self._config.timeout_s * self._config.slow_checks:
+        if not self._slow_checks:
+            self._slow_since_s = now_s - self._config.timeout_s
+        if self.heard_s > self._slow_since_s:
+            self._slow_checks = 0
             return  # it answers other things: busy, not dead
         self._slow_checks += 1
         if self._slow_checks >= self._config.slow_checks and self.standing is not Standing.OPEN:
@@ -87,6 +96,7 @@ class Health:
 
     def check_refused(self, now_s: float, reason: str) -> None:
         """Nobody listens there, or the node says itself that it can't serve."""
+        self._refused_s = now_s
         if self.standing is Standing.OPEN and self.certain:
             self.reason = reason
             return
@@ -97,7 +107,6 @@ class Health:
         self._failures = 0
         if self.standing is Standing.HALF_OPEN:
             self._come_back(now_s, "trial passed")
-            self._open_for_s = self._config.open_s
 
     def request_failed(self, now_s: float, reason: str) -> None:
         self._failures += 1
@@ -109,6 +118,8 @@ class Health:
     def _come_back(self, now_s: float, reason: str) -> None:
         self.standing, self.certain, self.reason = Standing.UP, False, reason
         self.up_since_s = now_s
+        self._failures = 0
+        self._open_for_s = self._config.open_s
 
     def _open(self, now_s: float, *, certain: bool, reason: str) -> None:
         self.standing, self.certain, self.reason = Standing.OPEN, certain, reason

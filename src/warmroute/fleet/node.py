@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 FIRST_BYTE_BOUNDS_MS: Final = (
     5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10_000.0, 30_000.0, 60_000.0,
 )  # fmt: skip
+LATENCY_KEPT_S: Final = 5.0
+"""How long an average stands without a new request."""
 LATENCY_WEIGHT: Final = 0.1
 """How much one answer moves the latency average."""
 
@@ -140,6 +142,11 @@ class Node:
     def saw_first_byte(self, after_ms: float) -> None:
         self.first_byte_counts[bisect_left(FIRST_BYTE_BOUNDS_MS, after_ms)] += 1
         self.first_byte_sum_ms += after_ms
+
+    def age_latency(self, now_s: float) -> None:
+        """Lets an average that no answer confirms fade, so that a node that was slow once gets tried again."""
+        if now_s - self.last_ticket_s > LATENCY_KEPT_S:
+            self.latency_ms *= 1.0 - LATENCY_WEIGHT
 
     def saw_latency(self, took_ms: float) -> None:
         if self.latency_ms:

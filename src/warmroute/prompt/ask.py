@@ -12,12 +12,23 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
+import msgspec
+
 from warmroute._kernel._scan import scan
 
 KEY_CHARACTERS: Final = 256
 """How much of the system prompt, and of the first user message, makes the routing key. _scan.c has the same."""
 _PROMPT_FIELDS: Final = ("prompt", "input", "query", "text_1")
 _SESSION_FIELDS: Final = ("session_id", "conversation_id", "prompt_cache_key", "user")
+
+
+class _Model(msgspec.Struct):
+    model: str | None = None
+
+
+_model_reader: Final = msgspec.json.Decoder(_Model)
+PARSED_BYTES: Final = 1_000_000
+"""Up to this a body that the scan is unsure of is parsed for real."""
 
 
 class NotJson(ValueError):
@@ -27,13 +38,15 @@ class NotJson(ValueError):
 class Ask:
     """One request's wishes."""
 
-    __slots__ = ("_session", "_system", "_user", "model", "session_header")
+    __slots__ = ("_session", "_system", "_user", "model", "session_header", "tenant")
 
     def __init__(
         self, model: str, system: bytes | None = None, user: bytes | None = None, session: bytes = b""
     ) -> None:
         self.model = model
         """Empty where the body names none."""
+        self.tenant = ""
+        """Whose request it is; empty where nobody has to say."""
         self.session_header = b""
         self._system = system
         self._user = user
@@ -58,7 +71,19 @@ class Ask:
 def read_json(body: bytes) -> Ask:
     """Reads a JSON body. Raises NotJson."""
     found = scan(body)
-    return read_json_plainly(body) if found is None else Ask(*found)
+    if found is not None:
+        return Ask(*found)
+    return read_json_plainly(body) if len(body) <= PARSED_BYTES else _read_model(body)
+
+
+def _read_model(body: bytes) -> Ask:
+    """The model alone, the rest passed over unbuilt: parsing an odd body of this size for real would hold the loop."""
+    try:
+        return Ask(_model_reader.decode(body).model or "")
+    except RecursionError:
+        raise NotJson("it is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise NotJson(str(error)) from None
 
 
 def read_json_plainly(body: bytes) -> Ask:
@@ -73,7 +98,7 @@ def read_json_plainly(body: bytes) -> Ask:
 
 def lacks(body: bytes, name: str) -> bool:
     """Whether a body that `read_json` has read lacks a field. Parses it for real: for the rare doubtful case."""
-    return name not in _parse(body)
+    return len(body) <= PARSED_BYTES and name not in _parse(body)
 
 
 def _parse(body: bytes) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Final
 
 from warmroute.prompt.chat_setting import ChatSetting
 from warmroute.prompt.chat_template import ChatTemplate, Message, Refused
-from warmroute.prompt.conversation import MEDIA_MARK, MEDIA_MARK_LENGTH, NotFollowed
+from warmroute.prompt.conversation import MEDIA_MARK, MEDIA_MARK_LENGTH, NotFollowed, as_media_parts
 from warmroute.prompt.locality import Locality, differs_at_last_cut
 from warmroute.prompt.stems import Stem, Stems
 from warmroute.prompt.tokenizer import TOKEN_BYTES, Tokenizer
@@ -24,6 +24,8 @@ _SETTING_COST: Final = 12
 constant.
 """
 _SETTING_BYTES: Final = 16_384
+_MOST_NEW_UNITS: Final = 1024
+"""A conversation that grew by more than that is new."""
 _CHECK_FIRST: Final = 8
 _CHECK_EVERY: Final = 32
 
@@ -88,12 +90,16 @@ class ChatReader:
     # ---- Settings ----
 
     def known(self, key: bytes) -> Prepared | None:
-        return self._settings.get(key)
+        with self._lock:
+            prepared = self._settings.get(key)
+            if prepared is not None:
+                self._settings.move_to_end(key)
+        return prepared
 
     def prepare(
         self, key: bytes, size_bytes: int, setting: ChatSetting, lead: list[Message], add_special_tokens: bool
     ) -> Prepared:
-        locality = self.locality(setting.template)
+        locality = self.locality(setting.template) if setting.is_the_models_own else Locality(None)
         cuts = self._cuts(setting)
         window = self._window(setting, locality) if cuts else None
         cost = _SETTING_COST * size_bytes + _SETTING_BYTES
@@ -137,12 +143,12 @@ class ChatReader:
     def plan(self, prepared: Prepared, units: Units) -> Plan:
         """Raises NotFollowed."""
         if prepared.has_window():
-            key = self._stem_key(prepared)
-            for count in range(units.count, 0, -1):
+            key, tail, read_from = self._stem_key(prepared), list[Message](), units.count
+            for count in range(units.count, max(0, units.count - _MOST_NEW_UNITS), -1):
                 stem = self.stems.get(key + units.digest(count))
                 if stem is None:
                     continue
-                tail = units.messages(count, units.count)
+                tail, read_from = units.messages(count, read_from) + tail, count
                 if fits_behind(stem.settled, tail) and self._may_use(prepared, stem, tail):
                     return Plan(prepared, units, stem, tail, units.size_bytes(count, units.count))
         return Plan(prepared, units, None, [], units.size_bytes(0, units.count))
@@ -175,7 +181,7 @@ class ChatReader:
         messages = prepared.lead + plan.units.messages(0, plan.units.count)
         text = setting.render(messages)
         if MEDIA_MARK in text:
-            return self._with_media(prepared, b"", "", text)
+            return self._with_media(prepared, messages, text)
         stem: Stem | None = None
         window = prepared.window
         if window is not None and prepared.has_window() and plan.units.count:
@@ -189,12 +195,11 @@ class ChatReader:
         return self._grow(plan, stem, "", text)
 
     def _read_tail(self, plan: Plan, stem: Stem) -> Rendered:
-        prepared, window = plan.prepared, plan.prepared.window
+        window = plan.prepared.window
         assert window is not None
         text = stem.rest + window.text_behind(stem.starts_with_system, stem.settled, plan.tail)
         if MEDIA_MARK in text:
-            self.stems.use(stem)
-            return self._with_media(prepared, stem.all_tokens(), stem.cut, text)
+            return self._read_all(plan)
         new: Stem | None = None
         if plan.tail and window.may_end_a_stem(plan.tail[-1]) and self._last_user_asks(window, plan.tail):
             new = self._new_stem(plan, stem, text, plan.tail, stem.starts_with_system)
@@ -220,7 +225,9 @@ class ChatReader:
                 cut, at = token, end
         if not cut:
             return None
-        clean = (parent is None or parent.clean) and all(window.is_clean(message) for message in messages)
+        clean = prepared.locality.with_any_message or (
+            (parent is None or parent.clean) and all(window.is_clean(message) for message in messages)
+        )
         prefix = self._stem_key(prepared)
         if parent is not None and not parent.key.startswith(prefix):
             return None  # it has become another day since
@@ -233,8 +240,8 @@ class ChatReader:
         window = plan.prepared.window
         assert window is not None
         at = len(text) - len(window.generation_prompt) - len(stem.rest)
-        own, behind = self._tokenizer.encode_two(cut_before + text[:at], stem.cut + text[at:])
-        stem.tokens = self._behind(cut_before, own)
+        stem.tokens = self._behind(cut_before, self._tokenizer.encode(cut_before + text[:at]))
+        behind = self._tokenizer.encode_again(stem.cut + text[at:])
         parent = stem.parent
         stem.token_bytes = len(stem.tokens) + (parent.token_bytes if parent else 0)
         self.stems.add(stem)
@@ -249,11 +256,15 @@ class ChatReader:
             raise NotFollowed("an added token that is not found where it stands")
         return tokens[TOKEN_BYTES:]
 
-    def _with_media(self, prepared: Prepared, before: bytes, cut: str, text: str) -> Rendered:
+    def _with_media(self, prepared: Prepared, messages: Sequence[Message], text: str) -> Rendered:
         """Tokens with nothing where pictures are; sure up to the last clean cut before the first of them."""
         first, *others = text.split(MEDIA_MARK)
-        at = max((first.rfind(token) + len(token) for token in prepared.cuts if token in first), default=0)
-        tokens = before + self._behind(cut, self._tokenizer.encode(cut + first[:at]))
+        before = first
+        if prepared.setting.format == "openai":
+            # the template sees which messages have pictures, and may say something else from the start
+            before = _shared_beginning(first, prepared.setting.render(as_media_parts(messages)))
+        at = max((before.rfind(token) + len(token) for token in prepared.cuts if token in before), default=0)
+        tokens = self._tokenizer.encode(first[:at])
         sure = len(tokens) // TOKEN_BYTES
         tokens += self._tokenizer.encode(first[at:])
         media: list[tuple[int, bytes]] = []
@@ -295,6 +306,17 @@ class ChatReader:
     @staticmethod
     def _stem_key(prepared: Prepared) -> bytes:
         return prepared.key + prepared.setting.template.time_key().encode()
+
+
+def _shared_beginning(one: str, other: str) -> str:
+    same, longest = 0, min(len(one), len(other))
+    while same < longest:
+        middle = (same + longest + 1) // 2
+        if one[:middle] == other[:middle]:
+            same = middle
+        else:
+            longest = middle - 1
+    return one[:same]
 
 
 def _plain(setting: ChatSetting, role: str) -> Message:

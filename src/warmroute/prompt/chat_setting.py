@@ -83,6 +83,7 @@ class ChatSetting:
         continues: str = "",
         variables: Mapping[str, Any] | None = None,
         format: ContentFormat | None = None,
+        is_the_models_own: bool = True,
     ) -> None:
         self.template = template
         self.tools = tools
@@ -92,6 +93,8 @@ class ChatSetting:
         """The field of the last message that is to be continued; empty where a new message begins."""
         self.variables = variables or {}
         self.format: ContentFormat = format or template.content_format
+        self.is_the_models_own = is_the_models_own
+        """Whether the template is the model's, not the request's."""
 
     def identity(self) -> tuple[Any, ...]:
         """Equal for settings that render alike."""
@@ -162,6 +165,7 @@ def chat_setting(fields: Mapping[str, Any], templates: Templates, engine: Engine
         continues if isinstance(continues, str) else "content" if continues else "",
         {name: value for name, value in variables.items() if name in template.variables},
         engine.chat_template_content_format,
+        requested is None,
     )
 
 

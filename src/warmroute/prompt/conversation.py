@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from warmroute.prompt.chat_template import Message
@@ -60,8 +60,9 @@ _KNOWN_PART_FIELDS: Final = frozenset(
     ]
 )
 MEDIA_MARK: Final = "\ue0f0warmroute-media:"
-"""Begins the mark of a picture; 32 hexadecimal digits follow. Private use: in no model's vocabulary, in no template."""
-MEDIA_MARK_LENGTH: Final = len(MEDIA_MARK) + 32
+"""Begins the mark of a picture; `i`, `a` or `v` and 32 hexadecimal digits follow. In no vocabulary, in no template."""
+MEDIA_MARK_LENGTH: Final = len(MEDIA_MARK) + 33
+_MODALITIES: Final = {"i": "image", "a": "audio", "v": "video"}
 
 
 class NotFollowed(Exception):
@@ -160,7 +161,25 @@ def _part(part: Any) -> dict[str, Any] | None:
 def media_mark(part: dict[str, Any]) -> str:
     """Stands for a picture, sound or video."""
     content = json.dumps(part, sort_keys=True).encode()
-    return MEDIA_MARK + hashlib.blake2b(content, digest_size=16).hexdigest()
+    modality = "a" if "audio" in _kind(part) else "v" if "video" in _kind(part) else "i"
+    return MEDIA_MARK + modality + hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def as_media_parts(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with parts of media in place of their marks, as a template that takes parts gets it."""
+    return [
+        {**message, "content": [_as_media_part(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _as_media_part(part: dict[str, Any]) -> dict[str, Any]:
+    text = part.get("text")
+    if not isinstance(text, str) or not text.startswith(MEDIA_MARK) or len(text) != MEDIA_MARK_LENGTH:
+        return part
+    return {**{k: v for k, v in part.items() if k != "text"}, "type": _MODALITIES[text[len(MEDIA_MARK)]]}
 
 
 def _without_billing_header(parts: Iterable[Any]) -> list[Any]:

@@ -19,7 +19,7 @@ from warmroute.prompt.chat_template import ChatTemplate, Message, Refused
 from warmroute.prompt.template_environment import WrittenOnce
 from warmroute.prompt.window import Window, fits_behind, may_have_stems
 
-_LONG, _SHORT, _VERY_SHORT = 300, 60, 8
+_LONG, _SHORT, _VERY_SHORT = 300, 60, 4
 """Conversations in a check."""
 _LEAST_CHECKS: Final = 30
 _KNOWN_VARIABLES: Final = frozenset(
@@ -52,13 +52,21 @@ _TOOL: Final = {
 class Locality:
     """What was found out about one template."""
 
-    def __init__(self, template: ChatTemplate) -> None:
+    def __init__(self, template: ChatTemplate | None) -> None:
+        """None: a template that is not worth the trouble, and gets no window."""
+        self.telling: tuple[str, ...] = ()
+        """Strings by which the template may take a user's message for something else than a question."""
+        self.with_clean_messages = False
+        """The window is right where no message holds a string that the template looks for."""
+        self.with_any_message = False
+        if template is not None:
+            self._try_out(template)
+
+    def _try_out(self, template: ChatTemplate) -> None:
         usual, *others = _settings(template)
         plain, all_texts = _texts(template, ()), _texts(template, template.literals)
-        self.telling: tuple[str, ...] = template.long_literals
-        """Strings by which the template may take a user's message for something else than a question."""
+        self.telling = template.long_literals
         self.with_clean_messages = bool(_holds(usual, plain, self.telling)) and not self._denied_by(others, plain)
-        """The window is right where no message holds a string that the template looks for."""
         self.with_any_message = (
             self.with_clean_messages
             and bool(_holds(usual, all_texts, self.telling))
@@ -157,7 +165,7 @@ def _settings(template: ChatTemplate) -> Iterator[ChatSetting]:
 
 def _conversations(setting: ChatSetting, texts: Sequence[str], count: int) -> Iterator[list[Message]]:
     chance = random.Random(4)
-    for number in range(count):
+    for number in range(1, count + 1):
         length = chance.randint(2, 9) if number % 20 else 24
         yield _conversation(setting, chance, texts, length, number % 3 != 0)
 

@@ -54,10 +54,13 @@ _SETTING_FIELDS: Final = {
 }
 """Fields that change the text of a conversation, beside its messages."""
 
-# Milliseconds: what bench/decision.py measured, rounded up.
-_COST_MS: Final = 0.15
-_COST_MS_PER_BODY_BYTE: Final = 1e-6
-_COST_MS_PER_NEW_BYTE: Final = 1e-4
+# What bench/decision.py measured, rounded up.
+_COST_MS: Final = 0.2
+_COST_MS_PER_BODY_BYTE: Final = 1.5e-6
+_COST_MS_PER_NEW_BYTE: Final = 4e-5
+_COST_MS_PER_NEW_BYTE_SLOWLY: Final = 1e-3
+"""With `tokenizers` alone."""
+_COST_MS_OF_A_SETTING: Final = 6.0
 
 
 class Reading:
@@ -80,10 +83,14 @@ class Reading:
     def cost_ms(self) -> float:
         """About how long `prompt()` will take."""
         body_bytes = len(self.request.body)
-        new_bytes = self.plan.new_bytes if self.plan is not None else body_bytes
-        if self._reader.tokenizer is None or self.problem:
-            new_bytes = 0
-        return _COST_MS + _COST_MS_PER_BODY_BYTE * body_bytes + _COST_MS_PER_NEW_BYTE * new_bytes
+        cost_ms = _COST_MS + _COST_MS_PER_BODY_BYTE * body_bytes
+        tokenizer = self._reader.tokenizer
+        if tokenizer is None or self.problem:
+            return cost_ms
+        if self.plan is None and self.request.shape in (Shape.CHAT, Shape.MESSAGES):
+            cost_ms += _COST_MS_OF_A_SETTING
+        new_bytes = body_bytes if self.plan is None else self.plan.new_bytes
+        return cost_ms + new_bytes * (_COST_MS_PER_NEW_BYTE_SLOWLY if tokenizer.slow_because else _COST_MS_PER_NEW_BYTE)
 
     def prompt(self) -> Prompt:
         return self._reader.finish(self)
@@ -108,7 +115,7 @@ class PromptReader:
             self.chats = ChatReader(tokenizer, cache_bytes)
             self._templates = Templates(tokenizer.templates, tokenizer.special_tokens, self._engine)
             try:
-                self.chats.locality(self._templates.choose(None, has_tools=False))
+                self._prepare(self.chats, Request(Shape.CHAT, b"", {}, b"", b""))
             except NotFollowed:
                 pass
 
@@ -132,10 +139,13 @@ class PromptReader:
         if request is None or self.chats is None:
             return None
         plan = self._begin(request).plan
+        if plan is None:
+            return None
         try:
-            if plan is None:
+            quickly = self.chats.read(plan)
+            if quickly.media:
                 return None
-            if self.chats.read(plan).tokens == self.chats.read_plainly(plan):
+            if quickly.tokens == self.chats.read_plainly(plan):
                 return True
         except (NotFollowed, Refused, UnicodeEncodeError):
             return None
@@ -148,36 +158,41 @@ class PromptReader:
         reading = Reading(self, request)
         if self.chats is not None and request.shape in (Shape.CHAT, Shape.MESSAGES):
             try:
-                reading.plan = self._plan(self.chats, request)
+                prepared = self.chats.known(self._setting_key(request))
+                reading.plan = None if prepared is None else self._plan(self.chats, request, prepared)
             except NotFollowed as problem:
                 reading.problem = str(problem)
         return reading
 
-    def _plan(self, chats: ChatReader, request: Request) -> Plan:
+    def _plan(self, chats: ChatReader, request: Request, prepared: Prepared) -> Plan:
         where = request.fields.get("messages")
         if where is None or request.body[where[0]] != ord("["):
             raise NotFollowed("no list of messages")
-        prepared = self._prepared(chats, request)
         format = prepared.setting.format
         convert: Convert = partial(_chat_unit, format)
         if request.shape is Shape.MESSAGES:
             convert = partial(_messages_unit, format, self._system_moves(prepared))
         return chats.plan(prepared, ListedUnits(request.body, where, request.spans, request.digests, convert))
 
-    def _prepared(self, chats: ChatReader, request: Request) -> Prepared:
-        """Known again by the bytes of the fields that matter."""
-        names = _SETTING_FIELDS[request.shape]
-        material, size, body = [request.shape.value], 0, request.body
-        for name in names:
+    @staticmethod
+    def _setting_key(request: Request) -> bytes:
+        """Made of the bytes of the fields that matter."""
+        material, body = [request.shape.value], request.body
+        for name in _SETTING_FIELDS[request.shape]:
             if (where := request.fields.get(name)) is not None:
                 start, end = where
-                size += end - start
                 material += name.encode(), body[start:end] if end - start <= _LONG_FIELD else digest(body, start, end)
         text = b"\0".join(material)
-        key = digest(text, 0, len(text))
-        prepared = chats.known(key)
-        if prepared is None:
-            prepared = chats.prepare(key, size, *self._setting(request.shape, request.values(names)))
+        return digest(text, 0, len(text))
+
+    def _prepare(self, chats: ChatReader, request: Request) -> Prepared:
+        """Takes milliseconds: what the request sets is tried out."""
+        names = _SETTING_FIELDS[request.shape]
+        size = sum(end - start for start, end in (request.fields[name] for name in names if name in request.fields))
+        setting, lead, special = self._setting(request.shape, request.values(names))
+        prepared = chats.prepare(self._setting_key(request), size, setting, lead, special)
+        if request.shape is Shape.MESSAGES:
+            self._system_moves(prepared)
         return prepared
 
     def _setting(self, shape: Shape, fields: dict[str, Any]) -> tuple[ChatSetting, list[Message], bool]:
@@ -267,7 +282,8 @@ class PromptReader:
         transfer = request.value("kv_transfer_params")
         if isinstance(transfer, dict) and transfer.get("prompt_token_ids") is not None:
             raise NotFollowed("token ids from a prefill elsewhere")
-        assert plan is not None
+        if plan is None:
+            plan = self._plan(chats, request, self._prepare(chats, request))
         if reading.is_warm:
             self._warm_reads += 1
             if self._warm_reads % _AUDIT_EVERY == 1:

@@ -23,6 +23,7 @@ from warmroute.prompt.tokenizer_files import TokenizerFiles, read_tokenizer_file
 
 SEGMENT_CACHE_BYTES: Final = 64 << 20
 TOKEN_BYTES: Final = 4
+_SHORT_TEXT, _SHORT_TEXTS = 200, 256
 
 CHECK_TEXTS: Final = (
     "",
@@ -55,6 +56,7 @@ class Tokenizer:
         self._added: dict[str, dict[str, Any]] = {token["content"]: token for token in tree["added_tokens"]}
         self._has_normalizer = tree["normalizer"] not in (None, {"type": "Sequence", "normalizers": []})
         self._cuts: dict[str, bool] = {}
+        self._again: dict[str, bytes] = {}
         self.fingerprint = _fingerprint(tree)
         """Sixteen hexadecimal digits that stand for everything the token ids depend on."""
         self._fast = self._load_fast(definition, segment_cache_bytes)
@@ -71,13 +73,16 @@ class Tokenizer:
             tokens = self._slowly(text)
         return self.before + tokens + self.behind if add_special_tokens else tokens
 
-    def encode_two(self, first: str, second: str) -> tuple[bytes, bytes]:
-        """Each for itself, without special tokens."""
-        if self._fast is None:
-            return self._slowly(first), self._slowly(second)
-        tokens, ends = self._fast.encode_batch_flat([first, second])
-        cut = int.from_bytes(ends[8:16], "little") * TOKEN_BYTES
-        return tokens[:cut], tokens[cut:]
+    def encode_again(self, text: str) -> bytes:
+        """A text that comes with every request: how a prompt ends."""
+        tokens = self._again.get(text)
+        if tokens is None:
+            tokens = self.encode(text)
+            if len(text) <= _SHORT_TEXT:
+                if len(self._again) >= _SHORT_TEXTS:
+                    self._again.clear()
+                self._again[text] = tokens
+        return tokens
 
     def _slowly(self, text: str) -> bytes:
         text.encode()

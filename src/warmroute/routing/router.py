@@ -73,4 +73,4 @@ class Router:
         """Leaves out, by chance, nodes that came back lately: slow start, for every policy alike."""
         chance = self._random.random
         keep = [node for node in candidates.nodes if chance() < node.health.share(now_s)]
-        return candidates if not keep or len(keep) == len(candidates) else candidates.only(keep)
+        return candidates if not keep or len(keep) == len(candidates) else Candidates(keep)

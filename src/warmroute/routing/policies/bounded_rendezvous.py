@@ -17,7 +17,9 @@ def place(key: bytes, candidates: Candidates, group: Group, load_factor: float, 
     hashed = key_hash(key)
     nodes, seeds = candidates.nodes, candidates.seeds
     home = nodes[rendezvous_home(hashed, seeds)]
-    room = math.ceil(load_factor * (group.inflight + 1) / len(nodes))
+    whole = len(nodes) == len(group.members)
+    inflight = group.inflight if whole else sum(node.inflight for node in nodes)
+    room = math.ceil(load_factor * (inflight + 1) / len(nodes))
     if home.inflight < room:
         return Decision(home, policy, "home", lambda: [nodes[at] for at in rendezvous_order(hashed, seeds)])
     order = [nodes[at] for at in rendezvous_order(hashed, seeds)]

@@ -1,6 +1,6 @@
 """latency: lowest (queued + in flight + 1) × latency average, in ms: how long this request would take if each one
 there took its turn. Queued and in flight together are the node's load. Nodes without an average yet are taken at the
-mean of those that have one, so that they get tried.
+mean of those that have one, so that they get tried; an average that no request confirms fades.
 """
 
 from __future__ import annotations
@@ -20,14 +20,20 @@ class Latency:
         self._random = random
 
     def decide(self, ask: Ask, candidates: Candidates, group: Group) -> Decision:
-        ranked = self._by_time(candidates.nodes)
-        return Decision(ranked[0], self.name, "lowest queue × latency", lambda: ranked)
+        nodes = candidates.nodes
+        times_ms = _times_ms(nodes)
+        lowest = min(times_ms)
+        ties = [node for node, time_ms in zip(nodes, times_ms, strict=True) if time_ms == lowest]
+        node = ties[int(self._random.random() * len(ties))]
+        return Decision(node, self.name, "lowest queue × latency", lambda: _by_time(nodes))
 
-    def _by_time(self, nodes: tuple[Node, ...]) -> list[Node]:
-        known = [node.latency_ms for node in nodes if node.latency_ms]
-        mean_ms = sum(known) / len(known) if known else 1.0
-        chance = self._random.random
-        return sorted(
-            nodes,
-            key=lambda node: ((node.load + 1) * (node.latency_ms or mean_ms), chance()),
-        )
+
+def _times_ms(nodes: tuple[Node, ...]) -> list[float]:
+    known = [node.latency_ms for node in nodes if node.latency_ms]
+    mean_ms = sum(known) / len(known) if known else 1.0
+    return [(node.inflight + node.foreign + 1) * (node.latency_ms or mean_ms) for node in nodes]
+
+
+def _by_time(nodes: tuple[Node, ...]) -> list[Node]:
+    times_ms = dict(zip(nodes, _times_ms(nodes), strict=True))
+    return sorted(nodes, key=times_ms.__getitem__)

@@ -24,7 +24,7 @@ body { margin: 0; background: var(--paper); color: var(--ink);
 main { max-width: 1240px; margin: 0 auto; padding: 36px 24px 60px; }
 h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; letter-spacing: -0.01em; }
 h2 { font-size: 17px; margin: 0 0 2px; }
-p { margin: 0 0 14px; color: var(--soft); max-width: 78ch; }
+p { margin: 0 0 14px; color: var(--soft); max-width: 96ch; }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 20px 22px;
   margin: 20px 0; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 500px), 1fr)); gap: 20px; }
@@ -119,9 +119,10 @@ def _unit(runs: Sequence[Run]) -> str:
 
 def _what(runs: Sequence[Run]) -> str:
     policies = len({run["policy"] for run in runs})
-    requests = max(run["requests"] for run in runs)
+    fewest, most = (pick(run["requests"] for run in runs) for pick in (min, max))
+    requests = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
     loads = len({plots.load_of(run) for run in runs})
-    said = f"{policies} {'policies' if policies > 1 else 'policy'}, {requests:,} requests"
+    said = f"{policies} {'policies' if policies > 1 else 'policy'}, {requests} requests"
     return f"{said} a run{f', {loads} loads' if loads > 1 else ''}, seed {runs[0]['seed']}."
 
 

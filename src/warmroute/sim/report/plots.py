@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from warmroute.sim.replay.summary import Run
 from warmroute.sim.report import svg
@@ -94,7 +94,7 @@ def hits_over_time(runs: Sequence[Run], series: dict[str, int]) -> str:
     highest = max(highest, level["hit_rate"] if level else 0.0, 0.05)
     x = svg.Scale(0.0, end_s, box[0], box[2] - 6)
     y = svg.Scale(0.0, min(1.0, highest * 1.08), box[3], box[1])
-    parts = svg.axes(x, y, box, _clock, lambda value: f"{value:.0%}")
+    parts = svg.axes(x, y, box, _clock(end_s), lambda value: f"{value:.0%}")
     parts.append(svg.text((box[0] + box[2]) / 2, height - 8, "time in the run", "name", "middle"))
     if level:
         parts.append(svg.rule(box[0], y(level["hit_rate"]), box[2], y(level["hit_rate"]), "level"))
@@ -107,7 +107,7 @@ def hits_over_time(runs: Sequence[Run], series: dict[str, int]) -> str:
         if known:
             ends.append((policy, *known[-1]))
     if level:
-        parts.append(svg.text(box[0] + 6, y(level["hit_rate"]) - 6, f"oracle {level['hit_rate']:.1%}", "name"))
+        ends.append(("oracle", box[2] - 7, y(level["hit_rate"])))
     for place, (policy, px, py) in zip(svg.apart([end[2] for end in ends], 17, box[1], box[3]), ends, strict=True):
         parts.append(_label(px, py, box[2] + 14, place, policy, series[policy]))
     return svg.picture(WIDTH, height, parts, "hit rate over time")
@@ -123,10 +123,12 @@ def _smoothed(values: Sequence[float | None]) -> list[float | None]:
     return found
 
 
-def _clock(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+def _clock(end_s: float) -> Callable[[float], str]:
+    """How moments of a run of that length are told."""
+    for unit_s, name in ((3600.0, "h"), (60.0, "min")):
+        if end_s >= 5 * unit_s:
+            return lambda seconds: f"{seconds / unit_s:.3g} {name}"
+    return lambda seconds: f"{seconds:g} s"
 
 
 def load_by_node(runs: Sequence[Run], series: dict[str, int]) -> str:
@@ -136,7 +138,9 @@ def load_by_node(runs: Sequence[Run], series: dict[str, int]) -> str:
         return ""
     most = max(node["mean_in_flight"] for run in rows for node in run["nodes"]) or 1.0
     count = max(len(run["nodes"]) for run in rows)
-    left, right, tall, step = 124.0, WIDTH - 86.0, 40.0, 56.0
+    left, right = 124.0, WIDTH - 86.0
+    tall = min(64.0, max(40.0, 230.0 / len(rows) - 16.0))
+    step = tall + 16.0
     slot = (right - left) / count
     parts: list[str] = []
     for at, run in enumerate(rows):
@@ -153,7 +157,7 @@ def load_by_node(runs: Sequence[Run], series: dict[str, int]) -> str:
         level = base - tall * mean / most
         parts.append(svg.rule(left, level, right, level, "level"))
         parts.append(svg.rule(left, base, right, base, "axis"))
-        parts.append(svg.text(right + 10, base - tall / 2 - 1, f"mean {mean:.2f}", "tick"))
+        parts.append(svg.text(right + 10, base - tall / 2 - 1, f"mean {mean:.3g}", "tick"))
         parts.append(svg.text(right + 10, base - tall / 2 + 15, f"CV {run['load_variation']:.2f}", "tick"))
     bottom = 12 + tall + (len(rows) - 1) * step
     names = [node["node"] for node in rows[0]["nodes"]]

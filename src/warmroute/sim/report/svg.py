@@ -133,9 +133,17 @@ def axes(
         at = y(value)
         parts.append(rule(left, at, right, at))
         parts.append(text(left - 8, at + 4, y_text(value), anchor="end"))
-    for value in x.ticks(7) if x_values is None else x_values:
-        at = x(value)
-        parts.append(rule(at, bottom, at, bottom + 5, "axis"))
-        parts.append(text(at, bottom + 20, x_text(value), anchor="middle"))
+    values = x.ticks(7) if x_values is None else x_values
+    parts.extend(rule(x(value), bottom, x(value), bottom + 5, "axis") for value in values)
+    parts.extend(text(x(value), bottom + 20, x_text(value), anchor="middle") for value in _legible(values, x))
     parts.append(rule(left, bottom, right, bottom, "axis"))
     return parts
+
+
+def _legible(values: Sequence[float], x: Scale, gap: float = 26.0) -> list[float]:
+    """Those that can be named without their names running into each other; the last one always."""
+    kept: list[float] = []
+    for value in values[:-1]:
+        if (not kept or x(value) - x(kept[-1]) >= gap) and x(values[-1]) - x(value) >= gap:
+            kept.append(value)
+    return [*kept, *values[-1:]]

@@ -15,6 +15,7 @@ class SimAsk(Ask):
 
     def __init__(self, prompt: Prompt, number: int, form: Form = "chat") -> None:
         super().__init__(MODEL, session=prompt.session)
+        self.tenant = prompt.tenant
         self.prompt = prompt
         self.number = number
         """Counts the world's requests; its name in everybody's books."""
@@ -34,10 +35,6 @@ class SimAsk(Ask):
     @property
     def priority(self) -> Priority:
         return self.prompt.priority
-
-    @property
-    def tenant(self) -> str:
-        return self.prompt.tenant
 
     @property
     def prompt_tokens(self) -> int:

@@ -30,7 +30,7 @@ class QueueGate:
         open_nodes = [node for node in candidates.nodes if node.load < threshold]
         if len(open_nodes) < len(candidates):
             if open_nodes:
-                candidates = candidates.only(open_nodes)
+                candidates = Candidates(open_nodes)
             elif priority != "high":
                 raise Shed
         return self._policy.decide(ask, candidates, group)
