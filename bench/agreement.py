@@ -10,12 +10,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+from collections.abc import Iterator
+from random import Random
+from statistics import fmean, stdev
 
 import uvloop
 
-from warmroute.sim.agreement import Both, Trial, both
+from warmroute.sim.agreement import Both, Trial, both, virtual
+from warmroute.sim.workloads import FollowUp, Prompt
 
 POINTS, TTFT_SHARE = 1.0, 0.10
+SHAKE_MS = 50.0
 BY_KEY = ("prefix_hash", "session")
 POLICIES = ("round_robin", "least_loaded", *BY_KEY)
 RAG = "rag documents=40 topics=12 per_request=2 document_tokens=1500 output_tokens=16 rate=1"
@@ -24,6 +29,45 @@ TRIALS = {RAG: POLICIES, CHATS: BY_KEY}
 """Prompts of thousands of tokens, on cards that take long for them: the machine's own milliseconds are few beside. Of
 conversations only policies that go by a key: round robin goes by the order in which turns arrive, and a turn comes some
 milliseconds sooner or later with the end of the answer before it (docs/simulation.md)."""
+
+
+class Shaken(Trial, frozen=True):
+    """The same with every pause in a conversation some milliseconds longer, by chance: what a real machine does."""
+
+    shake: int = 0
+
+    def prompts(self) -> Iterator[Prompt]:
+        random = Random(self.shake)
+        return (_shaken(prompt, random) for prompt in super(Shaken, self).prompts())
+
+
+def _shaken(prompt: Prompt, random: Random) -> Prompt:
+    then = prompt.then
+
+    def later() -> FollowUp | None:
+        follow_up = then() if then else None
+        if follow_up is not None:
+            follow_up.think_ms += random.random() * SHAKE_MS
+            _shaken(follow_up.prompt, random)
+        return follow_up
+
+    prompt.then = later if then else None
+    return prompt
+
+
+def by_chance(args: argparse.Namespace) -> None:
+    """How far virtual time is from itself where answers end a little later."""
+    for policy in POLICIES:
+        runs = [
+            virtual(Shaken(workload=tuple(CHATS.split()), policy=policy, limit=args.limit, seed=args.seed, shake=shake))
+            for shake in range(args.by_chance)
+        ]
+        hits = [100.0 * run["hit_rate"] for run in runs]
+        p50 = [run["ttft_ms"]["p50"] for run in runs]
+        print(
+            f"multi_turn_chat {policy:12} hit rate {min(hits):.1f} to {max(hits):.1f} %, σ {stdev(hits):.1f} points;"
+            f" TTFT p50 {min(p50):.0f} to {max(p50):.0f} ms, σ {stdev(p50) / fmean(p50):.1%}"
+        )
 
 
 def told(both_runs: Both) -> tuple[str, bool]:
@@ -46,7 +90,11 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=80, metavar="N", help="requests of a run (80)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--again", type=int, default=3, metavar="N", help="tries before a difference counts (3)")
+    parser.add_argument("--by-chance", type=int, metavar="N", help="instead: N virtual runs, each a little shaken")
     args = parser.parse_args()
+    if args.by_chance:
+        by_chance(args)
+        return 0
     print(f"3 × {args.profile}, {args.limit} requests, speed {args.speed:g}, seed {args.seed}, chat")
     print(f"{'':28}{'hit rate':>22} {'TTFT p50, ms':>25} {'TTFT p90, ms':>25}")
     pair = f" {'live':>8} {'virtual':>8} {'':>7}"

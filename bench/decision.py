@@ -2,11 +2,11 @@
 
 python bench/decision.py [tokenizer directory] [chats directory]
 
-Conversations are made of real chats' words, no text twice. Each is read turn by turn: a turn adds the assistant's answer
-and the user's next question (chat), or a call of a tool and its answer (agent, with ten tools). The first turn is cold,
-the others are warm. A decision is the read, the hashes of its blocks of 16 tokens, and a match over 64 nodes of which
-eight hold the conversation so far. Times are of one thread: wall time, and CPU time beside it, which other work on the
-machine does not change.
+Conversations are made of real chats' words, no text twice. Each is read turn by turn: a turn adds the assistant's
+answer and the user's next question (chat), or a call of a tool and its answer (agent, with ten tools). The first turn
+is cold, the others are warm. A decision is the read, the hashes of its blocks of 16 tokens, and a match over 64 nodes
+of which eight hold the conversation so far. Times are of one thread: wall time, and CPU time beside it, which other
+work on the machine does not change.
 """
 
 from __future__ import annotations
