@@ -37,8 +37,8 @@ class Shaken(Trial, frozen=True):
     shake: int = 0
 
     def prompts(self) -> Iterator[Prompt]:
-        random = Random(self.shake)
-        return (_shaken(prompt, random) for prompt in super(Shaken, self).prompts())
+        random, plain = Random(self.shake), super().prompts()
+        return (_shaken(prompt, random) for prompt in plain)
 
 
 def _shaken(prompt: Prompt, random: Random) -> Prompt:

@@ -160,22 +160,21 @@ def measure(reader: PromptReader, words: Words, tokens: int, agent: bool, conver
 
 
 def longest_pause(reader: PromptReader, words: Words, tokens: int) -> None:
-    """How long other threads wait while one reads a cold prompt."""
-    body = next(turns(words, tokens, agent=False, offered=[]))
-    done = threading.Event()
-
-    def work() -> None:
-        reader.read(CHAT, body)
-        done.set()
-
-    thread, pauses, last = threading.Thread(target=work), [0.0], time.perf_counter()
-    thread.start()
-    while not done.is_set():
-        now = time.perf_counter()
-        pauses.append(now - last)
-        last = now
-    thread.join()
-    print(f"\ncold {len(body) // 1000} KB in a thread: the loop waits at most {max(pauses) * 1e3:.1f} ms at a time")
+    """How long other threads wait while one reads cold prompts."""
+    pauses, size = [0.0], 0
+    for _round in range(5):
+        body = next(turns(words, tokens, agent=False, offered=[]))
+        size = len(body)
+        thread = threading.Thread(target=reader.read, args=(CHAT, body))
+        last = time.perf_counter()
+        thread.start()
+        while True:
+            alive, now = thread.is_alive(), time.perf_counter()
+            pauses.append(now - last)
+            last = now
+            if not alive:
+                break
+    print(f"\ncold {size // 1000} KB in a thread: the loop waits at most {max(pauses) * 1e3:.1f} ms at a time")
 
 
 def main() -> None:

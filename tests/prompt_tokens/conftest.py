@@ -19,12 +19,9 @@ from warmroute.prompt.tokenizer import Tokenizer, load_tokenizer
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-SHARED = Path("/work/shared/data")
+from prompt_data import template_text  # noqa: E402
+
 MakeReader = Callable[..., PromptReader]
-
-
-def template(name: str) -> str:
-    return (HERE / "templates" / f"{name}.jinja").read_text()
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +31,7 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     def make(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
         shutil.copytree(HERE / "small-model", folder, dirs_exist_ok=True)
-        (folder / "chat_template.jinja").write_text(template(name))
+        (folder / "chat_template.jinja").write_text(template_text(name))
         return folder
 
     return make

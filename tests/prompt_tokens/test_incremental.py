@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from asks import TOOL, assistant, system, tool, user
+from asks import BARE_TOOL, TOOL, assistant, system, tool, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ from warmroute.prompt.reading import PromptReader
 
 CHAT, ANTHROPIC = b"/v1/chat/completions", b"/v1/messages"
 LOCAL = ["thinking", "parts", "dated", "alternating", "far_switch"]
-FAR = ["far_counts", "far_first_question", "far_system_last", "far_shortens"]
+FAR = ["far_tools", "far_counts", "far_first_question", "far_system_last", "far_shortens"]
 
 texts = st.one_of(
     st.text(max_size=30),
@@ -70,7 +70,7 @@ edits = st.lists(
         st.tuples(st.just("edit last"), texts),
         st.tuples(st.just("branch"), st.integers(0, 10)),
         st.tuples(st.just("system"), texts),
-        st.tuples(st.just("tools"), st.booleans()),
+        st.tuples(st.just("tools"), st.integers(0, 2)),
         st.tuples(st.just("thinking"), st.sampled_from([None, True, False])),
     ),
     min_size=3,
@@ -90,7 +90,7 @@ def edited(body: dict[str, Any], kind: str, value: Any) -> dict[str, Any]:
     elif kind == "system":
         body["messages"] = [system(value), *(m for m in spoken if m["role"] != "system")]
     elif kind == "tools":
-        body["tools"] = [TOOL] if value else None
+        body["tools"] = [TOOL, BARE_TOOL][:value] or None
     else:
         body["chat_template_kwargs"] = None if value is None else {"enable_thinking": value}
     return body

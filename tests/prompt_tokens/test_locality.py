@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import template
+from prompt_data import template_text
 
 from warmroute.prompt.chat_template import ChatTemplate
 from warmroute.prompt.locality import Locality
@@ -13,12 +13,12 @@ TOKENS = {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
 
 @pytest.mark.parametrize("name", ["thinking", "parts", "dated", "alternating"])
 def test_a_template_that_looks_around_itself_gets_a_window(name):
-    assert Locality(ChatTemplate(template(name), TOKENS)).with_any_message
+    assert Locality(ChatTemplate(template_text(name), TOKENS)).with_any_message
 
 
-@pytest.mark.parametrize("name", ["far_counts", "far_first_question", "far_system_last", "far_shortens"])
+@pytest.mark.parametrize("name", ["far_tools", "far_counts", "far_first_question", "far_system_last", "far_shortens"])
 def test_a_template_that_looks_far_back_gets_none(name):
-    assert not Locality(ChatTemplate(template(name), TOKENS)).with_clean_messages
+    assert not Locality(ChatTemplate(template_text(name), TOKENS)).with_clean_messages
 
 
 LOCAL = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"

@@ -123,7 +123,7 @@ class ChatReader:
         if not locality.with_clean_messages:
             return None
         try:
-            window = Window(setting, locality.telling)
+            window = locality.window(setting)
         except Refused:
             return None
         if not setting.tools and not setting.variables and not setting.documents:

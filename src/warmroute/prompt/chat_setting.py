@@ -6,6 +6,7 @@ together.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -95,6 +96,14 @@ class ChatSetting:
         self.format: ContentFormat = format or template.content_format
         self.is_the_models_own = is_the_models_own
         """Whether the template is the model's, not the request's."""
+
+    def with_one_tool(self) -> ChatSetting:
+        """The same, with the first of its tools only."""
+        if self.tools is None or len(self.tools) <= 1:
+            return self
+        short = copy.copy(self)
+        short.tools = self.tools[:1]
+        return short
 
     def identity(self) -> tuple[Any, ...]:
         """Equal for settings that render alike."""

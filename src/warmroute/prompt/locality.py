@@ -1,104 +1,108 @@
 """Finds out whether a template's text for the end of a conversation can be rendered without its beginning (window.py).
 
-Conversations are made up from what the template itself looks for: its own string constants, in every role, at the
-start, in the middle and at the end of a message, with tools and reasoning, alternating properly and not. For each,
-and for each place where a stem could end, the text of the whole must be the text up to there and the text from the
-window. One difference is enough to deny the template its window. What remains is that a template could look at
-something that no made-up conversation has; so real ones are checked, too, now and then (PromptReader.audit).
+Made-up conversations (made_up.py) are rendered in whole, and for each place where a stem could end, the text must be
+the text up to there and the text from the window. One difference is enough to deny the template its window. What
+remains is that a template could look at something that no made-up conversation has; so real ones are checked, too,
+now and then (PromptReader.audit).
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from typing import Any, Final
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Final
 
 from warmroute.prompt.chat_setting import ChatSetting
 from warmroute.prompt.chat_template import ChatTemplate, Message, Refused
-from warmroute.prompt.template_environment import WrittenOnce
+from warmroute.prompt.made_up import PLAIN_TEXTS, at_random, each_in_turn, odd_texts, settings
 from warmroute.prompt.window import Window, fits_behind, may_have_stems
 
-_LONG, _SHORT, _VERY_SHORT = 300, 60, 4
-"""Conversations in a check."""
+_MANY, _SOME, _FEW = 300, 60, 4
+"""Conversations at random in a check."""
 _LEAST_CHECKS: Final = 30
-_KNOWN_VARIABLES: Final = frozenset(
-    [
-        "messages",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-        "bos_token",
-        "eos_token",
-        "unk_token",
-        "sep_token",
-        "pad_token",
-        "cls_token",
-        "mask_token",
-        "raise_exception",
-        "strftime_now",
-        "range",
-        "namespace",
-        "dict",
-        "loop",
-    ]
-)
-_TOOL: Final = {
-    "type": "function",
-    "function": {"name": "look_up", "description": None, "parameters": {"type": "object", "properties": {}}},
-}
 
 
 class Locality:
     """What was found out about one template."""
 
     def __init__(self, template: ChatTemplate | None) -> None:
-        """None: a template that is not worth the trouble, and gets no window."""
-        self.telling: tuple[str, ...] = ()
-        """Strings by which the template may take a user's message for something else than a question."""
+        """None: a template that is not worth the trouble, and gets no window. Else it takes a second."""
         self.with_clean_messages = False
         """The window is right where no message holds a string that the template looks for."""
         self.with_any_message = False
+        self.telling: tuple[str, ...] = ()
+        """Strings by which the template may take a user's message for something else than a question."""
+        self.short_heads = False
+        """The shortest beginning of a window is enough."""
         if template is not None:
-            self._try_out(template)
+            self.telling = template.long_literals
+            self._try_out(settings(template), odd_texts(template))
 
-    def _try_out(self, template: ChatTemplate) -> None:
-        usual, *others = _settings(template)
-        plain, all_texts = _texts(template, ()), _texts(template, template.literals)
-        self.telling = template.long_literals
-        self.with_clean_messages = bool(_holds(usual, plain, self.telling)) and not self._denied_by(others, plain)
-        self.with_any_message = (
-            self.with_clean_messages
-            and bool(_holds(usual, all_texts, self.telling))
-            and not self._denied_by(others, all_texts)
-        )
+    def _try_out(self, tried: Sequence[ChatSetting], odd: Sequence[str]) -> None:
+        self.with_clean_messages = self._is_right(tried, ())
+        self.with_any_message = self.with_clean_messages and self._is_right(tried, odd)
         if self.with_any_message:
-            self._find_the_telling_ones(usual, others, all_texts)
+            every, self.telling = self.telling, self._telling(tried[0], odd)
+            if not self._is_right(tried, odd):
+                self.telling = every
+        if self.with_clean_messages:
+            self.short_heads = True
+            self.short_heads = self._is_right(tried, odd if self.with_any_message else ())
 
-    def _find_the_telling_ones(
-        self, usual: ChatSetting, others: Sequence[ChatSetting], all_texts: Sequence[str]
-    ) -> None:
-        """Most literals are harmless in a user's message, and some (`text`) are common words."""
-        for literal in usual.template.long_literals:
-            fewer = tuple(string for string in self.telling if string != literal)
-            if _holds(usual, _texts_around(usual.template, literal), fewer, _SHORT):
-                self.telling = fewer
-        if not _holds(usual, all_texts, self.telling) or self._denied_by(others, all_texts):
-            self.telling = usual.template.long_literals
+    def _is_right(self, tried: Sequence[ChatSetting], odd: Sequence[str]) -> bool:
+        """A setting under which nothing can be rendered says nothing, except for the usual one."""
+        texts = [*PLAIN_TEXTS, *odd]
+        usual = tried[0]
+        if not self._holds(usual, chain(each_in_turn(usual, odd), at_random(usual, texts, _MANY)), _LEAST_CHECKS):
+            return False
+        return all(self._holds(setting, at_random(setting, texts, _SOME), 0) is not False for setting in tried[1:])
 
-    def _denied_by(self, settings: Sequence[ChatSetting], texts: Sequence[str]) -> bool:
-        """A setting under which nothing can be rendered says nothing."""
-        return any(_holds(setting, texts, self.telling, _SHORT, least=0) is False for setting in settings)
+    def _telling(self, setting: ChatSetting, odd: Sequence[str]) -> tuple[str, ...]:
+        """Most literals are harmless in a user's message, and some (`text`) are common words: finds the others."""
+        every, self.telling = self.telling, ()
+        harmful = [text for text in odd if self._holds(setting, each_in_turn(setting, [text], "u"), 0) is False]
+        self.telling = every
+        found: list[str] = []
+        while harmful:
+            literal = max(every, key=lambda literal: sum(literal in text for text in harmful))
+            left = [text for text in harmful if literal not in text]
+            if len(left) == len(harmful):
+                return every  # a text without any of them
+            found.append(literal)
+            harmful = left
+        return tuple(found)
 
     def holds_for(self, setting: ChatSetting) -> bool:
         """A short check under a request's own setting: its tools, its variables."""
-        template = setting.template
-        texts = _texts(template, template.literals if self.with_any_message else ())
-        return bool(_holds(setting, texts, self.telling, _VERY_SHORT, least=1))
+        odd = odd_texts(setting.template) if self.with_any_message else []
+        return bool(self._holds(setting, at_random(setting, [*PLAIN_TEXTS, *odd], _FEW), 1))
+
+    def window(self, setting: ChatSetting) -> Window:
+        """Raises Refused."""
+        return Window(setting, self.telling, self.short_heads)
 
     def deny(self) -> None:
         """A real conversation has shown the contrary."""
         self.with_clean_messages = self.with_any_message = False
+
+    def _holds(self, setting: ChatSetting, conversations: Iterable[list[Message]], least: int) -> bool | None:
+        """Whether the window was right, at least so many times. None where there is no window."""
+        try:
+            window = self.window(setting)
+        except Refused:
+            return None
+        checks = 0
+        for messages in conversations:
+            try:
+                whole = setting.render(messages)
+            except Refused:
+                continue
+            for end in range(1, len(messages)):
+                differs = _differs_at(setting, window, messages, end, whole)
+                if differs:
+                    return False
+                checks += differs is False
+        return checks >= least
 
 
 def differs_at_last_cut(setting: ChatSetting, window: Window, messages: Sequence[Message]) -> bool:
@@ -108,9 +112,9 @@ def differs_at_last_cut(setting: ChatSetting, window: Window, messages: Sequence
     except Refused:
         return False
     for end in range(len(messages) - 1, 0, -1):
-        differs_here = _differs_at(setting, window, messages, end, whole)
-        if differs_here is not None:
-            return differs_here
+        differs = _differs_at(setting, window, messages, end, whole)
+        if differs is not None:
+            return differs
     return False
 
 
@@ -129,104 +133,3 @@ def _differs_at(setting: ChatSetting, window: Window, messages: Sequence[Message
         return whole != beginning + window.text_behind(first[0]["role"] == "system", settled, tail)
     except Refused:
         return True
-
-
-def _holds(
-    setting: ChatSetting, texts: Sequence[str], telling: Sequence[str], count: int = _LONG, least: int = _LEAST_CHECKS
-) -> bool | None:
-    """None where there is no window to check."""
-    try:
-        window = Window(setting, telling)
-    except Refused:
-        return None
-    checks = 0
-    for messages in _conversations(setting, texts, count):
-        try:
-            whole = setting.render(messages)
-        except Refused:
-            continue
-        for end in range(1, len(messages)):
-            differs_here = _differs_at(setting, window, messages, end, whole)
-            if differs_here:
-                return False
-            checks += differs_here is False
-    return checks >= least
-
-
-def _settings(template: ChatTemplate) -> Iterator[ChatSetting]:
-    switches: list[dict[str, Any]] = [{}]
-    for name in sorted(template.variables - _KNOWN_VARIABLES)[:4]:
-        switches += [{name: True}, {name: False}]
-    for variables in switches:
-        yield ChatSetting(template, variables=variables)
-    yield ChatSetting(template, tools=[WrittenOnce(_TOOL)])
-    yield ChatSetting(template, add_generation_prompt=False)
-
-
-def _conversations(setting: ChatSetting, texts: Sequence[str], count: int) -> Iterator[list[Message]]:
-    chance = random.Random(4)
-    for number in range(1, count + 1):
-        length = chance.randint(2, 9) if number % 20 else 24
-        yield _conversation(setting, chance, texts, length, number % 3 != 0)
-
-
-_PLAIN: Final = ("x", "two words", "", " around ", "\n\nlines\n\n", "ends.\n", "1")
-
-
-def _texts(template: ChatTemplate, literals: Sequence[str]) -> list[str]:
-    texts = list(_PLAIN)
-    for literal in literals:
-        texts += [literal, f"a{literal}", f"{literal}b", f"a{literal}b", f"{literal}\nc\n{literal}"]
-    for opening, closing in pairwise(literals):
-        texts += _pair(opening, closing) + _pair(closing, opening)
-    return texts
-
-
-def _texts_around(template: ChatTemplate, literal: str) -> list[str]:
-    """Mostly with this literal, beside each of the others."""
-    texts = _texts(template, (literal,))
-    for other in template.literals:
-        texts += _pair(literal, other) + _pair(other, literal)
-    return texts
-
-
-def _pair(first: str, second: str) -> list[str]:
-    return [f"{first}d{second}", f"{first}\nd\n{second}\n\ne"]
-
-
-def _conversation(
-    setting: ChatSetting, chance: random.Random, texts: Sequence[str], length: int, in_order: bool
-) -> list[Message]:
-    messages: list[Message] = []
-    if chance.random() < 0.5:
-        messages.append(_message(setting, "system", chance.choice(texts)))
-    role = "user"
-    while len(messages) < length:
-        message = _message(setting, role, chance.choice(texts))
-        if role == "assistant":
-            if chance.random() < 0.4:
-                message["tool_calls"] = [_call(number) for number in range(chance.randint(1, 2))]
-            if chance.random() < 0.4:
-                message["reasoning"] = message["reasoning_content"] = chance.choice(texts)
-        messages.append(message)
-        role = _next_role(role, bool(message.get("tool_calls")), chance, in_order)
-    return messages
-
-
-def _next_role(role: str, called: bool, chance: random.Random, in_order: bool) -> str:
-    if not in_order:
-        return chance.choice(("user", "assistant", "assistant", "tool"))
-    if role == "assistant":
-        return "tool" if called else "user"
-    return "tool" if role == "tool" and chance.random() < 0.3 else "assistant"
-
-
-def _message(setting: ChatSetting, role: str, text: str) -> Message:
-    if role == "tool":
-        return {"role": role, "content": text, "tool_call_id": "call_0"}
-    content: Any = [{"type": "text", "text": text}] if setting.format == "openai" else text
-    return {"role": role, "content": content}
-
-
-def _call(number: int) -> dict[str, Any]:
-    return {"id": f"call_{number}", "function": {"arguments": {"q": number}, "name": "look_up"}, "type": "function"}

@@ -27,10 +27,13 @@ _CALL: Final = {"id": "call_1", "function": {"arguments": {}, "name": "f"}, "typ
 class Window:
     """The ends of conversations under one setting."""
 
-    def __init__(self, setting: ChatSetting, telling: Collection[str]) -> None:
-        """`telling`: strings by which the template may take a user's message for something else (locality.py)."""
-        self._setting = setting
+    def __init__(self, setting: ChatSetting, telling: Collection[str], short_heads: bool = False) -> None:
+        """As locality.py has found out. `telling`: strings by which the template may take a user's message for
+        something else. `short_heads`: a user's message is enough of a beginning, whatever the stem.
+        """
+        self._setting = setting.with_one_tool()  # tools stand at the beginning, and may be long
         self._telling = telling
+        self._short_heads = short_heads
         self._heads: dict[tuple[bool, bool], tuple[list[Message], str]] = {}
         self.generation_prompt = self._generation_prompt()
         """What the setting puts behind a conversation. Raises Refused."""
@@ -74,11 +77,11 @@ class Window:
         return not _holds_one_of(message, self._setting.template.long_literals)
 
     def _head(self, starts_with_system: bool, settled: bool) -> tuple[list[Message], str]:
-        kind = (starts_with_system, settled)
+        kind = (False, True) if self._short_heads else (starts_with_system, settled)
         if kind not in self._heads:
-            messages = [self._message("system", "s")] if starts_with_system else []
+            messages = [self._message("system", "s")] if kind[0] else []
             messages.append(self._message("user", "u"))
-            if not settled:
+            if not kind[1]:
                 call: Message = {**self._message("assistant", ""), "tool_calls": [_CALL]}
                 messages += [call, {"role": "tool", "content": "r", "tool_call_id": "call_1"}]
             self._heads[kind] = messages, self._setting.render(messages, generation_prompt=False)
