@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ import msgspec
 
 from warmroute.config import ConfigError, Metrics, Routing, from_table
 from warmroute.sim.chat_client import Unanswered, ask
-from warmroute.sim.children import Child, Children, free_port
+from warmroute.sim.children import Child, Children
 from warmroute.sim.loadgen.drive import Drive, Load
 from warmroute.sim.profiles import profile
 from warmroute.sim.replay.summary import Run, summary
@@ -98,7 +99,7 @@ async def _fleet(trial: Trial) -> AsyncIterator[str]:
     """Engines with the router before them; yields the router's address when every node is up."""
     with Children() as children, tempfile.TemporaryDirectory() as folder:
         urls = _engines(trial, children)
-        port, admin_port = free_port(18_080), free_port(18_180)
+        port, admin_port = _any_port(), _any_port()
         table = [f'[routing]\npolicy = "{trial.policy}"\nseed = {trial.seed}\n']
         table += [
             f'[[nodes]]\nname = "{name}"\nurl = "{url}"\nmodels = ["sim"]\n'
@@ -111,6 +112,14 @@ async def _fleet(trial: Trial) -> AsyncIterator[str]:
         )
         await _all_up(router, admin_port)
         yield f"http://{HOST}:{port}"
+
+
+def _any_port() -> int:
+    """One that is free now. Not the first of a range: trials may run beside each other."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _engines(trial: Trial, children: Children) -> list[str]:

@@ -102,12 +102,15 @@ async def _read(reader: asyncio.StreamReader, answer: Answer) -> None:
         after = fields.get("retry-after", "")
         raise Refused(status, float(after) if after.isdigit() else 1.0)
     chunked = "chunked" in fields.get("transfer-encoding", "").lower()
+    done = False
+    # Read to its end: whoever asks again at [DONE] may be there before the router has closed the books on this one.
     async for line in _lines(reader, chunked):
-        if line.startswith(b"data: "):
-            if line == b"data: [DONE]":
-                return
+        if line == b"data: [DONE]":
+            done = True
+        elif line.startswith(b"data: "):
             _take(line[6:], answer)
-    raise Broken("the answer ended without [DONE]")
+    if not done:
+        raise Broken("the answer ended without [DONE]")
 
 
 async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
