@@ -260,6 +260,12 @@ async def test_every_error_of_the_router_has_a_request_id() -> None:
         assert kept.get("x-request-id") == "mine"
 
 
+async def test_a_body_that_is_too_large_is_refused_under_the_clients_own_request_id() -> None:
+    async with engines() as [engine], router(engine, limits={"body_bytes": 100}) as r:
+        found = await r.ask(post(chat("x" * 200_000), headers=["X-Request-Id: mine"]))
+        assert found.status == 413 and found.get("x-request-id") == "mine"
+
+
 async def test_a_key_for_the_router_stays_here() -> None:
     async with engines() as [engine], router(engine, keys=[KEY]) as r:
         assert (await r.ask(post(headers=["Authorization: Bearer secret"]))).status == 200

@@ -214,7 +214,7 @@ class Client(asyncio.Protocol):
         if self._phase == HEAD and self._pending:
             self._refuse_and_close(errors.header_timeout(limits.header_timeout_s))
         elif self._phase in (SIZED_BODY, CHUNKED_BODY):
-            self._refuse_and_close(errors.body_timeout(limits.body_timeout_s))
+            self._refuse_and_close(errors.body_timeout(limits.body_timeout_s), self._head.request_id)
         elif self._phase == HEAD and not self.transport.get_write_buffer_size():
             self._close()  # idle
         elif self.transport.get_write_buffer_size() < self._unread_bytes:
@@ -320,7 +320,7 @@ class Client(asyncio.Protocol):
                 self._phase = BUSY
                 self.refuse(refusal)
             else:
-                self._refuse_and_close(refusal)
+                self._refuse_and_close(refusal, head.request_id)
             return
         if 0 <= length <= have:
             self._take_ahead(data, start + length)
@@ -493,17 +493,17 @@ class Client(asyncio.Protocol):
     def refuse(self, refusal: Refusal, request_id: bytes = b"") -> None:
         """Answers with an error a request that has been read whole."""
         if refusal.close:
-            self._refuse_and_close(refusal)
+            self._refuse_and_close(refusal, request_id or self._head.request_id)
             return
         handler = self._listener.handler
         request_id = request_id or self._head.request_id or handler.new_request_id()
         handler.refused(refusal, request_id)
         self.reply(refusal.status, refusal.body(), _with_id(refusal, request_id))
 
-    def _refuse_and_close(self, refusal: Refusal) -> None:
+    def _refuse_and_close(self, refusal: Refusal, request_id: bytes = b"") -> None:
         """Answers with an error where what follows on the connection can't be read as a request."""
         handler = self._listener.handler
-        request_id = handler.new_request_id()
+        request_id = request_id or handler.new_request_id()
         handler.refused(refusal, request_id)
         headers = _with_id(refusal, request_id)
         self.write(render_reply(refusal.status, refusal.body(), headers, "application/json", _CLOSE_LINE))
