@@ -49,7 +49,7 @@ $(STAMP): requirements-dev.lock pyproject.toml setup.py $(SOURCES_C)
 lock: $(STAMP)
 	$(BIN)/python -m pip install --quiet pip-tools
 	$(BIN)/pip-compile --quiet --no-header --no-emit-index-url --no-emit-trusted-host --no-emit-find-links --strip-extras \
-	  --extra tokens --extra dev --output-file requirements-dev.lock pyproject.toml
+	  --extra dev --output-file requirements-dev.lock pyproject.toml
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info src/warmroute/_kernel/*.so

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from random import Random
 
-from warmroute.config import Health, NodeConfig, Routing
+from warmroute.config import Health, Index, NodeConfig, Routing
 from warmroute.edge.chunked import ChunkFrames
 from warmroute.edge.head import read_request_head, read_response_head
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Outcome
 from warmroute.fleet.ticket import Ticket
+from warmroute.index.beliefs import Beliefs
 from warmroute.prompt.ask import Ask, read_json
 from warmroute.routing.router import Router
 
@@ -112,7 +113,7 @@ def main() -> None:
         fleet = fleet_of(count)
         load(fleet)
         for policy in ("round_robin", "least_loaded", "power_of_two", "prefix_hash"):
-            router = Router(fleet, Routing(policy=policy))  # type: ignore[arg-type]
+            router = Router(fleet, Beliefs(Index()), Routing(policy=policy))  # type: ignore[arg-type]
             ask = read_json(chat_body(1_024)) if policy == "prefix_hash" else Ask("m")
             rows.append((f"decision, {policy}, {count} nodes", cost_us(partial(router.decide, ask, 1.0))))
     rows.append(("ticket, opened to closed", cost_us(lambda: ticket_round(fleet))))

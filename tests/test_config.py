@@ -45,11 +45,11 @@ def test_every_default_is_valid_by_its_own_rules() -> None:
         ({"listen": {"prt": 1}}, "unknown key listen.prt; did you mean listen.port?"),
         ({"limits": {"body_byte": 1}}, "unknown key limits.body_byte; did you mean limits.body_bytes?"),
         ({"nodes": [{"url": "http://a", "modls": []}]}, "unknown key nodes.modls; did you mean nodes.models?"),
-        ({"keys": [{"sha": HASH, "tenant": "t"}]}, "unknown key keys.sha; did you mean keys.sha256?"),
+        ({"keys": [{"sha25": HASH, "tenant": "t"}]}, "unknown key keys.sha25; did you mean keys.sha256?"),
         (
             {"zzz": 1},
-            "unknown key zzz; known here: admin, health, keys, limits, listen, log, metrics, nodes, routing, "
-            "shutdown, upstream",
+            "unknown key zzz; known here: admin, health, index, keys, limits, listen, log, metrics, models, nodes, "
+            "prompts, routing, shutdown, upstream",
         ),
         ({"log": {"qqqq": 1}}, "unknown key log.qqqq; known here: format, level, requests"),
     ],

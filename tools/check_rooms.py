@@ -20,7 +20,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "index": {"_kernel", "config"},
     "fleet": {"_kernel", "config"},
     "routing": {"_kernel", "config", "prompt", "index", "fleet"},
-    "telemetry": {"config", "fleet"},
+    "telemetry": {"config", "fleet", "index"},
     "edge": {"_kernel", "config", "prompt", "fleet", "routing", "telemetry"},
     "engines": {"config", "fleet", "index"},
     "console": {"config", "edge", "fleet", "index", "routing", "telemetry"},

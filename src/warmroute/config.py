@@ -11,6 +11,7 @@ import ipaddress
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
@@ -22,7 +23,17 @@ Count = Annotated[int, Meta(ge=1)]
 Bytes = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
-PolicyName = Literal["round_robin", "random", "least_loaded", "power_of_two", "latency", "session", "prefix_hash"]
+PolicyName = Literal[
+    "round_robin",
+    "random",
+    "least_loaded",
+    "power_of_two",
+    "latency",
+    "session",
+    "prefix_hash",
+    "approximate",
+    "overlap",
+]
 
 
 class ConfigError(Exception):
@@ -146,6 +157,28 @@ class Metrics(Section, frozen=True):
     models_interval_s: Annotated[Seconds, Meta(description="Time between two reads of a node's /v1/models.")] = 30.0
 
 
+class Index(Section, frozen=True):
+    """What the router keeps of its nodes' caches, and how much that counts."""
+
+    memory_bytes: Annotated[
+        int, Meta(ge=1 << 20, description="Memory for all blocks of all nodes; about 48 bytes a block of a node.")
+    ] = 268_435_456
+    min_tokens: Annotated[
+        int, Meta(ge=0, description="Prompts shorter than this are routed by load: there is nothing to win.")
+    ] = 200
+    assumed_cache_tokens: Annotated[
+        Count, Meta(description="What a node's cache is believed to hold where it does not say.")
+    ] = 131_072
+    expected_s: Annotated[
+        Seconds,
+        Meta(description="How long after a first token its blocks are expected to be told of by the node's events."),
+    ] = 1.0
+    stale_s: Annotated[
+        Seconds, Meta(description="Silence of a node after which what it told counts less and less.")
+    ] = 5.0
+    gone_s: Annotated[Seconds, Meta(description="Silence of a node after which what it told counts nothing.")] = 30.0
+
+
 class Routing(Section, frozen=True):
     """Which node a request goes to."""
 
@@ -160,6 +193,30 @@ class Routing(Section, frozen=True):
         tuple[str, ...], Meta(description="Request headers that name a session, in the order they are looked for.")
     ] = ("x-session-id", "x-conversation-id")
     seed: Annotated[int, Meta(description="Seed of the random choices; 0 takes one from the system.")] = 0
+
+
+class Prompts(Section, frozen=True):
+    """How prompts are turned into tokens."""
+
+    cache_bytes: Annotated[
+        Bytes, Meta(description="Memory for conversations whose tokens are known, for each model.")
+    ] = 134_217_728
+    discover: Annotated[
+        bool,
+        Meta(description="Whether a tokenizer is loaded from a local path that a node names in its /v1/models."),
+    ] = True
+    remote: Annotated[
+        bool,
+        Meta(description="Whether a node's /tokenize is asked where no tokenizer is at hand; costs a round trip."),
+    ] = False
+    loop_ms: Annotated[
+        float, Meta(ge=0, description="Prompts that take longer than this to read are read in a thread.")
+    ] = 1.0
+    threads: Annotated[Count, Meta(description="Threads that read prompts.")] = 1
+    max_waiting: Annotated[
+        Count,
+        Meta(description="Prompts that wait for a thread; above it a prompt is not read and is routed by load."),
+    ] = 64
 
 
 class Log(Section, frozen=True):
@@ -209,6 +266,55 @@ class NodeConfig(Section, frozen=True):
     api_key_env: Annotated[
         str, Meta(description="Environment variable with the key that the node itself asks for.")
     ] = ""
+    kv_events: Annotated[
+        str,
+        Meta(
+            pattern="^(auto|off|tcp://.+:[0-9]+)$",
+            description="Where its KV events are: `auto` asks the engine, `off` does without, or `tcp://host:port` "
+            "(`*` for its own host).",
+        ),
+    ] = "auto"
+    kv_replay: Annotated[
+        str,
+        Meta(
+            pattern="^(tcp://.+:[0-9]+)?$",
+            description="Where its KV events are replayed, `tcp://host:port`; empty: as the engine says.",
+        ),
+    ] = ""
+
+
+class ModelConfig(Section, frozen=True):
+    """How the prompts of one model are read."""
+
+    name: Annotated[str, Meta(min_length=1, description="The model's name, as requests say it.")]
+    tokenizer: Annotated[
+        str,
+        Meta(description="Directory with the model's tokenizer files, or its tokenizer.json; empty: discovered."),
+    ] = ""
+    chat_template: Annotated[
+        str, Meta(description="File with the chat template that the engines were given; empty: the model's own.")
+    ] = ""
+    chat_template_content_format: Annotated[
+        Literal["auto", "string", "openai"],
+        Meta(description="How message contents reach the template; `auto` tells it by the template, as vLLM does."),
+    ] = "auto"
+    default_chat_template_kwargs: Annotated[
+        dict[str, bool | int | float | str],
+        Meta(description="Template variables that the engines set where a request does not."),
+    ] = {}
+    trust_request_chat_template: Annotated[
+        bool, Meta(description="Whether the engines take a chat template from a request.")
+    ] = False
+    exclude_tools_when_tool_choice_none: Annotated[
+        bool, Meta(description='Whether the engines leave tools out of the prompt where `tool_choice` is "none".')
+    ] = False
+    max_model_len: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Tokens that prompt and answer may have together; 0: unknown, or as a discovered node says.",
+        ),
+    ] = 0
 
 
 class KeyConfig(Section, frozen=True):
@@ -218,6 +324,12 @@ class KeyConfig(Section, frozen=True):
         str, Meta(pattern="^[0-9a-f]{64}$", description="SHA-256 of the key (`warmroute hash-key` makes it).")
     ]
     tenant: Annotated[str, Meta(min_length=1, description="Whose key it is.")]
+    shares: Annotated[
+        str,
+        Meta(
+            description="Tenants with the same word here may know of each other's cached prompts; empty: nobody else's."
+        ),
+    ] = ""
 
 
 class Config(Section, frozen=True):
@@ -229,11 +341,19 @@ class Config(Section, frozen=True):
     upstream: Upstream = Upstream()
     health: Health = Health()
     metrics: Metrics = Metrics()
+    index: Index = Index()
     routing: Routing = Routing()
+    prompts: Prompts = Prompts()
     log: Log = Log()
     shutdown: Shutdown = Shutdown()
     nodes: tuple[NodeConfig, ...] = ()
+    models: tuple[ModelConfig, ...] = ()
     keys: tuple[KeyConfig, ...] = ()
+
+    def sharing(self) -> dict[str, str]:
+        """For each tenant, whom it shares knowledge of caches with; nothing where all share with all."""
+        groups = {key.tenant: f"shared {key.shares}" if key.shares else f"only {key.tenant}" for key in self.keys}
+        return groups if len(set(groups.values())) > 1 else {}
 
 
 def load(path: Path) -> Config:
@@ -286,6 +406,11 @@ def check(config: Config) -> None:
         if name in names:
             raise ConfigError(f"two nodes are named {name!r} ({names[name]} and {node.url}): give each its own name")
         names[name] = node.url
+    models: set[str] = set()
+    for model in config.models:
+        if model.name in models:
+            raise ConfigError(f"models: the model {model.name!r} stands there twice")
+        models.add(model.name)
     hashes: set[str] = set()
     for key in config.keys:
         if key.sha256 in hashes:
@@ -370,7 +495,10 @@ def described(section: type[Section]) -> Iterator[tuple[str, str, Any, str]]:
             hint, *metas = get_args(hint)
             for meta in metas:
                 sentence = getattr(meta, "description", None) or sentence
-        yield field.name, _type_in_words(hint), field.default, sentence
+        default = field.default
+        if default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
+            default = field.default_factory()
+        yield field.name, _type_in_words(hint), default, sentence
 
 
 def _type_in_words(hint: Any) -> str:
@@ -380,4 +508,8 @@ def _type_in_words(hint: Any) -> str:
         return " / ".join(f'"{value}"' for value in get_args(hint))
     if get_origin(hint) is tuple:
         return f"list of {_type_in_words(get_args(hint)[0])}"
+    if get_origin(hint) is dict:
+        return f"table of {_type_in_words(get_args(hint)[1])}"
+    if get_origin(hint) is UnionType:
+        return ", ".join(_type_in_words(kind) for kind in get_args(hint))
     return {str: "text", int: "whole number", float: "number", bool: "true / false"}.get(hint, str(hint))

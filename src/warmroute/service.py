@@ -18,11 +18,14 @@ from warmroute.edge.listen import listen_tcp, listen_unix, server_tls
 from warmroute.edge.plain import PlainHandler
 from warmroute.edge.pools import Pools
 from warmroute.edge.proxy import Proxy
+from warmroute.edge.reading import Readings
 from warmroute.edge.server import Listener
 from warmroute.engines.watch import Watcher
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import Standing
 from warmroute.fleet.node import Node
+from warmroute.index.beliefs import Beliefs
+from warmroute.prompt.library import Library
 from warmroute.routing.router import Router
 from warmroute.telemetry import log as logs
 from warmroute.telemetry.counters import Counters
@@ -31,6 +34,7 @@ from warmroute.telemetry.prometheus import MetricsPage
 
 log = logging.getLogger("warmroute")
 FILE_CHECK_S = 0.5
+TIDY_S = 0.25
 
 
 class Service:
@@ -44,9 +48,12 @@ class Service:
         self.deadlines = Deadlines(now)
         self.counters = Counters()
         self.fleet = Fleet(config.health, _say_standing)
-        self.router = Router(self.fleet, config.routing)
+        self.beliefs = Beliefs(config.index)
+        self.library = Library(config.prompts, config.models)
+        self.readings = Readings(self.library, config.prompts, self.counters)
+        self.router = Router(self.fleet, self.beliefs, config.routing)
         self.pools = Pools(config.upstream, self.deadlines)
-        self.proxy = Proxy(config, self.fleet, self.router, self.pools, self.counters, now)
+        self.proxy = Proxy(config, self.fleet, self.router, self.readings, self.pools, self.counters, now)
         self.listener = Listener(self.proxy, config.limits, self.deadlines)
         self.watcher = Watcher(
             self.fleet,
@@ -55,7 +62,13 @@ class Service:
             lambda node: self.pools.of(node).heard_s,
             now,
         )
-        page = MetricsPage(self.fleet, self.counters, lambda: (len(self.listener.connections), self.listener.accepted))
+        page = MetricsPage(
+            self.fleet,
+            self.beliefs,
+            self.counters,
+            lambda: (len(self.listener.connections), self.listener.accepted),
+            now,
+        )
         self.admin = Admin(self.fleet, page, self, config.admin.token_sha256)
         self.admin_listener = Listener(PlainHandler(self.admin.answer, self.admin.admit), config.limits, self.deadlines)
         self._servers: list[asyncio.Server] = []
@@ -67,8 +80,9 @@ class Service:
     # Start.
 
     async def start(self) -> None:
-        """Raises ConfigError where it can't listen."""
+        """Raises ConfigError where it can't listen, or a tokenizer can't be read."""
         config = self.config
+        await self.library.load_configured()
         listen = config.listen
         tls = server_tls(listen.tls_cert, listen.tls_key)
         if listen.unix:
@@ -84,7 +98,11 @@ class Service:
             self.admin_port = server.sockets[0].getsockname()[1]
             self._servers.append(server)
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self.deadlines.run()), loop.create_task(watch_loop_delay(self.counters))]
+        self._tasks = [
+            loop.create_task(self.deadlines.run()),
+            loop.create_task(watch_loop_delay(self.counters)),
+            loop.create_task(self._tidy()),
+        ]
         if self._config_file is not None:
             self._tasks.append(loop.create_task(self._watch_file(self._config_file)))
         added, _removed = self.fleet.reconfigure(config.nodes, config.health)
@@ -121,6 +139,8 @@ class Service:
 
     def _let_go(self, node: Node) -> None:
         self.watcher.forget(node)
+        self.beliefs.leave(node.name)
+        self.library.forget_node(node.name)
         self.pools.remove(node)
 
     def readiness(self) -> tuple[int, bytes]:
@@ -144,6 +164,11 @@ class Service:
         self.listener.limits = self.admin_listener.limits = config.limits
         if config.routing != before.routing:
             self.router.reconfigure(config.routing)
+        if config.index != before.index:
+            self.beliefs.reconfigure(config.index)
+        if config.prompts != before.prompts or config.models != before.models:
+            self.readings.reconfigure(config.prompts)
+            self.library.reconfigure(config.prompts, config.models)
         if config.log != before.log:
             logs.set_up(config.log)
         self.proxy.reconfigure(config)
@@ -156,6 +181,26 @@ class Service:
         self.pools.take_new_keys()
         log.info("the configuration was reloaded: %d nodes added, %d removed", len(added), len(removed))
         return None
+
+    async def _tidy(self) -> None:
+        """What is done now and then, off the requests' way."""
+        said: set[str] = set()
+        while True:
+            await asyncio.sleep(TIDY_S)
+            try:
+                self.beliefs.tidy(time.monotonic())
+                for cache in self.beliefs.doubted():
+                    if cache.name not in said:
+                        said.add(cache.name)
+                        log.warning(
+                            "node %s reads prompts of model %s in other tokens than this router: it is routed to by "
+                            "what was sent there, not by its events; set tokenizer and chat_template in [[models]]",
+                            cache.name,
+                            cache.model,
+                        )
+                await self.library.audit()
+            except Exception:
+                log.exception("tidying up failed; trying again")
 
     async def _watch_file(self, path: Path) -> None:
         taken = before = _stamp(path)
@@ -190,6 +235,8 @@ class Service:
         for server in self._servers:
             server.close()
         self.watcher.close()
+        self.readings.close()
+        self.library.close()
         self.pools.close()
         for task in self._tasks:
             task.cancel()

@@ -9,6 +9,7 @@ import pytest
 from small_worlds import NEAR, nodes_of, prompt, specs
 
 from warmroute.routing.decision import Policy
+from warmroute.routing.query import Query
 from warmroute.sim.engine.events import BlockRemoved, BlockStored
 from warmroute.sim.peers.aibrix import Aibrix
 from warmroute.sim.peers.dynamo import Dynamo
@@ -38,7 +39,7 @@ class Table:
         policy: Policy = self.peer
         group = self.world.fleet.group("sim")
         assert group is not None
-        return self.nodes.index(policy.decide(ask, group.up, group).node)
+        return self.nodes.index(policy.decide(Query(ask, group.up, group, 0.0, None, self.world.beliefs)).node)
 
     def send(self, at: int, *names: object, **more: Any) -> SimAsk:
         ask = self.ask(*names, **more)

@@ -11,11 +11,12 @@ from random import Random
 import pytest
 from small_worlds import NEAR, specs
 
+from warmroute.fleet.node import Node
 from warmroute.sim.workloads import GENERATORS, BadTrace, BadWorkload, Prompt, Segments, choose
 from warmroute.sim.workloads.arrivals import as_told, bursts, poisson
 from warmroute.sim.workloads.text import beginnings
 from warmroute.sim.workloads.trace import mean_rate, prompts
-from warmroute.sim.world import World
+from warmroute.sim.world import Listener, SimAsk, World
 
 TRACES = Path("/work/shared/data/traces")
 needs_traces = pytest.mark.skipif(not TRACES.exists(), reason="no traces here")
@@ -49,10 +50,13 @@ def test_blocks_are_shared_in_the_engine_as_in_the_trace(tmp_path: Path, suffix:
     a, b, c = map(chain, prompts(path))
     assert shared(a, b) == 64  # 2 × 512 tokens
     assert shared(a, c) == 75  # the partial last id has the same content
-    world = World(specs(1), NEAR)
     cached: list[int] = []
-    world._listener = type("Ears", (), {"sent": lambda *_: None, "ended": lambda *_: None})()  # type: ignore[assignment]
-    world._listener.first_token = lambda ask, node, tokens, now_s: cached.append(tokens)  # type: ignore[method-assign, union-attr]
+
+    class Ears(Listener):
+        def first_token(self, ask: SimAsk, node: Node, cached_tokens: int, now_s: float) -> None:
+            cached.append(cached_tokens)
+
+    world = World(specs(1), NEAR, listener=Ears())
     world.run(as_told(prompts(path)))
     # the last block of a prompt that ends on it is computed again: here 1,200 = 75 blocks, of which 74 hit
     assert cached == [0, 1024, 74 * 16]

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmroute.config import Health as HealthConfig
-from warmroute.config import NodeConfig, Routing
+from warmroute.config import Index, NodeConfig, Routing
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
+from warmroute.index.beliefs import Beliefs
 from warmroute.prompt.ask import Ask, read_json
 from warmroute.routing.decision import Decision
 from warmroute.routing.router import MissingModel, NobodyCanServe, Router, UnknownModel
@@ -29,7 +30,7 @@ class World:
         for number in range(count):
             node = self.fleet.add(NodeConfig(url=f"http://n{number}:1", models=models))
             self.fleet.check_passed(node, 0)
-        self.router = Router(self.fleet, Routing(policy=policy, seed=3))  # type: ignore[arg-type]
+        self.router = Router(self.fleet, Beliefs(Index()), Routing(policy=policy, seed=3))  # type: ignore[arg-type]
 
     @property
     def nodes(self) -> list[Node]:
@@ -363,7 +364,7 @@ def test_a_draining_node_does_not_lift_the_bound_of_the_others() -> None:
     for _ in range(60):
         Ticket(leaving, 0.0)
     fleet.drain("n2:1")
-    router = Router(fleet, Routing(policy="prefix_hash", seed=1))
+    router = Router(fleet, Beliefs(Index()), Routing(policy="prefix_hash", seed=1))
     for _ in range(40):
         Ticket(router.decide(Ask("m", b"system", b"user"), 1.0).node, 1.0)
     assert max(fleet.node(f"n{number}:1").inflight for number in range(2)) <= 26
@@ -375,7 +376,7 @@ def test_a_node_that_was_slow_once_is_tried_again() -> None:
     for node, took_ms in ((slow, 1000.0), (fast, 10.0)):
         fleet.check_passed(node, 0.0)
         node.saw_latency(took_ms)
-    router = Router(fleet, Routing(policy="latency", seed=1))
+    router = Router(fleet, Beliefs(Index()), Routing(policy="latency", seed=1))
     assert router.decide(Ask("m"), 1.0).node is fast
     for second in range(60):
         slow.age_latency(float(second))

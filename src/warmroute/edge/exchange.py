@@ -1,4 +1,4 @@
-"""One request's way through the fleet: from the decision to the last byte of the answer.
+"""One request's way through the fleet: from its prompt over the decision to the last byte of the answer.
 
 The rules it keeps: a node's failure before the first byte has gone to the client leads to the next node of the
 decision; after it, the answer ends visibly unfinished. The ticket is closed however the request ends. A client that
@@ -7,6 +7,7 @@ leaves takes its upstream connection with it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -14,12 +15,17 @@ from warmroute.edge import errors
 from warmroute.edge.chunked import ChunkFrames
 from warmroute.edge.head import CHUNKED, UNTIL_CLOSE, RequestHead, ResponseHead
 from warmroute.edge.upstream import ConnectFault, Connection
+from warmroute.edge.usage import usage_of
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
+from warmroute.prompt.ask import Ask
+from warmroute.prompt.prompt import Prompt
 from warmroute.routing.decision import Decision
+from warmroute.routing.dispatch import Dispatch
 
 if TYPE_CHECKING:
     from warmroute.edge.proxy import Proxy
+    from warmroute.edge.reading import Later
     from warmroute.edge.server import Client
 
 _BROKEN_EVENT: Final = (
@@ -27,11 +33,15 @@ _BROKEN_EVENT: Final = (
     + errors.error_body("The node broke off its answer; it is not complete.", "server_error", "upstream_broken")
     + b"\n\n"
 )
+TAIL_PIECES: Final = 4
+"""Of an answer that are kept: its usage, the [DONE] behind it, the last chunk's end, each may come by itself."""
+USAGE_BYTES: Final = 16_384
 _CHUNKED_LINE: Final = b"Transfer-Encoding: chunked\r\n"
 
 
 class ProxyExchange:
     __slots__ = (
+        "_ask",
         "_begun",
         "_body",
         "_client",
@@ -44,25 +54,30 @@ class ProxyExchange:
         "_framing",
         "_head",
         "_keep_alive",
+        "_later",
         "_pool",
         "_proxy",
         "_request_id",
         "_retried_stale",
         "_retry_after_s",
         "_status",
+        "_tail",
         "_ticket",
         "_tried",
     )
 
     def __init__(
-        self, proxy: Proxy, client: Client, head: RequestHead, body: bytes, decision: Decision, request_id: bytes
+        self, proxy: Proxy, client: Client, head: RequestHead, body: bytes, ask: Ask, request_id: bytes
     ) -> None:
         self._proxy = proxy
         self._client = client
         self._head = head
         self._body = body
-        self._decision = decision
+        self._ask = ask
         self._request_id = request_id
+        self._later: Later | None = None
+        """Its prompt is still being read."""
+        self._decision: Decision
         self._fallbacks: list[Node] | None = None
         self._tried = 0
         self._retried_stale = False
@@ -77,14 +92,36 @@ class ProxyExchange:
         self._events = False
         self._keep_alive = True
         self._dechunk: ChunkFrames | None = None
+        self._tail: deque[bytes] | None = None
+        """The last pieces of the answer, where they may tell of cached tokens."""
+
+    # To a decision.
+
+    def wait_for(self, later: Later) -> None:
+        """Its prompt is being read in a thread."""
+        self._later = later
+
+    def prompt_read(self, prompt: Prompt | None) -> None:
+        self._later = None
+        if self._done:
+            return
+        try:
+            self.go(self._proxy.decide(self._ask, prompt))
+        except errors.Refusal as refusal:
+            self._done = True
+            self._client.refuse(refusal, self._request_id)
+
+    def go(self, decision: Decision) -> None:
+        self._decision = decision
         self._try(decision.node)
 
     # To a node.
 
     def _try(self, node: Node) -> None:
         self._tried += 1
-        self._ticket = Ticket(node, self._proxy.now())
-        self._pool = pool = self._proxy.pools.of(node)
+        proxy = self._proxy
+        self._ticket = proxy.router.dispatch(self._decision, node, proxy.now())
+        self._pool = pool = proxy.pools.of(node)
         connection = pool.take()
         if connection is None:
             pool.open(self)
@@ -106,7 +143,7 @@ class ProxyExchange:
                 authorization += b"X-Api-Key: %b\r\n" % head.api_key
         connection.begin(
             self,
-            b"%b %b HTTP/1.1\r\n%b%b%bContent-Length: %d\r\nX-Request-Id: %b\r\n%b\r\n"
+            b"%b %b HTTP/1.1\r\n%b%b%bContent-Length: %d\r\nX-Request-Id: %b\r\n%b%b\r\n"
             % (
                 head.method,
                 head.target,
@@ -116,9 +153,16 @@ class ProxyExchange:
                 len(self._body),
                 self._request_id,
                 b"X-Forwarded-For: %b\r\n" % forwarded if forwarded else b"",
+                self._rank_line(),
             ),
             self._body,
         )
+
+    def _rank_line(self) -> bytes:
+        """Where one data-parallel rank of the node holds the prompt, the request is to go to that one."""
+        ticket = self._ticket
+        rank = ticket.rank if isinstance(ticket, Dispatch) else None
+        return b"" if rank is None else b"X-Data-Parallel-Rank: %d\r\n" % rank
 
     def connected(self, connection: Connection) -> bool:
         if self._done:
@@ -211,7 +255,21 @@ class ProxyExchange:
         else:
             client.write(answer_head)
             write(first)
+        ticket = self._ticket
+        if isinstance(ticket, Dispatch) and status < 400:
+            self._tail = deque((first,), TAIL_PIECES)
+            return self._tailed(write)
         return write
+
+    def _tailed(self, write: Callable[[bytes], object]) -> Callable[[bytes], object]:
+        assert self._tail is not None
+        keep = self._tail.append
+
+        def write_and_keep(data: bytes) -> None:
+            keep(data)
+            write(data)
+
+        return write_and_keep
 
     def _write_dechunked(self, data: bytes) -> None:
         assert self._dechunk is not None
@@ -223,12 +281,19 @@ class ProxyExchange:
     def answer_ended(self) -> None:
         self._done = True
         proxy = self._proxy
+        if self._tail is not None:
+            self._read_usage(b"".join(self._tail))
         rejected = self._status >= 400
         proxy.fleet.close_ticket(self._ticket, Outcome.REJECTED if rejected else Outcome.OK, proxy.now())
         proxy.counters.answered[self._status] += 1
         self._client.answered(self._keep_alive)
         if proxy.log_requests:
             self._log(str(self._status))
+
+    def _read_usage(self, last_bytes: bytes) -> None:
+        usage = usage_of(last_bytes[-USAGE_BYTES:])
+        if usage is not None and isinstance(self._ticket, Dispatch):
+            self._ticket.answered(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens, self._proxy.now())
 
     def answer_broke(self, reason: str, frames: ChunkFrames | None) -> None:
         """The client has a part of the answer: end it so that nobody takes it for the whole."""
@@ -264,6 +329,11 @@ class ProxyExchange:
         if self._done:
             return
         self._done = True
+        if self._later is not None:
+            self._later.cancel()
+        if not self._tried:
+            self._proxy.counters.left += 1
+            return
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.cancel()

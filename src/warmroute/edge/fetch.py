@@ -1,4 +1,4 @@
-"""A small GET over the nodes' own connection pools: for health checks, metrics and model lists."""
+"""A small GET or POST over the nodes' own connection pools: for health checks, metrics and model lists."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from warmroute.fleet.node import Node
 class _Fetch:
     """Implements edge.upstream.Asker."""
 
-    def __init__(self, pool: NodePool, head: bytes, limit_bytes: int) -> None:
+    def __init__(self, pool: NodePool, head: bytes, body: bytes, limit_bytes: int) -> None:
         self._pool = pool
         self._head = head
+        self._body = body
         self._retried_stale = False
         self._limit_bytes = limit_bytes
         self._pieces: list[bytes] = []
@@ -35,7 +36,7 @@ class _Fetch:
 
     def send_on(self, connection: Connection) -> None:
         self._connection = connection
-        connection.begin(self, self._head, b"")
+        connection.begin(self, self._head, self._body)
 
     def connect_failed(self, fault: ConnectFault, reason: str) -> None:
         errors = {ConnectFault.REFUSED: ConnectionRefusedError, ConnectFault.OURS: OSError}
@@ -95,7 +96,24 @@ async def fetch(
     broke, TimeoutError where the node is slow, another OSError where this machine lacks something."""
     pool = pools.of(node)
     head = b"GET %b HTTP/1.1\r\n%b%bAccept: */*\r\n\r\n" % (path.encode(), pool.host_line, pool.key_line)
-    asking = _Fetch(pool, head, limit_bytes)
+    return await _ask(_Fetch(pool, head, b"", limit_bytes), pool, timeout_s)
+
+
+async def post(
+    pools: Pools, node: Node, path: str, body: bytes, timeout_s: float, limit_bytes: int = 33_554_432
+) -> tuple[int, bytes]:
+    """The same with a POST of JSON."""
+    pool = pools.of(node)
+    head = b"POST %b HTTP/1.1\r\n%b%bAccept: */*\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (
+        path.encode(),
+        pool.host_line,
+        pool.key_line,
+        len(body),
+    )
+    return await _ask(_Fetch(pool, head, body, limit_bytes), pool, timeout_s)
+
+
+async def _ask(asking: _Fetch, pool: NodePool, timeout_s: float) -> tuple[int, bytes]:
     connection = pool.take()
     if connection is not None:
         asking.send_on(connection)

@@ -19,11 +19,15 @@ from warmroute.edge.exchange import ProxyExchange
 from warmroute.edge.head import RequestHead
 from warmroute.edge.keys import Keys
 from warmroute.edge.pools import Pools
+from warmroute.edge.reading import Later, Readings
 from warmroute.edge.server import Client
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.ticket import Ticket
 from warmroute.prompt.ask import Ask, NotJson, lacks, read_json
 from warmroute.prompt.multipart import is_multipart, model_of
+from warmroute.prompt.prompt import Prompt
+from warmroute.routing.decision import Decision
+from warmroute.routing.lookups import lookup_of
 from warmroute.routing.router import MissingModel, NobodyCanServe, Router, Undecided, UnknownModel
 from warmroute.telemetry.counters import Counters
 
@@ -52,11 +56,18 @@ RETRY_AFTER_S: Final = 1
 
 class Proxy:
     def __init__(
-        self, config: Config, fleet: Fleet, router: Router, pools: Pools, counters: Counters,
+        self,
+        config: Config,
+        fleet: Fleet,
+        router: Router,
+        readings: Readings,
+        pools: Pools,
+        counters: Counters,
         now: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.fleet = fleet
         self.router = router
+        self._readings = readings
         self.pools = pools
         self.counters = counters
         self.now = now
@@ -71,6 +82,8 @@ class Proxy:
         self._keys = Keys(config.keys)
         self._session_headers = [name.lower().encode() for name in config.routing.session_headers]
         self._session_wanted = config.routing.policy == "session"
+        self._min_tokens = config.index.min_tokens
+        self._sharing = config.sharing()
 
     @property
     def passes_authorization(self) -> bool:
@@ -116,11 +129,29 @@ class Proxy:
             return None
         ask = self._ask(head, body)
         ask.tenant = client.tenant
+        exchange = ProxyExchange(self, client, head, body, ask, head.request_id or self.new_request_id())
+        prompt: Prompt | None = None
+        if self.router.policy.wants_tokens and len(body) >= self._min_tokens:
+            group = self.fleet.only_group
+            model = ask.model or (group.model if group is not None else "")
+            path = head.target.partition(b"?")[0]
+            read = self._readings.read(model, path, body, exchange.prompt_read)
+            if isinstance(read, Later):
+                exchange.wait_for(read)
+                return exchange
+            prompt = read
+        exchange.go(self.decide(ask, prompt))
+        return exchange
+
+    def decide(self, ask: Ask, prompt: Prompt | None) -> Decision:
+        """Raises Refusal."""
+        lookup = None
+        if prompt is not None and prompt.token_count >= self._min_tokens:
+            lookup = lookup_of(prompt, self._sharing.get(ask.tenant, ""))
         try:
-            decision = self.router.decide(ask, self.now())
+            return self.router.decide(ask, self.now(), lookup)
         except Undecided as undecided:
             raise _in_words(undecided, ask) from None
-        return ProxyExchange(self, client, head, body, decision, head.request_id or self.new_request_id())
 
     def new_request_id(self) -> bytes:
         return self._id_prefix + b"%d" % next(self._id_numbers)

@@ -7,6 +7,7 @@ later release adds is passed over. Hashes are opaque: 64-bit integers, signed or
 
 from __future__ import annotations
 
+import struct
 from typing import Any, Final
 
 import msgspec
@@ -32,6 +33,8 @@ class BlockStored(Struct, tag="BlockStored", tag_field="type", gc=False):
     """For each block what its hash covers beside its tokens; None where nothing."""
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
+    locality: str | None = None
+    """LOCAL or REMOTE, as seen from the engine."""
     cache_salt: str | None = None
 
 
@@ -39,6 +42,7 @@ class BlockRemoved(Struct, tag="BlockRemoved", tag_field="type", gc=False):
     block_hashes: list[EngineHash]
     medium: str | None = None
     group_idx: int | None = None
+    locality: str | None = None
 
 
 class AllBlocksCleared(Struct, tag="AllBlocksCleared", tag_field="type", gc=False):
@@ -86,6 +90,7 @@ class _Batch(Struct, array_like=True, gc=False):
     rank: int | None = None
 
 
+_DOUBLE: Final = struct.Struct(">d")
 _maps: Final = msgspec.msgpack.Decoder(Batch)
 _arrays: Final = msgspec.msgpack.Decoder(_Batch)
 
@@ -106,13 +111,19 @@ def read_batch(payload: bytes) -> Batch:
 
 
 def _as_map(event: _BlockStored | _BlockRemoved | _AllBlocksCleared) -> Event:
-    match event:
-        case _BlockStored():
-            return BlockStored(*(getattr(event, name) for name in _BlockStored.__struct_fields__))
-        case _BlockRemoved():
-            return BlockRemoved(event.block_hashes, event.medium, event.group_idx)
-        case _:
-            return AllBlocksCleared()
+    if isinstance(event, _BlockStored):
+        return BlockStored(
+            event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size, event.lora_id, event.medium,
+            event.lora_name, event.extra_keys, event.group_idx, event.kv_cache_spec_kind,
+        )  # fmt: skip
+    if isinstance(event, _BlockRemoved):
+        return BlockRemoved(event.block_hashes, event.medium, event.group_idx)
+    return AllBlocksCleared()
+
+
+def sent_at_s(payload: bytes) -> float | None:
+    """When a batch was sent, by the engine's clock, without reading the rest of it."""
+    return float(_DOUBLE.unpack_from(payload, 2)[0]) if payload[1:2] == b"\xcb" and len(payload) >= 10 else None
 
 
 def salt_of(event: BlockStored) -> str | None:
@@ -121,5 +132,26 @@ def salt_of(event: BlockStored) -> str | None:
         return event.cache_salt
     if event.parent_block_hash is not None or not event.extra_keys:
         return None
-    others = [key for key in event.extra_keys[0] or () if isinstance(key, str) and key != event.lora_name]
-    return others[0] if others else None
+    return next((key for key in _own_keys(event, event.extra_keys[0]) if isinstance(key, str)), None)
+
+
+def extra_of(event: BlockStored) -> list[bytes | None] | None:
+    """What makes each block different beside its tokens, adapter and salt: pictures, say."""
+    if not event.extra_keys or not any(event.extra_keys):
+        return None
+    salt = salt_of(event)
+    extra: list[bytes | None] = []
+    for number, keys in enumerate(event.extra_keys):
+        own = _own_keys(event, keys)
+        if number == 0 and salt in own:
+            own.remove(salt)
+        extra.append(msgspec.msgpack.encode(own) if own else None)
+    return extra if any(extra) else None
+
+
+def _own_keys(event: BlockStored, keys: Any) -> list[Any]:
+    """A block's extra keys without its adapter, which comes first."""
+    own = list(keys) if isinstance(keys, (list, tuple)) else []
+    if own and event.lora_name is not None and own[0] == event.lora_name:
+        del own[0]
+    return own

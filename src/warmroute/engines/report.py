@@ -11,6 +11,8 @@ import msgspec
 _VALUE: Final = re.compile(rb"(?:\{.*\})?[ \t]+([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)(?:[ \t]+[0-9]+)?\s*\Z")
 """What follows a metric's name: labels, a value, perhaps a time."""
 
+_LABEL: Final = re.compile(rb'(\w+)="([^"\\]*)"')
+
 
 class LoadReport(msgspec.Struct, frozen=True):
     running: int
@@ -19,6 +21,33 @@ class LoadReport(msgspec.Struct, frozen=True):
     """Share of KV blocks in use by running requests, 0 to 1."""
     incarnation: float
     """Start time of the engine's process; 0 where it does not say."""
+    block_size: int = 0
+    """Tokens in a block of its cache; 0 where it does not say, as for the next."""
+    capacity_tokens: int = 0
+    """What its cache holds, all ranks together."""
+    prefix_queries: int = 0
+    """Prompt tokens looked for in its cache since it started."""
+    prefix_hits: int = 0
+    """Of these, those found."""
+    preemptions: int = 0
+    """Requests it has thrown out of its cache to make room since it started."""
+
+
+def info(page: bytes, name: bytes) -> list[dict[bytes, bytes]]:
+    """The labels of every sample of one metric."""
+    found: list[dict[bytes, bytes]] = []
+    mark = b"\n" + name + b"{"
+    at = page.find(mark)
+    while at >= 0:
+        end = page.find(b"\n", at + 1)
+        found.append(dict(_LABEL.findall(page, at + len(mark), end if end >= 0 else len(page))))
+        at = page.find(mark, at + 1)
+    return found
+
+
+def whole(text: bytes | None) -> int:
+    """A label that is a whole number; 0 where it is not."""
+    return int(text) if text is not None and text.isdigit() and len(text) < 16 else 0
 
 
 def samples(page: bytes, name: bytes) -> list[float]:

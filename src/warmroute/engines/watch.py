@@ -1,20 +1,27 @@
-"""Watches the nodes: health, models and load, each node by itself, with jitter, off the request path."""
+"""Watches the nodes: health, models, load and KV events, each node by itself, with jitter, off the request path."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from random import Random
+from typing import Any
 
 import msgspec
+import zmq
 
 from warmroute.config import Config
 from warmroute.engines.dialects import load_reader, recognise
+from warmroute.engines.kv_stream import Context, Turns
+from warmroute.engines.kv_watch import NodeEvents, Post
+from warmroute.engines.report import LoadReport
+from warmroute.engines.served import Served, read_cards
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import Standing
 from warmroute.fleet.node import Node
+from warmroute.index.beliefs import Beliefs
 
 log = logging.getLogger("warmroute.engines")
 
@@ -29,8 +36,17 @@ HeardAt = Callable[[Node], float]
 
 class Watcher:
     def __init__(
-        self, fleet: Fleet, config: Config, fetch: Fetch, heard_s: HeardAt, now: Callable[[], float] = time.monotonic
+        self,
+        fleet: Fleet,
+        config: Config,
+        fetch: Fetch,
+        heard_s: HeardAt,
+        now: Callable[[], float] = time.monotonic,
+        *,
+        beliefs: Beliefs | None = None,
+        post: Post | None = None,
     ) -> None:
+        """With `beliefs`, it tells them what the nodes' caches hold; `post` is for engines whose events are fetched."""
         self._fleet = fleet
         self._config = config
         self._fetch = fetch
@@ -38,25 +54,56 @@ class Watcher:
         self._now = now
         self._random = Random()
         self._warned_s: dict[str, float] = {}
+        self._beliefs = beliefs
+        self._post = post
+        self._zmq: tuple[Context, Turns] | None = None
         self._tasks: dict[Node, list[asyncio.Task[None]]] = {}
+        self._events: dict[Node, NodeEvents] = {}
+        self._reports: dict[Node, LoadReport] = {}
+        self._served: dict[Node, Served] = {}
 
     def reconfigure(self, config: Config) -> None:
+        """A node's own changed settings count from the next look at it, which is at once."""
         self._config = config
+        for events in self._events.values():
+            events.look_again()
 
     def watch(self, node: Node) -> None:
         loop = asyncio.get_running_loop()
-        self._tasks[node] = [
+        tasks = self._tasks[node] = [
             loop.create_task(self._for_ever(node, self._check_health)),
             loop.create_task(self._for_ever(node, self._poll_load)),
         ]
+        if self._beliefs is not None:
+            cache = self._beliefs.join(node.name, node.config.models)
+            if self._zmq is None:
+                self._zmq = (zmq.Context(), Turns())
+            events = self._events[node] = NodeEvents(node, cache, *self._zmq, self._fetch, self._post, self._now)
+            tasks.append(loop.create_task(self._for_ever(node, lambda _node: events.listen())))
 
     def forget(self, node: Node) -> None:
+        """Nothing is asked of it any more. What is believed of its cache stays: `Beliefs.leave` forgets it."""
         for task in self._tasks.pop(node, ()):
             task.cancel()
+        self._reports.pop(node, None)
+        self._served.pop(node, None)
+        events = self._events.pop(node, None)
+        if events is not None:
+            events.close()
 
     def close(self) -> None:
         for node in list(self._tasks):
             self.forget(node)
+        if self._zmq is not None:
+            self._zmq[0].destroy(linger=0)
+            self._zmq = None
+
+    def report(self, node: Node) -> LoadReport | None:
+        """What its metrics last said."""
+        return self._reports.get(node)
+
+    def events(self, node: Node) -> NodeEvents | None:
+        return self._events.get(node)
 
     async def _pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds * (0.8 + 0.4 * self._random.random()))
@@ -85,6 +132,8 @@ class Watcher:
                 if (node.models is None or came_back or due) and await self._ask_models(node):
                     asked_models_s = self._now()
                 self._fleet.check_passed(node, passed_s)
+                if came_back and node in self._events:
+                    self._events[node].look_again()
             await self._pause(health.interval_s)
 
     async def _passes(self, node: Node) -> bool:
@@ -118,7 +167,24 @@ class Watcher:
             return False
         cards = [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
         self._fleet.saw_models(node, [card["id"] for card in cards], cards)
+        self._tell_served(node, cards)
         return True
+
+    def _tell_served(self, node: Node, cards: Sequence[dict[str, Any]]) -> None:
+        served = read_cards(cards)
+        cache = self._beliefs.cache(node.name) if self._beliefs is not None else None
+        if served is None or cache is None or self._beliefs is None:
+            return
+        before, known = cache.model, self._served.get(node)
+        if served == known:
+            return
+        self._served[node] = served
+        aliases = {*served.aliases, *node.config.models} - {served.base}
+        self._beliefs.serves(cache, served.base, aliases, served.adapters)
+        if before != served.base and node in self._events:
+            if before:
+                self._events[node].renamed()
+            self._events[node].look_again()
 
     # Load.
 
@@ -149,4 +215,21 @@ class Watcher:
         except ValueError:
             return
         node.saw_load(report.running, report.waiting, report.kv_usage, self._now())
-        node.incarnation = report.incarnation
+        before, node.incarnation = node.incarnation, report.incarnation
+        self._reports[node] = report
+        if self._beliefs is not None:
+            self._tell_beliefs(self._beliefs, node, report, before)
+
+    def _tell_beliefs(self, beliefs: Beliefs, node: Node, report: LoadReport, incarnation: float) -> None:
+        cache, events = beliefs.cache(node.name), self._events.get(node)
+        if cache is None or events is None:
+            return
+        if incarnation and report.incarnation and report.incarnation != incarnation:
+            log.info("node %s has restarted: its cache is empty", node.name)
+            events.restarted(report.incarnation)
+        cache.heard(self._now())
+        cache.lag_s *= 0.5  # nothing that comes late has come since
+        size = events.block_size
+        if not size and (events.sources or not cache.is_told):
+            size = report.block_size  # what tells of blocks knows better
+        cache.describe(size, report.capacity_tokens)

@@ -14,10 +14,11 @@ from warmroute.fleet.node import Node
 class Candidates:
     """Nodes that a policy ranks, with their rendezvous seeds beside them."""
 
-    __slots__ = ("nodes", "seeds")
+    __slots__ = ("by_name", "nodes", "seeds")
 
     def __init__(self, nodes: Iterable[Node]) -> None:
         self.nodes = tuple(nodes)
+        self.by_name = {node.name: node for node in self.nodes}
         self.seeds = array("Q", [node.seed for node in self.nodes])
 
     def __len__(self) -> int:

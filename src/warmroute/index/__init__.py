@@ -5,6 +5,7 @@ who stands behind a number is the caller's to know. The inner part is `_kernel/_
 """
 
 from warmroute._kernel._index import MIN_BUDGET_BYTES, NO_PARENT, PARENT_LOST, BlockIndex, chain, engine_hash
+from warmroute._kernel._recency import Recency
 from warmroute.index.namespace import namespace_seed
 from warmroute.index.tiers import Tier
 
@@ -13,6 +14,7 @@ __all__ = [
     "NO_PARENT",
     "PARENT_LOST",
     "BlockIndex",
+    "Recency",
     "Tier",
     "chain",
     "engine_hash",

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from warmroute.fleet.group import Candidates, Group
 from warmroute.fleet.node import Node
-from warmroute.prompt.ask import Ask
+from warmroute.routing.query import Query
 
 
 class Decision:
     """The order of the fallbacks is worked out only when one is needed."""
 
-    __slots__ = ("_others", "node", "policy", "reason")
+    __slots__ = ("_others", "node", "policy", "query", "reason")
 
     def __init__(self, node: Node, policy: str, reason: str, others: Callable[[], Sequence[Node]]) -> None:
         self.node = node
         self.policy = policy
         self.reason = reason
         self._others = others
+        self.query: Query | None = None
+        """What was known when it was taken."""
 
     def fallbacks(self) -> list[Node]:
         """The other candidates, best first."""
@@ -39,5 +40,7 @@ class Policy(Protocol):
     """Ranks candidates. A policy is one small file; it never sees an empty list of candidates."""
 
     name: str
+    wants_tokens: bool
+    """Whether it asks the index, so that prompts have to be read."""
 
-    def decide(self, ask: Ask, candidates: Candidates, group: Group) -> Decision: ...
+    def decide(self, query: Query) -> Decision: ...

@@ -7,9 +7,15 @@ from random import Random
 from warmroute.config import Routing
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.group import Candidates, Group
+from warmroute.fleet.node import Node
+from warmroute.fleet.ticket import Ticket
+from warmroute.index.beliefs import Beliefs
+from warmroute.index.lookup import Lookup
 from warmroute.prompt.ask import Ask
 from warmroute.routing.decision import Decision
+from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.policies import policy_named
+from warmroute.routing.query import Query
 
 
 class Undecided(Exception):
@@ -29,16 +35,17 @@ class NobodyCanServe(Undecided):
 
 
 class Router:
-    def __init__(self, fleet: Fleet, config: Routing) -> None:
+    def __init__(self, fleet: Fleet, beliefs: Beliefs, config: Routing) -> None:
         self._fleet = fleet
+        self._beliefs = beliefs
         self.reconfigure(config)
 
     def reconfigure(self, config: Routing) -> None:
         self._random = Random(config.seed or None)
         self.policy = policy_named(config, self._random)
 
-    def decide(self, ask: Ask, now_s: float) -> Decision:
-        """Raises Undecided."""
+    def decide(self, ask: Ask, now_s: float, lookup: Lookup | None = None) -> Decision:
+        """`lookup` is the prompt in blocks, where the policy wants it. Raises Undecided."""
         group = self._group(ask)
         everyone = candidates = group.up
         if now_s < group.ramping_until_s:
@@ -47,14 +54,26 @@ class Router:
             candidates = group.at_need
             if not candidates.nodes:
                 raise NobodyCanServe(ask.model)
-        decision = self.policy.decide(ask, candidates, group)
+        query = Query(ask, candidates, group, now_s, lookup, self._beliefs)
+        decision = self.policy.decide(query)
         if len(candidates) < len(everyone):  # those left out for now still stand in at need
             decision = decision.with_more(everyone.nodes)
         if group.trials and candidates is not group.at_need:
             node = next((node for node in group.trials if node.awaits_trial), None)
             if node is not None:
-                return Decision(node, "trial", "on trial", lambda: [decision.node, *decision.fallbacks()])
+                chosen = decision
+                decision = Decision(node, "trial", "on trial", lambda: [chosen.node, *chosen.fallbacks()])
+        decision.query = query
         return decision
+
+    def dispatch(self, decision: Decision, node: Node, now_s: float) -> Ticket:
+        """Enters a request in the books of the node that it is sent to: the decision's, or one that stands in."""
+        query = decision.query
+        if query is None or query.lookup is None:
+            return Ticket(node, now_s)
+        hit = query.hits().get(node.name)
+        prediction = self._beliefs.sent(query.ask.model, query.lookup, node.name, hit, now_s)
+        return Dispatch(node, now_s, self._beliefs, prediction)
 
     def _group(self, ask: Ask) -> Group:
         fleet = self._fleet

@@ -6,7 +6,17 @@ from collections import Counter
 
 
 class Counters:
-    __slots__ = ("answered", "broken", "left", "loop_delay_max_s", "refused", "retries", "stale_connections")
+    __slots__ = (
+        "answered",
+        "broken",
+        "left",
+        "loop_delay_max_s",
+        "refused",
+        "retries",
+        "stale_connections",
+        "threaded_prompts",
+        "unread_prompts",
+    )
 
     def __init__(self) -> None:
         self.answered: Counter[int] = Counter()
@@ -21,5 +31,9 @@ class Counters:
         """Times that a request went on to another node."""
         self.stale_connections = 0
         """Requests sent again since a kept-alive connection turned out closed."""
+        self.threaded_prompts = 0
+        """Prompts that were read in a thread."""
+        self.unread_prompts = 0
+        """Prompts that were not read: too many waited for a thread."""
         self.loop_delay_max_s = 0.0
         """Longest time that the event loop was late since the last scrape."""

@@ -5,6 +5,7 @@ Labels are bounded: nodes, outcomes, statuses and error codes; never a tenant, a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 
@@ -15,6 +16,7 @@ from warmroute import __version__
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import Standing
 from warmroute.fleet.node import FIRST_BYTE_BOUNDS_MS, Outcome
+from warmroute.index.beliefs import Beliefs
 from warmroute.telemetry.counters import Counters
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -23,8 +25,17 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class MetricsPage:
     """Implements prometheus_client's Collector."""
 
-    def __init__(self, fleet: Fleet, counters: Counters, connections: Callable[[], tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        beliefs: Beliefs,
+        counters: Counters,
+        connections: Callable[[], tuple[int, int]],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._fleet = fleet
+        self._beliefs = beliefs
+        self._now = now
         self._counters = counters
         self._connections = connections
         self._registry = CollectorRegistry(auto_describe=False)
@@ -38,6 +49,7 @@ class MetricsPage:
         yield self._info()
         yield from self._requests()
         yield from self._nodes()
+        yield from self._index()
         now, ever = self._connections()
         yield GaugeMetricFamily("warmroute_connections", "Client connections open now.", value=now)
         yield CounterMetricFamily("warmroute_connections_accepted", "Client connections accepted.", value=ever)
@@ -70,8 +82,52 @@ class MetricsPage:
             ("warmroute_requests_left", "Clients gone before their answer was complete.", counters.left),
             ("warmroute_retries", "Times a request went on to another node.", counters.retries),
             ("warmroute_stale_connections", "Requests sent again on a fresh connection.", counters.stale_connections),
+            ("warmroute_prompts_threaded", "Prompts read in a thread.", counters.threaded_prompts),
+            ("warmroute_prompts_unread", "Prompts not read: too many waited for a thread.", counters.unread_prompts),
         ):
             yield CounterMetricFamily(name, help_text, value=value)
+
+    def _index(self) -> Iterable[Metric]:
+        stats = self._beliefs.index.stats()
+        for name, text, value in (
+            ("bytes", "Memory of the block index.", stats["bytes"]),
+            ("budget_bytes", "Memory that the block index may have.", stats["budget_bytes"]),
+            ("blocks", "Different blocks in the index.", stats["blocks"]),
+            ("pairs", "Blocks × places that hold them.", stats["pairs"]),
+        ):
+            yield GaugeMetricFamily(f"warmroute_index_{name}", text, value=value)
+        yield CounterMetricFamily("warmroute_index_evicted", "Pairs given up for the memory.", value=stats["evicted"])
+
+        def gauge(name: str, text: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(f"warmroute_node_cache_{name}", text, labels=["node"])
+
+        def counter(name: str, text: str) -> CounterMetricFamily:
+            return CounterMetricFamily(f"warmroute_node_cache_{name}", text, labels=["node"])
+
+        told = gauge("told", "1 where the node's events are followed, and none was lost.")
+        doubted = gauge("doubted", "1 where the node has another tokenizer than the router.")
+        confidence = gauge("confidence_ratio", "How much a hit on the node counts.")
+        agreement = gauge("agreement_ratio", "Cached tokens predicted and reported, of those predicted or reported.")
+        lag = gauge("event_lag_seconds", "How late the node's events come.")
+        predicted = counter("predicted_tokens", "Cached tokens that were predicted, where the node reported them.")
+        reported = counter("reported_tokens", "Cached tokens that the node reported.")
+        compared = counter("compared", "Answers that told how much was cached.")
+        exact = counter("exact", "Answers that told just what was predicted.")
+        gaps = counter("gaps", "Times that events were lost for good.")
+        now_s, config = self._now(), self._beliefs.config
+        for cache in list(self._beliefs):
+            node, accuracy = [cache.name], cache.accuracy
+            told.add_metric(node, int(cache.complete))
+            doubted.add_metric(node, int(cache.doubted))
+            confidence.add_metric(node, cache.confidence(now_s, config.stale_s, config.gone_s))
+            agreement.add_metric(node, accuracy.agreement())
+            lag.add_metric(node, cache.lag_s)
+            predicted.add_metric(node, accuracy.predicted_tokens)
+            reported.add_metric(node, accuracy.reported_tokens)
+            compared.add_metric(node, accuracy.compared)
+            exact.add_metric(node, accuracy.exact)
+            gaps.add_metric(node, cache.gaps)
+        yield from (told, doubted, confidence, agreement, lag, predicted, reported, compared, exact, gaps)
 
     def _nodes(self) -> Iterable[Metric]:
         def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:

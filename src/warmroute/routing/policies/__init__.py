@@ -8,6 +8,7 @@ from warmroute.config import Routing
 from warmroute.routing.decision import Policy
 from warmroute.routing.policies.latency import Latency
 from warmroute.routing.policies.least_loaded import LeastLoaded
+from warmroute.routing.policies.overlap import Approximate, Overlap
 from warmroute.routing.policies.power_of_two import PowerOfTwo
 from warmroute.routing.policies.prefix_hash import PrefixHash
 from warmroute.routing.policies.random_choice import RandomChoice
@@ -32,3 +33,7 @@ def policy_named(config: Routing, random: Random) -> Policy:
             return Session(config.load_factor, LeastLoaded(random))
         case "prefix_hash":
             return PrefixHash(config.load_factor, LeastLoaded(random))
+        case "overlap":
+            return Overlap(LeastLoaded(random))
+        case "approximate":
+            return Approximate(LeastLoaded(random))

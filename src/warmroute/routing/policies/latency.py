@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from random import Random
 
-from warmroute.fleet.group import Candidates, Group
 from warmroute.fleet.node import Node
-from warmroute.prompt.ask import Ask
 from warmroute.routing.decision import Decision
+from warmroute.routing.query import Query
 
 
 class Latency:
     name = "latency"
+    wants_tokens = False
 
     def __init__(self, random: Random) -> None:
         self._random = random
 
-    def decide(self, ask: Ask, candidates: Candidates, group: Group) -> Decision:
-        nodes = candidates.nodes
+    def decide(self, query: Query) -> Decision:
+        nodes = query.candidates.nodes
         times_ms = _times_ms(nodes)
         lowest = min(times_ms)
         ties = [node for node, time_ms in zip(nodes, times_ms, strict=True) if time_ms == lowest]

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from warmroute.fleet.group import Candidates, Group
 from warmroute.fleet.node import Node
-from warmroute.prompt.ask import Ask
 from warmroute.routing.decision import Decision
+from warmroute.routing.query import Query
 
 
 class LeastLoaded:
     name = "least_loaded"
+    wants_tokens = False
 
     def __init__(self, random: Random) -> None:
         self._random = random
 
-    def decide(self, ask: Ask, candidates: Candidates, group: Group) -> Decision:
-        nodes = candidates.nodes
+    def decide(self, query: Query) -> Decision:
+        nodes = query.candidates.nodes
         loads = [node.inflight + node.foreign for node in nodes]
         least = min(loads)
         ties = loads.count(least)

@@ -6,21 +6,21 @@ from __future__ import annotations
 
 from random import Random
 
-from warmroute.fleet.group import Candidates, Group
-from warmroute.prompt.ask import Ask
 from warmroute.routing.decision import Decision
 from warmroute.routing.policies.least_loaded import LeastLoaded
+from warmroute.routing.query import Query
 
 
 class PowerOfTwo:
     name = "power_of_two"
+    wants_tokens = False
 
     def __init__(self, random: Random) -> None:
         self._random = random
         self._least_loaded = LeastLoaded(random)
 
-    def decide(self, ask: Ask, candidates: Candidates, group: Group) -> Decision:
-        nodes = candidates.nodes
+    def decide(self, query: Query) -> Decision:
+        nodes = query.candidates.nodes
         count = len(nodes)
         first = int(self._random.random() * count)
         node = nodes[first]

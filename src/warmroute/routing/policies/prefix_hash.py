@@ -6,22 +6,22 @@ Murmur3's finalizer, placed by rendezvous with bounded load. Requests without ei
 
 from __future__ import annotations
 
-from warmroute.fleet.group import Candidates, Group
-from warmroute.prompt.ask import Ask
 from warmroute.routing.decision import Decision
 from warmroute.routing.policies.bounded_rendezvous import place
 from warmroute.routing.policies.least_loaded import LeastLoaded
+from warmroute.routing.query import Query
 
 
 class PrefixHash:
     name = "prefix_hash"
+    wants_tokens = False
 
     def __init__(self, load_factor: float, without_key: LeastLoaded) -> None:
         self._load_factor = load_factor
         self._without_key = without_key
 
-    def decide(self, ask: Ask, candidates: Candidates, group: Group) -> Decision:
-        key = ask.prefix_key()
+    def decide(self, query: Query) -> Decision:
+        key = query.ask.prefix_key()
         if key is None:
-            return self._without_key.decide(ask, candidates, group)
-        return place(key, candidates, group, self._load_factor, self.name)
+            return self._without_key.decide(query)
+        return place(key, query.candidates, query.group, self._load_factor, self.name)

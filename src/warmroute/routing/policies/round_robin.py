@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from warmroute.fleet.group import Candidates, Group
-from warmroute.prompt.ask import Ask
 from warmroute.routing.decision import Decision
+from warmroute.routing.query import Query
 
 
 class RoundRobin:
     name = "round_robin"
+    wants_tokens = False
 
     def __init__(self) -> None:
         self._turns: dict[str, int] = {}
 
-    def decide(self, ask: Ask, candidates: Candidates, group: Group) -> Decision:
-        nodes = candidates.nodes
+    def decide(self, query: Query) -> Decision:
+        group = query.group
+        nodes = query.candidates.nodes
         turn = self._turns.get(group.model, 0)
         self._turns[group.model] = turn + 1
         at = turn % len(nodes)

@@ -4,22 +4,22 @@
 
 from __future__ import annotations
 
-from warmroute.fleet.group import Candidates, Group
-from warmroute.prompt.ask import Ask
 from warmroute.routing.decision import Decision
 from warmroute.routing.policies.bounded_rendezvous import place
 from warmroute.routing.policies.least_loaded import LeastLoaded
+from warmroute.routing.query import Query
 
 
 class Session:
     name = "session"
+    wants_tokens = False
 
     def __init__(self, load_factor: float, without_session: LeastLoaded) -> None:
         self._load_factor = load_factor
         self._without_session = without_session
 
-    def decide(self, ask: Ask, candidates: Candidates, group: Group) -> Decision:
-        session = ask.session()
+    def decide(self, query: Query) -> Decision:
+        session = query.ask.session()
         if not session:
-            return self._without_session.decide(ask, candidates, group)
-        return place(session, candidates, group, self._load_factor, self.name)
+            return self._without_session.decide(query)
+        return place(session, query.candidates, query.group, self._load_factor, self.name)

@@ -12,10 +12,9 @@ from __future__ import annotations
 from random import Random
 from statistics import fmean, pstdev
 
-from warmroute.fleet.group import Candidates, Group
 from warmroute.fleet.node import Node
-from warmroute.prompt.ask import Ask
 from warmroute.routing.decision import Decision
+from warmroute.routing.query import Query
 from warmroute.sim.peers.choice import lowest, sim
 from warmroute.sim.peers.holders import RoutedBlocks
 from warmroute.sim.world.ask import SimAsk
@@ -24,6 +23,7 @@ from warmroute.sim.world.listener import Listener
 
 class Aibrix(Listener):
     name = "aibrix"
+    wants_tokens = False
 
     def __init__(self, random: Random, *, imbalance: int = 8, sigmas: float = 1.0) -> None:
         self._random = random
@@ -32,11 +32,11 @@ class Aibrix(Listener):
         self._block_size = 16
         self._routed = RoutedBlocks(0)
 
-    def decide(self, ask: Ask, candidates: Candidates, group: Group) -> Decision:
-        nodes = candidates.nodes
+    def decide(self, query: Query) -> Decision:
+        nodes = query.candidates.nodes
         loads = [node.inflight for node in nodes]
         if max(loads) - min(loads) <= self._imbalance:
-            depths = self._routed.depths(sim(ask).blocks(self._block_size), nodes)
+            depths = self._routed.depths(sim(query.ask).blocks(self._block_size), nodes)
             bound = fmean(loads) + self._sigmas * pstdev(loads)
             best = max((depth for depth, load in zip(depths, loads, strict=True) if load <= bound), default=0)
             if best:

@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-from warmroute.fleet.group import Candidates, Group
 from warmroute.fleet.node import Node
-from warmroute.prompt.ask import Ask
 from warmroute.routing.decision import Decision
+from warmroute.routing.query import Query
 from warmroute.sim.engine.events import KvEvent
 from warmroute.sim.peers.choice import lowest, sim
 from warmroute.sim.peers.holders import ToldBlocks
@@ -36,6 +35,7 @@ class _Active:
 
 class Dynamo(Listener):
     name = "dynamo"
+    wants_tokens = False
     wants_kv_events = True
 
     def __init__(self, random: Random, *, overlap_weight: float = 1.0) -> None:
@@ -45,9 +45,9 @@ class Dynamo(Listener):
         self._told = ToldBlocks()
         self._active: dict[str, _Active] = {}
 
-    def decide(self, ask: Ask, candidates: Candidates, group: Group) -> Decision:
-        nodes, size = candidates.nodes, self._block_size
-        asked = sim(ask)
+    def decide(self, query: Query) -> Decision:
+        nodes, size = query.candidates.nodes, self._block_size
+        asked = sim(query.ask)
         chain = asked.blocks(size)
         depths = self._told.depths(chain, nodes)
         costs: list[float] = []

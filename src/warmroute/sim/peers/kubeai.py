@@ -12,10 +12,10 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from random import Random
 
-from warmroute.fleet.group import Candidates, Group
+from warmroute.fleet.group import Candidates
 from warmroute.fleet.node import Node
-from warmroute.prompt.ask import Ask
 from warmroute.routing.decision import Decision
+from warmroute.routing.query import Query
 from warmroute.sim.engine.content import seed64
 from warmroute.sim.peers.choice import sim
 from warmroute.sim.world.listener import Listener
@@ -25,6 +25,7 @@ KEY_CHARACTERS = 100
 
 class Kubeai(Listener):
     name = "kubeai"
+    wants_tokens = False
 
     def __init__(self, random: Random, *, load_factor: float = 1.25, replication: int = 256) -> None:
         self._load_factor = load_factor
@@ -33,9 +34,10 @@ class Kubeai(Listener):
         self._places: list[int] = []
         self._owners: list[Node] = []
 
-    def decide(self, ask: Ask, candidates: Candidates, group: Group) -> Decision:
+    def decide(self, query: Query) -> Decision:
+        candidates = query.candidates
         nodes = candidates.nodes
-        key = sim(ask).first_words()[:KEY_CHARACTERS]
+        key = sim(query.ask).first_words()[:KEY_CHARACTERS]
         if candidates is not self._ring_of:
             self._make_ring(candidates)
         total = sum(node.inflight for node in nodes)

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from random import Random
 
-from warmroute.fleet.group import Candidates, Group
 from warmroute.fleet.node import Node
-from warmroute.prompt.ask import Ask
 from warmroute.routing.decision import Decision
+from warmroute.routing.query import Query
 from warmroute.sim.engine.events import KvEvent
 from warmroute.sim.peers.choice import lowest, sim
 from warmroute.sim.peers.holders import RoutedBlocks, ToldBlocks
@@ -23,6 +22,8 @@ from warmroute.sim.world.listener import Listener
 
 
 class LlmD(Listener):
+    wants_tokens = False
+
     def __init__(
         self,
         random: Random,
@@ -42,10 +43,10 @@ class LlmD(Listener):
         self._told = ToldBlocks() if precise else None
         self._routed = RoutedBlocks(0)
 
-    def decide(self, ask: Ask, candidates: Candidates, group: Group) -> Decision:
-        nodes = candidates.nodes
+    def decide(self, query: Query) -> Decision:
+        nodes = query.candidates.nodes
         prefix, kv, queue = self._weights
-        chain = sim(ask).blocks(self._block_size)
+        chain = sim(query.ask).blocks(self._block_size)
         depths = (self._told or self._routed).depths(chain, nodes)
         queues = [node.waiting for node in nodes]
         longest, shortest = max(queues), min(queues)

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from random import Random
 
-from warmroute.fleet.group import Candidates, Group
 from warmroute.fleet.node import Node
-from warmroute.prompt.ask import Ask
 from warmroute.routing.decision import Decision
+from warmroute.routing.query import Query
 from warmroute.sim.peers.choice import lowest, sim
 from warmroute.sim.peers.holders import RoutedBlocks
 from warmroute.sim.world.ask import SimAsk
@@ -24,6 +23,7 @@ from warmroute.sim.world.listener import Listener
 
 class Sglang(Listener):
     name = "sglang"
+    wants_tokens = False
 
     def __init__(
         self,
@@ -42,12 +42,12 @@ class Sglang(Listener):
         self._block_size = 16
         self._tree = RoutedBlocks(tree_tokens // self._block_size)
 
-    def decide(self, ask: Ask, candidates: Candidates, group: Group) -> Decision:
-        nodes = candidates.nodes
+    def decide(self, query: Query) -> Decision:
+        nodes = query.candidates.nodes
         loads = [node.inflight for node in nodes]
         if max(loads) - min(loads) > self._balance_abs and max(loads) > self._balance_rel * min(loads):
             return lowest(nodes, loads, self._random, self.name, "out of balance: least loaded")
-        chain = sim(ask).blocks(self._block_size)
+        chain = sim(query.ask).blocks(self._block_size)
         depths = self._tree.depths(chain, nodes)
         if chain and max(depths) / len(chain) > self._cache_threshold:
             return lowest(nodes, [-depth for depth in depths], self._random, self.name, "longest match")

@@ -14,7 +14,8 @@ from typing import Any, get_args
 
 import msgspec
 
-from warmroute.config import PolicyName, Routing
+from warmroute.config import Index, PolicyName, Routing
+from warmroute.index.beliefs import Beliefs
 from warmroute.routing.decision import Policy
 from warmroute.routing.policies import policy_named
 from warmroute.sim.peers.aibrix import Aibrix
@@ -22,8 +23,11 @@ from warmroute.sim.peers.dynamo import Dynamo
 from warmroute.sim.peers.kubeai import Kubeai
 from warmroute.sim.peers.llm_d import LlmD
 from warmroute.sim.peers.sglang import Sglang
+from warmroute.sim.world.believing import Believing
 from warmroute.sim.world.listener import Listener
 
+INDEX_BYTES = 1 << 30
+"""Simulated fleets may be large; what a small budget does is the index's own tests' affair."""
 ORACLE = "oracle"
 """Not a policy: the hit rate of one cache as large as the fleet's."""
 
@@ -55,7 +59,10 @@ class Contender(msgspec.Struct, frozen=True):
         if self.name in PEERS:
             peer = PEERS[self.name](random, **self.parameters)
             return peer, peer
-        return policy_named(Routing(policy=self.name, **self.parameters), random), None  # type: ignore[arg-type]
+        policy = policy_named(Routing(policy=self.name, **self.parameters), random)  # type: ignore[arg-type]
+        if not policy.wants_tokens:
+            return policy, None
+        return policy, Believing(Beliefs(Index(memory_bytes=INDEX_BYTES)), events=self.name != "approximate")
 
 
 def contender(text: str) -> Contender:

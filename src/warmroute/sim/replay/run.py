@@ -13,6 +13,7 @@ from warmroute.sim.replay.summary import Run, rounded, summary
 from warmroute.sim.workloads.arrivals import warmed
 from warmroute.sim.workloads.choose import Workload
 from warmroute.sim.workloads.prompt import Prompt
+from warmroute.sim.world.believing import Believing
 from warmroute.sim.world.conditions import Conditions, NodeSpec
 from warmroute.sim.world.gate import QueueGate
 from warmroute.sim.world.happenings import Happening, enter
@@ -102,7 +103,8 @@ def world_of(setup: Setup) -> World:
     conditions = setup.conditions
     if listener is not None and listener.poll_interval_s is not None:
         conditions = msgspec.structs.replace(conditions, poll_interval_s=listener.poll_interval_s)
-    world = World(setup.nodes, conditions, policy=policy, listener=listener)
+    beliefs = listener.beliefs if isinstance(listener, Believing) else None
+    world = World(setup.nodes, conditions, policy=policy, listener=listener, beliefs=beliefs)
     for happening in setup.happenings:
         enter(world, happening, setup.nodes[0])
     return world

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+from array import array
+
+from warmroute.index.lookup import Lookup
 from warmroute.prompt.ask import Ask
 from warmroute.sim.workloads.prompt import Priority, Prompt
 from warmroute.sim.workloads.text import Form, beginnings
 
 MODEL = "sim"
 """The one model that simulated fleets serve."""
+
+
+class SimLookup(Lookup):
+    """Blocks by the engine's own hashes: simulated prompts have no tokens."""
+
+    __slots__ = ("_ask",)
+
+    def __init__(self, ask: SimAsk) -> None:
+        super().__init__(b"", ask.prompt_tokens, ask.prompt_tokens)
+        self._ask = ask
+
+    def blocks(self, model: str, lora: str, block_size: int) -> bytes:
+        key = (model, lora, block_size)
+        found = self._chains.get(key)
+        if found is None:
+            found = self._chains[key] = array("Q", self._ask.blocks(block_size)).tobytes()
+        return found
 
 
 class SimAsk(Ask):

@@ -5,9 +5,9 @@ High priority passes always; low is refused from half the threshold on.
 
 from __future__ import annotations
 
-from warmroute.fleet.group import Candidates, Group
-from warmroute.prompt.ask import Ask
+from warmroute.fleet.group import Candidates
 from warmroute.routing.decision import Decision, Policy
+from warmroute.routing.query import Query
 from warmroute.routing.router import Undecided
 from warmroute.sim.world.ask import SimAsk
 
@@ -21,16 +21,18 @@ class QueueGate:
 
     def __init__(self, policy: Policy, threshold: float) -> None:
         self.name = policy.name
+        self.wants_tokens = policy.wants_tokens
         self._policy = policy
         self._threshold = threshold
 
-    def decide(self, ask: Ask, candidates: Candidates, group: Group) -> Decision:
-        priority = ask.priority if isinstance(ask, SimAsk) else "normal"
+    def decide(self, query: Query) -> Decision:
+        priority = query.ask.priority if isinstance(query.ask, SimAsk) else "normal"
         threshold = self._threshold / 2 if priority == "low" else self._threshold
-        open_nodes = [node for node in candidates.nodes if node.load < threshold]
-        if len(open_nodes) < len(candidates):
+        nodes = query.candidates.nodes
+        open_nodes = [node for node in nodes if node.load < threshold]
+        if len(open_nodes) < len(nodes):
             if open_nodes:
-                candidates = Candidates(open_nodes)
+                query.candidates = Candidates(open_nodes)
             elif priority != "high":
                 raise Shed
-        return self._policy.decide(ask, candidates, group)
+        return self._policy.decide(query)

@@ -24,6 +24,10 @@ class Listener(Protocol):
         """A node was taken out of the fleet."""
         return
 
+    def polled(self, node: Node, incarnation: float, now_s: float) -> None:
+        """The node answered a poll; what it says of itself is taken after this."""
+        return
+
     def sent(self, ask: SimAsk, node: Node, now_s: float) -> None:
         """A request was sent to a node: once for each node that is tried."""
         return

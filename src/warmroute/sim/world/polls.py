@@ -54,6 +54,7 @@ class Polls:
         world = self._world
         now_s = world.calendar.now_s
         world.fleet.check_passed(sim.node, now_s)
+        world.polled(sim.node, float(incarnation), now_s)
         sim.node.saw_load(running, waiting, kv_usage, now_s)
         sim.node.incarnation = float(incarnation)
 

@@ -11,15 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from warmroute.config import Health, NodeConfig, Routing
+from warmroute.config import Health, Index, NodeConfig, Routing
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.ticket import Ticket
-from warmroute.routing.decision import Policy
+from warmroute.index.beliefs import Beliefs
+from warmroute.routing.decision import Decision, Policy
+from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.router import Router, Undecided
 from warmroute.sim.engine.request import EngineRequest, Finished, FirstToken, RequestTooLong
 from warmroute.sim.workloads.prompt import Prompt
-from warmroute.sim.world.ask import MODEL, SimAsk
+from warmroute.sim.world.ask import MODEL, SimAsk, SimLookup
 from warmroute.sim.world.calendar import Calendar
 from warmroute.sim.world.clients import Clients
 from warmroute.sim.world.conditions import Conditions, NodeSpec
@@ -42,6 +43,7 @@ class World:
         *,
         policy: Policy | None = None,
         listener: Listener | None = None,
+        beliefs: Beliefs | None = None,
         health: Health | None = None,
     ) -> None:
         """`policy` takes the place of the one that `routing` names."""
@@ -51,7 +53,8 @@ class World:
         health = health or Health()
         self.fleet = Fleet(health)
         # A seed of 0 would make production's router take one from the system.
-        self.router = Router(self.fleet, routing or Routing(seed=conditions.seed * 2 + 1))
+        self.beliefs = beliefs or Beliefs(Index())
+        self.router = Router(self.fleet, self.beliefs, routing or Routing(seed=conditions.seed * 2 + 1))
         if policy is not None:
             self.router.policy = policy
         self.nodes: dict[str, SimNode] = {}
@@ -167,6 +170,10 @@ class World:
         if self._clients is not None and self._measured_ms is not None:
             self._clients.until_ms = self.calendar.now_ms + self._measured_ms
 
+    def polled(self, node: Node, incarnation: float, now_s: float) -> None:
+        if self._listener is not None:
+            self._listener.polled(node, incarnation, now_s)
+
     # A request's way.
 
     def arrive(self, prompt: Prompt) -> Flight | None:
@@ -180,7 +187,7 @@ class World:
         self.tally.arrived(prompt, now_ms)
         flight = Flight(prompt, SimAsk(prompt, number, self.conditions.form), now_ms, self.tally)
         try:
-            flight.decision = self.router.decide(flight.ask, now_ms / 1000.0)
+            flight.decision = self._decide(flight.ask, now_ms / 1000.0)
         except Undecided:
             self._end(flight, Tally.rejected)
             return None
@@ -189,6 +196,10 @@ class World:
         self._try(flight, flight.decision.node)
         return flight
 
+    def _decide(self, ask: SimAsk, now_s: float) -> Decision:
+        wanted = self.router.policy.wants_tokens and ask.prompt_tokens >= self.beliefs.config.min_tokens
+        return self.router.decide(ask, now_s, SimLookup(ask) if wanted else None)
+
     def _try(self, flight: Flight, node: Node) -> None:
         now_ms = self.calendar.now_ms
         sim = self.nodes[node.name]
@@ -196,7 +207,7 @@ class World:
         sim.requests += 1
         flight.tried += 1
         flight.node = sim
-        flight.ticket = Ticket(node, now_ms / 1000.0)
+        flight.ticket = self.router.dispatch(flight.decision, node, now_ms / 1000.0)
         if self._listener is not None:
             self._listener.sent(flight.ask, node, now_ms / 1000.0)
         self.calendar.at(now_ms + sim.one_way_ms, self._reach, flight, flight.tried)
@@ -275,6 +286,10 @@ class World:
     def _answered(self, flight: Flight, tried: int) -> None:
         if flight.done or flight.tried != tried:
             return
+        ticket = flight.ticket
+        if isinstance(ticket, Dispatch):
+            prompt = flight.prompt
+            ticket.answered(prompt.prompt_tokens, flight.cached_tokens, prompt.output_tokens, self.calendar.now_s)
         self._close(flight, Outcome.OK)
         self._end(flight, None)
 

@@ -1,0 +1,105 @@
+"""Reads prompts for routing: on the loop where that takes no time to speak of, else in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
+
+from warmroute.config import Prompts
+from warmroute.prompt.library import Library
+from warmroute.prompt.prompt import Prompt
+from warmroute.telemetry.counters import Counters
+
+log = logging.getLogger("warmroute.prompts")
+
+LOOKED_OVER_BYTES: Final = 1 << 20
+"""Larger bodies are not even looked over on the loop."""
+
+
+class Later:
+    """A prompt that is being read in a thread. `cancel` where nobody waits for it any more."""
+
+    __slots__ = ("_then",)
+
+    def __init__(self, then: Callable[[Prompt | None], None]) -> None:
+        self._then: Callable[[Prompt | None], None] | None = then
+
+    def cancel(self) -> None:
+        self._then = None
+
+    @property
+    def cancelled(self) -> bool:
+        return self._then is None
+
+    def done(self, prompt: Prompt | None) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            then(prompt)
+
+
+class Readings:
+    def __init__(self, library: Library, config: Prompts, counters: Counters) -> None:
+        self._library = library
+        self._counters = counters
+        self._waiting = 0
+        self._threads = ThreadPoolExecutor(config.threads, "warmroute-prompt")
+        self.reconfigure(config)
+
+    def reconfigure(self, config: Prompts) -> None:
+        """The number of threads is that of the start."""
+        self._loop_ms = config.loop_ms
+        self._max_waiting = config.max_waiting
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def read(
+        self, model: str, path: bytes, body: bytes, then: Callable[[Prompt | None], None]
+    ) -> Prompt | Later | None:
+        """The prompt at once; or Later, which calls `then`; or None where there is none, or no time to read it."""
+        reader = self._library.reader(model)
+        if len(body) > LOOKED_OVER_BYTES:
+            return self._in_thread(lambda: reader.read(path, body), then)
+        reading = reader.begin(path, body)
+        if reading is None:
+            return None
+        if reading.cost_ms > self._loop_ms:
+            return self._in_thread(reading.prompt, then)
+        return _safely(reading.prompt)
+
+    def _in_thread(self, read: Callable[[], Prompt | None], then: Callable[[Prompt | None], None]) -> Later | None:
+        if self._waiting >= self._max_waiting:
+            self._counters.unread_prompts += 1
+            return None
+        self._waiting += 1
+        self._counters.threaded_prompts += 1
+        loop = asyncio.get_running_loop()
+        later = Later(then)
+        work = self._threads.submit(_unless_cancelled, later, read)
+
+        def settle(made: Future[Prompt | None]) -> None:
+            self._waiting -= 1
+            later.done(None if made.cancelled() else made.result())
+
+        def tell(made: Future[Prompt | None]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, made)
+
+        work.add_done_callback(tell)
+        return later
+
+
+def _unless_cancelled(later: Later, read: Callable[[], Prompt | None]) -> Prompt | None:
+    return None if later.cancelled else _safely(read)
+
+
+def _safely(read: Callable[[], Prompt | None]) -> Prompt | None:
+    """Whatever a prompt does to its reader, its request is served."""
+    try:
+        return read()
+    except Exception:
+        log.exception("a prompt could not be read; its request is routed by load")
+        return None

@@ -1,0 +1,182 @@
+"""Beliefs: what the fleet's caches hold, who told it, and how much that counts. Takes events and a clock; no I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from warmroute._kernel._index import BlockIndex
+from warmroute.config import Index as IndexConfig
+from warmroute.index.lookup import Lookup
+from warmroute.index.node_cache import ROUTED, USUAL_BLOCK_TOKENS, NodeCache
+from warmroute.index.prediction import Prediction
+from warmroute.index.sharing import Sharing
+from warmroute.index.tiers import WORTH
+
+_, CPU_WORTH, DISK_WORTH, REMOTE_WORTH = WORTH
+
+
+class Hit(NamedTuple):
+    """Leading tokens of a prompt that a node holds."""
+
+    tokens: int
+    """As believed."""
+    expected: float
+    """What they are worth, by tier and confidence."""
+    rank: int
+    """The data-parallel rank that holds them; ROUTED where that is not known."""
+
+
+class Beliefs:
+    def __init__(self, config: IndexConfig) -> None:
+        self.index = BlockIndex(config.memory_bytes)
+        self._owners: dict[int, tuple[NodeCache, int]] = {}
+        self._caches: dict[str, NodeCache] = {}
+        self._names: dict[str, tuple[str, str]] = {}
+        """Served model → base model and adapter."""
+        self._sizes: dict[str, set[int]] = {}
+        """Base model → block sizes of the nodes that serve it. Made anew when somebody describes itself."""
+        self._fulfilling: deque[tuple[float, Prediction]] = deque()
+        self.sharing = Sharing(self.index)
+        self.reconfigure(config)
+
+    def reconfigure(self, config: IndexConfig) -> None:
+        """The memory budget is that of the start."""
+        self.config = config
+
+    # Who there is.
+
+    def __iter__(self) -> Iterator[NodeCache]:
+        return iter(self._caches.values())
+
+    def cache(self, name: str) -> NodeCache | None:
+        return self._caches.get(name)
+
+    def join(self, name: str, models: Iterable[str] = ()) -> NodeCache:
+        """A node is in the fleet. Told again, nothing changes but what it serves."""
+        cache = self._caches.get(name)
+        if cache is None:
+            assumed = max(1, self.config.assumed_cache_tokens // USUAL_BLOCK_TOKENS)
+            cache = self._caches[name] = NodeCache(name, self.index, self._owners, assumed, self._sizes_changed)
+        served = list(models)
+        if served:
+            self.serves(cache, served[0], served[1:])
+        return cache
+
+    def serves(self, cache: NodeCache, base: str, aliases: Iterable[str] = (), adapters: Iterable[str] = ()) -> None:
+        """Whose blocks its cache holds: those of its base model, which may go by several names, and of adapters."""
+        cache.model = base
+        self._names[base] = (base, "")
+        for name in aliases:
+            self._names[name] = (base, "")
+        for name in adapters:
+            self._names[name] = (base, name)
+        self._sizes_changed()
+
+    def leave(self, name: str) -> None:
+        """A node is gone: nothing is believed of it from now on."""
+        cache = self._caches.pop(name, None)
+        if cache is not None:
+            cache.close()
+            self._sizes_changed()
+
+    def _sizes_changed(self) -> None:
+        """A node's block size, or what it serves, is another."""
+        sizes: dict[str, set[int]] = {}
+        for cache in self._caches.values():
+            sizes.setdefault(cache.model, set()).add(cache.block_size)
+        self._sizes = sizes
+
+    # Who holds what.
+
+    def hits(self, model: str, lookup: Lookup, now_s: float) -> dict[str, Hit]:
+        """For every node that holds the beginning of the prompt: how much of it. In time that grows with the match."""
+        self._let_go(now_s)
+        base, lora = self._names.get(model, (model, ""))
+        found: dict[str, Hit] = {}
+        for size in self._sizes.get(base, ()):
+            chain = lookup.blocks(base, lora, size)
+            if chain:
+                self._add_hits(found, chain, size, lookup, now_s)
+        return found
+
+    def _add_hits(self, found: dict[str, Hit], chain: bytes, size: int, lookup: Lookup, now_s: float) -> None:
+        rows = self.index.match(chain)
+        if not rows:
+            return
+        most = (lookup.token_count - 1) // size  # engines compute at least one token
+        sure = min(most, lookup.sure_tokens // size)
+        if lookup.sharing:
+            owned = self.sharing.owned_depth(lookup.sharing, rows)
+            most, sure = min(most, owned), min(sure, owned)
+        stale_s, gone_s = self.config.stale_s, self.config.gone_s
+        owners = self._owners
+        for place, gpu, cpu, disk, remote in rows:
+            owner = owners.get(place)
+            if owner is None:
+                continue
+            cache, rank = owner
+            if cache.block_size != size:
+                continue
+            if rank == ROUTED:
+                limit, confidence = most, cache.accuracy.trust(now_s)
+            elif cache.doubted:
+                continue
+            else:
+                limit, confidence = sure, cache.told_confidence(now_s, stale_s, gone_s)
+            if remote > limit:
+                gpu, cpu, disk, remote = min(gpu, limit), min(cpu, limit), min(disk, limit), limit
+            if not remote:
+                continue
+            worth: float = gpu
+            if remote != gpu:
+                worth += CPU_WORTH * (cpu - gpu) + DISK_WORTH * (disk - cpu) + REMOTE_WORTH * (remote - disk)
+            hit = Hit(remote * size, worth * size * confidence, rank)
+            known = found.get(cache.name)
+            if known is None or hit.expected > known.expected:
+                found[cache.name] = hit
+
+    # What is sent where.
+
+    def sent(self, model: str, lookup: Lookup, name: str, hit: Hit | None, now_s: float) -> Prediction | None:
+        """A prompt goes to a node. None where nothing is kept of that node."""
+        cache = self._caches.get(name)
+        if cache is None:
+            return None
+        base, lora = self._names.get(model, (model, ""))
+        chain = lookup.blocks(base, lora, cache.block_size)
+        if not chain:
+            return None
+        if lookup.sharing:
+            self.sharing.sent(lookup.sharing, chain, now_s)
+        sure = lookup.sure_tokens == lookup.token_count
+        tokens, rank = (hit.tokens, hit.rank) if hit is not None else (0, ROUTED)
+        return Prediction(cache, chain, lookup.token_count, tokens, rank, sure, now_s)
+
+    def first_token(self, prediction: Prediction, now_s: float) -> None:
+        """The prompt is prefilled: what was expected will be told within moments."""
+        if prediction.expected:
+            self._fulfilling.append((now_s + self.config.expected_s, prediction))
+
+    def _let_go(self, now_s: float) -> None:
+        waiting = self._fulfilling
+        while waiting and waiting[0][0] <= now_s:
+            self._fulfil(waiting.popleft()[1])
+
+    def _fulfil(self, prediction: Prediction) -> None:
+        prediction.fulfilled()
+        cache = prediction.cache
+        if prediction.stands and cache.complete and cache.model:
+            told = cache.ranks.values()
+            cache.surprised(all(place not in told for place, *_ in self.index.match(prediction.chain[:8])))
+
+    # In idle moments.
+
+    def tidy(self, now_s: float) -> None:
+        """Called now and then: lets go of what has had its time, and sweeps up."""
+        self._let_go(now_s)
+        self.index.sweep(4096)
+
+    def doubted(self) -> Sequence[NodeCache]:
+        return [cache for cache in self._caches.values() if cache.doubted]

@@ -1,0 +1,73 @@
+"""A lookup: one prompt as the index sees it, a chain of block hashes for each block size that the fleet has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from warmroute._kernel._index import chain
+from warmroute.index.namespace import namespace_seed
+
+TEXT: Final = "text"
+"""Stands for the tokenizer of prompts whose text stands in for tokens: they match each other, and no engine's blocks."""
+
+
+class Lookup:
+    """What is asked for. `sure_tokens` of the tokens are those that the engine will have."""
+
+    __slots__ = ("_chains", "_media", "_text", "_tokens", "salt", "sharing", "sure_tokens", "token_count")
+
+    def __init__(
+        self,
+        tokens: bytes,
+        token_count: int,
+        sure_tokens: int,
+        *,
+        salt: str = "",
+        sharing: str = "",
+        media: tuple[tuple[int, bytes], ...] = (),
+        text: bool = False,
+    ) -> None:
+        self._tokens = tokens
+        self.token_count = token_count
+        self.sure_tokens = sure_tokens
+        self.salt = salt
+        self.sharing = sharing
+        """The tenant, or the group it shares with; empty where everybody shares."""
+        self._media = media
+        self._text = text
+        self._chains: dict[tuple[str, str, int], bytes] = {}
+
+    def blocks(self, model: str, lora: str, block_size: int) -> bytes:
+        """Hashes of the prompt's full blocks, 8 bytes each. Worked out once for each block size."""
+        key = (model, lora, block_size)
+        found = self._chains.get(key)
+        if found is None:
+            tokenizer = TEXT if self._text else ""
+            seed = namespace_seed(model, block_size=block_size, tokenizer=tokenizer, lora=lora)
+            found = self._chains[key] = chain(seed, None, self._tokens, block_size, self._extra(block_size))
+        return found
+
+    def _extra(self, block_size: int) -> list[bytes | None] | None:
+        blocks = self.token_count // block_size
+        if not blocks or not (self._media or self.salt):
+            return None
+        extra: list[bytes | None] = [None] * blocks
+        for at, content in self._media:
+            block = at // block_size
+            if block < blocks:
+                extra[block] = (extra[block] or b"") + content
+        return salted(extra, blocks, self.salt)
+
+
+def salted(extra: Sequence[bytes | None] | None, blocks: int, salt: str) -> list[bytes | None] | None:
+    """A salt is part of the first block, as in the engines: every block after it has it by its parent."""
+    whole = list(extra) if extra is not None else [None] * blocks if salt else None
+    if salt and whole:
+        whole[0] = (whole[0] or b"") + b"salt " + salt.encode("utf-8", "surrogatepass")
+    return whole
+
+
+def told_seed(model: str, lora: str, block_size: int) -> int:
+    """The namespace of blocks that an engine itself tells of: their tokens are the engine's own."""
+    return namespace_seed(model, block_size=block_size, lora=lora)

@@ -1,0 +1,91 @@
+"""A prediction: what a node was believed to hold of one prompt when it was sent there, from dispatch to its end."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from warmroute.index.node_cache import NodeCache
+
+POINTS: Final = 8
+"""At so many depths it is noted when a block was last used, to learn how far the node's LRU reaches."""
+
+
+class Prediction:
+    __slots__ = (
+        "_era",
+        "_kept",
+        "_points",
+        "cache",
+        "chain",
+        "expected",
+        "prompt_tokens",
+        "rank",
+        "sure",
+        "tokens",
+    )
+
+    def __init__(
+        self, cache: NodeCache, chain: bytes, prompt_tokens: int, tokens: int, rank: int, sure: bool, now_s: float
+    ) -> None:
+        self.cache = cache
+        self.chain = chain
+        self.prompt_tokens = prompt_tokens
+        self.tokens = tokens
+        """So many cached tokens the engine should report."""
+        self.rank = rank
+        self.sure = sure
+        """The blocks are those that the engine will tell of."""
+        self._era = cache.era
+        self._kept = b""
+        self._points: list[tuple[int, float]] = []
+        self.expected = sure and cache.complete
+        """Held as an expectation, which ends shortly after its first token."""
+        if self.expected:
+            cache.expect(chain)
+        else:
+            self._note_points(tokens // cache.block_size)
+            self._kept = cache.keep(chain, now_s)
+
+    def _note_points(self, depth: int) -> None:
+        recency = self.cache.recency
+        step = max(1, depth // POINTS)
+        for at in range(step - 1, depth, step):
+            stamp = recency.stamp_of(self.chain[at * 8 : at * 8 + 8])
+            if stamp is not None:
+                self._points.append((at, stamp))
+
+    @property
+    def stands(self) -> bool:
+        """The node is still the one that the prompt was sent to, with what it then had."""
+        return self.cache.era == self._era
+
+    def fulfilled(self) -> None:
+        """What was expected has been told by now, or never will."""
+        if self.expected:
+            self.expected = False
+            if self.stands:
+                self.cache.stop_expecting(self.chain)
+
+    def withdraw(self) -> None:
+        """It never got its first token: the node may not have prefilled it."""
+        self.fulfilled()
+        if self._kept and self.stands:
+            self.cache.drop(self._kept)
+            self._kept = b""
+
+    def counted(self, prompt_tokens: int) -> None:
+        """The engine says how long the prompt was: another number means another tokenizer, or template."""
+        if self.sure and self.stands:
+            self.cache.surprised(prompt_tokens != self.prompt_tokens)
+
+    def reported(self, cached_tokens: int, now_s: float) -> None:
+        """The engine says how much of the prompt it had."""
+        cache = self.cache
+        if not self.stands:
+            return
+        cache.accuracy.compare(self.tokens, cached_tokens, now_s)
+        if cached_tokens < self.tokens:
+            gone = cached_tokens // cache.block_size
+            stamps = [stamp for at, stamp in self._points if at >= gone]
+            if stamps:
+                cache.outlived(max(stamps))

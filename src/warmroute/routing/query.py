@@ -1,0 +1,30 @@
+"""A query: one request before its decision. What it asks for, who could serve it, and what each of them holds of it."""
+
+from __future__ import annotations
+
+from warmroute.fleet.group import Candidates, Group
+from warmroute.index.beliefs import Beliefs, Hit
+from warmroute.index.lookup import Lookup
+from warmroute.prompt.ask import Ask
+
+
+class Query:
+    __slots__ = ("_beliefs", "_hits", "ask", "candidates", "group", "lookup", "now_s")
+
+    def __init__(
+        self, ask: Ask, candidates: Candidates, group: Group, now_s: float, lookup: Lookup | None, beliefs: Beliefs
+    ) -> None:
+        self.ask = ask
+        self.candidates = candidates
+        self.group = group
+        self.now_s = now_s
+        self.lookup = lookup
+        """The prompt in blocks; None where it was not read, or is too short to matter."""
+        self._beliefs = beliefs
+        self._hits: dict[str, Hit] | None = None
+
+    def hits(self) -> dict[str, Hit]:
+        """By the node's name, for those that hold the beginning of the prompt. Worked out once."""
+        if self._hits is None:
+            self._hits = self._beliefs.hits(self.ask.model, self.lookup, self.now_s) if self.lookup is not None else {}
+        return self._hits

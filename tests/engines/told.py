@@ -1,0 +1,48 @@
+"""What these tests share: beliefs about one node, events made by hand, and the lookups that should find them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from warmroute.config import Index
+from warmroute.engines.kv_events import BlockStored
+from warmroute.index.beliefs import Beliefs
+from warmroute.index.lookup import Lookup
+from warmroute.index.node_cache import NodeCache
+
+MODEL = "m"
+
+
+def believing(model: str = MODEL) -> tuple[Beliefs, NodeCache]:
+    beliefs = Beliefs(Index())
+    cache = beliefs.join("node", [model])
+    return beliefs, cache
+
+
+def lookup(tokens: Sequence[int], salt: str = "") -> Lookup:
+    """One token more, since an engine computes at least one."""
+    return Lookup(array("I", [*tokens, 7]).tobytes(), len(tokens) + 1, len(tokens) + 1, salt=salt)
+
+
+def hit(beliefs: Beliefs, tokens: Sequence[int], model: str = MODEL, salt: str = "", name: str = "node") -> int:
+    """Tokens of a prompt that a node is believed to hold, by what it told."""
+    found = beliefs.hits(model, lookup(tokens, salt), 0.0).get(name)
+    return found.tokens if found is not None else 0
+
+
+def prompt(seed: int, blocks: int = 4, size: int = 16) -> list[int]:
+    return [1000 + (seed * 7919 + index) % 100_000 for index in range(blocks * size)]
+
+
+def stored(
+    hashes: list[int | bytes], tokens: list[int], parent: int | bytes | None = None, size: int = 16, **more: Any
+) -> BlockStored:
+    return BlockStored(hashes, parent, tokens, size, **more)
+
+
+def payload(*events: Any, sent_s: float = 1.0, rank: int = 0) -> bytes:
+    return msgspec.msgpack.encode([sent_s, list(events), rank])
