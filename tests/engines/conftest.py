@@ -1,9 +1,26 @@
-"""Lets these tests import what they share."""
+"""Engines for these tests, and what they import from each other."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "sim_server")]
+
+from engine_processes import Engine, StartEngine  # noqa: E402
+
+from warmroute.sim.children import Children  # noqa: E402
+
+
+@pytest.fixture
+def start_engine() -> Iterator[StartEngine]:
+    with Children() as children:
+
+        def start(*flags: str, speed: float = 20, blocks: int = 1000) -> Engine:
+            return Engine(children, *flags, speed=speed, blocks=blocks)
+
+        yield start

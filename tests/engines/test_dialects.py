@@ -45,6 +45,27 @@ def test_sglang_is_read() -> None:
     assert (report.running, report.waiting, report.kv_usage, report.incarnation) == (7, 2, 0.28, 1.75e9)
 
 
+def test_what_the_caches_are_is_read() -> None:
+    page = vllm_metrics() + (
+        b'vllm:cache_config_info{_block_size_resolved="x",block_size="32",engine="0",kv_cache_size_tokens="2048"} 1\n'
+        b'vllm:cache_config_info{block_size="32",engine="1",kv_cache_size_tokens="None",num_gpu_blocks="10"} 1.0\n'
+        b'vllm:prefix_cache_queries_total{engine="0"} 4661.0\nvllm:prefix_cache_queries_created{engine="0"} 1.7e+09\n'
+        b'vllm:prefix_cache_hits_total{engine="0"} 1088.0\nvllm:num_preemptions_total{engine="0"} 3.0\n'
+    )
+    report = vllm.read_load(page)
+    assert (report.block_size, report.capacity_tokens) == (32, 2368)
+    assert (report.prefix_queries, report.prefix_hits, report.preemptions) == (4661, 1088, 3)
+    page = SGLANG + b'sglang:max_total_num_tokens{m="x"} 400000.0\nsglang:cache_config_info{page_size="64"} 1.0\n'
+    report = sglang.read_load(page + b"sglang:prompt_tokens_total 50.0\nsglang:cached_tokens_total 20.0\n")
+    assert (report.block_size, report.capacity_tokens, report.prefix_queries, report.prefix_hits) == (
+        64,
+        400_000,
+        50,
+        20,
+    )
+    assert vllm.read_load(b"").block_size == sglang.read_load(SGLANG).block_size == 0
+
+
 def test_engines_are_told_by_their_pages() -> None:
     assert recognise(vllm_metrics()) == "vllm" and recognise(SGLANG) == "sglang"
     assert recognise(b"") is None and recognise(b"go_goroutines 5\n") is None

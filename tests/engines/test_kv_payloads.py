@@ -164,3 +164,35 @@ def test_messages_that_come_during_a_replay_are_applied_after_it_once() -> None:
         believer.feed.replayed(number, payload)
     believer.feed.replay_ended()
     assert believer.believed == engine.buffer
+
+
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=40),
+    st.lists(st.lists(st.booleans(), max_size=40), max_size=6),
+    st.integers(0, 10),
+)
+def test_a_replay_that_drops_some_of_itself_never_has_a_lie_believed(
+    arrives: list[bool], drops: list[list[bool]], oldest: int
+) -> None:
+    """Whatever the live stream and the replays lose: what is believed is the end of what was said, without a hole; and
+    all of it, where it is said to be complete."""
+    engine, believer = Engine(), Believer()
+    feed = believer.feed
+    rounds = iter(drops)
+    for heard in [*arrives, True]:
+        number, payload = engine.publish()
+        if heard:
+            feed.message(number, payload)
+        for _ in range(100):
+            wanted = feed.wants_from
+            if wanted is None:
+                break
+            feed.replay_began()
+            dropped = next(rounds, [])
+            for at in range(max(wanted, oldest), len(engine.buffer)):
+                if not (at < len(dropped) and dropped[at]) or at == max(wanted, oldest):
+                    feed.replayed(at, engine.buffer[at])
+            feed.replay_ended(answered=not dropped[-1:])
+        assert feed.wants_from is None, "it ends"
+    assert believer.believed == engine.buffer[len(engine.buffer) - len(believer.believed) :]
+    assert not feed.complete or believer.believed == engine.buffer

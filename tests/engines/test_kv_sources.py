@@ -66,7 +66,8 @@ SGLANG: dict[str, Any] = {
     "max_total_num_tokens": 400_000,
     "kv_events_config": '{"publisher":"zmq","endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:6557"}',
     "kv_events": {
-        "publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "topic": "kv", "block_size": 64, "dp_size": 2
+        "publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557,
+        "topic": "kv", "block_size": 64, "dp_size": 2,
     },
 }  # fmt: skip
 
@@ -83,7 +84,9 @@ def test_sglangs_ranks_on_other_machines_are_where_it_says() -> None:
     assert info.sources[1] == Source(1, "tcp://10.0.0.2:5561", "tcp://10.0.0.2:6558")
 
 
-@pytest.mark.parametrize("events", [None, 5, {}, {"publisher": "null"}, {"publisher": "zmq", "endpoint_port_base": "x"}])
+@pytest.mark.parametrize(
+    "events", [None, 5, {}, {"publisher": "null"}, {"publisher": "zmq", "endpoint_port_base": "x"}]
+)
 def test_sglang_without_events_still_says_its_sizes(events: Any) -> None:
     info = read_server_info(json.dumps({**SGLANG, "kv_events": events}).encode(), "h")
     assert (info.sources, info.block_size) == ([], 64)

@@ -12,7 +12,7 @@ import zmq
 from harness import until
 
 from warmroute.engines.kv_feed import Feed
-from warmroute.engines.kv_stream import KvStream
+from warmroute.engines.kv_stream import KvStream, Turns
 
 END = b"\xff" * 8
 
@@ -20,7 +20,9 @@ END = b"\xff" * 8
 class Publisher:
     """Publishes as vLLM does, and replays from a thread of its own."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], replays: bool = True) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], replays: bool = True, high_water: int = 100_000
+    ) -> None:
         self.live = context.socket(zmq.PUB)
         self.live.setsockopt(zmq.SNDHWM, 100_000)
         self.endpoint = f"tcp://127.0.0.1:{self.live.bind_to_random_port('tcp://127.0.0.1')}"
@@ -29,7 +31,7 @@ class Publisher:
         self.ending = threading.Event()
         if replays:
             router = context.socket(zmq.ROUTER)
-            router.setsockopt(zmq.SNDHWM, 100_000)
+            router.setsockopt(zmq.SNDHWM, high_water)
             self.replay_endpoint = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
             self.thread = threading.Thread(target=self._replay, args=(router,))
             self.thread.start()
@@ -58,9 +60,14 @@ class Publisher:
 
 
 @contextmanager
-def listening(replays: bool = True) -> Iterator[tuple[Publisher, KvStream, list[bytes], Feed]]:
+def listening(
+    replays: bool = True, said: int = 0, high_water: int = 100_000
+) -> Iterator[tuple[Publisher, KvStream, list[bytes], Feed]]:
+    """`said` is what was said before anybody listened."""
     context = zmq.Context[zmq.Socket[bytes]]()
-    publisher = Publisher(context, replays)
+    publisher = Publisher(context, replays, high_water)
+    for _ in range(said):
+        publisher.publish(lost=True)
     believed: list[bytes] = []
     feed = Feed(believed.append, believed.clear)
     stream = KvStream(context, feed, publisher.endpoint, publisher.replay_endpoint, "a node")
@@ -135,3 +142,39 @@ async def test_a_flood_of_events_does_not_hold_the_loop() -> None:
             longest_s = max(longest_s, time.monotonic() - before_s)
         assert believed == publisher.said
         assert longest_s < 0.25, "slices of 2 ms, and a noisy machine"
+
+
+async def test_a_replay_that_loses_most_of_itself_is_asked_for_until_it_has_brought_everything() -> None:
+    """vLLM's replay socket has ZMQ's usual mark of 1,000, and drops in silence what is above it, the end included."""
+    with listening(said=2000, high_water=100) as (publisher, _stream, believed, feed):
+        await until(lambda: len(believed) == 2000, patience_s=30)
+        await until(lambda: not feed.replaying and feed.wants_from is None, patience_s=30)
+        assert believed == publisher.said and feed.complete
+
+
+async def test_what_was_said_while_the_subscription_was_on_its_way_is_asked_for() -> None:
+    with listening() as (publisher, _stream, believed, feed):
+        await until(lambda: not feed.replaying)
+        publisher.publish(lost=True)
+        await until(lambda: believed == publisher.said, patience_s=3)
+        assert feed.complete and feed.gaps == 0
+
+
+async def test_many_streams_share_one_slice_in_each_round_of_the_loop() -> None:
+    turns = Turns()
+    calls = 0
+
+    def busy(until_s: float) -> bool:
+        nonlocal calls
+        calls += 1
+        while time.monotonic() < until_s:
+            pass
+        return calls < 40
+
+    workers = [lambda until_s: busy(until_s) for _ in range(20)]
+    for worker in workers:
+        turns.want(worker)
+    while calls < 40:
+        before = calls
+        await asyncio.sleep(0)
+        assert calls <= before + 2, "one after another, not all of them at once"

@@ -119,4 +119,4 @@ class Applier:
             self._again(event.block_hashes, tier)
 
     def _again(self, hashes: list[int | bytes], tier: Tier) -> None:
-        self._cache.stored(self._rank, None, hashes, (), 0, tier)
+        self._cache.stored(self._rank, None, hashes, [], 0, tier)

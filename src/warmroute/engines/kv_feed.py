@@ -35,6 +35,8 @@ class Feed:
         """What a replay brought, by hash: the same may still be on its way as live messages."""
         self._asked_from = 0
         self._answering = False
+        self._broke_off = False
+        """The last replay brought something, but not its end."""
         self.replaying = False
         self.gaps = 0
         self.restarts = 0
@@ -56,7 +58,7 @@ class Feed:
         """The number from which a replay is needed; None where nothing is missing or one is under way."""
         if self.replaying:
             return None
-        return 0 if self._astray else self._next if self._held else None
+        return 0 if self._astray else self._next if self._held or self._broke_off else None
 
     def message(self, number: int, payload: bytes) -> None:
         """Takes a live message."""
@@ -64,11 +66,11 @@ class Feed:
             if self._replayed.pop(number, None) == hash(payload):
                 return  # the replay was ahead of it
             self._begin_anew()
-        if self.replaying or self._held or self._astray:
-            self._hold(number, payload)
-        elif number == self._next:
+        if number == self._next and not self._held and not self._astray:
             self._replayed.clear()
             self._take(number, payload)
+        elif self.replaying or self._held or self._astray:
+            self._hold(number, payload)
         else:
             if self._started:
                 self.gaps += 1
@@ -81,7 +83,7 @@ class Feed:
             self._next = 0
             self._replayed.clear()
         self._asked_from = self._next
-        self._answering = False
+        self._answering = self._broke_off = False
 
     def replayed(self, number: int, payload: bytes) -> None:
         """Takes a message of the replay that was asked for."""
@@ -100,17 +102,19 @@ class Feed:
     def replay_ended(self, answered: bool = False) -> None:
         """The replay is over: go on with what there is. `answered`: the engine said that this is all."""
         self.replaying = False
+        self._broke_off = not answered and self._next > self._asked_from
         if answered and self._next == 0:
             self._from_zero = True  # it has said nothing yet
-        held = self._held = {number: payload for number, payload in self._held.items() if number >= self._next}
-        if held and self._next not in held and self._next > self._asked_from:
-            return  # it brought some of what is missing: the rest is asked for
-        self._held = {}
-        for number in sorted(held):
-            if number > self._next:
-                self._lose()
-                self._next = number
-            self._take(number, held[number])
+        self._held = {number: payload for number, payload in self._held.items() if number >= self._next}
+        self._take_held()
+        while self._held and self._next == self._asked_from:
+            self._lose()  # the replay brought nothing of what is missing, and never will
+            self._asked_from = self._next = min(self._held)
+            self._take_held()
+
+    def _take_held(self) -> None:
+        while self._next in self._held:
+            self._take(self._next, self._held.pop(self._next))
 
     def began_anew(self) -> None:
         """Something else tells that the engine's process is another one."""
@@ -139,7 +143,7 @@ class Feed:
         self._held.clear()
         self._replayed.clear()
         self._next = 0
-        self._started = self._from_zero = self._astray = self.incomplete = False
+        self._started = self._from_zero = self._astray = self._broke_off = self.incomplete = False
         self._forget()
 
     def _lose(self) -> None:

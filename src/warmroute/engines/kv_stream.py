@@ -23,6 +23,8 @@ SLICE_S: Final = 0.002
 """How long messages are taken in one round of the loop."""
 REPLAY_S: Final = 2.0
 """How long a replay may be silent before it is given up."""
+BREAK_S: Final = 0.2
+"""How long it may be silent once it has begun: an engine that replays more than its socket takes loses the end."""
 SETTLED_S: Final = 1.0
 """After so long a subscription has reached the engine: what was said meanwhile is asked for again."""
 _END_OF_REPLAY: Final = b"\xff" * 8
@@ -95,6 +97,7 @@ class KvStream:
         self._replay_timer: asyncio.TimerHandle | None = None
         self._settling: asyncio.TimerHandle | None = None
         self._replay_heard_s = 0.0
+        self._replay_patience_s = REPLAY_S
         self._closed = False
         self.heard_s = -1e9
         """When the last live message came."""
@@ -157,8 +160,7 @@ class KvStream:
         more = self._take(self._live, self._live_message, until_s)
         if self._replay is not None:
             more = self._take(self._replay, self._replay_message, until_s) or more
-        wanted = self._feed.wants_from
-        if wanted is not None:
+        while (wanted := self._feed.wants_from) is not None:
             self._make_up_for(wanted)
         return self._work(until_s) or more
 
@@ -209,12 +211,14 @@ class KvStream:
             self._give_up_replay()
             return
         self._replay_heard_s = time.monotonic()
-        self._replay_timer = self._loop.call_later(REPLAY_S, self._watch_replay)
+        self._replay_patience_s = REPLAY_S
+        self._replay_timer = self._loop.call_later(BREAK_S, self._watch_replay)
         self._wake()
 
     def _replay_message(self, frames: list[bytes]) -> None:
         """["", topic, number, payload]; before 0.24 without the topic."""
         self._replay_heard_s = time.monotonic()
+        self._replay_patience_s = BREAK_S
         if len(frames) < 3 or len(frames[-2]) != 8:
             return
         if frames[-2] == _END_OF_REPLAY:
@@ -225,11 +229,12 @@ class KvStream:
             self._feed.replayed(int.from_bytes(frames[-2], "big"), frames[-1])
 
     def _watch_replay(self) -> None:
-        silent_s = time.monotonic() - self._replay_heard_s
-        if silent_s < REPLAY_S:
-            self._replay_timer = self._loop.call_later(REPLAY_S - silent_s, self._watch_replay)
+        left_s = self._replay_heard_s + self._replay_patience_s - time.monotonic()
+        if left_s > 0:
+            self._replay_timer = self._loop.call_later(min(left_s, BREAK_S), self._watch_replay)
             return
-        log.warning("the replay of %s's KV events did not answer; going on with what there is", self._name)
+        if self._replay_patience_s == REPLAY_S:
+            log.warning("the replay of %s's KV events did not answer; going on with what there is", self._name)
         self._give_up_replay()
 
     def _give_up_replay(self) -> None:

@@ -11,6 +11,7 @@ from warmroute._kernel._hash import key_hash
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig, node_name
 from warmroute.fleet.health import Health
+from warmroute.fleet.speed import Speed
 
 if TYPE_CHECKING:
     from warmroute.fleet.group import Group
@@ -50,6 +51,7 @@ class Node:
         "incarnation",
         "inflight",
         "island",
+        "kv_delta",
         "kv_usage",
         "last_ticket_s",
         "latency_ms",
@@ -57,12 +59,15 @@ class Node:
         "models",
         "name",
         "outcomes",
+        "pending_work",
         "polled_s",
         "port",
         "role",
         "running",
         "scheme",
         "seed",
+        "speed",
+        "token_ms",
         "url",
         "waiting",
     )
@@ -90,6 +95,9 @@ class Node:
         self.running = 0
         self.waiting = 0
         self.kv_usage = 0.0
+        self.kv_delta = 0.0
+        """Tokens of KV memory that our requests took, less those given back, since the last poll."""
+        self.token_ms = 20.0
         self.polled_s = -1e9
 
         # The books: what this process has there, and what others have.
@@ -97,6 +105,9 @@ class Node:
         self.inflight = 0
         self.foreign = 0
         """Requests that the node reported at the last poll beyond those this router had there."""
+        self.pending_work = 0.0
+        """Prefill work of our requests there that have no first token yet, in tokens (see speed)."""
+        self.speed = Speed()
         self.last_ticket_s = -1e9
         self.latency_ms = 0.0
         self.outcomes = [0] * len(Outcome)
@@ -131,6 +142,7 @@ class Node:
         self.running = running
         self.waiting = waiting
         self.kv_usage = kv_usage
+        self.kv_delta = 0.0
         self.polled_s = now_s
         self.foreign = max(0, running + waiting - self.inflight)
 

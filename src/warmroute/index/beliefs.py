@@ -11,6 +11,7 @@ from warmroute.config import Index as IndexConfig
 from warmroute.index.lookup import Lookup
 from warmroute.index.node_cache import ROUTED, USUAL_BLOCK_TOKENS, NodeCache
 from warmroute.index.prediction import Prediction
+from warmroute.index.reuse import Reuse
 from warmroute.index.sharing import Sharing
 from warmroute.index.tiers import WORTH
 
@@ -39,6 +40,7 @@ class Beliefs:
         """Base model → block sizes of the nodes that serve it. Made anew when somebody describes itself."""
         self._fulfilling: deque[tuple[float, Prediction]] = deque()
         self.sharing = Sharing(self.index)
+        self.reuse = Reuse()
         self.reconfigure(config)
 
     def reconfigure(self, config: IndexConfig) -> None:
@@ -148,6 +150,7 @@ class Beliefs:
         chain = lookup.blocks(base, lora, cache.block_size)
         if not chain:
             return None
+        self.reuse.saw(chain, now_s)
         if lookup.sharing:
             self.sharing.sent(lookup.sharing, chain, now_s)
         sure = lookup.sure_tokens == lookup.token_count

@@ -9,7 +9,7 @@ from warmroute._kernel._index import chain
 from warmroute.index.namespace import namespace_seed
 
 TEXT: Final = "text"
-"""Stands for the tokenizer of prompts whose text stands in for tokens: they match each other, and no engine's blocks."""
+"""Stands for the tokenizer of prompts whose text stands in for tokens: they match each other, and no engine's block."""
 
 
 class Lookup:
@@ -62,7 +62,11 @@ class Lookup:
 
 def salted(extra: Sequence[bytes | None] | None, blocks: int, salt: str) -> list[bytes | None] | None:
     """A salt is part of the first block, as in the engines: every block after it has it by its parent."""
-    whole = list(extra) if extra is not None else [None] * blocks if salt else None
+    whole: list[bytes | None] | None = None
+    if extra is not None:
+        whole = list(extra)
+    elif salt:
+        whole = [None] * blocks
     if salt and whole:
         whole[0] = (whole[0] or b"") + b"salt " + salt.encode("utf-8", "surrogatepass")
     return whole

@@ -216,9 +216,9 @@ class NodeCache:
 
     def keep_answer(self, tokens: int, now_s: float) -> None:
         """It made so many tokens, which take room in its cache."""
-        if not self.complete and tokens >= self.block_size:
+        if tokens >= self.block_size:
             evicted = self.recency.push(tokens // self.block_size, now_s)
-            if evicted:
+            if evicted and not self.complete:
                 self._index.remove_chain(self.routed_place, evicted, Tier.GPU)
 
     def outlived(self, stamp_s: float) -> None:

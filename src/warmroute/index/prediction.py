@@ -42,6 +42,7 @@ class Prediction:
         """Held as an expectation, which ends shortly after its first token."""
         if self.expected:
             cache.expect(chain)
+            cache.recency.touch(chain, now_s)
         else:
             self._note_points(tokens // cache.block_size)
             self._kept = cache.keep(chain, now_s)

@@ -8,6 +8,7 @@ from warmroute.config import Routing
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.group import Candidates, Group
 from warmroute.fleet.node import Node
+from warmroute.fleet.speed import work
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.beliefs import Beliefs
 from warmroute.index.lookup import Lookup
@@ -73,7 +74,9 @@ class Router:
             return Ticket(node, now_s)
         hit = query.hits().get(node.name)
         prediction = self._beliefs.sent(query.ask.model, query.lookup, node.name, hit, now_s)
-        return Dispatch(node, now_s, self._beliefs, prediction)
+        cached = hit.expected if hit is not None else 0.0
+        new = query.lookup.token_count - cached
+        return Dispatch(node, now_s, self._beliefs, prediction, work(new, cached))
 
     def _group(self, ask: Ask) -> Group:
         fleet = self._fleet
