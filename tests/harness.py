@@ -294,6 +294,8 @@ class Engine:
         if path == b"/v1/models" and seen.line.startswith(b"GET"):
             cards = [{"id": model, "object": "model", "owned_by": "fake"} for model in self.models]
             return self.list_models or script(answer(json.dumps({"object": "list", "data": cards}).encode()))
+        if path in (b"/kv_event_sources", b"/server_info"):
+            return failing(404)
         self.seen.append(seen)
         return self.behave
 

@@ -15,6 +15,7 @@ from warmroute.cli.main import COMMANDS
 from warmroute.config import Config, from_table
 from warmroute.edge import errors
 from warmroute.fleet.fleet import Fleet
+from warmroute.index.beliefs import Beliefs
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.prometheus import MetricsPage
 
@@ -29,7 +30,9 @@ def test_the_configuration_reference_is_that_of_the_code() -> None:
 def test_every_metric_that_the_docs_name_is_exported_and_the_other_way_round() -> None:
     fleet = Fleet(Config().health)
     fleet.add(from_table({"nodes": [{"url": "http://a:1"}]}).nodes[0])
-    page = MetricsPage(fleet, Counters(), lambda: (0, 0)).render().decode()
+    beliefs = Beliefs(Config().index)
+    beliefs.join("a:1")
+    page = MetricsPage(fleet, beliefs, Counters(), lambda: (0, 0)).render().decode()
     exported = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE warmroute_")}
     text = (ROOT / "docs" / "operations.md").read_text()
     table = text[text.index("## Metrics") : text.index("What to be woken by")]

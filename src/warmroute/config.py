@@ -182,7 +182,7 @@ class Index(Section, frozen=True):
 class Routing(Section, frozen=True):
     """Which node a request goes to."""
 
-    policy: Annotated[PolicyName, Meta(description="The policy that ranks the nodes of a model.")] = "prefix_hash"
+    policy: Annotated[PolicyName, Meta(description="The policy that ranks the nodes of a model.")] = "overlap"
     load_factor: Annotated[
         float,
         Meta(
@@ -193,6 +193,11 @@ class Routing(Section, frozen=True):
         tuple[str, ...], Meta(description="Request headers that name a session, in the order they are looked for.")
     ] = ("x-session-id", "x-conversation-id")
     seed: Annotated[int, Meta(description="Seed of the random choices; 0 takes one from the system.")] = 0
+
+    @property
+    def uses_events(self) -> bool:
+        """Whether the policy wants to know what nodes tell of their caches."""
+        return self.policy in ("overlap", "price")
 
 
 class Prompts(Section, frozen=True):

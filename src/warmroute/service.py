@@ -13,7 +13,7 @@ from pathlib import Path
 from warmroute.config import Config, ConfigError, NodeConfig, is_loopback
 from warmroute.console.admin import Admin
 from warmroute.edge.deadlines import Deadlines
-from warmroute.edge.fetch import fetch
+from warmroute.edge.fetch import fetch, post
 from warmroute.edge.listen import listen_tcp, listen_unix, server_tls
 from warmroute.edge.plain import PlainHandler
 from warmroute.edge.pools import Pools
@@ -61,6 +61,9 @@ class Service:
             lambda node, path, timeout_s: fetch(self.pools, node, path, timeout_s),
             lambda node: self.pools.of(node).heard_s,
             now,
+            beliefs=self.beliefs,
+            post=lambda node, path, body, timeout_s: post(self.pools, node, path, body, timeout_s),
+            on_models=lambda node, cards: self.library.saw_models(cards, node.name),
         )
         page = MetricsPage(
             self.fleet,
@@ -69,7 +72,7 @@ class Service:
             lambda: (len(self.listener.connections), self.listener.accepted),
             now,
         )
-        self.admin = Admin(self.fleet, page, self, config.admin.token_sha256)
+        self.admin = Admin(self.fleet, self.beliefs, page, self, config.admin.token_sha256)
         self.admin_listener = Listener(PlainHandler(self.admin.answer, self.admin.admit), config.limits, self.deadlines)
         self._servers: list[asyncio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []

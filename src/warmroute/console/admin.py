@@ -11,11 +11,13 @@ from urllib.parse import unquote
 import msgspec
 
 from warmroute.config import ConfigError, NodeConfig, is_loopback
+from warmroute.console.reports import Reports
 from warmroute.edge.errors import Refusal, method_not_allowed
 from warmroute.edge.head import RequestHead
 from warmroute.edge.plain import Request, Responder
 from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
 from warmroute.fleet.node import Node, Outcome
+from warmroute.index.beliefs import Beliefs
 from warmroute.telemetry.prometheus import CONTENT_TYPE, MetricsPage
 
 OPEN_PATHS = (b"/health", b"/ready")
@@ -33,8 +35,11 @@ class Operations(Protocol):
 
 
 class Admin:
-    def __init__(self, fleet: Fleet, metrics: MetricsPage, operations: Operations, token_sha256: str) -> None:
+    def __init__(
+        self, fleet: Fleet, beliefs: Beliefs, metrics: MetricsPage, operations: Operations, token_sha256: str
+    ) -> None:
         self._fleet = fleet
+        self._reports = Reports(beliefs)
         self._metrics = metrics
         self._operations = operations
         self._token = bytes.fromhex(token_sha256)
@@ -74,6 +79,9 @@ class Admin:
             case "POST", ["admin", "nodes", name, ("drain" | "undrain") as action]:
                 self._named(name)
                 _reply(responder, 200, describe(self._fleet.drain(name, action == "drain")))
+            case "POST", ["admin", "nodes", name, "blocks"]:
+                self._named(name)
+                _reply(responder, 200, await self._reports.take(name, request.body))
             case "POST", ["admin", "reload"]:
                 wrong = self._operations.reload()
                 if wrong is not None:
@@ -83,13 +91,15 @@ class Admin:
                 _reply(responder, 200, {"status": "reloaded"})
             case _, ["admin", "nodes"]:
                 raise method_not_allowed("GET, POST")
+            case _, ["admin", "nodes", _, "blocks"]:
+                raise method_not_allowed("POST")
             case _, ["admin", "nodes", _]:
                 raise method_not_allowed("GET, DELETE")
             case _:
                 raise Refusal(
                     404,
                     "Nothing is here. There are /metrics, /health, /ready, /admin/nodes, /admin/nodes/NAME, "
-                    "/admin/nodes/NAME/drain, /admin/nodes/NAME/undrain and /admin/reload.",
+                    "/admin/nodes/NAME/drain, /admin/nodes/NAME/undrain, /admin/nodes/NAME/blocks and /admin/reload.",
                     code="not_found",
                 )
 

@@ -50,6 +50,7 @@ class NodeEvents:
         fetch: Fetch,
         post: Post | None,
         now: Callable[[], float] = time.monotonic,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         self._node = node
         self._cache = cache
@@ -58,6 +59,7 @@ class NodeEvents:
         self._fetch = fetch
         self._post = post
         self._now = now
+        self._wanted = wanted
         self._random = Random()
         self._wake = asyncio.Event()
         self._streams: dict[int, tuple[KvSource, KvStream]] = {}
@@ -134,7 +136,7 @@ class NodeEvents:
     async def _look(self) -> bool:
         """Follows what the node has to say; False where it has nothing, or could not be asked."""
         node = self._node
-        events = node.config.kv_events
+        events = node.config.kv_events if self._wanted() else "off"
         if node.engine == "trtllm" and events == "auto":
             self._follow([])
             if self._post is not None and self._polled is None:

@@ -45,8 +45,10 @@ class Watcher:
         *,
         beliefs: Beliefs | None = None,
         post: Post | None = None,
+        on_models: Callable[[Node, Sequence[dict[str, Any]]], None] = lambda _node, _cards: None,
     ) -> None:
-        """With `beliefs`, it tells them what the nodes' caches hold; `post` is for engines whose events are fetched."""
+        """With `beliefs`, it tells them what the nodes' caches hold; `post` is for engines whose events are fetched;
+        `on_models` is told what a node says it serves."""
         self._fleet = fleet
         self._config = config
         self._fetch = fetch
@@ -56,6 +58,7 @@ class Watcher:
         self._warned_s: dict[str, float] = {}
         self._beliefs = beliefs
         self._post = post
+        self._on_models = on_models
         self._zmq: tuple[Context, Turns] | None = None
         self._tasks: dict[Node, list[asyncio.Task[None]]] = {}
         self._events: dict[Node, NodeEvents] = {}
@@ -78,8 +81,13 @@ class Watcher:
             cache = self._beliefs.join(node.name, node.config.models)
             if self._zmq is None:
                 self._zmq = (zmq.Context(), Turns())
-            events = self._events[node] = NodeEvents(node, cache, *self._zmq, self._fetch, self._post, self._now)
+            events = self._events[node] = NodeEvents(
+                node, cache, *self._zmq, self._fetch, self._post, self._now, self._wants_events
+            )
             tasks.append(loop.create_task(self._for_ever(node, lambda _node: events.listen())))
+
+    def _wants_events(self) -> bool:
+        return self._config.routing.uses_events
 
     def forget(self, node: Node) -> None:
         """Nothing is asked of it any more. What is believed of its cache stays: `Beliefs.leave` forgets it."""
@@ -168,6 +176,7 @@ class Watcher:
         cards = [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
         self._fleet.saw_models(node, [card["id"] for card in cards], cards)
         self._tell_served(node, cards)
+        self._on_models(node, cards)
         return True
 
     def _tell_served(self, node: Node, cards: Sequence[dict[str, Any]]) -> None:

@@ -13,7 +13,6 @@ from warmroute.fleet.ticket import Ticket
 from warmroute.index.beliefs import Beliefs
 from warmroute.index.prediction import Prediction
 
-
 OUT = [200.0]
 
 
