@@ -4,15 +4,19 @@ python bench/decision.py [tokenizer directory] [chats directory]
 
 Conversations are made of real chats' words, no text twice. Each is read turn by turn: a turn adds the assistant's
 answer and the user's next question (chat), or a call of a tool and its answer (agent, with ten tools). The first turn
-is cold, the others are warm. A decision is the read, the hashes of its blocks of 16 tokens, and a match over 64 nodes
-of which eight hold the conversation so far. Times are of one thread: wall time, and CPU time beside it, which other
-work on the machine does not change.
+is cold, the others are warm. A match is the read, the hashes of its blocks of 16 tokens, and a match over 64 nodes of
+which eight hold the conversation so far and all hold the first block. A decision is the whole way of the router, from
+the body to the node by the default policy: ask, read, hashes, match, tiers and confidence, ranking. Its books are what
+follows: dispatch, first token, the answer's numbers, end. Times are of one thread: wall time, and CPU time beside it,
+which other work on the machine does not change.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
+import logging
 import sys
 import threading
 import time
@@ -20,8 +24,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from warmroute.index import BlockIndex, Tier, chain, namespace_seed
-from warmroute.prompt.reading import PromptReader, load_reader
+from warmroute.config import Config, ModelConfig, NodeConfig
+from warmroute.edge.reading import Readings
+from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.node import Outcome
+from warmroute.index import Tier
+from warmroute.index.beliefs import Beliefs
+from warmroute.prompt.ask import read_json
+from warmroute.prompt.library import Library
+from warmroute.prompt.prompt import Prompt
+from warmroute.prompt.reading import PromptReader
+from warmroute.routing.decision import Decision
+from warmroute.routing.dispatch import Dispatch
+from warmroute.routing.lookups import lookup_of
+from warmroute.routing.router import Router
+from warmroute.telemetry.counters import Counters
 
 CHAT = b"/v1/chat/completions"
 BLOCK_TOKENS = 16
@@ -120,42 +137,88 @@ class Stopwatch:
         print(f"{what:<44} wall ms {percentiles(self.wall)}   CPU ms {percentiles(self.cpu)}")
 
 
-def measure(reader: PromptReader, words: Words, tokens: int, agent: bool, conversations: int) -> None:
-    index = BlockIndex(256 << 20)
-    places = [index.open_place() for _node in range(NODES)]
-    assert reader.tokenizer is not None
-    seed = namespace_seed("m", block_size=BLOCK_TOKENS, tokenizer=reader.tokenizer.fingerprint)
+class Routed:
+    """A router with its fleet, as the service puts them together; every node tells what it holds."""
+
+    def __init__(self, library: Library, config: Config) -> None:
+        self.fleet = Fleet(config.health)
+        self.beliefs = Beliefs(config.index)
+        self.router = Router(self.fleet, self.beliefs, config.routing)
+        self.readings = Readings(library, config.prompts, Counters())
+        self._now_s = 1.0
+        for number in range(NODES):
+            node = self.fleet.add(NodeConfig(url=f"http://10.0.0.{number}:8000", name=f"node-{number}", models=("m",)))
+            self.fleet.check_passed(node, 0.0)
+            cache = self.beliefs.join(node.name, ["m"])
+            cache.describe(BLOCK_TOKENS, 1_000_000)
+            cache.follow(0)
+            cache.tells_all(0, True)
+
+    def hear(self, hashes: bytes) -> None:
+        """Some nodes tell of the conversation, all of its first block; and time passes."""
+        self._now_s += 5.0
+        for number, cache in enumerate(self.beliefs):
+            cache.heard(self._now_s)
+            told = hashes if number < HOLDERS else hashes[:8]
+            self.beliefs.index.store_chain(cache.ranks[0], told, Tier.GPU)
+        self.beliefs.tidy(self._now_s)
+
+    def decide(self, body: bytes) -> Decision:
+        ask = read_json(body)
+        prompt = self.readings.read(ask.model, CHAT, body, lambda _: None)
+        assert isinstance(prompt, Prompt), "it should be read on the loop"
+        return self.router.decide(ask, self._now_s, lookup_of(prompt, ""))
+
+    def books(self, decision: Decision) -> None:
+        ticket = self.router.dispatch(decision, decision.node, self._now_s)
+        assert isinstance(ticket, Dispatch) and ticket.prediction is not None and ticket.prediction.tokens
+        ticket.first_byte(self._now_s)
+        ticket.answered(ticket.prediction.prompt_tokens, ticket.prediction.tokens, 300, self._now_s)
+        ticket.close(Outcome.OK, self._now_s)
+
+
+def measure(library: Library, words: Words, tokens: int, agent: bool, conversations: int) -> None:
+    routed = Routed(library, Config())
+    reader = library.reader("m")
     offered = tools(words)
-    cold, begun, warm, decided = Stopwatch(), Stopwatch(), Stopwatch(), Stopwatch()
+    cold, begun, warm, matched, decided, booked = (Stopwatch() for _ in range(6))
     count, size = 0, 0
 
-    def decide(body: bytes) -> tuple[bytes, int]:
-        prompt = reader.read(CHAT, body)
+    def hashes_of(prompt: Prompt | None) -> bytes:
         assert prompt is not None and prompt.sure_tokens == prompt.token_count
-        hashes = chain(seed, None, prompt.tokens, BLOCK_TOKENS)
-        index.match(hashes)
-        return hashes, prompt.token_count
+        return lookup_of(prompt, "").blocks("m", "", BLOCK_TOKENS)
+
+    def match(body: bytes) -> bytes:
+        hashes = hashes_of(reader.read(CHAT, body))
+        routed.beliefs.index.match(hashes)
+        return hashes
 
     for _conversation in range(conversations):
         for turn, body in enumerate(turns(words, tokens, agent, offered)):
             if turn == 0:
-                prompt = cold.time(lambda body=body: reader.read(CHAT, body))
-                hashes = chain(seed, None, prompt.tokens, BLOCK_TOKENS)
-            elif turn % 2:
+                hashes = hashes_of(cold.time(lambda body=body: reader.read(CHAT, body)))
+            elif turn % 3 == 1:
                 begun.time(lambda body=body: reader.begin(CHAT, body))
                 prompt = warm.time(lambda body=body: reader.read(CHAT, body))
                 assert prompt.warm_tokens
-                hashes = chain(seed, None, prompt.tokens, BLOCK_TOKENS)
+                hashes = hashes_of(prompt)
+            elif turn % 3 == 2:
+                hashes = matched.time(lambda body=body: match(body))
             else:
-                hashes, count = decided.time(lambda body=body: decide(body))
+                decision = decided.time(lambda body=body: routed.decide(body))
+                booked.time(lambda decision=decision: routed.books(decision))
+                count = decision.query.lookup.token_count
+                hashes = decision.query.lookup.blocks("m", "", BLOCK_TOKENS)
             size = len(body)
-            for place in places[:HOLDERS]:
-                index.store_chain(place, hashes, Tier.GPU)
+            routed.hear(hashes)
+    routed.readings.close()
     kind = "agent" if agent else "chat"
     print(f"\n{kind} of {count} tokens, {size // 1000} KB")
     begun.report("  looking over (begin), warm")
     warm.report("  body to tokens, warm")
-    decided.report("  body to decision, warm")
+    matched.report("  body to match, warm")
+    decided.report(f"  body to decision by {routed.router.policy.name}, warm")
+    booked.report("  its books, dispatch to end")
     cold.report("  body to tokens, cold")
 
 
@@ -177,21 +240,25 @@ def longest_pause(reader: PromptReader, words: Words, tokens: int) -> None:
     print(f"\ncold {size // 1000} KB in a thread: the loop waits at most {max(pauses) * 1e3:.1f} ms at a time")
 
 
-def main() -> None:
+async def main() -> None:
     shared = Path("/work/shared/data")
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else shared / "tokenizers" / "qwen3-rebuilt"
     words = Words(Path(sys.argv[2]) if len(sys.argv) > 2 else shared / "chats")
     started = time.perf_counter()
-    reader = load_reader(folder)
+    library = Library(Config().prompts, [ModelConfig(name="m", tokenizer=str(folder))])
+    await library.load_configured()
+    reader = library.reader("m")
     print(f"{folder.name}: loaded in {time.perf_counter() - started:.1f} s")
     for agent in (False, True):
-        measure(reader, words, 8_000, agent, conversations=40)
-        measure(reader, words, 47_000, agent, conversations=20)
+        measure(library, words, 8_000, agent, conversations=40)
+        measure(library, words, 47_000, agent, conversations=20)
     longest_pause(reader, words, 47_000)
     assert reader.chats is not None
     print(f"remembered: {len(reader.chats.stems)} beginnings in {reader.chats.used_bytes / 1e6:.1f} MB")
     print(f"audit: {reader.audit()}, contradictions: {reader.chats.contradictions}")
+    library.close()
 
 
 if __name__ == "__main__":
-    main()
+    logging.basicConfig(level=logging.WARNING)
+    asyncio.run(main())

@@ -1,4 +1,4 @@
-"""`make bench`: the request path stage by stage, then beside the peers where their harness is there."""
+"""`make bench`: the request path stage by stage, the index where its traces are, the peers where their harness is."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+from index import MOONCAKE, TRACES
+
 HERE = Path(__file__).resolve().parent
 
 
 def main() -> int:
-    for script in ("path.py", "peers.py"):
+    for script in ("path.py", "index.py", "peers.py"):
         print(f"\n== bench/{script}", flush=True)
+        if script == "index.py" and not all((TRACES / name).exists() for name in MOONCAKE):
+            print(f"not run: its traces are not in {TRACES}; WARMROUTE_TRACES may name another folder", flush=True)
+            continue
         code = subprocess.run([sys.executable, str(HERE / script)]).returncode
         if code:
             return code

@@ -33,6 +33,7 @@ PolicyName = Literal[
     "prefix_hash",
     "approximate",
     "overlap",
+    "price",
 ]
 
 
@@ -182,7 +183,7 @@ class Index(Section, frozen=True):
 class Routing(Section, frozen=True):
     """Which node a request goes to."""
 
-    policy: Annotated[PolicyName, Meta(description="The policy that ranks the nodes of a model.")] = "overlap"
+    policy: Annotated[PolicyName, Meta(description="The policy that ranks the nodes of a model.")] = "price"
     load_factor: Annotated[
         float,
         Meta(
@@ -222,6 +223,42 @@ class Prompts(Section, frozen=True):
         Count,
         Meta(description="Prompts that wait for a thread; above it a prompt is not read and is routed by load."),
     ] = 64
+
+
+class Admission(Section, frozen=True):
+    """Who is let through to a node, who waits for one, and who is refused."""
+
+    hold: Annotated[
+        bool,
+        Meta(
+            description="Whether requests wait here until the node they are meant for has room, and not in its queue; "
+            "for the policy `price`."
+        ),
+    ] = True
+    ahead_ms: Annotated[
+        float, Meta(gt=0, description="Prefill work that may be queued on a node before others wait here.")
+    ] = 250.0
+    max_waiting: Annotated[
+        Count, Meta(description="Requests that wait here; above it 429, from half of it for low priority; high passes.")
+    ] = 4096
+    max_wait_s: Annotated[
+        float, Meta(ge=0, description="How long a request may wait here; above it 503. 0 for as long as it takes.")
+    ] = 0.0
+
+
+class Pricing(Section, frozen=True):
+    """What counts in the price of a node, for the policy `price`."""
+
+    room: Annotated[bool, Meta(description="Whether finding KV memory on a full node counts.")] = True
+    memory: Annotated[bool, Meta(description="Whether it counts what a request pushes out of a node's cache.")] = True
+    congestion: Annotated[bool, Meta(description="Whether it counts what a request costs those behind it.")] = True
+    second_home_ms: Annotated[
+        float,
+        Meta(ge=0, description="What a request may pay to give a beginning that crowds a node another home."),
+    ] = 250.0
+    max_saving_ms: Annotated[
+        float, Meta(gt=0, description="The most that a cached prefix may save, so that no prefix owns a node for ever.")
+    ] = 60_000.0
 
 
 class Log(Section, frozen=True):
@@ -348,6 +385,8 @@ class Config(Section, frozen=True):
     metrics: Metrics = Metrics()
     index: Index = Index()
     routing: Routing = Routing()
+    admission: Admission = Admission()
+    price: Pricing = Pricing()
     prompts: Prompts = Prompts()
     log: Log = Log()
     shutdown: Shutdown = Shutdown()

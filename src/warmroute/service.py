@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from warmroute.fleet.health import Standing
 from warmroute.fleet.node import Node
 from warmroute.index.beliefs import Beliefs
 from warmroute.prompt.library import Library
+from warmroute.routing.admission import Admission
 from warmroute.routing.router import Router
 from warmroute.telemetry import log as logs
 from warmroute.telemetry.counters import Counters
@@ -35,6 +37,9 @@ from warmroute.telemetry.prometheus import MetricsPage
 log = logging.getLogger("warmroute")
 FILE_CHECK_S = 0.5
 TIDY_S = 0.25
+ADMIT_S = 0.05
+SWITCH_S = 0.0005
+"""How long a thread that reads a prompt keeps the interpreter from the loop, at most."""
 
 
 class Service:
@@ -51,9 +56,12 @@ class Service:
         self.beliefs = Beliefs(config.index)
         self.library = Library(config.prompts, config.models)
         self.readings = Readings(self.library, config.prompts, self.counters)
-        self.router = Router(self.fleet, self.beliefs, config.routing)
+        self.router = Router(self.fleet, self.beliefs, config.routing, config.price)
+        self.admission = Admission(self.router, config.admission)
         self.pools = Pools(config.upstream, self.deadlines)
-        self.proxy = Proxy(config, self.fleet, self.router, self.readings, self.pools, self.counters, now)
+        self.proxy = Proxy(
+            config, self.fleet, self.router, self.admission, self.readings, self.pools, self.counters, now
+        )
         self.listener = Listener(self.proxy, config.limits, self.deadlines)
         self.watcher = Watcher(
             self.fleet,
@@ -105,6 +113,7 @@ class Service:
             loop.create_task(self.deadlines.run()),
             loop.create_task(watch_loop_delay(self.counters)),
             loop.create_task(self._tidy()),
+            loop.create_task(self._admit()),
         ]
         if self._config_file is not None:
             self._tasks.append(loop.create_task(self._watch_file(self._config_file)))
@@ -165,8 +174,10 @@ class Service:
             log.warning("changes to [listen] and [admin] count only after a restart")
         self.config = config
         self.listener.limits = self.admin_listener.limits = config.limits
-        if config.routing != before.routing:
-            self.router.reconfigure(config.routing)
+        if config.routing != before.routing or config.price != before.price:
+            self.router.reconfigure(config.routing, config.price)
+        if config.admission != before.admission:
+            self.admission.reconfigure(config.admission)
         if config.index != before.index:
             self.beliefs.reconfigure(config.index)
         if config.prompts != before.prompts or config.models != before.models:
@@ -184,6 +195,15 @@ class Service:
         self.pools.take_new_keys()
         log.info("the configuration was reloaded: %d nodes added, %d removed", len(added), len(removed))
         return None
+
+    async def _admit(self) -> None:
+        """Lets those through for whom a node has room by itself: a poll, a node that came."""
+        while True:
+            await asyncio.sleep(ADMIT_S)
+            try:
+                self.admission.tick(list(self.fleet), time.monotonic())
+            except Exception:
+                log.exception("looking at those who wait failed; trying again")
 
     async def _tidy(self) -> None:
         """What is done now and then, off the requests' way."""
@@ -259,6 +279,7 @@ class Service:
 
     async def run_until_told(self) -> None:
         """Starts, serves until SIGTERM or SIGINT, stops. A second signal ends it at once."""
+        sys.setswitchinterval(SWITCH_S)
         loop = asyncio.get_running_loop()
         told = asyncio.Event()
         await self.start()

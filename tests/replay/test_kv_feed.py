@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from small_worlds import prompt, specs
 
+from warmroute.config import Config, Routing
 from warmroute.fleet.node import Node
 from warmroute.sim.engine.events import BlockRemoved, BlockStored, KvEvent
 from warmroute.sim.workloads import choose
@@ -81,5 +82,5 @@ def test_a_restart_begins_another_sequence() -> None:
 
 
 def test_engines_without_a_listener_make_no_events() -> None:
-    world = World(specs(1), Conditions())
+    world = World(specs(1), Conditions(), Config(routing=Routing(policy="round_robin")))
     assert world.nodes["node-0"].engine._sink is None

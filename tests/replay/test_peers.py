@@ -213,8 +213,8 @@ def test_the_oracle_is_one_lru_over_everything() -> None:
 def test_no_peer_puts_a_cold_fleet_on_one_node(name: str) -> None:
     from warmroute.sim.replay import contender
 
-    policy, listener = contender(name).build(1)
-    world = World(specs(4), NEAR, policy=policy, listener=listener)
+    peer = contender(name).peer(1)
+    world = World(specs(4), NEAR, policy=peer, listener=peer)
     world.run(choose(["unique_batch", "prompt_tokens=200", "output_tokens=20", "rate=5"]).arrive(1), limit=100)
     assert all(sim.requests >= 10 for sim in world.nodes.values())
     assert world.tally.cached_tokens == 0

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from small_worlds import NEAR, books_are_closed, prompt, specs
 
-from warmroute.config import Health, Routing
+from warmroute.config import Config, Health, Routing
 from warmroute.fleet.health import Standing
 from warmroute.sim.replay import Setup, contender, replay
 from warmroute.sim.workloads import choose
@@ -120,7 +120,7 @@ def test_polls_of_a_fleet_are_not_in_step() -> None:
 
 
 def test_a_node_that_dies_hands_its_requests_to_others() -> None:
-    world = World(specs(2), NEAR, Routing(policy="round_robin", seed=1))
+    world = World(specs(2), NEAR, Config(routing=Routing(policy="round_robin", seed=1)))
     waiting = [prompt(f"p{at}", tokens=500, output=5) for at in range(4)]
     world.calendar.at(300.0, world.fail, "node-0")
     world.run(iter(waiting))
@@ -132,7 +132,7 @@ def test_a_node_that_dies_hands_its_requests_to_others() -> None:
 
 
 def test_an_answer_that_has_begun_breaks_with_its_node() -> None:
-    world = World(specs(2), NEAR, Routing(policy="round_robin", seed=1))
+    world = World(specs(2), NEAR, Config(routing=Routing(policy="round_robin", seed=1)))
     world.calendar.at(300.0, world.fail, "node-0")
     world.run(iter([prompt("a", tokens=100, output=100), prompt("b", tokens=100, output=100)]))
     assert world.tally.total("failed") == 1
@@ -141,7 +141,7 @@ def test_an_answer_that_has_begun_breaks_with_its_node() -> None:
 
 
 def test_a_node_comes_back_cold_by_way_of_a_trial() -> None:
-    world = World(specs(2), NEAR, Routing(policy="round_robin", seed=1))
+    world = World(specs(2), NEAR, Config(routing=Routing(policy="round_robin", seed=1)))
     world.calendar.at(2000.0, world.fail, "node-0")
     world.calendar.at(8000.0, world.restart, "node-0")
     world.run(iter([prompt("same", f"q{at}", tokens=160, at_ms=at * 500.0) for at in range(80)]))
@@ -157,7 +157,7 @@ def test_a_node_comes_back_cold_by_way_of_a_trial() -> None:
 
 def test_a_hanging_node_is_given_up() -> None:
     conditions = Conditions(islands={"local": Island(0.0)}, first_byte_timeout_s=5.0)
-    world = World(specs(2), conditions, Routing(policy="round_robin", seed=1))
+    world = World(specs(2), conditions, Config(routing=Routing(policy="round_robin", seed=1)))
     world.hang("node-0")
     world.run(iter([prompt("a"), prompt("b")]))
     assert world.tally.total("finished") == 2
@@ -166,7 +166,7 @@ def test_a_hanging_node_is_given_up() -> None:
 
 
 def test_nodes_join_after_their_delay_and_drain_without_cutting_anyone() -> None:
-    world = World(specs(1), NEAR, Routing(policy="least_loaded", seed=1))
+    world = World(specs(1), NEAR, Config(routing=Routing(policy="least_loaded", seed=1)))
     new = specs(2)[1]
     gone: list[float] = []
     world.calendar.at(1000.0, world.provision, new, 5.0)
@@ -209,14 +209,28 @@ def test_a_client_that_leaves_frees_the_node() -> None:
     books_are_closed(world)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(12))
 def test_every_request_ends_once_whatever_happens(seed: int) -> None:
     """Random arrivals, impatience, failures, restarts, joins and drains: nothing is lost, nothing is left open."""
     random = Random(seed)
-    name = random.choice(["round_robin", "prefix_hash", "least_loaded", "sglang", "dynamo", "llm_d_precise", "kubeai"])
-    policy, listener = contender(name).build(seed)
+    name = random.choice(
+        [
+            "round_robin",
+            "prefix_hash",
+            "least_loaded",
+            "sglang",
+            "dynamo",
+            "llm_d_precise",
+            "kubeai",
+            "price",
+            "price",
+            "overlap",
+            "approximate",
+        ]
+    )
+    peer = contender(name).peer(seed)
     conditions = Conditions(seed=seed, kv_loss=0.2, poll_loss=0.2, first_byte_timeout_s=3.0)
-    world = World(specs(4, blocks=60), conditions, policy=policy, listener=listener)
+    world = World(specs(4, blocks=60), conditions, contender(name).config(), policy=peer, listener=peer)
     for _ in range(12):
         verb = random.choice([world.fail, world.hang, world.restart])
         world.calendar.at(random.uniform(0, 20_000), verb, f"node-{random.randrange(4)}")

@@ -185,3 +185,23 @@ def memory_full() -> Refusal:
 
 
 REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
+
+
+def too_many_waiting(retry_after_s: int) -> Refusal:
+    return Refusal(
+        429,
+        "Too many requests wait for a node already. Try again in a while.",
+        kind="rate_limit_error",
+        code="overloaded",
+        retry_after_s=retry_after_s,
+    )
+
+
+def waited_too_long(retry_after_s: int) -> Refusal:
+    return Refusal(
+        503,
+        "No node had room for the request in time. Try again in a while.",
+        kind="server_error",
+        code="waited_too_long",
+        retry_after_s=retry_after_s,
+    )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from warmroute.edge import errors
 from warmroute.edge.chunked import ChunkFrames
 from warmroute.edge.head import CHUNKED, UNTIL_CLOSE, RequestHead, ResponseHead
+from warmroute.edge.undecided import in_words
 from warmroute.edge.upstream import ConnectFault, Connection
 from warmroute.edge.usage import usage_of
 from warmroute.fleet.node import Node, Outcome
@@ -22,6 +23,8 @@ from warmroute.prompt.ask import Ask
 from warmroute.prompt.prompt import Prompt
 from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch
+from warmroute.routing.lookups import Lookup
+from warmroute.routing.router import Undecided
 
 if TYPE_CHECKING:
     from warmroute.edge.proxy import Proxy
@@ -33,7 +36,7 @@ _BROKEN_EVENT: Final = (
     + errors.error_body("The node broke off its answer; it is not complete.", "server_error", "upstream_broken")
     + b"\n\n"
 )
-TAIL_PIECES: Final = 4
+TAIL_PIECES: Final = 8
 """Of an answer that are kept: its usage, the [DONE] behind it, the last chunk's end, each may come by itself."""
 USAGE_BYTES: Final = 16_384
 _CHUNKED_LINE: Final = b"Transfer-Encoding: chunked\r\n"
@@ -41,7 +44,6 @@ _CHUNKED_LINE: Final = b"Transfer-Encoding: chunked\r\n"
 
 class ProxyExchange:
     __slots__ = (
-        "_ask",
         "_begun",
         "_body",
         "_client",
@@ -64,6 +66,9 @@ class ProxyExchange:
         "_tail",
         "_ticket",
         "_tried",
+        "arrived_s",
+        "ask",
+        "lookup",
     )
 
     def __init__(
@@ -73,8 +78,11 @@ class ProxyExchange:
         self._client = client
         self._head = head
         self._body = body
-        self._ask = ask
         self._request_id = request_id
+        # what admission asks of a guest
+        self.ask = ask
+        self.lookup: Lookup | None = None
+        self.arrived_s = proxy.now()
         self._later: Later | None = None
         """Its prompt is still being read."""
         self._decision: Decision
@@ -106,14 +114,21 @@ class ProxyExchange:
         if self._done:
             return
         try:
-            self.go(self._proxy.decide(self._ask, prompt))
+            self._proxy.enter(self, prompt)
         except errors.Refusal as refusal:
             self._done = True
             self._client.refuse(refusal, self._request_id)
 
     def go(self, decision: Decision) -> None:
+        """Admission lets it through."""
         self._decision = decision
         self._try(decision.node)
+
+    def refuse(self, why: Undecided) -> None:
+        """Admission has kept it waiting in vain."""
+        if not self._done:
+            self._done = True
+            self._client.refuse(in_words(why, self.ask), self._request_id)
 
     # To a node.
 
@@ -191,7 +206,7 @@ class ProxyExchange:
     def _node_failed(self, outcome: Outcome, reason: str) -> None:
         """Nothing has gone to the client: the next node may do better."""
         proxy = self._proxy
-        proxy.fleet.close_ticket(self._ticket, outcome, proxy.now(), reason)
+        proxy.close_ticket(self._ticket, outcome, reason)
         if self._fallbacks is None:
             self._fallbacks = self._decision.fallbacks()
             self._fallbacks.reverse()
@@ -220,6 +235,7 @@ class ProxyExchange:
         self._begun = True
         self._status = status
         self._ticket.first_byte(self._proxy.now())
+        self._proxy.freed(self._ticket.node)
         client = self._client
         length = head.length
         self._framing = length
@@ -284,7 +300,7 @@ class ProxyExchange:
         if self._tail is not None:
             self._read_usage(b"".join(self._tail))
         rejected = self._status >= 400
-        proxy.fleet.close_ticket(self._ticket, Outcome.REJECTED if rejected else Outcome.OK, proxy.now())
+        proxy.close_ticket(self._ticket, Outcome.REJECTED if rejected else Outcome.OK)
         proxy.counters.answered[self._status] += 1
         self._client.answered(self._keep_alive)
         if proxy.log_requests:
@@ -299,7 +315,7 @@ class ProxyExchange:
         """The client has a part of the answer: end it so that nobody takes it for the whole."""
         self._done = True
         proxy = self._proxy
-        proxy.fleet.close_ticket(self._ticket, Outcome.BROKEN, proxy.now(), reason)
+        proxy.close_ticket(self._ticket, Outcome.BROKEN, reason)
         proxy.counters.broken += 1
         client = self._client
         if self._events:
@@ -332,13 +348,14 @@ class ProxyExchange:
         if self._later is not None:
             self._later.cancel()
         if not self._tried:
+            self._proxy.admission.leave(self)
             self._proxy.counters.left += 1
             return
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.cancel()
         proxy = self._proxy
-        proxy.fleet.close_ticket(self._ticket, Outcome.LEFT, proxy.now())
+        proxy.close_ticket(self._ticket, Outcome.LEFT)
         proxy.counters.left += 1
         if proxy.log_requests:
             self._log("the client left")

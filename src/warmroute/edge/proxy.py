@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
@@ -21,14 +22,16 @@ from warmroute.edge.keys import Keys
 from warmroute.edge.pools import Pools
 from warmroute.edge.reading import Later, Readings
 from warmroute.edge.server import Client
+from warmroute.edge.undecided import RETRY_AFTER_S, in_words
 from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.prompt.ask import Ask, NotJson, lacks, read_json
 from warmroute.prompt.multipart import is_multipart, model_of
 from warmroute.prompt.prompt import Prompt
-from warmroute.routing.decision import Decision
+from warmroute.routing.admission import Admission
 from warmroute.routing.lookups import lookup_of
-from warmroute.routing.router import MissingModel, NobodyCanServe, Router, Undecided, UnknownModel
+from warmroute.routing.router import Router, Undecided
 from warmroute.telemetry.counters import Counters
 
 log = logging.getLogger("warmroute.requests")
@@ -51,7 +54,6 @@ FORWARDED: Final = frozenset(
 NEVER_FORWARDED: Final = frozenset({b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter"})
 """An engine's own administration, which is no client's business."""
 CHATS: Final = (b"/v1/chat/completions", b"/v1/messages")
-RETRY_AFTER_S: Final = 1
 
 
 class Proxy:
@@ -60,6 +62,7 @@ class Proxy:
         config: Config,
         fleet: Fleet,
         router: Router,
+        admission: Admission,
         readings: Readings,
         pools: Pools,
         counters: Counters,
@@ -67,6 +70,7 @@ class Proxy:
     ) -> None:
         self.fleet = fleet
         self.router = router
+        self.admission = admission
         self._readings = readings
         self.pools = pools
         self.counters = counters
@@ -140,18 +144,28 @@ class Proxy:
                 exchange.wait_for(read)
                 return exchange
             prompt = read
-        exchange.go(self.decide(ask, prompt))
+        self.enter(exchange, prompt)
         return exchange
 
-    def decide(self, ask: Ask, prompt: Prompt | None) -> Decision:
-        """Raises Refusal."""
-        lookup = None
+    def enter(self, exchange: ProxyExchange, prompt: Prompt | None) -> None:
+        """Asks for a node. Raises Refusal."""
+        ask = exchange.ask
         if prompt is not None and prompt.token_count >= self._min_tokens:
-            lookup = lookup_of(prompt, self._sharing.get(ask.tenant, ""))
+            exchange.lookup = lookup_of(prompt, self._sharing.get(ask.tenant, ""))
+            ask.max_output_tokens = prompt.max_output_tokens
         try:
-            return self.router.decide(ask, self.now(), lookup)
+            self.admission.enter(exchange, self.now())
         except Undecided as undecided:
-            raise _in_words(undecided, ask) from None
+            raise in_words(undecided, ask) from None
+
+    def close_ticket(self, ticket: Ticket, outcome: Outcome, reason: str = "") -> None:
+        self.fleet.close_ticket(ticket, outcome, self.now(), reason)
+        self.freed(ticket.node)
+
+    def freed(self, node: Node) -> None:
+        """A node may have room for somebody who waits."""
+        if self.admission.waiting:
+            asyncio.get_running_loop().call_soon(self.admission.freed, node, self.now())
 
     def new_request_id(self) -> bytes:
         return self._id_prefix + b"%d" % next(self._id_numbers)
@@ -236,14 +250,3 @@ class Proxy:
 def _reads_otherwise(path: bytes) -> bool:
     """Whether a node might read a path as another one than it looks: escapes, dots, empty segments."""
     return b"%" in path or b"\\" in path or any(part in (b"", b".", b"..") for part in path.split(b"/")[1:])
-
-
-def _in_words(undecided: Undecided, ask: Ask) -> Refusal:
-    match undecided:
-        case UnknownModel():
-            return errors.unknown_model(ask.model)
-        case MissingModel():
-            return errors.missing_model()
-        case NobodyCanServe():
-            return errors.nobody_can_serve(ask.model, RETRY_AFTER_S)
-    raise undecided

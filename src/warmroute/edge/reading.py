@@ -6,7 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final
+from traceback import extract_tb
+from typing import Final, TypeVar
 
 from warmroute.config import Prompts
 from warmroute.prompt.library import Library
@@ -14,9 +15,10 @@ from warmroute.prompt.prompt import Prompt
 from warmroute.telemetry.counters import Counters
 
 log = logging.getLogger("warmroute.prompts")
+Made = TypeVar("Made")
 
-LOOKED_OVER_BYTES: Final = 1 << 20
-"""Larger bodies are not even looked over on the loop."""
+LOOKED_OVER_BYTES: Final = 1 << 19
+"""Larger bodies are not even looked over on the loop: that takes milliseconds of some, and all are for a thread."""
 
 
 class Later:
@@ -63,7 +65,7 @@ class Readings:
         reader = self._library.reader(model)
         if len(body) > LOOKED_OVER_BYTES:
             return self._in_thread(lambda: reader.read(path, body), then)
-        reading = reader.begin(path, body)
+        reading = _safely(lambda: reader.begin(path, body))
         if reading is None:
             return None
         if reading.cost_ms > self._loop_ms:
@@ -96,10 +98,16 @@ def _unless_cancelled(later: Later, read: Callable[[], Prompt | None]) -> Prompt
     return None if later.cancelled else _safely(read)
 
 
-def _safely(read: Callable[[], Prompt | None]) -> Prompt | None:
+def _safely(read: Callable[[], Made | None]) -> Made | None:
     """Whatever a prompt does to its reader, its request is served."""
     try:
         return read()
-    except Exception:
-        log.exception("a prompt could not be read; its request is routed by load")
+    except Exception as error:  # its words may be a user's
+        last = extract_tb(error.__traceback__)[-1]
+        log.error(
+            "a prompt could not be read (%s at %s:%s); its request is routed by load",
+            type(error).__name__,
+            last.filename,
+            last.lineno,
+        )
         return None

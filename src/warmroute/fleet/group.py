@@ -7,8 +7,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
+from warmroute.fleet.arrivals import Arrivals
 from warmroute.fleet.health import Standing
 from warmroute.fleet.node import Node
+from warmroute.fleet.pace import Pace
 
 
 class Candidates:
@@ -26,10 +28,12 @@ class Candidates:
 
 
 class Group:
-    __slots__ = ("at_need", "inflight", "members", "model", "ramping_until_s", "trials", "up")
+    __slots__ = ("arrivals", "at_need", "inflight", "members", "model", "pace", "ramping_until_s", "trials", "up")
 
     def __init__(self, model: str) -> None:
         self.model = model
+        self.arrivals = Arrivals()
+        self.pace = Pace()
         self.inflight = 0
         """Our requests on nodes of this group, whatever model they asked for."""
         self.members: tuple[Node, ...] = ()

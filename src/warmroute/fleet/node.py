@@ -40,6 +40,7 @@ class Node:
     __slots__ = (
         "api_key_env",
         "config",
+        "context",
         "draining",
         "engine",
         "first_byte_counts",
@@ -52,6 +53,7 @@ class Node:
         "inflight",
         "island",
         "kv_delta",
+        "kv_new",
         "kv_usage",
         "last_ticket_s",
         "latency_ms",
@@ -67,7 +69,6 @@ class Node:
         "scheme",
         "seed",
         "speed",
-        "token_ms",
         "url",
         "waiting",
     )
@@ -97,7 +98,10 @@ class Node:
         self.kv_usage = 0.0
         self.kv_delta = 0.0
         """Tokens of KV memory that our requests took, less those given back, since the last poll."""
-        self.token_ms = 20.0
+        self.context = 0
+        """Tokens of our requests there: what each step of its batch has to look back at."""
+        self.kv_new = 0
+        """Tokens of prompts that our requests there brought, beyond what was cached."""
         self.polled_s = -1e9
 
         # The books: what this process has there, and what others have.
@@ -146,10 +150,16 @@ class Node:
         self.polled_s = now_s
         self.foreign = max(0, running + waiting - self.inflight)
 
+    def kv_used(self, capacity: float, output: float) -> float:
+        """Tokens of KV memory that running requests hold: as polled and changed since, and at least what our own
+        requests must have taken, with half of their answers of `output` tokens."""
+        return max(self.kv_usage * capacity + self.kv_delta, self.kv_new + 0.5 * output * self.inflight)
+
     def lost_sight_of_load(self) -> None:
         """Forgets what the metrics said: they are too old to count."""
         self.running = self.waiting = self.foreign = 0
         self.kv_usage = 0.0
+        self.kv_delta = 0.0
 
     def saw_first_byte(self, after_ms: float) -> None:
         self.first_byte_counts[bisect_left(FIRST_BYTE_BOUNDS_MS, after_ms)] += 1

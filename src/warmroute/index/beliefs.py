@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from warmroute._kernel._index import BlockIndex
 from warmroute.config import Index as IndexConfig
@@ -16,6 +16,9 @@ from warmroute.index.sharing import Sharing
 from warmroute.index.tiers import WORTH
 
 _, CPU_WORTH, DISK_WORTH, REMOTE_WORTH = WORTH
+TOLD_S: Final = 0.05
+"""So soon after a first token its blocks have usually been told of. Then they are expected no more: the node may evict
+them long before `expected_s` is over."""
 
 
 class Hit(NamedTuple):
@@ -26,7 +29,7 @@ class Hit(NamedTuple):
     expected: float
     """What they are worth, by tier and confidence."""
     rank: int
-    """The data-parallel rank that holds them; ROUTED where that is not known."""
+    """The data-parallel rank that holds them; below 0 where that is not known."""
 
 
 class Beliefs:
@@ -39,6 +42,9 @@ class Beliefs:
         self._sizes: dict[str, set[int]] = {}
         """Base model → block sizes of the nodes that serve it. Made anew when somebody describes itself."""
         self._fulfilling: deque[tuple[float, Prediction]] = deque()
+        """Predictions whose first token came, and when they are looked at; those not told of by then go on to wait."""
+        self._waiting: deque[tuple[float, Prediction]] = deque()
+        """Those, and when they end in any case."""
         self.sharing = Sharing(self.index)
         self.reuse = Reuse()
         self.reconfigure(config)
@@ -109,6 +115,7 @@ class Beliefs:
             return
         most = (lookup.token_count - 1) // size  # engines compute at least one token
         sure = min(most, lookup.sure_tokens // size)
+        is_sure = lookup.sure_tokens == lookup.token_count
         if lookup.sharing:
             owned = self.sharing.owned_depth(lookup.sharing, rows)
             most, sure = min(most, owned), min(sure, owned)
@@ -121,7 +128,9 @@ class Beliefs:
             cache, rank = owner
             if cache.block_size != size:
                 continue
-            if rank == ROUTED:
+            if rank < 0:
+                if rank == ROUTED and is_sure and cache.complete:
+                    continue
                 limit, confidence = most, cache.accuracy.trust(now_s)
             elif cache.doubted:
                 continue
@@ -136,7 +145,7 @@ class Beliefs:
                 worth += CPU_WORTH * (cpu - gpu) + DISK_WORTH * (disk - cpu) + REMOTE_WORTH * (remote - disk)
             hit = Hit(remote * size, worth * size * confidence, rank)
             known = found.get(cache.name)
-            if known is None or hit.expected > known.expected:
+            if known is None or (hit.expected, rank) > (known.expected, known.rank):  # of equals, the rank that told
                 found[cache.name] = hit
 
     # What is sent where.
@@ -159,20 +168,36 @@ class Beliefs:
 
     def first_token(self, prediction: Prediction, now_s: float) -> None:
         """The prompt is prefilled: what was expected will be told within moments."""
+        prediction.prefilled()
         if prediction.expected:
-            self._fulfilling.append((now_s + self.config.expected_s, prediction))
+            self._fulfilling.append((now_s + TOLD_S, prediction))
 
     def _let_go(self, now_s: float) -> None:
-        waiting = self._fulfilling
+        fulfilling, waiting = self._fulfilling, self._waiting
+        while fulfilling and fulfilling[0][0] <= now_s:
+            at_s, prediction = fulfilling.popleft()
+            if self._is_told(prediction.cache, prediction.chain[-8:]):
+                self._fulfil(prediction)
+            else:
+                waiting.append((at_s - TOLD_S + self.config.expected_s, prediction))
         while waiting and waiting[0][0] <= now_s:
             self._fulfil(waiting.popleft()[1])
 
+    def _is_told(self, cache: NodeCache, block: bytes) -> bool:
+        """Whether the node itself has told that it holds this block."""
+        told = cache.ranks.values()
+        return any(place in told for place, *_ in self.index.match(block))
+
     def _fulfil(self, prediction: Prediction) -> None:
+        if not prediction.expected:
+            return  # withdrawn: the node refused it
         prediction.fulfilled()
         cache = prediction.cache
         if prediction.stands and cache.complete and cache.model:
-            told = cache.ranks.values()
-            cache.surprised(all(place not in told for place, *_ in self.index.match(prediction.chain[:8])))
+            if self._is_told(cache, prediction.chain[:8]):
+                cache.surprised(False)
+            elif prediction.heard_of_others:
+                cache.surprised(True)
 
     # In idle moments.
 

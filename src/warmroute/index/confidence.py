@@ -56,6 +56,8 @@ class Accuracy:
 
     def trust(self, now_s: float) -> float:
         """Share of predicted tokens that come true. More than predicted is no reason for mistrust."""
+        if self._came_true == self._predicted:
+            return 1.0
         left = self._left(now_s)
         return (PRIOR_TOKENS + self._came_true * left) / (PRIOR_TOKENS + self._predicted * left)
 

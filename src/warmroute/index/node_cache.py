@@ -1,10 +1,11 @@
 """What is believed of one node's cache, from three sources:
 
     told      by the engine's KV events (or a node's own reports): a place in the index for each data-parallel rank
-    routed    by what was sent there: a place that forgets as the node's LRU would, where nothing better is known
-    expected  by what is being prefilled there just now: the same place, for a short time, beside what is told
+    routed    by what was sent there: a place that forgets as the node's LRU would
+    expected  by what is being prefilled there just now: a place that holds it for a short time, until it is told
 
-`complete` says whether what is told is all there is. Then the routed place holds expectations only.
+`complete` says whether what is told is all there is. Then what was routed counts only for prompts that events cannot
+tell of; it is kept for all of them, so that it is there when events are lost.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from warmroute.index.tiers import Tier
 EngineHash = int | bytes
 ROUTED: Final = -1
 """In the place of a rank: what was routed there."""
+EXPECTED: Final = -2
+"""In the place of a rank: what is expected there."""
 USUAL_BLOCK_TOKENS: Final = 16
 """Where a node does not say."""
 NEVER_S: Final = -1e9
@@ -39,16 +42,20 @@ class NodeCache:
         "accuracy",
         "block_size",
         "capacity_blocks",
+        "complete",
         "doubted",
         "era",
+        "expected_place",
         "gaps",
         "heard_s",
         "lag_s",
         "model",
         "name",
+        "prefilled_s",
         "ranks",
         "recency",
         "routed_place",
+        "stores",
         "surprises",
     )
 
@@ -73,8 +80,12 @@ class NodeCache:
         """What its GPU cache holds; 0 where it has not said."""
         self.ranks: dict[int, int] = {}
         self._complete: dict[int, bool] = {}
+        self.complete = False
+        """Everything it holds is told, in tokens that this router makes: no rank has lost events since it was empty."""
         self.routed_place = index.open_place()
+        self.expected_place = index.open_place()
         owners[self.routed_place] = (self, ROUTED)
+        owners[self.expected_place] = (self, EXPECTED)
         self.recency = Recency(assumed_blocks)
         self.accuracy = Accuracy()
         self.heard_s = NEVER_S
@@ -83,7 +94,11 @@ class NodeCache:
         """How late its events come, beyond the quickest of them."""
         self.era = 0
         """Changes when what was routed there is forgotten in whole; below 0 when the node is gone."""
+        self.prefilled_s = NEVER_S
+        """When the last prompt that it has prefilled was sent there."""
         self.gaps = 0
+        self.stores = 0
+        """Events of blocks stored, with their tokens."""
         self.surprises = 0
         """Prompts in a row that it prefilled and then told of other blocks than theirs."""
         self.doubted = False
@@ -94,9 +109,11 @@ class NodeCache:
     def describe(self, block_size: int, capacity_tokens: int) -> None:
         """Takes what the engine says of its cache."""
         if block_size > 0 and block_size != self.block_size:
-            self.block_size = block_size
+            before, self.block_size = self.block_size, block_size
             self._forget_routed()
             self._on_size()
+            self.capacity_blocks = self.capacity_blocks * before // block_size
+            self.recency.resize(max(1, self.recency.capacity * before // block_size))
         if capacity_tokens > 0:
             self.capacity_blocks = max(1, capacity_tokens // self.block_size)
             evicted = self.recency.resize(self.capacity_blocks)
@@ -106,10 +123,8 @@ class NodeCache:
     def is_told(self) -> bool:
         return bool(self.ranks)
 
-    @property
-    def complete(self) -> bool:
-        """Everything it holds is told: no rank has lost events since it was empty."""
-        return bool(self._complete) and not self.doubted and all(self._complete.values())
+    def _see_whether_complete(self) -> None:
+        self.complete = bool(self._complete) and not self.doubted and all(self._complete.values())
 
     # What it tells.
 
@@ -118,7 +133,7 @@ class NodeCache:
         if rank not in self.ranks:
             place = self.ranks[rank] = self._index.open_place()
             self._owners[place] = (self, rank)
-            self._complete[rank] = False
+            self._complete[rank] = self.complete = False
 
     def unfollow(self, rank: int) -> None:
         """Nobody tells of this rank any more."""
@@ -127,10 +142,12 @@ class NodeCache:
         if place is not None:
             del self._owners[place]
             self._index.close_place(place)
+            self._see_whether_complete()
 
     def tells_all(self, rank: int, complete: bool) -> None:
         if rank in self._complete:
             self._complete[rank] = complete
+            self._see_whether_complete()
 
     def stored(
         self,
@@ -151,6 +168,7 @@ class NodeCache:
         if not token_ids:
             self._index.store_known(place, hashes, tier)
             return True
+        self.stores += 1
         if block_size != self.block_size and parent is None:
             self.describe(block_size, 0)
         if salt and parent is None:
@@ -185,6 +203,7 @@ class NodeCache:
         self._forget_routed()
         self.surprises = 0
         self.doubted = False
+        self._see_whether_complete()
 
     def surprised(self, surprised: bool) -> None:
         """Whether a prompt that it prefilled was another to it than to this router: other blocks, or another length."""
@@ -194,6 +213,7 @@ class NodeCache:
         self.surprises += 1
         if self.surprises == SURPRISES:
             self.doubted = True
+            self.complete = False
 
     def heard(self, now_s: float) -> None:
         self.heard_s = now_s
@@ -218,7 +238,7 @@ class NodeCache:
         """It made so many tokens, which take room in its cache."""
         if tokens >= self.block_size:
             evicted = self.recency.push(tokens // self.block_size, now_s)
-            if evicted and not self.complete:
+            if evicted:
                 self._index.remove_chain(self.routed_place, evicted, Tier.GPU)
 
     def outlived(self, stamp_s: float) -> None:
@@ -233,14 +253,15 @@ class NodeCache:
 
     def expect(self, chain: bytes) -> None:
         """It is about to prefill these blocks."""
-        self._index.store_chain(self.routed_place, chain, Tier.GPU)
+        self._index.store_chain(self.expected_place, chain, Tier.GPU)
 
     def stop_expecting(self, chain: bytes) -> None:
-        self._index.remove_chain(self.routed_place, chain, Tier.GPU)
+        self._index.remove_chain(self.expected_place, chain, Tier.GPU)
 
     def _forget_routed(self) -> None:
         self.era += 1
         self._index.clear(self.routed_place)
+        self._index.clear(self.expected_place)
         self.recency.clear()
 
     def close(self) -> None:
@@ -248,14 +269,17 @@ class NodeCache:
         self.era = -1
         for rank in list(self.ranks):
             self.unfollow(rank)
-        del self._owners[self.routed_place]
-        self._index.close_place(self.routed_place)
+        for place in (self.routed_place, self.expected_place):
+            del self._owners[place]
+            self._index.close_place(place)
 
     # How much it counts.
 
     def told_confidence(self, now_s: float, stale_s: float, gone_s: float) -> float:
-        age_s = max(now_s - self.heard_s, self.lag_s)
-        return freshness(age_s, stale_s, gone_s) * self.accuracy.trust(now_s)
+        trust = self.accuracy.trust(now_s)
+        if now_s - self.heard_s <= stale_s and self.lag_s <= stale_s:
+            return trust
+        return trust * freshness(max(now_s - self.heard_s, self.lag_s), stale_s, gone_s)
 
     def confidence(self, now_s: float, stale_s: float, gone_s: float) -> float:
         """Of its hits, by whatever source they are known."""

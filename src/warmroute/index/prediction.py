@@ -15,11 +15,13 @@ class Prediction:
         "_era",
         "_kept",
         "_points",
+        "_stores",
         "cache",
         "chain",
         "expected",
         "prompt_tokens",
         "rank",
+        "sent_s",
         "sure",
         "tokens",
     )
@@ -35,24 +37,25 @@ class Prediction:
         self.rank = rank
         self.sure = sure
         """The blocks are those that the engine will tell of."""
+        self.sent_s = now_s
         self._era = cache.era
-        self._kept = b""
+        self._stores = cache.stores
         self._points: list[tuple[int, float]] = []
         self.expected = sure and cache.complete
         """Held as an expectation, which ends shortly after its first token."""
         if self.expected:
             cache.expect(chain)
-            cache.recency.touch(chain, now_s)
         else:
             self._note_points(tokens // cache.block_size)
-            self._kept = cache.keep(chain, now_s)
+        self._kept = cache.keep(chain, now_s)
 
     def _note_points(self, depth: int) -> None:
-        recency = self.cache.recency
+        """Of blocks that the node has had for sure: what is still waiting there to be prefilled may well be missing."""
+        recency, prefilled_s = self.cache.recency, self.cache.prefilled_s
         step = max(1, depth // POINTS)
         for at in range(step - 1, depth, step):
             stamp = recency.stamp_of(self.chain[at * 8 : at * 8 + 8])
-            if stamp is not None:
+            if stamp is not None and stamp <= prefilled_s:
                 self._points.append((at, stamp))
 
     @property
@@ -60,12 +63,22 @@ class Prediction:
         """The node is still the one that the prompt was sent to, with what it then had."""
         return self.cache.era == self._era
 
+    def prefilled(self) -> None:
+        """It got its first token."""
+        if self.stands:
+            self.cache.prefilled_s = max(self.cache.prefilled_s, self.sent_s)
+
     def fulfilled(self) -> None:
         """What was expected has been told by now, or never will."""
         if self.expected:
             self.expected = False
             if self.stands:
                 self.cache.stop_expecting(self.chain)
+
+    @property
+    def heard_of_others(self) -> bool:
+        """The node has told of new blocks since: its events come."""
+        return self.stands and self.cache.stores != self._stores
 
     def withdraw(self) -> None:
         """It never got its first token: the node may not have prefilled it."""
@@ -75,9 +88,11 @@ class Prediction:
             self._kept = b""
 
     def counted(self, prompt_tokens: int) -> None:
-        """The engine says how long the prompt was: another number means another tokenizer, or template."""
-        if self.sure and self.stands:
-            self.cache.surprised(prompt_tokens != self.prompt_tokens)
+        """The engine says how long the prompt was: another number means another tokenizer, or template. The same
+        means little where the node tells of its blocks: a date in the template leaves the length as it is."""
+        surprised = prompt_tokens != self.prompt_tokens
+        if self.sure and self.stands and (surprised or not self.cache.complete):
+            self.cache.surprised(surprised)
 
     def reported(self, cached_tokens: int, now_s: float) -> None:
         """The engine says how much of the prompt it had."""

@@ -1,10 +1,10 @@
 """Who may know of which blocks. Engines do not know tenants: a block that an engine tells of may be anybody's. So a
 tenant (or a group of tenants that share) is given a place of its own in the index, with the blocks of the prompts that
 it sent through this router. It may know of a node's blocks as far as it sent them itself; and of what follows (answers,
-which nobody sent yet) where nobody else has sent as much of that beginning.
+which nobody sent yet) where nobody else has sent even the first block, and so can't have been given that answer.
 
     prompt of A     [b1 b2 b3 b4 | a5 a6]        told by a node: b1 … a6 (a5, a6: blocks of the answer)
-    A's next turn   [b1 b2 b3 b4   a5 a6 b7]     A sent 4, B sent 1: all 6 count
+    A's next turn   [b1 b2 b3 b4   a5 a6 b7]     A sent 4, B nothing of it: all 6 count; B sent b1: 4
     B's prompt      [b1 c2 …]                    B sent 1: at most 1 counts, whoever else had b1 in the cache
 """
 
@@ -19,6 +19,8 @@ from warmroute.index.tiers import Tier
 
 KEPT_BLOCKS: Final = 1 << 20
 """Blocks remembered of all tenants together; those of the tenant that has most of them go first."""
+BYTES_A_BLOCK: Final = 256
+"""Of a small index there are fewer of them: one for so many bytes of its budget."""
 WHOLE: Final = 1 << 62
 
 Row = tuple[int, int, int, int, int]
@@ -29,14 +31,15 @@ class _Sent:
 
     __slots__ = ("place", "recency")
 
-    def __init__(self, place: int) -> None:
+    def __init__(self, place: int, most_blocks: int) -> None:
         self.place = place
-        self.recency = Recency(KEPT_BLOCKS)
+        self.recency = Recency(most_blocks)
 
 
 class Sharing:
     def __init__(self, index: BlockIndex) -> None:
         self._index = index
+        self._most = min(KEPT_BLOCKS, index.stats()["budget_bytes"] // BYTES_A_BLOCK)
         self._sent: dict[str, _Sent] = {}
         self._places: set[int] = set()
         self._kept = 0
@@ -44,7 +47,7 @@ class Sharing:
     def sent(self, sharing: str, chain: bytes, now_s: float) -> None:
         one = self._sent.get(sharing)
         if one is None:
-            one = self._sent[sharing] = _Sent(self._index.open_place())
+            one = self._sent[sharing] = _Sent(self._index.open_place(), self._most)
             self._places.add(one.place)
         before = len(one.recency)
         new, evicted = one.recency.touch(chain, now_s)
@@ -53,14 +56,14 @@ class Sharing:
         if evicted:
             self._index.remove_chain(one.place, evicted, Tier.GPU)
         self._kept += len(one.recency) - before
-        if self._kept > KEPT_BLOCKS:
+        if self._kept > self._most:
             self._make_room()
 
     def _make_room(self) -> None:
         largest = max(self._sent.values(), key=lambda one: len(one.recency))
         before = len(largest.recency)
-        evicted = largest.recency.resize(max(1, before - (self._kept - KEPT_BLOCKS)))
-        largest.recency.resize(KEPT_BLOCKS)
+        evicted = largest.recency.resize(max(1, before - (self._kept - self._most)))
+        largest.recency.resize(self._most)
         self._index.remove_chain(largest.place, evicted, Tier.GPU)
         self._kept += len(largest.recency) - before
 
@@ -69,11 +72,11 @@ class Sharing:
         one = self._sent.get(sharing)
         if one is None:
             return 0
-        mine = others = 0
+        mine, alone = 0, True
         places = self._places
         for place, depth, *_ in rows:
             if place == one.place:
                 mine = depth
-            elif place in places and depth > others:
-                others = depth
-        return WHOLE if mine > others else mine
+            elif place in places:
+                alone = False
+        return WHOLE if mine and alone else mine

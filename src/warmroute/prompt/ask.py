@@ -31,6 +31,10 @@ PARSED_BYTES: Final = 1_000_000
 """Up to this a body that the scan is unsure of is parsed for real."""
 
 
+HIGH, NORMAL, LOW = range(3)
+"""Priorities: the lower goes first."""
+
+
 class NotJson(ValueError):
     """The body is not a JSON object. The message says why, without the body's content."""
 
@@ -38,7 +42,16 @@ class NotJson(ValueError):
 class Ask:
     """One request's wishes."""
 
-    __slots__ = ("_session", "_system", "_user", "model", "session_header", "tenant")
+    __slots__ = (
+        "_session",
+        "_system",
+        "_user",
+        "max_output_tokens",
+        "model",
+        "priority",
+        "session_header",
+        "tenant",
+    )
 
     def __init__(
         self, model: str, system: bytes | None = None, user: bytes | None = None, session: bytes = b""
@@ -47,6 +60,9 @@ class Ask:
         """Empty where the body names none."""
         self.tenant = ""
         """Whose request it is; empty where nobody has to say."""
+        self.max_output_tokens: int | None = None
+        """What the answer may have at most, where the request says so."""
+        self.priority = NORMAL
         self.session_header = b""
         self._system = system
         self._user = user

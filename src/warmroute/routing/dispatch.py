@@ -9,34 +9,43 @@ closed         without a first byte, or refused: it may never have had them
 from __future__ import annotations
 
 from warmroute.fleet.node import Node, Outcome
+from warmroute.fleet.pace import Pace
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.beliefs import Beliefs
 from warmroute.index.prediction import Prediction
-
-OUT = [200.0]
+from warmroute.prompt.ask import Ask
+from warmroute.routing.outputs import OutputLengths
 
 
 class Dispatch(Ticket):
-    __slots__ = ("_beliefs", "_new", "_output", "_work", "prediction")
+    __slots__ = ("_beliefs", "_context", "_new", "_output", "_outputs", "_pace", "_work", "ask", "prediction")
 
     def __init__(
-        self, node: Node, now_s: float, beliefs: Beliefs, prediction: Prediction | None, prefill: float
-    ) -> None:
-        """`prefill` is the work that the node has to do for it."""
+        self, ask: Ask, node: Node, now_s: float, beliefs: Beliefs, outputs: OutputLengths, pace: Pace,
+        prediction: Prediction | None, tokens: int, new: int, prefill: float,
+    ) -> None:  # fmt: skip
+        """Of its `tokens` the node has to compute `new` ones, which is so much `prefill` work."""
         super().__init__(node, now_s)
+        self.ask = ask
+        self._pace = pace
+        self._beliefs = beliefs
+        self._outputs = outputs
+        self.prediction = prediction
+        self._new = new
+        self._output = 0
         self._work = prefill
         node.pending_work += prefill
-        self._new = prediction.prompt_tokens - prediction.tokens if prediction is not None else 100
-        self._output = 0
-        node.kv_delta += self._new
-        self._beliefs = beliefs
-        self.prediction = prediction
+        node.kv_delta += new
+        node.kv_new += new
+        self._context = tokens
+        node.context += tokens
 
     def first_byte(self, now_s: float) -> None:
         super().first_byte(now_s)
         node = self.node
         node.pending_work -= self._work
-        node.speed.saw_first_token(self._work, self.opened_s, now_s)
+        step_ms = self._pace.token_ms(node.context) * node.speed.factor
+        node.speed.saw_first_token(self._work, step_ms, self.opened_s, now_s)
         self._work = 0.0
         if self.prediction is not None:
             self._beliefs.first_token(self.prediction, now_s)
@@ -62,10 +71,12 @@ class Dispatch(Ticket):
             prediction.reported(cached_tokens, now_s)
         if output_tokens is not None:
             self._output = output_tokens
-            OUT[0] += 0.02 * (output_tokens - OUT[0])
-            if output_tokens > 1:
-                node = self.node
-                node.token_ms += 0.1 * ((now_s - self.first_byte_s) * 1000.0 / (output_tokens - 1) - node.token_ms)
+            self._outputs.saw(self.ask.model, self.ask.tenant, output_tokens)
+            if self.first_byte_s and output_tokens > 1:
+                node, pace = self.node, self._pace
+                token_ms = (now_s - self.first_byte_s) * 1000.0 / (output_tokens - 1)
+                node.speed.saw_answer(token_ms / pace.token_ms(node.context))
+                pace.saw_answer(token_ms / node.speed.factor, node.context)
         if output_tokens is not None and prediction.stands:
             prediction.cache.keep_answer(output_tokens, now_s)
 
@@ -73,6 +84,9 @@ class Dispatch(Ticket):
         if self._open and self.prediction is not None and (not self.first_byte_s or outcome is Outcome.REJECTED):
             self.prediction.withdraw()
         if self._open:
-            self.node.pending_work -= self._work
-            self.node.kv_delta -= self._new + self._output
+            node = self.node
+            node.pending_work -= self._work
+            node.kv_delta -= self._new + self._output
+            node.kv_new -= self._new
+            node.context -= self._context
         super().close(outcome, now_s)

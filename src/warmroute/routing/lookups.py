@@ -5,6 +5,8 @@ from __future__ import annotations
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.prompt import Prompt
 
+__all__ = ["Lookup", "lookup_of"]
+
 
 def lookup_of(prompt: Prompt, sharing: str) -> Lookup:
     """`sharing`: the tenant, or the group it shares its cache with."""

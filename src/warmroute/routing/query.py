@@ -9,7 +9,7 @@ from warmroute.prompt.ask import Ask
 
 
 class Query:
-    __slots__ = ("_beliefs", "_hits", "ask", "candidates", "group", "lookup", "now_s")
+    __slots__ = ("_beliefs", "_hits", "ask", "candidates", "group", "looked_up_s", "lookup", "now_s", "waiting")
 
     def __init__(
         self, ask: Ask, candidates: Candidates, group: Group, now_s: float, lookup: Lookup | None, beliefs: Beliefs
@@ -17,11 +17,21 @@ class Query:
         self.ask = ask
         self.candidates = candidates
         self.group = group
-        self.now_s = now_s
+        self.now_s = self.looked_up_s = now_s
         self.lookup = lookup
         """The prompt in blocks; None where it was not read, or is too short to matter."""
         self._beliefs = beliefs
+        self.waiting = 0
+        """Requests that wait for a node of the group."""
         self._hits: dict[str, Hit] | None = None
+
+    def again(self, now_s: float, waiting: int) -> Query:
+        """The same a moment later. When it was looked up stays."""
+        again = Query(self.ask, self.candidates, self.group, now_s, self.lookup, self._beliefs)
+        again.waiting = waiting
+        again._hits = self.hits()
+        again.looked_up_s = self.looked_up_s
+        return again
 
     def hits(self) -> dict[str, Hit]:
         """By the node's name, for those that hold the beginning of the prompt. Worked out once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from warmroute.config import Routing
+from warmroute.config import Pricing, Routing
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.group import Candidates, Group
 from warmroute.fleet.node import Node
@@ -15,6 +15,7 @@ from warmroute.index.lookup import Lookup
 from warmroute.prompt.ask import Ask
 from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch
+from warmroute.routing.outputs import OutputLengths
 from warmroute.routing.policies import policy_named
 from warmroute.routing.query import Query
 
@@ -36,14 +37,17 @@ class NobodyCanServe(Undecided):
 
 
 class Router:
-    def __init__(self, fleet: Fleet, beliefs: Beliefs, config: Routing) -> None:
+    def __init__(self, fleet: Fleet, beliefs: Beliefs, config: Routing, pricing: Pricing | None = None) -> None:
         self._fleet = fleet
         self._beliefs = beliefs
-        self.reconfigure(config)
+        self.outputs = OutputLengths()
+        self.waiting = 0
+        """Requests that wait for a node, as admission counts them."""
+        self.reconfigure(config, pricing or Pricing())
 
-    def reconfigure(self, config: Routing) -> None:
+    def reconfigure(self, config: Routing, pricing: Pricing) -> None:
         self._random = Random(config.seed or None)
-        self.policy = policy_named(config, self._random)
+        self.policy = policy_named(config, pricing, self._beliefs, self.outputs, self._random)
 
     def decide(self, ask: Ask, now_s: float, lookup: Lookup | None = None) -> Decision:
         """`lookup` is the prompt in blocks, where the policy wants it. Raises Undecided."""
@@ -56,6 +60,7 @@ class Router:
             if not candidates.nodes:
                 raise NobodyCanServe(ask.model)
         query = Query(ask, candidates, group, now_s, lookup, self._beliefs)
+        query.waiting = self.waiting
         decision = self.policy.decide(query)
         if len(candidates) < len(everyone):  # those left out for now still stand in at need
             decision = decision.with_more(everyone.nodes)
@@ -67,6 +72,16 @@ class Router:
         decision.query = query
         return decision
 
+    def decide_again(self, query: Query, now_s: float) -> Decision:
+        """The same request a moment later: with what nodes hold of it taken as known."""
+        group = self._fleet.group(query.ask.model)
+        if group is None or group.up is not query.candidates or group.trials or now_s < group.ramping_until_s:
+            return self.decide(query.ask, now_s, query.lookup)
+        again = query.again(now_s, self.waiting)
+        decision = self.policy.decide(again)
+        decision.query = again
+        return decision
+
     def dispatch(self, decision: Decision, node: Node, now_s: float) -> Ticket:
         """Enters a request in the books of the node that it is sent to: the decision's, or one that stands in."""
         query = decision.query
@@ -76,7 +91,18 @@ class Router:
         prediction = self._beliefs.sent(query.ask.model, query.lookup, node.name, hit, now_s)
         cached = hit.expected if hit is not None else 0.0
         new = query.lookup.token_count - cached
-        return Dispatch(node, now_s, self._beliefs, prediction, work(new, cached))
+        return Dispatch(
+            query.ask,
+            node,
+            now_s,
+            self._beliefs,
+            self.outputs,
+            query.group.pace,
+            prediction,
+            query.lookup.token_count,
+            int(new),
+            work(new, cached),
+        )
 
     def _group(self, ask: Ask) -> Group:
         fleet = self._fleet

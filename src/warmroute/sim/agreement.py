@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from warmroute.config import ConfigError, Metrics, Routing, from_table
+from warmroute.config import Config, ConfigError, Metrics, from_table
 from warmroute.sim.chat_client import Unanswered, ask
 from warmroute.sim.children import Child, Children
 from warmroute.sim.loadgen.drive import Drive, Load
@@ -78,13 +78,13 @@ def virtual(trial: Trial) -> Run:
     )
     hardware = profile(trial.profile)
     specs = [NodeSpec(name, hardware, blocks=trial.blocks) for name in trial.names()]
-    world = World(specs, conditions, _routing(trial))
+    world = World(specs, conditions, _config(trial))
     world.run(trial.prompts(), concurrency=trial.concurrency, limit=trial.limit)
     return summary(world)
 
 
-def _routing(trial: Trial) -> Routing:
-    return from_table({"routing": {"policy": trial.policy, "seed": trial.seed}}).routing
+def _config(trial: Trial) -> Config:
+    return from_table({"routing": {"policy": trial.policy, "seed": trial.seed}})
 
 
 async def live(trial: Trial) -> Run:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from random import Random
 
-from warmroute.config import Routing
+from warmroute.config import Pricing, Routing
+from warmroute.index.beliefs import Beliefs
 from warmroute.routing.decision import Policy
+from warmroute.routing.outputs import OutputLengths
 from warmroute.routing.policies.latency import Latency
 from warmroute.routing.policies.least_loaded import LeastLoaded
 from warmroute.routing.policies.overlap import Approximate, Overlap
 from warmroute.routing.policies.power_of_two import PowerOfTwo
 from warmroute.routing.policies.prefix_hash import PrefixHash
+from warmroute.routing.policies.price import PricePolicy
 from warmroute.routing.policies.random_choice import RandomChoice
 from warmroute.routing.policies.round_robin import RoundRobin
 from warmroute.routing.policies.session import Session
 
 
-def policy_named(config: Routing, random: Random) -> Policy:
+def policy_named(config: Routing, pricing: Pricing, beliefs: Beliefs, outputs: OutputLengths, random: Random) -> Policy:
     """The configured policy, with its settings."""
     match config.policy:
         case "round_robin":
@@ -37,3 +40,5 @@ def policy_named(config: Routing, random: Random) -> Policy:
             return Overlap(LeastLoaded(random))
         case "approximate":
             return Approximate(LeastLoaded(random))
+        case "price":
+            return PricePolicy(beliefs, outputs, pricing, random)

@@ -15,6 +15,7 @@ from warmroute.routing.query import Query
 class Latency:
     name = "latency"
     wants_tokens = False
+    holds = False
 
     def __init__(self, random: Random) -> None:
         self._random = random

@@ -13,6 +13,7 @@ from warmroute.routing.query import Query
 class LeastLoaded:
     name = "least_loaded"
     wants_tokens = False
+    holds = False
 
     def __init__(self, random: Random) -> None:
         self._random = random

@@ -24,6 +24,7 @@ OVERLOAD_REQUESTS: Final = 4
 class Overlap:
     name = "overlap"
     wants_tokens = True
+    holds = False
 
     def __init__(self, otherwise: LeastLoaded) -> None:
         self._otherwise = otherwise
@@ -40,7 +41,13 @@ class Overlap:
         best_hit = 0.0
         for name, hit in hits.items():
             node = by_name.get(name)
-            if node is None or hit.expected < best_hit or node.kv_usage > most_used or node.load > most_load:
+            if (
+                node is None
+                or not hit.expected
+                or hit.expected < best_hit
+                or node.kv_usage > most_used
+                or node.load > most_load
+            ):
                 continue
             if best is None or hit.expected > best_hit or node.load < best.load:
                 best, best_hit = node, hit.expected

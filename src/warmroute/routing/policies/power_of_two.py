@@ -14,6 +14,7 @@ from warmroute.routing.query import Query
 class PowerOfTwo:
     name = "power_of_two"
     wants_tokens = False
+    holds = False
 
     def __init__(self, random: Random) -> None:
         self._random = random

@@ -15,6 +15,7 @@ from warmroute.routing.query import Query
 class PrefixHash:
     name = "prefix_hash"
     wants_tokens = False
+    holds = False
 
     def __init__(self, load_factor: float, without_key: LeastLoaded) -> None:
         self._load_factor = load_factor

@@ -11,6 +11,7 @@ from warmroute.routing.query import Query
 class RandomChoice:
     name = "random"
     wants_tokens = False
+    holds = False
 
     def __init__(self, random: Random) -> None:
         self._random = random

@@ -9,6 +9,7 @@ from warmroute.routing.query import Query
 class RoundRobin:
     name = "round_robin"
     wants_tokens = False
+    holds = False
 
     def __init__(self) -> None:
         self._turns: dict[str, int] = {}

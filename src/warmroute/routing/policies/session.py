@@ -13,6 +13,7 @@ from warmroute.routing.query import Query
 class Session:
     name = "session"
     wants_tokens = False
+    holds = False
 
     def __init__(self, load_factor: float, without_session: LeastLoaded) -> None:
         self._load_factor = load_factor

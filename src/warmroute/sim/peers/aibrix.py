@@ -24,6 +24,7 @@ from warmroute.sim.world.listener import Listener
 class Aibrix(Listener):
     name = "aibrix"
     wants_tokens = False
+    holds = False
 
     def __init__(self, random: Random, *, imbalance: int = 8, sigmas: float = 1.0) -> None:
         self._random = random

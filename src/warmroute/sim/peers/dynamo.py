@@ -36,6 +36,7 @@ class _Active:
 class Dynamo(Listener):
     name = "dynamo"
     wants_tokens = False
+    holds = False
     wants_kv_events = True
 
     def __init__(self, random: Random, *, overlap_weight: float = 1.0) -> None:

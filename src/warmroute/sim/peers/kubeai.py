@@ -26,6 +26,7 @@ KEY_CHARACTERS = 100
 class Kubeai(Listener):
     name = "kubeai"
     wants_tokens = False
+    holds = False
 
     def __init__(self, random: Random, *, load_factor: float = 1.25, replication: int = 256) -> None:
         self._load_factor = load_factor

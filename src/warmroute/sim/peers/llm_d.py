@@ -23,6 +23,7 @@ from warmroute.sim.world.listener import Listener
 
 class LlmD(Listener):
     wants_tokens = False
+    holds = False
 
     def __init__(
         self,

@@ -24,6 +24,7 @@ from warmroute.sim.world.listener import Listener
 class Sglang(Listener):
     name = "sglang"
     wants_tokens = False
+    holds = False
 
     def __init__(
         self,

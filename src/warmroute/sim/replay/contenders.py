@@ -14,17 +14,12 @@ from typing import Any, get_args
 
 import msgspec
 
-from warmroute.config import Index, PolicyName, Routing
-from warmroute.index.beliefs import Beliefs
-from warmroute.routing.decision import Policy
-from warmroute.routing.policies import policy_named
+from warmroute.config import Admission, Config, PolicyName, Pricing, Routing, Section, from_table
 from warmroute.sim.peers.aibrix import Aibrix
 from warmroute.sim.peers.dynamo import Dynamo
 from warmroute.sim.peers.kubeai import Kubeai
 from warmroute.sim.peers.llm_d import LlmD
 from warmroute.sim.peers.sglang import Sglang
-from warmroute.sim.world.believing import Believing
-from warmroute.sim.world.listener import Listener
 
 INDEX_BYTES = 1 << 30
 """Simulated fleets may be large; what a small budget does is the index's own tests' affair."""
@@ -53,16 +48,24 @@ class Contender(msgspec.Struct, frozen=True):
     name: str
     parameters: dict[str, Any]
 
-    def build(self, seed: int) -> tuple[Policy, Listener | None]:
-        """A policy of its own, with nothing learned yet, and what wants to hear of the world for it."""
-        random = Random(f"{seed} policy")
+    def peer(self, seed: int) -> Any:
+        """A peer's rule of its own, with nothing learned yet: both a policy and its ears. None for our own policies."""
+        return PEERS[self.name](Random(f"{seed} policy"), **self.parameters) if self.name in PEERS else None
+
+    def config(self) -> Config:
+        """The router's configuration for a policy of its own."""
         if self.name in PEERS:
-            peer = PEERS[self.name](random, **self.parameters)
-            return peer, peer
-        policy = policy_named(Routing(policy=self.name, **self.parameters), random)  # type: ignore[arg-type]
-        if not policy.wants_tokens:
-            return policy, None
-        return policy, Believing(Beliefs(Index(memory_bytes=INDEX_BYTES)), events=self.name != "approximate")
+            return Config()
+        table: dict[str, dict[str, Any]] = {"index": {"memory_bytes": INDEX_BYTES}, "routing": {"policy": self.name}}
+        for name, section in _sections(self.name):
+            known = msgspec.structs.asdict(section)
+            table.setdefault(name, {}).update({key: self.parameters[key] for key in known if key in self.parameters})
+        return from_table(table)
+
+
+def _sections(name: str) -> list[tuple[str, Section]]:
+    """The tables of the configuration that a policy has parameters of."""
+    return [("price", Pricing()), ("admission", Admission())] if name == "price" else [("routing", Routing())]
 
 
 def contender(text: str) -> Contender:
@@ -97,4 +100,6 @@ def _parameters_of(name: str) -> dict[str, Any]:
     if name in PEERS:
         parameters = inspect.signature(PEERS[name]).parameters.values()
         return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY and one.name != "precise"}
+    if name == "price":
+        return {key: value for _, section in _sections(name) for key, value in msgspec.structs.asdict(section).items()}
     return {"load_factor": Routing().load_factor} if name in ("session", "prefix_hash") else {}

@@ -13,7 +13,6 @@ from warmroute.sim.replay.summary import Run, rounded, summary
 from warmroute.sim.workloads.arrivals import warmed
 from warmroute.sim.workloads.choose import Workload
 from warmroute.sim.workloads.prompt import Prompt
-from warmroute.sim.world.believing import Believing
 from warmroute.sim.world.conditions import Conditions, NodeSpec
 from warmroute.sim.world.gate import QueueGate
 from warmroute.sim.world.happenings import Happening, enter
@@ -97,14 +96,13 @@ def replay(setup: Setup, progress: Progress | None = None) -> Run:
 
 def world_of(setup: Setup) -> World:
     """The world before its first request."""
-    policy, listener = setup.contender.build(setup.conditions.seed)
-    if setup.queue_threshold is not None:
-        policy = QueueGate(policy, setup.queue_threshold)
     conditions = setup.conditions
-    if listener is not None and listener.poll_interval_s is not None:
-        conditions = msgspec.structs.replace(conditions, poll_interval_s=listener.poll_interval_s)
-    beliefs = listener.beliefs if isinstance(listener, Believing) else None
-    world = World(setup.nodes, conditions, policy=policy, listener=listener, beliefs=beliefs)
+    peer = setup.contender.peer(conditions.seed)
+    if peer is not None and peer.poll_interval_s is not None:
+        conditions = msgspec.structs.replace(conditions, poll_interval_s=peer.poll_interval_s)
+    world = World(setup.nodes, conditions, setup.contender.config(), policy=peer, listener=peer)
+    if setup.queue_threshold is not None:
+        world.router.policy = QueueGate(world.router.policy, setup.queue_threshold)
     for happening in setup.happenings:
         enter(world, happening, setup.nodes[0])
     return world

@@ -5,10 +5,11 @@ from __future__ import annotations
 from array import array
 
 from warmroute.index.lookup import Lookup
-from warmroute.prompt.ask import Ask
+from warmroute.prompt.ask import HIGH, LOW, NORMAL, Ask
 from warmroute.sim.workloads.prompt import Priority, Prompt
 from warmroute.sim.workloads.text import Form, beginnings
 
+PRIORITIES: dict[Priority, int] = {"high": HIGH, "normal": NORMAL, "low": LOW}
 MODEL = "sim"
 """The one model that simulated fleets serve."""
 
@@ -37,6 +38,7 @@ class SimAsk(Ask):
         super().__init__(MODEL, session=prompt.session)
         self.tenant = prompt.tenant
         self.prompt = prompt
+        self.priority = PRIORITIES[prompt.priority]
         self.number = number
         """Counts the world's requests; its name in everybody's books."""
         self._form = form
@@ -51,10 +53,6 @@ class SimAsk(Ask):
         if self._user is None:
             self._system, self._user = beginnings(self.prompt, self._form)
         return self._user
-
-    @property
-    def priority(self) -> Priority:
-        return self.prompt.priority
 
     @property
     def prompt_tokens(self) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from warmroute.fleet.node import Node
 from warmroute.fleet.ticket import Ticket
+from warmroute.index.lookup import Lookup
 from warmroute.routing.decision import Decision
+from warmroute.routing.router import Undecided
 from warmroute.sim.workloads.prompt import Prompt
 from warmroute.sim.world.ask import SimAsk
 from warmroute.sim.world.tally import Tally
@@ -17,13 +20,17 @@ if TYPE_CHECKING:
 
 class Flight:
     __slots__ = (
+        "_go",
+        "_refuse",
         "arrived_ms",
+        "arrived_s",
         "ask",
         "cached_tokens",
         "decision",
         "done",
         "fallbacks",
         "first_ms",
+        "lookup",
         "node",
         "prompt",
         "request_id",
@@ -32,12 +39,25 @@ class Flight:
         "tried",
     )
 
-    def __init__(self, prompt: Prompt, ask: SimAsk, arrived_ms: float, tally: Tally) -> None:
+    def __init__(
+        self,
+        prompt: Prompt,
+        ask: SimAsk,
+        lookup: Lookup | None,
+        arrived_ms: float,
+        tally: Tally,
+        go: Callable[[Flight, Decision], None],
+        refuse: Callable[[Flight], None],
+    ) -> None:
         # for its whole life
         self.prompt = prompt
         self.ask = ask
         self.request_id = str(ask.number)
+        self.lookup = lookup
         self.arrived_ms = arrived_ms
+        self.arrived_s = arrived_ms / 1000.0
+        self._go = go
+        self._refuse = refuse
         self.tally = tally
         self.decision: Decision
         self.fallbacks: list[Node] | None = None
@@ -49,3 +69,10 @@ class Flight:
         self.ticket: Ticket
         self.first_ms: float | None = None
         self.cached_tokens = 0
+
+    def go(self, decision: Decision) -> None:
+        """Admission lets it through."""
+        self._go(self, decision)
+
+    def refuse(self, why: Undecided) -> None:
+        self._refuse(self)

@@ -6,10 +6,10 @@ High priority passes always; low is refused from half the threshold on.
 from __future__ import annotations
 
 from warmroute.fleet.group import Candidates
+from warmroute.prompt.ask import HIGH, LOW
 from warmroute.routing.decision import Decision, Policy
 from warmroute.routing.query import Query
 from warmroute.routing.router import Undecided
-from warmroute.sim.world.ask import SimAsk
 
 
 class Shed(Undecided):
@@ -21,18 +21,19 @@ class QueueGate:
 
     def __init__(self, policy: Policy, threshold: float) -> None:
         self.name = policy.name
+        self.holds = policy.holds
         self.wants_tokens = policy.wants_tokens
         self._policy = policy
         self._threshold = threshold
 
     def decide(self, query: Query) -> Decision:
-        priority = query.ask.priority if isinstance(query.ask, SimAsk) else "normal"
-        threshold = self._threshold / 2 if priority == "low" else self._threshold
+        priority = query.ask.priority
+        threshold = self._threshold / 2 if priority == LOW else self._threshold
         nodes = query.candidates.nodes
         open_nodes = [node for node in nodes if node.load < threshold]
         if len(open_nodes) < len(nodes):
             if open_nodes:
                 query.candidates = Candidates(open_nodes)
-            elif priority != "high":
+            elif priority != HIGH:
                 raise Shed
         return self._policy.decide(query)

@@ -11,16 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from warmroute.config import Health, Index, NodeConfig, Routing
+import msgspec
+
+from warmroute.config import Config, Health, NodeConfig
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node, Outcome
 from warmroute.index.beliefs import Beliefs
+from warmroute.routing.admission import Admission
 from warmroute.routing.decision import Decision, Policy
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.router import Router, Undecided
 from warmroute.sim.engine.request import EngineRequest, Finished, FirstToken, RequestTooLong
 from warmroute.sim.workloads.prompt import Prompt
 from warmroute.sim.world.ask import MODEL, SimAsk, SimLookup
+from warmroute.sim.world.believing import Believing
 from warmroute.sim.world.calendar import Calendar
 from warmroute.sim.world.clients import Clients
 from warmroute.sim.world.conditions import Conditions, NodeSpec
@@ -31,6 +35,8 @@ from warmroute.sim.world.node import Life, SimNode
 from warmroute.sim.world.polls import Polls
 from warmroute.sim.world.tally import Tally
 
+TICK_MS = 50.0
+"""How often admission looks by itself at who waits, as in service.py."""
 _PRIORITIES = {"high": -1, "normal": 0, "low": 1}
 
 
@@ -39,24 +45,28 @@ class World:
         self,
         specs: Iterable[NodeSpec],
         conditions: Conditions | None = None,
-        routing: Routing | None = None,
+        config: Config | None = None,
         *,
         policy: Policy | None = None,
         listener: Listener | None = None,
-        beliefs: Beliefs | None = None,
         health: Health | None = None,
     ) -> None:
-        """`policy` takes the place of the one that `routing` names."""
+        """`config` is the router's own; `policy` takes the place of the one that it names."""
         self.conditions = conditions = conditions or Conditions()
         self.calendar = Calendar()
         self.tally = Tally()
         health = health or Health()
         self.fleet = Fleet(health)
         # A seed of 0 would make production's router take one from the system.
-        self.beliefs = beliefs or Beliefs(Index())
-        self.router = Router(self.fleet, self.beliefs, routing or Routing(seed=conditions.seed * 2 + 1))
+        config = config or Config()
+        self.beliefs = Beliefs(config.index)
+        routing = msgspec.structs.replace(config.routing, seed=config.routing.seed or conditions.seed * 2 + 1)
+        self.router = Router(self.fleet, self.beliefs, routing, config.price)
         if policy is not None:
             self.router.policy = policy
+        self.admission = Admission(self.router, config.admission)
+        if listener is None and self.router.policy.wants_tokens:
+            listener = Believing(self.beliefs, events=routing.uses_events)
         self.nodes: dict[str, SimNode] = {}
         """The fleet's nodes by name."""
         self.gone: list[SimNode] = []
@@ -68,6 +78,7 @@ class World:
         self._arrivals = 0
         self._warm_up = -1
         self._measured_ms: float | None = None
+        self._ticking = False
         self.inflight = 0
         """Requests that have arrived and not ended."""
         for spec in specs:
@@ -185,20 +196,38 @@ class World:
         self._arrivals += 1
         self.inflight += 1
         self.tally.arrived(prompt, now_ms)
-        flight = Flight(prompt, SimAsk(prompt, number, self.conditions.form), now_ms, self.tally)
+        ask = SimAsk(prompt, number, self.conditions.form)
+        wanted = self.router.policy.wants_tokens and ask.prompt_tokens >= self.beliefs.config.min_tokens
+        lookup = SimLookup(ask) if wanted else None
+        flight = Flight(prompt, ask, lookup, now_ms, self.tally, self._go, self._refuse)
         try:
-            flight.decision = self._decide(flight.ask, now_ms / 1000.0)
+            self.admission.enter(flight, now_ms / 1000.0)
         except Undecided:
-            self._end(flight, Tally.rejected)
+            self._refuse(flight)
             return None
         if prompt.patience_ms is not None:
             self.calendar.after(prompt.patience_ms, self._lose_patience, flight)
-        self._try(flight, flight.decision.node)
+        if self.admission.waiting and not self._ticking:
+            self._ticking = True
+            self.calendar.after(TICK_MS, self._tick)
         return flight
 
-    def _decide(self, ask: SimAsk, now_s: float) -> Decision:
-        wanted = self.router.policy.wants_tokens and ask.prompt_tokens >= self.beliefs.config.min_tokens
-        return self.router.decide(ask, now_s, SimLookup(ask) if wanted else None)
+    def _go(self, flight: Flight, decision: Decision) -> None:
+        flight.decision = decision
+        self._try(flight, decision.node)
+
+    def _refuse(self, flight: Flight) -> None:
+        self._end(flight, Tally.rejected)
+
+    def _tick(self) -> None:
+        self._ticking = self.admission.waiting > 0
+        if self._ticking:
+            self.admission.tick((sim.node for sim in list(self.nodes.values())), self.calendar.now_s)
+            self.calendar.after(TICK_MS, self._tick)
+
+    def _freed(self, node: Node) -> None:
+        if self.admission.waiting:
+            self.admission.freed(node, self.calendar.now_s)
 
     def _try(self, flight: Flight, node: Node) -> None:
         now_ms = self.calendar.now_ms
@@ -282,6 +311,7 @@ class World:
         flight.tally.first_token(flight.prompt, flight.arrived_ms, cached_tokens, now_ms)
         if self._listener is not None:
             self._listener.first_token(flight.ask, flight.node.node, cached_tokens, now_ms / 1000.0)
+        self._freed(flight.node.node)
 
     def _answered(self, flight: Flight, tried: int) -> None:
         if flight.done or flight.tried != tried:
@@ -331,6 +361,10 @@ class World:
     def _lose_patience(self, flight: Flight) -> None:
         if flight.done or flight.first_ms is not None:
             return
+        if not flight.tried:
+            self.admission.leave(flight)
+            self._end(flight, Tally.left)
+            return
         sim = flight.node
         self._close(flight, Outcome.LEFT)
         self._end(flight, Tally.left)
@@ -347,6 +381,7 @@ class World:
         self.fleet.close_ticket(flight.ticket, outcome, now_s, reason)
         if self._listener is not None:
             self._listener.ended(flight.ask, flight.node.node, now_s)
+        self._freed(flight.node.node)
 
     def _end(self, flight: Flight, refusal: Callable[[Tally, Prompt, float], None] | None) -> None:
         """A request has ended: with an answer (None), or as the tally's method says."""

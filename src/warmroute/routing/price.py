@@ -1,0 +1,27 @@
+"""The price of one node for one request. `terms.py` says how each part is made."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Price(NamedTuple):
+    """Of one node for one request, in milliseconds."""
+
+    total: float
+    wait: float
+    prefill: float
+    room: float
+    contention: float
+    memory: float
+    congestion: float
+    cached: float
+    """Tokens of the prompt that are expected to be cached there."""
+    new: float
+    """Tokens of the prompt that are not."""
+    output: float
+    """Tokens that the answer is expected to have."""
+
+    @property
+    def own(self) -> float:
+        return self.wait + self.prefill + self.room

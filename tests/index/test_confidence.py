@@ -1,0 +1,127 @@
+"""How much a belief counts: freshness and accuracy, and how both come back."""
+
+from __future__ import annotations
+
+import pytest
+from believed import beliefs_of, cache_of, follows, hit, prompt, sends, tells
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warmroute.index.confidence import HALF_LIFE_S, PRIOR_TOKENS, Accuracy, freshness
+
+
+@pytest.mark.parametrize(
+    ("age_s", "fresh"), [(-1.0, 1.0), (0.0, 1.0), (5.0, 1.0), (10.0, 0.8), (17.5, 0.5), (30.0, 0.0), (1e9, 0.0)]
+)
+def test_freshness_falls_from_stale_to_gone(age_s, fresh):
+    assert freshness(age_s, 5.0, 30.0) == pytest.approx(fresh)
+
+
+@pytest.mark.parametrize(("age_s", "fresh"), [(4.9, 1.0), (5.0, 1.0), (5.1, 0.0)])
+def test_gone_at_once_where_stale_is_no_sooner(age_s, fresh):
+    assert freshness(age_s, 5.0, 5.0) == freshness(age_s, 5.0, 3.0) == fresh
+
+
+def test_a_new_node_is_trusted():
+    accuracy = Accuracy()
+    assert accuracy.trust(0.0) == accuracy.trust(1e6) == accuracy.agreement() == 1.0
+
+
+def test_predictions_that_come_true_keep_trust_whole():
+    accuracy = Accuracy()
+    for at in range(100):
+        accuracy.compare(1600, 1600, float(at))
+    assert accuracy.trust(100.0) == accuracy.agreement() == 1.0
+    assert (accuracy.compared, accuracy.exact) == (100, 100)
+    assert accuracy.predicted_tokens == accuracy.reported_tokens == 160_000
+
+
+def test_predictions_that_do_not_cost_trust_and_each_one_more_of_it():
+    accuracy = Accuracy()
+    trust = [1.0]
+    for at in range(20):
+        accuracy.compare(4096, 0, float(at))
+        trust.append(accuracy.trust(float(at)))
+    assert trust == sorted(trust, reverse=True)
+    assert trust[1] == pytest.approx(PRIOR_TOKENS / (PRIOR_TOKENS + 4096))
+    assert trust[-1] < 0.1
+    assert accuracy.exact == 0 and accuracy.agreement() == 0.0
+
+
+def test_a_small_miss_costs_little_and_a_large_one_much():
+    small, large = Accuracy(), Accuracy()
+    small.compare(64, 0, 0.0)
+    large.compare(64_000, 0, 0.0)
+    assert small.trust(0.0) > 0.98 and large.trust(0.0) < 0.07
+
+
+def test_more_than_was_predicted_is_no_reason_for_mistrust():
+    accuracy = Accuracy()
+    accuracy.compare(0, 50_000, 0.0)
+    assert accuracy.trust(0.0) == 1.0
+    assert accuracy.agreement() == 0.0  # but it was not foreseen
+
+
+def test_trust_comes_back_with_good_answers():
+    accuracy = Accuracy()
+    for _ in range(20):
+        accuracy.compare(4096, 0, 0.0)
+    low = accuracy.trust(0.0)
+    for _ in range(200):
+        accuracy.compare(4096, 4096, 0.0)
+    assert low < 0.1 and accuracy.trust(0.0) > 0.99
+
+
+def test_trust_comes_back_with_time_alone():
+    """A node that nothing is sent to for want of trust would never show that it has changed."""
+    accuracy = Accuracy()
+    accuracy.compare(40_960, 0, 0.0)
+    trust = [accuracy.trust(at * HALF_LIFE_S) for at in range(12)]
+    assert trust == sorted(trust)
+    assert trust[0] == pytest.approx(1 / 11) and trust[1] == pytest.approx(1 / 6) and trust[-1] > 0.99
+
+
+def test_a_clock_that_stands_still_or_goes_back_does_no_harm():
+    accuracy = Accuracy()
+    accuracy.compare(1000, 500, 10.0)
+    assert accuracy.trust(5.0) == accuracy.trust(10.0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.floats(0, 100)), max_size=30))
+def test_trust_and_agreement_are_shares_whatever_comes(answers):
+    accuracy, now_s = Accuracy(), 0.0
+    for predicted, reported, later_s in answers:
+        now_s += later_s
+        accuracy.compare(predicted, reported, now_s)
+        assert 0.0 < accuracy.trust(now_s) <= 1.0
+        assert 0.0 <= accuracy.agreement() <= 1.0
+    assert accuracy.exact <= accuracy.compared == len(answers)
+
+
+def test_a_node_whose_hits_do_not_come_true_has_less_say_and_gets_another_chance():
+    beliefs = beliefs_of("a", "b")
+    for name in "ab":
+        follows(cache_of(beliefs, name), now_s=0.0)
+        tells(cache_of(beliefs, name), *range(100))
+    asked = prompt(*range(100))
+    for _ in range(10):
+        sends(beliefs, "a", asked, 0.0).reported(0, 0.0)
+        sends(beliefs, "b", asked, 0.0).reported(1600, 0.0)
+
+    def expected(name, at_s):
+        cache_of(beliefs, name).heard(at_s)
+        found = hit(beliefs, name, prompt(*range(100)), at_s)
+        assert found is not None
+        return found.expected
+
+    assert expected("a", 0.0) < 0.3 * expected("b", 0.0)
+    assert expected("b", 0.0) == 1600.0
+    assert expected("a", 300.0) > 0.99 * 1600
+
+
+def test_confidence_is_that_of_the_source_in_use():
+    beliefs = beliefs_of("a")
+    cache = follows(cache_of(beliefs, "a"), now_s=0.0)
+    assert cache.confidence(17.5, 5.0, 30.0) == 0.5
+    cache.lost(0)
+    assert cache.confidence(17.5, 5.0, 30.0) == 1.0  # by what was sent: it does not age

@@ -1,0 +1,341 @@
+"""Beliefs in the running router: `warmroute engine` processes with KV events behind it, conversations before it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Answer, Router, post, router, until
+
+from warmroute.config import Index
+from warmroute.edge.keys import hash_key
+from warmroute.index.beliefs import Beliefs
+from warmroute.index.lookup import Lookup
+from warmroute.index.node_cache import NodeCache
+from warmroute.index.prediction import Prediction
+from warmroute.prompt.tokenizer import packed
+from warmroute.sim.children import Children
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE / "sim_server"))
+
+from engine_processes import Engine  # noqa: E402
+
+SMALL_MODEL = HERE / "prompt_tokens" / "small-model"
+SYSTEM = "You answer questions about the routing of requests to engines, whose caches hold what they have seen before. "
+
+
+@pytest.fixture
+def children() -> Iterator[Children]:
+    with Children() as started:
+        yield started
+
+
+class Live:
+    """A router in front of engine processes, and every prediction that it makes."""
+
+    def __init__(self, running: Router) -> None:
+        self.router = running
+        self.beliefs = running.service.beliefs
+        self.sent: list[Prediction] = []
+        sent = self.beliefs.sent
+
+        def noted(*given: Any) -> Prediction | None:
+            prediction = sent(*given)
+            if prediction is not None:
+                self.sent.append(prediction)
+            return prediction
+
+        self.beliefs.sent = noted  # type: ignore[method-assign]
+
+    def cache(self, number: int) -> NodeCache:
+        found = self.beliefs.cache(f"node{number}")
+        assert found is not None
+        return found
+
+    async def ask(self, messages: list[dict[str, str]], key: str = "", **more: Any) -> Answer:
+        body = {"model": "sim", "messages": messages, "max_tokens": 40, **more}
+        headers = [f"Authorization: Bearer {key}"] if key else []
+        found = await self.router.ask(post(json.dumps(body).encode(), headers=headers))
+        assert found.status == 200, found.body
+        return found
+
+    async def turn(self, messages: list[dict[str, str]], question: str, key: str = "") -> tuple[Prediction, int]:
+        """Adds a question and its answer; the prediction, and the cached tokens that the engine reported."""
+        messages.append({"role": "user", "content": question})
+        before = len(self.sent)
+        found = (await self.ask(messages, key)).json
+        messages.append({"role": "assistant", "content": found["choices"][0]["message"]["content"]})
+        assert len(self.sent) == before + 1
+        await self.is_told(self.sent[-1])
+        return self.sent[-1], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    async def is_told(self, prediction: Prediction) -> None:
+        """Until the node's events have told of the prompt, and it is no longer merely expected."""
+        told = prediction.cache.ranks.values()
+        last = prediction.chain[-8:]
+        await until(lambda: any(place in told for place, *_ in self.beliefs.index.match(last)), "events of the prompt")
+        await until(lambda: not prediction.expected, "it is fulfilled")
+
+
+@asynccontextmanager
+async def live(*engines: Engine, follow: bool = True, **tables: Any) -> AsyncIterator[Live]:
+    models = [{"name": "sim", "tokenizer": str(SMALL_MODEL)}]
+    tables = {"routing": {"policy": "overlap", "seed": 7}, "index": {"min_tokens": 32}, "models": models, **tables}
+    async with router(*({"url": engine.url} for engine in engines), **tables) as running:
+        made = Live(running)
+        if follow:
+            await until(lambda: all(cache.complete for cache in made.beliefs), "all events are followed")
+            await until(lambda: all(cache.capacity_blocks for cache in made.beliefs), "all metrics are read")
+        yield made
+
+
+def conversation(number: int) -> list[dict[str, str]]:
+    """Its own from the first block on."""
+    return [{"role": "system", "content": f"Conversation number {number}. {SYSTEM * 3}"}]
+
+
+def start(children: Children, *flags: str, blocks: int = 2000) -> Engine:
+    return Engine(children, "--tokenizer", str(SMALL_MODEL), *flags, blocks=blocks)
+
+
+async def test_a_turn_goes_where_the_turns_before_it_went(children: Children) -> None:
+    nodes = [start(children) for _ in range(3)]
+    async with live(*nodes) as r:
+        conversations = [conversation(number) for number in range(9)]
+        homes: list[NodeCache] = []
+        for messages in conversations:
+            first, cached = await r.turn(messages, "What is a block?")
+            assert first.tokens == cached == 0
+            homes.append(first.cache)
+        assert len(set(homes)) > 1, "a cold fleet spreads"
+        for turn in range(3):
+            for messages, home in zip(conversations, homes, strict=True):
+                before = len(r.sent)
+                prediction, cached = await r.turn(messages, f"And why is that so, for the {turn}th time?")
+                assert len(r.sent) == before + 1 and prediction.cache is home
+                assert prediction.tokens == cached > 0
+        for cache in r.beliefs:
+            assert cache.accuracy.exact == cache.accuracy.compared == 4 * homes.count(cache)
+            assert cache.surprises == 0 and not cache.doubted
+
+
+async def test_answers_are_part_of_the_next_prompt(children: Children) -> None:
+    """What an engine made itself is in its cache, too, and it tells of it."""
+    async with live(start(children)) as r:
+        messages = conversation(1)
+        first, _ = await r.turn(messages, "Say something long.")
+        second, cached = await r.turn(messages, "Go on.")
+        assert second.tokens == cached > first.prompt_tokens
+
+
+async def test_what_others_sent_straight_to_an_engine_is_known(children: Children) -> None:
+    nodes = [start(children) for _ in range(2)]
+    async with live(*nodes) as r:
+        for number, engine in enumerate(nodes):
+            messages = [*conversation(number), {"role": "user", "content": "Hello?"}]
+            body = {"messages": messages, "max_tokens": 1}
+            before = r.beliefs.index.pairs_of(r.cache(number).ranks[0])
+            status, _ = await asyncio.to_thread(engine.ask, "/v1/chat/completions", body)
+            assert status == 200
+            place = r.cache(number).ranks[0]
+            await until(lambda place=place, before=before: r.beliefs.index.pairs_of(place) > before)
+            found = (await r.ask(messages)).json
+            assert r.sent[-1].cache is r.cache(number)
+            assert r.sent[-1].tokens == found["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+async def test_two_block_sizes_in_one_fleet(children: Children) -> None:
+    nodes = [start(children, "--block-size", str(size)) for size in (16, 64)]
+    async with live(*nodes) as r:
+        await until(lambda: [cache.block_size for cache in r.beliefs] == [16, 64])
+        for number, (engine, size) in enumerate(zip(nodes, (16, 64), strict=True)):
+            messages = conversation(number)
+            body = {"messages": [*messages, {"role": "user", "content": "Hello?"}], "max_tokens": 1}
+            assert (await asyncio.to_thread(engine.ask, "/v1/chat/completions", body))[0] == 200
+            place = r.cache(number).ranks[0]
+            await until(lambda place=place: r.beliefs.index.pairs_of(place))
+            for question in ("Hello?", "Is it so?", "And what else?"):
+                prediction, cached = await r.turn(messages, question)
+                assert prediction.cache is r.cache(number)
+                assert prediction.tokens == cached > 0
+                assert cached % size == 0
+        assert all(cache.accuracy.exact == cache.accuracy.compared == 3 for cache in r.beliefs)
+
+
+def test_what_was_told_and_evicted_is_not_expected_any_longer() -> None:
+    """A small cache turns over long before `expected_s` is over."""
+    beliefs = Beliefs(Index())
+    cache = beliefs.join("n", ["m"])
+    cache.follow(0)
+    cache.tells_all(0, True)
+    tokens = list(range(65))
+    lookup = Lookup(packed(tokens), 65, 65)
+
+    def believed(now_s: float) -> int:
+        hit = beliefs.hits("m", lookup, now_s).get("n")
+        return hit.tokens if hit is not None else 0
+
+    prediction = beliefs.sent("m", lookup, "n", None, 0.0)
+    assert prediction is not None and believed(0.0) == 64, "it is on its way there"
+    cache.stored(0, None, [1, 2, 3, 4], tokens[:64], 16)
+    beliefs.first_token(prediction, 0.1)
+    assert believed(0.2) == 64
+    cache.removed(0, [4, 3])
+    assert believed(0.3) == 32
+    late = beliefs.sent("m", lookup, "n", None, 1.0)
+    assert late is not None
+    beliefs.first_token(late, 1.1)
+    assert believed(1.1 + 0.9 * beliefs.config.expected_s) == 64, "it has not been told yet"
+    assert believed(1.1 + 1.1 * beliefs.config.expected_s) == 32
+
+
+# ---- Tenants ----
+
+
+def keys(**shares: str) -> list[dict[str, str]]:
+    return [{"sha256": hash_key(name), "tenant": name, "shares": word} for name, word in shares.items()]
+
+
+async def test_tenants_know_nothing_of_each_others_blocks(children: Children) -> None:
+    async with live(start(children), keys=keys(ann="", bob="")) as r:
+        messages = conversation(1)
+        first, cached = await r.turn(messages, "What is in the contract?", "ann")
+        assert first.tokens == cached == 0
+        again, cached = await r.turn(messages, "And what else?", "ann")
+        assert again.tokens == cached > 0, "the answer included, which only ann got"
+        guess = conversation(1)
+        prediction, cached = await r.turn(guess, "What is in the contract?", "bob")
+        assert prediction.tokens == 0 < cached, "the engine had it, and bob must not profit from that"
+        secret = [*messages, {"role": "user", "content": "Tell me."}]
+        await r.ask(secret, "bob")
+        sent_by_bob = len(prediction.chain) // 8
+        assert 0 < r.sent[-1].tokens <= sent_by_bob * 16, "only what bob himself has sent"
+
+
+async def test_tenants_that_share_know_of_each_other(children: Children) -> None:
+    async with live(start(children), keys=keys(ann="team", bob="team", eve="")) as r:
+        messages = conversation(1)
+        await r.turn(messages, "What is in the contract?", "ann")
+        question = {"role": "user", "content": "And what else?"}
+        await r.ask([*messages, question], "eve")
+        assert r.sent[-1].tokens == 0
+        await r.ask([*messages, question], "bob")
+        assert r.sent[-1].tokens > 0
+
+
+async def test_one_tenant_alone_knows_everything(children: Children) -> None:
+    """Where all keys share, nobody's blocks are anybody's secret: what somebody else sent to the engine counts."""
+    engine = start(children)
+    async with live(engine, keys=keys(ann="all", bob="all")) as r:
+        messages = [*conversation(1), {"role": "user", "content": "Hello?"}]
+        body = {"messages": messages, "max_tokens": 1}
+        assert (await asyncio.to_thread(engine.ask, "/v1/chat/completions", body))[0] == 200
+        await until(lambda: r.beliefs.index.pairs_of(r.cache(0).ranks[0]))
+        await r.ask(messages, "bob")
+        assert r.sent[-1].tokens > 0
+
+
+# ---- Another tokenizer ----
+
+
+async def test_a_node_with_another_tokenizer_is_noticed(children: Children, caplog: pytest.LogCaptureFixture) -> None:
+    nodes = [start(children), Engine(children)]  # the second has the simulator's own tokenizer
+    caplog.set_level(logging.WARNING)
+    async with live(*nodes) as r:
+
+        async def doubted() -> list[bytes]:
+            page = (await r.router.admin("GET", "/metrics")).body
+            return [line for line in page.splitlines() if line.startswith(b"warmroute_node_cache_doubted{")]
+
+        assert await doubted() == [b'warmroute_node_cache_doubted{node="node%d"} 0.0' % n for n in (0, 1)]
+        for number in range(200):
+            if r.cache(1).doubted:
+                break
+            await r.ask([*conversation(number), {"role": "user", "content": "Hello?"}])
+        assert r.cache(1).doubted and not r.cache(0).doubted
+        await until(lambda: "node node1 reads prompts of model sim in other tokens than this router" in caplog.text)
+        assert "node0" not in caplog.text
+        assert await doubted() == [b'warmroute_node_cache_doubted{node="node%d"} %d.0' % (n, n) for n in (0, 1)]
+        assert not r.cache(1).complete
+        # What was sent there still counts: its conversations stay.
+        messages = [*conversation(1000), {"role": "user", "content": "Hello?"}]
+        await r.ask(messages)
+        home = r.sent[-1].cache
+        await r.ask(messages)
+        assert r.sent[-1].cache is home and r.sent[-1].tokens > 0
+
+
+# ---- Memory ----
+
+DAY = """
+import sys
+from array import array
+from random import Random
+
+from warmroute.config import Index
+from warmroute.index.beliefs import Beliefs
+from warmroute.index.lookup import Lookup
+
+PROMPTS, BLOCKS, STEP_S = 20_000, 64, 86_400 / 20_000
+tenants = int(sys.argv[1])
+beliefs = Beliefs(Index(memory_bytes=4 << 20))
+caches = [beliefs.join(f"n{number}", ["m"]) for number in range(4)]
+caches[0].follow(0)
+caches[0].tells_all(0, True)
+held = []
+
+
+def rss_kb():
+    return int(open("/proc/self/statm").read().split()[1]) * 4
+
+
+random, now_s, figures = Random(1), 0.0, []
+for number in range(PROMPTS):
+    now_s += STEP_S
+    tokens = array("I", random.randbytes(4 * (BLOCKS * 16 + 1)))
+    sharing = f"tenant {number % tenants}" if tenants else ""
+    lookup = Lookup(tokens.tobytes(), len(tokens), len(tokens), sharing=sharing)
+    hits = beliefs.hits("m", lookup, now_s)
+    assert not hits
+    cache = caches[number % 4]
+    prediction = beliefs.sent("m", lookup, cache.name, None, now_s)
+    if number % 10 == 9:
+        prediction.withdraw()
+    else:
+        beliefs.first_token(prediction, now_s + 0.5)
+        prediction.counted(len(tokens))
+        prediction.reported(0, now_s + 0.5)
+        if cache is caches[0]:
+            hashes = [number * BLOCKS + block for block in range(BLOCKS)]
+            assert cache.stored(0, None, hashes, tokens[: BLOCKS * 16].tolist(), 16)
+            held.append(hashes)
+            if len(held) > 16:
+                cache.removed(0, held.pop(0))
+    beliefs.tidy(now_s + 1.0)
+    stats = beliefs.index.stats()
+    assert stats["bytes"] <= 4 << 20
+    if number + 1 in (5_000, 10_000, 15_000, 20_000):
+        figures.append(rss_kb())
+assert not beliefs._fulfilling
+assert beliefs.index.pairs_of(caches[0].ranks[0]) <= 17 * BLOCKS
+print(*figures, stats["pairs"], stats["bytes"])
+"""
+
+
+@pytest.mark.parametrize("tenants", [0, 50])
+def test_memory_stays_flat_over_a_day_of_unique_prompts(tenants: int) -> None:
+    ran = subprocess.run([sys.executable, "-c", DAY, str(tenants)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    *rss_kb, pairs, used_bytes = map(int, ran.stdout.split())
+    print(f"RSS {rss_kb} KB, {pairs} pairs, {used_bytes} bytes")
+    assert pairs > 0
+    assert max(rss_kb) - rss_kb[0] < 4096, "it grows"
