@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from random import Random
+from typing import get_args
 
 import pytest
 from small_worlds import NEAR, books_are_closed, prompt, specs
 
-from warmroute.config import Config, Health, Routing
+from warmroute.config import Config, Health, PolicyName, Routing
 from warmroute.fleet.health import Standing
 from warmroute.sim.replay import Setup, contender, replay
 from warmroute.sim.workloads import choose
@@ -213,21 +214,7 @@ def test_a_client_that_leaves_frees_the_node() -> None:
 def test_every_request_ends_once_whatever_happens(seed: int) -> None:
     """Random arrivals, impatience, failures, restarts, joins and drains: nothing is lost, nothing is left open."""
     random = Random(seed)
-    name = random.choice(
-        [
-            "round_robin",
-            "prefix_hash",
-            "least_loaded",
-            "sglang",
-            "dynamo",
-            "llm_d_precise",
-            "kubeai",
-            "price",
-            "price",
-            "overlap",
-            "approximate",
-        ]
-    )
+    name = random.choice([*get_args(PolicyName), "price", "sglang", "dynamo", "llm_d_precise", "kubeai"])
     peer = contender(name).peer(seed)
     conditions = Conditions(seed=seed, kv_loss=0.2, poll_loss=0.2, first_byte_timeout_s=3.0)
     world = World(specs(4, blocks=60), conditions, contender(name).config(), policy=peer, listener=peer)
@@ -253,7 +240,7 @@ def test_every_request_ends_once_whatever_happens(seed: int) -> None:
     world.calendar.run_until(world.calendar.now_ms + 10_000)
     books_are_closed(world)
     if name == "dynamo":
-        for active in listener._active.values():  # type: ignore[union-attr]
+        for active in peer._active.values():
             assert not active.blocks
             assert active.prefilling_tokens == 0
 
