@@ -7,8 +7,10 @@ answer and the user's next question (chat), or a call of a tool and its answer (
 is cold, the others are warm. A match is the read, the hashes of its blocks of 16 tokens, and a match over 64 nodes of
 which eight hold the conversation so far and all hold the first block. A decision is the whole way of the router, from
 the body to the node by the default policy: ask, read, hashes, match, tiers and confidence, ranking. Its books are what
-follows: dispatch, first token, the answer's numbers, end. Times are of one thread: wall time, and CPU time beside it,
-which other work on the machine does not change.
+follows: dispatch, first token, the answer's numbers, end. A choice by price is what the router does with 8,000 tokens
+that are read: hashes, match, and the prices of 64 or 1,000 nodes with full caches, of which an eighth hold the prompt;
+chosen again, as for one who waits, it takes what they hold as known. Times are of one thread: wall time, and CPU time
+beside it, which other work on the machine does not change.
 """
 
 from __future__ import annotations
@@ -22,15 +24,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
-from warmroute.config import Config, ModelConfig, NodeConfig
+from warmroute.config import Config, Health, Index, ModelConfig, NodeConfig, Routing
 from warmroute.edge.reading import Readings
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Outcome
 from warmroute.index import Tier
 from warmroute.index.beliefs import Beliefs
-from warmroute.prompt.ask import read_json
+from warmroute.index.lookup import Lookup
+from warmroute.prompt.ask import Ask, read_json
 from warmroute.prompt.library import Library
 from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.reading import PromptReader
@@ -240,6 +244,31 @@ def longest_pause(reader: PromptReader, words: Words, tokens: int) -> None:
     print(f"\ncold {size // 1000} KB in a thread: the loop waits at most {max(pauses) * 1e3:.1f} ms at a time")
 
 
+def choices(count: int) -> None:
+    """What a choice by price costs over so many nodes."""
+    fleet, beliefs = Fleet(Health(slow_start_s=0.0)), Beliefs(Index())
+    tokens = Random(1).randbytes(4 * 8_000)
+    for number in range(count):
+        node = fleet.add(NodeConfig(url=f"http://10.0.0.0:{number + 1}", name=f"node-{number}", models=("m",)))
+        fleet.check_passed(node, 0.0)
+        cache = beliefs.join(node.name, ["m"])
+        cache.describe(BLOCK_TOKENS, 300_000)
+        cache.keep_answer(300_000, 0.0)
+        cache.accuracy.compare(8_000, 7_000, 0.0)
+        node.speed.factor = 1.0 + number / count
+        if number % 8 == 0:
+            beliefs.sent("m", Lookup(tokens, 8_000, 8_000), node.name, None, 1.0)
+    router = Router(fleet, beliefs, Routing(policy="price"))
+    chosen, again = Stopwatch(), Stopwatch()
+    for number in range(500):
+        now_s = 2.0 + number / 100.0
+        lookup = Lookup(tokens, 8_000, 8_000)
+        decision = chosen.time(lambda lookup=lookup, now_s=now_s: router.decide(Ask("m"), now_s, lookup))
+        again.time(lambda query=decision.query, now_s=now_s: router.decide_again(query, now_s))
+    chosen.report(f"  choice by price of {count} nodes")
+    again.report("  the same, chosen again")
+
+
 async def main() -> None:
     shared = Path("/work/shared/data")
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else shared / "tokenizers" / "qwen3-rebuilt"
@@ -252,6 +281,9 @@ async def main() -> None:
     for agent in (False, True):
         measure(library, words, 8_000, agent, conversations=40)
         measure(library, words, 47_000, agent, conversations=20)
+    print()
+    choices(64)
+    choices(1_000)
     longest_pause(reader, words, 47_000)
     assert reader.chats is not None
     print(f"remembered: {len(reader.chats.stems)} beginnings in {reader.chats.used_bytes / 1e6:.1f} MB")

@@ -32,7 +32,7 @@ def test_every_metric_that_the_docs_name_is_exported_and_the_other_way_round() -
     fleet.add(from_table({"nodes": [{"url": "http://a:1"}]}).nodes[0])
     beliefs = Beliefs(Config().index)
     beliefs.join("a:1")
-    page = MetricsPage(fleet, beliefs, Counters(), lambda: (0, 0)).render().decode()
+    page = MetricsPage(fleet, beliefs, Counters(), lambda: (0, 0), lambda: (0, 0)).render().decode()
     exported = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE warmroute_")}
     text = (ROOT / "docs" / "operations.md").read_text()
     table = text[text.index("## Metrics") : text.index("What to be woken by")]

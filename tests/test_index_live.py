@@ -171,6 +171,17 @@ async def test_two_block_sizes_in_one_fleet(children: Children) -> None:
         assert all(cache.accuracy.exact == cache.accuracy.compared == 3 for cache in r.beliefs)
 
 
+async def test_a_node_is_asked_for_tokens_where_no_tokenizer_is_at_hand(children: Children) -> None:
+    nodes = [start(children) for _ in range(2)]
+    async with live(*nodes, models=[], prompts={"remote": True, "discover": False}) as r:
+        await until(lambda: all(node.engine == "vllm" for node in r.router.service.fleet))
+        for number in range(2):
+            messages = conversation(number)
+            await r.turn(messages, "What is a block?")
+            prediction, cached = await r.turn(messages, "And what is a chain of them?")
+            assert prediction.sure and prediction.tokens == cached > 0
+
+
 def test_what_was_told_and_evicted_is_not_expected_any_longer() -> None:
     """A small cache turns over long before `expected_s` is over."""
     beliefs = Beliefs(Index())

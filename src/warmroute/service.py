@@ -21,6 +21,7 @@ from warmroute.edge.pools import Pools
 from warmroute.edge.proxy import Proxy
 from warmroute.edge.reading import Readings
 from warmroute.edge.server import Listener
+from warmroute.engines.remote_tokens import RemoteTokens
 from warmroute.engines.watch import Watcher
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import Standing
@@ -55,7 +56,7 @@ class Service:
         self.fleet = Fleet(config.health, _say_standing)
         self.beliefs = Beliefs(config.index)
         self.library = Library(config.prompts, config.models)
-        self.readings = Readings(self.library, config.prompts, self.counters)
+        self.readings = Readings(self.library, config.prompts, self.counters, self._ask_tokens)
         self.router = Router(self.fleet, self.beliefs, config.routing, config.price)
         self.admission = Admission(self.router, config.admission)
         self.pools = Pools(config.upstream, self.deadlines)
@@ -73,11 +74,13 @@ class Service:
             post=lambda node, path, body, timeout_s: post(self.pools, node, path, body, timeout_s),
             on_models=lambda node, cards: self.library.saw_models(cards, node.name),
         )
+        self._remote = RemoteTokens(lambda node, path, body, timeout_s: post(self.pools, node, path, body, timeout_s))
         page = MetricsPage(
             self.fleet,
             self.beliefs,
             self.counters,
             lambda: (len(self.listener.connections), self.listener.accepted),
+            lambda: (self.admission.waiting, self.admission.held),
             now,
         )
         self.admin = Admin(self.fleet, self.beliefs, page, self, config.admin.token_sha256)
@@ -132,6 +135,13 @@ class Service:
         if not config.nodes:
             log.warning("no nodes are configured: add [[nodes]], --node URL, or POST /admin/nodes")
 
+    async def _ask_tokens(self, model: str, path: bytes, body: bytes) -> bytes | None:
+        """The tokens of a prompt, from the least loaded node of its model that can tell."""
+        group = self.fleet.group(model)
+        nodes = group.up.nodes if group is not None else ()
+        able = [node for node in nodes if node.engine == "vllm" and not self._remote.rests(node)]
+        return await self._remote.tokens(min(able, key=lambda node: node.load), path, body) if able else None
+
     # While it runs.
 
     def add_node(self, config: NodeConfig) -> Node:
@@ -153,6 +163,7 @@ class Service:
         self.watcher.forget(node)
         self.beliefs.leave(node.name)
         self.library.forget_node(node.name)
+        self._remote.forget(node)
         self.pools.remove(node)
 
     def readiness(self) -> tuple[int, bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from traceback import extract_tb
 from typing import Final, TypeVar
@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 from warmroute.config import Prompts
 from warmroute.prompt.library import Library
 from warmroute.prompt.prompt import Prompt
+from warmroute.prompt.reading import Reading
 from warmroute.telemetry.counters import Counters
 
 log = logging.getLogger("warmroute.prompts")
@@ -19,6 +20,11 @@ Made = TypeVar("Made")
 
 LOOKED_OVER_BYTES: Final = 1 << 19
 """Larger bodies are not even looked over on the loop: that takes milliseconds of some, and all are for a thread."""
+
+
+Then = Callable[[Prompt | None], None]
+Remote = Callable[[str, bytes, bytes], Awaitable[bytes | None]]
+"""Model, path and body of a request: the tokens of its prompt, as a node of the model makes them."""
 
 
 class Later:
@@ -43,8 +49,11 @@ class Later:
 
 
 class Readings:
-    def __init__(self, library: Library, config: Prompts, counters: Counters) -> None:
+    def __init__(self, library: Library, config: Prompts, counters: Counters, remote: Remote | None = None) -> None:
+        """`remote` asks a node for the tokens of prompts that no tokenizer here can read."""
         self._library = library
+        self._remote = remote
+        self._asking: set[asyncio.Task[None]] = set()
         self._counters = counters
         self._waiting = 0
         self._threads = ThreadPoolExecutor(config.threads, "warmroute-prompt")
@@ -54,9 +63,12 @@ class Readings:
         """The number of threads is that of the start."""
         self._loop_ms = config.loop_ms
         self._max_waiting = config.max_waiting
+        self._asks_nodes = config.remote
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        for task in self._asking:
+            task.cancel()
 
     def read(
         self, model: str, path: bytes, body: bytes, then: Callable[[Prompt | None], None]
@@ -68,9 +80,37 @@ class Readings:
         reading = _safely(lambda: reader.begin(path, body))
         if reading is None:
             return None
+        if self._asks_nodes and self._remote is not None and reader.tokenizer is None:
+            return self._ask_node(self._remote, model, path, body, reading, then)
         if reading.cost_ms > self._loop_ms:
             return self._in_thread(reading.prompt, then)
         return _safely(reading.prompt)
+
+    def _ask_node(
+        self, remote: Remote, model: str, path: bytes, body: bytes, reading: Reading, then: Then
+    ) -> Later | None:
+        if self._waiting >= self._max_waiting:
+            self._counters.unread_prompts += 1
+            return None
+        later = Later(then)
+
+        async def ask() -> None:
+            prompt = None
+            try:
+                prompt = _safely(reading.prompt)
+                tokens = await remote(model, path, body)
+                if prompt is not None and tokens is not None:
+                    prompt.tokens, prompt.exact, prompt.doubt = tokens, True, ""
+                    prompt.sure_tokens = prompt.token_count
+            finally:
+                self._waiting -= 1
+                later.done(prompt)
+
+        self._waiting += 1
+        task = asyncio.get_running_loop().create_task(ask())
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+        return later
 
     def _in_thread(self, read: Callable[[], Prompt | None], then: Callable[[Prompt | None], None]) -> Later | None:
         if self._waiting >= self._max_waiting:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
+from warmroute._kernel._price import CacheState
 from warmroute.fleet.arrivals import Arrivals
 from warmroute.fleet.health import Standing
 from warmroute.fleet.node import Node
@@ -16,12 +17,15 @@ from warmroute.fleet.pace import Pace
 class Candidates:
     """Nodes that a policy ranks, with their rendezvous seeds beside them."""
 
-    __slots__ = ("by_name", "nodes", "seeds")
+    __slots__ = ("by_name", "caches", "caches_of", "nodes", "seeds")
 
     def __init__(self, nodes: Iterable[Node]) -> None:
         self.nodes = tuple(nodes)
         self.by_name = {node.name: node for node in self.nodes}
         self.seeds = array("Q", [node.seed for node in self.nodes])
+        self.caches: tuple[CacheState | None, ...] = ()
+        """Of each node, kept here by who looks them up; `caches_of` says of which roster they are."""
+        self.caches_of: object = None
 
     def __len__(self) -> int:
         return len(self.nodes)

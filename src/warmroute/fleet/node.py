@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from warmroute._kernel._hash import key_hash
+from warmroute._kernel._price import NodeState
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig, node_name
 from warmroute.fleet.health import Health
@@ -36,39 +37,33 @@ class Outcome(enum.IntEnum):
     LEFT = 5  # the client went away
 
 
-class Node:
+class Node(NodeState):
+    """What a price is made of lies in NodeState, for the kernel to read; it is used like the rest."""
+
+    speed: Speed
     __slots__ = (
         "api_key_env",
         "config",
-        "context",
         "draining",
         "engine",
         "first_byte_counts",
         "first_byte_sum_ms",
-        "foreign",
         "groups",
         "health",
         "host",
         "incarnation",
-        "inflight",
         "island",
-        "kv_delta",
-        "kv_new",
-        "kv_usage",
         "last_ticket_s",
         "latency_ms",
         "model_cards",
         "models",
-        "name",
         "outcomes",
-        "pending_work",
         "polled_s",
         "port",
         "role",
         "running",
         "scheme",
         "seed",
-        "speed",
         "url",
         "waiting",
     )

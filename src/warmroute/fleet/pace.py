@@ -13,6 +13,8 @@ USUAL_BASE_MS: Final = 15.0
 USUAL_SLOPE_MS: Final = 3e-5
 PRIOR_CONTEXT: Final = 20_000.0
 WEIGHT: Final = 0.03
+LEAST_SHARE: Final = 0.2
+"""A token never takes less than this × the mean."""
 MOST_TIMES: Final = 4.0
 
 
@@ -31,7 +33,13 @@ class Pace:
 
     def token_ms(self, context: float) -> float:
         """On a node like the others."""
-        return max(0.2 * self._mean_ms, self._mean_ms + self.slope_ms * (context - self._mean_context))
+        least_ms, mean_ms, slope_ms, mean_context = self.line
+        return max(least_ms, mean_ms + slope_ms * (context - mean_context))
+
+    @property
+    def line(self) -> tuple[float, float, float, float]:
+        """What `token_ms` is made of: the least, and a line through its mean, as time, slope and context."""
+        return LEAST_SHARE * self._mean_ms, self._mean_ms, self.slope_ms, self._mean_context
 
     def saw_answer(self, token_ms: float, context: float) -> None:
         """A token took so long, beside so many tokens of context; by a node like the others."""

@@ -15,6 +15,8 @@ from __future__ import annotations
 from math import exp
 from typing import Final
 
+from warmroute._kernel._price import SpeedState
+
 ATTENTION: Final = 4e-5
 """What a token costs more for each token before it. On an H200: 3.4e-5 (32 B), 4.0e-5 (8 B), 7.2e-5 (1.5 B)."""
 USUAL_MS_PER_TOKEN: Final = 0.05
@@ -35,8 +37,8 @@ def work(new: float, cached: float) -> float:
     return new * (1.0 + ATTENTION * (cached + 0.5 * new))
 
 
-class Speed:
-    __slots__ = ("_at_s", "_last_first_s", "_ms", "_work", "answers", "factor", "ms_per_token")
+class Speed(SpeedState):
+    __slots__ = ("_at_s", "_last_first_s", "_ms", "_work", "answers")
 
     def __init__(self) -> None:
         self.answers = 0

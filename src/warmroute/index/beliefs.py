@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from warmroute._kernel._index import BlockIndex
+from warmroute._kernel._price import Hit as Hit
+from warmroute._kernel._price import add_hits
 from warmroute.config import Index as IndexConfig
 from warmroute.index.lookup import Lookup
 from warmroute.index.node_cache import ROUTED, USUAL_BLOCK_TOKENS, NodeCache
@@ -15,21 +17,9 @@ from warmroute.index.reuse import Reuse
 from warmroute.index.sharing import Sharing
 from warmroute.index.tiers import WORTH
 
-_, CPU_WORTH, DISK_WORTH, REMOTE_WORTH = WORTH
 TOLD_S: Final = 0.05
 """So soon after a first token its blocks have usually been told of. Then they are expected no more: the node may evict
 them long before `expected_s` is over."""
-
-
-class Hit(NamedTuple):
-    """Leading tokens of a prompt that a node holds."""
-
-    tokens: int
-    """As believed."""
-    expected: float
-    """What they are worth, by tier and confidence."""
-    rank: int
-    """The data-parallel rank that holds them; below 0 where that is not known."""
 
 
 class Beliefs:
@@ -37,6 +27,8 @@ class Beliefs:
         self.index = BlockIndex(config.memory_bytes)
         self._owners: dict[int, tuple[NodeCache, int]] = {}
         self._caches: dict[str, NodeCache] = {}
+        self.roster = object()
+        """Another one whenever a cache comes or goes."""
         self._names: dict[str, tuple[str, str]] = {}
         """Served model → base model and adapter."""
         self._sizes: dict[str, set[int]] = {}
@@ -67,6 +59,7 @@ class Beliefs:
         if cache is None:
             assumed = max(1, self.config.assumed_cache_tokens // USUAL_BLOCK_TOKENS)
             cache = self._caches[name] = NodeCache(name, self.index, self._owners, assumed, self._sizes_changed)
+            self.roster = object()
         served = list(models)
         if served:
             self.serves(cache, served[0], served[1:])
@@ -87,6 +80,7 @@ class Beliefs:
         cache = self._caches.pop(name, None)
         if cache is not None:
             cache.close()
+            self.roster = object()
             self._sizes_changed()
 
     def _sizes_changed(self) -> None:
@@ -119,34 +113,8 @@ class Beliefs:
         if lookup.sharing:
             owned = self.sharing.owned_depth(lookup.sharing, rows)
             most, sure = min(most, owned), min(sure, owned)
-        stale_s, gone_s = self.config.stale_s, self.config.gone_s
-        owners = self._owners
-        for place, gpu, cpu, disk, remote in rows:
-            owner = owners.get(place)
-            if owner is None:
-                continue
-            cache, rank = owner
-            if cache.block_size != size:
-                continue
-            if rank < 0:
-                if rank == ROUTED and is_sure and cache.complete:
-                    continue
-                limit, confidence = most, cache.accuracy.trust(now_s)
-            elif cache.doubted:
-                continue
-            else:
-                limit, confidence = sure, cache.told_confidence(now_s, stale_s, gone_s)
-            if remote > limit:
-                gpu, cpu, disk, remote = min(gpu, limit), min(cpu, limit), min(disk, limit), limit
-            if not remote:
-                continue
-            worth: float = gpu
-            if remote != gpu:
-                worth += CPU_WORTH * (cpu - gpu) + DISK_WORTH * (disk - cpu) + REMOTE_WORTH * (remote - disk)
-            hit = Hit(remote * size, worth * size * confidence, rank)
-            known = found.get(cache.name)
-            if known is None or (hit.expected, rank) > (known.expected, known.rank):  # of equals, the rank that told
-                found[cache.name] = hit
+        ages_s = (self.config.stale_s, self.config.gone_s)
+        add_hits(found, rows, self._owners, size, (most, sure, is_sure), now_s, ages_s, WORTH[1:])
 
     # What is sent where.
 

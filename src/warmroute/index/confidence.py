@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from warmroute._kernel._price import AccuracyState
+
 PRIOR_TOKENS: Final = 4096.0
 """Nothing is known of a new node: it is trusted as if so many predicted tokens had come true."""
 FADE: Final = 0.97
@@ -16,14 +18,11 @@ HALF_LIFE_S: Final = 30.0
 """Mistrust halves in this time without an answer, so that a node gets another chance."""
 
 
-class Accuracy:
+class Accuracy(AccuracyState):
     """Predicted against reported cached tokens, of late."""
 
     __slots__ = (
-        "_at_s",
-        "_came_true",
         "_either",
-        "_predicted",
         "compared",
         "exact",
         "predicted_tokens",

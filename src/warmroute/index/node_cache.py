@@ -11,9 +11,11 @@ tell of; it is kept for all of them, so that it is there when events are lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from math import nan
 from typing import Final
 
 from warmroute._kernel._index import NO_PARENT, BlockIndex
+from warmroute._kernel._price import CacheState
 from warmroute._kernel._recency import Recency
 from warmroute.index.confidence import Accuracy, freshness
 from warmroute.index.lookup import salted, told_seed
@@ -33,24 +35,19 @@ SURPRISES: Final = 8
 """So many prompts in a row that were others to the node mean that it has another tokenizer or template."""
 
 
-class NodeCache:
+class NodeCache(CacheState):
+    """What hits and prices are made of lies in CacheState, for the kernel to read; it is used like the rest."""
+
+    accuracy: Accuracy
     __slots__ = (
         "_complete",
         "_index",
         "_on_size",
         "_owners",
-        "accuracy",
-        "block_size",
-        "capacity_blocks",
-        "complete",
-        "doubted",
         "era",
         "expected_place",
         "gaps",
-        "heard_s",
-        "lag_s",
         "model",
-        "name",
         "prefilled_s",
         "ranks",
         "recency",
@@ -87,6 +84,7 @@ class NodeCache:
         owners[self.routed_place] = (self, ROUTED)
         owners[self.expected_place] = (self, EXPECTED)
         self.recency = Recency(assumed_blocks)
+        self._recency_changed()
         self.accuracy = Accuracy()
         self.heard_s = NEVER_S
         """When it last told something, or answered a poll."""
@@ -118,6 +116,7 @@ class NodeCache:
             self.capacity_blocks = max(1, capacity_tokens // self.block_size)
             evicted = self.recency.resize(self.capacity_blocks)
             self._index.remove_chain(self.routed_place, evicted, Tier.GPU)
+        self._recency_changed()
 
     @property
     def is_told(self) -> bool:
@@ -223,6 +222,7 @@ class NodeCache:
     def keep(self, chain: bytes, now_s: float) -> bytes:
         """It was sent these blocks. Returns those it is not believed to have had."""
         new, evicted = self.recency.touch(chain, now_s)
+        self._recency_changed()
         if evicted:
             self._index.remove_chain(self.routed_place, evicted, Tier.GPU)
         if new:
@@ -232,12 +232,14 @@ class NodeCache:
     def drop(self, chain: bytes) -> None:
         """Takes back what `keep` returned: it never got there."""
         self.recency.drop(chain)
+        self._recency_changed()
         self._index.remove_chain(self.routed_place, chain, Tier.GPU)
 
     def keep_answer(self, tokens: int, now_s: float) -> None:
         """It made so many tokens, which take room in its cache."""
         if tokens >= self.block_size:
             evicted = self.recency.push(tokens // self.block_size, now_s)
+            self._recency_changed()
             if evicted:
                 self._index.remove_chain(self.routed_place, evicted, Tier.GPU)
 
@@ -250,6 +252,7 @@ class NodeCache:
                 break
             self._index.remove_chain(self.routed_place, recency.resize(len(recency) - 1), Tier.GPU)
         recency.resize(capacity)
+        self._recency_changed()
 
     def expect(self, chain: bytes) -> None:
         """It is about to prefill these blocks."""
@@ -263,6 +266,14 @@ class NodeCache:
         self._index.clear(self.routed_place)
         self._index.clear(self.expected_place)
         self.recency.clear()
+        self._recency_changed()
+
+    def _recency_changed(self) -> None:
+        """Notes what a price asks of it. To be called after every change."""
+        recency = self.recency
+        oldest_s = recency.oldest
+        self.free_blocks = recency.capacity - len(recency)
+        self.oldest_s = nan if oldest_s is None else oldest_s
 
     def close(self) -> None:
         """The node is gone: nothing is believed of it."""

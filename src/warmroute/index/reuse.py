@@ -6,6 +6,7 @@ uses that were not followed by another one within `age`, the share that was foll
 
 from __future__ import annotations
 
+from array import array
 from math import log2
 from typing import Final
 
@@ -25,7 +26,8 @@ class Reuse:
         self._recency = Recency(REMEMBERED_BLOCKS)
         self._reused = [0.0] * BUCKETS
         self._uses = 0.0
-        self._chances = [0.0] * BUCKETS
+        self.chances = array("d", [0.0] * BUCKETS)
+        """By the bucket of its age."""
         self._until_update = 1
 
     def saw(self, chain: bytes, now_s: float) -> None:
@@ -54,12 +56,12 @@ class Reuse:
         later = 0.0
         for bucket in range(BUCKETS - 1, -1, -1):
             later += reused[bucket]
-            self._chances[bucket] = later / (later + never + 1.0)
+            self.chances[bucket] = later / (later + never + 1.0)
             reused[bucket] *= FADE**32
 
     def chance(self, age_s: float) -> float:
         """That a block unused for so long is used again."""
-        return self._chances[_bucket(age_s)]
+        return self.chances[_bucket(age_s)]
 
 
 def _bucket(age_s: float) -> int:

@@ -36,7 +36,9 @@ class Decision:
             ranked = self.fallbacks()
             return [*ranked, *(node for node in nodes if node not in ranked)]
 
-        return Decision(self.node, self.policy, self.reason, all_of_them)
+        more = Decision(self.node, self.policy, self.reason, all_of_them)
+        more.price = self.price
+        return more
 
 
 class Policy(Protocol):

@@ -1,12 +1,20 @@
 """The price of a node for a request, term by term. Everything is in milliseconds: what the request pays itself, and
-what it makes others pay. Each term is one small function; `policies/price.py` adds them up.
+what it makes others pay. Each term is one small function; `price` adds them up.
+
+This is the definition. Decisions take it from `_kernel/_price.c`, which works it out for all nodes in one call;
+tests/routing/test_price_kernel.py holds both equal.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from warmroute.fleet.speed import STEPS
+from warmroute.config import Pricing
+from warmroute.fleet.node import Node
+from warmroute.fleet.speed import STEPS, work
+from warmroute.index.node_cache import NodeCache
+from warmroute.index.reuse import Reuse
+from warmroute.routing.price import Price
 
 FULL_POWER: Final = 8
 FULL_SCALE: Final = 0.1
@@ -62,3 +70,35 @@ def memory(pushed_out: float, ms_per_token: float, chance: float) -> float:
 def congestion(own: float, service: float, rate: float, behind: float) -> float:
     """What its new work [ms] costs those who wait behind it, and those who arrive [1/ms] until it is done."""
     return service * (rate * own + behind)
+
+
+def price(
+    node: Node, cache: NodeCache | None, reuse: Reuse, now_s: float, tokens: float, cached: float, output: float,
+    token_ms: float, quickest_ms: float, rate: float, behind: float, config: Pricing,
+) -> Price:  # fmt: skip
+    """Of a prompt of so many `tokens`, of which so many are `cached`, with an answer of `output` tokens. `token_ms` is
+    what one takes there, `quickest_ms` on the quickest node; `rate` and `behind` as in `congestion`."""
+    ms_per_token = node.speed.ms_per_token
+    new = tokens - cached
+    cost = work(new, cached)
+    if cached:
+        cost = max(cost, work(tokens, 0.0) - config.max_saving_ms / ms_per_token)
+    waits = wait(node.pending_work, ms_per_token)
+    prefills = prefill(cost, ms_per_token, token_ms)
+    contends = contention(output, token_ms, quickest_ms)
+    finds_room = evicts = congests = 0.0
+    if cache is not None:
+        capacity = cache.capacity_blocks * cache.block_size
+        if capacity and config.room:
+            used = node.kv_used(capacity, output)
+            drained = drain(used, output, token_ms)
+            finds_room = room(used, new + output, GROWTH * output * node.inflight, capacity, drained)
+        recency = cache.recency
+        pushed_out = new + output - (recency.capacity - len(recency)) * cache.block_size
+        if pushed_out > 0.0 and config.memory and (oldest_s := recency.oldest) is not None:
+            evicts = memory(min(pushed_out, new + output), ms_per_token, reuse.chance(now_s - oldest_s))
+    own = waits + prefills + finds_room
+    if config.congestion:
+        congests = congestion(own, prefills + finds_room + evicts, rate, behind)
+    total = own + contends + evicts + congests
+    return Price(total, waits, prefills, finds_room, contends, evicts, congests, cached, new, output)

@@ -31,13 +31,16 @@ class MetricsPage:
         beliefs: Beliefs,
         counters: Counters,
         connections: Callable[[], tuple[int, int]],
+        waiting: Callable[[], tuple[int, int]],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`connections`: open now, ever; `waiting`: requests that wait now, that had to wait ever."""
         self._fleet = fleet
         self._beliefs = beliefs
         self._now = now
         self._counters = counters
         self._connections = connections
+        self._waiting = waiting
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -50,6 +53,9 @@ class MetricsPage:
         yield from self._requests()
         yield from self._nodes()
         yield from self._index()
+        now, ever = self._waiting()
+        yield GaugeMetricFamily("warmroute_waiting", "Requests that wait here for a node.", value=now)
+        yield CounterMetricFamily("warmroute_held", "Requests that had to wait here for a node.", value=ever)
         now, ever = self._connections()
         yield GaugeMetricFamily("warmroute_connections", "Client connections open now.", value=now)
         yield CounterMetricFamily("warmroute_connections_accepted", "Client connections accepted.", value=ever)
@@ -138,6 +144,8 @@ class MetricsPage:
         waiting = gauge("waiting", "Requests that the engine has queued, at the last poll.")
         kv_usage = gauge("kv_usage_ratio", "Share of KV blocks in use, at the last poll.")
         latency = gauge("latency_ms", "Moving average of an answer's time.")
+        prefill = gauge("prefill_ms_per_token", "Time to prefill a token of a short prompt, as learned.")
+        token = gauge("token_ms", "Time between two tokens of an answer there, as learned and as it is loaded now.")
         state = gauge("state", "1 for the state that the node is in.", "state")
         requests = CounterMetricFamily(
             "warmroute_node_requests", "Requests sent to the node, by how they ended.", labels=["node", "outcome"]
@@ -152,6 +160,9 @@ class MetricsPage:
             waiting.add_metric([name], node.waiting)
             kv_usage.add_metric([name], node.kv_usage)
             latency.add_metric([name], node.latency_ms)
+            prefill.add_metric([name], node.speed.ms_per_token)
+            for group in node.groups[:1]:
+                token.add_metric([name], node.speed.factor * group.pace.token_ms(node.context))
             for standing in Standing:
                 is_it = node.health.standing is standing and not node.draining
                 state.add_metric([name, standing.value], int(is_it))
@@ -161,4 +172,4 @@ class MetricsPage:
             counts = list(accumulate(node.first_byte_counts))
             bounds = [*(str(bound / 1000) for bound in FIRST_BYTE_BOUNDS_MS), "+Inf"]
             first_byte.add_metric([name], list(zip(bounds, counts, strict=True)), node.first_byte_sum_ms / 1000)
-        yield from (inflight, foreign, waiting, kv_usage, latency, state, requests, first_byte)
+        yield from (inflight, foreign, waiting, kv_usage, latency, prefill, token, state, requests, first_byte)

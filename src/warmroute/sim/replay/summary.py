@@ -61,6 +61,7 @@ def summary(world: World) -> Run:
         "latency_ms": spread(tally.latency_ms, 50, 90, 99),
         "duration_s": rounded(duration_s),
         "requests_per_s": rounded(tally.total("finished") / duration_s),
+        "good_per_s": rounded(tally.good / duration_s),
         "output_tokens_per_s": rounded(tally.output_tokens / duration_s),
         "prompt_tokens_per_s": rounded(tally.prompt_tokens / duration_s),
         "load_variation": rounded(variation([book["mean_in_flight"] for book in books])),

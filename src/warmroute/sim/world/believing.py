@@ -20,16 +20,16 @@ class Believing(Listener):
     def __init__(self, beliefs: Beliefs, *, events: bool) -> None:
         self.beliefs = beliefs
         self.wants_kv_events = events
-        self._sources: dict[str, _Source] = {}
+        self._sources: dict[Node, _Source] = {}
 
     def node_joined(self, node: Node, block_size: int, num_blocks: int) -> None:
         cache = self.beliefs.join(node.name, [MODEL])
         cache.describe(block_size, (num_blocks - 1) * block_size)
         if self.wants_kv_events:
-            self._sources[node.name] = _Source(self.beliefs, cache)
+            self._sources[node] = _Source(self.beliefs, cache)
 
     def node_left(self, node: Node) -> None:
-        self._sources.pop(node.name, None)
+        self._sources.pop(node, None)
         self.beliefs.leave(node.name)
 
     def polled(self, node: Node, incarnation: float, now_s: float) -> None:
@@ -39,11 +39,11 @@ class Believing(Listener):
         cache.heard(now_s)
         if node.incarnation and incarnation != node.incarnation:
             cache.restarted()
-            if node.name in self._sources:
-                self._sources[node.name].feed.began_anew()
+            if node in self._sources:
+                self._sources[node].feed.began_anew()
 
     def kv_events(self, node: Node, incarnation: int, sequence: int, events: list[KvEvent], now_s: float) -> None:
-        source = self._sources.get(node.name)
+        source = self._sources.get(node)
         if source is not None:
             source.message(sequence, _Message(events), now_s)
 

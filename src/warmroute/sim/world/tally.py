@@ -9,6 +9,9 @@ from array import array
 from warmroute.sim.workloads.prompt import Prompt
 
 TIMELINE_SPANS = 240
+GOOD_MS = 2000.0
+GOOD_MS_PER_TOKEN = 0.5
+"""A first token is good within this time, and so much more for each token of the prompt."""
 
 
 class Timeline:
@@ -61,6 +64,8 @@ class Tally:
         self.cached_tokens = 0
         self.output_tokens = 0
         self.retries = 0
+        self.good = 0
+        """First tokens that came in good time."""
         self.first_ms: float | None = None
         self.last_ms = 0.0
 
@@ -79,6 +84,7 @@ class Tally:
     def first_token(self, prompt: Prompt, arrived_ms: float, cached_tokens: int, now_ms: float) -> None:
         ttft_ms = now_ms - arrived_ms
         self.ttft_ms.append(ttft_ms)
+        self.good += ttft_ms <= GOOD_MS + GOOD_MS_PER_TOKEN * prompt.prompt_tokens
         self._of(prompt).ttft_ms.append(ttft_ms)
         self.prompt_tokens += prompt.prompt_tokens
         self.cached_tokens += cached_tokens

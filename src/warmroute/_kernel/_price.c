@@ -1,0 +1,629 @@
+/* What a request would cost on each node: what the node has of its prompt, and the price, for all nodes in one call.
+ *
+ * The rules:
+ * - The state that a price is made of lies in plain structs, which the classes of Python inherit from: they write it, and
+ *   nothing is kept twice. Here it is only read.
+ * - A formula is the one in Python, operation by operation: routing/terms.py and fleet/speed.py for the price,
+ *   index/confidence.py and index/reuse.py for what a belief counts.
+ *
+ * tests/routing/test_price_kernel.py holds both equal.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <math.h>
+#include <stddef.h>
+#include <structmember.h>
+
+#define always_inline inline __attribute__((always_inline))
+
+/* fleet/speed.py */
+#define ATTENTION 4e-5
+#define STEPS 1.5
+/* routing/terms.py */
+#define FULL_POWER 8.0
+#define FULL_SCALE 0.1
+#define FULL_MARGIN 1.02
+#define MOST_FULL 0.999
+#define MEMORY_FULL 0.98
+#define GROWTH 0.3
+#define STREAMED 0.1
+#define EVICTED_DEARER 1.5
+/* index/reuse.py */
+#define FIRST_S 0.25
+/* index/confidence.py */
+#define PRIOR_TOKENS 4096.0
+#define HALF_LIFE_S 30.0
+/* index/node_cache.py: in the place of a rank, what was routed there */
+#define ROUTED -1
+
+typedef struct {
+    PyObject_HEAD
+    double ms_per_token, factor;
+} SpeedState;
+
+typedef struct {
+    PyObject_HEAD
+    double predicted, came_true, at_s;
+} AccuracyState;
+
+/* What NodeState and CacheState begin with. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *name, *part;
+} Named;
+
+typedef struct {
+    Named named; /* its part: a SpeedState */
+    double pending_work, kv_usage, kv_delta;
+    Py_ssize_t context, kv_new, inflight, foreign;
+} NodeState;
+
+typedef struct {
+    Named named; /* its part: an AccuracyState */
+    Py_ssize_t block_size, capacity_blocks, free_blocks;
+    double oldest_s; /* not a number where nothing is held */
+    double heard_s, lag_s;
+    char complete, doubted;
+} CacheState;
+
+typedef struct {
+    PyObject_HEAD
+    Py_ssize_t tokens, rank;
+    double expected;
+} Hit;
+
+/* As in routing/price.py. */
+typedef struct {
+    double total, wait, prefill, room, contention, memory, congestion, cached, new, output;
+} price;
+#define TERMS ((Py_ssize_t)(sizeof(price) / sizeof(double)))
+
+typedef struct {
+    PyObject_VAR_HEAD
+    PyObject *nodes;
+    price of[];
+} Prices;
+
+static always_inline double larger(double a, double b) { return a > b ? a : b; }
+
+static always_inline double smaller(double a, double b) { return a < b ? a : b; }
+
+/* ---- State ---- */
+
+static PyMemberDef speed_members[] = {
+    {"ms_per_token", T_DOUBLE, offsetof(SpeedState, ms_per_token), 0, NULL},
+    {"factor", T_DOUBLE, offsetof(SpeedState, factor), 0, NULL},
+    {NULL, 0, 0, 0, NULL}};
+
+static PyTypeObject SpeedType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "warmroute._kernel._price.SpeedState",
+    .tp_doc = "What a price takes from a node's speed.",
+    .tp_basicsize = sizeof(SpeedState),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .tp_new = PyType_GenericNew,
+    .tp_members = speed_members,
+};
+
+static PyMemberDef accuracy_members[] = {
+    {"_predicted", T_DOUBLE, offsetof(AccuracyState, predicted), 0, NULL},
+    {"_came_true", T_DOUBLE, offsetof(AccuracyState, came_true), 0, NULL},
+    {"_at_s", T_DOUBLE, offsetof(AccuracyState, at_s), 0, NULL},
+    {NULL, 0, 0, 0, NULL}};
+
+static PyTypeObject AccuracyType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "warmroute._kernel._price.AccuracyState",
+    .tp_doc = "What a hit takes from the accuracy of a node's cache.",
+    .tp_basicsize = sizeof(AccuracyState),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .tp_new = PyType_GenericNew,
+    .tp_members = accuracy_members,
+};
+
+static int named_traverse(Named *self, visitproc visit, void *arg) {
+    Py_VISIT(self->name);
+    Py_VISIT(self->part);
+    return 0;
+}
+
+static int named_clear(Named *self) {
+    Py_CLEAR(self->name);
+    Py_CLEAR(self->part);
+    return 0;
+}
+
+static void named_dealloc(Named *self) {
+    PyObject_GC_UnTrack(self);
+    named_clear(self);
+    Py_TYPE(self)->tp_free(self);
+}
+
+/* The part is of one type for good: `type` is what it has to be. */
+static PyObject *get_part(Named *self, void *type) {
+    if (self->part)
+        return Py_NewRef(self->part);
+    PyErr_Format(PyExc_AttributeError, "there is no %s yet", ((PyTypeObject *)type)->tp_name);
+    return NULL;
+}
+
+static int set_part(Named *self, PyObject *part, void *type) {
+    if (!part || !PyObject_TypeCheck(part, (PyTypeObject *)type)) {
+        PyErr_Format(PyExc_TypeError, "expected a %s", ((PyTypeObject *)type)->tp_name);
+        return -1;
+    }
+    Py_XSETREF(self->part, Py_NewRef(part));
+    return 0;
+}
+
+static PyMemberDef node_members[] = {
+    {"name", T_OBJECT_EX, offsetof(Named, name), 0, NULL},
+    {"pending_work", T_DOUBLE, offsetof(NodeState, pending_work), 0, NULL},
+    {"kv_usage", T_DOUBLE, offsetof(NodeState, kv_usage), 0, NULL},
+    {"kv_delta", T_DOUBLE, offsetof(NodeState, kv_delta), 0, NULL},
+    {"context", T_PYSSIZET, offsetof(NodeState, context), 0, NULL},
+    {"kv_new", T_PYSSIZET, offsetof(NodeState, kv_new), 0, NULL},
+    {"inflight", T_PYSSIZET, offsetof(NodeState, inflight), 0, NULL},
+    {"foreign", T_PYSSIZET, offsetof(NodeState, foreign), 0, NULL},
+    {NULL, 0, 0, 0, NULL}};
+
+static PyGetSetDef node_properties[] = {{"speed", (getter)get_part, (setter)set_part, NULL, &SpeedType},
+                                        {NULL, NULL, NULL, NULL, NULL}};
+
+static PyTypeObject NodeType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "warmroute._kernel._price.NodeState",
+    .tp_doc = "What a price takes from a node.",
+    .tp_basicsize = sizeof(NodeState),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_traverse = (traverseproc)named_traverse,
+    .tp_clear = (inquiry)named_clear,
+    .tp_dealloc = (destructor)named_dealloc,
+    .tp_members = node_members,
+    .tp_getset = node_properties,
+};
+
+static PyMemberDef cache_members[] = {
+    {"name", T_OBJECT_EX, offsetof(Named, name), 0, NULL},
+    {"block_size", T_PYSSIZET, offsetof(CacheState, block_size), 0, NULL},
+    {"capacity_blocks", T_PYSSIZET, offsetof(CacheState, capacity_blocks), 0, NULL},
+    {"free_blocks", T_PYSSIZET, offsetof(CacheState, free_blocks), 0, NULL},
+    {"oldest_s", T_DOUBLE, offsetof(CacheState, oldest_s), 0, NULL},
+    {"heard_s", T_DOUBLE, offsetof(CacheState, heard_s), 0, NULL},
+    {"lag_s", T_DOUBLE, offsetof(CacheState, lag_s), 0, NULL},
+    {"complete", T_BOOL, offsetof(CacheState, complete), 0, NULL},
+    {"doubted", T_BOOL, offsetof(CacheState, doubted), 0, NULL},
+    {NULL, 0, 0, 0, NULL}};
+
+static PyGetSetDef cache_properties[] = {{"accuracy", (getter)get_part, (setter)set_part, NULL, &AccuracyType},
+                                         {NULL, NULL, NULL, NULL, NULL}};
+
+static PyTypeObject CacheType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "warmroute._kernel._price.CacheState",
+    .tp_doc = "What hits and prices take from a node's cache.",
+    .tp_basicsize = sizeof(CacheState),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_traverse = (traverseproc)named_traverse,
+    .tp_clear = (inquiry)named_clear,
+    .tp_dealloc = (destructor)named_dealloc,
+    .tp_members = cache_members,
+    .tp_getset = cache_properties,
+};
+
+/* ---- Hits ---- */
+
+static PyMemberDef hit_members[] = {
+    {"tokens", T_PYSSIZET, offsetof(Hit, tokens), READONLY, "As believed."},
+    {"expected", T_DOUBLE, offsetof(Hit, expected), READONLY, "What they are worth, by tier and confidence."},
+    {"rank", T_PYSSIZET, offsetof(Hit, rank), READONLY, "The data-parallel rank that holds them."},
+    {NULL, 0, 0, 0, NULL}};
+
+static PyTypeObject HitType;
+
+static Hit *make_hit(Py_ssize_t tokens, double expected, Py_ssize_t rank) {
+    Hit *hit = PyObject_New(Hit, &HitType);
+    if (hit) {
+        hit->tokens = tokens;
+        hit->expected = expected;
+        hit->rank = rank;
+    }
+    return hit;
+}
+
+static PyObject *hit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"tokens", "expected", "rank", NULL};
+    Py_ssize_t tokens, rank;
+    double expected;
+    (void)type;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ndn", names, &tokens, &expected, &rank))
+        return NULL;
+    return (PyObject *)make_hit(tokens, expected, rank);
+}
+
+static PyObject *hit_repr(Hit *hit) {
+    PyObject *expected = PyFloat_FromDouble(hit->expected), *text = NULL;
+    if (expected)
+        text = PyUnicode_FromFormat("Hit(tokens=%zd, expected=%R, rank=%zd)", hit->tokens, expected, hit->rank);
+    Py_XDECREF(expected);
+    return text;
+}
+
+static PyTypeObject HitType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "warmroute._kernel._price.Hit",
+    .tp_doc = "Leading tokens of a prompt that a node holds.",
+    .tp_basicsize = sizeof(Hit),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = hit_new,
+    .tp_repr = (reprfunc)hit_repr,
+    .tp_members = hit_members,
+};
+
+static double trust(const AccuracyState *a, double now_s) {
+    if (a->came_true == a->predicted)
+        return 1.0;
+    double left = pow(0.5, larger(0.0, now_s - a->at_s) / HALF_LIFE_S);
+    return (PRIOR_TOKENS + a->came_true * left) / (PRIOR_TOKENS + a->predicted * left);
+}
+
+static double freshness(double age_s, double stale_s, double gone_s) {
+    if (age_s <= stale_s)
+        return 1.0;
+    return gone_s > stale_s ? larger(0.0, (gone_s - age_s) / (gone_s - stale_s)) : 0.0;
+}
+
+/* What the rows of one lookup have in common. */
+typedef struct {
+    PyObject *found, *owners;
+    Py_ssize_t size, most, sure;
+    int is_sure;
+    double now_s, stale_s, gone_s, cpu_worth, disk_worth, remote_worth;
+} asked;
+
+static int add_hit(const asked *q, PyObject *row) {
+    Py_ssize_t depth[4];
+    if (!PyTuple_Check(row) || PyTuple_GET_SIZE(row) != 5) {
+        PyErr_SetString(PyExc_TypeError, "expected rows as BlockIndex.match gives them");
+        return -1;
+    }
+    PyObject *owner = PyDict_GetItemWithError(q->owners, PyTuple_GET_ITEM(row, 0));
+    if (!owner)
+        return PyErr_Occurred() ? -1 : 0;
+    if (!PyTuple_Check(owner) || PyTuple_GET_SIZE(owner) != 2 ||
+        !PyObject_TypeCheck(PyTuple_GET_ITEM(owner, 0), &CacheType)) {
+        PyErr_SetString(PyExc_TypeError, "expected an owner as (CacheState, rank)");
+        return -1;
+    }
+    const CacheState *cache = (CacheState *)PyTuple_GET_ITEM(owner, 0);
+    const AccuracyState *accuracy = (AccuracyState *)cache->named.part;
+    Py_ssize_t rank = PyLong_AsSsize_t(PyTuple_GET_ITEM(owner, 1));
+    if (rank == -1 && PyErr_Occurred())
+        return -1;
+    if (cache->block_size != q->size || !accuracy || !cache->named.name)
+        return 0;
+    if (rank < 0 ? rank == ROUTED && q->is_sure && cache->complete : cache->doubted)
+        return 0;
+    Py_ssize_t limit = rank < 0 ? q->most : q->sure;
+    for (int tier = 0; tier < 4; tier++) {
+        Py_ssize_t blocks = PyLong_AsSsize_t(PyTuple_GET_ITEM(row, 1 + tier));
+        if (blocks == -1 && PyErr_Occurred())
+            return -1;
+        depth[tier] = blocks < limit ? blocks : limit;
+    }
+    if (depth[3] <= 0)
+        return 0;
+    double confidence = trust(accuracy, q->now_s), worth = (double)depth[0];
+    if (rank >= 0)
+        confidence *= freshness(larger(q->now_s - cache->heard_s, cache->lag_s), q->stale_s, q->gone_s);
+    if (depth[3] != depth[0])
+        worth += q->cpu_worth * (double)(depth[1] - depth[0]) + q->disk_worth * (double)(depth[2] - depth[1]) +
+                 q->remote_worth * (double)(depth[3] - depth[2]);
+    double expected = worth * (double)q->size * confidence;
+    const Hit *known = (Hit *)PyDict_GetItemWithError(q->found, cache->named.name);
+    if (!known && PyErr_Occurred())
+        return -1;
+    if (known && (expected < known->expected || (expected == known->expected && rank <= known->rank)))
+        return 0; /* of equals, the rank that told */
+    PyObject *hit = (PyObject *)make_hit(depth[3] * q->size, expected, rank);
+    int failed = !hit || PyDict_SetItem(q->found, cache->named.name, hit) < 0;
+    Py_XDECREF(hit);
+    return failed ? -1 : 0;
+}
+
+static PyObject *add_hits(PyObject *module, PyObject *args) {
+    asked q;
+    PyObject *rows;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O!O!O!n(nnp)d(dd)(ddd)", &PyDict_Type, &q.found, &PyList_Type, &rows, &PyDict_Type,
+                          &q.owners, &q.size, &q.most, &q.sure, &q.is_sure, &q.now_s, &q.stale_s, &q.gone_s,
+                          &q.cpu_worth, &q.disk_worth, &q.remote_worth))
+        return NULL;
+    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(rows); at++)
+        if (add_hit(&q, PyList_GET_ITEM(rows, at)) < 0)
+            return NULL;
+    Py_RETURN_NONE;
+}
+
+/* ---- Prices ---- */
+
+/* What the nodes of one request have in common. */
+typedef struct {
+    const double *chances; /* of reuse, by age */
+    Py_ssize_t n_chances;
+    double now_s, tokens, output, rate, behind;
+    double least_ms, mean_ms, slope_ms, mean_context; /* of the model's pace */
+    double quickest_ms, max_saving_ms;
+    int room, memory, congestion;
+} request;
+
+static always_inline const SpeedState *speed_of(const NodeState *node) { return (SpeedState *)node->named.part; }
+
+static always_inline const NodeState *node_at(PyObject *nodes, Py_ssize_t at) {
+    return (NodeState *)PyTuple_GET_ITEM(nodes, at);
+}
+
+static always_inline Py_ssize_t load(const NodeState *node) { return node->inflight + node->foreign; }
+
+static always_inline double token_ms(const NodeState *node, const request *q) {
+    double pace = larger(q->least_ms, q->mean_ms + q->slope_ms * ((double)node->context - q->mean_context));
+    return speed_of(node)->factor * pace;
+}
+
+static always_inline double work(double new, double cached) { return new * (1.0 + ATTENTION * (cached + 0.5 * new)); }
+
+static double chance(const request *q, double age_s) {
+    if (age_s <= FIRST_S)
+        return q->chances[0];
+    double bucket = floor(2.0 * log2(age_s / FIRST_S)) + 1.0;
+    return q->chances[bucket < (double)q->n_chances ? (Py_ssize_t)bucket : q->n_chances - 1];
+}
+
+static double find_room(const NodeState *node, double capacity, double new, double own_ms, const request *q) {
+    double output = q->output, running = (double)node->inflight, need = new + output;
+    double used = larger(node->kv_usage * capacity + node->kv_delta, (double)node->kv_new + 0.5 * output * running);
+    double drained = larger(used, 1.0) / larger(1.0, output * own_ms);
+    double share = smaller(MOST_FULL, (used + need + GROWTH * output * running) / capacity);
+    double full = FULL_SCALE * pow(share, FULL_POWER) / (FULL_MARGIN - share);
+    return (need * full + larger(0.0, used + need - MEMORY_FULL * capacity)) / drained;
+}
+
+static void price_node(price *p, const NodeState *node, const CacheState *cache, double cached, const request *q) {
+    double ms_per_token = speed_of(node)->ms_per_token, own_ms = token_ms(node, q), new = q->tokens - cached;
+    double cost = work(new, cached), need = new + q->output;
+    if (cached != 0.0)
+        cost = larger(cost, work(q->tokens, 0.0) - q->max_saving_ms / ms_per_token);
+    *p = (price){.cached = cached, .new = new, .output = q->output};
+    p->wait = node->pending_work * ms_per_token;
+    p->prefill = STEPS * own_ms + cost * ms_per_token;
+    p->contention = STREAMED * q->output * (own_ms - q->quickest_ms);
+    if (cache) {
+        double capacity = (double)(cache->capacity_blocks * cache->block_size);
+        if (capacity != 0.0 && q->room)
+            p->room = find_room(node, capacity, new, own_ms, q);
+        double pushed_out = need - (double)(cache->free_blocks * cache->block_size);
+        if (pushed_out > 0.0 && q->memory && !isnan(cache->oldest_s))
+            p->memory = smaller(pushed_out, need) * ms_per_token * EVICTED_DEARER * chance(q, q->now_s - cache->oldest_s);
+    }
+    double own = p->wait + p->prefill + p->room;
+    if (q->congestion)
+        p->congestion = (p->prefill + p->room + p->memory) * (q->rate * own + q->behind);
+    p->total = own + p->contention + p->memory + p->congestion;
+}
+
+static PyTypeObject PricesType;
+
+/* 0 where these are nodes with a speed, and a cache or None for each. */
+static int check(PyObject *nodes, PyObject *caches) {
+    Py_ssize_t n = PyTuple_GET_SIZE(nodes);
+    if (PyTuple_GET_SIZE(caches) != n) {
+        PyErr_SetString(PyExc_ValueError, "expected as many caches as nodes");
+        return -1;
+    }
+    for (Py_ssize_t at = 0; at < n; at++) {
+        PyObject *node = PyTuple_GET_ITEM(nodes, at), *cache = PyTuple_GET_ITEM(caches, at);
+        if (!PyObject_TypeCheck(node, &NodeType) || !speed_of((NodeState *)node) || !((Named *)node)->name ||
+            !(cache == Py_None || PyObject_TypeCheck(cache, &CacheType))) {
+            PyErr_SetString(PyExc_TypeError, "expected nodes with a name and a speed, and caches or None");
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static Prices *price_all(PyObject *nodes, PyObject *caches, PyObject *hits, request *q) {
+    Py_ssize_t n = PyTuple_GET_SIZE(nodes);
+    Prices *prices = (Prices *)PricesType.tp_alloc(&PricesType, n);
+    if (!prices)
+        return NULL;
+    prices->nodes = Py_NewRef(nodes);
+    q->quickest_ms = INFINITY;
+    for (Py_ssize_t at = 0; at < n; at++)
+        q->quickest_ms = smaller(q->quickest_ms, token_ms(node_at(nodes, at), q));
+    int any = PyDict_GET_SIZE(hits) > 0;
+    for (Py_ssize_t at = 0; at < n; at++) {
+        const NodeState *node = node_at(nodes, at);
+        PyObject *cache = PyTuple_GET_ITEM(caches, at);
+        PyObject *hit = any ? PyDict_GetItemWithError(hits, node->named.name) : NULL;
+        if (hit ? !Py_IS_TYPE(hit, &HitType) : any && PyErr_Occurred()) {
+            if (hit)
+                PyErr_SetString(PyExc_TypeError, "expected hits by name");
+            Py_DECREF(prices);
+            return NULL;
+        }
+        price_node(&prices->of[at], node, cache == Py_None ? NULL : (CacheState *)cache,
+                   hit ? ((Hit *)hit)->expected : 0.0, q);
+    }
+    return prices;
+}
+
+static PyObject *price_nodes(PyObject *module, PyObject *args) {
+    PyObject *nodes, *caches, *hits, *prices = NULL;
+    Py_buffer chances;
+    request q;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O!O!O!y*d(dd)(dd)(dddd)(dppp)", &PyTuple_Type, &nodes, &PyTuple_Type, &caches,
+                          &PyDict_Type, &hits, &chances, &q.now_s, &q.tokens, &q.output, &q.rate, &q.behind, &q.least_ms,
+                          &q.mean_ms, &q.slope_ms, &q.mean_context, &q.max_saving_ms, &q.room, &q.memory, &q.congestion))
+        return NULL;
+    q.chances = chances.buf;
+    q.n_chances = chances.len / (Py_ssize_t)sizeof(double);
+    if (!q.n_chances || chances.len % (Py_ssize_t)sizeof(double))
+        PyErr_SetString(PyExc_ValueError, "expected chances as doubles");
+    else if (check(nodes, caches) == 0)
+        prices = (PyObject *)price_all(nodes, caches, hits, &q);
+    PyBuffer_Release(&chances);
+    return prices;
+}
+
+static int prices_traverse(Prices *self, visitproc visit, void *arg) {
+    Py_VISIT(self->nodes);
+    return 0;
+}
+
+static int prices_clear(Prices *self) {
+    Py_CLEAR(self->nodes);
+    return 0;
+}
+
+static void prices_dealloc(Prices *self) {
+    PyObject_GC_UnTrack(self);
+    prices_clear(self);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static Py_ssize_t prices_len(PyObject *self) { return Py_SIZE(self); }
+
+static PyObject *prices_item(Prices *self, Py_ssize_t at) {
+    if (at < 0 || at >= Py_SIZE(self)) {
+        PyErr_SetString(PyExc_IndexError, "there is no such node");
+        return NULL;
+    }
+    PyObject *terms = PyTuple_New(TERMS);
+    for (Py_ssize_t term = 0; terms && term < TERMS; term++) {
+        PyObject *number = PyFloat_FromDouble(((const double *)&self->of[at])[term]);
+        if (number)
+            PyTuple_SET_ITEM(terms, term, number);
+        else
+            Py_CLEAR(terms);
+    }
+    return terms;
+}
+
+static int append(PyObject *list, Py_ssize_t at) {
+    PyObject *number = PyLong_FromSsize_t(at);
+    int failed = !number || PyList_Append(list, number) < 0;
+    Py_XDECREF(number);
+    return failed ? -1 : 0;
+}
+
+static PyObject *prices_cheapest(Prices *self, PyObject *given) {
+    double times = PyFloat_AsDouble(given), least = INFINITY;
+    if (times == -1.0 && PyErr_Occurred())
+        return NULL;
+    for (Py_ssize_t at = 0; at < Py_SIZE(self); at++)
+        least = smaller(self->of[at].total, least);
+    PyObject *list = PyList_New(0);
+    for (Py_ssize_t at = 0; list && at < Py_SIZE(self); at++)
+        if (self->of[at].total <= least * times && append(list, at) < 0)
+            Py_CLEAR(list);
+    for (Py_ssize_t at = 0; list && isinf(least) && at < Py_SIZE(self); at++) /* none has a price: any will do */
+        if (!(self->of[at].total <= least * times) && append(list, at) < 0)
+            Py_CLEAR(list);
+    return list;
+}
+
+static PyObject *prices_lightest(Prices *self, PyObject *given) {
+    if (!PyList_Check(given)) {
+        PyErr_SetString(PyExc_TypeError, "expected a list of numbers");
+        return NULL;
+    }
+    Py_ssize_t least = PY_SSIZE_T_MAX;
+    PyObject *list = PyList_New(0);
+    for (Py_ssize_t k = 0; list && k < PyList_GET_SIZE(given); k++) {
+        Py_ssize_t at = PyLong_AsSsize_t(PyList_GET_ITEM(given, k));
+        if (at < 0 || at >= Py_SIZE(self)) {
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_IndexError, "there is no such node");
+            Py_CLEAR(list);
+            break;
+        }
+        Py_ssize_t there = load(node_at(self->nodes, at));
+        if (there < least) {
+            least = there;
+            if (PyList_SetSlice(list, 0, PyList_GET_SIZE(list), NULL) < 0)
+                Py_CLEAR(list);
+        }
+        if (list && there == least && append(list, at) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *prices_cheapest_within(Prices *self, PyObject *args) {
+    double most_load, most_own;
+    Py_ssize_t best = -1;
+    if (!PyArg_ParseTuple(args, "dd", &most_load, &most_own))
+        return NULL;
+    for (Py_ssize_t at = 0; at < Py_SIZE(self); at++) {
+        const price *p = &self->of[at];
+        if ((double)load(node_at(self->nodes, at)) <= most_load && p->wait + p->prefill + p->room <= most_own &&
+            (best < 0 || p->total < self->of[best].total))
+            best = at;
+    }
+    return PyLong_FromSsize_t(best);
+}
+
+static PyObject *prices_mean_load(Prices *self, void *unused) {
+    Py_ssize_t sum = 0, n = Py_SIZE(self);
+    (void)unused;
+    for (Py_ssize_t at = 0; at < n; at++)
+        sum += load(node_at(self->nodes, at));
+    return PyFloat_FromDouble(n ? (double)sum / (double)n : 0.0);
+}
+
+static PyMethodDef prices_methods[] = {
+    {"cheapest", (PyCFunction)prices_cheapest, METH_O, "Numbers of those within so many times the least price."},
+    {"lightest", (PyCFunction)prices_lightest, METH_O, "Of these numbers, those of the nodes with the least load."},
+    {"cheapest_within", (PyCFunction)prices_cheapest_within, METH_VARARGS,
+     "Number of the cheapest with at most this load and own cost; or -1."},
+    {NULL, NULL, 0, NULL}};
+
+static PyGetSetDef prices_properties[] = {{"mean_load", (getter)prices_mean_load, NULL, "Requests on a node.", NULL},
+                                          {NULL, NULL, NULL, NULL, NULL}};
+
+static PySequenceMethods prices_as_sequence = {.sq_length = prices_len, .sq_item = (ssizeargfunc)prices_item};
+
+static PyTypeObject PricesType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "warmroute._kernel._price.Prices",
+    .tp_doc = "Of each node, as routing.price.Price has them.",
+    .tp_basicsize = sizeof(Prices),
+    .tp_itemsize = sizeof(price),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_traverse = (traverseproc)prices_traverse,
+    .tp_clear = (inquiry)prices_clear,
+    .tp_dealloc = (destructor)prices_dealloc,
+    .tp_as_sequence = &prices_as_sequence,
+    .tp_methods = prices_methods,
+    .tp_getset = prices_properties,
+};
+
+/* ---- The module ---- */
+
+static PyMethodDef functions[] = {
+    {"add_hits", add_hits, METH_VARARGS, "What matched, as a hit for each node."},
+    {"price_nodes", price_nodes, METH_VARARGS, "What a request costs on each of these nodes."},
+    {NULL, NULL, 0, NULL}};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_price", "Hits and prices of all nodes at once.", -1,
+                                    functions, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__price(void) {
+    static const struct {
+        const char *name;
+        PyTypeObject *type;
+    } types[] = {{"SpeedState", &SpeedType}, {"AccuracyState", &AccuracyType}, {"NodeState", &NodeType},
+                 {"CacheState", &CacheType}, {"Hit", &HitType},               {"Prices", &PricesType}};
+    PyObject *m = PyModule_Create(&module);
+    for (size_t i = 0; m && i < sizeof(types) / sizeof(*types); i++)
+        if (PyType_Ready(types[i].type) < 0 || PyModule_AddObjectRef(m, types[i].name, (PyObject *)types[i].type) < 0)
+            Py_CLEAR(m);
+    return m;
+}

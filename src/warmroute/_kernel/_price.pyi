@@ -1,0 +1,112 @@
+from array import array
+from collections.abc import Mapping
+from typing import TypeAlias
+
+Doubles: TypeAlias = bytes | array[float]
+
+class SpeedState:
+    """What a price takes from a node's speed."""
+
+    ms_per_token: float
+    factor: float
+
+class AccuracyState:
+    """What a hit takes from the accuracy of a node's cache."""
+
+    _predicted: float
+    _came_true: float
+    _at_s: float
+
+class NodeState:
+    """What a price takes from a node."""
+
+    name: str
+    speed: SpeedState
+    pending_work: float
+    kv_usage: float
+    kv_delta: float
+    context: int
+    kv_new: int
+    inflight: int
+    foreign: int
+
+class CacheState:
+    """What hits and prices take from a node's cache."""
+
+    name: str
+    accuracy: AccuracyState
+    block_size: int
+    capacity_blocks: int
+    free_blocks: int
+    oldest_s: float
+    """Not a number where nothing is held."""
+    heard_s: float
+    lag_s: float
+    complete: bool
+    doubted: bool
+
+class Hit:
+    """Leading tokens of a prompt that a node holds."""
+
+    def __new__(cls, tokens: int, expected: float, rank: int) -> Hit: ...
+    @property
+    def tokens(self) -> int:
+        """As believed."""
+    @property
+    def expected(self) -> float:
+        """What they are worth, by tier and confidence."""
+    @property
+    def rank(self) -> int:
+        """The data-parallel rank that holds them; below 0 where that is not known."""
+
+def add_hits(
+    found: dict[str, Hit],
+    rows: list[tuple[int, int, int, int, int]],
+    owners: Mapping[int, tuple[CacheState, int]],
+    block_size: int,
+    limits: tuple[int, int, bool],
+    now_s: float,
+    ages_s: tuple[float, float],
+    worth: tuple[float, float, float],
+    /,
+) -> None:
+    """Adds a hit for each node that has a row of `BlockIndex.match`, by name; of several, the one worth the most.
+
+    `owners`, a dict, says whose each place is, and of which rank. `limits`: blocks that may count, those of them that
+    events can tell of, and whether the prompt is all of such. `ages_s`: what is told counts in full up to the first,
+    and nothing from the second on. `worth`: of a block on CPU, on disk and remote.
+    """
+
+class Prices:
+    """Of each node, by its number. An item has the fields of routing.price.Price."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, at: int, /) -> tuple[float, ...]: ...
+    def cheapest(self, times: float, /) -> list[int]:
+        """Those within so many times the least price."""
+    def lightest(self, among: list[int], /) -> list[int]:
+        """Those of these whose node has the least load."""
+    def cheapest_within(self, most_load: float, most_own: float, /) -> int:
+        """The cheapest of those with at most this load and this cost of its own; -1 where there is none."""
+    @property
+    def mean_load(self) -> float:
+        """Requests on a node, now."""
+
+def price_nodes(
+    nodes: tuple[NodeState, ...],
+    caches: tuple[CacheState | None, ...],
+    hits: dict[str, Hit],
+    chances: Doubles,
+    now_s: float,
+    request: tuple[float, float],
+    crowd: tuple[float, float],
+    pace: tuple[float, float, float, float],
+    settings: tuple[float, bool, bool, bool],
+    /,
+) -> Prices:
+    """What a request costs on each of the nodes; `routing.terms.price` says how.
+
+    `chances`: of reuse, as `Reuse.chances`. `request`: its tokens and those of its answer. `crowd`: arrivals
+    [1/ms] and requests behind it, of a node. `pace`: as `Pace.line` gives it. `settings`: max_saving_ms, room, memory,
+    congestion.
+    """

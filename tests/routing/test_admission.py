@@ -1,0 +1,552 @@
+"""Who goes at once, who waits, who goes next, who is refused. Without I/O, by a clock of our own."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from priced import Guest, World, prompt
+
+from warmroute.config import Admission as AdmissionConfig
+from warmroute.config import Pricing, Routing
+from warmroute.fleet.node import Outcome
+from warmroute.prompt.ask import HIGH, LOW, NORMAL
+from warmroute.routing.admission import Shed, WaitedTooLong
+from warmroute.routing.decision import Decision
+from warmroute.routing.router import NobodyCanServe, Undecided, UnknownModel
+
+
+def one_busy(**admission: object) -> World:
+    """A fleet of one node, which prefills somebody's 8,000 tokens."""
+    world = World(1, admission=AdmissionConfig(**admission))  # type: ignore[arg-type]
+    world.running = world.busy(world.nodes[0])  # type: ignore[attr-defined]
+    return world
+
+
+def frees(world: World) -> None:
+    world.free(world.running)  # type: ignore[attr-defined]
+
+
+# Going and waiting.
+
+
+def test_who_finds_room_goes_at_once() -> None:
+    world = World(2)
+    guests = [world.enter() for _ in range(2)]
+    assert {guest.node.name for guest in guests} == {"n0", "n1"}
+    assert world.admission.held == world.admission.waiting == 0
+
+
+def test_an_idle_node_takes_a_prompt_of_any_length() -> None:
+    world = World(1)
+    assert world.enter(200_000).node is world.nodes[0]
+
+
+def test_a_little_work_ahead_is_no_reason_to_wait() -> None:
+    world = World(1)
+    world.busy(world.nodes[0], 4000)  # 216 ms of 250
+    assert world.enter().node is world.nodes[0]
+    assert world.enter().waits
+
+
+def test_who_finds_the_cheapest_node_busy_waits_until_it_is_free() -> None:
+    world = one_busy()
+    first, second = world.enter(), world.enter()
+    assert first.waits and second.waits
+    assert world.admission.waiting == world.router.waiting == world.admission.held == 2
+    world.tick()
+    assert first.waits and second.waits
+    frees(world)
+    assert first.node is world.nodes[0] and second.waits
+    first.finish()
+    assert second.node is world.nodes[0]
+    second.finish()
+    world.books_are_closed()
+    assert world.admission.held == 2, "it counts them all, ever"
+
+
+def test_a_first_byte_frees_the_node_for_the_next_prefill() -> None:
+    world = one_busy()
+    guest = world.enter()
+    world.later(0.4)
+    world.running.first_byte(world.now_s)  # type: ignore[attr-defined]
+    world.admission.freed(world.nodes[0], world.now_s)
+    assert guest.node is world.nodes[0] and world.nodes[0].inflight == 2
+
+
+def test_where_room_came_by_itself_a_tick_finds_it() -> None:
+    world = one_busy()
+    guest = world.enter()
+    world.close(world.running)  # type: ignore[attr-defined]
+    assert guest.waits
+    world.tick()
+    assert guest.fates == ["went"]
+
+
+def test_who_waits_for_a_warm_node_goes_to_another_that_is_free_before() -> None:
+    world = World(2)
+    warm, cold = world.nodes
+    mine = prompt(8000, 1)
+    world.warm(warm, mine)
+    world.busy(warm, 30_000)
+    elsewhere = world.busy(cold, 60_000)
+    guest = Guest(world, mine)
+    guest.enter()
+    assert guest.waits and world.decide(mine).node is warm
+    world.free(elsewhere)
+    assert guest.node is cold
+
+
+def test_who_would_pay_more_elsewhere_goes_on_waiting() -> None:
+    world = World(2)
+    warm, cold = world.nodes
+    mine = prompt(60_000, 1)
+    world.warm(warm, mine)
+    ahead, elsewhere = world.busy(warm, 8000), world.busy(cold, 8000)
+    guest = Guest(world, mine)
+    guest.enter()
+    world.free(elsewhere)
+    assert guest.waits, "6 s of prefill there against 0.5 s of waiting here"
+    world.free(ahead)
+    assert guest.node is warm
+
+
+def test_where_nothing_is_held_everybody_goes_at_once() -> None:
+    world = one_busy(hold=False)
+    assert [world.enter().fates for _ in range(5)] == [["went"]] * 5
+
+
+def test_a_policy_that_does_not_hold_lets_everybody_through() -> None:
+    world = one_busy()
+    world.router.reconfigure(Routing(policy="least_loaded"), Pricing())
+    assert [world.enter().fates for _ in range(5)] == [["went"]] * 5
+
+
+@pytest.mark.parametrize("change", ["hold", "policy", "ahead_ms"])
+def test_a_reload_that_makes_room_lets_those_through_who_wait(change: str) -> None:
+    world = one_busy()
+    guest = world.enter()
+    if change == "policy":
+        world.router.reconfigure(Routing(policy="round_robin"), Pricing())
+    else:
+        world.admission.reconfigure(
+            AdmissionConfig(hold=False) if change == "hold" else AdmissionConfig(ahead_ms=1000.0)
+        )
+    world.tick()
+    assert guest.fates == ["went"] and world.admission.waiting == 0
+
+
+# Whose turn it is.
+
+
+def test_higher_priorities_go_first() -> None:
+    world = one_busy()
+    low, normal, high = (world.enter(priority=priority) for priority in (LOW, NORMAL, HIGH))
+    frees(world)
+    order = []
+    for _ in range(3):
+        [gone] = [guest for guest in (low, normal, high) if not guest.waits and guest not in order]
+        order.append(gone)
+        gone.finish()
+    assert order == [high, normal, low]
+
+
+def test_the_least_work_goes_first() -> None:
+    world = one_busy()
+    large, small = world.enter(40_000), world.enter(6000)
+    frees(world)
+    assert large.waits and small.fates == ["went"]
+
+
+def test_nobody_starves() -> None:
+    """64,000 tokens are 7 s of work, and others always have less: it waits ten times that, no longer."""
+    world = one_busy()
+    large = world.enter(64_000)
+    small = deque(world.enter() for _ in range(3))
+    frees(world)
+    for _ in range(300):
+        if not large.waits:
+            break
+        world.later(0.46)
+        small.append(world.enter())
+        next(guest for guest in small if not guest.waits).finish()
+        small = deque(guest for guest in small if guest.waits or guest.ticket._open)
+    assert large.fates == ["went"]
+    assert 50 < world.now_s - large.arrived_s < 90
+
+
+def served_while_both_wait(world: World, guests: list[Guest], rounds: int) -> Counter[str]:
+    """Prefill work by tenant."""
+    frees(world)
+    had: Counter[str] = Counter()
+    for _ in range(rounds):
+        world.later(0.3)
+        gone = next(guest for guest in guests if not guest.waits)
+        guests.remove(gone)
+        assert gone.decision.price is not None
+        had[gone.ask.tenant] += gone.decision.price.prefill
+        gone.finish()
+    return had
+
+
+def test_a_tenant_that_floods_gets_no_more_than_the_other() -> None:
+    world, random = one_busy(), Random(2)
+    guests = [world.enter(random.randrange(6000, 20_000), tenant="flood") for _ in range(200)]
+    guests += [world.enter(random.randrange(6000, 20_000), tenant="calm") for _ in range(50)]
+    had = served_while_both_wait(world, guests, 90)
+    assert {guest.ask.tenant for guest in guests if guest.waits} == {"flood", "calm"}
+    assert had["calm"] == pytest.approx(had["flood"], rel=0.1)
+
+
+def test_turns_are_fair_by_work_and_not_by_requests() -> None:
+    world = one_busy()
+    guests = [world.enter(30_000, tenant="long") for _ in range(30)]
+    guests += [world.enter(6000, tenant="short") for _ in range(300)]
+    had = served_while_both_wait(world, guests, 100)
+    assert had["long"] == pytest.approx(had["short"], rel=0.1)
+
+
+def test_a_tenant_with_one_request_at_a_time_is_not_the_first_each_time() -> None:
+    """Its large requests, each sent when the one before has gone, take their turns like those that stand in line."""
+    world = one_busy()
+    guests = [world.enter(6000, tenant="many") for _ in range(300)]
+    single = world.enter(40_000, tenant="single")
+    frees(world)
+    had: Counter[str] = Counter()
+    for _ in range(120):
+        world.later(0.3)
+        gone = next(guest for guest in (single, *guests) if not guest.waits)
+        assert gone.decision.price is not None
+        had[gone.ask.tenant] += gone.decision.price.prefill
+        if gone is single:
+            single = world.enter(40_000, tenant="single")
+        else:
+            guests.remove(gone)
+        gone.finish()
+    assert had["single"] == pytest.approx(had["many"], rel=0.15)
+
+
+def test_who_comes_later_does_not_have_to_catch_up() -> None:
+    world = one_busy()
+    early = [world.enter(tenant="early") for _ in range(60)]
+    served_while_both_wait(world, early, 20)
+    late = [world.enter(tenant="late") for _ in range(60)]
+    running = next(guest for guest in early if not guest.waits)
+    world.running = running.ticket  # type: ignore[attr-defined]
+    early.remove(running)
+    had = served_while_both_wait(world, early + late, 20)
+    assert had["late"] == pytest.approx(had["early"], rel=0.1), "neither all its own turns, nor none"
+
+
+# Leaving, being refused.
+
+
+def test_who_leaves_is_gone() -> None:
+    world = one_busy()
+    leaving, staying = world.enter(tenant="a"), world.enter(tenant="b")
+    leaving.leave()
+    leaving.leave()
+    assert world.admission.waiting == world.router.waiting == 1
+    frees(world)
+    assert leaving.fates == ["left", "left"] and staying.fates == ["went"]
+    staying.finish()
+    world.books_are_closed()
+
+
+def test_who_has_gone_cannot_leave_what_it_does_not_wait_in() -> None:
+    world = one_busy()
+    gone, waiting = world.enter(), world.enter()
+    frees(world)
+    gone.leave()
+    assert waiting.waits and world.admission.waiting == 1
+
+
+def test_too_many_are_refused_the_low_before_and_the_high_never() -> None:
+    world = one_busy(max_waiting=4)
+    for _ in range(2):
+        world.enter(priority=LOW)
+    with pytest.raises(Shed):
+        world.enter(priority=LOW)
+    for _ in range(2):
+        world.enter()
+    with pytest.raises(Shed) as refused:
+        world.enter()
+    assert refused.value.retry_after_s == 60, "nobody has been let through yet"
+    assert world.enter(priority=HIGH).waits
+    assert world.admission.waiting == world.admission.held == 5
+    frees(world)
+    with pytest.raises(Shed):
+        world.enter()
+    assert world.admission.waiting == 4
+
+
+def test_when_to_come_back_is_told_by_how_fast_others_go() -> None:
+    world = one_busy(max_waiting=40)
+    waiting = deque(world.enter() for _ in range(40))
+    frees(world)
+    for _ in range(60):  # two a second, for half a minute
+        world.later(0.5)
+        gone = next(guest for guest in waiting if not guest.waits)
+        waiting.remove(gone)
+        waiting.append(world.enter())
+        gone.finish()
+    waiting.append(world.enter())
+    with pytest.raises(Shed) as refused:
+        world.enter()
+    assert 15 <= refused.value.retry_after_s <= 25, "40 wait, and 2 go each second"
+
+
+def test_who_has_waited_too_long_is_refused() -> None:
+    world = one_busy(max_wait_s=5.0)
+    early = world.enter()
+    world.later(3.0)
+    late = world.enter()
+    world.later(2.5)
+    world.tick()
+    assert early.fates == ["refused"] and isinstance(early.why, WaitedTooLong)
+    assert late.waits and world.admission.waiting == 1
+    frees(world)
+    assert late.fates == ["went"]
+
+
+def test_without_a_limit_one_waits_as_long_as_it_takes() -> None:
+    world = one_busy()
+    guest = world.enter()
+    world.later(100_000.0)
+    world.tick()
+    assert guest.waits
+
+
+def test_who_is_refused_at_once_leaves_nothing_behind() -> None:
+    world = World(0)
+    with pytest.raises(NobodyCanServe):
+        world.enter()
+    world.add("n0")
+    guest = Guest(world, prompt(8000))
+    guest.ask.model = "another"
+    with pytest.raises(UnknownModel):
+        guest.enter()
+    world.books_are_closed()
+
+
+# Nodes that go and come.
+
+
+@pytest.mark.parametrize("way", ["refuses", "removed", "drained"])
+def test_who_waits_for_a_node_that_goes_is_sent_to_another(way: str) -> None:
+    world = World(2)
+    warm, other = world.nodes
+    mine = prompt(60_000, 1)
+    world.warm(warm, mine)
+    world.busy(warm)
+    guest = Guest(world, mine)
+    guest.enter()
+    assert guest.waits
+    if way == "refuses":
+        world.fleet.check_refused(warm, world.now_s, "gone")
+    elif way == "removed":
+        world.fleet.remove(warm.name)
+    else:
+        world.fleet.drain(warm.name)
+    world.tick()
+    assert guest.node is other
+
+
+@pytest.mark.parametrize("way", ["refuses", "removed"])
+def test_who_waits_is_refused_when_no_node_is_left(way: str) -> None:
+    """Even while the node's running requests have not ended: nobody waits for those any more."""
+    world = one_busy()
+    guests = [world.enter(tenant=tenant) for tenant in "aab"]
+    if way == "refuses":
+        world.fleet.check_refused(world.nodes[0], world.now_s, "gone")
+    else:
+        world.fleet.remove("n0")
+    world.tick()
+    assert [guest.fates for guest in guests] == [["refused"]] * 3
+    assert all(isinstance(guest.why, NobodyCanServe) for guest in guests)
+    assert world.admission.waiting == world.router.waiting == 0
+
+
+def test_a_node_that_comes_takes_those_who_wait() -> None:
+    world = one_busy()
+    guest = world.enter()
+    new = world.add("n1")
+    world.tick()
+    assert guest.node is new
+
+
+def test_slow_start_does_not_keep_those_waiting_whom_another_node_has_room_for() -> None:
+    world = World(2, slow_start_s=10.0)
+    back, other = world.nodes
+    world.fleet.check_refused(back, world.now_s, "gone")
+    running = world.busy(other)
+    guests = [world.enter(6000) for _ in range(5)]
+    assert all(guest.waits for guest in guests)
+    world.fleet.check_passed(back, world.now_s)
+    world.busy(back)
+    guests += [world.enter(6000) for _ in range(5)]
+    assert all(guest.waits for guest in guests)
+    world.free(running)
+    assert [guest.node for guest in guests if not guest.waits] == [other]
+
+
+def half_open(world: World) -> None:
+    """The first node failed, its time has passed, and a check passed."""
+    node = world.nodes[0]
+    for _ in range(5):
+        world.close(world.send(node), Outcome.FAILED)
+    world.later(20.0)
+    world.fleet.check_passed(node, world.now_s)
+    world.later(0.1)
+    assert node.health.standing.value == "half_open"
+
+
+def test_one_of_those_who_wait_tries_out_a_node_on_trial() -> None:
+    """Nobody new comes: they must do it themselves."""
+    world = World(2)
+    tickets = [world.busy(node) for node in world.nodes]
+    guests = [world.enter() for _ in range(3)]
+    assert all(guest.waits for guest in guests)
+    world.close(tickets[0], Outcome.FAILED)
+    half_open(world)
+    world.tick()
+    assert [guest.node for guest in guests if not guest.waits] == [world.nodes[0]]
+
+
+def test_a_node_on_trial_where_old_requests_hang_does_not_stop_the_others() -> None:
+    world = World(2)
+    for _ in range(3):
+        world.busy(world.nodes[0], 60_000)
+    half_open(world)
+    guests = [world.enter() for _ in range(3)]
+    assert [guest.fates for guest in guests] == [["went"], ["went"], []]
+    assert [guest.node.name for guest in guests[:2]] == ["n0", "n1"], "one to try, one where there is room"
+
+
+# Coming back from within.
+
+
+class Hasty(Guest):
+    """Is done as soon as it goes."""
+
+    def go(self, decision: Decision) -> None:
+        super().go(decision)
+        self.finish()
+
+
+def test_those_who_free_their_node_at_once_go_one_after_the_other() -> None:
+    world = one_busy()
+    guests = [Hasty(world, prompt(300)) for _ in range(500)]
+    for guest in guests:
+        guest.enter()
+    assert world.admission.waiting == 500
+    frees(world)
+    assert all(guest.fates == ["went"] for guest in guests)
+    world.books_are_closed()
+
+
+def test_whoever_leaves_while_another_goes_does_not_go() -> None:
+    world = one_busy()
+
+    class Jealous(Guest):
+        def go(self, decision: Decision) -> None:
+            super().go(decision)
+            other.leave()
+            self.finish()
+
+        def refuse(self, why: Undecided) -> None:
+            super().refuse(why)
+            other.leave()
+
+    first = Jealous(world, prompt(6000))
+    first.enter()
+    other = world.enter(7000)
+    frees(world)
+    assert first.fates == ["went"] and other.fates == ["left"]
+    world.books_are_closed()
+
+    for finds_out in (World.tick, frees):
+        world = one_busy()
+        first = Jealous(world, prompt(6000))
+        first.enter()
+        other = world.enter()
+        world.fleet.check_refused(world.nodes[0], world.now_s, "gone")
+        finds_out(world)
+        assert first.fates == ["refused"] and other.fates == ["left"]
+        assert world.admission.waiting == 0
+
+
+def test_whoever_enters_while_another_goes_waits_its_turn() -> None:
+    world = one_busy()
+    entered: list[Guest] = []
+
+    class Chatty(Guest):
+        def go(self, decision: Decision) -> None:
+            super().go(decision)
+            entered.append(world.enter())
+
+    Chatty(world, prompt(8000)).enter()
+    frees(world)
+    assert [guest.waits for guest in entered] == [True] and world.admission.waiting == 1
+
+
+# Whatever happens.
+
+EVENTS = st.one_of(
+    st.tuples(
+        st.just("arrive"), st.sampled_from(["a", "b", "c"]), st.sampled_from([HIGH, NORMAL, LOW]), st.integers(1, 30)
+    ),
+    st.tuples(st.sampled_from(["finish", "leave", "first byte"]), st.integers(0, 30)),
+    st.tuples(st.just("tick"), st.floats(0.0, 3.0)),
+    st.tuples(st.sampled_from(["down", "up"]), st.integers(0, 2)),
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(EVENTS, max_size=50))
+def test_everybody_goes_or_is_refused_or_leaves_just_once_and_the_books_close(events: list[tuple[object, ...]]) -> None:
+    world = World(3, admission=AdmissionConfig(max_waiting=8, max_wait_s=6.0))
+    guests: list[Guest] = []
+    open_: list[Guest] = []
+    for event in events:
+        match event:
+            case ("arrive", str(tenant), int(priority), int(thousands)):
+                guest = Guest(world, prompt(thousands * 1000), tenant, priority)
+                guests.append(guest)
+                try:
+                    guest.enter()
+                except Undecided as why:
+                    guest.refuse(why)
+            case ("finish", int(at)) if open_:
+                open_.pop(at % len(open_)).finish()
+            case ("first byte", int(at)) if open_:
+                ticket = open_[at % len(open_)].ticket
+                if not ticket.first_byte_s:
+                    ticket.first_byte(world.now_s)
+                    world.admission.freed(ticket.node, world.now_s)
+            case ("leave", int(at)) if waiting := [guest for guest in guests if guest.waits]:
+                waiting[at % len(waiting)].leave()
+            case ("tick", float(seconds)):
+                world.later(seconds)
+                world.tick()
+            case ("down", int(at)):
+                world.fleet.check_refused(world.nodes[at], world.now_s, "gone")
+            case ("up", int(at)):
+                world.fleet.check_passed(world.nodes[at], world.now_s)
+        known = {id(guest) for guest in open_}
+        open_ += [
+            guest for guest in guests if guest.fates == ["went"] and guest.ticket._open and id(guest) not in known
+        ]
+        assert world.admission.waiting == world.router.waiting == sum(guest.waits for guest in guests)
+    for node in world.nodes:
+        world.fleet.check_passed(node, world.now_s)
+    for _ in range(len(guests) + 1):
+        for guest in guests:
+            if guest.fates == ["went"] and guest.ticket._open:
+                guest.finish()
+        world.tick()
+    assert all(len(guest.fates) == 1 for guest in guests)
+    world.books_are_closed()
