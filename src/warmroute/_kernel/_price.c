@@ -27,7 +27,7 @@
 #define MEMORY_FULL 0.98
 #define GROWTH 0.3
 #define STREAMED 0.1
-#define EVICTED_DEARER 1.5
+#define EVICTED_DEARER 2.5
 /* index/reuse.py */
 #define FIRST_S 0.25
 /* index/confidence.py */
@@ -392,7 +392,7 @@ static void price_node(price *p, const NodeState *node, const CacheState *cache,
         cost = larger(cost, work(q->tokens, 0.0) - q->max_saving_ms / ms_per_token);
     *p = (price){.cached = cached, .new = new, .output = q->output};
     p->wait = node->pending_work * ms_per_token;
-    p->prefill = STEPS * own_ms + cost * ms_per_token;
+    p->prefill = (node->inflight + node->foreign ? STEPS * own_ms : 0.0) + cost * ms_per_token;
     p->contention = STREAMED * q->output * (own_ms - q->quickest_ms);
     if (cache) {
         double capacity = (double)(cache->capacity_blocks * cache->block_size);

@@ -1,6 +1,6 @@
 """How likely a block that was not used for a while is used again, by how long: learned from the traffic.
 
-Of each prompt some blocks are looked at. A block last used `age` ago and used now is a reuse at that age. Of all the
+Some blocks are looked at, chosen by their hash. A block last used `age` ago and used now is a reuse at that age. Of all the
 uses that were not followed by another one within `age`, the share that was followed by one later is the chance.
 """
 
@@ -13,8 +13,8 @@ from typing import Final
 from warmroute._kernel._recency import Recency
 
 REMEMBERED_BLOCKS: Final = 1 << 16
-SAMPLES: Final = 8
-"""Blocks of a prompt that are looked at."""
+MARKS: Final = (b"\x00", b"\x40", b"\x80", b"\xc0")
+"""Blocks whose hash begins so are looked at, one in 64: the same ones in every prompt that has them."""
 BUCKETS: Final = 32
 FIRST_S: Final = 0.25
 """The first bucket ends here; each one after it is √2 times as long ago… as the one before."""
@@ -32,18 +32,19 @@ class Reuse:
 
     def saw(self, chain: bytes, now_s: float) -> None:
         """A prompt came, whoever takes it."""
-        blocks = len(chain) // 8
-        step = max(1, blocks // SAMPLES)
         recency, reused = self._recency, self._reused
         self._uses *= FADE
-        for at in range(step - 1, blocks, step):
-            block = chain[at * 8 : at * 8 + 8]
-            # A block stands for the sample only if its hash says so: then it does for every prompt that has it.
-            stamp = recency.stamp_of(block)
-            if stamp is not None:
-                reused[_bucket(now_s - stamp)] += 1.0
-            self._uses += 1.0
-            recency.touch(block, now_s)
+        first_bytes = chain[::8]
+        for mark in MARKS:
+            at = first_bytes.find(mark)
+            while at >= 0:
+                block = chain[at * 8 : at * 8 + 8]
+                stamp = recency.stamp_of(block)
+                if stamp is not None:
+                    reused[_bucket(now_s - stamp)] += 1.0
+                self._uses += 1.0
+                recency.touch(block, now_s)
+                at = first_bytes.find(mark, at + 1)
         self._until_update -= 1
         if self._until_update <= 0:
             self._until_update = 32

@@ -44,7 +44,7 @@ class Dispatch(Ticket):
         super().first_byte(now_s)
         node = self.node
         node.pending_work -= self._work
-        step_ms = self._pace.token_ms(node.context) * node.speed.factor
+        step_ms = self._pace.token_ms(node.context) * node.speed.factor if node.load > 1 else 0.0
         node.speed.saw_first_token(self._work, step_ms, self.opened_s, now_s)
         self._work = 0.0
         if self.prediction is not None:

@@ -24,7 +24,7 @@ MEMORY_FULL: Final = 0.98
 GROWTH: Final = 0.3
 """Share of their answers that running requests still have to write, beyond what those that end give back meanwhile."""
 STREAMED: Final = 0.1
-EVICTED_DEARER: Final = 1.5
+EVICTED_DEARER: Final = 2.5
 """A block from within a long prompt is dearer to compute again than one of a short prompt."""
 
 
@@ -34,7 +34,8 @@ def wait(pending_work: float, ms_per_token: float) -> float:
 
 
 def prefill(work: float, ms_per_token: float, token_ms: float) -> float:
-    """What is not cached: work [tokens] × the node's speed [ms/token], beside the steps of its batch [ms]."""
+    """What is not cached: work [tokens] × the node's speed [ms/token], beside the steps of its batch [ms],
+    where one runs."""
     return STEPS * token_ms + work * ms_per_token
 
 
@@ -84,7 +85,7 @@ def price(
     if cached:
         cost = max(cost, work(tokens, 0.0) - config.max_saving_ms / ms_per_token)
     waits = wait(node.pending_work, ms_per_token)
-    prefills = prefill(cost, ms_per_token, token_ms)
+    prefills = prefill(cost, ms_per_token, token_ms if node.load else 0.0)
     contends = contention(output, token_ms, quickest_ms)
     finds_room = evicts = congests = 0.0
     if cache is not None:
