@@ -1,7 +1,7 @@
 """How likely a block that was not used for a while is used again, by how long: learned from the traffic.
 
-Some blocks are looked at, chosen by their hash. A block last used `age` ago and used now is a reuse at that age. Of all the
-uses that were not followed by another one within `age`, the share that was followed by one later is the chance.
+Some blocks are looked at, chosen by their hash. A block last used `age` ago and used now is a reuse at that age. Of
+all the uses that were not followed by another one within `age`, the share that was followed by one later is the chance.
 """
 
 from __future__ import annotations
