@@ -23,6 +23,7 @@ Count = Annotated[int, Meta(ge=1)]
 Bytes = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
+PriorityName = Literal["high", "normal", "low"]
 PolicyName = Literal[
     "round_robin",
     "random",
@@ -366,6 +367,7 @@ class KeyConfig(Section, frozen=True):
         str, Meta(pattern="^[0-9a-f]{64}$", description="SHA-256 of the key (`warmroute hash-key` makes it).")
     ]
     tenant: Annotated[str, Meta(min_length=1, description="Whose key it is.")]
+    priority: Annotated[PriorityName, Meta(description="The highest priority that its requests may ask for.")] = "high"
     shares: Annotated[
         str,
         Meta(

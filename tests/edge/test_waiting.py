@@ -16,6 +16,7 @@ from typing import Any
 from harness import Answer, Engine, Peer, Router, answer, chat, engines, get, post, quick_table, router, script, until
 
 from warmroute.config import Config, from_table
+from warmroute.edge.keys import hash_key
 from warmroute.service import Service
 
 LONG = "abcdefgh" * 4000
@@ -260,3 +261,43 @@ async def test_who_still_waits_when_the_shutdown_ends_is_cut_and_not_hung() -> N
         await asyncio.wait_for(r.service.stop(), 10)
         assert await peer.is_closed()
         assert r.service.admission.waiting == 0 and len(gate.engine.seen) == 1
+
+
+async def test_priority_by_header_and_by_field_decides_who_goes_first() -> None:
+    async with one_busy(admission=ONE_BY_ONE) as (r, gate):
+        asked = [
+            post(chat("1" * 8 + LONG), headers=["X-Priority: low"]),
+            post(chat("2" * 8 + LONG)),
+            post(chat("3" * 8 + LONG, priority=5)),
+            post(chat("4" * 8 + LONG, priority=-1)),
+            post(chat("5" * 8 + LONG), headers=["X-Priority: HIGH"]),
+            post(chat("6" * 8 + LONG), headers=["X-Priority: urgent"]),
+        ]
+        for body in asked:
+            (await r.connect()).write(body)
+        await waiting(r, len(asked))
+        for seen in range(len(asked)):
+            gate.let()
+            await until(lambda seen=seen: len(gate.engine.seen) == seen + 2)
+        order = [
+            next(number for number in "123456" if number * 8 in seen.body.decode()) for seen in gate.engine.seen[1:]
+        ]
+        assert [{"1": 2, "2": 1, "3": 2, "4": 0, "5": 0, "6": 1}[number] for number in order] == [0, 0, 1, 1, 2, 2]
+
+
+async def test_a_key_caps_the_priority_that_it_may_ask_for() -> None:
+    keys = [
+        {"sha256": hash_key("big"), "tenant": "a"},
+        {"sha256": hash_key("small"), "tenant": "b", "priority": "normal"},
+    ]
+    async with engines() as [engine], router(engine, routing=PRICE, admission=ONE_BY_ONE, keys=keys) as r:
+        gate = Gate(engine)
+        for number, key in enumerate(["big", "small", "small", "big"]):
+            headers = [f"Authorization: Bearer {key}", "X-Priority: high"]
+            (await r.connect()).write(post(chat(f"{number:08d}{LONG}"), headers=headers))
+            await until(lambda number=number: r.service.admission.waiting + len(engine.seen) == number + 1)
+        asked = sorted(key for key, tenant in r.service.admission._tenants.items() if tenant.waiting)
+        assert asked == [(0, "a"), (1, "b")]
+        gate.let(4)
+        await until(lambda: len(engine.seen) == 4)
+        await until(lambda: r.inflight() == 0)

@@ -26,7 +26,7 @@ from warmroute.edge.undecided import RETRY_AFTER_S, in_words
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
-from warmroute.prompt.ask import Ask, NotJson, lacks, read_json
+from warmroute.prompt.ask import HIGH, LOW, NORMAL, Ask, NotJson, lacks, read_json
 from warmroute.prompt.multipart import is_multipart, model_of
 from warmroute.prompt.prompt import Prompt
 from warmroute.routing.admission import Admission
@@ -53,6 +53,8 @@ FORWARDED: Final = frozenset(
 )
 NEVER_FORWARDED: Final = frozenset({b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter"})
 """An engine's own administration, which is no client's business."""
+PRIORITY_HEADER: Final = b"x-priority"
+PRIORITIES: Final = {b"high": HIGH, b"normal": NORMAL, b"low": LOW}
 CHATS: Final = (b"/v1/chat/completions", b"/v1/messages")
 
 
@@ -88,6 +90,7 @@ class Proxy:
         self._session_wanted = config.routing.policy == "session"
         self._min_tokens = config.index.min_tokens
         self._sharing = config.sharing()
+        self._highest = {key.tenant: PRIORITIES[key.priority.encode()] for key in config.keys}
 
     @property
     def passes_authorization(self) -> bool:
@@ -131,8 +134,7 @@ class Proxy:
         if head.method != b"POST":
             self._serve_own(client, head)
             return None
-        ask = self._ask(head, body)
-        ask.tenant = client.tenant
+        ask = self._ask(head, body, client.tenant)
         exchange = ProxyExchange(self, client, head, body, ask, head.request_id or self.new_request_id())
         prompt: Prompt | None = None
         if self.router.policy.wants_tokens and len(body) >= self._min_tokens:
@@ -153,6 +155,8 @@ class Proxy:
         if prompt is not None and prompt.token_count >= self._min_tokens:
             exchange.lookup = lookup_of(prompt, self._sharing.get(ask.tenant, ""))
             ask.max_output_tokens = prompt.max_output_tokens
+            if prompt.priority and ask.priority == NORMAL:  # as vLLM reads it: the lower goes first
+                self._set_priority(ask, HIGH if prompt.priority < 0 else LOW)
         try:
             self.admission.enter(exchange, self.now())
         except Undecided as undecided:
@@ -170,7 +174,7 @@ class Proxy:
     def new_request_id(self) -> bytes:
         return self._id_prefix + b"%d" % next(self._id_numbers)
 
-    def _ask(self, head: RequestHead, body: bytes) -> Ask:
+    def _ask(self, head: RequestHead, body: bytes, tenant: str) -> Ask:
         if is_multipart(head.content_type):
             ask = Ask(model_of(head.content_type, body))
         else:
@@ -182,6 +186,8 @@ class Proxy:
                 raise errors.missing_messages()
         if not ask.model and head.target.partition(b"?")[0] not in FORWARDED:
             raise errors.not_found(head.target.partition(b"?")[0].decode("ascii", "replace")[:200])
+        ask.tenant = tenant
+        self._set_priority(ask, PRIORITIES.get(head.get(PRIORITY_HEADER).lower(), NORMAL))
         if self._session_wanted:
             for name in self._session_headers:
                 value = head.get(name)
@@ -189,6 +195,10 @@ class Proxy:
                     ask.session_header = value
                     break
         return ask
+
+    def _set_priority(self, ask: Ask, priority: int) -> None:
+        """As it asks, but no higher than its key may."""
+        ask.priority = max(priority, self._highest.get(ask.tenant, HIGH))
 
     def _serve_own(self, client: Client, head: RequestHead) -> None:
         path = head.target.partition(b"?")[0]
