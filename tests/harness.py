@@ -610,7 +610,8 @@ async def check_books(service: Service) -> None:
         return (
             all(node.inflight == 0 for node in fleet)
             and all(group.inflight == 0 for group in groups)
-            and service.admission.waiting == service.router.waiting == 0
+            and service.admission.waiting == 0
+            and not any(group.waiting for group in service.fleet.groups)
             and listener.buffered_bytes == 0
             and not listener.connections
         )

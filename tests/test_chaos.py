@@ -101,22 +101,23 @@ class Load:
 
 
 @pytest.mark.timeout(180)
-async def test_nothing_is_lost_while_engines_die_hang_and_fail() -> None:
+@pytest.mark.parametrize("policy", ["least_loaded", "price"])
+async def test_nothing_is_lost_while_engines_die_hang_and_fail(policy: str) -> None:
     engines = [EngineProcess(free_port(21_000 + 100 * number + os.getpid() % 90)) for number in range(3)]
     try:
         for engine in engines:
             await engine.start()
-        await _under_chaos(engines)
+        await _under_chaos(engines, policy)
     finally:
         for engine in engines:
             await engine.kill()
 
 
-async def _under_chaos(engines: list[EngineProcess]) -> None:
+async def _under_chaos(engines: list[EngineProcess], policy: str) -> None:
     times = {"connect_timeout_s": 2.0, "first_byte_timeout_s": 2.0, "between_chunks_timeout_s": 1.0, "attempts": 3}
     nodes = [{"url": f"http://127.0.0.1:{engine.port}"} for engine in engines]
     health = {"interval_s": 0.1, "timeout_s": 0.5, "open_s": 0.1, "open_limit_s": 1.0, "slow_start_s": 0.5}
-    async with router(*nodes, upstream=times, health=health, routing={"policy": "least_loaded"}) as running:
+    async with router(*nodes, upstream=times, health=health, routing={"policy": policy}) as running:
         load = Load(running)
         clients = [asyncio.create_task(load.client(number)) for number in range(CLIENTS)]
         clients.append(asyncio.create_task(load.slow_reader()))

@@ -11,6 +11,7 @@ from warmroute.config import NodeConfig
 from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
 from warmroute.fleet.health import Standing
 from warmroute.fleet.node import Node, Outcome
+from warmroute.fleet.speed import USUAL_MS_PER_TOKEN
 from warmroute.fleet.ticket import Ticket
 
 HEALTH = HealthConfig()
@@ -287,3 +288,14 @@ def test_first_bytes_fall_into_their_buckets() -> None:
 def test_a_url_says_where_a_node_is(url: str, host: str, port: int) -> None:
     node = Node(NodeConfig(url=url), HEALTH)
     assert (node.host, node.port) == (host, port)
+
+
+def test_a_new_node_is_taken_to_be_as_quick_as_its_peers_until_it_answers() -> None:
+    fleet = Fleet(HealthConfig())
+    for number, ms_per_token in enumerate((0.2, 0.3, 0.9)):
+        peer = fleet.add(NodeConfig(url=f"http://n{number}:1", models=("m",)))
+        peer.speed.guess(ms_per_token)
+        peer.speed.answers = 5
+    assert fleet.add(NodeConfig(url="http://new:1", models=("m",))).speed.ms_per_token == 0.3
+    other = fleet.add(NodeConfig(url="http://other:1", models=("another",)))
+    assert other.speed.ms_per_token == USUAL_MS_PER_TOKEN

@@ -12,6 +12,7 @@ import pytest
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Health, Index, NodeConfig, Pricing, Routing
 from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.group import Group
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.beliefs import Beliefs
@@ -44,6 +45,7 @@ class World:
         self.beliefs = Beliefs(index or Index())
         for number in range(count):
             self.add(f"n{number}", cache_tokens)
+        self.group = self.fleet.group(MODEL) or Group(MODEL)
         self.router = Router(self.fleet, self.beliefs, Routing(policy="price", seed=3), pricing)
         self.admission = Admission(self.router, admission or AdmissionConfig())
 
@@ -109,7 +111,7 @@ class World:
         return guest
 
     def books_are_closed(self) -> None:
-        assert self.admission.waiting == self.router.waiting == 0
+        assert self.admission.waiting == self.group.waiting == 0
         for node in self.nodes:
             assert (node.inflight, node.context, node.kv_new) == (0, 0, 0)
             assert node.pending_work == pytest.approx(0.0, abs=1e-3)

@@ -56,7 +56,7 @@ def test_who_finds_the_cheapest_node_busy_waits_until_it_is_free() -> None:
     world = one_busy()
     first, second = world.enter(), world.enter()
     assert first.waits and second.waits
-    assert world.admission.waiting == world.router.waiting == world.admission.held == 2
+    assert world.admission.waiting == world.group.waiting == world.admission.held == 2
     world.tick()
     assert first.waits and second.waits
     frees(world)
@@ -249,7 +249,7 @@ def test_who_leaves_is_gone() -> None:
     leaving, staying = world.enter(tenant="a"), world.enter(tenant="b")
     leaving.leave()
     leaving.leave()
-    assert world.admission.waiting == world.router.waiting == 1
+    assert world.admission.waiting == world.group.waiting == 1
     frees(world)
     assert leaving.fates == ["left", "left"] and staying.fates == ["went"]
     staying.finish()
@@ -367,7 +367,7 @@ def test_who_waits_is_refused_when_no_node_is_left(way: str) -> None:
     world.tick()
     assert [guest.fates for guest in guests] == [["refused"]] * 3
     assert all(isinstance(guest.why, NobodyCanServe) for guest in guests)
-    assert world.admission.waiting == world.router.waiting == 0
+    assert world.admission.waiting == world.group.waiting == 0
 
 
 def test_a_node_that_comes_takes_those_who_wait() -> None:
@@ -540,7 +540,7 @@ def test_everybody_goes_or_is_refused_or_leaves_just_once_and_the_books_close(ev
         open_ += [
             guest for guest in guests if guest.fates == ["went"] and guest.ticket._open and id(guest) not in known
         ]
-        assert world.admission.waiting == world.router.waiting == sum(guest.waits for guest in guests)
+        assert world.admission.waiting == world.group.waiting == sum(guest.waits for guest in guests)
     for node in world.nodes:
         world.fleet.check_passed(node, world.now_s)
     for _ in range(len(guests) + 1):

@@ -231,7 +231,7 @@ def test_congestion_is_nothing_on_an_idle_fleet_and_grows_with_the_rate() -> Non
 def test_congestion_counts_those_who_wait() -> None:
     world = World(2)
     before = world.decide(prompt(8000)).price
-    world.router.waiting = 20
+    world.group.waiting = 20
     after = world.decide(prompt(8000)).price
     assert before is not None and after is not None
     assert after.congestion - before.congestion == pytest.approx(0.5 * 20 / 2 * after.prefill)
@@ -245,7 +245,7 @@ def test_congestion_makes_the_warm_node_worth_more_waiting() -> None:
     world.warm(warm, mine)
     world.busy(warm, 10_000)
     assert world.decide(mine).node is cold
-    world.router.waiting = 20
+    world.group.waiting = 20
     assert world.decide(mine).node is warm
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import median
 
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig, node_name
@@ -96,6 +97,10 @@ class Fleet:
         return self._groups.get(model)
 
     @property
+    def groups(self) -> Iterable[Group]:
+        return self._groups.values()
+
+    @property
     def models(self) -> list[str]:
         return list(self._groups)
 
@@ -127,6 +132,10 @@ class Fleet:
         node.groups = tuple(self._groups.setdefault(name, Group(name)) for name in names)
         for group in {*before, *node.groups}:
             self._rebuild(group)
+        if not node.speed.answers:  # until it has shown its own, it is taken to be as quick as its peers
+            peers = {other for group in node.groups for other in group.members if other.speed.answers}
+            if peers:
+                node.speed.guess(median([peer.speed.ms_per_token for peer in peers]))
 
     def _rebuild(self, group: Group) -> None:
         members = [node for node in self if group in node.groups]

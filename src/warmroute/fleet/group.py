@@ -7,7 +7,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from warmroute._kernel._price import CacheState
 from warmroute.fleet.arrivals import Arrivals
 from warmroute.fleet.health import Standing
 from warmroute.fleet.node import Node
@@ -17,22 +16,30 @@ from warmroute.fleet.pace import Pace
 class Candidates:
     """Nodes that a policy ranks, with their rendezvous seeds beside them."""
 
-    __slots__ = ("by_name", "caches", "caches_of", "nodes", "seeds")
+    __slots__ = ("__weakref__", "by_name", "nodes", "seeds")
 
     def __init__(self, nodes: Iterable[Node]) -> None:
         self.nodes = tuple(nodes)
         self.by_name = {node.name: node for node in self.nodes}
         self.seeds = array("Q", [node.seed for node in self.nodes])
-        self.caches: tuple[CacheState | None, ...] = ()
-        """Of each node, kept here by who looks them up; `caches_of` says of which roster they are."""
-        self.caches_of: object = None
 
     def __len__(self) -> int:
         return len(self.nodes)
 
 
 class Group:
-    __slots__ = ("arrivals", "at_need", "inflight", "members", "model", "pace", "ramping_until_s", "trials", "up")
+    __slots__ = (
+        "arrivals",
+        "at_need",
+        "inflight",
+        "members",
+        "model",
+        "pace",
+        "ramping_until_s",
+        "trials",
+        "up",
+        "waiting",
+    )
 
     def __init__(self, model: str) -> None:
         self.model = model
@@ -40,6 +47,8 @@ class Group:
         self.pace = Pace()
         self.inflight = 0
         """Our requests on nodes of this group, whatever model they asked for."""
+        self.waiting = 0
+        """Requests that wait at the router for one of its nodes."""
         self.members: tuple[Node, ...] = ()
         self.up = Candidates(())
         self.at_need = Candidates(())

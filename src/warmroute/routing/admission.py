@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.fleet.arrivals import Arrivals
+from warmroute.fleet.group import Group
 from warmroute.fleet.node import Node
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.ask import HIGH, LOW, Ask
@@ -62,10 +63,12 @@ class WaitedTooLong(Undecided):
 class _Waiting:
     """A guest, and what was last thought of it."""
 
-    __slots__ = ("as_of", "decision", "guest")
+    __slots__ = ("as_of", "decision", "group", "guest")
 
-    def __init__(self, guest: Guest, decision: Decision) -> None:
+    def __init__(self, guest: Guest, decision: Decision, group: Group) -> None:
         self.guest = guest
+        self.group = group
+        """The group that counts it as waiting."""
         self.decision = decision
         self.as_of = 0
         """The change up to which that counts everything."""
@@ -128,9 +131,12 @@ class Admission:
         tenant = self._tenants.get(key)
         if tenant is None:
             tenant = self._tenants[key] = _Tenant(max(self._level[key[0]], self._had.pop(key, 0.0)))
-        tenant.waiting[id(guest)] = _Waiting(guest, decision)
+        query = decision.query
+        assert query is not None
+        tenant.waiting[id(guest)] = _Waiting(guest, decision, query.group)
         self.held += 1
-        self._count(1)
+        self.waiting += 1
+        query.group.waiting += 1
 
     def leave(self, guest: Guest) -> None:
         """It waits no longer: its client has gone."""
@@ -139,9 +145,11 @@ class Admission:
     def _drop(self, key: tuple[int, str], guest: Guest) -> bool:
         """False where it does not wait any more."""
         tenant = self._tenants.get(key)
-        if tenant is None or tenant.waiting.pop(id(guest), None) is None:
+        waiting = tenant.waiting.pop(id(guest), None) if tenant is not None else None
+        if tenant is None or waiting is None:
             return False
-        self._count(-1)
+        self.waiting -= 1
+        waiting.group.waiting -= 1
         if not tenant.waiting:
             self._had[key] = tenant.done
             del self._tenants[key]
@@ -149,10 +157,6 @@ class Admission:
                 self._had.clear()
                 self._level = [0.0] * 3
         return True
-
-    def _count(self, change: int) -> None:
-        self.waiting += change
-        self._router.waiting = self.waiting
 
     # Going out.
 

@@ -86,7 +86,11 @@ class Dispatch(Ticket):
         if self._open:
             node = self.node
             node.pending_work -= self._work
-            node.kv_delta -= self._new + self._output
+            node.kv_delta -= self._new
+            if node.polled_s > self.opened_s:  # the poll has seen something of its answer, too
+                node.kv_delta -= self._output
             node.kv_new -= self._new
             node.context -= self._context
         super().close(outcome, now_s)
+        if not self.node.inflight:
+            self.node.pending_work = 0.0  # what sums of fractions leave behind

@@ -9,7 +9,7 @@ from warmroute.prompt.ask import Ask
 
 
 class Query:
-    __slots__ = ("_beliefs", "_hits", "ask", "candidates", "group", "looked_up_s", "lookup", "now_s", "waiting")
+    __slots__ = ("_beliefs", "_hits", "ask", "candidates", "group", "looked_up_s", "lookup", "now_s")
 
     def __init__(
         self, ask: Ask, candidates: Candidates, group: Group, now_s: float, lookup: Lookup | None, beliefs: Beliefs
@@ -21,14 +21,11 @@ class Query:
         self.lookup = lookup
         """The prompt in blocks; None where it was not read, or is too short to matter."""
         self._beliefs = beliefs
-        self.waiting = 0
-        """Requests that wait for a node of the group."""
         self._hits: dict[str, Hit] | None = None
 
-    def again(self, now_s: float, waiting: int) -> Query:
+    def again(self, now_s: float) -> Query:
         """The same a moment later. When it was looked up stays."""
         again = Query(self.ask, self.candidates, self.group, now_s, self.lookup, self._beliefs)
-        again.waiting = waiting
         again._hits = self.hits()
         again.looked_up_s = self.looked_up_s
         return again

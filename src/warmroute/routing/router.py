@@ -41,8 +41,6 @@ class Router:
         self._fleet = fleet
         self._beliefs = beliefs
         self.outputs = OutputLengths()
-        self.waiting = 0
-        """Requests that wait for a node, as admission counts them."""
         self.reconfigure(config, pricing or Pricing())
 
     def reconfigure(self, config: Routing, pricing: Pricing) -> None:
@@ -60,7 +58,6 @@ class Router:
             if not candidates.nodes:
                 raise NobodyCanServe(ask.model)
         query = Query(ask, candidates, group, now_s, lookup, self._beliefs)
-        query.waiting = self.waiting
         decision = self.policy.decide(query)
         if len(candidates) < len(everyone):  # those left out for now still stand in at need
             decision = decision.with_more(everyone.nodes)
@@ -77,7 +74,7 @@ class Router:
         group = self._fleet.group(query.ask.model)
         if group is None or group.up is not query.candidates or group.trials or now_s < group.ramping_until_s:
             return self.decide(query.ask, now_s, query.lookup)
-        again = query.again(now_s, self.waiting)
+        again = query.again(now_s)
         decision = self.policy.decide(again)
         decision.query = again
         return decision

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from random import Random
 from typing import Final
+from weakref import WeakKeyDictionary
 
 from warmroute._kernel._price import CacheState, Prices, price_nodes
 from warmroute.config import Pricing
@@ -48,6 +49,9 @@ class PricePolicy:
         self._second_home_ms = config.second_home_ms
         self._settings = (config.max_saving_ms, config.room, config.memory, config.congestion)
         self._random = random
+        self._roster: object = None
+        self._caches: WeakKeyDictionary[Candidates, tuple[CacheState | None, ...]] = WeakKeyDictionary()
+        """Of each candidate; looked up anew when a cache has come or gone."""
 
     def decide(self, query: Query) -> Decision:
         nodes = query.candidates.nodes
@@ -90,20 +94,22 @@ class PricePolicy:
         count = len(candidates.nodes)
         return price_nodes(
             candidates.nodes,
-            self._caches(candidates),
+            self._caches_of(candidates),
             query.hits(),
             self._beliefs.reuse.chances,
             now_s,
             (tokens, output),
-            (group.arrivals.rate(now_s) / count, BEHIND * query.waiting / count),
+            (group.arrivals.rate(now_s) / count, BEHIND * group.waiting / count),
             group.pace.line,
             self._settings,
         )
 
-    def _caches(self, candidates: Candidates) -> tuple[CacheState | None, ...]:
-        """Of each candidate. Looked up once, and again when a cache has come or gone."""
+    def _caches_of(self, candidates: Candidates) -> tuple[CacheState | None, ...]:
         beliefs = self._beliefs
-        if candidates.caches_of is not beliefs.roster:
-            candidates.caches = tuple([beliefs.cache(node.name) for node in candidates.nodes])
-            candidates.caches_of = beliefs.roster
-        return candidates.caches
+        if self._roster is not beliefs.roster:
+            self._roster = beliefs.roster
+            self._caches.clear()
+        found = self._caches.get(candidates)
+        if found is None:
+            found = self._caches[candidates] = tuple([beliefs.cache(node.name) for node in candidates.nodes])
+        return found

@@ -1,4 +1,4 @@
-"""A simple admission gate by queue threshold, for experiments until routing has its own: nodes with `threshold`
+"""A gate by queue threshold, the same for every policy and peer that an experiment compares: nodes with `threshold`
 requests or more (ours exactly, others' as polled) are passed over; where all are, the request is refused with 429.
 High priority passes always; low is refused from half the threshold on.
 """
