@@ -23,8 +23,9 @@ MAY_KNOW: dict[str, set[str]] = {
     "telemetry": {"config", "fleet", "index"},
     "edge": {"_kernel", "config", "prompt", "fleet", "routing", "telemetry"},
     "engines": {"config", "fleet", "index"},
-    "console": {"config", "edge", "fleet", "index", "routing", "telemetry"},
-    "sim": {"_kernel", "config", "prompt", "index", "fleet", "routing", "engines", "edge"},
+    "scaling": {"config", "fleet", "index"},
+    "console": {"config", "edge", "fleet", "index", "routing", "scaling", "telemetry"},
+    "sim": {"_kernel", "config", "prompt", "index", "fleet", "routing", "engines", "edge", "scaling"},
 }
 PUTS_TOGETHER = {"service", "cli"}
 """Who may know everybody, and is known by nobody but each other."""

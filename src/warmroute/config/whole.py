@@ -1,0 +1,122 @@
+"""The whole file: its tables, how it is read, and what must fit together in it."""
+
+from __future__ import annotations
+
+import ipaddress
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_origin
+
+import msgspec
+
+from warmroute.config.nodes import Health, Metrics, NodeConfig, Upstream, node_name
+from warmroute.config.prompts import ModelConfig, Prompts
+from warmroute.config.routing import Admission, Index, Pricing, Routing
+from warmroute.config.section import ConfigError, Section, in_words, refuse_unknown_keys, section_of
+from warmroute.config.serving import Admin, KeyConfig, Limits, Listen, Log, Shutdown
+
+
+class Config(Section, frozen=True):
+    """The file."""
+
+    listen: Listen = Listen()
+    admin: Admin = Admin()
+    limits: Limits = Limits()
+    upstream: Upstream = Upstream()
+    health: Health = Health()
+    metrics: Metrics = Metrics()
+    index: Index = Index()
+    routing: Routing = Routing()
+    admission: Admission = Admission()
+    price: Pricing = Pricing()
+    prompts: Prompts = Prompts()
+    log: Log = Log()
+    shutdown: Shutdown = Shutdown()
+    nodes: tuple[NodeConfig, ...] = ()
+    models: tuple[ModelConfig, ...] = ()
+    keys: tuple[KeyConfig, ...] = ()
+
+    def sharing(self) -> dict[str, str]:
+        """For each tenant, whom it shares knowledge of caches with; nothing where all share with all."""
+        groups = {key.tenant: f"shared {key.shares}" if key.shares else f"only {key.tenant}" for key in self.keys}
+        return groups if len(set(groups.values())) > 1 else {}
+
+
+def load(path: Path) -> Config:
+    """Reads a file; raises ConfigError with a sentence that names the file and the key."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not UTF-8 text") from None
+    if not text.strip():
+        raise ConfigError(f"{path}: is empty")
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: is not valid TOML: {error}") from None
+    try:
+        return from_table(table)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def from_table(table: Mapping[str, Any]) -> Config:
+    """Makes a Config of a parsed table, checked as a whole."""
+    refuse_unknown_keys(table, Config, "")
+    try:
+        config = msgspec.convert(table, Config, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(in_words(str(error))) from None
+    check(config)
+    return config
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError where values do not fit together."""
+    listen = config.listen
+    if bool(listen.tls_cert) != bool(listen.tls_key):
+        raise ConfigError("listen.tls_cert and listen.tls_key go together: give both or neither")
+    for what, port in (("listen.port", listen.port), ("admin.port", config.admin.port)):
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"{what}: {port} is no port; it must be 0 to 65535")
+    if config.admin.enabled and not config.admin.token_sha256 and not is_loopback(config.admin.host):
+        raise ConfigError(
+            f"admin.host is {config.admin.host!r}, which others can reach: set admin.token_sha256 "
+            "(`warmroute hash-key` makes it), or keep the admin listener on 127.0.0.1"
+        )
+    names: dict[str, str] = {}
+    for node in config.nodes:
+        name = node_name(node)
+        if name in names:
+            raise ConfigError(f"two nodes are named {name!r} ({names[name]} and {node.url}): give each its own name")
+        names[name] = node.url
+    models: set[str] = set()
+    for model in config.models:
+        if model.name in models:
+            raise ConfigError(f"models: the model {model.name!r} stands there twice")
+        models.add(model.name)
+    hashes: set[str] = set()
+    for key in config.keys:
+        if key.sha256 in hashes:
+            raise ConfigError(f"keys: the key of tenant {key.tenant!r} stands there twice")
+        hashes.add(key.sha256)
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def tables() -> Iterator[tuple[str, type[Section], bool]]:
+    """Each table of the file: name, section, whether it may stand there many times."""
+    for field in msgspec.structs.fields(Config):
+        section = section_of(field.type)
+        assert section is not None
+        yield field.name, section, get_origin(field.type) is tuple

@@ -1,0 +1,66 @@
+"""The protocol that every provisioner speaks. Calls are asynchronous, and bounded in time by whoever calls them;
+blocking libraries run in threads. A provisioner keeps no state that a crash could lose: what it has started, it finds
+again by the deployment's name, which each machine carries.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Protocol
+
+import msgspec
+
+from warmroute.scaling.offer import Offer
+
+
+class MachineState(Enum):
+    PENDING = "pending"  # asked for, no endpoint yet
+    RUNNING = "running"  # has an endpoint; its engine may still be loading
+    ENDING = "ending"
+    ENDED = "ended"  # gone; may be left out of a status, too
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """One node as its cloud knows it."""
+
+    id: str
+    """The cloud's own name of it."""
+    token: str
+    """What it was asked for with: names one request for a node for good."""
+    offer: str
+    """Name of its offer; empty where that is not known any more."""
+    state: MachineState
+    url: str = ""
+    """Where its engine will listen, once known."""
+    reclaimed: bool = False
+    """The cloud has said that it takes it back soon: drain at once."""
+    started_s: float = 0.0
+    """When it was asked for, in seconds since 1970; 0 where nobody says."""
+    reason: str = ""
+    """Why it is as it is, in the cloud's words, where it says so."""
+
+
+class CloudError(Exception):
+    """A call failed; a sentence for the operator. It may work later."""
+
+
+class NoCapacity(CloudError):
+    """The cloud has none of these now, or the quota is used up: rest this offer and take another."""
+
+
+class Provisioner(Protocol):
+    name: str
+
+    async def offers(self) -> list[Offer]:
+        """What could be had now. Raises CloudError."""
+
+    async def provision(self, offer: Offer, token: str) -> None:
+        """Asks for one node. With the same token again: nothing more is started. Raises NoCapacity, CloudError."""
+
+    async def status(self) -> list[Machine]:
+        """Every machine of this deployment, whoever asked for it and whenever. Raises CloudError."""
+
+    async def terminate(self, machine: Machine) -> None:
+        """Ends it; one that is gone already is no error. Raises CloudError."""
+
+    async def close(self) -> None: ...

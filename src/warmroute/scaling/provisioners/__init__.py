@@ -1,0 +1,1 @@
+"""Where nodes come from: one small file for each kind of cloud."""
