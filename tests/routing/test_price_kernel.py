@@ -51,6 +51,7 @@ def fleets(draw: st.DrawFn) -> tuple[list[Node], list[NodeCache | None], Beliefs
         node.context, node.kv_new = draw(st.integers(0, 10**7)), draw(st.integers(0, 10**6))
         node.kv_usage, node.kv_delta = draw(shares), draw(floats(-1e6, 1e6))
         node.inflight, node.foreign = draw(counts), draw(counts)
+        node.distance_ms = draw(st.sampled_from([0.0, 0.0, 140.0]))
         node.speed.ms_per_token, node.speed.factor = draw(floats(1e-4, 10.0)), draw(floats(0.01, 100.0))
         nodes.append(node)
         if draw(st.integers(0, 4)) == 0:
@@ -80,7 +81,12 @@ def paces(draw: st.DrawFn) -> Pace:
 
 
 pricings = st.builds(
-    Pricing, room=st.booleans(), memory=st.booleans(), congestion=st.booleans(), max_saving_ms=floats(0.1, 1e5)
+    Pricing,
+    room=st.booleans(),
+    memory=st.booleans(),
+    congestion=st.booleans(),
+    max_saving_ms=floats(0.1, 1e5),
+    locality=st.sampled_from([0.0, 0.3, 1.0]),
 )
 
 
@@ -88,9 +94,11 @@ pricings = st.builds(
     fleet=fleets(), reuse=reuses(), pace=paces(), config=pricings, tokens=st.integers(0, 200_000),
     held=st.lists(shares, min_size=6, max_size=6), output=floats(1.0, 5000.0), rate=floats(0.0, 1.0),
     behind=floats(0.0, 100.0), most_load=floats(0, 400), extra_ms=floats(0.0, 1e4),
+    adapters=st.none() | st.lists(floats(0.0, 1e4), min_size=6, max_size=6),
+    due=st.tuples(floats(-1e4, 1e6), st.sampled_from([0.0, 1e4])),
 )  # fmt: skip
 def test_prices_are_those_of_the_terms(
-    fleet, reuse, pace, config, tokens, held, output, rate, behind, most_load, extra_ms
+    fleet, reuse, pace, config, tokens, held, output, rate, behind, most_load, extra_ms, adapters, due
 ) -> None:
     nodes, caches, _ = fleet
     hits = {
@@ -98,19 +106,34 @@ def test_prices_are_those_of_the_terms(
         for node, share in zip(nodes, held, strict=False)
         if share > 0.3
     }
-    settings = (config.max_saving_ms, config.room, config.memory, config.congestion)
+    settings = (config.max_saving_ms, config.locality, config.room, config.memory, config.congestion)
+    adapter_ms = array("d", adapters[: len(nodes)]) if adapters is not None else None
     prices = price_nodes(
-        tuple(nodes), tuple(caches), hits, reuse.chances, NOW_S, (tokens, output), (rate, behind), pace.line, settings
-    )
+        tuple(nodes), tuple(caches), hits, reuse.chances, adapter_ms, NOW_S, (tokens, output), due, (rate, behind),
+        pace.line, settings,
+    )  # fmt: skip
     assert len(prices) == len(nodes)
     token_ms = [node.speed.factor * pace.token_ms(node.context) for node in nodes]
     plain = []
-    for node, cache, own_ms in zip(nodes, caches, token_ms, strict=True):
+    for at, (node, cache, own_ms) in enumerate(zip(nodes, caches, token_ms, strict=True)):
         hit = hits.get(node.name)
         cached = hit.expected if hit is not None else 0.0
         plain.append(
             terms.price(
-                node, cache, reuse, NOW_S, float(tokens), cached, output, own_ms, min(token_ms), rate, behind, config
+                node,
+                cache,
+                reuse,
+                NOW_S,
+                float(tokens),
+                cached,
+                output,
+                own_ms,
+                min(token_ms),
+                rate,
+                behind,
+                config,
+                adapters[at] if adapters is not None else 0.0,
+                *due,
             )
         )
     for at, price in enumerate(plain):
@@ -239,7 +262,7 @@ def test_a_node_whose_cache_comes_or_goes_is_priced_with_what_there_is() -> None
 
 # What it refuses, and what it leaves behind.
 
-COMMON = (1.0, (1.0, 1.0), (0.0, 0.0), (1.0, 1.0, 0.0, 0.0), (1.0, True, True, True))
+COMMON = (None, 1.0, (1.0, 1.0), (0.0, 0.0), (0.0, 0.0), (1.0, 1.0, 0.0, 0.0), (1.0, 1.0, True, True, True))
 CHANCES = array("d", [0.0])
 
 

@@ -28,6 +28,7 @@
 #define GROWTH 0.3
 #define STREAMED 0.1
 #define EVICTED_DEARER 2.5
+#define RISK_POWER 4.0
 /* index/reuse.py */
 #define FIRST_S 0.25
 /* index/confidence.py */
@@ -54,7 +55,7 @@ typedef struct {
 
 typedef struct {
     Named named; /* its part: a SpeedState */
-    double pending_work, kv_usage, kv_delta;
+    double pending_work, kv_usage, kv_delta, distance_ms;
     Py_ssize_t context, kv_new, inflight, foreign;
 } NodeState;
 
@@ -74,7 +75,7 @@ typedef struct {
 
 /* As in routing/price.py. */
 typedef struct {
-    double total, wait, prefill, room, contention, memory, congestion, cached, new, output;
+    double total, wait, prefill, room, contention, distance, adapter, risk, memory, congestion, cached, new, output;
 } price;
 #define TERMS ((Py_ssize_t)(sizeof(price) / sizeof(double)))
 
@@ -83,6 +84,11 @@ typedef struct {
     PyObject *nodes;
     price of[];
 } Prices;
+
+/* What the request pays itself until its first token. */
+static always_inline double own_of(const price *p) {
+    return p->wait + p->prefill + p->room + p->adapter + p->distance;
+}
 
 static always_inline double larger(double a, double b) { return a > b ? a : b; }
 
@@ -159,6 +165,7 @@ static PyMemberDef node_members[] = {
     {"pending_work", T_DOUBLE, offsetof(NodeState, pending_work), 0, NULL},
     {"kv_usage", T_DOUBLE, offsetof(NodeState, kv_usage), 0, NULL},
     {"kv_delta", T_DOUBLE, offsetof(NodeState, kv_delta), 0, NULL},
+    {"distance_ms", T_DOUBLE, offsetof(NodeState, distance_ms), 0, NULL},
     {"context", T_PYSSIZET, offsetof(NodeState, context), 0, NULL},
     {"kv_new", T_PYSSIZET, offsetof(NodeState, kv_new), 0, NULL},
     {"inflight", T_PYSSIZET, offsetof(NodeState, inflight), 0, NULL},
@@ -350,7 +357,8 @@ typedef struct {
     Py_ssize_t n_chances;
     double now_s, tokens, output, rate, behind;
     double least_ms, mean_ms, slope_ms, mean_context; /* of the model's pace */
-    double quickest_ms, max_saving_ms;
+    double quickest_ms, max_saving_ms, locality;
+    double due_ms, late_ms; /* until its first token is due, and what it costs to be late */
     int room, memory, congestion;
 } request;
 
@@ -385,12 +393,21 @@ static double find_room(const NodeState *node, double capacity, double new, doub
     return (need * full + larger(0.0, used + need - MEMORY_FULL * capacity)) / drained;
 }
 
-static void price_node(price *p, const NodeState *node, const CacheState *cache, double cached, const request *q) {
+static double risk(double own, const request *q) {
+    if (q->due_ms < 1.0)
+        return q->late_ms;
+    double power = pow(smaller(own / q->due_ms, 1e6), RISK_POWER);
+    return q->late_ms * power / (1.0 + power);
+}
+
+static void price_node(price *p, const NodeState *node, const CacheState *cache, double cached, double adapter,
+                       const request *q) {
     double ms_per_token = speed_of(node)->ms_per_token, own_ms = token_ms(node, q), new = q->tokens - cached;
     double cost = work(new, cached), need = new + q->output;
     if (cached != 0.0)
         cost = larger(cost, work(q->tokens, 0.0) - q->max_saving_ms / ms_per_token);
-    *p = (price){.cached = cached, .new = new, .output = q->output};
+    *p = (price){
+        .cached = cached, .new = new, .output = q->output, .distance = node->distance_ms, .adapter = adapter};
     p->wait = node->pending_work * ms_per_token;
     p->prefill = (node->inflight + node->foreign ? STEPS * own_ms : 0.0) + cost * ms_per_token;
     p->contention = STREAMED * q->output * (own_ms - q->quickest_ms);
@@ -402,10 +419,12 @@ static void price_node(price *p, const NodeState *node, const CacheState *cache,
         if (pushed_out > 0.0 && q->memory && !isnan(cache->oldest_s))
             p->memory = smaller(pushed_out, need) * ms_per_token * EVICTED_DEARER * chance(q, q->now_s - cache->oldest_s);
     }
-    double own = p->wait + p->prefill + p->room;
+    double there = p->wait + p->prefill + p->room + p->adapter, own = there + p->distance;
+    if (q->late_ms != 0.0)
+        p->risk = risk(own, q);
     if (q->congestion)
-        p->congestion = (p->prefill + p->room + p->memory) * (q->rate * own + q->behind);
-    p->total = own + p->contention + p->memory + p->congestion;
+        p->congestion = (p->prefill + p->room + p->adapter + p->memory) * (q->rate * there + q->behind);
+    p->total = own + p->contention + p->risk + p->memory + p->congestion;
 }
 
 static PyTypeObject PricesType;
@@ -428,7 +447,7 @@ static int check(PyObject *nodes, PyObject *caches) {
     return 0;
 }
 
-static Prices *price_all(PyObject *nodes, PyObject *caches, PyObject *hits, request *q) {
+static Prices *price_all(PyObject *nodes, PyObject *caches, PyObject *hits, const double *adapters, request *q) {
     Py_ssize_t n = PyTuple_GET_SIZE(nodes);
     Prices *prices = (Prices *)PricesType.tp_alloc(&PricesType, n);
     if (!prices)
@@ -449,27 +468,32 @@ static Prices *price_all(PyObject *nodes, PyObject *caches, PyObject *hits, requ
             return NULL;
         }
         price_node(&prices->of[at], node, cache == Py_None ? NULL : (CacheState *)cache,
-                   hit ? ((Hit *)hit)->expected : 0.0, q);
+                   hit ? ((Hit *)hit)->expected * q->locality : 0.0, adapters ? adapters[at] : 0.0, q);
     }
     return prices;
 }
 
 static PyObject *price_nodes(PyObject *module, PyObject *args) {
     PyObject *nodes, *caches, *hits, *prices = NULL;
-    Py_buffer chances;
+    Py_buffer chances, adapters = {0};
     request q;
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!O!O!y*d(dd)(dd)(dddd)(dppp)", &PyTuple_Type, &nodes, &PyTuple_Type, &caches,
-                          &PyDict_Type, &hits, &chances, &q.now_s, &q.tokens, &q.output, &q.rate, &q.behind, &q.least_ms,
-                          &q.mean_ms, &q.slope_ms, &q.mean_context, &q.max_saving_ms, &q.room, &q.memory, &q.congestion))
+    if (!PyArg_ParseTuple(args, "O!O!O!y*z*d(dd)(dd)(dd)(dddd)(ddppp)", &PyTuple_Type, &nodes, &PyTuple_Type, &caches,
+                          &PyDict_Type, &hits, &chances, &adapters, &q.now_s, &q.tokens, &q.output, &q.due_ms, &q.late_ms,
+                          &q.rate, &q.behind, &q.least_ms, &q.mean_ms, &q.slope_ms, &q.mean_context, &q.max_saving_ms,
+                          &q.locality, &q.room, &q.memory, &q.congestion))
         return NULL;
     q.chances = chances.buf;
     q.n_chances = chances.len / (Py_ssize_t)sizeof(double);
     if (!q.n_chances || chances.len % (Py_ssize_t)sizeof(double))
         PyErr_SetString(PyExc_ValueError, "expected chances as doubles");
+    else if (adapters.buf && adapters.len != PyTuple_GET_SIZE(nodes) * (Py_ssize_t)sizeof(double))
+        PyErr_SetString(PyExc_ValueError, "expected a double for each node's adapter");
     else if (check(nodes, caches) == 0)
-        prices = (PyObject *)price_all(nodes, caches, hits, &q);
+        prices = (PyObject *)price_all(nodes, caches, hits, adapters.buf, &q);
     PyBuffer_Release(&chances);
+    if (adapters.obj)
+        PyBuffer_Release(&adapters);
     return prices;
 }
 
@@ -564,7 +588,7 @@ static PyObject *prices_cheapest_within(Prices *self, PyObject *args) {
         return NULL;
     for (Py_ssize_t at = 0; at < Py_SIZE(self); at++) {
         const price *p = &self->of[at];
-        if ((double)load(node_at(self->nodes, at)) <= most_load && p->wait + p->prefill + p->room <= most_own &&
+        if ((double)load(node_at(self->nodes, at)) <= most_load && own_of(p) <= most_own &&
             (best < 0 || p->total < self->of[best].total))
             best = at;
     }

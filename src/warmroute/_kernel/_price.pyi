@@ -25,6 +25,7 @@ class NodeState:
     pending_work: float
     kv_usage: float
     kv_delta: float
+    distance_ms: float
     context: int
     kv_new: int
     inflight: int
@@ -97,16 +98,19 @@ def price_nodes(
     caches: tuple[CacheState | None, ...],
     hits: dict[str, Hit],
     chances: Doubles,
+    adapter_ms: Doubles | None,
     now_s: float,
     request: tuple[float, float],
+    due: tuple[float, float],
     crowd: tuple[float, float],
     pace: tuple[float, float, float, float],
-    settings: tuple[float, bool, bool, bool],
+    settings: tuple[float, float, bool, bool, bool],
     /,
 ) -> Prices:
     """What a request costs on each of the nodes; `routing.terms.price` says how.
 
-    `chances`: of reuse, as `Reuse.chances`. `request`: its tokens and those of its answer. `crowd`: arrivals
-    [1/ms] and requests behind it, of a node. `pace`: as `Pace.line` gives it. `settings`: max_saving_ms, room, memory,
-    congestion.
+    `chances`: of reuse, as `Reuse.chances`. `adapter_ms`: for each node, what loading its adapter takes. `request`: its
+    tokens and those of its answer. `due`: the time until its first token is due, and what it costs to be late; both 0
+    where it has time. `crowd`: arrivals [1/ms] and requests behind it, of a node. `pace`: as `Pace.line` gives it.
+    `settings`: max_saving_ms, locality, room, memory, congestion.
     """

@@ -62,6 +62,12 @@ class Pricing(Section, frozen=True):
         float,
         Meta(ge=0, description="What a request may pay to give a beginning that crowds a node another home."),
     ] = 250.0
+    locality: Annotated[
+        float, Meta(ge=0, le=1, description="How much of a cached prefix counts: 1 for all of it, 0 for load alone.")
+    ] = 1.0
+    late_ms: Annotated[
+        float, Meta(ge=0, description="What it costs that a first token comes after its deadline, as time.")
+    ] = 10_000.0
     max_saving_ms: Annotated[
         float, Meta(gt=0, description="The most that a cached prefix may save, so that no prefix owns a node for ever.")
     ] = 60_000.0

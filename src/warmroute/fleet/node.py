@@ -95,6 +95,8 @@ class Node(NodeState):
         """Tokens of KV memory that our requests took, less those given back, since the last poll."""
         self.context = 0
         """Tokens of our requests there: what each step of its batch has to look back at."""
+        self.distance_ms = 0.0
+        """The way to its island and back, and what that costs (see routing/terms.py)."""
         self.kv_new = 0
         """Tokens of prompts that our requests there brought, beyond what was cached."""
         self.polled_s = -1e9

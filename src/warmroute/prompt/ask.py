@@ -46,6 +46,7 @@ class Ask:
         "_session",
         "_system",
         "_user",
+        "deadline_s",
         "max_output_tokens",
         "model",
         "priority",
@@ -63,6 +64,8 @@ class Ask:
         self.max_output_tokens: int | None = None
         """What the answer may have at most, where the request says so."""
         self.priority = NORMAL
+        self.deadline_s = 0.0
+        """When its first token is due, on the router's clock; 0 where it has time."""
         self.session_header = b""
         self._system = system
         self._user = user

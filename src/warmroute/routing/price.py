@@ -13,6 +13,9 @@ class Price(NamedTuple):
     prefill: float
     room: float
     contention: float
+    distance: float
+    adapter: float
+    risk: float
     memory: float
     congestion: float
     cached: float
@@ -24,4 +27,5 @@ class Price(NamedTuple):
 
     @property
     def own(self) -> float:
-        return self.wait + self.prefill + self.room
+        """What the request pays itself until its first token."""
+        return self.wait + self.prefill + self.room + self.adapter + self.distance

@@ -9,7 +9,7 @@ from warmroute.prompt.ask import Ask
 
 
 class Query:
-    __slots__ = ("_beliefs", "_hits", "ask", "candidates", "group", "looked_up_s", "lookup", "now_s")
+    __slots__ = ("_beliefs", "_hits", "adapter_ms", "ask", "candidates", "group", "looked_up_s", "lookup", "now_s")
 
     def __init__(
         self, ask: Ask, candidates: Candidates, group: Group, now_s: float, lookup: Lookup | None, beliefs: Beliefs
@@ -20,6 +20,9 @@ class Query:
         self.now_s = self.looked_up_s = now_s
         self.lookup = lookup
         """The prompt in blocks; None where it was not read, or is too short to matter."""
+        self.adapter_ms: bytes | None = None
+        """For each candidate, as doubles: what loading the request's LoRA adapter takes there; None where it asks for
+        none."""
         self._beliefs = beliefs
         self._hits: dict[str, Hit] | None = None
 
@@ -28,6 +31,7 @@ class Query:
         again = Query(self.ask, self.candidates, self.group, now_s, self.lookup, self._beliefs)
         again._hits = self.hits()
         again.looked_up_s = self.looked_up_s
+        again.adapter_ms = self.adapter_ms
         return again
 
     def hits(self) -> dict[str, Hit]:

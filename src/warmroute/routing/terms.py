@@ -26,6 +26,8 @@ GROWTH: Final = 0.3
 STREAMED: Final = 0.1
 EVICTED_DEARER: Final = 2.5
 """A block from within a long prompt is dearer to compute again than one of a short prompt."""
+RISK_POWER: Final = 4
+"""How surely an expected time is met: half of it is missed once in 17 times, twice of it 16 in 17."""
 
 
 def wait(pending_work: float, ms_per_token: float) -> float:
@@ -63,6 +65,27 @@ def room(used: float, need: float, growth: float, capacity: float, drained: floa
     return (need * full + (lacking if lacking > 0.0 else 0.0)) / drained
 
 
+def distance(round_trip_ms: float, egress_ms: float) -> float:
+    """The way to the node's island and back, and what its network takes in money, as time [ms]."""
+    return round_trip_ms + egress_ms
+
+
+def adapter(load_ms: float, loaded: bool) -> float:
+    """Loading a LoRA adapter [ms], where the node has not done so."""
+    return 0.0 if loaded else load_ms
+
+
+def risk(own: float, due_ms: float, late_ms: float) -> float:
+    """What a late first token costs [ms] × how likely it is to be late, by what is expected and what is left [ms].
+
+    late · own⁴ / (own⁴ + due⁴)
+    """
+    if due_ms <= 0.0:
+        return late_ms
+    power = min(own / due_ms, 1e6) ** RISK_POWER
+    return late_ms * power / (1.0 + power)
+
+
 def memory(pushed_out: float, ms_per_token: float, chance: float) -> float:
     """What it pushes out of the cache [tokens]: their prefill × the chance that they would have been used again."""
     return pushed_out * ms_per_token * EVICTED_DEARER * chance
@@ -75,10 +98,13 @@ def congestion(own: float, service: float, rate: float, behind: float) -> float:
 
 def price(
     node: Node, cache: NodeCache | None, reuse: Reuse, now_s: float, tokens: float, cached: float, output: float,
-    token_ms: float, quickest_ms: float, rate: float, behind: float, config: Pricing,
+    token_ms: float, quickest_ms: float, rate: float, behind: float, config: Pricing, adapter_ms: float = 0.0,
+    due_ms: float = 0.0, late_ms: float = 0.0,
 ) -> Price:  # fmt: skip
     """Of a prompt of so many `tokens`, of which so many are `cached`, with an answer of `output` tokens. `token_ms` is
-    what one takes there, `quickest_ms` on the quickest node; `rate` and `behind` as in `congestion`."""
+    what one takes there, `quickest_ms` on the quickest node; `rate` and `behind` as in `congestion`; `adapter_ms` as
+    in `adapter`, `due_ms` and `late_ms` as in `risk`."""
+    cached *= config.locality
     ms_per_token = node.speed.ms_per_token
     new = tokens - cached
     cost = work(new, cached)
@@ -98,8 +124,13 @@ def price(
         pushed_out = new + output - (recency.capacity - len(recency)) * cache.block_size
         if pushed_out > 0.0 and config.memory and (oldest_s := recency.oldest) is not None:
             evicts = memory(min(pushed_out, new + output), ms_per_token, reuse.chance(now_s - oldest_s))
-    own = waits + prefills + finds_room
+    there = waits + prefills + finds_room + adapter_ms
+    own = there + node.distance_ms
+    risks = risk(own, due_ms, late_ms) if late_ms else 0.0
     if config.congestion:
-        congests = congestion(own, prefills + finds_room + evicts, rate, behind)
-    total = own + contends + evicts + congests
-    return Price(total, waits, prefills, finds_room, contends, evicts, congests, cached, new, output)
+        congests = congestion(there, prefills + finds_room + adapter_ms + evicts, rate, behind)
+    total = own + contends + risks + evicts + congests
+    return Price(
+        total, waits, prefills, finds_room, contends, node.distance_ms, adapter_ms, risks, evicts, congests,
+        cached, new, output,
+    )  # fmt: skip

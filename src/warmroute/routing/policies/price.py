@@ -4,6 +4,9 @@
              + prefill      of the tokens that are not a confident hit, at the node's learned speed
              + room         finding KV memory for its new tokens and its answer
              + contention   its answer flows slower beside a large batch
+             + distance     the way to the node's island, and what its network costs
+             + adapter      loading the LoRA adapter, where the node has not done so
+             + risk         how likely its first token comes late, where it has a deadline
     others'  + memory       what its new blocks push out of the cache, by the chance that they would be used again
              + congestion   its new work × how many wait behind it or arrive meanwhile
 
@@ -33,6 +36,7 @@ BEHIND: Final = 0.5
 """Of those who wait for a node, so many will be behind this one."""
 SHORT_TOKENS: Final = 100.0
 """A prompt that was not read is taken to be so long."""
+NO_DEADLINE: Final = (0.0, 0.0)
 CROWDED: Final = 1.25
 CROWDED_REQUESTS: Final = 2
 """A node is crowded with more than this × the mean of requests, and so many above."""
@@ -47,7 +51,8 @@ class PricePolicy:
         self._beliefs = beliefs
         self._outputs = outputs
         self._second_home_ms = config.second_home_ms
-        self._settings = (config.max_saving_ms, config.room, config.memory, config.congestion)
+        self._late_ms = config.late_ms
+        self._settings = (config.max_saving_ms, config.locality, config.room, config.memory, config.congestion)
         self._random = random
         self._roster: object = None
         self._caches: WeakKeyDictionary[Candidates, tuple[CacheState | None, ...]] = WeakKeyDictionary()
@@ -97,8 +102,10 @@ class PricePolicy:
             self._caches_of(candidates),
             query.hits(),
             self._beliefs.reuse.chances,
+            query.adapter_ms,
             now_s,
             (tokens, output),
+            ((ask.deadline_s - now_s) * 1000.0, self._late_ms) if ask.deadline_s else NO_DEADLINE,
             (group.arrivals.rate(now_s) / count, BEHIND * group.waiting / count),
             group.pace.line,
             self._settings,
