@@ -78,9 +78,9 @@ def adapter(load_ms: float, loaded: bool) -> float:
 def risk(own: float, due_ms: float, late_ms: float) -> float:
     """What a late first token costs [ms] × how likely it is to be late, by what is expected and what is left [ms].
 
-    late · own⁴ / (own⁴ + due⁴)
+    late · own⁴ / (own⁴ + due⁴)                                certain where less than 1 ms is left
     """
-    if due_ms <= 0.0:
+    if due_ms < 1.0:
         return late_ms
     power = min(own / due_ms, 1e6) ** RISK_POWER
     return late_ms * power / (1.0 + power)
