@@ -580,6 +580,55 @@ static PyObject *recency_stamp_of(Recency *r, PyObject *given) {
     return PyFloat_FromDouble(entry_at(r, i)->stamp);
 }
 
+/* Of every `step`th block of the first `depth` ones: (number, stamp) of those held, and touched no later than `latest`. */
+static PyObject *recency_stamps(Recency *r, PyObject *args) {
+    Py_buffer view;
+    PyObject *hashes, *list = NULL;
+    Py_ssize_t depth, step;
+    double latest;
+    if (!PyArg_ParseTuple(args, "Onnd", &hashes, &depth, &step, &latest))
+        return NULL;
+    Py_ssize_t n = open_hashes(hashes, &view);
+    if (n < 0)
+        return NULL;
+    if (step < 1)
+        PyErr_SetString(PyExc_ValueError, "expected a step of 1 or more");
+    else
+        list = PyList_New(0);
+    for (Py_ssize_t at = step - 1; list && at < depth && at < n; at += step) {
+        uint32_t i = find(r, hash_at(view.buf, at));
+        if (i == NONE || entry_at(r, i)->stamp > latest)
+            continue;
+        PyObject *pair = Py_BuildValue("nd", at, entry_at(r, i)->stamp);
+        if (!pair || PyList_Append(list, pair) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(pair);
+    }
+    PyBuffer_Release(&view);
+    return list;
+}
+
+/* The blocks of a sample, one in 64 by their hash, the same ones in every prompt that has them. */
+static always_inline int in_sample(const uint8_t *hash) { return (hash[0] & 63) == 0; }
+
+static PyObject *recency_sample(PyObject *unused, PyObject *given) {
+    Py_buffer view;
+    Py_ssize_t n = open_hashes(given, &view);
+    (void)unused;
+    if (n < 0)
+        return NULL;
+    const uint8_t *hashes = view.buf;
+    Py_ssize_t found = 0;
+    for (Py_ssize_t at = 0; at < n; at++)
+        found += in_sample(hashes + at * 8);
+    PyObject *sample = room_for_hashes(found);
+    for (Py_ssize_t at = 0, to = 0; sample && to < found; at++)
+        if (in_sample(hashes + at * 8))
+            memcpy(bytes_of(sample) + to++ * 8, hashes + at * 8, 8);
+    PyBuffer_Release(&view);
+    return sample;
+}
+
 static PyObject *recency_oldest(Recency *r, void *unused) {
     (void)unused;
     if (r->oldest == NONE)
@@ -609,6 +658,8 @@ static PyMethodDef recency_methods[] = {
     {"clear", (PyCFunction)recency_clear, METH_NOARGS, "Forgets all, and gives the memory back."},
     {"held", (PyCFunction)recency_held, METH_O, "How many leading ones are held."},
     {"stamp_of", (PyCFunction)recency_stamp_of, METH_O, "When this block was last touched, or None."},
+    {"stamps", (PyCFunction)recency_stamps, METH_VARARGS, "When some of the first blocks were last touched."},
+    {"sample", (PyCFunction)recency_sample, METH_O | METH_STATIC, "One in 64 of these, chosen by the hash."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef recency_properties[] = {

@@ -37,6 +37,12 @@ class Recency:
         """How many leading ones are held. Does not count as a use."""
     def stamp_of(self, hash: Packed, /) -> float | None:
         """When the block was last touched, exactly as given; None where it is not held."""
+    def stamps(self, hashes: Packed, depth: int, step: int, latest: float, /) -> list[tuple[int, float]]:
+        """Of the last of each `step` blocks of the first `depth`: number and stamp, where held and not touched after
+        `latest`."""
+    @staticmethod
+    def sample(hashes: Packed, /) -> Hashes:
+        """One in 64 of them, chosen by the hash: the same ones in every prompt that has them."""
     @property
     def oldest(self) -> float | None:
         """Stamp of what would be evicted next; None where nothing is held."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
-_PROMPT: Final = re.compile(rb'"(?:prompt_tokens|input_tokens)"\s*:\s*([0-9]{1,9})\b')
-_CACHED: Final = re.compile(rb'"cached_tokens"\s*:\s*([0-9]{1,9})\b')
-_READ: Final = re.compile(rb'"cache_read_input_tokens"\s*:\s*([0-9]{1,9})\b')
-_CREATED: Final = re.compile(rb'"cache_creation_input_tokens"\s*:\s*([0-9]{1,9})\b')
-_OUTPUT: Final = re.compile(rb'"(?:completion_tokens|output_tokens)"\s*:\s*([0-9]{1,9})\b')
+_NUMBER: Final = re.compile(
+    rb'"(prompt_tokens|input_tokens|cached_tokens|cache_read_input_tokens|cache_creation_input_tokens|completion_tokens|'
+    rb'output_tokens)"\s*:\s*([0-9]{1,9})\b'
+)
 _SEAM: Final = re.compile(rb"\r\n[0-9A-Fa-f]{1,8}\r\n")
 """Between two chunks of an answer, which may part a usage."""
 
@@ -27,19 +26,26 @@ class Usage(NamedTuple):
 
 def usage_of(last_bytes: bytes) -> Usage | None:
     """None where there is no usage in them."""
-    last_bytes = _SEAM.sub(b"", last_bytes)
     at = last_bytes.rfind(b'"usage"')
-    if at < 0:
-        return None
-    prompt, cached = _number(_PROMPT, last_bytes, at), _number(_CACHED, last_bytes, at)
-    read, created = _number(_READ, last_bytes, at), _number(_CREATED, last_bytes, at)
+    if at < 0 or b"\r\n" in last_bytes:
+        last_bytes = _SEAM.sub(b"", last_bytes)
+        at = last_bytes.rfind(b'"usage"')
+        if at < 0:
+            return None
+    told: dict[bytes, bytes] = {}
+    for name, number in _NUMBER.findall(last_bytes, at):
+        told.setdefault(name, number)
+    prompt, cached = _number(told, b"prompt_tokens", b"input_tokens"), _number(told, b"cached_tokens")
+    read, created = _number(told, b"cache_read_input_tokens"), _number(told, b"cache_creation_input_tokens")
     if read is not None or created is not None:
         cached = read
         if prompt is not None:
             prompt += (read or 0) + (created or 0)
-    return Usage(prompt, cached, _number(_OUTPUT, last_bytes, at))
+    return Usage(prompt, cached, _number(told, b"completion_tokens", b"output_tokens"))
 
 
-def _number(pattern: re.Pattern[bytes], data: bytes, at: int) -> int | None:
-    found = pattern.search(data, at)
-    return int(found[1]) if found else None
+def _number(told: dict[bytes, bytes], *names: bytes) -> int | None:
+    for name in names:
+        if name in told:
+            return int(told[name])
+    return None

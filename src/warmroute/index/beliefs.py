@@ -116,6 +116,18 @@ class Beliefs:
         ages_s = (self.config.stale_s, self.config.gone_s)
         add_hits(found, rows, self._owners, size, (most, sure, is_sure), now_s, ages_s, WORTH[1:])
 
+    def holders(self, chain: bytes) -> set[str]:
+        """Nodes that hold all of these blocks, by name."""
+        blocks = len(chain) // 8
+        found = (self._owners.get(row[0]) for row in self.index.match(chain) if row[1] >= blocks)
+        return {owner[0].name for owner in found if owner is not None}
+
+    def chain(self, model: str, lookup: Lookup) -> tuple[bytes, int]:
+        """The prompt in the smallest blocks that the model's nodes have, and their size."""
+        base, lora = self._names.get(model, (model, ""))
+        size = min(self._sizes.get(base, ()), default=0)
+        return (lookup.blocks(base, lora, size), size) if size else (b"", 0)
+
     # What is sent where.
 
     def sent(self, model: str, lookup: Lookup, name: str, hit: Hit | None, now_s: float) -> Prediction | None:

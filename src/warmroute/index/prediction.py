@@ -40,23 +40,19 @@ class Prediction:
         self.sent_s = now_s
         self._era = cache.era
         self._stores = cache.stores
-        self._points: list[tuple[int, float]] = []
         self.expected = sure and cache.complete
         """Held as an expectation, which ends shortly after its first token."""
+        self._points: list[tuple[int, float]] | tuple[()] = ()
         if self.expected:
             cache.expect(chain)
-        else:
-            self._note_points(tokens // cache.block_size)
+        elif tokens:
+            self._points = self._points_of(tokens // cache.block_size)
         self._kept = cache.keep(chain, now_s)
 
-    def _note_points(self, depth: int) -> None:
+    def _points_of(self, depth: int) -> list[tuple[int, float]]:
         """Of blocks that the node has had for sure: what is still waiting there to be prefilled may well be missing."""
-        recency, prefilled_s = self.cache.recency, self.cache.prefilled_s
-        step = max(1, depth // POINTS)
-        for at in range(step - 1, depth, step):
-            stamp = recency.stamp_of(self.chain[at * 8 : at * 8 + 8])
-            if stamp is not None and stamp <= prefilled_s:
-                self._points.append((at, stamp))
+        cache = self.cache
+        return cache.recency.stamps(self.chain, depth, max(1, depth // POINTS), cache.prefilled_s)
 
     @property
     def stands(self) -> bool:

@@ -1,20 +1,18 @@
 """How likely a block that was not used for a while is used again, by how long: learned from the traffic.
 
-Some blocks are looked at, chosen by their hash. A block last used `age` ago and used now is a reuse at that age. Of
+One block in 64 is looked at, chosen by its hash. A block last used `age` ago and used now is a reuse at that age. Of
 all the uses that were not followed by another one within `age`, the share that was followed by one later is the chance.
 """
 
 from __future__ import annotations
 
 from array import array
-from math import log2
+from math import inf, log2
 from typing import Final
 
 from warmroute._kernel._recency import Recency
 
 REMEMBERED_BLOCKS: Final = 1 << 16
-MARKS: Final = (b"\x00", b"\x40", b"\x80", b"\xc0")
-"""Blocks whose hash begins so are looked at, one in 64: the same ones in every prompt that has them."""
 BUCKETS: Final = 32
 FIRST_S: Final = 0.25
 """The first bucket ends here; each one after it is √2 times as long ago… as the one before."""
@@ -32,23 +30,22 @@ class Reuse:
 
     def saw(self, chain: bytes, now_s: float) -> None:
         """A prompt came, whoever takes it."""
-        recency, reused = self._recency, self._reused
         self._uses *= FADE
-        first_bytes = chain[::8]
-        for mark in MARKS:
-            at = first_bytes.find(mark)
-            while at >= 0:
-                block = chain[at * 8 : at * 8 + 8]
-                stamp = recency.stamp_of(block)
-                if stamp is not None:
-                    reused[_bucket(now_s - stamp)] += 1.0
-                self._uses += 1.0
-                recency.touch(block, now_s)
-                at = first_bytes.find(mark, at + 1)
+        sample = Recency.sample(chain)
+        if sample:
+            self._saw_blocks(sample, now_s)
         self._until_update -= 1
         if self._until_update <= 0:
             self._until_update = 32
             self._update()
+
+    def _saw_blocks(self, sample: bytes, now_s: float) -> None:
+        recency, reused = self._recency, self._reused
+        blocks = len(sample) // 8
+        for _, stamp in recency.stamps(sample, blocks, 1, inf):
+            reused[_bucket(now_s - stamp)] += 1.0
+        self._uses += blocks
+        recency.touch(sample, now_s)
 
     def _update(self) -> None:
         reused = self._reused
@@ -63,6 +60,17 @@ class Reuse:
     def chance(self, age_s: float) -> float:
         """That a block unused for so long is used again."""
         return self.chances[_bucket(age_s)]
+
+    def share_within(self, age_s: float) -> float:
+        """Of all uses of blocks, the share that a cache would have which keeps what was used that long ago."""
+        if not self._uses:
+            return 0.0
+        bucket = _bucket(age_s)
+        whole = sum(self._reused[:bucket])
+        first_s = FIRST_S * 2.0 ** ((bucket - 1) / 2.0) if bucket else 0.0
+        last_s = FIRST_S * 2.0 ** (bucket / 2.0)
+        part = min(1.0, max(0.0, (age_s - first_s) / (last_s - first_s)))
+        return min(1.0, (whole + self._reused[bucket] * part) / self._uses)
 
 
 def _bucket(age_s: float) -> int:

@@ -238,9 +238,10 @@ class PromptReader:
         """What Reading.prompt does."""
         request = reading.request
         prompt = request.about()
+        if self.chats is None or self.tokenizer is None:
+            prompt.tokens, prompt.exact, prompt.doubt = request.stand_in(), False, "the tokenizer is not known"
+            return prompt
         try:
-            if self.chats is None or self.tokenizer is None:
-                raise NotFollowed("the tokenizer is not known")
             made = self._tokens(self.chats, self.tokenizer, reading, prompt)
             cut = request.may_be_cut(len(made.tokens) // TOKEN_BYTES, self._engine.max_model_len)
         except NotFollowed as problem:

@@ -53,20 +53,26 @@ class Request:
 
     def about(self) -> Prompt:
         """What it says beside its prompt. Nonsense is the engine's to refuse."""
+        fields = self.fields
+        about = Prompt("")
+        if self.shape is Shape.COMPLETION and "max_tokens" not in fields:
+            about.max_output_tokens = _COMPLETION_TOKENS
         try:
-            given = self.values(("model", "cache_salt", "stream", "priority", *_OUTPUT_FIELDS))
+            if "model" in fields:
+                about.model = _text(self.value("model"))
+            if "cache_salt" in fields:
+                about.cache_salt = _text(self.value("cache_salt"))
+            if "stream" in fields:
+                about.stream = self.value("stream") is True
+            if "priority" in fields and type(priority := self.value("priority")) is int:
+                about.priority = priority
+            for name in _OUTPUT_FIELDS:
+                if name in fields and type(most := self.value(name)) is int:
+                    about.max_output_tokens = most
+                    break
         except NotFollowed:
-            given = {}
-        default = _COMPLETION_TOKENS if self.shape is Shape.COMPLETION and "max_tokens" not in self.fields else None
-        numbers = (given.get(name) for name in _OUTPUT_FIELDS)
-        priority = given.get("priority")
-        return Prompt(
-            _text(given.get("model")),
-            max_output_tokens=next((number for number in numbers if type(number) is int), default),
-            priority=priority if type(priority) is int else 0,
-            cache_salt=_text(given.get("cache_salt")),
-            stream=given.get("stream") is True,
-        )
+            return Prompt("", max_output_tokens=about.max_output_tokens)
+        return about
 
     def may_be_cut(self, tokens: int, max_model_len: int | None) -> bool:
         """Whether it asks for its prompt to be cut or filled, so that so many tokens would not stay as they are."""
