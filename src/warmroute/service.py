@@ -13,6 +13,7 @@ from pathlib import Path
 
 from warmroute.config import Config, ConfigError, NodeConfig, is_loopback
 from warmroute.console.admin import Admin
+from warmroute.console.decisions import Decisions
 from warmroute.edge.deadlines import Deadlines
 from warmroute.edge.fetch import fetch, post
 from warmroute.edge.listen import listen_tcp, listen_unix, server_tls
@@ -32,6 +33,7 @@ from warmroute.routing.admission import Admission
 from warmroute.routing.router import Router
 from warmroute.telemetry import log as logs
 from warmroute.telemetry.counters import Counters
+from warmroute.telemetry.journal import Journal
 from warmroute.telemetry.loop_delay import watch_loop_delay
 from warmroute.telemetry.prometheus import MetricsPage
 
@@ -54,14 +56,16 @@ class Service:
         self.deadlines = Deadlines(now)
         self.counters = Counters()
         self.fleet = Fleet(config.health, _say_standing)
+        self.fleet.islands.reconfigure(config.islands, config.crossing)
         self.beliefs = Beliefs(config.index)
         self.library = Library(config.prompts, config.models)
         self.readings = Readings(self.library, config.prompts, self.counters, self._ask_tokens)
-        self.router = Router(self.fleet, self.beliefs, config.routing, config.price)
-        self.admission = Admission(self.router, config.admission)
+        self.router = Router(self.fleet, self.beliefs, config.routing, config.price, config.routes)
+        self.admission = Admission(self.router, config.admission, config.routes)
         self.pools = Pools(config.upstream, self.deadlines)
+        self.journal = Journal(config.journal, self.counters, now)
         self.proxy = Proxy(
-            config, self.fleet, self.router, self.admission, self.readings, self.pools, self.counters, now
+            config, self.fleet, self.router, self.admission, self.readings, self.pools, self.counters, self.journal, now
         )
         self.listener = Listener(self.proxy, config.limits, self.deadlines)
         self.watcher = Watcher(
@@ -83,7 +87,8 @@ class Service:
             lambda: (self.admission.waiting, self.admission.held),
             now,
         )
-        self.admin = Admin(self.fleet, self.beliefs, page, self, config.admin.token_sha256)
+        decisions = Decisions(self.journal, self.proxy)
+        self.admin = Admin(self.fleet, self.beliefs, page, decisions, self, config.admin.token_sha256)
         self.admin_listener = Listener(PlainHandler(self.admin.answer, self.admin.admit), config.limits, self.deadlines)
         self._servers: list[asyncio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -117,6 +122,7 @@ class Service:
             loop.create_task(watch_loop_delay(self.counters)),
             loop.create_task(self._tidy()),
             loop.create_task(self._admit()),
+            loop.create_task(self.journal.run()),
         ]
         if self._config_file is not None:
             self._tasks.append(loop.create_task(self._watch_file(self._config_file)))
@@ -185,10 +191,11 @@ class Service:
             log.warning("changes to [listen] and [admin] count only after a restart")
         self.config = config
         self.listener.limits = self.admin_listener.limits = config.limits
-        if config.routing != before.routing or config.price != before.price:
-            self.router.reconfigure(config.routing, config.price)
-        if config.admission != before.admission:
-            self.admission.reconfigure(config.admission)
+        rerouted = config.routes != before.routes
+        if config.routing != before.routing or config.price != before.price or rerouted:
+            self.router.reconfigure(config.routing, config.price, config.routes)
+        if config.admission != before.admission or rerouted:
+            self.admission.reconfigure(config.admission, config.routes)
         if config.index != before.index:
             self.beliefs.reconfigure(config.index)
         if config.prompts != before.prompts or config.models != before.models:
@@ -196,6 +203,9 @@ class Service:
             self.library.reconfigure(config.prompts, config.models)
         if config.log != before.log:
             logs.set_up(config.log)
+        self.journal.reconfigure(config.journal)
+        if config.islands != before.islands or config.crossing != before.crossing:
+            self.fleet.islands.reconfigure(config.islands, config.crossing)
         self.proxy.reconfigure(config)
         self.watcher.reconfigure(config)
         added, removed = self.fleet.reconfigure(config.nodes, config.health)
@@ -274,6 +284,7 @@ class Service:
         self.pools.close()
         for task in self._tasks:
             task.cancel()
+        await self.journal.close()
         await asyncio.sleep(0)
 
     async def _unless_hurried(self, seconds: float) -> None:

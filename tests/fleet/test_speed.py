@@ -53,6 +53,15 @@ def test_a_speed_is_learned_within_some_answers(ms_per_token: float) -> None:
     assert node.speed.answers == 45
 
 
+def test_a_node_whose_every_step_brings_first_tokens_is_not_believed_to_be_infinitely_quick() -> None:
+    """60 ms for 2,000 tokens of each prompt, one with every step of 60 ms: what a full batch takes, too."""
+    speed = Speed()
+    for step in range(200):
+        now_s = 100.0 + step * 0.06
+        speed.saw_first_token(2000.0, 60.0, now_s - 1.0, now_s)
+    assert 0.01 < speed.ms_per_token < 0.04
+
+
 def test_a_guess_is_where_it_starts() -> None:
     node = Node(0.01)
     node.speed.guess(0.01)

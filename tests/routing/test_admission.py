@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from priced import Guest, World, prompt
 
 from warmroute.config import Admission as AdmissionConfig
-from warmroute.config import Pricing, Routing
+from warmroute.config import NodeConfig, Pricing, Routing
 from warmroute.fleet.node import Outcome
 from warmroute.prompt.ask import HIGH, LOW, NORMAL
-from warmroute.routing.admission import Shed, WaitedTooLong
 from warmroute.routing.decision import Decision
+from warmroute.routing.refusals import Displaced, QueuesFull, Shed, WaitedTooLong, WouldWait
 from warmroute.routing.router import NobodyCanServe, Undecided, UnknownModel
 
 
@@ -267,7 +267,7 @@ def test_who_has_gone_cannot_leave_what_it_does_not_wait_in() -> None:
 def test_too_many_are_refused_the_low_before_and_the_high_never() -> None:
     world = one_busy(max_waiting=4)
     for _ in range(2):
-        world.enter(priority=LOW)
+        world.enter()
     with pytest.raises(Shed):
         world.enter(priority=LOW)
     for _ in range(2):
@@ -508,13 +508,18 @@ EVENTS = st.one_of(
 @settings(max_examples=60)
 @given(st.lists(EVENTS, max_size=50))
 def test_everybody_goes_or_is_refused_or_leaves_just_once_and_the_books_close(events: list[tuple[object, ...]]) -> None:
-    world = World(3, admission=AdmissionConfig(max_waiting=8, max_wait_s=6.0))
+    world = World(3, admission=AdmissionConfig(max_waiting=8, max_wait_s=6.0, queue_threshold=6))
     guests: list[Guest] = []
     open_: list[Guest] = []
     for event in events:
         match event:
             case ("arrive", str(tenant), int(priority), int(thousands)):
                 guest = Guest(world, prompt(thousands * 1000), tenant, priority)
+                guest.ask.may_queue = thousands % 7 != 0
+                if thousands % 3 == 0:
+                    guest.ask.deadline_s = world.now_s + 2.0
+                if thousands % 5 == 0:
+                    guest.ask.total_deadline_s = world.now_s + 4.0
                 guests.append(guest)
                 try:
                     guest.enter()
@@ -550,3 +555,251 @@ def test_everybody_goes_or_is_refused_or_leaves_just_once_and_the_books_close(ev
         world.tick()
     assert all(len(guest.fates) == 1 for guest in guests)
     world.books_are_closed()
+
+
+# Room for the higher, whom the low make way for.
+
+
+def test_when_it_is_full_a_low_one_that_waits_makes_room_for_others() -> None:
+    world = one_busy(max_waiting=4)
+    low = [world.enter(priority=LOW, tenant=tenant) for tenant in "ab"]
+    for _ in range(2):
+        world.enter()
+    normal = world.enter()
+    assert normal.waits and world.admission.waiting == world.group.waiting == 4
+    assert [guest.fates for guest in low] == [[], ["refused"]] and isinstance(low[1].why, Displaced)
+    high = world.enter(priority=HIGH)
+    assert high.waits and low[0].fates == ["refused"] and world.admission.waiting == 4
+    with pytest.raises(Shed):
+        world.enter()
+    assert world.enter(priority=HIGH).waits and world.admission.waiting == 5, "high passes"
+
+
+def test_the_tenant_with_the_most_low_ones_makes_room_first_and_its_last_one() -> None:
+    world = one_busy(max_waiting=6)
+    low = [world.enter(priority=LOW, tenant=tenant) for tenant in ("many", "few", "many")]
+    for _ in range(3):
+        world.enter()
+    world.enter()
+    assert [guest.fates for guest in low] == [[], [], ["refused"]]
+
+
+def test_whoever_is_displaced_may_come_back_from_within() -> None:
+    world = one_busy(max_waiting=2)
+    again: list[Guest] = []
+
+    class Stubborn(Guest):
+        def refuse(self, why: Undecided) -> None:
+            super().refuse(why)
+            with pytest.raises(Shed):
+                again.append(world.enter(priority=LOW))
+
+    first = Stubborn(world, prompt(8000), priority=LOW)
+    first.enter()
+    world.enter()
+    world.enter()
+    assert first.fates == ["refused"] and not again and world.admission.waiting == 2
+
+
+# Nobody starves behind a higher priority.
+
+
+@pytest.mark.parametrize("flooding", [HIGH, NORMAL])
+def test_a_low_one_gets_its_turn_though_higher_ones_never_end(flooding: int) -> None:
+    world = one_busy()
+    low = world.enter(priority=LOW)
+    others = deque(world.enter(priority=flooding) for _ in range(3))
+    frees(world)
+    gone = 0
+    while low.waits and gone < 200:
+        world.later(0.46)
+        others.append(world.enter(priority=flooding))
+        next(guest for guest in others if not guest.waits).finish()
+        gone += 1
+        others = deque(guest for guest in others if guest.waits or guest.ticket._open)
+    assert low.fates == ["went"]
+    waited_s = world.now_s - low.arrived_s
+    assert 10.0 <= waited_s < 10.0 + 17 * 0.46, "after ten seconds, with the next of the turns that are kept for it"
+
+
+def test_while_nobody_has_waited_long_turns_are_by_priority_alone() -> None:
+    world = one_busy()
+    low = world.enter(priority=LOW)
+    others = deque(world.enter() for _ in range(3))
+    frees(world)
+    for _ in range(40):
+        world.later(0.2)
+        others.append(world.enter())
+        next(guest for guest in others if not guest.waits).finish()
+        others = deque(guest for guest in others if guest.waits or guest.ticket._open)
+    assert low.waits
+
+
+def test_who_goes_at_once_while_others_wait_counts_as_its_tenants_too() -> None:
+    """Two nodes, one of them warm for a tenant whose requests find room there: they are of its share."""
+    world = World(2)
+    warm, cold = world.nodes
+    mine = prompt(60_000, 1)
+    world.warm(warm, mine)
+    running = world.busy(cold, 40_000)
+    ahead = world.busy(warm, 40_000)
+    waiting = world.enter(60_000, tenant="other")
+    assert waiting.waits
+    world.close(ahead)
+    guest = Guest(world, mine, "lucky")
+    guest.enter()
+    assert guest.fates == ["went"] and world.admission._had[NORMAL, "lucky"] > 0
+    waiting.leave()
+    assert not world.admission._had
+    world.close(running)
+
+
+# Nodes' own queues.
+
+
+def engine_queues(world: World, *waiting: int) -> None:
+    for node, count in zip(world.nodes, waiting, strict=True):
+        node.saw_load(4, count, 0.1, world.now_s)
+
+
+@pytest.mark.parametrize("policy", ["price", "round_robin", "least_loaded", "power_of_two", "random", "latency"])
+def test_over_the_threshold_everywhere_is_refused_the_low_before_and_the_high_never(policy: str) -> None:
+    world = World(2, admission=AdmissionConfig(queue_threshold=8))
+    world.router.reconfigure(Routing(policy=policy, seed=3), Pricing())  # type: ignore[arg-type]
+    engine_queues(world, 8, 9)
+    for priority in (NORMAL, LOW):
+        with pytest.raises(QueuesFull):
+            world.enter(300, priority=priority)
+    world.enter(300, priority=HIGH).leave()
+    engine_queues(world, 4, 5)
+    with pytest.raises(QueuesFull):
+        world.enter(300, priority=LOW)
+    world.enter(300).leave()
+    engine_queues(world, 3, 5)
+    assert world.enter(300, priority=LOW).node is world.nodes[0]
+
+
+@pytest.mark.parametrize("policy", ["price", "round_robin", "random"])
+def test_nodes_over_the_threshold_are_passed_over(policy: str) -> None:
+    world = World(3, admission=AdmissionConfig(queue_threshold=8))
+    world.router.reconfigure(Routing(policy=policy, seed=3), Pricing())  # type: ignore[arg-type]
+    engine_queues(world, 20, 7, 20)
+    guest = world.enter(300)
+    assert guest.node is world.nodes[1]
+    assert {node.name for node in guest.decision.fallbacks()} == {"n0", "n2"}, "they stand in at need"
+
+
+def test_what_was_sent_since_the_last_poll_counts_until_it_begins() -> None:
+    world = World(1, admission=AdmissionConfig(queue_threshold=2))
+    world.router.reconfigure(Routing(policy="round_robin"), Pricing())
+    engine_queues(world, 0)
+    first, second = world.enter(300), world.enter(300)
+    assert world.nodes[0].queued == 2
+    with pytest.raises(QueuesFull):
+        world.enter(300)
+    first.ticket.first_byte(world.now_s)
+    assert world.nodes[0].queued == 1
+    third = world.enter(300)
+    second.finish()
+    engine_queues(world, 1)
+    assert world.nodes[0].queued == 1, "what the poll has seen is told by the poll"
+    third.finish()
+    assert world.nodes[0].queued == 1
+    engine_queues(world, 0)
+    first.finish()
+    assert world.nodes[0].queued == 0
+    world.books_are_closed()
+
+
+def test_without_a_threshold_queues_do_not_matter() -> None:
+    world = World(1)
+    world.router.reconfigure(Routing(policy="round_robin"), Pricing())
+    engine_queues(world, 1000)
+    assert world.enter(300, priority=LOW).fates == ["went"]
+
+
+# Rather not.
+
+
+def test_who_does_not_want_to_wait_is_refused_at_once() -> None:
+    world = one_busy()
+    guest = Guest(world, prompt(8000))
+    guest.ask.may_queue = False
+    with pytest.raises(WouldWait):
+        guest.enter()
+    world.close(world.running)  # type: ignore[attr-defined]
+    guest.enter()
+    assert guest.fates == ["went"]
+    guest.finish()
+    world.books_are_closed()
+
+
+def test_who_does_not_want_to_wait_does_not_want_to_wait_in_an_engine_either() -> None:
+    world = World(2)
+    world.router.reconfigure(Routing(policy="round_robin"), Pricing())
+    engine_queues(world, 1, 0)
+    for _ in range(4):
+        guest = Guest(world, prompt(300))
+        guest.ask.may_queue = False
+        guest.enter()
+        assert guest.node is world.nodes[1]
+    engine_queues(world, 1, 2)
+    guest = Guest(world, prompt(300))
+    guest.ask.may_queue = False
+    with pytest.raises(WouldWait):
+        guest.enter()
+
+
+# From half of it on.
+
+
+def test_from_half_of_it_no_low_one_goes_before_others_though_a_node_has_room_for_it() -> None:
+    world = World(2, admission=AdmissionConfig(max_waiting=4))
+    full, other = world.nodes
+    mine = prompt(60_000, 1)
+    world.warm(full, mine)
+    world.busy(full, 40_000)
+    elsewhere = world.busy(other, 40_000)
+    for _ in range(2):
+        Guest(world, mine).enter()
+    assert world.admission.waiting == 2
+    world.close(elsewhere)
+    with pytest.raises(Shed):
+        world.enter(300, priority=LOW)
+    assert world.enter(300).node is other
+
+
+def test_a_low_one_whose_turn_would_not_come_is_told_so() -> None:
+    world = one_busy(max_waiting=4)
+    low = world.enter(priority=LOW)
+    for _ in range(2):
+        world.enter()
+    world.later(9.0)
+    world.tick()
+    assert low.waits
+    world.later(2.0)
+    world.tick()
+    assert low.fates == ["refused"] and isinstance(low.why, Displaced) and world.admission.waiting == 2
+
+
+def test_where_only_low_ones_wait_they_go() -> None:
+    world = one_busy(max_waiting=2)
+    low = world.enter(priority=LOW)
+    frees(world)
+    assert low.fates == ["went"]
+    high = [world.enter(priority=HIGH) for _ in range(3)]
+    assert all(guest.waits for guest in high)
+    low.finish()
+    assert [guest.fates for guest in high] == [["went"], [], []]
+
+
+def test_a_full_queue_for_one_model_refuses_no_low_one_of_another() -> None:
+    world = one_busy(max_waiting=2)
+    for _ in range(2):
+        world.enter()
+    world.fleet.add(NodeConfig(url="http://b:1", name="b", models=("other",)))
+    world.fleet.check_passed(world.fleet.node("b"), 0.0)
+    guest = Guest(world, prompt(300), priority=LOW)
+    guest.ask.model = "other"
+    guest.enter()
+    assert guest.node.name == "b"

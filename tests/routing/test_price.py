@@ -21,11 +21,10 @@ from warmroute.routing.outputs import USUAL_TOKENS, OutputLengths
 
 
 def arrives(world: World, *ages_s: float) -> None:
-    """Requests came, so long ago."""
-    group = world.fleet.group(MODEL)
-    assert group is not None
+    """Requests came to each node, so long ago."""
     for age_s in sorted(ages_s, reverse=True):
-        group.arrivals.saw(world.now_s - age_s)
+        for node in world.nodes:
+            node.saw_arrival(world.now_s - age_s)
 
 
 def running(node: Node, count: int) -> list[Ticket]:
@@ -226,6 +225,15 @@ def test_congestion_is_nothing_on_an_idle_fleet_and_grows_with_the_rate() -> Non
     assert world.price(node, prompt(1000)).congestion < 0.1 * busy.congestion
     world.later(600.0)
     assert world.price(node, prompt(8000)).congestion == pytest.approx(0.0, abs=1e-3)
+
+
+def test_long_work_goes_where_few_come() -> None:
+    """Many come to a node for what is cached there: a long cold prompt would stand in their way."""
+    world = World(3)
+    for node, count in zip(world.nodes, (40, 2, 40), strict=True):
+        for number in range(count):
+            node.saw_arrival(world.now_s - 4.0 + 4.0 * number / count)
+    assert {world.decide(prompt(30_000, number)).node for number in range(10)} == {world.nodes[1]}
 
 
 def test_congestion_counts_those_who_wait() -> None:

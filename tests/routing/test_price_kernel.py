@@ -51,6 +51,7 @@ def fleets(draw: st.DrawFn) -> tuple[list[Node], list[NodeCache | None], Beliefs
         node.context, node.kv_new = draw(st.integers(0, 10**7)), draw(st.integers(0, 10**6))
         node.kv_usage, node.kv_delta = draw(shares), draw(floats(-1e6, 1e6))
         node.inflight, node.foreign = draw(counts), draw(counts)
+        node.arrival_rate, node.arrival_s = draw(floats(0.0, 1.0)), NOW_S - draw(floats(0.0, 100.0))
         node.distance_ms = draw(st.sampled_from([0.0, 0.0, 140.0]))
         node.speed.ms_per_token, node.speed.factor = draw(floats(1e-4, 10.0)), draw(floats(0.01, 100.0))
         nodes.append(node)
@@ -92,13 +93,13 @@ pricings = st.builds(
 
 @given(
     fleet=fleets(), reuse=reuses(), pace=paces(), config=pricings, tokens=st.integers(0, 200_000),
-    held=st.lists(shares, min_size=6, max_size=6), output=floats(1.0, 5000.0), rate=floats(0.0, 1.0),
+    held=st.lists(shares, min_size=6, max_size=6), output=floats(1.0, 5000.0),
     behind=floats(0.0, 100.0), most_load=floats(0, 400), extra_ms=floats(0.0, 1e4),
     adapters=st.none() | st.lists(floats(0.0, 1e4), min_size=6, max_size=6),
     due=st.tuples(floats(-1e4, 1e6), st.sampled_from([0.0, 1e4])),
 )  # fmt: skip
 def test_prices_are_those_of_the_terms(
-    fleet, reuse, pace, config, tokens, held, output, rate, behind, most_load, extra_ms, adapters, due
+    fleet, reuse, pace, config, tokens, held, output, behind, most_load, extra_ms, adapters, due
 ) -> None:
     nodes, caches, _ = fleet
     hits = {
@@ -109,7 +110,7 @@ def test_prices_are_those_of_the_terms(
     settings = (config.max_saving_ms, config.locality, config.room, config.memory, config.congestion)
     adapter_ms = array("d", adapters[: len(nodes)]) if adapters is not None else None
     prices = price_nodes(
-        tuple(nodes), tuple(caches), hits, reuse.chances, adapter_ms, NOW_S, (tokens, output), due, (rate, behind),
+        tuple(nodes), tuple(caches), hits, reuse.chances, adapter_ms, NOW_S, (tokens, output), due, behind,
         pace.line, settings,
     )  # fmt: skip
     assert len(prices) == len(nodes)
@@ -129,7 +130,6 @@ def test_prices_are_those_of_the_terms(
                 output,
                 own_ms,
                 min(token_ms),
-                rate,
                 behind,
                 config,
                 adapters[at] if adapters is not None else 0.0,
@@ -262,7 +262,7 @@ def test_a_node_whose_cache_comes_or_goes_is_priced_with_what_there_is() -> None
 
 # What it refuses, and what it leaves behind.
 
-COMMON = (None, 1.0, (1.0, 1.0), (0.0, 0.0), (0.0, 0.0), (1.0, 1.0, 0.0, 0.0), (1.0, 1.0, True, True, True))
+COMMON = (None, 1.0, (1.0, 1.0), (0.0, 0.0), 0.0, (1.0, 1.0, 0.0, 0.0), (1.0, 1.0, True, True, True))
 CHANCES = array("d", [0.0])
 
 

@@ -19,6 +19,8 @@
 /* fleet/speed.py */
 #define ATTENTION 4e-5
 #define STEPS 1.5
+/* fleet/arrivals.py */
+#define KEPT_S 10.0
 /* routing/terms.py */
 #define FULL_POWER 8.0
 #define FULL_SCALE 0.1
@@ -55,7 +57,7 @@ typedef struct {
 
 typedef struct {
     Named named; /* its part: a SpeedState */
-    double pending_work, kv_usage, kv_delta, distance_ms;
+    double pending_work, kv_usage, kv_delta, distance_ms, arrival_rate, arrival_s;
     Py_ssize_t context, kv_new, inflight, foreign;
 } NodeState;
 
@@ -165,6 +167,8 @@ static PyMemberDef node_members[] = {
     {"pending_work", T_DOUBLE, offsetof(NodeState, pending_work), 0, NULL},
     {"kv_usage", T_DOUBLE, offsetof(NodeState, kv_usage), 0, NULL},
     {"kv_delta", T_DOUBLE, offsetof(NodeState, kv_delta), 0, NULL},
+    {"arrival_rate", T_DOUBLE, offsetof(NodeState, arrival_rate), 0, NULL},
+    {"arrival_s", T_DOUBLE, offsetof(NodeState, arrival_s), 0, NULL},
     {"distance_ms", T_DOUBLE, offsetof(NodeState, distance_ms), 0, NULL},
     {"context", T_PYSSIZET, offsetof(NodeState, context), 0, NULL},
     {"kv_new", T_PYSSIZET, offsetof(NodeState, kv_new), 0, NULL},
@@ -355,7 +359,7 @@ static PyObject *add_hits(PyObject *module, PyObject *args) {
 typedef struct {
     const double *chances; /* of reuse, by age */
     Py_ssize_t n_chances;
-    double now_s, tokens, output, rate, behind;
+    double now_s, tokens, output, behind;
     double least_ms, mean_ms, slope_ms, mean_context; /* of the model's pace */
     double quickest_ms, max_saving_ms, locality;
     double due_ms, late_ms; /* until its first token is due, and what it costs to be late */
@@ -393,6 +397,11 @@ static double find_room(const NodeState *node, double capacity, double new, doub
     return (need * full + larger(0.0, used + need - MEMORY_FULL * capacity)) / drained;
 }
 
+/* Arrivals at the node, of late [1/ms]. */
+static always_inline double rate(const NodeState *node, const request *q) {
+    return node->arrival_rate == 0.0 ? 0.0 : node->arrival_rate * exp((node->arrival_s - q->now_s) / KEPT_S);
+}
+
 static double risk(double own, const request *q) {
     if (q->due_ms < 1.0)
         return q->late_ms;
@@ -423,7 +432,7 @@ static void price_node(price *p, const NodeState *node, const CacheState *cache,
     if (q->late_ms != 0.0)
         p->risk = risk(own, q);
     if (q->congestion)
-        p->congestion = (p->prefill + p->room + p->adapter + p->memory) * (q->rate * there + q->behind);
+        p->congestion = (p->prefill + p->room + p->adapter + p->memory) * (rate(node, q) * there + q->behind);
     p->total = own + p->contention + p->risk + p->memory + p->congestion;
 }
 
@@ -478,9 +487,9 @@ static PyObject *price_nodes(PyObject *module, PyObject *args) {
     Py_buffer chances, adapters = {0};
     request q;
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!O!O!y*z*d(dd)(dd)(dd)(dddd)(ddppp)", &PyTuple_Type, &nodes, &PyTuple_Type, &caches,
+    if (!PyArg_ParseTuple(args, "O!O!O!y*z*d(dd)(dd)d(dddd)(ddppp)", &PyTuple_Type, &nodes, &PyTuple_Type, &caches,
                           &PyDict_Type, &hits, &chances, &adapters, &q.now_s, &q.tokens, &q.output, &q.due_ms, &q.late_ms,
-                          &q.rate, &q.behind, &q.least_ms, &q.mean_ms, &q.slope_ms, &q.mean_context, &q.max_saving_ms,
+                          &q.behind, &q.least_ms, &q.mean_ms, &q.slope_ms, &q.mean_context, &q.max_saving_ms,
                           &q.locality, &q.room, &q.memory, &q.congestion))
         return NULL;
     q.chances = chances.buf;

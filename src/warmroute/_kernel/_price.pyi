@@ -26,6 +26,8 @@ class NodeState:
     kv_usage: float
     kv_delta: float
     distance_ms: float
+    arrival_rate: float
+    arrival_s: float
     context: int
     kv_new: int
     inflight: int
@@ -102,7 +104,7 @@ def price_nodes(
     now_s: float,
     request: tuple[float, float],
     due: tuple[float, float],
-    crowd: tuple[float, float],
+    behind: float,
     pace: tuple[float, float, float, float],
     settings: tuple[float, float, bool, bool, bool],
     /,
@@ -111,6 +113,6 @@ def price_nodes(
 
     `chances`: of reuse, as `Reuse.chances`. `adapter_ms`: for each node, what loading its adapter takes. `request`: its
     tokens and those of its answer. `due`: the time until its first token is due, and what it costs to be late; both 0
-    where it has time. `crowd`: arrivals [1/ms] and requests behind it, of a node. `pace`: as `Pace.line` gives it.
+    where it has time. `behind`: requests that wait here and will be behind it, of a node. `pace`: as `Pace.line` gives it.
     `settings`: max_saving_ms, locality, room, memory, congestion.
     """

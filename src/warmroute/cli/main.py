@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from warmroute import __version__
-from warmroute.cli import check_config, config_reference, demo, engine, hash_key, load, replay, serve
+from warmroute.cli import check_config, config_reference, demo, engine, explain, hash_key, load, plan, replay, serve
 from warmroute.config import ConfigError
 
-COMMANDS = (serve, demo, engine, replay, load, check_config, hash_key, config_reference)
+COMMANDS = (serve, demo, engine, replay, plan, load, explain, check_config, hash_key, config_reference)
 """A command is a module with `add_to`; what is heavy it imports when it runs."""
 
 

@@ -12,6 +12,7 @@ from warmroute.config import ConfigError
 if TYPE_CHECKING:
     from warmroute.sim.replay import Run, Setup
     from warmroute.sim.world import Conditions, NodeSpec
+    from warmroute.sim.world.scaling import Autoscale
 
 EPILOG = """\
 WORKLOAD is a trace (.jsonl or .jsonl.gz in Mooncake's format) or a generator, with parameters after it as key=value:
@@ -46,6 +47,7 @@ def add_to(commands: Any) -> None:
     load = parser.add_argument_group("the load")
     load.add_argument("--rate", type=_numbers, metavar="R,…", help="requests/s, a run for each (the workload's own)")
     load.add_argument("--scale-rate", type=float, default=1.0, metavar="X", help="runs a trace X times as fast (1)")
+    load.add_argument("--day", type=float, metavar="S", help="arrivals follow the shape of a day, S seconds long")
     load.add_argument("--burst", type=int, default=1, metavar="N", help="requests arrive N at once")
     load.add_argument("--concurrency", type=_numbers, metavar="N,…", help="closed loop with N clients, a run for each")
     load.add_argument("--limit", type=int, metavar="N", help="stop after N requests (a trace: its end; else 2000)")
@@ -69,11 +71,29 @@ def add_to(commands: Any) -> None:
         metavar="'60 fail node-3'",
         help="fail, hang, restart, drain, provision",
     )
+    add_scaling(parser)
     out = parser.add_argument_group("the report")
     out.add_argument("--json", type=Path, metavar="FILE", help="all numbers, as JSON")
     out.add_argument("--html", type=Path, metavar="FILE", help="a page with plots")
     out.add_argument("--quiet", action="store_true", help="no progress bar and no table")
     parser.set_defaults(run=run)
+
+
+def add_scaling(parser: argparse.ArgumentParser) -> None:
+    scaling = parser.add_argument_group("scaling")
+    scaling.add_argument(
+        "--autoscale", action="store_true", help="let the fleet grow and shrink from --nodes"
+    )
+    scaling.add_argument(
+        "--scaler", action="append", metavar="S", help="repeat to compare: warmroute, threshold, hpa:target=0.7, fixed"
+    )
+    scaling.add_argument("--offers", type=Path, metavar="FILE", help="TOML with [[offers]] and [scaling]")
+    scaling.add_argument("--min-nodes", type=int, metavar="N", help="nodes at least (1)")
+    scaling.add_argument("--max-nodes", type=int, metavar="N", help="nodes at most (4 × --nodes, at least 8)")
+    scaling.add_argument("--start", type=float, default=120.0, metavar="S", help="from the request to a node (120)")
+    scaling.add_argument("--usd", type=float, default=0.0, metavar="X", help="a node's price an hour (0)")
+    scaling.add_argument("--quota", type=int, metavar="N", help="nodes that can be had in all, said only when asked")
+    scaling.add_argument("--ceiling", type=float, metavar="MS", help="time to first token that is too long (10,000)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,6 +121,7 @@ def as_json(runs: list[Run]) -> str:
 
 def plan(args: argparse.Namespace) -> list[Setup]:
     """A run for each load and policy."""
+    from warmroute.config import Scaling
     from warmroute.sim.replay import Setup, contender
     from warmroute.sim.workloads import choose
     from warmroute.sim.world.happenings import parse
@@ -123,12 +144,51 @@ def plan(args: argparse.Namespace) -> list[Setup]:
             warm_rate=args.warm_rate,
             queue_threshold=None if threshold is None else int(threshold),
             happenings=tuple(parse(line) for line in args.happen),
+            day_s=args.day,
+            autoscale=autoscale,
+            ceiling_ms=args.ceiling or (Scaling().ttft_p99_ceiling_ms if scaler else None),
+            scaler=scaler,
         )
         for rate in args.rate or (None,)
         for concurrency in args.concurrency or (None,)
         for threshold in args.queue_threshold or (None,)
         for one in contenders
+        for scaler, autoscale in _scalings(args, nodes[0])
     ]
+
+
+def _scalings(args: argparse.Namespace, like: NodeSpec) -> list[tuple[str, Autoscale | None]]:
+    """Each way to scale, with its name."""
+    if not args.autoscale and not args.scaler:
+        return [("", None)]
+    from warmroute.sim.replay import autoscale as asked
+    from warmroute.sim.world.scaling import Autoscale
+
+    table, offers = asked.read(args.offers) if args.offers else ({}, ())
+    if not offers:
+        offered = asked.OfferSaid(
+            name=like.profile.name,
+            profile=like.profile.name,
+            island=like.island,
+            usd_per_hour=args.usd,
+            start_s=args.start,
+            quota=args.quota,
+        )
+        offers = (offered.offer(),)
+    flags = {
+        "min_nodes": args.min_nodes,
+        "max_nodes": args.max_nodes or (None if "max_nodes" in table else max(8, 4 * args.nodes)),
+        "ttft_p99_ceiling_ms": args.ceiling,
+    }
+    config = asked.scaling_of({**table, **{key: value for key, value in flags.items() if value is not None}})
+    found: list[tuple[str, Autoscale | None]] = []
+    for text in args.scaler or (asked.OURS,):
+        if text == asked.FIXED:
+            found.append((text, None))
+        else:
+            making = asked.scaler(text)
+            found.append((text, Autoscale(config=config, offers=offers, decider=making, warms=making is None)))
+    return found
 
 
 def _conditions(args: argparse.Namespace) -> Conditions:

@@ -4,9 +4,14 @@ One TOML file holds it. Unknown keys are refused with the nearest known name, so
 silent default. docs/configuration.md is made from these files (`warmroute config-reference`).
 """
 
+from warmroute.config.islands import Crossing, IslandConfig
+from warmroute.config.journal import Journal
 from warmroute.config.nodes import Health, Metrics, NodeConfig, Upstream, node_name
 from warmroute.config.prompts import ModelConfig, Prompts
+from warmroute.config.provisioners import ProvisionerConfig
+from warmroute.config.routes import RouteConfig
 from warmroute.config.routing import Admission, Index, Pricing, Routing
+from warmroute.config.scaling import Hours, IslandLimits, Scaling
 from warmroute.config.section import ConfigError, PolicyName, PriorityName, Section, described, section_of
 from warmroute.config.serving import Admin, KeyConfig, Limits, Listen, Log, Shutdown
 from warmroute.config.whole import Config, check, from_table, is_loopback, load, tables
@@ -16,8 +21,13 @@ __all__ = [
     "Admission",
     "Config",
     "ConfigError",
+    "Crossing",
     "Health",
+    "Hours",
     "Index",
+    "IslandConfig",
+    "IslandLimits",
+    "Journal",
     "KeyConfig",
     "Limits",
     "Listen",
@@ -29,7 +39,10 @@ __all__ = [
     "Pricing",
     "PriorityName",
     "Prompts",
+    "ProvisionerConfig",
+    "RouteConfig",
     "Routing",
+    "Scaling",
     "Section",
     "Shutdown",
     "Upstream",

@@ -82,6 +82,10 @@ class NodeConfig(Section, frozen=True):
     island: Annotated[str, Meta(description="The island it stands on: provider and region, say `aws/us-east-1`.")] = (
         "local"
     )
+    gpu: Annotated[str, Meta(description="Its hardware, say `L4`; nodes with the same word are taken to be alike.")] = (
+        ""
+    )
+    usd_per_hour: Annotated[float, Meta(ge=0, description="What it costs an hour; 0 where that is not known.")] = 0.0
     api_key_env: Annotated[
         str, Meta(description="Environment variable with the key that the node itself asks for.")
     ] = ""

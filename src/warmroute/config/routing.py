@@ -68,6 +68,9 @@ class Pricing(Section, frozen=True):
     late_ms: Annotated[
         float, Meta(ge=0, description="What it costs that a first token comes after its deadline, as time.")
     ] = 10_000.0
+    adapter_load_ms: Annotated[
+        float, Meta(ge=0, description="What a node takes to load a LoRA adapter that it has not loaded.")
+    ] = 200.0
     max_saving_ms: Annotated[
         float, Meta(gt=0, description="The most that a cached prefix may save, so that no prefix owns a node for ever.")
     ] = 60_000.0
@@ -87,8 +90,20 @@ class Admission(Section, frozen=True):
         float, Meta(gt=0, description="Prefill work that may be queued on a node before others wait here.")
     ] = 250.0
     max_waiting: Annotated[
-        Count, Meta(description="Requests that wait here; above it 429, from half of it for low priority; high passes.")
+        Count,
+        Meta(
+            description="Requests that wait here; above it 429, from half of it for low priority; high passes. Low "
+            "ones that wait make room for others."
+        ),
     ] = 4096
     max_wait_s: Annotated[
         float, Meta(ge=0, description="How long a request may wait here; above it 503. 0 for as long as it takes.")
     ] = 0.0
+    queue_threshold: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Requests in a node's own queue. Nodes with so many are passed over; where all have, 429, from "
+            "half of it for low priority; high passes. 0 for no limit. For every policy.",
+        ),
+    ] = 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -71,10 +71,12 @@ def in_words(message: str) -> str:
 
 
 def described(section: type[Section]) -> Iterator[tuple[str, str, Any, str]]:
-    """Each value of a table: name, type in words, default (or msgspec.NODEFAULT), sentence."""
+    """Each value of a table: name, type in words, default (or msgspec.NODEFAULT), sentence. Not the tables in it."""
     hints = get_type_hints(section, include_extras=True)
     for field in msgspec.structs.fields(section):
         hint = hints[field.name]
+        if section_of(hint) is not None:
+            continue
         sentence = ""
         while get_origin(hint) is Annotated:
             hint, *metas = get_args(hint)
@@ -95,6 +97,6 @@ def _type_in_words(hint: Any) -> str:
         return f"list of {_type_in_words(get_args(hint)[0])}"
     if get_origin(hint) is dict:
         return f"table of {_type_in_words(get_args(hint)[1])}"
-    if get_origin(hint) is UnionType:
-        return ", ".join(_type_in_words(kind) for kind in get_args(hint))
+    if get_origin(hint) in (UnionType, Union):
+        return ", ".join(_type_in_words(kind) for kind in get_args(hint) if kind is not NoneType)
     return {str: "text", int: "whole number", float: "number", bool: "true / false"}.get(hint, str(hint))

@@ -102,6 +102,18 @@ class KeyConfig(Section, frozen=True):
     ]
     tenant: Annotated[str, Meta(min_length=1, description="Whose key it is.")]
     priority: Annotated[PriorityName, Meta(description="The highest priority that its requests may ask for.")] = "high"
+    requests_per_min: Annotated[
+        int,
+        Meta(ge=0, description="Requests a minute that its tenant may send, with all its keys; 0: no limit."),
+    ] = 0
+    tokens_per_min: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Tokens a minute that its tenant may use, of prompts and answers, with all its keys; 0: no "
+            "limit.",
+        ),
+    ] = 0
     shares: Annotated[
         str,
         Meta(

@@ -10,9 +10,14 @@ from typing import Any, get_origin
 
 import msgspec
 
+from warmroute.config.islands import Crossing, IslandConfig, check_islands
+from warmroute.config.journal import Journal
 from warmroute.config.nodes import Health, Metrics, NodeConfig, Upstream, node_name
 from warmroute.config.prompts import ModelConfig, Prompts
+from warmroute.config.provisioners import ProvisionerConfig, check_provisioners
+from warmroute.config.routes import RouteConfig
 from warmroute.config.routing import Admission, Index, Pricing, Routing
+from warmroute.config.scaling import Scaling, check_scaling
 from warmroute.config.section import ConfigError, Section, in_words, refuse_unknown_keys, section_of
 from warmroute.config.serving import Admin, KeyConfig, Limits, Listen, Log, Shutdown
 
@@ -30,12 +35,28 @@ class Config(Section, frozen=True):
     routing: Routing = Routing()
     admission: Admission = Admission()
     price: Pricing = Pricing()
+    crossing: Crossing = Crossing()
     prompts: Prompts = Prompts()
+    journal: Journal = Journal()
     log: Log = Log()
+    scaling: Scaling = Scaling()
     shutdown: Shutdown = Shutdown()
     nodes: tuple[NodeConfig, ...] = ()
+    islands: tuple[IslandConfig, ...] = ()
     models: tuple[ModelConfig, ...] = ()
     keys: tuple[KeyConfig, ...] = ()
+    routes: tuple[RouteConfig, ...] = ()
+    provisioners: tuple[ProvisionerConfig, ...] = ()
+
+    @property
+    def uses_events(self) -> bool:
+        """Whether some policy wants to know what nodes tell of their caches."""
+        return self.routing.uses_events or any(route.routing(self.routing).uses_events for route in self.routes)
+
+    @property
+    def has_islands(self) -> bool:
+        """Whether nodes may stand on more than one."""
+        return bool(self.islands) or len({node.island for node in self.nodes}) > 1
 
     def sharing(self) -> dict[str, str]:
         """For each tenant, whom it shares knowledge of caches with; nothing where all share with all."""
@@ -87,6 +108,9 @@ def check(config: Config) -> None:
             f"admin.host is {config.admin.host!r}, which others can reach: set admin.token_sha256 "
             "(`warmroute hash-key` makes it), or keep the admin listener on 127.0.0.1"
         )
+    check_islands(config.islands)
+    check_scaling(config.scaling)
+    check_provisioners(config.provisioners)
     names: dict[str, str] = {}
     for node in config.nodes:
         name = node_name(node)
@@ -103,6 +127,25 @@ def check(config: Config) -> None:
         if key.sha256 in hashes:
             raise ConfigError(f"keys: the key of tenant {key.tenant!r} stands there twice")
         hashes.add(key.sha256)
+    _check_limits(config.keys)
+    names_of_routes: set[str] = set()
+    for route in config.routes:
+        if route.name in names_of_routes:
+            raise ConfigError(f"routes: two routes are named {route.name!r}: give each its own name")
+        names_of_routes.add(route.name)
+
+
+def _check_limits(keys: tuple[KeyConfig, ...]) -> None:
+    """A limit is its tenant's: keys of one tenant may leave it out, not contradict each other."""
+    for name in ("requests_per_min", "tokens_per_min"):
+        limits: dict[str, int] = {}
+        for key in keys:
+            limit = getattr(key, name)
+            if limit and limits.setdefault(key.tenant, limit) != limit:
+                raise ConfigError(
+                    f"keys.{name}: two keys of tenant {key.tenant!r} say {limits[key.tenant]} and {limit}; the limit "
+                    "is for all keys of a tenant together: say it once"
+                )
 
 
 def is_loopback(host: str) -> bool:
@@ -116,7 +159,12 @@ def is_loopback(host: str) -> bool:
 
 def tables() -> Iterator[tuple[str, type[Section], bool]]:
     """Each table of the file: name, section, whether it may stand there many times."""
-    for field in msgspec.structs.fields(Config):
-        section = section_of(field.type)
-        assert section is not None
-        yield field.name, section, get_origin(field.type) is tuple
+    return _tables_in(Config, "")
+
+
+def _tables_in(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section], bool]]:
+    for field in msgspec.structs.fields(section):
+        inner = section_of(field.type)
+        if inner is not None:
+            yield f"{prefix}{field.name}", inner, get_origin(field.type) is tuple
+            yield from _tables_in(inner, f"{prefix}{field.name}.")

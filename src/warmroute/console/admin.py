@@ -11,11 +11,13 @@ from urllib.parse import unquote
 import msgspec
 
 from warmroute.config import ConfigError, NodeConfig, is_loopback
+from warmroute.console.decisions import Decisions
 from warmroute.console.reports import Reports
 from warmroute.edge.errors import Refusal, method_not_allowed
 from warmroute.edge.head import RequestHead
 from warmroute.edge.plain import Request, Responder
 from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
+from warmroute.fleet.islands import Islands
 from warmroute.fleet.node import Node, Outcome
 from warmroute.index.beliefs import Beliefs
 from warmroute.telemetry.prometheus import CONTENT_TYPE, MetricsPage
@@ -36,11 +38,18 @@ class Operations(Protocol):
 
 class Admin:
     def __init__(
-        self, fleet: Fleet, beliefs: Beliefs, metrics: MetricsPage, operations: Operations, token_sha256: str
+        self,
+        fleet: Fleet,
+        beliefs: Beliefs,
+        metrics: MetricsPage,
+        decisions: Decisions,
+        operations: Operations,
+        token_sha256: str,
     ) -> None:
         self._fleet = fleet
         self._reports = Reports(beliefs)
         self._metrics = metrics
+        self._decisions = decisions
         self._operations = operations
         self._token = bytes.fromhex(token_sha256)
 
@@ -69,6 +78,8 @@ class Admin:
                 responder.reply(*self._operations.readiness())
             case "GET", ["admin", "nodes"]:
                 _reply(responder, 200, {"nodes": [describe(node) for node in self._fleet]})
+            case "GET", ["admin", "islands"]:
+                _reply(responder, 200, {"islands": describe_islands(self._fleet.islands)})
             case "POST", ["admin", "nodes"]:
                 _reply(responder, 201, describe(self._add(request.body)))
             case "GET", ["admin", "nodes", name]:
@@ -82,6 +93,12 @@ class Admin:
             case "POST", ["admin", "nodes", name, "blocks"]:
                 self._named(name)
                 _reply(responder, 200, await self._reports.take(name, request.body))
+            case "GET", ["admin", "decisions"]:
+                _reply(responder, 200, await self._decisions.recent(request.query))
+            case "GET", ["admin", "decisions", request_id]:
+                _reply(responder, 200, self._decisions.of(request_id))
+            case "POST", ["admin", "explain"]:
+                _reply(responder, 200, await self._decisions.explain(request.body))
             case "POST", ["admin", "reload"]:
                 wrong = self._operations.reload()
                 if wrong is not None:
@@ -91,6 +108,12 @@ class Admin:
                 _reply(responder, 200, {"status": "reloaded"})
             case _, ["admin", "nodes"]:
                 raise method_not_allowed("GET, POST")
+            case _, ["admin", "islands"]:
+                raise method_not_allowed("GET")
+            case _, ["admin", "decisions"] | ["admin", "decisions", _]:
+                raise method_not_allowed("GET")
+            case _, ["admin", "explain"] | ["admin", "reload"]:
+                raise method_not_allowed("POST")
             case _, ["admin", "nodes", _, "blocks"]:
                 raise method_not_allowed("POST")
             case _, ["admin", "nodes", _]:
@@ -99,7 +122,8 @@ class Admin:
                 raise Refusal(
                     404,
                     "Nothing is here. There are /metrics, /health, /ready, /admin/nodes, /admin/nodes/NAME, "
-                    "/admin/nodes/NAME/drain, /admin/nodes/NAME/undrain, /admin/nodes/NAME/blocks and /admin/reload.",
+                    "/admin/nodes/NAME/drain, /admin/nodes/NAME/undrain, /admin/nodes/NAME/blocks, /admin/islands, "
+                    "/admin/decisions, /admin/decisions/REQUEST_ID, /admin/explain and /admin/reload.",
                     code="not_found",
                 )
 
@@ -143,6 +167,8 @@ def describe(node: Node) -> dict[str, Any]:
         "engine": node.engine,
         "role": node.role,
         "island": node.island,
+        "distance_ms": round(node.distance_ms, 3),
+        "adapters_loaded": list(node.loaded),
         "state": "draining" if node.draining else health.standing.value,
         "reason": health.reason,
         "inflight": node.inflight,
@@ -153,6 +179,32 @@ def describe(node: Node) -> dict[str, Any]:
         "latency_ms": round(node.latency_ms, 3),
         "outcomes": {outcome.name.lower(): node.outcomes[outcome] for outcome in Outcome},
     }
+
+
+def describe_islands(islands: Islands) -> list[dict[str, Any]]:
+    books = islands.books
+    return [
+        {
+            "name": island.name,
+            "nodes": [node.name for node in island.nodes],
+            "round_trip_ms": round(island.round_trip_ms, 3),
+            "measured_ms": None if island.measured_ms is None else round(island.measured_ms, 3),
+            "egress_usd_per_gb": island.config.egress_usd_per_gb,
+            "egress_ms": round(islands.egress_ms(island), 3),
+            "line_ms": round(island.line_ms, 3),
+            "distance_ms": round(island.told_ms, 3),
+            "fresh": books.fresh[island.name],
+            "stayed": books.stayed[island.name],
+            "away": books.away[island.name],
+            "came_home": books.came_home[island.name],
+            "crossed": [
+                {"to": to, "reason": reason, "count": count}
+                for (home, to, reason), count in sorted(books.crossed.items())
+                if home == island.name
+            ],
+        }
+        for island in islands
+    ]
 
 
 def _reply(responder: Responder, status: int, value: object) -> None:

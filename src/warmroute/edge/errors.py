@@ -197,6 +197,73 @@ def too_many_waiting(retry_after_s: int) -> Refusal:
     )
 
 
+def displaced(retry_after_s: int) -> Refusal:
+    return Refusal(
+        429,
+        "The request waited for a node, and made room for one of a higher priority. Try again in a while.",
+        kind="rate_limit_error",
+        code="overloaded",
+        retry_after_s=retry_after_s,
+    )
+
+
+def queues_full(retry_after_s: int) -> Refusal:
+    return Refusal(
+        429,
+        "Every node has a long queue already. Try again in a while.",
+        kind="rate_limit_error",
+        code="overloaded",
+        retry_after_s=retry_after_s,
+    )
+
+
+def would_wait(retry_after_s: int) -> Refusal:
+    return Refusal(
+        429,
+        "No node has room for the request right now, and it asks not to wait (`X-Queue: no`).",
+        kind="rate_limit_error",
+        code="would_wait",
+        retry_after_s=retry_after_s,
+    )
+
+
+def deadline_unreachable(first_token: bool, expected_ms: float, left_ms: float, retry_after_s: int) -> Refusal:
+    what, header = ("first token", "X-Deadline-Ttft-Ms") if first_token else ("whole answer", "X-Deadline-Ms")
+    if expected_ms > left_ms:
+        why = f"is due in {left_ms:,.0f} ms and expected after {expected_ms:,.0f} ms"
+    else:
+        why = "is due, and no node has had room for the request yet"
+    return Refusal(
+        429,
+        f"The deadline can't be met: the {what} {why}. Try again in a while, or allow more time (`{header}`).",
+        kind="rate_limit_error",
+        code="deadline_unreachable",
+        retry_after_s=retry_after_s,
+    )
+
+
+def bad_deadline(header: str) -> Refusal:
+    return Refusal(
+        400,
+        f"`{header}` must be a number of milliseconds above 0.",
+        code="bad_deadline",
+        param=header,
+    )
+
+
+def rate_limited(what: str, limit: int, needed: int, retry_after_s: int, told: tuple[tuple[str, str], ...]) -> Refusal:
+    """`told`: header fields that say what is left."""
+    needs = f"; this request needs about {needed:,}" if what == "tokens" and needed > 1 else ""
+    return Refusal(
+        429,
+        f"The limit of {limit:,} {what} a minute is reached{needs}. Try again in {retry_after_s:,} s.",
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        retry_after_s=retry_after_s,
+        headers=told,
+    )
+
+
 def waited_too_long(retry_after_s: int) -> Refusal:
     return Refusal(
         503,

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
 
 from warmroute.edge import errors
 from warmroute.edge.chunked import ChunkFrames
 from warmroute.edge.head import CHUNKED, UNTIL_CLOSE, RequestHead, ResponseHead
-from warmroute.edge.undecided import in_words
 from warmroute.edge.upstream import ConnectFault, Connection
 from warmroute.edge.usage import usage_of
 from warmroute.fleet.node import Node, Outcome
@@ -24,7 +24,9 @@ from warmroute.prompt.prompt import Prompt
 from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.lookups import Lookup
+from warmroute.routing.rate_limits import Charge
 from warmroute.routing.router import Undecided
+from warmroute.telemetry.journal import Entry
 
 if TYPE_CHECKING:
     from warmroute.edge.proxy import Proxy
@@ -39,6 +41,9 @@ _BROKEN_EVENT: Final = (
 TAIL_PIECES: Final = 8
 """Of an answer that are kept: its usage, the [DONE] behind it, the last chunk's end, each may come by itself."""
 USAGE_BYTES: Final = 16_384
+EXPLAIN_HEADER: Final = b"x-warmroute-explain"
+_NAME_CHARACTERS: Final = " !#$&'()*+,/:;<=>?@[]^`{|}"
+"""Of a node's name, those that stand in a header as they are, beside letters and digits."""
 _CHUNKED_LINE: Final = b"Transfer-Encoding: chunked\r\n"
 
 
@@ -51,6 +56,7 @@ class ProxyExchange:
         "_dechunk",
         "_decision",
         "_done",
+        "_entry",
         "_events",
         "_fallbacks",
         "_framing",
@@ -68,6 +74,8 @@ class ProxyExchange:
         "_tried",
         "arrived_s",
         "ask",
+        "charge",
+        "entered_s",
         "lookup",
     )
 
@@ -82,10 +90,15 @@ class ProxyExchange:
         # what admission asks of a guest
         self.ask = ask
         self.lookup: Lookup | None = None
-        self.arrived_s = proxy.now()
+        self.arrived_s = self.entered_s = proxy.now()
+        """`entered_s`: when it asked for a node, its prompt read."""
+        self.charge: Charge | None = None
+        """What it took of its tenant's rate limits."""
         self._later: Later | None = None
         """Its prompt is still being read."""
         self._decision: Decision
+        self._entry: Entry | None = None
+        """What the journal keeps of it."""
         self._fallbacks: list[Node] | None = None
         self._tried = 0
         self._retried_stale = False
@@ -122,13 +135,26 @@ class ProxyExchange:
     def go(self, decision: Decision) -> None:
         """Admission lets it through."""
         self._decision = decision
+        if self._proxy.journal.on:
+            self._enter_in_journal(decision)
         self._try(decision.node)
+
+    def _enter_in_journal(self, decision: Decision) -> None:
+        proxy, ask = self._proxy, self.ask
+        held_ms = (proxy.now() - self.entered_s) * 1000.0
+        self._entry = entry = Entry(
+            self._request_id, ask.tenant, ask.model, ask.route, ask.priority, self.arrived_s, held_ms,
+            decision.grounds(),
+        )  # fmt: skip
+        proxy.journal.decided(entry)
 
     def refuse(self, why: Undecided) -> None:
         """Admission has kept it waiting in vain."""
         if not self._done:
             self._done = True
-            self._client.refuse(in_words(why, self.ask), self._request_id)
+            if self.charge is not None:
+                self.charge.cancel()
+            self._client.refuse(self._proxy.refusal(why, self.ask), self._request_id)
 
     # To a node.
 
@@ -218,7 +244,11 @@ class ProxyExchange:
             self._try(node)
             return
         self._done = True
-        self._client.refuse(errors.all_nodes_failed(self._tried, self._retry_after_s), self._request_id)
+        if self.charge is not None:
+            self.charge.cancel()
+        refusal = errors.all_nodes_failed(self._tried, self._retry_after_s)
+        self._settle_journal(outcome, refusal.status)
+        self._client.refuse(refusal, self._request_id)
 
     # From a node.
 
@@ -259,11 +289,12 @@ class ProxyExchange:
         passing = head.passing
         if 300 <= status < 400:
             passing = self._pool.own_origin.sub(rb"\1", passing)
-        answer_head = b"%b%b%bX-Request-Id: %b\r\n%b\r\n" % (
+        answer_head = b"%b%b%bX-Request-Id: %b\r\n%b%b\r\n" % (
             head.status_line,
             passing,
             framing,
             self._request_id,
+            self._where_lines() if self._proxy.tells_where else b"",
             client.connection_line(keep_alive),
         )
         if self._dechunk is None:
@@ -272,10 +303,20 @@ class ProxyExchange:
             client.write(answer_head)
             write(first)
         ticket = self._ticket
-        if isinstance(ticket, Dispatch) and status < 400:
+        if status < 400 and (isinstance(ticket, Dispatch) or (self.charge is not None and self.charge.wants_usage)):
             self._tail = deque((first,), TAIL_PIECES)
             return self._tailed(write)
         return write
+
+    def _where_lines(self) -> bytes:
+        """Which node it is that answers, and what was expected to be cached there, for clients who may know."""
+        if self._proxy.tells_where == "asked" and self._head.get(EXPLAIN_HEADER) != b"1":
+            return b""
+        ticket = self._ticket
+        node = quote(ticket.node.name, safe=_NAME_CHARACTERS).encode("ascii")
+        if not isinstance(ticket, Dispatch):
+            return b"X-Warmroute-Node: %b\r\n" % node
+        return b"X-Warmroute-Node: %b\r\nX-Warmroute-Hit: %d/%d\r\n" % (node, ticket.cached, ticket.tokens)
 
     def _tailed(self, write: Callable[[bytes], object]) -> Callable[[bytes], object]:
         assert self._tail is not None
@@ -300,7 +341,11 @@ class ProxyExchange:
         if self._tail is not None:
             self._read_usage(b"".join(self._tail))
         rejected = self._status >= 400
-        proxy.close_ticket(self._ticket, Outcome.REJECTED if rejected else Outcome.OK)
+        if rejected and self.charge is not None:
+            self.charge.refused_by_node()
+        outcome = Outcome.REJECTED if rejected else Outcome.OK
+        proxy.close_ticket(self._ticket, outcome)
+        self._settle_journal(outcome, self._status)
         proxy.counters.answered[self._status] += 1
         self._client.answered(self._keep_alive)
         if proxy.log_requests:
@@ -308,14 +353,26 @@ class ProxyExchange:
 
     def _read_usage(self, last_bytes: bytes) -> None:
         usage = usage_of(last_bytes[-USAGE_BYTES:])
+        if usage is not None and self.charge is not None:
+            self.charge.settle(usage.prompt_tokens, usage.output_tokens)
         if usage is not None and isinstance(self._ticket, Dispatch):
             self._ticket.answered(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens, self._proxy.now())
+        entry = self._entry
+        if usage is not None and entry is not None:
+            entry.prompt_tokens, entry.cached_tokens, entry.output_tokens = usage
+
+    def _settle_journal(self, outcome: Outcome, status: int) -> None:
+        entry = self._entry
+        if entry is not None:
+            proxy = self._proxy
+            proxy.journal.ended(entry, outcome, self._ticket, self._tried, status, proxy.now())
 
     def answer_broke(self, reason: str, frames: ChunkFrames | None) -> None:
         """The client has a part of the answer: end it so that nobody takes it for the whole."""
         self._done = True
         proxy = self._proxy
         proxy.close_ticket(self._ticket, Outcome.BROKEN, reason)
+        self._settle_journal(Outcome.BROKEN, self._status)
         proxy.counters.broken += 1
         client = self._client
         if self._events:
@@ -349,6 +406,8 @@ class ProxyExchange:
             self._later.cancel()
         if not self._tried:
             self._proxy.admission.leave(self)
+            if self.charge is not None:
+                self.charge.cancel()
             self._proxy.counters.left += 1
             return
         connection, self._connection = self._connection, None
@@ -356,6 +415,7 @@ class ProxyExchange:
             connection.cancel()
         proxy = self._proxy
         proxy.close_ticket(self._ticket, Outcome.LEFT)
+        self._settle_journal(Outcome.LEFT, self._status)
         proxy.counters.left += 1
         if proxy.log_requests:
             self._log("the client left")

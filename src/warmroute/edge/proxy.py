@@ -23,16 +23,21 @@ from warmroute.edge.pools import Pools
 from warmroute.edge.reading import Later, Readings
 from warmroute.edge.server import Client
 from warmroute.edge.undecided import RETRY_AFTER_S, in_words
+from warmroute.edge.wishes import read_wishes
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
-from warmroute.prompt.ask import HIGH, LOW, NORMAL, Ask, NotJson, lacks, read_json
+from warmroute.prompt.ask import HIGH, LOW, Ask, NotJson, lacks, read_json
 from warmroute.prompt.multipart import is_multipart, model_of
 from warmroute.prompt.prompt import Prompt
 from warmroute.routing.admission import Admission
-from warmroute.routing.lookups import lookup_of
+from warmroute.routing.lookups import Lookup, lookup_of
+from warmroute.routing.rate_limits import Charge, RateLimits
+from warmroute.routing.refusals import NotAdmitted, RateLimited
 from warmroute.routing.router import Router, Undecided
+from warmroute.routing.routes import PRIORITIES, Routes
 from warmroute.telemetry.counters import Counters
+from warmroute.telemetry.journal import Journal
 
 log = logging.getLogger("warmroute.requests")
 
@@ -53,8 +58,8 @@ FORWARDED: Final = frozenset(
 )
 NEVER_FORWARDED: Final = frozenset({b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter"})
 """An engine's own administration, which is no client's business."""
-PRIORITY_HEADER: Final = b"x-priority"
-PRIORITIES: Final = {b"high": HIGH, b"normal": NORMAL, b"low": LOW}
+ANSWERED: Final = frozenset({b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/messages"})
+"""Paths whose answers have tokens of their own."""
 CHATS: Final = (b"/v1/chat/completions", b"/v1/messages")
 
 
@@ -68,6 +73,7 @@ class Proxy:
         readings: Readings,
         pools: Pools,
         counters: Counters,
+        journal: Journal,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.fleet = fleet
@@ -76,8 +82,10 @@ class Proxy:
         self._readings = readings
         self.pools = pools
         self.counters = counters
+        self.journal = journal
         self.now = now
         self.stopping = False
+        self.rate_limits = RateLimits((), now())
         self._id_prefix = b"wr-" + os.urandom(6).hex().encode() + b"-"
         self._id_numbers = count(1)
         self.reconfigure(config)
@@ -85,12 +93,18 @@ class Proxy:
     def reconfigure(self, config: Config) -> None:
         self.attempts = config.upstream.attempts
         self.log_requests = config.log.requests
+        self.tenants = frozenset(key.tenant for key in config.keys)
+        self.tells_where = "" if config.journal.headers == "off" else config.journal.headers
         self._keys = Keys(config.keys)
         self._session_headers = [name.lower().encode() for name in config.routing.session_headers]
-        self._session_wanted = config.routing.policy == "session"
+        self._session_wanted = config.has_islands or "session" in (
+            config.routing.policy,
+            *(route.policy for route in config.routes),
+        )
         self._min_tokens = config.index.min_tokens
         self._sharing = config.sharing()
-        self._highest = {key.tenant: PRIORITIES[key.priority.encode()] for key in config.keys}
+        self._routes = Routes(config.routes)
+        self.rate_limits.reconfigure(config.keys, self.now())
 
     @property
     def passes_authorization(self) -> bool:
@@ -134,33 +148,69 @@ class Proxy:
         if head.method != b"POST":
             self._serve_own(client, head)
             return None
-        ask = self._ask(head, body, client.tenant)
+        ask = self.ask(head, body, client.tenant)
+        if ask.route:
+            self.counters.routed[ask.route] += 1
+        charge = self._begin_charge(ask, head, body) if self.rate_limits else None
         exchange = ProxyExchange(self, client, head, body, ask, head.request_id or self.new_request_id())
-        prompt: Prompt | None = None
-        if self.router.policy.wants_tokens and len(body) >= self._min_tokens:
-            group = self.fleet.only_group
-            model = ask.model or (group.model if group is not None else "")
-            path = head.target.partition(b"?")[0]
-            read = self._readings.read(model, path, body, exchange.prompt_read)
-            if isinstance(read, Later):
-                exchange.wait_for(read)
-                return exchange
-            prompt = read
-        self.enter(exchange, prompt)
+        exchange.charge = charge
+        prompt = self.read_prompt(ask, head, body, exchange.prompt_read)
+        if isinstance(prompt, Later):
+            exchange.wait_for(prompt)
+        else:
+            self.enter(exchange, prompt)
         return exchange
+
+    def read_prompt(
+        self, ask: Ask, head: RequestHead, body: bytes, then: Callable[[Prompt | None], None]
+    ) -> Prompt | Later | None:
+        """The prompt at once, or Later, which calls `then`; None where it is of no interest."""
+        if not self.router.policy_of(ask).wants_tokens or len(body) < self._min_tokens:
+            return None
+        group = self.fleet.only_group
+        model = ask.model or (group.model if group is not None else "")
+        return self._readings.read(model, head.target.partition(b"?")[0], body, then)
+
+    def lookup(self, ask: Ask, prompt: Prompt | None) -> Lookup | None:
+        """What the index is asked for; takes the wishes that stand in the prompt's body."""
+        if prompt is None:
+            return None
+        ask.max_output_tokens = prompt.max_output_tokens
+        if prompt.priority and not ask.priority_said:  # as vLLM reads it: the lower goes first
+            ask.priority = max(HIGH if prompt.priority < 0 else LOW, ask.highest)
+        if prompt.token_count < self._min_tokens:
+            return None
+        return lookup_of(prompt, self._sharing.get(ask.tenant, ""))
 
     def enter(self, exchange: ProxyExchange, prompt: Prompt | None) -> None:
         """Asks for a node. Raises Refusal."""
         ask = exchange.ask
-        if prompt is not None and prompt.token_count >= self._min_tokens:
-            exchange.lookup = lookup_of(prompt, self._sharing.get(ask.tenant, ""))
-            ask.max_output_tokens = prompt.max_output_tokens
-            if prompt.priority and ask.priority == NORMAL:  # as vLLM reads it: the lower goes first
-                self._set_priority(ask, HIGH if prompt.priority < 0 else LOW)
+        exchange.lookup = self.lookup(ask, prompt)
         try:
-            self.admission.enter(exchange, self.now())
+            exchange.entered_s = now_s = self.now()
+            if exchange.charge is not None:
+                output = self.router.outputs.expected(ask.model, ask.tenant, ask.max_output_tokens)
+                exchange.charge.take_tokens(prompt.token_count if prompt is not None else None, output, now_s)
+            self.admission.enter(exchange, now_s)
         except Undecided as undecided:
-            raise in_words(undecided, ask) from None
+            if exchange.charge is not None:
+                exchange.charge.cancel()
+            raise self.refusal(undecided, ask) from None
+
+    def _begin_charge(self, ask: Ask, head: RequestHead, body: bytes) -> Charge | None:
+        limits = self.rate_limits.of(ask.tenant)
+        if limits is None:
+            return None
+        try:
+            return limits.begin(self.now(), len(body), head.target.partition(b"?")[0] in ANSWERED)
+        except RateLimited as limited:
+            raise self.refusal(limited, ask) from None
+
+    def refusal(self, why: Undecided, ask: Ask) -> Refusal:
+        """Why it got no node, in words; counted."""
+        if isinstance(why, NotAdmitted):
+            self.counters.shed[why.reason, ask.priority] += 1
+        return in_words(why, ask)
 
     def close_ticket(self, ticket: Ticket, outcome: Outcome, reason: str = "") -> None:
         self.fleet.close_ticket(ticket, outcome, self.now(), reason)
@@ -174,7 +224,8 @@ class Proxy:
     def new_request_id(self) -> bytes:
         return self._id_prefix + b"%d" % next(self._id_numbers)
 
-    def _ask(self, head: RequestHead, body: bytes, tenant: str) -> Ask:
+    def ask(self, head: RequestHead, body: bytes, tenant: str) -> Ask:
+        """What a request wants. Raises Refusal."""
         if is_multipart(head.content_type):
             ask = Ask(model_of(head.content_type, body))
         else:
@@ -187,7 +238,12 @@ class Proxy:
         if not ask.model and head.target.partition(b"?")[0] not in FORWARDED:
             raise errors.not_found(head.target.partition(b"?")[0].decode("ascii", "replace")[:200])
         ask.tenant = tenant
-        self._set_priority(ask, PRIORITIES.get(head.get(PRIORITY_HEADER).lower(), NORMAL))
+        if self._routes:
+            self._take_route(ask, head)
+        read_wishes(head, ask, self.now)
+        if self._keys:
+            ask.highest = PRIORITIES[self._keys.highest_priority(head, tenant)]
+            ask.priority = max(ask.priority, ask.highest)
         if self._session_wanted:
             for name in self._session_headers:
                 value = head.get(name)
@@ -196,9 +252,13 @@ class Proxy:
                     break
         return ask
 
-    def _set_priority(self, ask: Ask, priority: int) -> None:
-        """As it asks, but no higher than its key may."""
-        ask.priority = max(priority, self._highest.get(ask.tenant, HIGH))
+    def _take_route(self, ask: Ask, head: RequestHead) -> None:
+        group = self.fleet.only_group
+        model = ask.model or (group.model if group is not None else "")
+        path = head.target.partition(b"?")[0].decode("ascii", "replace")
+        route = self._routes.pick(model, path, ask.tenant, head.get)
+        if route is not None:
+            route.apply(ask, self.now())
 
     def _serve_own(self, client: Client, head: RequestHead) -> None:
         path = head.target.partition(b"?")[0]

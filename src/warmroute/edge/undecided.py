@@ -7,7 +7,7 @@ from typing import Final
 from warmroute.edge import errors
 from warmroute.edge.errors import Refusal
 from warmroute.prompt.ask import Ask
-from warmroute.routing.admission import Shed, WaitedTooLong
+from warmroute.routing.refusals import Displaced, QueuesFull, RateLimited, Shed, TooLate, WaitedTooLong, WouldWait
 from warmroute.routing.router import MissingModel, NobodyCanServe, Undecided, UnknownModel
 
 RETRY_AFTER_S: Final = 1
@@ -21,8 +21,18 @@ def in_words(undecided: Undecided, ask: Ask) -> Refusal:
             return errors.missing_model()
         case NobodyCanServe():
             return errors.nobody_can_serve(ask.model, RETRY_AFTER_S)
-        case Shed():
-            return errors.too_many_waiting(undecided.retry_after_s)
+        case Displaced(retry_after_s=retry_after_s):
+            return errors.displaced(retry_after_s)
+        case QueuesFull(retry_after_s=retry_after_s):
+            return errors.queues_full(retry_after_s)
+        case Shed(retry_after_s=retry_after_s):
+            return errors.too_many_waiting(retry_after_s)
+        case WouldWait(retry_after_s=retry_after_s):
+            return errors.would_wait(retry_after_s)
+        case TooLate() as late:
+            return errors.deadline_unreachable(late.first_token, late.expected_ms, late.left_ms, late.retry_after_s)
+        case RateLimited() as limited:
+            return errors.rate_limited(limited.what, limited.limit, limited.needed, limited.retry_after_s, limited.told)
         case WaitedTooLong():
             return errors.waited_too_long(RETRY_AFTER_S)
     raise undecided

@@ -31,6 +31,10 @@ class LoadReport(msgspec.Struct, frozen=True):
     """Of these, those found."""
     preemptions: int = 0
     """Requests it has thrown out of its cache to make room since it started."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters that run now."""
+    adapter_slots: int = 0
+    """How many it keeps loaded; 0 where it does not say."""
 
 
 def info(page: bytes, name: bytes) -> list[dict[bytes, bytes]]:
@@ -43,6 +47,28 @@ def info(page: bytes, name: bytes) -> list[dict[bytes, bytes]]:
         found.append(dict(_LABEL.findall(page, at + len(mark), end if end >= 0 else len(page))))
         at = page.find(mark, at + 1)
     return found
+
+
+def latest(page: bytes, name: bytes) -> dict[bytes, bytes]:
+    """The labels of the sample with the greatest value: of a metric whose value is when its labels were true."""
+    found: dict[bytes, bytes] = {}
+    greatest = -math.inf
+    mark = b"\n" + name + b"{"
+    at = page.find(mark)
+    while at >= 0:
+        end = page.find(b"\n", at + 1)
+        end = end if end >= 0 else len(page)
+        value = _VALUE.match(page, at + len(mark) - 1, end)
+        if value is not None and float(value[1]) > greatest:
+            greatest = float(value[1])
+            found = dict(_LABEL.findall(page, at + len(mark), end))
+        at = page.find(mark, at + 1)
+    return found
+
+
+def names(text: bytes | None) -> tuple[str, ...]:
+    """A label that is a list of names with commas between them."""
+    return tuple(name for name in (text or b"").decode("utf-8", "replace").split(",") if name)
 
 
 def whole(text: bytes | None) -> int:

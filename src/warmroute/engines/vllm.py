@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from warmroute.engines.report import LoadReport, info, mean, total, whole
+from warmroute.engines.report import LoadReport, info, latest, mean, names, total, whole
 
 MARK = b"vllm:num_requests_running"
 
 
 def read_load(page: bytes) -> LoadReport:
     block_size, capacity_tokens = _cache(page)
+    lora = latest(page, b"vllm:lora_requests_info")
     return LoadReport(
         running=total(page, b"vllm:num_requests_running"),
         waiting=total(page, b"vllm:num_requests_waiting"),
@@ -19,6 +20,8 @@ def read_load(page: bytes) -> LoadReport:
         prefix_queries=total(page, b"vllm:prefix_cache_queries_total", b"vllm:gpu_prefix_cache_queries_total"),
         prefix_hits=total(page, b"vllm:prefix_cache_hits_total", b"vllm:gpu_prefix_cache_hits_total"),
         preemptions=total(page, b"vllm:num_preemptions_total"),
+        adapters=names(lora.get(b"running_lora_adapters")),
+        adapter_slots=whole(lora.get(b"max_lora")),
     )
 
 

@@ -87,7 +87,7 @@ class Watcher:
             tasks.append(loop.create_task(self._for_ever(node, lambda _node: events.listen())))
 
     def _wants_events(self) -> bool:
-        return self._config.routing.uses_events
+        return self._config.uses_events
 
     def forget(self, node: Node) -> None:
         """Nothing is asked of it any more. What is believed of its cache stays: `Beliefs.leave` forgets it."""
@@ -146,6 +146,7 @@ class Watcher:
 
     async def _passes(self, node: Node) -> bool:
         health = self._config.health
+        asked_s = self._now()
         try:
             status, _body = await self._fetch(node, health.path, health.timeout_s)
         except ConnectionRefusedError as error:
@@ -159,6 +160,8 @@ class Watcher:
         if status >= 500:
             self._fleet.check_refused(node, self._now(), f"its health check says {status}")
             return False
+        now_s = self._now()
+        self._fleet.islands.answered(node, (now_s - asked_s) * 1000.0, now_s)
         return True
 
     async def _ask_models(self, node: Node) -> bool:
@@ -226,6 +229,9 @@ class Watcher:
         node.saw_load(report.running, report.waiting, report.kv_usage, self._now())
         before, node.incarnation = node.incarnation, report.incarnation
         self._reports[node] = report
+        if before and report.incarnation and report.incarnation != before:
+            node.loaded.forget()
+        node.loaded.running(report.adapters, report.adapter_slots)
         if self._beliefs is not None:
             self._tell_beliefs(self._beliefs, node, report, before)
 

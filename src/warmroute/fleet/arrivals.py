@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import exp
 from typing import Final
 
-KEPT_MS: Final = 10_000.0
+KEPT_S: Final = 10.0
+"""What arrived so long ago counts 1/e. _price.c has the same."""
 
 
 class Arrivals:
@@ -16,9 +17,9 @@ class Arrivals:
         self._rate = 0.0
 
     def saw(self, now_s: float) -> None:
-        self._rate = self.rate(now_s) + 1.0 / KEPT_MS
+        self._rate = self.rate(now_s) + 0.001 / KEPT_S
         self._at_s = now_s
 
     def rate(self, now_s: float) -> float:
         """Requests a millisecond, over the last ten seconds or so."""
-        return self._rate * exp((self._at_s - now_s) * 1000.0 / KEPT_MS)
+        return self._rate * exp((self._at_s - now_s) / KEPT_S)

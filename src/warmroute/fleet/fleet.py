@@ -7,8 +7,10 @@ from statistics import median
 
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig, node_name
+from warmroute.fleet.adapters import Adapter, Adapters
 from warmroute.fleet.group import Group
 from warmroute.fleet.health import Standing
+from warmroute.fleet.islands import Islands
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 
@@ -28,6 +30,8 @@ class Fleet:
     def __init__(self, health: HealthConfig, on_change: StandingChanged = lambda _node, _before: None) -> None:
         self._health = health
         self._on_change = on_change
+        self.islands = Islands()
+        self.adapters = Adapters(0.0)
         self._nodes: dict[str, Node] = {}
         self._groups: dict[str, Group] = {}
         self._configured: set[str] = set()
@@ -51,7 +55,8 @@ class Fleet:
         name = node_name(config)
         if name in self._nodes:
             raise NameTaken(name)
-        node = self._nodes[name] = Node(config, self._health)
+        node = self._nodes[name] = Node(config, self._health, self.adapters)
+        self.islands.joined(node)
         self._regroup(node)
         return node
 
@@ -63,6 +68,7 @@ class Fleet:
         for group in node.groups:
             self._rebuild(group)
         node.groups = ()
+        self.islands.left(node)
         return node
 
     def drain(self, name: str, draining: bool = True) -> Node:
@@ -84,6 +90,7 @@ class Fleet:
                 removed.append(self.remove(name))
             elif config != node.config:
                 node.redescribe(config)
+                self.islands.joined(node)
                 self._regroup(node)
         added = [self.add(config) for name, config in wanted.items() if name not in self._nodes]
         self._configured = set(wanted)
@@ -122,8 +129,9 @@ class Fleet:
         """Takes what the node's /v1/models says."""
         node.model_cards = tuple(cards)
         found = node.config.models or tuple(models)
-        if found != node.models:
-            node.models = found
+        adapters = frozenset(str(card["id"]) for card in cards if card.get("parent"))
+        if found != node.models or adapters != node.adapter_names:
+            node.models, node.adapter_names = found, adapters
             self._regroup(node)
 
     def _regroup(self, node: Node) -> None:
@@ -140,6 +148,9 @@ class Fleet:
     def _rebuild(self, group: Group) -> None:
         members = [node for node in self if group in node.groups]
         group.rebuild(members, self._health.slow_start_s)
+        is_adapter = any(group.model in node.adapter_names for node in members)
+        if is_adapter != (group.adapter is not None):
+            group.adapter = Adapter(group.model, self.adapters) if is_adapter else None
         if not members:
             self._groups.pop(group.model, None)
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from warmroute.fleet.arrivals import Arrivals
+from warmroute.fleet.adapters import Adapter
 from warmroute.fleet.health import Standing
+from warmroute.fleet.islands import several
 from warmroute.fleet.node import Node
 from warmroute.fleet.pace import Pace
 
@@ -16,10 +17,13 @@ from warmroute.fleet.pace import Pace
 class Candidates:
     """Nodes that a policy ranks, with their rendezvous seeds beside them."""
 
-    __slots__ = ("__weakref__", "by_name", "nodes", "seeds")
+    __slots__ = ("__weakref__", "by_name", "nodes", "of", "seeds")
 
-    def __init__(self, nodes: Iterable[Node]) -> None:
+    def __init__(self, nodes: Iterable[Node], of: int = 0) -> None:
+        """`of`: how many they were chosen of, where they are those of an island."""
         self.nodes = tuple(nodes)
+        self.of = of or len(self.nodes)
+        """Nodes among whom the model's requests are spread."""
         self.by_name = {node.name: node for node in self.nodes}
         self.seeds = array("Q", [node.seed for node in self.nodes])
 
@@ -29,13 +33,15 @@ class Candidates:
 
 class Group:
     __slots__ = (
-        "arrivals",
+        "_on",
+        "adapter",
         "at_need",
         "inflight",
         "members",
         "model",
         "pace",
         "ramping_until_s",
+        "several",
         "trials",
         "up",
         "waiting",
@@ -43,7 +49,8 @@ class Group:
 
     def __init__(self, model: str) -> None:
         self.model = model
-        self.arrivals = Arrivals()
+        self.adapter: Adapter | None = None
+        """Where the model is a LoRA adapter: what loading it costs."""
         self.pace = Pace()
         self.inflight = 0
         """Our requests on nodes of this group, whatever model they asked for."""
@@ -57,9 +64,14 @@ class Group:
         """Nodes on trial: each takes one request at a time until one succeeds."""
         self.ramping_until_s = 0.0
         """Until then at least one node takes less than its full share."""
+        self.several = False
+        """Whether its nodes stand on more than one island, up or not."""
+        self._on: dict[tuple[str, ...], Candidates] = {}
 
     def rebuild(self, members: Iterable[Node], slow_start_s: float) -> None:
         self.members = tuple(members)
+        self.several = several(self.members)
+        self._on = {}
         serving = [node for node in self.members if not node.draining and node.role == "mixed"]
         if not serving:
             serving = [node for node in self.members if not node.draining and node.role == "decode"]
@@ -68,3 +80,11 @@ class Group:
         self.trials = tuple(node for node in serving if node.health.standing is Standing.HALF_OPEN)
         self.at_need = Candidates(node for node in serving if node.health.usable_at_need)
         self.ramping_until_s = max((node.health.up_since_s + slow_start_s for node in up), default=0.0)
+
+    def on(self, *islands: str) -> Candidates:
+        """Of those that are up, the ones on these islands. Made when first asked for."""
+        found = self._on.get(islands)
+        if found is None:
+            up = self.up.nodes
+            found = self._on[islands] = Candidates([node for node in up if node.island in islands], len(up))
+        return found

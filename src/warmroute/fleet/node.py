@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left
+from math import exp
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
@@ -11,6 +12,8 @@ from warmroute._kernel._hash import key_hash
 from warmroute._kernel._price import NodeState
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig, node_name
+from warmroute.fleet.adapters import Adapters, Loaded
+from warmroute.fleet.arrivals import KEPT_S
 from warmroute.fleet.health import Health
 from warmroute.fleet.speed import Speed
 
@@ -42,6 +45,7 @@ class Node(NodeState):
 
     speed: Speed
     __slots__ = (
+        "adapter_names",
         "api_key_env",
         "config",
         "draining",
@@ -55,20 +59,24 @@ class Node(NodeState):
         "island",
         "last_ticket_s",
         "latency_ms",
+        "loaded",
         "model_cards",
         "models",
         "outcomes",
         "polled_s",
+        "polls",
         "port",
         "role",
+        "round_trip_ms",
         "running",
         "scheme",
         "seed",
+        "unbegun",
         "url",
         "waiting",
     )
 
-    def __init__(self, config: NodeConfig, health: HealthConfig) -> None:
+    def __init__(self, config: NodeConfig, health: HealthConfig, adapters: Adapters | None = None) -> None:
         parts = urlsplit(config.url)
         self.name = node_name(config)
         self.url = config.url.rstrip("/")
@@ -82,6 +90,9 @@ class Node(NodeState):
         # What it serves. None: not asked yet.
         self.models: tuple[str, ...] | None = config.models or None
         self.model_cards: tuple[dict[str, object], ...] = ()
+        self.adapter_names: frozenset[str] = frozenset()
+        """Of its models, those that are LoRA adapters on another one."""
+        self.loaded = Loaded(adapters or Adapters(0.0))
         self.incarnation = 0.0
         """Start time of the engine's process, as it reports it; another value is another incarnation."""
 
@@ -95,11 +106,17 @@ class Node(NodeState):
         """Tokens of KV memory that our requests took, less those given back, since the last poll."""
         self.context = 0
         """Tokens of our requests there: what each step of its batch has to look back at."""
+        self.arrival_rate = 0.0
+        """Of our requests there, as of `arrival_s` [1/ms]."""
+        self.arrival_s = 0.0
         self.distance_ms = 0.0
         """The way to its island and back, and what that costs (see routing/terms.py)."""
+        self.round_trip_ms = 0.0
+        """The way alone (see islands)."""
         self.kv_new = 0
         """Tokens of prompts that our requests there brought, beyond what was cached."""
         self.polled_s = -1e9
+        self.polls = 0
 
         # The books: what this process has there, and what others have.
         self.groups: tuple[Group, ...] = ()
@@ -108,6 +125,8 @@ class Node(NodeState):
         """Requests that the node reported at the last poll beyond those this router had there."""
         self.pending_work = 0.0
         """Prefill work of our requests there that have no first token yet, in tokens (see speed)."""
+        self.unbegun = 0
+        """Our requests that were sent there since the last poll, and have no first byte yet."""
         self.speed = Speed()
         self.last_ticket_s = -1e9
         self.latency_ms = 0.0
@@ -138,12 +157,28 @@ class Node(NodeState):
         """Requests on the node now: exact for ours, as last polled for others'."""
         return self.inflight + self.foreign
 
+    @property
+    def queued(self) -> int:
+        """Requests that wait there for their prefill: in the engine's queue at the last poll, and sent since."""
+        return self.waiting + self.unbegun
+
+    def saw_arrival(self, now_s: float) -> None:
+        """A request was sent there."""
+        self.arrival_rate = self.rate(now_s) + 0.001 / KEPT_S
+        self.arrival_s = self.last_ticket_s = now_s
+
+    def rate(self, now_s: float) -> float:
+        """Our requests there a millisecond, over the last ten seconds or so."""
+        return self.arrival_rate * exp((self.arrival_s - now_s) / KEPT_S)
+
     def saw_load(self, running: int, waiting: int, kv_usage: float, now_s: float) -> None:
         """Takes what the engine's metrics say."""
         self.running = running
         self.waiting = waiting
         self.kv_usage = kv_usage
         self.kv_delta = 0.0
+        self.unbegun = 0
+        self.polls += 1
         self.polled_s = now_s
         self.foreign = max(0, running + waiting - self.inflight)
 

@@ -29,6 +29,9 @@ KEPT_S: Final = 15.0
 LEAST_KEPT: Final = 0.7
 MOST_TIMES: Final = 4.0
 """One answer counts as at most so many times slower, or quicker, than was thought: the next ones may confirm it."""
+LEAST_TOOK: Final = 0.5
+"""At least this share of the time went into the prefill: where first tokens come with every step, the steps of a batch
+that are taken off would leave nothing, and a busy node would be believed to be infinitely quick."""
 FACTOR_WEIGHT: Final = 0.05
 
 
@@ -59,7 +62,8 @@ class Speed(SpeedState):
 
     def saw_first_token(self, done: float, token_ms: float, sent_s: float, now_s: float) -> None:
         """`done` is the work of the prompt, sent then; `token_ms` what a step takes there."""
-        took_ms = (now_s - max(sent_s, self._last_first_s)) * 1000.0 - STEPS * token_ms
+        since_ms = (now_s - max(sent_s, self._last_first_s)) * 1000.0
+        took_ms = max(since_ms - STEPS * token_ms, LEAST_TOOK * since_ms)
         self._last_first_s = now_s
         thought_ms = done * self.ms_per_token
         kept = max(LEAST_KEPT, exp((self._at_s - now_s) / KEPT_S))

@@ -8,7 +8,7 @@ from warmroute.fleet.node import Node, Outcome
 
 
 class Ticket:
-    __slots__ = ("_groups", "_open", "first_byte_s", "node", "opened_s")
+    __slots__ = ("_groups", "_open", "_polls", "first_byte_s", "node", "opened_s")
 
     def __init__(self, node: Node, now_s: float) -> None:
         self.node = node
@@ -16,13 +16,17 @@ class Ticket:
         self.first_byte_s = 0.0
         self._open = True
         self._groups = node.groups
+        self._polls = node.polls
         node.inflight += 1
-        node.last_ticket_s = now_s
+        node.unbegun += 1
+        node.saw_arrival(now_s)
         for group in self._groups:
             group.inflight += 1
 
     def first_byte(self, now_s: float) -> None:
         """The node has begun its answer, and it is one that goes to the client."""
+        if not self.first_byte_s and self._polls == self.node.polls:
+            self.node.unbegun -= 1
         self.first_byte_s = now_s
         self.node.saw_first_byte((now_s - self.opened_s) * 1000.0)
 
@@ -32,6 +36,8 @@ class Ticket:
         self._open = False
         node = self.node
         node.inflight -= 1
+        if not self.first_byte_s and self._polls == node.polls:
+            node.unbegun -= 1
         for group in self._groups:
             group.inflight -= 1
         node.outcomes[outcome] += 1

@@ -46,12 +46,18 @@ class Ask:
         "_session",
         "_system",
         "_user",
+        "arrived_s",
         "deadline_s",
+        "highest",
         "max_output_tokens",
+        "may_queue",
         "model",
         "priority",
+        "priority_said",
+        "route",
         "session_header",
         "tenant",
+        "total_deadline_s",
     )
 
     def __init__(
@@ -64,8 +70,20 @@ class Ask:
         self.max_output_tokens: int | None = None
         """What the answer may have at most, where the request says so."""
         self.priority = NORMAL
+        self.priority_said = False
+        """Whether a header asks for it, which goes before what the body says."""
+        self.highest = HIGH
+        """The highest priority that it may have."""
+        self.arrived_s = 0.0
+        """When it came in; told only where the fleet is scaled."""
         self.deadline_s = 0.0
         """When its first token is due, on the router's clock; 0 where it has time."""
+        self.total_deadline_s = 0.0
+        """When its whole answer is due, likewise."""
+        self.may_queue = True
+        """False where it would rather be refused than wait."""
+        self.route = ""
+        """The name of the route whose settings count for it; empty where there is none."""
         self.session_header = b""
         self._system = system
         self._user = user

@@ -45,10 +45,21 @@ class Dispatch(Ticket):
         node = self.node
         node.pending_work -= self._work
         step_ms = self._pace.token_ms(node.context) * node.speed.factor if node.load > 1 else 0.0
-        node.speed.saw_first_token(self._work, step_ms, self.opened_s, now_s)
+        there_s = self.opened_s + node.round_trip_ms / 1000.0  # the way is not the node's work
+        node.speed.saw_first_token(self._work, step_ms, there_s, now_s)
         self._work = 0.0
         if self.prediction is not None:
             self._beliefs.first_token(self.prediction, now_s)
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt."""
+        return self._context
+
+    @property
+    def cached(self) -> int:
+        """Of these, expected to be cached on the node."""
+        return self._context - self._new
 
     @property
     def rank(self) -> int | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+TIE: Final = 1.02
+"""Prices within this × the lowest are equal."""
 
 
 class Price(NamedTuple):
@@ -29,3 +32,7 @@ class Price(NamedTuple):
     def own(self) -> float:
         """What the request pays itself until its first token."""
         return self.wait + self.prefill + self.room + self.adapter + self.distance
+
+
+TERMS: Final = Price._fields[1 : Price._fields.index("cached")]
+"""What a price adds up from, in milliseconds."""

@@ -6,10 +6,22 @@ from warmroute.fleet.group import Candidates, Group
 from warmroute.index.beliefs import Beliefs, Hit
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.ask import Ask
+from warmroute.routing.stays import Stay
 
 
 class Query:
-    __slots__ = ("_beliefs", "_hits", "adapter_ms", "ask", "candidates", "group", "looked_up_s", "lookup", "now_s")
+    __slots__ = (
+        "_beliefs",
+        "_hits",
+        "ask",
+        "candidates",
+        "crossing",
+        "group",
+        "looked_up_s",
+        "lookup",
+        "now_s",
+        "stay",
+    )
 
     def __init__(
         self, ask: Ask, candidates: Candidates, group: Group, now_s: float, lookup: Lookup | None, beliefs: Beliefs
@@ -20,9 +32,10 @@ class Query:
         self.now_s = self.looked_up_s = now_s
         self.lookup = lookup
         """The prompt in blocks; None where it was not read, or is too short to matter."""
-        self.adapter_ms: bytes | None = None
-        """For each candidate, as doubles: what loading the request's LoRA adapter takes there; None where it asks for
-        none."""
+        self.stay: Stay | None = None
+        """The island where its conversation lives; None for a new one, or where there is only one island."""
+        self.crossing: str | None = None
+        """Why it leaves that island, in a word, where it does; None where islands have no say."""
         self._beliefs = beliefs
         self._hits: dict[str, Hit] | None = None
 
@@ -31,8 +44,15 @@ class Query:
         again = Query(self.ask, self.candidates, self.group, now_s, self.lookup, self._beliefs)
         again._hits = self.hits()
         again.looked_up_s = self.looked_up_s
-        again.adapter_ms = self.adapter_ms
+        again.stay, again.crossing = self.stay, self.crossing
         return again
+
+    @property
+    def adapter_ms(self) -> bytes | None:
+        """For each candidate, as doubles: what loading the request's LoRA adapter takes there; None where it asks for
+        none."""
+        adapter = self.group.adapter
+        return adapter.load_ms(self.candidates) if adapter is not None else None
 
     def hits(self) -> dict[str, Hit]:
         """By the node's name, for those that hold the beginning of the prompt. Worked out once."""

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from random import Random
 
-from warmroute.config import Pricing, Routing
+from warmroute.config import Pricing, RouteConfig, Routing
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.group import Candidates, Group
+from warmroute.fleet.meter import Meter
 from warmroute.fleet.node import Node
 from warmroute.fleet.speed import work
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.beliefs import Beliefs
+from warmroute.index.hot import HotPrefixes
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.ask import Ask
-from warmroute.routing.decision import Decision
+from warmroute.routing.decision import Decision, Policy
 from warmroute.routing.dispatch import Dispatch
+from warmroute.routing.islands import Crossings
+from warmroute.routing.metered import MeteredDispatch, MeteredTicket
 from warmroute.routing.outputs import OutputLengths
 from warmroute.routing.policies import policy_named
 from warmroute.routing.query import Query
@@ -37,15 +43,46 @@ class NobodyCanServe(Undecided):
 
 
 class Router:
-    def __init__(self, fleet: Fleet, beliefs: Beliefs, config: Routing, pricing: Pricing | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        beliefs: Beliefs,
+        config: Routing,
+        pricing: Pricing | None = None,
+        routes: Sequence[RouteConfig] = (),
+    ) -> None:
         self._fleet = fleet
         self._beliefs = beliefs
         self.outputs = OutputLengths()
-        self.reconfigure(config, pricing or Pricing())
+        self.crossings = Crossings(fleet.islands, beliefs, self.outputs)
+        self.meter: Meter | None = None
+        """Told of every request, where the fleet is scaled."""
+        self.hot: HotPrefixes | None = None
+        """Told of every prompt that was read, likewise."""
+        self.reconfigure(config, pricing or Pricing(), routes)
 
-    def reconfigure(self, config: Routing, pricing: Pricing) -> None:
+    def reconfigure(self, config: Routing, pricing: Pricing, routes: Sequence[RouteConfig] = ()) -> None:
         self._random = Random(config.seed or None)
+        self._fleet.adapters.reconfigure(pricing.adapter_load_ms)
         self.policy = policy_named(config, pricing, self._beliefs, self.outputs, self._random)
+        self._by_route: dict[str, Policy] = {}
+        """Policies of routes that have one of their own."""
+        for route in routes:
+            of_route = (route.routing(config), route.pricing(pricing))
+            if of_route != (config, pricing):
+                self._by_route[route.name] = policy_named(*of_route, self._beliefs, self.outputs, self._random)
+
+    def policy_of(self, ask: Ask) -> Policy:
+        """The one of its route, or everybody's."""
+        return self._by_route.get(ask.route, self.policy) if self._by_route else self.policy
+
+    def aside(self) -> Router:
+        """The same, for those who only ask what it would do: its decisions take nobody's turn."""
+        aside = copy(self)
+        aside.meter = None
+        aside.policy = copy(self.policy)
+        aside._by_route = {name: copy(policy) for name, policy in self._by_route.items()}
+        return aside
 
     def decide(self, ask: Ask, now_s: float, lookup: Lookup | None = None) -> Decision:
         """`lookup` is the prompt in blocks, where the policy wants it. Raises Undecided."""
@@ -58,7 +95,7 @@ class Router:
             if not candidates.nodes:
                 raise NobodyCanServe(ask.model)
         query = Query(ask, candidates, group, now_s, lookup, self._beliefs)
-        decision = self.policy.decide(query)
+        decision = self._decided(query)
         if len(candidates) < len(everyone):  # those left out for now still stand in at need
             decision = decision.with_more(everyone.nodes)
         if group.trials and candidates is not group.at_need:
@@ -66,8 +103,13 @@ class Router:
             if node is not None:
                 chosen = decision
                 decision = Decision(node, "trial", "on trial", lambda: [chosen.node, *chosen.fallbacks()])
+                decision.prices, decision.candidates = chosen.prices, chosen.candidates
         decision.query = query
         return decision
+
+    def _decided(self, query: Query) -> Decision:
+        policy = self.policy_of(query.ask) if self._by_route else self.policy
+        return self.crossings.decide(query, policy) if query.group.several else policy.decide(query)
 
     def decide_again(self, query: Query, now_s: float) -> Decision:
         """The same request a moment later: with what nodes hold of it taken as known."""
@@ -75,20 +117,36 @@ class Router:
         if group is None or group.up is not query.candidates or group.trials or now_s < group.ramping_until_s:
             return self.decide(query.ask, now_s, query.lookup)
         again = query.again(now_s)
-        decision = self.policy.decide(again)
+        decision = self._decided(again)
         decision.query = again
+        return decision
+
+    def decide_among(self, nodes: Sequence[Node], query: Query) -> Decision:
+        """The same request, with these of its candidates only; the others stand in at need."""
+        among = query.again(query.now_s)
+        among.candidates = Candidates(nodes, len(query.candidates))
+        decision = self._decided(among).with_more(query.candidates.nodes)
+        decision.query = among
         return decision
 
     def dispatch(self, decision: Decision, node: Node, now_s: float) -> Ticket:
         """Enters a request in the books of the node that it is sent to: the decision's, or one that stands in."""
         query = decision.query
+        if query is not None:
+            if query.crossing is not None:
+                self.crossings.sent(query, node, now_s)
+            if query.group.adapter is not None:
+                node.loaded.used(query.group.model)
         if query is None or query.lookup is None:
+            if self.meter is not None and query is not None:
+                return MeteredTicket(node, now_s, self.meter, query.ask.arrived_s)
             return Ticket(node, now_s)
         hit = query.hits().get(node.name)
         prediction = self._beliefs.sent(query.ask.model, query.lookup, node.name, hit, now_s)
         cached = hit.expected if hit is not None else 0.0
         new = query.lookup.token_count - cached
-        return Dispatch(
+        meter = self.meter
+        ticket = (Dispatch if meter is None else MeteredDispatch)(
             query.ask,
             node,
             now_s,
@@ -100,6 +158,12 @@ class Router:
             int(new),
             work(new, cached),
         )
+        if meter is not None:
+            assert isinstance(ticket, MeteredDispatch)
+            ticket.begin(meter, query.ask.arrived_s)
+            if self.hot is not None and prediction is not None:
+                self.hot.saw(prediction.chain, prediction.cache.block_size, query.lookup, now_s)
+        return ticket
 
     def _group(self, ask: Ask) -> Group:
         fleet = self._fleet

@@ -92,17 +92,18 @@ def memory(pushed_out: float, ms_per_token: float, chance: float) -> float:
 
 
 def congestion(own: float, service: float, rate: float, behind: float) -> float:
-    """What its new work [ms] costs those who wait behind it, and those who arrive [1/ms] until it is done."""
+    """What its new work [ms] costs those who wait behind it, and those who arrive there [1/ms] until it is done. Where
+    many come, they come for what is cached there: long work is better put where few do."""
     return service * (rate * own + behind)
 
 
 def price(
     node: Node, cache: NodeCache | None, reuse: Reuse, now_s: float, tokens: float, cached: float, output: float,
-    token_ms: float, quickest_ms: float, rate: float, behind: float, config: Pricing, adapter_ms: float = 0.0,
+    token_ms: float, quickest_ms: float, behind: float, config: Pricing, adapter_ms: float = 0.0,
     due_ms: float = 0.0, late_ms: float = 0.0,
 ) -> Price:  # fmt: skip
     """Of a prompt of so many `tokens`, of which so many are `cached`, with an answer of `output` tokens. `token_ms` is
-    what one takes there, `quickest_ms` on the quickest node; `rate` and `behind` as in `congestion`; `adapter_ms` as
+    what one takes there, `quickest_ms` on the quickest node; `behind` as in `congestion`; `adapter_ms` as
     in `adapter`, `due_ms` and `late_ms` as in `risk`."""
     cached *= config.locality
     ms_per_token = node.speed.ms_per_token
@@ -128,7 +129,7 @@ def price(
     own = there + node.distance_ms
     risks = risk(own, due_ms, late_ms) if late_ms else 0.0
     if config.congestion:
-        congests = congestion(there, prefills + finds_room + adapter_ms + evicts, rate, behind)
+        congests = congestion(there, prefills + finds_room + adapter_ms + evicts, node.rate(now_s), behind)
     total = own + contends + risks + evicts + congests
     return Price(
         total, waits, prefills, finds_room, contends, node.distance_ms, adapter_ms, risks, evicts, congests,

@@ -38,6 +38,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """When it was asked for, in seconds since 1970; 0 where nobody says."""
     reason: str = ""
     """Why it is as it is, in the cloud's words, where it says so."""
+    island: str = ""
+    """Where it stands, where the cloud says so; else its offer says it."""
+    endable: bool = True
+    """Whether it could be ended now. Some controllers (StatefulSet, LeaderWorkerSet) end only their last one."""
 
 
 class CloudError(Exception):

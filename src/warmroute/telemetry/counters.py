@@ -9,10 +9,14 @@ class Counters:
     __slots__ = (
         "answered",
         "broken",
+        "journal_dropped",
+        "journal_written",
         "left",
         "loop_delay_max_s",
         "refused",
         "retries",
+        "routed",
+        "shed",
         "stale_connections",
         "threaded_prompts",
         "unread_prompts",
@@ -23,6 +27,10 @@ class Counters:
         """Answers of nodes that went to clients whole, by status."""
         self.refused: Counter[tuple[int, str]] = Counter()
         """Errors of the router's own, by status and code."""
+        self.shed: Counter[tuple[str, int]] = Counter()
+        """Of these, those that a node could have served, but not now: by reason and priority."""
+        self.routed: Counter[str] = Counter()
+        """Requests that a route was found for, by its name."""
         self.broken = 0
         """Answers that broke off after they had begun."""
         self.left = 0
@@ -35,5 +43,9 @@ class Counters:
         """Prompts that were read in a thread."""
         self.unread_prompts = 0
         """Prompts that were not read: too many waited for a thread."""
+        self.journal_written = 0
+        """Decisions written to the journal's file."""
+        self.journal_dropped = 0
+        """Decisions that its disk did not take."""
         self.loop_delay_max_s = 0.0
         """Longest time that the event loop was late since the last scrape."""

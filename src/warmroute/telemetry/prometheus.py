@@ -19,6 +19,7 @@ from warmroute.fleet.node import FIRST_BYTE_BOUNDS_MS, Outcome
 from warmroute.index.beliefs import Beliefs
 from warmroute.telemetry.counters import Counters
 
+PRIORITY_NAMES = ("high", "normal", "low")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -53,6 +54,7 @@ class MetricsPage:
         yield from self._requests()
         yield from self._nodes()
         yield from self._index()
+        yield from self._islands()
         now, ever = self._waiting()
         yield GaugeMetricFamily("warmroute_waiting", "Requests that wait here for a node.", value=now)
         yield CounterMetricFamily("warmroute_held", "Requests that had to wait here for a node.", value=ever)
@@ -83,6 +85,16 @@ class MetricsPage:
         for (status, code), count in sorted(counters.refused.copy().items()):
             refused.add_metric([str(status), code], count)
         yield refused
+        shed = CounterMetricFamily(
+            "warmroute_shed", "Requests that were not admitted, by reason and priority.", labels=["reason", "priority"]
+        )
+        for (reason, priority), count in sorted(counters.shed.copy().items()):
+            shed.add_metric([reason, PRIORITY_NAMES[priority]], count)
+        yield shed
+        routed = CounterMetricFamily("warmroute_route_requests", "Requests of each route.", labels=["route"])
+        for route, count in sorted(counters.routed.copy().items()):
+            routed.add_metric([route], count)
+        yield routed
         for name, help_text, value in (
             ("warmroute_requests_broken", "Answers that broke off after they had begun.", counters.broken),
             ("warmroute_requests_left", "Clients gone before their answer was complete.", counters.left),
@@ -90,6 +102,8 @@ class MetricsPage:
             ("warmroute_stale_connections", "Requests sent again on a fresh connection.", counters.stale_connections),
             ("warmroute_prompts_threaded", "Prompts read in a thread.", counters.threaded_prompts),
             ("warmroute_prompts_unread", "Prompts not read: too many waited for a thread.", counters.unread_prompts),
+            ("warmroute_journal_written", "Decisions written to the journal's file.", counters.journal_written),
+            ("warmroute_journal_dropped", "Decisions that the journal's disk did not take.", counters.journal_dropped),
         ):
             yield CounterMetricFamily(name, help_text, value=value)
 
@@ -135,6 +149,35 @@ class MetricsPage:
             gaps.add_metric(node, cache.gaps)
         yield from (told, doubted, confidence, agreement, lag, predicted, reported, compared, exact, gaps)
 
+    def _islands(self) -> Iterable[Metric]:
+        def gauge(name: str, text: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(f"warmroute_island_{name}", text, labels=["island"])
+
+        def counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
+            return CounterMetricFamily(f"warmroute_{name}", text, labels=labels)
+
+        round_trip = gauge("round_trip_ms", "From here to the island and back, as configured or measured.")
+        distance = gauge("distance_ms", "What its distance counts in a price: the way, its network's cost, the line.")
+        line = gauge("line_ms", "How long those who wait here for the island keep its nodes busy.")
+        for island in list(self._fleet.islands):
+            round_trip.add_metric([island.name], island.round_trip_ms)
+            distance.add_metric([island.name], island.told_ms)
+            line.add_metric([island.name], island.line_ms)
+        books = self._fleet.islands.books
+        fresh = counter("conversations_fresh", "New conversations, by the island that they went to.", "island")
+        stayed = counter("conversations_stayed", "Turns that were served at their conversation's home.", "island")
+        away = counter("conversations_away", "Turns that were served elsewhere.", "island")
+        home = counter("conversations_came_home", "Conversations that came back to their home.", "island")
+        for family, counts in (
+            (fresh, books.fresh), (stayed, books.stayed), (away, books.away), (home, books.came_home),
+        ):  # fmt: skip
+            for name, count in sorted(counts.copy().items()):
+                family.add_metric([name], count)
+        crossed = counter("conversations_crossed", "Conversations that left their home.", "island", "to", "reason")
+        for labels, count in sorted(books.crossed.copy().items()):
+            crossed.add_metric(list(labels), count)
+        yield from (round_trip, distance, line, fresh, stayed, away, home, crossed)
+
     def _nodes(self) -> Iterable[Metric]:
         def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
             return GaugeMetricFamily(f"warmroute_node_{name}", text, labels=["node", *labels])
@@ -146,6 +189,10 @@ class MetricsPage:
         latency = gauge("latency_ms", "Moving average of an answer's time.")
         prefill = gauge("prefill_ms_per_token", "Time to prefill a token of a short prompt, as learned.")
         token = gauge("token_ms", "Time between two tokens of an answer there, as learned and as it is loaded now.")
+        adapters = gauge("adapters_loaded", "LoRA adapters that the node is believed to have loaded.")
+        loads = CounterMetricFamily(
+            "warmroute_node_adapter_loads", "Requests sent there that had to load their adapter.", labels=["node"]
+        )
         state = gauge("state", "1 for the state that the node is in.", "state")
         requests = CounterMetricFamily(
             "warmroute_node_requests", "Requests sent to the node, by how they ended.", labels=["node", "outcome"]
@@ -161,6 +208,8 @@ class MetricsPage:
             kv_usage.add_metric([name], node.kv_usage)
             latency.add_metric([name], node.latency_ms)
             prefill.add_metric([name], node.speed.ms_per_token)
+            adapters.add_metric([name], len(node.loaded))
+            loads.add_metric([name], node.loaded.loads)
             for group in node.groups[:1]:
                 token.add_metric([name], node.speed.factor * group.pace.token_ms(node.context))
             for standing in Standing:
@@ -172,4 +221,6 @@ class MetricsPage:
             counts = list(accumulate(node.first_byte_counts))
             bounds = [*(str(bound / 1000) for bound in FIRST_BYTE_BOUNDS_MS), "+Inf"]
             first_byte.add_metric([name], list(zip(bounds, counts, strict=True)), node.first_byte_sum_ms / 1000)
-        yield from (inflight, foreign, waiting, kv_usage, latency, prefill, token, state, requests, first_byte)
+        yield from (
+            inflight, foreign, waiting, kv_usage, latency, prefill, token, adapters, loads, state, requests, first_byte,
+        )  # fmt: skip

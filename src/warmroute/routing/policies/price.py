@@ -28,17 +28,16 @@ from warmroute.fleet.node import Node
 from warmroute.index.beliefs import Beliefs
 from warmroute.routing.decision import Decision
 from warmroute.routing.outputs import OutputLengths
-from warmroute.routing.price import Price
+from warmroute.routing.price import TIE, Price
 from warmroute.routing.query import Query
 
-TIE: Final = 1.02
 BEHIND: Final = 0.5
 """Of those who wait for a node, so many will be behind this one."""
 SHORT_TOKENS: Final = 100.0
 """A prompt that was not read is taken to be so long."""
 NO_DEADLINE: Final = (0.0, 0.0)
 CROWDED: Final = 1.25
-CROWDED_REQUESTS: Final = 2
+CROWDED_REQUESTS: Final = 3
 """A node is crowded with more than this × the mean of requests, and so many above."""
 
 
@@ -63,16 +62,17 @@ class PricePolicy:
         prices = self.prices(query)
         at = self._cheapest(prices)
         price = Price(*prices[at])
+        reason = "cheapest"
         if price.cached:
             home = self._second_home(prices, at, nodes[at].load, price.own)
-            if home != at:
-                at, price = home, Price(*prices[home])
+            if home != at and nodes[home].island == nodes[at].island:  # a second home is nearby
+                at, price, reason = home, Price(*prices[home]), "second home"
 
         def by_price() -> list[Node]:
             return [nodes[other] for other in sorted(range(len(nodes)), key=prices.__getitem__)]
 
-        decision = Decision(nodes[at], self.name, "cheapest", by_price)
-        decision.price = price
+        decision = Decision(nodes[at], self.name, reason, by_price)
+        decision.price, decision.prices, decision.candidates = price, prices, nodes
         return decision
 
     def _cheapest(self, prices: Prices) -> int:
@@ -96,7 +96,6 @@ class PricePolicy:
         ask, candidates, group, now_s = query.ask, query.candidates, query.group, query.now_s
         tokens = query.lookup.token_count if query.lookup is not None else SHORT_TOKENS
         output = self._outputs.expected(ask.model, ask.tenant, ask.max_output_tokens)
-        count = len(candidates.nodes)
         return price_nodes(
             candidates.nodes,
             self._caches_of(candidates),
@@ -106,7 +105,7 @@ class PricePolicy:
             now_s,
             (tokens, output),
             ((ask.deadline_s - now_s) * 1000.0, self._late_ms) if ask.deadline_s else NO_DEADLINE,
-            (group.arrivals.rate(now_s) / count, BEHIND * group.waiting / count),
+            BEHIND * group.waiting / candidates.of,
             group.pace.line,
             self._settings,
         )

@@ -14,6 +14,12 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turns: dict[str, int] = {}
 
+    def __copy__(self) -> RoundRobin:
+        """One whose turns are its own."""
+        twin = RoundRobin()
+        twin._turns = self._turns.copy()
+        return twin
+
     def decide(self, query: Query) -> Decision:
         group = query.group
         nodes = query.candidates.nodes

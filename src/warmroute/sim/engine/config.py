@@ -15,6 +15,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     by_priority: bool = False
     """Waiting requests by priority instead of first come first served, and preemption of the lowest."""
     prefix_caching: bool = True
+    reuses: bool = True
+    """False: it tells of blocks that it stored and computes everything anew. To see who believes it."""
     max_loras: int = 1
     lora_load_ms: float = 20.0
     """An estimate: an adapter of 100 MB at a few GB/s. Not measured."""

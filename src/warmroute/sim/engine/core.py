@@ -112,6 +112,13 @@ class EngineCore:
         limit = self._fast_forward_limit()
         return self._decode.end_ms(limit) if limit > self._step else self._ends_at_ms
 
+    def change_timing(self, timing: Timing, now_ms: float) -> None:
+        """The step in progress ends as planned, those after it take what this says."""
+        self._run(now_ms, before=True)
+        self.timing = timing
+        self._decode.change_timing(timing)
+        self._decode_only = False  # nothing is foreseen by the old one
+
     def reset_prefix_cache(self, now_ms: float) -> bool:
         """Forgets all cached blocks; False, and nothing done, while requests run. Told with the next step's events."""
         self._run(now_ms, before=True)
@@ -364,7 +371,7 @@ class EngineCore:
             reloaded = 0
             # At least one token has to be computed, so a prompt that is cached to its end gives up its last block.
             reusable = (tokens - 1) // block_size
-            if config.prefix_caching:
+            if config.prefix_caching and config.reuses:
                 sequence.know_hashes(tokens // block_size)
                 hits = pool.match(sequence.hashes, reusable)
             if -(-tokens // block_size) - len(hits) + pool.idle_among(hits) > pool.free_blocks:

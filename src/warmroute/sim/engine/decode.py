@@ -97,6 +97,11 @@ class DecodeBatch:
         """The next decode-only step starts a stretch of its own."""
         self._in_stretch = False
 
+    def change_timing(self, timing: Timing) -> None:
+        """From the next step on."""
+        self._timing = timing
+        self._in_stretch = False
+
     def step_end_ms(self, step: int, started_ms: float) -> float:
         """The end of a decode-only step that starts now, as part of the present stretch or as the start of one."""
         if not self._in_stretch:

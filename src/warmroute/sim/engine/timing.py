@@ -9,6 +9,8 @@ With n new tokens, c cached ones under them, and a decode batch with its summed 
 The fits cover the model's forward pass only; `overhead_ms` is what the engine adds to each step.
 """
 
+from __future__ import annotations
+
 import msgspec
 
 
@@ -29,6 +31,10 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sampling (0.04 to 0.18 ms measured on an H200 when greedy) and scheduling that is not hidden behind the GPU."""
     reload_us_per_token: float = 0.0
     """KV from host memory back to the GPU."""
+
+    def slower(self, times: float) -> Timing:
+        """The same where everything takes so many times as long."""
+        return Timing(**{name: times * value for name, value in msgspec.structs.asdict(self).items()})
 
     def prefill_ms(self, new_tokens: int, cached_tokens: int = 0) -> float:
         """Forward pass of one prompt alone, without the engine's overhead."""

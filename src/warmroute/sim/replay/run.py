@@ -9,13 +9,16 @@ import msgspec
 
 from warmroute.sim.peers import oracle
 from warmroute.sim.replay.contenders import ORACLE, Contender
+from warmroute.sim.replay.scaled import over_ceiling, scaling_summary
 from warmroute.sim.replay.summary import Run, rounded, summary
 from warmroute.sim.workloads.arrivals import warmed
 from warmroute.sim.workloads.choose import Workload
+from warmroute.sim.workloads.day import day_shaped
 from warmroute.sim.workloads.prompt import Prompt
 from warmroute.sim.world.conditions import Conditions, NodeSpec
 from warmroute.sim.world.gate import QueueGate
 from warmroute.sim.world.happenings import Happening, enter
+from warmroute.sim.world.scaling import Autoscale, Autoscaling
 from warmroute.sim.world.world import World
 
 Progress = Callable[[int], object]
@@ -46,6 +49,13 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     warm_rate: float | None = None
     queue_threshold: int | None = None
     happenings: tuple[Happening, ...] = ()
+    day_s: float | None = None
+    """Arrivals follow the shape of a day that is so long."""
+    autoscale: Autoscale | None = None
+    ceiling_ms: float | None = None
+    """Time to first token that is too long; time over it is told."""
+    scaler: str = ""
+    """What scales it, for the report."""
 
     @property
     def requests(self) -> int | None:
@@ -57,6 +67,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     def arrivals(self) -> Iterator[Prompt]:
         seed = self.conditions.seed
         prompts = self.workload.arrive(seed, self.rate, self.burst, self.limit)
+        if self.day_s is not None:
+            prompts = day_shaped(prompts, self.day_s)
         if not self.warm_up:
             return prompts
         return warmed(prompts, self.warm_up, self.warm_rate or self.rate or WARM_RATE, Random(f"{seed} warm up"))
@@ -65,7 +77,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         """What the run was, for its report."""
         profiles = list(dict.fromkeys(spec.profile.name for spec in self.nodes))
         return {
-            "policy": self.contender.text,
+            "policy": f"{self.contender.text}, {self.scaler}" if self.scaler else self.contender.text,
             "workload": self.workload.name,
             "profile": ", ".join(profiles),
             "node_count": len(self.nodes),
@@ -80,6 +92,9 @@ def replay(setup: Setup, progress: Progress | None = None) -> Run:
     if setup.contender.name == ORACLE:
         return ceiling(setup)
     world = world_of(setup)
+    scaling = Autoscaling(world, setup.autoscale) if setup.autoscale is not None else None
+    if setup.ceiling_ms is not None:
+        world.tally.ceiling_ms = setup.ceiling_ms
     prompts = setup.arrivals()
     if progress is not None:
         prompts = _watched(prompts, world, progress)
@@ -91,7 +106,12 @@ def replay(setup: Setup, progress: Progress | None = None) -> Run:
         duration_s=setup.duration_s,
         warm_up=setup.warm_up,
     )
-    return {**setup.said(), **summary(world)}
+    told = {**setup.said(), **summary(world)}
+    if setup.ceiling_ms is not None:
+        told["ceiling"] = over_ceiling(world)
+    if scaling is not None:
+        told["scaling"] = scaling_summary(world, scaling)
+    return told
 
 
 def world_of(setup: Setup) -> World:

@@ -80,6 +80,8 @@ def page(runs: Sequence[Run], title: str) -> str:
         sections.append(_section("Time to first token", words, plots.time_ranges(runs, series, "ttft_ms")))
         words = "Between two tokens of an answer, the mean of each request: p50, p90 and p99. Left is better."
         sections.append(_section("Time per token", words, plots.time_ranges(runs, series, "inter_token_ms")))
+    words = f"Nodes that take requests{at_last}. What is under a line is paid for."
+    sections.append(_section("Nodes over time", words, plots.nodes_over_time(last, series)))
     words = f"Share of prompt tokens that the engines had cached, by when their requests arrived{at_last}."
     sections.append(_section("Hit rate over time", words, plots.hits_over_time(last, series)))
     words = f"Mean requests in flight on each node{at_last}. Even rows share the work; the dashed line is the mean."

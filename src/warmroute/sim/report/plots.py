@@ -131,6 +131,35 @@ def _clock(end_s: float) -> Callable[[float], str]:
     return lambda seconds: f"{seconds:g} s"
 
 
+def nodes_over_time(runs: Sequence[Run], series: dict[str, int]) -> str:
+    """Nodes that serve, as stairs; a fleet that is not scaled is a level."""
+    scaled = {run["policy"]: run["scaling"]["timeline"] for run in runs if "scaling" in run}
+    if not scaled:
+        return ""
+    levels = {run["policy"]: run["node_count"] for run in runs if "scaling" not in run and run.get("duration_s")}
+    end_s = max(len(line["serving"]) * line["span_s"] for line in scaled.values())
+    most = max([*(max(line["serving"]) for line in scaled.values()), *levels.values()])
+    height, box = 320, (54.0, 16.0, WIDTH - LABEL_ROOM, 268.0)
+    x = svg.Scale(0.0, end_s, box[0], box[2] - 6)
+    y = svg.Scale(0.0, most * 1.08, box[3], box[1])
+    parts = svg.axes(x, y, box, _clock(end_s), number)
+    parts.append(svg.text((box[0] + box[2]) / 2, height - 8, "time in the run", "name", "middle"))
+    ends: list[tuple[str, float, float]] = []
+    for policy, line in scaled.items():
+        span, counts = line["span_s"], line["serving"]
+        stairs: list[tuple[float, float] | None] = []
+        for at, count in enumerate(counts):
+            stairs += [(x(at * span), y(count)), (x(min(end_s, (at + 1) * span)), y(count))]
+        parts.append(svg.curve(stairs, series[policy]))
+        ends.append((policy, box[2] - 7, y(counts[-1])))
+    for policy, count in levels.items():
+        parts.append(svg.curve([(x(0.0), y(count)), (x(end_s), y(count))], series[policy]))
+        ends.append((policy, box[2] - 7, y(count)))
+    for place, (policy, px, py) in zip(svg.apart([end[2] for end in ends], 17, box[1], box[3]), ends, strict=True):
+        parts.append(_label(px, py, box[2] + 14, place, policy, series[policy]))
+    return svg.picture(WIDTH, height, parts, "nodes over time")
+
+
 def load_by_node(runs: Sequence[Run], series: dict[str, int]) -> str:
     """Mean requests in flight of each node, a row for each policy, all on one scale."""
     rows = [run for run in runs if run.get("nodes")]

@@ -46,9 +46,35 @@ def columns(runs: Sequence[Run]) -> list[Column]:
     found.append(_amount("requests_per_s", "req/s", number, more_is_better=True))
     found.append(_amount("load_variation", "load CV", _fixed))
     found.append(_amount("gpu_seconds", "GPU s", number))
+    if any("scaling" in run for run in runs):
+        found.append(_scaled("nodes", _nodes))
+        found.append(_scaled("GPU h paid", lambda run: number(paid_gpu_hours(run)), paid_gpu_hours))
+        if any(run.get("scaling", {}).get("usd") for run in runs):
+            found.append(_scaled("USD", lambda run: number(run.get("scaling", {}).get("usd"))))
+    if any("ceiling" in run for run in runs):
+        found.append(_scaled("s over ceiling", lambda run: number(run.get("ceiling", {}).get("seconds_over"))))
     found.extend(_count(key, key) for key in ("preemptions", "rejected", "failed"))
     found.extend(_count(key, key) for key in ("left", "retries") if any(run.get(key) for run in runs))
     return found
+
+
+def paid_gpu_hours(run: Run) -> float | None:
+    """Of a fleet that was scaled, from the request of each node; of one that was not, all of its time."""
+    if "scaling" in run:
+        return float(run["scaling"]["gpu_hours"])
+    held = run.get("gpu_seconds_held")
+    return None if held is None else held / 3600.0
+
+
+def _nodes(run: Run) -> str:
+    scaling = run.get("scaling")
+    if scaling is None:
+        return str(run["node_count"])
+    return f"{scaling['least_nodes']}–{scaling['most_nodes']}"
+
+
+def _scaled(head: str, text: Callable[[Run], str], value: Callable[[Run], float | None] | None = None) -> Column:
+    return Column(head, text, value)
 
 
 def _time(key: str, percent: str, head: str) -> Column:

@@ -11,7 +11,7 @@ from warmroute.sim.workloads.text import Form, beginnings
 
 PRIORITIES: dict[Priority, int] = {"high": HIGH, "normal": NORMAL, "low": LOW}
 MODEL = "sim"
-"""The one model that simulated fleets serve."""
+"""The one model that simulated fleets serve, beside adapters on it."""
 
 
 class SimLookup(Lookup):
@@ -22,6 +22,10 @@ class SimLookup(Lookup):
     def __init__(self, ask: SimAsk) -> None:
         super().__init__(b"", ask.prompt_tokens, ask.prompt_tokens)
         self._ask = ask
+
+    @property
+    def prompt(self) -> Prompt:
+        return self._ask.prompt
 
     def blocks(self, model: str, lora: str, block_size: int) -> bytes:
         key = (model, lora, block_size)
@@ -35,7 +39,7 @@ class SimAsk(Ask):
     __slots__ = ("_chains", "_form", "number", "prompt")
 
     def __init__(self, prompt: Prompt, number: int, form: Form = "chat") -> None:
-        super().__init__(MODEL, session=prompt.session)
+        super().__init__(prompt.lora_name or MODEL, session=prompt.session)
         self.tenant = prompt.tenant
         self.prompt = prompt
         self.priority = PRIORITIES[prompt.priority]

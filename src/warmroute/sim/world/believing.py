@@ -24,6 +24,8 @@ class Believing(Listener):
 
     def node_joined(self, node: Node, block_size: int, num_blocks: int) -> None:
         cache = self.beliefs.join(node.name, [MODEL])
+        if node.adapter_names:
+            self.beliefs.serves(cache, MODEL, (), sorted(node.adapter_names))
         cache.describe(block_size, (num_blocks - 1) * block_size)
         if self.wants_kv_events:
             self._sources[node] = _Source(self.beliefs, cache)
@@ -39,6 +41,7 @@ class Believing(Listener):
         cache.heard(now_s)
         if node.incarnation and incarnation != node.incarnation:
             cache.restarted()
+            node.loaded.forget()
             if node in self._sources:
                 self._sources[node].feed.began_anew()
 

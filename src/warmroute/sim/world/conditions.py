@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from warmroute.sim.engine.config import EngineConfig
@@ -26,6 +28,8 @@ class Conditions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How clients send their prompts: what the router can see of them."""
     islands: dict[str, Island] = {}
     """Islands by name; one that is not here is as `Island()`."""
+    told_islands: bool = True
+    """Whether the router knows which island a node stands on."""
     poll_interval_s: float = 1.0
     """Time between two looks at a node's health and metrics."""
     poll_jitter: float = 0.2
@@ -62,6 +66,14 @@ class NodeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int = 16
     cpu_blocks: int = 0
     by_priority: bool = False
+    usd_per_hour: float = 0.0
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters that it serves beside the model."""
+    max_loras: int = 1
+    lora_load_ms: float = 200.0
+    lies: tuple[Literal["cache", "usage", "load"], ...] = ()
+    """What it does not tell the truth about. cache: it tells of blocks and computes everything anew; usage: answers say
+    that all of the prompt was cached; load: its metrics are those of an idle node."""
 
     def engine(self) -> EngineConfig:
         profile = self.profile
@@ -72,4 +84,7 @@ class NodeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             max_num_seqs=profile.max_num_seqs,
             cpu_blocks=self.cpu_blocks,
             by_priority=self.by_priority,
+            max_loras=self.max_loras,
+            lora_load_ms=self.lora_load_ms,
+            reuses="cache" not in self.lies,
         )

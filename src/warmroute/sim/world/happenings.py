@@ -1,5 +1,6 @@
 """What happens to a fleet in the course of a run, said in a line: `60 fail node-3`, `90 restart node-3`, `120 drain
-node-1`, `60 hang node-2`, `30 provision node-9 120` (asked for at 30 s, joins 120 s later, like the first node).
+node-1`, `60 hang node-2`, `60 slow node-2 5` (all it does takes 5 times as long), `30 provision node-9 120` (asked for
+at 30 s, joins 120 s later, like the first node).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import msgspec
 from warmroute.sim.world.conditions import NodeSpec
 from warmroute.sim.world.world import World
 
-VERBS = ("fail", "hang", "restart", "drain", "remove", "provision")
+VERBS = ("fail", "hang", "restart", "drain", "remove", "slow", "provision")
 
 
 class BadHappening(ValueError):
@@ -20,7 +21,8 @@ class Happening(msgspec.Struct, frozen=True):
     at_s: float
     verb: str
     node: str
-    delay_s: float = 0.0
+    number: float = 0.0
+    """Of provision: seconds; of slow: times."""
 
 
 def parse(line: str) -> Happening:
@@ -38,8 +40,10 @@ def enter(world: World, happening: Happening, like: NodeSpec) -> None:
     at_ms = happening.at_s * 1000.0
     if happening.verb == "provision":
         spec = msgspec.structs.replace(like, name=happening.node)
-        world.calendar.at(at_ms, world.provision, spec, happening.delay_s)
+        world.calendar.at(at_ms, world.provision, spec, happening.number)
     elif happening.node not in world.nodes:
         raise BadHappening(f"there is no node {happening.node}: they are {', '.join(list(world.nodes)[:8])}…")
+    elif happening.verb == "slow":
+        world.calendar.at(at_ms, world.slow, happening.node, happening.number)
     else:
         world.calendar.at(at_ms, getattr(world, happening.verb), happening.node)

@@ -14,6 +14,8 @@ from warmroute.sim.world.node import Life, SimNode
 if TYPE_CHECKING:
     from warmroute.sim.world.world import World
 
+IDLE = (0, 0, 0.0)
+
 
 class Polls:
     def __init__(self, world: World, conditions: Conditions, health: Health) -> None:
@@ -37,8 +39,11 @@ class Polls:
                 if sim.flights:
                     world.advance(sim)
                 engine = sim.engine
-                seen = (engine.num_running, engine.num_waiting, engine.kv_usage, sim.incarnation)
-                calendar.after(sim.one_way_ms + conditions.poll_lag_ms, self._heard, sim, *seen)
+                load = (engine.num_running, engine.num_waiting, engine.kv_usage)
+                seen = IDLE if "load" in sim.spec.lies else load
+                calendar.after(sim.one_way_ms + conditions.poll_lag_ms, self._heard, sim, *seen, sim.incarnation)
+                if sim.spec.adapters:
+                    sim.node.loaded.running(engine.running_loras, sim.spec.max_loras)
         elif sim.life is Life.DEAD:
             calendar.after(sim.one_way_ms, self._refused, sim)
         else:
@@ -53,6 +58,7 @@ class Polls:
     def _heard(self, sim: SimNode, running: int, waiting: int, kv_usage: float, incarnation: int) -> None:
         world = self._world
         now_s = world.calendar.now_s
+        world.fleet.islands.answered(sim.node, 2.0 * sim.one_way_ms, now_s)
         world.fleet.check_passed(sim.node, now_s)
         world.polled(sim.node, float(incarnation), now_s)
         sim.node.saw_load(running, waiting, kv_usage, now_s)

@@ -5,6 +5,7 @@ request, and a timeline of bounded length.
 from __future__ import annotations
 
 from array import array
+from math import inf
 
 from warmroute.sim.workloads.prompt import Prompt
 
@@ -19,7 +20,7 @@ class Timeline:
 
     __slots__ = ("span_ms", "sums")
 
-    FIELDS = ("arrived", "prompt_tokens", "cached_tokens", "ttft_ms", "first_tokens")
+    FIELDS = ("arrived", "prompt_tokens", "cached_tokens", "ttft_ms", "first_tokens", "over_ceiling")
 
     def __init__(self) -> None:
         self.span_ms = 1000.0
@@ -68,6 +69,8 @@ class Tally:
         """First tokens that came in good time."""
         self.first_ms: float | None = None
         self.last_ms = 0.0
+        self.ceiling_ms = inf
+        """First tokens that take longer are counted as such."""
 
     def _of(self, prompt: Prompt) -> Class:
         found = self.classes.get(prompt.priority)
@@ -93,6 +96,7 @@ class Tally:
         span[2] += cached_tokens
         span[3] += ttft_ms
         span[4] += 1
+        span[5] += ttft_ms > self.ceiling_ms
 
     def finished(self, prompt: Prompt, arrived_ms: float, first_ms: float, now_ms: float) -> None:
         self._of(prompt).finished += 1

@@ -21,7 +21,8 @@ from warmroute.routing.admission import Admission
 from warmroute.routing.decision import Decision, Policy
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.router import Router, Undecided
-from warmroute.sim.engine.request import EngineRequest, Finished, FirstToken, RequestTooLong
+from warmroute.routing.routes import Routes
+from warmroute.sim.engine.request import EngineOutput, EngineRequest, Finished, FirstToken, RequestTooLong
 from warmroute.sim.workloads.prompt import Prompt
 from warmroute.sim.world.ask import MODEL, SimAsk, SimLookup
 from warmroute.sim.world.believing import Believing
@@ -35,6 +36,10 @@ from warmroute.sim.world.node import Life, SimNode
 from warmroute.sim.world.polls import Polls
 from warmroute.sim.world.tally import Tally
 
+PATH = "/v1/chat/completions"
+"""What simulated clients ask for, as routes see it."""
+NOWHERE = "local"
+"""The island of every node, where the router is told of none."""
 TICK_MS = 50.0
 """How often admission looks by itself at who waits, as in service.py."""
 _PRIORITIES = {"high": -1, "normal": 0, "low": 1}
@@ -59,14 +64,16 @@ class World:
         self.fleet = Fleet(health)
         # A seed of 0 would make production's router take one from the system.
         config = config or Config()
+        self.fleet.islands.reconfigure(config.islands, config.crossing)
         self.beliefs = Beliefs(config.index)
         routing = msgspec.structs.replace(config.routing, seed=config.routing.seed or conditions.seed * 2 + 1)
-        self.router = Router(self.fleet, self.beliefs, routing, config.price)
+        self.router = Router(self.fleet, self.beliefs, routing, config.price, config.routes)
         if policy is not None:
             self.router.policy = policy
-        self.admission = Admission(self.router, config.admission)
-        if listener is None and self.router.policy.wants_tokens:
-            listener = Believing(self.beliefs, events=routing.uses_events)
+        self.admission = Admission(self.router, config.admission, config.routes)
+        self._routes = Routes(config.routes)
+        if listener is None and (self.router.policy.wants_tokens or (config.routes and config.uses_events)):
+            listener = Believing(self.beliefs, events=config.uses_events)
         self.nodes: dict[str, SimNode] = {}
         """The fleet's nodes by name."""
         self.gone: list[SimNode] = []
@@ -79,6 +86,9 @@ class World:
         self._warm_up = -1
         self._measured_ms: float | None = None
         self._ticking = False
+        self._prefills = 0
+        self._prefilling: dict[str, Callable[[], object]] = {}
+        """What is to happen when they are done, by the name of the request."""
         self.inflight = 0
         """Requests that have arrived and not ended."""
         for spec in specs:
@@ -88,8 +98,19 @@ class World:
 
     def add(self, spec: NodeSpec) -> SimNode:
         """A node joins, its engine up; it serves when its first health check has passed."""
-        config = NodeConfig(url=f"http://{spec.name}:8000", name=spec.name, models=(MODEL,), island=spec.island)
+        config = NodeConfig(
+            url=f"http://{spec.name}:8000",
+            name=spec.name,
+            models=(MODEL, *spec.adapters),
+            island=spec.island if self.conditions.told_islands else NOWHERE,
+            gpu=spec.profile.name,
+            usd_per_hour=spec.usd_per_hour,
+        )
         node = self.fleet.add(config)
+        if spec.adapters:
+            cards: list[dict[str, object]] = [{"id": MODEL}]
+            cards += [{"id": name, "parent": MODEL} for name in spec.adapters]
+            self.fleet.saw_models(node, config.models, cards)
         sim = SimNode(spec, node, self.conditions.island(spec.island).one_way_ms, self.calendar.now_ms)
         self.nodes[spec.name] = sim
         sim.start(self._feed.sink(sim) if self._feed else None)
@@ -143,6 +164,12 @@ class World:
         for flight in lost.values():
             self._give_up_later(flight)
 
+    def slow(self, name: str, times: float) -> None:
+        """All that the node's process does takes so many times as long from now on."""
+        sim = self.nodes[name]
+        sim.engine.change_timing(sim.spec.profile.timing.slower(times), self.calendar.now_ms)
+        self._arm(sim)
+
     def restart(self, name: str) -> None:
         """A new process in the node's place, its cache empty."""
         sim = self.nodes[name]
@@ -172,7 +199,9 @@ class World:
 
     def measure_from_now(self) -> None:
         """What came before was to warm up: requests that arrived before now do not count."""
+        ceiling_ms = self.tally.ceiling_ms
         self.tally = Tally(self.calendar.now_ms)
+        self.tally.ceiling_ms = ceiling_ms
         for sim in self.nodes.values():
             sim.measure_from(self.calendar.now_ms)
         self._end_measuring_later()
@@ -197,7 +226,13 @@ class World:
         self.inflight += 1
         self.tally.arrived(prompt, now_ms)
         ask = SimAsk(prompt, number, self.conditions.form)
-        wanted = self.router.policy.wants_tokens and ask.prompt_tokens >= self.beliefs.config.min_tokens
+        if self._routes:
+            route = self._routes.pick(MODEL, PATH, ask.tenant, lambda _name: b"")
+            if route is not None:
+                priority = ask.priority  # a simulated client always says its own
+                route.apply(ask, now_ms / 1000.0)
+                ask.priority = priority
+        wanted = self.router.policy_of(ask).wants_tokens and ask.prompt_tokens >= self.beliefs.config.min_tokens
         lookup = SimLookup(ask) if wanted else None
         flight = Flight(prompt, ask, lookup, now_ms, self.tally, self._go, self._refuse)
         try:
@@ -220,7 +255,7 @@ class World:
         self._end(flight, Tally.rejected)
 
     def _tick(self) -> None:
-        self._ticking = self.admission.waiting > 0
+        self._ticking = self.admission.waiting > 0 or self.fleet.islands.has_lines
         if self._ticking:
             self.admission.tick((sim.node for sim in list(self.nodes.values())), self.calendar.now_s)
             self.calendar.after(TICK_MS, self._tick)
@@ -277,13 +312,30 @@ class World:
             one_way_ms, at = sim.one_way_ms, self.calendar.at
             flights = sim.flights
             for output in outputs:
-                if isinstance(output, FirstToken):
+                if output.request_id not in flights:
+                    self._prefilled(output)
+                elif isinstance(output, FirstToken):
                     flight = flights[output.request_id]
                     at(output.at_ms + one_way_ms, self._first_token, flight, flight.tried, output.cached_tokens)
                 elif isinstance(output, Finished):
                     flight = flights.pop(output.request_id)
                     at(output.at_ms + one_way_ms, self._answered, flight, flight.tried)
         self._arm(sim)
+
+    def prefill(self, sim: SimNode, prompt: Prompt, tokens: int, then: Callable[[], object]) -> None:
+        """Puts the beginning of a prompt into a node's cache; nobody's request."""
+        self._prefills += 1
+        request_id = f"prefill {self._prefills}"
+        content = prompt.blocks.content(sim.spec.block_size)
+        self._prefilling[request_id] = then
+        sim.engine.submit(EngineRequest(request_id, tokens, 1, content), self.calendar.now_ms)
+        self._arm(sim)
+
+    def _prefilled(self, output: EngineOutput) -> None:
+        if isinstance(output, Finished):
+            then = self._prefilling.pop(output.request_id, None)
+            if then is not None:
+                self.calendar.at(max(output.at_ms, self.calendar.now_ms), then)
 
     def _arm(self, sim: SimNode) -> None:
         """Enters the moment at which the engine has to be looked at next."""
@@ -319,7 +371,8 @@ class World:
         ticket = flight.ticket
         if isinstance(ticket, Dispatch):
             prompt = flight.prompt
-            ticket.answered(prompt.prompt_tokens, flight.cached_tokens, prompt.output_tokens, self.calendar.now_s)
+            cached = prompt.prompt_tokens if "usage" in flight.node.spec.lies else flight.cached_tokens
+            ticket.answered(prompt.prompt_tokens, cached, prompt.output_tokens, self.calendar.now_s)
         self._close(flight, Outcome.OK)
         self._end(flight, None)
 

@@ -1,0 +1,67 @@
+"""Requests for many LoRA adapters on nodes that keep a few each, with the price of loading one and without.
+`python bench/adapters.py`
+
+Prompts share nothing but their adapter's system prompt. The engines take --load-ms for an adapter that is not loaded;
+the router is told as much, half of it, or nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from random import Random
+
+import msgspec
+
+from warmroute.config import from_table
+from warmroute.sim.profiles import profile
+from warmroute.sim.replay.summary import percentile
+from warmroute.sim.workloads import Prompt, Segments
+from warmroute.sim.workloads.draw import Popularity
+from warmroute.sim.workloads.segments import named
+from warmroute.sim.world import Conditions, NodeSpec, World
+
+
+def asking(args: argparse.Namespace, adapters: tuple[str, ...]) -> Iterator[Prompt]:
+    random = Random(args.seed)
+    popularity = Popularity(len(adapters), 0.8)
+    at_ms = 0.0
+    for number in range(args.requests):
+        at_ms += random.expovariate(args.rate) * 1000.0
+        adapter = adapters[popularity.pick(random)]
+        text = Segments().followed_by(named("system", adapter), 400).followed_by(named("message", number), 400)
+        answer = text.followed_by(named("answer", number), 60).in_namespace(adapter, None)
+        yield Prompt(text.tokens, 60, answer, at_ms=at_ms, lora_name=adapter)
+
+
+def run(told_ms: float, args: argparse.Namespace) -> str:
+    adapters = tuple(f"adapter-{number}" for number in range(args.adapters))
+    spec = NodeSpec("", profile(args.profile), adapters=adapters, max_loras=args.slots, lora_load_ms=args.load_ms)
+    specs = [msgspec.structs.replace(spec, name=f"node-{at}") for at in range(args.nodes)]
+    world = World(specs, Conditions(seed=args.seed), from_table({"price": {"adapter_load_ms": told_ms}}))
+    world.run(asking(args, adapters))
+    loads = sum(stats.lora_loads for sim in world.nodes.values() for stats in sim.past)
+    ordered = sorted(world.tally.ttft_ms)
+    p50, p95 = percentile(ordered, 0.5) or 0.0, percentile(ordered, 0.95) or 0.0
+    hit = world.tally.cached_tokens / max(1, world.tally.prompt_tokens)
+    return f"{told_ms:10.0f} {loads:8} {p50:8.0f} {p95:8.0f} {hit:6.1%}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", default="a100-8b")
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--adapters", type=int, default=16)
+    parser.add_argument("--slots", type=int, default=4, help="adapters that a node keeps (4)")
+    parser.add_argument("--load-ms", type=float, default=200.0)
+    parser.add_argument("--rate", type=float, default=8.0, help="requests a second (8)")
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    print(f"{'told ms':>10} {'loads':>8} {'p50 ms':>8} {'p95 ms':>8} {'hit':>6}")
+    for told_ms in (0.0, args.load_ms / 2, args.load_ms):
+        print(run(told_ms, args), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""A rehearsal: what would be decided of a request now. Nothing is sent, and no books are touched: it never arrived."""
+
+from __future__ import annotations
+
+import asyncio
+
+from warmroute.edge.head import RequestHead
+from warmroute.edge.proxy import Proxy
+from warmroute.edge.reading import Later
+from warmroute.edge.undecided import in_words
+from warmroute.prompt.prompt import Prompt
+from warmroute.routing.decision import Decision
+from warmroute.routing.router import Undecided
+
+
+async def rehearse(proxy: Proxy, head: RequestHead, body: bytes, tenant: str) -> tuple[Decision, bool]:
+    """The decision, and whether the request would wait here first. Raises Refusal where it would be refused."""
+    ask = proxy.ask(head, body, tenant)
+    reading: asyncio.Future[Prompt | None] = asyncio.get_running_loop().create_future()
+    read = proxy.read_prompt(ask, head, body, reading.set_result)
+    if isinstance(read, Later):
+        try:
+            prompt = await reading
+        finally:
+            read.cancel()
+    else:
+        prompt = read
+    lookup = proxy.lookup(ask, prompt)
+    try:
+        return proxy.admission.rehearse(ask, lookup, proxy.now())
+    except Undecided as undecided:
+        raise in_words(undecided, ask) from None

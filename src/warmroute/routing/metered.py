@@ -1,0 +1,58 @@
+"""Tickets that also tell a meter, for routers whose fleet is scaled. Others pay nothing for it."""
+
+from __future__ import annotations
+
+from warmroute.fleet.meter import Meter
+from warmroute.fleet.node import Node, Outcome
+from warmroute.fleet.ticket import Ticket
+from warmroute.routing.dispatch import Dispatch
+
+UNREAD_TOKENS = 100.0
+"""A prompt that was not read is taken to be so long."""
+
+
+class MeteredTicket(Ticket):
+    """Of a prompt that was not read."""
+
+    __slots__ = ("_arrived_s", "_meter")
+
+    def __init__(self, node: Node, now_s: float, meter: Meter, arrived_s: float) -> None:
+        super().__init__(node, now_s)
+        self._meter = meter
+        self._arrived_s = arrived_s
+        meter.saw_sent(UNREAD_TOKENS, 0.0, UNREAD_TOKENS, node.speed.ms_per_token)
+
+    def first_byte(self, now_s: float) -> None:
+        super().first_byte(now_s)
+        self._meter.saw_first_token((now_s - self._arrived_s) * 1000.0)
+
+    def close(self, outcome: Outcome, now_s: float) -> None:
+        if self._open and outcome is Outcome.OK:
+            self._meter.saw_end((now_s - self._arrived_s) * 1000.0)
+        super().close(outcome, now_s)
+
+
+class MeteredDispatch(Dispatch):
+    __slots__ = ("_arrived_s", "_meter")
+
+    def begin(self, meter: Meter, arrived_s: float) -> MeteredDispatch:
+        self._meter = meter
+        self._arrived_s = arrived_s
+        meter.saw_sent(self._context, self._context - self._new, self._work, self.node.speed.ms_per_token)
+        return self
+
+    def first_byte(self, now_s: float) -> None:
+        super().first_byte(now_s)
+        self._meter.saw_first_token((now_s - self._arrived_s) * 1000.0)
+
+    def answered(
+        self, prompt_tokens: int | None, cached_tokens: int | None, output_tokens: int | None, now_s: float
+    ) -> None:
+        super().answered(prompt_tokens, cached_tokens, output_tokens, now_s)
+        if output_tokens is not None:
+            self._meter.saw_answer(self._context, output_tokens)
+
+    def close(self, outcome: Outcome, now_s: float) -> None:
+        if self._open and outcome is Outcome.OK:
+            self._meter.saw_end((now_s - self._arrived_s) * 1000.0)
+        super().close(outcome, now_s)

@@ -1,0 +1,456 @@
+"""The loop: every interval it looks at what was seen and decides whether nodes come or go, and says why. No I/O.
+
+    up      nobody serves and somebody waits                                            at once
+            the work takes more of the fleet's time than `utilisation`, or requests     as many as it takes
+            that are so uneven would wait longer than `wait_ms` for a node
+            running requests fill more of its KV memory than `kv_usage`                 as many as it takes
+            `queue_up` wait for each node; first tokens or answers are over a ceiling   one more than there are
+            the hit ratio is under `hit_floor`, and more cache would raise it           one more than there are
+            `min_nodes`, an island's, or the hour's                                     as many as lack
+    down    fewer than `queue_drain` wait, utilisation is under its floor, no ceiling is broken, and those who stay
+            would hold both the load and the warm set
+
+Work counts with its trend until a node that is asked for now would serve. In a panic (the short window asks for
+`panic_threshold` times the nodes there are) the short window counts, too, and nobody is given back. After a change
+nothing is added for `cooldown_up_s`, and nothing given back for `cooldown_down_s`; what is given back must have been
+too much for all of that time.
+
+A value that can't be (not a number, below 0) is taken as not known, and said.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from math import ceil, isfinite
+from typing import Final
+
+import msgspec
+
+from warmroute.config import Scaling
+from warmroute.scaling.capacity import Demand, Size, Speeds, size_of
+from warmroute.scaling.choose_down import Victim, ranked
+from warmroute.scaling.choose_up import Holding, Market
+from warmroute.scaling.hours import least_nodes
+from warmroute.scaling.observe import FleetView, NodeView, Seen
+from warmroute.scaling.offer import Offer
+
+LEAST_ARRIVALS: Final = 8
+"""Fewer make no panic: one long prompt is none."""
+LEAST_TIMES: Final = 20
+"""Fewer first tokens make no p99."""
+HELPS: Final = 0.02
+LARGER: Final = 1.5
+"""More cache helps where so many times as much would raise the hit ratio by HELPS."""
+ROOM: Final = 0.85
+"""Of a limit: where it is broken, so many nodes are added that there is room below it."""
+SPARE: Final = 0.75
+"""Of `utilisation`: those who stay when a node goes may have so much to do."""
+SPARE_WAIT: Final = 0.4
+"""The same, of `wait_ms`."""
+MOST_GROWTH: Final = 2.0
+OWN_SHARE: Final = 0.3
+"""Requests may wait for `wait_ms`, or for this share of what they take themselves, if that is longer."""
+FEWER_MISSED: Final = 0.1
+STEP_SHARE: Final = 0.2
+"""Where times are over a ceiling, and LARGER times the cache would leave so much less to compute, so many nodes are
+added: it is cache that lacks, and one node is little of it."""
+LEAST_BUSY: Final = 0.5
+"""Of `wait_ms`. Below it, and with nobody waiting, it is not for want of nodes that answers take long."""
+
+
+class Coming(msgspec.Struct, frozen=True, kw_only=True):
+    """A node that was asked for and does not serve yet."""
+
+    offer: tuple[str, str]
+    island: str
+    gpu: str
+    usd_per_hour: float
+
+
+class Up(msgspec.Struct, frozen=True):
+    offer: Offer
+    why: str
+
+
+class Down(msgspec.Struct, frozen=True):
+    node: str
+    why: str
+
+
+class Step(msgspec.Struct, kw_only=True):
+    """One decision. In a dry run it is only said."""
+
+    at_s: float
+    desired_nodes: int
+    nodes: int
+    """Serving, and on their way."""
+    ups: tuple[Up, ...] = ()
+    downs: tuple[Down, ...] = ()
+    reasons: tuple[str, ...] = ()
+    """Why so many, in words; also what stands against it."""
+    doubts: tuple[str, ...] = ()
+    """Values that were not taken."""
+    panicking: bool = False
+    dry_run: bool = False
+    utilisation: float = 0.0
+    """Share of the serving nodes' time that the work takes."""
+
+    @property
+    def changes(self) -> bool:
+        return bool(self.ups or self.downs)
+
+
+class Scaler:
+    def __init__(self, config: Scaling, market: Market) -> None:
+        self._market = market
+        self._up_s = self._down_s = float("-inf")
+        """When nodes were last added, and given back."""
+        self._panic_until_s = float("-inf")
+        self._elsewhere: int | None = None
+        """What was last desired, where somebody else adds nodes."""
+        self._spare: deque[tuple[float, int]] = deque()
+        """When how many nodes were too many, for as long as a cooldown."""
+        self.reconfigure(config)
+
+    def reconfigure(self, config: Scaling) -> None:
+        self._config = config
+        self._market.reconfigure(config)
+
+    def step(self, view: FleetView, coming: Sequence[Coming] = (), wall_s: float = 0.0) -> Step:
+        """`wall_s`: seconds since 1970, for the hours."""
+        doubts: list[str] = [*self._market.said]
+        view = _sane(view, doubts)
+        config, now_s = self._config, view.now_s
+        speeds = Speeds(view.nodes)
+        serving = [node for node in view.nodes if node.serving]
+        count = len(serving) + len(coming)
+        demand = Demand(view, view.stable, speeds)
+        urgent = Demand(view, view.panic, speeds)
+        size = size_of(serving, speeds)
+        for one in coming:
+            size = size.plus(speeds.weight(one.gpu), speeds.blocks(one.gpu))
+        step = Step(
+            at_s=now_s,
+            desired_nodes=count,
+            nodes=count,
+            dry_run=config.dry_run,
+            utilisation=demand.utilisation(size_of(serving, speeds)),
+            doubts=tuple(doubts),
+        )
+        least = max(config.min_nodes, sum(one.min_nodes for one in config.islands), least_nodes(config.hours, wall_s))
+        least = min(least, config.max_nodes)
+        if self._goes_to_zero(view, least):
+            least = 0
+        elif config.min_nodes == 0 and not least and (view.waiting or serving):
+            least = 1
+        growth = self._growth(view)
+        step.panicking = self._panics(view, urgent, size, growth)
+        lacking, reasons = self._lacking(view, serving, coming, size, demand, urgent, growth, step.panicking)
+        if count < least:
+            lacking = max(lacking, least - count)
+            reasons.append(f"{count} nodes are fewer than the {least} there are to be")
+        missing = self._missing_islands(serving, coming)
+        lacking = max(lacking, sum(missing.values()))
+        if lacking > 0:
+            self._spare.clear()
+            self._add(step, view, coming, speeds, lacking, missing, reasons, nobody=not serving and not coming)
+        else:
+            self._give_back(step, view, serving, coming, speeds, demand, size, least, growth, reasons)
+        if not self._market.offers:
+            self._say_elsewhere(step)
+        step.reasons = tuple(reasons)
+        return step
+
+    def _say_elsewhere(self, step: Step) -> None:
+        """Nobody offers nodes here: somebody else scales, by what is desired. That stands until it is done, or for a
+        cooldown."""
+        if step.desired_nodes != step.nodes:
+            self._elsewhere = step.desired_nodes
+        elif step.at_s - max(self._up_s, self._down_s) < self._config.cooldown_down_s and self._elsewhere is not None:
+            step.desired_nodes = self._elsewhere
+        else:
+            self._elsewhere = None
+
+    # What lacks.
+
+    def _growth(self, view: FleetView) -> float:
+        """Times the load of now, when a node that is asked for now would serve."""
+        starts_s = [self._market.start_s(offer) for offer in self._market.offers]
+        ahead_s = min(starts_s, default=0.0) + self._config.interval_s
+        return min(MOST_GROWTH, max(1.0, 1.0 + view.growth_per_s * ahead_s))
+
+    def _panics(self, view: FleetView, urgent: Demand, size: Size, growth: float) -> bool:
+        config = self._config
+        over = urgent.utilisation(size, growth) > config.utilisation * config.panic_threshold and urgent.known
+        queued = view.panic.waiting > config.queue_drain * max(1, len(view.nodes))
+        if over and queued and view.panic.arrivals >= LEAST_ARRIVALS:
+            self._panic_until_s = view.now_s + config.stable_window_s
+        return view.now_s < self._panic_until_s
+
+    def _lacking(
+        self, view: FleetView, serving: Sequence[NodeView], coming: Sequence[Coming], size: Size, demand: Demand,
+        urgent: Demand, growth: float, panicking: bool,
+    ) -> tuple[int, list[str]]:  # fmt: skip
+        """How many nodes lack, and why. Nodes that are coming count as if they were there, except for what waits."""
+        config = self._config
+        if not serving:
+            if not view.waiting and not view.stable.arrivals_per_s:
+                return 0, []
+            if coming:
+                return 0, [f"{view.waiting} wait for a first node, {len(coming)} on the way"]
+            return 1, [f"{view.waiting} wait, and nobody serves"]
+        reasons: list[str] = []
+        lacking = 0
+        weight, blocks = size.weight / (len(serving) + len(coming)), size.blocks / (len(serving) + len(coming))
+        windows = [("", demand)] + ([("of late ", urgent)] if panicking else [])
+        for words, asked in windows:
+            used = asked.utilisation(size, growth)
+            wait_ms = asked.wait_ms(size, growth)
+            most_ms = self._most_wait_ms(asked, size)
+            if used > config.utilisation or wait_ms > most_ms:
+                lacking = max(lacking, _more_for(asked, growth, config.utilisation, most_ms, size, weight, blocks))
+                ahead = f" ({growth:.0%} of the present load, when a node would serve)" if growth > 1.005 else ""
+                if used > config.utilisation:
+                    over = f"takes {used:.0%} of the nodes' time, over {config.utilisation:.0%}"
+                else:
+                    over = f"is uneven: requests would wait {wait_ms:,.0f} ms, over {most_ms:,.0f}"
+                reasons.append(f"work {words}{over}{ahead}")
+        kv = demand.kv_usage(size)
+        if kv > config.kv_usage:
+            lacking = max(lacking, _more(lambda s: demand.kv_usage(s) <= config.kv_usage, size, weight, blocks))
+            reasons.append(f"running requests fill {kv:.0%} of KV memory, over {config.kv_usage:.0%}")
+        symptoms = self._symptoms(view, serving, demand, size)
+        if symptoms:
+            reasons.extend(symptoms)
+            if not coming:
+                lacking = max(lacking, self._step_for(demand, size, len(serving)))
+        cache = self._wants_cache(view.stable, demand, size)
+        if cache:
+            reasons.append(cache[1])
+            if cache[0] and not coming:
+                lacking = max(lacking, 1)
+        return lacking, reasons
+
+    def _most_wait_ms(self, demand: Demand, size: Size) -> float:
+        return max(self._config.wait_ms, OWN_SHARE * demand.service_ms(size))
+
+    def _symptoms(self, view: FleetView, serving: Sequence[NodeView], demand: Demand, size: Size) -> list[str]:
+        """What clients feel, whatever the work says."""
+        config, stable = self._config, view.stable
+        found = []
+        queue = view.stable.waiting / len(serving)
+        if queue > config.queue_up:
+            found.append(f"{queue:.1f} wait for each node, over {config.queue_up:g}")
+        busy = queue > config.queue_drain or demand.wait_ms(size) > LEAST_BUSY * self._most_wait_ms(demand, size)
+        for name, value, ceiling in (
+            ("first tokens", stable.ttft_p99_ms, config.ttft_p99_ceiling_ms),
+            ("answers", stable.latency_p99_ms, config.latency_p99_ceiling_ms),
+        ):
+            if ceiling and value is not None and value > ceiling and stable.first_tokens >= LEAST_TIMES and busy:
+                found.append(f"p99 of {name} is {value:,.0f} ms, over {ceiling:,.0f}")
+        if stable.shed_per_s > 0:
+            found.append(f"{stable.shed_per_s:.2g} requests a second are refused")
+        return found
+
+    def _wants_cache(self, stable: Seen, demand: Demand, size: Size) -> tuple[bool, str] | None:
+        hit, floor = stable.hit_ratio, self._config.hit_floor
+        if hit is None or hit >= floor or stable.arrivals_per_s <= 0 or stable.first_tokens < LEAST_TIMES:
+            return None
+        said = f"the hit ratio is {hit:.0%}, under {floor:.0%}"
+        now, then = demand.hit(size), demand.hit(Size(LARGER * size.weight, LARGER * size.blocks))
+        if now is None or then is None or then - now < HELPS:
+            return False, f"{said}, and more cache would not help: little comes again"
+        return True, f"{said}; with {LARGER:g} times the cache it would be {then:.0%}"
+
+    def _step_for(self, demand: Demand, size: Size, serving: int) -> int:
+        """How many nodes to try where clients feel what the work does not say."""
+        now, then = demand.hit(size), demand.hit(Size(LARGER * size.weight, LARGER * size.blocks))
+        if now is None or then is None or 1.0 - then > (1.0 - FEWER_MISSED) * (1.0 - now):
+            return 1
+        return max(1, ceil(STEP_SHARE * serving))
+
+    def _missing_islands(self, serving: Sequence[NodeView], coming: Sequence[Coming]) -> dict[str, int]:
+        there = Counter(node.island for node in serving) + Counter(one.island for one in coming)
+        return {
+            one.island: one.min_nodes - there[one.island]
+            for one in self._config.islands
+            if there[one.island] < one.min_nodes
+        }
+
+    # Up.
+
+    def _add(
+        self, step: Step, view: FleetView, coming: Sequence[Coming], speeds: Speeds, lacking: int,
+        missing: dict[str, int], reasons: list[str], nobody: bool,
+    ) -> None:  # fmt: skip
+        config, now_s = self._config, view.now_s
+        wanted = min(step.nodes + lacking, config.max_nodes)
+        step.desired_nodes = max(step.nodes, wanted)
+        if wanted <= step.nodes:
+            reasons.append(f"there are {step.nodes} nodes, the most there may be")
+            return
+        wait_s = config.cooldown_up_s - (now_s - max(self._up_s, self._down_s))
+        if wait_s > 0 and not nobody:
+            reasons.append(f"the last change was less than {config.cooldown_up_s:g} s ago")
+            return
+        held = [Holding(node.offer, node.island, node.usd_per_hour) for node in view.nodes]
+        held += [Holding(one.offer, one.island, one.usd_per_hour) for one in coming]
+        ups: list[Up] = []
+        work = view.stable.work or 0.0
+        islands = [island for island, count in missing.items() for _ in range(count)]
+        for at in range(min(wanted - step.nodes, config.max_step_up)):
+            island = islands[at] if at < len(islands) else None
+            offer, why = self._market.choose(
+                held, speeds, now_s, work=work, panicking=step.panicking or nobody, island=island
+            )
+            if offer is None:
+                reasons.append(why)
+                if island is None:
+                    break
+                continue
+            ups.append(Up(offer, why))
+            held.append(Holding(offer.key, offer.island, offer.usd_per_hour))
+        if ups:
+            self._up_s = now_s
+            step.ups = tuple(ups)
+
+    # Down.
+
+    def _goes_to_zero(self, view: FleetView, least: int) -> bool:
+        config = self._config
+        return least == 0 and config.to_zero_after_s > 0 and not view.waiting and view.idle_s >= config.to_zero_after_s
+
+    def _give_back(
+        self, step: Step, view: FleetView, serving: Sequence[NodeView], coming: Sequence[Coming], speeds: Speeds,
+        demand: Demand, size: Size, least: int, growth: float, reasons: list[str],
+    ) -> None:  # fmt: skip
+        config, now_s = self._config, view.now_s
+        victims, why = self._too_many(view, serving, coming, speeds, demand, size, least, growth, step.panicking)
+        spare = self._spare
+        spare.append((now_s, len(victims)))
+        while spare and spare[0][0] < now_s - config.cooldown_down_s:
+            spare.popleft()
+        if why:
+            reasons.append(why)
+        for_all = min(count for _, count in spare)
+        if not for_all:
+            return
+        if now_s - max(self._up_s, self._down_s) < config.cooldown_down_s:
+            reasons.append(f"the last change was less than {config.cooldown_down_s:g} s ago")
+            return
+        if now_s - spare[0][0] < config.cooldown_down_s - 1.5 * config.interval_s and least:
+            reasons.append("not for long enough")
+            return
+        chosen = victims[: min(for_all, config.max_step_down)]
+        step.downs = tuple(Down(one.node.name, _worth(one)) for one in chosen)
+        step.desired_nodes = step.nodes - len(chosen)
+        self._down_s = now_s
+        spare.clear()
+
+    def _too_many(
+        self, view: FleetView, serving: Sequence[NodeView], coming: Sequence[Coming], speeds: Speeds, demand: Demand,
+        size: Size, least: int, growth: float, panicking: bool,
+    ) -> tuple[list[Victim], str]:  # fmt: skip
+        """Nodes that the rest could do without, the best to give back first; and why these, or none."""
+        config, stable = self._config, view.stable
+        spare = len(serving) - least
+        if spare <= 0 or coming or panicking:
+            return [], "in a panic nobody is given back" if panicking and spare > 0 else ""
+        victims = ranked(view.nodes, speeds, config, view.reuse_chance, anybodys=not self._market.offers)
+        if not least:
+            return victims, f"no request for {view.idle_s:,.0f} s"
+        queue = stable.waiting / len(serving)
+        used = demand.utilisation(size)
+        if len(serving) > config.max_nodes:
+            return victims[: len(serving) - config.max_nodes], f"more than {config.max_nodes} nodes"
+        if queue >= config.queue_drain or used >= config.utilisation_floor or view.waiting > len(serving):
+            return [], ""
+        chosen: list[Victim] = []
+        there = Counter(node.island for node in serving)
+        floors = {one.island: one.min_nodes for one in config.islands}
+        for victim in victims[:spare]:
+            node = victim.node
+            if there[node.island] <= floors.get(node.island, 0):
+                continue
+            rest = size.plus(-speeds.weight(node.gpu), -(node.cache_blocks or speeds.blocks(node.gpu)))
+            if rest.weight <= 0 or demand.utilisation(rest, growth) > SPARE * config.utilisation:
+                break
+            if demand.wait_ms(rest, growth) > SPARE_WAIT * self._most_wait_ms(demand, rest):
+                break
+            if demand.kv_usage(rest) > SPARE * config.kv_usage:
+                break
+            now, then = demand.hit(size), demand.hit(rest)
+            if now is not None and then is not None and then < config.hit_floor <= now:
+                break  # the warm set would not fit any more
+            chosen.append(victim)
+            there[node.island] -= 1
+            size = rest
+        if not chosen:
+            return [], ""
+        after = (
+            f"work takes {used:.0%} of the nodes' time; without {len(chosen)} of them {demand.utilisation(size):.0%}"
+        )
+        return chosen, after
+
+
+def _worth(victim: Victim) -> str:
+    usd, lost = victim.saved_usd, victim.lost_usd
+    return f"it costs most for what it does ({usd:.2g} USD to keep), and its cache is worth least ({lost:.2g} USD)"
+
+
+def _more_for(
+    asked: Demand, growth: float, most: float, most_ms: float, size: Size, weight: float, blocks: float
+) -> int:
+    def enough(larger: Size) -> bool:
+        quick = asked.wait_ms(larger, growth) <= ROOM * most_ms
+        return quick and asked.utilisation(larger, growth) <= ROOM * most
+
+    return _more(enough, size, weight, blocks)
+
+
+def _more(enough: Callable[[Size], bool], size: Size, weight: float, blocks: float) -> int:
+    """How many nodes like those there are it takes."""
+    for more in range(1, 1025):
+        size = size.plus(weight, blocks)
+        if enough(size):
+            return more
+    return 1024
+
+
+# What can't be.
+
+_SEEN_FIELDS: Final = tuple(field.name for field in msgspec.structs.fields(Seen))
+
+
+def _sane(view: FleetView, doubts: list[str]) -> FleetView:
+    windows = []
+    for name in ("stable", "panic"):
+        seen: Seen = getattr(view, name)
+        changed = {}
+        for field in _SEEN_FIELDS:
+            value = getattr(seen, field)
+            if value is not None and not (isfinite(value) and value >= 0):
+                changed[field] = getattr(Seen(), field)
+                doubts.append(f"{field} is {value}: not taken")
+        if seen.hit_ratio is not None and seen.hit_ratio > 1:
+            changed["hit_ratio"] = None
+            doubts.append(f"hit_ratio is {seen.hit_ratio}: not taken")
+        windows.append(msgspec.structs.replace(seen, **changed) if changed else seen)
+    growth = view.growth_per_s if isfinite(view.growth_per_s) else 0.0
+    nodes = tuple(_sane_node(node, doubts) for node in view.nodes)
+    waiting = max(0, view.waiting)
+    return msgspec.structs.replace(
+        view, stable=windows[0], panic=windows[1], growth_per_s=growth, nodes=nodes, waiting=waiting
+    )
+
+
+def _sane_node(node: NodeView, doubts: list[str]) -> NodeView:
+    usual = NodeView(name="")
+    changed = {}
+    for field in ("usd_per_hour", "kv_usage", "ms_per_token", "cache_blocks", "held_blocks", "oldest_age_s", "queued"):
+        value = getattr(node, field)
+        if not isfinite(value) or value < 0:
+            changed[field] = getattr(usual, field)
+            doubts.append(f"{field} of {node.name} is {value}: not taken")
+    return msgspec.structs.replace(node, **changed) if changed else node

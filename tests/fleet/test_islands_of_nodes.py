@@ -1,0 +1,105 @@
+"""How far islands are: measured, configured, and paid for."""
+
+from __future__ import annotations
+
+import pytest
+
+from warmroute.config import Crossing, Health, Index, IslandConfig, NodeConfig, Routing
+from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.islands import WINDOW_S
+from warmroute.fleet.node import Node, Outcome
+from warmroute.index.beliefs import Beliefs
+from warmroute.index.lookup import Lookup
+from warmroute.prompt.ask import Ask
+from warmroute.routing.router import Router
+
+
+def fleet_of(
+    *places: str, islands: tuple[IslandConfig, ...] = (), usd_per_hour: float = 2.0
+) -> tuple[Fleet, list[Node]]:
+    fleet = Fleet(Health())
+    fleet.islands.reconfigure(islands, Crossing(usd_per_hour=usd_per_hour))
+    nodes = [
+        fleet.add(NodeConfig(url=f"http://n{at}:1", name=f"n{at}", models=("m",), island=place))
+        for at, place in enumerate(places)
+    ]
+    for node in nodes:
+        fleet.check_passed(node, 0.0)
+    return fleet, nodes
+
+
+def test_a_round_trip_is_the_quickest_answer_of_late_of_any_node() -> None:
+    fleet, (one, two, other) = fleet_of("a", "a", "b")
+    for at, (node, took_ms) in enumerate(((one, 900.0), (two, 41.0), (one, 350.0), (two, 44.0), (other, 7.0))):
+        fleet.islands.answered(node, took_ms, float(at))
+    assert one.round_trip_ms == two.round_trip_ms == 41.0
+    assert one.distance_ms == 41.0 and other.distance_ms == 7.0
+
+
+def test_a_way_that_gets_longer_is_noticed_within_two_windows() -> None:
+    fleet, (node,) = fleet_of("a")
+    for second in range(int(3 * WINDOW_S)):
+        fleet.islands.answered(node, 40.0 if second < 10 else 90.0, float(second))
+    assert node.round_trip_ms == 90.0
+
+
+def test_what_is_configured_wins_and_changes_on_reload() -> None:
+    fleet, (node,) = fleet_of("a", islands=(IslandConfig(name="a", round_trip_ms=70.0),))
+    fleet.islands.answered(node, 3.0, 1.0)
+    assert node.distance_ms == 70.0
+    fleet.islands.reconfigure((), Crossing())
+    assert node.distance_ms == 3.0
+
+
+def test_egress_is_money_as_time() -> None:
+    priced = IslandConfig(name="a", round_trip_ms=10.0, egress_usd_per_gb=0.1)
+    fleet, (node, free) = fleet_of("a", "b", islands=(priced,), usd_per_hour=3.6)
+    for _ in range(2000):
+        fleet.islands.saw_request(1_000_000.0)  # 0.0001 USD; an hour is 3.60, so a millisecond is 0.000001
+    assert node.distance_ms == pytest.approx(10.0 + 100.0, rel=0.06)
+    assert node.round_trip_ms == 10.0
+    assert free.distance_ms == 0.0
+
+
+def test_those_who_wait_for_an_island_make_it_farther_until_they_are_gone() -> None:
+    fleet, (one, two, other) = fleet_of("a", "a", "b")
+    for _ in range(60):
+        fleet.islands.saw_waiting({"a": 3000.0})
+    assert one.distance_ms == two.distance_ms == pytest.approx(1500.0, rel=0.06)
+    assert other.distance_ms == 0.0 and fleet.islands.has_lines
+    for _ in range(60):
+        fleet.islands.saw_waiting({})
+    assert one.distance_ms == 0.0 and not fleet.islands.has_lines
+
+
+def test_an_island_comes_and_goes_with_its_nodes() -> None:
+    fleet, _ = fleet_of("a", "b")
+    assert [island.name for island in fleet.islands] == ["a", "b"]
+    group = fleet.group("m")
+    assert group is not None and group.several
+    assert [node.name for node in group.on("b").nodes] == ["n1"] and group.on("b") is group.on("b")
+    assert group.on("b").of == 2 and not group.on("c").nodes
+    fleet.remove("n1")
+    assert [island.name for island in fleet.islands] == ["a"] and not group.several
+    moved = NodeConfig(url="http://n0:1", name="n0", models=("m",), island="c")
+    fleet.reconfigure([NodeConfig(url="http://n0:1", name="n0", models=("m",), island="a")], Health())
+    fleet.reconfigure([moved], Health())
+    assert [island.name for island in fleet.islands] == ["c"]
+
+
+def test_the_way_is_not_taken_for_the_nodes_work() -> None:
+    speeds = []
+    for way_ms in (0.0, 280.0):
+        far = IslandConfig(name="a", round_trip_ms=way_ms)
+        fleet, (node,) = fleet_of("a", islands=(far,))
+        beliefs = Beliefs(Index())
+        beliefs.join(node.name, ["m"])
+        router, now_s = Router(fleet, beliefs, Routing(seed=1)), 100.0
+        for number in range(30):
+            lookup = Lookup(bytes([number, 1, 0, 0]) * 1000, 1000, 0, salt=str(number))
+            ticket = router.dispatch(router.decide(Ask("m"), now_s, lookup), node, now_s)
+            ticket.first_byte(now_s + (way_ms + 80.0) / 1000.0)
+            fleet.close_ticket(ticket, Outcome.OK, now_s + 1.0)
+            now_s += 5.0
+        speeds.append(node.speed.ms_per_token)
+    assert speeds[1] == pytest.approx(speeds[0], rel=0.02)

@@ -1,0 +1,6 @@
+"""Lets the tests here import what they share, however pytest was started."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,231 @@
+"""The `ec2` provisioner against moto's server: two regions, tags, capacity, quota, spot, pages, and calls that fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from moto_clouds import IMAGE, Moto
+
+from warmroute.config import ProvisionerConfig
+from warmroute.scaling.offer import Offer
+from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoCapacity
+from warmroute.scaling.provisioners.ec2 import Ec2Provisioner
+
+EAST, WEST = "us-east-1", "us-west-2"
+PRICES = {f"{EAST}/g4dn.xlarge": 0.526, f"{WEST}/g4dn.xlarge": 0.6, f"{EAST}/g4dn.xlarge/spot": 0.2}
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[Moto]:
+    patch = pytest.MonkeyPatch()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        patch.setenv(name, "testing")
+    patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    patch.setenv("AWS_CONFIG_FILE", "/dev/null")
+    made = Moto()
+    yield made
+    made.close()
+    patch.undo()
+
+
+@pytest.fixture(autouse=True)
+def clean(moto: Moto) -> None:
+    moto.reset()
+    for region in (EAST, WEST):
+        client = moto.client(region)
+        for reservation in client.describe_instances()["Reservations"]:
+            client.terminate_instances(InstanceIds=[one["InstanceId"] for one in reservation["Instances"]])
+    moto.reset()
+
+
+def made(moto: Moto, **changes: Any) -> Ec2Provisioner:
+    values: dict[str, Any] = {
+        "kind": "ec2",
+        "regions": (EAST, WEST),
+        "instance_types": ("g4dn.xlarge",),
+        "prices": PRICES,
+        "images": {EAST: IMAGE, WEST: IMAGE},
+        "endpoint_url": moto.url,
+        "deployment": f"test-{time.time_ns()}",
+        "start_s": 240.0,
+    }
+    return Ec2Provisioner(ProvisionerConfig(**values | changes), moto.session)
+
+
+async def offer_in(cloud: Ec2Provisioner, region: str, *, spot: bool = False) -> Offer:
+    (found,) = [one for one in await cloud.offers() if one.name.startswith(region) and one.spot == spot]
+    return found
+
+
+async def test_offers_are_types_in_regions_with_their_gpus(moto: Moto) -> None:
+    cloud = made(
+        moto, instance_types=("g4dn.xlarge", "g4dn.12xlarge", "no.such"), prices=PRICES | {"g4dn.12xlarge": 3.9}
+    )
+    offers = {offer.name: offer for offer in await cloud.offers()}
+    assert sorted(offers) == [
+        "us-east-1/g4dn.12xlarge",
+        "us-east-1/g4dn.xlarge",
+        "us-west-2/g4dn.12xlarge",
+        "us-west-2/g4dn.xlarge",
+    ]
+    one = offers["us-east-1/g4dn.12xlarge"]
+    assert (one.gpu, one.gpus, one.usd_per_hour, one.island, one.start_s) == ("T4", 4, 3.9, "aws/us-east-1", 240.0)
+    assert offers["us-west-2/g4dn.xlarge"].usd_per_hour == 0.6
+    await cloud.close()
+
+
+async def test_spot_prices_come_from_the_history_and_bad_ones_are_said(moto: Moto) -> None:
+    cloud = made(moto, regions=(EAST,), markets=("on_demand", "spot"), prices={})
+    assert await cloud.offers() == []
+    assert (
+        cloud._sanity.said[0] == "ec2: the offer 'us-east-1/g4dn.xlarge' has no price: set provisioners.prices: dropped"
+    )
+    assert "/spot' costs $1e-05 an hour, below min_usd_per_gpu_hour" in cloud._sanity.said[1]  # moto's price for all
+    await cloud.close()
+    cloud = made(moto, regions=(EAST,), markets=("spot",), prices={}, min_usd_per_gpu_hour=0.0)
+    assert [(offer.spot, offer.usd_per_hour) for offer in await cloud.offers()] == [(True, 1e-05)]
+    await cloud.close()
+
+
+async def test_a_configured_spot_price_counts_before_the_history(moto: Moto) -> None:
+    cloud = made(moto, regions=(EAST,), markets=("spot",))
+    (offer,) = await cloud.offers()
+    assert (offer.name, offer.usd_per_hour, offer.spot) == ("us-east-1/g4dn.xlarge/spot", 0.2, True)
+    await cloud.close()
+
+
+async def test_a_node_is_asked_for_once_tagged_found_and_ended(moto: Moto) -> None:
+    cloud = made(moto)
+    offer = await offer_in(cloud, EAST)
+    await cloud.provision(offer, "t1")
+    await cloud.provision(offer, "t1")  # moto does not honour client tokens: the tag is looked for
+    (machine,) = await cloud.status()
+    assert (machine.token, machine.offer, machine.state) == ("t1", offer.name, MachineState.RUNNING)
+    assert machine.url.startswith("http://10.") and machine.url.endswith(":8000") and machine.island == "aws/us-east-1"
+    assert machine.started_s == pytest.approx(time.time(), abs=300)
+    (asked,) = [one for one in moto.asked if one.get("Action") == ["RunInstances"]]
+    assert len(asked["ClientToken"][0]) == 64
+    instance = machine.id.partition("/")[2]
+    described = moto.client(EAST).describe_instances(InstanceIds=[instance])["Reservations"][0]["Instances"][0]
+    tags = {tag["Key"]: tag["Value"] for tag in described["Tags"]}
+    assert tags["warmroute:token"] == "t1" and tags["warmroute:offer"] == offer.name
+    await cloud.terminate(machine)
+    await cloud.terminate(machine)
+    assert [one.state for one in await cloud.status()] == [MachineState.ENDED]
+    await cloud.terminate(Machine(id=f"{EAST}/i-0123456789abcdef0", token="t", offer="", state=MachineState.RUNNING))
+    await cloud.close()
+
+
+async def test_only_ours_are_seen(moto: Moto) -> None:
+    mine, other = made(moto), made(moto)
+    await other.provision(await offer_in(other, EAST), "theirs")
+    moto.client(EAST).run_instances(ImageId=IMAGE, MinCount=1, MaxCount=1, InstanceType="t3.micro")
+    assert await mine.status() == []
+    assert [machine.token for machine in await other.status()] == ["theirs"]
+    await mine.close()
+    await other.close()
+
+
+async def test_a_full_region_and_a_quota_are_no_capacity(moto: Moto) -> None:
+    cloud = made(moto)
+    east, west = await offer_in(cloud, EAST), await offer_in(cloud, WEST)
+    moto.full(EAST)
+    with pytest.raises(NoCapacity, match="us-east-1: run instances: InsufficientInstanceCapacity: We currently do not"):
+        await cloud.provision(east, "t1")
+    moto.refuse[EAST, "RunInstances"] = (400, "VcpuLimitExceeded", "You have requested more vCPU capacity")
+    with pytest.raises(NoCapacity, match="VcpuLimitExceeded"):
+        await cloud.provision(east, "t1")
+    moto.refuse[EAST, "RunInstances"] = (403, "UnauthorizedOperation", "You are not authorized")
+    with pytest.raises(CloudError, match="UnauthorizedOperation") as error:
+        await cloud.provision(east, "t1")
+    assert not isinstance(error.value, NoCapacity)
+    await cloud.provision(west, "t1")
+    (machine,) = await cloud.status()
+    assert machine.island == "aws/us-west-2"
+    await cloud.close()
+
+
+async def test_a_spot_node_that_is_taken_back_says_so(moto: Moto) -> None:
+    cloud = made(moto, regions=(EAST,), markets=("spot",))
+    (offer,) = await cloud.offers()
+    await cloud.provision(offer, "t1")
+    (asked,) = [one for one in moto.asked if one.get("Action") == ["RunInstances"]]
+    assert asked["InstanceMarketOptions.MarketType"] == ["spot"]
+    (machine,) = await cloud.status()
+    assert not machine.reclaimed
+    instance = machine.id.partition("/")[2]
+    # What a rule on EventBridge's interruption warning would write, for those who want to know within seconds.
+    moto.client(EAST).create_tags(Resources=[instance], Tags=[{"Key": "warmroute:reclaimed", "Value": "two minutes"}])
+    (machine,) = await cloud.status()
+    assert machine.reclaimed and machine.reason == "two minutes"
+    await cloud.close()
+
+
+def test_a_spot_request_that_is_marked_says_so(moto: Moto) -> None:
+    """moto never marks a spot request, so that what AWS answers stands here."""
+    cloud = made(moto)
+
+    class Client:
+        @staticmethod
+        def describe_spot_instance_requests(**asked: Any) -> dict[str, Any]:
+            assert asked["Filters"][0]["Values"] == ["sir-1", "sir-2"]
+            marked = {"Code": "marked-for-termination", "Message": "Your Spot instance is marked for termination"}
+            return {
+                "SpotInstanceRequests": [
+                    {"InstanceId": "i-1", "Status": marked},
+                    {"InstanceId": "i-2", "Status": {"Code": "fulfilled"}},
+                ]
+            }
+
+    cloud._clients["r"] = Client()
+    spots = [{"InstanceId": f"i-{number}", "SpotInstanceRequestId": f"sir-{number}"} for number in (1, 2)]
+    assert cloud._taken_back("r", [*spots, {"InstanceId": "i-3"}]) == {
+        "i-1": "Your Spot instance is marked for termination"
+    }
+
+
+async def test_a_region_that_fails_keeps_its_machines_and_makes_no_offers(moto: Moto) -> None:
+    cloud = made(moto, timeout_s=20.0)
+    await cloud.provision(await offer_in(cloud, EAST), "east")
+    await cloud.provision(await offer_in(cloud, WEST), "west")
+    assert len(await cloud.status()) == 2
+    moto.refuse[WEST, "DescribeInstances"] = (400, "RequestLimitExceeded", "Slow down")
+    machines = {machine.token: machine for machine in await cloud.status()}
+    assert sorted(machines) == ["east", "west"]
+    assert "not heard of since: ec2: us-west-2: describe instances: RequestLimitExceeded" in machines["west"].reason
+    afresh = made(moto)  # after a crash it knows nothing of that region, and says so instead of guessing
+    with pytest.raises(CloudError, match="us-west-2: describe instances: RequestLimitExceeded: Slow down"):
+        await afresh.status()
+    moto.refuse[WEST, "DescribeInstanceTypeOfferings"] = (500, "InternalError", "An internal error has occurred")
+    assert [offer.island for offer in await afresh.offers()] == ["aws/us-east-1"]
+    assert "us-west-2 makes no offers" in afresh._sanity.said[0]
+    moto.refuse[EAST, "DescribeInstanceTypeOfferings"] = (500, "InternalError", "An internal error has occurred")
+    with pytest.raises(CloudError, match="InternalError"):
+        await made(moto).offers()
+    await cloud.close()
+    await afresh.close()
+
+
+async def test_a_call_that_hangs_is_given_up(moto: Moto) -> None:
+    cloud = made(moto, regions=(EAST,), timeout_s=0.5)
+    moto.hang_s[EAST] = 1.5
+    with pytest.raises(CloudError, match=r"took longer than 0.5 s|Read timeout"):
+        await cloud.status()
+    await cloud.close()
+
+
+async def test_more_machines_than_a_page_holds_are_all_seen(moto: Moto) -> None:
+    cloud = made(moto, regions=(EAST,))
+    tags = [{"Key": "warmroute:deployment", "Value": cloud._config.deployment}]
+    moto.client(EAST).run_instances(
+        ImageId=IMAGE,
+        MinCount=60,
+        MaxCount=60,
+        InstanceType="t3.micro",
+        TagSpecifications=[{"ResourceType": "instance", "Tags": tags}],
+    )
+    assert len(await cloud.status()) == 60
+    await cloud.close()

@@ -1,0 +1,258 @@
+"""`command` and `webhook`: the operator's own program and service, with good answers, bad ones, and none at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import stat
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from warmroute.config import ConfigError, ProvisionerConfig
+from warmroute.scaling.offer import Offer
+from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoCapacity, Provisioner
+from warmroute.scaling.provisioners import provisioner_named
+
+OFFERS = {
+    "offers": [
+        {
+            "name": "a",
+            "gpu": "L4",
+            "usd_per_hour": 0.7,
+            "start_s": 90,
+            "island": "mine/east",
+            "note": "unknown is fine",
+        },
+        {"name": "zero", "gpu": "L4", "usd_per_hour": 0},
+        {"name": "below", "gpu": "L4", "usd_per_hour": -1},
+        {"name": "absurd", "gpu": "L4", "usd_per_hour": 1e9},
+        {"name": "words", "gpu": "L4", "usd_per_hour": "cheap"},
+        {"name": "bare"},
+        "nonsense",
+    ]
+}
+MACHINES = {
+    "machines": [
+        {"id": "m1", "token": "t1", "offer": "a", "state": "running", "url": "http://10.1.1.1:8000", "reclaimed": True},
+        {"id": "m2", "token": "t2", "offer": "a", "state": "pending"},
+    ]
+}
+OFFER = Offer(provisioner="own", name="a", island="mine/east", gpu="L4", usd_per_hour=0.7)
+MACHINE = Machine(id="m1", token="t1", offer="a", state=MachineState.RUNNING)
+
+
+class Program:
+    """An operator's program: answers as told, and writes down what it was asked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self._calls = folder / "my-cloud", folder / "calls"
+        self._calls.touch()
+
+    def says(self, body: str) -> None:
+        script = f"""\
+            #!{sys.executable}
+            import json, sys, time
+            verb, asked = sys.argv[-1], sys.stdin.read()
+            with open({str(self._calls)!r}, "a") as file:
+                file.write(json.dumps([verb, json.loads(asked)]) + "\\n")
+            """
+        self.path.write_text(textwrap.dedent(script) + textwrap.dedent(body))
+        self.path.chmod(self.path.stat().st_mode | stat.S_IXUSR)
+
+    def calls(self) -> list[Any]:
+        return [json.loads(line) for line in self._calls.read_text().splitlines()]
+
+    def provisioner(self, **changes: Any) -> Provisioner:
+        return provisioner_named(
+            ProvisionerConfig(kind="command", name="own", command=(str(self.path), "--region", "east"), **changes)
+        )
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Program:
+    return Program(tmp_path)
+
+
+async def test_a_program_makes_offers_and_bad_ones_are_dropped(program: Program) -> None:
+    program.says(f"print(json.dumps({OFFERS!r}))")
+    cloud = program.provisioner(deployment="prod")
+    (offer,) = await cloud.offers()
+    assert (offer.provisioner, offer.name, offer.usd_per_hour, offer.start_s) == ("own", "a", 0.7, 90.0)
+    assert program.calls() == [["offers", {"deployment": "prod"}]]
+    said = " ".join(cloud._sanity.said)  # type: ignore[attr-defined]
+    for name in ("zero", "below", "absurd", "words", "bare", "nonsense"):
+        assert name in said
+
+
+async def test_a_program_starts_tells_and_ends(program: Program) -> None:
+    program.says(f"print(json.dumps({MACHINES!r}) if verb == 'status' else 'fine')")
+    cloud = program.provisioner()
+    await cloud.provision(OFFER, "t1")
+    first, second = await cloud.status()
+    assert (first.id, first.state, first.reclaimed) == ("m1", MachineState.RUNNING, True)
+    assert (second.id, second.state, second.url) == ("m2", MachineState.PENDING, "")
+    await cloud.terminate(first)
+    verbs = dict(program.calls())
+    assert verbs["provision"]["token"] == "t1" and verbs["provision"]["offer"]["name"] == "a"
+    assert verbs["terminate"]["machine"]["id"] == "m1" and verbs["terminate"]["machine"]["state"] == "running"
+
+
+async def test_a_program_says_that_there_is_no_capacity(program: Program) -> None:
+    program.says("print('trying\\neast is full', file=sys.stderr); sys.exit(75)")
+    with pytest.raises(NoCapacity, match="own: no capacity: east is full"):
+        await program.provisioner().provision(OFFER, "t1")
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (
+            "print('a\\nb\\nbad credentials', file=sys.stderr); sys.exit(3)",
+            r"status failed \(exit 3\): bad credentials",
+        ),
+        ("sys.exit(1)", r"status failed \(exit 1\): it said nothing"),
+        ("print('<html>')", "the answer is not JSON .*it begins '<html>"),
+        ("print('[]')", r'the answer is not like {"machines": \[…\]}; it begins \'\[\]'),
+        ("print(json.dumps({'machines': [{'id': 'm'}]}))", "a machine in the answer cannot be read: .*token"),
+        ("print(json.dumps({'machines': [{'id': 'm', 'token': 't', 'offer': '', 'state': 'odd'}]}))", "invalid enum"),
+        ("sys.stdout.buffer.write(bytes([255, 254]))", "the answer is not JSON"),
+    ],
+)
+async def test_a_program_that_fails_is_a_sentence(program: Program, body: str, sentence: str) -> None:
+    program.says(body)
+    with pytest.raises(CloudError, match="own: ") as error:
+        await program.provisioner().status()
+    assert re.search(sentence, str(error.value), re.IGNORECASE), str(error.value)
+    assert not isinstance(error.value, NoCapacity)
+
+
+async def test_a_program_that_hangs_is_killed_with_its_children(program: Program, tmp_path: Path) -> None:
+    beat = tmp_path / "beat"
+    child = f"import time\nwhile True: open({str(beat)!r}, 'a').write('x'); time.sleep(0.02)"
+    program.says(f"import subprocess; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)")
+    cloud = program.provisioner(timeout_s=1.5)
+    with pytest.raises(CloudError, match=r"took longer than 1.5 s"):
+        await cloud.status()
+    size = beat.stat().st_size if beat.exists() else 0
+    await asyncio.sleep(0.3)
+    assert (beat.stat().st_size if beat.exists() else 0) <= size + 1
+
+
+async def test_a_program_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(CloudError, match="cannot be run: No such file or directory"):
+        await Program(tmp_path).provisioner().status()
+
+
+class Service:
+    """An operator's service on loopback: answers as told, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.status, self.answer, self.hang_s = 200, b"{}", 0.0
+        self.asked: list[tuple[str, str | None, Any]] = []
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                service.asked.append((self.path, self.headers["authorization"], body))
+                time.sleep(service.hang_s)
+                self.send_response(service.status)
+                self.send_header("location", "http://127.0.0.1:9/elsewhere")
+                self.send_header("content-length", str(len(service.answer)))
+                self.end_headers()
+                self.wfile.write(service.answer)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.server.handle_error = lambda *_: None  # type: ignore[method-assign]  # who hung up is no news
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def provisioner(self, **changes: Any) -> Provisioner:
+        url = f"http://127.0.0.1:{self.server.server_port}/scale"
+        return provisioner_named(ProvisionerConfig(kind="webhook", name="own", url=url, **changes))
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    made = Service()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+async def test_a_service_is_asked_with_its_token(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OWN_TOKEN", "secret")
+    cloud = service.provisioner(token_env="OWN_TOKEN")
+    service.answer = json.dumps(OFFERS).encode()
+    assert [offer.name for offer in await cloud.offers()] == ["a"]
+    service.answer = json.dumps(MACHINES).encode()
+    assert [machine.id for machine in await cloud.status()] == ["m1", "m2"]
+    service.answer = b""
+    await cloud.provision(OFFER, "t1")
+    await cloud.terminate(MACHINE)
+    paths = [path for path, _token, _body in service.asked]
+    assert paths == ["/scale/offers", "/scale/status", "/scale/provision", "/scale/terminate"]
+    assert {token for _path, token, _body in service.asked} == {"Bearer secret"}
+    assert service.asked[2][2]["token"] == "t1" and service.asked[3][2]["machine"]["id"] == "m1"
+    await cloud.close()
+
+
+@pytest.mark.parametrize("status", [429, 503, 507])
+async def test_a_service_says_that_there_is_no_capacity(service: Service, status: int) -> None:
+    service.status, service.answer = status, b'{"error": {"message": "all taken"}}'
+    cloud = service.provisioner()
+    with pytest.raises(NoCapacity, match=f"own: provision was answered with {status}: all taken"):
+        await cloud.provision(OFFER, "t1")
+    with pytest.raises(CloudError) as error:  # of a status, it means only that the service is busy
+        await cloud.status()
+    assert not isinstance(error.value, NoCapacity)
+    await cloud.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "sentence"),
+    [
+        (500, b"oops", "status was answered with 500: 'oops'"),
+        (302, b"", "status was answered with 302: ''"),
+        (200, b"<html>", "the answer is not JSON"),
+        (200, b'{"machines": 3}', "the answer is not like"),
+    ],
+)
+async def test_a_service_that_fails_is_a_sentence(service: Service, status: int, answer: bytes, sentence: str) -> None:
+    service.status, service.answer = status, answer
+    cloud = service.provisioner()
+    with pytest.raises(CloudError, match=sentence):
+        await cloud.status()
+    await cloud.close()
+
+
+async def test_a_service_that_hangs_or_is_gone_is_a_sentence(service: Service) -> None:
+    service.hang_s = 1.0
+    cloud = service.provisioner(timeout_s=0.2)
+    with pytest.raises(CloudError, match=r"own: status (took longer than 0.2 s|failed: timed out)"):
+        await cloud.status()
+    await cloud.close()
+    gone = Service()
+    cloud = gone.provisioner()
+    gone.server.shutdown()
+    gone.server.server_close()
+    with pytest.raises(CloudError, match=r"own: status failed: .*refused"):
+        await cloud.status()
+    await cloud.close()
+
+
+def test_a_token_that_is_not_in_the_environment_is_said() -> None:
+    with pytest.raises(ConfigError, match="the environment has no NO_SUCH_TOKEN"):
+        provisioner_named(ProvisionerConfig(kind="webhook", url="http://x", token_env="NO_SUCH_TOKEN"))

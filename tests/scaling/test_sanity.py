@@ -1,0 +1,113 @@
+"""Offers that cannot be true are dropped and said; and what a provisioner's configuration may say."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import textwrap
+import tomllib
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from warmroute.config import ConfigError, ProvisionerConfig, from_table
+from warmroute.scaling.offer import Offer
+from warmroute.scaling.provisioners import provisioner_named
+from warmroute.scaling.sanity import LONGEST_START_S, Sanity
+
+GOOD = Offer(provisioner="p", name="a", island="i", gpu="L4", usd_per_hour=1.0)
+
+
+def check(offer: Offer, **limits: Any) -> tuple[list[Offer], tuple[str, ...]]:
+    sanity = Sanity("p", **{"min_usd_per_gpu_hour": 0.02, "max_usd_per_hour": 500.0, **limits})
+    return sanity.check([offer]), sanity.said
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"usd_per_hour": 0.0}, "costs $0, which stands for a price that is not known"),
+        ({"usd_per_hour": -0.5}, "costs $-0.5 an hour, which is below 0"),
+        ({"usd_per_hour": nan}, "costs nan, which is no price"),
+        ({"usd_per_hour": inf}, "costs inf, which is no price"),
+        ({"usd_per_hour": 0.01}, "a bid floor, no price"),
+        ({"usd_per_hour": 0.1, "gpus": 8}, "below min_usd_per_gpu_hour ($0.02 × 8)"),
+        ({"usd_per_hour": 501.0}, "above max_usd_per_hour ($500)"),
+        ({"gpus": 0}, "has 0 GPUs"),
+        ({"gpu": ""}, "does not say its GPU"),
+        ({"name": ""}, "has no name"),
+    ],
+)
+def test_an_offer_that_cannot_be_true_is_dropped_and_said(change: dict[str, Any], words: str) -> None:
+    kept, said = check(msgspec.structs.replace(GOOD, **change))
+    assert kept == [] and len(said) == 1 and words in said[0] and "dropped" in said[0]
+
+
+def test_a_good_offer_stays_as_it_is() -> None:
+    assert check(GOOD) == ([GOOD], ())
+    free = msgspec.structs.replace(GOOD, usd_per_hour=0.0)
+    assert check(free, free=True) == ([free], ())
+
+
+@pytest.mark.parametrize(("start_s", "taken_s"), [(nan, 0.0), (-1.0, 0.0), (inf, LONGEST_START_S)])
+def test_a_start_that_cannot_be_true_is_mended_and_said(start_s: float, taken_s: float) -> None:
+    (kept,), said = check(msgspec.structs.replace(GOOD, start_s=start_s, most=-3))
+    assert (kept.start_s, kept.most) == (taken_s, 0) and len(said) == 2
+
+
+def test_the_same_complaint_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    sanity = Sanity("p")
+    bad = msgspec.structs.replace(GOOD, usd_per_hour=-1.0)
+    with caplog.at_level(logging.WARNING, "warmroute.scaling"):
+        for _ in range(3):
+            assert sanity.check([GOOD, bad, GOOD]) == [GOOD]
+    assert len(caplog.records) == 2  # the price, and the name that stands there twice
+    assert "stands there twice" in sanity.said[1]
+
+
+def refused(**table: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        from_table({"provisioners": [table]})
+    return str(error.value)
+
+
+def test_a_configuration_that_does_not_fit_its_kind_is_refused() -> None:
+    assert refused(kind="nebula").startswith("provisioners[0].kind: invalid enum value 'nebula'")
+    assert refused(kind="process") == "provisioners.gpu is needed with kind 'process' (process)"
+    assert refused(kind="process", gpu="L4", regions=["x"]).startswith("provisioners.regions means nothing to kind")
+    assert "workload_name is needed" in refused(kind="kubernetes", gpu="L4")
+    assert "launch_template, or images" in refused(kind="ec2", regions=["r"], instance_types=["t"])
+    assert "url is needed" in refused(kind="webhook")
+    assert "whole catalogue" in refused(kind="skypilot", task="t.yaml", clouds=["aws"])
+    assert refused(kind="process", gpus=0, gpu="x").startswith("provisioners[0].gpus: ")
+    assert "did you mean provisioners.workload_name" in refused(kind="kubernetes", workload_nam="x")
+    assert "is no price" in refused(
+        kind="ec2", regions=["r"], instance_types=["t"], launch_template="l", prices={"t": float("nan")}
+    )
+
+
+def test_two_of_one_name_are_refused() -> None:
+    one = {"kind": "process", "gpu": "L4"}
+    with pytest.raises(ConfigError, match="two are named 'process'"):
+        from_table({"provisioners": [one, one]})
+    assert len(from_table({"provisioners": [one, one | {"name": "second"}]}).provisioners) == 2
+
+
+@pytest.mark.parametrize(("kind", "library"), [("ec2", "boto3"), ("kubernetes", "lightkube")])
+def test_a_missing_extra_is_said(kind: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("warmroute.scaling.provisioners.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ConfigError, match=rf"kind '{kind}' needs .*{library}.*install warmroute\[{kind}\]"):
+        provisioner_named(ProvisionerConfig(kind=kind))  # type: ignore[arg-type]
+
+
+def test_what_the_documentation_shows_is_a_configuration() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "provisioners.md").read_text()
+    shown = re.findall(r"^    \[\[provisioners\]\]\n(?:(?:    .*)?\n)+", text, re.MULTILINE)
+    kinds = [from_table(tomllib.loads(textwrap.dedent(one))).provisioners[0].kind for one in shown]
+    assert kinds == ["process", "kubernetes", "ec2", "skypilot", "command", "webhook"]

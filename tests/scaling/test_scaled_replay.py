@@ -1,0 +1,317 @@
+"""Fleets that grow and shrink in virtual time, and the report of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from math import pi, sin
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from warmroute.cli.main import main
+from warmroute.config import Config, Scaling
+from warmroute.scaling.offer import Offer
+from warmroute.sim.engine.timing import Timing
+from warmroute.sim.peers.scalers import Hpa, Threshold
+from warmroute.sim.profiles import Profile
+from warmroute.sim.replay import Setup, contender, replay
+from warmroute.sim.replay.scaled import scaling_summary
+from warmroute.sim.replay.summary import summary
+from warmroute.sim.workloads import Prompt, Segments, choose
+from warmroute.sim.workloads.day import DEPTH, day_shaped
+from warmroute.sim.workloads.segments import named
+from warmroute.sim.world import Conditions, Island, NodeSpec, World
+from warmroute.sim.world.scaling import Autoscale, Autoscaling, SimOffer
+
+# A prefill takes 1 ms a token, a decode step 10 ms: a node does about one request of 500 tokens a second.
+PLAIN = Profile(
+    name="plain",
+    timing=Timing(m=0, a=0, b=1.0, d=0, h=0, e=10.0, f=0, e2=0, f2=0, g=0, overhead_ms=0),
+    kv_tokens=64_000,
+    kv_bytes_per_token=1,
+)
+CONDITIONS = Conditions(islands={"local": Island(0.0)}, seed=5)
+SHARED = Segments().followed_by(named("system"), 256)
+
+
+def offered(name: str = "plain", **more: Any) -> SimOffer:
+    quota = more.pop("quota", None)
+    told: dict[str, Any] = {"island": "local", "gpu": "plain", "usd_per_hour": 2.0, "start_s": 20.0, **more}
+    return SimOffer(offer=Offer(provisioner="sim", name=name, **told), profile=PLAIN, quota=quota)
+
+
+def scaling(*offers: SimOffer, decider: Any = None, **config: Any) -> Autoscale:
+    told = {"max_nodes": 8, "interval_s": 5.0, "cooldown_up_s": 10.0, "cooldown_down_s": 60.0, **config}
+    return Autoscale(config=Scaling(enabled=True, **told), offers=offers or (offered(),), decider=decider)
+
+
+def world_of(autoscale: Autoscale, count: int = 2) -> tuple[World, Autoscaling]:
+    specs = [NodeSpec(f"node-{at}", PLAIN, usd_per_hour=2.0) for at in range(count)]
+    world = World(specs, CONDITIONS, Config())
+    return world, Autoscaling(world, autoscale)
+
+
+def prompt(number: int, at_ms: float, tokens: int = 500) -> Prompt:
+    asked = SHARED.followed_by(named("question", number), tokens - 256)
+    return Prompt(tokens, 4, asked.followed_by(named("answer", number), 4), at_ms=at_ms)
+
+
+def swell(seconds: float, most_per_s: float, tokens: int = 500) -> Iterator[Prompt]:
+    """A load that rises and falls."""
+    at_s, number = 0.0, 0
+    while at_s < seconds:
+        yield prompt(number, at_s * 1000.0, tokens)
+        number += 1
+        at_s += 1.0 / (0.3 + most_per_s * max(0.0, sin(pi * at_s / seconds)))
+
+
+def books_are_closed(world: World) -> None:
+    assert world.inflight == 0 and world.admission.waiting == 0
+    assert world.tally.ended == world.tally.total("arrived")
+    for sim in (*world.nodes.values(), *world.gone):
+        assert sim.node.inflight == 0 and not sim.flights
+
+
+def test_a_fleet_follows_its_load_up_and_down_and_nobody_is_cut() -> None:
+    world, scaled = world_of(scaling())
+    left_with_work: list[str] = []
+    remove = world.remove
+
+    def watched(name: str) -> None:
+        if world.nodes[name].flights:
+            left_with_work.append(name)
+        remove(name)
+
+    world.remove = watched  # type: ignore[method-assign]
+    world.run(swell(1200.0, 4.0, 1200))
+    world.calendar.run_until(world.calendar.now_ms + 900_000.0)
+    counts = [serving for _, serving, _ in scaled.counts]
+    assert max(counts) >= 4 and counts[-1] <= 2
+    assert world.tally.total("finished") == world.tally.total("arrived") > 2500
+    assert not left_with_work and world.gone
+    books_are_closed(world)
+    for step in scaled.decisions:
+        assert step.reasons and all(isinstance(why, str) for why in step.reasons)
+
+
+def test_the_same_seed_makes_the_same_fleet() -> None:
+    found = []
+    for _ in range(2):
+        world, scaled = world_of(scaling())
+        world.run(swell(400.0, 5.0))
+        found.append((scaled.counts, scaled.totals(), list(world.tally.ttft_ms)))
+    assert found[0] == found[1]
+
+
+def test_from_zero_the_first_request_is_held_and_answered() -> None:
+    world, scaled = world_of(scaling(min_nodes=0, to_zero_after_s=100.0), count=0)
+    world.run(iter([prompt(0, 1000.0), prompt(1, 2000.0), prompt(2, 60_000.0)]))
+    assert world.tally.total("finished") == 3
+    first, _, third = world.tally.ttft_ms
+    assert first >= 16_000.0 and third < 5000.0
+    world.calendar.run_until(world.calendar.now_ms + 600_000.0)
+    assert scaled.counts[-1][1:] == (0, 0)  # and back to zero
+    world.run(iter([prompt(3, world.calendar.now_ms + 1000.0)]))
+    assert world.tally.total("finished") == 4
+    books_are_closed(world)
+
+
+def test_nobody_waits_for_ever_for_a_node_that_never_comes() -> None:
+    world, _ = world_of(scaling(offered(quota=0), min_nodes=0, hold_s=30.0), count=0)
+    world.run(iter([prompt(0, 1000.0)]))
+    assert world.tally.total("rejected") == 1
+    assert 30_000.0 <= world.calendar.now_ms <= 40_000.0
+    books_are_closed(world)
+
+
+def test_a_full_cloud_is_left_alone_and_the_next_offer_is_taken() -> None:
+    world, scaled = world_of(scaling(offered(quota=3), offered("dear", usd_per_hour=9.0)))
+    world.run(swell(600.0, 7.0))
+    taken = [up.offer.name for step in scaled.decisions for up in step.ups]
+    assert scaled.refusals >= 1 and "dear" in taken
+    assert sum(life.offer.name == "plain" for life in scaled.core.lives) <= 3
+    books_are_closed(world)
+
+
+def test_a_new_node_has_what_is_hot_before_it_serves() -> None:
+    for warms in (True, False):
+        world, scaled = world_of(Autoscale(config=scaling().config, offers=(offered(),), warms=warms))
+        prefilled: list[tuple[int, int]] = []
+        serve = scaled._serve
+
+        def watched(
+            token: str, world: World = world, serve: Any = serve, prefilled: list[tuple[int, int]] = prefilled
+        ) -> None:
+            sim = world.nodes[token]
+            assert sim.node.draining and not sim.requests  # nobody was sent there before
+            prefilled.append((sim.engine.stats.prompt_tokens_computed, sim.requests))
+            serve(token)
+
+        scaled._serve = watched  # type: ignore[method-assign]
+        world.run(swell(500.0, 6.0))
+        assert prefilled
+        assert all((computed >= 256) == warms for computed, _ in prefilled)
+        books_are_closed(world)
+
+
+def test_what_only_one_node_holds_is_moved_before_it_goes() -> None:
+    world, scaled = world_of(scaling(max_nodes=2))
+    world.run(iter([prompt(number, number * 2000.0) for number in range(20)]))
+    chain = next(prefix.chain for prefix in scaled.core.to_warm(world.calendar.now_s))
+    name = next(iter(world.beliefs.holders(chain)))
+    (other,) = set(world.nodes) - {name}
+    world.restart(other)  # with an empty cache
+    world.calendar.run_until(world.calendar.now_ms + 5000.0)
+    assert world.beliefs.holders(chain) == {name}
+    assert [prefix.chain for prefix in scaled.core.to_move(name, world.calendar.now_s)]
+    scaled._give_back(name)
+    world.calendar.run_until(world.calendar.now_ms + 30_000.0)
+    assert name not in world.nodes
+    (left,) = world.nodes
+    assert left in world.beliefs.holders(chain)
+
+
+def test_what_is_paid_for_is_from_the_request_to_the_end() -> None:
+    world, scaled = world_of(scaling())
+    world.run(swell(800.0, 5.0))
+    hours = 0.0
+    counts = [*scaled.counts, (world.calendar.now_s, 0, 0)]
+    for (at_s, serving, coming), (next_s, _, _) in pairwise(counts):
+        hours += (serving + coming) * (next_s - at_s) / 3600.0
+    paid = scaled.totals()
+    assert paid["node_hours"] >= hours * 0.999  # draining is paid for, too
+    assert paid["node_hours"] == pytest.approx(hours, rel=0.05)
+    assert paid["usd"] == pytest.approx(2.0 * paid["node_hours"])
+
+
+@pytest.mark.parametrize("peer", [Threshold, Hpa])
+def test_others_scale_too(peer: Any) -> None:
+    world, scaled = world_of(scaling(decider=peer))
+    world.run(swell(1200.0, 6.0))
+    assert max(serving for _, serving, _ in scaled.counts) > 2
+    books_are_closed(world)
+    told = {**summary(world), **scaling_summary(world, scaled)}
+    assert told["most_nodes"] > 2 and told["gpu_hours"] > 0
+
+
+def test_a_dry_run_changes_nothing() -> None:
+    world, scaled = world_of(scaling(dry_run=True))
+    world.run(swell(400.0, 8.0))
+    assert scaled.decisions and {serving for _, serving, _ in scaled.counts} == {2}
+
+
+# The shape of a day.
+
+
+def test_a_day_keeps_its_requests_and_has_its_noon() -> None:
+    even = [Prompt(10, 1, SHARED, at_ms=at * 100.0) for at in range(10_000)]
+    moved = [one.at_ms / 1000.0 for one in day_shaped(even, 1000.0)]
+    assert moved == sorted(moved) and moved[-1] < 1000.0
+    night, noon = sum(at < 100.0 for at in moved), sum(450.0 <= at < 550.0 for at in moved)
+    assert noon / night == pytest.approx((1 + DEPTH * 0.98) / (1 - DEPTH * 0.93), rel=0.1)
+
+
+# The report.
+
+
+def test_a_replay_tells_nodes_money_and_time_over_the_ceiling(tmp_path: Path) -> None:
+    page, numbers = tmp_path / "page.html", tmp_path / "runs.json"
+    words = ["shared_system_prompts", "system_tokens=2000", "question_tokens=2000", "output_tokens=200"]
+    command = [
+        "replay",
+        *words,
+        "--profile",
+        "l4-1.5b",
+        "--nodes",
+        "1",
+        "--limit",
+        "600",
+        "--rate",
+        "4",
+        "--policy",
+        "price",
+    ]
+    scalers = ["--scaler", "warmroute", "--scaler", "hpa:target=0.6", "--scaler", "fixed"]
+    more = ["--start", "20", "--usd", "1.5", "--ceiling", "1000", "--max-nodes", "4", "--day", "150"]
+    assert main([*command, *scalers, *more, "--html", str(page), "--json", str(numbers), "--quiet"]) == 0
+    ours, hpa, fixed = json.loads(numbers.read_text())["runs"]
+    assert [run["policy"] for run in (ours, hpa, fixed)] == [
+        "price, warmroute",
+        "price, hpa:target=0.6",
+        "price, fixed",
+    ]
+    for run in (ours, hpa):
+        told = run["scaling"]
+        assert told["usd"] == pytest.approx(1.5 * told["node_hours"], rel=1e-3)
+        assert len(told["timeline"]["serving"]) > 10
+        assert all(step["why"] for step in told["decisions"])
+    for run in (ours, hpa, fixed):
+        assert run["ceiling"]["ms"] == 1000.0 and run["ceiling"]["seconds_over"] >= 0
+    assert "scaling" not in fixed
+    assert "Nodes over time" in page.read_text()
+
+
+def test_offers_come_from_a_file(tmp_path: Path) -> None:
+    offers, numbers = tmp_path / "offers.toml", tmp_path / "runs.json"
+    offers.write_text(
+        """
+        [scaling]
+        max_nodes = 3
+        min_nodes = 3
+        [[offers]]
+        name = "cheap"
+        profile = "l4-1.5b"
+        usd_per_hour = 0.7
+        start_s = 5
+        quota = 2
+        [[offers]]
+        name = "dear"
+        profile = "l4-1.5b"
+        usd_per_hour = 1.4
+        start_s = 5
+        """
+    )
+    command = [
+        "replay",
+        "shared_system_prompts",
+        "--profile",
+        "l4-1.5b",
+        "--nodes",
+        "1",
+        "--limit",
+        "400",
+        "--policy",
+        "price",
+    ]
+    assert main([*command, "--autoscale", "--offers", str(offers), "--json", str(numbers), "--quiet"]) == 0
+    (run,) = json.loads(numbers.read_text())["runs"]
+    assert run["scaling"]["most_nodes"] == 3 and run["scaling"]["refusals"] >= 1
+    assert {name for step in run["scaling"]["decisions"] for name in step["add"]} == {"replay/cheap", "replay/dear"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--scaler", "magic"], "there are warmroute, threshold, hpa, fixed"),
+        (["--scaler", "hpa:tagret=1"], "hpa takes target"),
+        (["--autoscale", "--offers", "/nowhere.toml"], "cannot be read"),
+        (["--autoscale", "--min-nodes", "9", "--max-nodes", "3"], "above scaling.max_nodes"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_said(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", "shared_system_prompts", "--limit", "5", "--quiet", *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_fleet_that_is_not_scaled_is_as_it_was() -> None:
+    setup = Setup(
+        workload=choose(["shared_system_prompts"]),
+        nodes=tuple(NodeSpec(f"node-{at}", PLAIN) for at in range(2)),
+        contender=contender("price"),
+        limit=50,
+    )
+    run = replay(setup)
+    assert "scaling" not in run and "ceiling" not in run

@@ -1,0 +1,349 @@
+"""`warmroute explain`, POST /admin/explain, and the headers that name a node: with engine processes under `price`."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from harness import (
+    CLOSE,
+    SSE_HEAD,
+    Router,
+    answer,
+    chat,
+    chunk,
+    engines,
+    event,
+    failing,
+    normal,
+    post,
+    router,
+    script,
+    stream,
+    until,
+)
+
+from warmroute.edge.keys import hash_key
+from warmroute.sim.children import Children
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE / "sim_server"))
+
+from engine_processes import Engine  # noqa: E402
+
+SMALL_MODEL = HERE / "prompt_tokens" / "small-model"
+SYSTEM = "You answer questions about the routing of requests to engines, whose caches hold what they have seen before. "
+PRICE = {"policy": "price", "seed": 7}
+ASK = ["X-Warmroute-Explain: 1"]
+
+
+@pytest.fixture
+def children() -> Iterator[Children]:
+    with Children() as started:
+        yield started
+
+
+@asynccontextmanager
+async def live(children: Children, count: int = 3, **tables: Any) -> AsyncIterator[Router]:
+    """Engines with events, whose tokenizer the router has."""
+    nodes = [Engine(children, "--tokenizer", str(SMALL_MODEL), blocks=4000) for _ in range(count)]
+    models = [{"name": "sim", "tokenizer": str(SMALL_MODEL)}]
+    named = [{"url": node.url, "name": f"gpu-{number}"} for number, node in enumerate(nodes)]
+    async with router(*named, routing=PRICE, index={"min_tokens": 32}, models=models, **tables) as r:
+        beliefs = r.service.beliefs
+        await until(lambda: all(cache.complete for cache in beliefs), "all events are followed")
+        await until(lambda: all(cache.capacity_blocks for cache in beliefs), "all metrics are read")
+        yield r
+
+
+def question(text: str, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "system", "content": SYSTEM * 12}, {"role": "user", "content": text}]
+    return {"model": "sim", "messages": messages, "max_tokens": 8, **more}
+
+
+async def ask(r: Router, request_id: str, text: str = "What is a block?", **more: Any) -> Any:
+    body = json.dumps(question(text, **more)).encode()
+    found = await r.ask(post(body, headers=[f"X-Request-Id: {request_id}"]))
+    assert found.status == 200, found.body
+    return found
+
+
+async def told(r: Router) -> None:
+    """Until events have told of all that was sent."""
+    index = r.service.beliefs.index
+    places = [place for cache in r.service.beliefs for place in cache.ranks.values()]
+    await until(lambda: any(index.pairs_of(place) for place in places), "events")
+
+
+async def explain(r: Router, *arguments: str, **env: str) -> tuple[int, str, str]:
+    """The command, as a process."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "warmroute.cli.main", "explain", "--admin", f"http://127.0.0.1:{r.service.admin_port}",
+        *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **env},
+    )  # fmt: skip
+    out, err = await process.communicate()
+    return process.returncode or 0, out.decode(), err.decode()
+
+
+def books(r: Router) -> dict[str, Any]:
+    """Whatever a request would leave behind."""
+    service = r.service
+    return {
+        "arrivals": [(node.arrival_rate, node.arrival_s, node.last_ticket_s) for node in service.fleet],
+        "index": service.beliefs.index.stats(),
+        "inflight": [(node.name, node.inflight, node.pending_work, node.context) for node in service.fleet],
+        "outcomes": [tuple(node.outcomes) for node in service.fleet],
+        "expected": [list(cache.ranks) for cache in service.beliefs],
+        "reuse": bytes(service.beliefs.reuse.chances),
+        "journal": len(service.journal),
+        "waiting": service.admission.waiting,
+        "answered": dict(service.counters.answered),
+        "refused": dict(service.counters.refused),
+    }
+
+
+# The command.
+
+
+async def test_a_past_request_is_explained(children: Children, tmp_path: Path) -> None:
+    file = tmp_path / "journal.jsonl"
+    async with live(children, journal={"file": str(file)}) as r:
+        await ask(r, "first")
+        await told(r)
+        await ask(r, "second", "And what is a chain of them?")
+        code, out, err = await explain(r, "second")
+        assert (code, err) == (0, "")
+        sentence, head, *rows = out.splitlines()
+        entry = (await r.admin("GET", "/admin/decisions/second")).json
+        home, warm, tokens = entry["node"], entry["cached_tokens"], entry["prompt_tokens"]
+        assert sentence == entry["sentence"]
+        assert sentence.startswith(f"{home}: {warm:,} of {tokens:,} tokens warm, saves ")
+        assert warm > 100
+        assert head.split()[:4] == ["node", "price,", "ms", "prefill"] or "prefill" in head
+        assert len(rows) == 4 and rows[0].split()[:2] == ["→", home]
+        assert {row.split()[0] for row in rows[1:3]} == {f"gpu-{number}" for number in range(3)} - {home}
+        assert ": ok, status 200, first byte after " in rows[3]
+        assert f"{entry['reported']['cached_tokens']:,} of {tokens:,} tokens were cached" in rows[3]
+        assert entry["reported"]["cached_tokens"] == warm, "as the engine says itself"
+
+        code, out, _ = await explain(r, "second", "--json")
+        assert code == 0 and json.loads(out) == entry
+        await until(lambda: r.service.counters.journal_written == 2)
+        code, out, _ = await explain(r, "second", "--journal", str(file))
+        assert code == 0 and out.splitlines()[0] == sentence
+        os.rename(file, tmp_path / "journal.jsonl.1")
+        code, out, _ = await explain(r, "first", "--journal", str(file), "--json")
+        assert code == 0 and json.loads(out)["request_id"] == "first"
+
+
+async def test_a_request_file_against_the_live_fleet(children: Children, tmp_path: Path) -> None:
+    file = tmp_path / "request.json"
+    file.write_text(json.dumps(question("And what is a chain of them?")))
+    async with live(children) as r:
+        await ask(r, "first")
+        await told(r)
+        home = (await r.admin("GET", "/admin/decisions/first")).json["node"]
+        await until(lambda: r.inflight() == 0 and not r.service.beliefs._fulfilling, "what was sent is told")
+        before = books(r)
+        code, out, err = await explain(r, "--request", str(file), "--json")
+        assert (code, err) == (0, "")
+        would = json.loads(out)
+        assert would["node"] == home and would["cached_tokens"] > 100 and "outcome" not in would
+        for _ in range(3):
+            code, out, _ = await explain(r, "--request", str(file))
+            assert code == 0 and out.splitlines()[0] == would["sentence"] and f"→ {home}" in out.replace("  ", " ")
+        assert books(r) == before, "it never arrived"
+        await ask(r, "real", "And what is a chain of them?")
+        real = (await r.admin("GET", "/admin/decisions/real")).json
+        for name in ("node", "sentence", "prompt_tokens", "cached_tokens", "policy", "reason", "considered"):
+            assert real[name] == would[name], name
+
+
+async def test_what_goes_wrong_is_said(children: Children, tmp_path: Path) -> None:
+    token = "open sesame"
+    admin = {"token_sha256": hashlib.sha256(token.encode()).hexdigest()}
+    body, broken = tmp_path / "body.json", tmp_path / "broken.json"
+    body.write_bytes(chat("hello"))
+    broken.write_text("{")
+    async with engines() as [engine], router(engine, admin=admin) as r:
+        port = r.service.admin_port
+
+        async def fails(*arguments: str, **env: str) -> str:
+            code, out, err = await explain(r, *arguments, **env)
+            assert code == 2 and out == "" and err.startswith("warmroute: ") and err.count("\n") == 1, err
+            return err.removeprefix("warmroute: ").strip()
+
+        good = {"WARMROUTE_ADMIN_TOKEN": token}
+        assert await fails("x") == (
+            f"the admin listener at http://127.0.0.1:{port} needs its token: put it into WARMROUTE_ADMIN_TOKEN, or "
+            "name another (--token-env)"
+        )
+        assert "the token in OTHER is not its own" in await fails("x", "--token-env", "OTHER", OTHER="wrong")
+        assert "No decision about a request 'x' is kept here. The last 1,000 are" in await fails("x", **good)
+        code, out, _ = await explain(r, "--request", str(body), **good)
+        assert code == 0 and out.strip() == "node0: the only node that can take it"
+        assert "give the id of a past request, or --request FILE" in await fails()
+        assert "give the id of a past request" in await fails("x", "--request", str(body))
+        assert "go with --request" in await fails("x", "--tenant", "t")
+        assert "is not JSON" in await fails("--request", str(broken), **good)
+        assert "cannot be read: No such file" in await fails("--request", str(tmp_path / "none"), **good)
+        assert "is not like 'Name: value'" in await fails("--request", str(body), "--header", "x", **good)
+        assert "there is no such file" in await fails("x", "--journal", str(tmp_path / "none"))
+        (tmp_path / "journal").write_text('{"request_id": "y"}\n{"request_id": "x')
+        assert "no request 'x' is in " in await fails("x", "--journal", str(tmp_path / "journal"))
+        unknown = tmp_path / "unknown.json"
+        unknown.write_bytes(chat("hello", model="nope"))
+        assert "nope" in await fails("--request", str(unknown), **good)
+        assert await fails("x", "--admin", "127.0.0.1:1") == (
+            "no router answers at http://127.0.0.1:1 (Connection refused); --admin names its admin listener ([admin] "
+            "in its configuration)"
+        )
+        wrong = await fails("x", "--admin", engine.url)
+        assert f"what answers at {engine.url} is not a router's admin listener" in wrong
+
+
+# POST /admin/explain.
+
+
+async def test_tenants_and_headers_count_as_in_a_real_request() -> None:
+    keys = [
+        {"sha256": hash_key(name), "tenant": name, "priority": most} for name, most in (("a", "high"), ("b", "low"))
+    ]
+    async with engines(2) as both, router(*both, keys=keys) as r:
+
+        async def explained(**more: Any) -> Any:
+            return await r.admin("POST", "/admin/explain", json.dumps({"body": json.loads(chat()), **more}).encode())
+
+        assert (await explained()).error["code"] == "missing_tenant"
+        assert (await explained(tenant="nobody")).error["code"] == "unknown_tenant"
+        assert (await explained(tenant="a")).json["tenant"] == "a"
+        high = {"X-Priority": "high", "Content-Length": "7", "Host": "x"}
+        assert (await explained(tenant="a", headers=high)).json["priority"] == "high"
+        assert (await explained(tenant="b", headers=high)).json["priority"] == "low"
+        assert (await explained(headers={"Authorization": "Bearer a"})).json["tenant"] == "a"
+        assert not any(engine.seen for engine in both)
+
+
+async def test_what_is_no_request_is_refused() -> None:
+    async with engines(2) as both, router(*both) as r:
+
+        async def refused(given: bytes) -> tuple[int, str]:
+            found = await r.admin("POST", "/admin/explain", given)
+            return found.status, found.error["code"]
+
+        assert await refused(b"") == (400, "bad_request")
+        assert await refused(b'{"body": {}, "bdy": 1}') == (400, "bad_request")
+        assert await refused(b'{"body": 7}') == (400, "malformed_json")
+        assert await refused(b'{"body": {"model": "nope", "prompt": "x"}, "path": "/v1/completions"}') == (
+            404, "model_not_found",
+        )  # fmt: skip
+        assert await refused(b'{"body": {}, "path": "/admin/nodes"}') == (404, "not_found")
+        assert await refused(b'{"body": {}, "path": "v1/completions"}') == (400, "bad_request")
+        assert await refused(b'{"body": {}, "path": "/v1/completions HTTP/1.1\\r\\nX: y"}') == (400, "bad_request")
+        assert await refused(b'{"body": {}, "headers": {"a": "b\\r\\nc: d"}}') == (400, "bad_request")
+        assert await refused(b'{"body": {}, "headers": {"a b": "c"}}') == (400, "bad_request")
+        assert (await r.admin("GET", "/admin/explain")).status == 405
+        # Turns are not taken.
+        body = json.dumps({"body": json.loads(chat())}).encode()
+        names = {(await r.admin("POST", "/admin/explain", body)).json["node"] for _ in range(3)}
+        assert names == {"node0"}
+        await r.ask()
+        assert len(both[0].seen) == 1 and not both[1].seen
+
+
+# Headers.
+
+
+async def test_answers_name_no_node_unless_configured() -> None:
+    async with engines() as [engine], router(engine) as r:
+        found = await r.ask(post(headers=ASK))
+        assert b"warmroute" not in found.head.lower()
+        assert engine.seen[0].get(b"x-warmroute-explain") == [b"1"]
+
+
+async def test_headers_change_nothing_else() -> None:
+    """Byte for byte, an answer with them is the answer without them, and two lines."""
+    async with engines() as [engine], router(engine, journal={"headers": "asked"}) as r:
+        for behave in (normal(headers=b"X-Odd:  kept \r\n"), stream(3), failing(404)):
+            engine.behave = behave
+            plain = await r.ask(post(headers=["X-Request-Id: 7"]))
+            zero = await r.ask(post(headers=["X-Request-Id: 7", "X-Warmroute-Explain: 0"]))
+            asked = await r.ask(post(headers=["X-Request-Id: 7", *ASK]))
+            assert zero.head == plain.head and b"warmroute" not in plain.head.lower()
+            assert asked.head.replace(b"X-Warmroute-Node: node0\r\n", b"") == plain.head
+            assert (asked.body, asked.chunks) == (plain.body, plain.chunks)
+            assert asked.all("x-request-id") == ["7"]
+            assert asked.get("x-warmroute-hit") is None, "round robin reads no prompt"
+
+
+async def test_the_node_that_answered_is_named_after_a_fallback() -> None:
+    tables = {"routing": PRICE, "journal": {"headers": "always"}}
+    async with engines(2) as both, router(*both, **tables) as r:
+        prompt = chat("the same beginning " * 300)
+        first = await r.ask(post(prompt))
+        at = int((first.get("x-warmroute-node") or "").removeprefix("node"))
+        tokens = int((first.get("x-warmroute-hit") or "").removeprefix("0/"))
+        assert tokens > 1000
+        again = await r.ask(post(prompt))
+        assert again.get("x-warmroute-node") == f"node{at}"
+        warm = int((again.get("x-warmroute-hit") or "").partition("/")[0])
+        assert again.get("x-warmroute-hit") == f"{warm}/{tokens}" and warm > 0.9 * tokens
+        both[at].behave = failing(500)
+        moved = await r.ask(post(prompt))
+        assert moved.status == 200
+        assert moved.all("x-warmroute-node") == [f"node{1 - at}"] and moved.all("x-warmroute-hit") == [f"0/{tokens}"]
+
+
+async def test_a_broken_stream_and_an_old_client_get_them_too() -> None:
+    async with engines() as [engine], router(engine, journal={"headers": "always"}) as r:
+        engine.behave = script(SSE_HEAD, chunk(event(0)), CLOSE)
+        assert (await r.ask()).get("x-warmroute-node") == "node0"
+        engine.behave = stream(2)
+        peer = await r.connect()
+        peer.write(post().replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+        assert (await peer.answer()).get("x-warmroute-node") == "node0"
+        engine.behave = script(answer(b"", 204))
+        assert (await r.ask(without_body=True)).get("x-warmroute-node") == "node0"
+
+
+async def test_an_odd_name_breaks_no_head() -> None:
+    async with engines() as [engine]:
+        node = {"url": engine.url, "name": "gpu é%\r\nX: y"}
+        async with router(node, journal={"headers": "always"}) as r:
+            found = await r.ask()
+            assert found.get("x-warmroute-node") == "gpu %C3%A9%25%0D%0AX: y" and found.get("x") is None
+
+
+async def test_the_openai_client_sees_where_it_was(children: Children) -> None:
+    async with (
+        live(children, 2, journal={"headers": "asked"}) as r,
+        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{r.port}/v1", api_key="sk-none", max_retries=0) as client,
+    ):
+        asked = {"X-Warmroute-Explain": "1"}
+        first = await client.chat.completions.with_raw_response.create(**question("Why?"), extra_headers=asked)
+        node, hit = first.headers["x-warmroute-node"], first.headers["x-warmroute-hit"]
+        assert node in ("gpu-0", "gpu-1") and hit.startswith("0/")
+        await told(r)
+        usage = first.parse().usage
+        assert usage is not None and hit == f"0/{usage.prompt_tokens}"
+        streamed = await client.chat.completions.with_raw_response.create(
+            **question("Why?"), stream=True, stream_options={"include_usage": True}, extra_headers=asked
+        )
+        assert streamed.headers["x-warmroute-node"] == node
+        chunks = [chunk async for chunk in streamed.parse()]
+        usage = chunks[-1].usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        cached = usage.prompt_tokens_details.cached_tokens
+        assert streamed.headers["x-warmroute-hit"] == f"{cached}/{usage.prompt_tokens}" and cached
+        plain = await client.chat.completions.with_raw_response.create(**question("Why?"))
+        assert "x-warmroute-node" not in plain.headers and plain.headers["x-request-id"]
