@@ -17,6 +17,7 @@ from warmroute.config import Health, Index, NodeConfig, Pricing, Routing
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node
 from warmroute.fleet.pace import Pace
+from warmroute.fleet.speed import work
 from warmroute.index.beliefs import Beliefs
 from warmroute.index.lookup import Lookup
 from warmroute.index.node_cache import EXPECTED, ROUTED, NodeCache
@@ -146,8 +147,18 @@ def test_prices_are_those_of_the_terms(
     assert prices.lightest(tied) == [at for at in tied if nodes[at].load == light]
     assert prices.mean_load == sum(node.load for node in nodes) / len(nodes)
     most_own = made[0].own + extra_ms
+    within = [at for at, price in enumerate(made) if price.own <= most_own]
+    assert prices.cheapest_within(most_own) == min(within, key=lambda at: made[at].total, default=-1)
+    home = made[0]
+
+    def as_good(at: int) -> bool:
+        price = made[at]
+        invested = work(price.new, price.cached) - work(home.new, home.cached)
+        return price.own - invested * nodes[at].speed.ms_per_token <= home.own
+
     fitting = [at for at, price in enumerate(made) if nodes[at].load <= most_load and price.own <= most_own]
-    assert prices.cheapest_within(most_load, most_own) == min(fitting, key=lambda at: made[at].total, default=-1)
+    fitting = [at for at in fitting if as_good(at)]
+    assert prices.second_home(0, most_load, most_own) == min(fitting, key=lambda at: made[at].total, default=-1)
 
 
 # Hits.
@@ -328,7 +339,7 @@ def test_nothing_is_left_behind() -> None:
         add_hits(found, rows, {3: (cache, ROUTED), 5: (cache, 0)}, 16, (9, 9, False), 0.0, (1.0, 2.0), WORTH[1:])
         prices = price_nodes(nodes, (cache,) * 50, found, CHANCES, *COMMON)
         prices.lightest(prices.cheapest(2.0))
-        assert prices[0] and prices.mean_load == 0.0 and prices.cheapest_within(1, 1e9) == 0
+        assert prices[0] and prices.mean_load == 0.0 and prices.cheapest_within(1e9) == 0
         with pytest.raises(TypeError):
             price_nodes((*nodes, None), (cache,) * 51, found, CHANCES, *COMMON)  # type: ignore[arg-type]
 

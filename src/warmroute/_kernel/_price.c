@@ -590,14 +590,33 @@ static PyObject *prices_lightest(Prices *self, PyObject *given) {
     return list;
 }
 
-static PyObject *prices_cheapest_within(Prices *self, PyObject *args) {
-    double most_load, most_own;
+static PyObject *prices_cheapest_within(Prices *self, PyObject *given) {
+    double most_own = PyFloat_AsDouble(given);
     Py_ssize_t best = -1;
-    if (!PyArg_ParseTuple(args, "dd", &most_load, &most_own))
+    if (most_own == -1.0 && PyErr_Occurred())
         return NULL;
+    for (Py_ssize_t at = 0; at < Py_SIZE(self); at++)
+        if (own_of(&self->of[at]) <= most_own && (best < 0 || self->of[at].total < self->of[best].total))
+            best = at;
+    return PyLong_FromSsize_t(best);
+}
+
+static PyObject *prices_second_home(Prices *self, PyObject *args) {
+    double most_load, most_own;
+    Py_ssize_t best = -1, home;
+    if (!PyArg_ParseTuple(args, "ndd", &home, &most_load, &most_own))
+        return NULL;
+    if (home < 0 || home >= Py_SIZE(self)) {
+        PyErr_SetString(PyExc_IndexError, "there is no such node");
+        return NULL;
+    }
+    const price *h = &self->of[home];
+    double warm = work(h->new, h->cached);
     for (Py_ssize_t at = 0; at < Py_SIZE(self); at++) {
         const price *p = &self->of[at];
-        if ((double)load(node_at(self->nodes, at)) <= most_load && own_of(p) <= most_own &&
+        const NodeState *node = node_at(self->nodes, at);
+        double own = own_of(p), invested = (work(p->new, p->cached) - warm) * speed_of(node)->ms_per_token;
+        if ((double)load(node) <= most_load && own <= most_own && own - invested <= own_of(h) &&
             (best < 0 || p->total < self->of[best].total))
             best = at;
     }
@@ -615,8 +634,10 @@ static PyObject *prices_mean_load(Prices *self, void *unused) {
 static PyMethodDef prices_methods[] = {
     {"cheapest", (PyCFunction)prices_cheapest, METH_O, "Numbers of those within so many times the least price."},
     {"lightest", (PyCFunction)prices_lightest, METH_O, "Of these numbers, those of the nodes with the least load."},
-    {"cheapest_within", (PyCFunction)prices_cheapest_within, METH_VARARGS,
-     "Number of the cheapest with at most this load and own cost; or -1."},
+    {"cheapest_within", (PyCFunction)prices_cheapest_within, METH_O,
+     "Number of the cheapest with at most this own cost; or -1."},
+    {"second_home", (PyCFunction)prices_second_home, METH_VARARGS,
+     "Number of the cheapest with at most this load and own cost that would be as good as home; or -1."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef prices_properties[] = {{"mean_load", (getter)prices_mean_load, NULL, "Requests on a node.", NULL},

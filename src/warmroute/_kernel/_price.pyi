@@ -89,8 +89,11 @@ class Prices:
         """Those within so many times the least price."""
     def lightest(self, among: list[int], /) -> list[int]:
         """Those of these whose node has the least load."""
-    def cheapest_within(self, most_load: float, most_own: float, /) -> int:
-        """The cheapest of those with at most this load and this cost of its own; -1 where there is none."""
+    def cheapest_within(self, most_own: float, /) -> int:
+        """The cheapest of those with at most this cost of its own; -1 where there is none."""
+    def second_home(self, home: int, most_load: float, most_own: float, /) -> int:
+        """The cheapest of those with at most this load and this cost of its own, which with what home has cached would
+        be no dearer than home; -1 where there is none."""
     @property
     def mean_load(self) -> float:
         """Requests on a node, now."""

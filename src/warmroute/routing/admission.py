@@ -214,7 +214,7 @@ class Admission:
             return decision
         prices, query = decision.prices, decision.query
         if prices is not None and query is not None:
-            at = prices.cheapest_within(inf, most_own_ms(ask, decision, now_s))
+            at = prices.cheapest_within(most_own_ms(ask, decision, now_s))
             if at >= 0 and decision.candidates[at] is not decision.node:
                 other = self._router.decide_among((decision.candidates[at],), query)
                 other.reason = "others would be too late for its deadline"

@@ -84,11 +84,11 @@ class PricePolicy:
 
     def _second_home(self, prices: Prices, home: int, load: int, own_ms: float) -> int:
         """Where a crowded node is the cheapest by what it has cached: another one, if that costs little more. It has it
-        from then on."""
+        from then on, and has to be as good a home then: a slow node is none."""
         mean = prices.mean_load
         if load <= CROWDED * mean + CROWDED_REQUESTS:
             return home
-        other = prices.cheapest_within(mean, own_ms + self._second_home_ms)
+        other = prices.second_home(home, mean, own_ms + self._second_home_ms)
         return other if other >= 0 else home
 
     def prices(self, query: Query) -> Prices:
