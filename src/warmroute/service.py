@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from warmroute.config import Config, ConfigError, NodeConfig, is_loopback
 from warmroute.console.admin import Admin
@@ -31,6 +32,7 @@ from warmroute.index.beliefs import Beliefs
 from warmroute.prompt.library import Library
 from warmroute.routing.admission import Admission
 from warmroute.routing.router import Router
+from warmroute.scaling.live import LiveScaling
 from warmroute.telemetry import log as logs
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.journal import Journal
@@ -79,6 +81,18 @@ class Service:
             on_models=lambda node, cards: self.library.saw_models(cards, node.name),
         )
         self._remote = RemoteTokens(lambda node, path, body, timeout_s: post(self.pools, node, path, body, timeout_s))
+        self.scaling: LiveScaling | None = None
+        if config.scaling.enabled:
+            self.scaling = LiveScaling(
+                config,
+                self.fleet,
+                self.beliefs,
+                self,
+                lambda node, path, body, timeout_s: post(self.pools, node, path, body, timeout_s),
+                lambda: self.admission.waiting,
+            )
+            self.router.meter, self.router.hot = self.scaling.meter, self.scaling.hot
+            self.admission.node_wait_s = config.scaling.hold_s
         page = MetricsPage(
             self.fleet,
             self.beliefs,
@@ -86,6 +100,7 @@ class Service:
             lambda: (len(self.listener.connections), self.listener.accepted),
             lambda: (self.admission.waiting, self.admission.held),
             now,
+            lambda: self.scaling.figures() if self.scaling is not None else None,
         )
         decisions = Decisions(self.journal, self.proxy)
         self.admin = Admin(self.fleet, self.beliefs, page, decisions, self, config.admin.token_sha256)
@@ -129,6 +144,8 @@ class Service:
         added, _removed = self.fleet.reconfigure(config.nodes, config.health)
         for node in added:
             self.watcher.watch(node)
+        if self.scaling is not None:
+            await self.scaling.start()
         log.info(
             "warmroute listens on %s%s; %d nodes, policy %s",
             where,
@@ -138,7 +155,7 @@ class Service:
         )
         if not config.keys and not listen.unix and not is_loopback(listen.host):
             log.warning("anybody who reaches %s may use the fleet: no keys are configured ([[keys]])", where)
-        if not config.nodes:
+        if not config.nodes and not config.provisioners:
             log.warning("no nodes are configured: add [[nodes]], --node URL, or POST /admin/nodes")
 
     async def _ask_tokens(self, model: str, path: bytes, body: bytes) -> bytes | None:
@@ -171,6 +188,9 @@ class Service:
         self.library.forget_node(node.name)
         self._remote.forget(node)
         self.pools.remove(node)
+
+    def describe_scaling(self) -> dict[str, Any]:
+        return self.scaling.describe() if self.scaling is not None else {"enabled": False}
 
     def readiness(self) -> tuple[int, bytes]:
         return self.proxy.readiness()
@@ -206,6 +226,11 @@ class Service:
         self.journal.reconfigure(config.journal)
         if config.islands != before.islands or config.crossing != before.crossing:
             self.fleet.islands.reconfigure(config.islands, config.crossing)
+        if config.scaling.enabled != (self.scaling is not None):
+            log.warning("scaling is switched on and off only by a restart")
+        elif self.scaling is not None:
+            self.scaling.reconfigure(config)
+            self.admission.node_wait_s = config.scaling.hold_s
         self.proxy.reconfigure(config)
         self.watcher.reconfigure(config)
         added, removed = self.fleet.reconfigure(config.nodes, config.health)
@@ -278,6 +303,8 @@ class Service:
         self.admin_listener.abort_all()
         for server in self._servers:
             server.close()
+        if self.scaling is not None:
+            await self.scaling.close()
         self.watcher.close()
         self.readings.close()
         self.library.close()

@@ -116,6 +116,6 @@ def price_nodes(
 
     `chances`: of reuse, as `Reuse.chances`. `adapter_ms`: for each node, what loading its adapter takes. `request`: its
     tokens and those of its answer. `due`: the time until its first token is due, and what it costs to be late; both 0
-    where it has time. `behind`: requests that wait here and will be behind it, of a node. `pace`: as `Pace.line` gives it.
+    where it has time. `behind`: requests that wait here and will be behind it, of a node. `pace`: as `Pace.line`.
     `settings`: max_saving_ms, locality, room, memory, congestion.
     """

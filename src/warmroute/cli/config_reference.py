@@ -46,7 +46,9 @@ def _lines() -> Iterator[str]:
         yield "| key | type | default | |"
         yield "| --- | --- | --- | --- |"
         for key, kind, default, sentence in configuration.described(section):
-            shown = "required" if default is msgspec.NODEFAULT else "unset" if default is None else f"`{_toml(default)}`"
+            shown = (
+                "required" if default is msgspec.NODEFAULT else "unset" if default is None else f"`{_toml(default)}`"
+            )
             yield f"| `{key}` | {kind} | {shown} | {sentence} |"
         yield ""
 

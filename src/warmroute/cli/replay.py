@@ -81,9 +81,7 @@ def add_to(commands: Any) -> None:
 
 def add_scaling(parser: argparse.ArgumentParser) -> None:
     scaling = parser.add_argument_group("scaling")
-    scaling.add_argument(
-        "--autoscale", action="store_true", help="let the fleet grow and shrink from --nodes"
-    )
+    scaling.add_argument("--autoscale", action="store_true", help="let the fleet grow and shrink from --nodes")
     scaling.add_argument(
         "--scaler", action="append", metavar="S", help="repeat to compare: warmroute, threshold, hpa:target=0.7, fixed"
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from warmroute.config.section import ConfigError, Count, Seconds, Section
+from warmroute.config.section import ConfigError, Count, Port, Seconds, Section
 
 Share = Annotated[float, Meta(gt=0, le=1)]
 Clock = Annotated[str, Meta(pattern="^([01][0-9]|2[0-4]):[0-5][0-9]$")]
@@ -48,9 +48,7 @@ class Scaling(Section, frozen=True):
     ] = 0.6
     wait_ms: Annotated[
         float,
-        Meta(
-            gt=0, description="How long requests may wait for a node on average, by their work; beyond, nodes come."
-        ),
+        Meta(gt=0, description="How long requests may wait for a node on average, by their work; beyond, nodes come."),
     ] = 100.0
     utilisation_floor: Annotated[
         Share, Meta(description="Below this share nodes may go, if those that stay would be below `utilisation`.")
@@ -113,6 +111,12 @@ class Scaling(Section, frozen=True):
     warm_prefixes: Annotated[
         int, Meta(ge=0, description="Hot prefixes that are prefilled on a new node before it takes traffic.")
     ] = 16
+    lock_file: Annotated[
+        str,
+        Meta(description="File that only one process holds, so that only one scales; empty where there is only one."),
+    ] = ""
+    keda_host: Annotated[str, Meta(description="Address that KEDA's external scaler listens on.")] = "127.0.0.1"
+    keda_port: Annotated[Port, Meta(description="Its port, over gRPC; 0: KEDA is not spoken to.")] = 0
     hours: tuple[Hours, ...] = ()
     islands: tuple[IslandLimits, ...] = ()
 

@@ -34,6 +34,7 @@ class Operations(Protocol):
         """Reads the configuration again; returns what is wrong with it, if anything is."""
 
     def readiness(self) -> tuple[int, bytes]: ...
+    def describe_scaling(self) -> dict[str, Any]: ...
 
 
 class Admin:
@@ -80,6 +81,8 @@ class Admin:
                 _reply(responder, 200, {"nodes": [describe(node) for node in self._fleet]})
             case "GET", ["admin", "islands"]:
                 _reply(responder, 200, {"islands": describe_islands(self._fleet.islands)})
+            case "GET", ["admin", "scaling"]:
+                _reply(responder, 200, self._operations.describe_scaling())
             case "POST", ["admin", "nodes"]:
                 _reply(responder, 201, describe(self._add(request.body)))
             case "GET", ["admin", "nodes", name]:
@@ -108,7 +111,7 @@ class Admin:
                 _reply(responder, 200, {"status": "reloaded"})
             case _, ["admin", "nodes"]:
                 raise method_not_allowed("GET, POST")
-            case _, ["admin", "islands"]:
+            case _, ["admin", "islands"] | ["admin", "scaling"]:
                 raise method_not_allowed("GET")
             case _, ["admin", "decisions"] | ["admin", "decisions", _]:
                 raise method_not_allowed("GET")
@@ -123,7 +126,7 @@ class Admin:
                     404,
                     "Nothing is here. There are /metrics, /health, /ready, /admin/nodes, /admin/nodes/NAME, "
                     "/admin/nodes/NAME/drain, /admin/nodes/NAME/undrain, /admin/nodes/NAME/blocks, /admin/islands, "
-                    "/admin/decisions, /admin/decisions/REQUEST_ID, /admin/explain and /admin/reload.",
+                    "/admin/scaling, /admin/decisions, /admin/decisions/REQUEST_ID, /admin/explain and /admin/reload.",
                     code="not_found",
                 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Final
 
@@ -47,6 +48,18 @@ class Lookup:
             seed = namespace_seed(model, block_size=block_size, tokenizer=tokenizer, lora=lora)
             found = self._chains[key] = chain(seed, None, self._tokens, block_size, self._extra(block_size))
         return found
+
+    def first_tokens(self, count: int) -> list[int]:
+        return array("I", self._tokens[: 4 * count]).tolist()
+
+    def model_of(self, prefix: bytes) -> str | None:
+        """The model, or adapter, whose blocks these are; None where they are not of this prompt, or hold more than
+        tokens."""
+        if self._media or self._text:
+            return None
+        return next(
+            (lora or model for (model, lora, _), chain in self._chains.items() if chain.startswith(prefix)), None
+        )
 
     def _extra(self, block_size: int) -> list[bytes | None] | None:
         blocks = self.token_count // block_size

@@ -70,7 +70,7 @@ class Reuse:
         first_s = FIRST_S * 2.0 ** ((bucket - 1) / 2.0) if bucket else 0.0
         last_s = FIRST_S * 2.0 ** (bucket / 2.0)
         part = min(1.0, max(0.0, (age_s - first_s) / (last_s - first_s)))
-        return min(1.0, (whole + self._reused[bucket] * part) / self._uses)
+        return float(min(1.0, (whole + self._reused[bucket] * part) / self._uses))
 
 
 def _bucket(age_s: float) -> int:

@@ -50,7 +50,7 @@ def ranked(
     least = {one.island: one.min_nodes for one in config.islands}
     victims = []
     for node in serving:
-        if (node.offer is None and not anybodys) or there[node.island] <= least.get(node.island, 0):
+        if not node.endable or (node.offer is None and not anybodys) or there[node.island] <= least.get(node.island, 0):
             continue
         usd = node.usd_per_hour if node.usd_per_hour > 0 else USUAL_USD
         weight = speeds.weight(node.gpu)

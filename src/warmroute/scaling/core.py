@@ -57,7 +57,10 @@ class Core:
         windows = self.windows
         windows.add(self._observer.sample(now_s))
         warming = {life.name for life in self.lives if life.coming and life.name}
-        return self._observer.view(now_s, windows.stable, windows.panic, windows.growth_per_s, self._came_from, warming)
+        kept = {life.name for life in self.lives if not life.endable}
+        return self._observer.view(
+            now_s, windows.stable, windows.panic, windows.growth_per_s, self._came_from, warming, kept
+        )
 
     def _came_from(self, node: Node) -> tuple[str, str] | None:
         life = self.lives.named(node.name)

@@ -72,7 +72,20 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
 class NodeLife:
     """One node, from its request on."""
 
-    __slots__ = ("asked_s", "name", "never_came_up", "offer", "serving_s", "since_s", "state", "token", "url", "why")
+    __slots__ = (
+        "asked_s",
+        "drained",
+        "endable",
+        "name",
+        "never_came_up",
+        "offer",
+        "serving_s",
+        "since_s",
+        "state",
+        "token",
+        "url",
+        "why",
+    )
 
     def __init__(self, token: str, offer: Offer, now_s: float) -> None:
         self.token = token
@@ -86,6 +99,10 @@ class NodeLife:
         self.name = ""
         """In the fleet, once it is there."""
         self.url = ""
+        self.drained = False
+        """It takes no requests any more; what ran there may still run."""
+        self.endable = True
+        """Its cloud could end it now."""
         self.why = ""
         """What was last said of it."""
 

@@ -117,6 +117,10 @@ class Scaler:
         self._config = config
         self._market.reconfigure(config)
 
+    def came_to_nothing(self) -> None:
+        """What was asked for was refused: the next choice need not wait for a cooldown."""
+        self._up_s = float("-inf")
+
     def step(self, view: FleetView, coming: Sequence[Coming] = (), wall_s: float = 0.0) -> Step:
         """`wall_s`: seconds since 1970, for the hours."""
         doubts: list[str] = [*self._market.said]

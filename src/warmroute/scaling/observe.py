@@ -37,6 +37,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     offer: tuple[str, str] | None = None
     """Where it came from; None for a node that somebody else put there, which is left alone."""
     usd_per_hour: float = 0.0
+    endable: bool = True
+    """Its cloud could end it now."""
     serving: bool = True
     """Takes requests; a draining node, and one that cannot be reached, does not."""
     draining: bool = False
@@ -195,15 +197,19 @@ class Observer:
         growth_per_s: float,
         ours: Callable[[Node], tuple[str, str] | None],
         without: Collection[str] = (),
+        kept: Collection[str] = (),
     ) -> FleetView:
-        """`ours` tells which offer a node came from. `without`: nodes that are still warming."""
+        """`ours` tells which offer a node came from. `without`: nodes that are still warming. `kept`: those that
+        can't be ended now."""
         fleet = self._fleet
         slopes = [group.pace.slope_ms for group in fleet.groups]
         return FleetView(
             now_s=now_s,
             stable=stable,
             panic=panic,
-            nodes=tuple(self._node(node, now_s, ours(node)) for node in fleet if node.name not in without),
+            nodes=tuple(
+                self._node(node, now_s, ours(node), node.name not in kept) for node in fleet if node.name not in without
+            ),
             waiting=self._waiting(),
             slope_ms=slopes[0] if slopes else USUAL_SLOPE_MS,
             idle_s=max(0.0, now_s - self._busy_s) if self._busy_s > -inf else inf,
@@ -212,7 +218,7 @@ class Observer:
             growth_per_s=growth_per_s,
         )
 
-    def _node(self, node: Node, now_s: float, offer: tuple[str, str] | None) -> NodeView:
+    def _node(self, node: Node, now_s: float, offer: tuple[str, str] | None, endable: bool) -> NodeView:
         cache = self._beliefs.cache(node.name)
         capacity = cache.capacity_blocks if cache is not None else 0
         held = max(0, cache.recency.capacity - cache.free_blocks) if cache is not None else 0
@@ -223,6 +229,7 @@ class Observer:
             gpu=node.config.gpu,
             offer=offer,
             usd_per_hour=node.config.usd_per_hour,
+            endable=endable,
             serving=not node.draining and node.health.standing is Standing.UP,
             draining=node.draining,
             load=node.load,

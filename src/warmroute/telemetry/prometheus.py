@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from itertools import accumulate
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -18,6 +19,20 @@ from warmroute.fleet.health import Standing
 from warmroute.fleet.node import FIRST_BYTE_BOUNDS_MS, Outcome
 from warmroute.index.beliefs import Beliefs
 from warmroute.telemetry.counters import Counters
+
+
+class ScalingFigures(Protocol):
+    @property
+    def desired_nodes(self) -> int: ...
+    @property
+    def states(self) -> dict[str, int]: ...
+    @property
+    def usd_per_hour(self) -> float: ...
+    @property
+    def utilisation(self) -> float: ...
+    @property
+    def leading(self) -> bool: ...
+
 
 PRIORITY_NAMES = ("high", "normal", "low")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -34,8 +49,11 @@ class MetricsPage:
         connections: Callable[[], tuple[int, int]],
         waiting: Callable[[], tuple[int, int]],
         now: Callable[[], float] = time.monotonic,
+        scaling: Callable[[], ScalingFigures | None] = lambda: None,
     ) -> None:
-        """`connections`: open now, ever; `waiting`: requests that wait now, that had to wait ever."""
+        """`connections`: open now, ever; `waiting`: requests that wait now, that had to wait ever; `scaling`: None
+        where the fleet is not scaled."""
+        self._scaling = scaling
         self._fleet = fleet
         self._beliefs = beliefs
         self._now = now
@@ -55,6 +73,7 @@ class MetricsPage:
         yield from self._nodes()
         yield from self._index()
         yield from self._islands()
+        yield from self._scaled()
         now, ever = self._waiting()
         yield GaugeMetricFamily("warmroute_waiting", "Requests that wait here for a node.", value=now)
         yield CounterMetricFamily("warmroute_held", "Requests that had to wait here for a node.", value=ever)
@@ -65,6 +84,36 @@ class MetricsPage:
         yield GaugeMetricFamily(
             "warmroute_loop_delay_max_seconds", "Longest delay of the event loop since the last scrape.", value=delay_s
         )
+
+    def _scaled(self) -> Iterable[Metric]:
+        figures = self._scaling()
+        states = GaugeMetricFamily(
+            "warmroute_scaling_nodes", "Nodes of provisioners, by where they are in their life.", labels=["state"]
+        )
+        changes = CounterMetricFamily(
+            "warmroute_scaling_changes", "Nodes that came, were given back, refused, or lost.", labels=["change"]
+        )
+        if figures is not None:
+            yield GaugeMetricFamily(
+                "warmroute_desired_nodes", "Nodes that the fleet should have.", value=figures.desired_nodes
+            )
+            yield GaugeMetricFamily(
+                "warmroute_scaling_utilisation", "Share of the fleet's time that its work takes.",
+                value=figures.utilisation,
+            )  # fmt: skip
+            yield GaugeMetricFamily(
+                "warmroute_scaling_usd_per_hour", "What the fleet costs, as far as prices are known.",
+                value=figures.usd_per_hour,
+            )  # fmt: skip
+            yield GaugeMetricFamily(
+                "warmroute_scaling_leading", "Whether this process is the one that scales.", value=figures.leading
+            )
+            for state, count in figures.states.items():
+                states.add_metric([state], count)
+            for change in ("added", "given_back", "refused", "lost"):
+                changes.add_metric([change], getattr(figures, change))
+        yield states
+        yield changes
 
     def _info(self) -> Metric:
         info = GaugeMetricFamily("warmroute_info", "The running version.", labels=["version"])

@@ -1,0 +1,349 @@
+"""Drives the scaling core in real time: asks clouds for nodes, follows their lives, and puts them into the fleet.
+
+    every second    what clouds tell of their machines → lives; who is ready, empty or overdue → the next state
+    every interval  core.step() → nodes are asked for and given back
+
+No turn waits for a cloud: every call is a task of its own, with a time limit. Nothing is kept that a crash could lose.
+Machines that carry the deployment's name and that nobody here asked for are those of a router before this one: they
+are taken over, and serve or are given back like the others. A node is in the fleet from its address on, so that it is
+watched; it takes requests when what is hot has been prefilled there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, Protocol
+
+from warmroute.config import ConfigError, NodeConfig
+from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
+from warmroute.fleet.health import Standing
+from warmroute.fleet.node import Node
+from warmroute.index.hot import HotPrefix
+from warmroute.scaling.cloud import Cloud
+from warmroute.scaling.core import Core
+from warmroute.scaling.life import Event, NodeLife, State
+from warmroute.scaling.loop import Step
+from warmroute.scaling.offer import Offer
+from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoCapacity
+from warmroute.scaling.warm import Warmer
+
+log = logging.getLogger("warmroute.scaling")
+
+TICK_S: Final = 1.0
+EVENTUAL_S: Final = 30.0
+"""So long after it was asked for, a machine that its cloud does not tell of is no more. Before, it may not know yet."""
+RETRY_S: Final = 1.0
+RETRY_LIMIT_S: Final = 60.0
+"""Ending a machine is tried again for ever, ever more slowly: it is paid for."""
+
+
+class Nodes(Protocol):
+    """The fleet's door: who comes in is watched, who goes out is forgotten."""
+
+    def add_node(self, config: NodeConfig) -> Node: ...
+    def remove_node(self, name: str) -> Node: ...
+
+
+class Driver:
+    def __init__(
+        self,
+        core: Core,
+        clouds: Sequence[Cloud],
+        fleet: Fleet,
+        nodes: Nodes,
+        warmer: Warmer,
+        now: Callable[[], float] = time.monotonic,
+        leads: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`leads` tells whether this process is the one that scales."""
+        self.core = core
+        self.clouds = {cloud.name: cloud for cloud in clouds}
+        self._fleet = fleet
+        self._nodes = nodes
+        self._warmer = warmer
+        self._now = now
+        self._leads = leads
+        self.leading = False
+        self._stepped_s = float("-inf")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._looking: set[str] = set()
+        """Clouds that are being asked just now."""
+        self._said: tuple[str, ...] = ()
+        self.added = self.given_back = self.refusals = self.lost = 0
+        """Nodes that came to serve, that were given back, that were refused, that went by themselves."""
+
+    async def run(self) -> None:
+        while True:
+            try:
+                self.turn()
+            except Exception:
+                log.exception("a turn of the scaling loop failed; trying again")
+            await asyncio.sleep(min(TICK_S, self.core.config.interval_s))
+
+    def turn(self) -> None:
+        now_s = self._now()
+        leads = self._leads()
+        if leads != self.leading:
+            log.info("this process %s", "scales the fleet" if leads else "leaves scaling to another one")
+            self.leading = leads
+        if not leads:
+            return
+        for cloud in self.clouds.values():
+            if cloud.name not in self._looking:
+                self._looking.add(cloud.name)
+                self._start(self._look(cloud))
+        self._see_to_lives(now_s)
+        if now_s - self._stepped_s >= self.core.config.interval_s and all(
+            cloud.asked_s is not None or cloud.problem for cloud in self.clouds.values()
+        ):
+            self._stepped_s = now_s
+            self._do(self.core.step(now_s, time.time()))
+
+    async def close(self) -> None:
+        """Machines stay: the next router takes them over."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for cloud in self.clouds.values():
+            await cloud.close()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(_said(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # What is decided.
+
+    def _do(self, step: Step) -> None:
+        if step.changes or (step.doubts and step.doubts != self._said):
+            self._said = step.doubts
+            log.info(
+                "%s%d nodes, %d desired: %s",
+                "dry run: " if step.dry_run else "",
+                step.nodes,
+                step.desired_nodes,
+                "; ".join((*step.reasons, *step.doubts)) or "nothing to say",
+            )
+        if step.dry_run:
+            return
+        for up in step.ups:
+            log.info("a node is asked for: %s", up.why)
+            self._ask_for(up.offer)
+        for down in step.downs:
+            life = self.core.lives.named(down.node)
+            if life is not None:
+                self._take(life, Event.GIVE_BACK, down.why)
+
+    def _ask_for(self, offer: Offer) -> None:
+        life = self.core.lives.ask(f"n{secrets.token_hex(8)}", offer, self._now())
+        self._start(self._provision(self.clouds[offer.provisioner], life))
+
+    async def _provision(self, cloud: Cloud, life: NodeLife) -> None:
+        offer = life.offer
+        try:
+            await cloud.provision(offer, life.token)
+        except NoCapacity as why:
+            self._refused(life, str(why))
+            self._take(life, Event.ENDED, str(why))
+        except CloudError as why:  # it may have begun all the same: its end is seen to
+            self._refused(life, str(why))
+            self._take(life, Event.GIVE_BACK, str(why))
+        except TimeoutError:
+            log.warning("%s did not say in time whether a node comes; what it tells of its machines will", cloud.name)
+        except Exception as error:
+            self._refused(life, f"{type(error).__name__}: {error}")
+            self._take(life, Event.GIVE_BACK, type(error).__name__)
+        else:
+            self._take(life, Event.ACCEPTED)
+
+    def _refused(self, life: NodeLife, why: str) -> None:
+        self.refusals += 1
+        log.warning("%s/%s was refused: %s", life.offer.provisioner, life.offer.name, why)
+        self.core.market.refused(life.offer.key, why, self._now())
+        self.core.scaler.came_to_nothing()
+
+    # What clouds tell.
+
+    async def _look(self, cloud: Cloud) -> None:
+        try:
+            told = await cloud.look()
+        finally:
+            self._looking.discard(cloud.name)
+        self.core.market.offered([offer for one in self.clouds.values() for offer in one.offers])
+        if told and not self.core.config.dry_run:
+            for machine in cloud.machines.values():
+                self._see(cloud, machine)
+            self._see_missing(cloud)
+
+    def _see(self, cloud: Cloud, machine: Machine) -> None:
+        life = self.core.lives.get(machine.token)
+        gone = machine.state in (MachineState.ENDING, MachineState.ENDED)
+        if life is None:
+            if gone:
+                return
+            life = self._take_over(cloud, machine)
+        life.endable = machine.endable
+        if machine.state is MachineState.ENDED or (gone and life.state is not State.ENDING):
+            self._take(life, Event.ENDED, machine.reason or "its cloud has ended it")
+        elif machine.reclaimed and life.state is not State.DRAINING:
+            self._take(life, Event.GIVE_BACK, machine.reason or "its cloud takes it back")
+        elif machine.state is MachineState.PENDING:
+            self._take(life, Event.ACCEPTED)
+        elif machine.url and life.state in (State.REQUESTED, State.BOOTING):
+            self._join(life, machine)
+
+    def _take_over(self, cloud: Cloud, machine: Machine) -> NodeLife:
+        offer = cloud.offer(machine.offer) or Offer(
+            provisioner=cloud.name, name=machine.offer or "unknown", island=machine.island or cloud.name, gpu="",
+            usd_per_hour=0.0,
+        )  # fmt: skip
+        log.info("%s has %s, which nobody here has asked for: it is taken over", cloud.name, machine.id)
+        return self.core.lives.ask(machine.token, offer, self._now())
+
+    def _join(self, life: NodeLife, machine: Machine) -> None:
+        """It has an address: from now on it is watched."""
+        known = next((node for node in self._fleet if node.url == machine.url.rstrip("/")), None)
+        if known is None:
+            offer = life.offer
+            name = f"{offer.provisioner}-{life.token[-8:]}"
+            island = machine.island or offer.island
+            try:
+                known = self._nodes.add_node(
+                    NodeConfig(
+                        url=machine.url, name=name, island=island, gpu=offer.gpu, usd_per_hour=offer.usd_per_hour
+                    )
+                )
+            except (ConfigError, NameTaken) as why:
+                self._take(life, Event.GIVE_BACK, f"it cannot be in the fleet: {why}")
+                return
+            self._fleet.drain(known.name)
+        life.name, life.url = known.name, machine.url
+        self._take(life, Event.HAS_ADDRESS)
+
+    def _see_missing(self, cloud: Cloud) -> None:
+        """Those that should be there and are not."""
+        assert cloud.asked_s is not None
+        for life in self.core.lives:
+            if life.offer.provisioner != cloud.name or life.token in cloud.machines or life.state is State.REQUESTED:
+                continue
+            since_s = life.since_s if life.state in (State.BOOTING, State.ENDING) else life.asked_s
+            if cloud.asked_s - since_s > EVENTUAL_S:
+                self._take(life, Event.ENDED, "its cloud does not know it any more")
+
+    # What becomes of them.
+
+    def _see_to_lives(self, now_s: float) -> None:
+        lives = self.core.lives
+        for life in lives.overdue(now_s):
+            log.warning("node %s has been %s for too long", life.name or life.token, life.state.value)
+            self._take(life, Event.LIMIT)
+        for life in lives:
+            node = self._node(life)
+            if node is None:
+                continue
+            if life.state is State.LOADING and node.health.standing is Standing.UP and node.models:
+                self._take(life, Event.CHECK_PASSED)
+            elif life.state is State.DRAINING and life.drained and not node.load:
+                self._take(life, Event.EMPTY)
+
+    def _node(self, life: NodeLife) -> Node | None:
+        try:
+            return self._fleet.node(life.name) if life.name else None
+        except UnknownNode:  # somebody removed it by hand
+            return None
+
+    def _take(self, life: NodeLife, event: Event, why: str = "") -> None:
+        """The one place where a life goes on: what its new state asks for is begun here."""
+        was = life.state
+        if self.core.lives.take(life.token, event, self._now(), why) is None:
+            return
+        log.info("node %s: %s → %s (%s)", life.name or life.token, was.value, life.state.value, life.why)
+        match life.state:
+            case State.WARMING:
+                self._start(self._warm(life))
+            case State.SERVING:
+                self._serve(life)
+            case State.DRAINING:
+                self._start(self._drain(life))
+            case State.ENDING:
+                self._start(self._end(life))
+            case State.TERMINATED:
+                self._forget(life, was)
+
+    async def _warm(self, life: NodeLife) -> None:
+        node = self._node(life)
+        for prefix in self.core.to_warm(self._now()):
+            if node is None or life.state is not State.WARMING:
+                return
+            await self._warmer.put(node, prefix)
+        self._take(life, Event.WARM)
+
+    def _serve(self, life: NodeLife) -> None:
+        node = self._node(life)
+        if node is None:
+            self._take(life, Event.ENDED, "it is not in the fleet any more")
+            return
+        self._fleet.drain(node.name, False)
+        self.added += 1
+        self.core.market.came_up(life.offer.key, self._now() - life.asked_s)
+
+    async def _drain(self, life: NodeLife) -> None:
+        """What only this node holds of hot prefixes is put elsewhere first, unless its cloud is in a hurry."""
+        machine = self._machine(life)
+        if machine is None or not machine.reclaimed:
+            try:
+                async with asyncio.timeout(self.core.config.warm_limit_s):
+                    await self._move(self.core.to_move(life.name, self._now()))
+            except TimeoutError:
+                log.info("moving what only node %s holds took too long; it goes all the same", life.name)
+        node = self._node(life)
+        if node is not None:
+            self._fleet.drain(node.name)
+        life.drained = True
+
+    async def _move(self, prefixes: Sequence[HotPrefix]) -> None:
+        for prefix in prefixes:
+            others = [node for node in self._fleet if not node.draining and node.health.standing is Standing.UP]
+            others = [node for node in others if (life := self.core.lives.named(node.name)) is None or not life.drained]
+            if others:
+                await self._warmer.put(min(others, key=lambda node: node.pending_work), prefix)
+
+    async def _end(self, life: NodeLife) -> None:
+        """Until it has ended, or its cloud does not know it: a machine that runs is paid for."""
+        cloud = self.clouds.get(life.offer.provisioner)
+        retry_s = RETRY_S
+        while cloud is not None and life.state is State.ENDING:
+            machine = self._machine(life)
+            if machine is not None and await cloud.terminate(machine):
+                break
+            if machine is None and cloud.asked_s is not None and cloud.asked_s - life.since_s > EVENTUAL_S:
+                break
+            await asyncio.sleep(retry_s)
+            retry_s = min(RETRY_LIMIT_S, 2.0 * retry_s) if machine is not None else RETRY_S
+        self._take(life, Event.ENDED)
+
+    def _machine(self, life: NodeLife) -> Machine | None:
+        cloud = self.clouds.get(life.offer.provisioner)
+        return cloud.machines.get(life.token) if cloud is not None else None
+
+    def _forget(self, life: NodeLife, was: State) -> None:
+        if self._node(life) is not None:
+            self._nodes.remove_node(life.name)
+        if life.never_came_up and was is not State.REQUESTED:
+            self._refused(life, f"its node never came up: {life.why}")
+        if was is State.ENDING and life.serving_s is not None:
+            self.given_back += 1
+        elif was in (State.SERVING, State.DRAINING):
+            self.lost += 1
+            log.warning("node %s went by itself: %s", life.name, life.why)
+
+
+async def _said(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await work
+    except Exception:
+        log.exception("a task of the scaling loop failed")
