@@ -7,7 +7,7 @@ over long system prompts, their arrivals shaped like a day with a ratio of four 
 minutes. Nodes are 2xh100-32b, take 120 s (± 20 %) to start, and are paid for from the request to the end. All run
 under the same router (`price`). Each way to scale is tried with several settings, since each trades time for hours:
 
-    warmroute:wait_ms=100      the production loop, by the time that requests may wait for a node
+    warmroute:kv_usage=0.35    the production loop, by the share of KV memory that running requests may fill
     hpa:target=0.7             ceil(nodes · utilisation / target), tolerance 0.1, 5 minutes of stabilisation downwards
     hpa:kv=1,target=0.5        the same on the share of KV memory in use
     threshold:up=2             one node more where over 2 wait for each, one less where under a quarter of that
@@ -46,7 +46,7 @@ FIRST_NODES = 2
 CEILING_MS = 10_000.0
 DAY_S = 4800.0
 CHAT = "multi_turn_chat systems=8 system_tokens=4000 message_tokens=2000 output_tokens=400 turns=6 think_s=20"
-OURS = ("warmroute:wait_ms=25", "warmroute:wait_ms=100", "warmroute:wait_ms=400")
+OURS = ("warmroute:kv_usage=0.25", "warmroute:kv_usage=0.35", "warmroute:kv_usage=0.6")
 OTHERS = ("hpa:target=0.7", "hpa:target=0.8", "hpa:target=0.9", "hpa:kv=1,target=0.3", "hpa:kv=1,target=0.5")
 THRESHOLDS = ("threshold:up=0.5", "threshold:up=2")
 SCALERS = {

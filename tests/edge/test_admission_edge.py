@@ -303,7 +303,7 @@ async def test_a_routes_priority_is_a_default_that_headers_and_bodies_overrule_a
             (await r.connect()).write(body)
             await until(lambda number=number: r.service.admission.waiting + len(engine.seen) == number + 1)
         found = sorted(
-            (priority, len(tenant.waiting)) for (priority, _), tenant in r.service.admission._tenants.items()
+            (priority, len(tenant.waiting)) for (priority, _), tenant in r.service.admission.room.tenants.items()
         )
         assert found == [(0, 1), (1, 3), (2, 1)], "3 is high; 2, 4 and 5 are normal; 1 is low"
         gate.let(6)

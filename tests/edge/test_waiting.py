@@ -296,7 +296,7 @@ async def test_a_key_caps_the_priority_that_it_may_ask_for() -> None:
             headers = [f"Authorization: Bearer {key}", "X-Priority: high"]
             (await r.connect()).write(post(chat(f"{number:08d}{LONG}"), headers=headers))
             await until(lambda number=number: r.service.admission.waiting + len(engine.seen) == number + 1)
-        asked = sorted(key for key, tenant in r.service.admission._tenants.items() if tenant.waiting)
+        asked = sorted(key for key, tenant in r.service.admission.room.tenants.items() if tenant.waiting)
         assert asked == [(0, "a"), (1, "b")]
         gate.let(4)
         await until(lambda: len(engine.seen) == 4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from warmroute.config import Crossing, Health, Index, IslandConfig, NodeConfig, Routing
@@ -103,3 +105,33 @@ def test_the_way_is_not_taken_for_the_nodes_work() -> None:
             now_s += 5.0
         speeds.append(node.speed.ms_per_token)
     assert speeds[1] == pytest.approx(speeds[0], rel=0.02)
+
+
+def test_what_was_measured_outlives_a_reload_that_changes_something_else_of_the_only_node_there() -> None:
+    fleet, (one, _) = fleet_of("a", "b")
+    fleet.islands.answered(one, 41.0, 1.0)
+    nodes = [NodeConfig(url=f"http://n{at}:1", name=f"n{at}", models=("m",), island="ab"[at]) for at in range(2)]
+    fleet.reconfigure(nodes, Health())
+    changed = NodeConfig(url="http://n0:1", name="n0", models=("m", "another"), island="a")
+    fleet.reconfigure([changed, nodes[1]], Health())
+    assert one.round_trip_ms == one.distance_ms == 41.0
+    moved = NodeConfig(url="http://n0:1", name="n0", models=("m",), island="c")
+    fleet.reconfigure([moved, nodes[1]], Health())
+    assert one.distance_ms == 0.0 and fleet.islands.get("a") is None, "another island is another way"
+
+
+def test_a_round_trip_that_is_said_too_long_makes_no_node_infinitely_quick() -> None:
+    fleet, (node,) = fleet_of("a", islands=(IslandConfig(name="a", round_trip_ms=300.0),))
+    beliefs = Beliefs(Index())
+    beliefs.join(node.name, ["m"]).describe(16, 0)
+    router = Router(fleet, beliefs, Routing(policy="price", seed=1))
+    now_s = 100.0
+    for number in range(60):
+        tokens = array("I", range(number << 12, (number << 12) + 2000))
+        decision = router.decide(Ask("m"), now_s, Lookup(tokens.tobytes(), 2000, 0))
+        ticket = router.dispatch(decision, node, now_s)
+        now_s += 0.2  # 2,000 tokens in 200 ms: 0.1 ms a token
+        ticket.first_byte(now_s)
+        ticket.close(Outcome.OK, now_s)
+        now_s += 1.0
+    assert node.speed.ms_per_token == pytest.approx(0.1, rel=0.3)

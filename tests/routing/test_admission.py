@@ -648,9 +648,9 @@ def test_who_goes_at_once_while_others_wait_counts_as_its_tenants_too() -> None:
     world.close(ahead)
     guest = Guest(world, mine, "lucky")
     guest.enter()
-    assert guest.fates == ["went"] and world.admission._had[NORMAL, "lucky"] > 0
+    assert guest.fates == ["went"] and world.admission.room.had[NORMAL, "lucky"] > 0
     waiting.leave()
-    assert not world.admission._had
+    assert not world.admission.room.had
     world.close(running)
 
 
@@ -803,3 +803,23 @@ def test_a_full_queue_for_one_model_refuses_no_low_one_of_another() -> None:
     guest.ask.model = "other"
     guest.enter()
     assert guest.node.name == "b"
+
+
+def test_who_waited_is_not_put_into_a_queue_that_has_grown_too_long() -> None:
+    world = World(2, admission=AdmissionConfig(queue_threshold=4))
+    one, two = world.nodes
+    tickets = [world.busy(node, 16_000) for node in (one, two)]
+    guests = [world.enter(), world.enter(priority=HIGH)]
+    assert all(guest.waits for guest in guests)
+    one.saw_load(8, 6, 0.1, world.now_s)
+    two.saw_load(8, 6, 0.1, world.now_s)
+    for ticket in tickets:
+        world.free(ticket)
+    world.tick()
+    assert guests[0].waits and guests[1].fates == ["went"], "high passes"
+    guests[1].finish()
+    two.saw_load(8, 0, 0.1, world.now_s)
+    world.tick()
+    assert guests[0].node is two
+    guests[0].finish()
+    world.books_are_closed()

@@ -6,12 +6,14 @@ from array import array
 
 import pytest
 
+from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Crossing, Health, Index, IslandConfig, NodeConfig, Pricing, Routing
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node, Outcome
 from warmroute.index.beliefs import Beliefs
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.ask import Ask
+from warmroute.routing.admission import Admission
 from warmroute.routing.decision import Decision
 from warmroute.routing.islands import DEADLINE, DOWN, SLOW, STOOD_IN
 from warmroute.routing.router import Router
@@ -257,3 +259,48 @@ def test_what_is_remembered_is_bounded_and_forgotten() -> None:
 
 def test_the_tokens_that_open_an_answer_do_not_end_a_prompt() -> None:
     assert ends_at(100, 16) == 5 and ends_at(5, 16) == 0
+
+
+def test_a_named_conversation_lives_where_its_model_is_served() -> None:
+    clouds = Clouds()
+    only = clouds.fleet.add(NodeConfig(url="http://c:1", name="c0", models=("other",), island="b"))
+    twin = clouds.fleet.add(NodeConfig(url="http://d:1", name="c1", models=("other",), island="c"))
+    for node in (only, twin):
+        clouds.fleet.check_passed(node, 0.0)
+        clouds.beliefs.join(node.name, ["other"])
+    assert clouds.say(turns(1, 1)[0], session=b"one").node.island == "a"
+    ask = Ask("other")
+    ask.session_header = b"one"
+    decision = clouds.router.decide(ask, clouds.now_s)
+    clouds.router.dispatch(decision, decision.node, clouds.now_s).close(Outcome.LEFT, clouds.now_s)
+    assert not clouds.books.crossed and "home" not in decision.reason, "it never lived on a: nobody serves it there"
+
+
+def test_it_leaves_a_home_that_is_too_slow_for_its_whole_answer() -> None:
+    clouds = Clouds(spill_ms=10_000.0)
+    first, second = turns(1, 2)
+    assert clouds.say(first).node.island == "a"
+    for node in clouds.nodes.values():
+        node.speed.answers = 5
+    clouds.busy("a", 40_000)  # two seconds of prefill at home
+    ask = Ask(MODEL)
+    ask.total_deadline_s = clouds.now_s + 1.5
+    lookup = Lookup(array("I", second).tobytes(), len(second), 0)
+    decision = clouds.router.decide(ask, clouds.now_s, lookup)
+    assert decision.node.island == "b" and "deadline" in decision.reason
+    guest_decision, _ = Admission(clouds.router, AdmissionConfig()).rehearse(ask, lookup, clouds.now_s)
+    assert guest_decision.node.island == "b", "it is not refused where another island makes it"
+
+
+def test_those_who_waited_for_an_island_are_forgotten_though_it_becomes_the_only_one() -> None:
+    clouds = Clouds()
+    admission = Admission(clouds.router, AdmissionConfig())
+    clouds.fleet.islands.saw_waiting({"a": 50_000.0})
+    a0 = clouds.nodes["a0"]
+    assert a0.distance_ms > 1000.0
+    clouds.fleet.remove("b0")
+    clouds.fleet.remove("b1")
+    for _ in range(200):
+        clouds.now_s += 0.05
+        admission.tick(list(clouds.fleet), clouds.now_s)
+    assert a0.distance_ms == a0.round_trip_ms == 20.0

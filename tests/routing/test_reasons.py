@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import weakref
 from array import array
+from heapq import nsmallest
 from random import Random
+from typing import Any
 
 import pytest
 from priced import MODEL, Guest, World, prompt
@@ -17,9 +19,11 @@ from warmroute.fleet.node import Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.beliefs import Beliefs
 from warmroute.index.lookup import Lookup
-from warmroute.prompt.ask import Ask
+from warmroute.prompt.ask import HIGH, LOW, Ask
+from warmroute.routing import reasons
 from warmroute.routing.price import TERMS, Price
 from warmroute.routing.reasons import WHOLE, Grounds, ms, sentence
+from warmroute.routing.refusals import Shed
 from warmroute.routing.router import Router, Undecided
 
 TIED = "fewer requests, then chance, decided"
@@ -231,6 +235,22 @@ def test_a_rehearsal_says_whether_it_would_wait() -> None:
         world.admission.rehearse(hurried, prompt(8210, 1), world.now_s)
 
 
+def test_a_rehearsal_is_refused_where_the_request_would_be() -> None:
+    world = World(1, admission=AdmissionConfig(max_waiting=2))
+    world.busy(world.nodes[0], 16_000)
+    world.enter()
+    low, high = Ask(MODEL), Ask(MODEL)
+    low.priority, high.priority = LOW, HIGH
+    with pytest.raises(Shed):
+        world.admission.rehearse(low, prompt(800), world.now_s)
+    assert world.admission.rehearse(Ask(MODEL), prompt(800), world.now_s)[1]
+    world.enter()
+    with pytest.raises(Shed):
+        world.admission.rehearse(Ask(MODEL), prompt(800), world.now_s)
+    assert world.admission.rehearse(high, prompt(800), world.now_s)[1]
+    assert world.admission.waiting == world.admission.held == 2
+
+
 def on_islands(*islands: str) -> World:
     world = World(0)
     for number, island in enumerate(islands):
@@ -344,6 +364,22 @@ def test_of_very_many_candidates_the_best_are_kept(tied: bool) -> None:
     assert said == before or tied
     assert not tied or "and 998 others cost the same" in said
     assert len(grounds.prices or ()) == 8
+
+
+def test_who_reads_it_while_the_request_ends_reads_one_or_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, beliefs = large(200)
+    decision = Router(fleet, beliefs, Routing(policy="price", seed=1)).decide(Ask(MODEL), 1000.0, prompt(8000))
+    grounds = decision.grounds()
+    whole = grounds.ranked()
+
+    def ends_meanwhile(*given: Any, **more: Any) -> list[Any]:
+        monkeypatch.undo()
+        grounds.cut(8)
+        return nsmallest(*given, **more)
+
+    monkeypatch.setattr(reasons, "nsmallest", ends_meanwhile)
+    assert grounds.ranked() == whole
+    assert grounds.ranked() == whole[:8]
 
 
 def test_a_small_fleet_keeps_all_of_them_by_reference() -> None:

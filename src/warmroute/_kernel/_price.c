@@ -28,7 +28,7 @@
 #define MOST_FULL 0.999
 #define MEMORY_FULL 0.98
 #define GROWTH 0.3
-#define STREAMED 0.1
+#define STREAMED 0.2
 #define EVICTED_DEARER 2.5
 #define RISK_POWER 4.0
 /* index/reuse.py */

@@ -70,8 +70,11 @@ class Scaling(Section, frozen=True):
         float, Meta(ge=0, description="Time of a whole answer, p99, above which nodes are added; 0 for no ceiling.")
     ] = 0.0
     kv_usage: Annotated[
-        Share, Meta(description="Share of KV memory that running requests may fill; above it nodes are added.")
-    ] = 0.8
+        Share,
+        Meta(
+            description="Share of KV memory that running requests may fill, so that the rest is cache; else nodes come."
+        ),
+    ] = 0.35
     stable_window_s: Annotated[Seconds, Meta(description="What is seen within this time decides.")] = 60.0
     panic_window_s: Annotated[Seconds, Meta(description="… and within this time, in a panic.")] = 15.0
     panic_threshold: Annotated[

@@ -8,6 +8,7 @@
     UP          checks time out, `slow_checks` in a row, while     OPEN, suspected
                 nothing at all is heard from the node
     OPEN        for certain, and a check passes                    UP, growing to its full share over `slow_start_s`
+    OPEN        suspected before it was ever UP, a check passes    UP, the same
     OPEN        suspected, its time has passed, a check passes     HALF_OPEN
     HALF_OPEN   the one request that is let through succeeds       UP, growing to its full share over `slow_start_s`
     HALF_OPEN   it fails                                           OPEN, for twice as long
@@ -38,6 +39,7 @@ class Health:
         "_refused_s",
         "_slow_checks",
         "_slow_since_s",
+        "_was_up",
         "certain",
         "half_open_s",
         "heard_s",
@@ -54,6 +56,7 @@ class Health:
         self._slow_since_s = 0.0
         self._refused_s = -1e9
         self._open_for_s = config.open_s
+        self._was_up = False
         self.standing = Standing.UNKNOWN
         self.certain = False
         """OPEN because nobody listens or the node said so, not on suspicion."""
@@ -73,8 +76,8 @@ class Health:
         self.heard_s = now_s
         self._slow_checks = 0
         if self.standing is Standing.UNKNOWN:
-            self.standing, self.reason = Standing.UP, "check passed"
-        elif self.standing is Standing.OPEN and self.certain:
+            self.standing, self.reason, self._was_up = Standing.UP, "check passed", True
+        elif self.standing is Standing.OPEN and (self.certain or not self._was_up):
             self._come_back(now_s, "check passed")
         elif self.standing is Standing.OPEN and now_s >= self.open_until_s:
             self.standing, self.reason = Standing.HALF_OPEN, "check passed; on trial"
@@ -118,6 +121,7 @@ class Health:
     def _come_back(self, now_s: float, reason: str) -> None:
         self.standing, self.certain, self.reason = Standing.UP, False, reason
         self.up_since_s = now_s
+        self._was_up = True
         self._failures = 0
         self._open_for_s = self._config.open_s
 

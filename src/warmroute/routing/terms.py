@@ -23,7 +23,9 @@ MEMORY_FULL: Final = 0.98
 """Share of its KV memory that a node can really use."""
 GROWTH: Final = 0.3
 """Share of their answers that running requests still have to write, beyond what those that end give back meanwhile."""
-STREAMED: Final = 0.1
+STREAMED: Final = 0.2
+"""A millisecond while an answer flows counts a tenth of one before it begins: it can be read meanwhile. As much again
+counts for the answers beside it, which flow slower for its sake."""
 EVICTED_DEARER: Final = 2.5
 """A block from within a long prompt is dearer to compute again than one of a short prompt."""
 RISK_POWER: Final = 4
@@ -42,8 +44,8 @@ def prefill(work: float, ms_per_token: float, token_ms: float) -> float:
 
 
 def contention(output: float, token_ms: float, quickest_ms: float) -> float:
-    """How much longer its answer takes there than on the quickest node: its tokens × the difference [ms]. A millisecond
-    while an answer flows counts a tenth of one before it begins: it can be read meanwhile."""
+    """How much longer its answer takes there than on the quickest node: its tokens × the difference [ms], and
+    as much for the answers beside it."""
     return STREAMED * output * (token_ms - quickest_ms)
 
 

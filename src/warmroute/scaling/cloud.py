@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Final, TypeVar
 
+import msgspec
+
 from warmroute.scaling.offer import Offer
-from warmroute.scaling.provisioner import CloudError, Machine, Provisioner
+from warmroute.scaling.provisioner import CloudError, Machine, MachineState, Provisioner
 
 log = logging.getLogger("warmroute.scaling")
 T = TypeVar("T")
 
 OFFERS_S: Final = 60.0
 """How often it is asked what it offers."""
+OFFERS_RETRY_S: Final = 10.0
+"""… and how soon again where it did not say."""
+REST_TIMES: Final = 3.0
+REST_LIMIT_S: Final = 10.0
+"""One that takes long to tell of its machines is left alone for so many times as long, at most so long."""
+GONE: Final = (MachineState.ENDING, MachineState.ENDED)
 
 
 class Cloud:
@@ -26,26 +34,61 @@ class Cloud:
         self.offers: tuple[Offer, ...] = ()
         self.machines: dict[str, Machine] = {}
         """By token, as of the last status."""
+        self.surplus: tuple[Machine, ...] = ()
+        """Machines that run with the token of another one: nobody asked for a second."""
         self.asked_s: float | None = None
         """When the status was asked for that told of them; None before the first."""
-        self._offered_s = float("-inf")
-        self.problem = ""
-        """Why the last call failed; empty where it did not."""
+        self.has_spoken = False
+        """Whether it has told of its machines, or failed to."""
+        self.next_s = self._offers_due_s = float("-inf")
+        """When to look again."""
+        self._problems: dict[str, str] = {}
+        """What failed when it was last tried, and why."""
+        self._nameless: set[str] = set()
+
+    @property
+    def problem(self) -> str:
+        """Why calls fail; empty where they do not."""
+        return "; ".join(dict.fromkeys(self._problems.values()))
 
     async def look(self) -> bool:
         """Asks for its machines, and now and then for its offers. Whether it told of its machines."""
-        if self._now() - self._offered_s >= OFFERS_S:
+        if self._now() >= self._offers_due_s:
             offers = await self._call("what it offers", self._provisioner.offers())
             if offers is not None:
-                self.offers = tuple(offers)
-                self._offered_s = self._now()
+                self.offers = tuple(msgspec.structs.replace(offer, provisioner=self.name) for offer in offers)
+            self._offers_due_s = self._now() + (OFFERS_S if offers is not None else OFFERS_RETRY_S)
         asked_s = self._now()
         machines = await self._call("its machines", self._provisioner.status())
+        self.has_spoken = True
+        self.next_s = self._now() + min(REST_LIMIT_S, REST_TIMES * (self._now() - asked_s))
         if machines is None:
             return False
-        self.machines = {machine.token: machine for machine in machines if machine.token}
+        self._take(machines)
         self.asked_s = asked_s
         return True
+
+    def _take(self, told: Iterable[Machine]) -> None:
+        before, found, surplus = self.machines, dict[str, Machine](), []
+        for machine in told:
+            if not machine.token:
+                if machine.id not in self._nameless:
+                    self._nameless.add(machine.id)
+                    log.warning("%s: %s has no token: it is left alone, end it by hand", self.name, machine.id)
+                continue
+            rival = found.setdefault(machine.token, machine)
+            if rival is machine:
+                continue
+            known = before.get(machine.token)
+            if machine.state not in GONE and (rival.state in GONE or (known is not None and machine.id == known.id)):
+                found[machine.token] = machine
+                machine, rival = rival, machine
+            if machine.state not in GONE:
+                surplus.append(machine)
+        self.machines, self.surplus = found, tuple(surplus)
+        ids = {_end_of(machine) for machine in (*found.values(), *surplus)}
+        for what in [what for what in self._problems if what.startswith(END) and what not in ids]:
+            del self._problems[what]  # it is gone all the same
 
     async def provision(self, offer: Offer, token: str) -> None:
         """Raises CloudError (NoCapacity), TimeoutError: then nobody knows whether it was started."""
@@ -59,10 +102,10 @@ class Cloud:
             await self._provisioner.terminate(machine)
             return True
 
-        return bool(await self._call(f"the end of {machine.id}", end()))
+        return bool(await self._call(_end_of(machine), end()))
 
     async def close(self) -> None:
-        await self._provisioner.close()
+        await self._call("its goodbye", self._provisioner.close())
 
     def offer(self, name: str) -> Offer | None:
         return next((offer for offer in self.offers if offer.name == name), None)
@@ -80,9 +123,18 @@ class Cloud:
             problem = f"no answer within {self._timeout_s:g} s"
         except Exception as error:  # another's library: whatever it raises, the router goes on
             problem = f"{type(error).__name__}: {error}"
-        if problem and problem != self.problem:
-            log.warning("%s: asking for %s failed: %s", self.name, what, problem)
-        elif self.problem and not problem:
-            log.info("%s answers again", self.name)
-        self.problem = problem
+        before = self._problems.pop(what, "")
+        if problem:
+            self._problems[what] = problem
+            if problem != before:
+                log.warning("%s: asking for %s failed: %s", self.name, what, problem)
+        elif before:
+            log.info("%s: asking for %s works again", self.name, what)
         return answer
+
+
+END: Final = "the end of "
+
+
+def _end_of(machine: Machine) -> str:
+    return f"{END}{machine.id}"

@@ -87,7 +87,8 @@ class Core:
 
     def to_move(self, name: str, now_s: float) -> tuple[HotPrefix, ...]:
         """What another node is to have before this one goes."""
-        others = [node.name for node in self._fleet if node.name != name and not node.draining]
+        going = {name, *self.draining}
+        others = [node.name for node in self._fleet if node.name not in going and not node.draining]
         return only_here(self._hot, self._beliefs, name, others, now_s)
 
     @property

@@ -6,13 +6,15 @@
 No turn waits for a cloud: every call is a task of its own, with a time limit. Nothing is kept that a crash could lose.
 Machines that carry the deployment's name and that nobody here asked for are those of a router before this one: they
 are taken over, and serve or are given back like the others. A node is in the fleet from its address on, so that it is
-watched; it takes requests when what is hot has been prefilled there.
+watched; it takes requests when what is hot has been prefilled there. One that somebody takes out of the fleet by hand
+is given back when its requests have finished. In a dry run nobody new is taken in; what had begun goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -23,7 +25,7 @@ from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
 from warmroute.fleet.health import Standing
 from warmroute.fleet.node import Node
 from warmroute.index.hot import HotPrefix
-from warmroute.scaling.cloud import Cloud
+from warmroute.scaling.cloud import GONE, Cloud
 from warmroute.scaling.core import Core
 from warmroute.scaling.life import Event, NodeLife, State
 from warmroute.scaling.loop import Step
@@ -35,7 +37,9 @@ log = logging.getLogger("warmroute.scaling")
 
 TICK_S: Final = 1.0
 EVENTUAL_S: Final = 30.0
-"""So long after it was asked for, a machine that its cloud does not tell of is no more. Before, it may not know yet."""
+"""A machine that its cloud does not tell of for so long is no more. Before, it may not know yet, or have overlooked it;
+and for so long it may still tell of one that has ended."""
+IN_FLEET: Final = (State.LOADING, State.WARMING, State.SERVING)
 RETRY_S: Final = 1.0
 RETRY_LIMIT_S: Final = 60.0
 """Ending a machine is tried again for ever, ever more slowly: it is paid for."""
@@ -72,6 +76,16 @@ class Driver:
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking: set[str] = set()
         """Clouds that are being asked just now."""
+        self._joined: dict[str, Node] = {}
+        """By token: the node that a life is, in the fleet or taken out of it."""
+        self._found: set[str] = set()
+        """Tokens of those that were taken over: when they were asked for, nobody knows."""
+        self._missing_s: dict[str, float] = {}
+        """By token: when its cloud first did not tell of it."""
+        self._ended_s: dict[tuple[str, str], float] = {}
+        """By cloud and token: when a machine was ended that its cloud may still tell of."""
+        self._surplus: set[tuple[str, str]] = set()
+        """Machines that nobody asked for and that are being ended just now."""
         self._said: tuple[str, ...] = ()
         self.added = self.given_back = self.refusals = self.lost = 0
         """Nodes that came to serve, that were given back, that were refused, that went by themselves."""
@@ -93,12 +107,12 @@ class Driver:
         if not leads:
             return
         for cloud in self.clouds.values():
-            if cloud.name not in self._looking:
+            if cloud.name not in self._looking and now_s >= cloud.next_s:
                 self._looking.add(cloud.name)
                 self._start(self._look(cloud))
         self._see_to_lives(now_s)
         if now_s - self._stepped_s >= self.core.config.interval_s and all(
-            cloud.asked_s is not None or cloud.problem for cloud in self.clouds.values()
+            cloud.has_spoken for cloud in self.clouds.values()
         ):
             self._stepped_s = now_s
             self._do(self.core.step(now_s, time.time()))
@@ -143,20 +157,19 @@ class Driver:
         self._start(self._provision(self.clouds[offer.provisioner], life))
 
     async def _provision(self, cloud: Cloud, life: NodeLife) -> None:
-        offer = life.offer
         try:
-            await cloud.provision(offer, life.token)
+            await cloud.provision(life.offer, life.token)
         except NoCapacity as why:
-            self._refused(life, str(why))
-            self._take(life, Event.ENDED, str(why))
-        except CloudError as why:  # it may have begun all the same: its end is seen to
-            self._refused(life, str(why))
-            self._take(life, Event.GIVE_BACK, str(why))
+            if life.state is State.REQUESTED:
+                self._take(life, Event.ENDED, str(why))
         except TimeoutError:
             log.warning("%s did not say in time whether a node comes; what it tells of its machines will", cloud.name)
-        except Exception as error:
-            self._refused(life, f"{type(error).__name__}: {error}")
-            self._take(life, Event.GIVE_BACK, type(error).__name__)
+            self.core.market.refused(life.offer.key, "no answer in time", self._now())
+        except Exception as error:  # it may have begun all the same: its end is seen to
+            said = str(error) if isinstance(error, CloudError) else f"{type(error).__name__}: {error}"
+            if life.state is State.REQUESTED:
+                self._refused(life, said)
+                self._take(life, Event.GIVE_BACK, said)
         else:
             self._take(life, Event.ACCEPTED)
 
@@ -174,29 +187,52 @@ class Driver:
         finally:
             self._looking.discard(cloud.name)
         self.core.market.offered([offer for one in self.clouds.values() for offer in one.offers])
-        if told and not self.core.config.dry_run:
-            for machine in cloud.machines.values():
+        if told:
+            # Those that are gone first: another may have their address by now.
+            for machine in sorted(cloud.machines.values(), key=lambda one: one.state not in GONE):
                 self._see(cloud, machine)
             self._see_missing(cloud)
+            if not self.core.config.dry_run:
+                self._end_surplus(cloud)
 
     def _see(self, cloud: Cloud, machine: Machine) -> None:
         life = self.core.lives.get(machine.token)
-        gone = machine.state in (MachineState.ENDING, MachineState.ENDED)
+        gone = machine.state in GONE
         if life is None:
-            if gone:
+            assert cloud.asked_s is not None
+            ended_s = self._ended_s.get((cloud.name, machine.token))
+            if gone or self.core.config.dry_run or (ended_s is not None and cloud.asked_s - ended_s <= EVENTUAL_S):
                 return
             life = self._take_over(cloud, machine)
+            if ended_s is not None:
+                self._take(life, Event.GIVE_BACK, "it was ended, and runs all the same")
+        if life.offer.provisioner != cloud.name:
+            return  # another cloud's: its own word counts
         life.endable = machine.endable
         if machine.state is MachineState.ENDED or (gone and life.state is not State.ENDING):
             self._take(life, Event.ENDED, machine.reason or "its cloud has ended it")
-        elif machine.reclaimed and life.state is not State.DRAINING:
-            self._take(life, Event.GIVE_BACK, machine.reason or "its cloud takes it back")
-        elif machine.state is MachineState.PENDING:
-            self._take(life, Event.ACCEPTED)
-        elif machine.url and life.state in (State.REQUESTED, State.BOOTING):
+        elif machine.reclaimed:
+            self._reclaim(life, machine.reason or "its cloud takes it back")
+        elif machine.state is MachineState.RUNNING and machine.url and life.state in (State.REQUESTED, State.BOOTING):
             self._join(life, machine)
+        elif life.state in IN_FLEET and machine.url and machine.url != life.url:
+            self._take(life, Event.ENDED, f"another machine has come in its place, {machine.url}")
+            self._see(cloud, machine)
+        else:
+            self._take(life, Event.ACCEPTED)
+
+    def _reclaim(self, life: NodeLife, why: str) -> None:
+        """Its cloud is in a hurry."""
+        if life.state is State.DRAINING:
+            if not life.drained:
+                self._let_nobody_in(life)
+            return
+        if life.coming:
+            self._refused(life, why)
+        self._take(life, Event.GIVE_BACK, why)
 
     def _take_over(self, cloud: Cloud, machine: Machine) -> NodeLife:
+        self._found.add(machine.token)
         offer = cloud.offer(machine.offer) or Offer(
             provisioner=cloud.name, name=machine.offer or "unknown", island=machine.island or cloud.name, gpu="",
             usd_per_hour=0.0,
@@ -210,6 +246,8 @@ class Driver:
         if known is None:
             offer = life.offer
             name = f"{offer.provisioner}-{life.token[-8:]}"
+            if any(node.name == name for node in self._fleet):
+                name = f"{offer.provisioner}-{life.token}"
             island = machine.island or offer.island
             try:
                 known = self._nodes.add_node(
@@ -217,10 +255,16 @@ class Driver:
                         url=machine.url, name=name, island=island, gpu=offer.gpu, usd_per_hour=offer.usd_per_hour
                     )
                 )
-            except (ConfigError, NameTaken) as why:
-                self._take(life, Event.GIVE_BACK, f"it cannot be in the fleet: {why}")
+            except (ConfigError, NameTaken) as error:
+                why = f"it cannot be in the fleet: {error}"
+                self._refused(life, why)
+                self._take(life, Event.GIVE_BACK, why)
                 return
             self._fleet.drain(known.name)
+        elif self.core.lives.named(known.name) is not None:
+            self._take(life, Event.ACCEPTED)
+            return  # the address is still another's: it comes in when that one is gone
+        self._joined[life.token] = known
         life.name, life.url = known.name, machine.url
         self._take(life, Event.HAS_ADDRESS)
 
@@ -228,11 +272,29 @@ class Driver:
         """Those that should be there and are not."""
         assert cloud.asked_s is not None
         for life in self.core.lives:
-            if life.offer.provisioner != cloud.name or life.token in cloud.machines or life.state is State.REQUESTED:
+            if life.offer.provisioner != cloud.name:
                 continue
-            since_s = life.since_s if life.state in (State.BOOTING, State.ENDING) else life.asked_s
-            if cloud.asked_s - since_s > EVENTUAL_S:
+            if life.token in cloud.machines or life.state is State.REQUESTED:
+                self._missing_s.pop(life.token, None)
+            elif cloud.asked_s - self._missing_s.setdefault(life.token, cloud.asked_s) > EVENTUAL_S:
                 self._take(life, Event.ENDED, "its cloud does not know it any more")
+        for (name, token), ended_s in list(self._ended_s.items()):
+            if name == cloud.name and token not in cloud.machines and cloud.asked_s - ended_s > EVENTUAL_S:
+                del self._ended_s[name, token]
+
+    def _end_surplus(self, cloud: Cloud) -> None:
+        for machine in cloud.surplus:
+            key = cloud.name, machine.id
+            if key not in self._surplus:
+                self._surplus.add(key)
+                log.warning("%s has %s a second time, as %s: that is ended", cloud.name, machine.token, machine.id)
+                self._start(self._end_one(cloud, machine, key))
+
+    async def _end_one(self, cloud: Cloud, machine: Machine, key: tuple[str, str]) -> None:
+        try:
+            await cloud.terminate(machine)
+        finally:
+            self._surplus.discard(key)
 
     # What becomes of them.
 
@@ -240,15 +302,21 @@ class Driver:
         lives = self.core.lives
         for life in lives.overdue(now_s):
             log.warning("node %s has been %s for too long", life.name or life.token, life.state.value)
-            self._take(life, Event.LIMIT)
+            self._take(life, Event.LIMIT, f"it was {life.state.value} for too long")
         for life in lives:
             node = self._node(life)
             if node is None:
-                continue
-            if life.state is State.LOADING and node.health.standing is Standing.UP and node.models:
+                if life.state in IN_FLEET:
+                    self._take(life, Event.GIVE_BACK, "somebody took it out of the fleet")
+                elif life.state is State.DRAINING and life.drained and not self._left_there(life):
+                    self._take(life, Event.EMPTY)
+            elif life.state is State.LOADING and node.health.standing is Standing.UP and node.models:
                 self._take(life, Event.CHECK_PASSED)
-            elif life.state is State.DRAINING and life.drained and not node.load:
-                self._take(life, Event.EMPTY)
+            elif life.state is State.DRAINING and life.drained:
+                if not node.draining:  # by somebody's hand
+                    self._fleet.drain(node.name)
+                if not node.load:
+                    self._take(life, Event.EMPTY)
 
     def _node(self, life: NodeLife) -> Node | None:
         try:
@@ -256,12 +324,21 @@ class Driver:
         except UnknownNode:  # somebody removed it by hand
             return None
 
+    def _left_there(self, life: NodeLife) -> int:
+        """Requests that still run on a node that was taken out of the fleet."""
+        node = self._joined.get(life.token)
+        return node.inflight if node is not None else 0
+
     def _take(self, life: NodeLife, event: Event, why: str = "") -> None:
         """The one place where a life goes on: what its new state asks for is begun here."""
-        was = life.state
+        was, never_came_up = life.state, life.never_came_up
+        if self.core.lives.get(life.token) is not life:
+            return  # it is over
         if self.core.lives.take(life.token, event, self._now(), why) is None:
             return
         log.info("node %s: %s → %s (%s)", life.name or life.token, was.value, life.state.value, life.why)
+        if life.never_came_up and not never_came_up:
+            self._refused(life, life.why if was is State.REQUESTED else f"its node never came up: {life.why}")
         match life.state:
             case State.WARMING:
                 self._start(self._warm(life))
@@ -270,6 +347,7 @@ class Driver:
             case State.DRAINING:
                 self._start(self._drain(life))
             case State.ENDING:
+                self._let_nobody_in(life)
                 self._start(self._end(life))
             case State.TERMINATED:
                 self._forget(life, was)
@@ -285,30 +363,38 @@ class Driver:
     def _serve(self, life: NodeLife) -> None:
         node = self._node(life)
         if node is None:
-            self._take(life, Event.ENDED, "it is not in the fleet any more")
-            return
+            return  # it is given back in the next turn
         self._fleet.drain(node.name, False)
         self.added += 1
-        self.core.market.came_up(life.offer.key, self._now() - life.asked_s)
+        took_s = self._now() - life.asked_s if life.token not in self._found else math.nan
+        self.core.market.came_up(life.offer.key, took_s)
 
     async def _drain(self, life: NodeLife) -> None:
         """What only this node holds of hot prefixes is put elsewhere first, unless its cloud is in a hurry."""
         machine = self._machine(life)
-        if machine is None or not machine.reclaimed:
-            try:
+        try:
+            if (machine is None or not machine.reclaimed) and self._node(life) is not None:
                 async with asyncio.timeout(self.core.config.warm_limit_s):
                     await self._move(self.core.to_move(life.name, self._now()))
-            except TimeoutError:
-                log.info("moving what only node %s holds took too long; it goes all the same", life.name)
+        except TimeoutError:
+            log.info("moving what only node %s holds took too long; it goes all the same", life.name)
+        finally:
+            self._let_nobody_in(life)
+
+    def _let_nobody_in(self, life: NodeLife) -> None:
         node = self._node(life)
-        if node is not None:
+        if node is not None and life.state is not State.TERMINATED:
             self._fleet.drain(node.name)
         life.drained = True
 
     async def _move(self, prefixes: Sequence[HotPrefix]) -> None:
         for prefix in prefixes:
-            others = [node for node in self._fleet if not node.draining and node.health.standing is Standing.UP]
-            others = [node for node in others if (life := self.core.lives.named(node.name)) is None or not life.drained]
+            going = set(self.core.draining)
+            others = [
+                node
+                for node in self._fleet
+                if not node.draining and node.health.standing is Standing.UP and node.name not in going
+            ]
             if others:
                 await self._warmer.put(min(others, key=lambda node: node.pending_work), prefix)
 
@@ -319,6 +405,7 @@ class Driver:
         while cloud is not None and life.state is State.ENDING:
             machine = self._machine(life)
             if machine is not None and await cloud.terminate(machine):
+                self._ended_s[cloud.name, life.token] = self._now()
                 break
             if machine is None and cloud.asked_s is not None and cloud.asked_s - life.since_s > EVENTUAL_S:
                 break
@@ -333,8 +420,9 @@ class Driver:
     def _forget(self, life: NodeLife, was: State) -> None:
         if self._node(life) is not None:
             self._nodes.remove_node(life.name)
-        if life.never_came_up and was is not State.REQUESTED:
-            self._refused(life, f"its node never came up: {life.why}")
+        self._joined.pop(life.token, None)
+        self._missing_s.pop(life.token, None)
+        self._found.discard(life.token)
         if was is State.ENDING and life.serving_s is not None:
             self.given_back += 1
         elif was in (State.SERVING, State.DRAINING):

@@ -64,8 +64,13 @@ class LiveScaling:
         self._keda: Any = None
 
     async def start(self) -> None:
-        """Raises ConfigError where KEDA's port can't be listened on."""
+        """Raises ConfigError where KEDA's port can't be listened on, or the lock file not be had."""
         scaling = self._config.scaling
+        if self._lock is not None:
+            try:
+                self._lock.leads()
+            except OSError as error:
+                raise ConfigError(f"scaling.lock_file: {scaling.lock_file}: {error.strerror}") from None
         if scaling.keda_port:
             try:
                 from warmroute.scaling.keda import KedaScaler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import socket
 import subprocess
@@ -50,9 +51,13 @@ class Child:
     def has_ended(self) -> bool:
         return self.process.poll() is not None
 
+    def said(self) -> str:
+        """All that it has written to standard error so far."""
+        file = self._said.fileno()  # read at a place of our own: the child writes at the one that both share
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
+
     def why_it_ended(self) -> str:
-        self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        lines = self.said().strip().splitlines()
         reason = lines[-1].removeprefix("warmroute: ") if lines else f"it said nothing (exit {self.process.returncode})"
         return f"{self.name} did not start: {reason}"
 

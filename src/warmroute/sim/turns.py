@@ -52,7 +52,7 @@ class Noting(World):
         priority = flight.prompt.priority
         self.sheds[priority] += 1
         if priority != "low":
-            waiting = any(key[0] == LOW and tenant.waiting for key, tenant in self.admission._tenants.items())
+            waiting = any(key[0] == LOW and tenant.waiting for key, tenant in self.admission.room.tenants.items())
             self.beside_waiting_low += waiting
             self.beside_served_low += bool(self._low)
         super()._refuse(flight)
@@ -61,7 +61,7 @@ class Noting(World):
         if flight.prompt.priority == "low":
             self._low.add(id(flight))
         if decision.price is not None and self.tenants:
-            waiting = {tenant for _priority, tenant in self.admission._tenants}
+            waiting = {tenant for _priority, tenant in self.admission.room.tenants}
             if self.tenants <= waiting | {flight.ask.tenant}:
                 self.work[flight.ask.tenant] += round(decision.price.new)
         super()._go(flight, decision)

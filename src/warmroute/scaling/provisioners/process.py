@@ -142,6 +142,8 @@ class ProcessProvisioner:
                 one = self._found_again(one)
             if self._is_alive(one):
                 state, reason = (MachineState.ENDING if one.told_s else MachineState.RUNNING), ""
+                if one.told_s:  # whoever told it may have crashed meanwhile
+                    self._end(one.token)
             else:
                 state, reason = MachineState.ENDED, self._last_words(one)
                 if time.time() - self._file(one.token).stat().st_mtime > FORGET_S:

@@ -32,6 +32,7 @@ log = logging.getLogger("warmroute.sim")
 VERSION = "0.32.0"
 IDLE_TIMEOUT_S = 5.0
 """After which vLLM closes an idle connection."""
+LAST_WORDS = "told to end with %d requests under way"
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +148,7 @@ class EngineServer:
             gc.freeze()
             print(msgspec.json.encode(self.describe()).decode(), flush=True)
             await told.wait()
+            log.info(LAST_WORDS, self._under_way())
         finally:
             await self.stop()
 
@@ -286,7 +288,10 @@ class EngineServer:
         _reply(responder, {"version": VERSION})
 
     def _load(self, _request: Request, responder: Responder) -> None:
-        _reply(responder, {"server_load": sum(rank.core.num_running + rank.core.num_waiting for rank in self.ranks)})
+        _reply(responder, {"server_load": self._under_way()})
+
+    def _under_way(self) -> int:
+        return sum(rank.core.num_running + rank.core.num_waiting for rank in self.ranks)
 
     def _event_sources(self, _request: Request, responder: Responder) -> None:
         """vLLM tells what it was told to bind to, which is every address, whatever the HTTP server listens on."""

@@ -1,0 +1,216 @@
+"""The waiting room: who waits for a node, and whose turn is next. It decides nothing about nodes; no I/O.
+
+Higher priority goes first, then the tenant that has had the least work done. One turn in EVERY is for whoever has waited
+longest, so that nobody waits for ever behind higher priorities. Those for whom there is no node at all (the homeless)
+wait apart, until there is one.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from warmroute.fleet.group import Group
+from warmroute.index.lookup import Lookup
+from warmroute.prompt.ask import LOW, Ask
+from warmroute.routing.decision import Decision
+from warmroute.routing.router import Undecided
+
+EVERY: Final = 16
+STARVING_S: Final = 10.0
+"""Of those who have waited so long, the longest waiting have one turn in EVERY, whatever their priority."""
+
+Key = tuple[int, str]
+"""Priority and tenant."""
+
+
+class Guest(Protocol):
+    """A request that asks for a node."""
+
+    @property
+    def ask(self) -> Ask: ...
+    @property
+    def lookup(self) -> Lookup | None: ...
+    @property
+    def arrived_s(self) -> float: ...
+
+    def go(self, decision: Decision) -> None:
+        """To that node, now."""
+
+    def refuse(self, why: Undecided) -> None:
+        """Nobody will take it."""
+
+
+class Waiting:
+    """A guest, and what was last thought of it."""
+
+    __slots__ = ("as_of", "decision", "group", "guest")
+
+    def __init__(self, guest: Guest, decision: Decision, group: Group) -> None:
+        self.guest = guest
+        self.group = group
+        """The group that counts it as waiting."""
+        self.decision = decision
+        self.as_of = 0
+        """The change up to which that counts everything."""
+
+    def decided(self, decision: Decision) -> None:
+        """Thought of anew. A model whose nodes were all gone has another group than before."""
+        self.decision = decision
+        query = decision.query
+        if query is not None and query.group is not self.group:
+            self.group.waiting -= 1
+            self.group = query.group
+            self.group.waiting += 1
+
+
+class Tenant:
+    __slots__ = ("done", "waiting")
+
+    def __init__(self, done: float) -> None:
+        self.waiting: dict[int, Waiting] = {}
+        """In the order of their arrival, by the guest's id()."""
+        self.done = done
+        """Prefill work that was let through, in milliseconds."""
+
+
+class WaitingRoom:
+    def __init__(self) -> None:
+        self.tenants: dict[Key, Tenant] = {}
+        """Those with somebody waiting."""
+        self.had: dict[Key, float] = {}
+        """What others have had of late, so that nobody is the first each time because only one of theirs waits."""
+        self._level = [0.0] * 3
+        """For each priority: what the tenant whose turn it was had had. Where those begin who come later."""
+        self.homeless: dict[int, Guest] = {}
+        """Those for whom there is no node at all, in the order of their arrival, by id()."""
+        self._low_homeless = 0
+        self._turns = 0
+        """Those who waited and were let through, ever."""
+        self.waiting = 0
+        """All of them."""
+        self.held = 0
+        """Requests that had to wait, ever."""
+
+    # Coming and leaving.
+
+    def keep(self, guest: Guest, decision: Decision) -> None:
+        """It waits for room on its node."""
+        self.held += 1
+        self._add(guest, decision)
+
+    def keep_homeless(self, guest: Guest) -> None:
+        """It waits for a first node to come."""
+        self.held += 1
+        self._add_homeless(guest)
+
+    def lost_home(self, key: Key, guest: Guest) -> None:
+        """The last node that could have taken it is gone: it is the same wait."""
+        self.drop(key, guest)
+        self._add_homeless(guest)
+
+    def found_home(self, guest: Guest, decision: Decision) -> None:
+        """There is a node for it, which has no room yet: it is the same wait."""
+        self.drop_homeless(guest)
+        self._add(guest, decision)
+
+    def leave(self, guest: Guest) -> None:
+        """It waits no longer, if it did: its client has gone."""
+        if not self.drop_homeless(guest):
+            self.drop((guest.ask.priority, guest.ask.tenant), guest)
+
+    def drop(self, key: Key, guest: Guest) -> bool:
+        """False where it does not wait any more."""
+        tenant = self.tenants.get(key)
+        waiting = tenant.waiting.pop(id(guest), None) if tenant is not None else None
+        if tenant is None or waiting is None:
+            return False
+        self.waiting -= 1
+        waiting.group.waiting -= 1
+        if not tenant.waiting:
+            self.had[key] = tenant.done
+            del self.tenants[key]
+            if not self.tenants:
+                self.had.clear()
+                self._level = [0.0] * 3
+        return True
+
+    def drop_homeless(self, guest: Guest) -> bool:
+        """False where it is none, or no more."""
+        if self.homeless.pop(id(guest), None) is None:
+            return False
+        self.waiting -= 1
+        self._low_homeless -= guest.ask.priority == LOW
+        return True
+
+    def _add(self, guest: Guest, decision: Decision) -> None:
+        key = (guest.ask.priority, guest.ask.tenant)
+        tenant = self.tenants.get(key)
+        if tenant is None:
+            tenant = self.tenants[key] = Tenant(max(self._level[key[0]], self.had.pop(key, 0.0)))
+        query = decision.query
+        assert query is not None
+        tenant.waiting[id(guest)] = Waiting(guest, decision, query.group)
+        self.waiting += 1
+        query.group.waiting += 1
+
+    def _add_homeless(self, guest: Guest) -> None:
+        self.homeless[id(guest)] = guest
+        self.waiting += 1
+        self._low_homeless += guest.ask.priority == LOW
+
+    # Who is there.
+
+    def everybody(self) -> list[tuple[Key, Waiting]]:
+        """All but the homeless."""
+        return [(key, waiting) for key, tenant in self.tenants.items() for waiting in tenant.waiting.values()]
+
+    def waits(self, key: Key, waiting: Waiting) -> bool:
+        tenant = self.tenants.get(key)
+        return tenant is not None and tenant.waiting.get(id(waiting.guest)) is waiting
+
+    @property
+    def low_ones_wait(self) -> bool:
+        return self._low_homeless > 0 or any(key[0] == LOW for key in self.tenants)
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether anybody waits for room who is not low."""
+        return any(key[0] != LOW for key in self.tenants)
+
+    def last_low(self) -> Guest | None:
+        """Who makes room: the last that came, of the tenant that has the most low ones; else the last without a home."""
+        low = [(len(tenant.waiting), key) for key, tenant in self.tenants.items() if key[0] == LOW]
+        if low:
+            return next(reversed(self.tenants[max(low)[1]].waiting.values())).guest
+        return next((guest for guest in reversed(self.homeless.values()) if guest.ask.priority == LOW), None)
+
+    # Whose turn it is.
+
+    def in_turn(self, now_s: float, without_low: bool) -> list[tuple[Key, Tenant]]:
+        """Tenants by priority, then by what they have had; now and then those first who have waited the longest."""
+        tenants = list(self.tenants.items())
+        if without_low:
+            tenants = [item for item in tenants if item[0][0] != LOW]
+        if tenants and self._turns % EVERY == EVERY - 1:
+            since_s = {key: next(iter(tenant.waiting.values())).guest.arrived_s for key, tenant in tenants}
+            if now_s - min(since_s.values()) > STARVING_S:
+                return sorted(tenants, key=lambda item: since_s[item[0]])
+        return sorted(tenants, key=lambda item: (item[0][0], item[1].done))
+
+    def chosen(self, key: Key, tenant: Tenant, work_ms: float) -> None:
+        """One of this tenant's goes next, with so much work."""
+        self._level[key[0]] = max(self._level[key[0]], tenant.done)
+        tenant.done += work_ms
+
+    def let_through(self, key: Key, guest: Guest) -> None:
+        self.drop(key, guest)
+        self._turns += 1
+
+    def note_work(self, ask: Ask, work_ms: float) -> None:
+        """Work that is let through at once while others wait: it is its tenant's, too."""
+        key = (ask.priority, ask.tenant)
+        tenant = self.tenants.get(key)
+        if tenant is not None:
+            tenant.done += work_ms
+        else:
+            self.had[key] = max(self._level[ask.priority], self.had.get(key, 0.0)) + work_ms
