@@ -12,11 +12,16 @@ import os
 import signal
 import sys
 from collections import Counter
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
-from harness import Gone, Router, chat, post, router, until
+from harness import Gone, Router, chat, post, quick_table, router, until
 
+from warmroute.config import Config, from_table
+from warmroute.edge.keys import hash_key
+from warmroute.routing.rate_limits import Charge, TenantLimits
 from warmroute.sim.children import free_port
 
 CLIENTS = 24
@@ -157,3 +162,176 @@ async def _under_chaos(engines: list[EngineProcess], policy: str) -> None:
 
 async def _all_up(running: Router) -> None:
     await until(lambda: all(node.health.standing.value == "up" for node in running.service.fleet), "all nodes up", 30)
+
+
+# Everything at once: priorities, deadlines, rate limits, wishes not to wait, routes, islands, the journal, reloads.
+
+KEYS = {"calm": "key-of-calm", "eager": "key-of-eager"}
+REFUSED = {
+    "overloaded", "would_wait", "waited_too_long", "deadline_unreachable", "rate_limit_exceeded", "no_node_available",
+    "upstream_failed",
+}  # fmt: skip
+
+
+def with_everything(engines: list[EngineProcess], journal: Path, *, hold: bool = True, rate: int = 120) -> Config:
+    places = ("near", "near", "far")
+    table = quick_table(
+        [
+            {"url": f"http://127.0.0.1:{engine.port}", "island": place}
+            for engine, place in zip(engines, places, strict=True)
+        ],
+        upstream={
+            "connect_timeout_s": 2.0, "first_byte_timeout_s": 2.0, "between_chunks_timeout_s": 1.0, "attempts": 3,
+        },
+        health={"interval_s": 0.1, "timeout_s": 0.5, "open_s": 0.1, "open_limit_s": 1.0, "slow_start_s": 0.5},
+        routing={"policy": "price"},
+        index={"min_tokens": 32},
+        admission={"hold": hold, "ahead_ms": 0.05, "max_waiting": 8, "max_wait_s": 3.0, "queue_threshold": 16},
+        islands=[{"name": "far", "round_trip_ms": 2.0, "egress_usd_per_gb": 0.09}],
+        crossing={"spill_ms": 5.0},
+        journal={"keep": 50, "file": str(journal), "headers": "asked", "max_bytes": 200_000},
+        keys=[
+            {"sha256": hash_key(KEYS["calm"]), "tenant": "calm"},
+            {
+                "sha256": hash_key(KEYS["eager"]), "tenant": "eager", "priority": "normal",
+                "requests_per_min": rate, "tokens_per_min": 60_000,
+            },
+        ],
+        routes=[
+            {"name": "batch", "header": "x-kind=batch", "priority": "low", "max_wait_s": 1.0, "locality": 0.5},
+            {"name": "blind", "header": "x-kind=blind", "policy": "least_loaded", "queue_threshold": 2},
+            {"name": "quick", "header": "x-kind=quick", "ttft_ms": 400.0, "total_ms": 20_000.0, "hold": not hold},
+        ],
+    )  # fmt: skip
+    return from_table(table)
+
+
+class WishfulLoad(Load):
+    """Clients with every wish that there is, in every mixture."""
+
+    def __init__(self, running: Router) -> None:
+        super().__init__(running)
+        self.refused: Counter[str] = Counter()
+
+    async def _one(self, random: Random, number: int) -> None:
+        tenant = random.choice(list(KEYS))
+        headers = [f"Authorization: Bearer {KEYS[tenant]}"]
+        for header, chance in (
+            (f"X-Priority: {random.choice(('high', 'normal', 'low'))}", 0.5),
+            ("X-Queue: no", 0.15),
+            (f"X-Deadline-Ttft-Ms: {random.choice((1, 50, 5000))}", 0.2),
+            (f"X-Deadline-Ms: {random.choice((5, 500, 30_000))}", 0.2),
+            (f"X-Kind: {random.choice(('batch', 'blind', 'quick', 'other'))}", 0.6),
+            (f"X-Session-Id: {number % 5}", 0.3),
+            ("X-Warmroute-Explain: 1", 0.5),
+        ):
+            if random.random() < chance:
+                headers.append(header)
+        peer = await self.running.connect()
+        streams = random.random() < 0.6
+        more: dict[str, Any] = {"stream_options": {"include_usage": True}} if streams else {}
+        words = f"conversation {number % 7} " * random.choice((2, 60, 400))
+        peer.write(post(chat(words, stream=streams, max_tokens=random.randrange(5, 40), **more), headers=headers))
+        if random.random() < 0.25:
+            await asyncio.sleep(random.random() * 0.1)
+            peer.leave()
+            self.ends["left"] += 1
+            return
+        found = await peer.answer(patience_s=30)
+        if found.status != 200:
+            code = found.error["code"]
+            self.refused[code] += 1
+            if found.status not in (429, 502, 503, 504) or code not in REFUSED:
+                self.lost.append(f"{found.status} {found.body[:200]!r}")
+            await asyncio.sleep(random.random() * 0.02)
+        elif found.complete:
+            self.ends["whole"] += 1
+        else:
+            self.ends["broken off"] += 1
+            assert b'"code":"upstream_broken"' in found.chunks[-1], "a stream broke off without a word"
+        peer.close()
+
+
+@pytest.mark.timeout(180)
+async def test_with_everything_switched_on_every_counter_comes_back_to_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charges: list[Charge] = []
+    begin = TenantLimits.begin
+
+    def noted(self: TenantLimits, *given: Any) -> Charge:
+        charges.append(begin(self, *given))
+        return charges[-1]
+
+    monkeypatch.setattr(TenantLimits, "begin", noted)
+    engines = [EngineProcess(free_port(22_000 + 100 * number + os.getpid() % 90)) for number in range(3)]
+    try:
+        for engine in engines:
+            await engine.start()
+        await _with_everything(engines, tmp_path / "journal", charges)
+    finally:
+        for engine in engines:
+            await engine.kill()
+
+
+async def _with_everything(engines: list[EngineProcess], journal: Path, charges: list[Charge]) -> None:
+    config = with_everything(engines, journal)
+    async with router(config=config, wait=3) as running:
+        service = running.service
+        service.admission.node_wait_s = 2.0  # as where the fleet is scaled
+        load = WishfulLoad(running)
+        clients = [asyncio.create_task(load.client(number)) for number in range(CLIENTS)]
+        first, second, third = engines
+
+        def reload(**changed: Any) -> None:
+            config = with_everything(engines, journal, **changed)
+            service._read_config = lambda: config
+            assert service.reload() is None
+
+        await asyncio.sleep(PHASE_S)
+        await first.kill()
+        await asyncio.sleep(PHASE_S)
+        await first.start()
+        reload(hold=False, rate=60)  # while requests wait
+        await asyncio.sleep(PHASE_S / 2)
+        reload(rate=240)
+        await _all_up(running)
+        await second.fail("hang")
+        await third.fail("error500")
+        await asyncio.sleep(PHASE_S)
+        await second.fail("none")
+        await third.fail("none")
+        await _all_up(running)
+        for node in list(service.fleet):  # nobody takes anything: all wait for a first node, and some leave
+            service.fleet.drain(node.name)
+        await asyncio.sleep(PHASE_S / 2)
+        homeless = len(service.admission.room.homeless)
+        for node in list(service.fleet):
+            service.fleet.drain(node.name, False)
+        await asyncio.sleep(PHASE_S)
+
+        load.going = False
+        await asyncio.gather(*clients)
+        print(dict(load.ends), dict(load.refused), f"held {service.admission.held}, homeless {homeless}")
+        assert load.lost == []
+        assert load.ends["whole"] > 50 and load.ends["left"] > 10 and homeless > 0
+        assert {"would_wait", "deadline_unreachable", "rate_limit_exceeded"} <= load.refused.keys()
+        await until(lambda: _left_over(running) == [], "nothing is left over")
+        unsettled = sum(not charge._settled for charge in charges)
+        assert charges and unsettled <= service.counters.left + service.counters.broken
+        await until(lambda: not service.journal._pending, "the journal is written")
+    assert len(service.journal) == 50 and service.counters.journal_written > 50
+
+
+def _left_over(running: Router) -> list[str]:
+    service = running.service
+    room = service.admission.room
+    found = [f"{name}: {left}" for name in ("waiting", "homeless", "tenants", "had") if (left := getattr(room, name))]
+    for node in service.fleet:
+        for name in ("inflight", "context", "kv_new", "pending_work", "unbegun"):
+            left = getattr(node, name)
+            found += [f"{name} of {node.name}: {left}"] if left else []
+    for group in service.fleet.groups:
+        found += [f"{name} of a group" for name in ("waiting", "inflight") if getattr(group, name)]
+    found += [f"line to {island.name}" for island in service.fleet.islands if island.line_ms]
+    return found

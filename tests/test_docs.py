@@ -16,6 +16,7 @@ from warmroute.config import Config, from_table
 from warmroute.edge import errors
 from warmroute.fleet.fleet import Fleet
 from warmroute.index.beliefs import Beliefs
+from warmroute.scaling.live import Figures
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.prometheus import MetricsPage
 
@@ -32,8 +33,13 @@ def test_every_metric_that_the_docs_name_is_exported_and_the_other_way_round() -
     fleet.add(from_table({"nodes": [{"url": "http://a:1"}]}).nodes[0])
     beliefs = Beliefs(Config().index)
     beliefs.join("a:1")
-    page = MetricsPage(fleet, beliefs, Counters(), lambda: (0, 0), lambda: (0, 0)).render().decode()
-    exported = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE warmroute_")}
+    figures = Figures(
+        desired_nodes=1, states={"serving": 1}, usd_per_hour=1.0, utilisation=0.5, added=1, given_back=0, refused=0,
+        lost=0, leading=True,
+    )  # fmt: skip
+    page = MetricsPage(fleet, beliefs, Counters(), lambda: (0, 0), lambda: (0, 0), scaling=lambda: figures)
+    page_text = page.render().decode()
+    exported = {line.split()[2] for line in page_text.splitlines() if line.startswith("# TYPE warmroute_")}
     text = (ROOT / "docs" / "operations.md").read_text()
     table = text[text.index("## Metrics") : text.index("What to be woken by")]
     named = set(re.findall(r"`(warmroute_\w+)`", table))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Router, post, router, until
+from harness import Router, count_up, post, router, until
 
 from warmroute.sim.children import Children
 
@@ -89,6 +89,20 @@ async def test_a_named_conversation_stays_though_its_prompts_are_too_short_to_be
         await r.admin("POST", "/admin/nodes/near-0/undrain")
         assert await turn(r, [], "Hello", x_session_id="one") == "far-0"
         assert await turn(r, [], "Hello", x_session_id="two") == "near-0"
+
+
+async def test_a_named_conversation_stays_on_an_island_that_came_at_run_time(children: Children) -> None:
+    near, far = Engine(children), Engine(children)
+    here, there = {"url": near.url, "name": "near-0"}, {"url": far.url, "name": "far-0", "island": "far"}
+    async with router(here, health={"slow_start_s": 0.0, "interval_s": 0.1}, **PRICED) as r:
+        assert (await r.admin("POST", "/admin/nodes", json.dumps(there).encode())).status in (200, 201)
+        await until(lambda: count_up(r.service) == 2, "both are up")
+        await r.admin("POST", "/admin/nodes/near-0/drain")
+        assert await turn(r, [], "Hello", x_session_id="one") == "far-0"
+        await r.admin("POST", "/admin/nodes/near-0/undrain")
+        for _ in range(6):
+            assert await turn(r, [], "Hello", x_session_id="one") == "far-0"
+        assert r.service.fleet.islands.books.stayed == {"far": 6}
 
 
 async def test_requests_for_an_adapter_go_where_it_is_loaded(children: Children) -> None:

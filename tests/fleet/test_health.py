@@ -154,6 +154,20 @@ def test_a_node_that_certainly_was_away_is_back_with_the_first_check_that_passes
     assert health.share(200) == pytest.approx(0.1), "and grows to its share"
 
 
+def test_a_node_that_was_slow_before_it_was_ever_up_needs_no_trial() -> None:
+    """A machine that boots drops packets, and no request goes there that could pass a trial."""
+    health = health_in(UNKNOWN)
+    for second in range(100, 110):
+        health.check_slow(second)
+    assert health.standing is OPEN and health.usable_at_need
+    health.check_passed(111)
+    assert health.standing is UP
+    for second in range(200, 210):
+        health.check_slow(second)
+    health.check_passed(300)
+    assert health.standing is HALF_OPEN, "one that was up needs it"
+
+
 def test_a_node_that_comes_back_grows_to_its_full_share() -> None:
     health = health_in(HALF_OPEN)
     health.request_passed(200)

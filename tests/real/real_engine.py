@@ -34,6 +34,8 @@ class RealEngine:
     events_port: int = field(default_factory=free_port)
     replay_port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
+    flags: list[str] = field(default_factory=list)
+    """Those beyond the recipe's."""
 
     @property
     def url(self) -> str:
@@ -43,7 +45,8 @@ class RealEngine:
         environment = os.environ | {"PATH": f"{VENV / 'bin'}:{os.environ['PATH']}", "MODEL": str(self.model)}
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [RECIPE / "start", self.name, str(self.port), str(self.events_port), str(self.replay_port)],
+                [RECIPE / "start", self.name, str(self.port), str(self.events_port), str(self.replay_port),
+                 *self.flags],
                 stdout=log, stderr=log, env=environment, start_new_session=True,
             )  # fmt: skip
 

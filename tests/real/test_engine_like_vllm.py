@@ -18,7 +18,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,19 +65,7 @@ ENGINES = {
 }
 
 
-@dataclass
 class FlaggedEngine(RealEngine):
-    flags: list[str] = field(default_factory=list)
-
-    def start(self) -> None:
-        environment = os.environ | {"PATH": f"{VENV / 'bin'}:{os.environ['PATH']}", "MODEL": str(self.model)}
-        ports = map(str, (self.port, self.events_port, self.replay_port))
-        with (self.folder / f"{self.name}.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [RECIPE / "start", self.name, *ports, *self.flags],
-                stdout=log, stderr=log, env=environment, start_new_session=True,
-            )  # fmt: skip
-
     def post(self, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
         data = None if body is None else json.dumps(body).encode()
         headers = {"content-type": "application/json"}

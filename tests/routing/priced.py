@@ -21,7 +21,8 @@ from warmroute.prompt.ask import NORMAL, Ask
 from warmroute.routing.admission import Admission
 from warmroute.routing.decision import Decision
 from warmroute.routing.price import Price
-from warmroute.routing.router import Router, Undecided
+from warmroute.routing.refusals import Undecided
+from warmroute.routing.router import Router
 
 MODEL = "m"
 _fresh: Iterator[int] = count(1_000_000)

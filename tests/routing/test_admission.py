@@ -14,9 +14,19 @@ from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import NodeConfig, Pricing, Routing
 from warmroute.fleet.node import Outcome
 from warmroute.prompt.ask import HIGH, LOW, NORMAL
+from warmroute.routing.admission import LOOKED_AT, LOOKED_AT_IN_ALL
 from warmroute.routing.decision import Decision
-from warmroute.routing.refusals import Displaced, QueuesFull, Shed, WaitedTooLong, WouldWait
-from warmroute.routing.router import NobodyCanServe, Undecided, UnknownModel
+from warmroute.routing.query import Query
+from warmroute.routing.refusals import (
+    Displaced,
+    NobodyCanServe,
+    QueuesFull,
+    Shed,
+    Undecided,
+    UnknownModel,
+    WaitedTooLong,
+    WouldWait,
+)
 
 
 def one_busy(**admission: object) -> World:
@@ -823,3 +833,25 @@ def test_who_waited_is_not_put_into_a_queue_that_has_grown_too_long() -> None:
     assert guests[0].node is two
     guests[0].finish()
     world.books_are_closed()
+
+
+@pytest.mark.parametrize("tenants", [1, 3, 100])
+def test_however_many_wait_a_free_node_costs_a_bounded_number_of_looks(tenants: int) -> None:
+    world = World(2)
+    wanted, slow = world.nodes
+    world.busy(wanted, 16_000)
+    running = world.busy(slow, 16_000)
+    slow.speed.ms_per_token = 50.0
+    guests = [world.enter(tenant=f"tenant {number % tenants}") for number in range(600)]
+    before = world.router.decide_again
+    thoughts = 0
+
+    def counted(query: Query, now_s: float) -> Decision:
+        nonlocal thoughts
+        thoughts += 1
+        return before(query, now_s)
+
+    world.router.decide_again = counted  # type: ignore[method-assign]
+    world.free(running)
+    assert all(guest.waits for guest in guests), "nobody wants it"
+    assert thoughts == min(LOOKED_AT * tenants, LOOKED_AT_IN_ALL // tenants * tenants)

@@ -1,5 +1,5 @@
-"""Requests that wait for a first node, where the fleet is scaled from nothing: they leave, are late, make room and go as
-those do who wait for room on a node."""
+"""Requests that wait for a first node, where the fleet is scaled from nothing: they leave, are late, make room and go
+as those do who wait for room on a node."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from priced import MODEL, Guest, World, prompt
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Scaling
 from warmroute.prompt.ask import HIGH, LOW, NORMAL
-from warmroute.routing.refusals import Displaced, Shed, TooLate, WaitedTooLong
-from warmroute.routing.router import NobodyCanServe
+from warmroute.routing.refusals import Displaced, NobodyCanServe, Shed, TooLate, WaitedTooLong
 
 
 def nobody(**admission: object) -> World:

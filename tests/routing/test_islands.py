@@ -250,11 +250,11 @@ def test_what_is_remembered_is_bounded_and_forgotten() -> None:
     for number in range(MOST * 3):
         stays.keep_prompt(number.to_bytes(8, "little"), 1, "", ("a", "a"), 0.0)
     assert len(stays) <= 2 * MOST
-    stays.keep_name("", b"one", ("a", "b"), 60.0)
-    stays.keep_name("", b"two", ("a", "b"), 120.0)
-    assert stays.by_name("", b"one") == ("a", "b")
-    stays.keep_name("", b"three", ("a", "b"), 180.0)
-    assert stays.by_name("", b"one") is None
+    stays.keep_name("", MODEL, b"one", ("a", "b"), 60.0)
+    stays.keep_name("", MODEL, b"two", ("a", "b"), 120.0)
+    assert stays.by_name("", MODEL, b"one") == ("a", "b")
+    stays.keep_name("", MODEL, b"three", ("a", "b"), 180.0)
+    assert stays.by_name("", MODEL, b"one") is None
 
 
 def test_the_tokens_that_open_an_answer_do_not_end_a_prompt() -> None:

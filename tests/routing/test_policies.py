@@ -17,7 +17,8 @@ from warmroute.fleet.ticket import Ticket
 from warmroute.index.beliefs import Beliefs
 from warmroute.prompt.ask import Ask, read_json
 from warmroute.routing.decision import Decision
-from warmroute.routing.router import MissingModel, NobodyCanServe, Router, UnknownModel
+from warmroute.routing.refusals import MissingModel, NobodyCanServe, UnknownModel
+from warmroute.routing.router import Router
 
 POLICIES = ["round_robin", "random", "least_loaded", "power_of_two", "latency", "session", "prefix_hash"]
 

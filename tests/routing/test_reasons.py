@@ -23,8 +23,8 @@ from warmroute.prompt.ask import HIGH, LOW, Ask
 from warmroute.routing import reasons
 from warmroute.routing.price import TERMS, Price
 from warmroute.routing.reasons import WHOLE, Grounds, ms, sentence
-from warmroute.routing.refusals import Shed
-from warmroute.routing.router import Router, Undecided
+from warmroute.routing.refusals import Shed, Undecided
+from warmroute.routing.router import Router
 
 TIED = "fewer requests, then chance, decided"
 

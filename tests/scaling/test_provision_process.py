@@ -197,6 +197,23 @@ async def test_one_that_does_not_listen_is_killed_after_its_grace(tmp_path: Path
         assert not is_there(pid_of(machine)) and await cloud.status() == []
 
 
+async def test_one_that_was_told_to_end_by_a_router_that_crashed_ends_all_the_same(tmp_path: Path) -> None:
+    cloud = made(tmp_path, command=STUBBORN, grace_s=0.3)
+    async with cleaned(cloud) as offer:
+        await cloud.provision(offer, "t1")
+        (machine,) = await cloud.status()
+        await until(lambda: b"deaf" in (tmp_path / "t1.log").read_bytes())
+        given_up = asyncio.create_task(cloud.terminate(machine))
+        await asyncio.sleep(0.1)
+        given_up.cancel()
+        afterwards = made(tmp_path, grace_s=0.3)  # looks, and ends nothing by itself
+        async with asyncio.timeout(30):
+            while [one.state for one in await afterwards.status()] == [MachineState.ENDING]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert not is_there(pid_of(machine))
+        await afterwards.close()
+
+
 async def test_one_that_ends_by_itself_says_its_last_words(tmp_path: Path) -> None:
     cloud = made(tmp_path, command=(sys.executable, "-c", "raise SystemExit('out of memory on GPU 0')"))
     async with cleaned(cloud) as offer:

@@ -53,11 +53,6 @@ class Config(Section, frozen=True):
         """Whether some policy wants to know what nodes tell of their caches."""
         return self.routing.uses_events or any(route.routing(self.routing).uses_events for route in self.routes)
 
-    @property
-    def has_islands(self) -> bool:
-        """Whether nodes may stand on more than one."""
-        return bool(self.islands) or len({node.island for node in self.nodes}) > 1
-
     def sharing(self) -> dict[str, str]:
         """For each tenant, whom it shares knowledge of caches with; nothing where all share with all."""
         groups = {key.tenant: f"shared {key.shares}" if key.shares else f"only {key.tenant}" for key in self.keys}

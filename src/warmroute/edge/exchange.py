@@ -25,7 +25,7 @@ from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.lookups import Lookup
 from warmroute.routing.rate_limits import Charge
-from warmroute.routing.router import Undecided
+from warmroute.routing.refusals import Undecided
 from warmroute.telemetry.journal import Entry
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ class ProxyExchange:
             return None
         self._begun = True
         self._status = status
-        self._ticket.first_byte(self._proxy.now())
+        self._ticket.first_byte(self._proxy.now(), status < 400)
         self._proxy.freed(self._ticket.node)
         client = self._client
         length = head.length

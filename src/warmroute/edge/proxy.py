@@ -33,8 +33,8 @@ from warmroute.prompt.prompt import Prompt
 from warmroute.routing.admission import Admission
 from warmroute.routing.lookups import Lookup, lookup_of
 from warmroute.routing.rate_limits import Charge, RateLimits
-from warmroute.routing.refusals import NotAdmitted, RateLimited
-from warmroute.routing.router import Router, Undecided
+from warmroute.routing.refusals import NotAdmitted, RateLimited, Undecided
+from warmroute.routing.router import Router
 from warmroute.routing.routes import PRIORITIES, Routes
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.journal import Journal
@@ -97,10 +97,7 @@ class Proxy:
         self.tells_where = "" if config.journal.headers == "off" else config.journal.headers
         self._keys = Keys(config.keys)
         self._session_headers = [name.lower().encode() for name in config.routing.session_headers]
-        self._session_wanted = config.has_islands or "session" in (
-            config.routing.policy,
-            *(route.policy for route in config.routes),
-        )
+        self._session_wanted = "session" in (config.routing.policy, *(route.policy for route in config.routes))
         self._min_tokens = config.index.min_tokens
         self._sharing = config.sharing()
         self._routes = Routes(config.routes)
@@ -175,7 +172,7 @@ class Proxy:
         """What the index is asked for; takes the wishes that stand in the prompt's body."""
         if prompt is None:
             return None
-        ask.max_output_tokens = prompt.max_output_tokens
+        ask.max_output_tokens, ask.streams = prompt.max_output_tokens, prompt.stream
         if prompt.priority and not ask.priority_said:  # as vLLM reads it: the lower goes first
             ask.priority = max(HIGH if prompt.priority < 0 else LOW, ask.highest)
         if prompt.token_count < self._min_tokens:
@@ -244,7 +241,7 @@ class Proxy:
         if self._keys:
             ask.highest = PRIORITIES[self._keys.highest_priority(head, tenant)]
             ask.priority = max(ask.priority, ask.highest)
-        if self._session_wanted:
+        if self._session_wanted or self.fleet.islands.several:
             for name in self._session_headers:
                 value = head.get(name)
                 if value:

@@ -10,7 +10,7 @@ from warmroute.edge.reading import Later
 from warmroute.edge.undecided import in_words
 from warmroute.prompt.prompt import Prompt
 from warmroute.routing.decision import Decision
-from warmroute.routing.router import Undecided
+from warmroute.routing.refusals import Undecided
 
 
 async def rehearse(proxy: Proxy, head: RequestHead, body: bytes, tenant: str) -> tuple[Decision, bool]:

@@ -7,8 +7,19 @@ from typing import Final
 from warmroute.edge import errors
 from warmroute.edge.errors import Refusal
 from warmroute.prompt.ask import Ask
-from warmroute.routing.refusals import Displaced, QueuesFull, RateLimited, Shed, TooLate, WaitedTooLong, WouldWait
-from warmroute.routing.router import MissingModel, NobodyCanServe, Undecided, UnknownModel
+from warmroute.routing.refusals import (
+    Displaced,
+    MissingModel,
+    NobodyCanServe,
+    QueuesFull,
+    RateLimited,
+    Shed,
+    TooLate,
+    Undecided,
+    UnknownModel,
+    WaitedTooLong,
+    WouldWait,
+)
 
 RETRY_AFTER_S: Final = 1
 

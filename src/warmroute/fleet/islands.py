@@ -93,6 +93,8 @@ class Books:
 class Islands:
     def __init__(self, config: Sequence[IslandConfig] = (), crossing: Crossing | None = None) -> None:
         self._islands: dict[str, Island] = {}
+        self.several = False
+        """Whether there is more than one."""
         self.books = Books()
         self._usual_bytes = self._told_bytes = USUAL_BYTES
         self._costs = False
@@ -120,11 +122,14 @@ class Islands:
 
     def joined(self, node: Node) -> None:
         """A node stands on an island, or on another one than before."""
-        self.left(node)
         island = self._islands.get(node.island)
+        if island is None or node not in island.nodes:  # what was measured of the only node's island stays
+            self.left(node)
+            island = self._islands.get(node.island)
         if island is None:
             island = self._islands[node.island] = Island(node.island, self._configured.get(node.island))
         island.nodes[node] = None
+        self.several = len(self._islands) > 1
         self._tell(island)
 
     def left(self, node: Node) -> None:
@@ -133,6 +138,7 @@ class Islands:
                 del island.nodes[node]
                 if not island.nodes:
                     del self._islands[island.name]
+        self.several = len(self._islands) > 1
 
     # How far it is.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
 from math import exp
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
@@ -72,6 +74,7 @@ class Node(NodeState):
         "scheme",
         "seed",
         "unbegun",
+        "unseen",
         "url",
         "waiting",
     )
@@ -127,6 +130,8 @@ class Node(NodeState):
         """Prefill work of our requests there that have no first token yet, in tokens (see speed)."""
         self.unbegun = 0
         """Our requests that were sent there since the last poll, and have no first byte yet."""
+        self.unseen: deque[tuple[float, Callable[[], None]]] = deque()
+        """Of those whose first token nobody sees: when their prefill is expected to be done, and whom to tell."""
         self.speed = Speed()
         self.last_ticket_s = -1e9
         self.latency_ms = 0.0
@@ -161,6 +166,12 @@ class Node(NodeState):
     def queued(self) -> int:
         """Requests that wait there for their prefill: in the engine's queue at the last poll, and sent since."""
         return self.waiting + self.unbegun
+
+    def expect_prefilled(self, now_s: float) -> None:
+        """Told now and then, where `unseen` has any."""
+        unseen = self.unseen
+        while unseen and unseen[0][0] <= now_s:
+            unseen.popleft()[1]()
 
     def saw_arrival(self, now_s: float) -> None:
         """A request was sent there."""

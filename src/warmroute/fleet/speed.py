@@ -66,7 +66,7 @@ class Speed(SpeedState):
         took_ms = max(since_ms - STEPS * token_ms, LEAST_TOOK * since_ms)
         self._last_first_s = now_s
         thought_ms = done * self.ms_per_token
-        kept = max(LEAST_KEPT, exp((self._at_s - now_s) / KEPT_S))
+        kept = max(LEAST_KEPT, exp(min(0.0, self._at_s - now_s) / KEPT_S))
         self._at_s = now_s
         self._work = self._work * kept + done
         self._ms = self._ms * kept + min(max(took_ms, 0.0), MOST_TIMES * thought_ms)

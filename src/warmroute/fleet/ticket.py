@@ -23,8 +23,8 @@ class Ticket:
         for group in self._groups:
             group.inflight += 1
 
-    def first_byte(self, now_s: float) -> None:
-        """The node has begun its answer, and it is one that goes to the client."""
+    def first_byte(self, now_s: float, served: bool = True) -> None:
+        """The node has begun its answer, and it is one that goes to the client. `served`: it is not a refusal."""
         if not self.first_byte_s and self._polls == self.node.polls:
             self.node.unbegun -= 1
         self.first_byte_s = now_s

@@ -56,6 +56,7 @@ class Ask:
         "priority_said",
         "route",
         "session_header",
+        "streams",
         "tenant",
         "total_deadline_s",
     )
@@ -69,6 +70,8 @@ class Ask:
         """Whose request it is; empty where nobody has to say."""
         self.max_output_tokens: int | None = None
         """What the answer may have at most, where the request says so."""
+        self.streams = True
+        """Whether the answer's first byte comes with its first token; else all of it comes at its end."""
         self.priority = NORMAL
         self.priority_said = False
         """Whether a header asks for it, which goes before what the body says."""

@@ -15,7 +15,8 @@ is free again. So nothing is looked at after such a call that was looked up befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from copy import copy
 from itertools import islice
 from math import inf
@@ -27,14 +28,26 @@ from warmroute.fleet.arrivals import Arrivals
 from warmroute.fleet.node import Node
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.ask import HIGH, LOW, Ask
-from warmroute.routing.deadlines import most_own_ms, too_late
+from warmroute.routing.deadlines import too_late
 from warmroute.routing.decision import Decision
-from warmroute.routing.refusals import Displaced, NotAdmitted, QueuesFull, Shed, WaitedTooLong, WouldWait
-from warmroute.routing.router import NobodyCanServe, Router, Undecided
+from warmroute.routing.fitting import in_time, most_queued, under_threshold, without_queue
+from warmroute.routing.refusals import (
+    Displaced,
+    NobodyCanServe,
+    NotAdmitted,
+    QueuesFull,
+    Shed,
+    Undecided,
+    WaitedTooLong,
+    WouldWait,
+)
+from warmroute.routing.router import Router
 from warmroute.routing.waiting_room import STARVING_S, Guest, Key, Waiting, WaitingRoom
 
 LOOKED_AT: Final = 64
 """Of those who wait, so many of each tenant are looked at when a node has room."""
+LOOKED_AT_IN_ALL: Final = 256
+"""Where there are many tenants, they share these; each has its longest waiting looked at."""
 AGE_BONUS: Final = 0.1
 """Having waited for 10 ms counts as much as 1 ms less work."""
 LOOKED_AFTER_S: Final = 0.05
@@ -142,65 +155,18 @@ class Admission:
         """Whether it waits here where its node has no room."""
         return self._config_of(ask).hold and self._router.policy_of(ask).holds
 
-    # Which node will do.
-
     def _admissible(self, ask: Ask, decision: Decision, now_s: float) -> Decision:
         """The decision, or another where its node has too long a queue or is too late. Raises Undecided."""
-        config = self.config if not self._by_route else self._config_of(ask)
-        if config.queue_threshold:
+        if self._thresholds and (threshold := self._config_of(ask).queue_threshold):
             try:
-                decision = self._under_threshold(ask, decision, config.queue_threshold)
+                decision = under_threshold(self._router, ask, decision, threshold)
             except QueuesFull as full:
                 raise self._shed(full) from None
         if not ask.may_queue:
-            decision = self._without_queue(decision)
+            decision = without_queue(self._router, decision)
         if ask.deadline_s or ask.total_deadline_s:
-            decision = self._in_time(ask, decision, now_s)
+            decision = in_time(self._router, ask, decision, now_s)
         return decision
-
-    def _under_threshold(self, ask: Ask, decision: Decision, threshold: int) -> Decision:
-        """Nodes with so many in their own queue are passed over, as long as there are others."""
-        most = threshold / 2 if ask.priority == LOW else threshold
-        if decision.node.queued < most:
-            return decision
-        found = self._decided_among(decision, lambda node: node.queued < most, "others have too long a queue")
-        if found is None and ask.priority != HIGH:
-            raise QueuesFull(decision.node.latency_ms / 1000.0)
-        return found or decision
-
-    def _without_queue(self, decision: Decision) -> Decision:
-        """For one that does not want to wait: not on a node either that has a queue of its own."""
-        if not decision.node.waiting:
-            return decision
-        found = self._decided_among(decision, lambda node: not node.waiting, "others have a queue")
-        if found is None:
-            raise WouldWait(decision.node.latency_ms / 1000.0)
-        return found
-
-    def _in_time(self, ask: Ask, decision: Decision, now_s: float) -> Decision:
-        """The decision, or that for a node that makes it where the first one does not. Raises TooLate."""
-        late = too_late(ask, decision, now_s)
-        if late is None:
-            return decision
-        prices, query = decision.prices, decision.query
-        if prices is not None and query is not None:
-            at = prices.cheapest_within(most_own_ms(ask, decision, now_s))
-            if at >= 0 and decision.candidates[at] is not decision.node:
-                other = self._router.decide_among((decision.candidates[at],), query)
-                other.reason = "others would be too late for its deadline"
-                if too_late(ask, other, now_s) is None:
-                    return other
-        raise late
-
-    def _decided_among(self, decision: Decision, will_do: Callable[[Node], bool], why: str) -> Decision | None:
-        query = decision.query
-        assert query is not None
-        nodes = [node for node in query.candidates.nodes if will_do(node)]
-        if not nodes:
-            return None
-        found = self._router.decide_among(nodes, query)
-        found.reason = why
-        return found
 
     # Whether there is room to wait.
 
@@ -284,10 +250,12 @@ class Admission:
     def _next_for(self, node: Node, now_s: float) -> tuple[Key, Waiting] | None:
         """Who goes to this node next, if anybody is to. Whoever is to try out a node on trial goes there meanwhile."""
         room = self.room
-        for key, tenant in room.in_turn(now_s, without_low=self._half_full and room.others_wait):
+        in_turn = room.in_turn(now_s, without_low=self._half_full and room.others_wait)
+        looked_at = min(LOOKED_AT, max(1, LOOKED_AT_IN_ALL // max(1, len(in_turn))))
+        for key, tenant in in_turn:
             best: Waiting | None = None
             best_score = best_work = 0.0
-            for waiting in list(islice(tenant.waiting.values(), LOOKED_AT)):
+            for waiting in list(islice(tenant.waiting.values(), looked_at)):
                 if not room.waits(key, waiting) or not self._think_again(key, waiting, now_s):
                     continue
                 ask = waiting.guest.ask
@@ -309,9 +277,7 @@ class Admission:
 
     def _queue_too_long(self, ask: Ask, node: Node) -> bool:
         threshold = self._config_of(ask).queue_threshold
-        if not threshold or ask.priority == HIGH:
-            return False
-        return node.queued >= (threshold / 2 if ask.priority == LOW else threshold)
+        return bool(threshold) and ask.priority != HIGH and node.queued >= most_queued(ask, threshold)
 
     def _think_again(self, key: Key, waiting: Waiting, now_s: float) -> bool:
         """Decides anew for one who waits; False where nobody can take it any more."""
@@ -332,12 +298,9 @@ class Admission:
                 self.room.drop(key, guest)
                 guest.refuse(why)
             return False
-        threshold = self._config_of(guest.ask).queue_threshold if self._thresholds else 0
-        if threshold:
-            try:
-                decision = self._under_threshold(guest.ask, decision, threshold)
-            except QueuesFull:
-                pass  # it waits on
+        if self._thresholds and (threshold := self._config_of(guest.ask).queue_threshold):
+            with suppress(QueuesFull):  # it waits on
+                decision = under_threshold(self._router, guest.ask, decision, threshold)
         waiting.decided(decision)
         return True
 
@@ -346,6 +309,10 @@ class Admission:
     def tick(self, nodes: Iterable[Node], now_s: float) -> None:
         """Now and then: for nodes whose room has changed by itself, and for those who have waited too long, will be
         late, or wait for a node that is no more."""
+        nodes = tuple(nodes)
+        for node in nodes:
+            if node.unseen:
+                node.expect_prefilled(now_s)
         if self.room.homeless:
             self._house(now_s)
         if self._router.crossings.minds_waiting:

@@ -4,6 +4,9 @@ opened         the node is expected to hold the prompt's blocks soon
 first byte     it holds them
 answered       it says how many of them it had
 closed         without a first byte, or refused: it may never have had them
+
+An answer that is not streamed comes at its end. Its prefill is taken to be done when it should be, and of the whole
+time that part is learned from which took longer: the prefill or the answer.
 """
 
 from __future__ import annotations
@@ -18,7 +21,19 @@ from warmroute.routing.outputs import OutputLengths
 
 
 class Dispatch(Ticket):
-    __slots__ = ("_beliefs", "_context", "_new", "_output", "_outputs", "_pace", "_work", "ask", "prediction")
+    __slots__ = (
+        "_beliefs",
+        "_context",
+        "_due_s",
+        "_new",
+        "_output",
+        "_outputs",
+        "_pace",
+        "_prefill",
+        "_work",
+        "ask",
+        "prediction",
+    )
 
     def __init__(
         self, ask: Ask, node: Node, now_s: float, beliefs: Beliefs, outputs: OutputLengths, pace: Pace,
@@ -33,23 +48,56 @@ class Dispatch(Ticket):
         self.prediction = prediction
         self._new = new
         self._output = 0
-        self._work = prefill
+        self._prefill = self._work = prefill
+        """`_work`: what is believed to be left of it."""
         node.pending_work += prefill
         node.kv_delta += new
         node.kv_new += new
         self._context = tokens
         node.context += tokens
 
-    def first_byte(self, now_s: float) -> None:
-        super().first_byte(now_s)
-        node = self.node
-        node.pending_work -= self._work
-        step_ms = self._pace.token_ms(node.context) * node.speed.factor if node.load > 1 else 0.0
-        there_s = self.opened_s + node.round_trip_ms / 1000.0  # the way is not the node's work
-        node.speed.saw_first_token(self._work, step_ms, there_s, now_s)
+        if not ask.streams:
+            if node.unseen:
+                node.expect_prefilled(now_s)
+            self._due_s = now_s + (node.pending_work * node.speed.ms_per_token + node.round_trip_ms) / 1000.0
+            node.unseen.append((self._due_s, self._prefilled))
+
+    def _prefilled(self) -> None:
+        """Nothing of its prefill is left, as far as anybody knows."""
+        self.node.pending_work -= self._work
         self._work = 0.0
+
+    def first_byte(self, now_s: float, served: bool = True) -> None:
+        super().first_byte(now_s, served)
+        self._prefilled()
+        if not served:
+            return
+        if self.ask.streams:
+            self._saw_first_token(now_s)
         if self.prediction is not None:
             self._beliefs.first_token(self.prediction, now_s)
+
+    def _saw_first_token(self, now_s: float) -> None:
+        node = self.node
+        step_ms = self._pace.token_ms(node.context) * node.speed.factor if node.load > 1 else 0.0
+        there_s = self.opened_s + node.round_trip_ms / 1000.0  # the way is not the node's work
+        if there_s >= now_s:  # then it can't be as far as that
+            there_s = self.opened_s
+        node.speed.saw_first_token(self._prefill, step_ms, there_s, now_s)
+
+    def _saw_flow(self, token_ms: float) -> None:
+        node, pace = self.node, self._pace
+        node.speed.saw_answer(token_ms / pace.token_ms(node.context))
+        pace.saw_answer(token_ms / node.speed.factor, node.context)
+
+    def _saw_whole(self, output_tokens: int, now_s: float) -> None:
+        """All that is seen of it is when it ended."""
+        speed = self.node.speed
+        flowed_ms = max(0, output_tokens - 1) * self._pace.token_ms(self.node.context) * speed.factor
+        if flowed_ms > self._prefill * speed.ms_per_token and now_s > self._due_s:
+            self._saw_flow((now_s - self._due_s) * 1000.0 / (output_tokens - 1))
+        else:
+            self._saw_first_token(max(self.opened_s, now_s - flowed_ms / 1000.0))
 
     @property
     def tokens(self) -> int:
@@ -80,14 +128,13 @@ class Dispatch(Ticket):
             prediction.counted(prompt_tokens)
         if cached_tokens is not None:
             prediction.reported(cached_tokens, now_s)
+        if self.first_byte_s and not self.ask.streams:
+            self._saw_whole(output_tokens or 0, now_s)
         if output_tokens is not None:
             self._output = output_tokens
             self._outputs.saw(self.ask.model, self.ask.tenant, output_tokens)
-            if self.first_byte_s and output_tokens > 1:
-                node, pace = self.node, self._pace
-                token_ms = (now_s - self.first_byte_s) * 1000.0 / (output_tokens - 1)
-                node.speed.saw_answer(token_ms / pace.token_ms(node.context))
-                pace.saw_answer(token_ms / node.speed.factor, node.context)
+            if self.first_byte_s and self.ask.streams and output_tokens > 1:
+                self._saw_flow((now_s - self.first_byte_s) * 1000.0 / (output_tokens - 1))
         if output_tokens is not None and prediction.stands:
             prediction.cache.keep_answer(output_tokens, now_s)
 
@@ -96,7 +143,7 @@ class Dispatch(Ticket):
             self.prediction.withdraw()
         if self._open:
             node = self.node
-            node.pending_work -= self._work
+            self._prefilled()
             node.kv_delta -= self._new
             if node.polled_s > self.opened_s:  # the poll has seen something of its answer, too
                 node.kv_delta -= self._output

@@ -22,6 +22,7 @@ from warmroute.fleet.group import Candidates
 from warmroute.fleet.islands import Islands
 from warmroute.fleet.node import Node
 from warmroute.index.beliefs import Beliefs
+from warmroute.routing.deadlines import most_own_ms
 from warmroute.routing.decision import Decision, Policy
 from warmroute.routing.outputs import OutputLengths
 from warmroute.routing.query import Query
@@ -49,11 +50,12 @@ class Crossings:
         return len(self._stays)
 
     @property
-    def several(self) -> bool:
-        return len(self._islands) > 1
+    def minds_waiting(self) -> bool:
+        """Whether to tell of those who wait: with several islands, and until those are forgotten who waited then."""
+        return self._islands.several or self._islands.has_lines
 
     def saw_waiting(self, decisions: Iterable[Decision]) -> None:
-        """What those who wait here would have done now. Told now and then, where there are several islands."""
+        """What those who wait here would have done now. Told now and then."""
         work_ms: defaultdict[str, float] = defaultdict(float)
         for decision in decisions:
             if decision.price is not None:
@@ -91,7 +93,7 @@ class Crossings:
     def _stay(self, query: Query) -> Stay | None:
         ask, lookup = query.ask, query.lookup
         if ask.session_header:
-            return self._stays.by_name(ask.tenant, ask.session_header)
+            return self._stays.by_name(ask.tenant, ask.model, ask.session_header)
         if lookup is None:
             return None
         chain, size = self._beliefs.chain(ask.model, lookup)
@@ -105,18 +107,19 @@ class Crossings:
 
     def _spilled(self, query: Query, policy: Policy, there: Decision, settings: Crossing) -> Decision | None:
         """Elsewhere, where its home can't serve it in time."""
-        price, deadline_s = there.price, query.ask.deadline_s
+        price, ask = there.price, query.ask
         if price is None:
             return None
-        due_ms = (deadline_s - query.now_s) * 1000.0 if deadline_s else 0.0
-        late = bool(deadline_s) and price.own > due_ms
+        there.query = query
+        late = bool(ask.deadline_s or ask.total_deadline_s) and price.own > most_own_ms(ask, there, query.now_s)
         if price.own <= settings.spill_ms and not late:
             return None
         elsewhere = policy.decide(query)
+        elsewhere.query = query
         best = elsewhere.price
         if best is None or elsewhere.node.island == there.node.island:
             return None
-        if late and best.own <= due_ms:
+        if late and best.own <= most_own_ms(ask, elsewhere, query.now_s):
             _cross(query, elsewhere, DEADLINE, f"{there.node.island} can't serve it by its deadline")
         elif price.own - best.own > settings.spill_ms:
             _cross(query, elsewhere, SLOW, f"{there.node.island} would take {price.own - best.own:,.0f} ms longer")
@@ -137,7 +140,7 @@ class Crossings:
             home = self._counted(stay, island, query)
         ask, lookup = query.ask, query.lookup
         if ask.session_header:
-            self._stays.keep_name(ask.tenant, ask.session_header, (home, island), now_s)
+            self._stays.keep_name(ask.tenant, ask.model, ask.session_header, (home, island), now_s)
         elif lookup is not None:
             chain, size = self._beliefs.chain(ask.model, lookup)
             if chain:

@@ -22,9 +22,10 @@ class MeteredTicket(Ticket):
         self._arrived_s = arrived_s
         meter.saw_sent(UNREAD_TOKENS, 0.0, UNREAD_TOKENS, node.speed.ms_per_token)
 
-    def first_byte(self, now_s: float) -> None:
-        super().first_byte(now_s)
-        self._meter.saw_first_token((now_s - self._arrived_s) * 1000.0)
+    def first_byte(self, now_s: float, served: bool = True) -> None:
+        super().first_byte(now_s, served)
+        if served:
+            self._meter.saw_first_token((now_s - self._arrived_s) * 1000.0)
 
     def close(self, outcome: Outcome, now_s: float) -> None:
         if self._open and outcome is Outcome.OK:
@@ -41,9 +42,10 @@ class MeteredDispatch(Dispatch):
         meter.saw_sent(self._context, self._context - self._new, self._work, self.node.speed.ms_per_token)
         return self
 
-    def first_byte(self, now_s: float) -> None:
-        super().first_byte(now_s)
-        self._meter.saw_first_token((now_s - self._arrived_s) * 1000.0)
+    def first_byte(self, now_s: float, served: bool = True) -> None:
+        super().first_byte(now_s, served)
+        if served and self.ask.streams:
+            self._meter.saw_first_token((now_s - self._arrived_s) * 1000.0)
 
     def answered(
         self, prompt_tokens: int | None, cached_tokens: int | None, output_tokens: int | None, now_s: float

@@ -26,19 +26,21 @@ FOLLOWS: Final = ("congestion", "risk")
 """Terms that grow with the others: one of those is why, where there is one to speak of."""
 OF_NOTE: Final = 0.1
 
+Rows = Prices | Sequence[tuple[float, ...]]
+"""What each candidate costs, term by term."""
+
 
 class Grounds:
     """What a decision was taken on. Holds nothing of the request but numbers: it may be kept for long."""
 
     __slots__ = (
+        "_priced",
         "cached",
-        "candidates",
         "considered",
         "ms_per_token",
         "node",
         "policy",
         "price",
-        "prices",
         "reason",
         "tied",
         "tokens",
@@ -46,7 +48,7 @@ class Grounds:
 
     def __init__(
         self, node: Node, policy: str, reason: str, tokens: int, cached: float, price: Price | None,
-        prices: Prices | Sequence[tuple[float, ...]] | None, candidates: tuple[Node, ...],
+        prices: Rows | None, candidates: tuple[Node, ...],
     ) -> None:  # fmt: skip
         self.node = node
         self.policy = policy
@@ -56,37 +58,41 @@ class Grounds:
         self.cached = cached
         """Of these, expected to be cached on the node."""
         self.price = price
-        self.prices = prices
-        """Of each candidate, where prices were worked out."""
-        self.candidates = candidates
+        self._priced = (prices, candidates)
+        """Together, since a thread may read them while the request ends."""
         self.considered = len(candidates)
         self.tied = 0
         """Of those that `cut` has left out, too: how many cost the same as the cheapest."""
         self.ms_per_token = node.speed.ms_per_token
 
+    @property
+    def prices(self) -> Rows | None:
+        """Of each candidate, where prices were worked out."""
+        return self._priced[0]
+
     def cut(self, most: int) -> None:
         """Gives up the prices of all but the best, where there are very many."""
-        prices = self.prices
+        prices, candidates = self._priced
         if isinstance(prices, Prices) and len(prices) > WHOLE:
             near = prices.cheapest(TIE)
             self.tied = len(near)
-            best = self._best(most, near[: 2 * most] if self.tied >= most else _near(prices, most), prices)
-            self.prices = [prices[at] for at in best]
-            self.candidates = tuple([self.candidates[at] for at in best])
+            among = near[: 2 * most] if self.tied >= most else _near(prices, most)
+            best = self._best(most, among, prices, candidates)
+            self._priced = ([prices[at] for at in best], tuple([candidates[at] for at in best]))
 
     def ranked(self, most: int | None = None) -> list[tuple[Node, Price]]:
         """The candidates, cheapest first; of more than `most`, the best and the chosen one."""
-        prices = self.prices
+        prices, candidates = self._priced
         if prices is None:
             return []
         rows = [prices[at] for at in range(len(prices))]
-        best = self._best(most or len(rows), range(len(rows)), rows)
-        return [(self.candidates[at], Price(*rows[at])) for at in best]
+        best = self._best(most or len(rows), range(len(rows)), rows, candidates)
+        return [(candidates[at], Price(*rows[at])) for at in best]
 
-    def _best(self, most: int, among: Sequence[int], prices: Prices | Sequence[tuple[float, ...]]) -> list[int]:
+    def _best(self, most: int, among: Sequence[int], prices: Rows, candidates: tuple[Node, ...]) -> list[int]:
         best = nsmallest(most, among, key=prices.__getitem__)
         try:
-            at = self.candidates.index(self.node)
+            at = candidates.index(self.node)
         except ValueError:  # on trial: it is none of them
             return best
         if at not in best:

@@ -1,13 +1,28 @@
-"""Why a request is not admitted, though a node could serve it: a reason for metrics, and when to come again."""
+"""Why a request gets no node: there is none for it, or it is not admitted though one could serve it. The latter has a
+reason for metrics, and says when to come again."""
 
 from __future__ import annotations
 
 from math import ceil
 from typing import Final
 
-from warmroute.routing.router import Undecided
-
 MOST_RETRY_AFTER_S: Final = 60.0
+
+
+class Undecided(Exception):
+    """No node can be named."""
+
+
+class UnknownModel(Undecided):
+    """No node serves this model, and every node has said what it serves."""
+
+
+class MissingModel(Undecided):
+    """The request names no model, and more than one is served."""
+
+
+class NobodyCanServe(Undecided):
+    """Nodes serve this model, or may, but none of them can take a request now."""
 
 
 class NotAdmitted(Undecided):

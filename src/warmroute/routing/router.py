@@ -24,22 +24,7 @@ from warmroute.routing.metered import MeteredDispatch, MeteredTicket
 from warmroute.routing.outputs import OutputLengths
 from warmroute.routing.policies import policy_named
 from warmroute.routing.query import Query
-
-
-class Undecided(Exception):
-    """No node can be named."""
-
-
-class UnknownModel(Undecided):
-    """No node serves this model, and every node has said what it serves."""
-
-
-class MissingModel(Undecided):
-    """The request names no model, and more than one is served."""
-
-
-class NobodyCanServe(Undecided):
-    """Nodes serve this model, or may, but none of them can take a request now."""
+from warmroute.routing.refusals import MissingModel, NobodyCanServe, UnknownModel
 
 
 class Router:

@@ -5,8 +5,8 @@ goes on from there, while prompts that only begin alike (a system prompt, a docu
     turn 2     [s1 s2 s3 u4 a5 a6 u7]          holds u4: its home is A; u7 → A
     another    [s1 s2 s3 v4]                   holds nothing that is remembered: a new conversation
 
-A client that names its conversation in a header is taken at its word. Two dictionaries take turns, so that what was not
-used for a while is forgotten without looking for it.
+A client that names its conversation in a header is taken at its word, for each model apart: they need not stand on the
+same islands. Two dictionaries take turns, so that what was not used for a while is forgotten without looking for it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Stays:
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
-    def by_name(self, tenant: str, name: bytes) -> Stay | None:
-        key = hash((tenant, name))
+    def by_name(self, tenant: str, model: str, name: bytes) -> Stay | None:
+        key = hash((tenant, model, name))
         return self._young.get(key) or self._old.get(key)
 
     def by_prompt(self, chain: bytes, blocks: int, sharing: str) -> Stay | None:
@@ -59,8 +59,8 @@ class Stays:
                 return next(known[end] for end in reversed(ends) if end in known)
         return None
 
-    def keep_name(self, tenant: str, name: bytes, stay: tuple[str, str], now_s: float) -> None:
-        self._keep(hash((tenant, name)), stay, now_s)
+    def keep_name(self, tenant: str, model: str, name: bytes, stay: tuple[str, str], now_s: float) -> None:
+        self._keep(hash((tenant, model, name)), stay, now_s)
 
     def keep_prompt(self, chain: bytes, blocks: int, sharing: str, stay: tuple[str, str], now_s: float) -> None:
         if blocks:

@@ -1,8 +1,8 @@
 """The waiting room: who waits for a node, and whose turn is next. It decides nothing about nodes; no I/O.
 
-Higher priority goes first, then the tenant that has had the least work done. One turn in EVERY is for whoever has waited
-longest, so that nobody waits for ever behind higher priorities. Those for whom there is no node at all (the homeless)
-wait apart, until there is one.
+Higher priority goes first, then the tenant that has had the least work done. One turn in EVERY is for whoever has
+waited longest, so that nobody waits for ever behind higher priorities. Those for whom there is no node at all (the
+homeless) wait apart, until there is one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from warmroute.fleet.group import Group
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.ask import LOW, Ask
 from warmroute.routing.decision import Decision
-from warmroute.routing.router import Undecided
+from warmroute.routing.refusals import Undecided
 
 EVERY: Final = 16
 STARVING_S: Final = 10.0
@@ -178,7 +178,7 @@ class WaitingRoom:
         return any(key[0] != LOW for key in self.tenants)
 
     def last_low(self) -> Guest | None:
-        """Who makes room: the last that came, of the tenant that has the most low ones; else the last without a home."""
+        """Who makes room: the last that came, of the tenant that has the most of them; else the last homeless."""
         low = [(len(tenant.waiting), key) for key, tenant in self.tenants.items() if key[0] == LOW]
         if low:
             return next(reversed(self.tenants[max(low)[1]].waiting.values())).guest

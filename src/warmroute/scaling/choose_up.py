@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from math import isfinite
+from math import inf, isfinite
 from typing import Final
 
 import msgspec
@@ -127,7 +127,7 @@ class Market:
                 why = f"not on {island}"
             elif rest is not None and rest.until_s > now_s:
                 why = "resting after a refusal"
-            elif islands[offer.island] >= limits.get(offer.island, config.max_nodes):
+            elif islands[offer.island] >= limits.get(offer.island, inf):
                 why = "its island is full"
             elif offer.most is not None and taken[offer.key] >= offer.most:
                 why = "no more of them can be had"

@@ -19,7 +19,7 @@ OFFERS_S: Final = 60.0
 """How often it is asked what it offers."""
 OFFERS_RETRY_S: Final = 10.0
 """… and how soon again where it did not say."""
-REST_TIMES: Final = 3.0
+REST_TIMES: Final = 2.0
 REST_LIMIT_S: Final = 10.0
 """One that takes long to tell of its machines is left alone for so many times as long, at most so long."""
 GONE: Final = (MachineState.ENDING, MachineState.ENDED)

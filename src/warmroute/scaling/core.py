@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from warmroute.config import Scaling
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.meter import Meter
@@ -58,9 +60,16 @@ class Core:
         windows.add(self._observer.sample(now_s))
         warming = {life.name for life in self.lives if life.coming and life.name}
         kept = {life.name for life in self.lives if not life.endable}
-        return self._observer.view(
+        view = self._observer.view(
             now_s, windows.stable, windows.panic, windows.growth_per_s, self._came_from, warming, kept
         )
+        going = set(self.draining)  # also those that still take requests, while what they hold is moved
+        if going:
+            view.nodes = tuple(
+                msgspec.structs.replace(node, serving=False, draining=True) if node.name in going else node
+                for node in view.nodes
+            )
+        return view
 
     def _came_from(self, node: Node) -> tuple[str, str] | None:
         life = self.lives.named(node.name)

@@ -7,7 +7,8 @@ No turn waits for a cloud: every call is a task of its own, with a time limit. N
 Machines that carry the deployment's name and that nobody here asked for are those of a router before this one: they
 are taken over, and serve or are given back like the others. A node is in the fleet from its address on, so that it is
 watched; it takes requests when what is hot has been prefilled there. One that somebody takes out of the fleet by hand
-is given back when its requests have finished. In a dry run nobody new is taken in; what had begun goes on.
+is given back when its requests have finished, and so is one that has not answered for as long as a new one may take to
+load. In a dry run nobody new is taken in; what had begun goes on.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ class Driver:
         """By token: the node that a life is, in the fleet or taken out of it."""
         self._found: set[str] = set()
         """Tokens of those that were taken over: when they were asked for, nobody knows."""
+        self._ill_s: dict[str, float] = {}
+        """By token: since when a node that serves does not answer."""
         self._missing_s: dict[str, float] = {}
         """By token: when its cloud first did not tell of it."""
         self._ended_s: dict[tuple[str, str], float] = {}
@@ -312,17 +315,28 @@ class Driver:
                     self._take(life, Event.EMPTY)
             elif life.state is State.LOADING and node.health.standing is Standing.UP and node.models:
                 self._take(life, Event.CHECK_PASSED)
+            elif life.state is State.SERVING:
+                self._see_to_health(life, node, now_s)
             elif life.state is State.DRAINING and life.drained:
                 if not node.draining:  # by somebody's hand
                     self._fleet.drain(node.name)
                 if not node.load:
                     self._take(life, Event.EMPTY)
 
+    def _see_to_health(self, life: NodeLife, node: Node, now_s: float) -> None:
+        """A machine whose engine has died is paid for, too."""
+        if node.health.standing is not Standing.OPEN:
+            self._ill_s.pop(life.token, None)
+        elif now_s - self._ill_s.setdefault(life.token, now_s) > self.core.config.load_limit_s:
+            self._take(life, Event.GIVE_BACK, f"it does not answer any more: {node.health.reason}")
+
     def _node(self, life: NodeLife) -> Node | None:
+        """None where somebody took it out of the fleet by hand, or put another in its place."""
         try:
-            return self._fleet.node(life.name) if life.name else None
-        except UnknownNode:  # somebody removed it by hand
+            node = self._fleet.node(life.name)
+        except UnknownNode:
             return None
+        return node if node is self._joined.get(life.token) else None
 
     def _left_there(self, life: NodeLife) -> int:
         """Requests that still run on a node that was taken out of the fleet."""
@@ -422,6 +436,7 @@ class Driver:
             self._nodes.remove_node(life.name)
         self._joined.pop(life.token, None)
         self._missing_s.pop(life.token, None)
+        self._ill_s.pop(life.token, None)
         self._found.discard(life.token)
         if was is State.ENDING and life.serving_s is not None:
             self.given_back += 1

@@ -199,7 +199,8 @@ class Scaler:
         """How many nodes lack, and why. Nodes that are coming count as if they were there, except for what waits."""
         config = self._config
         if not serving:
-            if not view.waiting and not view.stable.arrivals_per_s:
+            asleep = 0 < config.to_zero_after_s <= view.idle_s
+            if not view.waiting and (asleep or not view.stable.arrivals_per_s):
                 return 0, []
             if coming:
                 return 0, [f"{view.waiting} wait for a first node, {len(coming)} on the way"]
@@ -392,14 +393,17 @@ class Scaler:
             size = rest
         if not chosen:
             return [], ""
-        after = (
-            f"work takes {used:.0%} of the nodes' time; without {len(chosen)} of them {demand.utilisation(size):.0%}"
+        could = f"{len(chosen)} of them could go" if len(chosen) > 1 else "one of them could go"
+        return (
+            chosen,
+            f"work takes {used:.0%} of the nodes' time; {could}, and it would be {demand.utilisation(size):.0%}",
         )
-        return chosen, after
 
 
 def _worth(victim: Victim) -> str:
     usd, lost = victim.saved_usd, victim.lost_usd
+    if victim.node.usd_per_hour <= 0:
+        return "its cache is worth least"
     return f"it costs most for what it does ({usd:.2g} USD to keep), and its cache is worth least ({lost:.2g} USD)"
 
 

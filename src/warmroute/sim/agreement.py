@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from warmroute.config import Config, ConfigError, Metrics, from_table
+from warmroute.config import Admission, Config, ConfigError, Metrics, Pricing, from_table
 from warmroute.sim.chat_client import Unanswered, ask
 from warmroute.sim.children import Child, Children
 from warmroute.sim.loadgen.drive import Drive, Load
@@ -45,6 +46,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 1
     speed: float = 3.0
     """Of the real engines. The machine's own time, some milliseconds a request, counts this many times."""
+    events: bool = False
+    """Whether the real engines tell of their caches and count the router's tokens, as the simulated ones always do."""
 
     def prompts(self) -> Iterator[Prompt]:
         return choose(self.workload).arrive(self.seed, self.rate, limit=self.limit)
@@ -100,7 +103,9 @@ async def _fleet(trial: Trial) -> AsyncIterator[str]:
     with Children() as children, tempfile.TemporaryDirectory() as folder:
         urls = _engines(trial, children)
         port, admin_port = _any_port(), _any_port()
-        table = [f'[routing]\npolicy = "{trial.policy}"\nseed = {trial.seed}\n']
+        table = [f'[routing]\npolicy = "{trial.policy}"\nseed = {trial.seed}\n', _as_fast_as(trial.speed)]
+        if trial.events:
+            table.append("[prompts]\nremote = true\n")
         table += [
             f'[[nodes]]\nname = "{name}"\nurl = "{url}"\nmodels = ["sim"]\n'
             for name, url in zip(trial.names(), urls, strict=True)
@@ -111,7 +116,18 @@ async def _fleet(trial: Trial) -> AsyncIterator[str]:
             "serve", "--config", str(file), "--host", HOST, "--port", str(port), "--admin-port", str(admin_port)
         )
         await _all_up(router, admin_port)
+        if trial.events and _config(trial).routing.uses_events:
+            await _all_followed(admin_port)
         yield f"http://{HOST}:{port}"
+
+
+def _as_fast_as(speed: float) -> str:
+    """The router's settings that are times of an engine, for engines that run so many times faster than life."""
+    admission, price = Admission(), Pricing()
+    return (
+        f"[admission]\nahead_ms = {admission.ahead_ms / speed}\n\n"
+        f"[price]\nsecond_home_ms = {price.second_home_ms / speed}\nmax_saving_ms = {price.max_saving_ms / speed}\n"
+    )
 
 
 def _any_port() -> int:
@@ -125,6 +141,8 @@ def _any_port() -> int:
 def _engines(trial: Trial, children: Children) -> list[str]:
     blocks = () if trial.blocks is None else ("--blocks", str(trial.blocks))
     flags = ("--port", "0", "--profile", trial.profile, "--speed", str(trial.speed), *blocks)
+    if trial.events:
+        flags += ("--events-port", "0", "--replay-port", "0")
     engines = [children.start("engine", *flags) for _ in range(trial.nodes)]
     return [json.loads(engine.first_line())["url"] for engine in engines]
 
@@ -141,6 +159,17 @@ async def _all_up(router: Child, admin_port: int) -> None:
                 continue
             if status == 200 and all(node["state"] == "up" for node in json.loads(body)["nodes"]):
                 return
+
+
+async def _all_followed(admin_port: int) -> None:
+    """Until the router hears what every node tells of its cache."""
+    async with asyncio.timeout(READY_WITHIN_S):
+        while True:
+            _, page = await ask(HOST, admin_port, "GET", "/metrics")
+            told = re.findall(rb"^warmroute_node_cache_told\{.*\} (\S+)$", page, re.MULTILINE)
+            if told and all(float(value) for value in told):
+                return
+            await asyncio.sleep(0.05)
 
 
 async def both(trial: Trial) -> Both:

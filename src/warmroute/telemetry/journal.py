@@ -200,20 +200,21 @@ class Journal:
         """Writes a batch; in a thread."""
         config = self.config
         entries = [self._pending.popleft() for _ in range(min(BATCH, len(self._pending)))]
+        count = len(entries)
         if not entries or not config.file:
             return
         try:
             lines = b"".join([msgspec.json.encode(self.describe(entry)) + b"\n" for entry in entries])
             append(Path(config.file), lines, config.max_bytes)
         except Exception as error:
-            self._counters.journal_dropped += len(entries)
+            self._counters.journal_dropped += count
             if not self._failing:  # once, not for each batch
                 self._failing = True
                 why = error.strerror if isinstance(error, OSError) else repr(error)
                 log.error("the journal can't be written to %s: %s; it goes without until it can", config.file, why)
             return
         counters = self._counters
-        counters.journal_written += len(entries)
+        counters.journal_written += count
         if self._failing:
             self._failing = False
             dropped = counters.journal_dropped

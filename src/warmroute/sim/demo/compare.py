@@ -1,36 +1,34 @@
-"""`warmroute demo`: three simulated engines, the router in front, and conversations sent through it twice.
+"""The first act: three simulated engines, the router in front, and conversations sent through it twice.
 
 The engines are small on purpose: together they hold all conversations, but only if each lives on one of them. First
-round robin shares the requests out, then the caches are emptied and the same conversations go by prefix hash. What is
-shown is what the engines themselves report (`usage` of every answer, their metrics) and what the clients measured.
+round robin shares the requests out, then the caches are emptied and the same conversations go by price, with the
+engines' own tokens and KV events. What is shown is what the engines themselves report (`usage` of every answer, their
+metrics) and what the clients measured.
 
 A demonstration, not a benchmark: the workload was picked, out of several that were tried, to let the difference be
 seen. Where conversations are short beside a system prompt that all share, or begin all at once, round robin finds much
-of it too, and prefix hash had the worse p90 (two first turns that wait for each other on one engine).
+of it too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from warmroute.config import ConfigError
 from warmroute.sim.chat_client import ChatOutcome, Unanswered, ask, chat
 from warmroute.sim.children import Child, Children, free_port
+from warmroute.sim.demo.routers import HOST, Router, start_router
 from warmroute.sim.server.words import WORDS
 
-HOST = "127.0.0.1"
 MODEL = "sim"
 ENGINES = 3
 PROFILE = "l4-8b"
@@ -48,15 +46,7 @@ ARRIVAL_S = 6.0
 """Over which the conversations begin."""
 PAUSE_S = (0.1, 0.6)
 """Between an answer and the next question."""
-BEFORE, AFTER = "round_robin", "prefix_hash"
-
-
-class DemoOptions(msgspec.Struct, frozen=True):
-    port: int | None = None
-    """None for 8080, or the next one that is free."""
-    speed: float = 1.0
-    leave: bool = False
-    """End after the comparison instead of leaving the router up."""
+BEFORE, AFTER = "round_robin", "price"
 
 
 class NodeShare(msgspec.Struct, frozen=True):
@@ -91,115 +81,64 @@ class Pass(msgspec.Struct, frozen=True):
         return times[min(len(times) - 1, int(quantile * len(times)))] * 1000 if times else 0.0
 
 
-def run(options: DemoOptions, console: Console) -> int:
-    """The demo from start to end; all children are gone when it returns or raises. Raises ConfigError."""
-    # The children end before the loop closes: it waits for threads that wait for them.
-    with asyncio.Runner() as runner, Children() as children:
-        return runner.run(_until_told(_Demo(options, console, children).run()))
-
-
-async def _until_told(demo: Coroutine[Any, Any, int]) -> int:
-    """Runs it; SIGINT, SIGTERM and SIGHUP end it in order."""
-    loop = asyncio.get_running_loop()
-    task: asyncio.Task[int] = loop.create_task(demo)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, task.cancel)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        return 130
-
-
-class _Demo:
-    def __init__(self, options: DemoOptions, console: Console, children: Children) -> None:
-        self._options = options
-        self._console = console
+class Comparison:
+    def __init__(self, children: Children, folder: Path, speed: float) -> None:
         self._children = children
-        self._engine_ports: list[int] = []
+        self._folder = folder
+        self._speed = speed
+        self._engines: list[Child] = []
+        self._ports: list[int] = []
+        self.router: Router
+        """The one that is up; the last one in the end."""
 
-    async def run(self) -> int:
-        console, options = self._console, self._options
-        port = free_port(8080) if options.port is None else _only(options.port)
-        console.print(
-            f"[bold]Warmroute[/] in front of {ENGINES} simulated engines ({PROFILE}, {BLOCKS * BLOCK_SIZE:,} KV tokens "
-            f"each):\n{CONVERSATIONS} conversations of {TURNS} turns, each about a document of its own, sent twice.\n"
-            f"No GPU is needed: the engines take the time that real ones would.\n"
-        )
-        await self._start_engines()
-        passes: list[Pass] = []
-        with _progress(console) as progress:
-            bars = {policy: progress.add_task(policy, total=CONVERSATIONS * TURNS) for policy in (BEFORE, AFTER)}
-            for policy in (BEFORE, AFTER):
-                await self._empty_caches()
-                at = port if policy == AFTER else free_port(port + 1)
-                router = await self._start_router(policy, at)
-                passes.append(await self._send(policy, at, partial(progress.advance, bars[policy])))
-                if policy != AFTER:
-                    self._children.end(router)
-        console.print(_where_it_went(passes), _compared(passes))
-        if options.leave:
-            return 0
-        try:
-            await self._stay(router, port)
-        except asyncio.CancelledError:
-            return 0  # Ctrl-C is how it ends
-        return 1
-
-    # Processes.
-
-    async def _start_engines(self) -> None:
+    async def start_engines(self) -> None:
         flags = ["--port", "0", "--profile", PROFILE, "--blocks", str(BLOCKS), "--block-size", str(BLOCK_SIZE)]
-        flags += ["--model", MODEL, "--speed", str(self._options.speed)]
-        engines = [self._children.start("engine", *flags) for _ in range(ENGINES)]
-        for engine in engines:
+        flags += ["--model", MODEL, "--speed", str(self._speed), "--events-port", "0", "--replay-port", "0"]
+        self._engines = [self._children.start("engine", *flags) for _ in range(ENGINES)]
+        for engine in self._engines:
             told = msgspec.json.decode(await asyncio.to_thread(engine.first_line))
-            self._engine_ports.append(urlsplit(told["url"]).port or 0)
+            self._ports.append(urlsplit(told["url"]).port or 0)
 
-    async def _start_router(self, policy: str, port: int) -> Child:
-        nodes = [flag for engine in self._engine_ports for flag in ("--node", f"http://{HOST}:{engine}")]
-        router = self._children.start(
-            "serve", "--host", HOST, "--port", str(port), "--admin-port", "0", "--policy", policy, *nodes
-        )
-        async with asyncio.timeout(20):
-            while True:
-                await asyncio.sleep(0.05)
-                if router.has_ended():
-                    raise ConfigError(router.why_it_ended())
-                try:
-                    status, _ = await ask(HOST, port, "GET", "/ready")
-                except (OSError, Unanswered):
-                    continue
-                if status == 200:
-                    return router
+    async def run(self, port: int, advance: Callable[[str], None]) -> list[Pass]:
+        """Both passes; the router of the last one stays up on `port`."""
+        passes = []
+        for policy in (BEFORE, AFTER):
+            await self._empty_caches()
+            at = port if policy == AFTER else free_port(port + 1)
+            self.router = await start_router(self._children, self._folder, at, self._tables(policy))
+            passes.append(await self._send(policy, at, partial(advance, policy)))
+            if policy != AFTER:
+                self._children.end(self.router.child)
+        return passes
+
+    async def why(self) -> str:
+        """Of the last pass, the decision that tells most: the one with the most tokens warm, and a cold rival."""
+        told = await self.router.tell(f"/admin/decisions?limit={CONVERSATIONS * TURNS}")
+        decisions: list[dict[str, Any]] = told["decisions"]
+        return str(max(decisions, key=_telling)["sentence"]) if decisions else ""
+
+    def end(self) -> None:
+        self._children.end(self.router.child, *self._engines)
+
+    def _tables(self, policy: str) -> dict[str, Any]:
+        nodes = [{"url": f"http://{HOST}:{port}", "name": f"node-{n}"} for n, port in enumerate(self._ports, 1)]
+        return {"routing": {"policy": policy}, "prompts": {"remote": True}, "nodes": nodes}
 
     async def _empty_caches(self) -> None:
-        for port in self._engine_ports:
+        for port in self._ports:
             status, body = await ask(HOST, port, "POST", "/reset_prefix_cache")
             if status != 200 or b"true" not in body:
                 raise ConfigError("an engine did not empty its cache")
 
-    async def _stay(self, router: Child, port: int) -> None:
-        url = f"http://{HOST}:{port}/v1/chat/completions"
-        body = f'{{"model": "{MODEL}", "stream": true, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-        self._console.print("\nThe router is still there, by prefix hash. Try it:\n")
-        self._console.print(
-            f"  curl -N {url} -H 'Content-Type: application/json' \\\n    -d '{body}'\n", style="cyan", soft_wrap=True
-        )
-        self._console.print("Ctrl-C ends it.", style="dim")
-        await asyncio.to_thread(router.process.wait)
-        raise ConfigError(f"the router has ended (exit {router.process.returncode})")
-
-    # Traffic.
-
     async def _send(self, policy: str, port: int, advance: Callable[[], None]) -> Pass:
-        before = [await _share(engine) for engine in self._engine_ports]
+        before = [await _share(engine) for engine in self._ports]
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         results = await asyncio.gather(
-            *(_converse(number, port, self._options.speed, advance) for number in range(CONVERSATIONS))
+            *(_converse(number, port, self._speed, advance) for number in range(CONVERSATIONS))
         )
         seconds = loop.time() - began_s
-        after = [await _share(engine) for engine in self._engine_ports]
+        after = [await _share(engine) for engine in self._ports]
         return Pass(
             policy,
             [outcome for outcomes, _ in results for outcome in outcomes],
@@ -207,6 +146,10 @@ class _Demo:
             seconds,
             [late.since(early) for late, early in zip(after, before, strict=True)],
         )
+
+
+def _telling(decision: dict[str, Any]) -> tuple[bool, int]:
+    return "free but cold" in decision["sentence"], decision["cached_tokens"] or 0
 
 
 async def _converse(number: int, port: int, speed: float, advance: Callable[[], None]) -> tuple[list[ChatOutcome], int]:
@@ -246,57 +189,3 @@ async def _share(port: int) -> NodeShare:
 
 def _metric(page: str, name: str) -> int:
     return int(sum(float(value) for value in re.findall(rf"^{name}\{{[^}}]*\}} (\S+)$", page, re.MULTILINE)))
-
-
-def _only(port: int) -> int:
-    if free_port(port, tries=2) != port:
-        raise ConfigError(f"port {port} is taken; leave --port out for the next free one from 8080")
-    return port
-
-
-# What is shown.
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description:<12}"),
-        BarColumn(bar_width=40),
-        MofNCompleteColumn(),
-        TextColumn("requests"),
-        TimeElapsedColumn(),
-        console=console,
-    )
-
-
-def _where_it_went(passes: list[Pass]) -> Table:
-    table = Table(title="What went where", title_justify="left")
-    table.add_column("engine")
-    for one in passes:
-        table.add_column(f"{one.policy}\nrequests", justify="right", no_wrap=True)
-        table.add_column("\nfrom cache", justify="right")
-    for index in range(ENGINES):
-        row = [f"engine {index + 1}"]
-        for one in passes:
-            share = one.shares[index]
-            row += [
-                str(share.requests),
-                f"{share.cached_tokens / max(1, share.prompt_tokens):.0%}",
-            ]
-        table.add_row(*row)
-    return table
-
-
-def _compared(passes: list[Pass]) -> Table:
-    before, after = passes
-    table = Table(title="Side by side", title_justify="left")
-    table.add_column("")
-    for one in passes:
-        table.add_column(one.policy, justify="right")
-    table.add_row("prompt tokens from cache", *(f"{one.hit_rate:.1%}" for one in passes))
-    for name, quantile in (("p50", 0.5), ("p90", 0.9)):
-        table.add_row(f"time to first token, {name}", *(f"{one.ttft_ms(quantile):,.0f} ms" for one in passes))
-    table.add_row("all done after", *(f"{one.seconds:.1f} s" for one in passes))
-    if before.failed or after.failed:
-        table.add_row("[red]failed", *(str(one.failed) for one in passes))
-    return table

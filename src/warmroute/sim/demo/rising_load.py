@@ -1,4 +1,4 @@
-"""Requests at a rate that may change while they are sent, and what became of each. Open loop: nobody waits for others."""
+"""Requests at a rate that may change while they are sent, and what became of each. Nobody waits for another."""
 
 from __future__ import annotations
 

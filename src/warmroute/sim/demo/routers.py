@@ -31,6 +31,10 @@ class Router:
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
 
+    @property
+    def admin_url(self) -> str:
+        return f"http://{HOST}:{self.admin_port}"
+
     async def tell(self, path: str) -> Any:
         """What its admin listener answers. Raises ConfigError where it does not."""
         try:

@@ -73,6 +73,7 @@ class ScaledFleet:
             kind="process",
             deployment=f"demo-{os.getpid()}",
             gpu="L4",
+            usd_per_hour=0.7,
             port=free_port(20_000 + os.getpid() % 10_000),
             command=(*tied, *engine, "--events-port", "0", "--replay-port", "0"),
             state_dir=str(folder / "processes"),
@@ -97,7 +98,7 @@ class ScaledFleet:
 
     def _tables(self) -> dict[str, Any]:
         own = self._provisioner
-        chosen = ("kind", "deployment", "gpu", "port", "command", "state_dir", "grace_s")
+        chosen = ("kind", "deployment", "gpu", "usd_per_hour", "port", "command", "state_dir", "grace_s")
         return {
             "scaling": {
                 "enabled": True,
@@ -117,7 +118,7 @@ class ScaledFleet:
     async def _until_least(self) -> None:
         try:
             async with asyncio.timeout(START_LIMIT_S):
-                while (await self.look()).serving < self.shape.least:
+                while (await self.look()).serving < self.shape.least:  # noqa: ASYNC110 (it is asked)
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
             raise ConfigError(f"{self.shape.least} engines did not serve within {START_LIMIT_S:g} s") from None

@@ -9,7 +9,7 @@ from warmroute.fleet.node import Node
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.lookup import Lookup
 from warmroute.routing.decision import Decision
-from warmroute.routing.router import Undecided
+from warmroute.routing.refusals import Undecided
 from warmroute.sim.workloads.prompt import Prompt
 from warmroute.sim.world.ask import SimAsk
 from warmroute.sim.world.tally import Tally

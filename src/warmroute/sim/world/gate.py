@@ -9,7 +9,7 @@ from warmroute.fleet.group import Candidates
 from warmroute.prompt.ask import HIGH, LOW
 from warmroute.routing.decision import Decision, Policy
 from warmroute.routing.query import Query
-from warmroute.routing.router import Undecided
+from warmroute.routing.refusals import Undecided
 
 
 class Shed(Undecided):

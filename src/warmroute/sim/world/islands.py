@@ -13,7 +13,7 @@ from warmroute.fleet.node import Node
 from warmroute.routing.decision import Decision, Policy
 from warmroute.routing.islands import ANSWER_TOKEN_BYTES, PROMPT_TOKEN_BYTES, Crossings
 from warmroute.routing.query import Query
-from warmroute.routing.router import NobodyCanServe
+from warmroute.routing.refusals import NobodyCanServe
 from warmroute.sim.world.conditions import Conditions, NodeSpec
 from warmroute.sim.world.flight import Flight
 from warmroute.sim.world.node import Life

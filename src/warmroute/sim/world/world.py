@@ -20,7 +20,8 @@ from warmroute.index.beliefs import Beliefs
 from warmroute.routing.admission import Admission
 from warmroute.routing.decision import Decision, Policy
 from warmroute.routing.dispatch import Dispatch
-from warmroute.routing.router import Router, Undecided
+from warmroute.routing.refusals import Undecided
+from warmroute.routing.router import Router
 from warmroute.routing.routes import Routes
 from warmroute.sim.engine.request import EngineOutput, EngineRequest, Finished, FirstToken, RequestTooLong
 from warmroute.sim.workloads.prompt import Prompt

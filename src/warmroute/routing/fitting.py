@@ -1,0 +1,65 @@
+"""Whether the node of a decision will do: another one, where its queue is too long or it would be too late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from warmroute.fleet.node import Node
+from warmroute.prompt.ask import HIGH, LOW, Ask
+from warmroute.routing.deadlines import most_own_ms, too_late
+from warmroute.routing.decision import Decision
+from warmroute.routing.refusals import QueuesFull, WouldWait
+from warmroute.routing.router import Router
+
+
+def most_queued(ask: Ask, threshold: int) -> float:
+    """A node with so many in its own queue is passed over. Low ones pass over more of them."""
+    return threshold / 2 if ask.priority == LOW else threshold
+
+
+def under_threshold(router: Router, ask: Ask, decision: Decision, threshold: int) -> Decision:
+    """Nodes with so many in their own queue are passed over, as long as there are others. Raises QueuesFull."""
+    most = most_queued(ask, threshold)
+    if decision.node.queued < most:
+        return decision
+    found = _among(router, decision, lambda node: node.queued < most, "others have too long a queue")
+    if found is None and ask.priority != HIGH:
+        raise QueuesFull(decision.node.latency_ms / 1000.0)
+    return found or decision
+
+
+def without_queue(router: Router, decision: Decision) -> Decision:
+    """For one that does not want to wait: not on a node either that has a queue of its own. Raises WouldWait."""
+    if not decision.node.waiting:
+        return decision
+    found = _among(router, decision, lambda node: not node.waiting, "others have a queue")
+    if found is None:
+        raise WouldWait(decision.node.latency_ms / 1000.0)
+    return found
+
+
+def in_time(router: Router, ask: Ask, decision: Decision, now_s: float) -> Decision:
+    """The decision, or that for a node that makes it where the first one does not. Raises TooLate."""
+    late = too_late(ask, decision, now_s)
+    if late is None:
+        return decision
+    prices, query = decision.prices, decision.query
+    if prices is not None and query is not None:
+        at = prices.cheapest_within(most_own_ms(ask, decision, now_s))
+        if at >= 0 and decision.candidates[at] is not decision.node:
+            other = router.decide_among((decision.candidates[at],), query)
+            other.reason = "others would be too late for its deadline"
+            if too_late(ask, other, now_s) is None:
+                return other
+    raise late
+
+
+def _among(router: Router, decision: Decision, will_do: Callable[[Node], bool], why: str) -> Decision | None:
+    query = decision.query
+    assert query is not None
+    nodes = [node for node in query.candidates.nodes if will_do(node)]
+    if not nodes:
+        return None
+    found = router.decide_among(nodes, query)
+    found.reason = why
+    return found

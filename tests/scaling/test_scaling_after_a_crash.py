@@ -1,0 +1,198 @@
+"""A router as a process that scales simulated engines, killed while they boot: none is lost, none comes twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Command, chat, post, serve, until
+from kube_real import free_port
+
+from warmroute.config import ProvisionerConfig
+from warmroute.scaling.provisioners.process import TOKEN_VARIABLE, ProcessProvisioner
+
+PATIENCE_S = 40.0
+CONFIG = """
+[listen]
+port = 0
+[admin]
+port = 0
+[health]
+interval_s = 0.1
+slow_start_s = 0.0
+[shutdown]
+deadline_s = 2.0
+[scaling]
+enabled = true
+interval_s = 0.3
+min_nodes = {nodes}
+max_nodes = {nodes}
+cooldown_up_s = 0.5
+cooldown_down_s = 1.0
+lock_file = "{folder}/lock"
+{more}
+[[provisioners]]
+kind = "process"
+deployment = "{deployment}"
+state_dir = "{folder}/state"
+port = {port}
+usd_per_hour = 1.5
+gpu = "sim"
+command = [{command}]
+"""
+
+
+class Place:
+    """A folder with a configuration, and the engines that carry its name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.deployment = f"live-{folder.name[-12:].lower().replace('_', '-').strip('-')}"
+        self.port = free_port()
+        self.command = (sys.executable, "-m", "warmroute.cli.main", "engine", "--port", "{port}", "--speed", "20")
+        self.file = folder / "warmroute.toml"
+
+    def write(self, nodes: int, more: str = "") -> None:
+        words = ", ".join(json.dumps(word) for word in self.command)
+        self.file.write_text(
+            CONFIG.format(
+                nodes=nodes, folder=self.folder, deployment=self.deployment, port=self.port, command=words, more=more
+            )
+        )
+
+    def processes(self) -> list[int]:
+        """Engines of this place that run, by pid."""
+        mark = f"{TOKEN_VARIABLE}={self.deployment}/".encode()
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                alive = (folder / "stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+                if alive and any(line.startswith(mark) for line in (folder / "environ").read_bytes().split(b"\0")):
+                    found.append(int(folder.name))
+            except OSError:
+                continue
+        return found
+
+    async def end_all(self) -> None:
+        cloud = ProcessProvisioner(
+            ProvisionerConfig(
+                kind="process", deployment=self.deployment, state_dir=str(self.folder / "state"), grace_s=2.0
+            )
+        )
+        for machine in await cloud.status():
+            await cloud.terminate(machine)
+        await cloud.close()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+@asynccontextmanager
+async def nothing_left_of(place: Place) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        await place.end_all()
+        assert not place.processes()
+
+
+def admin(path: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
+
+
+async def scaling(router: Command) -> dict[str, Any]:
+    answer = await router.ask(admin("/admin/scaling"), router.admin_port)
+    assert answer.status == 200
+    found: dict[str, Any] = answer.json
+    return found
+
+
+async def until_serving(router: Command, count: int) -> dict[str, Any]:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            found = await scaling(router)
+            if [node["state"] for node in found["nodes"]] == ["serving"] * count:
+                return found
+            await asyncio.sleep(0.05)
+
+
+async def test_a_router_killed_while_engines_boot_is_followed_by_one_that_takes_them_over(place: Place) -> None:
+    place.write(nodes=2)
+    async with nothing_left_of(place):
+        async with serve("--config", place.file) as first:
+            await until(lambda: len(place.processes()) == 2, patience_s=PATIENCE_S)
+            first.signal(signal.SIGKILL)
+            await first.process.wait()
+        before = sorted(place.processes())
+        assert len(before) == 2  # engines outlive their router
+        async with serve("--config", place.file) as second:
+            found = await until_serving(second, 2)
+            assert sorted(place.processes()) == before
+            assert found["leading"] and found["desired_nodes"] == 2 and found["last"]["nodes"] == 2
+            (offer,) = found["offers"]
+            assert (offer["offer"], offer["usd_per_hour"], offer["gpu"]) == ("process/process", 1.5, "sim")
+            names = {node["node"] for node in found["nodes"]}
+            nodes = (await second.ask(admin("/admin/nodes"), second.admin_port)).json
+            assert {node["name"] for node in nodes["nodes"]} == names
+            answer = await second.ask(post(chat(model="sim", max_tokens=2)))
+            assert answer.status == 200
+            page = (await second.ask(admin("/metrics"), second.admin_port)).body.decode()
+            told = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+            assert float(told["warmroute_desired_nodes"]) == 2
+            assert float(told['warmroute_scaling_nodes{state="serving"}']) == 2
+            assert float(told['warmroute_scaling_nodes{state="booting"}']) == 0
+            assert float(told['warmroute_scaling_changes_total{change="added"}']) == 2
+            assert float(told["warmroute_scaling_usd_per_hour"]) == 3.0
+            assert float(told["warmroute_scaling_leading"]) == 1
+            # A changed file is taken while it runs: one goes, and only when it is empty.
+            place.write(nodes=1)
+            await until_serving(second, 1)
+            await until(lambda: len(place.processes()) == 1, patience_s=PATIENCE_S)
+            assert set(place.processes()) < set(before)
+            second.signal(signal.SIGTERM)
+            assert await second.process.wait() == 0
+        assert len(place.processes()) == 1  # a router that stops leaves its nodes to the next one
+
+
+async def test_of_two_routers_with_one_lock_only_one_scales_and_the_other_follows_it(place: Place) -> None:
+    place.write(nodes=1)
+    async with nothing_left_of(place), serve("--config", place.file) as first:
+        await until_serving(first, 1)
+        async with serve("--config", place.file) as second:
+            await asyncio.sleep(1.0)
+            found = await scaling(second)
+            assert not found["leading"] and found["nodes"] == [] and len(place.processes()) == 1
+            first.signal(signal.SIGKILL)
+            await until_serving(second, 1)
+            assert (await scaling(second))["leading"] and len(place.processes()) == 1
+
+
+async def test_engines_that_cannot_start_rest_and_the_router_goes_on(place: Place) -> None:
+    place.command = (sys.executable, "-c", "raise SystemExit('no GPU here')")
+    place.write(nodes=1, more="rest_s = 600.0")
+    async with nothing_left_of(place), serve("--config", place.file) as router:
+        async with asyncio.timeout(PATIENCE_S):
+            while not (found := await scaling(router))["offers"] or not found["offers"][0]["rests_for_s"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert found["offers"][0]["why"] == "its node never came up: no GPU here"
+        await asyncio.sleep(1.0)
+        again = await scaling(router)
+        assert again["nodes"] == [] and "1 × resting after a refusal" in again["last"]["reasons"][-1]
+
+
+async def test_a_lock_file_that_cannot_be_had_is_said_at_once(place: Place) -> None:
+    place.write(nodes=1)
+    (place.folder / "lock").mkdir()
+    async with serve("--config", place.file) as router:
+        assert await router.process.wait() != 0
+        assert router.said("scaling.lock_file") and router.said("Is a directory")
+    assert not place.processes()
