@@ -156,7 +156,7 @@ async def test_a_request_that_waited_here_says_for_how_long() -> None:
         engine.behave = script(gate, answer(USAGE))
         peers = [await r.connect() for _ in range(2)]
         for number, peer in enumerate(peers):
-            peer.write(post(chat(f"{number}{LONG}"), headers=[f"X-Request-Id: n{number}"]))
+            peer.write(post(chat(f"{number}{LONG}", stream=True), headers=[f"X-Request-Id: n{number}"]))
             await until(lambda number=number: len(engine.seen) + r.service.admission.waiting == number + 1)
         await asyncio.sleep(0.05)
         assert r.service.admission.waiting == 1 and len(r.service.journal) == 1

@@ -105,14 +105,14 @@ async def test_a_client_that_leaves_the_queue_leaves_its_tokens() -> None:
     async with engines() as [engine], router(engine, routing=PRICE, **tables) as r:
         gate = Gate(engine)
         first = await r.connect()
-        first.write(by("one", chat("0" * 8 + LONG)))
+        first.write(by("one", chat("0" * 8 + LONG, stream=True)))
         await until(lambda: engine.seen)
         bucket = r.service.proxy.rate_limits.of("a")
         assert bucket is not None and bucket.tokens is not None
         before = bucket.tokens.level(r.service.proxy.now())
         assert before < 95_000
         second = await r.connect()
-        second.write(by("one", chat("1" * 8 + LONG)))
+        second.write(by("one", chat("1" * 8 + LONG, stream=True)))
         await waiting(r, 1)
         assert bucket.tokens.level(r.service.proxy.now()) < before - 5000
         second.leave()
@@ -166,10 +166,10 @@ async def test_limits_are_reloaded_and_what_was_used_counts() -> None:
 
 async def test_who_asks_not_to_wait_is_told_at_once() -> None:
     async with one_busy(admission=ONE_BY_ONE) as (r, gate):
-        refused = await r.ask(post(chat("1" * 8 + LONG), headers=["x-queue: NO"]))
+        refused = await r.ask(post(chat("1" * 8 + LONG, stream=True), headers=["x-queue: NO"]))
         assert refused.status == 429 and refused.error["code"] == "would_wait" and refused.get("retry-after")
         assert r.service.admission.held == 0 and len(gate.engine.seen) == 1
-        (await r.connect()).write(post(chat("2" * 8 + LONG), headers=["X-Queue: yes"]))
+        (await r.connect()).write(post(chat("2" * 8 + LONG, stream=True), headers=["X-Queue: yes"]))
         await waiting(r, 1)
         assert await metric(r, 'warmroute_shed_total{priority="normal",reason="would_wait"} 1.0')
 
@@ -181,12 +181,12 @@ async def test_a_deadline_that_cannot_be_met_is_refused_with_what_was_expected()
     async with one_busy(admission=ONE_BY_ONE) as (r, _gate):
         node = r.node(0)
         node.speed.answers = 5  # it is known to take 460 ms for each of them
-        refused = await r.ask(post(chat("1" * 8 + LONG), headers=["X-Deadline-Ttft-Ms: 500"]))
+        refused = await r.ask(post(chat("1" * 8 + LONG, stream=True), headers=["X-Deadline-Ttft-Ms: 500"]))
         assert refused.status == 429 and refused.error["code"] == "deadline_unreachable"
         assert re.search(r"first token is due in \d+ ms and expected after \d+ ms", refused.error["message"])
         assert refused.get("retry-after") == "1"
         peer = await r.connect()
-        peer.write(post(chat("2" * 8 + LONG), headers=["X-Deadline-Ttft-Ms: 2500"]))
+        peer.write(post(chat("2" * 8 + LONG, stream=True), headers=["X-Deadline-Ttft-Ms: 2500"]))
         await waiting(r, 1)
         late = await peer.answer()
         assert late.status == 429 and late.error["code"] == "deadline_unreachable"
@@ -231,10 +231,10 @@ async def test_over_the_threshold_everywhere_is_refused_but_the_high() -> None:
 async def test_a_low_one_that_waits_is_told_when_it_makes_room() -> None:
     async with one_busy(admission={**ONE_BY_ONE, "max_waiting": 2}) as (r, _gate):
         low = await r.connect()
-        low.write(post(chat("1" * 8 + LONG), headers=["X-Priority: low"]))
+        low.write(post(chat("1" * 8 + LONG, stream=True), headers=["X-Priority: low"]))
         await waiting(r, 1)
         for number in "23":
-            (await r.connect()).write(post(chat(number * 8 + LONG)))
+            (await r.connect()).write(post(chat(number * 8 + LONG, stream=True)))
         refused = await low.answer()
         assert refused.status == 429 and refused.error["code"] == "overloaded"
         assert "higher priority" in refused.error["message"] and refused.get("retry-after")
@@ -270,10 +270,10 @@ async def test_a_route_reads_prompts_only_where_its_policy_wants_them() -> None:
     async with engines() as [engine], router(engine, routes=routes) as r:
         node = r.node(0)
         gate = Gate(engine)
-        (await r.connect()).write(post(chat(LONG)))
+        (await r.connect()).write(post(chat(LONG, stream=True)))
         await until(lambda: node.inflight == 1)
         assert node.pending_work == 0, "it was not read"
-        (await r.connect()).write(post(chat(LONG), headers=["X-Warm: 1"]))
+        (await r.connect()).write(post(chat(LONG, stream=True), headers=["X-Warm: 1"]))
         await until(lambda: node.inflight == 2)
         assert node.pending_work > 5000
         gate.let(2)
@@ -292,12 +292,12 @@ async def test_a_routes_priority_is_a_default_that_headers_and_bodies_overrule_a
     ):
         gate = Gate(engine)
         asked = [
-            by("one", chat("0" * 8 + LONG)),
-            by("one", chat("1" * 8 + LONG)),
-            by("one", chat("2" * 8 + LONG), "/v1/chat/completions", "X-Priority: normal"),
-            by("one", chat("3" * 8 + LONG, priority=-1)),
-            by("two", chat("4" * 8 + LONG), "/v1/chat/completions", "X-Priority: high"),
-            by("two", chat("5" * 8 + LONG, priority=-1)),
+            by("one", chat("0" * 8 + LONG, stream=True)),
+            by("one", chat("1" * 8 + LONG, stream=True)),
+            by("one", chat("2" * 8 + LONG, stream=True), "/v1/chat/completions", "X-Priority: normal"),
+            by("one", chat("3" * 8 + LONG, stream=True, priority=-1)),
+            by("two", chat("4" * 8 + LONG, stream=True), "/v1/chat/completions", "X-Priority: high"),
+            by("two", chat("5" * 8 + LONG, stream=True, priority=-1)),
         ]
         for number, body in enumerate(asked):
             (await r.connect()).write(body)
@@ -342,8 +342,8 @@ async def test_a_route_gives_a_deadline_and_a_header_overrules_it() -> None:
     routes = [{"name": "all", "ttft_ms": 300.0}]
     async with one_busy(admission=ONE_BY_ONE, routes=routes) as (r, _gate):
         r.node(0).speed.answers = 5
-        assert (await r.ask(post(chat("1" * 8 + LONG)))).error["code"] == "deadline_unreachable"
-        (await r.connect()).write(post(chat("2" * 8 + LONG), headers=["X-Deadline-Ttft-Ms: 60000"]))
+        assert (await r.ask(post(chat("1" * 8 + LONG, stream=True)))).error["code"] == "deadline_unreachable"
+        (await r.connect()).write(post(chat("2" * 8 + LONG, stream=True), headers=["X-Deadline-Ttft-Ms: 60000"]))
         await waiting(r, 1)
 
 

@@ -2,7 +2,8 @@
 
 Speeds are guesses here (0.05 ms a token), and prompts are read as text, four bytes a token: LONG is 8,000 tokens, which
 are believed to take 460 ms; more than the 250 ms that may be queued on a node (admission.ahead_ms). Once the engine has
-answered, it is believed to be quicker: where it is to take one at a time for long, ONE_BY_ONE says so.
+answered, it is believed to be quicker: where it is to take one at a time for long, ONE_BY_ONE says so. They are
+streamed: of others nobody sees when their prefill is done.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ONE_BY_ONE = {"ahead_ms": 0.01}
 
 def long(number: int) -> bytes:
     """A prompt that begins like no other."""
-    return post(chat(f"{number:08d}{LONG}"))
+    return post(chat(f"{number:08d}{LONG}", stream=True))
 
 
 class Gate:
@@ -103,7 +104,7 @@ async def test_what_waits_reaches_the_engine_byte_for_byte() -> None:
         await waiting(r, 1)
         gate.let(2)
         assert (await peer.answer()).status == 200
-        assert gate.engine.seen[1].body == chat(f"{1:08d}{LONG}")
+        assert gate.engine.seen[1].body == chat(f"{1:08d}{LONG}", stream=True)
 
 
 async def test_a_short_answer_within_a_connection_does_not_disturb_what_follows() -> None:
@@ -114,7 +115,7 @@ async def test_a_short_answer_within_a_connection_does_not_disturb_what_follows(
         gate.let(3)
         assert [(await peer.answer()).status for _ in range(2)] == [200, 200]
         assert [seen.body[:80] for seen in gate.engine.seen[1:]] == [
-            chat(f"{number:08d}{LONG}")[:80] for number in (1, 2)
+            chat(f"{number:08d}{LONG}", stream=True)[:80] for number in (1, 2)
         ]
 
 
@@ -266,12 +267,12 @@ async def test_who_still_waits_when_the_shutdown_ends_is_cut_and_not_hung() -> N
 async def test_priority_by_header_and_by_field_decides_who_goes_first() -> None:
     async with one_busy(admission=ONE_BY_ONE) as (r, gate):
         asked = [
-            post(chat("1" * 8 + LONG), headers=["X-Priority: low"]),
-            post(chat("2" * 8 + LONG)),
-            post(chat("3" * 8 + LONG, priority=5)),
-            post(chat("4" * 8 + LONG, priority=-1)),
-            post(chat("5" * 8 + LONG), headers=["X-Priority: HIGH"]),
-            post(chat("6" * 8 + LONG), headers=["X-Priority: urgent"]),
+            post(chat("1" * 8 + LONG, stream=True), headers=["X-Priority: low"]),
+            post(chat("2" * 8 + LONG, stream=True)),
+            post(chat("3" * 8 + LONG, stream=True, priority=5)),
+            post(chat("4" * 8 + LONG, stream=True, priority=-1)),
+            post(chat("5" * 8 + LONG, stream=True), headers=["X-Priority: HIGH"]),
+            post(chat("6" * 8 + LONG, stream=True), headers=["X-Priority: urgent"]),
         ]
         for body in asked:
             (await r.connect()).write(body)
@@ -294,10 +295,23 @@ async def test_a_key_caps_the_priority_that_it_may_ask_for() -> None:
         gate = Gate(engine)
         for number, key in enumerate(["big", "small", "small", "big"]):
             headers = [f"Authorization: Bearer {key}", "X-Priority: high"]
-            (await r.connect()).write(post(chat(f"{number:08d}{LONG}"), headers=headers))
+            (await r.connect()).write(post(chat(f"{number:08d}{LONG}", stream=True), headers=headers))
             await until(lambda number=number: r.service.admission.waiting + len(engine.seen) == number + 1)
         asked = sorted(key for key, tenant in r.service.admission.room.tenants.items() if tenant.waiting)
         assert asked == [(0, "a"), (1, "b")]
         gate.let(4)
         await until(lambda: len(engine.seen) == 4)
         await until(lambda: r.inflight() == 0)
+
+
+async def test_answers_that_are_not_streamed_do_not_wait_for_each_others_ends() -> None:
+    async with engines() as [engine], router(engine, routing=PRICE) as r:
+        gate = Gate(engine)
+        peers = []
+        for number in range(4):  # 460 ms of believed prefill each, and nobody has ended
+            peers.append(await r.connect())
+            peers[-1].write(post(chat(f"{number:08d}{LONG}")))
+        await until(lambda: len(engine.seen) == 4, "all of them are at the engine")
+        gate.let(4)
+        for peer in peers:
+            assert (await peer.answer()).status == 200

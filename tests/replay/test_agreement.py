@@ -27,3 +27,17 @@ async def test_conversations_find_their_node_and_its_cache_in_real_time(policy: 
     found = await both(Trial(workload=tuple(CHATS), policy=policy, concurrency=1, limit=24, speed=10.0))
     agrees(found)
     assert found.virtual["hit_rate"] > 0.5
+
+
+async def test_prices_by_kv_events_are_worth_as_much_in_real_time() -> None:
+    """Conversations on engines too small to hold all of them each; who comes when is a matter of chance in both."""
+    talks = "multi_turn_chat systems=2 system_tokens=64 turns=5 message_tokens=400 output_tokens=4 think_s=3".split()  # noqa: SIM905
+
+    def trial(policy: str) -> Trial:
+        return Trial(workload=tuple(talks), policy=policy, blocks=600, concurrency=6, limit=60, speed=10.0, events=True)
+
+    turns, price = await both(trial("round_robin")), await both(trial("price"))
+    assert turns.live["errors"] == price.live["errors"] == {}
+    expected = price.virtual["hit_rate"] - turns.virtual["hit_rate"]
+    assert expected > 0.1
+    assert price.live["hit_rate"] - turns.live["hit_rate"] > 0.5 * expected

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable
 from math import exp
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 from urllib.parse import urlsplit
 
 from warmroute._kernel._hash import key_hash
@@ -40,6 +38,13 @@ class Outcome(enum.IntEnum):
     FAILED = 3  # connect error, time-out, 5xx, garbage, before the first byte went out
     BROKEN = 4  # the answer broke off after it had begun
     LEFT = 5  # the client went away
+
+
+class Unseen(Protocol):
+    """The ticket of an answer that is not streamed."""
+
+    def prefilled(self) -> None:
+        """Its prefill is taken to be done; it is no more among those whose is not."""
 
 
 class Node(NodeState):
@@ -130,8 +135,8 @@ class Node(NodeState):
         """Prefill work of our requests there that have no first token yet, in tokens (see speed)."""
         self.unbegun = 0
         """Our requests that were sent there since the last poll, and have no first byte yet."""
-        self.unseen: deque[tuple[float, Callable[[], None]]] = deque()
-        """Of those whose first token nobody sees: when their prefill is expected to be done, and whom to tell."""
+        self.unseen: dict[Unseen, float] = {}
+        """Of those whose first token nobody sees: when their prefill is expected to be done."""
         self.speed = Speed()
         self.last_ticket_s = -1e9
         self.latency_ms = 0.0
@@ -169,9 +174,10 @@ class Node(NodeState):
 
     def expect_prefilled(self, now_s: float) -> None:
         """Told now and then, where `unseen` has any."""
-        unseen = self.unseen
-        while unseen and unseen[0][0] <= now_s:
-            unseen.popleft()[1]()
+        for ticket, due_s in list(self.unseen.items()):
+            if due_s > now_s:
+                return
+            ticket.prefilled()
 
     def saw_arrival(self, now_s: float) -> None:
         """A request was sent there."""

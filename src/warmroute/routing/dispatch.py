@@ -49,7 +49,7 @@ class Dispatch(Ticket):
         self._new = new
         self._output = 0
         self._prefill = self._work = prefill
-        """`_work`: what is believed to be left of it."""
+        """`_work`: what is believed to be left of it; `_prefill`: what its time was not learned from."""
         node.pending_work += prefill
         node.kv_delta += new
         node.kv_new += new
@@ -60,20 +60,25 @@ class Dispatch(Ticket):
             if node.unseen:
                 node.expect_prefilled(now_s)
             self._due_s = now_s + (node.pending_work * node.speed.ms_per_token + node.round_trip_ms) / 1000.0
-            node.unseen.append((self._due_s, self._prefilled))
+            node.unseen[self] = self._due_s
 
-    def _prefilled(self) -> None:
+    def prefilled(self) -> None:
         """Nothing of its prefill is left, as far as anybody knows."""
         self.node.pending_work -= self._work
         self._work = 0.0
+        if not self.ask.streams:
+            self.node.unseen.pop(self, None)
 
     def first_byte(self, now_s: float, served: bool = True) -> None:
         super().first_byte(now_s, served)
-        self._prefilled()
+        self.prefilled()
         if not served:
             return
-        if self.ask.streams:
+        speed = self.node.speed
+        # An answer that comes at its end bounds the prefill: it took no longer.
+        if self.ask.streams or (now_s - self.opened_s) * 1000.0 < self._prefill * speed.ms_per_token:
             self._saw_first_token(now_s)
+            self._prefill = 0.0
         if self.prediction is not None:
             self._beliefs.first_token(self.prediction, now_s)
 
@@ -96,7 +101,7 @@ class Dispatch(Ticket):
         flowed_ms = max(0, output_tokens - 1) * self._pace.token_ms(self.node.context) * speed.factor
         if flowed_ms > self._prefill * speed.ms_per_token and now_s > self._due_s:
             self._saw_flow((now_s - self._due_s) * 1000.0 / (output_tokens - 1))
-        else:
+        elif self._prefill:
             self._saw_first_token(max(self.opened_s, now_s - flowed_ms / 1000.0))
 
     @property
@@ -143,7 +148,7 @@ class Dispatch(Ticket):
             self.prediction.withdraw()
         if self._open:
             node = self.node
-            self._prefilled()
+            self.prefilled()
             node.kv_delta -= self._new
             if node.polled_s > self.opened_s:  # the poll has seen something of its answer, too
                 node.kv_delta -= self._output

@@ -91,6 +91,9 @@ class LiveScaling:
     def reconfigure(self, config: Config) -> None:
         if config.provisioners != self._config.provisioners:
             log.warning("changes to [[provisioners]] count only after a restart")
+        before, after = self._config.scaling, config.scaling
+        if any(getattr(before, name) != getattr(after, name) for name in ("lock_file", "keda_host", "keda_port")):
+            log.warning("changes to scaling.lock_file and scaling.keda_… count only after a restart")
         self._config = config
         self.core.reconfigure(config.scaling)
 
