@@ -169,8 +169,10 @@ class Service:
 
     def add_node(self, config: NodeConfig) -> Node:
         """Raises ConfigError, NameTaken."""
-        if config.api_key_env and config.api_key_env not in {node.api_key_env for node in self.config.nodes}:
-            raise ConfigError("api_key_env may only name a variable that a configured node names")
+        known = {node.api_key_env for node in self.config.nodes}
+        known |= {provisioner.api_key_env for provisioner in self.config.provisioners}
+        if config.api_key_env and config.api_key_env not in known:
+            raise ConfigError("api_key_env may only name a variable that a configured node or provisioner names")
         node = self.fleet.add(config)
         self.watcher.watch(node)
         log.info("node %s was added (%s)", node.name, node.url)

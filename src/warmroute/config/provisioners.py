@@ -27,6 +27,7 @@ class ProvisionerConfig(Section, frozen=True):
     ] = "warmroute"
     timeout_s: Annotated[Seconds, Meta(description="Time for one call to it.")] = 30.0
     island: Annotated[str, Meta(description="The island its nodes stand on; empty: provider and region.")] = ""
+    api_key_env: Annotated[str, Meta(description="Environment variable with the key that its engines ask for.")] = ""
     gpu: Annotated[str, Meta(description="The GPU of its nodes, say `L4`; empty: what the provider says.")] = ""
     gpus: Annotated[Count, Meta(description="GPUs of a node, where the provider does not say.")] = 1
     spot: Annotated[bool, Meta(description="process, kubernetes: whether its nodes may be taken back.")] = False
@@ -124,7 +125,10 @@ class ProvisionerConfig(Section, frozen=True):
 
 _NODE = {"gpu", "gpus", "spot", "usd_per_hour", "start_s", "most", "port"}
 _PRICED = {"gpu", "gpus", "start_s", "most", "port", "regions", "instance_types", "markets", "prices"}
-_COMMON = {"kind", "name", "deployment", "timeout_s", "island", "free", "min_usd_per_gpu_hour", "max_usd_per_hour"}
+_COMMON = {
+    "kind", "name", "deployment", "timeout_s", "island", "free", "min_usd_per_gpu_hour", "max_usd_per_hour",
+    "api_key_env",
+}  # fmt: skip
 TAKES: dict[str, set[str]] = {
     "process": _NODE | {"command", "state_dir", "grace_s"},
     "kubernetes": _NODE | {"workload", "workload_name", "namespace", "kubeconfig", "context"},

@@ -26,7 +26,11 @@ GONE: Final = (MachineState.ENDING, MachineState.ENDED)
 
 
 class Cloud:
-    def __init__(self, provisioner: Provisioner, timeout_s: float, now: Callable[[], float]) -> None:
+    def __init__(
+        self, provisioner: Provisioner, timeout_s: float, now: Callable[[], float], api_key_env: str = ""
+    ) -> None:
+        self.api_key_env = api_key_env
+        """Variable with the key that its engines ask for."""
         self._provisioner = provisioner
         self._timeout_s = timeout_s
         self._now = now

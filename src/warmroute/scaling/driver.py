@@ -255,7 +255,12 @@ class Driver:
             try:
                 known = self._nodes.add_node(
                     NodeConfig(
-                        url=machine.url, name=name, island=island, gpu=offer.gpu, usd_per_hour=offer.usd_per_hour
+                        url=machine.url,
+                        name=name,
+                        island=island,
+                        gpu=offer.gpu,
+                        usd_per_hour=offer.usd_per_hour,
+                        api_key_env=self.clouds[offer.provisioner].api_key_env,
                     )
                 )
             except (ConfigError, NameTaken) as error:

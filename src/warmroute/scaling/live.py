@@ -54,7 +54,7 @@ class LiveScaling:
         self._waiting = waiting
         self.core = Core(config.scaling, fleet, beliefs, self.meter, self.hot, waiting)
         now = time.monotonic
-        clouds = [Cloud(provisioner_named(one), one.timeout_s, now) for one in config.provisioners]
+        clouds = [Cloud(provisioner_named(one), one.timeout_s, now, one.api_key_env) for one in config.provisioners]
         lock = FileLock(Path(config.scaling.lock_file).expanduser()) if config.scaling.lock_file else None
         self.driver = Driver(
             self.core, clouds, fleet, nodes, Warmer(post), now, lock.leads if lock is not None else lambda: True
