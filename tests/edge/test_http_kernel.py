@@ -196,6 +196,7 @@ def test_response_heads_are_read_as_the_plain_reader_reads_them(head: bytes, beh
 
 
 @given(st.binary(max_size=60))
+@example(b"HTTP/1.0 100\r\n\r\n")
 def test_any_bytes_are_read_alike(noise: bytes) -> None:
     data = noise + b"\r\n\r\n"
     end = first_blank_line(data)
@@ -203,7 +204,10 @@ def test_any_bytes_are_read_alike(noise: bytes) -> None:
         (_http.read_request_head(data, end, 10), plain_http.read_request_head(data, end, 10)),
         (_http.read_response_head(data, end), plain_http.read_response_head(data, end)),
     ):
-        assert isinstance(ours, int) and ours == plain
+        if isinstance(ours, int) or isinstance(plain, int):
+            assert ours == plain
+        else:  # noise that happens to be a head
+            assert ours.passing == plain.passing
 
 
 def test_an_end_outside_of_the_data_is_an_error_not_a_crash() -> None:
