@@ -316,7 +316,10 @@ async def _with_everything(engines: list[EngineProcess], journal: Path, charges:
         assert load.lost == []
         assert load.ends["whole"] > 50 and load.ends["left"] > 10 and homeless > 0
         assert {"would_wait", "deadline_unreachable", "rate_limit_exceeded"} <= load.refused.keys()
-        await until(lambda: _left_over(running) == [], "nothing is left over")
+        try:
+            await until(lambda: _left_over(running) == [], "nothing is left over", 30.0)
+        except AssertionError:
+            raise AssertionError(f"left over: {_left_over(running)}") from None
         unsettled = sum(not charge._settled for charge in charges)
         assert charges and unsettled <= service.counters.left + service.counters.broken
         await until(lambda: not service.journal._pending, "the journal is written")

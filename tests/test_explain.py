@@ -193,7 +193,7 @@ async def test_what_goes_wrong_is_said(children: Children, tmp_path: Path) -> No
         code, out, _ = await explain(r, "--request", str(body), **good)
         assert code == 0 and out.strip() == "node0: the only node that can take it"
         assert "give the id of a past request, or --request FILE" in await fails()
-        assert "give the id of a past request" in await fails("x", "--request", str(body))
+        assert "are two questions: give one" in await fails("x", "--request", str(body))
         assert "go with --request" in await fails("x", "--tenant", "t")
         assert "is not JSON" in await fails("--request", str(broken), **good)
         assert "cannot be read: No such file" in await fails("--request", str(tmp_path / "none"), **good)
@@ -210,6 +210,27 @@ async def test_what_goes_wrong_is_said(children: Children, tmp_path: Path) -> No
         )
         wrong = await fails("x", "--admin", engine.url)
         assert f"what answers at {engine.url} is not a router's admin listener" in wrong
+
+
+async def test_limits_tenants_and_routes_are_said(tmp_path: Path) -> None:
+    body = tmp_path / "body.json"
+    body.write_bytes(chat("hello"))
+    keys = [{"sha256": hash_key("one"), "tenant": "a", "requests_per_min": 2}]
+    routes = [{"name": "plain", "locality": 0.0}]
+    async with engines(2) as both, router(*both, keys=keys, routes=routes, routing=PRICE) as r:
+        rehearsed = ("--request", str(body), "--tenant", "a")
+        for _ in range(4):
+            code, out, _ = await explain(r, *rehearsed)
+            assert code == 0 and "by the settings of route plain" in out, "a look takes nothing"
+        for _ in range(2):
+            assert (await r.ask(post(headers=["Authorization: Bearer one"]))).status == 200
+        code, out, err = await explain(r, *rehearsed)
+        assert code == 2 and out == "" and "it would be refused with 429 now: The limit of 2 requests a minute" in err
+        assert not r.service.counters.shed
+        _, _, err = await explain(r, "--request", str(body))
+        assert "(--tenant NAME)" in err
+        _, _, err = await explain(r, "--request", str(body), "--tenant", "b")
+        assert "No key is of a tenant 'b'. --tenant takes" in err
 
 
 # POST /admin/explain.

@@ -160,6 +160,20 @@ async def test_keys_can_be_changed_without_a_restart() -> None:
         assert (await r.ask(post(headers=["Authorization: Bearer k"]))).status == 200
 
 
+async def test_a_reload_says_what_counts_only_after_a_restart(caplog: pytest.LogCaptureFixture) -> None:
+    async with engines() as [engine], router(engine) as r:
+        found = await r.admin("POST", "/admin/reload")
+        assert found.json == {"status": "reloaded", "needs_restart": []}
+        tables = {"scaling": {"enabled": True}, "routing": {"policy": "random"}, "prompts": {"threads": 7}}
+        assert await reloaded(r, [engine], listen={"port": 0, "backlog": 77}, **tables) is None
+        assert r.service.router.policy.name == "random"
+        found = await r.admin("POST", "/admin/reload")
+        assert found.json["needs_restart"] == ["listen.backlog", "scaling.enabled", "prompts.threads"]
+        assert "only after a restart: listen.backlog, scaling.enabled, prompts.threads" in caplog.text
+        assert await reloaded(r, [engine]) is None
+        assert r.service.needs_restart() == [], "as it was at the start"
+
+
 async def test_a_bad_configuration_keeps_the_old_one_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     async with engines() as [engine], router(engine) as r:
 

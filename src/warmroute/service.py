@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from warmroute.config import Config, ConfigError, NodeConfig, is_loopback
+from warmroute.config import Config, ConfigError, NodeConfig, is_loopback, needing_restart
 from warmroute.console.admin import Admin
 from warmroute.console.decisions import Decisions
 from warmroute.edge.deadlines import Deadlines
@@ -53,7 +53,7 @@ class Service:
     def __init__(self, read_config: Callable[[], Config], config_file: Path | None = None) -> None:
         self._read_config = read_config
         self._config_file = config_file
-        self.config = config = read_config()
+        self.config = self._started_with = config = read_config()
         now = time.monotonic
         self.deadlines = Deadlines(now)
         self.counters = Counters()
@@ -209,9 +209,9 @@ class Service:
             return str(error)
         if config == before:
             return None
-        if config.listen != before.listen or config.admin != before.admin:
-            log.warning("changes to [listen] and [admin] count only after a restart")
         self.config = config
+        if waits := self.needs_restart():
+            log.warning("changed, and counts only after a restart: %s", ", ".join(waits))
         self.listener.limits = self.admin_listener.limits = config.limits
         rerouted = config.routes != before.routes
         if config.routing != before.routing or config.price != before.price or rerouted:
@@ -228,9 +228,7 @@ class Service:
         self.journal.reconfigure(config.journal)
         if config.islands != before.islands or config.crossing != before.crossing:
             self.fleet.islands.reconfigure(config.islands, config.crossing)
-        if config.scaling.enabled != (self.scaling is not None):
-            log.warning("scaling is switched on and off only by a restart")
-        elif self.scaling is not None:
+        if config.scaling.enabled and self.scaling is not None:
             self.scaling.reconfigure(config)
             self.admission.node_wait_s = config.scaling.hold_s
         self.proxy.reconfigure(config)
@@ -243,6 +241,10 @@ class Service:
         self.pools.take_new_keys()
         log.info("the configuration was reloaded: %d nodes added, %d removed", len(added), len(removed))
         return None
+
+    def needs_restart(self) -> list[str]:
+        """Values that are others than at the start, and count only after a restart."""
+        return needing_restart(self._started_with, self.config)
 
     async def _admit(self) -> None:
         """Lets those through for whom a node has room by itself: a poll, a node that came."""
@@ -348,8 +350,9 @@ class Service:
 
 
 def _say_standing(node: Node, before: Standing) -> None:
+    """One that takes no requests anyway (it still loads, or is given back) is no cause for alarm."""
     now = node.health.standing
-    level = logging.WARNING if now is Standing.OPEN else logging.INFO
+    level = logging.WARNING if now is Standing.OPEN and not node.draining else logging.INFO
     log.log(level, "node %s is %s (was %s): %s", node.name, now.value, before.value, node.health.reason)
 
 

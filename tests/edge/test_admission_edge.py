@@ -202,6 +202,17 @@ async def test_a_deadline_that_is_none_is_said(header: str) -> None:
         assert refused.error["param"] == header.partition(":")[0].lower() and not engine.seen
 
 
+@pytest.mark.parametrize(
+    ("header", "values"), [("X-Priority: urgent", "high, normal or low"), ("X-Queue: maybe", "yes or no")]
+)
+async def test_a_wish_that_is_none_is_said(header: str, values: str) -> None:
+    async with engines() as [engine], router(engine) as r:
+        refused = await r.ask(post(headers=[header]))
+        name = header.partition(":")[0].lower()
+        assert refused.status == 400 and refused.error["code"] == "bad_header" and refused.error["param"] == name
+        assert refused.error["message"] == f"`{name}` must be {values}." and not engine.seen
+
+
 async def test_a_deadline_with_time_to_spare_changes_nothing() -> None:
     async with engines() as [engine], router(engine, routing=PRICE) as r:
         headers = ["X-Deadline-Ttft-Ms: 5000", "X-Deadline-Ms: 60000.5", "X-Queue: no"]

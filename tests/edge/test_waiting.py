@@ -272,7 +272,7 @@ async def test_priority_by_header_and_by_field_decides_who_goes_first() -> None:
             post(chat("3" * 8 + LONG, stream=True, priority=5)),
             post(chat("4" * 8 + LONG, stream=True, priority=-1)),
             post(chat("5" * 8 + LONG, stream=True), headers=["X-Priority: HIGH"]),
-            post(chat("6" * 8 + LONG, stream=True), headers=["X-Priority: urgent"]),
+            post(chat("6" * 8 + LONG, stream=True), headers=["X-Priority: normal"]),
         ]
         for body in asked:
             (await r.connect()).write(body)

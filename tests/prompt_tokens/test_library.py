@@ -124,7 +124,7 @@ def test_models_stand_in_the_file() -> None:
     ("table", "words"),
     [
         ({"models": [{"name": "a"}, {"name": "a"}]}, "models: the model 'a' stands there twice"),
-        ({"models": [{"name": ""}]}, "models[0].name: expected `str` of length >= 1"),
+        ({"models": [{"name": ""}]}, "models[0].name: expected text of length >= 1"),
         ({"models": [{"name": "a", "tokeniser": "x"}]}, "did you mean models.tokenizer?"),
         ({"models": [{"name": "a", "default_chat_template_kwargs": {"x": [1]}}]}, "default_chat_template_kwargs"),
         ({"prompts": {"loop_ms": -1}}, "prompts.loop_ms: "),

@@ -34,9 +34,23 @@ def test_a_plan_agrees_with_a_replay_at_the_size_it_names(tmp_path: Path, capsys
 
 
 def test_what_no_fleet_can_do_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", *WORDS, "--limit", "60", "--profile", "l4-1.5b", "--ttft-p99", "1ms", "--max-nodes", "3"]
-    assert main([*command, "--policy", "price", "--quiet"]) == 1
-    assert "needs more than 3 nodes" in capsys.readouterr().out
+    command = ["plan", *WORDS, "--limit", "60", "--profile", "l4-1.5b", "--ttft-p90", "1ms", "--max-nodes", "64"]
+    assert main([*command, "--policy", "round_robin", "--quiet"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "A lone prompt on l4-1.5b already takes longer than 1.0 ms" in said and "--max-nodes" not in said
+    assert "on 64 nodes, and 32 did as well" in said
+
+
+def test_a_fleet_that_may_be_too_small_is_to_be_larger(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", *WORDS, "--limit", "120", "--rate", "30", "--profile", "l4-1.5b", "--ttft-p90", "300ms"]
+    assert main([*command, "--max-nodes", "2", "--policy", "price", "--quiet"]) == 1
+    assert "needs more than 2 nodes: try a larger --max-nodes" in capsys.readouterr().out
+
+
+def test_as_many_are_as_many(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", *WORDS, "--limit", "30", "--rate", "0.1", "--profile", "l4-1.5b", "--ttft-p90", "60s"]
+    assert main([*command, "--quiet"]) == 0
+    assert "round_robin would have needed 1: as many." in capsys.readouterr().out
 
 
 def test_times_are_read_as_people_write_them() -> None:

@@ -7,7 +7,9 @@ from priced import Guest, World, prompt
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Pricing, Routing
+from warmroute.fleet.group import Group
 from warmroute.fleet.node import Node, Outcome
+from warmroute.prompt.ask import HIGH, LOW, NORMAL
 from warmroute.routing.refusals import TooLate
 
 
@@ -187,7 +189,10 @@ def test_first_tokens_that_came_are_those_that_were_promised() -> None:
     world = known()
     guests = [guest(world, 6000, ttft_ms=3000) for _ in range(30)]
     for made in guests:
-        made.enter()
+        try:
+            made.enter()
+        except TooLate as late:  # behind those who came before
+            made.refuse(late)
     while any(made.waits or (made.fates == ["went"] and made.ticket._open) for made in guests):
         world.later(0.35)  # a prefill of 6,000 tokens
         world.tick()
@@ -201,3 +206,73 @@ def test_first_tokens_that_came_are_those_that_were_promised() -> None:
     served = [made for made in guests if made.fates == ["went"]]
     assert 5 <= len(served) <= 10 and len(served) + sum(made.fates == ["refused"] for made in guests) == 30
     world.books_are_closed()
+
+
+# Those who wait already.
+
+
+def crowd(world: World, count: int, tenant: str = "", priority: int = NORMAL) -> list[Guest]:
+    """So many who wait, each with 8,000 tokens."""
+    made = [Guest(world, prompt(8000), tenant=tenant, priority=priority) for _ in range(count)]
+    for one in made:
+        one.enter()
+    assert all(one.waits for one in made)
+    return made
+
+
+def hurried(world: World, tenant: str = "", priority: int = NORMAL, tokens: int = 8000) -> Guest:
+    """Alone, it would make it."""
+    made = Guest(world, prompt(tokens), tenant=tenant, priority=priority)
+    made.ask.deadline_s = world.now_s + 3.0
+    return made
+
+
+def test_who_cannot_make_it_behind_those_who_wait_is_refused_at_once() -> None:
+    world = known(2)
+    for node in world.nodes:
+        world.busy(node, 8000)
+    first = hurried(world)
+    first.enter()
+    assert first.waits, "nobody is before it"
+    first.leave()
+    crowd(world, 40)
+    with pytest.raises(TooLate) as refused:
+        hurried(world).enter()
+    late = refused.value
+    assert late.reason == "deadline_ttft" and 8000 < late.expected_ms < 13_000, "40 × 0.5 s on two nodes, and its own"
+    assert 5 <= late.retry_after_s <= 10
+    assert world.admission.waiting == 40
+    with pytest.raises(TooLate):
+        world.admission.rehearse(hurried(world).ask, prompt(8000), world.now_s)
+
+
+def test_those_who_go_after_it_do_not_count() -> None:
+    world = known()
+    world.busy(world.nodes[0], 8000)
+    crowd(world, 40, "a")
+    for made in (hurried(world, "b"), hurried(world, "a", HIGH), hurried(world, "a", tokens=2000)):
+        made.enter()
+        assert made.waits, "another tenant, a higher priority, less work: each goes first"
+        made.leave()
+    with pytest.raises(TooLate):
+        hurried(world, "b", LOW).enter()
+
+
+def test_those_who_wait_for_another_model_do_not_count() -> None:
+    world = known()
+    world.busy(world.nodes[0], 8000)
+    for one in crowd(world, 40):
+        waiting = world.admission.room.tenants[NORMAL, ""].waiting[id(one)]
+        waiting.group = Group("other")
+    made = hurried(world)
+    made.enter()
+    assert made.waits
+
+
+def test_behind_those_who_wait_for_a_node_of_unknown_speed_it_may_try() -> None:
+    world = World(1)
+    world.busy(world.nodes[0], 8000)
+    crowd(world, 40)
+    made = hurried(world)
+    made.enter()
+    assert made.waits

@@ -192,3 +192,23 @@ def test_no_more_goes_through_than_was_there_and_came(asked: list[tuple[float, i
             later = Bucket(100, now_s, bucket.level(now_s))
             assert later.wait_s(amount, now_s + 0.99 * wait_s) and not later.wait_s(amount, now_s + wait_s + 1e-6)
         assert taken <= 100 + now_s * 100 / 60 + 1e-6 and bucket.level(now_s) >= -1e-6
+
+
+def test_a_look_says_what_would_be_and_takes_nothing() -> None:
+    of = limits(requests=2, tokens=6000)
+    for _ in range(5):
+        of.check(2000, 500, 0.0, 0, answers=True)
+    begin(of, 0.0, 4000, 1000)
+    with pytest.raises(RateLimited) as looked:
+        of.check(2000, 500, 0.0, 0, answers=True)
+    with pytest.raises(RateLimited) as refused:
+        begin(of, 0.0, 2000, 500)
+    assert (looked.value.what, looked.value.needed) == (refused.value.what, refused.value.needed) == ("tokens", 2500)
+    assert looked.value.retry_after_s == refused.value.retry_after_s
+    of.check(900, 500, 0.0, 0, answers=False)
+    with pytest.raises(RateLimited):
+        of.check(None, 0, 0.0, 4400, answers=False)
+    begin(of, 0.0, 500, 500)
+    with pytest.raises(RateLimited) as looked:
+        of.check(0, 0, 0.0, 0, answers=False)
+    assert looked.value.what == "requests"

@@ -400,3 +400,13 @@ def test_the_chosen_one_is_always_among_the_best() -> None:
         for most in (1, 2, 5):
             ranked = [one for one, _ in grounds.ranked(most)]
             assert node in ranked and len(ranked) == most, at
+
+
+def test_where_caches_do_not_count_nothing_is_said_of_them() -> None:
+    world = World(2, pricing=Pricing(locality=0.0))
+    world.warm(world.nodes[1], prompt(6144, 1))
+    said = why(world, prompt(8210, 1))
+    assert "caches do not count here (locality = 0), so load decides: nothing is queued there" in said
+    assert "warm" not in said and "cold" not in said
+    alone = World(1, pricing=Pricing(locality=0.0))
+    assert "the only node that can take it; caches do not count here" in why(alone, prompt(8210, 1))

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from scripted_clouds import Clock, ScriptedCloud, World
 
-from warmroute.config import NodeConfig
+from warmroute.config import Config, IslandLimits, NodeConfig, Scaling
+from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.lookup import Lookup
@@ -22,6 +23,7 @@ from warmroute.scaling import driver as driving
 from warmroute.scaling.leader import FileLock
 from warmroute.scaling.life import State
 from warmroute.scaling.provisioner import CloudError, MachineState, NoCapacity
+from warmroute.service import _say_standing
 
 
 @pytest.fixture(autouse=True)
@@ -227,6 +229,80 @@ async def test_a_failure_is_said_once_and_its_end_once(caplog: pytest.LogCapture
         "cloud: asking for what it offers failed: no prices today",
         "cloud: asking for what it offers works again",
     ]
+
+
+async def test_an_error_with_an_address_in_its_text_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    cloud = ScriptedCloud()
+    caplog.set_level(logging.INFO, "warmroute.scaling")
+    async with world(cloud, min_nodes=0) as one:
+        for at in range(20):
+            cloud.fails["status"] = RuntimeError(f"<Transport object at 0x{at:x}> is closed")
+            await one.tick()
+            await one.ticks(2)
+        assert one.clouds[0].problem.endswith("0x13> is closed")
+        cloud.fails["status"] = ValueError("something else")
+        await one.ticks(3)
+    said = [record.message for record in caplog.records if "asking for" in record.message]
+    assert [words.partition("failed: ")[2] for words in said] == [
+        "RuntimeError: <Transport object at 0x0> is closed",
+        "ValueError: something else",
+    ]
+
+
+async def test_what_keeps_nodes_from_coming_is_said_when_it_begins(caplog: pytest.LogCaptureFixture) -> None:
+    cloud = ScriptedCloud("cloud", "a")
+    cloud.fails = {"a": NoCapacity("none")}
+    caplog.set_level(logging.INFO, "warmroute.scaling")
+
+    def said() -> list[str]:
+        return [record.message for record in caplog.records if "nodes lack that cannot come" in record.message]
+
+    async with world(cloud, min_nodes=1, max_nodes=1, rest_s=60.0) as one:
+        await one.ticks(50)
+        (first,) = said()
+        assert "cannot come: no offer can be taken: 1 × resting" in first
+        assert "(0 nodes, 1 desired; 0 nodes are fewer than the 1 there are to be)" in first
+        cloud.fails.clear()
+        await one.until(lambda: one.states == ["serving"], 300)
+        assert len(said()) == 1
+        one.core.reconfigure(Scaling(enabled=True, **{**one.scaling, "islands": (IslandLimits("moon", min_nodes=2),)}))
+        await one.ticks(50)
+        assert "moon is to have 2 nodes more, and nobody offers any there" in said()[1] and len(said()) == 2
+
+
+async def test_a_node_has_one_name_in_the_log_and_what_came_of_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    cloud = ScriptedCloud("cloud", "a")
+    caplog.set_level(logging.INFO, "warmroute.scaling")
+    async with world(cloud, min_nodes=1, load_limit_s=20.0, rest_s=3000.0) as one:
+        one.ill.add("http://10.0.0.1:8000")
+        await one.until(lambda: one.driver.refusals == 1)
+        ((_, token),) = cloud.asked
+        await one.ticks(3)
+        cloud.make("an-older-token-0", "a")
+        await one.until(lambda: one.states == ["serving"])
+    said = "\n".join(record.message for record in caplog.records)
+    name = f"cloud-{token[-8:]}"
+    assert f"node {name} is asked for: cloud/a" in said and f"node {name}: requested → booting" in said
+    assert token not in said
+    assert "cloud/a is rested: its node never came up: it was loading for too long" in said
+    assert "of an earlier router: taken over as node cloud--token-0" in said
+    assert "1 nodes" not in said
+
+
+@pytest.mark.parametrize(("draining", "level"), [(True, logging.INFO), (False, logging.WARNING)])
+def test_a_node_that_takes_no_requests_is_no_cause_for_alarm(
+    draining: bool, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that still loads, or that was told to end, cannot be reached: so it is to be."""
+    caplog.set_level(logging.INFO, "warmroute")
+    fleet = Fleet(Config().health, _say_standing)
+    node = fleet.add(NodeConfig(url="http://10.0.0.1:8000", name="one"))
+    fleet.check_passed(node, 0.0)
+    fleet.drain("one", draining)
+    for at in range(10):
+        fleet.check_refused(node, float(at), "it can't be reached")
+    (said,) = [record for record in caplog.records if "is open" in record.message]
+    assert said.levelno == level
 
 
 # Machines that do not come, and those that go.

@@ -296,3 +296,32 @@ def test_noise_around_a_threshold_changes_nothing_more_than_once_in_a_cooldown(
             assert after_s - before_s >= 180.0, changes
         else:
             assert after_s - before_s >= (30.0 if then > 0 else 180.0), changes
+
+
+def test_an_island_that_nobody_offers_holds_nothing_up() -> None:
+    moon = (IslandLimits("moon", min_nodes=3),)
+    nobody, _ = scaler(islands=moon, max_step_up=2)
+    step = nobody.step(view(1000.0, 0, 0.0, waiting=5))
+    assert len(step.ups) == 1 and step.obstacles == ("moon is to have 3 nodes more, and nobody offers any there",)
+    assert step.obstacles[0] in step.reasons
+    busy, _ = scaler(islands=moon, max_step_up=2)
+    assert len(busy.step(view(1000.0, 2, 40.0)).ups) == 2
+    spare, _ = scaler(islands=moon, cooldown_down_s=60.0)
+    assert any(spare.step(view(at * 5.0, 8, 2.0)).downs for at in range(60))
+
+
+def test_an_island_whose_offers_are_all_taken_holds_nothing_up() -> None:
+    full = (offer("here"), offer("there", island="moon", most=0))
+    moon = (IslandLimits("moon", min_nodes=3),)
+    nobody, _ = scaler(*full, islands=moon, max_step_up=2)
+    step = nobody.step(view(1000.0, 0, 0.0, waiting=5))
+    assert [up.offer.name for up in step.ups] == ["here"]
+    assert any("no offer can be taken" in why for why in step.obstacles)
+    spare, _ = scaler(*full, islands=moon, cooldown_down_s=60.0)
+    assert any(spare.step(view(at * 5.0, 8, 2.0)).downs for at in range(60))
+
+
+def test_what_an_island_misses_counts_among_what_lacks() -> None:
+    loop, _ = scaler(offer("here"), offer("there", island="moon"), islands=(IslandLimits("moon", 1),), min_nodes=2)
+    step = loop.step(view(1000.0, 0, 0.0))
+    assert sorted(up.offer.island for up in step.ups)[-1] == "moon" and len(step.ups) == 2

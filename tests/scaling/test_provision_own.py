@@ -21,6 +21,7 @@ from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoCapacity, Provisioner
 from warmroute.scaling.provisioners import provisioner_named
+from warmroute.scaling.provisioners.child import run
 
 OFFERS = {
     "offers": [
@@ -104,6 +105,40 @@ async def test_a_program_starts_tells_and_ends(program: Program) -> None:
     verbs = dict(program.calls())
     assert verbs["provision"]["token"] == "t1" and verbs["provision"]["offer"]["name"] == "a"
     assert verbs["terminate"]["machine"]["id"] == "m1" and verbs["terminate"]["machine"]["state"] == "running"
+
+
+@pytest.fixture
+def on_uvloop() -> Iterator[asyncio.Runner]:
+    """As the router runs."""
+    uvloop = pytest.importorskip("uvloop")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        yield runner
+
+
+def test_a_program_need_not_read_what_it_is_told(tmp_path: Path, on_uvloop: asyncio.Runner) -> None:
+    """It may have gone before it is told; or be told more than a pipe holds."""
+
+    async def often() -> None:
+        for stdin in (b"{}", bytes(1 << 20)):
+            for _ in range(30):
+                assert await run(("/bin/echo", "fine"), "own", timeout_s=30.0, stdin=stdin) == (0, b"fine\n", b"")
+
+    on_uvloop.run(often())
+
+
+async def test_a_program_that_nobody_waits_for_any_more_is_killed(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    script = f"echo $$ > {note}.part; mv {note}.part {note}; sleep 600; true"
+    calling = asyncio.create_task(run(("/bin/sh", "-c", script), "own", timeout_s=600.0))
+    async with asyncio.timeout(30):
+        while not note.exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        process = Path("/proc", note.read_text().strip())
+        while await asyncio.to_thread(process.exists):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 async def test_a_program_says_that_there_is_no_capacity(program: Program) -> None:

@@ -44,6 +44,13 @@ def made(folder: Path, command: tuple[str, ...] = SLEEPER, **changes: Any) -> Pr
     )
 
 
+def kept(folder: Path) -> Path:
+    """Where such a provisioner keeps its notes."""
+    notes = folder / "warmroute" / "process"
+    notes.mkdir(parents=True, exist_ok=True)
+    return notes
+
+
 @asynccontextmanager
 async def cleaned(cloud: ProcessProvisioner) -> AsyncIterator[Offer]:
     """Whatever a test does, no process is left."""
@@ -140,7 +147,7 @@ async def test_a_crash_between_start_and_note_leaves_no_orphan(tmp_path: Path) -
     async with cleaned(first) as offer:
         await first.provision(offer, "t1")
         (machine,) = await first.status()
-        file = tmp_path / "t1.json"
+        file = kept(tmp_path) / "t1.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"pid": 0, "began": ""}))
         second = made(tmp_path)
         await second.provision(offer, "t1")
@@ -152,7 +159,7 @@ async def test_a_crash_between_start_and_note_leaves_no_orphan(tmp_path: Path) -
 
 async def test_an_intent_that_was_never_started_is_ended_and_may_be_started(tmp_path: Path) -> None:
     cloud = made(tmp_path)
-    (tmp_path / "t1.json").write_text(json.dumps({"token": "t1", "offer": "process", "port": 1, "asked_s": 1.0}))
+    (kept(tmp_path) / "t1.json").write_text(json.dumps({"token": "t1", "offer": "process", "port": 1, "asked_s": 1.0}))
     async with cleaned(cloud) as offer:
         (machine,) = await cloud.status()
         assert machine.state is MachineState.ENDED and machine.reason == "it was never started"
@@ -172,7 +179,7 @@ async def test_a_pid_that_is_anothers_by_now_is_left_alone(tmp_path: Path) -> No
             "pid": bystander.pid,
             "began": "an earlier boot/1",
         }
-        (tmp_path / "t1.json").write_text(json.dumps(note))
+        (kept(tmp_path) / "t1.json").write_text(json.dumps(note))
         (machine,) = await cloud.status()
         assert machine.state is MachineState.ENDED
         await cloud.terminate(machine)
@@ -188,7 +195,7 @@ async def test_one_that_does_not_listen_is_killed_after_its_grace(tmp_path: Path
     async with cleaned(cloud) as offer:
         await cloud.provision(offer, "t1")
         (machine,) = await cloud.status()
-        await until(lambda: b"deaf" in (tmp_path / "t1.log").read_bytes())
+        await until(lambda: b"deaf" in (kept(tmp_path) / "t1.log").read_bytes())
         given_up = asyncio.create_task(cloud.terminate(machine))
         await asyncio.sleep(0.1)
         given_up.cancel()  # whoever called had no more time
@@ -202,7 +209,7 @@ async def test_one_that_was_told_to_end_by_a_router_that_crashed_ends_all_the_sa
     async with cleaned(cloud) as offer:
         await cloud.provision(offer, "t1")
         (machine,) = await cloud.status()
-        await until(lambda: b"deaf" in (tmp_path / "t1.log").read_bytes())
+        await until(lambda: b"deaf" in (kept(tmp_path) / "t1.log").read_bytes())
         given_up = asyncio.create_task(cloud.terminate(machine))
         await asyncio.sleep(0.1)
         given_up.cancel()
@@ -231,7 +238,7 @@ async def test_the_most_is_the_most(tmp_path: Path) -> None:
     async with cleaned(cloud) as offer:
         assert offer.most == 1
         await cloud.provision(offer, "t1")
-        with pytest.raises(NoCapacity, match="1 processes run, which is the most"):
+        with pytest.raises(NoCapacity, match="1 process runs, which is the most"):
             await cloud.provision(offer, "t2")
 
 
@@ -241,3 +248,43 @@ async def test_a_program_that_is_not_there_is_a_sentence(tmp_path: Path) -> None
         with pytest.raises(CloudError, match="process: '/no/such/engine' cannot be run: No such file or directory"):
             await cloud.provision(offer, "t1")
         assert await cloud.status() == []
+
+
+async def test_one_that_ends_at_once_has_ended_and_can_be_ended(tmp_path: Path) -> None:
+    """It may be gone before the moment of its beginning can be read."""
+    cloud = made(tmp_path, command=("/bin/true",))
+    async with cleaned(cloud) as offer:
+        for at in range(60):
+            await cloud.provision(offer, f"t{at}")
+        async with asyncio.timeout(30):
+            while {one.state for one in await cloud.status()} != {MachineState.ENDED}:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            await asyncio.gather(*(cloud.terminate(machine) for machine in await cloud.status()))
+        assert await cloud.status() == []
+
+
+async def test_one_that_was_gone_before_its_beginning_was_read_has_ended(tmp_path: Path) -> None:
+    gone = a_bystander()
+    gone.kill()
+    gone.wait()
+    note = {"token": "t1", "offer": "o", "port": 1, "asked_s": 1.0, "pid": gone.pid, "began": ""}
+    (kept(tmp_path) / "t1.json").write_text(json.dumps(note))
+    cloud = made(tmp_path)
+    (machine,) = await cloud.status()
+    assert machine.state is MachineState.ENDED
+    async with asyncio.timeout(30):
+        await cloud.terminate(machine)
+    assert await cloud.status() == []
+    await cloud.close()
+
+
+@pytest.mark.parametrize("other", [{"name": "b"}, {"deployment": "another"}, {"name": "../process"}])
+async def test_two_that_share_a_folder_do_not_see_each_others(tmp_path: Path, other: dict[str, str]) -> None:
+    first, second = made(tmp_path), made(tmp_path, **other)
+    async with cleaned(first) as offer:
+        await first.provision(offer, "t1")
+        (machine,) = await first.status()
+        assert await second.status() == []
+        await second.terminate(machine)
+        assert is_there(pid_of(machine)) and len(await first.status()) == 1
+        await second.close()

@@ -20,6 +20,7 @@ from warmroute.sim.profiles import Profile
 from warmroute.sim.replay import Setup, contender, replay
 from warmroute.sim.replay.scaled import scaling_summary
 from warmroute.sim.replay.summary import summary
+from warmroute.sim.report.table import columns, number, paid_gpu_hours
 from warmroute.sim.workloads import Prompt, Segments, choose
 from warmroute.sim.workloads.day import DEPTH, day_shaped
 from warmroute.sim.workloads.segments import named
@@ -251,6 +252,9 @@ def test_a_replay_tells_nodes_money_and_time_over_the_ceiling(tmp_path: Path) ->
     for run in (ours, hpa, fixed):
         assert run["ceiling"]["ms"] == 1000.0 and run["ceiling"]["seconds_over"] >= 0
     assert "scaling" not in fixed
+    assert fixed["usd"] == pytest.approx(1.5 * paid_gpu_hours(fixed), rel=1e-2)
+    usd = next(column for column in columns([ours, fixed]) if column.head == "USD")
+    assert usd.text(fixed) == number(fixed["usd"])
     assert "Nodes over time" in page.read_text()
 
 
@@ -298,6 +302,9 @@ def test_offers_come_from_a_file(tmp_path: Path) -> None:
         (["--scaler", "magic"], "there are warmroute, threshold, hpa, fixed"),
         (["--scaler", "hpa:tagret=1"], "hpa takes target"),
         (["--autoscale", "--offers", "/nowhere.toml"], "cannot be read"),
+        (["--autoscale", "--nodes", "4", "--max-nodes", "2"], "begins with more nodes than it may have"),
+        (["--usd", "2"], "--usd counts only with --autoscale"),
+        (["--start", "20", "--quota", "3"], "--start, --quota count only with --autoscale"),
         (["--autoscale", "--min-nodes", "9", "--max-nodes", "3"], "above scaling.max_nodes"),
     ],
 )

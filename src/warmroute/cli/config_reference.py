@@ -15,8 +15,10 @@ INTRODUCTION = """\
 
 One TOML file, read by `warmroute serve --config FILE` and checked by `warmroute check-config FILE`. Every value has one
 default. An unknown key is an error that names the nearest known one. The file is read again when it changes and on
-SIGHUP: requests that are running are not touched, and a bad file is said and not taken. `[listen]` and `[admin]` count
-only at the start. This page is made by `warmroute config-reference`.
+SIGHUP: requests that are running are not touched, and a bad file is said and not taken. `[listen]`, `[admin]`,
+`[[provisioners]]`, `scaling.enabled`, `scaling.lock_file`, `scaling.keda_host`, `scaling.keda_port`,
+`index.memory_bytes` and `prompts.threads` count only at the start: a change of them is said, and waits for a restart.
+This page is made by `warmroute config-reference`.
 """
 
 

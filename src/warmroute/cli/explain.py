@@ -46,7 +46,9 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if bool(args.request_id) == bool(args.request):
+    if args.request_id and args.request:
+        raise ConfigError("explain: the id of a past request and --request FILE are two questions: give one")
+    if not args.request_id and not args.request:
         raise ConfigError("explain: give the id of a past request, or --request FILE")
     if args.request:
         if args.journal:
@@ -118,12 +120,19 @@ def _ask(args: argparse.Namespace, path: str, body: bytes | None = None) -> Told
 
 def _refused(error: HTTPError, url: str, token_env: str, has_token: bool) -> str:
     try:
-        said = str(json.load(error)["error"]["message"])
+        told = json.load(error)["error"]
+        said, code = str(told["message"]), told.get("code")
     except (OSError, ValueError, KeyError, TypeError):
         return f"what answers at {url} is not a router's admin listener: it says {error.code}"
     if error.code == 401:
         why = f"the token in {token_env} is not its own" if has_token else f"put it into {token_env}, or name another"
         return f"the admin listener at {url} needs its token: {why} (--token-env)"
+    if code == "missing_tenant":
+        return "clients need a key there: say whose request it is (--tenant NAME)"
+    if code == "unknown_tenant":
+        return f"{said} --tenant takes those of [[keys]] in the router's configuration"
+    if error.code in (429, 503):
+        return f"it would be refused with {error.code} now: {said}"
     if error.code == 404 and "/metrics" in said:
         return f"the router at {url} is too old to explain"
     return said
@@ -186,6 +195,8 @@ def _print(told: Told) -> None:
         left_out = told["considered"] - len(told["candidates"])
         if left_out > 0:
             console.print(f"and {left_out:,} more", style="dim")
+    if told.get("route"):
+        console.print(f"by the settings of route {told['route']}", markup=False, highlight=False)
     if "outcome" in told:
         console.print(_ending(told), markup=False, highlight=False)
 

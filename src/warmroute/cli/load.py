@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -86,6 +87,15 @@ def run(args: argparse.Namespace) -> int:
     if not args.quiet:
         console = Console()
         (console if console.is_terminal else Console(width=220)).print(table([told], f"{workload.name} at {args.url}"))
-        for reason, count in measured["errors"].items():
-            console.print(f"{count} × {reason}")
+        errors = dict(measured["errors"])
+        if measured["rejected"]:
+            errors["status 429"] = measured["rejected"]
+        for reason, count in errors.items():
+            said = drive.said.get(reason)
+            console.print(
+                f"{count} × {reason}" + (f": {said}" if said else ""), markup=False, highlight=False, soft_wrap=True
+            )
+    if measured["requests"] and not measured["finished"]:
+        print(f"warmroute: none of {measured['requests']} requests to {args.url} was answered", file=sys.stderr)
+        return 1
     return 0

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     console = console if console.is_terminal else Console(width=160)
     console.print(table(needed, args, limits))
-    for line in sentences(needed, args):
+    for line in sentences(needed, args, limits):
         console.print(line, highlight=False)
     return 0 if all(one.nodes is not None for one in needed) else 1
 
@@ -170,19 +170,33 @@ def table(needed: list[Needed], args: argparse.Namespace, limits: Limits) -> Tab
     return made
 
 
-def sentences(needed: list[Needed], args: argparse.Namespace) -> list[str]:
+def sentences(needed: list[Needed], args: argparse.Namespace, limits: Limits) -> list[str]:
     """The answer, in words."""
     from warmroute.sim.profiles import profile
 
     gpus = profile(args.profile).gpus
     first, *others = needed
     if first.nodes is None:
-        return [f"{first.policy} needs more than {max(first.runs)} nodes: try a larger --max-nodes, or more time."]
+        return [_no_fleet(first, args, limits)]
     said = [f"This traffic needs {first.nodes * gpus} GPUs under {first.policy}."]
     for one in others:
         if one.nodes is None:
             said.append(f"{one.policy} would have needed more than {max(one.runs) * gpus}.")
         else:
-            times = one.nodes / first.nodes
-            said.append(f"{one.policy} would have needed {one.nodes * gpus}: {times:.3g} times as many.")
+            times = "" if one.nodes == first.nodes else f"{one.nodes / first.nodes:.3g} times "
+            said.append(f"{one.policy} would have needed {one.nodes * gpus}: {times}as many.")
     return said
+
+
+def _no_fleet(one: Needed, args: argparse.Namespace, limits: Limits) -> str:
+    from warmroute.sim.report.table import ms
+
+    beyond = one.without_help(limits)
+    if beyond is None:
+        return f"{one.policy} needs more than {max(one.runs)} nodes: try a larger --max-nodes, or more time."
+    percent, took, limit = beyond.percent, ms(beyond.took_ms), ms(beyond.limit_ms)
+    return (
+        f"No number of nodes is enough: under {one.policy} TTFT {percent} is {took} on {beyond.most} nodes, and "
+        f"{beyond.fewer} did as well. A lone prompt on {args.profile} already takes longer than {limit}: "
+        "allow more time, or take a faster --profile."
+    )

@@ -88,8 +88,8 @@ def add_scaling(parser: argparse.ArgumentParser) -> None:
     scaling.add_argument("--offers", type=Path, metavar="FILE", help="TOML with [[offers]] and [scaling]")
     scaling.add_argument("--min-nodes", type=int, metavar="N", help="nodes at least (1)")
     scaling.add_argument("--max-nodes", type=int, metavar="N", help="nodes at most (4 × --nodes, at least 8)")
-    scaling.add_argument("--start", type=float, default=120.0, metavar="S", help="from the request to a node (120)")
-    scaling.add_argument("--usd", type=float, default=0.0, metavar="X", help="a node's price an hour (0)")
+    scaling.add_argument("--start", type=float, metavar="S", help="from the request to a node (120)")
+    scaling.add_argument("--usd", type=float, metavar="X", help="a node's price an hour (0)")
     scaling.add_argument("--quota", type=int, metavar="N", help="nodes that can be had in all, said only when asked")
     scaling.add_argument("--ceiling", type=float, metavar="MS", help="time to first token that is too long (10,000)")
 
@@ -146,47 +146,69 @@ def plan(args: argparse.Namespace) -> list[Setup]:
             autoscale=autoscale,
             ceiling_ms=args.ceiling or (Scaling().ttft_p99_ceiling_ms if scaler else None),
             scaler=scaler,
+            fleet_usd_per_hour=fleet_usd,
         )
         for rate in args.rate or (None,)
         for concurrency in args.concurrency or (None,)
         for threshold in args.queue_threshold or (None,)
         for one in contenders
-        for scaler, autoscale in _scalings(args, nodes[0])
+        for scaler, autoscale, fleet_usd in _scalings(args, nodes)
     ]
 
 
-def _scalings(args: argparse.Namespace, like: NodeSpec) -> list[tuple[str, Autoscale | None]]:
-    """Each way to scale, with its name."""
+def _scalings(args: argparse.Namespace, nodes: tuple[NodeSpec, ...]) -> list[tuple[str, Autoscale | None, float]]:
+    """Each way to scale, with its name, and what the fleet costs an hour where it stays as it is."""
     if not args.autoscale and not args.scaler:
-        return [("", None)]
+        _refuse_without_scaling(args)
+        return [("", None, 0.0)]
     from warmroute.sim.replay import autoscale as asked
     from warmroute.sim.world.scaling import Autoscale
 
     table, offers = asked.read(args.offers) if args.offers else ({}, ())
     if not offers:
+        like, said = nodes[0], {"usd_per_hour": args.usd, "start_s": args.start}
         offered = asked.OfferSaid(
             name=like.profile.name,
             profile=like.profile.name,
             island=like.island,
-            usd_per_hour=args.usd,
-            start_s=args.start,
             quota=args.quota,
+            **{key: value for key, value in said.items() if value is not None},
         )
         offers = (offered.offer(),)
     flags = {
         "min_nodes": args.min_nodes,
-        "max_nodes": args.max_nodes or (None if "max_nodes" in table else max(8, 4 * args.nodes)),
+        "max_nodes": args.max_nodes if args.max_nodes is not None else _most(table, args.nodes),
         "ttft_p99_ceiling_ms": args.ceiling,
     }
     config = asked.scaling_of({**table, **{key: value for key, value in flags.items() if value is not None}})
-    found: list[tuple[str, Autoscale | None]] = []
-    for text in args.scaler or (asked.OURS,):
+    texts = args.scaler or (asked.OURS,)
+    if args.nodes > config.max_nodes and any(text != asked.FIXED for text in texts):
+        raise ConfigError(
+            f"--nodes {args.nodes}: the fleet begins with more nodes than it may have "
+            f"(--max-nodes {config.max_nodes}); begin with fewer, or allow more"
+        )
+    fleet_usd = len(nodes) * offers[0].offer.usd_per_hour  # as scaled fleets pay for those they begin with
+    found: list[tuple[str, Autoscale | None, float]] = []
+    for text in texts:
         if text == asked.FIXED:
-            found.append((text, None))
+            found.append((text, None, fleet_usd))
         else:
             making = asked.scaler(text)
-            found.append((text, Autoscale(config=config, offers=offers, decider=making, warms=making is None)))
+            found.append((text, Autoscale(config=config, offers=offers, decider=making, warms=making is None), 0.0))
     return found
+
+
+def _most(table: dict[str, Any], nodes: int) -> int | None:
+    return None if "max_nodes" in table else max(8, 4 * nodes)
+
+
+def _refuse_without_scaling(args: argparse.Namespace) -> None:
+    """Flags that would count for nothing."""
+    flags = ("offers", "min_nodes", "max_nodes", "start", "usd", "quota")
+    given = ["--" + flag.replace("_", "-") for flag in flags if getattr(args, flag) is not None]
+    if given:
+        verb = "counts" if len(given) == 1 else "count"
+        raise ConfigError(f"{', '.join(given)} {verb} only with --autoscale, or --scaler with a way to scale: add it")
 
 
 def _conditions(args: argparse.Namespace) -> Conditions:

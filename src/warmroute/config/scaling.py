@@ -9,7 +9,7 @@ from msgspec import Meta
 from warmroute.config.section import ConfigError, Count, Port, Seconds, Section
 
 Share = Annotated[float, Meta(gt=0, le=1)]
-Clock = Annotated[str, Meta(pattern="^([01][0-9]|2[0-4]):[0-5][0-9]$")]
+Clock = Annotated[str, Meta(pattern="^(([01][0-9]|2[0-3]):[0-5][0-9]|24:00)$")]
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 

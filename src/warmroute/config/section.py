@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -45,13 +46,23 @@ def section_of(kind: Any) -> type[Section] | None:
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
+def _tables_with(key: str, tables: Mapping[str, Any]) -> list[str]:
+    """Which of the tables have such a key: those that stand there once, else those that may stand there often."""
+    found = [name for name, kind in tables.items() if (inner := section_of(kind)) and key in inner.__struct_fields__]
+    return [name for name in found if get_origin(tables[name]) is not tuple] or found
+
+
 def refuse_unknown_keys(table: Mapping[str, Any], section: type[Section], prefix: str) -> None:
     fields = {field.name: field.type for field in msgspec.structs.fields(section)}
     for key, value in table.items():
         if key not in fields:
+            elsewhere = [] if prefix else _tables_with(key, fields)
             near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-            hint = f"; did you mean {prefix}{near[0]}?" if near else f"; known here: {', '.join(sorted(fields))}"
-            raise ConfigError(f"unknown key {prefix}{key}{hint}")
+            if elsewhere:
+                hint = f"did you mean {' or '.join(f'{table}.{key}' for table in elsewhere)}?"
+            else:
+                hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(sorted(fields))}"
+            raise ConfigError(f"unknown key {prefix}{key}; {hint}")
         inner = section_of(fields[key])
         if inner is None:
             continue
@@ -61,13 +72,72 @@ def refuse_unknown_keys(table: Mapping[str, Any], section: type[Section], prefix
                 refuse_unknown_keys(inner_table, inner, f"{prefix}{key}.")
 
 
-def in_words(message: str) -> str:
-    """`Expected `int`, got `str` - at `$.listen.port`` → `listen.port: expected `int`, got `str``."""
+_NAMES: Final = {
+    "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "array": "a list",
+    "object": "a table", "null": "nothing", "datetime": "a date and time", "date": "a date", "time": "a time",
+}  # fmt: skip
+_LIMITED: Final = re.compile(r"Expected `(.+?)`(, got `(.+)`)?(.*)", re.DOTALL)
+
+
+def in_words(message: str, section: type[Section]) -> str:
+    """`Expected `int`, got `str` - at `$.listen.port`` → `listen.port: expected a whole number, got text`. The values
+    themselves are not said, except where there are only a few to choose from: they may be secret."""
     what, separator, where = message.rpartition(" - at `$")
     if not separator:
-        return message
+        what, where = message, ""
     path = where.rstrip("`").lstrip(".").replace("[...]", "")
-    return f"{path}: {what[0].lower()}{what[1:]}"
+    said = _wrong(what, path, _hint_at(section, path))
+    return f"{path}: {said}" if path else said
+
+
+def _wrong(what: str, path: str, hint: Any) -> str:
+    choices = _choices(hint)
+    if what.startswith("Invalid enum value") and choices:
+        given = what.removeprefix("Invalid enum value ").strip("'")
+        near = difflib.get_close_matches(given.lower(), choices, n=1, cutoff=0.5)
+        instead = f"did you mean {near[0]}? There" if near else "there"
+        return f"{given!r} is none of its values; {instead} are {', '.join(choices)}"
+    limited = _LIMITED.fullmatch(what)
+    if limited is None:
+        return what[:1].lower() + what[1:]
+    expected, _, got, rest = limited.groups()
+    if " matching regex " in rest:
+        if path.endswith("sha256"):
+            return "is not a SHA-256 in hex: `warmroute hash-key` makes it"
+        return f"does not look right: {_sentence(hint) or 'it is written in another way'}"
+    name = re.sub(r"\[\d+\]", "", path)
+    if got == "object" and section_of(hint) is not None:
+        return f"write [[{name}]]: it may stand there many times"
+    if got == "array" and section_of(hint) is not None and get_origin(hint) is not tuple:
+        return f"write [{name}]: it stands there once"
+    kinds = " or ".join(_NAMES.get(kind, kind) for kind in expected.split(" | ") if kind != "null")
+    return f"expected {kinds}" + (f", got {_NAMES.get(got, got)}" if got else "") + rest
+
+
+def _hint_at(section: type[Section], path: str) -> Any:
+    """The type of what stands there, with its sentence; None where that is not known."""
+    hint: Any = section
+    for name in re.sub(r"\[\d+\]", "", path).split(".") if path else ():
+        inner = section_of(hint)
+        hint = get_type_hints(inner, include_extras=True).get(name) if inner is not None else None
+    return hint
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    """The texts that a value is one of, if it is."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    if get_origin(hint) in (Annotated, tuple):
+        return _choices(get_args(hint)[0])
+    if get_origin(hint) in (UnionType, Union):
+        return next((found for kind in get_args(hint) if (found := _choices(kind))), ())
+    return ()
+
+
+def _sentence(hint: Any) -> str:
+    """What is said of a value of this type."""
+    metas = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return next((meta.description for meta in reversed(metas) if getattr(meta, "description", None)), "")
 
 
 def described(section: type[Section]) -> Iterator[tuple[str, str, Any, str]]:

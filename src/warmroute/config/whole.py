@@ -6,7 +6,7 @@ import ipaddress
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, Final, get_origin
 
 import msgspec
 
@@ -85,7 +85,7 @@ def from_table(table: Mapping[str, Any]) -> Config:
     try:
         config = msgspec.convert(table, Config, strict=True)
     except msgspec.ValidationError as error:
-        raise ConfigError(in_words(str(error))) from None
+        raise ConfigError(in_words(str(error), Config)) from None
     check(config)
     return config
 
@@ -141,6 +141,27 @@ def _check_limits(keys: tuple[KeyConfig, ...]) -> None:
                     f"keys.{name}: two keys of tenant {key.tenant!r} say {limits[key.tenant]} and {limit}; the limit "
                     "is for all keys of a tenant together: say it once"
                 )
+
+
+NEED_RESTART: Final = (
+    "listen", "admin", "provisioners", "scaling.enabled", "scaling.lock_file", "scaling.keda_host", "scaling.keda_port",
+    "index.memory_bytes", "prompts.threads",
+)  # fmt: skip
+"""Tables and values that a running router does not take."""
+
+
+def needing_restart(before: Config, after: Config) -> list[str]:
+    """Which of those differ, by name."""
+    found: list[str] = []
+    for name in NEED_RESTART:
+        table, _, value = name.partition(".")
+        old, new = getattr(before, table), getattr(after, table)
+        if isinstance(old, Section):
+            names = (value,) if value else old.__struct_fields__
+            found += [f"{table}.{one}" for one in names if getattr(old, one) != getattr(new, one)]
+        elif old != new:
+            found.append(table)
+    return found
 
 
 def is_loopback(host: str) -> bool:

@@ -33,6 +33,9 @@ class Operations(Protocol):
     def reload(self) -> str | None:
         """Reads the configuration again; returns what is wrong with it, if anything is."""
 
+    def needs_restart(self) -> list[str]:
+        """What of the configuration counts only after a restart."""
+
     def readiness(self) -> tuple[int, bytes]: ...
     def describe_scaling(self) -> dict[str, Any]: ...
 
@@ -108,7 +111,7 @@ class Admin:
                     raise Refusal(
                         400, f"The configuration was not taken, the old one stays: {wrong}", code="bad_config"
                     )
-                _reply(responder, 200, {"status": "reloaded"})
+                _reply(responder, 200, {"status": "reloaded", "needs_restart": self._operations.needs_restart()})
             case _, ["admin", "nodes"]:
                 raise method_not_allowed("GET, POST")
             case _, ["admin", "islands"] | ["admin", "scaling"]:

@@ -251,6 +251,10 @@ def bad_deadline(header: str) -> Refusal:
     )
 
 
+def bad_wish(header: str, values: str) -> Refusal:
+    return Refusal(400, f"`{header}` must be {values}.", code="bad_header", param=header)
+
+
 def rate_limited(what: str, limit: int, needed: int, retry_after_s: int, told: tuple[tuple[str, str], ...]) -> Refusal:
     """`told`: header fields that say what is left."""
     needs = f"; this request needs about {needed:,}" if what == "tokens" and needed > 1 else ""

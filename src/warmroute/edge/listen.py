@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import ssl
@@ -58,9 +59,17 @@ async def listen_tcp(
             ssl_shutdown_timeout=goodbye_s,
         )
     except OSError as error:
-        raise ConfigError(
-            f"can't listen on {host}:{port}: {error.strerror or error}; is another process there? choose another port"
-        ) from None
+        raise ConfigError(f"can't listen on {host}:{port}: {_why(error, host)}") from None
+
+
+def _why(error: OSError, host: str) -> str:
+    if isinstance(error, socket.gaierror):
+        return f"nobody knows the name {host}: give an address of this machine"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"this machine has no address {host}; 127.0.0.1 is for itself alone, 0.0.0.0 or :: for all that it has"
+    if error.errno == errno.EACCES:
+        return "this user may not have that port: choose one above 1023"
+    return f"{error.strerror or error}; is another process there? choose another port"
 
 
 async def listen_unix(listener: Listener, path: str, backlog: int, tls: ssl.SSLContext | None = None) -> asyncio.Server:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from warmroute.edge.head import RequestHead
-from warmroute.edge.proxy import Proxy
+from warmroute.edge.proxy import ANSWERED, Proxy
 from warmroute.edge.reading import Later
 from warmroute.edge.undecided import in_words
 from warmroute.prompt.prompt import Prompt
@@ -27,6 +27,12 @@ async def rehearse(proxy: Proxy, head: RequestHead, body: bytes, tenant: str) ->
         prompt = read
     lookup = proxy.lookup(ask, prompt)
     try:
+        limits = proxy.rate_limits.of(ask.tenant)
+        if limits is not None:
+            tokens = prompt.token_count if prompt is not None else None
+            output = proxy.router.outputs.expected(ask.model, ask.tenant, ask.max_output_tokens)
+            answers = head.target.partition(b"?")[0] in ANSWERED
+            limits.check(tokens, output, proxy.now(), len(body), answers)
         return proxy.admission.rehearse(ask, lookup, proxy.now())
     except Undecided as undecided:
         raise in_words(undecided, ask) from None

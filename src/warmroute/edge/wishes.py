@@ -1,7 +1,7 @@
 """What a request wishes by its headers: a priority, a deadline, not to wait.
 
 X-Priority: high | normal | low      who goes first
-X-Queue: no                          429 at once rather than waiting for a node
+X-Queue: yes | no                    no: 429 at once rather than waiting for a node
 X-Deadline-Ttft-Ms: 800              when the first token is due, counted from the request's arrival
 X-Deadline-Ms: 20000                 when the whole answer is due
 """
@@ -28,10 +28,14 @@ def read_wishes(head: RequestHead, ask: Ask, now: Callable[[], float]) -> None:
     get = head.get
     if value := get(PRIORITY):
         said = PRIORITIES.get(value.lower())
-        if said is not None:
-            ask.priority, ask.priority_said = said, True
-    if (value := get(QUEUE)) and value.lower() == b"no":
-        ask.may_queue = False
+        if said is None:
+            raise errors.bad_wish(PRIORITY.decode(), "high, normal or low")
+        ask.priority, ask.priority_said = said, True
+    if value := get(QUEUE):
+        wish = value.lower()
+        if wish not in (b"yes", b"no"):
+            raise errors.bad_wish(QUEUE.decode(), "yes or no")
+        ask.may_queue = wish == b"yes"
     if value := get(DEADLINE_TTFT):
         ask.deadline_s = now() + _after_s(value, DEADLINE_TTFT)
     if value := get(DEADLINE):

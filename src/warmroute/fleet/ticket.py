@@ -36,6 +36,8 @@ class Ticket:
         self._open = False
         node = self.node
         node.inflight -= 1
+        if not node.inflight:
+            node.pending_work = 0.0  # what sums of fractions leave behind
         if not self.first_byte_s and self._polls == node.polls:
             node.unbegun -= 1
         for group in self._groups:

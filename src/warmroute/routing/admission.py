@@ -30,7 +30,7 @@ from warmroute.index.lookup import Lookup
 from warmroute.prompt.ask import HIGH, LOW, Ask
 from warmroute.routing.deadlines import too_late
 from warmroute.routing.decision import Decision
-from warmroute.routing.fitting import in_time, most_queued, under_threshold, without_queue
+from warmroute.routing.fitting import in_time, in_time_behind, most_queued, under_threshold, without_queue
 from warmroute.routing.refusals import (
     Displaced,
     NobodyCanServe,
@@ -42,14 +42,12 @@ from warmroute.routing.refusals import (
     WouldWait,
 )
 from warmroute.routing.router import Router
-from warmroute.routing.waiting_room import STARVING_S, Guest, Key, Waiting, WaitingRoom
+from warmroute.routing.waiting_room import AGE_BONUS, STARVING_S, Guest, Key, Waiting, WaitingRoom
 
 LOOKED_AT: Final = 64
 """Of those who wait, so many of each tenant are looked at when a node has room."""
 LOOKED_AT_IN_ALL: Final = 256
 """Where there are many tenants, they share these; each has its longest waiting looked at."""
-AGE_BONUS: Final = 0.1
-"""Having waited for 10 ms counts as much as 1 ms less work."""
 LOOKED_AFTER_S: Final = 0.05
 """How often `tick` is called: whoever waits is refused so much before it would be late."""
 HITS_KEPT_S: Final = 0.25
@@ -181,6 +179,8 @@ class Admission:
         """True where a low one has to make room for it. Raises NotAdmitted."""
         if not ask.may_queue:
             raise WouldWait(decision.price.own / 1000.0 if decision.price is not None else 1.0)
+        if (ask.deadline_s or ask.total_deadline_s) and self.room.tenants:
+            in_time_behind(self.room, ask, decision, now_s)
         return self._check_room_here(ask.priority, now_s)
 
     def _check_room_here(self, priority: int, now_s: float) -> bool:

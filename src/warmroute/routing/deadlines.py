@@ -3,6 +3,8 @@
     first token    price.own                                  ≤ what is left until it is due       [ms]
     whole answer   price.own + output · token_ms of the node  ≤ what is left until it is due       [ms]
 
+Of one that has to wait, the work of those who go before it counts, too, when it comes.
+
 Nothing is said of a node that is idle, or whose speed nobody has seen: it may try. So a wrong belief mends itself.
 """
 
@@ -15,12 +17,15 @@ from warmroute.routing.decision import Decision
 from warmroute.routing.refusals import TooLate
 
 
-def too_late(ask: Ask, decision: Decision, now_s: float, margin_s: float = 0.0) -> TooLate | None:
-    """Why it can't make it, or None where it may. `margin_s` is what it has to be earlier."""
+def too_late(
+    ask: Ask, decision: Decision, now_s: float, margin_s: float = 0.0, ahead_ms: float = 0.0
+) -> TooLate | None:
+    """Why it can't make it, or None where it may. `margin_s` is what it has to be earlier, `ahead_ms` what others who
+    wait take before its turn comes."""
     price, node = decision.price, decision.node
     expected_ms = answer_ms = 0.0
     if price is not None and node.load and node.speed.answers:
-        expected_ms = price.own
+        expected_ms = price.own + ahead_ms
         if ask.total_deadline_s:
             answer_ms = _answer_ms(decision)
     if ask.deadline_s:

@@ -15,7 +15,7 @@ from warmroute.routing.reasons import Grounds, sentence
 class Decision:
     """The order of the fallbacks is worked out only when one is needed, and the reason in words when somebody asks."""
 
-    __slots__ = ("_others", "candidates", "node", "policy", "price", "prices", "query", "reason")
+    __slots__ = ("_others", "cache_counts", "candidates", "node", "policy", "price", "prices", "query", "reason")
 
     def __init__(self, node: Node, policy: str, reason: str, others: Callable[[], Sequence[Node]]) -> None:
         self.node = node
@@ -27,6 +27,8 @@ class Decision:
         self.prices: Prices | None = None
         """Of each of the `candidates`, where they were worked out."""
         self.candidates: tuple[Node, ...] = ()
+        self.cache_counts = True
+        """Whether prices had to do with what nodes hold of the prompt."""
         self.query: Query | None = None
         """What was known when it was taken."""
 
@@ -43,6 +45,7 @@ class Decision:
 
         more = Decision(self.node, self.policy, self.reason, all_of_them)
         more.price, more.prices, more.candidates = self.price, self.prices, self.candidates
+        more.cache_counts = self.cache_counts
         return more
 
     def grounds(self) -> Grounds:
@@ -61,7 +64,7 @@ class Decision:
                 cached = price.cached
             elif (hit := query.hits().get(node.name)) is not None:
                 cached = hit.expected
-        return Grounds(node, self.policy, reason, tokens, cached, price, self.prices, candidates)
+        return Grounds(node, self.policy, reason, tokens, cached, price, self.prices, candidates, self.cache_counts)
 
     def sentence(self) -> str:
         """Why it was taken."""

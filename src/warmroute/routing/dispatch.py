@@ -155,5 +155,3 @@ class Dispatch(Ticket):
             node.kv_new -= self._new
             node.context -= self._context
         super().close(outcome, now_s)
-        if not self.node.inflight:
-            self.node.pending_work = 0.0  # what sums of fractions leave behind

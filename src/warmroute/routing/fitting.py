@@ -10,6 +10,7 @@ from warmroute.routing.deadlines import most_own_ms, too_late
 from warmroute.routing.decision import Decision
 from warmroute.routing.refusals import QueuesFull, WouldWait
 from warmroute.routing.router import Router
+from warmroute.routing.waiting_room import WaitingRoom
 
 
 def most_queued(ask: Ask, threshold: int) -> float:
@@ -52,6 +53,18 @@ def in_time(router: Router, ask: Ask, decision: Decision, now_s: float) -> Decis
             if too_late(ask, other, now_s) is None:
                 return other
     raise late
+
+
+def in_time_behind(room: WaitingRoom, ask: Ask, decision: Decision, now_s: float) -> None:
+    """For one that has to wait: those whose turn comes before its own count, too. All nodes of the model share their
+    work. Raises TooLate."""
+    price, query = decision.price, decision.query
+    if price is None or query is None:
+        return
+    ahead_ms = room.ahead_ms(ask, query.group, price.prefill, now_s) / len(query.candidates)
+    late = too_late(ask, decision, now_s, ahead_ms=ahead_ms)
+    if late is not None:
+        raise late
 
 
 def _among(router: Router, decision: Decision, will_do: Callable[[Node], bool], why: str) -> Decision | None:

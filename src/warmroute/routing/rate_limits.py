@@ -58,14 +58,28 @@ class TenantLimits:
     def begin(self, now_s: float, body_bytes: int, answers: bool) -> Charge:
         """A request begins; `answers`: it is one that has an answer in tokens. Raises RateLimited where there may be
         none, or where no tokens are left at all."""
+        self._check_begin(now_s)
+        if self.requests is not None:
+            self.requests.take(1.0)
+        return Charge(self, body_bytes / BYTES_PER_TOKEN, answers)
+
+    def _check_begin(self, now_s: float) -> None:
         requests, tokens = self.requests, self.tokens
         if requests is not None and (wait_s := requests.wait_s(1.0, now_s)):
             raise RateLimited("requests", 1.0, requests.limit, wait_s, self.told(now_s))
         if tokens is not None and (wait_s := tokens.wait_s(1.0, now_s)):
             raise RateLimited("tokens", 1.0, tokens.limit, wait_s, self.told(now_s))
-        if requests is not None:
-            requests.take(1.0)
-        return Charge(self, body_bytes / BYTES_PER_TOKEN, answers)
+
+    def check(self, prompt: float | None, output: float, now_s: float, body_bytes: int, answers: bool) -> None:
+        """As `begin` and then `take_tokens` would decide, of one that takes nothing. Raises RateLimited."""
+        self._check_begin(now_s)
+        if self.tokens is not None:
+            self._check_tokens(*_needs(prompt, output, body_bytes / BYTES_PER_TOKEN, answers), now_s)
+
+    def _check_tokens(self, prompt: float, output: float, now_s: float) -> None:
+        tokens = self.tokens
+        if tokens is not None and (wait_s := tokens.wait_s(prompt + output, now_s)):
+            raise RateLimited("tokens", prompt + output, tokens.limit, wait_s, self.told(now_s))
 
     def told(self, now_s: float) -> tuple[tuple[str, str], ...]:
         """What is left, as OpenAI's headers tell it."""
@@ -97,10 +111,8 @@ class Charge:
         tokens = self._limits.tokens
         if tokens is None:
             return
-        prompt = self._guess if prompt is None else prompt
-        output = output if self._answers else 0.0
-        if wait_s := tokens.wait_s(prompt + output, now_s):
-            raise RateLimited("tokens", prompt + output, tokens.limit, wait_s, self._limits.told(now_s))
+        prompt, output = _needs(prompt, output, self._guess, self._answers)
+        self._limits._check_tokens(prompt, output, now_s)
         self._prompt, self._output = prompt, output
         tokens.take(prompt + output)
 
@@ -157,6 +169,11 @@ class RateLimits:
                 limits.requests = _bucket(limits.requests, requests[tenant], now_s)
                 limits.tokens = _bucket(limits.tokens, tokens[tenant], now_s)
                 self._tenants[tenant] = limits
+
+
+def _needs(prompt: float | None, output: float, guess: float, answers: bool) -> tuple[float, float]:
+    """Tokens of its prompt (None: it was not read) and of its answer, where it has one."""
+    return guess if prompt is None else prompt, output if answers else 0.0
 
 
 def _bucket(before: Bucket | None, limit: int, now_s: float) -> Bucket | None:

@@ -35,6 +35,7 @@ class Grounds:
 
     __slots__ = (
         "_priced",
+        "cache_counts",
         "cached",
         "considered",
         "ms_per_token",
@@ -48,7 +49,7 @@ class Grounds:
 
     def __init__(
         self, node: Node, policy: str, reason: str, tokens: int, cached: float, price: Price | None,
-        prices: Rows | None, candidates: tuple[Node, ...],
+        prices: Rows | None, candidates: tuple[Node, ...], cache_counts: bool = True,
     ) -> None:  # fmt: skip
         self.node = node
         self.policy = policy
@@ -57,6 +58,8 @@ class Grounds:
         """Of the prompt; 0 where it was not read."""
         self.cached = cached
         """Of these, expected to be cached on the node."""
+        self.cache_counts = cache_counts
+        """Whether that had a say; not with `locality = 0`."""
         self.price = price
         self._priced = (prices, candidates)
         """Together, since a thread may read them while the request ends."""
@@ -182,9 +185,10 @@ def _by_price(grounds: Grounds, price: Price) -> str:
 
 def _warmth(grounds: Grounds, others: Sequence[tuple[Node, Price]]) -> str:
     price = grounds.price
-    if not grounds.tokens:
+    if not grounds.tokens or not grounds.cache_counts:
         queued = f"{ms(price.wait)} of prefill" if price is not None and price.wait >= FREE_MS else "nothing"
-        return f"its prompt was not read, so load decides: {queued} is queued there"
+        why = "caches do not count here (locality = 0)" if grounds.tokens else "its prompt was not read"
+        return f"{why}, so load decides: {queued} is queued there"
     if grounds.cached >= 1.0:
         return f"{grounds.cached:,.0f} of {_tokens(grounds.tokens)} warm, saves {ms(grounds.saved_ms)}"
     passed_over = grounds.reason not in _USUAL  # somebody who may have it

@@ -7,6 +7,7 @@ homeless) wait apart, until there is one.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Final, Protocol
 
 from warmroute.fleet.group import Group
@@ -18,6 +19,11 @@ from warmroute.routing.refusals import Undecided
 EVERY: Final = 16
 STARVING_S: Final = 10.0
 """Of those who have waited so long, the longest waiting have one turn in EVERY, whatever their priority."""
+
+AGE_BONUS: Final = 0.1
+"""Having waited for 10 ms counts as much as 1 ms less work."""
+COUNTED: Final = 64
+"""Of those of a tenant who wait, so many are looked at to tell how much work they all are."""
 
 Key = tuple[int, str]
 """Priority and tenant."""
@@ -183,6 +189,24 @@ class WaitingRoom:
         if low:
             return next(reversed(self.tenants[max(low)[1]].waiting.values())).guest
         return next((guest for guest in reversed(self.homeless.values()) if guest.ask.priority == LOW), None)
+
+    def ahead_ms(self, ask: Ask, group: Group, work_ms: float, now_s: float) -> float:
+        """Prefill work that goes before one that came now, with so much work: of those with a higher priority, and of
+        its own tenant. How much other tenants' goes before it depends on what they have had: it is not counted."""
+        mine, ahead_ms = (ask.priority, ask.tenant), 0.0
+        for key, tenant in self.tenants.items():
+            if key[0] >= ask.priority and key != mine:
+                continue
+            found_ms = 0.0
+            for waiting in islice(tenant.waiting.values(), COUNTED):
+                price = waiting.decision.price
+                if price is None or waiting.group is not group:
+                    continue
+                older_ms = (now_s - waiting.guest.arrived_s) * 1000.0
+                if key != mine or price.prefill - AGE_BONUS * older_ms <= work_ms:
+                    found_ms += price.prefill
+            ahead_ms += found_ms * max(1.0, len(tenant.waiting) / COUNTED)
+        return ahead_ms
 
     # Whose turn it is.
 

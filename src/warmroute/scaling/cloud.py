@@ -116,7 +116,7 @@ class Cloud:
 
     async def _call(self, what: str, call: Awaitable[T]) -> T | None:
         """None where it fails: said when it begins to, and when it is over."""
-        problem = ""
+        problem = kind = ""
         answer: T | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -126,11 +126,13 @@ class Cloud:
         except TimeoutError:
             problem = f"no answer within {self._timeout_s:g} s"
         except Exception as error:  # another's library: whatever it raises, the router goes on
-            problem = f"{type(error).__name__}: {error}"
+            kind = type(error).__name__
+            problem = f"{kind}: {error}"
         before = self._problems.pop(what, "")
         if problem:
             self._problems[what] = problem
-            if problem != before:
+            # Such texts may have an address in them that is another each time: there the type alone counts.
+            if problem != before and not (kind and before.startswith(f"{kind}: ")):
                 log.warning("%s: asking for %s failed: %s", self.name, what, problem)
         elif before:
             log.info("%s: asking for %s works again", self.name, what)

@@ -29,7 +29,7 @@ from warmroute.index.hot import HotPrefix
 from warmroute.scaling.cloud import GONE, Cloud
 from warmroute.scaling.core import Core
 from warmroute.scaling.life import Event, NodeLife, State
-from warmroute.scaling.loop import Step
+from warmroute.scaling.loop import Step, nodes_in_words
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoCapacity
 from warmroute.scaling.warm import Warmer
@@ -37,9 +37,12 @@ from warmroute.scaling.warm import Warmer
 log = logging.getLogger("warmroute.scaling")
 
 TICK_S: Final = 1.0
+SAY_AGAIN_S: Final = 600.0
+"""What kept nodes from coming, and has not for so long, is said again when it comes back."""
 EVENTUAL_S: Final = 30.0
 """A machine that its cloud does not tell of for so long is no more. Before, it may not know yet, or have overlooked it;
 and for so long it may still tell of one that has ended."""
+RESTED: Final = "is rested"
 IN_FLEET: Final = (State.LOADING, State.WARMING, State.SERVING)
 RETRY_S: Final = 1.0
 RETRY_LIMIT_S: Final = 60.0
@@ -90,6 +93,8 @@ class Driver:
         self._surplus: set[tuple[str, str]] = set()
         """Machines that nobody asked for and that are being ended just now."""
         self._said: tuple[str, ...] = ()
+        self._obstacles_s: dict[str, float] = {}
+        """What keeps nodes from coming, and when that was last so."""
         self.added = self.given_back = self.refusals = self.lost = 0
         """Nodes that came to serve, that were given back, that were refused, that went by themselves."""
 
@@ -139,24 +144,36 @@ class Driver:
         if step.changes or (step.doubts and step.doubts != self._said):
             self._said = step.doubts
             log.info(
-                "%s%d nodes, %d desired: %s",
+                "%s%s, %d desired: %s",
                 "dry run: " if step.dry_run else "",
-                step.nodes,
+                nodes_in_words(step.nodes),
                 step.desired_nodes,
                 "; ".join((*step.reasons, *step.doubts)) or "nothing to say",
             )
+        self._say_obstacles(step)
         if step.dry_run:
             return
         for up in step.ups:
-            log.info("a node is asked for: %s", up.why)
-            self._ask_for(up.offer)
+            self._ask_for(up.offer, up.why)
         for down in step.downs:
             life = self.core.lives.named(down.node)
             if life is not None:
                 self._take(life, Event.GIVE_BACK, down.why)
 
-    def _ask_for(self, offer: Offer) -> None:
+    def _say_obstacles(self, step: Step) -> None:
+        """When they begin, not in every interval."""
+        now_s = self._now()
+        said = {text: last_s for text, last_s in self._obstacles_s.items() if now_s - last_s <= SAY_AGAIN_S}
+        new = [text for text in step.obstacles if text not in said]
+        self._obstacles_s = said | dict.fromkeys(step.obstacles, now_s)
+        if new and self.clouds:
+            lacking = f"{nodes_in_words(step.nodes)}, {step.desired_nodes} desired"
+            why = [reason for reason in step.reasons if reason not in step.obstacles]
+            log.warning("nodes lack that cannot come: %s (%s)", "; ".join(new), "; ".join((lacking, *why)))
+
+    def _ask_for(self, offer: Offer, why: str) -> None:
         life = self.core.lives.ask(f"n{secrets.token_hex(8)}", offer, self._now())
+        log.info("node %s is asked for: %s", life.called, why)
         self._start(self._provision(self.clouds[offer.provisioner], life))
 
     async def _provision(self, cloud: Cloud, life: NodeLife) -> None:
@@ -176,9 +193,9 @@ class Driver:
         else:
             self._take(life, Event.ACCEPTED)
 
-    def _refused(self, life: NodeLife, why: str) -> None:
+    def _refused(self, life: NodeLife, why: str, what: str = "was refused") -> None:
         self.refusals += 1
-        log.warning("%s/%s was refused: %s", life.offer.provisioner, life.offer.name, why)
+        log.warning("%s/%s %s: %s", life.offer.provisioner, life.offer.name, what, why)
         self.core.market.refused(life.offer.key, why, self._now())
         self.core.scaler.came_to_nothing()
 
@@ -231,7 +248,7 @@ class Driver:
                 self._let_nobody_in(life)
             return
         if life.coming:
-            self._refused(life, why)
+            self._refused(life, why, RESTED)
         self._take(life, Event.GIVE_BACK, why)
 
     def _take_over(self, cloud: Cloud, machine: Machine) -> NodeLife:
@@ -240,15 +257,16 @@ class Driver:
             provisioner=cloud.name, name=machine.offer or "unknown", island=machine.island or cloud.name, gpu="",
             usd_per_hour=0.0,
         )  # fmt: skip
-        log.info("%s has %s, which nobody here has asked for: it is taken over", cloud.name, machine.id)
-        return self.core.lives.ask(machine.token, offer, self._now())
+        life = self.core.lives.ask(machine.token, offer, self._now())
+        log.info("%s: found %s of an earlier router: taken over as node %s", cloud.name, machine.id, life.called)
+        return life
 
     def _join(self, life: NodeLife, machine: Machine) -> None:
         """It has an address: from now on it is watched."""
         known = next((node for node in self._fleet if node.url == machine.url.rstrip("/")), None)
         if known is None:
             offer = life.offer
-            name = f"{offer.provisioner}-{life.token[-8:]}"
+            name = life.called
             if any(node.name == name for node in self._fleet):
                 name = f"{offer.provisioner}-{life.token}"
             island = machine.island or offer.island
@@ -265,7 +283,7 @@ class Driver:
                 )
             except (ConfigError, NameTaken) as error:
                 why = f"it cannot be in the fleet: {error}"
-                self._refused(life, why)
+                self._refused(life, why, RESTED)
                 self._take(life, Event.GIVE_BACK, why)
                 return
             self._fleet.drain(known.name)
@@ -309,7 +327,7 @@ class Driver:
     def _see_to_lives(self, now_s: float) -> None:
         lives = self.core.lives
         for life in lives.overdue(now_s):
-            log.warning("node %s has been %s for too long", life.name or life.token, life.state.value)
+            log.warning("node %s has been %s for too long", life.called, life.state.value)
             self._take(life, Event.LIMIT, f"it was {life.state.value} for too long")
         for life in lives:
             node = self._node(life)
@@ -355,9 +373,12 @@ class Driver:
             return  # it is over
         if self.core.lives.take(life.token, event, self._now(), why) is None:
             return
-        log.info("node %s: %s → %s (%s)", life.name or life.token, was.value, life.state.value, life.why)
+        log.info("node %s: %s → %s (%s)", life.called, was.value, life.state.value, life.why)
         if life.never_came_up and not never_came_up:
-            self._refused(life, life.why if was is State.REQUESTED else f"its node never came up: {life.why}")
+            if was is State.REQUESTED:
+                self._refused(life, life.why)
+            else:
+                self._refused(life, f"its node never came up: {life.why}", RESTED)
         match life.state:
             case State.WARMING:
                 self._start(self._warm(life))
@@ -396,7 +417,7 @@ class Driver:
                 async with asyncio.timeout(self.core.config.warm_limit_s):
                     await self._move(self.core.to_move(life.name, self._now()))
         except TimeoutError:
-            log.info("moving what only node %s holds took too long; it goes all the same", life.name)
+            log.info("moving what only node %s holds took too long; it goes all the same", life.called)
         finally:
             self._let_nobody_in(life)
 
@@ -447,7 +468,7 @@ class Driver:
             self.given_back += 1
         elif was in (State.SERVING, State.DRAINING):
             self.lost += 1
-            log.warning("node %s went by itself: %s", life.name, life.why)
+            log.warning("node %s went by itself: %s", life.called, life.why)
 
 
 async def _said(work: Coroutine[Any, Any, None]) -> None:

@@ -107,6 +107,11 @@ class NodeLife:
         """What was last said of it."""
 
     @property
+    def called(self) -> str:
+        """What logs call it, from the request on: its name in the fleet, as soon as it is there."""
+        return self.name or f"{self.offer.provisioner}-{self.token[-8:]}"
+
+    @property
     def coming(self) -> bool:
         return self.state in COMING
 

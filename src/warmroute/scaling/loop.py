@@ -89,6 +89,8 @@ class Step(msgspec.Struct, kw_only=True):
     downs: tuple[Down, ...] = ()
     reasons: tuple[str, ...] = ()
     """Why so many, in words; also what stands against it."""
+    obstacles: tuple[str, ...] = ()
+    """Those of them that keep nodes from coming which are lacking."""
     doubts: tuple[str, ...] = ()
     """Values that were not taken."""
     panicking: bool = False
@@ -142,8 +144,10 @@ class Scaler:
             utilisation=demand.utilisation(size_of(serving, speeds)),
             doubts=tuple(doubts),
         )
-        least = max(config.min_nodes, sum(one.min_nodes for one in config.islands), least_nodes(config.hours, wall_s))
-        least = min(least, config.max_nodes)
+        missing, unoffered = self._missing_islands(serving, coming)
+        islands_least = sum(one.min_nodes for one in config.islands) - sum(unoffered.values())
+        anywhere = max(config.min_nodes, least_nodes(config.hours, wall_s))
+        least = min(max(anywhere, islands_least), config.max_nodes)
         if self._goes_to_zero(view, least):
             least = 0
         elif config.min_nodes == 0 and not least and (view.waiting or serving):
@@ -152,18 +156,24 @@ class Scaler:
         step.panicking = self._panics(view, urgent, size, growth)
         lacking, reasons = self._lacking(view, serving, coming, size, demand, urgent, growth, step.panicking)
         if count < least:
-            lacking = max(lacking, least - count)
-            reasons.append(f"{count} nodes are fewer than the {least} there are to be")
-        missing = self._missing_islands(serving, coming)
-        lacking = max(lacking, sum(missing.values()))
-        if lacking > 0:
+            lacking = max(lacking, min(anywhere, least) - count)
+            there = f"{nodes_in_words(count)} {'is' if count == 1 else 'are'}"
+            reasons.append(f"{there} fewer than the {least} there are to be")
+        obstacles = [
+            f"{island} is to have {nodes_in_words(many)} more, and nobody offers any there"
+            for island, many in unoffered.items()
+        ]
+        held_up = False
+        if lacking > 0 or missing:
+            nobody = not serving and not coming
+            held_up = self._add(step, view, coming, speeds, lacking, missing, reasons, obstacles, nobody)
+        if lacking > 0 or (missing and not held_up):
             self._spare.clear()
-            self._add(step, view, coming, speeds, lacking, missing, reasons, nobody=not serving and not coming)
-        else:
+        else:  # also where only an island lacks nodes, and they cannot be had
             self._give_back(step, view, serving, coming, speeds, demand, size, least, growth, reasons)
         if not self._market.offers:
             self._say_elsewhere(step)
-        step.reasons = tuple(reasons)
+        step.reasons, step.obstacles = (*reasons, *obstacles), tuple(obstacles)
         return step
 
     def _say_elsewhere(self, step: Step) -> None:
@@ -275,50 +285,64 @@ class Scaler:
             return 1
         return max(1, ceil(STEP_SHARE * serving))
 
-    def _missing_islands(self, serving: Sequence[NodeView], coming: Sequence[Coming]) -> dict[str, int]:
+    def _missing_islands(
+        self, serving: Sequence[NodeView], coming: Sequence[Coming]
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """How many nodes islands lack: those where nodes are on offer, and those where nobody offers any. For the
+        latter nothing is held up. (Where nobody offers nodes at all, somebody else adds them.)"""
         there = Counter(node.island for node in serving) + Counter(one.island for one in coming)
-        return {
-            one.island: one.min_nodes - there[one.island]
-            for one in self._config.islands
-            if there[one.island] < one.min_nodes
-        }
+        offered = {offer.island for offer in self._market.offers}
+        missing: dict[str, int] = {}
+        unoffered: dict[str, int] = {}
+        for one in self._config.islands:
+            if there[one.island] < one.min_nodes:
+                found = missing if not offered or one.island in offered else unoffered
+                found[one.island] = one.min_nodes - there[one.island]
+        return missing, unoffered
 
     # Up.
 
     def _add(
         self, step: Step, view: FleetView, coming: Sequence[Coming], speeds: Speeds, lacking: int,
-        missing: dict[str, int], reasons: list[str], nobody: bool,
-    ) -> None:  # fmt: skip
+        missing: dict[str, int], reasons: list[str], obstacles: list[str], nobody: bool,
+    ) -> bool:  # fmt: skip
+        """`lacking` nodes anywhere; first of all those that islands miss, which count among them. Whether it is offers
+        that none come for."""
         config, now_s = self._config, view.now_s
-        wanted = min(step.nodes + lacking, config.max_nodes)
+        wanted = min(step.nodes + max(lacking, sum(missing.values())), config.max_nodes)
         step.desired_nodes = max(step.nodes, wanted)
         if wanted <= step.nodes:
-            reasons.append(f"there are {step.nodes} nodes, the most there may be")
-            return
+            are = "is" if step.nodes == 1 else "are"
+            obstacles.append(f"there {are} {nodes_in_words(step.nodes)}, the most there may be")
+            return False
         wait_s = config.cooldown_up_s - (now_s - max(self._up_s, self._down_s))
         if wait_s > 0 and not nobody:
             reasons.append(f"the last change was less than {config.cooldown_up_s:g} s ago")
-            return
+            return False
         held = [Holding(node.offer, node.island, node.usd_per_hour) for node in view.nodes]
         held += [Holding(one.offer, one.island, one.usd_per_hour) for one in coming]
         ups: list[Up] = []
-        work = view.stable.work or 0.0
-        islands = [island for island, count in missing.items() for _ in range(count)]
-        for at in range(min(wanted - step.nodes, config.max_step_up)):
-            island = islands[at] if at < len(islands) else None
-            offer, why = self._market.choose(
-                held, speeds, now_s, work=work, panicking=step.panicking or nobody, island=island
-            )
-            if offer is None:
-                reasons.append(why)
-                if island is None:
-                    break
-                continue
-            ups.append(Up(offer, why))
-            held.append(Holding(offer.key, offer.island, offer.usd_per_hour))
+        work, most = view.stable.work or 0.0, min(wanted - step.nodes, config.max_step_up)
+
+        def take(count: int, island: str | None) -> None:
+            for _ in range(count):
+                offer, why = self._market.choose(
+                    held, speeds, now_s, work=work, panicking=step.panicking or nobody, island=island
+                )
+                if offer is None:
+                    if why not in obstacles:
+                        obstacles.append(why)
+                    return
+                ups.append(Up(offer, why))
+                held.append(Holding(offer.key, offer.island, offer.usd_per_hour))
+
+        for island, count in missing.items():
+            take(min(count, most - len(ups)), island)
+        take(min(lacking, most) - len(ups), None)
         if ups:
             self._up_s = now_s
             step.ups = tuple(ups)
+        return not ups
 
     # Down.
 
@@ -368,7 +392,7 @@ class Scaler:
         queue = stable.waiting / len(serving)
         used = demand.utilisation(size)
         if len(serving) > config.max_nodes:
-            return victims[: len(serving) - config.max_nodes], f"more than {config.max_nodes} nodes"
+            return victims[: len(serving) - config.max_nodes], f"more than {nodes_in_words(config.max_nodes)}"
         if queue >= config.queue_drain or used >= config.utilisation_floor or view.waiting > len(serving):
             return [], ""
         chosen: list[Victim] = []
@@ -398,6 +422,10 @@ class Scaler:
             chosen,
             f"work takes {used:.0%} of the nodes' time; {could}, and it would be {demand.utilisation(size):.0%}",
         )
+
+
+def nodes_in_words(count: int) -> str:
+    return f"{count} node" if count == 1 else f"{count} nodes"
 
 
 def _worth(victim: Victim) -> str:

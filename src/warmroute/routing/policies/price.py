@@ -52,6 +52,7 @@ class PricePolicy:
         self._second_home_ms = config.second_home_ms
         self._late_ms = config.late_ms
         self._settings = (config.max_saving_ms, config.locality, config.room, config.memory, config.congestion)
+        self._cache_counts = config.locality > 0.0
         self._random = random
         self._roster: object = None
         self._caches: WeakKeyDictionary[Candidates, tuple[CacheState | None, ...]] = WeakKeyDictionary()
@@ -73,6 +74,7 @@ class PricePolicy:
 
         decision = Decision(nodes[at], self.name, reason, by_price)
         decision.price, decision.prices, decision.candidates = price, prices, nodes
+        decision.cache_counts = self._cache_counts
         return decision
 
     def _cheapest(self, prices: Prices) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import quote
 
 import msgspec
 
@@ -113,7 +114,8 @@ class ProcessProvisioner:
             return
         alive = [one for one in known.values() if self._is_alive(one)]
         if self._config.most and len(alive) >= self._config.most:
-            raise NoCapacity(f"{self.name}: {len(alive)} processes run, which is the most")
+            run = "1 process runs" if len(alive) == 1 else f"{len(alive)} processes run"
+            raise NoCapacity(f"{self.name}: {run}, which is the most")
         port = self._free_port({one.port for one in alive})
         started = Started(token=token, offer=offer.name, port=port, asked_s=time.time())
         self._write(started)
@@ -190,7 +192,9 @@ class ProcessProvisioner:
         child = self._children.get(one.pid)
         if child is not None and child.poll() is not None:  # also takes it off the system's list
             del self._children[one.pid]
-        return one.pid > 0 and _began(one.pid) == one.began
+        if one.pid <= 0 or not one.began:  # it had gone before its beginning could be read
+            return False
+        return _began(one.pid) == one.began
 
     def _found_again(self, intent: Started) -> Started:
         """The process that a crash left between its start and its pid being written down, or the intent as it is."""
@@ -258,10 +262,12 @@ class ProcessProvisioner:
 
 
 def _folder(config: ProvisionerConfig) -> Path:
+    """Each provisioner of each deployment has its own: nobody takes over, or ends, what is another's."""
     if config.state_dir:
-        return Path(config.state_dir).expanduser()
-    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
-    return state / "warmroute" / config.deployment / config.label
+        state = Path(config.state_dir).expanduser()
+    else:
+        state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "warmroute"
+    return state / config.deployment / quote(config.label, safe="").replace(".", "%2E")
 
 
 def _fill(word: str, filled: dict[str, str]) -> str:

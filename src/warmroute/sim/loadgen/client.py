@@ -10,15 +10,20 @@ from urllib.parse import urlsplit
 import msgspec
 
 LIMIT_BYTES = 2**20
+REASON_BYTES = 4096
+REASON_S = 2.0
+"""How much of an error is read, and for how long."""
 
 
 class Refused(Exception):
     """An answer other than 200."""
 
-    def __init__(self, status: int, retry_after_s: float) -> None:
+    def __init__(self, status: int, retry_after_s: float, said: str = "") -> None:
         super().__init__(f"status {status}")
         self.status = status
         self.retry_after_s = retry_after_s
+        self.said = said
+        """Why, as the server says it."""
 
 
 class Broken(Exception):
@@ -49,6 +54,15 @@ class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: msgspec.Raw | None = None
+
+
+class _Told(msgspec.Struct):
+    message: str = ""
+
+
+class _Error(msgspec.Struct):
+    error: _Told | str = ""
+    message: str = ""
 
 
 _decoder = msgspec.json.Decoder(_Event)
@@ -100,7 +114,7 @@ async def _read(reader: asyncio.StreamReader, answer: Answer) -> None:
     status = int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
     if status != 200:
         after = fields.get("retry-after", "")
-        raise Refused(status, float(after) if after.isdigit() else 1.0)
+        raise Refused(status, float(after) if after.isdigit() else 1.0, await _reason(reader, fields))
     chunked = "chunked" in fields.get("transfer-encoding", "").lower()
     done = False
     # Read to its end: whoever asks again at [DONE] may be there before the router has closed the books on this one.
@@ -111,6 +125,25 @@ async def _read(reader: asyncio.StreamReader, answer: Answer) -> None:
             _take(line[6:], answer)
     if not done:
         raise Broken("the answer ended without [DONE]")
+
+
+async def _reason(reader: asyncio.StreamReader, fields: dict[str, str]) -> str:
+    """The sentence of an error's JSON, else how its body begins."""
+    length = fields.get("content-length", "")
+    try:
+        async with asyncio.timeout(REASON_S):
+            body = await reader.readexactly(min(int(length), REASON_BYTES) if length.isdigit() else REASON_BYTES)
+    except asyncio.IncompleteReadError as error:
+        body = error.partial
+    except (TimeoutError, OSError):
+        return ""
+    text = body.decode("utf-8", "replace")
+    start, end = text.find("{"), text.rfind("}")  # chunked or not
+    try:
+        told = msgspec.json.decode(text[start : end + 1], type=_Error)
+    except (msgspec.ValidationError, msgspec.DecodeError):
+        return " ".join(text.split())[:200]
+    return told.error.message if isinstance(told.error, _Told) else told.message
 
 
 async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:

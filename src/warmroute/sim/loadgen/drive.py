@@ -56,6 +56,8 @@ class Drive:
         self._finished = 0
         self._rejected = 0
         self._errors: Counter[str] = Counter()
+        self.said: dict[str, str] = {}
+        """What the server said of a status, the first time."""
         self._ttft_ms = array("d")
         self._inter_token_ms = array("d")
         """Every gap between two tokens, unlike the replay's mean of each request."""
@@ -131,6 +133,7 @@ class Drive:
             answer = await ask(load.url, request.path, request.body, headers, load.timeout_s)
         except Refused as refused:
             self._rejected += refused.status == 429
+            self.said.setdefault(f"status {refused.status}", refused.said)
             if refused.status != 429:
                 self._errors[f"status {refused.status}"] += 1
             if load.concurrency is not None:

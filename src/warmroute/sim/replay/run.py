@@ -9,7 +9,7 @@ import msgspec
 
 from warmroute.sim.peers import oracle
 from warmroute.sim.replay.contenders import ORACLE, Contender
-from warmroute.sim.replay.scaled import over_ceiling, scaling_summary
+from warmroute.sim.replay.scaled import over_ceiling, paid_for_all, scaling_summary
 from warmroute.sim.replay.summary import Run, rounded, summary
 from warmroute.sim.workloads.arrivals import warmed
 from warmroute.sim.workloads.choose import Workload
@@ -56,6 +56,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Time to first token that is too long; time over it is told."""
     scaler: str = ""
     """What scales it, for the report."""
+    fleet_usd_per_hour: float = 0.0
+    """What all of its nodes cost, where nothing scales them."""
 
     @property
     def requests(self) -> int | None:
@@ -111,6 +113,9 @@ def replay(setup: Setup, progress: Progress | None = None) -> Run:
         told["ceiling"] = over_ceiling(world)
     if scaling is not None:
         told["scaling"] = scaling_summary(world, scaling)
+    elif setup.fleet_usd_per_hour:
+        gpus = sum(spec.profile.gpus for spec in setup.nodes)
+        told["usd"] = paid_for_all(told, gpus, setup.fleet_usd_per_hour)
     return told
 
 

@@ -38,6 +38,12 @@ def scaling_summary(world: World, scaling: Autoscaling) -> Run:
     }
 
 
+def paid_for_all(told: Run, gpus: int, fleet_usd_per_hour: float) -> float | None:
+    """USD for a fleet that is not scaled: all of its nodes, all of the time. `told` has how long."""
+    hours = told["gpu_seconds_held"] / gpus / 3600.0
+    return rounded(hours * fleet_usd_per_hour)
+
+
 def over_ceiling(world: World) -> Run:
     """Seconds in which over a tenth of those who arrived waited longer than the ceiling for their first token, and how
     many requests did in all."""

@@ -14,6 +14,9 @@ from warmroute.sim.replay.contenders import Contender
 from warmroute.sim.replay.run import Progress, Setup, replay
 from warmroute.sim.replay.summary import Run
 
+HELPS = 0.01
+"""Twice the nodes that make times shorter by less than this share have not helped."""
+
 
 class Limits(msgspec.Struct, frozen=True):
     """What first tokens may take; None: whatever."""
@@ -27,8 +30,23 @@ class Limits(msgspec.Struct, frozen=True):
         if run["rejected"] or run["failed"]:
             return False
         times = run["ttft_ms"]
+        return all(times[key] is not None and times[key] <= limit for key, limit in self.wanted)
+
+    @property
+    def wanted(self) -> list[tuple[str, float]]:
         wanted = (("p50", self.ttft_p50_ms), ("p90", self.ttft_p90_ms), ("p99", self.ttft_p99_ms))
-        return all(limit is None or (times[key] is not None and times[key] <= limit) for key, limit in wanted)
+        return [(key, limit) for key, limit in wanted if limit is not None]
+
+
+class Beyond(msgspec.Struct, frozen=True):
+    """A limit that is broken whatever the size of the fleet."""
+
+    percent: str
+    limit_ms: float
+    took_ms: float
+    fewer: int
+    most: int
+    """Of so many nodes the times were hardly shorter than of so few."""
 
 
 class Needed(msgspec.Struct):
@@ -37,6 +55,18 @@ class Needed(msgspec.Struct):
     """None where `most` are not enough."""
     runs: dict[int, Run]
     """By the size of the fleet: all that were replayed."""
+
+    def without_help(self, limits: Limits) -> Beyond | None:
+        """The time that no number of nodes makes short enough; None where more of them may help."""
+        most = max(self.runs)
+        fewer = max((nodes for nodes in self.runs if 2 * nodes <= most), default=None)
+        if self.nodes is not None or fewer is None or self.runs[most]["rejected"] or self.runs[most]["failed"]:
+            return None
+        for key, limit in limits.wanted:
+            before, after = self.runs[fewer]["ttft_ms"][key], self.runs[most]["ttft_ms"][key]
+            if before is not None and after is not None and after > limit and before - after < HELPS * before:
+                return Beyond(key, limit, after, fewer, most)
+        return None
 
 
 def nodes_needed(

@@ -46,11 +46,11 @@ def columns(runs: Sequence[Run]) -> list[Column]:
     found.append(_amount("requests_per_s", "req/s", number, more_is_better=True))
     found.append(_amount("load_variation", "load CV", _fixed))
     found.append(_amount("gpu_seconds", "GPU s", number))
-    if any("scaling" in run for run in runs):
+    if any("scaling" in run or "usd" in run for run in runs):
         found.append(_scaled("nodes", _nodes))
         found.append(_scaled("GPU h paid", lambda run: number(paid_gpu_hours(run)), paid_gpu_hours))
-        if any(run.get("scaling", {}).get("usd") for run in runs):
-            found.append(_scaled("USD", lambda run: number(run.get("scaling", {}).get("usd"))))
+        if any(paid_usd(run) for run in runs):
+            found.append(_scaled("USD", lambda run: number(paid_usd(run))))
     if any("ceiling" in run for run in runs):
         found.append(_scaled("s over ceiling", lambda run: number(run.get("ceiling", {}).get("seconds_over"))))
     found.extend(_count(key, key) for key in ("preemptions", "rejected", "failed"))
@@ -64,6 +64,12 @@ def paid_gpu_hours(run: Run) -> float | None:
         return float(run["scaling"]["gpu_hours"])
     held = run.get("gpu_seconds_held")
     return None if held is None else held / 3600.0
+
+
+def paid_usd(run: Run) -> float | None:
+    """The same, in money."""
+    paid: float | None = run["scaling"]["usd"] if "scaling" in run else run.get("usd")
+    return paid
 
 
 def _nodes(run: Run) -> str:
