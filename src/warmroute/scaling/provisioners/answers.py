@@ -11,16 +11,6 @@ import msgspec
 from warmroute.config import ProvisionerConfig
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import CloudError, Machine
-from warmroute.scaling.sanity import Sanity
-
-
-def sanity_of(config: ProvisionerConfig, *, free: bool = False) -> Sanity:
-    return Sanity(
-        config.label,
-        free=free or config.free,
-        min_usd_per_gpu_hour=config.min_usd_per_gpu_hour,
-        max_usd_per_hour=config.max_usd_per_hour,
-    )
 
 
 def entries(answer: bytes, key: str, who: str) -> list[Any]:

@@ -20,6 +20,7 @@ from warmroute.config import ProvisionerConfig
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import CloudError, Machine, NoCapacity
 from warmroute.scaling.provisioners import answers, child
+from warmroute.scaling.provisioners.configured import sanity_of
 
 NO_CAPACITY = 75
 
@@ -28,7 +29,7 @@ class CommandProvisioner:
     def __init__(self, config: ProvisionerConfig) -> None:
         self.name = config.label
         self._config = config
-        self._sanity = answers.sanity_of(config)
+        self._sanity = sanity_of(config)
 
     async def offers(self) -> list[Offer]:
         return self._sanity.check(*answers.offers(await self._run("offers"), self._config))

@@ -24,7 +24,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoCapacity
-from warmroute.scaling.provisioners.answers import sanity_of
+from warmroute.scaling.provisioners.configured import sanity_of
 
 T = TypeVar("T")
 

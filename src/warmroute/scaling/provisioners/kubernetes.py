@@ -32,7 +32,7 @@ from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoCapacity
 from warmroute.scaling.provisioners import kube_pods as pods_of
-from warmroute.scaling.provisioners.answers import sanity_of
+from warmroute.scaling.provisioners.configured import configured_offer, sanity_of
 from warmroute.scaling.provisioners.kube_pods import Object
 
 log = logging.getLogger("warmroute.scaling")
@@ -77,22 +77,7 @@ class KubernetesProvisioner:
             raise ConfigError(f"provisioners.kubeconfig ({config.label}): {error}") from None
 
     async def offers(self) -> list[Offer]:
-        config = self._config
-        return self._sanity.check(
-            [
-                Offer(
-                    provisioner=self.name,
-                    name=config.workload_name,
-                    island=config.island or "kubernetes",
-                    gpu=config.gpu,
-                    gpus=config.gpus,
-                    spot=config.spot,
-                    usd_per_hour=config.usd_per_hour,
-                    start_s=config.start_s,
-                    most=config.most or None,
-                )
-            ]
-        )
+        return self._sanity.check([configured_offer(self._config, self._config.workload_name, "kubernetes")])
 
     async def provision(self, offer: Offer, token: str) -> None:
         def up(workload: Object) -> Object | None:

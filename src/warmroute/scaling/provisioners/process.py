@@ -26,7 +26,7 @@ import msgspec
 from warmroute.config import ProvisionerConfig
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoCapacity
-from warmroute.scaling.provisioners.answers import sanity_of
+from warmroute.scaling.provisioners.configured import configured_offer, sanity_of
 
 T = TypeVar("T")
 
@@ -66,22 +66,7 @@ class ProcessProvisioner:
         self._thread = ThreadPoolExecutor(1, f"warmroute-{config.label}")  # one: its calls never cross
 
     async def offers(self) -> list[Offer]:
-        config = self._config
-        return self._sanity.check(
-            [
-                Offer(
-                    provisioner=self.name,
-                    name=self.name,
-                    island=config.island or "local",
-                    gpu=config.gpu,
-                    gpus=config.gpus,
-                    spot=config.spot,
-                    usd_per_hour=config.usd_per_hour,
-                    start_s=config.start_s,
-                    most=config.most or None,
-                )
-            ]
-        )
+        return self._sanity.check([configured_offer(self._config, self.name, "local")])
 
     async def provision(self, offer: Offer, token: str) -> None:
         await self._in_thread(lambda: self._provision(offer, token))

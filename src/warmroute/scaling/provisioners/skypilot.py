@@ -20,7 +20,8 @@ from warmroute.config import ProvisionerConfig
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoCapacity
 from warmroute.scaling.provisioners import child
-from warmroute.scaling.provisioners.answers import beginning, sanity_of
+from warmroute.scaling.provisioners.answers import beginning
+from warmroute.scaling.provisioners.configured import sanity_of
 from warmroute.scaling.provisioners.sky_catalogue import Row, Wanted, folder_of, rows_of
 
 STATES = {

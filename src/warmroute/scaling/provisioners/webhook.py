@@ -23,6 +23,7 @@ from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import CloudError, Machine, NoCapacity
 from warmroute.scaling.provisioners import answers
+from warmroute.scaling.provisioners.configured import sanity_of
 
 NO_CAPACITY = (429, 503, 507)
 MOST_BYTES = 64 << 20
@@ -32,7 +33,7 @@ class WebhookProvisioner:
     def __init__(self, config: ProvisionerConfig) -> None:
         self.name = config.label
         self._config = config
-        self._sanity = answers.sanity_of(config)
+        self._sanity = sanity_of(config)
         self._threads = ThreadPoolExecutor(4, f"warmroute-{config.label}")  # its own: it may hang, others must not
         self._url = urlsplit(config.url.rstrip("/"))
         if not self._url.hostname:
