@@ -17,6 +17,7 @@ from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.meter import Meter, percentile_ms
 from warmroute.index.beliefs import Beliefs
 from warmroute.index.hot import MOST_HOT, REMEMBERED, HotPrefixes
+from warmroute.index.lookup import Lookup
 from warmroute.scaling.capacity import Demand, Size, Speeds, size_of
 from warmroute.scaling.choose_down import only_here, ranked
 from warmroute.scaling.choose_up import Holding, Market
@@ -26,6 +27,8 @@ from warmroute.scaling.observe import SUMS, Observer, Sample, no_times
 from warmroute.scaling.windows import Windows
 
 CONFIG = Scaling(enabled=True)
+
+PROMPT = Lookup(bytes(4096), 1024, 1024)
 
 
 def market(*offers: Any, **config: Any) -> Market:
@@ -123,9 +126,9 @@ def test_the_last_holder_of_a_hot_prefix_is_known() -> None:
     a, b = beliefs.join("a", ["m"]), beliefs.join("b", ["m"])
     a.keep(chain, 0.0)
     for at in range(10):
-        hot.saw(chain, 16, "example", float(at))
+        hot.saw(chain, 16, PROMPT, float(at))
     found = only_here(hot, beliefs, "a", ["b"], 10.0)
-    assert [(prefix.chain, prefix.example, prefix.tokens) for prefix in found] == [(chain, "example", 8 * 16)]
+    assert [(prefix.chain, prefix.tokens) for prefix in found] == [(chain, 8 * 16)]
     assert not only_here(hot, beliefs, "b", ["a"], 10.0)
     b.keep(chain, 11.0)
     assert not only_here(hot, beliefs, "a", ["b"], 11.0)
@@ -134,12 +137,28 @@ def test_the_last_holder_of_a_hot_prefix_is_known() -> None:
 # Hot prefixes.
 
 
+def test_of_a_prompt_only_its_hot_beginning_is_kept() -> None:
+    """A long conversation behind a system prompt is no part of what is put into other caches, and takes no memory."""
+    hot, random = HotPrefixes(), Random(5)
+    shared = array("I", [random.randrange(50_000) for _ in range(512)]).tobytes()
+    for at in range(20):
+        own = array("I", [random.randrange(50_000) for _ in range(20_000)]).tobytes()
+        prompt = Lookup(shared + own, 20_512, 20_512, salt="s")
+        hot.saw(prompt.blocks("m", "", 16), 16, prompt, float(at))
+    (found,) = hot.hottest(8, 20.0)
+    example = found.example
+    assert found.tokens == example.token_count == example.sure_tokens == 512
+    assert example.first_tokens(10_000) == array("I", shared).tolist()
+    assert example.model_of(found.chain) == "m" and example.salt == "s"
+    assert example.blocks("m", "", 16) == found.chain
+
+
 def test_hot_is_what_many_share_and_the_longest_of_it() -> None:
     hot, random = HotPrefixes(), Random(7)
     shared = random.randbytes(8 * 32)
     for at in range(50):
-        hot.saw(shared + random.randbytes(8 * 20), 16, at, at * 0.5)
-        hot.saw(random.randbytes(8 * 40), 16, at, at * 0.5)
+        hot.saw(shared + random.randbytes(8 * 20), 16, PROMPT, at * 0.5)
+        hot.saw(random.randbytes(8 * 40), 16, PROMPT, at * 0.5)
     (found,) = hot.hottest(8, 25.0)
     assert found.chain == shared and found.tokens == 32 * 16
     assert not hot.hottest(8, 25.0 + 1200.0)  # it has cooled down
@@ -150,7 +169,7 @@ def test_hot_prefixes_are_bounded() -> None:
     for at in range(3000):
         chain = random.randbytes(8 * 6)
         for _ in range(4):
-            hot.saw(chain, 16, at, at * 0.01)
+            hot.saw(chain, 16, PROMPT, at * 0.01)
         assert len(hot) <= REMEMBERED
     assert len(hot.hottest(10_000, 30.0)) <= MOST_HOT
 

@@ -95,7 +95,6 @@ def test_only_what_is_made_of_known_tokens_alone_is_asked_for() -> None:
     assert completion(example(len(SHARED), media=((32, b"a picture"),))) is None
     salted = completion(example(len(SHARED), salt="tenant"))
     assert salted is not None and json.loads(salted)["cache_salt"] == "tenant"
-    assert completion(HotPrefix(b"8 bytes.", 9.0, "not a lookup", 16)) is None
     other = array("I", [7] * 256).tobytes()
     stranger = HotPrefix(Lookup(other, 256, 256).blocks("m", "", 16), 9.0, example(256).example, 256)
     assert completion(stranger) is None

@@ -31,7 +31,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("workload", nargs="+", metavar="WORKLOAD", help="a trace or a generator, then key=value …")
     parser.add_argument(
-        "--policy", action="append", metavar="P", help="a policy; repeat to compare (prefix_hash, round_robin)"
+        "--policy", action="append", metavar="P", help="a policy; repeat to compare (price, round_robin)"
     )
     fleet = parser.add_argument_group("the fleet")
     fleet.add_argument("--nodes", type=int, default=8, metavar="N", help="how many nodes (8)")
@@ -125,7 +125,7 @@ def plan(args: argparse.Namespace) -> list[Setup]:
     from warmroute.sim.world.happenings import parse
 
     workload = choose(args.workload, args.scale_rate)
-    contenders = [contender(text) for text in args.policy or ("prefix_hash", "round_robin")]
+    contenders = [contender(text) for text in args.policy or ("price", "round_robin")]
     conditions, nodes = _conditions(args), _nodes(args)
     return [
         Setup(

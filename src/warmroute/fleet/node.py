@@ -174,8 +174,10 @@ class Node(NodeState):
 
     def expect_prefilled(self, now_s: float) -> None:
         """Told now and then, where `unseen` has any."""
-        for ticket, due_s in list(self.unseen.items()):
-            if due_s > now_s:
+        unseen = self.unseen
+        while unseen:
+            ticket = next(iter(unseen))  # the oldest: later ones are due later
+            if unseen[ticket] > now_s:
                 return
             ticket.prefilled()
 

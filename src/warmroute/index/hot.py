@@ -12,6 +12,8 @@ from typing import Final
 
 import msgspec
 
+from warmroute.index.lookup import Lookup
+
 KEPT_S: Final = 60.0
 REMEMBERED: Final = 4096
 MOST_HOT: Final = 256
@@ -28,8 +30,8 @@ class HotPrefix(msgspec.Struct, frozen=True):
     """Its blocks."""
     uses: float
     """Of late."""
-    example: object
-    """What was last seen with it; whoever put it in knows what it is."""
+    example: Lookup
+    """The beginning of a prompt that has it."""
     tokens: int
 
 
@@ -43,7 +45,7 @@ class _Count:
         self.size = size
         self.chain = b""
         """Kept, with the example, only of what is hot."""
-        self.example: object = None
+        self.example: Lookup | None = None
 
     def now(self, now_s: float) -> float:
         return self.uses * exp(min(0.0, self.at_s - now_s) / KEPT_S)
@@ -58,8 +60,8 @@ class HotPrefixes:
     def __len__(self) -> int:
         return len(self._counts)
 
-    def saw(self, chain: bytes, block_size: int, example: object, now_s: float) -> None:
-        """A prompt came; its blocks are these."""
+    def saw(self, chain: bytes, block_size: int, prompt: Lookup, now_s: float) -> None:
+        """A prompt came; its blocks are these. Only of what is hot something is kept of it."""
         counts = self._counts
         blocks = len(chain) // 8
         for depth in DEPTHS:
@@ -75,10 +77,8 @@ class HotPrefixes:
                 continue
             found.uses = found.now(now_s) + 1.0
             found.at_s = now_s
-            if found.example is not None:
-                found.example = example
-            elif found.uses >= HOT_USES and self._kept < MOST_HOT:
-                found.example = example
+            if found.example is None and found.uses >= HOT_USES and self._kept < MOST_HOT:
+                found.example = prompt.beginning(depth * block_size)
                 found.chain = chain[: depth * 8]
                 self._kept += 1
 
@@ -101,7 +101,7 @@ class HotPrefixes:
         """Those whose loss would cost the most work, none of them the beginning of another that is used as much."""
         self._cool(now_s)
         ranked = [
-            (uses, count)
+            (uses, count, count.example)
             for count in self._counts.values()
             if count.example is not None and (uses := count.now(now_s)) >= HOT_USES
         ]
@@ -109,11 +109,11 @@ class HotPrefixes:
         covered: dict[bytes, float] = {}
         """For each beginning of what was taken: how much of its use that stands for."""
         taken: list[HotPrefix] = []
-        for uses, count in ranked:
+        for uses, count, example in ranked:
             chain = count.chain
             if uses * NEARLY_ALL <= covered.get(chain[-8:], 0.0):
                 continue
-            taken.append(HotPrefix(chain, uses, count.example, count.depth * count.size))
+            taken.append(HotPrefix(chain, uses, example, count.depth * count.size))
             for depth in DEPTHS:
                 if depth > count.depth:
                     break

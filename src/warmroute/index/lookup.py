@@ -49,6 +49,20 @@ class Lookup:
             found = self._chains[key] = chain(seed, None, self._tokens, block_size, self._extra(block_size))
         return found
 
+    def beginning(self, tokens: int) -> Lookup:
+        """The first so many tokens by themselves: keeps nothing of the rest alive."""
+        first = Lookup(
+            self._tokens[: 4 * tokens],
+            min(tokens, self.token_count),
+            min(tokens, self.sure_tokens),
+            salt=self.salt,
+            sharing=self.sharing,
+            media=tuple([one for one in self._media if one[0] < tokens]),
+            text=self._text,
+        )
+        first._chains = {key: chain[: tokens // key[2] * 8] for key, chain in self._chains.items()}
+        return first
+
     def first_tokens(self, count: int) -> list[int]:
         return array("I", self._tokens[: 4 * count]).tolist()
 

@@ -12,7 +12,6 @@ import msgspec
 
 from warmroute.fleet.node import Node
 from warmroute.index.hot import HotPrefix
-from warmroute.index.lookup import Lookup
 
 log = logging.getLogger("warmroute.scaling")
 Post = Callable[[Node, str, bytes, float], Awaitable[tuple[int, bytes]]]
@@ -42,7 +41,7 @@ class Warmer:
 def completion(prefix: HotPrefix) -> bytes | None:
     """The request that has it prefilled; None where its tokens are not known."""
     lookup = prefix.example
-    if not isinstance(lookup, Lookup) or prefix.tokens > lookup.sure_tokens:
+    if prefix.tokens > lookup.sure_tokens:
         return None
     model = lookup.model_of(prefix.chain)
     if model is None:

@@ -27,6 +27,9 @@ class SimLookup(Lookup):
     def prompt(self) -> Prompt:
         return self._ask.prompt
 
+    def beginning(self, tokens: int) -> SimLookup:
+        return self
+
     def blocks(self, model: str, lora: str, block_size: int) -> bytes:
         key = (model, lora, block_size)
         found = self._chains.get(key)
