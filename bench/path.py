@@ -25,6 +25,7 @@ from warmroute.prompt.ask import Ask, read_json
 from warmroute.routing.router import Router
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.journal import Entry, Journal
+from warmroute.telemetry.prometheus import MetricsPage
 
 REQUEST = (
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:8080\r\nAccept-Encoding: gzip, deflate\r\n"
@@ -117,6 +118,13 @@ def journal_round(count: int) -> Callable[[], None]:
     return keep
 
 
+def metrics_page(count: int) -> Callable[[], bytes]:
+    fleet, beliefs = fleet_of(count), Beliefs(Index())
+    for node in fleet:
+        beliefs.join(node.name)
+    return MetricsPage(fleet, beliefs, Counters(), lambda: (0, 0), lambda: (0, 0)).render
+
+
 def read_key(body: bytes) -> bytes | None:
     return read_json(body).prefix_key()
 
@@ -142,6 +150,7 @@ def main() -> None:
             rows.append((f"decision, {policy}, {count} nodes", cost_us(partial(router.decide, ask, 1.0))))
     rows.append(("ticket, opened to closed", cost_us(lambda: ticket_round(fleet))))
     rows += [(f"journal, decided to ended, {count} nodes", cost_us(journal_round(count))) for count in (2, 64, 1_000)]
+    rows.append(("metrics page, 500 nodes", cost_us(metrics_page(500))))
     for name, microseconds in rows:
         print(f"{name:40s} {microseconds:9.2f} µs")
 

@@ -20,7 +20,8 @@ from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
 from warmroute.fleet.islands import Islands
 from warmroute.fleet.node import Node, Outcome
 from warmroute.index.beliefs import Beliefs
-from warmroute.telemetry.prometheus import CONTENT_TYPE, MetricsPage
+from warmroute.telemetry.exposition import CONTENT_TYPE
+from warmroute.telemetry.prometheus import MetricsPage
 
 OPEN_PATHS = (b"/health", b"/ready")
 

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from itertools import accumulate
 from typing import Protocol
-
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from warmroute import __version__
 from warmroute.fleet.fleet import Fleet
@@ -19,6 +15,7 @@ from warmroute.fleet.health import Standing
 from warmroute.fleet.node import FIRST_BYTE_BOUNDS_MS, Outcome
 from warmroute.index.beliefs import Beliefs
 from warmroute.telemetry.counters import Counters
+from warmroute.telemetry.exposition import Family, Histogram, counter, gauge, label_value, labels, page
 
 
 class ScalingFigures(Protocol):
@@ -35,12 +32,11 @@ class ScalingFigures(Protocol):
 
 
 PRIORITY_NAMES = ("high", "normal", "low")
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_STANDINGS = [(standing, f',state="{standing.value}"') for standing in Standing]
+_OUTCOMES = [(outcome, f',outcome="{outcome.name.lower()}"') for outcome in Outcome]
 
 
 class MetricsPage:
-    """Implements prometheus_client's Collector."""
-
     def __init__(
         self,
         fleet: Fleet,
@@ -60,216 +56,198 @@ class MetricsPage:
         self._counters = counters
         self._connections = connections
         self._waiting = waiting
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
     def render(self) -> bytes:
         """The page as text. Takes milliseconds on large fleets: call it off the loop."""
-        return generate_latest(self._registry)
+        return page(self.collect())
 
-    def collect(self) -> Iterable[Metric]:
-        yield self._info()
+    def collect(self) -> Iterable[Family]:
+        info = gauge("warmroute_info", "The running version.")
+        info.add(1, labels(version=__version__))
+        yield info
         yield from self._requests()
         yield from self._nodes()
         yield from self._index()
+        yield from self._caches()
         yield from self._islands()
         yield from self._scaled()
         now, ever = self._waiting()
-        yield GaugeMetricFamily("warmroute_waiting", "Requests that wait here for a node.", value=now)
-        yield CounterMetricFamily("warmroute_held", "Requests that had to wait here for a node.", value=ever)
+        yield _one(gauge("warmroute_waiting", "Requests that wait here for a node."), now)
+        yield _one(counter("warmroute_held", "Requests that had to wait here for a node."), ever)
         now, ever = self._connections()
-        yield GaugeMetricFamily("warmroute_connections", "Client connections open now.", value=now)
-        yield CounterMetricFamily("warmroute_connections_accepted", "Client connections accepted.", value=ever)
+        yield _one(gauge("warmroute_connections", "Client connections open now."), now)
+        yield _one(counter("warmroute_connections_accepted", "Client connections accepted."), ever)
         delay_s, self._counters.loop_delay_max_s = self._counters.loop_delay_max_s, 0.0
-        yield GaugeMetricFamily(
-            "warmroute_loop_delay_max_seconds", "Longest delay of the event loop since the last scrape.", value=delay_s
-        )
+        longest = gauge("warmroute_loop_delay_max_seconds", "Longest delay of the event loop since the last scrape.")
+        yield _one(longest, delay_s)
 
-    def _scaled(self) -> Iterable[Metric]:
-        figures = self._scaling()
-        states = GaugeMetricFamily(
-            "warmroute_scaling_nodes", "Nodes of provisioners, by where they are in their life.", labels=["state"]
-        )
-        changes = CounterMetricFamily(
-            "warmroute_scaling_changes", "Nodes that came, were given back, refused, or lost.", labels=["change"]
-        )
-        if figures is not None:
-            yield GaugeMetricFamily(
-                "warmroute_desired_nodes", "Nodes that the fleet should have.", value=figures.desired_nodes
-            )
-            yield GaugeMetricFamily(
-                "warmroute_scaling_utilisation", "Share of the fleet's time that its work takes.",
-                value=figures.utilisation,
-            )  # fmt: skip
-            yield GaugeMetricFamily(
-                "warmroute_scaling_usd_per_hour", "What the fleet costs, as far as prices are known.",
-                value=figures.usd_per_hour,
-            )  # fmt: skip
-            yield GaugeMetricFamily(
-                "warmroute_scaling_leading", "Whether this process is the one that scales.", value=figures.leading
-            )
-            for state, count in figures.states.items():
-                states.add_metric([state], count)
-            for change in ("added", "given_back", "refused", "lost"):
-                changes.add_metric([change], getattr(figures, change))
-        yield states
-        yield changes
-
-    def _info(self) -> Metric:
-        info = GaugeMetricFamily("warmroute_info", "The running version.", labels=["version"])
-        info.add_metric([__version__], 1)
-        return info
-
-    def _requests(self) -> Iterable[Metric]:
+    def _requests(self) -> Iterable[Family]:
         counters = self._counters
-        answered = CounterMetricFamily(
-            "warmroute_requests_answered", "Answers of nodes that reached clients whole.", labels=["status"]
-        )
+        answered = counter("warmroute_requests_answered", "Answers of nodes that reached clients whole.")
         for status, count in sorted(counters.answered.copy().items()):
-            answered.add_metric([str(status)], count)
+            answered.add(count, labels(status=str(status)))
         yield answered
-        refused = CounterMetricFamily(
-            "warmroute_requests_refused", "Requests answered by the router with an error.", labels=["status", "code"]
-        )
+        refused = counter("warmroute_requests_refused", "Requests answered by the router with an error.")
         for (status, code), count in sorted(counters.refused.copy().items()):
-            refused.add_metric([str(status), code], count)
+            refused.add(count, labels(status=str(status), code=code))
         yield refused
-        shed = CounterMetricFamily(
-            "warmroute_shed", "Requests that were not admitted, by reason and priority.", labels=["reason", "priority"]
-        )
+        shed = counter("warmroute_shed", "Requests that were not admitted, by reason and priority.")
         for (reason, priority), count in sorted(counters.shed.copy().items()):
-            shed.add_metric([reason, PRIORITY_NAMES[priority]], count)
+            shed.add(count, labels(reason=reason, priority=PRIORITY_NAMES[priority]))
         yield shed
-        routed = CounterMetricFamily("warmroute_route_requests", "Requests of each route.", labels=["route"])
+        routed = counter("warmroute_route_requests", "Requests of each route.")
         for route, count in sorted(counters.routed.copy().items()):
-            routed.add_metric([route], count)
+            routed.add(count, labels(route=route))
         yield routed
         for name, help_text, value in (
-            ("warmroute_requests_broken", "Answers that broke off after they had begun.", counters.broken),
-            ("warmroute_requests_left", "Clients gone before their answer was complete.", counters.left),
-            ("warmroute_retries", "Times a request went on to another node.", counters.retries),
-            ("warmroute_stale_connections", "Requests sent again on a fresh connection.", counters.stale_connections),
-            ("warmroute_prompts_threaded", "Prompts read in a thread.", counters.threaded_prompts),
-            ("warmroute_prompts_unread", "Prompts not read: too many waited for a thread.", counters.unread_prompts),
-            ("warmroute_journal_written", "Decisions written to the journal's file.", counters.journal_written),
-            ("warmroute_journal_dropped", "Decisions that the journal's disk did not take.", counters.journal_dropped),
+            ("requests_broken", "Answers that broke off after they had begun.", counters.broken),
+            ("requests_left", "Clients gone before their answer was complete.", counters.left),
+            ("retries", "Times a request went on to another node.", counters.retries),
+            ("stale_connections", "Requests sent again on a fresh connection.", counters.stale_connections),
+            ("prompts_threaded", "Prompts read in a thread.", counters.threaded_prompts),
+            ("prompts_unread", "Prompts not read: too many waited for a thread.", counters.unread_prompts),
+            ("journal_written", "Decisions written to the journal's file.", counters.journal_written),
+            ("journal_dropped", "Decisions that the journal's disk did not take.", counters.journal_dropped),
         ):
-            yield CounterMetricFamily(name, help_text, value=value)
+            yield _one(counter(f"warmroute_{name}", help_text), value)
 
-    def _index(self) -> Iterable[Metric]:
-        stats = self._beliefs.index.stats()
-        for name, text, value in (
-            ("bytes", "Memory of the block index.", stats["bytes"]),
-            ("budget_bytes", "Memory that the block index may have.", stats["budget_bytes"]),
-            ("blocks", "Different blocks in the index.", stats["blocks"]),
-            ("pairs", "Blocks × places that hold them.", stats["pairs"]),
-        ):
-            yield GaugeMetricFamily(f"warmroute_index_{name}", text, value=value)
-        yield CounterMetricFamily("warmroute_index_evicted", "Pairs given up for the memory.", value=stats["evicted"])
-
-        def gauge(name: str, text: str) -> GaugeMetricFamily:
-            return GaugeMetricFamily(f"warmroute_node_cache_{name}", text, labels=["node"])
-
-        def counter(name: str, text: str) -> CounterMetricFamily:
-            return CounterMetricFamily(f"warmroute_node_cache_{name}", text, labels=["node"])
-
-        told = gauge("told", "1 where the node's events are followed, and none was lost.")
-        doubted = gauge("doubted", "1 where the node has another tokenizer than the router.")
-        confidence = gauge("confidence_ratio", "How much a hit on the node counts.")
-        agreement = gauge("agreement_ratio", "Cached tokens predicted and reported, of those predicted or reported.")
-        lag = gauge("event_lag_seconds", "How late the node's events come.")
-        predicted = counter("predicted_tokens", "Cached tokens that were predicted, where the node reported them.")
-        reported = counter("reported_tokens", "Cached tokens that the node reported.")
-        compared = counter("compared", "Answers that told how much was cached.")
-        exact = counter("exact", "Answers that told just what was predicted.")
-        gaps = counter("gaps", "Times that events were lost for good.")
-        now_s, config = self._now(), self._beliefs.config
-        for cache in list(self._beliefs):
-            node, accuracy = [cache.name], cache.accuracy
-            told.add_metric(node, int(cache.complete))
-            doubted.add_metric(node, int(cache.doubted))
-            confidence.add_metric(node, cache.confidence(now_s, config.stale_s, config.gone_s))
-            agreement.add_metric(node, accuracy.agreement())
-            lag.add_metric(node, cache.lag_s)
-            predicted.add_metric(node, accuracy.predicted_tokens)
-            reported.add_metric(node, accuracy.reported_tokens)
-            compared.add_metric(node, accuracy.compared)
-            exact.add_metric(node, accuracy.exact)
-            gaps.add_metric(node, cache.gaps)
-        yield from (told, doubted, confidence, agreement, lag, predicted, reported, compared, exact, gaps)
-
-    def _islands(self) -> Iterable[Metric]:
-        def gauge(name: str, text: str) -> GaugeMetricFamily:
-            return GaugeMetricFamily(f"warmroute_island_{name}", text, labels=["island"])
-
-        def counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
-            return CounterMetricFamily(f"warmroute_{name}", text, labels=labels)
-
-        round_trip = gauge("round_trip_ms", "From here to the island and back, as configured or measured.")
-        distance = gauge("distance_ms", "What its distance counts in a price: the way, its network's cost, the line.")
-        line = gauge("line_ms", "How long those who wait here for the island keep its nodes busy.")
-        for island in list(self._fleet.islands):
-            round_trip.add_metric([island.name], island.round_trip_ms)
-            distance.add_metric([island.name], island.told_ms)
-            line.add_metric([island.name], island.line_ms)
-        books = self._fleet.islands.books
-        fresh = counter("conversations_fresh", "New conversations, by the island that they went to.", "island")
-        stayed = counter("conversations_stayed", "Turns that were served at their conversation's home.", "island")
-        away = counter("conversations_away", "Turns that were served elsewhere.", "island")
-        home = counter("conversations_came_home", "Conversations that came back to their home.", "island")
-        for family, counts in (
-            (fresh, books.fresh), (stayed, books.stayed), (away, books.away), (home, books.came_home),
-        ):  # fmt: skip
-            for name, count in sorted(counts.copy().items()):
-                family.add_metric([name], count)
-        crossed = counter("conversations_crossed", "Conversations that left their home.", "island", "to", "reason")
-        for labels, count in sorted(books.crossed.copy().items()):
-            crossed.add_metric(list(labels), count)
-        yield from (round_trip, distance, line, fresh, stayed, away, home, crossed)
-
-    def _nodes(self) -> Iterable[Metric]:
-        def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-            return GaugeMetricFamily(f"warmroute_node_{name}", text, labels=["node", *labels])
-
-        inflight = gauge("inflight", "Requests of this router on the node.")
-        foreign = gauge("foreign", "Requests of others on the node, at the last poll.")
-        waiting = gauge("waiting", "Requests that the engine has queued, at the last poll.")
-        kv_usage = gauge("kv_usage_ratio", "Share of KV blocks in use, at the last poll.")
-        latency = gauge("latency_ms", "Moving average of an answer's time.")
-        prefill = gauge("prefill_ms_per_token", "Time to prefill a token of a short prompt, as learned.")
-        token = gauge("token_ms", "Time between two tokens of an answer there, as learned and as it is loaded now.")
-        adapters = gauge("adapters_loaded", "LoRA adapters that the node is believed to have loaded.")
-        loads = CounterMetricFamily(
-            "warmroute_node_adapter_loads", "Requests sent there that had to load their adapter.", labels=["node"]
+    def _nodes(self) -> Iterable[Family]:
+        inflight = gauge("warmroute_node_inflight", "Requests of this router on the node.")
+        foreign = gauge("warmroute_node_foreign", "Requests of others on the node, at the last poll.")
+        waiting = gauge("warmroute_node_waiting", "Requests that the engine has queued, at the last poll.")
+        kv_usage = gauge("warmroute_node_kv_usage_ratio", "Share of KV blocks in use, at the last poll.")
+        latency = gauge("warmroute_node_latency_ms", "Moving average of an answer's time.")
+        prefill = gauge("warmroute_node_prefill_ms_per_token", "Time to prefill a token of a short prompt, as learned.")
+        token = gauge(
+            "warmroute_node_token_ms", "Time between two tokens of an answer there, as learned and as it is loaded now."
         )
-        state = gauge("state", "1 for the state that the node is in.", "state")
-        requests = CounterMetricFamily(
-            "warmroute_node_requests", "Requests sent to the node, by how they ended.", labels=["node", "outcome"]
-        )
-        first_byte = HistogramMetricFamily(
-            "warmroute_node_first_byte_seconds", "Time to the answer's first byte.", labels=["node"]
-        )
+        adapters = gauge("warmroute_node_adapters_loaded", "LoRA adapters that the node is believed to have loaded.")
+        loads = counter("warmroute_node_adapter_loads", "Requests sent there that had to load their adapter.")
+        state = gauge("warmroute_node_state", "1 for the state that the node is in.")
+        requests = counter("warmroute_node_requests", "Requests sent to the node, by how they ended.")
+        first_byte = Histogram(
+            "warmroute_node_first_byte_seconds", "Time to the answer's first byte.",
+            [bound / 1000 for bound in FIRST_BYTE_BOUNDS_MS],
+        )  # fmt: skip
         for node in list(self._fleet):
-            name = node.name
-            inflight.add_metric([name], node.inflight)
-            foreign.add_metric([name], node.foreign)
-            waiting.add_metric([name], node.waiting)
-            kv_usage.add_metric([name], node.kv_usage)
-            latency.add_metric([name], node.latency_ms)
-            prefill.add_metric([name], node.speed.ms_per_token)
-            adapters.add_metric([name], len(node.loaded))
-            loads.add_metric([name], node.loaded.loads)
+            name = f'node="{label_value(node.name)}"'
+            inflight.add(node.inflight, name)
+            foreign.add(node.foreign, name)
+            waiting.add(node.waiting, name)
+            kv_usage.add(node.kv_usage, name)
+            latency.add(node.latency_ms, name)
+            prefill.add(node.speed.ms_per_token, name)
+            adapters.add(len(node.loaded), name)
+            loads.add(node.loaded.loads, name)
             for group in node.groups[:1]:
-                token.add_metric([name], node.speed.factor * group.pace.token_ms(node.context))
-            for standing in Standing:
-                is_it = node.health.standing is standing and not node.draining
-                state.add_metric([name, standing.value], int(is_it))
-            state.add_metric([name, "draining"], int(node.draining))
-            for outcome in Outcome:
-                requests.add_metric([name, outcome.name.lower()], node.outcomes[outcome])
-            counts = list(accumulate(node.first_byte_counts))
-            bounds = [*(str(bound / 1000) for bound in FIRST_BYTE_BOUNDS_MS), "+Inf"]
-            first_byte.add_metric([name], list(zip(bounds, counts, strict=True)), node.first_byte_sum_ms / 1000)
+                token.add(node.speed.factor * group.pace.token_ms(node.context), name)
+            draining, standing = node.draining, node.health.standing
+            for one, labelled in _STANDINGS:
+                state.add(one is standing and not draining, name + labelled)
+            state.add(draining, name + ',state="draining"')
+            for outcome, labelled in _OUTCOMES:
+                requests.add(node.outcomes[outcome], name + labelled)
+            first_byte.add_counts(node.first_byte_counts, node.first_byte_sum_ms / 1000, name)
         yield from (
             inflight, foreign, waiting, kv_usage, latency, prefill, token, adapters, loads, state, requests, first_byte,
         )  # fmt: skip
+
+    def _index(self) -> Iterable[Family]:
+        stats = self._beliefs.index.stats()
+        for name, text in (
+            ("bytes", "Memory of the block index."),
+            ("budget_bytes", "Memory that the block index may have."),
+            ("blocks", "Different blocks in the index."),
+            ("pairs", "Blocks × places that hold them."),
+        ):
+            yield _one(gauge(f"warmroute_index_{name}", text), stats[name])
+        yield _one(counter("warmroute_index_evicted", "Pairs given up for the memory."), stats["evicted"])
+
+    def _caches(self) -> Iterable[Family]:
+        told = _cache("told", "1 where the node's events are followed, and none was lost.")
+        doubted = _cache("doubted", "1 where the node has another tokenizer than the router.")
+        confidence = _cache("confidence_ratio", "How much a hit on the node counts.")
+        agreement = _cache("agreement_ratio", "Cached tokens predicted and reported, of those predicted or reported.")
+        lag = _cache("event_lag_seconds", "How late the node's events come.")
+        predicted = _cache_count("predicted_tokens", "Cached tokens that were predicted, where the node reported them.")
+        reported = _cache_count("reported_tokens", "Cached tokens that the node reported.")
+        compared = _cache_count("compared", "Answers that told how much was cached.")
+        exact = _cache_count("exact", "Answers that told just what was predicted.")
+        gaps = _cache_count("gaps", "Times that events were lost for good.")
+        now_s, config = self._now(), self._beliefs.config
+        for cache in list(self._beliefs):
+            node, accuracy = labels(node=cache.name), cache.accuracy
+            told.add(cache.complete, node)
+            doubted.add(cache.doubted, node)
+            confidence.add(cache.confidence(now_s, config.stale_s, config.gone_s), node)
+            agreement.add(accuracy.agreement(), node)
+            lag.add(cache.lag_s, node)
+            predicted.add(accuracy.predicted_tokens, node)
+            reported.add(accuracy.reported_tokens, node)
+            compared.add(accuracy.compared, node)
+            exact.add(accuracy.exact, node)
+            gaps.add(cache.gaps, node)
+        yield from (told, doubted, confidence, agreement, lag, predicted, reported, compared, exact, gaps)
+
+    def _islands(self) -> Iterable[Family]:
+        round_trip = gauge(
+            "warmroute_island_round_trip_ms", "From here to the island and back, as configured or measured."
+        )
+        distance = gauge(
+            "warmroute_island_distance_ms",
+            "What its distance counts in a price: the way, its network's cost, the line.",
+        )
+        line = gauge("warmroute_island_line_ms", "How long those who wait here for the island keep its nodes busy.")
+        for island in list(self._fleet.islands):
+            name = labels(island=island.name)
+            round_trip.add(island.round_trip_ms, name)
+            distance.add(island.told_ms, name)
+            line.add(island.line_ms, name)
+        yield from (round_trip, distance, line)
+        books = self._fleet.islands.books
+        for what, text, counts in (
+            ("fresh", "New conversations, by the island that they went to.", books.fresh),
+            ("stayed", "Turns that were served at their conversation's home.", books.stayed),
+            ("away", "Turns that were served elsewhere.", books.away),
+            ("came_home", "Conversations that came back to their home.", books.came_home),
+        ):
+            family = counter(f"warmroute_conversations_{what}", text)
+            for island_name, count in sorted(counts.copy().items()):
+                family.add(count, labels(island=island_name))
+            yield family
+        crossed = counter("warmroute_conversations_crossed", "Conversations that left their home.")
+        for (left, to, reason), count in sorted(books.crossed.copy().items()):
+            crossed.add(count, labels(island=left, to=to, reason=reason))
+        yield crossed
+
+    def _scaled(self) -> Iterable[Family]:
+        figures = self._scaling()
+        states = gauge("warmroute_scaling_nodes", "Nodes of provisioners, by where they are in their life.")
+        changes = counter("warmroute_scaling_changes", "Nodes that came, were given back, refused, or lost.")
+        if figures is not None:
+            for name, text, value in (
+                ("desired_nodes", "Nodes that the fleet should have.", figures.desired_nodes),
+                ("scaling_utilisation", "Share of the fleet's time that its work takes.", figures.utilisation),
+                ("scaling_usd_per_hour", "What the fleet costs, as far as prices are known.", figures.usd_per_hour),
+                ("scaling_leading", "Whether this process is the one that scales.", figures.leading),
+            ):
+                yield _one(gauge(f"warmroute_{name}", text), value)
+            for state, count in figures.states.items():
+                states.add(count, labels(state=state))
+            for change in ("added", "given_back", "refused", "lost"):
+                changes.add(getattr(figures, change), labels(change=change))
+        yield states
+        yield changes
+
+
+def _one(family: Family, value: float) -> Family:
+    family.add(value)
+    return family
+
+
+def _cache(name: str, text: str) -> Family:
+    return gauge(f"warmroute_node_cache_{name}", text)
+
+
+def _cache_count(name: str, text: str) -> Family:
+    return counter(f"warmroute_node_cache_{name}", text)
