@@ -98,6 +98,22 @@ async def test_a_fleet_that_is_all_drained_is_not_ready() -> None:
 
 
 @pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"{", "the body is not JSON"),
+        (b"[]", "expected a table, got a list"),
+        (b'{"url": 7}', "url: expected text, got a whole number"),
+        (b'{"url": "http://a:1", "isle": "b"}', "unknown key isle; did you mean island?"),
+        (b"{}", "missing required field `url`"),
+    ],
+)
+async def test_what_is_wrong_with_a_node_is_said_in_words(body: bytes, said: str) -> None:
+    async with engines() as [engine], router(engine) as r:
+        message = (await r.admin("POST", "/admin/nodes", body)).json["error"]["message"]
+        assert message.endswith(said), message
+
+
+@pytest.mark.parametrize(
     ("method", "path", "body", "status", "code"),
     [
         ("GET", "/admin/nodes/none", b"", 404, "unknown_node"),

@@ -12,7 +12,7 @@ from warmroute.config.provisioners import ProvisionerConfig
 from warmroute.config.routes import RouteConfig
 from warmroute.config.routing import Admission, Index, Pricing, Routing
 from warmroute.config.scaling import Hours, IslandLimits, Scaling
-from warmroute.config.section import ConfigError, PolicyName, PriorityName, Section, described, section_of
+from warmroute.config.section import ConfigError, PolicyName, PriorityName, Section, described, made_of, section_of
 from warmroute.config.serving import Admin, KeyConfig, Limits, Listen, Log, Shutdown
 from warmroute.config.whole import Config, check, from_table, is_loopback, load, needing_restart, tables
 
@@ -51,6 +51,7 @@ __all__ = [
     "from_table",
     "is_loopback",
     "load",
+    "made_of",
     "needing_restart",
     "node_name",
     "section_of",

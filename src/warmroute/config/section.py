@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 from types import NoneType, UnionType
-from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -37,6 +37,9 @@ class ConfigError(Exception):
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A table of the file."""
+
+
+SomeSection = TypeVar("SomeSection", bound=Section)
 
 
 def section_of(kind: Any) -> type[Section] | None:
@@ -90,6 +93,16 @@ def in_words(message: str, section: type[Section]) -> str:
     return f"{path}: {said}" if path else said
 
 
+def made_of(section: type[SomeSection], table: object) -> SomeSection:
+    """A table as it was read from a file or a request; raises ConfigError with a sentence that names the key."""
+    if isinstance(table, dict):
+        refuse_unknown_keys(table, section, "")
+    try:
+        return msgspec.convert(table, section, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(in_words(str(error), section)) from None
+
+
 def _wrong(what: str, path: str, hint: Any) -> str:
     choices = _choices(hint)
     if what.startswith("Invalid enum value") and choices:
@@ -106,9 +119,9 @@ def _wrong(what: str, path: str, hint: Any) -> str:
             return "is not a SHA-256 in hex: `warmroute hash-key` makes it"
         return f"does not look right: {_sentence(hint) or 'it is written in another way'}"
     name = re.sub(r"\[\d+\]", "", path)
-    if got == "object" and section_of(hint) is not None:
+    if name and got == "object" and section_of(hint) is not None:
         return f"write [[{name}]]: it may stand there many times"
-    if got == "array" and section_of(hint) is not None and get_origin(hint) is not tuple:
+    if name and got == "array" and section_of(hint) is not None and get_origin(hint) is not tuple:
         return f"write [{name}]: it stands there once"
     kinds = " or ".join(_NAMES.get(kind, kind) for kind in expected.split(" | ") if kind != "null")
     return f"expected {kinds}" + (f", got {_NAMES.get(got, got)}" if got else "") + rest

@@ -18,7 +18,7 @@ from warmroute.config.provisioners import ProvisionerConfig, check_provisioners
 from warmroute.config.routes import RouteConfig
 from warmroute.config.routing import Admission, Index, Pricing, Routing
 from warmroute.config.scaling import Scaling, check_scaling
-from warmroute.config.section import ConfigError, Section, in_words, refuse_unknown_keys, section_of
+from warmroute.config.section import ConfigError, Section, made_of, section_of
 from warmroute.config.serving import Admin, KeyConfig, Limits, Listen, Log, Shutdown
 
 
@@ -81,11 +81,7 @@ def load(path: Path) -> Config:
 
 def from_table(table: Mapping[str, Any]) -> Config:
     """Makes a Config of a parsed table, checked as a whole."""
-    refuse_unknown_keys(table, Config, "")
-    try:
-        config = msgspec.convert(table, Config, strict=True)
-    except msgspec.ValidationError as error:
-        raise ConfigError(in_words(str(error), Config)) from None
+    config = made_of(Config, table)
     check(config)
     return config
 

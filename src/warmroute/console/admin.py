@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from warmroute.config import ConfigError, NodeConfig, is_loopback
+from warmroute.config import ConfigError, NodeConfig, is_loopback, made_of
 from warmroute.console.decisions import Decisions
 from warmroute.console.reports import Reports
 from warmroute.edge.errors import Refusal, method_not_allowed
@@ -144,13 +144,14 @@ class Admin:
 
     def _add(self, body: bytes) -> Node:
         try:
-            return self._operations.add_node(msgspec.json.decode(body, type=NodeConfig))
-        except (msgspec.DecodeError, ConfigError) as error:
-            raise Refusal(
-                400, f'The node is not described as {{"url": "http://host:port", …}}: {error}', code="bad_node"
-            ) from None
+            return self._operations.add_node(made_of(NodeConfig, msgspec.json.decode(body)))
+        except msgspec.DecodeError:
+            wrong = "the body is not JSON"
+        except ConfigError as error:
+            wrong = str(error)
         except NameTaken as taken:
             raise Refusal(409, f"A node named {str(taken)!r} is there already.", code="name_taken") from None
+        raise Refusal(400, f'The node is not described as {{"url": "http://host:port", …}}: {wrong}', code="bad_node")
 
 
 def _refuse_browsers(head: RequestHead) -> None:
