@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-SOURCES_C := $(wildcard src/warmroute/_kernel/*.c)
+SOURCES_C := $(wildcard src/warmroute/_kernel/*.[ch])
 
 .PHONY: run test test-real test-real-kubernetes lint bench lock docs clean
 

@@ -169,7 +169,7 @@ class Routed:
 
     def decide(self, body: bytes) -> Decision:
         ask = read_json(body)
-        prompt = self.readings.read(ask.model, CHAT, body, lambda _: None)
+        prompt = self.readings.read(ask.model, CHAT, body, lambda _: None, ask.outline)
         assert isinstance(prompt, Prompt), "it should be read on the loop"
         return self.router.decide(ask, self._now_s, lookup_of(prompt, ""))
 

@@ -267,7 +267,7 @@ async def test_a_node_with_another_tokenizer_is_noticed(children: Children, capl
             page = (await r.router.admin("GET", "/metrics")).body
             return [line for line in page.splitlines() if line.startswith(b"warmroute_node_cache_doubted{")]
 
-        assert await doubted() == [b'warmroute_node_cache_doubted{node="node%d"} 0.0' % n for n in (0, 1)]
+        assert await doubted() == [b'warmroute_node_cache_doubted{node="node%d"} 0' % n for n in (0, 1)]
         for number in range(200):
             if r.cache(1).doubted:
                 break
@@ -275,7 +275,7 @@ async def test_a_node_with_another_tokenizer_is_noticed(children: Children, capl
         assert r.cache(1).doubted and not r.cache(0).doubted
         await until(lambda: "node node1 reads prompts of model sim in other tokens than this router" in caplog.text)
         assert "node0" not in caplog.text
-        assert await doubted() == [b'warmroute_node_cache_doubted{node="node%d"} %d.0' % (n, n) for n in (0, 1)]
+        assert await doubted() == [b'warmroute_node_cache_doubted{node="node%d"} %d' % (n, n) for n in (0, 1)]
         assert not r.cache(1).complete
         # What was sent there still counts: its conversations stay.
         messages = [*conversation(1000), {"role": "user", "content": "Hello?"}]

@@ -15,15 +15,16 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "warmroute"
 
 MAY_KNOW: dict[str, set[str]] = {
     "_kernel": set(),
+    "aside": set(),
     "config": set(),
     "prompt": {"_kernel", "config"},
     "index": {"_kernel", "config"},
     "fleet": {"_kernel", "config"},
     "routing": {"_kernel", "config", "prompt", "index", "fleet"},
-    "telemetry": {"config", "fleet", "index", "routing"},
+    "telemetry": {"aside", "config", "fleet", "index", "routing"},
     "edge": {"_kernel", "config", "prompt", "fleet", "routing", "telemetry"},
     "engines": {"config", "fleet", "index"},
-    "scaling": {"config", "fleet", "index"},
+    "scaling": {"aside", "config", "fleet", "index"},
     "console": {"config", "edge", "fleet", "index", "routing", "scaling", "telemetry"},
     "sim": {"_kernel", "config", "prompt", "index", "fleet", "routing", "engines", "edge", "scaling"},
 }

@@ -90,9 +90,10 @@ class Service:
                 self,
                 lambda node, path, body, timeout_s: post(self.pools, node, path, body, timeout_s),
                 lambda: self.admission.waiting,
+                self._hold,
             )
             self.router.meter, self.router.hot = self.scaling.meter, self.scaling.hot
-            self.admission.node_wait_s = config.scaling.hold_s
+            self.router.may_serve = self._may_serve
         page = MetricsPage(
             self.fleet,
             self.beliefs,
@@ -170,7 +171,8 @@ class Service:
     def add_node(self, config: NodeConfig) -> Node:
         """Raises ConfigError, NameTaken."""
         known = {node.api_key_env for node in self.config.nodes}
-        known |= {provisioner.api_key_env for provisioner in self.config.provisioners}
+        provisioners = (*self.config.provisioners, *self._started_with.provisioners)  # these count until a restart
+        known |= {provisioner.api_key_env for provisioner in provisioners}
         if config.api_key_env and config.api_key_env not in known:
             raise ConfigError("api_key_env may only name a variable that a configured node or provisioner names")
         node = self.fleet.add(config)
@@ -190,6 +192,16 @@ class Service:
         self.library.forget_node(node.name)
         self._remote.forget(node)
         self.pools.remove(node)
+
+    def _hold(self, seconds: float) -> None:
+        """So long requests wait for a first node from now on."""
+        self.admission.node_wait_s = seconds
+
+    def _may_serve(self, model: str) -> bool:
+        """Whether a node that comes would serve it. The nodes of a fleet that is scaled serve the same models, so those
+        that were served before are all there are, and those that are configured; before the first nobody knows."""
+        served = self.fleet.served
+        return not served or model in served or any(one.name == model for one in self.config.models)
 
     def describe_scaling(self) -> dict[str, Any]:
         return self.scaling.describe() if self.scaling is not None else {"enabled": False}
@@ -230,7 +242,6 @@ class Service:
             self.fleet.islands.reconfigure(config.islands, config.crossing)
         if config.scaling.enabled and self.scaling is not None:
             self.scaling.reconfigure(config)
-            self.admission.node_wait_s = config.scaling.hold_s
         self.proxy.reconfigure(config)
         self.watcher.reconfigure(config)
         added, removed = self.fleet.reconfigure(config.nodes, config.health)

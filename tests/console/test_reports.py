@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from array import array
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -175,3 +177,15 @@ async def test_the_largest_report_is_applied_in_slices() -> None:
     assert (await reporter.reports.take("node", body.encode()))["blocks"] == 6500
     beside.cancel()
     assert turns >= 4, "the loop gets its turn between them"
+
+
+async def test_what_a_node_reported_is_forgotten_with_the_node() -> None:
+    reporter = Reporter()
+    await reporter.says(0, whole=True, stored=[blocks(1, prompt(1))])
+    cache = ref(reporter.cache)
+    del reporter.cache
+    reporter.beliefs.leave("node")
+    gc.collect()
+    assert cache() is None
+    reporter.beliefs.join("node", ["m"])
+    assert (await reporter.refused(1, stored=[blocks(3, prompt(2))])).code == "send_whole"

@@ -58,6 +58,7 @@ class RequestHead:
     request_id: bytes = b""
     forwarded_for: bytes = b""
     content_type: bytes = b""
+    wishes: bool = False
     passing: bytes = b""
     fields: list[tuple[bytes, bytes]] = field(default_factory=list)
 
@@ -176,6 +177,8 @@ def _read_request_head(data: bytes, end: int, max_fields: int) -> RequestHead:
         elif name not in _DROPPED_FROM_REQUESTS:
             if name == b"content-type":
                 head.content_type = value
+            if name in (b"x-priority", b"x-queue", b"x-deadline-ttft-ms", b"x-deadline-ms"):
+                head.wishes = True
             passing.append((name, text))
     if hosts != 1 and (hosts or head.minor):
         raise Refused(BAD_HOST)

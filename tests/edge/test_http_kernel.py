@@ -9,6 +9,7 @@ import sys
 
 import h11
 import plain_http
+import plain_usage
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from warmroute._kernel import _http
 
 REQUEST_VALUES = (
     "method", "target", "minor", "length", "chunked", "keep_alive", "expects_continue", "authorization", "api_key",
-    "request_id", "forwarded_for", "content_type", "passing",
+    "request_id", "forwarded_for", "content_type", "wishes", "passing",
 )  # fmt: skip
 RESPONSE_VALUES = ("status", "status_line", "length", "keep_alive", "content_type", "retry_after", "passing")
 
@@ -47,7 +48,7 @@ NAMES = st.sampled_from(
         b"TE", b"Trailer",
         b"Upgrade", b"Retry-After", b"X-A", b"x-a", b"Accept", b"Proxy-Authenticate", b"cOnTeNt-LeNgTh",
         b"!#$%&'*+-.^_`|~",
-        b"Content_Length", b"Content-Lengt", b"Hos", b"Hostt",
+        b"Content_Length", b"Content-Lengt", b"Hos", b"Hostt", b"X-Priority", b"x-queue", b"X-Queues", b"X-Deadline-Ms",
     ]
 )  # fmt: skip
 VALUES = st.one_of(
@@ -108,7 +109,8 @@ GOOD_VALUES: dict[bytes, list[bytes]] = {
 GOOD_FIELD = st.sampled_from(
     [b"Content-Length", b"Transfer-Encoding", b"Connection", b"Expect", b"X-Request-Id", b"Authorization",
     b"Content-Type",
-     b"X-Forwarded-For", b"X-A", b"accept", b"TE", b"Upgrade", b"Keep-Alive", b"Retry-After", b"Proxy-Authenticate"]
+     b"X-Forwarded-For", b"X-A", b"accept", b"TE", b"Upgrade", b"Keep-Alive", b"Retry-After", b"Proxy-Authenticate",
+     b"X-PRIORITY", b"x-queue", b"X-Deadline-Ttft-Ms", b"x-deadline-ms", b"X-Deadline-Tt"]
 ).flatmap(lambda name: st.sampled_from(GOOD_VALUES.get(name, [b"a", b"", b"b c\t d", b"\xe9"])).map(
     lambda value: name + b": " + value + b"\r\n"
 ))  # fmt: skip
@@ -386,3 +388,36 @@ def test_the_rest_of_a_chunk_makes_it_whole_wherever_it_was_cut(
     pieces: list[bytes] = []
     assert reader.feed(rest + b"2\r\nok\r\n0\r\n\r\n", pieces) >= 0
     assert pieces[-1] == b"ok"
+
+
+# ---- What an answer says of its tokens ----
+
+USAGE_PIECES = st.one_of(
+    st.sampled_from(
+        [b'"usage"', b'"usage', b'usage"', b"\r\n", b"\r\n1a\r\n", b"\r\n123456789\r\n", b"\r", b"\n", b'\\"', b'"',
+         b":", b" ", b"\t\x0b\x0c", b"{", b",", b"}", b"_", b"x", b"-", b"\xe9", b"0", b"7", b"123456789",
+         b"1234567890"]
+    ),
+    st.sampled_from(
+        [b"prompt_tokens", b"input_tokens", b"cached_tokens", b"cache_read_input_tokens",
+         b"cache_creation_input_tokens", b"completion_tokens", b"output_tokens", b"total_tokens"]
+    ).flatmap(lambda name: st.sampled_from([b'"%b"' % name, b'"%b": 12' % name, b'"%b":0,' % name, b'"%b' % name])),
+)  # fmt: skip
+
+
+@given(st.lists(USAGE_PIECES, max_size=30).map(b"".join), st.sampled_from([b"", b'{"usage":']))
+@example(b'"prompt_tokens":123456789', b'{"usage":')
+@example(b'"prompt_\r\n5\r\ntokens":1\r\n5\r\n5\r\n', b'{"usage":')
+def test_usage_is_read_as_the_plain_reader_reads_it(data: bytes, before: bytes) -> None:
+    assert _http.read_usage(before + data) == plain_usage.usage_of(before + data)
+
+
+@pytest.mark.parametrize("behind", range(16_330, 16_390))
+def test_a_usage_far_from_the_end_is_not_looked_for(behind: int) -> None:
+    data = b'{"usage": {"prompt_tokens": 12, "completion_tokens": 34}' + b"\r\n" * (behind % 2) + b"x" * behind
+    assert _http.read_usage(data) == plain_usage.usage_of(data)
+
+
+def test_usage_is_read_of_bytes_only() -> None:
+    with pytest.raises(TypeError):
+        _http.read_usage("usage")  # type: ignore[arg-type]

@@ -17,12 +17,14 @@ from typing import Any
 import pytest
 from harness import DONE, SSE_HEAD, Engine, Router, answer, chat, chunk, engines, get, post, router, script, until
 
-from warmroute.edge.usage import Usage, usage_of
+from warmroute._kernel._scan import Outline
+from warmroute.edge.usage import usage_of
 from warmroute.index.node_cache import NodeCache
 from warmroute.prompt import chat_reading
 from warmroute.prompt.chat_template import ChatTemplate
 from warmroute.prompt.locality import Locality
 from warmroute.prompt.reading import PromptReader, Reading
+from warmroute.routing.dispatch import Dispatch
 
 SMALL_MODEL = Path(__file__).parents[1] / "prompt_tokens" / "small-model"
 CHAT = "/v1/chat/completions"
@@ -109,9 +111,9 @@ async def test_short_bodies_are_not_read() -> None:
         read: list[bytes] = []
         begin = reader_of(r).begin
 
-        def noted(path: bytes, body: bytes) -> Reading | None:
+        def noted(path: bytes, body: bytes, outline: Outline | None = None) -> Reading | None:
             read.append(body)
-            return begin(path, body)
+            return begin(path, body, outline)
 
         reader_of(r).begin = noted  # type: ignore[method-assign]
         short, middling, long = chat("hi"), chat("hi " * 60), chat(LONG)
@@ -152,8 +154,8 @@ async def test_while_a_long_prompt_is_read_the_others_go_on() -> None:
         assert (await slow.answer()).status == 200
         assert engine.seen[-1].body == chat(big(1))
         page = (await r.admin("GET", "/metrics")).body
-        assert b"\nwarmroute_prompts_threaded_total 1.0\n" in page
-        assert b"\nwarmroute_prompts_unread_total 0.0\n" in page
+        assert b"\nwarmroute_prompts_threaded_total 1\n" in page
+        assert b"\nwarmroute_prompts_unread_total 0\n" in page
 
 
 async def test_what_was_read_in_a_thread_is_known_like_any_other() -> None:
@@ -218,8 +220,8 @@ async def test_where_too_many_wait_the_next_is_routed_by_load() -> None:
         for peer in waiting:
             assert (await peer.answer()).status == 200
         page = (await r.admin("GET", "/metrics")).body
-        assert b"\nwarmroute_prompts_unread_total 3.0\n" in page
-        assert b"\nwarmroute_prompts_threaded_total 2.0\n" in page
+        assert b"\nwarmroute_prompts_unread_total 3\n" in page
+        assert b"\nwarmroute_prompts_threaded_total 2\n" in page
         assert (await r.ask(post(chat(big(9))))).status == 200
         assert r.service.counters.threaded_prompts == 3
 
@@ -310,13 +312,13 @@ def details(cached: int) -> dict[str, Any]:
 @pytest.mark.parametrize("spaced", [False, True])
 def test_usage_in_every_shape(answered: dict[str, Any], expected: tuple[int | None, ...] | None, spaced: bool) -> None:
     told = json.dumps(answered) if spaced else json.dumps(answered, separators=(",", ":"))
-    assert usage_of(told.encode()) == (None if expected is None else Usage(*expected))
+    assert usage_of(told.encode()) == expected
 
 
 def test_usage_in_two_chunks_of_an_answer() -> None:
     event = b"data: " + json.dumps(said(usage=details(640))).encode() + b"\n\n"
     for at in range(1, len(event) - 1):
-        assert usage_of(chunk(event[:at]) + chunk(event[at:]) + DONE) == Usage(900, 640, 40), at
+        assert usage_of(chunk(event[:at]) + chunk(event[at:]) + DONE) == (900, 640, 40), at
 
 
 def as_stream(*events: dict[str, Any]) -> list[bytes]:
@@ -552,3 +554,18 @@ async def test_no_prompt_holds_the_loop(body_of: Callable[[int], tuple[str, byte
         print(f"{body_of.__name__}: {held_ms:.1f} ms to serve, {best_own_ms:.1f} ms a round, {best_shared_ms:.1f} ms")
         assert best_own_ms < LOOP_MS
         assert best_shared_ms < SHARED_MS
+
+
+async def test_a_stream_that_comes_in_one_piece_took_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is learned of a node's pace is divided by: it must never come to be zero."""
+    took_s: list[float] = []
+
+    def answered(ticket: Dispatch, prompt: int | None, cached: int | None, output: int | None, now_s: float) -> None:
+        took_s.append(now_s - ticket.first_byte_s)
+
+    monkeypatch.setattr(Dispatch, "answered", answered)
+    async with engines() as [engine], router(engine, routing={"policy": "price"}) as r:
+        for name in ("stream, at once", "whole"):
+            engine.behave = _answers(900, 0)[name][1]()
+            assert (await r.ask(post(chat("a" * 2000)))).status == 200
+    assert len(took_s) == 2 and min(took_s) > 0.0

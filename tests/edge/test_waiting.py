@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 from harness import Answer, Engine, Peer, Router, answer, chat, engines, get, post, quick_table, router, script, until
 
 from warmroute.config import Config, from_table
@@ -201,13 +202,35 @@ async def test_metrics_tell_who_waits() -> None:
         peer = await ask(r, 1)
         await waiting(r, 1)
         page = (await r.admin("GET", "/metrics")).body.decode()
-        assert "\nwarmroute_waiting 1.0\n" in page and "\nwarmroute_held_total 1.0\n" in page
+        assert "\nwarmroute_waiting 1\n" in page and "\nwarmroute_held_total 1\n" in page
         assert '\nwarmroute_node_prefill_ms_per_token{node="node0"} 0.05\n' in page
         assert '\nwarmroute_node_token_ms{node="node0"} ' in page
         gate.let(2)
         await peer.answer()
         page = (await r.admin("GET", "/metrics")).body.decode()
-        assert "\nwarmroute_waiting 0.0\n" in page and "\nwarmroute_held_total 1.0\n" in page
+        assert "\nwarmroute_waiting 0\n" in page and "\nwarmroute_held_total 1\n" in page
+
+
+async def test_a_fault_of_the_routers_own_costs_one_request_and_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise OverflowError("what the user typed")
+
+    async with one_busy() as (r, gate):
+        held = await ask(r, 1)
+        await waiting(r, 1)
+        with monkeypatch.context() as broken:
+            broken.setattr("warmroute.edge.exchange.Entry", fails)
+            gate.let(1)  # the one before: the other is let through, and breaks
+            failed = await held.answer()
+            assert failed.status == 500 and failed.error["code"] == "internal_error"
+            assert (await r.ask(post(chat(LONG)))).status == 500, "at once"
+        assert r.service.admission.waiting == 0 and r.node(0).inflight == 0
+        gate.let(1)
+        peer = await ask(r, 2)
+        assert (await peer.answer()).status == 200
+    assert "OverflowError at" in caplog.text and "typed" not in caplog.text
 
 
 # Reload and shutdown.

@@ -128,6 +128,19 @@ def test_short_prompts_say_little_about_the_speed_of_long_ones() -> None:
     assert speed.ms_per_token == pytest.approx(0.05, rel=0.1)
 
 
+def test_a_node_full_of_short_prompts_is_not_believed_to_prefill_long_ones_slowly() -> None:
+    """Of thirty prompts one is long; the others have 100 tokens, and take the steps that a batch takes without them."""
+    node = Node(0.05)
+    node.answers(20)
+    speed, now_s = node.speed, node.now_s
+    for number in range(300):
+        long = number % 30 == 0
+        sent_s = now_s = now_s + 0.1
+        now_s += (1.5 * STEP_MS + (3000 * 0.05 if long else 0.0)) / 1000.0
+        speed.saw_first_token(3000 if long else 100, STEP_MS, sent_s, now_s)
+    assert speed.ms_per_token == pytest.approx(0.05, rel=0.15)
+
+
 @given(st.lists(st.tuples(st.floats(0, 1e5), st.floats(0, 100), st.floats(0, 100), st.floats(0, 10)), max_size=40))
 def test_whatever_is_seen_a_speed_stays_a_number_above_zero(seen: list[tuple[float, float, float, float]]) -> None:
     speed, now_s = Speed(), 0.0

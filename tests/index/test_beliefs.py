@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from math import inf
 
 import pytest
 from believed import MODEL, SIZE, beliefs_of, cache_of, follows, held, hit, lookup, prompt, sends, tells, tokens
@@ -28,6 +29,19 @@ def test_what_was_sent_is_a_hit_where_nothing_is_told():
     found = hit(beliefs, "a", prompt(1, 2, 9), 500.0)
     assert found is not None and (found.tokens, found.rank) == (32, ROUTED)
     assert hit(beliefs, "b", prompt(1, 2, 9)) is None
+
+
+def test_a_beginning_was_last_used_when_somebody_with_it_was_last_sent_there():
+    beliefs = beliefs_of("a", "b")
+    for asked, now_s in ((prompt(1, 2, 3), 5.0), (prompt(1, 7), 8.0)):
+        sends(beliefs, "a", asked, now_s)
+    asked = prompt(1, 2, 9)
+    assert beliefs.last_used_s(MODEL, asked, "a", 2 * SIZE) == 5.0
+    assert beliefs.last_used_s(MODEL, asked, "a", 2 * SIZE - 1) == 8.0, "a block that is not whole does not count"
+    assert beliefs.last_used_s(MODEL, asked, "a", 3 * SIZE) is None
+    assert beliefs.last_used_s(MODEL, asked, "a", SIZE - 1) is None
+    assert beliefs.last_used_s(MODEL, asked, "b", SIZE) is None
+    assert beliefs.last_used_s(MODEL, asked, "c", SIZE) is None
 
 
 def test_what_is_being_prefilled_is_expected_until_a_moment_after_its_first_token():
@@ -496,22 +510,24 @@ def test_the_index_stays_within_its_budget_whatever_is_sent_and_told():
         assert len(cache.recency) <= 2000 and cache.recency.bytes <= 2000 * 32 + 60_000
 
 
-def test_a_block_of_a_node_that_tells_costs_at_most_72_bytes():
+@pytest.mark.parametrize(("telling", "most"), [(True, 48), (False, 24)])
+def test_a_block_of_a_node_that_tells_costs_at_most_48_bytes_and_of_another_24(telling, most):
     names = [str(number) for number in range(32)]
     beliefs = beliefs_of(*names, assumed_cache_tokens=20_000 * SIZE)
     source = random.Random(1)
-    for cache in beliefs:
+    for cache in beliefs if telling else ():
         follows(cache)
     for number in range(1000):
         sent = sends(beliefs, source.choice(names), lookup(source.choices(range(1 << 17), k=1601)), float(number))
         beliefs.first_token(sent, float(number))
-        place = sent.cache.ranks[0]
-        beliefs.index.store_chain(place, sent.chain, Tier.GPU, [source.getrandbits(63) for _ in range(100)])
+        if telling:
+            place = sent.cache.ranks[0]
+            beliefs.index.store_chain(place, sent.chain, Tier.GPU, [source.getrandbits(63) for _ in range(100)])
     beliefs.tidy(1e6)
     stats = beliefs.index.stats()
-    assert stats["pairs"] == 200_000  # each is told and mirrored
-    assert stats["bytes"] <= 72 * 100_000
-    assert sum(cache.recency.bytes for cache in beliefs) <= 32 * 100_000 + 32 * 60_000
+    assert stats["pairs"] == (200_000 if telling else 100_000)  # each is mirrored
+    assert stats["bytes"] <= most * 100_000
+    assert sum(cache.recency.bytes for cache in beliefs) <= 9 * 100_000 + 32 * 30_000
 
 
 def test_what_is_evicted_from_the_mirror_is_gone_from_the_index():
@@ -520,10 +536,17 @@ def test_what_is_evicted_from_the_mirror_is_gone_from_the_index():
     cache = follows(cache_of(beliefs, "a"))
     source = random.Random(7)
     inflight = []
+    whole = {}
+
+    def is_kept(cache, chain):
+        uses = cache.recency.uses(chain, len(chain) // 8, inf)
+        return bool(uses) and uses[-1][1] == len(chain) // 8
+
     for number in range(2000):
         now_s = number / 10
         asked = prompt(*(source.randrange(40) for _ in range(source.randrange(1, 6))), sure=source.choice([None, 0]))
         sent = sends(beliefs, "a", asked, now_s)
+        whole.update({sent.chain[end - 8 : end]: sent.chain[:end] for end in range(8, len(sent.chain) + 1, 8)})
         inflight.append(sent)
         if len(inflight) > 4:
             done = inflight.pop(source.randrange(5))
@@ -539,7 +562,7 @@ def test_what_is_evicted_from_the_mirror_is_gone_from_the_index():
         if number % 400 == 399:
             cache.describe(16, source.choice([30, 64, 100]) * SIZE)
         mirrored = [array("Q", [row[0]]).tobytes() for row in beliefs.index.holdings(cache.routed_place)]
-        assert all(cache.recency.stamp_of(block) is not None for block in mirrored)
+        assert all(is_kept(cache, whole[block]) for block in mirrored)
         assert len(mirrored) <= len(cache.recency)
     for sent in inflight:
         sent.withdraw()

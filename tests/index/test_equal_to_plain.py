@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from warmroute.index import NO_PARENT, PARENT_LOST, BlockIndex, Tier
+from warmroute.index import NO_PARENT, PARENT_LOST, BlockIndex, Recency, Tier
 from warmroute.index.plain import PlainIndex, chain
 
 BLOCK = 2
@@ -24,6 +25,14 @@ def in_order(rows):
     return sorted(rows)
 
 
+def packed(hashes):
+    return struct.pack(f"={len(hashes)}Q", *hashes)
+
+
+def unpacked(hashes):
+    return list(struct.unpack(f"={len(hashes) // 8}Q", hashes))
+
+
 class Equal(RuleBasedStateMachine):
     """Few places, few tokens, few hashes: so that duplicates, aliases, conflicts and shared blocks are the rule."""
 
@@ -33,6 +42,8 @@ class Equal(RuleBasedStateMachine):
     def begin(self, extra_places):
         self.index, self.plain = BlockIndex(self.budget_bytes), PlainIndex()
         self.open: list[int] = []
+        self.mirrored: dict[int, tuple[Recency, Recency]] = {}
+        """Place → its mirror, and the plain one's."""
         for _ in range(2 + extra_places):
             self.open_place()
 
@@ -101,6 +112,50 @@ class Equal(RuleBasedStateMachine):
         place = self.open[at % len(self.open)]
         assert self.index.remove_chain(place, hashes, tier) == self.plain.remove_chain(place, hashes, tier)
 
+    @rule(capacity=st.integers(1, 9))
+    def open_mirrored(self, capacity):
+        if len(self.mirrored) < 4:
+            mirror, plain = Recency(capacity), Recency(capacity)
+            place = self.index.open_place(mirror)
+            assert place not in self.open and place not in self.mirrored
+            self.plain.open_place(place, plain)
+            self.mirrored[place] = (mirror, plain)
+
+    @precondition(lambda self: self.mirrored)
+    @rule(at=which)
+    def close_mirrored(self, at):
+        place = list(self.mirrored)[at % len(self.mirrored)]
+        del self.mirrored[place]
+        self.index.close_place(place)
+        self.plain.close_place(place)
+
+    @precondition(lambda self: self.mirrored)
+    @rule(at=which, tokens=few_tokens, namespace=st.integers(0, 1), stamp=st.integers(0, 9))
+    def keep(self, at, tokens, namespace, stamp):
+        place = list(self.mirrored)[at % len(self.mirrored)]
+        hashes = chain(namespace, None, tokens, BLOCK)
+        assert unpacked(self.index.keep(place, packed(hashes), stamp)) == self.plain.keep(place, hashes, stamp)
+
+    @precondition(lambda self: self.mirrored)
+    @rule(at=which, capacity=st.integers(1, 9), answer=st.integers(0, 2))
+    def change_a_mirror(self, at, capacity, answer):
+        place = list(self.mirrored)[at % len(self.mirrored)]
+        mirror, plain = self.mirrored[place]
+        for one in (mirror.push(answer, 1.0), mirror.resize(capacity)):
+            self.index.remove_chain(place, one, Tier.GPU)
+        for one in (plain.push(answer, 1.0), plain.resize(capacity)):
+            self.plain.remove_chain(place, unpacked(one), Tier.GPU)
+
+    @precondition(lambda self: self.mirrored)
+    @rule(at=which, tokens=few_tokens, namespace=st.integers(0, 1), first=st.integers(0, 5))
+    def take_back(self, at, tokens, namespace, first):
+        place = list(self.mirrored)[at % len(self.mirrored)]
+        hashes = chain(namespace, None, tokens, BLOCK)
+        for recency in self.mirrored[place]:
+            recency.drop(packed(hashes), packed(hashes[first:]))
+        self.index.remove_chain(place, hashes[first:], Tier.GPU)
+        self.plain.remove_chain(place, hashes[first:], Tier.GPU)
+
     @rule(tokens=few_tokens, namespace=st.integers(0, 1))
     def match_a_prompt(self, tokens, namespace):
         hashes = chain(namespace, None, tokens, BLOCK)
@@ -116,20 +171,22 @@ class Equal(RuleBasedStateMachine):
 
     @invariant()
     def holds_the_same(self):
-        for place in self.open:
+        for place in (*self.open, *self.mirrored):
             assert Counter(self.index.holdings(place)) == Counter(self.plain.holdings(place))
+            assert self.index.pairs_of(place) == len(self.plain.holdings(place))
         stats = self.index.stats()
-        assert stats["pairs"] == sum(map(self.index.pairs_of, self.open))
+        assert stats["pairs"] == sum(map(self.index.pairs_of, (*self.open, *self.mirrored)))
         assert stats["bytes"] <= stats["charged_bytes"] <= stats["budget_bytes"]
         assert stats["evicted"] == stats["refused"] == 0
         if not stats["unswept_pairs"]:
-            blocks = {row[0] for place in self.open for row in self.plain.holdings(place)}
+            places = (*self.open, *self.mirrored)
+            blocks = {row[0] for place in places for row in self.plain.holdings(place)}
             assert stats["blocks"] == len(blocks)
 
     def teardown(self):
         if not hasattr(self, "index"):
             return
-        for place in self.open:
+        for place in (*self.open, *self.mirrored):
             self.index.close_place(place)
         self.index.sweep(1 << 40)
         stats = self.index.stats()

@@ -11,7 +11,7 @@ from array import array
 
 import pytest
 
-from warmroute.index import MIN_BUDGET_BYTES, NO_PARENT, BlockIndex, Tier, chain, namespace_seed
+from warmroute.index import MIN_BUDGET_BYTES, NO_PARENT, BlockIndex, Recency, Tier, chain, namespace_seed
 
 
 def test_a_duplicate_store_needs_its_own_remove():
@@ -345,3 +345,81 @@ def test_counts_stop_at_their_end_and_say_so():
         index.store_chain(place, [1], Tier.CPU)
     assert index.holdings(place) == [(1, 0, 15, 0, 0)]
     assert index.stats()["saturated"] == 5
+
+
+# Mirrored places.
+
+
+def test_at_the_budget_a_mirrored_place_loses_its_oldest_in_its_mirror_too():
+    index = BlockIndex(MIN_BUDGET_BYTES * 2)
+    mirror = Recency(100_000)
+    place = index.open_place(mirror)
+    source = random.Random(1)
+    prompts = [source.randbytes(8 * 100) for _ in range(300)]
+    for stamp, prompt in enumerate(prompts):
+        assert index.keep(place, prompt, float(stamp)) == prompt
+        stats = index.stats()
+        assert stats["bytes"] <= stats["budget_bytes"]
+        assert index.match(prompt) == [(place, 100, 100, 100, 100)], "never the one that is being kept"
+        assert stats["pairs"] == index.pairs_of(place) == len(mirror)
+    assert index.stats()["evicted"] > 0 and index.stats()["refused"] == 0
+    held = [mirror.held(prompt) for prompt in prompts]
+    assert held == sorted(held) and held[0] == 0 and held[-1] == 100
+    assert [sum(row[1] for row in index.match(prompt)) for prompt in prompts] == held
+
+
+def test_of_pairs_and_mirrors_the_larger_place_is_evicted_from():
+    index = BlockIndex(MIN_BUDGET_BYTES * 4)
+    mirror = Recency(100_000)
+    small, large = index.open_place(mirror), index.open_place()
+    source = random.Random(2)
+    kept = source.randbytes(8 * 500)
+    index.keep(small, kept, 0.0)
+    for _ in range(200):
+        index.store_chain(large, source.randbytes(8 * 100), Tier.GPU)
+    assert index.stats()["evicted"] > 0
+    assert len(mirror) == 500 and index.match(kept)[0][1] == 500
+
+
+def test_a_mirrored_place_that_is_closed_is_swept_bit_by_bit():
+    index = BlockIndex(1 << 24)
+    mirror = Recency(100_000)
+    place = index.open_place(mirror)
+    prompt = random.Random(3).randbytes(8 * 20_000)
+    index.keep(place, prompt, 0.0)
+    mirror.push(10, 1.0)
+    index.close_place(place)
+    assert index.match(prompt) == []
+    left = index.stats()["unswept_pairs"]
+    assert 0 < left < 20_000 and index.stats()["pairs"] == 0
+    assert index.sweep(1000) == left - 1000
+    assert index.sweep(100_000) == index.stats()["blocks"] == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda index, place: index.open_place(1), TypeError),
+        (lambda index, place: index.open_place(Recency(1), 2), TypeError),
+        (lambda index, place: index.clear(place), ValueError),
+        (lambda index, place: index.store_chain(place, [1], Tier.GPU), ValueError),
+        (lambda index, place: index.store(place, 1, None, [7], [1, 2], 2, Tier.GPU), ValueError),
+        (lambda index, place: index.store_known(place, [7], Tier.GPU), ValueError),
+        (lambda index, place: index.keep(index.open_place(), b"", 1.0), ValueError),
+        (lambda index, place: index.keep(99, b"", 1.0), ValueError),
+        (lambda index, place: index.keep(place, b"1", 1.0), ValueError),
+        (lambda index, place: index.keep(place, [1], 1.0), TypeError),
+        (lambda index, place: index.keep(place, b"12345678", "1"), TypeError),
+        (lambda index, place: index.keep(place, b"12345678"), TypeError),
+    ],
+)
+def test_a_mirrored_place_refuses_what_is_not_for_it(call, error):
+    index = BlockIndex(1 << 20)
+    mirror = Recency(4)
+    place = index.open_place(mirror)
+    index.keep(place, b"abcdefgh", 1.0)
+    with pytest.raises(error):
+        call(index, place)
+    with pytest.raises(ValueError):
+        index.open_place(mirror)  # it is not empty
+    assert index.match(b"abcdefgh") == [(place, 1, 1, 1, 1)] and len(mirror) == 1

@@ -12,6 +12,7 @@ from priced import Guest, World, prompt
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import NodeConfig, Pricing, Routing
+from warmroute.fleet.meter import Meter
 from warmroute.fleet.node import Outcome
 from warmroute.prompt.ask import HIGH, LOW, NORMAL
 from warmroute.routing.admission import LOOKED_AT, LOOKED_AT_IN_ALL
@@ -813,6 +814,39 @@ def test_a_full_queue_for_one_model_refuses_no_low_one_of_another() -> None:
     guest.ask.model = "other"
     guest.enter()
     assert guest.node.name == "b"
+
+
+def test_those_who_wait_for_other_models_hide_nobody() -> None:
+    world = World(1)
+    other = world.fleet.add(NodeConfig(url="http://other:1", models=("other",)))
+    world.fleet.check_passed(other, 0.0)
+    world.beliefs.join(other.name, ["other"]).describe(16, 0)
+
+    def entered(model: str) -> Guest:
+        guest = Guest(world, prompt(8000))
+        guest.ask.model = model
+        guest.enter()
+        return guest
+
+    first, running = entered("m"), entered("other")
+    many = [entered("m") for _ in range(LOOKED_AT)]
+    hidden = entered("other")
+    assert hidden.waits and all(guest.waits for guest in many)
+    running.finish()
+    assert not hidden.waits and hidden.decision.node is other
+    assert not first.waits and all(guest.waits for guest in many)
+
+
+def test_a_model_that_nobody_serves_is_no_work_for_the_fleet() -> None:
+    world = World(1)
+    world.router.meter = meter = Meter()
+    unknown = Guest(world, prompt(100))
+    unknown.ask.model = "none"
+    with pytest.raises(UnknownModel):
+        unknown.enter()
+    assert meter.arrived == 0
+    Guest(world, prompt(100)).enter()
+    assert meter.arrived == 1
 
 
 def test_who_waited_is_not_put_into_a_queue_that_has_grown_too_long() -> None:

@@ -15,7 +15,7 @@ from warmroute.index.lookup import Lookup
 from warmroute.prompt.ask import Ask
 from warmroute.routing.admission import Admission
 from warmroute.routing.decision import Decision
-from warmroute.routing.islands import DEADLINE, DOWN, SLOW, STOOD_IN
+from warmroute.routing.islands import DEADLINE, DOWN, PASSED_OVER, SLOW, STOOD_IN
 from warmroute.routing.router import Router
 from warmroute.routing.stays import MOST, Stays, ends_at
 
@@ -192,6 +192,22 @@ def test_others_stand_in_at_need_those_of_other_islands_last() -> None:
     assert [node.island for node in (decision.node, *decision.fallbacks())] == ["a", "a", "b", "b"]
     clouds.say(third, to="b1")
     assert clouds.books.crossed == {("a", "b", STOOD_IN): 1}
+
+
+@pytest.mark.parametrize("home_is_down", [False, True])
+def test_a_home_whose_nodes_are_passed_over_is_not_down(home_is_down: bool) -> None:
+    clouds = Clouds()
+    first, second = turns(1, 2)
+    clouds.say(first)
+    lookup = Lookup(array("I", second).tobytes(), len(second), 0)
+    before = clouds.router.decide(Ask(MODEL), clouds.now_s, lookup)
+    assert before.query is not None and before.node.island == "a"
+    if home_is_down:
+        clouds.down("a")
+    others = [clouds.nodes["b0"], clouds.nodes["b1"]]
+    decision = clouds.router.decide_among(others, before.query)  # the others' queues are too long
+    clouds.router.dispatch(decision, decision.node, clouds.now_s).close(Outcome.LEFT, clouds.now_s)
+    assert clouds.books.crossed == {("a", "b", DOWN if home_is_down else PASSED_OVER): 1}
 
 
 def test_a_crowded_beginning_gets_a_second_home_on_its_own_island_only() -> None:

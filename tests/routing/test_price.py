@@ -18,6 +18,7 @@ from warmroute.fleet.ticket import Ticket
 from warmroute.prompt.ask import Ask
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.outputs import USUAL_TOKENS, OutputLengths
+from warmroute.routing.policies.price import MOST_KEPT, PricePolicy
 
 
 def arrives(world: World, *ages_s: float) -> None:
@@ -331,6 +332,17 @@ def test_a_beginning_that_crowds_its_node_gets_a_second_home_where_that_costs_li
     assert crowded(2000, second_home_ms=10.0).name == "n0"
 
 
+@pytest.mark.parametrize(("age_s", "moves"), [(0.1, True), (0.5, True), (5.0, False), (60.0, False)])
+def test_a_second_home_is_for_a_beginning_that_many_come_for(age_s: float, moves: bool) -> None:
+    """A node may be crowded by others: a copy of what is rarely asked for relieves nobody."""
+    world = World(4)
+    mine = prompt(2000, 1)
+    world.warm(world.nodes[0], mine)
+    world.later(age_s)
+    running(world.nodes[0], 8)
+    assert (world.decide(mine).reason == "second home") is moves
+
+
 def test_a_node_that_is_not_crowded_stays_the_only_home() -> None:
     world = World(4)
     mine = prompt(2000, 1)
@@ -449,3 +461,14 @@ def test_the_answers_length_is_learned_from_what_engines_report() -> None:
         world.close(ticket)
     assert world.price(world.nodes[0], prompt(1000)).output == pytest.approx(50, rel=0.05)
     world.books_are_closed()
+
+
+def test_candidates_of_one_request_are_not_remembered_for_good() -> None:
+    world = World(3)
+    policy = world.router.policy
+    assert isinstance(policy, PricePolicy)
+    decision = world.decide(prompt(1000))
+    assert decision.query is not None
+    for _ in range(5 * MOST_KEPT):
+        assert world.router.decide_among(world.nodes[:2], decision.query).node in world.nodes[:2]
+    assert len(policy._caches) <= MOST_KEPT

@@ -95,12 +95,12 @@ pricings = st.builds(
 @given(
     fleet=fleets(), reuse=reuses(), pace=paces(), config=pricings, tokens=st.integers(0, 200_000),
     held=st.lists(shares, min_size=6, max_size=6), output=floats(1.0, 5000.0),
-    behind=floats(0.0, 100.0), most_load=floats(0, 400), extra_ms=floats(0.0, 1e4),
+    behind=floats(0.0, 100.0), extra_ms=floats(0.0, 1e4),
     adapters=st.none() | st.lists(floats(0.0, 1e4), min_size=6, max_size=6),
-    due=st.tuples(floats(-1e4, 1e6), st.sampled_from([0.0, 1e4])),
+    due=st.tuples(floats(-1e4, 1e6), st.sampled_from([0.0, 1e4])), more=st.integers(0, 50),
 )  # fmt: skip
 def test_prices_are_those_of_the_terms(
-    fleet, reuse, pace, config, tokens, held, output, behind, most_load, extra_ms, adapters, due
+    fleet, reuse, pace, config, tokens, held, output, behind, extra_ms, adapters, due, more
 ) -> None:
     nodes, caches, _ = fleet
     hits = {
@@ -146,6 +146,12 @@ def test_prices_are_those_of_the_terms(
     assert prices.cheapest(TIE) == tied
     assert prices.lightest(tied) == [at for at in tied if nodes[at].load == light]
     assert prices.mean_load == sum(node.load for node in nodes) / len(nodes)
+
+    def is_crowded(at: int) -> bool:
+        return made[at].cached > 0.0 and nodes[at].load > 1.25 * prices.mean_load + more
+
+    first = min(range(len(made)), key=lambda at: made[at].total)
+    assert prices.beyond_doubt(TIE, 1.25, more) == (first if len(tied) == 1 and not is_crowded(first) else -1)
     most_own = made[0].own + extra_ms
     within = [at for at, price in enumerate(made) if price.own <= most_own]
     assert prices.cheapest_within(most_own) == min(within, key=lambda at: made[at].total, default=-1)
@@ -156,9 +162,8 @@ def test_prices_are_those_of_the_terms(
         invested = work(price.new, price.cached) - work(home.new, home.cached)
         return price.own - invested * nodes[at].speed.ms_per_token <= home.own
 
-    fitting = [at for at, price in enumerate(made) if nodes[at].load <= most_load and price.own <= most_own]
-    fitting = [at for at in fitting if as_good(at)]
-    assert prices.second_home(0, most_load, most_own) == min(fitting, key=lambda at: made[at].total, default=-1)
+    fitting = [at for at in within if nodes[at].load <= prices.mean_load and as_good(at)] if is_crowded(0) else []
+    assert prices.second_home(0, 1.25, more, extra_ms) == min(fitting, key=lambda at: made[at].total, default=0)
 
 
 # Hits.
@@ -229,12 +234,13 @@ def test_of_hits_worth_the_same_the_rank_that_told_counts() -> None:
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 400)), max_size=30))
 def test_whatever_happens_to_a_cache_its_state_says_what_its_recency_says(steps: list[tuple[int, int]]) -> None:
     cache = Beliefs(Index(assumed_cache_tokens=1600)).join("n", ["m"])
-    kept = b""
+    prompt = kept = b""
     for at, (step, number) in enumerate(steps):
         if step == 0:
-            kept = cache.keep(array("Q", range(number, number + 30)).tobytes(), float(at))
+            prompt = array("Q", [number, *range(1000 * number, 1000 * number + 30)]).tobytes()
+            kept = cache.keep(prompt, float(at))
         elif step == 1:
-            cache.drop(kept)
+            cache.drop(prompt, kept)
         elif step == 2:
             cache.keep_answer(number, float(at))
         elif step == 3:
@@ -321,11 +327,15 @@ def test_prices_that_are_no_numbers_still_name_a_node() -> None:
     node = a_node()
     node.pending_work = math.nan
     prices = price_nodes((node, node), (None, None), {}, CHANCES, *COMMON)
-    assert prices.cheapest(TIE) == [0, 1]
+    assert prices.cheapest(TIE) == [0, 1] and prices.beyond_doubt(TIE, 1.0, 0.0) == -1
+    with pytest.raises(TypeError):
+        prices.beyond_doubt(TIE, 1.0)  # type: ignore[call-arg]
     with pytest.raises(IndexError):
         prices[2]
     with pytest.raises(IndexError):
         prices.lightest([2])
+    with pytest.raises(IndexError):
+        prices.second_home(2, 1.0, 0.0, 1.0)
 
 
 def test_nothing_is_left_behind() -> None:

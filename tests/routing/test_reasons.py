@@ -140,7 +140,7 @@ def test_each_term_has_its_own_words(term: str, words: str) -> None:
     dear = cheap._replace(total=350.0, **{term: 300.0})
     a, b = world.nodes
     a.island, b.island = "here", "there"
-    grounds = Grounds(a, "price", "cheapest", 1000, 0.0, cheap, [cheap, dear], (a, b))
+    grounds = Grounds(a, "price", "cheapest", 1000, 0.0, 0, ([cheap, dear], (a, b)), 2, a.speed.ms_per_token)
     assert sentence(grounds) == f"n0: none of its 1,000 tokens is warm anywhere; {words}"
 
 

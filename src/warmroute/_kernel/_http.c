@@ -1,10 +1,10 @@
-/* HTTP/1.1 heads and chunk framing, read strictly.
+/* HTTP/1.1 heads and chunk framing, read strictly; and what an answer says of its tokens.
  *
  * The rule: a head is taken only if every byte of it is covered by the grammar of RFC 9112, without its obsolete parts.
  * Whatever two parsers might read in two ways (bare CR or LF, folded lines, a space before a colon, two lengths, a length
  * beside a coding) is refused, since that is what request smuggling is made of.
  *
- * tests/edge/plain_http.py says the same in plain Python; property tests hold the two equal.
+ * tests/edge/plain_http.py (and plain_usage.py) says the same in plain Python; property tests hold the two equal.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -21,12 +21,15 @@
 #define MAX_LINE_BYTES 4096
 #define MAX_TRAILERS 64
 #define MAX_FILLED_BYTES 65536
+#define USAGE_BYTES 16384
+#define MAX_NUMBER_DIGITS 9
 
 /* Why a head is refused; edge/head.py puts it in words. */
 enum { OK, BAD_LINE, BAD_TARGET, BAD_VERSION, BAD_FIELD, TOO_MANY_FIELDS, BAD_LENGTH, CODING_TWICE, BAD_CODING,
        BAD_EXPECT, BAD_HOST, LENGTH_AND_CODING, CODING_IN_1_0, BAD_CONNECTION };
 
-enum { PASS, HOST, LENGTH, CODING, CONNECTION, EXPECT, AUTHORIZATION, REQUEST_ID, FORWARDED_FOR, API_KEY, TYPE, DROP, RETRY_AFTER };
+enum { PASS, HOST, LENGTH, CODING, CONNECTION, EXPECT, AUTHORIZATION, REQUEST_ID, FORWARDED_FOR, API_KEY, TYPE, WISH, DROP,
+       RETRY_AFTER };
 
 static unsigned char is_token[256], is_text[256];
 static PyObject *empty, *post, *get;
@@ -48,15 +51,21 @@ static int request_field(const char *name, size_t n) {
     case 2: return same(name, n, "te") ? DROP : PASS;
     case 4: return same(name, n, "host") ? HOST : PASS;
     case 6: return same(name, n, "expect") ? EXPECT : PASS;
-    case 7: return same(name, n, "trailer") || same(name, n, "upgrade") ? DROP : PASS;
+    case 7:
+        return same(name, n, "trailer") || same(name, n, "upgrade") ? DROP : same(name, n, "x-queue") ? WISH : PASS;
     case 9: return same(name, n, "x-api-key") ? API_KEY : PASS;
-    case 10: return same(name, n, "connection") ? CONNECTION : same(name, n, "keep-alive") ? DROP : PASS;
+    case 10:
+        return same(name, n, "connection")   ? CONNECTION
+               : same(name, n, "keep-alive") ? DROP
+               : same(name, n, "x-priority") ? WISH
+                                             : PASS;
     case 12: return same(name, n, "content-type") ? TYPE : same(name, n, "x-request-id") ? REQUEST_ID : PASS;
-    case 13: return same(name, n, "authorization") ? AUTHORIZATION : PASS;
+    case 13: return same(name, n, "authorization") ? AUTHORIZATION : same(name, n, "x-deadline-ms") ? WISH : PASS;
     case 14: return same(name, n, "content-length") ? LENGTH : PASS;
     case 15: return same(name, n, "x-forwarded-for") ? FORWARDED_FOR : PASS;
     case 16: return same(name, n, "proxy-connection") ? DROP : PASS;
     case 17: return same(name, n, "transfer-encoding") ? CODING : PASS;
+    case 18: return same(name, n, "x-deadline-ttft-ms") ? WISH : PASS;
     case 19: return same(name, n, "proxy-authorization") ? DROP : PASS;
     default: return PASS;
     }
@@ -205,7 +214,7 @@ typedef struct {
     PyObject *method, *target, *authorization, *api_key, *request_id, *forwarded_for, *content_type, *passing, *fields;
     long long length;
     int minor;
-    char keep_alive, expects_continue, chunked;
+    char keep_alive, expects_continue, chunked, wishes;
 } RequestHead;
 
 static void request_head_free(RequestHead *h) {
@@ -250,6 +259,7 @@ static PyMemberDef request_head_members[] = {
     {"keep_alive", T_BOOL, offsetof(RequestHead, keep_alive), READONLY, NULL},
     {"expects_continue", T_BOOL, offsetof(RequestHead, expects_continue), READONLY, NULL},
     {"chunked", T_BOOL, offsetof(RequestHead, chunked), READONLY, NULL},
+    {"wishes", T_BOOL, offsetof(RequestHead, wishes), READONLY, NULL},
     {NULL, 0, 0, 0, NULL}};
 
 static PyMethodDef request_head_methods[] = {
@@ -338,7 +348,7 @@ static PyObject *read_request_head(PyObject *self, PyObject *const *args, Py_ssi
     h->content_type = Py_NewRef(empty);
     h->length = -1;
     h->minor = minor;
-    h->expects_continue = h->chunked = 0;
+    h->expects_continue = h->chunked = h->wishes = 0;
     if (method_len == 4 && !memcmp(method, "POST", 4))
         h->method = Py_NewRef(post);
     else if (method_len == 3 && !memcmp(method, "GET", 3))
@@ -359,9 +369,13 @@ static PyObject *read_request_head(PyObject *self, PyObject *const *args, Py_ssi
             why = TOO_MANY_FIELDS;
             goto refused;
         }
-        switch (request_field(f.line, f.name_len)) {
+        int kind = request_field(f.line, f.name_len);
+        switch (kind) {
         case TYPE:
             SET(h->content_type, value_of(&f));
+            /* fall through */
+        case WISH:
+            h->wishes |= kind == WISH;
             /* fall through */
         case PASS:
             memcpy(out, f.line, f.line_len);
@@ -822,6 +836,145 @@ static PyTypeObject ChunkFramesType = {
     .tp_methods = frames_methods,
 };
 
+/* ---- Usage ---- */
+
+enum { PROMPT, INPUT, CACHED, CACHE_READ, CACHE_CREATED, COMPLETION, OUTPUT, NUMBERS };
+
+static const struct {
+    const char *name;
+    size_t length;
+} numbers[NUMBERS] = {
+#define NAMED(text) {text "\"", sizeof(text)}
+    NAMED("prompt_tokens"),
+    NAMED("input_tokens"),
+    NAMED("cached_tokens"),
+    NAMED("cache_read_input_tokens"),
+    NAMED("cache_creation_input_tokens"),
+    NAMED("completion_tokens"),
+    NAMED("output_tokens"),
+#undef NAMED
+};
+
+static const char *last_usage(const char *begin, const char *end) {
+    static const char name[] = "\"usage\"";
+    const size_t length = sizeof(name) - 1;
+    while ((size_t)(end - begin) >= length) {
+        const char *quote = memrchr(begin, '"', (size_t)(end - begin) - length + 1);
+        if (!quote)
+            return NULL;
+        if (memcmp(quote, name, length) == 0)
+            return quote;
+        end = quote + length - 1;
+    }
+    return NULL;
+}
+
+static inline int is_hex(char c) { return (c >= '0' && c <= '9') || ((c | 32) >= 'a' && (c | 32) <= 'f'); }
+
+/* Past the line ends and the size between two chunks; NULL where they do not stand here. */
+static const char *past_seam(const char *at, const char *end) {
+    if (end - at < 5 || at[0] != '\r' || at[1] != '\n')
+        return NULL;
+    const char *digit = at += 2;
+    while (at < end && at - digit < 8 && is_hex(*at))
+        at++;
+    return at > digit && end - at >= 2 && at[0] == '\r' && at[1] == '\n' ? at + 2 : NULL;
+}
+
+/* A usage that two chunks share is whole without what stands between them. Returns where the copy ends. */
+static char *without_seams(const char *at, const char *end, char *out) {
+    while (at < end) {
+        const char *past = *at == '\r' ? past_seam(at, end) : NULL;
+        if (past)
+            at = past;
+        else
+            *out++ = *at++;
+    }
+    return out;
+}
+
+static const char *past_space(const char *at, const char *end) {
+    while (at < end && (*at == ' ' || (*at >= '\t' && *at <= '\r')))
+        at++;
+    return at;
+}
+
+static inline int is_word(char c) {
+    return (c >= '0' && c <= '9') || ((c | 32) >= 'a' && (c | 32) <= 'z') || c == '_';
+}
+
+/* The number that follows a name's closing quote, or -1; and where it ends. */
+static long number_after(const char **at, const char *end) {
+    const char *c = past_space(*at, end);
+    if (c == end || *c != ':')
+        return -1;
+    const char *digit = c = past_space(c + 1, end);
+    long number = 0;
+    while (c < end && c - digit < MAX_NUMBER_DIGITS && *c >= '0' && *c <= '9')
+        number = 10 * number + (*c++ - '0');
+    if (c == digit || (c < end && is_word(*c)))
+        return -1;
+    *at = c;
+    return number;
+}
+
+/* Of each number the first that is told; the others stay -1. */
+static void read_numbers(const char *at, const char *end, long told[NUMBERS]) {
+    while (at < end && (at = memchr(at, '"', (size_t)(end - at)))) {
+        at++;
+        for (int which = 0; which < NUMBERS; which++) {
+            size_t length = numbers[which].length;
+            if ((size_t)(end - at) < length || memcmp(at, numbers[which].name, length) != 0)
+                continue;
+            const char *past = at + length;
+            long number = number_after(&past, end);
+            if (number >= 0) {
+                at = past;
+                if (told[which] < 0)
+                    told[which] = number;
+            }
+            break;
+        }
+    }
+}
+
+static PyObject *read_usage(PyObject *self, PyObject *data) {
+    char joined[USAGE_BYTES];
+    long told[NUMBERS] = {-1, -1, -1, -1, -1, -1, -1};
+    (void)self;
+    if (!PyBytes_Check(data)) {
+        PyErr_SetString(PyExc_TypeError, "expected bytes");
+        return NULL;
+    }
+    const char *begin = PyBytes_AS_STRING(data), *end = begin + PyBytes_GET_SIZE(data);
+    if (end - begin > USAGE_BYTES)
+        begin = end - USAGE_BYTES;
+    const char *at = last_usage(begin, end);
+    if (memchr(begin, '\r', (size_t)(end - begin))) {
+        end = without_seams(begin, end, joined);
+        at = last_usage(joined, end);
+    }
+    if (!at)
+        Py_RETURN_NONE;
+    read_numbers(at, end, told);
+    long prompt = told[told[PROMPT] >= 0 ? PROMPT : INPUT], cached = told[CACHED];
+    if (told[CACHE_READ] >= 0 || told[CACHE_CREATED] >= 0) {
+        cached = told[CACHE_READ];
+        if (prompt >= 0)
+            prompt += (cached > 0 ? cached : 0) + (told[CACHE_CREATED] > 0 ? told[CACHE_CREATED] : 0);
+    }
+    const long said[3] = {prompt, cached, told[told[COMPLETION] >= 0 ? COMPLETION : OUTPUT]};
+    PyObject *usage = PyTuple_New(3);
+    for (int which = 0; usage && which < 3; which++) {
+        PyObject *number = said[which] < 0 ? Py_NewRef(Py_None) : PyLong_FromLong(said[which]);
+        if (number)
+            PyTuple_SET_ITEM(usage, which, number);
+        else
+            Py_CLEAR(usage);
+    }
+    return usage;
+}
+
 /* ---- The module ---- */
 
 static PyMethodDef methods[] = {
@@ -829,6 +982,7 @@ static PyMethodDef methods[] = {
      "The head of data[:end + 4], or the number of the reason why it is refused."},
     {"read_response_head", (PyCFunction)(void (*)(void))read_response_head, METH_FASTCALL,
      "The head of data[:end + 4], or the number of the reason why it is refused."},
+    {"read_usage", read_usage, METH_O, "Tokens of the prompt, those of them that were cached, and tokens of the answer."},
     {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_http", "HTTP/1.1 heads and chunk framing.", -1, methods,

@@ -16,6 +16,8 @@ class RequestHead:
     """As the client gave it; empty where it gave none that can be used."""
     forwarded_for: bytes
     content_type: bytes
+    wishes: bool
+    """Whether it has a field of edge/wishes.py."""
     passing: bytes
     """The header lines that go to the node untouched."""
 
@@ -35,6 +37,9 @@ class ResponseHead:
 
 def read_request_head(data: bytes, end: int, max_fields: int, /) -> RequestHead | int: ...
 def read_response_head(data: bytes, end: int, /) -> ResponseHead | int: ...
+def read_usage(last_bytes: bytes, /) -> tuple[int | None, int | None, int | None] | None:
+    """Tokens of the prompt, those of them that were cached, tokens of the answer, as far as an answer's end says; None
+    where there is no usage in its last 16 KiB."""
 
 class BadChunk(Exception): ...
 

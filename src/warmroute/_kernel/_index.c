@@ -13,11 +13,15 @@
  * rehash. `blocks` maps a block to its holders in 12 bytes: one place with its tiers, or two places
  * that hold it on the GPU, or the number of a set. Equal sets are kept once, so a prefix that 64 places hold costs a
  * match one comparison a block. Each place has a table of pairs, 20 bytes each: engine hash, block, counts by tier, age.
+ * A mirrored place has none: its blocks are those of a Recency, once each and on the GPU, and when some must go, that says
+ * which.
  *
  * index/plain.py says the same in plain Python; tests/index holds the two equal.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+
+#include "_mirror.h"
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -154,10 +158,14 @@ enum { FREE, LIVE, DYING };
 /* A place as the tables know it. A clear leaves its pairs to be swept, and the open place goes on with a fresh one. */
 typedef struct {
     table held;
-    uint32_t door; /* the number it is known by outside */
-    uint32_t next; /* among the free, or among the dying */
+    PyObject *mirror; /* a Recency, whose blocks it holds; NULL for a place with pairs */
+    uint64_t left;    /* of a mirror that is swept: blocks */
+    uint32_t door;    /* the number it is known by outside */
+    uint32_t next;    /* among the free, or among the dying */
     uint8_t state, lost;
 } place;
+
+static const mirror_api *mirrors;
 
 /* An open place, by the number it is known by outside. */
 typedef struct {
@@ -295,6 +303,8 @@ static always_inline slot *find_slot(const table *t, uint64_t key) {
     uint32_t at;
     return find(t, key, SLOT, &in, &at);
 }
+
+#define AHEAD 32 /* keys that are looked for at once */
 
 /* A smaller index is in the processor's caches anyway. */
 #define PREFETCH_BYTES (4 << 20)
@@ -728,21 +738,52 @@ static void drop_pair(BlockIndex *ix, uint32_t at_place, page **in, uint32_t at)
     let_go(ix, gone.block, at_place, tiers_in(gone.counts));
 }
 
+static always_inline uint64_t block_key(const BlockIndex *ix, uint64_t hash) { return spread(hash ^ ix->secret); }
+
+static always_inline uint64_t count_of(const place *p) { return p->mirror ? mirrors->count(p->mirror) : p->held.count; }
+
+/* A mirrored place lets go of these. */
+static void let_go_all(BlockIndex *ix, uint32_t at_place, const uint8_t *hashes, size_t n) {
+    uint64_t blocks[AHEAD];
+    for (size_t start = 0; start < n; start += AHEAD) {
+        size_t few = n - start < AHEAD ? n - start : AHEAD;
+        for (size_t i = 0; i < few; i++)
+            blocks[i] = block_key(ix, read64(hashes + 8 * (start + i)));
+        prefetch_keys(ix, &ix->blocks, blocks, few);
+        for (size_t i = 0; i < few; i++)
+            let_go(ix, blocks[i], at_place, ON_GPU);
+    }
+}
+
+/* Lets up to so many of a mirrored place's blocks go, the oldest first; how many there were. */
+static size_t shed(BlockIndex *ix, uint32_t at_place, size_t most) {
+    uint64_t hashes[AHEAD];
+    size_t n = mirrors->shed(ix->places[at_place].mirror, hashes, most < AHEAD ? most : AHEAD);
+    let_go_all(ix, at_place, (const uint8_t *)hashes, n);
+    return n;
+}
+
 /* Forgets one old pair of the place that has most: of a few that lie side by side, the one stored longest ago whose block
  * no prompt matched of late. No place falls below another that floods. */
 static int evict(BlockIndex *ix) {
-    if (!ix->pairs)
+    if (!ix->n_places)
         return 0;
-    if (!ix->evictions_until_look-- || ix->places[ix->largest].state != LIVE || !ix->places[ix->largest].held.count) {
+    if (!ix->evictions_until_look-- || ix->places[ix->largest].state != LIVE || !count_of(&ix->places[ix->largest])) {
         ix->evictions_until_look = 256;
         uint64_t most = 0;
         for (uint32_t i = 0; i < ix->n_places; i++)
-            if (ix->places[i].state == LIVE && ix->places[i].held.count > most) {
-                most = ix->places[i].held.count;
+            if (ix->places[i].state == LIVE && count_of(&ix->places[i]) > most) {
+                most = count_of(&ix->places[i]);
                 ix->largest = i;
             }
+        if (!most)
+            return 0;
     }
     place *from = &ix->places[ix->largest];
+    if (from->mirror) {
+        ix->evicted++;
+        return shed(ix, ix->largest, 1) > 0;
+    }
     uint32_t i, tries = 16; /* a page by how many entries it has, or pages would run dry */
     do
         i = (uint32_t)(random_of(ix) % from->held.n_pages);
@@ -781,6 +822,17 @@ static void sweep(BlockIndex *ix, uint64_t pairs) {
         uint32_t number = ix->dying_place;
         place *p = &ix->places[number];
         table *t = &p->held;
+        while (p->mirror && pairs) {
+            size_t most = pairs < AHEAD ? (size_t)pairs : AHEAD, gone = shed(ix, number, most);
+            uint64_t done = gone < most ? p->left : gone < p->left ? gone : p->left;
+            p->left -= done;
+            ix->dying_pairs -= done;
+            pairs -= gone;
+            if (gone < most)
+                Py_CLEAR(p->mirror);
+        }
+        if (p->mirror)
+            return;
         while (t->n_pages && pairs) {
             page **where = &t->pages[t->n_pages - 1], *last = *where;
             uint32_t few = last->n < 16 ? last->n : 16;
@@ -865,8 +917,6 @@ refuse:
     ix->refused++;
     return 0;
 }
-
-#define AHEAD 32
 
 static uint64_t store_all(BlockIndex *ix, uint32_t at_place, const uint64_t *keys, const uint64_t *blocks, size_t n,
                           uint32_t tier) {
@@ -1344,8 +1394,6 @@ static PyObject *engine_hash(PyObject *self, PyObject *item) {
 
 /* ---- BlockIndex ---- */
 
-static always_inline uint64_t block_key(const BlockIndex *ix, uint64_t hash) { return spread(hash ^ ix->secret); }
-
 /* A pair's key: by the engine's hash, or by our own where no engine hash is known. */
 static always_inline uint64_t engine_key(const BlockIndex *ix, uint64_t hash) { return spread(hash ^ ix->secret ^ K[1]); }
 static always_inline uint64_t own_key(const BlockIndex *ix, uint64_t hash) { return spread(hash ^ ix->secret ^ K[2]); }
@@ -1370,6 +1418,16 @@ static int read_place_and_tier(const BlockIndex *ix, PyObject *a, PyObject *b, u
         return -1;
     *tier = (uint32_t)t;
     return 0;
+}
+
+/* What comes to a mirrored place comes by `keep`. */
+static int read_stored(const BlockIndex *ix, PyObject *a, PyObject *b, uint32_t *at_place, uint32_t *tier) {
+    if (read_place_and_tier(ix, a, b, at_place, tier) < 0)
+        return -1;
+    if (!ix->places[*at_place].mirror)
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "a mirrored place keeps what its mirror is told of");
+    return -1;
 }
 
 static PyObject *index_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -1404,8 +1462,10 @@ static PyObject *index_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 }
 
 static void index_dealloc(BlockIndex *ix) {
-    for (uint32_t i = 0; i < ix->n_places; i++)
+    for (uint32_t i = 0; i < ix->n_places; i++) {
         table_free(ix, &ix->places[i].held, PAIR);
+        Py_XDECREF(ix->places[i].mirror);
+    }
     table_free(ix, &ix->blocks, SLOT);
     table_free(ix, &ix->interned, SLOT);
     table_free(ix, &ix->aliases, SLOT);
@@ -1451,7 +1511,8 @@ static void retire_place(BlockIndex *ix, uint32_t number) {
     p->next = ix->dying_place;
     ix->dying_place = number;
     ix->pairs -= p->held.count;
-    ix->dying_pairs += p->held.count;
+    p->left = p->mirror ? count_of(p) : 0;
+    ix->dying_pairs += count_of(p);
 }
 
 static void close_door(BlockIndex *ix, uint32_t at) {
@@ -1461,8 +1522,18 @@ static void close_door(BlockIndex *ix, uint32_t at) {
 
 #define SWEPT_AT_ONCE 4096
 
-static PyObject *index_open_place(BlockIndex *ix, PyObject *unused) {
-    (void)unused;
+static PyObject *index_open_place(BlockIndex *ix, PyObject *const *args, Py_ssize_t n_args) {
+    PyObject *mirror = n_args && args[0] != Py_None ? args[0] : NULL;
+    if (expect(n_args, 0, 1, "(mirror=None)") < 0)
+        return NULL;
+    if (mirror && !PyObject_TypeCheck(mirror, mirrors->type)) {
+        PyErr_SetString(PyExc_TypeError, "a mirror must be a Recency");
+        return NULL;
+    }
+    if (mirror && mirrors->count(mirror)) {
+        PyErr_SetString(PyExc_ValueError, "a mirror must be empty at first");
+        return NULL;
+    }
     if (ix->closed_door == NONE) {
         if (ix->n_doors == ix->door_room) {
             uint32_t room = ix->door_room + ix->door_room / 4 + 16;
@@ -1481,6 +1552,7 @@ static PyObject *index_open_place(BlockIndex *ix, PyObject *unused) {
         return NULL;
     }
     ix->closed_door = next;
+    ix->places[ix->doors[at].number].mirror = Py_XNewRef(mirror);
     return PyLong_FromUnsignedLong(at);
 }
 
@@ -1489,6 +1561,10 @@ static PyObject *index_clear(BlockIndex *ix, PyObject *given) {
     if (read_place(ix, given, &number) < 0)
         return NULL;
     uint32_t at = ix->places[number].door;
+    if (ix->places[number].mirror) {
+        PyErr_SetString(PyExc_ValueError, "a mirrored place is closed, and another one opened");
+        return NULL;
+    }
     ix->places[number].lost = 0;
     if (!ix->places[number].held.count)
         Py_RETURN_NONE;
@@ -1524,7 +1600,7 @@ static PyObject *index_store(BlockIndex *ix, PyObject *const *args, Py_ssize_t n
     long block_size;
     if (expect(n_args, 7, 8,
                "(place, namespace, parent_engine_hash, engine_hashes, token_ids, block_size, tier, extra=None)") < 0 ||
-        read_place_and_tier(ix, args[0], args[6], &at_place, &tier) < 0 || read_int(args[1], &namespace, "namespace") < 0 ||
+        read_stored(ix, args[0], args[6], &at_place, &tier) < 0 || read_int(args[1], &namespace, "namespace") < 0 ||
         (args[2] != Py_None && read_hash(args[2], &parent_hash) < 0) ||
         read_number(args[5], 1, MAX_BLOCK_TOKENS, &block_size, "block_size") < 0)
         return NULL;
@@ -1573,7 +1649,7 @@ static PyObject *index_store_known(BlockIndex *ix, PyObject *const *args, Py_ssi
     uint32_t at_place, tier;
     values keys;
     if (expect(n_args, 3, 3, "(place, engine_hashes, tier)") < 0 ||
-        read_place_and_tier(ix, args[0], args[2], &at_place, &tier) < 0 || open_hashes(args[1], &keys) < 0)
+        read_stored(ix, args[0], args[2], &at_place, &tier) < 0 || open_hashes(args[1], &keys) < 0)
         return NULL;
     uint64_t stored = 0;
     for (size_t i = 0; i < keys.n; i++) {
@@ -1596,7 +1672,7 @@ static PyObject *index_store_chain(BlockIndex *ix, PyObject *const *args, Py_ssi
     uint32_t at_place, tier;
     values blocks, keys;
     if (expect(n_args, 3, 4, "(place, hashes, tier, engine_hashes=None)") < 0 ||
-        read_place_and_tier(ix, args[0], args[2], &at_place, &tier) < 0 || open_hashes(args[1], &blocks) < 0)
+        read_stored(ix, args[0], args[2], &at_place, &tier) < 0 || open_hashes(args[1], &blocks) < 0)
         return NULL;
     int named = n_args == 4 && args[3] != Py_None;
     if (named ? open_hashes(args[3], &keys) : room_for(&keys, blocks.n)) {
@@ -1618,15 +1694,78 @@ static PyObject *index_store_chain(BlockIndex *ix, PyObject *const *args, Py_ssi
     return result;
 }
 
+/* One block more of a mirrored place; 0 where the budget refuses it. */
+static int hold_mirrored(BlockIndex *ix, uint64_t block, uint32_t at_place) {
+    const slot *known = find_slot(&ix->blocks, block);
+    return (known && tiers_at(ix, known->value, at_place)) || hold(ix, block, at_place, 0);
+}
+
+static void hold_all(BlockIndex *ix, uint32_t at_place, const uint8_t *hashes, size_t n) {
+    uint64_t blocks[AHEAD];
+    for (size_t start = 0; start < n; start += AHEAD) {
+        size_t few = n - start < AHEAD ? n - start : AHEAD;
+        for (size_t i = 0; i < few; i++)
+            blocks[i] = block_key(ix, read64(hashes + 8 * (start + i)));
+        prefetch_keys(ix, &ix->blocks, blocks, few);
+        for (size_t i = 0; i < few; i++)
+            ix->refused += !hold_mirrored(ix, blocks[i], at_place);
+    }
+}
+
+static always_inline const uint8_t *bytes_at(PyObject *tuple, Py_ssize_t at, size_t *n) {
+    PyObject *bytes = PyTuple_GET_ITEM(tuple, at);
+    *n = (size_t)PyBytes_GET_SIZE(bytes) / 8;
+    return (const uint8_t *)PyBytes_AS_STRING(bytes);
+}
+
+static PyObject *index_keep(BlockIndex *ix, PyObject *const *args, Py_ssize_t n_args) {
+    uint32_t at_place, still;
+    if (expect(n_args, 3, 3, "(place, hashes, stamp)") < 0 || read_place(ix, args[0], &at_place) < 0)
+        return NULL;
+    PyObject *mirror = ix->places[at_place].mirror;
+    if (!mirror) {
+        PyErr_SetString(PyExc_ValueError, "the place has no mirror");
+        return NULL;
+    }
+    if (!PyBytes_CheckExact(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "hashes must be bytes");
+        return NULL;
+    }
+    /* Before the mirror takes them: what it lets go to make room must not be one of these. */
+    for (Py_ssize_t n = PyBytes_GET_SIZE(args[1]) / 8; n > 0 && charged_bytes(ix) > ix->soft_bytes; n--)
+        make_room(ix);
+    Py_INCREF(mirror);
+    PyObject *changes = mirrors->touch(mirror, args + 1, 2), *new = NULL;
+    if (changes && read_place(ix, args[0], &still) == 0) { /* which a collection of garbage may have closed */
+        size_t n_new, n_gone;
+        const uint8_t *came = bytes_at(changes, 0, &n_new), *went = bytes_at(changes, 1, &n_gone);
+        if (ix->places[still].mirror == mirror) {
+            let_go_all(ix, still, went, n_gone);
+            hold_all(ix, still, came, n_new);
+        }
+        if (ix->dying_place != NONE)
+            sweep(ix, 16 + 2 * n_new);
+        new = Py_NewRef(PyTuple_GET_ITEM(changes, 0));
+    }
+    Py_XDECREF(changes);
+    Py_DECREF(mirror);
+    return new;
+}
+
 static PyObject *removed(BlockIndex *ix, PyObject *const *args, Py_ssize_t n_args, int own) {
     uint32_t at_place, tier;
     values keys;
     if (expect(n_args, 3, 3, "(place, hashes, tier)") < 0 ||
         read_place_and_tier(ix, args[0], args[2], &at_place, &tier) < 0 || open_hashes(args[1], &keys) < 0)
         return NULL;
-    for (size_t i = 0; i < keys.n; i++)
-        keys.at[i] = own ? own_key(ix, keys.at[i]) : engine_key(ix, keys.at[i]);
-    uint64_t n = remove_all(ix, at_place, keys.at, keys.n, tier);
+    uint64_t n = own ? keys.n : 0;
+    if (ix->places[at_place].mirror) {
+        let_go_all(ix, at_place, (const uint8_t *)keys.at, n);
+    } else {
+        for (size_t i = 0; i < keys.n; i++)
+            keys.at[i] = own ? own_key(ix, keys.at[i]) : engine_key(ix, keys.at[i]);
+        n = remove_all(ix, at_place, keys.at, keys.n, tier);
+    }
     close_values(&keys);
     return PyLong_FromUnsignedLongLong(n);
 }
@@ -1700,11 +1839,32 @@ static PyObject *index_our_hash(BlockIndex *ix, PyObject *const *args, Py_ssize_
     return PyLong_FromUnsignedLongLong(gathered(known->block) ^ ix->secret);
 }
 
+/* Of those that the mirror has, those that the budget did not refuse. */
+static PyObject *mirrored_holdings(BlockIndex *ix, uint32_t number) {
+    PyObject *list = PyList_New(0), *hashes = list ? mirrors->hashes(ix->places[number].mirror) : NULL;
+    for (Py_ssize_t at = 0; hashes && list && at < PyBytes_GET_SIZE(hashes); at += 8) {
+        uint64_t hash = read64((const uint8_t *)PyBytes_AS_STRING(hashes) + at);
+        const slot *known = find_slot(&ix->blocks, block_key(ix, hash));
+        if (!known || !tiers_at(ix, known->value, number))
+            continue;
+        PyObject *row = Py_BuildValue("KIIII", (unsigned long long)hash, 1, 0, 0, 0);
+        if (!row || PyList_Append(list, row) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    if (!hashes)
+        Py_CLEAR(list);
+    Py_XDECREF(hashes);
+    return list;
+}
+
 static PyObject *index_holdings(BlockIndex *ix, PyObject *given) {
     uint32_t number;
     if (read_place(ix, given, &number) < 0)
         return NULL;
     const table *t = &ix->places[number].held;
+    if (ix->places[number].mirror)
+        return mirrored_holdings(ix, number);
     PyObject *list = PyList_New(0);
     for (uint32_t i = 0; list && i < t->n_pages; i++)
         for (uint32_t k = 0; list && k < t->pages[i]->n; k++) {
@@ -1722,11 +1882,15 @@ static PyObject *index_pairs_of(BlockIndex *ix, PyObject *given) {
     uint32_t number;
     if (read_place(ix, given, &number) < 0)
         return NULL;
-    return PyLong_FromUnsignedLongLong(ix->places[number].held.count);
+    return PyLong_FromUnsignedLongLong(count_of(&ix->places[number]));
 }
 
 static PyObject *index_stats(BlockIndex *ix, PyObject *unused) {
+    uint64_t mirrored = 0;
     (void)unused;
+    for (uint32_t i = 0; i < ix->n_places; i++)
+        if (ix->places[i].mirror && ix->places[i].state == LIVE)
+            mirrored += count_of(&ix->places[i]);
     const struct {
         const char *name;
         uint64_t value;
@@ -1734,7 +1898,7 @@ static PyObject *index_stats(BlockIndex *ix, PyObject *unused) {
         {"budget_bytes", ix->budget_bytes},
         {"bytes", ix->table_bytes + ix->set_bytes},
         {"charged_bytes", charged_bytes(ix)},
-        {"pairs", ix->pairs},
+        {"pairs", ix->pairs + mirrored},
         {"blocks", ix->blocks.count},
         {"sets", ix->live_sets},
         {"aliases", ix->aliases.count},
@@ -1759,12 +1923,13 @@ static PyObject *index_stats(BlockIndex *ix, PyObject *unused) {
 #define FAST(function) (PyCFunction)(void (*)(void))function, METH_FASTCALL
 
 static PyMethodDef index_methods[] = {
-    {"open_place", (PyCFunction)index_open_place, METH_NOARGS, "A number for a place that holds nothing yet."},
+    {"open_place", FAST(index_open_place), "A number for a place that holds nothing yet."},
     {"close_place", (PyCFunction)index_close_place, METH_O, "Forgets the place; its number may be handed out again."},
     {"clear", (PyCFunction)index_clear, METH_O, "The place holds nothing any more, and stays open."},
     {"store", FAST(index_store), "A store as KV events bring it; the number of blocks stored, NO_PARENT or PARENT_LOST."},
     {"store_known", FAST(index_store_known), "Another tier for engine hashes that the place has stored before."},
     {"store_chain", FAST(index_store_chain), "A store by our own hashes."},
+    {"keep", FAST(index_keep), "A prompt is used at a mirrored place; the hashes that are new there."},
     {"remove", FAST(index_remove), "Takes back one store of each engine hash; the number of those that were known."},
     {"remove_chain", FAST(index_remove_chain), "Takes back one store_chain of each hash; the number of those that were known."},
     {"match", (PyCFunction)index_match, METH_O, "(place, depth by tier…) for every place that holds the first block."},
@@ -1795,7 +1960,18 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_index", "Block hashes, and who holds which block.", -1, methods,
                                     NULL, NULL, NULL, NULL};
 
+static int find_mirrors(void) {
+    PyObject *module = PyImport_ImportModule(MIRROR_MODULE);
+    PyObject *api = module ? PyObject_GetAttrString(module, MIRROR_API) : NULL;
+    mirrors = api ? PyCapsule_GetPointer(api, MIRROR_API) : NULL;
+    Py_XDECREF(api);
+    Py_XDECREF(module);
+    return mirrors ? 0 : -1;
+}
+
 PyMODINIT_FUNC PyInit__index(void) {
+    if (find_mirrors() < 0)
+        return NULL;
     if (PyType_Ready(&BlockIndexType) < 0)
         return NULL;
     PyObject *m = PyModule_Create(&module);

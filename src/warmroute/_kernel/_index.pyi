@@ -2,6 +2,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
+from warmroute._kernel._recency import Recency
+
 Packed: TypeAlias = bytes | bytearray | memoryview | array[int]
 """Integers as they lie in memory: an array or a memoryview of them, or their bytes."""
 
@@ -37,8 +39,13 @@ class BlockIndex:
     """
 
     def __new__(cls, budget_bytes: int) -> BlockIndex: ...
-    def open_place(self) -> int:
-        """A number for a place that holds nothing yet. OverflowError beyond 32,767 of them."""
+    def open_place(self, mirror: Recency | None = None, /) -> int:
+        """A number for a place that holds nothing yet. OverflowError beyond 32,767 of them.
+
+        A mirrored place holds, on the GPU, what its mirror does, without pairs of its own. `keep` brings it there; what
+        the mirror is made to let go of by other calls is to be told by `remove_chain`. At the budget, the oldest go,
+        from the mirror too. It is closed rather than cleared, and the mirror is the index's own from then on.
+        """
     def close_place(self, place: int, /) -> None:
         """Forgets the place; its number may be handed out again."""
     def clear(self, place: int, /) -> None:
@@ -76,6 +83,8 @@ class BlockIndex:
         /,
     ) -> int:
         """A store by our own hashes. `remove` takes it back by engine hash; `remove_chain`, where none were given."""
+    def keep(self, place: int, hashes: bytes, stamp: float, /) -> bytes:
+        """A prompt is used at a mirrored place: `touch` of its mirror. Returns the hashes that are new there."""
     def remove(
         self,
         place: int,
@@ -85,7 +94,8 @@ class BlockIndex:
     ) -> int:
         """Takes back one store of each engine hash; returns how many of them were known."""
     def remove_chain(self, place: int, hashes: Packed | list[int] | tuple[int, ...], tier: int, /) -> int:
-        """Takes back one `store_chain` without engine hashes of each hash; returns how many of them were known."""
+        """Takes back one `store_chain` without engine hashes of each hash, or what a mirror let go of; returns how many
+        of them were known."""
     def match(self, hashes: Packed | list[int] | tuple[int, ...], /) -> list[tuple[int, int, int, int, int]]:
         """(place, blocks on GPU, … with CPU, … with disk, … with remote) for every place that holds the first block.
 

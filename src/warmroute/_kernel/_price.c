@@ -96,6 +96,47 @@ static always_inline double larger(double a, double b) { return a > b ? a : b; }
 
 static always_inline double smaller(double a, double b) { return a < b ? a : b; }
 
+/* ---- Arguments: taken one by one, since a format that is parsed takes longer than the prices of many nodes ---- */
+
+static always_inline int as_double(PyObject *given, double *to) {
+    *to = PyFloat_CheckExact(given) ? PyFloat_AS_DOUBLE(given) : PyFloat_AsDouble(given);
+    return *to == -1.0 && PyErr_Occurred() ? -1 : 0;
+}
+
+static always_inline int as_size(PyObject *given, Py_ssize_t *to) {
+    *to = PyLong_AsSsize_t(given);
+    return *to == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+static int check_count(Py_ssize_t given, Py_ssize_t expected) {
+    if (given == expected)
+        return 0;
+    PyErr_Format(PyExc_TypeError, "expected %zd arguments, not %zd", expected, given);
+    return -1;
+}
+
+static int check_type(PyObject *given, PyTypeObject *type) {
+    if (PyObject_TypeCheck(given, type))
+        return 0;
+    PyErr_Format(PyExc_TypeError, "expected a %s", type->tp_name);
+    return -1;
+}
+
+static int check_tuple(PyObject *given, Py_ssize_t length) {
+    if (PyTuple_Check(given) && PyTuple_GET_SIZE(given) == length)
+        return 0;
+    PyErr_Format(PyExc_TypeError, "expected a tuple of %zd", length);
+    return -1;
+}
+
+/* The first so many of a tuple. */
+static int as_doubles(PyObject *tuple, Py_ssize_t count, double *const *to) {
+    for (Py_ssize_t at = 0; at < count; at++)
+        if (as_double(PyTuple_GET_ITEM(tuple, at), to[at]) < 0)
+            return -1;
+    return 0;
+}
+
 /* ---- State ---- */
 
 static PyMemberDef speed_members[] = {
@@ -339,14 +380,22 @@ static int add_hit(const asked *q, PyObject *row) {
     return failed ? -1 : 0;
 }
 
-static PyObject *add_hits(PyObject *module, PyObject *args) {
+static PyObject *add_hits(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     asked q;
-    PyObject *rows;
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!O!O!n(nnp)d(dd)(ddd)", &PyDict_Type, &q.found, &PyList_Type, &rows, &PyDict_Type,
-                          &q.owners, &q.size, &q.most, &q.sure, &q.is_sure, &q.now_s, &q.stale_s, &q.gone_s,
-                          &q.cpu_worth, &q.disk_worth, &q.remote_worth))
+    if (check_count(count, 8) < 0 || check_type(args[0], &PyDict_Type) < 0 || check_type(args[1], &PyList_Type) < 0 ||
+        check_type(args[2], &PyDict_Type) < 0 || check_tuple(args[4], 3) < 0 || check_tuple(args[6], 2) < 0 ||
+        check_tuple(args[7], 3) < 0)
         return NULL;
+    q.found = args[0];
+    q.owners = args[2];
+    if (as_size(args[3], &q.size) < 0 || as_size(PyTuple_GET_ITEM(args[4], 0), &q.most) < 0 ||
+        as_size(PyTuple_GET_ITEM(args[4], 1), &q.sure) < 0 ||
+        (q.is_sure = PyObject_IsTrue(PyTuple_GET_ITEM(args[4], 2))) < 0 || as_double(args[5], &q.now_s) < 0 ||
+        as_doubles(args[6], 2, (double *const[]){&q.stale_s, &q.gone_s}) < 0 ||
+        as_doubles(args[7], 3, (double *const[]){&q.cpu_worth, &q.disk_worth, &q.remote_worth}) < 0)
+        return NULL;
+    PyObject *rows = args[1];
     for (Py_ssize_t at = 0; at < PyList_GET_SIZE(rows); at++)
         if (add_hit(&q, PyList_GET_ITEM(rows, at)) < 0)
             return NULL;
@@ -482,24 +531,43 @@ static Prices *price_all(PyObject *nodes, PyObject *caches, PyObject *hits, cons
     return prices;
 }
 
-static PyObject *price_nodes(PyObject *module, PyObject *args) {
-    PyObject *nodes, *caches, *hits, *prices = NULL;
+static int read_request(PyObject *const *args, request *q) {
+    PyObject *tokens = args[6], *due = args[7], *pace = args[9], *settings = args[10];
+    if (check_tuple(tokens, 2) < 0 || check_tuple(due, 2) < 0 || check_tuple(pace, 4) < 0 || check_tuple(settings, 5) < 0)
+        return -1;
+    if (as_double(args[5], &q->now_s) < 0 || as_double(args[8], &q->behind) < 0 ||
+        as_doubles(tokens, 2, (double *const[]){&q->tokens, &q->output}) < 0 ||
+        as_doubles(due, 2, (double *const[]){&q->due_ms, &q->late_ms}) < 0 ||
+        as_doubles(pace, 4, (double *const[]){&q->least_ms, &q->mean_ms, &q->slope_ms, &q->mean_context}) < 0 ||
+        as_doubles(settings, 2, (double *const[]){&q->max_saving_ms, &q->locality}) < 0)
+        return -1;
+    q->room = PyObject_IsTrue(PyTuple_GET_ITEM(settings, 2));
+    q->memory = PyObject_IsTrue(PyTuple_GET_ITEM(settings, 3));
+    q->congestion = PyObject_IsTrue(PyTuple_GET_ITEM(settings, 4));
+    return q->room < 0 || q->memory < 0 || q->congestion < 0 ? -1 : 0;
+}
+
+static PyObject *price_nodes(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    PyObject *prices = NULL;
     Py_buffer chances, adapters = {0};
     request q;
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!O!O!y*z*d(dd)(dd)d(dddd)(ddppp)", &PyTuple_Type, &nodes, &PyTuple_Type, &caches,
-                          &PyDict_Type, &hits, &chances, &adapters, &q.now_s, &q.tokens, &q.output, &q.due_ms, &q.late_ms,
-                          &q.behind, &q.least_ms, &q.mean_ms, &q.slope_ms, &q.mean_context, &q.max_saving_ms,
-                          &q.locality, &q.room, &q.memory, &q.congestion))
+    if (check_count(count, 11) < 0 || check_type(args[0], &PyTuple_Type) < 0 || check_type(args[1], &PyTuple_Type) < 0 ||
+        check_type(args[2], &PyDict_Type) < 0 || read_request(args, &q) < 0 || check(args[0], args[1]) < 0 ||
+        PyObject_GetBuffer(args[3], &chances, PyBUF_SIMPLE) < 0)
         return NULL;
+    if (args[4] != Py_None && PyObject_GetBuffer(args[4], &adapters, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(&chances);
+        return NULL;
+    }
     q.chances = chances.buf;
     q.n_chances = chances.len / (Py_ssize_t)sizeof(double);
     if (!q.n_chances || chances.len % (Py_ssize_t)sizeof(double))
         PyErr_SetString(PyExc_ValueError, "expected chances as doubles");
-    else if (adapters.buf && adapters.len != PyTuple_GET_SIZE(nodes) * (Py_ssize_t)sizeof(double))
+    else if (adapters.obj && adapters.len != PyTuple_GET_SIZE(args[0]) * (Py_ssize_t)sizeof(double))
         PyErr_SetString(PyExc_ValueError, "expected a double for each node's adapter");
-    else if (check(nodes, caches) == 0)
-        prices = (PyObject *)price_all(nodes, caches, hits, adapters.buf, &q);
+    else
+        prices = (PyObject *)price_all(args[0], args[1], args[2], adapters.buf, &q);
     PyBuffer_Release(&chances);
     if (adapters.obj)
         PyBuffer_Release(&adapters);
@@ -601,17 +669,56 @@ static PyObject *prices_cheapest_within(Prices *self, PyObject *given) {
     return PyLong_FromSsize_t(best);
 }
 
-static PyObject *prices_second_home(Prices *self, PyObject *args) {
-    double most_load, most_own;
+static double mean_load(const Prices *self) {
+    Py_ssize_t sum = 0, n = Py_SIZE(self);
+    for (Py_ssize_t at = 0; at < n; at++)
+        sum += load(node_at(self->nodes, at));
+    return n ? (double)sum / (double)n : 0.0;
+}
+
+static PyObject *prices_mean_load(Prices *self, void *unused) {
+    (void)unused;
+    return PyFloat_FromDouble(mean_load(self));
+}
+
+/* Whether a node has more than so many times the mean of requests, and so many more. */
+static int is_crowded(const Prices *self, Py_ssize_t at, double times, double more) {
+    return (double)load(node_at(self->nodes, at)) > times * mean_load(self) + more;
+}
+
+static PyObject *prices_beyond_doubt(Prices *self, PyObject *const *args, Py_ssize_t count) {
+    double times, crowded, more, least = INFINITY;
+    Py_ssize_t best = -1;
+    if (check_count(count, 3) < 0 || as_double(args[0], &times) < 0 || as_double(args[1], &crowded) < 0 ||
+        as_double(args[2], &more) < 0)
+        return NULL;
+    for (Py_ssize_t at = 0; at < Py_SIZE(self); at++)
+        if (self->of[at].total < least) {
+            least = self->of[at].total;
+            best = at;
+        }
+    for (Py_ssize_t at = 0; best >= 0 && at < Py_SIZE(self); at++)
+        if (at != best && self->of[at].total <= least * times)
+            best = -1;
+    if (best >= 0 && self->of[best].cached != 0.0 && is_crowded(self, best, crowded, more))
+        best = -1;
+    return PyLong_FromSsize_t(best);
+}
+
+static PyObject *prices_second_home(Prices *self, PyObject *const *args, Py_ssize_t count) {
+    double crowded, more, extra_ms;
     Py_ssize_t best = -1, home;
-    if (!PyArg_ParseTuple(args, "ndd", &home, &most_load, &most_own))
+    if (check_count(count, 4) < 0 || as_size(args[0], &home) < 0 || as_double(args[1], &crowded) < 0 ||
+        as_double(args[2], &more) < 0 || as_double(args[3], &extra_ms) < 0)
         return NULL;
     if (home < 0 || home >= Py_SIZE(self)) {
         PyErr_SetString(PyExc_IndexError, "there is no such node");
         return NULL;
     }
     const price *h = &self->of[home];
-    double warm = work(h->new, h->cached);
+    if (h->cached == 0.0 || !is_crowded(self, home, crowded, more))
+        return PyLong_FromSsize_t(home);
+    double warm = work(h->new, h->cached), most_load = mean_load(self), most_own = own_of(h) + extra_ms;
     for (Py_ssize_t at = 0; at < Py_SIZE(self); at++) {
         const price *p = &self->of[at];
         const NodeState *node = node_at(self->nodes, at);
@@ -620,15 +727,7 @@ static PyObject *prices_second_home(Prices *self, PyObject *args) {
             (best < 0 || p->total < self->of[best].total))
             best = at;
     }
-    return PyLong_FromSsize_t(best);
-}
-
-static PyObject *prices_mean_load(Prices *self, void *unused) {
-    Py_ssize_t sum = 0, n = Py_SIZE(self);
-    (void)unused;
-    for (Py_ssize_t at = 0; at < n; at++)
-        sum += load(node_at(self->nodes, at));
-    return PyFloat_FromDouble(n ? (double)sum / (double)n : 0.0);
+    return PyLong_FromSsize_t(best < 0 ? home : best);
 }
 
 static PyMethodDef prices_methods[] = {
@@ -636,8 +735,10 @@ static PyMethodDef prices_methods[] = {
     {"lightest", (PyCFunction)prices_lightest, METH_O, "Of these numbers, those of the nodes with the least load."},
     {"cheapest_within", (PyCFunction)prices_cheapest_within, METH_O,
      "Number of the cheapest with at most this own cost; or -1."},
-    {"second_home", (PyCFunction)prices_second_home, METH_VARARGS,
-     "Number of the cheapest with at most this load and own cost that would be as good as home; or -1."},
+    {"second_home", (PyCFunction)(void (*)(void))prices_second_home, METH_FASTCALL,
+     "Number of the node that takes what crowds this one, where one would be as good a home; or its own."},
+    {"beyond_doubt", (PyCFunction)(void (*)(void))prices_beyond_doubt, METH_FASTCALL,
+     "Number of the cheapest, where none costs about the same and it is not crowded by what it has; or -1."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef prices_properties[] = {{"mean_load", (getter)prices_mean_load, NULL, "Requests on a node.", NULL},
@@ -662,8 +763,8 @@ static PyTypeObject PricesType = {
 /* ---- The module ---- */
 
 static PyMethodDef functions[] = {
-    {"add_hits", add_hits, METH_VARARGS, "What matched, as a hit for each node."},
-    {"price_nodes", price_nodes, METH_VARARGS, "What a request costs on each of these nodes."},
+    {"add_hits", (PyCFunction)(void (*)(void))add_hits, METH_FASTCALL, "What matched, as a hit for each node."},
+    {"price_nodes", (PyCFunction)(void (*)(void))price_nodes, METH_FASTCALL, "What a request costs on each of these nodes."},
     {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_price", "Hits and prices of all nodes at once.", -1,

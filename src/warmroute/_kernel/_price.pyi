@@ -91,9 +91,13 @@ class Prices:
         """Those of these whose node has the least load."""
     def cheapest_within(self, most_own: float, /) -> int:
         """The cheapest of those with at most this cost of its own; -1 where there is none."""
-    def second_home(self, home: int, most_load: float, most_own: float, /) -> int:
-        """The cheapest of those with at most this load and this cost of its own, which with what home has cached would
-        be no dearer than home; -1 where there is none."""
+    def second_home(self, home: int, crowded: float, more: float, extra_ms: float, /) -> int:
+        """Where home has something cached, and more than `crowded` times the mean of requests and so many `more`: the
+        cheapest of those with at most the mean that cost the request itself at most `extra_ms` more, and with what home
+        has cached would be no dearer than home. Home itself where there is none."""
+    def beyond_doubt(self, times: float, crowded: float, more: float, /) -> int:
+        """The cheapest, where none other is within so many times its price, and where it has nothing cached or at most
+        `crowded` times the mean of requests and so many `more`; -1 where that has to be looked at."""
     @property
     def mean_load(self) -> float:
         """Requests on a node, now."""

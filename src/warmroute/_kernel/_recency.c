@@ -1,5 +1,9 @@
 /* What an engine still has of its KV blocks: a mirror of its least-recently-used order, within a number of blocks.
  *
+ * A block's hash says all that is before it: no two prompts share a block unless they share their beginning. So what is
+ * used together is kept together, as a piece: blocks that follow one another, last used at the same time. A prompt is a few
+ * pieces, and they are told from other prompts by comparing memory, not block by block.
+ *
  * The rules:
  * - A prompt that is touched becomes the most recent of all, its first block first: engines free the tail first, so a
  *   prefix outlives what follows it.
@@ -7,36 +11,45 @@
  * - Blocks whose tokens nobody knows (answers) take their room and go in their turn, without a name.
  * - All that a call needs is allocated before it changes anything.
  *
- * The layout: entries of 28 bytes in segments, linked by number both in the order of use and in the chains of a table.
- * The table grows by linear hashing: one chain is split (or two are joined) at a time, so there is no rehash, and what is
- * held costs under 32 bytes a block. A run of blocks without names is one entry. Slots that fall free are used again;
- * where they are many, the last entries move into them, and segments go back.
+ * - Given what is not a prompt's hashes, or one hash twice, it may count a block twice; it stays within its capacity.
+ *
+ * The layout: pieces are entries of 40 bytes in segments, linked by number both in the order of use and in the chains of a
+ * table, where a piece stands by its first hash; the other hashes lie apart. A piece of which only the beginning is used is
+ * parted in two. The table grows by linear hashing: one chain is split (or two are joined) at a time, so there is no rehash.
+ * A run of blocks without names is one entry. Slots that fall free are used again; where they are many, the last entries
+ * move into them, and segments go back.
  *
  * tests/index/test_recency.py holds it equal to an OrderedDict.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+
+#include "_mirror.h"
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/random.h>
 
 #define MAX_CAPACITY INT32_MAX /* a touch may hold twice as many for a moment, and numbers have 32 bits */
-#define SEGMENT 512
+#define SEGMENT 256
 
 /* Numbers that are no entry's. */
 #define NONE UINT32_MAX
 #define FREE (UINT32_MAX - 1) /* as a chain: this slot holds nothing */
-#define RUN (UINT32_MAX - 2)  /* as a chain: blocks without names, and `hash` says how many */
+#define RUN (UINT32_MAX - 2)  /* as a chain: blocks without names */
 
 #define always_inline inline __attribute__((always_inline))
 #define prefetch(p) __builtin_prefetch(p)
 
-typedef struct __attribute__((packed, aligned(4))) {
-    uint64_t hash;
+#define MET 0x80000000u /* in a piece's number of blocks: the prompt that is being touched has it */
+
+typedef struct {
+    uint64_t hash;  /* the first; */
+    uint64_t *rest; /* those that follow it */
+    double stamp;
+    uint32_t n; /* blocks */
     uint32_t chain;
     uint32_t newer, older; /* by use; among free slots, the neighbours in their list */
-    double stamp;
 } entry;
 
 /* Segments of equal size, so that what grows is never copied. */
@@ -48,11 +61,13 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     uint64_t capacity, blocks, bytes;
+    uint64_t nameless; /* of the blocks */
     segments entries, table;
     uint32_t newest, oldest;
     uint32_t n_slots, n_free, free; /* slots in use or free; those beyond were never used */
-    uint32_t named;                 /* entries in the table */
+    uint32_t named;                 /* pieces: entries in the table */
     uint32_t n_chains, low_mask;    /* 2^k - 1 with 2^k <= n_chains < 2^(k+1) */
+    int gaps;                       /* something was dropped: a block may be held, and one before it not */
 } Recency;
 
 static uint64_t secret; /* so that nobody can choose prompts that all fall into one chain */
@@ -114,7 +129,7 @@ static always_inline uint32_t *chain_at(const Recency *r, uint32_t i) {
     return (uint32_t *)r->table.at[i / SEGMENT] + i % SEGMENT;
 }
 
-/* ---- The table: where each chain of entries begins. A chain has 1.25 to 1.5 of them on average ---- */
+/* ---- The table: where each chain of entries begins. A chain has 0.6 to 1 of them on average ---- */
 
 static always_inline uint64_t spread(uint64_t h) {
     h ^= secret;
@@ -130,20 +145,12 @@ static always_inline uint32_t *chain_of(const Recency *r, uint64_t spread_hash) 
     return chain_at(r, i < r->n_chains ? i : i & r->low_mask);
 }
 
-/* What points to the entry with this hash, or the end of its chain. */
-static always_inline uint32_t *find_link(const Recency *r, uint64_t hash, uint64_t spread_hash) {
-    uint32_t *link = chain_of(r, spread_hash);
-    while (*link != NONE) {
-        entry *e = entry_at(r, *link);
-        if (e->hash == hash)
-            break;
-        link = &e->chain;
-    }
-    return link;
-}
-
+/* The piece that begins with this hash. */
 static always_inline uint32_t find(const Recency *r, uint64_t hash) {
-    return r->n_chains ? *find_link(r, hash, spread(hash)) : NONE;
+    uint32_t i = r->n_chains ? *chain_of(r, spread(hash)) : NONE;
+    while (i != NONE && entry_at(r, i)->hash != hash)
+        i = entry_at(r, i)->chain;
+    return i;
 }
 
 /* One chain more: those of the next chain in line that belong there go there. Without memory it stays as it is, only
@@ -178,11 +185,11 @@ static void join_chains(Recency *r) {
     fit_segments(r, &r->table, last, sizeof(uint32_t));
 }
 
-/* At the end of its chain: so the oldest, which is the next to go, tends to be the first there. */
-static always_inline void enter(Recency *r, uint32_t i, entry *e, uint32_t *end) {
-    e->chain = NONE;
-    *end = i;
-    if (2ULL * ++r->named > 3ULL * r->n_chains)
+static always_inline void enter(Recency *r, uint32_t i, entry *e) {
+    uint32_t *first = chain_of(r, spread(e->hash));
+    e->chain = *first;
+    *first = i;
+    if (++r->named > r->n_chains)
         split_chain(r);
 }
 
@@ -196,7 +203,8 @@ static always_inline uint32_t *link_to(const Recency *r, uint32_t i, const entry
 
 static always_inline void leave(Recency *r, uint32_t i, const entry *e) {
     *link_to(r, i, e) = e->chain;
-    if (4ULL * --r->named < 5ULL * r->n_chains && r->n_chains > 1)
+    r->named--;
+    while (5ULL * r->named < 3ULL * r->n_chains && r->n_chains > 1)
         join_chains(r);
 }
 
@@ -213,6 +221,13 @@ static always_inline void set_newer(Recency *r, uint32_t i, uint32_t newer) {
 static always_inline void unlink_entry(Recency *r, const entry *e) {
     set_older(r, e->newer, e->older);
     set_newer(r, e->older, e->newer);
+}
+
+static always_inline void link_newest(Recency *r, uint32_t i, entry *e) {
+    e->newer = NONE;
+    e->older = r->newest;
+    set_newer(r, r->newest, i);
+    r->newest = i;
 }
 
 /* ---- Slots ---- */
@@ -281,48 +296,124 @@ static void trim(Recency *r) {
     fit_segments(r, &r->entries, r->n_slots, sizeof(entry));
 }
 
+/* ---- Pieces ---- */
+
+static always_inline uint64_t rest_bytes(uint32_t n) { return taken((uint64_t)(n - 1) * sizeof(uint64_t)); }
+
+/* Room for what follows the first of so many blocks; NULL is right where that is nothing. */
+static always_inline uint64_t *rest_of(uint32_t n) {
+    return n > 1 ? PyMem_RawMalloc((uint64_t)(n - 1) * sizeof(uint64_t)) : NULL;
+}
+
 static void remove_entry(Recency *r, uint32_t i, entry *e) {
     leave(r, i, e);
     unlink_entry(r, e);
+    r->blocks -= e->n;
+    r->bytes -= rest_bytes(e->n);
+    PyMem_RawFree(e->rest);
     free_slot(r, i, e);
-    r->blocks--;
 }
 
-/* Lets the oldest go until so many blocks are left. Returns where the hashes written to `out` end. */
+/* Forgets all but the first n blocks of a piece, of which there is at least one. */
+static void shorten(Recency *r, entry *e, uint32_t n) {
+    r->blocks -= e->n - n;
+    r->bytes -= rest_bytes(e->n) - rest_bytes(n);
+    e->n = n;
+    if (n > 1) {
+        void *rest = PyMem_RawRealloc(e->rest, (uint64_t)(n - 1) * sizeof(uint64_t));
+        if (rest)
+            e->rest = rest;
+    } else {
+        PyMem_RawFree(e->rest);
+        e->rest = NULL;
+    }
+}
+
+/* Parts a piece: what is beyond its first n blocks becomes one of its own, in a slot that was reserved, next to it in the
+ * order of use. `rest` is room for what follows the first block there. */
+static void part(Recency *r, uint32_t i, uint32_t n, uint64_t *rest) {
+    entry *e = entry_at(r, i);
+    uint32_t j = take_slot(r);
+    entry *f = entry_at(r, j);
+    *f = (entry){.hash = e->rest[n - 1], .rest = rest, .stamp = e->stamp, .n = e->n - n, .newer = i, .older = e->older};
+    if (f->n > 1)
+        memcpy(rest, e->rest + n, (f->n - 1) * sizeof(uint64_t));
+    set_newer(r, e->older, j);
+    e->older = j;
+    r->blocks += f->n;
+    r->bytes += rest_bytes(f->n);
+    enter(r, j, f);
+    shorten(r, e, n);
+}
+
+static always_inline uint64_t hash_at(const uint8_t *hashes, size_t i) {
+    uint64_t hash;
+    memcpy(&hash, hashes + 8 * i, 8);
+    return hash;
+}
+
+/* How many of these hashes are those of a piece, which begins with the first of them. */
+static uint32_t common(const entry *e, const uint8_t *hashes, size_t n) {
+    uint32_t most = n < e->n ? (uint32_t)n : e->n, same = 1;
+    if (most > 1 && !memcmp(e->rest, hashes + 8, (most - 1) * sizeof(uint64_t)))
+        return most;
+    while (same < most && e->rest[same - 1] == hash_at(hashes, same))
+        same++;
+    return same;
+}
+
+/* Lets the oldest go until so many blocks are left, of a piece its last one first. Returns where the hashes written to
+ * `out` end. */
 static uint8_t *evict(Recency *r, uint64_t capacity, uint8_t *out) {
     while (r->blocks > capacity) {
         uint32_t i = r->oldest;
         entry *e = entry_at(r, i);
+        uint64_t excess = r->blocks - capacity;
+        uint32_t left = e->n > excess ? e->n - (uint32_t)excess : 0;
         if (e->chain == RUN) {
-            uint64_t excess = r->blocks - capacity;
-            if (e->hash > excess) {
-                e->hash -= excess;
-                r->blocks = capacity;
-                break;
+            r->blocks -= e->n - left;
+            r->nameless -= e->n - left;
+            e->n = left;
+            if (!left) {
+                unlink_entry(r, e);
+                free_slot(r, i, e);
             }
-            r->blocks -= e->hash;
-            unlink_entry(r, e);
-            free_slot(r, i, e);
             continue;
         }
-        memcpy(out, &e->hash, 8);
-        out += 8;
-        remove_entry(r, i, e);
+        for (uint32_t k = e->n; k-- > left; out += 8)
+            memcpy(out, k ? &e->rest[k - 1] : &e->hash, 8);
+        if (left)
+            shorten(r, e, left);
+        else
+            remove_entry(r, i, e);
     }
     trim(r);
     return out;
 }
 
+/* Lets the oldest go, up to so many with names; how many those were. */
+static size_t shed(Recency *r, uint64_t *out, size_t most) {
+    uint64_t named = r->blocks - r->nameless;
+    size_t n = 0;
+    most = most < named ? most : named;
+    while (n < most) {
+        entry *e = entry_at(r, r->oldest);
+        uint64_t few = e->chain == RUN || e->n < most - n ? e->n : most - n;
+        n = (size_t)((uint64_t *)evict(r, r->blocks - few, (uint8_t *)(out + n)) - out);
+    }
+    return n;
+}
+
 /* At most so many hashes are evicted where so many blocks come in. */
 static uint64_t most_evicted(const Recency *r, uint64_t more, uint64_t capacity) {
     uint64_t excess = r->blocks + more > capacity ? r->blocks + more - capacity : 0;
-    return excess < r->named ? excess : r->named;
+    return !r->named ? 0 : excess < r->blocks ? excess : r->blocks;
 }
 
 /* ---- Arguments ---- */
 
-static int expect(Py_ssize_t n, const char *signature) {
-    if (n == 2)
+static int expect(Py_ssize_t n, Py_ssize_t wanted, const char *signature) {
+    if (n == wanted)
         return 0;
     PyErr_Format(PyExc_TypeError, "expected %s", signature);
     return -1;
@@ -368,12 +459,6 @@ static Py_ssize_t open_hashes(PyObject *from, Py_buffer *view) {
     return -1;
 }
 
-static always_inline uint64_t hash_at(const uint8_t *hashes, size_t i) {
-    uint64_t hash;
-    memcpy(&hash, hashes + 8 * i, 8);
-    return hash;
-}
-
 static PyObject *room_for_hashes(uint64_t n) { return PyBytes_FromStringAndSize(NULL, (Py_ssize_t)n * 8); }
 
 static uint8_t *bytes_of(PyObject *bytes) { return (uint8_t *)PyBytes_AS_STRING(bytes); }
@@ -389,11 +474,15 @@ static PyObject *cut(PyObject *bytes, const uint8_t *end) {
 /* ---- Recency ---- */
 
 static void forget_all(Recency *r) {
+    for (uint32_t i = 0; i < r->n_slots; i++)
+        if (entry_at(r, i)->chain != FREE && entry_at(r, i)->chain != RUN)
+            PyMem_RawFree(entry_at(r, i)->rest);
     free_segments(&r->entries);
     free_segments(&r->table);
     r->newest = r->oldest = r->free = NONE;
     r->n_slots = r->n_free = r->named = r->n_chains = r->low_mask = 0;
-    r->blocks = 0;
+    r->blocks = r->nameless = 0;
+    r->gaps = 0;
     r->bytes = taken(sizeof(Recency));
 }
 
@@ -417,74 +506,159 @@ static void recency_dealloc(Recency *r) {
     Py_TYPE(r)->tp_free(r);
 }
 
-#define AT_ONCE 16
+/* A part of the prompt that is being touched: the beginning of a piece, or a piece that is to be. */
+typedef struct {
+    uint32_t at, n, slot; /* NONE: of a new piece */
+    uint64_t *rest;       /* room for what follows the first block of the new piece, or of what is parted from the old one */
+} step;
 
-/* Fills `kept` with the prompt's entries, each once. While it does, an entry's `newer` says where in `kept` it stands; so
- * one that is met again is known. Returns where the hashes written to `new` end. */
-static uint8_t *touch_all(Recency *r, const uint8_t *hashes, size_t n, double stamp, uint32_t *kept, uint8_t *new) {
-    uint32_t n_kept = 0;
-    uint64_t spread_hashes[AT_ONCE];
-    for (size_t at = 0; at < n && n_kept < r->capacity; at++) {
-        if (at % AT_ONCE == 0) { /* several searches are under way at once */
-            size_t m = n - at < AT_ONCE ? n - at : AT_ONCE;
-            for (size_t k = 0; k < m; k++)
-                prefetch(chain_of(r, spread_hashes[k] = spread(hash_at(hashes, at + k))));
-            for (size_t k = 0; k < m; k++) {
-                uint32_t first = *chain_of(r, spread_hashes[k]);
-                if (first != NONE)
-                    prefetch(entry_at(r, first));
-            }
+#define FEW 32
+
+typedef struct {
+    step *steps, few[FEW];
+    uint32_t n, room;
+    uint64_t new; /* blocks */
+} plan;
+
+static int add_step(plan *p, step s) {
+    if (p->n == p->room) {
+        uint32_t room = 4 * p->room;
+        step *steps = PyMem_RawMalloc(room * sizeof(*steps));
+        if (!steps)
+            return 0;
+        memcpy(steps, p->steps, p->n * sizeof(*steps));
+        if (p->steps != p->few)
+            PyMem_RawFree(p->steps);
+        p->steps = steps;
+        p->room = room;
+    }
+    p->steps[p->n++] = s;
+    return 1;
+}
+
+/* Finds the pieces of a prompt, each of which is marked as met, and what lies between them. */
+static int find_steps(Recency *r, const uint8_t *hashes, uint32_t n, plan *p) {
+    uint32_t at = 0;
+    while (at < n) {
+        uint32_t i = find(r, hash_at(hashes, at));
+        if (i == NONE) {
+            uint32_t unknown = r->gaps ? 1 : n - at; /* a beginning outlives what follows it */
+            step *last = p->n ? &p->steps[p->n - 1] : NULL;
+            if (last && last->slot == NONE && last->at + last->n == at)
+                last->n += unknown;
+            else if (!add_step(p, (step){at, unknown, NONE, NULL}))
+                return 0;
+            p->new += unknown;
+            at += unknown;
+            continue;
         }
-        uint64_t hash = hash_at(hashes, at);
-        uint32_t *link = find_link(r, hash, spread_hashes[at % AT_ONCE]), i = *link;
-        entry *e;
+        entry *e = entry_at(r, i);
+        if (e->n & MET) { /* one hash twice: it counts where it comes first */
+            at++;
+            continue;
+        }
+        uint32_t same = common(e, hashes + 8 * (size_t)at, n - at);
+        if (!add_step(p, (step){at, same, i, NULL}))
+            return 0;
+        e->n |= MET;
+        at += same;
+    }
+    return 1;
+}
+
+static always_inline uint32_t blocks_of(const entry *e) { return e->n & ~MET; }
+
+/* All that the steps need. */
+static int allocate(Recency *r, plan *p) {
+    uint32_t slots = 0;
+    for (uint32_t k = 0; k < p->n; k++) {
+        step *s = &p->steps[k];
+        uint32_t made = s->slot == NONE ? s->n : blocks_of(entry_at(r, s->slot)) - s->n;
+        if (made > 1 && !(s->rest = rest_of(made)))
+            return 0;
+        slots += made > 0;
+    }
+    return reserve(r, slots);
+}
+
+/* Makes the steps the most recent of all, the first the most. */
+static void take_steps(Recency *r, plan *p, const uint8_t *hashes, double stamp) {
+    for (uint32_t k = p->n; k--;) {
+        step *s = &p->steps[k];
+        uint32_t i = s->slot;
         if (i == NONE) {
             i = take_slot(r);
-            e = entry_at(r, i);
-            e->hash = hash;
-            enter(r, i, e, link);
-            r->blocks++;
-            memcpy(new, &hash, 8);
-            new += 8;
+            entry *e = entry_at(r, i);
+            e->hash = hash_at(hashes, s->at);
+            e->rest = s->rest;
+            e->n = s->n;
+            if (s->n > 1)
+                memcpy(e->rest, hashes + 8 * (size_t)(s->at + 1), (s->n - 1) * sizeof(uint64_t));
+            r->blocks += s->n;
+            r->bytes += rest_bytes(s->n);
+            enter(r, i, e);
         } else {
-            e = entry_at(r, i);
-            if (e->newer < n_kept && kept[e->newer] == i)
-                continue;
+            entry *e = entry_at(r, i);
+            e->n &= ~MET;
+            if (s->n < e->n)
+                part(r, i, s->n, s->rest);
             unlink_entry(r, e);
         }
+        s->rest = NULL;
+        entry *e = entry_at(r, i);
         e->stamp = stamp;
-        e->newer = n_kept;
-        kept[n_kept++] = i;
+        link_newest(r, i, e);
     }
-    for (uint32_t k = n_kept; k--;) {
-        entry *e = entry_at(r, kept[k]);
-        e->newer = NONE;
-        e->older = r->newest;
-        set_newer(r, r->newest, kept[k]);
-        r->newest = kept[k];
+}
+
+static void close_plan(Recency *r, plan *p) {
+    for (uint32_t k = 0; k < p->n; k++) {
+        PyMem_RawFree(p->steps[k].rest);
+        if (p->steps[k].slot != NONE)
+            entry_at(r, p->steps[k].slot)->n &= ~MET;
     }
+    if (p->steps != p->few)
+        PyMem_RawFree(p->steps);
+}
+
+/* The new blocks, as hashes: all of what was given, where all of it is new. */
+static PyObject *new_hashes(const plan *p, PyObject *given, const uint8_t *hashes) {
+    if (PyBytes_CheckExact(given) && p->new * 8 == (uint64_t)PyBytes_GET_SIZE(given))
+        return Py_NewRef(given);
+    PyObject *new = room_for_hashes(p->new);
+    uint8_t *out = new ? bytes_of(new) : NULL;
+    for (uint32_t k = 0; new && k < p->n; k++)
+        if (p->steps[k].slot == NONE) {
+            memcpy(out, hashes + 8 * (size_t)p->steps[k].at, 8 * (size_t)p->steps[k].n);
+            out += 8 * (size_t)p->steps[k].n;
+        }
     return new;
 }
 
 static PyObject *recency_touch(Recency *r, PyObject *const *args, Py_ssize_t n_args) {
     double stamp;
     Py_buffer view;
-    if (expect(n_args, "(hashes, stamp)") < 0 || read_stamp(args[1], &stamp) < 0)
+    if (expect(n_args, 2, "(hashes, stamp)") < 0 || read_stamp(args[1], &stamp) < 0)
         return NULL;
     Py_ssize_t n = open_hashes(args[0], &view);
     if (n < 0)
         return NULL;
+    plan p; /* filled where it is used */
+    p.steps = p.few;
+    p.room = FEW;
+    p.n = 0;
+    p.new = 0;
     PyObject *result = PyTuple_New(2), *new = NULL, *evicted = NULL; /* the tuple first: it may collect garbage */
-    uint64_t most = (uint64_t)n < r->capacity ? (uint64_t)n : r->capacity;
-    uint32_t *kept = PyMem_RawMalloc(most * sizeof(*kept));
-    if (result && kept && (new = room_for_hashes(most)) && (evicted = room_for_hashes(most_evicted(r, most, r->capacity))) &&
-        reserve(r, most)) {
-        new = cut(new, touch_all(r, view.buf, n, stamp, kept, bytes_of(new)));
+    if (result && find_steps(r, view.buf, (uint64_t)n < r->capacity ? (uint32_t)n : (uint32_t)r->capacity, &p) &&
+        (new = new_hashes(&p, args[0], view.buf)) && (evicted = room_for_hashes(most_evicted(r, p.new, r->capacity))) &&
+        allocate(r, &p)) {
+        take_steps(r, &p, view.buf, stamp);
+        close_plan(r, &p);
         evicted = cut(evicted, evict(r, r->capacity, bytes_of(evicted)));
     } else {
+        close_plan(r, &p);
         Py_CLEAR(new);
     }
-    PyMem_RawFree(kept);
     PyBuffer_Release(&view);
     if (!new || !evicted) {
         Py_XDECREF(result);
@@ -500,7 +674,7 @@ static PyObject *recency_touch(Recency *r, PyObject *const *args, Py_ssize_t n_a
 static PyObject *recency_push(Recency *r, PyObject *const *args, Py_ssize_t n_args) {
     uint64_t count;
     double stamp;
-    if (expect(n_args, "(count, stamp)") < 0 || read_number(args[0], 0, LONG_MAX, &count, "count") < 0 ||
+    if (expect(n_args, 2, "(count, stamp)") < 0 || read_number(args[0], 0, LONG_MAX, &count, "count") < 0 ||
         read_stamp(args[1], &stamp) < 0)
         return NULL;
     if (count > r->capacity)
@@ -513,25 +687,84 @@ static PyObject *recency_push(Recency *r, PyObject *const *args, Py_ssize_t n_ar
         return PyErr_NoMemory();
     }
     uint32_t i = take_slot(r);
-    *entry_at(r, i) = (entry){.hash = count, .chain = RUN, .newer = NONE, .older = r->newest, .stamp = stamp};
-    set_newer(r, r->newest, i);
-    r->newest = i;
+    *entry_at(r, i) = (entry){.n = (uint32_t)count, .chain = RUN, .stamp = stamp};
+    link_newest(r, i, entry_at(r, i));
     r->blocks += count;
+    r->nameless += count;
     return cut(evicted, evict(r, r->capacity, bytes_of(evicted)));
 }
 
-static PyObject *recency_drop(Recency *r, PyObject *given) {
-    Py_buffer view;
-    Py_ssize_t n = open_hashes(given, &view);
+/* Where those of a prompt's hashes are that are to be dropped, which are in the prompt's order. */
+typedef struct {
+    const uint8_t *hashes;
+    size_t at, n;
+} dropping;
+
+/* How many of these are dropped, one after the other. */
+static uint32_t dropped_here(dropping *d, const uint8_t *hashes, uint32_t n) {
+    uint32_t k = 0;
+    while (k < n && d->at < d->n && hash_at(d->hashes, d->at) == hash_at(hashes, k)) {
+        k++;
+        d->at++;
+    }
+    return k;
+}
+
+/* How many of these stay before one is dropped. */
+static uint32_t kept_here(const dropping *d, const uint8_t *hashes, uint32_t n) {
+    uint32_t k = 0;
+    while (k < n && (d->at == d->n || hash_at(d->hashes, d->at) != hash_at(hashes, k)))
+        k++;
+    return k;
+}
+
+/* What is to be dropped, of a piece whose first blocks are these. Returns how many of them that deals with. */
+static uint32_t drop_of(Recency *r, uint32_t i, const uint8_t *hashes, size_t n, dropping *d) {
+    entry *e = entry_at(r, i);
+    uint32_t same = common(e, hashes, n), kept = kept_here(d, hashes, same);
+    if (kept == same)
+        return same;
+    r->gaps = 1;
+    uint32_t to = kept + dropped_here(d, hashes + 8 * (size_t)kept, same - kept);
+    if (to < e->n) {
+        uint64_t *rest = rest_of(e->n - to);
+        if ((rest || e->n - to == 1) && reserve(r, 1))
+            part(r, i, to, rest);
+        else /* without memory, what follows is forgotten with it: less is believed, nothing wrong */
+            PyMem_RawFree(rest);
+    }
+    if (kept)
+        shorten(r, e, kept);
+    else
+        remove_entry(r, i, e);
+    return to;
+}
+
+static PyObject *recency_drop(Recency *r, PyObject *const *args, Py_ssize_t n_args) {
+    Py_buffer whole, view;
+    if (expect(n_args, 2, "(hashes, dropped)") < 0)
+        return NULL;
+    Py_ssize_t n = open_hashes(args[0], &whole), m;
     if (n < 0)
         return NULL;
+    if ((m = open_hashes(args[1], &view)) < 0) {
+        PyBuffer_Release(&whole);
+        return NULL;
+    }
     uint64_t before = r->blocks;
-    for (Py_ssize_t at = 0; at < n; at++) {
-        uint32_t i = find(r, hash_at(view.buf, at));
-        if (i != NONE)
-            remove_entry(r, i, entry_at(r, i));
+    dropping d = {view.buf, 0, (size_t)m};
+    for (size_t at = 0; at < (size_t)n;) {
+        const uint8_t *here = (const uint8_t *)whole.buf + 8 * at;
+        uint32_t i = find(r, hash_at(here, 0));
+        if (i == NONE) {
+            dropped_here(&d, here, 1);
+            at++;
+        } else {
+            at += drop_of(r, i, here, (size_t)n - at, &d);
+        }
     }
     trim(r);
+    PyBuffer_Release(&whole);
     PyBuffer_Release(&view);
     return PyLong_FromUnsignedLongLong(before - r->blocks);
 }
@@ -558,51 +791,41 @@ static PyObject *recency_held(Recency *r, PyObject *given) {
     Py_ssize_t n = open_hashes(given, &view), at = 0;
     if (n < 0)
         return NULL;
-    while (at < n && find(r, hash_at(view.buf, at)) != NONE)
-        at++;
+    while (at < n) {
+        const uint8_t *here = (const uint8_t *)view.buf + 8 * at;
+        uint32_t i = find(r, hash_at(here, 0));
+        if (i == NONE)
+            break;
+        at += common(entry_at(r, i), here, (size_t)(n - at));
+    }
     PyBuffer_Release(&view);
     return PyLong_FromSsize_t(at);
 }
 
-static PyObject *recency_stamp_of(Recency *r, PyObject *given) {
+/* (first, end, stamp) of the pieces among the first `depth` blocks, where touched no later than `latest`. */
+static PyObject *recency_uses(Recency *r, PyObject *const *args, Py_ssize_t n_args) {
     Py_buffer view;
-    Py_ssize_t n = open_hashes(given, &view);
+    if (expect(n_args, 3, "(hashes, depth, latest)") < 0)
+        return NULL;
+    Py_ssize_t depth = PyLong_AsSsize_t(args[1]);
+    double latest = depth == -1 && PyErr_Occurred() ? -1.0 : PyFloat_AsDouble(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_ssize_t n = open_hashes(args[0], &view);
     if (n < 0)
         return NULL;
-    uint32_t i = n == 1 ? find(r, hash_at(view.buf, 0)) : NONE;
-    PyBuffer_Release(&view);
-    if (n != 1) {
-        PyErr_SetString(PyExc_ValueError, "expected one hash of 8 bytes");
-        return NULL;
-    }
-    if (i == NONE)
-        Py_RETURN_NONE;
-    return PyFloat_FromDouble(entry_at(r, i)->stamp);
-}
-
-/* Of every `step`th block of the first `depth` ones: (number, stamp) of those held, and touched no later than `latest`. */
-static PyObject *recency_stamps(Recency *r, PyObject *args) {
-    Py_buffer view;
-    PyObject *hashes, *list = NULL;
-    Py_ssize_t depth, step;
-    double latest;
-    if (!PyArg_ParseTuple(args, "Onnd", &hashes, &depth, &step, &latest))
-        return NULL;
-    Py_ssize_t n = open_hashes(hashes, &view);
-    if (n < 0)
-        return NULL;
-    if (step < 1)
-        PyErr_SetString(PyExc_ValueError, "expected a step of 1 or more");
-    else
-        list = PyList_New(0);
-    for (Py_ssize_t at = step - 1; list && at < depth && at < n; at += step) {
-        uint32_t i = find(r, hash_at(view.buf, at));
+    PyObject *list = PyList_New(0);
+    n = depth < n ? depth : n;
+    for (Py_ssize_t at = 0, same; list && at < n; at += same) {
+        const uint8_t *here = (const uint8_t *)view.buf + 8 * at;
+        uint32_t i = find(r, hash_at(here, 0));
+        same = i == NONE ? 1 : (Py_ssize_t)common(entry_at(r, i), here, (size_t)(n - at));
         if (i == NONE || entry_at(r, i)->stamp > latest)
             continue;
-        PyObject *pair = Py_BuildValue("nd", at, entry_at(r, i)->stamp);
-        if (!pair || PyList_Append(list, pair) < 0)
+        PyObject *use = Py_BuildValue("nnd", at, at + same, entry_at(r, i)->stamp);
+        if (!use || PyList_Append(list, use) < 0)
             Py_CLEAR(list);
-        Py_XDECREF(pair);
+        Py_XDECREF(use);
     }
     PyBuffer_Release(&view);
     return list;
@@ -636,6 +859,20 @@ static PyObject *recency_oldest(Recency *r, void *unused) {
     return PyFloat_FromDouble(entry_at(r, r->oldest)->stamp);
 }
 
+static PyObject *recency_room(Recency *r, void *unused) {
+    (void)unused;
+    PyObject *room = PyTuple_New(2);
+    if (!room)
+        return NULL;
+    PyObject *blocks = PyLong_FromUnsignedLongLong(r->capacity - r->blocks);
+    PyObject *stamp = PyFloat_FromDouble(r->oldest == NONE ? Py_NAN : entry_at(r, r->oldest)->stamp);
+    PyTuple_SET_ITEM(room, 0, blocks);
+    PyTuple_SET_ITEM(room, 1, stamp);
+    if (!blocks || !stamp)
+        Py_CLEAR(room);
+    return room;
+}
+
 static PyObject *recency_capacity(Recency *r, void *unused) {
     (void)unused;
     return PyLong_FromUnsignedLongLong(r->capacity);
@@ -653,17 +890,17 @@ static Py_ssize_t recency_len(PyObject *r) { return (Py_ssize_t)((Recency *)r)->
 static PyMethodDef recency_methods[] = {
     {"touch", FAST(recency_touch), "A prompt becomes the most recent, first block first; (new hashes, evicted hashes)."},
     {"push", FAST(recency_push), "So many blocks without names become the most recent; the evicted hashes."},
-    {"drop", (PyCFunction)recency_drop, METH_O, "Forgets these; the number of those that were held."},
+    {"drop", FAST(recency_drop), "Forgets some of a prompt's blocks; the number of those that were held."},
     {"resize", (PyCFunction)recency_resize, METH_O, "Another capacity; the evicted hashes."},
     {"clear", (PyCFunction)recency_clear, METH_NOARGS, "Forgets all, and gives the memory back."},
     {"held", (PyCFunction)recency_held, METH_O, "How many leading ones are held."},
-    {"stamp_of", (PyCFunction)recency_stamp_of, METH_O, "When this block was last touched, or None."},
-    {"stamps", (PyCFunction)recency_stamps, METH_VARARGS, "When some of the first blocks were last touched."},
+    {"uses", FAST(recency_uses), "When the first blocks were last touched, piece by piece."},
     {"sample", (PyCFunction)recency_sample, METH_O | METH_STATIC, "One in 64 of these, chosen by the hash."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef recency_properties[] = {
     {"oldest", (getter)recency_oldest, NULL, "Stamp of what would be evicted next; None where nothing is held.", NULL},
+    {"room", (getter)recency_room, NULL, "Blocks that can come before one goes, and that one's stamp, or nan.", NULL},
     {"capacity", (getter)recency_capacity, NULL, "In blocks.", NULL},
     {"bytes", (getter)recency_bytes, NULL, "Memory allocated.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
@@ -682,6 +919,32 @@ static PyTypeObject RecencyType = {
     .tp_getset = recency_properties,
 };
 
+/* ---- For the index ---- */
+
+static PyObject *mirror_touch(PyObject *r, PyObject *const *args, Py_ssize_t n) { return recency_touch((Recency *)r, args, n); }
+
+static uint64_t mirror_count(PyObject *r) { return ((Recency *)r)->blocks - ((Recency *)r)->nameless; }
+
+static size_t mirror_shed(PyObject *r, uint64_t *out, size_t most) { return shed((Recency *)r, out, most); }
+
+static PyObject *mirror_hashes(PyObject *mirror) {
+    Recency *r = (Recency *)mirror;
+    PyObject *hashes = room_for_hashes(mirror_count(mirror));
+    uint8_t *out = hashes ? bytes_of(hashes) : NULL;
+    for (uint32_t i = r->oldest; hashes && i != NONE; i = entry_at(r, i)->newer) {
+        const entry *e = entry_at(r, i);
+        if (e->chain == RUN)
+            continue;
+        memcpy(out, &e->hash, 8);
+        if (e->n > 1)
+            memcpy(out + 8, e->rest, (e->n - 1) * sizeof(uint64_t));
+        out += 8 * (size_t)e->n;
+    }
+    return hashes;
+}
+
+static mirror_api for_index = {&RecencyType, mirror_touch, mirror_count, mirror_shed, mirror_hashes};
+
 /* ---- The module ---- */
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_recency", "KV blocks by last use.", -1, NULL,
@@ -693,7 +956,10 @@ PyMODINIT_FUNC PyInit__recency(void) {
     if (PyType_Ready(&RecencyType) < 0)
         return NULL;
     PyObject *m = PyModule_Create(&module);
-    if (m && PyModule_AddObjectRef(m, "Recency", (PyObject *)&RecencyType) < 0)
+    PyObject *api = PyCapsule_New(&for_index, MIRROR_API, NULL);
+    if (m && (!api || PyModule_AddObjectRef(m, "Recency", (PyObject *)&RecencyType) < 0 ||
+              PyModule_AddObjectRef(m, MIRROR_API, api) < 0))
         Py_CLEAR(m);
+    Py_XDECREF(api);
     return m;
 }

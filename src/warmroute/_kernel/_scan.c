@@ -1,278 +1,25 @@
-/* What routing needs of a request's JSON body, found in one pass over its bytes, without building the rest.
+/* What routing needs of a request's JSON body, found in one pass over its bytes, without building the rest: where its fields
+ * and its messages lie (the outline), and what they begin with.
  *
  * The rule: an answer is given only where json.loads would give the same one. Whatever is malformed, or well-formed but
  * not worth code here (NaN, UTF-16, escaped key names, very deep nesting, …), is answered with None, and the real parser
  * decides. One liberty is taken: text that is passed over is not checked to be UTF-8.
  *
  * Every function that reads takes where it stands and where the body ends, and returns where it stopped; NULL is unsure.
- * prompt/ask.py says the same in plain Python; tests/prompt/test_ask.py holds the two equal.
+ * prompt/ask.py and prompt/request.py say the same in plain Python; tests/prompt/test_ask.py and test_outline.py hold them
+ * equal.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <stdint.h>
-#include <string.h>
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-#if defined(__SSE2__) && defined(__x86_64__) && defined(__GNUC__)
-#define HAS_BLOCKS
-#include <immintrin.h>
-#endif
+
+#include "_json.h"
 
 #define KEY_CHARACTERS 256
 #define MAX_NAME_BYTES 1024 /* of a model's or session's name, as it stands in the body */
-#define MAX_DEPTH 256       /* json.loads goes to nearly 1000, less what the caller's stack holds */
-#define MAX_DIGITS 640      /* the least that int() can be limited to */
+#define MAX_FIELD_BYTES 128 /* of a field's name */
 #define MAX_PARTS_DEPTH 4   /* an object within a text is gone over once more for each object around it */
-
-typedef const unsigned char *ptr;
-
-typedef struct {
-    ptr at;
-    size_t len;
-} name;
-
-static unsigned char is_escape[256], hex_value[256];
-
-static void fill_tables(void) {
-    memset(hex_value, 0xff, sizeof hex_value);
-    for (int i = 0; i < 16; i++)
-        hex_value[(unsigned char)"0123456789abcdef"[i]] = hex_value[(unsigned char)"0123456789ABCDEF"[i]] = i;
-    for (const char *c = "\"\\/bfnrt"; *c; c++)
-        is_escape[(unsigned char)*c] = 1;
-}
-
-/* ---- Passing over values ---- */
-
-/* From a backslash. */
-static inline ptr pass_escape(ptr p, ptr end) {
-    if (end - p < 2)
-        return NULL;
-    if (is_escape[p[1]])
-        return p + 2;
-    if (p[1] != 'u' || end - p < 6 || (hex_value[p[2]] | hex_value[p[3]] | hex_value[p[4]] | hex_value[p[5]]) > 15)
-        return NULL;
-    return p + 6;
-}
-
-/* A string's plain run ends at a quote, a backslash or a control character. A quote is 0x22: with that bit 1 flipped, it
- * stands right above the control characters, and one comparison finds both. */
-#if defined(__SSE2__)
-static inline __m128i load(ptr p) { return _mm_loadu_si128((const __m128i *)p); }
-static inline uint64_t bits(__m128i flags) { return (unsigned)_mm_movemask_epi8(flags); }
-
-static inline __m128i ends_run(__m128i text) {
-    __m128i flipped = _mm_xor_si128(text, _mm_set1_epi8(0x02));
-    return _mm_or_si128(_mm_cmpeq_epi8(_mm_min_epu8(flipped, _mm_set1_epi8(0x20)), flipped),
-                        _mm_cmpeq_epi8(text, _mm_set1_epi8('\\')));
-}
-#else
-#define EACH(byte) (~0ULL / 255 * (byte))
-
-static inline int ends_run(uint64_t text) {
-    uint64_t flipped = text ^ EACH(0x02), unlike = text ^ EACH('\\');
-    return ((((flipped - EACH(0x21)) & ~flipped) | ((unlike - EACH(1)) & ~unlike)) & EACH(0x80)) != 0;
-}
-#endif
-
-/* To the byte that ends the run, or to the body's end. */
-static inline ptr pass_run(ptr p, ptr end) {
-#if defined(__SSE2__)
-    for (; end - p >= 16; p += 16) {
-        uint64_t found = bits(ends_run(load(p)));
-        if (found)
-            return p + __builtin_ctzll(found);
-    }
-#else
-    for (uint64_t text; end - p >= 8; p += 8) {
-        memcpy(&text, p, 8);
-        if (ends_run(text))
-            break;
-    }
-#endif
-    while (p < end && *p >= 0x20 && *p != '"' && *p != '\\')
-        p++;
-    return p;
-}
-
-static ptr pass_by_runs(ptr p, ptr end) {
-    for (;;) {
-        p = pass_run(p, end);
-        if (p == end || *p < 0x20)
-            return NULL;
-        if (*p == '"')
-            return p + 1;
-        if (!(p = pass_escape(p, end)))
-            return NULL;
-    }
-}
-
-/* A branch for each escape is dear where no two bodies have them at the same places: 31 to 36 µs for 128 KB, against 8 to
- * 10 µs without. Here 64 bytes become bits, and which bytes are escaped is found by arithmetic, as simdjson does it: taken
- * from the bits behind it, a row of backslashes leaves a bit whose place tells whether the row is odd. */
-#if defined(HAS_BLOCKS)
-static int has_avx2;
-
-__attribute__((target("avx2"))) static inline uint64_t bits_of_64(__m256i low, __m256i high) {
-    return (uint32_t)_mm256_movemask_epi8(low) | (uint64_t)(uint32_t)_mm256_movemask_epi8(high) << 32;
-}
-
-__attribute__((target("avx2"))) static inline __m256i stops_in(__m256i text) {
-    __m256i flipped = _mm256_xor_si256(text, _mm256_set1_epi8(0x02));
-    return _mm256_cmpeq_epi8(_mm256_min_epu8(flipped, _mm256_set1_epi8(0x20)), flipped);
-}
-
-__attribute__((target("avx2"))) static inline __m256i backslashes_in(__m256i text) {
-    return _mm256_cmpeq_epi8(text, _mm256_set1_epi8('\\'));
-}
-
-/* What may stand behind a backslash, without u. */
-__attribute__((target("avx2"))) static inline __m256i escapes_in(__m256i text) {
-    const __m256i by_low_half = _mm256_broadcastsi128_si256(
-        _mm_setr_epi8(1, 0, 'b', 0, 't', 0, 'f', 0, 0, 0, 0, 0, '\\', 0, 'n', '/')); /* the 1 is no match for 0 */
-    return _mm256_or_si256(_mm256_cmpeq_epi8(_mm256_shuffle_epi8(by_low_half, text), text),
-                           _mm256_or_si256(_mm256_cmpeq_epi8(text, _mm256_set1_epi8('"')),
-                                           _mm256_cmpeq_epi8(text, _mm256_set1_epi8('r'))));
-}
-
-__attribute__((target("avx2"))) static ptr pass_by_blocks(ptr p, ptr end) {
-    const uint64_t odd = 0xaaaaaaaaaaaaaaaaULL;
-    uint64_t first_is_escaped = 0;
-    for (; end - p >= 64; p += 64) {
-        __m256i low = _mm256_loadu_si256((const __m256i *)p), high = _mm256_loadu_si256((const __m256i *)(p + 32));
-        uint64_t backslashes = bits_of_64(backslashes_in(low), backslashes_in(high));
-        uint64_t starts = backslashes & ~first_is_escaped;
-        uint64_t rows = ((starts << 1 | odd) - starts) ^ odd;
-        uint64_t escaped = rows ^ (backslashes | first_is_escaped);
-        uint64_t stops = bits_of_64(stops_in(low), stops_in(high)) & ~escaped;
-        uint64_t inside = stops ^ (stops - 1);
-        uint64_t unknown = escaped & inside & ~bits_of_64(escapes_in(low), escapes_in(high));
-        first_is_escaped = (rows & backslashes) >> 63;
-        for (; unknown; unknown &= unknown - 1)
-            if (!pass_escape(p + __builtin_ctzll(unknown) - 1, end))
-                return NULL;
-        if (stops) {
-            p += __builtin_ctzll(stops);
-            return *p == '"' ? p + 1 : NULL;
-        }
-    }
-    return pass_by_runs(p - first_is_escaped, end);
-}
-#endif
-
-/* From behind the opening quote to behind the closing one. */
-static inline ptr pass_string(ptr p, ptr end) {
-#if defined(HAS_BLOCKS)
-    if (end - p >= 16) {
-        /* most strings are names */
-        uint64_t found = bits(ends_run(load(p)));
-        if (found && p[__builtin_ctzll(found)] == '"')
-            return p + __builtin_ctzll(found) + 1;
-        if (has_avx2)
-            return pass_by_blocks(p, end);
-    }
-#endif
-    return pass_by_runs(p, end);
-}
-
-static inline int is_digit(ptr p, ptr end) { return p < end && *p >= '0' && *p <= '9'; }
-
-static ptr pass_number(ptr p, ptr end) {
-    ptr start = p;
-    p += *p == '-';
-    if (!is_digit(p, end))
-        return NULL;
-    if (*p == '0')
-        p++;
-    else
-        while (is_digit(p, end))
-            p++;
-    if (p - start > MAX_DIGITS)
-        return NULL;
-    if (p < end && *p == '.') {
-        if (!is_digit(++p, end))
-            return NULL;
-        while (is_digit(p, end))
-            p++;
-    }
-    if (p < end && (*p | 32) == 'e') {
-        p++;
-        p += p < end && (*p == '+' || *p == '-');
-        if (!is_digit(p, end))
-            return NULL;
-        while (is_digit(p, end))
-            p++;
-    }
-    return p;
-}
-
-static inline ptr pass_word(ptr p, ptr end, const char *word, int len) {
-    return end - p >= len && !memcmp(p, word, len) ? p + len : NULL;
-}
-
-/* To the next byte that is no white space; NULL where none is left. */
-static inline ptr pass_blank(ptr p, ptr end) {
-    while (p < end && (*p == ' ' || *p == '\n' || *p == '\r' || *p == '\t'))
-        p++;
-    return p < end ? p : NULL;
-}
-
-/* From behind a bracket or the last item to the next item, or to behind the closing bracket, where *more becomes 0. */
-static inline ptr next_item(ptr p, ptr end, char closing, int first, int *more) {
-    if (!(p = pass_blank(p, end)))
-        return NULL;
-    *more = *p != closing;
-    if (!*more)
-        return p + 1;
-    if (first)
-        return p;
-    return *p == ',' ? pass_blank(p + 1, end) : NULL;
-}
-
-/* The same in an object: to the member's value. */
-static inline ptr next_member(ptr p, ptr end, int first, name *key, int *more) {
-    p = next_item(p, end, '}', first, more);
-    if (!p || !*more)
-        return p;
-    if (*p != '"')
-        return NULL;
-    key->at = p + 1;
-    if (!(p = pass_string(p + 1, end)))
-        return NULL;
-    key->len = p - 1 - key->at;
-    p = pass_blank(p, end);
-    return p && *p == ':' ? pass_blank(p + 1, end) : NULL;
-}
-
-static ptr pass_value(ptr p, ptr end, int depth) {
-    int more;
-    name key;
-    switch (*p) {
-    case '"': return pass_string(p + 1, end);
-    case '{':
-        if (depth == MAX_DEPTH)
-            return NULL;
-        p = next_member(p + 1, end, 1, &key, &more);
-        while (p && more)
-            if ((p = pass_value(p, end, depth + 1)))
-                p = next_member(p, end, 0, &key, &more);
-        return p;
-    case '[':
-        if (depth == MAX_DEPTH)
-            return NULL;
-        p = next_item(p + 1, end, ']', 1, &more);
-        while (p && more)
-            if ((p = pass_value(p, end, depth + 1)))
-                p = next_item(p, end, ']', 0, &more);
-        return p;
-    case 't': return pass_word(p, end, "true", 4);
-    case 'f': return pass_word(p, end, "false", 5);
-    case 'n': return pass_word(p, end, "null", 4);
-    case '-': case '0': case '1': case '2': case '3': case '4': case '5': case '6': case '7': case '8': case '9':
-        return pass_number(p, end);
-    default: return NULL;
-    }
-}
+#define MAX_BODY_BYTES UINT32_MAX
+#define TOKEN_BYTES 4
 
 /* ---- Reading texts, from values that were passed over before and are known to be well-formed ---- */
 
@@ -453,33 +200,115 @@ static int add_texts(text *t, ptr p, ptr end, int depth) {
     }
 }
 
-/* ---- The body ---- */
+/* ---- The outline ---- */
 
 enum { MODEL, MESSAGES, SYSTEM, INSTRUCTIONS, PROMPT, INPUT, QUERY, TEXT_1, SESSION_ID, CONVERSATION_ID,
-       PROMPT_CACHE_KEY, USER, OTHER };
+       PROMPT_CACHE_KEY, USER, TOOLS, CACHE_SALT, STREAM, PRIORITY, MAX_COMPLETION_TOKENS, MAX_TOKENS, MAX_OUTPUT_TOKENS,
+       KNOWN };
+
+static const char *const known_names[KNOWN] = {
+    "model", "messages", "system", "instructions", "prompt", "input", "query", "text_1", "session_id", "conversation_id",
+    "prompt_cache_key", "user", "tools", "cache_salt", "stream", "priority", "max_completion_tokens", "max_tokens",
+    "max_output_tokens"};
+static PyObject *names[KNOWN];
+
+/* KNOWN is none of them. */
+static int field_of(const name *key) {
+#define IF(field, text) if (is(key, text, sizeof text - 1)) return field
+    switch (key->len) {
+    case 4: IF(USER, "user"); break;
+    case 5: IF(MODEL, "model"); IF(TOOLS, "tools"); IF(INPUT, "input"); IF(QUERY, "query"); break;
+    case 6: IF(STREAM, "stream"); IF(SYSTEM, "system"); IF(PROMPT, "prompt"); IF(TEXT_1, "text_1"); break;
+    case 8: IF(MESSAGES, "messages"); IF(PRIORITY, "priority"); break;
+    case 10: IF(MAX_TOKENS, "max_tokens"); IF(CACHE_SALT, "cache_salt"); IF(SESSION_ID, "session_id"); break;
+    case 12: IF(INSTRUCTIONS, "instructions"); break;
+    case 15: IF(CONVERSATION_ID, "conversation_id"); break;
+    case 16: IF(PROMPT_CACHE_KEY, "prompt_cache_key"); break;
+    case 17: IF(MAX_OUTPUT_TOKENS, "max_output_tokens"); break;
+    case 21: IF(MAX_COMPLETION_TOKENS, "max_completion_tokens"); break;
+    }
+#undef IF
+    return KNOWN;
+}
 
 typedef struct {
-    ptr field[OTHER];                 /* where the last value of each name begins; NULL without one */
+    uint32_t start, end;
+} span;
+
+typedef struct {
+    span name, value;
+    uint32_t known;
+} field;
+
+#define FEW_FIELDS 8
+#define FEW_ITEMS 8
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *body, *places; /* places: the dict of `fields`, made when somebody asks for it */
+    field *fields;
+    span *items;
+    uint32_t n_fields, fields_room, n_items, items_room;
+    span known[KNOWN];           /* where the last value of each name lies; no value begins at 0 */
+    field few_fields[FEW_FIELDS]; /* most bodies have no more, and need no memory beside the outline's own */
+    span few_items[FEW_ITEMS];
+} Outline;
+
+/* What the messages begin with. */
+typedef struct {
     ptr system_message, user_message; /* where the content of the first of each begins; NULL without content */
     int has_system_message, has_user_message;
-} places;
+    int unsure;
+} speakers;
 
-static int field_of(const name *key) {
-    switch (key->len) {
-    case 4: return is(key, "user", 4) ? USER : OTHER;
-    case 5: return is(key, "model", 5) ? MODEL : is(key, "input", 5) ? INPUT : is(key, "query", 5) ? QUERY : OTHER;
-    case 6: return is(key, "prompt", 6) ? PROMPT : is(key, "system", 6) ? SYSTEM : is(key, "text_1", 6) ? TEXT_1 : OTHER;
-    case 8: return is(key, "messages", 8) ? MESSAGES : OTHER;
-    case 10: return is(key, "session_id", 10) ? SESSION_ID : OTHER;
-    case 12: return is(key, "instructions", 12) ? INSTRUCTIONS : OTHER;
-    case 15: return is(key, "conversation_id", 15) ? CONVERSATION_ID : OTHER;
-    case 16: return is(key, "prompt_cache_key", 16) ? PROMPT_CACHE_KEY : OTHER;
-    default: return OTHER;
+static inline ptr text_of(const Outline *o) { return (ptr)PyBytes_AS_STRING(o->body); }
+static inline ptr end_of(const Outline *o) { return text_of(o) + PyBytes_GET_SIZE(o->body); }
+
+/* NULL without one. */
+static inline ptr value_of(const Outline *o, int which) {
+    return o->known[which].start ? text_of(o) + o->known[which].start : NULL;
+}
+
+static inline size_t size_of(const Outline *o, int which) { return o->known[which].end - o->known[which].start; }
+
+/* Twice the room; NULL, with an exception, where memory ran out. */
+static void *grown(void *all, void *few, uint32_t *room, size_t size) {
+    void *more = all == few ? PyMem_Malloc(2 * (size_t)*room * size) : PyMem_Realloc(all, 2 * (size_t)*room * size);
+    if (!more)
+        return PyErr_NoMemory();
+    if (all == few)
+        memcpy(more, few, *room * size);
+    *room *= 2;
+    return more;
+}
+
+static int add_field(Outline *o, const name *key, int which, ptr start, ptr end) {
+    span value = {start - text_of(o), end - text_of(o)};
+    if (o->n_fields == o->fields_room) {
+        field *more = grown(o->fields, o->few_fields, &o->fields_room, sizeof(field));
+        if (!more)
+            return -1;
+        o->fields = more;
     }
+    if (which != KNOWN)
+        o->known[which] = value;
+    o->fields[o->n_fields++] = (field){{key->at - text_of(o), key->at + key->len - text_of(o)}, value, which};
+    return 0;
+}
+
+static int add_item(Outline *o, ptr start, ptr end) {
+    if (o->n_items == o->items_room) {
+        span *more = grown(o->items, o->few_items, &o->items_room, sizeof(span));
+        if (!more)
+            return -1;
+        o->items = more;
+    }
+    o->items[o->n_items++] = (span){start - text_of(o), end - text_of(o)};
+    return 0;
 }
 
 /* A message of the list; notes its content where its role is looked for. */
-static ptr read_message(ptr p, ptr end, places *found) {
+static ptr read_message(ptr p, ptr end, speakers *found) {
     int more;
     ptr role = NULL, content = NULL;
     name key;
@@ -490,7 +319,7 @@ static ptr read_message(ptr p, ptr end, places *found) {
         else if (is(&key, "content", 7))
             content = p;
         else if (is_escaped(&key))
-            return NULL;
+            found->unsure = 1;
         if ((p = pass_value(p, end, 3)))
             p = next_member(p, end, 0, &key, &more);
     }
@@ -506,73 +335,245 @@ static ptr read_message(ptr p, ptr end, places *found) {
             found->system_message = content;
         found->has_system_message = 1;
     } else if (is_escaped(&key))
-        return NULL;
+        found->unsure = 1;
     return p;
 }
 
-static ptr read_messages(ptr p, ptr end, places *found) {
+/* NULL with an exception where memory ran out. */
+static ptr read_messages(Outline *o, ptr p, ptr end, speakers *found) {
     int more;
-    found->has_system_message = found->has_user_message = 0;
+    o->n_items = 0;
+    *found = (speakers){.unsure = 0};
     if (*p != '[')
         return pass_value(p, end, 1);
     p = next_item(p + 1, end, ']', 1, &more);
     while (p && more) {
+        ptr start = p;
         p = *p == '{' && !found->has_user_message ? read_message(p, end, found) : pass_value(p, end, 2);
-        if (p)
-            p = next_item(p, end, ']', 0, &more);
+        if (!p || add_item(o, start, p) < 0)
+            return NULL;
+        p = next_item(p, end, ']', 0, &more);
     }
     return p;
 }
 
-static int read_body(ptr p, ptr end, places *found) {
+/* The one pass. 0 where it is unsure, or with an exception where memory ran out. */
+static int read_body(Outline *o, speakers *found) {
     int more;
     name key;
+    ptr p = text_of(o), end = end_of(o);
     if (!(p = pass_blank(p, end)) || *p != '{')
         return 0;
     p = next_member(p + 1, end, 1, &key, &more);
     while (p && more) {
-        int field = field_of(&key);
-        if (field != OTHER)
-            found->field[field] = p;
-        else if (is_escaped(&key))
+        ptr start = p;
+        int which = field_of(&key);
+        if (which == KNOWN && is_escaped(&key))
             return 0;
-        p = field == MESSAGES ? read_messages(p, end, found) : pass_value(p, end, 1);
-        if (p)
-            p = next_member(p, end, 0, &key, &more);
+        p = which == MESSAGES ? read_messages(o, p, end, found) : pass_value(p, end, 1);
+        if (!p || add_field(o, &key, which, start, p) < 0)
+            return 0;
+        p = next_member(p, end, 0, &key, &more);
     }
     return p && !pass_blank(p, end);
 }
 
-/* ---- The answer ---- */
+static void outline_free(Outline *o) {
+    if (o->fields != o->few_fields)
+        PyMem_Free(o->fields);
+    if (o->items != o->few_items)
+        PyMem_Free(o->items);
+    Py_XDECREF(o->body);
+    Py_XDECREF(o->places);
+    PyObject_Free(o);
+}
+
+static PyTypeObject OutlineType;
+
+/* NULL where it is unsure, or with an exception. */
+static Outline *made_of(PyObject *body, speakers *found) {
+    if (!PyBytes_Check(body)) {
+        PyErr_SetString(PyExc_TypeError, "a body is bytes");
+        return NULL;
+    }
+    if ((size_t)PyBytes_GET_SIZE(body) > MAX_BODY_BYTES)
+        return NULL;
+    Outline *o = PyObject_New(Outline, &OutlineType);
+    if (!o)
+        return NULL;
+    o->body = Py_NewRef(body);
+    o->places = NULL;
+    o->fields = o->few_fields;
+    o->items = o->few_items;
+    o->n_fields = o->n_items = 0;
+    o->fields_room = FEW_FIELDS;
+    o->items_room = FEW_ITEMS;
+    memset(o->known, 0, sizeof o->known);
+    *found = (speakers){.unsure = 0};
+    if (read_body(o, found))
+        return o;
+    Py_DECREF(o);
+    return NULL;
+}
+
+/* ---- What the outline tells ---- */
+
+/* Names beyond ASCII are nobody's here, and are left out. */
+static int is_plain(ptr p, size_t len) {
+    for (size_t i = 0; i < len; i++)
+        if (p[i] >= 0x80)
+            return 0;
+    return len <= MAX_FIELD_BYTES;
+}
+
+static int add_place(const Outline *o, PyObject *places, const field *f) {
+    ptr at = text_of(o) + f->name.start;
+    size_t len = f->name.end - f->name.start;
+    PyObject *text, *where;
+    if (f->known != KNOWN)
+        text = Py_NewRef(names[f->known]);
+    else if (!is_plain(at, len))
+        return 0;
+    else
+        text = PyUnicode_DecodeASCII((const char *)at, len, NULL);
+    where = text ? Py_BuildValue("II", f->value.start, f->value.end) : NULL;
+    int failed = !where || PyDict_SetItem(places, text, where) < 0;
+    Py_XDECREF(text);
+    Py_XDECREF(where);
+    return failed ? -1 : 0;
+}
+
+static PyObject *outline_fields(Outline *o, void *closure) {
+    (void)closure;
+    if (!o->places) {
+        PyObject *places = PyDict_New();
+        for (uint32_t i = 0; places && i < o->n_fields; i++)
+            if (add_place(o, places, &o->fields[i]) < 0)
+                Py_CLEAR(places);
+        o->places = places;
+    }
+    return Py_XNewRef(o->places);
+}
+
+static PyObject *outline_spans(Outline *o, void *closure) {
+    (void)closure;
+    return PyBytes_FromStringAndSize((char *)o->items, o->n_items * sizeof(span));
+}
+
+static inline int is_stripped(unsigned char c) {
+    return c == ']' || c == '}' || c == '"' || c == ' ' || c == '\r' || c == '\n' || c == '\t';
+}
+
+static PyObject *outline_stand_in(Outline *o, PyObject *nothing) {
+    static const int prompt_fields[] = {SYSTEM, INSTRUCTIONS, TOOLS, PROMPT, INPUT, MESSAGES};
+    enum { PIECES = sizeof prompt_fields / sizeof *prompt_fields };
+    span pieces[PIECES];
+    size_t len = 0;
+    (void)nothing;
+    for (int i = PIECES - 1; i >= 0; i--) {
+        span piece = o->known[prompt_fields[i]];
+        while (!len && piece.end > piece.start && is_stripped(text_of(o)[piece.end - 1]))
+            piece.end--;
+        len += piece.end - piece.start;
+        pieces[i] = piece;
+    }
+    PyObject *made = PyBytes_FromStringAndSize(NULL, (len + TOKEN_BYTES - 1) / TOKEN_BYTES * TOKEN_BYTES);
+    if (!made)
+        return NULL;
+    char *to = PyBytes_AS_STRING(made);
+    for (int i = 0; i < PIECES; i++) {
+        memcpy(to, text_of(o) + pieces[i].start, pieces[i].end - pieces[i].start);
+        to += pieces[i].end - pieces[i].start;
+    }
+    memset(to, 0, PyBytes_AS_STRING(made) + PyBytes_GET_SIZE(made) - to);
+    return made;
+}
 
 /* These return NULL where they are unsure, without an exception, or with one where memory ran out. */
 
-static PyObject *model_of(const places *found, ptr end) {
+/* A text; nothing where there is none, or something else. */
+static PyObject *text_in(const Outline *o, int which) {
     text t;
-    ptr p = found->field[MODEL];
+    ptr p = value_of(o, which);
     TEXT(t, MAX_NAME_BYTES);
-    if (p && *p == '"' && (pass_string(p + 1, end) - p > MAX_NAME_BYTES || !add_string(&t, p + 1, end)))
+    if (p && *p == '"' && (size_of(o, which) > MAX_NAME_BYTES || !add_string(&t, p + 1, end_of(o))))
         return NULL;
     return PyUnicode_DecodeUTF8((char *)t.bytes, length(&t), "surrogatepass");
 }
 
-static PyObject *session_of(const places *found, ptr end) {
+/* The same of a value whose other kinds the real parser has to judge. */
+static PyObject *sure_text_in(const Outline *o, int which) {
+    ptr p = value_of(o, which);
+    return p && (*p == '[' || *p == '{') ? NULL : text_in(o, which);
+}
+
+/* 1: a number without fraction. 0: none. -1: unsure. */
+static int integer_in(const Outline *o, int which, long long *found) {
+    ptr p = value_of(o, which), end = p + size_of(o, which);
+    if (!p || *p == 'n' || *p == 't' || *p == 'f')
+        return 0;
+    int minus = *p == '-';
+    long long made = 0;
+    p += minus;
+    if (end - p > 18 || (minus && *p == '0'))
+        return -1;
+    for (; p < end; p++) {
+        if (*p < '0' || *p > '9')
+            return -1;
+        made = 10 * made + (*p - '0');
+    }
+    *found = minus ? -made : made;
+    return 1;
+}
+
+/* 1: true. 0: something else, or nothing. -1: unsure. */
+static int is_true_in(const Outline *o, int which) {
+    ptr p = value_of(o, which);
+    return p && (*p == '"' || *p == '[' || *p == '{') ? -1 : p && *p == 't';
+}
+
+/* `unsaid` stands for max_tokens where the body has none. */
+static PyObject *outline_about(Outline *o, PyObject *unsaid) {
+    int is_said = 0, streams = is_true_in(o, STREAM);
+    long long most = 0, priority = 0;
+    if (streams < 0 || integer_in(o, PRIORITY, &priority) < 0)
+        Py_RETURN_NONE;
+    for (int which = MAX_COMPLETION_TOKENS; which <= MAX_OUTPUT_TOKENS && !is_said; which++)
+        if ((is_said = integer_in(o, which, &most)) < 0)
+            Py_RETURN_NONE;
+    PyObject *model = sure_text_in(o, MODEL), *salt = model ? sure_text_in(o, CACHE_SALT) : NULL, *answer = NULL;
+    if (salt) {
+        PyObject *tokens = is_said ? PyLong_FromLongLong(most) : Py_NewRef(value_of(o, MAX_TOKENS) ? Py_None : unsaid);
+        PyObject *rank = PyLong_FromLongLong(priority);
+        if (tokens && rank)
+            answer = PyTuple_Pack(5, model, tokens, rank, salt, streams ? Py_True : Py_False);
+        Py_XDECREF(tokens);
+        Py_XDECREF(rank);
+    } else if (!PyErr_Occurred())
+        answer = Py_NewRef(Py_None);
+    Py_XDECREF(model);
+    Py_XDECREF(salt);
+    return answer;
+}
+
+/* ---- The ask ---- */
+
+static PyObject *session_of(const Outline *o) {
     text t;
     TEXT(t, MAX_NAME_BYTES);
-    for (int field = SESSION_ID; field <= USER && !t.characters; field++) {
-        ptr p = found->field[field];
+    for (int which = SESSION_ID; which <= USER && !t.characters; which++) {
+        ptr p = value_of(o, which);
         if (!p)
             continue;
         if (*p == '"') {
-            if (pass_string(p + 1, end) - p > MAX_NAME_BYTES || !add_string(&t, p + 1, end))
+            if (size_of(o, which) > MAX_NAME_BYTES || !add_string(&t, p + 1, end_of(o)))
                 return NULL;
-        } else if (*p == '-' || is_digit(p, end)) {
-            ptr behind = pass_number(p, end);
-            if (!is_integer(p, behind))
+        } else if (*p == '-' || is_digit(p, end_of(o))) {
+            if (!is_integer(p, p + size_of(o, which)))
                 continue;
             if (is_minus_zero(p))
                 return NULL;
-            add_word(&t, p, behind - p);
+            add_word(&t, p, size_of(o, which));
         }
     }
     return PyBytes_FromStringAndSize((char *)t.bytes, length(&t));
@@ -589,56 +590,85 @@ static PyObject *beginning_of(int present, ptr p, ptr end) {
     return PyBytes_FromStringAndSize((char *)t.bytes, length(&t));
 }
 
-static PyObject *system_of(const places *found, ptr end) {
-    for (int field = SYSTEM; field <= INSTRUCTIONS; field++)
-        if (found->field[field])
-            return beginning_of(1, found->field[field], end);
-    return beginning_of(found->has_system_message, found->system_message, end);
+static PyObject *system_of(const Outline *o, const speakers *found) {
+    for (int which = SYSTEM; which <= INSTRUCTIONS; which++)
+        if (value_of(o, which))
+            return beginning_of(1, value_of(o, which), end_of(o));
+    return beginning_of(found->has_system_message, found->system_message, end_of(o));
 }
 
-static PyObject *user_of(const places *found, ptr end) {
-    for (int field = PROMPT; field <= TEXT_1 && !found->has_user_message; field++)
-        if (found->field[field])
-            return beginning_of(1, found->field[field], end);
-    return beginning_of(found->has_user_message, found->user_message, end);
+static PyObject *user_of(const Outline *o, const speakers *found) {
+    for (int which = PROMPT; which <= TEXT_1 && !found->has_user_message; which++)
+        if (value_of(o, which))
+            return beginning_of(1, value_of(o, which), end_of(o));
+    return beginning_of(found->has_user_message, found->user_message, end_of(o));
 }
 
 static PyObject *scan(PyObject *self, PyObject *body) {
     (void)self;
-    if (!PyBytes_Check(body)) {
-        PyErr_SetString(PyExc_TypeError, "a body is bytes");
-        return NULL;
+    speakers found;
+    Outline *o = made_of(body, &found);
+    PyObject *answer = NULL, *model = NULL, *system = NULL, *user = NULL, *session = NULL;
+    if (o && !found.unsure) {
+        if ((model = text_in(o, MODEL)) && (system = system_of(o, &found)) && (user = user_of(o, &found)) &&
+            (session = session_of(o)))
+            answer = PyTuple_Pack(5, model, system, user, session, (PyObject *)o);
     }
-    ptr p = (ptr)PyBytes_AS_STRING(body), end = p + PyBytes_GET_SIZE(body);
-    places found = {.has_system_message = 0};
-    if (!read_body(p, end, &found))
-        Py_RETURN_NONE;
-    PyObject *(*const readers[])(const places *, ptr) = {model_of, system_of, user_of, session_of};
-    PyObject *answer = PyTuple_New(4);
-    for (int i = 0; answer && i < 4; i++) {
-        PyObject *made = readers[i](&found, end);
-        if (!made) {
-            Py_DECREF(answer);
-            if (PyErr_Occurred())
-                return NULL;
-            Py_RETURN_NONE;
-        }
-        PyTuple_SET_ITEM(answer, i, made);
-    }
-    return answer;
+    Py_XDECREF(model);
+    Py_XDECREF(system);
+    Py_XDECREF(user);
+    Py_XDECREF(session);
+    Py_XDECREF(o);
+    return answer || PyErr_Occurred() ? answer : Py_NewRef(Py_None);
 }
 
+static PyObject *outline_of(PyObject *self, PyObject *body) {
+    (void)self;
+    speakers found;
+    PyObject *made = (PyObject *)made_of(body, &found);
+    return made || PyErr_Occurred() ? made : Py_NewRef(Py_None);
+}
+
+/* ---- The module ---- */
+
+static PyGetSetDef outline_getters[] = {
+    {"fields", (getter)outline_fields, NULL, "Where the value of each field begins and ends.", NULL},
+    {"spans", (getter)outline_spans, NULL, "Where each item of `messages` begins and ends, as uint32.", NULL},
+    {NULL, NULL, NULL, NULL, NULL}};
+
+static PyMethodDef outline_methods[] = {
+    {"about", (PyCFunction)outline_about, METH_O, "What the body says beside its prompt."},
+    {"stand_in", (PyCFunction)outline_stand_in, METH_NOARGS, "The prompt's own bytes, four to a token."},
+    {NULL, NULL, 0, NULL}};
+
+static PyTypeObject OutlineType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "warmroute._kernel._scan.Outline",
+    .tp_basicsize = sizeof(Outline),
+    .tp_dealloc = (destructor)outline_free,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_doc = "Where things lie in a JSON body.",
+    .tp_getset = outline_getters,
+    .tp_methods = outline_methods,
+};
+
 static PyMethodDef methods[] = {
-    {"scan", scan, METH_O, "(model, system prompt's beginning, first user message's beginning, session) of a JSON body."},
+    {"scan", scan, METH_O,
+     "(model, system prompt's beginning, first user message's beginning, session, outline) of a JSON body."},
+    {"outline_of", outline_of, METH_O, "The outline of a JSON body by itself."},
     {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_scan", "What routing needs of a JSON body.", -1, methods,
                                     NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__scan(void) {
-    fill_tables();
-#if defined(HAS_BLOCKS)
-    has_avx2 = __builtin_cpu_supports("avx2");
-#endif
-    return PyModule_Create(&module);
+    prepare_json();
+    for (int i = 0; i < KNOWN; i++)
+        if (!(names[i] = PyUnicode_InternFromString(known_names[i])))
+            return NULL;
+    if (PyType_Ready(&OutlineType) < 0)
+        return NULL;
+    PyObject *made = PyModule_Create(&module);
+    if (made && PyModule_AddObjectRef(made, "Outline", (PyObject *)&OutlineType) < 0)
+        Py_CLEAR(made);
+    return made;
 }

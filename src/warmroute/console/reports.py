@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from typing import Annotated, Final, Literal
+from weakref import WeakKeyDictionary
 
 import msgspec
 from msgspec import Meta
@@ -68,11 +69,10 @@ _decode: Final = msgspec.json.Decoder(Report).decode
 class _Told:
     """How far the reports of one rank have come."""
 
-    __slots__ = ("cache", "era", "sequence")
+    __slots__ = ("era", "sequence")
 
-    def __init__(self, cache: NodeCache) -> None:
-        self.cache = cache
-        self.era = cache.era
+    def __init__(self, era: int) -> None:
+        self.era = era
         self.sequence = -1
 
 
@@ -80,7 +80,8 @@ class Reports:
     def __init__(self, beliefs: Beliefs, now: Callable[[], float] = time.monotonic) -> None:
         self._beliefs = beliefs
         self._now = now
-        self._told: dict[tuple[str, int], _Told] = {}
+        self._told: WeakKeyDictionary[NodeCache, dict[int, _Told]] = WeakKeyDictionary()
+        """By cache and rank. What a node told is forgotten with the node."""
         self._one_at_a_time = asyncio.Lock()
 
     async def take(self, name: str, body: bytes) -> dict[str, int]:
@@ -100,27 +101,27 @@ class Reports:
             raise Refusal(400, f"The report can't be read: {error}", code="bad_report") from None
         async with self._one_at_a_time:
             told = self._continues(cache, report)
-            await self._apply(told, report)
+            await self._apply(cache, told, report)
             return {"sequence": told.sequence, "blocks": self._beliefs.index.pairs_of(cache.ranks[report.rank])}
 
     def _continues(self, cache: NodeCache, report: Report) -> _Told:
-        key = (cache.name, report.rank)
-        told = self._told.get(key)
-        if told is None or told.cache is not cache or report.rank not in cache.ranks:
+        of_ranks = self._told.setdefault(cache, {})
+        told = of_ranks.get(report.rank)
+        if told is None or report.rank not in cache.ranks:
             if report.rank in cache.ranks:
                 raise Refusal(409, "This node tells by its KV events what it holds.", code="has_events")
             told = None
         if report.whole:
             cache.follow(report.rank)
-            told = self._told[key] = _Told(cache)
+            told = of_ranks[report.rank] = _Told(cache.era)
         elif told is None or told.era != cache.era:
             raise _send_whole("nothing is known of what it held before")
         elif report.sequence != told.sequence + 1:
             raise _send_whole(f"sequence {told.sequence + 1} was due, not {report.sequence}")
         return told
 
-    async def _apply(self, told: _Told, report: Report) -> None:
-        cache, rank = told.cache, report.rank
+    async def _apply(self, cache: NodeCache, told: _Told, report: Report) -> None:
+        rank = report.rank
         until_s = time.monotonic() + SLICE_S
         try:
             if report.whole or report.cleared:
@@ -138,10 +139,10 @@ class Reports:
                     await asyncio.sleep(0)
                     until_s = time.monotonic() + SLICE_S
         except Refusal:
-            self._lose(told, report)
+            self._lose(cache, rank)
             raise
         except (ValueError, TypeError, OverflowError, KeyError) as error:
-            self._lose(told, report)
+            self._lose(cache, rank)
             raise Refusal(
                 400, f"The report makes no sense: {error}. Send the whole set again.", code="bad_report"
             ) from None
@@ -149,11 +150,11 @@ class Reports:
         cache.tells_all(rank, True)
         cache.heard(self._now())
 
-    def _lose(self, told: _Told, report: Report) -> None:
-        self._told.pop((told.cache.name, report.rank), None)
-        if report.rank in told.cache.ranks:
-            told.cache.lost(report.rank)
-            told.cache.unfollow(report.rank)
+    def _lose(self, cache: NodeCache, rank: int) -> None:
+        self._told.get(cache, {}).pop(rank, None)
+        if rank in cache.ranks:
+            cache.lost(rank)
+            cache.unfollow(rank)
 
 
 def _send_whole(why: str) -> Refusal:

@@ -36,8 +36,8 @@ class Deadlines:
     def arm(self, timed: Timed, deadline_s: float) -> None:
         """Sets a deadline, whether earlier or later than the one before."""
         timed.deadline_s = deadline_s
-        if deadline_s == NEVER:
-            return
+        if 0.0 <= timed.bucket * TICK_S <= deadline_s or deadline_s == NEVER:
+            return  # the bucket that it stands in comes up before
         bucket = max(int(deadline_s / TICK_S) + 1, self._next)
         if 0 <= timed.bucket <= bucket:
             return

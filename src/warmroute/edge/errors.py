@@ -184,6 +184,15 @@ def memory_full() -> Refusal:
     )
 
 
+def broke_inside() -> Refusal:
+    return Refusal(
+        500,
+        "The router failed at this request; its log says where. Other requests are not affected.",
+        code="internal_error",
+        kind="server_error",
+    )
+
+
 REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 
 

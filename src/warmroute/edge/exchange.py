@@ -7,8 +7,10 @@ leaves takes its upstream connection with it.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
@@ -29,9 +31,11 @@ from warmroute.routing.refusals import Undecided
 from warmroute.telemetry.journal import Entry
 
 if TYPE_CHECKING:
+    from warmroute.edge.client import Client
     from warmroute.edge.proxy import Proxy
     from warmroute.edge.reading import Later
-    from warmroute.edge.server import Client
+
+log = logging.getLogger("warmroute")
 
 _BROKEN_EVENT: Final = (
     b"event: error\ndata: "
@@ -40,7 +44,6 @@ _BROKEN_EVENT: Final = (
 )
 TAIL_PIECES: Final = 8
 """Of an answer that are kept: its usage, the [DONE] behind it, the last chunk's end, each may come by itself."""
-USAGE_BYTES: Final = 16_384
 EXPLAIN_HEADER: Final = b"x-warmroute-explain"
 _NAME_CHARACTERS: Final = " !#$&'()*+,/:;<=>?@[]^`{|}"
 """Of a node's name, those that stand in a header as they are, beside letters and digits."""
@@ -77,6 +80,7 @@ class ProxyExchange:
         "charge",
         "entered_s",
         "lookup",
+        "waits",
     )
 
     def __init__(
@@ -94,6 +98,8 @@ class ProxyExchange:
         """`entered_s`: when it asked for a node, its prompt read."""
         self.charge: Charge | None = None
         """What it took of its tenant's rate limits."""
+        self.waits = False
+        """It entered, and its node may be told later."""
         self._later: Later | None = None
         """Its prompt is still being read."""
         self._decision: Decision
@@ -113,8 +119,8 @@ class ProxyExchange:
         self._events = False
         self._keep_alive = True
         self._dechunk: ChunkFrames | None = None
-        self._tail: deque[bytes] | None = None
-        """The last pieces of the answer, where they may tell of cached tokens."""
+        self._tail: deque[bytes] | bytes | None = None
+        """The last pieces of the answer, or all of it, where they may tell of cached tokens."""
 
     # To a decision.
 
@@ -135,18 +141,31 @@ class ProxyExchange:
     def go(self, decision: Decision) -> None:
         """Admission lets it through."""
         self._decision = decision
-        if self._proxy.journal.on:
-            self._enter_in_journal(decision)
-        self._try(decision.node)
-
-    def _enter_in_journal(self, decision: Decision) -> None:
         proxy, ask = self._proxy, self.ask
-        held_ms = (proxy.now() - self.entered_s) * 1000.0
-        self._entry = entry = Entry(
-            self._request_id, ask.tenant, ask.model, ask.route, ask.priority, self.arrived_s, held_ms,
-            decision.grounds(),
+        now_s = proxy.now()
+        try:
+            if proxy.journal.on:
+                held_ms = (now_s - self.entered_s) * 1000.0
+                self._entry = entry = Entry(
+                    self._request_id, ask.tenant, ask.model, ask.route, ask.priority, self.arrived_s, held_ms,
+                    decision.grounds(),
+                )  # fmt: skip
+                proxy.journal.decided(entry)
+            self._try(decision.node, now_s)
+        except Exception as error:
+            if not self.waits:  # whoever let it enter hears of it
+                raise
+            self._client.refuse(self.broke(error), self._request_id)
+
+    def broke(self, error: Exception) -> errors.Refusal:
+        """The router itself failed: gives back what it holds."""
+        last = extract_tb(error.__traceback__)[-1]
+        log.error(  # without the error's words, which may be a user's
+            "a request broke inside the router (%s at %s:%s); it is answered with 500",
+            type(error).__name__, last.filename, last.lineno,
         )  # fmt: skip
-        proxy.journal.decided(entry)
+        self._give_back(Outcome.LEFT)
+        return errors.broke_inside()
 
     def refuse(self, why: Undecided) -> None:
         """Admission has kept it waiting in vain."""
@@ -158,10 +177,10 @@ class ProxyExchange:
 
     # To a node.
 
-    def _try(self, node: Node) -> None:
-        self._tried += 1
+    def _try(self, node: Node, now_s: float) -> None:
         proxy = self._proxy
-        self._ticket = proxy.router.dispatch(self._decision, node, proxy.now())
+        self._ticket = proxy.router.dispatch(self._decision, node, now_s)
+        self._tried += 1
         self._pool = pool = proxy.pools.of(node)
         connection = pool.take()
         if connection is None:
@@ -172,7 +191,8 @@ class ProxyExchange:
     def _send(self, connection: Connection) -> None:
         self._connection = connection
         proxy, head, pool = self._proxy, self._head, self._pool
-        peer = self._client.peer
+        peer, ticket = self._client.peer, self._ticket
+        rank = ticket.rank if isinstance(ticket, Dispatch) else None
         forwarded = head.forwarded_for
         if peer:
             forwarded = forwarded + b", " + peer if forwarded else peer
@@ -194,16 +214,11 @@ class ProxyExchange:
                 len(self._body),
                 self._request_id,
                 b"X-Forwarded-For: %b\r\n" % forwarded if forwarded else b"",
-                self._rank_line(),
+                # where one data-parallel rank of the node holds the prompt, the request is to go to that one
+                b"" if rank is None else b"X-Data-Parallel-Rank: %d\r\n" % rank,
             ),
             self._body,
         )
-
-    def _rank_line(self) -> bytes:
-        """Where one data-parallel rank of the node holds the prompt, the request is to go to that one."""
-        ticket = self._ticket
-        rank = ticket.rank if isinstance(ticket, Dispatch) else None
-        return b"" if rank is None else b"X-Data-Parallel-Rank: %d\r\n" % rank
 
     def connected(self, connection: Connection) -> bool:
         if self._done:
@@ -232,7 +247,8 @@ class ProxyExchange:
     def _node_failed(self, outcome: Outcome, reason: str) -> None:
         """Nothing has gone to the client: the next node may do better."""
         proxy = self._proxy
-        proxy.close_ticket(self._ticket, outcome, reason)
+        now_s = proxy.now()
+        proxy.close_ticket(self._ticket, outcome, now_s, reason)
         if self._fallbacks is None:
             self._fallbacks = self._decision.fallbacks()
             self._fallbacks.reverse()
@@ -241,18 +257,20 @@ class ProxyExchange:
             if node.draining or node.health.certain_open:
                 continue
             proxy.counters.retries += 1
-            self._try(node)
+            self._try(node, now_s)
             return
         self._done = True
         if self.charge is not None:
             self.charge.cancel()
         refusal = errors.all_nodes_failed(self._tried, self._retry_after_s)
-        self._settle_journal(outcome, refusal.status)
+        self._settle_journal(outcome, refusal.status, now_s)
         self._client.refuse(refusal, self._request_id)
 
     # From a node.
 
-    def answer_began(self, head: ResponseHead, first: bytes, whole: bool) -> Callable[[bytes], object] | None:
+    def answer_began(
+        self, head: ResponseHead, first: bytes, whole: bool, now_s: float
+    ) -> Callable[[bytes], object] | None:
         status = head.status
         if status >= 500 or status == 429:
             self._connection = None
@@ -264,9 +282,10 @@ class ProxyExchange:
             return None
         self._begun = True
         self._status = status
-        self._ticket.first_byte(self._proxy.now(), status < 400)
-        self._proxy.freed(self._ticket.node)
-        client = self._client
+        proxy, ticket, client = self._proxy, self._ticket, self._client
+        ticket.first_byte(now_s, status < 400)
+        if proxy.admission.room.waiting:
+            proxy.freed(ticket.node, now_s)
         length = head.length
         self._framing = length
         self._body = b""
@@ -294,18 +313,19 @@ class ProxyExchange:
             passing,
             framing,
             self._request_id,
-            self._where_lines() if self._proxy.tells_where else b"",
-            client.connection_line(keep_alive),
+            self._where_lines() if proxy.tells_where else b"",
+            b"" if keep_alive and self._head.minor else client.connection_line(keep_alive),
         )
         if self._dechunk is None:
             client.write(answer_head + first)
         else:
             client.write(answer_head)
             write(first)
-        ticket = self._ticket
         if status < 400 and (isinstance(ticket, Dispatch) or (self.charge is not None and self.charge.wants_usage)):
-            self._tail = deque((first,), TAIL_PIECES)
-            return self._tailed(write)
+            if not whole:
+                self._tail = deque((first,), TAIL_PIECES)
+                return self._tailed(write, self._tail)
+            self._tail = first
         return write
 
     def _where_lines(self) -> bytes:
@@ -318,9 +338,9 @@ class ProxyExchange:
             return b"X-Warmroute-Node: %b\r\n" % node
         return b"X-Warmroute-Node: %b\r\nX-Warmroute-Hit: %d/%d\r\n" % (node, ticket.cached, ticket.tokens)
 
-    def _tailed(self, write: Callable[[bytes], object]) -> Callable[[bytes], object]:
-        assert self._tail is not None
-        keep = self._tail.append
+    @staticmethod
+    def _tailed(write: Callable[[bytes], object], tail: deque[bytes]) -> Callable[[bytes], object]:
+        keep = tail.append
 
         def write_and_keep(data: bytes) -> None:
             keep(data)
@@ -335,44 +355,46 @@ class ProxyExchange:
         if pieces:
             self._client.write(b"".join(pieces))
 
-    def answer_ended(self) -> None:
+    def answer_ended(self, now_s: float) -> None:
         self._done = True
-        proxy = self._proxy
-        if self._tail is not None:
-            self._read_usage(b"".join(self._tail))
+        proxy, tail = self._proxy, self._tail
+        if tail is not None:
+            now_s = proxy.now()  # later than the first byte, though both came at once: no answer flows in no time
+            self._read_usage(tail if isinstance(tail, bytes) else b"".join(tail), now_s)
         rejected = self._status >= 400
         if rejected and self.charge is not None:
             self.charge.refused_by_node()
         outcome = Outcome.REJECTED if rejected else Outcome.OK
-        proxy.close_ticket(self._ticket, outcome)
-        self._settle_journal(outcome, self._status)
+        proxy.close_ticket(self._ticket, outcome, now_s)
+        self._settle_journal(outcome, self._status, now_s)
         proxy.counters.answered[self._status] += 1
-        self._client.answered(self._keep_alive)
+        self._client.answered(self._keep_alive, now_s)
         if proxy.log_requests:
             self._log(str(self._status))
 
-    def _read_usage(self, last_bytes: bytes) -> None:
-        usage = usage_of(last_bytes[-USAGE_BYTES:])
-        if usage is not None and self.charge is not None:
-            self.charge.settle(usage.prompt_tokens, usage.output_tokens)
-        if usage is not None and isinstance(self._ticket, Dispatch):
-            self._ticket.answered(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens, self._proxy.now())
-        entry = self._entry
-        if usage is not None and entry is not None:
-            entry.prompt_tokens, entry.cached_tokens, entry.output_tokens = usage
+    def _read_usage(self, last_bytes: bytes, now_s: float) -> None:
+        usage = usage_of(last_bytes)
+        if usage is None:
+            return
+        prompt_tokens, cached_tokens, output_tokens = usage
+        if self.charge is not None:
+            self.charge.settle(prompt_tokens, output_tokens)
+        if isinstance(self._ticket, Dispatch):
+            self._ticket.answered(prompt_tokens, cached_tokens, output_tokens, now_s)
+        if self._entry is not None:
+            self._entry.reported = usage
 
-    def _settle_journal(self, outcome: Outcome, status: int) -> None:
-        entry = self._entry
-        if entry is not None:
-            proxy = self._proxy
-            proxy.journal.ended(entry, outcome, self._ticket, self._tried, status, proxy.now())
+    def _settle_journal(self, outcome: Outcome, status: int, now_s: float) -> None:
+        if self._entry is not None:
+            self._proxy.journal.ended(self._entry, outcome, self._ticket, self._tried, status, now_s)
 
     def answer_broke(self, reason: str, frames: ChunkFrames | None) -> None:
         """The client has a part of the answer: end it so that nobody takes it for the whole."""
         self._done = True
         proxy = self._proxy
-        proxy.close_ticket(self._ticket, Outcome.BROKEN, reason)
-        self._settle_journal(Outcome.BROKEN, self._status)
+        now_s = proxy.now()
+        proxy.close_ticket(self._ticket, Outcome.BROKEN, now_s, reason)
+        self._settle_journal(Outcome.BROKEN, self._status, now_s)
         proxy.counters.broken += 1
         client = self._client
         if self._events:
@@ -401,24 +423,28 @@ class ProxyExchange:
     def client_left(self) -> None:
         if self._done:
             return
+        self._give_back(Outcome.LEFT)
+        self._proxy.counters.left += 1
+        if self._tried and self._proxy.log_requests:
+            self._log("the client left")
+
+    def _give_back(self, outcome: Outcome) -> None:
+        """Whatever it holds, wherever it is on its way."""
         self._done = True
+        proxy = self._proxy
         if self._later is not None:
             self._later.cancel()
         if not self._tried:
-            self._proxy.admission.leave(self)
+            proxy.admission.leave(self)
             if self.charge is not None:
                 self.charge.cancel()
-            self._proxy.counters.left += 1
             return
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.cancel()
-        proxy = self._proxy
-        proxy.close_ticket(self._ticket, Outcome.LEFT)
-        self._settle_journal(Outcome.LEFT, self._status)
-        proxy.counters.left += 1
-        if proxy.log_requests:
-            self._log("the client left")
+        now_s = proxy.now()
+        proxy.close_ticket(self._ticket, outcome, now_s)
+        self._settle_journal(outcome, self._status, now_s)
 
     def _log(self, ended: str) -> None:
         self._proxy.log_request(self._request_id, self._client.tenant, self._ticket, self._tried, ended)

@@ -42,7 +42,9 @@ class _Fetch:
         errors = {ConnectFault.REFUSED: ConnectionRefusedError, ConnectFault.OURS: OSError}
         self._fail(errors.get(fault, ConnectionError)(reason))
 
-    def answer_began(self, head: ResponseHead, first: bytes, whole: bool) -> Callable[[bytes], object] | None:
+    def answer_began(
+        self, head: ResponseHead, first: bytes, whole: bool, now_s: float
+    ) -> Callable[[bytes], object] | None:
         self._status = head.status
         if head.length == CHUNKED:
             self._frames = ChunkFrames()
@@ -62,7 +64,7 @@ class _Fetch:
             except BadChunk:
                 self._fail(ConnectionError("the answer's framing is broken"))
 
-    def answer_ended(self) -> None:
+    def answer_ended(self, now_s: float) -> None:
         self._connection = None
         if not self.done.done():
             self.done.set_result((self._status, b"".join(self._pieces)))

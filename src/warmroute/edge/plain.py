@@ -8,9 +8,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from warmroute.edge.client import Client
 from warmroute.edge.errors import REASONS, Refusal
 from warmroute.edge.head import RequestHead
-from warmroute.edge.server import Client
 
 log = logging.getLogger("warmroute.edge")
 

@@ -15,13 +15,13 @@ import msgspec
 
 from warmroute.config import Config
 from warmroute.edge import errors
+from warmroute.edge.client import Client
 from warmroute.edge.errors import Refusal
 from warmroute.edge.exchange import ProxyExchange
 from warmroute.edge.head import RequestHead
 from warmroute.edge.keys import Keys
 from warmroute.edge.pools import Pools
 from warmroute.edge.reading import Later, Readings
-from warmroute.edge.server import Client
 from warmroute.edge.undecided import RETRY_AFTER_S, in_words
 from warmroute.edge.wishes import read_wishes
 from warmroute.fleet.fleet import Fleet
@@ -60,6 +60,8 @@ NEVER_FORWARDED: Final = frozenset({b"/v1/load_lora_adapter", b"/v1/unload_lora_
 """An engine's own administration, which is no client's business."""
 ANSWERED: Final = frozenset({b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/messages"})
 """Paths whose answers have tokens of their own."""
+MOST_OUTPUT_TOKENS: Final = 1 << 31
+"""Whoever asks for more, or for less than one, has said nothing about its answer's length."""
 CHATS: Final = (b"/v1/chat/completions", b"/v1/messages")
 
 
@@ -95,18 +97,16 @@ class Proxy:
         self.log_requests = config.log.requests
         self.tenants = frozenset(key.tenant for key in config.keys)
         self.tells_where = "" if config.journal.headers == "off" else config.journal.headers
-        self._keys = Keys(config.keys)
+        self._keys = Keys(config.keys) or None
+        self.passes_authorization = not config.keys
+        """A key that was meant for the router stays here; without keys the field is the nodes' affair."""
         self._session_headers = [name.lower().encode() for name in config.routing.session_headers]
         self._session_wanted = "session" in (config.routing.policy, *(route.policy for route in config.routes))
         self._min_tokens = config.index.min_tokens
         self._sharing = config.sharing()
-        self._routes = Routes(config.routes)
+        self._routes = Routes(config.routes) or None
         self.rate_limits.reconfigure(config.keys, self.now())
-
-    @property
-    def passes_authorization(self) -> bool:
-        """A key that was meant for the router stays here; without keys the field is the nodes' affair."""
-        return not self._keys
+        self._limited = bool(self.rate_limits)
 
     # Before the body is read.
 
@@ -148,9 +148,10 @@ class Proxy:
         ask = self.ask(head, body, client.tenant)
         if ask.route:
             self.counters.routed[ask.route] += 1
-        charge = self._begin_charge(ask, head, body) if self.rate_limits else None
+        charge = self._begin_charge(ask, head, body) if self._limited else None
         exchange = ProxyExchange(self, client, head, body, ask, head.request_id or self.new_request_id())
-        exchange.charge = charge
+        if charge is not None:
+            exchange.charge = charge
         prompt = self.read_prompt(ask, head, body, exchange.prompt_read)
         if isinstance(prompt, Later):
             exchange.wait_for(prompt)
@@ -164,15 +165,19 @@ class Proxy:
         """The prompt at once, or Later, which calls `then`; None where it is of no interest."""
         if not self.router.policy_of(ask).wants_tokens or len(body) < self._min_tokens:
             return None
-        group = self.fleet.only_group
-        model = ask.model or (group.model if group is not None else "")
-        return self._readings.read(model, head.target.partition(b"?")[0], body, then)
+        model = ask.model
+        if not model and (group := self.fleet.only_group) is not None:
+            model = group.model
+        outline, ask.outline = ask.outline, None
+        return self._readings.read(model, head.target.partition(b"?")[0], body, then, outline)
 
     def lookup(self, ask: Ask, prompt: Prompt | None) -> Lookup | None:
         """What the index is asked for; takes the wishes that stand in the prompt's body."""
         if prompt is None:
             return None
-        ask.max_output_tokens, ask.streams = prompt.max_output_tokens, prompt.stream
+        ask.streams = prompt.stream
+        if (most := prompt.max_output_tokens) is not None and 0 < most <= MOST_OUTPUT_TOKENS:
+            ask.max_output_tokens = most  # whatever else it says is the engine's to refuse
         if prompt.priority and not ask.priority_said:  # as vLLM reads it: the lower goes first
             ask.priority = max(HIGH if prompt.priority < 0 else LOW, ask.highest)
         if prompt.token_count < self._min_tokens:
@@ -182,17 +187,20 @@ class Proxy:
     def enter(self, exchange: ProxyExchange, prompt: Prompt | None) -> None:
         """Asks for a node. Raises Refusal."""
         ask = exchange.ask
-        exchange.lookup = self.lookup(ask, prompt)
         try:
+            exchange.lookup = self.lookup(ask, prompt)
             exchange.entered_s = now_s = self.now()
             if exchange.charge is not None:
                 output = self.router.outputs.expected(ask.model, ask.tenant, ask.max_output_tokens)
                 exchange.charge.take_tokens(prompt.token_count if prompt is not None else None, output, now_s)
             self.admission.enter(exchange, now_s)
+            exchange.waits = True
         except Undecided as undecided:
             if exchange.charge is not None:
                 exchange.charge.cancel()
             raise self.refusal(undecided, ask) from None
+        except Exception as error:
+            raise exchange.broke(error) from None
 
     def _begin_charge(self, ask: Ask, head: RequestHead, body: bytes) -> Charge | None:
         limits = self.rate_limits.of(ask.tenant)
@@ -209,14 +217,14 @@ class Proxy:
             self.counters.shed[why.reason, ask.priority] += 1
         return in_words(why, ask)
 
-    def close_ticket(self, ticket: Ticket, outcome: Outcome, reason: str = "") -> None:
-        self.fleet.close_ticket(ticket, outcome, self.now(), reason)
-        self.freed(ticket.node)
+    def close_ticket(self, ticket: Ticket, outcome: Outcome, now_s: float, reason: str = "") -> None:
+        self.fleet.close_ticket(ticket, outcome, now_s, reason)
+        if self.admission.room.waiting:
+            self.freed(ticket.node, now_s)
 
-    def freed(self, node: Node) -> None:
+    def freed(self, node: Node, now_s: float) -> None:
         """A node may have room for somebody who waits."""
-        if self.admission.waiting:
-            asyncio.get_running_loop().call_soon(self.admission.freed, node, self.now())
+        asyncio.get_running_loop().call_soon(self.admission.freed, node, now_s)
 
     def new_request_id(self) -> bytes:
         return self._id_prefix + b"%d" % next(self._id_numbers)
@@ -235,8 +243,8 @@ class Proxy:
         if not ask.model and head.target.partition(b"?")[0] not in FORWARDED:
             raise errors.not_found(head.target.partition(b"?")[0].decode("ascii", "replace")[:200])
         ask.tenant = tenant
-        if self._routes:
-            self._take_route(ask, head)
+        if self._routes is not None:
+            self._take_route(self._routes, ask, head)
         read_wishes(head, ask, self.now)
         if self._keys:
             ask.highest = PRIORITIES[self._keys.highest_priority(head, tenant)]
@@ -249,11 +257,11 @@ class Proxy:
                     break
         return ask
 
-    def _take_route(self, ask: Ask, head: RequestHead) -> None:
+    def _take_route(self, routes: Routes, ask: Ask, head: RequestHead) -> None:
         group = self.fleet.only_group
         model = ask.model or (group.model if group is not None else "")
         path = head.target.partition(b"?")[0].decode("ascii", "replace")
-        route = self._routes.pick(model, path, ask.tenant, head.get)
+        route = routes.pick(model, path, ask.tenant, head.get)
         if route is not None:
             route.apply(ask, self.now())
 

@@ -7,16 +7,17 @@ import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from traceback import extract_tb
-from typing import Final, TypeVar
+from typing import Final
 
+from warmroute._kernel._scan import Outline
 from warmroute.config import Prompts
 from warmroute.prompt.library import Library
 from warmroute.prompt.prompt import Prompt
-from warmroute.prompt.reading import Reading
+from warmroute.prompt.reading import Reading, stand_in_bytes
+from warmroute.prompt.request import stand_in_of
 from warmroute.telemetry.counters import Counters
 
 log = logging.getLogger("warmroute.prompts")
-Made = TypeVar("Made")
 
 LOOKED_OVER_BYTES: Final = 1 << 19
 """Larger bodies are not even looked over on the loop: that takes milliseconds of some, and all are for a thread."""
@@ -63,7 +64,9 @@ class Readings:
         """The number of threads is that of the start."""
         self._loop_ms = config.loop_ms
         self._max_waiting = config.max_waiting
-        self._asks_nodes = config.remote
+        self._asks_nodes = config.remote and self._remote is not None
+        self._stand_in_bytes = -1 if self._asks_nodes else min(stand_in_bytes(config.loop_ms), LOOKED_OVER_BYTES)
+        """Up to this a body's text stands in at once where no tokenizer is known."""
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -71,20 +74,34 @@ class Readings:
             task.cancel()
 
     def read(
-        self, model: str, path: bytes, body: bytes, then: Callable[[Prompt | None], None]
+        self,
+        model: str,
+        path: bytes,
+        body: bytes,
+        then: Callable[[Prompt | None], None],
+        outline: Outline | None = None,
     ) -> Prompt | Later | None:
-        """The prompt at once; or Later, which calls `then`; or None where there is none, or no time to read it."""
+        """The prompt at once; or Later, which calls `then`; or None where there is none, or no time to read it.
+
+        `outline`: the body's, where it is made already.
+        """
         reader = self._library.reader(model)
-        if len(body) > LOOKED_OVER_BYTES:
-            return self._in_thread(lambda: reader.read(path, body), then)
-        reading = _safely(lambda: reader.begin(path, body))
-        if reading is None:
+        try:
+            if reader.tokenizer is None and len(body) <= self._stand_in_bytes:
+                return stand_in_of(path, body, outline)
+            if len(body) > LOOKED_OVER_BYTES:
+                return self._in_thread(lambda: reader.read(path, body, outline), then)
+            reading = reader.begin(path, body, outline)
+            if reading is None:
+                return None
+            if self._remote is not None and self._asks_nodes and reader.tokenizer is None:
+                return self._ask_node(self._remote, model, path, body, reading, then)
+            if reading.cost_ms > self._loop_ms:
+                return self._in_thread(reading.prompt, then)
+            return reading.prompt()
+        except Exception as error:
+            _say_unread(error)
             return None
-        if self._asks_nodes and self._remote is not None and reader.tokenizer is None:
-            return self._ask_node(self._remote, model, path, body, reading, then)
-        if reading.cost_ms > self._loop_ms:
-            return self._in_thread(reading.prompt, then)
-        return _safely(reading.prompt)
 
     def _ask_node(
         self, remote: Remote, model: str, path: bytes, body: bytes, reading: Reading, then: Then
@@ -138,16 +155,20 @@ def _unless_cancelled(later: Later, read: Callable[[], Prompt | None]) -> Prompt
     return None if later.cancelled else _safely(read)
 
 
-def _safely(read: Callable[[], Made | None]) -> Made | None:
+def _safely(read: Callable[[], Prompt | None]) -> Prompt | None:
     """Whatever a prompt does to its reader, its request is served."""
     try:
         return read()
-    except Exception as error:  # its words may be a user's
-        last = extract_tb(error.__traceback__)[-1]
-        log.error(
-            "a prompt could not be read (%s at %s:%s); its request is routed by load",
-            type(error).__name__,
-            last.filename,
-            last.lineno,
-        )
+    except Exception as error:
+        _say_unread(error)
         return None
+
+
+def _say_unread(error: Exception) -> None:
+    last = extract_tb(error.__traceback__)[-1]
+    log.error(  # without the error's words, which may be a user's
+        "a prompt could not be read (%s at %s:%s); its request is routed by load",
+        type(error).__name__,
+        last.filename,
+        last.lineno,
+    )

@@ -17,10 +17,11 @@ import ssl
 from collections.abc import Callable
 from typing import Final, Protocol, cast
 
+from warmroute._kernel._http import read_response_head
 from warmroute.config import Upstream as UpstreamConfig
 from warmroute.edge.chunked import BadChunk, ChunkFrames
 from warmroute.edge.deadlines import NEVER, Deadlines
-from warmroute.edge.head import CHUNKED, UNTIL_CLOSE, BrokenResponse, ResponseHead, read_response_head
+from warmroute.edge.head import CHUNKED, UNTIL_CLOSE, BrokenResponse, ResponseHead
 
 log = logging.getLogger("warmroute.edge")
 
@@ -49,10 +50,12 @@ class Asker(Protocol):
 
     def connect_failed(self, fault: ConnectFault, reason: str) -> None: ...
 
-    def answer_began(self, head: ResponseHead, first: bytes, whole: bool) -> Callable[[bytes], object] | None:
+    def answer_began(
+        self, head: ResponseHead, first: bytes, whole: bool, now_s: float
+    ) -> Callable[[bytes], object] | None:
         """The head, and what came with it of the body, perhaps all. Returns where the rest goes; None: not wanted."""
 
-    def answer_ended(self) -> None: ...
+    def answer_ended(self, now_s: float) -> None: ...
 
     def answer_failed(self, reason: str, stale: bool) -> None:
         """No byte of an answer came. `stale`: the connection had been used before and was closed meanwhile."""
@@ -139,9 +142,9 @@ class Connection(asyncio.Protocol):
     # The answer.
 
     def data_received(self, data: bytes) -> None:
-        mode = self._mode
+        mode, now_s = self._mode, self._now()
         if mode == CHUNKED_ANSWER:
-            self.deadline_s = self._now() + self._silence_s
+            self.deadline_s = now_s + self._silence_s
             frames = self._frames
             assert frames is not None
             try:
@@ -156,11 +159,11 @@ class Connection(asyncio.Protocol):
                 self._keep_alive = False
                 data = data[:end]
             self._sink(data)
-            self._complete()
+            self._complete(now_s)
         elif mode == WAITING:
-            self._take_head(self._buffer + data if self._buffer else data)
+            self._take_head(self._buffer + data if self._buffer else data, now_s)
         elif mode == SIZED_ANSWER:
-            self.deadline_s = self._now() + self._silence_s
+            self.deadline_s = now_s + self._silence_s
             self._left -= len(data)
             if self._left > 0:
                 self._sink(data)
@@ -169,19 +172,19 @@ class Connection(asyncio.Protocol):
                 self._keep_alive = False
                 data = data[: self._left]
             self._sink(data)
-            self._complete()
+            self._complete(now_s)
         elif mode == ANSWER_UNTIL_CLOSE:
-            self.deadline_s = self._now() + self._silence_s
+            self.deadline_s = now_s + self._silence_s
             self._sink(data)
         elif mode == HEAD_ONLY:
             head, self._early = self._early, None
             assert head is not None
-            self._begin_answer(head, data)
+            self._begin_answer(head, data, now_s)
         elif mode == IDLE:
             self._pool.forget(self)
             self._die()  # nobody asked
 
-    def _take_head(self, data: bytes) -> None:
+    def _take_head(self, data: bytes, now_s: float) -> None:
         self._buffer = b""
         try:
             while True:
@@ -192,6 +195,8 @@ class Connection(asyncio.Protocol):
                     self._buffer = data
                     return
                 head = read_response_head(data, end)
+                if isinstance(head, int):
+                    raise BrokenResponse("malformed head")
                 if head.status >= 200:
                     break
                 if head.status == 101:
@@ -202,12 +207,12 @@ class Connection(asyncio.Protocol):
             return
         first = data[end + 4 :]
         if first or not head.length or head.status >= 400:
-            self._begin_answer(head, first)
+            self._begin_answer(head, first, now_s)
         else:
             self._early = head
             self._mode = HEAD_ONLY
 
-    def _begin_answer(self, head: ResponseHead, first: bytes) -> None:
+    def _begin_answer(self, head: ResponseHead, first: bytes, now_s: float) -> None:
         """The head, with what there is of the body."""
         length = head.length
         try:
@@ -238,32 +243,33 @@ class Connection(asyncio.Protocol):
         asker = self._asker
         assert asker is not None
         if whole:
-            sink = asker.answer_began(head, first, True)
+            sink = asker.answer_began(head, first, True, now_s)
             if sink is None:
                 self._asker = None
-            self._complete()
+            self._complete(now_s)
             return
-        self._pool.deadlines.arm(self, self._now() + self._silence_s)
-        sink = asker.answer_began(head, first, False)
+        self._pool.deadlines.arm(self, now_s + self._silence_s)
+        sink = asker.answer_began(head, first, False, now_s)
         if sink is None:
             self.cancel()
         else:
             self._sink = sink
 
-    def _complete(self) -> None:
+    def _complete(self, now_s: float) -> None:
         asker, self._asker = self._asker, None
         self._frames = None
         # A node that answers before it has read the whole request leaves a connection that nobody can use.
         if self._keep_alive and self._mode != DEAD and not self.transport.get_write_buffer_size():
             self._mode = IDLE
             self._used = True
-            self._read_on()
+            if self._held:
+                self._read_on()
             self._pool.busy.discard(self)
-            self._pool.release(self)
+            self._pool.release(self, now_s)
         else:
             self._die()
         if asker is not None:
-            asker.answer_ended()
+            asker.answer_ended(now_s)
 
     @property
     def heard_s(self) -> float:
@@ -305,10 +311,10 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> None:
         if self._mode == HEAD_ONLY and self._early is not None and self._early.length == UNTIL_CLOSE:
             head, self._early = self._early, None
-            self._begin_answer(head, b"")
+            self._begin_answer(head, b"", self._now())
         if self._mode == ANSWER_UNTIL_CLOSE:
             self._keep_alive = False
-            self._complete()
+            self._complete(self._now())
 
     def connection_lost(self, exc: Exception | None) -> None:
         mode, self._mode = self._mode, DEAD
@@ -408,14 +414,14 @@ class NodePool:
             asker.connect_failed(ConnectFault.FAILED, f"the node can't be reached: {type(error).__name__}")
         else:
             if not asker.connected(connection):
-                self.release(connection)
+                self.release(connection, self.deadlines.now())
 
-    def release(self, connection: Connection) -> None:
+    def release(self, connection: Connection, now_s: float) -> None:
         if self._closed or len(self._idle) >= self.config.idle_connections:
             connection.cancel()
             return
         self._idle.append(connection)
-        self.deadlines.arm(connection, self.deadlines.now() + self.config.idle_timeout_s)
+        self.deadlines.arm(connection, now_s + self.config.idle_timeout_s)
 
     def forget(self, connection: Connection) -> None:
         if connection in self._idle:

@@ -25,6 +25,8 @@ PRIORITIES: Final = {b"high": HIGH, b"normal": NORMAL, b"low": LOW}
 
 def read_wishes(head: RequestHead, ask: Ask, now: Callable[[], float]) -> None:
     """Takes them into the ask, whose own values are what counts without a wish. Raises Refusal."""
+    if not head.wishes:
+        return
     get = head.get
     if value := get(PRIORITY):
         said = PRIORITIES.get(value.lower())

@@ -34,13 +34,16 @@ class Fleet:
         self.adapters = Adapters(0.0)
         self._nodes: dict[str, Node] = {}
         self._groups: dict[str, Group] = {}
+        self.served: set[str] = set()
+        """Names of all models that nodes have served, also of those that are gone."""
         self._configured: set[str] = set()
         """Names of the nodes that the configuration brought; others were added at run time and stay."""
 
     # Who there is.
 
     def __iter__(self) -> Iterator[Node]:
-        return iter(self._nodes.values())
+        """Those that there are now. Others may come and go meanwhile: the metrics page is read in a thread."""
+        return iter(list(self._nodes.values()))
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -89,14 +92,18 @@ class Fleet:
             if config is None or config.url != node.config.url:
                 removed.append(self.remove(name))
             elif config != node.config:
-                node.redescribe(config)
-                self.islands.joined(node)
-                self._regroup(node)
+                self.redescribe(node, config)
         added = [self.add(config) for name, config in wanted.items() if name not in self._nodes]
         self._configured = set(wanted)
         for node in self:
             node.health.reconfigure(health)
         return added, removed
+
+    def redescribe(self, node: Node, config: NodeConfig) -> None:
+        """The same endpoint, of which other things are said."""
+        node.redescribe(config)
+        self.islands.joined(node)
+        self._regroup(node)
 
     # Who serves what.
 
@@ -137,6 +144,7 @@ class Fleet:
     def _regroup(self, node: Node) -> None:
         before = node.groups
         names = dict.fromkeys(node.models or ())
+        self.served.update(names)
         node.groups = tuple(self._groups.setdefault(name, Group(name)) for name in names)
         for group in {*before, *node.groups}:
             self._rebuild(group)
@@ -177,12 +185,8 @@ class Fleet:
         node = ticket.node
         health = node.health
         if outcome is Outcome.OK or outcome is Outcome.REJECTED:
-            if health.standing is Standing.UP:
-                health.request_passed(now_s)
-            else:
-                before = health.view
-                health.request_passed(now_s)
-                self._settle(node, before)
+            if health.request_passed(now_s):
+                self._settle(node, (Standing.HALF_OPEN, False))
         elif outcome is Outcome.FAILED or outcome is Outcome.BROKEN:
             before = health.view
             health.request_failed(now_s, reason)

@@ -105,11 +105,14 @@ class Health:
             return
         self._open(now_s, certain=True, reason=reason)
 
-    def request_passed(self, now_s: float) -> None:
+    def request_passed(self, now_s: float) -> bool:
+        """Whether that ended its trial."""
         self.heard_s = now_s
         self._failures = 0
-        if self.standing is Standing.HALF_OPEN:
-            self._come_back(now_s, "trial passed")
+        if self.standing is not Standing.HALF_OPEN:
+            return False
+        self._come_back(now_s, "trial passed")
+        return True
 
     def request_failed(self, now_s: float, reason: str) -> None:
         self._failures += 1

@@ -102,7 +102,7 @@ class Islands:
         self.reconfigure(config, self.crossing)
 
     def __iter__(self) -> Iterator[Island]:
-        return iter(self._islands.values())
+        return iter(list(self._islands.values()))  # as they are now: the metrics page is read in a thread
 
     def __len__(self) -> int:
         return len(self._islands)

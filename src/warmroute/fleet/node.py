@@ -176,14 +176,14 @@ class Node(NodeState):
         """Told now and then, where `unseen` has any."""
         unseen = self.unseen
         while unseen:
-            ticket = next(iter(unseen))  # the oldest: later ones are due later
-            if unseen[ticket] > now_s:
+            ticket, due_s = next(iter(unseen.items()))  # the oldest: later ones are due later
+            if due_s > now_s:
                 return
             ticket.prefilled()
 
     def saw_arrival(self, now_s: float) -> None:
         """A request was sent there."""
-        self.arrival_rate = self.rate(now_s) + 0.001 / KEPT_S
+        self.arrival_rate = self.arrival_rate * exp((self.arrival_s - now_s) / KEPT_S) + 0.001 / KEPT_S
         self.arrival_s = self.last_ticket_s = now_s
 
     def rate(self, now_s: float) -> float:
@@ -222,7 +222,5 @@ class Node(NodeState):
             self.latency_ms *= 1.0 - LATENCY_WEIGHT
 
     def saw_latency(self, took_ms: float) -> None:
-        if self.latency_ms:
-            self.latency_ms += (took_ms - self.latency_ms) * LATENCY_WEIGHT
-        else:
-            self.latency_ms = took_ms
+        mean_ms = self.latency_ms
+        self.latency_ms = mean_ms + (took_ms - mean_ms) * LATENCY_WEIGHT if mean_ms else took_ms

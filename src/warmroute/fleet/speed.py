@@ -8,6 +8,11 @@ Work is counted in tokens of a short prompt. Attention makes a token dearer the 
 A node takes prompts one after the other, or several in one step; either way the time in which at least one of them
 waited for its first token went into all of them together. So a first token's share is the time since the first token
 before it, or since its own dispatch where that was later, and the speed is the ratio of the sums of both.
+
+A step takes its time however little there is to do in it. So a short prompt tells of the step, and counts little beside
+a long one:
+
+    weight = work / (work + STEP_WORK)
 """
 
 from __future__ import annotations
@@ -24,6 +29,8 @@ STEPS: Final = 1.5
 """Steps of the batch until a first token, without its own work: half of the one that runs, and the next."""
 PRIOR_WORK: Final = 2000.0
 """A guess counts as much as so many tokens seen."""
+STEP_WORK: Final = 300.0
+"""Tokens that take about as long as a step without any."""
 KEPT_S: Final = 15.0
 """What was seen so long ago counts 1/e; but one answer never counts more than LEAST_KEPT leaves."""
 LEAST_KEPT: Final = 0.7
@@ -68,11 +75,14 @@ class Speed(SpeedState):
         thought_ms = done * self.ms_per_token
         kept = max(LEAST_KEPT, exp(min(0.0, self._at_s - now_s) / KEPT_S))
         self._at_s = now_s
-        self._work = self._work * kept + done
-        self._ms = self._ms * kept + min(max(took_ms, 0.0), MOST_TIMES * thought_ms)
+        weight = done / (done + STEP_WORK)
+        self._work = self._work * kept + weight * done
+        self._ms = self._ms * kept + weight * min(max(took_ms, 0.0), MOST_TIMES * thought_ms)
         self.ms_per_token = max(1e-4, self._ms / max(1.0, self._work))
         self.answers += 1
 
     def saw_answer(self, times: float) -> None:
         """An answer flowed so many times slower than one would on a node like the others."""
-        self.factor += FACTOR_WEIGHT * (min(times, MOST_TIMES * self.factor) - self.factor)
+        factor = self.factor
+        most = MOST_TIMES * factor
+        self.factor = factor + FACTOR_WEIGHT * ((times if times < most else most) - factor)

@@ -15,28 +15,29 @@ class Ticket:
         self.opened_s = now_s
         self.first_byte_s = 0.0
         self._open = True
-        self._groups = node.groups
         self._polls = node.polls
         node.inflight += 1
         node.unbegun += 1
         node.saw_arrival(now_s)
-        for group in self._groups:
+        groups = self._groups = node.groups
+        for group in groups:
             group.inflight += 1
 
     def first_byte(self, now_s: float, served: bool = True) -> None:
         """The node has begun its answer, and it is one that goes to the client. `served`: it is not a refusal."""
-        if not self.first_byte_s and self._polls == self.node.polls:
-            self.node.unbegun -= 1
+        node = self.node
+        if not self.first_byte_s and self._polls == node.polls:
+            node.unbegun -= 1
         self.first_byte_s = now_s
-        self.node.saw_first_byte((now_s - self.opened_s) * 1000.0)
+        node.saw_first_byte((now_s - self.opened_s) * 1000.0)
 
     def close(self, outcome: Outcome, now_s: float) -> None:
         if not self._open:
             return
         self._open = False
         node = self.node
-        node.inflight -= 1
-        if not node.inflight:
+        inflight = node.inflight = node.inflight - 1
+        if not inflight:
             node.pending_work = 0.0  # what sums of fractions leave behind
         if not self.first_byte_s and self._polls == node.polls:
             node.unbegun -= 1

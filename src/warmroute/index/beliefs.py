@@ -48,7 +48,7 @@ class Beliefs:
     # Who there is.
 
     def __iter__(self) -> Iterator[NodeCache]:
-        return iter(self._caches.values())
+        return iter(list(self._caches.values()))  # as they are now: the metrics page is read in a thread
 
     def cache(self, name: str) -> NodeCache | None:
         return self._caches.get(name)
@@ -121,6 +121,14 @@ class Beliefs:
         blocks = len(chain) // 8
         found = (self._owners.get(row[0]) for row in self.index.match(chain) if row[1] >= blocks)
         return {owner[0].name for owner in found if owner is not None}
+
+    def last_used_s(self, model: str, lookup: Lookup, name: str, tokens: float) -> float | None:
+        """When somebody with the same first so many tokens was last sent to a node; None where nobody is known of."""
+        cache = self._caches.get(name)
+        if cache is None:
+            return None
+        base, lora = self._names.get(model, (model, ""))
+        return cache.last_used_s(lookup.blocks(base, lora, cache.block_size), tokens)
 
     def chain(self, model: str, lookup: Lookup) -> tuple[bytes, int]:
         """The prompt in the smallest blocks that the model's nodes have, and their size."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final
 
 from warmroute._kernel._index import chain
@@ -23,7 +24,6 @@ class Lookup:
         tokens: bytes,
         token_count: int,
         sure_tokens: int,
-        *,
         salt: str = "",
         sharing: str = "",
         media: tuple[tuple[int, bytes], ...] = (),
@@ -44,9 +44,9 @@ class Lookup:
         key = (model, lora, block_size)
         found = self._chains.get(key)
         if found is None:
-            tokenizer = TEXT if self._text else ""
-            seed = namespace_seed(model, block_size=block_size, tokenizer=tokenizer, lora=lora)
-            found = self._chains[key] = chain(seed, None, self._tokens, block_size, self._extra(block_size))
+            extra = self._extra(block_size) if self._media or self.salt else None
+            seed = _seed(model, lora, block_size, self._text)
+            found = self._chains[key] = chain(seed, None, self._tokens, block_size, extra)
         return found
 
     def beginning(self, tokens: int) -> Lookup:
@@ -77,7 +77,7 @@ class Lookup:
 
     def _extra(self, block_size: int) -> list[bytes | None] | None:
         blocks = self.token_count // block_size
-        if not blocks or not (self._media or self.salt):
+        if not blocks:
             return None
         extra: list[bytes | None] = [None] * blocks
         for at, content in self._media:
@@ -97,6 +97,11 @@ def salted(extra: Sequence[bytes | None] | None, blocks: int, salt: str) -> list
     if salt and whole:
         whole[0] = (whole[0] or b"") + b"salt " + salt.encode("utf-8", "surrogatepass")
     return whole
+
+
+@lru_cache(maxsize=65536)
+def _seed(model: str, lora: str, block_size: int, text: bool) -> int:
+    return namespace_seed(model, block_size=block_size, tokenizer=TEXT if text else "", lora=lora)
 
 
 def told_seed(model: str, lora: str, block_size: int) -> int:

@@ -11,7 +11,7 @@ tell of; it is kept for all of them, so that it is there when events are lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from math import nan
+from math import inf
 from typing import Final
 
 from warmroute._kernel._index import NO_PARENT, BlockIndex
@@ -40,6 +40,7 @@ class NodeCache(CacheState):
 
     accuracy: Accuracy
     __slots__ = (
+        "__weakref__",
         "_complete",
         "_index",
         "_on_size",
@@ -79,12 +80,9 @@ class NodeCache(CacheState):
         self._complete: dict[int, bool] = {}
         self.complete = False
         """Everything it holds is told, in tokens that this router makes: no rank has lost events since it was empty."""
-        self.routed_place = index.open_place()
+        self._open_routed(assumed_blocks)
         self.expected_place = index.open_place()
-        owners[self.routed_place] = (self, ROUTED)
         owners[self.expected_place] = (self, EXPECTED)
-        self.recency = Recency(assumed_blocks)
-        self._recency_changed()
         self.accuracy = Accuracy()
         self.heard_s = NEVER_S
         """When it last told something, or answered a poll."""
@@ -221,25 +219,28 @@ class NodeCache(CacheState):
 
     def keep(self, chain: bytes, now_s: float) -> bytes:
         """It was sent these blocks. Returns those it is not believed to have had."""
-        new, evicted = self.recency.touch(chain, now_s)
-        self._recency_changed()
-        if evicted:
-            self._index.remove_chain(self.routed_place, evicted, Tier.GPU)
-        if new:
-            self._index.store_chain(self.routed_place, new, Tier.GPU)
+        new = self._index.keep(self.routed_place, chain, now_s)
+        self.free_blocks, self.oldest_s = self.recency.room
         return new
 
-    def drop(self, chain: bytes) -> None:
-        """Takes back what `keep` returned: it never got there."""
-        self.recency.drop(chain)
+    def last_used_s(self, chain: bytes, tokens: float) -> float | None:
+        """When the blocks of a prompt's first so many tokens were last sent there; None where they never were."""
+        depth = int(tokens) // self.block_size
+        uses = self.recency.uses(chain, depth, inf) if 0 < depth <= len(chain) // 8 else ()
+        return uses[-1][2] if uses and uses[-1][1] == depth else None
+
+    def drop(self, chain: bytes, new: bytes) -> None:
+        """Takes back what `keep` returned of a prompt: it never got there."""
+        self.recency.drop(chain, new)
         self._recency_changed()
-        self._index.remove_chain(self.routed_place, chain, Tier.GPU)
+        self._index.remove_chain(self.routed_place, new, Tier.GPU)
 
     def keep_answer(self, tokens: int, now_s: float) -> None:
         """It made so many tokens, which take room in its cache."""
         if tokens >= self.block_size:
-            evicted = self.recency.push(tokens // self.block_size, now_s)
-            self._recency_changed()
+            recency = self.recency
+            evicted = recency.push(tokens // self.block_size, now_s)
+            self.free_blocks, self.oldest_s = recency.room
             if evicted:
                 self._index.remove_chain(self.routed_place, evicted, Tier.GPU)
 
@@ -263,17 +264,21 @@ class NodeCache(CacheState):
 
     def _forget_routed(self) -> None:
         self.era += 1
-        self._index.clear(self.routed_place)
         self._index.clear(self.expected_place)
-        self.recency.clear()
+        del self._owners[self.routed_place]
+        self._index.close_place(self.routed_place)
+        self._open_routed(self.recency.capacity)
+
+    def _open_routed(self, blocks: int) -> None:
+        """A place for what is routed there, which nothing is yet."""
+        self.recency = Recency(blocks)
+        self.routed_place = self._index.open_place(self.recency)
+        self._owners[self.routed_place] = (self, ROUTED)
         self._recency_changed()
 
     def _recency_changed(self) -> None:
         """Notes what a price asks of it. To be called after every change."""
-        recency = self.recency
-        oldest_s = recency.oldest
-        self.free_blocks = recency.capacity - len(recency)
-        self.oldest_s = nan if oldest_s is None else oldest_s
+        self.free_blocks, self.oldest_s = self.recency.room
 
     def close(self) -> None:
         """The node is gone: nothing is believed of it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+from warmroute._kernel._recency import Recency
 from warmroute.index.tiers import Tier
 
 NO_PARENT = -1
@@ -89,12 +90,16 @@ Key = tuple[str, int]
 class PlainIndex:
     def __init__(self) -> None:
         self.places: dict[int, dict[Key, Pair]] = {}
+        self.mirrors: dict[int, Recency] = {}
 
-    def open_place(self, place: int) -> None:
+    def open_place(self, place: int, mirror: Recency | None = None) -> None:
         self.places[place] = {}
+        if mirror is not None:
+            self.mirrors[place] = mirror
 
     def close_place(self, place: int) -> None:
         del self.places[place]
+        self.mirrors.pop(place, None)
 
     def clear(self, place: int) -> None:
         self.places[place] = {}
@@ -148,6 +153,15 @@ class PlainIndex:
             key = ("engine", engine_hash(engine_hashes[number])) if engine_hashes is not None else ("own", block)
             self._store(place, key, block, tier)
         return len(hashes)
+
+    def keep(self, place: int, hashes: Sequence[int], stamp: float) -> list[int]:
+        """As if what came to the mirror, and what it let go of, were stored and removed."""
+        size = len(hashes)
+        changes = self.mirrors[place].touch(struct.pack(f"={size}Q", *hashes), stamp)
+        new, evicted = (list(struct.unpack(f"={len(part) // 8}Q", part)) for part in changes)
+        self.remove_chain(place, evicted, Tier.GPU)
+        self.store_chain(place, new, Tier.GPU)
+        return new
 
     def remove(self, place: int, engine_hashes: Sequence[int | bytes], tier: Tier) -> int:
         return sum(self._remove(place, ("engine", engine_hash(hash)), tier) for hash in engine_hashes)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from warmroute.index.node_cache import NodeCache
-
-POINTS: Final = 8
-"""At so many depths it is noted when a block was last used, to learn how far the node's LRU reaches."""
 
 
 class Prediction:
     __slots__ = (
         "_era",
         "_kept",
-        "_points",
         "_stores",
+        "_uses",
         "cache",
         "chain",
         "expected",
@@ -42,17 +37,14 @@ class Prediction:
         self._stores = cache.stores
         self.expected = sure and cache.complete
         """Held as an expectation, which ends shortly after its first token."""
-        self._points: list[tuple[int, float]] | tuple[()] = ()
+        self._uses: list[tuple[int, int, float]] | tuple[()] = ()
+        """When its blocks were last used, to learn how far the node's LRU reaches. Of those that the node has had for
+        sure: what is still waiting there to be prefilled may well be missing."""
         if self.expected:
             cache.expect(chain)
         elif tokens:
-            self._points = self._points_of(tokens // cache.block_size)
+            self._uses = cache.recency.uses(chain, tokens // cache.block_size, cache.prefilled_s)
         self._kept = cache.keep(chain, now_s)
-
-    def _points_of(self, depth: int) -> list[tuple[int, float]]:
-        """Of blocks that the node has had for sure: what is still waiting there to be prefilled may well be missing."""
-        cache = self.cache
-        return cache.recency.stamps(self.chain, depth, max(1, depth // POINTS), cache.prefilled_s)
 
     @property
     def stands(self) -> bool:
@@ -61,8 +53,9 @@ class Prediction:
 
     def prefilled(self) -> None:
         """It got its first token."""
-        if self.stands:
-            self.cache.prefilled_s = max(self.cache.prefilled_s, self.sent_s)
+        cache, sent_s = self.cache, self.sent_s
+        if cache.prefilled_s < sent_s and cache.era == self._era:
+            cache.prefilled_s = sent_s
 
     def fulfilled(self) -> None:
         """What was expected has been told by now, or never will."""
@@ -80,15 +73,23 @@ class Prediction:
         """It never got its first token: the node may not have prefilled it."""
         self.fulfilled()
         if self._kept and self.stands:
-            self.cache.drop(self._kept)
+            self.cache.drop(self.chain, self._kept)
             self._kept = b""
 
     def counted(self, prompt_tokens: int) -> None:
         """The engine says how long the prompt was: another number means another tokenizer, or template. The same
         means little where the node tells of its blocks: a date in the template leaves the length as it is."""
+        if not self.sure:
+            return
         surprised = prompt_tokens != self.prompt_tokens
-        if self.sure and self.stands and (surprised or not self.cache.complete):
+        if self.stands and (surprised or not self.cache.complete):
             self.cache.surprised(surprised)
+
+    def answered(self, output_tokens: int, now_s: float) -> None:
+        """The engine says how long its answer was."""
+        cache = self.cache
+        if output_tokens >= cache.block_size and cache.era == self._era:
+            cache.keep_answer(output_tokens, now_s)
 
     def reported(self, cached_tokens: int, now_s: float) -> None:
         """The engine says how much of the prompt it had."""
@@ -98,6 +99,6 @@ class Prediction:
         cache.accuracy.compare(self.tokens, cached_tokens, now_s)
         if cached_tokens < self.tokens:
             gone = cached_tokens // cache.block_size
-            stamps = [stamp for at, stamp in self._points if at >= gone]
+            stamps = [stamp for _, end, stamp in self._uses if end > gone]
             if stamps:
                 cache.outlived(max(stamps))

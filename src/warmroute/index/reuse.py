@@ -34,16 +34,16 @@ class Reuse:
         sample = Recency.sample(chain)
         if sample:
             self._saw_blocks(sample, now_s)
-        self._until_update -= 1
-        if self._until_update <= 0:
+        left = self._until_update = self._until_update - 1
+        if left <= 0:
             self._until_update = 32
             self._update()
 
     def _saw_blocks(self, sample: bytes, now_s: float) -> None:
         recency, reused = self._recency, self._reused
         blocks = len(sample) // 8
-        for _, stamp in recency.stamps(sample, blocks, 1, inf):
-            reused[_bucket(now_s - stamp)] += 1.0
+        for first, end, stamp in recency.uses(sample, blocks, inf):
+            reused[_bucket(now_s - stamp)] += end - first
         self._uses += blocks
         recency.touch(sample, now_s)
 

@@ -31,9 +31,9 @@ class _Sent:
 
     __slots__ = ("place", "recency")
 
-    def __init__(self, place: int, most_blocks: int) -> None:
-        self.place = place
+    def __init__(self, index: BlockIndex, most_blocks: int) -> None:
         self.recency = Recency(most_blocks)
+        self.place = index.open_place(self.recency)
 
 
 class Sharing:
@@ -47,19 +47,18 @@ class Sharing:
     def sent(self, sharing: str, chain: bytes, now_s: float) -> None:
         one = self._sent.get(sharing)
         if one is None:
-            one = self._sent[sharing] = _Sent(self._index.open_place(), self._most)
+            one = self._sent[sharing] = _Sent(self._index, self._most)
             self._places.add(one.place)
         before = len(one.recency)
-        new, evicted = one.recency.touch(chain, now_s)
-        if new:
-            self._index.store_chain(one.place, new, Tier.GPU)
-        if evicted:
-            self._index.remove_chain(one.place, evicted, Tier.GPU)
+        self._index.keep(one.place, chain, now_s)
         self._kept += len(one.recency) - before
         if self._kept > self._most:
             self._make_room()
 
     def _make_room(self) -> None:
+        self._kept = sum(len(one.recency) for one in self._sent.values())  # the index may have let some go
+        if self._kept <= self._most:
+            return
         largest = max(self._sent.values(), key=lambda one: len(one.recency))
         before = len(largest.recency)
         evicted = largest.recency.resize(max(1, before - (self._kept - self._most)))

@@ -11,11 +11,13 @@ _DISPOSITION: Final = re.compile(
 )
 _PARAMETER: Final = re.compile(rb';[ \t]*([^\s=;"]+)=(?:"((?:[^"\\]|\\.)*)"|([^;\s]*))[ \t]*')
 _DELIMITER_END: Final = re.compile(rb"(?:--)?[ \t]*(?:\r\n|\Z)")
+_JSON: Final = b"application/json"
+"""What nearly all bodies are, and what is told at a glance."""
 MAX_PARTS: Final = 100
 
 
 def is_multipart(content_type: bytes) -> bool:
-    return content_type[:20].lower().startswith(b"multipart/form-data")
+    return content_type != _JSON and content_type[:20].lower().startswith(b"multipart/form-data")
 
 
 def model_of(content_type: bytes, body: bytes) -> str:

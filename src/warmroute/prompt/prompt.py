@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from warmroute.prompt.tokenizer import TOKEN_BYTES, unpacked
 
 
-@dataclass(slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, gc=False):
     """Of a request with several prompts, the first one."""
 
     model: str
@@ -30,7 +29,7 @@ class Prompt:
     cache_salt: str = ""
     stream: bool = False
     prompts: int = 1
-    warm_tokens: int = field(default=0, compare=False)
+    warm_tokens: int = 0
     """So many of the first tokens came from the cache of conversations. For metrics."""
 
     @property

@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from warmroute._kernel._messages import digest
+from warmroute._kernel._messages import digest, digests
+from warmroute._kernel._scan import Outline
 from warmroute.prompt import messages_api, responses_api
 from warmroute.prompt.chat_reading import ChatReader, Plan, Prepared, Rendered
 from warmroute.prompt.chat_setting import ChatSetting, EngineOptions, Templates, chat_setting
@@ -22,7 +23,7 @@ from warmroute.prompt.chat_template import Message, Refused
 from warmroute.prompt.content_format import ContentFormat
 from warmroute.prompt.conversation import NotFollowed, conversation_message
 from warmroute.prompt.prompt import Prompt
-from warmroute.prompt.request import Request, Shape, request_of
+from warmroute.prompt.request import NO_TOKENIZER, Request, Shape, request_of
 from warmroute.prompt.tokenizer import TOKEN_BYTES, Tokenizer, load_tokenizer, packed
 from warmroute.prompt.units import Convert, ListedUnits, MadeUnits
 
@@ -31,6 +32,7 @@ _AUDIT_EVERY: Final = 64
 """One in so many warm reads is kept for `audit`."""
 _LONG_FIELD: Final = 64
 
+_CONVERSATIONS: Final = (Shape.CHAT, Shape.MESSAGES)
 _SETTING_FIELDS: Final = {
     Shape.CHAT: [
         "tools",
@@ -63,6 +65,11 @@ _COST_MS_PER_NEW_BYTE_SLOWLY: Final = 1e-3
 _COST_MS_OF_A_SETTING: Final = 6.0
 
 
+def stand_in_bytes(most_ms: float) -> int:
+    """Bodies of up to so many bytes take at most this long where no tokenizer is known."""
+    return int((most_ms - _COST_MS) / _COST_MS_PER_BODY_BYTE)
+
+
 class Reading:
     """A request that has been looked over; `prompt()` does the work, on the loop or in a thread."""
 
@@ -87,7 +94,7 @@ class Reading:
         tokenizer = self._reader.tokenizer
         if tokenizer is None or self.problem:
             return cost_ms
-        if self.plan is None and self.request.shape in (Shape.CHAT, Shape.MESSAGES):
+        if self.plan is None and self.request.shape in _CONVERSATIONS:
             cost_ms += _COST_MS_OF_A_SETTING
         new_bytes = body_bytes if self.plan is None else self.plan.new_bytes
         return cost_ms + new_bytes * (_COST_MS_PER_NEW_BYTE_SLOWLY if tokenizer.slow_because else _COST_MS_PER_NEW_BYTE)
@@ -115,18 +122,23 @@ class PromptReader:
             self.chats = ChatReader(tokenizer, cache_bytes)
             self._templates = Templates(tokenizer.templates, tokenizer.special_tokens, self._engine)
             try:
-                self._prepare(self.chats, Request(Shape.CHAT, b"", {}, b"", b""))
+                request = request_of(b"/v1/chat/completions", b"{}")
+                assert request is not None
+                self._prepare(self.chats, request)
             except NotFollowed:
                 pass
 
-    def begin(self, path: bytes, body: bytes) -> Reading | None:
-        """None for a path that has no prompt, or a body that is not to be understood."""
-        request = request_of(path, body)
+    def begin(self, path: bytes, body: bytes, outline: Outline | None = None) -> Reading | None:
+        """None for a path that has no prompt, or a body that is not to be understood.
+
+        `outline`: the body's, where it is made already.
+        """
+        request = request_of(path, body, outline)
         return None if request is None else self._begin(request)
 
-    def read(self, path: bytes, body: bytes) -> Prompt | None:
+    def read(self, path: bytes, body: bytes, outline: Outline | None = None) -> Prompt | None:
         """Both steps at once."""
-        reading = self.begin(path, body)
+        reading = self.begin(path, body, outline)
         return None if reading is None else reading.prompt()
 
     def audit(self) -> bool | None:
@@ -156,7 +168,7 @@ class PromptReader:
 
     def _begin(self, request: Request) -> Reading:
         reading = Reading(self, request)
-        if self.chats is not None and request.shape in (Shape.CHAT, Shape.MESSAGES):
+        if self.chats is not None and request.shape in _CONVERSATIONS:
             try:
                 prepared = self.chats.known(self._setting_key(request))
                 reading.plan = None if prepared is None else self._plan(self.chats, request, prepared)
@@ -172,7 +184,8 @@ class PromptReader:
         convert: Convert = partial(_chat_unit, format)
         if request.shape is Shape.MESSAGES:
             convert = partial(_messages_unit, format, self._system_moves(prepared))
-        return chats.plan(prepared, ListedUnits(request.body, where, request.spans, request.digests, convert))
+        spans = request.outline.spans
+        return chats.plan(prepared, ListedUnits(request.body, where, spans, digests(request.body, spans), convert))
 
     @staticmethod
     def _setting_key(request: Request) -> bytes:
@@ -239,7 +252,7 @@ class PromptReader:
         request = reading.request
         prompt = request.about()
         if self.chats is None or self.tokenizer is None:
-            prompt.tokens, prompt.exact, prompt.doubt = request.stand_in(), False, "the tokenizer is not known"
+            prompt.tokens, prompt.exact, prompt.doubt = request.outline.stand_in(), False, NO_TOKENIZER
             return prompt
         try:
             made = self._tokens(self.chats, self.tokenizer, reading, prompt)
@@ -258,7 +271,7 @@ class PromptReader:
             if self.tokenizer.doubt:
                 prompt.exact, prompt.sure_tokens, prompt.doubt = False, 0, self.tokenizer.doubt
             return prompt
-        prompt.tokens, prompt.exact, prompt.doubt = request.stand_in(), False, doubt
+        prompt.tokens, prompt.exact, prompt.doubt = request.outline.stand_in(), False, doubt
         return prompt
 
     def _tokens(self, chats: ChatReader, tokenizer: Tokenizer, reading: Reading, prompt: Prompt) -> Rendered:

@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from copy import copy
-from itertools import islice
 from math import inf
 from typing import Final
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import RouteConfig
 from warmroute.fleet.arrivals import Arrivals
+from warmroute.fleet.meter import Meter
 from warmroute.fleet.node import Node
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.ask import HIGH, LOW, Ask
@@ -97,12 +97,11 @@ class Admission:
         """Calls guest.go, now or later, or guest.refuse later. Raises Undecided where it is refused at once."""
         ask, room = guest.ask, self.room
         meter = self._router.meter
-        if meter is not None:
-            ask.arrived_s = guest.arrived_s
-            meter.arrived += 1
         try:
             decision = self._router.decide(ask, now_s, guest.lookup)
         except NobodyCanServe:
+            if meter is not None:
+                _count(meter, guest)
             if not self.node_wait_s or not ask.may_queue:
                 raise
             displaces = self._check_room_here(ask.priority, now_s)
@@ -110,7 +109,10 @@ class Admission:
             if displaces:
                 self._displace(now_s)
             return
-        decision = self._admissible(ask, decision, now_s)
+        if meter is not None:
+            _count(meter, guest)
+        if self._thresholds or not ask.may_queue or ask.deadline_s or ask.total_deadline_s:
+            decision = self._admissible(ask, decision, now_s)
         if ask.priority == LOW:
             self._check_low(decision, now_s)
         if self._goes_at_once(ask, decision):
@@ -140,7 +142,8 @@ class Admission:
         return decision, True
 
     def _goes_at_once(self, ask: Ask, decision: Decision) -> bool:
-        return decision.price is None or self._has_room(decision.node) or not self._holds(ask)
+        """Also where no price decided: it is a trial, or another policy's."""
+        return decision.at < 0 or self._has_room(decision.node) or not self._holds(ask)
 
     def _has_room(self, node: Node) -> bool:
         """Whether little enough prefill work is queued there; an idle node always takes one more."""
@@ -253,27 +256,32 @@ class Admission:
         in_turn = room.in_turn(now_s, without_low=self._half_full and room.others_wait)
         looked_at = min(LOOKED_AT, max(1, LOOKED_AT_IN_ALL // max(1, len(in_turn))))
         for key, tenant in in_turn:
-            best: Waiting | None = None
-            best_score = best_work = 0.0
-            for waiting in list(islice(tenant.waiting.values(), looked_at)):
-                if not room.waits(key, waiting) or not self._think_again(key, waiting, now_s):
-                    continue
-                ask = waiting.guest.ask
-                if (ask.deadline_s or ask.total_deadline_s) and self._refuse_if_late(key, waiting, now_s):
-                    continue
-                decision = waiting.decision
-                if decision.price is None:
-                    return key, waiting
-                if decision.node is not node or (self._thresholds and self._queue_too_long(ask, node)):
-                    continue
-                work = decision.price.prefill
-                score = work - AGE_BONUS * (now_s - waiting.guest.arrived_s) * 1000.0
-                if best is None or score < best_score:
-                    best, best_score, best_work = waiting, score, work
-            if best is not None and room.waits(key, best):
-                room.chosen(key, tenant, best_work)
-                return key, best
+            for some in tenant.looked_at(node, looked_at):
+                best = self._best_for(node, key, some, now_s)
+                if best is not None and room.waits(key, best):
+                    if (price := best.decision.price) is not None:
+                        room.chosen(key, tenant, price.prefill)
+                    return key, best
         return None
+
+    def _best_for(self, node: Node, key: Key, some: list[Waiting], now_s: float) -> Waiting | None:
+        best: Waiting | None = None
+        best_score = 0.0
+        for waiting in some:
+            if not self.room.waits(key, waiting) or not self._think_again(key, waiting, now_s):
+                continue
+            ask = waiting.guest.ask
+            if (ask.deadline_s or ask.total_deadline_s) and self._refuse_if_late(key, waiting, now_s):
+                continue
+            decision = waiting.decision
+            if decision.price is None:
+                return waiting
+            if decision.node is not node or (self._thresholds and self._queue_too_long(ask, node)):
+                continue
+            score = decision.price.prefill - AGE_BONUS * (now_s - waiting.guest.arrived_s) * 1000.0
+            if best is None or score < best_score:
+                best, best_score = waiting, score
+        return best
 
     def _queue_too_long(self, ask: Ask, node: Node) -> bool:
         threshold = self._config_of(ask).queue_threshold
@@ -301,7 +309,7 @@ class Admission:
         if self._thresholds and (threshold := self._config_of(guest.ask).queue_threshold):
             with suppress(QueuesFull):  # it waits on
                 decision = under_threshold(self._router, guest.ask, decision, threshold)
-        waiting.decided(decision)
+        self.room.decided(key, waiting, decision)
         return True
 
     # Now and then.
@@ -393,3 +401,9 @@ class Admission:
         self.room.drop(key, guest)
         guest.refuse(late)
         return True
+
+
+def _count(meter: Meter, guest: Guest) -> None:
+    """Work for the fleet. A model that it does not serve is none."""
+    guest.ask.arrived_s = guest.arrived_s
+    meter.arrived += 1

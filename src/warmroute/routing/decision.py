@@ -13,28 +13,48 @@ from warmroute.routing.reasons import Grounds, sentence
 
 
 class Decision:
-    """The order of the fallbacks is worked out only when one is needed, and the reason in words when somebody asks."""
+    """The order of the fallbacks is worked out only when one is needed, the price when it is looked at, and the reason
+    in words when somebody asks."""
 
-    __slots__ = ("_others", "cache_counts", "candidates", "node", "policy", "price", "prices", "query", "reason")
+    __slots__ = ("_others", "_price", "at", "cache_counts", "candidates", "node", "policy", "prices", "query", "reason")
 
-    def __init__(self, node: Node, policy: str, reason: str, others: Callable[[], Sequence[Node]]) -> None:
+    def __init__(
+        self, node: Node, policy: str, reason: str, others: Callable[[], Sequence[Node]] | None = None,
+        prices: Prices | None = None, candidates: tuple[Node, ...] = (), at: int = -1, cache_counts: bool = True,
+    ) -> None:  # fmt: skip
+        """`others`: all nodes in their order, the best first; None where that is the order of the prices."""
         self.node = node
         self.policy = policy
         self.reason = reason
         self._others = others
-        self.price: Price | None = None
-        """Of the chosen node, where prices decided."""
-        self.prices: Prices | None = None
+        self.prices = prices
         """Of each of the `candidates`, where they were worked out."""
-        self.candidates: tuple[Node, ...] = ()
-        self.cache_counts = True
+        self.candidates = candidates
+        self.at = at
+        """The number of the chosen node among them; -1 where prices did not decide."""
+        self._price: Price | None = None
+        self.cache_counts = cache_counts
         """Whether prices had to do with what nodes hold of the prompt."""
         self.query: Query | None = None
         """What was known when it was taken."""
 
+    @property
+    def price(self) -> Price | None:
+        """Of the chosen node, where prices decided."""
+        if self._price is None and self.at >= 0:
+            assert self.prices is not None
+            self._price = Price(*self.prices[self.at])
+        return self._price
+
     def fallbacks(self) -> list[Node]:
         """The other candidates, best first."""
-        return [node for node in self._others() if node is not self.node]
+        others = self._others() if self._others is not None else self._by_price()
+        return [node for node in others if node is not self.node]
+
+    def _by_price(self) -> list[Node]:
+        prices, nodes = self.prices, self.candidates
+        assert prices is not None
+        return [nodes[at] for at in sorted(range(len(nodes)), key=prices.__getitem__)]
 
     def with_more(self, nodes: Sequence[Node]) -> Decision:
         """The same, with more nodes to stand in behind the others."""
@@ -43,28 +63,29 @@ class Decision:
             ranked = self.fallbacks()
             return [*ranked, *(node for node in nodes if node not in ranked)]
 
-        more = Decision(self.node, self.policy, self.reason, all_of_them)
-        more.price, more.prices, more.candidates = self.price, self.prices, self.candidates
-        more.cache_counts = self.cache_counts
-        return more
+        return Decision(
+            self.node, self.policy, self.reason, all_of_them, self.prices, self.candidates, self.at, self.cache_counts
+        )
 
     def grounds(self) -> Grounds:
         """What it was taken on, to be kept: nothing of the request itself is in it."""
-        node, price, query = self.node, self.price, self.query
+        node, query = self.node, self.query
         candidates, reason = self.candidates, self.reason
-        tokens, cached = 0, 0.0
+        tokens, expected = 0, 0.0
         if query is not None:
             if not candidates:
                 candidates = query.candidates.nodes
             elif query.stay is not None and reason == "cheapest" and len(candidates) < len(query.candidates):
                 reason = f"stays on {node.island}, its conversation's home"
-        if query is not None and query.lookup is not None:
-            tokens = query.lookup.token_count
-            if price is not None:
-                cached = price.cached
-            elif (hit := query.hits().get(node.name)) is not None:
-                cached = hit.expected
-        return Grounds(node, self.policy, reason, tokens, cached, price, self.prices, candidates, self.cache_counts)
+            lookup = query.lookup
+            if lookup is not None:
+                tokens = lookup.token_count
+                if self.at < 0 and (hit := query.hits().get(node.name)) is not None:
+                    expected = hit.expected
+        return Grounds(
+            node, self.policy, reason, tokens, expected, self.at, (self.prices, candidates), len(candidates),
+            node.speed.ms_per_token, self.cache_counts,
+        )  # fmt: skip
 
     def sentence(self) -> str:
         """Why it was taken."""

@@ -40,7 +40,7 @@ class Dispatch(Ticket):
         prediction: Prediction | None, tokens: int, new: int, prefill: float,
     ) -> None:  # fmt: skip
         """Of its `tokens` the node has to compute `new` ones, which is so much `prefill` work."""
-        super().__init__(node, now_s)
+        Ticket.__init__(self, node, now_s)
         self.ask = ask
         self._pace = pace
         self._beliefs = beliefs
@@ -64,23 +64,24 @@ class Dispatch(Ticket):
 
     def prefilled(self) -> None:
         """Nothing of its prefill is left, as far as anybody knows."""
-        self.node.pending_work -= self._work
+        node = self.node
+        node.pending_work -= self._work
         self._work = 0.0
         if not self.ask.streams:
-            self.node.unseen.pop(self, None)
+            node.unseen.pop(self, None)
 
     def first_byte(self, now_s: float, served: bool = True) -> None:
-        super().first_byte(now_s, served)
+        Ticket.first_byte(self, now_s, served)
         self.prefilled()
         if not served:
             return
-        speed = self.node.speed
         # An answer that comes at its end bounds the prefill: it took no longer.
-        if self.ask.streams or (now_s - self.opened_s) * 1000.0 < self._prefill * speed.ms_per_token:
+        if self.ask.streams or (now_s - self.opened_s) * 1000.0 < self._prefill * self.node.speed.ms_per_token:
             self._saw_first_token(now_s)
             self._prefill = 0.0
-        if self.prediction is not None:
-            self._beliefs.first_token(self.prediction, now_s)
+        prediction = self.prediction
+        if prediction is not None:
+            self._beliefs.first_token(prediction, now_s)
 
     def _saw_first_token(self, now_s: float) -> None:
         node = self.node
@@ -90,17 +91,22 @@ class Dispatch(Ticket):
             there_s = self.opened_s
         node.speed.saw_first_token(self._prefill, step_ms, there_s, now_s)
 
-    def _saw_flow(self, token_ms: float) -> None:
-        node, pace = self.node, self._pace
-        node.speed.saw_answer(token_ms / pace.token_ms(node.context))
-        pace.saw_answer(token_ms / node.speed.factor, node.context)
+    def _saw_flow(self, took_ms: float, steps: int, usual_ms: float) -> None:
+        """So many steps after the first took so long; one takes `usual_ms` on a node like the others."""
+        node = self.node
+        speed, token_ms = node.speed, took_ms / steps
+        speed.saw_answer(token_ms / usual_ms)
+        self._pace.saw_answer(token_ms / speed.factor, node.context)
 
     def _saw_whole(self, output_tokens: int, now_s: float) -> None:
         """All that is seen of it is when it ended."""
-        speed = self.node.speed
-        flowed_ms = max(0, output_tokens - 1) * self._pace.token_ms(self.node.context) * speed.factor
+        node = self.node
+        speed = node.speed
+        steps = output_tokens - 1 if output_tokens > 1 else 0
+        usual_ms = self._pace.token_ms(node.context)
+        flowed_ms = steps * usual_ms * speed.factor
         if flowed_ms > self._prefill * speed.ms_per_token and now_s > self._due_s:
-            self._saw_flow((now_s - self._due_s) * 1000.0 / (output_tokens - 1))
+            self._saw_flow((now_s - self._due_s) * 1000.0, steps, usual_ms)
         elif self._prefill:
             self._saw_first_token(max(self.opened_s, now_s - flowed_ms / 1000.0))
 
@@ -133,25 +139,28 @@ class Dispatch(Ticket):
             prediction.counted(prompt_tokens)
         if cached_tokens is not None:
             prediction.reported(cached_tokens, now_s)
-        if self.first_byte_s and not self.ask.streams:
+        ask, first_s = self.ask, self.first_byte_s
+        if first_s and not ask.streams:
             self._saw_whole(output_tokens or 0, now_s)
-        if output_tokens is not None:
-            self._output = output_tokens
-            self._outputs.saw(self.ask.model, self.ask.tenant, output_tokens)
-            if self.first_byte_s and self.ask.streams and output_tokens > 1:
-                self._saw_flow((now_s - self.first_byte_s) * 1000.0 / (output_tokens - 1))
-        if output_tokens is not None and prediction.stands:
-            prediction.cache.keep_answer(output_tokens, now_s)
+        if output_tokens is None:
+            return
+        self._output = output_tokens
+        self._outputs.saw(ask.model, ask.tenant, output_tokens)
+        if first_s and ask.streams and output_tokens > 1:
+            usual_ms = self._pace.token_ms(self.node.context)
+            self._saw_flow((now_s - first_s) * 1000.0, output_tokens - 1, usual_ms)
+        prediction.answered(output_tokens, now_s)
 
     def close(self, outcome: Outcome, now_s: float) -> None:
-        if self._open and self.prediction is not None and (not self.first_byte_s or outcome is Outcome.REJECTED):
-            self.prediction.withdraw()
         if self._open:
-            node = self.node
-            self.prefilled()
-            node.kv_delta -= self._new
+            node, new = self.node, self._new
+            if not self.first_byte_s:
+                self.prefilled()
+            if self.prediction is not None and (not self.first_byte_s or outcome is Outcome.REJECTED):
+                self.prediction.withdraw()
+            node.kv_delta -= new
             if node.polled_s > self.opened_s:  # the poll has seen something of its answer, too
                 node.kv_delta -= self._output
-            node.kv_new -= self._new
+            node.kv_new -= new
             node.context -= self._context
-        super().close(outcome, now_s)
+        Ticket.close(self, outcome, now_s)

@@ -2,9 +2,11 @@
 
     a new conversation        anywhere, by price: the distance is a part of it
     one that lives somewhere  its home, and nowhere else, unless that can't serve it in time:
-                                down      no node of the home is up
-                                slow      its first token would come over `spill_ms` later there than elsewhere
-                                deadline  it would come too late there, and elsewhere it would not
+                                down         no node of the home is up
+                                slow         its first token would come over `spill_ms` later there than elsewhere
+                                deadline     it would come too late there, and elsewhere it would not
+                                passed_over  its nodes are up, and none may take it: their queues are too long, or they
+                                             have come back just now
     one that had to leave     its home or where it went, whichever is cheaper now: it comes home where enough of it is
                               still cached there, and stays away where not
 
@@ -31,8 +33,8 @@ from warmroute.routing.stays import Stay, Stays, ends_at
 PROMPT_TOKEN_BYTES: Final = 4.5
 ANSWER_TOKEN_BYTES: Final = 220.0
 """An answer is mostly streamed, an event for each token."""
-DOWN, SLOW, DEADLINE, STOOD_IN = "down", "slow", "deadline", "stood_in"
-REASONS: Final = (DOWN, SLOW, DEADLINE, STOOD_IN)
+DOWN, SLOW, DEADLINE, PASSED_OVER, STOOD_IN = "down", "slow", "deadline", "passed_over", "stood_in"
+REASONS: Final = (DOWN, SLOW, DEADLINE, PASSED_OVER, STOOD_IN)
 
 
 class Crossings:
@@ -76,10 +78,14 @@ class Crossings:
                 return policy.decide(query)
         everyone = query.candidates
         home, at = stay
-        bound = self._on(query, home) if at == home else self._on(query, *sorted((home, at)))
+        bound_to = (home,) if at == home else tuple(sorted((home, at)))
+        bound = self._on(query, *bound_to)
         if not bound.nodes:
             decision = policy.decide(query)
-            _cross(query, decision, DOWN, f"no node of its home {home} is up")
+            if query.group.on(*bound_to).nodes:
+                _cross(query, decision, PASSED_OVER, f"the nodes of its home {home} are passed over")
+            else:
+                _cross(query, decision, DOWN, f"no node of its home {home} is up")
             return decision
         if len(bound) == len(everyone):
             return policy.decide(query)

@@ -19,13 +19,10 @@ class OutputLengths:
         return min(mean, most) if most else mean
 
     def saw(self, model: str, tenant: str, tokens: int) -> None:
-        self._learn((model, ""), tokens)
-        if tenant:
-            self._learn((model, tenant), tokens)
-
-    def _learn(self, kind: tuple[str, str], tokens: int) -> None:
-        mean = self._means.get(kind)
-        if mean is not None:
-            self._means[kind] = mean + WEIGHT * (tokens - mean)
-        elif len(self._means) < MOST_KINDS:
-            self._means[kind] = float(tokens)
+        means = self._means
+        for kind in ((model, ""), (model, tenant)) if tenant else ((model, ""),):
+            mean = means.get(kind)
+            if mean is not None:
+                means[kind] = mean + WEIGHT * (tokens - mean)
+            elif len(means) < MOST_KINDS:
+                means[kind] = float(tokens)

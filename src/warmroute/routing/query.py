@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from warmroute.fleet.group import Candidates, Group
 from warmroute.index.beliefs import Beliefs, Hit
 from warmroute.index.lookup import Lookup
@@ -9,53 +11,35 @@ from warmroute.prompt.ask import Ask
 from warmroute.routing.stays import Stay
 
 
-class Query:
-    __slots__ = (
-        "_beliefs",
-        "_hits",
-        "ask",
-        "candidates",
-        "crossing",
-        "group",
-        "looked_up_s",
-        "lookup",
-        "now_s",
-        "stay",
-    )
-
-    def __init__(
-        self, ask: Ask, candidates: Candidates, group: Group, now_s: float, lookup: Lookup | None, beliefs: Beliefs
-    ) -> None:
-        self.ask = ask
-        self.candidates = candidates
-        self.group = group
-        self.now_s = self.looked_up_s = now_s
-        self.lookup = lookup
-        """The prompt in blocks; None where it was not read, or is too short to matter."""
-        self.stay: Stay | None = None
-        """The island where its conversation lives; None for a new one, or where there is only one island."""
-        self.crossing: str | None = None
-        """Why it leaves that island, in a word, where it does; None where islands have no say."""
-        self._beliefs = beliefs
-        self._hits: dict[str, Hit] | None = None
+class Query(msgspec.Struct, eq=False):
+    ask: Ask
+    candidates: Candidates
+    group: Group
+    now_s: float
+    lookup: Lookup | None
+    """The prompt in blocks; None where it was not read, or is too short to matter."""
+    beliefs: Beliefs
+    looked_up_s: float = 0.0
+    """When what nodes hold was asked for."""
+    stay: Stay | None = None
+    """The island where its conversation lives; None for a new one, or where there is only one island."""
+    crossing: str | None = None
+    """Why it leaves that island, in a word, where it does; None where islands have no say."""
+    known_hits: dict[str, Hit] | None = None
+    """What `hits` has worked out."""
 
     def again(self, now_s: float) -> Query:
         """The same a moment later. When it was looked up stays."""
-        again = Query(self.ask, self.candidates, self.group, now_s, self.lookup, self._beliefs)
-        again._hits = self.hits()
-        again.looked_up_s = self.looked_up_s
-        again.stay, again.crossing = self.stay, self.crossing
-        return again
-
-    @property
-    def adapter_ms(self) -> bytes | None:
-        """For each candidate, as doubles: what loading the request's LoRA adapter takes there; None where it asks for
-        none."""
-        adapter = self.group.adapter
-        return adapter.load_ms(self.candidates) if adapter is not None else None
+        return Query(
+            self.ask, self.candidates, self.group, now_s, self.lookup, self.beliefs, self.looked_up_s,
+            self.stay, self.crossing, self.hits(),
+        )  # fmt: skip
 
     def hits(self) -> dict[str, Hit]:
         """By the node's name, for those that hold the beginning of the prompt. Worked out once."""
-        if self._hits is None:
-            self._hits = self._beliefs.hits(self.ask.model, self.lookup, self.now_s) if self.lookup is not None else {}
-        return self._hits
+        hits = self.known_hits
+        if hits is None:
+            lookup = self.lookup
+            hits = self.beliefs.hits(self.ask.model, lookup, self.now_s) if lookup is not None else {}
+            self.known_hits = hits
+        return hits

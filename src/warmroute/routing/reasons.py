@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from heapq import nsmallest
 from typing import Final
 
+import msgspec
+
 from warmroute._kernel._price import Prices
 from warmroute.fleet.node import Node
 from warmroute.fleet.speed import work
@@ -30,62 +32,60 @@ Rows = Prices | Sequence[tuple[float, ...]]
 """What each candidate costs, term by term."""
 
 
-class Grounds:
+class Grounds(msgspec.Struct, eq=False):
     """What a decision was taken on. Holds nothing of the request but numbers: it may be kept for long."""
 
-    __slots__ = (
-        "_priced",
-        "cache_counts",
-        "cached",
-        "considered",
-        "ms_per_token",
-        "node",
-        "policy",
-        "price",
-        "reason",
-        "tied",
-        "tokens",
-    )
-
-    def __init__(
-        self, node: Node, policy: str, reason: str, tokens: int, cached: float, price: Price | None,
-        prices: Rows | None, candidates: tuple[Node, ...], cache_counts: bool = True,
-    ) -> None:  # fmt: skip
-        self.node = node
-        self.policy = policy
-        self.reason = reason
-        self.tokens = tokens
-        """Of the prompt; 0 where it was not read."""
-        self.cached = cached
-        """Of these, expected to be cached on the node."""
-        self.cache_counts = cache_counts
-        """Whether that had a say; not with `locality = 0`."""
-        self.price = price
-        self._priced = (prices, candidates)
-        """Together, since a thread may read them while the request ends."""
-        self.considered = len(candidates)
-        self.tied = 0
-        """Of those that `cut` has left out, too: how many cost the same as the cheapest."""
-        self.ms_per_token = node.speed.ms_per_token
+    node: Node
+    policy: str
+    reason: str
+    tokens: int
+    """Of the prompt; 0 where it was not read."""
+    expected: float
+    """Of these, expected to be cached on the node, where no price says it."""
+    at: int
+    """The number of the node among the candidates; -1 where prices did not decide."""
+    priced: tuple[Rows | None, tuple[Node, ...]]
+    """The prices and whose they are: together, since a thread may read them while the request ends."""
+    considered: int
+    ms_per_token: float
+    cache_counts: bool = True
+    """Whether what is cached had a say; not with `locality = 0`."""
+    tied: int = 0
+    """Of those that `cut` has left out, too: how many cost the same as the cheapest."""
 
     @property
     def prices(self) -> Rows | None:
         """Of each candidate, where prices were worked out."""
-        return self._priced[0]
+        return self.priced[0]
+
+    @property
+    def price(self) -> Price | None:
+        """Of the node, where prices decided."""
+        prices, candidates = self.priced
+        if self.at < 0 or prices is None:
+            return None
+        at = self.at if isinstance(prices, Prices) else candidates.index(self.node)
+        return Price(*prices[at])
+
+    @property
+    def cached(self) -> float:
+        """Of the tokens, expected to be cached on the node."""
+        price = self.price if self.tokens else None
+        return price.cached if price is not None else self.expected
 
     def cut(self, most: int) -> None:
         """Gives up the prices of all but the best, where there are very many."""
-        prices, candidates = self._priced
+        prices, candidates = self.priced
         if isinstance(prices, Prices) and len(prices) > WHOLE:
             near = prices.cheapest(TIE)
             self.tied = len(near)
             among = near[: 2 * most] if self.tied >= most else _near(prices, most)
             best = self._best(most, among, prices, candidates)
-            self._priced = ([prices[at] for at in best], tuple([candidates[at] for at in best]))
+            self.priced = ([prices[at] for at in best], tuple([candidates[at] for at in best]))
 
     def ranked(self, most: int | None = None) -> list[tuple[Node, Price]]:
         """The candidates, cheapest first; of more than `most`, the best and the chosen one."""
-        prices, candidates = self._priced
+        prices, candidates = self.priced
         if prices is None:
             return []
         rows = [prices[at] for at in range(len(prices))]

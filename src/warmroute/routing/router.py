@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from random import Random
 
@@ -44,6 +44,8 @@ class Router:
         """Told of every request, where the fleet is scaled."""
         self.hot: HotPrefixes | None = None
         """Told of every prompt that was read, likewise."""
+        self.may_serve: Callable[[str], bool] = lambda _model: True
+        """Whether a node that comes would serve a model, where there is none at all."""
         self.reconfigure(config, pricing or Pricing(), routes)
 
     def reconfigure(self, config: Routing, pricing: Pricing, routes: Sequence[RouteConfig] = ()) -> None:
@@ -71,7 +73,7 @@ class Router:
 
     def decide(self, ask: Ask, now_s: float, lookup: Lookup | None = None) -> Decision:
         """`lookup` is the prompt in blocks, where the policy wants it. Raises Undecided."""
-        group = self._group(ask)
+        group = self._fleet.group(ask.model) or self._group(ask)
         everyone = candidates = group.up
         if now_s < group.ramping_until_s:
             candidates = self._thinned(candidates, now_s)
@@ -79,21 +81,23 @@ class Router:
             candidates = group.at_need
             if not candidates.nodes:
                 raise NobodyCanServe(ask.model)
-        query = Query(ask, candidates, group, now_s, lookup, self._beliefs)
-        decision = self._decided(query)
-        if len(candidates) < len(everyone):  # those left out for now still stand in at need
+        query = Query(ask, candidates, group, now_s, lookup, self._beliefs, now_s)
+        decision = self._decided(query) if self._by_route or group.several else self.policy.decide(query)
+        if candidates is not everyone and len(candidates) < len(everyone):  # left out for now, they stand in at need
             decision = decision.with_more(everyone.nodes)
         if group.trials and candidates is not group.at_need:
             node = next((node for node in group.trials if node.awaits_trial), None)
             if node is not None:
                 chosen = decision
-                decision = Decision(node, "trial", "on trial", lambda: [chosen.node, *chosen.fallbacks()])
-                decision.prices, decision.candidates = chosen.prices, chosen.candidates
+                decision = Decision(
+                    node, "trial", "on trial", lambda: [chosen.node, *chosen.fallbacks()], chosen.prices,
+                    chosen.candidates,
+                )  # fmt: skip
         decision.query = query
         return decision
 
     def _decided(self, query: Query) -> Decision:
-        policy = self.policy_of(query.ask) if self._by_route else self.policy
+        policy = self.policy_of(query.ask)
         return self.crossings.decide(query, policy) if query.group.several else policy.decide(query)
 
     def decide_again(self, query: Query, now_s: float) -> Decision:
@@ -160,7 +164,8 @@ class Router:
             return group
         group = fleet.group(ask.model)
         if group is None:
-            raise UnknownModel(ask.model) if len(fleet) and fleet.fully_known else NobodyCanServe(ask.model)
+            unknown = fleet.fully_known if len(fleet) else not self.may_serve(ask.model)
+            raise UnknownModel(ask.model) if unknown else NobodyCanServe(ask.model)
         return group
 
     def _thinned(self, candidates: Candidates, now_s: float) -> Candidates:

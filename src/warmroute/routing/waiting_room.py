@@ -7,10 +7,12 @@ homeless) wait apart, until there is one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from typing import Final, Protocol
 
 from warmroute.fleet.group import Group
+from warmroute.fleet.node import Node
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.ask import LOW, Ask
 from warmroute.routing.decision import Decision
@@ -59,24 +61,57 @@ class Waiting:
         self.as_of = 0
         """The change up to which that counts everything."""
 
-    def decided(self, decision: Decision) -> None:
-        """Thought of anew. A model whose nodes were all gone has another group than before."""
-        self.decision = decision
-        query = decision.query
-        if query is not None and query.group is not self.group:
-            self.group.waiting -= 1
-            self.group = query.group
-            self.group.waiting += 1
-
 
 class Tenant:
-    __slots__ = ("done", "waiting")
+    __slots__ = ("_of_node", "done", "waiting")
 
     def __init__(self, done: float) -> None:
         self.waiting: dict[int, Waiting] = {}
         """In the order of their arrival, by the guest's id()."""
+        self._of_node: dict[Node, dict[int, Waiting]] = {}
+        """The same, by the node that each would go to as last thought of."""
         self.done = done
         """Prefill work that was let through, in milliseconds."""
+
+    def add(self, waiting: Waiting) -> None:
+        key = id(waiting.guest)
+        self.waiting[key] = waiting
+        self._of_node.setdefault(waiting.decision.node, {})[key] = waiting
+        waiting.group.waiting += 1
+
+    def remove(self, guest: Guest) -> bool:
+        waiting = self.waiting.pop(id(guest), None)
+        if waiting is None:
+            return False
+        self._leave_node(waiting)
+        waiting.group.waiting -= 1
+        return True
+
+    def decided(self, waiting: Waiting, decision: Decision) -> None:
+        """Thought of anew. A model whose nodes were all gone has another group than before."""
+        query = decision.query
+        if query is not None and query.group is not waiting.group:
+            waiting.group.waiting -= 1
+            waiting.group = query.group
+            waiting.group.waiting += 1
+        if decision.node is not waiting.decision.node:
+            self._leave_node(waiting)
+            self._of_node.setdefault(decision.node, {})[id(waiting.guest)] = waiting
+        waiting.decision = decision
+
+    def _leave_node(self, waiting: Waiting) -> None:
+        node = waiting.decision.node
+        there = self._of_node[node]
+        del there[id(waiting.guest)]
+        if not there:
+            del self._of_node[node]
+
+    def looked_at(self, node: Node, most: int) -> Iterator[list[Waiting]]:
+        """Those who came first, and may think of that node anew; then, where none of them does, those who wait for it:
+        however many wait for other nodes or models, they hide nobody."""
+        yield list(islice(self.waiting.values(), most))
+        if len(self.waiting) > most and (there := self._of_node.get(node)):
+            yield list(islice(there.values(), most))
 
 
 class WaitingRoom:
@@ -127,11 +162,9 @@ class WaitingRoom:
     def drop(self, key: Key, guest: Guest) -> bool:
         """False where it does not wait any more."""
         tenant = self.tenants.get(key)
-        waiting = tenant.waiting.pop(id(guest), None) if tenant is not None else None
-        if tenant is None or waiting is None:
+        if tenant is None or not tenant.remove(guest):
             return False
         self.waiting -= 1
-        waiting.group.waiting -= 1
         if not tenant.waiting:
             self.had[key] = tenant.done
             del self.tenants[key]
@@ -155,14 +188,16 @@ class WaitingRoom:
             tenant = self.tenants[key] = Tenant(max(self._level[key[0]], self.had.pop(key, 0.0)))
         query = decision.query
         assert query is not None
-        tenant.waiting[id(guest)] = Waiting(guest, decision, query.group)
+        tenant.add(Waiting(guest, decision, query.group))
         self.waiting += 1
-        query.group.waiting += 1
 
     def _add_homeless(self, guest: Guest) -> None:
         self.homeless[id(guest)] = guest
         self.waiting += 1
         self._low_homeless += guest.ask.priority == LOW
+
+    def decided(self, key: Key, waiting: Waiting, decision: Decision) -> None:
+        self.tenants[key].decided(waiting, decision)
 
     # Who is there.
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,11 +25,12 @@ from typing import Any, Final
 
 import msgspec
 
+from warmroute.aside import aside
 from warmroute.config import Journal as JournalConfig
-from warmroute.fleet.node import Outcome
+from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.routing.price import TERMS
-from warmroute.routing.reasons import Grounds, sentence
+from warmroute.routing.reasons import WHOLE, Grounds, sentence
 from warmroute.telemetry.counters import Counters
 
 log = logging.getLogger("warmroute.journal")
@@ -42,53 +43,26 @@ MOST_PENDING: Final = 8192
 CLOSE_S: Final = 2.0
 
 
-class Entry:
+End = tuple[Outcome, Node, int, int, float, float]
+"""How a request ended, the node that it was sent to last, how many were tried, the status, and when the first byte came
+(0.0: never) and the last."""
+
+
+class Entry(msgspec.Struct, eq=False):
     """One request's decision, and how it ended."""
 
-    __slots__ = (
-        "arrived_s",
-        "cached_tokens",
-        "ended_s",
-        "first_byte_s",
-        "grounds",
-        "held_ms",
-        "last",
-        "model",
-        "outcome",
-        "output_tokens",
-        "priority",
-        "prompt_tokens",
-        "request_id",
-        "route",
-        "status",
-        "tenant",
-        "tried",
-    )
-
-    def __init__(
-        self, request_id: bytes, tenant: str, model: str, route: str, priority: int, arrived_s: float, held_ms: float,
-        grounds: Grounds,
-    ) -> None:  # fmt: skip
-        self.request_id = request_id
-        self.tenant = tenant
-        self.model = model
-        self.route = route
-        self.priority = priority
-        self.arrived_s = arrived_s
-        self.held_ms = held_ms
-        self.grounds = grounds
-        # how it ended
-        self.outcome: Outcome | None = None
-        """None while it runs."""
-        self.last = grounds.node
-        """The node that it was sent to last."""
-        self.tried = 1
-        self.status = 0
-        self.first_byte_s = self.ended_s = 0.0
-        # what the answer said, as far as it did
-        self.prompt_tokens: int | None = None
-        self.cached_tokens: int | None = None
-        self.output_tokens: int | None = None
+    request_id: bytes
+    tenant: str
+    model: str
+    route: str
+    priority: int
+    arrived_s: float
+    held_ms: float
+    grounds: Grounds
+    reported: tuple[int | None, int | None, int | None] = (None, None, None)
+    """What the answer said, as far as it did: tokens of the prompt, those that were cached, tokens of the answer."""
+    end: End | None = None
+    """None while it runs."""
 
 
 class Journal:
@@ -98,30 +72,25 @@ class Journal:
         self._random = Random()
         self._entries: deque[Entry] = deque(maxlen=config.keep)
         self._pending: deque[Entry] = deque()
-        self._writer = ThreadPoolExecutor(1, "warmroute-journal")
+        self._one_writer = threading.Lock()
         self.reconfigure(config)
 
     def reconfigure(self, config: JournalConfig) -> None:
         self.config = config
         if self._entries.maxlen != config.keep:
             self._entries = deque(self._entries, config.keep)
+        self.decided: Callable[[Entry], None] = self._entries.append
+        """Told of each request that goes to a node."""
         self.on = bool(config.keep or config.file)
         self._writes = bool(config.file and config.sample)
         self._failing = False
 
     # While requests run.
 
-    def decided(self, entry: Entry) -> None:
-        self._entries.append(entry)
-
     def ended(self, entry: Entry, outcome: Outcome, ticket: Ticket, tried: int, status: int, now_s: float) -> None:
-        entry.outcome = outcome
-        entry.last = ticket.node
-        entry.tried = tried
-        entry.status = status
-        entry.first_byte_s = ticket.first_byte_s
-        entry.ended_s = now_s
-        entry.grounds.cut(self.config.candidates)
+        entry.end = (outcome, ticket.node, tried, status, ticket.first_byte_s, now_s)
+        if entry.grounds.considered > WHOLE:
+            entry.grounds.cut(self.config.candidates)
         if self._writes and (self.config.sample >= 1.0 or self._random.random() < self.config.sample):
             if len(self._pending) < MOST_PENDING:
                 self._pending.append(entry)
@@ -146,6 +115,8 @@ class Journal:
         """An entry in words and numbers. Takes some 100 µs: many of them are for a thread."""
         wall_s = time.time() - self._now()
         grounds = entry.grounds
+        outcome, last, tried, status, first_byte_s, ended_s = entry.end or (None, grounds.node, 1, 0, 0.0, 0.0)
+        prompt_tokens, cached_tokens, output_tokens = entry.reported
         return {
             "request_id": entry.request_id.decode("ascii", "replace"),
             "time": in_utc(wall_s + entry.arrived_s),
@@ -156,22 +127,22 @@ class Journal:
             "sentence": sentence(
                 grounds,
                 held_ms=entry.held_ms,
-                tried=entry.tried,
-                last=entry.last,
-                failed=entry.outcome is Outcome.FAILED or entry.outcome is Outcome.BUSY,
+                tried=tried,
+                last=last,
+                failed=outcome is Outcome.FAILED or outcome is Outcome.BUSY,
             ),
             **describe(grounds, self.config.candidates),
             "held_ms": round(entry.held_ms, 3),
-            "attempts": entry.tried,
-            "answered_by": entry.last.name if entry.first_byte_s else None,
-            "outcome": entry.outcome.name.lower() if entry.outcome is not None else "running",
-            "status": entry.status or None,
-            "first_byte_ms": _since(entry.arrived_s, entry.first_byte_s),
-            "took_ms": _since(entry.arrived_s, entry.ended_s),
+            "attempts": tried,
+            "answered_by": last.name if first_byte_s else None,
+            "outcome": outcome.name.lower() if outcome is not None else "running",
+            "status": status or None,
+            "first_byte_ms": _since(entry.arrived_s, first_byte_s),
+            "took_ms": _since(entry.arrived_s, ended_s),
             "reported": {
-                "prompt_tokens": entry.prompt_tokens,
-                "cached_tokens": entry.cached_tokens,
-                "output_tokens": entry.output_tokens,
+                "prompt_tokens": prompt_tokens,
+                "cached_tokens": cached_tokens,
+                "output_tokens": output_tokens,
             },
         }
 
@@ -179,25 +150,26 @@ class Journal:
 
     async def run(self) -> None:
         """Writes what has ended, for as long as it runs."""
-        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(BATCH_S)
             while self._pending:
-                await loop.run_in_executor(self._writer, self.write)
+                await aside(self.write, "journal")
 
     async def close(self) -> None:
-        """Writes what is left, unless the disk takes too long."""
-        loop = asyncio.get_running_loop()
+        """Writes what is left, unless the disk takes too long: then it keeps nobody from ending."""
         try:
             async with asyncio.timeout(CLOSE_S):
                 while self._pending:
-                    await loop.run_in_executor(self._writer, self.write)
+                    await aside(self.write, "journal")
         except TimeoutError:
             log.error("the journal's disk takes too long: %d decisions are not written", len(self._pending))
-        self._writer.shutdown(wait=False, cancel_futures=True)
 
     def write(self) -> None:
         """Writes a batch; in a thread."""
+        with self._one_writer:
+            self._write()
+
+    def _write(self) -> None:
         config = self.config
         entries = [self._pending.popleft() for _ in range(min(BATCH, len(self._pending)))]
         count = len(entries)

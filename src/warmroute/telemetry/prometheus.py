@@ -89,11 +89,11 @@ class MetricsPage:
         yield answered
         refused = counter("warmroute_requests_refused", "Requests answered by the router with an error.")
         for (status, code), count in sorted(counters.refused.copy().items()):
-            refused.add(count, labels(status=str(status), code=code))
+            refused.add(count, labels(code=code, status=str(status)))
         yield refused
         shed = counter("warmroute_shed", "Requests that were not admitted, by reason and priority.")
         for (reason, priority), count in sorted(counters.shed.copy().items()):
-            shed.add(count, labels(reason=reason, priority=PRIORITY_NAMES[priority]))
+            shed.add(count, labels(priority=PRIORITY_NAMES[priority], reason=reason))
         yield shed
         routed = counter("warmroute_route_requests", "Requests of each route.")
         for route, count in sorted(counters.routed.copy().items()):
@@ -217,7 +217,7 @@ class MetricsPage:
             yield family
         crossed = counter("warmroute_conversations_crossed", "Conversations that left their home.")
         for (left, to, reason), count in sorted(books.crossed.copy().items()):
-            crossed.add(count, labels(island=left, to=to, reason=reason))
+            crossed.add(count, labels(island=left, reason=reason, to=to))
         yield crossed
 
     def _scaled(self) -> Iterable[Family]:

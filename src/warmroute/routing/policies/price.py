@@ -12,19 +12,19 @@
 
 All terms are in milliseconds; `routing/terms.py` has a function for each, and the kernel works them out for all nodes.
 Prices within TIE of the lowest are equal: the less loaded node wins, then chance. A beginning that crowds a node gets a
-second home where that costs little.
+second home where that costs little and pays for itself soon: it has it from then on, and has to be as good a home then.
+A slow node is none.
 """
 
 from __future__ import annotations
 
 from random import Random
 from typing import Final
-from weakref import WeakKeyDictionary
 
 from warmroute._kernel._price import CacheState, Prices, price_nodes
 from warmroute.config import Pricing
 from warmroute.fleet.group import Candidates
-from warmroute.fleet.node import Node
+from warmroute.fleet.speed import work
 from warmroute.index.beliefs import Beliefs
 from warmroute.routing.decision import Decision
 from warmroute.routing.outputs import OutputLengths
@@ -39,6 +39,11 @@ NO_DEADLINE: Final = (0.0, 0.0)
 CROWDED: Final = 1.25
 CROWDED_REQUESTS: Final = 3
 """A node is crowded with more than this × the mean of requests, and so many above."""
+PAYS_WITHIN_S: Final = 10.0
+"""A second home has to pay for itself within this time, by the half of those who come that find it."""
+LEAST_APART_S: Final = 0.01
+MOST_KEPT: Final = 64
+"""Sets of candidates whose caches are known: some are of one request only."""
 
 
 class PricePolicy:
@@ -55,27 +60,21 @@ class PricePolicy:
         self._cache_counts = config.locality > 0.0
         self._random = random
         self._roster: object = None
-        self._caches: WeakKeyDictionary[Candidates, tuple[CacheState | None, ...]] = WeakKeyDictionary()
+        self._caches: dict[Candidates, tuple[CacheState | None, ...]] = {}
         """Of each candidate; looked up anew when a cache has come or gone."""
 
     def decide(self, query: Query) -> Decision:
         nodes = query.candidates.nodes
         prices = self.prices(query)
-        at = self._cheapest(prices)
-        price = Price(*prices[at])
         reason = "cheapest"
-        if price.cached:
-            home = self._second_home(prices, at, nodes[at].load, price.own)
-            if home != at and nodes[home].island == nodes[at].island:  # a second home is nearby
-                at, price, reason = home, Price(*prices[home]), "second home"
-
-        def by_price() -> list[Node]:
-            return [nodes[other] for other in sorted(range(len(nodes)), key=prices.__getitem__)]
-
-        decision = Decision(nodes[at], self.name, reason, by_price)
-        decision.price, decision.prices, decision.candidates = price, prices, nodes
-        decision.cache_counts = self._cache_counts
-        return decision
+        at = prices.beyond_doubt(TIE, CROWDED, CROWDED_REQUESTS)
+        if at < 0:
+            at = self._cheapest(prices)
+            home = prices.second_home(at, CROWDED, CROWDED_REQUESTS, self._second_home_ms)
+            nearby = home != at and nodes[home].island == nodes[at].island
+            if nearby and self._pays(query, prices, at, home):
+                at, reason = home, "second home"
+        return Decision(nodes[at], self.name, reason, None, prices, nodes, at, self._cache_counts)
 
     def _cheapest(self, prices: Prices) -> int:
         tied = prices.cheapest(TIE)
@@ -84,28 +83,37 @@ class PricePolicy:
         tied = prices.lightest(tied)
         return tied[int(self._random.random() * len(tied))]
 
-    def _second_home(self, prices: Prices, home: int, load: int, own_ms: float) -> int:
-        """Where a crowded node is the cheapest by what it has cached: another one, if that costs little more. It has it
-        from then on, and has to be as good a home then: a slow node is none."""
-        mean = prices.mean_load
-        if load <= CROWDED * mean + CROWDED_REQUESTS:
-            return home
-        other = prices.second_home(home, mean, own_ms + self._second_home_ms)
-        return other if other >= 0 else home
+    def _pays(self, query: Query, prices: Prices, at: int, other: int) -> bool:
+        """Whether those who come for the same beginning get back what a second home costs, by how long ago the last one
+        came. A node may be crowded by many that have little to do with this one."""
+        home, second = Price(*prices[at]), Price(*prices[other])
+        nodes, lookup = query.candidates.nodes, query.lookup
+        if lookup is None:
+            return True
+        used_s = self._beliefs.last_used_s(query.ask.model, lookup, nodes[at].name, home.cached)
+        if used_s is None:  # by others' requests alone
+            return True
+        uses = PAYS_WITHIN_S / max(query.now_s - used_s, LEAST_APART_S)
+        invested = (work(second.new, second.cached) - work(home.new, home.cached)) * nodes[other].speed.ms_per_token
+        saved = home.own + home.contention - (second.own + second.contention - invested)
+        return 0.5 * uses * saved >= second.total - home.total
 
     def prices(self, query: Query) -> Prices:
         """Of each candidate."""
         ask, candidates, group, now_s = query.ask, query.candidates, query.group, query.now_s
-        tokens = query.lookup.token_count if query.lookup is not None else SHORT_TOKENS
+        lookup, adapter, beliefs = query.lookup, group.adapter, self._beliefs
         output = self._outputs.expected(ask.model, ask.tenant, ask.max_output_tokens)
+        caches = self._caches.get(candidates)
+        if caches is None or self._roster is not beliefs.roster:
+            caches = self._caches_of(candidates)
         return price_nodes(
             candidates.nodes,
-            self._caches_of(candidates),
+            caches,
             query.hits(),
-            self._beliefs.reuse.chances,
-            query.adapter_ms,
+            beliefs.reuse.chances,
+            adapter.load_ms(candidates) if adapter is not None else None,
             now_s,
-            (tokens, output),
+            (lookup.token_count if lookup is not None else SHORT_TOKENS, output),
             ((ask.deadline_s - now_s) * 1000.0, self._late_ms) if ask.deadline_s else NO_DEADLINE,
             BEHIND * group.waiting / candidates.of,
             group.pace.line,
@@ -114,10 +122,8 @@ class PricePolicy:
 
     def _caches_of(self, candidates: Candidates) -> tuple[CacheState | None, ...]:
         beliefs = self._beliefs
-        if self._roster is not beliefs.roster:
+        if self._roster is not beliefs.roster or len(self._caches) >= MOST_KEPT:
             self._roster = beliefs.roster
             self._caches.clear()
-        found = self._caches.get(candidates)
-        if found is None:
-            found = self._caches[candidates] = tuple([beliefs.cache(node.name) for node in candidates.nodes])
+        found = self._caches[candidates] = tuple([beliefs.cache(node.name) for node in candidates.nodes])
         return found
