@@ -22,6 +22,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 Object = dict[str, Any]
 
 WORKLOADS = ("deployments", "statefulsets", "leaderworkersets")
+HASH = "5d4f8c7b9"
+"""Of every Pod template."""
 
 
 class Refused(Exception):
@@ -170,8 +172,11 @@ class StandIn:
         self._at_work = True
         for sort in WORKLOADS[:2]:
             for workload in self._all(sort):
-                labels = workload["spec"]["selector"]["matchLabels"]
-                pods = [pod for pod in self._all("pods") if labels.items() <= _labels(pod).items() and _live(pod)]
+                labels = dict(workload["spec"]["selector"]["matchLabels"])
+                owner = _owner(workload, sort)
+                if sort == "deployments":
+                    labels["pod-template-hash"] = HASH
+                pods = [pod for pod in self._all("pods") if owner in _owners(pod) and _live(pod)]
                 wanted = workload["spec"].get("replicas", 1)
                 for _ in range(wanted - len(pods)):
                     name = f"{workload['metadata']['name']}-{uuid.uuid4().hex[:5]}"
@@ -179,7 +184,10 @@ class StandIn:
                         name = f"{workload['metadata']['name']}-{len(pods)}"
                     spec = copy.deepcopy(workload["spec"]["template"]["spec"])
                     pods.append(
-                        self._create("pods", {"metadata": {"name": name, "labels": dict(labels)}, "spec": spec})
+                        self._create(
+                            "pods",
+                            {"metadata": {"name": name, "labels": labels, "ownerReferences": [owner]}, "spec": spec},
+                        )
                     )
                 order = (lambda pod: -_ordinal(pod)) if sort == "statefulsets" else deletion_order
                 for pod in sorted(pods, key=order)[: max(0, len(pods) - wanted)]:
@@ -228,6 +236,19 @@ def matches(selector: str, labels: dict[str, str]) -> bool:
 
 def _labels(one: Object) -> dict[str, str]:
     return one["metadata"].get("labels") or {}
+
+
+def _owner(workload: Object, sort: str) -> Object:
+    """What its Pods say of whom they belong to. (A Deployment's belong to its ReplicaSet, which is not played.)"""
+    meta = workload["metadata"]
+    said = {"apiVersion": "apps/v1", "controller": True}
+    if sort == "deployments":
+        return said | {"kind": "ReplicaSet", "name": f"{meta['name']}-{HASH}", "uid": f"rs-{meta['uid']}"}
+    return said | {"kind": "StatefulSet", "name": meta["name"], "uid": meta["uid"]}
+
+
+def _owners(pod: Object) -> list[Object]:
+    return pod["metadata"].get("ownerReferences") or []
 
 
 def _live(pod: Object) -> bool:

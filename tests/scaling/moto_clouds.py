@@ -46,6 +46,10 @@ class Moto:
             self._clients[region] = self.session.client("ec2", region_name=region, endpoint_url=self.url)
         return self._clients[region]
 
+    def state(self, region: str, instance: str) -> str:
+        found = self.client(region).describe_instances(InstanceIds=[instance])
+        return str(found["Reservations"][0]["Instances"][0]["State"]["Name"])
+
     def reset(self) -> None:
         self.refuse.clear()
         self.hang_s.clear()

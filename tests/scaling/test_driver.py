@@ -16,6 +16,7 @@ from scripted_clouds import Clock, ScriptedCloud, World
 
 from warmroute.config import Config, IslandLimits, NodeConfig, Scaling
 from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.health import Standing
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.lookup import Lookup
@@ -786,6 +787,92 @@ async def test_a_node_whose_engine_has_died_is_given_back_when_it_had_time_to_co
             one.ill = set()
             await one.ticks(2)
         assert len(cloud.ended) == 1 and not len(one.fleet)
+
+
+async def test_an_engine_that_passes_checks_and_fails_every_request_is_given_back() -> None:
+    cloud = ScriptedCloud()
+    async with world(cloud, load_limit_s=150.0) as one:
+        (node,) = await serving(one, 1)
+        one.want(1, dry_run=True)
+        seen = set()
+        for at in range(400):
+            for _ in range(6 if at % 7 == 0 else 0):
+                if node.health.standing in (Standing.UP, Standing.HALF_OPEN):
+                    one.fleet.close_ticket(Ticket(node, one.clock.now_s), Outcome.FAILED, one.clock.now_s, "500")
+            await one.tick()
+            seen.add(node.health.standing)
+        assert len(cloud.ended) == 1 and Standing.HALF_OPEN in seen
+
+
+async def test_a_node_on_trial_is_not_given_back_before_it_fails_again_and_is_well_when_it_passes() -> None:
+    cloud = ScriptedCloud()
+    async with world(cloud, load_limit_s=100.0) as one:
+        (node,) = await serving(one, 1)
+        one.want(1, dry_run=True)
+        for _ in range(6):
+            one.fleet.close_ticket(Ticket(node, one.clock.now_s), Outcome.FAILED, one.clock.now_s, "500")
+        assert node.health.standing is Standing.OPEN
+        await one.ticks(150)
+        assert node.health.standing is Standing.HALF_OPEN and not cloud.ended
+        one.fleet.close_ticket(Ticket(node, one.clock.now_s), Outcome.OK, one.clock.now_s)
+        await one.ticks(5)
+        for _ in range(6):
+            one.fleet.close_ticket(Ticket(node, one.clock.now_s), Outcome.FAILED, one.clock.now_s, "500")
+        await one.ticks(5)
+        assert not cloud.ended
+
+
+async def test_outages_one_after_the_other_bring_no_more_machines_than_there_may_be() -> None:
+    cloud = ScriptedCloud()
+    async with world(cloud, cooldown_up_s=3.0) as one:
+        await serving(one, 4)
+        for _ in range(4):
+            for node in list(one.fleet):
+                one.ill.add(node.name)
+                one.fleet.check_refused(node, one.clock.now_s, "a partition")
+            await one.ticks(20)
+            assert len(cloud.running) == 4
+            one.ill.clear()
+            await one.ticks(5)
+        assert len(one.takes_requests()) == 4 and len(cloud.asked) == 4
+
+
+async def test_a_machine_that_cannot_be_ended_counts_until_it_is() -> None:
+    cloud = ScriptedCloud()
+    async with world(cloud, cooldown_up_s=1.0) as one:
+        first, _ = await serving(one, 2)
+        cloud.fails["terminate"] = CloudError("throttled")
+        one.remove_node(first.name)
+        await one.ticks(30)
+        assert one.states == ["ending", "serving"] and len(cloud.running) == len(cloud.asked) == 2
+        cloud.fails.clear()
+        await one.until(lambda: len(one.serving()) == 2)
+        assert len(cloud.asked) == 3 and len(cloud.running) == 2
+
+
+async def test_a_router_that_starts_with_nobody_asking_counts_idle_time_from_then_on() -> None:
+    cloud = ScriptedCloud()
+    cloud.make("old")
+    async with world(cloud, min_nodes=0, to_zero_after_s=100.0) as one:
+        await one.until(lambda: one.states == ["serving"])
+        await one.ticks(80)
+        assert one.states == ["serving"] and not cloud.ended
+        await one.until(lambda: cloud.ended == ["old"], 40)
+
+
+async def test_what_is_taken_over_before_its_price_is_known_costs_it_later() -> None:
+    cloud = ScriptedCloud(usd_per_hour=1.5)
+    for token in ("old", "older"):
+        cloud.make(token)
+    cloud.fails["offers"] = CloudError("throttled")
+    async with world(cloud, min_nodes=4, max_nodes=8, budget_usd_per_hour=3.0) as one:
+        await one.until(lambda: len(one.serving()) == 2)
+        assert sum(node.config.usd_per_hour for node in one.fleet) == 0.0
+        cloud.fails.clear()
+        await one.ticks(60)
+        assert [node.config.usd_per_hour for node in one.fleet] == [1.5, 1.5]
+        assert {node.config.gpu for node in one.fleet} == {"L4"} and {node.island for node in one.fleet} == {"here"}
+        assert not cloud.asked and len(one.takes_requests()) == 2
 
 
 async def test_a_fleet_that_went_to_zero_stays_there_until_somebody_asks() -> None:

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warmroute.config import Hours, IslandLimits
-from warmroute.scaling.observe import FleetView, Seen
+from warmroute.scaling.choose_up import Holding
+from warmroute.scaling.observe import FleetView, NodeView, Seen
 
 NOON_ON_A_MONDAY_S = 4 * 86_400 + 12 * 3600.0
 """1970-01-05 12:00 UTC."""
@@ -247,6 +248,15 @@ def test_where_somebody_else_scales_what_is_desired_is_said_and_stands() -> None
 BAD = st.sampled_from([nan, inf, -inf, -1.0, 0.0, 1e300])
 
 
+@pytest.mark.parametrize("ms_per_token", [1e308, 1e-308])
+def test_a_speed_that_nothing_has_is_not_known(ms_per_token: float) -> None:
+    loop, _ = scaler(max_nodes=2, cooldown_down_s=10.0)
+    fleet = (*nodes(3, ms_per_token=1e-6), node("mad", gpu="X", ms_per_token=ms_per_token))
+    steps = [loop.step(view(at * 5.0, 0, 0.01, nodes=fleet)) for at in range(8)]
+    assert any(step.downs for step in steps)
+    assert any("ms_per_token of mad" in doubt for doubt in steps[0].doubts)
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_values_that_cannot_be_are_survived_and_said(data: st.DataObject) -> None:
@@ -325,3 +335,90 @@ def test_what_an_island_misses_counts_among_what_lacks() -> None:
     loop, _ = scaler(offer("here"), offer("there", island="moon"), islands=(IslandLimits("moon", 1),), min_nodes=2)
     step = loop.step(view(1000.0, 0, 0.0))
     assert sorted(up.offer.island for up in step.ups)[-1] == "moon" and len(step.ups) == 2
+
+
+# What is paid for.
+
+
+def test_machines_that_do_not_answer_or_are_on_their_way_out_count_against_the_limit() -> None:
+    ill: dict[str, Any] = {"serving": False}
+    for fleet, ending in (
+        ((*nodes(1), *(node(f"ill{at}", **ill) for at in range(3))), 0),
+        ((*nodes(2), node("goes", draining=True, **ill), node("ill", **ill)), 0),
+        (nodes(2), 2),
+    ):
+        loop, _ = scaler(min_nodes=4, max_nodes=4)
+        gone = [Holding(("cloud", "small"), "local", 1.0)] * ending
+        step = loop.step(view(1000.0, 0, 0.5, nodes=fleet), (), 0.0, gone)
+        assert not step.ups and step.desired_nodes == 4
+        assert any("4 nodes paid for, the most there may be" in why for why in step.obstacles)
+        roomy, _ = scaler(min_nodes=4, max_nodes=5)
+        assert len(roomy.step(view(1000.0, 0, 0.5, nodes=fleet), (), 0.0, gone).ups) == 1
+
+
+def test_what_a_cloud_takes_back_and_what_nobody_here_can_give_back_keeps_no_other_from_coming() -> None:
+    for gone in (node("spot", serving=False, draining=True, leaving=True), node("theirs", serving=False, offer=None)):
+        loop, _ = scaler(min_nodes=2, max_nodes=2)
+        assert len(loop.step(view(1000.0, 0, 0.5, nodes=(node("well"), gone))).ups) == 1
+
+
+def test_what_is_on_its_way_out_counts_against_the_budget() -> None:
+    ending = [Holding(("cloud", "small"), "local", 1.0)]
+    loop, _ = scaler(min_nodes=3, budget_usd_per_hour=3.0)
+    assert not loop.step(view(1000.0, 2, 0.5), (), 0.0, ending).ups
+    loop, _ = scaler(min_nodes=3, budget_usd_per_hour=3.0)
+    assert len(loop.step(view(1000.0, 2, 0.5)).ups) == 1
+
+
+def test_a_node_that_was_not_checked_yet_is_on_its_way() -> None:
+    new = node("new", serving=False, unchecked=True, offer=None)
+    loop, _ = scaler(min_nodes=1)
+    step = loop.step(view(1000.0, 0, 0.0, nodes=(new,)))
+    assert not step.changes and step.nodes == step.desired_nodes == 1
+    loop, market = scaler(min_nodes=0)
+    market.offered(())
+    assert loop.step(view(1000.0, 0, 0.0, nodes=(new, new, new))).desired_nodes == 3
+
+
+# Islands in a full fleet.
+
+TWO_ISLANDS = (offer("a", island="A"), offer("b", island="B"))
+
+
+def test_an_island_that_lacks_a_node_in_a_full_fleet_gets_it_in_exchange() -> None:
+    loop, _ = scaler(
+        *TWO_ISLANDS, max_nodes=4, islands=(IslandLimits("A", min_nodes=1),), cooldown_up_s=30.0, cooldown_down_s=60.0
+    )
+    fleet: list[NodeView] = list(nodes(4, island="B"))
+    most = 0
+    for at in range(120):
+        step = loop.step(view(at * 5.0, 0, 4.0, nodes=tuple(fleet)))  # half of the nodes' time: none is to spare
+        going = {down.node for down in step.downs}
+        fleet = [one for one in fleet if one.name not in going]
+        fleet += [node(f"new{at}", island=up.offer.island) for up in step.ups]
+        most = max(most, len(fleet))
+    assert most == 4 and sorted(one.island for one in fleet) == ["A", "B", "B", "B"]
+
+
+def test_no_node_goes_for_an_island_where_none_can_be_had() -> None:
+    islands = (IslandLimits("A", min_nodes=1),)
+    full = (offer("a", island="A", most=0), offer("b", island="B"))
+    loop, _ = scaler(*full, max_nodes=4, islands=islands, cooldown_down_s=60.0)
+    fleet = nodes(4, island="B")
+    assert not any(loop.step(view(at * 5.0, 0, 4.0, nodes=fleet)).downs for at in range(60))
+    loop, _ = scaler(*TWO_ISLANDS, max_nodes=1, islands=islands, cooldown_down_s=60.0)  # nor the only one that serves
+    assert not any(loop.step(view(at * 5.0, 0, 0.5, nodes=fleet[:1])).downs for at in range(60))
+
+
+def test_an_island_that_lacks_a_node_in_a_full_fleet_keeps_no_others_that_are_too_many() -> None:
+    loop, _ = scaler(*TWO_ISLANDS, max_nodes=4, islands=(IslandLimits("A", min_nodes=1),), cooldown_down_s=60.0)
+    fleet = nodes(4, island="B")
+    assert any(len(loop.step(view(at * 5.0, 0, 0.001, nodes=fleet)).downs) > 1 for at in range(60))
+
+
+def test_a_fleet_over_its_limit_shrinks_and_leaves_islands_what_they_are_to_have() -> None:
+    islands = (IslandLimits("A", min_nodes=2), IslandLimits("B", min_nodes=2))
+    fleet = (*nodes(3, island="A", usd_per_hour=2.0), *(node(f"b{at}", island="B") for at in range(3)))
+    loop, _ = scaler(*TWO_ISLANDS, max_nodes=4, islands=islands, cooldown_down_s=60.0)
+    step = next(step for at in range(60) if (step := loop.step(view(at * 5.0, 0, 0.01, nodes=fleet))).downs)
+    assert [one.node for one in step.downs] == ["n0", "b0"]

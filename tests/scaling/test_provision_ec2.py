@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from moto_clouds import IMAGE, Moto
+from scripted_clouds import World
 
 from warmroute.config import ProvisionerConfig
+from warmroute.scaling.cloud import Cloud
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoCapacity
 from warmroute.scaling.provisioners.ec2 import Ec2Provisioner
@@ -168,23 +171,66 @@ def test_a_spot_request_that_is_marked_says_so(moto: Moto) -> None:
     """moto never marks a spot request, so that what AWS answers stands here."""
     cloud = made(moto)
 
+    asked: list[list[str]] = []
+
     class Client:
-        @staticmethod
-        def describe_spot_instance_requests(**asked: Any) -> dict[str, Any]:
-            assert asked["Filters"][0]["Values"] == ["sir-1", "sir-2"]
+        def get_paginator(self, name: str) -> Client:
+            assert name == "describe_spot_instance_requests"
+            return self
+
+        def paginate(self, Filters: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+            (values,) = [one["Values"] for one in Filters]
+            asked.append(values)
             marked = {"Code": "marked-for-termination", "Message": "Your Spot instance is marked for termination"}
-            return {
-                "SpotInstanceRequests": [
-                    {"InstanceId": "i-1", "Status": marked},
-                    {"InstanceId": "i-2", "Status": {"Code": "fulfilled"}},
-                ]
-            }
+            for each in values:  # a page for each
+                status = marked if each in ("sir-1", "sir-201") else {"Code": "fulfilled"}
+                yield {"SpotInstanceRequests": [{"InstanceId": each.replace("sir", "i"), "Status": status}]}
 
     cloud._clients["r"] = Client()
-    spots = [{"InstanceId": f"i-{number}", "SpotInstanceRequestId": f"sir-{number}"} for number in (1, 2)]
-    assert cloud._taken_back("r", [*spots, {"InstanceId": "i-3"}]) == {
-        "i-1": "Your Spot instance is marked for termination"
-    }
+    spots = [
+        {"InstanceId": f"i-{number}", "SpotInstanceRequestId": f"sir-{number}", "State": {"Name": "running"}}
+        for number in range(1, 203)
+    ]
+    ended = {"InstanceId": "i-e", "SpotInstanceRequestId": "sir-e", "State": {"Name": "terminated"}}
+    said = "Your Spot instance is marked for termination"
+    assert cloud._taken_back("r", [*spots, ended, {"InstanceId": "i-3"}]) == {"i-1": said, "i-201": said}
+    assert [len(values) for values in asked] == [200, 2]  # AWS takes no more in one filter
+
+
+async def test_an_instance_that_was_stopped_is_to_be_ended(moto: Moto) -> None:
+    """It serves nobody, and its disks are paid for."""
+    cloud = made(moto)
+    await cloud.provision(await offer_in(cloud, EAST), "t1")
+    (machine,) = await cloud.status()
+    moto.client(EAST).stop_instances(InstanceIds=[machine.id.partition("/")[2]])
+    one = World(cloud, min_nodes=0, max_nodes=1)
+    async with asyncio.timeout(30):
+        while moto.state(EAST, machine.id.partition("/")[2]) != "terminated":
+            await one.tick()
+            await asyncio.sleep(0.05)
+    await one.driver.close()
+
+
+async def test_a_region_that_hangs_takes_no_other_with_it(moto: Moto) -> None:
+    patient = made(moto)
+    await patient.provision(await offer_in(patient, EAST), "east")
+    await patient.provision(await offer_in(patient, WEST), "west")
+    cloud = made(moto, timeout_s=1.5, deployment=patient._config.deployment)
+    cloud._clients, cloud._gpus = patient._clients, patient._gpus  # they take a second to make
+    seen = Cloud(cloud, 1.5, time.monotonic)
+    assert await seen.look() and sorted(seen.machines) == ["east", "west"]
+    east, west = seen.machines["east"], seen.machines["west"]
+    moto.hang_s[WEST] = 6.0
+    said = await asyncio.gather(*(cloud.terminate(west) for _ in range(12)), return_exceptions=True)
+    assert all(isinstance(one, CloudError) for one in said)
+    assert await seen.look(), seen.problem
+    assert seen.machines["east"].reason == east.reason
+    assert (
+        "not heard of since: ec2: us-west-2: describe instances took longer than 1.5 s" in seen.machines["west"].reason
+    )
+    await cloud.terminate(east)
+    await cloud.close()
+    await patient.close()
 
 
 async def test_a_region_that_fails_keeps_its_machines_and_makes_no_offers(moto: Moto) -> None:

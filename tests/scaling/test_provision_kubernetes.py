@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,8 +95,8 @@ class Bench:
         self.cluster, self.name, self.kind = cluster, name, kind
         self.path = {"deployment": DEPLOYMENTS, "statefulset": SETS, "leaderworkerset": GROUPS}[kind] + f"/{name}"
 
-    def create(self, replicas: int) -> None:
-        labels = {"app": self.name}
+    def create(self, replicas: int, also: dict[str, str] | None = None) -> None:
+        labels = {"app": self.name} | (also or {})
         spec: dict[str, Any] = {
             "replicas": replicas,
             "selector": {"matchLabels": labels},
@@ -259,6 +260,101 @@ async def test_while_another_starts_the_controller_would_end_that(cluster: Clust
     await bench.until(lambda: len(bench.live()) == 2)
     assert serving.id in bench.live() and bench.replicas() == 2
     assert "new" not in by_token(await cloud.status())
+    await cloud.close()
+
+
+class LateControllers(StandIn):
+    """They see a change a while after it was written, as real ones do."""
+
+    late_s = 0.0
+    _seeing = False
+
+    def _reconcile(self) -> None:
+        if not self.late_s:
+            super()._reconcile()
+        elif not self._seeing:
+            self._seeing = True
+            threading.Timer(self.late_s, self._see).start()
+
+    def _see(self) -> None:
+        with self._lock:
+            self._seeing = False
+            super()._reconcile()
+
+
+@pytest.fixture
+def late(tmp_path: Path) -> Iterator[LateControllers]:
+    made = LateControllers(tmp_path)
+    yield made
+    made.close()
+
+
+async def running(bench: Bench, *tokens: str) -> KubernetesProvisioner:
+    bench.create(0)
+    cloud = bench.provisioner()
+    (offer,) = await cloud.offers()
+    for token in tokens:
+        await cloud.provision(offer, token)
+        await cloud.status()
+    await bench.all_running(len(tokens))
+    return cloud
+
+
+async def test_two_that_are_ended_at_once_are_both_the_right_ones(late: LateControllers) -> None:
+    bench = Bench(late, "two")
+    cloud = await running(bench, "t1", "t2", "t3", "t4")
+    machines = by_token(await cloud.status())
+    late.late_s = 0.25
+
+    async def end(token: str, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        await cloud.terminate(machines[token])
+
+    await asyncio.gather(end("t1", 0.0), end("t2", 0.3), end("t3", 0.4))
+    await bench.until(lambda: bench.live() == [machines["t4"].id])
+    assert bench.replicas() == 1
+    await cloud.close()
+
+
+async def test_one_that_is_evicted_meanwhile_takes_the_victims_place_and_no_third_goes(late: LateControllers) -> None:
+    bench = Bench(late, "meanwhile")
+    cloud = await running(bench, "t1", "t2", "t3")
+    machines = by_token(await cloud.status())
+    late.late_s = 0.6
+    ending = asyncio.create_task(cloud.terminate(machines["t1"]))
+    await bench.until(lambda: bench.replicas() == 2)
+    await asyncio.to_thread(late.ask, "DELETE", f"{PODS}/{machines['t2'].id}")
+    with pytest.raises(CloudError, match=f"ended {machines['t2'].id} instead of {machines['t1'].id}"):
+        await ending
+    await cloud.terminate(machines["t1"])  # as whoever asked for its end does
+    await asyncio.sleep(2 * late.late_s)
+    assert bench.replicas() == 2 and bench.live() == sorted(machines[token].id for token in ("t1", "t3"))
+    after = {machine.token: machine for machine in await cloud.status() if machine.id in bench.live()}
+    assert {token: machine.id for token, machine in after.items()} == {
+        "t2": machines["t1"].id,
+        "t3": machines["t3"].id,
+    }
+    await cloud.close()
+
+
+@pytest.mark.parametrize("kind", ["deployment", "statefulset"])
+async def test_pods_of_others_that_have_the_same_labels_are_theirs(cluster: Cluster, kind: str) -> None:
+    """Controllers tell their own by their owner, whatever labels fit."""
+    bench, other = Bench(cluster, f"mine-{kind}", kind), Bench(cluster, f"mine-{kind}-canary", kind)
+    bench.create(1)
+    await bench.all_running(1)
+    (mine,) = bench.live()
+    other.create(1, also={"app": bench.name, "track": "canary"})
+    labels = {"app": bench.name, "debugged-by": "somebody"}
+    stray = {
+        "metadata": {"name": f"stray-{kind}", "labels": labels},
+        "spec": {"containers": [{"name": "e", "image": "e"}]},
+    }
+    if kind == "statefulset":  # there a Pod is taken in by its name alone, which this one has not
+        await asyncio.to_thread(cluster.ask, "POST", PODS, {"apiVersion": "v1", "kind": "Pod", **stray})
+    await bench.until(lambda: len(bench.live()) == (3 if kind == "statefulset" else 2))
+    cloud = bench.provisioner()
+    assert [machine.id for machine in await cloud.status()] == [mine]
     await cloud.close()
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import stat
+import subprocess
 import sys
 import textwrap
 import threading
@@ -19,7 +20,7 @@ import pytest
 
 from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.scaling.offer import Offer
-from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoCapacity, Provisioner
+from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoAnswer, NoCapacity, Provisioner
 from warmroute.scaling.provisioners import provisioner_named
 from warmroute.scaling.provisioners.child import run
 
@@ -191,7 +192,8 @@ class Service:
     """An operator's service on loopback: answers as told, and remembers what it was asked."""
 
     def __init__(self) -> None:
-        self.status, self.answer, self.hang_s = 200, b"{}", 0.0
+        self.status, self.answer, self.hang_s, self.trickles = 200, b"{}", 0.0, ""
+        """`trickles`: what comes a byte at a time and never ends, `head` or `body`."""
         self.asked: list[tuple[str, str | None, Any]] = []
         service = self
 
@@ -200,6 +202,12 @@ class Service:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 service.asked.append((self.path, self.headers["authorization"], body))
                 time.sleep(service.hang_s)
+                if service.trickles:
+                    self.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\nx: ")
+                    self.wfile.write(b"\r\n\r\n" if service.trickles == "body" else b"")
+                    while True:  # until who asked hangs up
+                        self.wfile.write(b" ")
+                        time.sleep(0.02)
                 self.send_response(service.status)
                 self.send_header("location", "http://127.0.0.1:9/elsewhere")
                 self.send_header("content-length", str(len(service.answer)))
@@ -288,6 +296,78 @@ async def test_a_service_that_hangs_or_is_gone_is_a_sentence(service: Service) -
     await cloud.close()
 
 
+def calling() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "warmroute-own"]
+
+
+@pytest.mark.parametrize("where", ["head", "body"])
+async def test_a_service_that_trickles_its_answers_is_given_up_and_keeps_nothing(service: Service, where: str) -> None:
+    """Each byte comes within every limit of a read; all of them never do."""
+    cloud = service.provisioner(timeout_s=0.2)
+    service.trickles = where
+    for _ in range(3):
+        with pytest.raises(NoAnswer, match=r"own: status took longer than 0.2 s"):
+            await cloud.status()
+    said = await asyncio.gather(*(cloud.terminate(MACHINE) for _ in range(20)), return_exceptions=True)
+    assert all(isinstance(one, NoAnswer) for one in said)
+    service.trickles, service.answer = "", json.dumps(MACHINES).encode()
+    async with asyncio.timeout(10):
+        while calling():  # noqa: ASYNC110 (a thread has no event)
+            await asyncio.sleep(0.01)
+    assert len(await service.provisioner().status()) == len(await cloud.status()) == 2
+    await cloud.close()
+
+
+async def test_a_call_that_nobody_waits_for_any_more_keeps_no_process(service: Service) -> None:
+    service.trickles = "body"
+    cloud = service.provisioner(timeout_s=60.0)
+    asking = asyncio.create_task(cloud.status())
+    async with asyncio.timeout(10):
+        while not service.asked:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert calling() and all(thread.daemon for thread in calling())
+        asking.cancel()
+        while calling():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await cloud.close()
+
+
+@pytest.mark.parametrize("verb", ["provision", "terminate"])
+async def test_an_error_in_a_good_answer_is_one(service: Service, verb: str) -> None:
+    service.answer = b'{"error": {"message": "the database is away"}}'
+    cloud = service.provisioner()
+    with pytest.raises(CloudError, match=f"own: {verb} was answered with 200: the database is away"):
+        await (cloud.provision(OFFER, "t1") if verb == "provision" else cloud.terminate(MACHINE))
+    service.answer = b'{"error": null}'
+    await (cloud.provision(OFFER, "t1") if verb == "provision" else cloud.terminate(MACHINE))
+    await cloud.close()
+
+
+def test_a_token_that_no_header_may_have_is_refused_and_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OWN_TOKEN", "sec\nret")
+    with pytest.raises(ConfigError, match="OWN_TOKEN has characters that no header may have") as error:
+        provisioner_named(ProvisionerConfig(kind="webhook", url="http://x", token_env="OWN_TOKEN"))
+    assert "ret" not in str(error.value)
+    with pytest.raises(ConfigError, match="Port out of range"):
+        provisioner_named(ProvisionerConfig(kind="webhook", url="http://x:99999"))
+
+
 def test_a_token_that_is_not_in_the_environment_is_said() -> None:
     with pytest.raises(ConfigError, match="the environment has no NO_SUCH_TOKEN"):
         provisioner_named(ProvisionerConfig(kind="webhook", url="http://x", token_env="NO_SUCH_TOKEN"))
+
+
+def test_a_program_that_never_stops_talking_fills_no_memory(program: Program, tmp_path: Path) -> None:
+    """In a process of its own, which may have half a gigabyte."""
+    program.says("while True: sys.stdout.write('x' * (1 << 20))")
+    script = f"""
+        import asyncio, resource
+        from warmroute.scaling.provisioners.child import run
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
+        try:
+            asyncio.run(run(({str(program.path)!r}, "status"), "own", timeout_s=20.0, stdin=b"{{}}"))
+        except Exception as error:
+            print(type(error).__name__, error)
+        """
+    told = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
+    assert re.match(r"CloudError own: '.*' said more than 64 MiB", told.stdout), told

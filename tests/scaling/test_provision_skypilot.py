@@ -9,14 +9,18 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_clouds import ScriptedCloud, World
 
-from warmroute.config import ProvisionerConfig
+from warmroute.config import ConfigError, ProvisionerConfig
+from warmroute.scaling.cloud import Cloud
 from warmroute.scaling.offer import Offer
-from warmroute.scaling.provisioner import CloudError, MachineState, NoCapacity
+from warmroute.scaling.provisioner import TOKEN, CloudError, Machine, MachineState, NoAnswer, NoCapacity, new_token
+from warmroute.scaling.provisioners import skypilot
 from warmroute.scaling.provisioners.skypilot import SkyPilotProvisioner
 
 AWS = """\
@@ -48,22 +52,33 @@ if os.path.exists(state + "/" + words[0] + ".fails"):
 if words[0] == "launch":
     if os.path.exists(state + "/slow"):
         time.sleep(float(open(state + "/slow").read()))
+    if os.path.exists(state + "/leaves"):
+        clusters = json.load(open(state + "/clusters")) + [{{"name": words[words.index("--cluster") + 1],
+            "status": "INIT", "launched_at": 1700000000, "init_kind": "launching"}}]
+        json.dump(clusters, open(state + "/clusters", "w"))
     if os.path.exists(state + "/full"):
         print("I 11-15 10:00:00 Trying other regions", file=sys.stderr)
         sys.exit("\\x1b[31msky.exceptions.ResourcesUnavailableError: Failed to provision all possible "
             "launchable resources.\\x1b[0m")
+    clusters = json.load(open(state + "/clusters"))
     clusters.append({{"name": words[words.index("--cluster") + 1], "status": "UP", "launched_at": 1700000000,
         "cloud": "AWS", "region": words[words.index("--infra") + 1].split("/")[1], "init_kind": None,
         "last_creation_command": "sky " + " ".join(words), "last_event": "Cluster is up"}})
     json.dump(clusters, open(state + "/clusters", "w"))
 elif words[0] == "status" and "--endpoint" in words:
+    if os.path.exists(state + "/endpoint.slow"):
+        time.sleep(float(open(state + "/endpoint.slow").read()))
     print("\\x1b[2mChecking\\x1b[0m")
     print("34.1.2.3:" + words[words.index("--endpoint") + 1])
 elif words[0] == "status":
-    assert words == ["status", "--refresh", "-o", "json"], words
+    assert words in (["status", "--refresh", "-o", "json"], ["status", "-o", "json"]), words
     print("Refreshing 1 cluster")
-    print(json.dumps(clusters, indent=2))
+    noisy = os.path.exists(state + "/noisy")
+    print("[INFO] one is not UP yet\\n" * noisy + json.dumps(clusters, indent=2) + "\\nTip: to see all, use -u" * noisy)
 elif words[0] == "down":
+    if os.path.exists(state + "/down.slow"):
+        time.sleep(float(open(state + "/down.slow").read()))
+        clusters = json.load(open(state + "/clusters"))
     if words[2] not in [one["name"] for one in clusters]:
         print("Cluster(s) not found (tip: see `sky status`).")
     json.dump([one for one in clusters if one["name"] != words[2]], open(state + "/clusters", "w"))
@@ -71,6 +86,7 @@ elif words[0] == "down":
 OFFER = Offer(
     provisioner="skypilot", name="aws/us-east-1/g6.xlarge/spot", island="i", gpu="L4", usd_per_hour=0.3, spot=True
 )
+T1, T2 = "n0123456789abcdef", "nfedcba9876543210"
 
 
 class Sky:
@@ -95,6 +111,12 @@ class Sky:
     def calls(self, verb: str) -> list[list[str]]:
         lines = (self.folder / "calls").read_text().splitlines() if (self.folder / "calls").exists() else []
         return [words for words in map(json.loads, lines) if words[0] == verb]
+
+    def names(self) -> list[str]:
+        try:
+            return [one["name"] for one in json.loads((self.folder / "clusters").read_text())]
+        except ValueError:
+            return ["one is being written"]
 
     def provisioner(self, **changes: Any) -> SkyPilotProvisioner:
         values: dict[str, Any] = {
@@ -154,8 +176,8 @@ async def test_a_catalogue_is_read_again_when_it_changes(sky: Sky) -> None:
 
 async def test_a_cluster_is_launched_once_seen_and_ended(sky: Sky) -> None:
     cloud = sky.provisioner()
-    await cloud.provision(OFFER, "t1")
-    await cloud.provision(OFFER, "t1")
+    await cloud.provision(OFFER, T1)
+    await cloud.provision(OFFER, T1)
     (words,) = sky.calls("launch")
     assert words == [
         *(
@@ -163,20 +185,20 @@ async def test_a_cluster_is_launched_once_seen_and_ended(sky: Sky) -> None:
             "-y",
             "-d",
             "--cluster",
-            "warmroute-t1",
+            f"warmroute-{T1}",
             "--infra",
             "aws/us-east-1",
             "--instance-type",
             "g6.xlarge",
         ),
-        *("--use-spot", "--env", "WARMROUTE_TOKEN=t1", "engine.yaml"),
+        *("--use-spot", "--env", f"WARMROUTE_TOKEN={T1}", "engine.yaml"),
     ]
     sky.clusters([*json.loads((sky.folder / "clusters").read_text()), {"name": "somebody-elses", "status": "UP"}])
     afresh = sky.provisioner()  # after a crash
     (machine,) = await afresh.status()
-    assert (machine.token, machine.offer, machine.state) == ("t1", OFFER.name, MachineState.RUNNING)
+    assert (machine.token, machine.offer, machine.state) == (T1, OFFER.name, MachineState.RUNNING)
     assert (machine.url, machine.island) == ("http://34.1.2.3:8000", "aws/us-east-1")
-    await afresh.provision(OFFER, "t1")
+    await afresh.provision(OFFER, T1)
     assert len(sky.calls("launch")) == 1
     await afresh.terminate(machine)
     await afresh.terminate(machine)
@@ -191,42 +213,195 @@ async def test_no_capacity_is_told_at_once_or_by_the_status(sky: Sky) -> None:
     with pytest.raises(
         NoCapacity, match=r"sky launch failed \(exit 1\): sky.exceptions.ResourcesUnavailableError: Failed"
     ):
-        await cloud.provision(OFFER, "t1")
-    assert await cloud.status() == []
+        await cloud.provision(OFFER, T1)
+    assert [(one.token, one.state) for one in await cloud.status()] == [(T1, MachineState.ENDED)]
     await cloud.close()
     sky.tell("slow", "1.5")
     cloud = sky.provisioner(timeout_s=1.0)
-    await cloud.provision(OFFER, "t2")  # it has taken the request; how it ends is seen later
-    pending = cloud._launching.get("t2")
+    await cloud.provision(OFFER, T2)  # it has taken the request; how it ends is seen later
+    pending = cloud._launching.get(T2)
     assert pending is not None
     await asyncio.wait([pending[1]])
     cloud._config = sky.provisioner()._config
     (machine,) = await cloud.status()
-    assert (machine.token, machine.state) == ("t2", MachineState.ENDED) and "Failed to provision all" in machine.reason
+    assert (machine.token, machine.state) == (T2, MachineState.ENDED) and "Failed to provision all" in machine.reason
     await cloud.terminate(machine)
     assert await cloud.status() == []
     await cloud.close()
 
 
-async def test_states_are_read_as_skypilot_means_them(sky: Sky) -> None:
-    said = [
-        ("init", {"status": "INIT", "init_kind": "launching", "init_status_reason": "Provisioning"}),
-        ("lost", {"status": "INIT", "init_kind": "unhealthy", "init_status_reason": "node terminated"}),
-        ("stopped", {"status": "STOPPED"}),
-        ("going", {"status": "AUTOSTOPPING"}),
-        ("new", {"status": "SOMETHING"}),
-    ]
-    sky.clusters([{"name": f"warmroute-{token}", "launched_at": 1700000000} | one for token, one in said])
-    cloud = sky.provisioner()
-    machines = {machine.token: machine for machine in await cloud.status()}
-    assert {token: machine.state.value for token, machine in machines.items()} == {
-        "init": "pending",
-        "lost": "ended",
-        "stopped": "ended",
-        "going": "ending",
-        "new": "pending",
+async def test_states_are_read_as_skypilot_means_them(sky: Sky, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {
+        "init": {"status": "INIT", "init_kind": "launching", "init_status_reason": "Provisioning"},
+        "lost": {"status": "INIT", "init_kind": "unhealthy", "init_status_reason": "node terminated"},
+        "stopped": {"status": "STOPPED"},
+        "going": {"status": "AUTOSTOPPING", "launched_at": "yesterday"},
+        "new": {"status": "SOMETHING", "last_creation_command": ["odd"]},
     }
+    tokens = {name: f"n{at:016x}" for at, name in enumerate(said)}
+    sky.clusters([{"name": f"warmroute-{tokens[name]}", "launched_at": 1700000000} | one for name, one in said.items()])
+    cloud = sky.provisioner()
+
+    async def told() -> dict[str, Machine]:
+        machines = {machine.token: machine for machine in await cloud.status()}
+        return {name: machines[token] for name, token in tokens.items()}
+
+    machines = await told()
+    assert {machine.state for machine in machines.values()} == {MachineState.PENDING}
+    reclaimed = {name for name, machine in machines.items() if machine.reclaimed}
+    assert reclaimed == {"stopped", "going"}  # SkyPilot may only not have reached the other
+    monkeypatch.setattr(skypilot, "UNHEALTHY_S", 0.0)
+    machines = await told()
+    assert {name for name, machine in machines.items() if machine.reclaimed} == {"stopped", "going", "lost"}
     assert machines["lost"].reason == "node terminated" and machines["lost"].started_s == 1700000000.0
+    assert machines["stopped"].reason == "it is stopped" and machines["going"].started_s == 0.0
+    await cloud.close()
+
+
+async def turns(one: World, done: Callable[[], bool]) -> None:
+    """Of a driver whose cloud takes its time."""
+    async with asyncio.timeout(60):
+        while not await asyncio.to_thread(done):
+            await one.tick()
+            await asyncio.sleep(0.02)
+
+
+async def test_clusters_that_stopped_or_stay_unhealthy_are_ended(sky: Sky, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever SkyPilot still has is paid for."""
+    monkeypatch.setattr(skypilot, "UNHEALTHY_S", 0.2)
+    up = {"status": "UP", "launched_at": 1, "last_creation_command": "sky launch"}
+    sky.clusters([{"name": f"warmroute-{token}", **up} for token in (T1, T2)])
+    one = World(sky.provisioner(), min_nodes=0, max_nodes=2)
+    await turns(one, lambda: "serving" in one.states)
+    ill = {**up, "status": "INIT", "init_kind": "unhealthy"}
+    sky.clusters([{"name": f"warmroute-{T1}", **ill}, {"name": f"warmroute-{T2}", **up, "status": "STOPPED"}])
+    await turns(one, lambda: sky.names() == [])
+    await turns(one, lambda: one.states == [])
+    await one.driver.close()
+
+
+async def test_only_names_that_are_made_here_are_ours(sky: Sky) -> None:
+    theirs = [f"prod-eu-{T1}", "prod-notebook", f"prod-{T1}-copy", f"prod-x{T1}", "prod-", f"other-{T1}", "prod-*"]
+    sky.clusters([{"name": name, "status": "UP", "launched_at": 1} for name in (*theirs, f"prod-{T2}")])
+    cloud = sky.provisioner(deployment="prod")
+    assert [machine.id for machine in await cloud.status()] == [f"prod-{T2}"]
+    for name in theirs:
+        machine = Machine(id=name, token=name.removeprefix("prod-"), offer="", state=MachineState.RUNNING)
+        with pytest.raises(CloudError, match="is no cluster of 'prod': left alone"):
+            await cloud.terminate(machine)
+    with pytest.raises(CloudError, match="would not be found again"):
+        await cloud.provision(OFFER, "eu-1")
+    assert not sky.calls("down") and not sky.calls("launch")
+    await cloud.close()
+
+
+def test_what_the_driver_asks_with_is_found_again() -> None:
+    assert TOKEN.fullmatch(new_token()) and new_token() != new_token()
+    cloud = ScriptedCloud()
+
+    async def asked() -> str:
+        one = World(cloud, min_nodes=1)
+        await one.until(lambda: cloud.asked)
+        await one.driver.close()
+        return cloud.asked[0][1]
+
+    assert TOKEN.fullmatch(asyncio.run(asked()))
+
+
+def test_a_deployment_that_no_cluster_could_be_named_after_is_refused(sky: Sky) -> None:
+    with pytest.raises(ConfigError, match="begins with a letter"):
+        sky.provisioner(deployment="7up")
+
+
+async def test_a_launch_that_takes_longer_than_a_call_is_pending_and_not_refused(sky: Sky) -> None:
+    sky.tell("slow", "6")
+    seen = Cloud(cloud := sky.provisioner(timeout_s=4.0), 4.0, time.monotonic)
+    await seen.provision(OFFER, T1)
+    (machine,) = await cloud.status()
+    assert (machine.token, machine.state, machine.offer) == (T1, MachineState.PENDING, OFFER.name)
+    await asyncio.wait([cloud._launching[T1][1]])
+    (machine,) = await cloud.status()
+    assert (machine.token, machine.state) == (T1, MachineState.RUNNING)
+    assert len(sky.calls("launch")) == 1
+    await cloud.close()
+
+
+async def test_what_a_launch_that_failed_has_left_is_ended(sky: Sky) -> None:
+    """SkyPilot keeps what it had begun as INIT, as if it were still coming."""
+    for name in ("full", "leaves"):
+        sky.tell(name)
+    cloud = sky.provisioner()
+    with pytest.raises(NoCapacity):
+        await cloud.provision(OFFER, T1)
+    (machine,) = await cloud.status()
+    assert machine.reclaimed and "Failed to provision all" in machine.reason
+    await cloud.close()
+    sky.clusters([])
+    one = World(sky.provisioner(), min_nodes=1, max_nodes=1)
+    await turns(one, lambda: bool(sky.calls("down")) and sky.names() == [])
+    await one.driver.close()
+
+
+async def test_an_end_that_takes_longer_than_a_call_goes_on_and_is_waited_for(sky: Sky) -> None:
+    sky.clusters([{"name": f"warmroute-{T1}", "status": "UP", "launched_at": 1}])
+    cloud = sky.provisioner()
+    (machine,) = await cloud.status()
+    sky.tell("down.slow", "2")
+    cloud._config = sky.provisioner(timeout_s=0.3)._config
+    with pytest.raises(NoAnswer, match=r"sky down of warmroute-n0123456789abcdef goes on after 0.3 s"):
+        await cloud.terminate(machine)
+    cloud._config = sky.provisioner()._config
+    assert [one.state for one in await cloud.status()] == [MachineState.ENDING]
+    await cloud.terminate(machine)
+    assert len(sky.calls("down")) == 1 and await cloud.status() == []
+    await cloud.close()
+
+
+async def test_a_launch_that_is_not_known_yet_is_ended_when_it_is(sky: Sky) -> None:
+    sky.tell("slow", "3")
+    cloud = sky.provisioner(timeout_s=4.0)
+    await cloud.provision(OFFER, T1)
+    (machine,) = await cloud.status()
+    with pytest.raises(CloudError, match="has not come so far that it could be ended"):
+        await cloud.terminate(machine)
+    await asyncio.wait([cloud._launching[T1][1]])
+    await cloud.terminate(machine)
+    assert sky.names() == [] and await cloud.status() == []
+    await cloud.close()
+
+
+async def test_an_end_that_fails_is_no_end_whatever_was_not_found(sky: Sky) -> None:
+    sky.clusters([{"name": f"warmroute-{T1}", "status": "STOPPED", "launched_at": 1}])
+    cloud = sky.provisioner()
+    (machine,) = await cloud.status()
+    sky.tell("down.fails", "FileNotFoundError: ~/.aws/credentials not found")
+    with pytest.raises(CloudError, match=r"sky down failed .*credentials not found"):
+        await cloud.terminate(machine)
+    await cloud.close()
+
+
+async def test_lines_around_the_table_are_no_part_of_it(sky: Sky) -> None:
+    sky.clusters([{"name": f"warmroute-{T1}", "status": "UP", "launched_at": 1}])
+    sky.tell("noisy")
+    cloud = sky.provisioner()
+    assert [machine.token for machine in await cloud.status()] == [T1]
+    await cloud.close()
+
+
+async def test_endpoints_that_take_long_keep_no_status_waiting(sky: Sky) -> None:
+    tokens = [f"n{at:016x}" for at in range(6)]
+    sky.clusters([{"name": f"warmroute-{token}", "status": "UP", "launched_at": 1} for token in tokens])
+    sky.tell("endpoint.slow", "4")
+    cloud = sky.provisioner(timeout_s=3.0)
+    seen = Cloud(cloud, 3.0, time.monotonic)
+    assert await seen.look(), seen.problem
+    assert [machine.state for machine in seen.machines.values()] == [MachineState.PENDING] * 6
+    assert len([words for words in sky.calls("status") if "--endpoint" in words]) == 4  # at once
+    (sky.folder / "endpoint.slow").unlink()
+    cloud._config = sky.provisioner()._config
+    async with asyncio.timeout(60):
+        while {machine.url for machine in await cloud.status()} != {"http://34.1.2.3:8000"}:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
     await cloud.close()
 
 
@@ -238,7 +413,7 @@ async def test_what_fails_is_a_sentence(sky: Sky) -> None:
     (sky.folder / "status.fails").unlink()
     sky.tell("launch.fails", "ValueError: Invalid task YAML")
     with pytest.raises(CloudError, match=r"sky launch failed .*Invalid task YAML") as error:
-        await cloud.provision(OFFER, "t1")
+        await cloud.provision(OFFER, T1)
     assert not isinstance(error.value, NoCapacity)
     sky.command.write_text(f"#!{sys.executable}\nprint('not json')\n")
     with pytest.raises(CloudError, match="sky status answered no JSON; it begins 'not json"):

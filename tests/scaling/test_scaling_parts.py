@@ -23,7 +23,7 @@ from warmroute.scaling.choose_down import only_here, ranked
 from warmroute.scaling.choose_up import Holding, Market
 from warmroute.scaling.hours import least_nodes
 from warmroute.scaling.life import COMING, Event, Lives, State
-from warmroute.scaling.observe import SUMS, Observer, Sample, no_times
+from warmroute.scaling.observe import SUMS, Observer, Sample, Seen, no_times
 from warmroute.scaling.windows import Windows
 
 CONFIG = Scaling(enabled=True)
@@ -276,6 +276,31 @@ def test_the_observer_tells_what_happened_since_it_last_looked() -> None:
     assert (node_.gpu, node_.usd_per_hour, node_.serving, node_.offer) == ("L4", 2.0, True, ("cloud", "small"))
     fleet.drain("a")
     assert not observer.view(20.0, seen_.stable, seen_.panic, 0.0, lambda _node: None).nodes[0].serving
+
+
+def test_idle_time_begins_when_somebody_begins_to_look() -> None:
+    fleet, meter = Fleet(Health()), Meter()
+    observer = Observer(fleet, Beliefs(Index()), meter, lambda: 0)
+
+    def idle_s(now_s: float) -> float:
+        observer.sample(now_s)
+        return observer.view(now_s, Seen(), Seen(), 0.0, lambda _node: None).idle_s
+
+    assert [idle_s(now_s) for now_s in (5000.0, 5010.0)] == [0.0, 10.0]
+    meter.arrived += 1
+    assert [idle_s(now_s) for now_s in (5020.0, 5025.0)] == [0.0, 5.0]
+
+
+def test_a_node_that_was_not_checked_yet_is_told_from_one_that_does_not_answer() -> None:
+    fleet = Fleet(Health())
+    new, ill, drained = (fleet.add(NodeConfig(url=f"http://{name}:1", name=name)) for name in "abc")
+    fleet.check_refused(ill, 1.0, "nobody listens")
+    fleet.drain(drained.name)
+    observer = Observer(fleet, Beliefs(Index()), Meter(), lambda: 0)
+    told = observer.view(2.0, Seen(), Seen(), 0.0, lambda _node: None).nodes
+    assert [(node_.unchecked, node_.serving) for node_ in told] == [(True, False), (False, False), (False, False)]
+    fleet.check_passed(new, 3.0)
+    assert observer.view(4.0, Seen(), Seen(), 0.0, lambda _node: None).nodes[0].unchecked is False
 
 
 @given(times=st.lists(st.floats(2.0, 400_000.0), min_size=1, max_size=300), share=st.sampled_from([0.5, 0.9, 0.99]))

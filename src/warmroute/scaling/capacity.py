@@ -31,6 +31,9 @@ import msgspec
 from warmroute.fleet.speed import USUAL_MS_PER_TOKEN
 from warmroute.scaling.observe import FleetView, NodeView, Seen
 
+LEAST_MS: Final = 1e-6
+MOST_MS: Final = 1e6
+"""No node takes less for a token of prefill, or more: a speed beyond is none."""
 MOST_KEPT_S: Final = 86_400.0
 LEAST_MISSED: Final = 0.02
 """Of a prompt, so much is taken to be computed anew in any case."""
@@ -88,8 +91,8 @@ class Speeds:
         return self._blocks.get(gpu, self._usual_blocks)
 
 
-def _good(value: float) -> bool:
-    return isfinite(value) and value > 0
+def _good(ms_per_token: float) -> bool:
+    return LEAST_MS <= ms_per_token <= MOST_MS
 
 
 class Demand:

@@ -44,13 +44,12 @@ def ranked(
     *,
     anybodys: bool = False,
 ) -> list[Victim]:
-    """Those that may go, the best to give back first; `anybodys`: also those that no provisioner made."""
+    """Those that may go, one after the other and all of them together, the best to give back first; `anybodys`: also
+    those that no provisioner made."""
     serving = [node for node in nodes if node.serving]
-    there = Counter(node.island for node in serving)
-    least = {one.island: one.min_nodes for one in config.islands}
     victims = []
     for node in serving:
-        if not node.endable or (node.offer is None and not anybodys) or there[node.island] <= least.get(node.island, 0):
+        if not node.endable or (node.offer is None and not anybodys):
             continue
         usd = node.usd_per_hour if node.usd_per_hour > 0 else USUAL_USD
         weight = speeds.weight(node.gpu)
@@ -58,7 +57,15 @@ def ranked(
         chance = reuse_chance(0.5 * node.oldest_age_s)
         lost_s = node.held_blocks * BLOCK_TOKENS * chance * speeds.usual_ms / 1000.0
         victims.append(Victim(node, usd / weight * STAY_S / 3600.0, usd * lost_s / 3600.0))
-    return sorted(victims, key=lambda one: (one.lost_usd - one.saved_usd, one.node.load, one.node.name))
+    victims.sort(key=lambda one: (one.lost_usd - one.saved_usd, one.node.load, one.node.name))
+    spare = Counter(node.island for node in serving)
+    spare.subtract({one.island: one.min_nodes for one in config.islands})
+    may_go = []
+    for victim in victims:
+        if spare[victim.node.island] > 0:
+            spare[victim.node.island] -= 1
+            may_go.append(victim)
+    return may_go
 
 
 def only_here(

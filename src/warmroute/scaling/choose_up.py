@@ -37,6 +37,8 @@ class Holding(msgspec.Struct, frozen=True):
     offer: Key | None
     island: str
     usd_per_hour: float
+    counts: bool = True
+    """… against how many there may be; its price counts in any case."""
 
 
 class _Rest(msgspec.Struct):
@@ -114,7 +116,7 @@ class Market:
         config = self._config
         if not self._offers:
             return None, "nobody offers a node"
-        islands = Counter(one.island for one in held)
+        islands = Counter(one.island for one in held if one.counts)
         taken = Counter(one.offer for one in held)
         limits = {one.island: one.max_nodes for one in config.islands}
         spent = sum(one.usd_per_hour for one in held if isfinite(one.usd_per_hour))

@@ -22,6 +22,9 @@ OFFERS_RETRY_S: Final = 10.0
 REST_TIMES: Final = 2.0
 REST_LIMIT_S: Final = 10.0
 """One that takes long to tell of its machines is left alone for so many times as long, at most so long."""
+BACKSTOP: Final = 1.25
+"""A provisioner keeps to its `timeout_s` by itself, and knows best what to make of a part that did not answer. Where it
+does not keep to it, it is given up after so many times as long."""
 GONE: Final = (MachineState.ENDING, MachineState.ENDED)
 
 
@@ -32,7 +35,7 @@ class Cloud:
         self.api_key_env = api_key_env
         """Variable with the key that its engines ask for."""
         self._provisioner = provisioner
-        self._timeout_s = timeout_s
+        self._limit_s = BACKSTOP * timeout_s
         self._now = now
         self.name = provisioner.name
         self.offers: tuple[Offer, ...] = ()
@@ -83,6 +86,9 @@ class Cloud:
             rival = found.setdefault(machine.token, machine)
             if rival is machine:
                 continue
+            if rival.id == machine.id:  # told twice, as pages that move do: the later word counts
+                found[machine.token] = machine
+                continue
             known = before.get(machine.token)
             if machine.state not in GONE and (rival.state in GONE or (known is not None and machine.id == known.id)):
                 found[machine.token] = machine
@@ -95,8 +101,8 @@ class Cloud:
             del self._problems[what]  # it is gone all the same
 
     async def provision(self, offer: Offer, token: str) -> None:
-        """Raises CloudError (NoCapacity), TimeoutError: then nobody knows whether it was started."""
-        async with asyncio.timeout(self._timeout_s):
+        """Raises CloudError (NoCapacity), TimeoutError (NoAnswer): then nobody knows whether it was started."""
+        async with asyncio.timeout(self._limit_s):
             await self._provisioner.provision(offer, token)
 
     async def terminate(self, machine: Machine) -> bool:
@@ -119,12 +125,12 @@ class Cloud:
         problem = kind = ""
         answer: T | None = None
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._limit_s):
                 answer = await call
         except CloudError as error:
             problem = str(error)
         except TimeoutError:
-            problem = f"no answer within {self._timeout_s:g} s"
+            problem = f"no answer within {self._limit_s:g} s"
         except Exception as error:  # another's library: whatever it raises, the router goes on
             kind = type(error).__name__
             problem = f"{kind}: {error}"

@@ -19,7 +19,7 @@ from warmroute.fleet.node import Node
 from warmroute.index.beliefs import Beliefs
 from warmroute.index.hot import HotPrefix, HotPrefixes
 from warmroute.scaling.choose_down import only_here
-from warmroute.scaling.choose_up import Market
+from warmroute.scaling.choose_up import Holding, Market
 from warmroute.scaling.life import Lives, State
 from warmroute.scaling.loop import Coming, Scaler, Step
 from warmroute.scaling.observe import FleetView, Observer
@@ -64,9 +64,15 @@ class Core:
             now_s, windows.stable, windows.panic, windows.growth_per_s, self._came_from, warming, kept
         )
         going = set(self.draining)  # also those that still take requests, while what they hold is moved
-        if going:
+        leaving = {life.name for life in self.lives if life.reclaimed}
+        if going or leaving:
             view.nodes = tuple(
-                msgspec.structs.replace(node, serving=False, draining=True) if node.name in going else node
+                msgspec.structs.replace(
+                    node,
+                    serving=node.serving and node.name not in going,
+                    draining=node.draining or node.name in going,
+                    leaving=node.name in leaving,
+                )
                 for node in view.nodes
             )
         return view
@@ -85,8 +91,18 @@ class Core:
             if life.coming
         ]
 
+    @property
+    def ending(self) -> list[Holding]:
+        """Machines that are paid for still, and are in the fleet no more, or never were."""
+        there = {node.name for node in self._fleet}
+        return [
+            Holding(life.offer.key, life.offer.island, life.offer.usd_per_hour)
+            for life in self.lives
+            if not life.coming and life.name not in there
+        ]
+
     def step(self, now_s: float, wall_s: float = 0.0) -> Step:
-        self.last = self.scaler.step(self.look(now_s), self.coming, wall_s)
+        self.last = self.scaler.step(self.look(now_s), self.coming, wall_s, self.ending)
         return self.last
 
     def to_warm(self, now_s: float) -> list[HotPrefix]:

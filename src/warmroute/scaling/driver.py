@@ -16,10 +16,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, Protocol
+
+import msgspec
 
 from warmroute.config import ConfigError, NodeConfig
 from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
@@ -29,16 +30,15 @@ from warmroute.index.hot import HotPrefix
 from warmroute.scaling.cloud import GONE, Cloud
 from warmroute.scaling.core import Core
 from warmroute.scaling.life import Event, NodeLife, State
-from warmroute.scaling.loop import Step, nodes_in_words
+from warmroute.scaling.loop import Step
 from warmroute.scaling.offer import Offer
-from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoCapacity
+from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoCapacity, new_token
+from warmroute.scaling.saying import Sayings
 from warmroute.scaling.warm import Warmer
 
 log = logging.getLogger("warmroute.scaling")
 
 TICK_S: Final = 1.0
-SAY_AGAIN_S: Final = 600.0
-"""What kept nodes from coming, and has not for so long, is said again when it comes back."""
 EVENTUAL_S: Final = 30.0
 """A machine that its cloud does not tell of for so long is no more. Before, it may not know yet, or have overlooked it;
 and for so long it may still tell of one that has ended."""
@@ -66,8 +66,9 @@ class Driver:
         warmer: Warmer,
         now: Callable[[], float] = time.monotonic,
         leads: Callable[[], bool] = lambda: True,
+        on_lead: Callable[[], None] = lambda: None,
     ) -> None:
-        """`leads` tells whether this process is the one that scales."""
+        """`leads` tells whether this process is the one that scales; `on_lead` is told when that changes."""
         self.core = core
         self.clouds = {cloud.name: cloud for cloud in clouds}
         self._fleet = fleet
@@ -75,6 +76,7 @@ class Driver:
         self._warmer = warmer
         self._now = now
         self._leads = leads
+        self._on_lead = on_lead
         self.leading = False
         self._stepped_s = float("-inf")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -84,6 +86,8 @@ class Driver:
         """By token: the node that a life is, in the fleet or taken out of it."""
         self._found: set[str] = set()
         """Tokens of those that were taken over: when they were asked for, nobody knows."""
+        self._unpriced: set[str] = set()
+        """Those of them whose offer their cloud has not told of yet."""
         self._ill_s: dict[str, float] = {}
         """By token: since when a node that serves does not answer."""
         self._missing_s: dict[str, float] = {}
@@ -92,9 +96,7 @@ class Driver:
         """By cloud and token: when a machine was ended that its cloud may still tell of."""
         self._surplus: set[tuple[str, str]] = set()
         """Machines that nobody asked for and that are being ended just now."""
-        self._said: tuple[str, ...] = ()
-        self._obstacles_s: dict[str, float] = {}
-        """What keeps nodes from coming, and when that was last so."""
+        self._sayings = Sayings()
         self.added = self.given_back = self.refusals = self.lost = 0
         """Nodes that came to serve, that were given back, that were refused, that went by themselves."""
 
@@ -112,6 +114,7 @@ class Driver:
         if leads != self.leading:
             log.info("this process %s", "scales the fleet" if leads else "leaves scaling to another one")
             self.leading = leads
+            self._on_lead()
         if not leads:
             return
         for cloud in self.clouds.values():
@@ -141,16 +144,7 @@ class Driver:
     # What is decided.
 
     def _do(self, step: Step) -> None:
-        if step.changes or (step.doubts and step.doubts != self._said):
-            self._said = step.doubts
-            log.info(
-                "%s%s, %d desired: %s",
-                "dry run: " if step.dry_run else "",
-                nodes_in_words(step.nodes),
-                step.desired_nodes,
-                "; ".join((*step.reasons, *step.doubts)) or "nothing to say",
-            )
-        self._say_obstacles(step)
+        self._sayings.say(step, self._now(), asks=bool(self.clouds))
         if step.dry_run:
             return
         for up in step.ups:
@@ -160,19 +154,8 @@ class Driver:
             if life is not None:
                 self._take(life, Event.GIVE_BACK, down.why)
 
-    def _say_obstacles(self, step: Step) -> None:
-        """When they begin, not in every interval."""
-        now_s = self._now()
-        said = {text: last_s for text, last_s in self._obstacles_s.items() if now_s - last_s <= SAY_AGAIN_S}
-        new = [text for text in step.obstacles if text not in said]
-        self._obstacles_s = said | dict.fromkeys(step.obstacles, now_s)
-        if new and self.clouds:
-            lacking = f"{nodes_in_words(step.nodes)}, {step.desired_nodes} desired"
-            why = [reason for reason in step.reasons if reason not in step.obstacles]
-            log.warning("nodes lack that cannot come: %s (%s)", "; ".join(new), "; ".join((lacking, *why)))
-
     def _ask_for(self, offer: Offer, why: str) -> None:
-        life = self.core.lives.ask(f"n{secrets.token_hex(8)}", offer, self._now())
+        life = self.core.lives.ask(new_token(), offer, self._now())
         log.info("node %s is asked for: %s", life.called, why)
         self._start(self._provision(self.clouds[offer.provisioner], life))
 
@@ -207,6 +190,7 @@ class Driver:
         finally:
             self._looking.discard(cloud.name)
         self.core.market.offered([offer for one in self.clouds.values() for offer in one.offers])
+        self._price_those_found(cloud)
         if told:
             # Those that are gone first: another may have their address by now.
             for machine in sorted(cloud.machines.values(), key=lambda one: one.state not in GONE):
@@ -243,6 +227,7 @@ class Driver:
 
     def _reclaim(self, life: NodeLife, why: str) -> None:
         """Its cloud is in a hurry."""
+        life.reclaimed = True
         if life.state is State.DRAINING:
             if not life.drained:
                 self._let_nobody_in(life)
@@ -253,13 +238,35 @@ class Driver:
 
     def _take_over(self, cloud: Cloud, machine: Machine) -> NodeLife:
         self._found.add(machine.token)
-        offer = cloud.offer(machine.offer) or Offer(
-            provisioner=cloud.name, name=machine.offer or "unknown", island=machine.island or cloud.name, gpu="",
-            usd_per_hour=0.0,
-        )  # fmt: skip
+        offer = cloud.offer(machine.offer)
+        if offer is None:
+            self._unpriced.add(machine.token)
+            offer = Offer(
+                provisioner=cloud.name, name=machine.offer or "unknown", island=machine.island or cloud.name, gpu="",
+                usd_per_hour=0.0,
+            )  # fmt: skip
         life = self.core.lives.ask(machine.token, offer, self._now())
         log.info("%s: found %s of an earlier router: taken over as node %s", cloud.name, machine.id, life.called)
         return life
+
+    def _price_those_found(self, cloud: Cloud) -> None:
+        """Machines were taken over before their cloud had said what they cost."""
+        for token in list(self._unpriced):
+            life = self.core.lives.get(token)
+            if life is None:
+                self._unpriced.discard(token)
+                continue
+            offer = cloud.offer(life.offer.name) if life.offer.provisioner == cloud.name else None
+            if offer is None:
+                continue
+            self._unpriced.discard(token)
+            life.offer = offer
+            node = self._node(life)
+            if node is not None and not node.config.gpu and not node.config.usd_per_hour:
+                machine = cloud.machines.get(token)
+                island = (machine.island if machine is not None else "") or offer.island
+                told = {"island": island, "gpu": offer.gpu, "usd_per_hour": offer.usd_per_hour}
+                self._fleet.redescribe(node, msgspec.structs.replace(node.config, **told))
 
     def _join(self, life: NodeLife, machine: Machine) -> None:
         """It has an address: from now on it is watched."""
@@ -347,7 +354,10 @@ class Driver:
                     self._take(life, Event.EMPTY)
 
     def _see_to_health(self, life: NodeLife, node: Node, now_s: float) -> None:
-        """A machine whose engine has died is paid for, too."""
+        """A machine whose engine has died is paid for, too. One on trial is not well before it has passed it: an engine
+        may pass every check and fail every request."""
+        if node.health.standing is Standing.HALF_OPEN:
+            return
         if node.health.standing is not Standing.OPEN:
             self._ill_s.pop(life.token, None)
         elif now_s - self._ill_s.setdefault(life.token, now_s) > self.core.config.load_limit_s:

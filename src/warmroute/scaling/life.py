@@ -79,6 +79,7 @@ class NodeLife:
         "name",
         "never_came_up",
         "offer",
+        "reclaimed",
         "serving_s",
         "since_s",
         "state",
@@ -103,6 +104,8 @@ class NodeLife:
         """It takes no requests any more; what ran there may still run."""
         self.endable = True
         """Its cloud could end it now."""
+        self.reclaimed = False
+        """Its cloud takes it back: it goes, whatever is done here."""
         self.why = ""
         """What was last said of it."""
 

@@ -44,24 +44,39 @@ class Figures(msgspec.Struct, frozen=True):
 
 class LiveScaling:
     def __init__(
-        self, config: Config, fleet: Fleet, beliefs: Beliefs, nodes: Nodes, post: Post, waiting: Callable[[], int]
-    ) -> None:
-        """Raises ConfigError where a provisioner can't be had."""
+        self, config: Config, fleet: Fleet, beliefs: Beliefs, nodes: Nodes, post: Post, waiting: Callable[[], int],
+        hold: Callable[[float], None],
+    ) -> None:  # fmt: skip
+        """`hold` is told how long requests are to wait for a first node. Raises ConfigError where a provisioner can't
+        be had."""
         self._config = config
         self._fleet = fleet
         self.meter = Meter()
         self.hot = HotPrefixes() if config.scaling.warm_prefixes else None
         self._waiting = waiting
+        self._hold = hold
         self.core = Core(config.scaling, fleet, beliefs, self.meter, self.hot, waiting)
         now = time.monotonic
         clouds = [Cloud(provisioner_named(one), one.timeout_s, now, one.api_key_env) for one in config.provisioners]
         lock = FileLock(Path(config.scaling.lock_file).expanduser()) if config.scaling.lock_file else None
-        self.driver = Driver(
-            self.core, clouds, fleet, nodes, Warmer(post), now, lock.leads if lock is not None else lambda: True
-        )
+        leads = lock.leads if lock is not None else lambda: True
+        self.driver = Driver(self.core, clouds, fleet, nodes, Warmer(post), now, leads, self._say_hold)
         self._lock = lock
+        self._say_hold()
         self._task: asyncio.Task[None] | None = None
         self._keda: Any = None
+
+    @property
+    def hold_s(self) -> float:
+        """How long a request waits here for a first node: not at all where none would come. That is so in a dry run,
+        and where another process leads: what its provisioners make comes to its own fleet, not to this one. Without
+        provisioners somebody else adds nodes, to all alike."""
+        scaling = self.core.config
+        comes = self._lock is None or self.driver.leading or not self.driver.clouds
+        return scaling.hold_s if comes and not scaling.dry_run else 0.0
+
+    def _say_hold(self) -> None:
+        self._hold(self.hold_s)
 
     async def start(self) -> None:
         """Raises ConfigError where KEDA's port can't be listened on, or the lock file not be had."""
@@ -96,6 +111,7 @@ class LiveScaling:
             log.warning("changes to scaling.lock_file and scaling.keda_… count only after a restart")
         self._config = config
         self.core.reconfigure(config.scaling)
+        self._say_hold()
 
     async def close(self) -> None:
         """Nodes stay as they are: the next router takes them over."""

@@ -9,6 +9,10 @@
             `min_nodes`, an island's, or the hour's                                     as many as lack
     down    fewer than `queue_drain` wait, utilisation is under its floor, no ceiling is broken, and those who stay
             would hold both the load and the warm set
+            an island lacks a node, there may be no more, and another has one too many  one, in exchange
+
+Nodes are added as far as `max_nodes` and the budget go, and all that is paid for counts: also what does not answer,
+drains or ends. What its cloud takes back is as good as gone.
 
 Work counts with its trend until a node that is asked for now would serve. In a panic (the short window asks for
 `panic_threshold` times the nodes there are) the short window counts, too, and nobody is given back. After a change
@@ -22,7 +26,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from math import ceil, isfinite
+from math import ceil
 from typing import Final
 
 import msgspec
@@ -31,6 +35,7 @@ from warmroute.config import Scaling
 from warmroute.scaling.capacity import Demand, Size, Speeds, size_of
 from warmroute.scaling.choose_down import Victim, ranked
 from warmroute.scaling.choose_up import Holding, Market
+from warmroute.scaling.doubts import sane
 from warmroute.scaling.hours import least_nodes
 from warmroute.scaling.observe import FleetView, NodeView, Seen
 from warmroute.scaling.offer import Offer
@@ -62,7 +67,8 @@ LEAST_BUSY: Final = 0.5
 class Coming(msgspec.Struct, frozen=True, kw_only=True):
     """A node that was asked for and does not serve yet."""
 
-    offer: tuple[str, str]
+    offer: tuple[str, str] | None
+    """None for a node that somebody else put there, and that was not checked yet."""
     island: str
     gpu: str
     usd_per_hour: float
@@ -123,13 +129,16 @@ class Scaler:
         """What was asked for was refused: the next choice need not wait for a cooldown."""
         self._up_s = float("-inf")
 
-    def step(self, view: FleetView, coming: Sequence[Coming] = (), wall_s: float = 0.0) -> Step:
-        """`wall_s`: seconds since 1970, for the hours."""
+    def step(
+        self, view: FleetView, coming: Sequence[Coming] = (), wall_s: float = 0.0, ending: Sequence[Holding] = ()
+    ) -> Step:
+        """`wall_s`: seconds since 1970, for the hours. `ending`: what is paid for still, and not in the view."""
         doubts: list[str] = [*self._market.said]
-        view = _sane(view, doubts)
+        view = sane(view, doubts)
         config, now_s = self._config, view.now_s
         speeds = Speeds(view.nodes)
         serving = [node for node in view.nodes if node.serving]
+        coming = [*coming, *(_on_its_way(node) for node in view.nodes if node.unchecked)]
         count = len(serving) + len(coming)
         demand = Demand(view, view.stable, speeds)
         urgent = Demand(view, view.panic, speeds)
@@ -164,13 +173,17 @@ class Scaler:
             for island, many in unoffered.items()
         ]
         held_up = False
+        held = _held(view, coming, ending)
         if lacking > 0 or missing:
             nobody = not serving and not coming
-            held_up = self._add(step, view, coming, speeds, lacking, missing, reasons, obstacles, nobody)
+            held_up = self._add(step, view, held, speeds, lacking, missing, reasons, obstacles, nobody)
         if lacking > 0 or (missing and not held_up):
             self._spare.clear()
         else:  # also where only an island lacks nodes, and they cannot be had
-            self._give_back(step, view, serving, coming, speeds, demand, size, least, growth, reasons)
+            victims, why = self._too_many(view, serving, coming, speeds, demand, size, least, growth, step.panicking)
+            if missing and not victims and not coming and len(serving) > 1 and not step.panicking:
+                victims, why = self._in_exchange(view, held, speeds, count, missing)
+            self._give_back(step, now_s, victims, why, least, reasons)
         if not self._market.offers:
             self._say_elsewhere(step)
         step.reasons, step.obstacles = (*reasons, *obstacles), tuple(obstacles)
@@ -303,26 +316,31 @@ class Scaler:
     # Up.
 
     def _add(
-        self, step: Step, view: FleetView, coming: Sequence[Coming], speeds: Speeds, lacking: int,
+        self, step: Step, view: FleetView, held: Sequence[Holding], speeds: Speeds, lacking: int,
         missing: dict[str, int], reasons: list[str], obstacles: list[str], nobody: bool,
     ) -> bool:  # fmt: skip
-        """`lacking` nodes anywhere; first of all those that islands miss, which count among them. Whether it is offers
-        that none come for."""
+        """`lacking` nodes anywhere; first of all those that islands miss, which count among them. Whether none can be
+        had now, for another reason than a cooldown."""
         config, now_s = self._config, view.now_s
         wanted = min(step.nodes + max(lacking, sum(missing.values())), config.max_nodes)
         step.desired_nodes = max(step.nodes, wanted)
         if wanted <= step.nodes:
             are = "is" if step.nodes == 1 else "are"
             obstacles.append(f"there {are} {nodes_in_words(step.nodes)}, the most there may be")
-            return False
+            return True
+        held = list(held)
+        machines = sum(one.counts for one in held)
+        if machines >= config.max_nodes and self._market.offers:
+            idle = f"{machines - step.nodes} of them not answering or on the way out"
+            obstacles.append(f"{nodes_in_words(machines)} paid for, the most there may be; {idle}")
+            return True
         wait_s = config.cooldown_up_s - (now_s - max(self._up_s, self._down_s))
         if wait_s > 0 and not nobody:
             reasons.append(f"the last change was less than {config.cooldown_up_s:g} s ago")
             return False
-        held = [Holding(node.offer, node.island, node.usd_per_hour) for node in view.nodes]
-        held += [Holding(one.offer, one.island, one.usd_per_hour) for one in coming]
         ups: list[Up] = []
-        work, most = view.stable.work or 0.0, min(wanted - step.nodes, config.max_step_up)
+        room = min(wanted - step.nodes, config.max_nodes - machines)
+        work, most = view.stable.work or 0.0, min(room, config.max_step_up)
 
         def take(count: int, island: str | None) -> None:
             for _ in range(count):
@@ -351,11 +369,10 @@ class Scaler:
         return least == 0 and config.to_zero_after_s > 0 and not view.waiting and view.idle_s >= config.to_zero_after_s
 
     def _give_back(
-        self, step: Step, view: FleetView, serving: Sequence[NodeView], coming: Sequence[Coming], speeds: Speeds,
-        demand: Demand, size: Size, least: int, growth: float, reasons: list[str],
-    ) -> None:  # fmt: skip
-        config, now_s = self._config, view.now_s
-        victims, why = self._too_many(view, serving, coming, speeds, demand, size, least, growth, step.panicking)
+        self, step: Step, now_s: float, victims: Sequence[Victim], why: str, least: int, reasons: list[str]
+    ) -> None:
+        """Those of them who were too many for all of a cooldown."""
+        config = self._config
         spare = self._spare
         spare.append((now_s, len(victims)))
         while spare and spare[0][0] < now_s - config.cooldown_down_s:
@@ -396,12 +413,8 @@ class Scaler:
         if queue >= config.queue_drain or used >= config.utilisation_floor or view.waiting > len(serving):
             return [], ""
         chosen: list[Victim] = []
-        there = Counter(node.island for node in serving)
-        floors = {one.island: one.min_nodes for one in config.islands}
         for victim in victims[:spare]:
             node = victim.node
-            if there[node.island] <= floors.get(node.island, 0):
-                continue
             rest = size.plus(-speeds.weight(node.gpu), -(node.cache_blocks or speeds.blocks(node.gpu)))
             if rest.weight <= 0 or demand.utilisation(rest, growth) > SPARE * config.utilisation:
                 break
@@ -413,7 +426,6 @@ class Scaler:
             if now is not None and then is not None and then < config.hit_floor <= now:
                 break  # the warm set would not fit any more
             chosen.append(victim)
-            there[node.island] -= 1
             size = rest
         if not chosen:
             return [], ""
@@ -422,6 +434,40 @@ class Scaler:
             chosen,
             f"work takes {used:.0%} of the nodes' time; {could}, and it would be {demand.utilisation(size):.0%}",
         )
+
+    def _in_exchange(
+        self, view: FleetView, held: Sequence[Holding], speeds: Speeds, count: int, missing: dict[str, int]
+    ) -> tuple[list[Victim], str]:
+        """A node of an island that has more than it needs, for one that has less, where there may be no more of them,
+        and where the other could be had."""
+        if count < self._config.max_nodes or not self._market.offers:
+            return [], ""
+        work = view.stable.work or 0.0
+        for victim in ranked(view.nodes, speeds, self._config, view.reuse_chance)[:1]:
+            node = victim.node
+            rest = list(held)
+            rest.remove(_holding(node))
+            for island in missing:
+                if self._market.choose(rest, speeds, view.now_s, work=work, island=island)[0] is not None:
+                    return [victim], f"a node goes from {node.island}, so that {island} has those that it is to have"
+        return [], ""
+
+
+def _on_its_way(node: NodeView) -> Coming:
+    return Coming(offer=node.offer, island=node.island, gpu=node.gpu, usd_per_hour=node.usd_per_hour)
+
+
+def _holding(node: NodeView) -> Holding:
+    """What a provisioner made is paid for whether it answers or not, until it is gone; what somebody else put there and
+    does not serve is nobody's to give back, and keeps no other from coming."""
+    counts = not node.leaving and (node.serving or node.unchecked or node.offer is not None)
+    return Holding(node.offer, node.island, node.usd_per_hour, counts)
+
+
+def _held(view: FleetView, coming: Sequence[Coming], ending: Sequence[Holding]) -> list[Holding]:
+    """All that is paid for: those that serve, that come, that do not answer, and that are on their way out."""
+    there = [_holding(node) for node in view.nodes if not node.unchecked]
+    return [*there, *(Holding(one.offer, one.island, one.usd_per_hour) for one in coming), *ending]
 
 
 def nodes_in_words(count: int) -> str:
@@ -452,41 +498,3 @@ def _more(enough: Callable[[Size], bool], size: Size, weight: float, blocks: flo
         if enough(size):
             return more
     return 1024
-
-
-# What can't be.
-
-_SEEN_FIELDS: Final = tuple(field.name for field in msgspec.structs.fields(Seen))
-
-
-def _sane(view: FleetView, doubts: list[str]) -> FleetView:
-    windows = []
-    for name in ("stable", "panic"):
-        seen: Seen = getattr(view, name)
-        changed = {}
-        for field in _SEEN_FIELDS:
-            value = getattr(seen, field)
-            if value is not None and not (isfinite(value) and value >= 0):
-                changed[field] = getattr(Seen(), field)
-                doubts.append(f"{field} is {value}: not taken")
-        if seen.hit_ratio is not None and seen.hit_ratio > 1:
-            changed["hit_ratio"] = None
-            doubts.append(f"hit_ratio is {seen.hit_ratio}: not taken")
-        windows.append(msgspec.structs.replace(seen, **changed) if changed else seen)
-    growth = view.growth_per_s if isfinite(view.growth_per_s) else 0.0
-    nodes = tuple(_sane_node(node, doubts) for node in view.nodes)
-    waiting = max(0, view.waiting)
-    return msgspec.structs.replace(
-        view, stable=windows[0], panic=windows[1], growth_per_s=growth, nodes=nodes, waiting=waiting
-    )
-
-
-def _sane_node(node: NodeView, doubts: list[str]) -> NodeView:
-    usual = NodeView(name="")
-    changed = {}
-    for field in ("usd_per_hour", "kv_usage", "ms_per_token", "cache_blocks", "held_blocks", "oldest_age_s", "queued"):
-        value = getattr(node, field)
-        if not isfinite(value) or value < 0:
-            changed[field] = getattr(usual, field)
-            doubts.append(f"{field} of {node.name} is {value}: not taken")
-    return msgspec.structs.replace(node, **changed) if changed else node

@@ -42,6 +42,10 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     serving: bool = True
     """Takes requests; a draining node, and one that cannot be reached, does not."""
     draining: bool = False
+    unchecked: bool = False
+    """Nobody knows yet whether it answers: it counts as one that is on its way."""
+    leaving: bool = False
+    """Its cloud takes it back, whatever is done here."""
     load: int = 0
     queued: int = 0
     """Requests that wait there."""
@@ -109,7 +113,7 @@ class FleetView(msgspec.Struct, kw_only=True):
     slope_ms: float = USUAL_SLOPE_MS
     """What a token of an answer takes longer for each token of context (see fleet/pace.py)."""
     idle_s: float = 0.0
-    """Time since a request was last here."""
+    """Time since a request was last here, or since somebody began to look."""
     reuse_within: Callable[[float], float] = lambda _age_s: 0.0
     """Of all uses of blocks, the share that was used before within so many seconds (see index/reuse.py)."""
     reuse_chance: Callable[[float], float] = lambda _age_s: 0.0
@@ -163,7 +167,8 @@ class Observer:
         self._sums = self._read()
         self._ttft, self._latency = meter.ttft_counts[:], meter.latency_counts[:]
         self._read_s: float | None = None
-        self._busy_s = -inf
+        self._busy_s = inf
+        """When a request was last here. Before the first sample nobody knows: idle time begins with that."""
 
     def _read(self) -> list[float]:
         return [float(getattr(self._meter, name)) for name in SUMS]
@@ -184,7 +189,7 @@ class Observer:
             waiting + sum(node.queued for node in fleet),
             sum(usages) / len(usages) if usages else 0.0,
         )
-        if found.sums[0] or waiting or any(node.load for node in fleet):
+        if self._read_s is None or found.sums[0] or waiting or any(node.load for node in fleet):
             self._busy_s = now_s
         self._sums, self._ttft, self._latency, self._read_s = sums, ttft, latency, now_s
         return found
@@ -212,7 +217,7 @@ class Observer:
             ),
             waiting=self._waiting(),
             slope_ms=slopes[0] if slopes else USUAL_SLOPE_MS,
-            idle_s=max(0.0, now_s - self._busy_s) if self._busy_s > -inf else inf,
+            idle_s=max(0.0, now_s - self._busy_s),
             reuse_within=self._beliefs.reuse.share_within,
             reuse_chance=self._beliefs.reuse.chance,
             growth_per_s=growth_per_s,
@@ -232,6 +237,7 @@ class Observer:
             endable=endable,
             serving=not node.draining and node.health.standing is Standing.UP,
             draining=node.draining,
+            unchecked=not node.draining and node.health.standing is Standing.UNKNOWN,
             load=node.load,
             queued=node.queued,
             kv_usage=node.kv_usage,

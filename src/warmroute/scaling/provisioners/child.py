@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import selectors
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from warmroute.scaling.provisioner import CloudError
+from warmroute.aside import aside
+from warmroute.scaling.provisioner import CloudError, NoAnswer
+
+MOST_BYTES: Final = 64 << 20
+"""What a program may say."""
 
 
 class Said(NamedTuple):
@@ -29,41 +35,18 @@ class Said(NamedTuple):
 
 
 async def run(command: Sequence[str], who: str, *, timeout_s: float, stdin: bytes = b"") -> Said:
-    """Raises CloudError where it cannot be started or takes too long; then it is killed with all that it started.
-    It need not read what it is told. It runs in a thread of its own: the event loop's own pipes fail where a program
-    has gone before they are written."""
+    """Raises CloudError where it cannot be started or says too much, and NoAnswer where it takes too long; then it is
+    killed with all that it started. It need not read what it is told. It runs in a thread of its own: the event loop's
+    own pipes fail where a program has gone before they are written."""
     started: list[subprocess.Popen[bytes]] = []
     given_up = threading.Event()
-    ended: asyncio.Future[Said] = asyncio.get_running_loop().create_future()
-
-    def work() -> None:
-        said: Said | BaseException
-        try:
-            said = _run(command, who, timeout_s, stdin, started, given_up)
-        except Exception as error:
-            said = error
-        try:
-            ended.get_loop().call_soon_threadsafe(_tell, ended, said)
-        except RuntimeError:
-            pass  # the loop is closed: nobody listens any more
-
-    threading.Thread(target=work, name=f"warmroute-{who}", daemon=True).start()
     try:
-        return await ended
+        return await aside(lambda: _run(command, who, timeout_s, stdin, started, given_up), who)
     except asyncio.CancelledError:
         given_up.set()
         for process in started:
             _kill_group(process)
         raise
-
-
-def _tell(ended: asyncio.Future[Said], said: Said | BaseException) -> None:
-    if ended.done():
-        return
-    if isinstance(said, BaseException):
-        ended.set_exception(said)
-    else:
-        ended.set_result(said)
 
 
 def _run(
@@ -84,18 +67,71 @@ def _run(
     if given_up.is_set():
         _kill_group(process)
     try:
-        out, err = process.communicate(stdin, timeout_s)
-    except subprocess.TimeoutExpired:
+        out, err = _talk(process, stdin, time.monotonic() + timeout_s)
+    except TimeoutError:
+        raise NoAnswer(f"{who}: {' '.join(command[:3])!r} took longer than {timeout_s:g} s") from None
+    except _TooMuch:
+        raise CloudError(f"{who}: {' '.join(command[:3])!r} said more than {MOST_BYTES >> 20} MiB") from None
+    finally:
         _kill_group(process)
         process.wait()
         for pipe in (process.stdin, process.stdout, process.stderr):
             if pipe is not None:
-                try:
-                    pipe.close()
-                except OSError:
-                    pass  # what it was still to be told
-        raise CloudError(f"{who}: {' '.join(command[:3])!r} took longer than {timeout_s:g} s") from None
+                pipe.close()
     return Said(process.returncode, out, err)
+
+
+class _TooMuch(Exception):
+    pass
+
+
+def _talk(process: subprocess.Popen[bytes], stdin: bytes, give_up_s: float) -> tuple[bytes, bytes]:
+    """Tells it what it need not read, and takes what it says until it has ended. As `communicate`, which would take
+    any amount. Raises TimeoutError."""
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    said = {process.stdout: bytearray(), process.stderr: bytearray()}
+    left = memoryview(stdin)
+    with selectors.DefaultSelector() as pipes:
+        for pipe in said:
+            pipes.register(pipe, selectors.EVENT_READ)
+        os.set_blocking(process.stdin.fileno(), False)
+        pipes.register(process.stdin, selectors.EVENT_WRITE)
+        while pipes.get_map():
+            for key, _events in pipes.select(_time_until(give_up_s)):
+                if key.fileobj is process.stdin:
+                    left = _told(process.stdin.fileno(), left)
+                    over = not left
+                else:
+                    part = os.read(key.fd, 1 << 16)
+                    said[key.fileobj].extend(part)  # type: ignore[index]
+                    over = not part
+                    if sum(map(len, said.values())) > MOST_BYTES:
+                        raise _TooMuch
+                if over:
+                    pipes.unregister(key.fileobj)
+                    key.fileobj.close()  # type: ignore[union-attr]
+    try:
+        process.wait(_time_until(give_up_s))
+    except subprocess.TimeoutExpired:
+        raise TimeoutError from None
+    return bytes(said[process.stdout]), bytes(said[process.stderr])
+
+
+def _told(pipe: int, left: memoryview) -> memoryview:
+    """What is left to tell: nothing where nobody listens any more."""
+    try:
+        return left[os.write(pipe, left[: 1 << 16]) :]
+    except BlockingIOError:
+        return left
+    except OSError:
+        return left[:0]
+
+
+def _time_until(give_up_s: float) -> float:
+    left_s = give_up_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

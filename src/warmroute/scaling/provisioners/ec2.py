@@ -2,7 +2,8 @@
 
 Every instance carries three tags: the deployment, the token and the offer that it was asked for with. The token is
 also the request's client token, so that asking twice starts one. A region that does not answer keeps the machines that
-it had, so that nobody takes them for gone.
+it had, so that nobody takes them for gone; and its calls keep no other region's waiting. An instance that was stopped
+serves nobody, and its disks are paid for: it is to be ended.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from threading import Lock
@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 import boto3
 import msgspec
 from botocore.config import Config as BotoConfig
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, ReadTimeoutError
 
+from warmroute.aside import aside
 from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.scaling.offer import Offer
-from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoCapacity
+from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoAnswer, NoCapacity
 from warmroute.scaling.provisioners.configured import sanity_of
 
 T = TypeVar("T")
@@ -37,11 +38,14 @@ DEPLOYMENT, TOKEN, OFFER, RECLAIMED = (
 STATES = {
     "pending": MachineState.PENDING,
     "running": MachineState.RUNNING,
-    "stopping": MachineState.ENDING,
+    "stopping": MachineState.PENDING,
+    "stopped": MachineState.PENDING,
     "shutting-down": MachineState.ENDING,
-    "stopped": MachineState.ENDED,
     "terminated": MachineState.ENDED,
 }
+STOPPED = ("stopping", "stopped")
+AT_ONCE = 8
+"""Calls to a region at once, those counted that were given up and have not come back yet."""
 NO_CAPACITY = (
     "InsufficientInstanceCapacity",
     "InsufficientHostCapacity",
@@ -62,6 +66,8 @@ RECLAIMING = (
     "instance-terminated-no-capacity",
 )
 """Status codes of a spot request whose instance is being taken back."""
+FILTER_VALUES = 200
+"""The most that AWS takes in one filter."""
 
 
 class Ec2Provisioner:
@@ -71,7 +77,7 @@ class Ec2Provisioner:
         self._session = session or boto3.session.Session()
         self._making = Lock()
         self._sanity = sanity_of(config)
-        self._threads = ThreadPoolExecutor(max(4, len(config.regions)), f"warmroute-{config.label}")
+        self._places = {region: asyncio.Semaphore(AT_ONCE) for region in config.regions}
         self._clients: dict[str, Any] = {}
         self._gpus: dict[str, dict[str, tuple[str, int]]] = {}
         self._last_seen: dict[str, list[Machine]] = {}
@@ -125,17 +131,19 @@ class Ec2Provisioner:
 
     async def terminate(self, machine: Machine) -> None:
         region, _, instance = machine.id.partition("/")
+        if region not in self._places:
+            raise CloudError(f"{self.name}: {machine.id!r} is in no region of this configuration")
         await self._call(region, "terminate instances", lambda region: self._terminate(region, instance))
 
     async def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        pass
 
     async def _call(self, region: str, what: str, call: Callable[[str], T]) -> T:
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, call, region)
-        except TimeoutError:
-            raise CloudError(f"{self.name}: {region}: {what} took longer than {self._config.timeout_s:g} s") from None
+                return await aside(lambda: call(region), self.name, self._places[region])
+        except (TimeoutError, ReadTimeoutError):
+            raise NoAnswer(f"{self.name}: {region}: {what} took longer than {self._config.timeout_s:g} s") from None
         except ClientError as error:
             code, message = error.response["Error"].get("Code", ""), error.response["Error"].get("Message", "")
             kind = NoCapacity if code in NO_CAPACITY else CloudError
@@ -291,21 +299,26 @@ class Ec2Provisioner:
 
     def _taken_back(self, region: str, instances: list[dict[str, Any]]) -> dict[str, str]:
         """Why, for each spot instance that AWS has said it takes back."""
-        requests = [one["SpotInstanceRequestId"] for one in instances if one.get("SpotInstanceRequestId")]
-        if not requests:
-            return {}
-        asked = self._client(region).describe_spot_instance_requests(
-            Filters=[{"Name": "spot-instance-request-id", "Values": requests}]
-        )
-        return {
-            one.get("InstanceId", ""): one["Status"].get("Message") or one["Status"]["Code"]
-            for one in asked["SpotInstanceRequests"]
-            if one.get("Status", {}).get("Code") in RECLAIMING
-        }
+        requests = [
+            one["SpotInstanceRequestId"]
+            for one in instances
+            if one.get("SpotInstanceRequestId") and one["State"]["Name"] != "terminated"
+        ]
+        found: dict[str, str] = {}
+        for at in range(0, len(requests), FILTER_VALUES):
+            some = [{"Name": "spot-instance-request-id", "Values": requests[at : at + FILTER_VALUES]}]
+            for page in self._client(region).get_paginator("describe_spot_instance_requests").paginate(Filters=some):
+                for one in page["SpotInstanceRequests"]:
+                    status = one.get("Status") or {}
+                    if status.get("Code") in RECLAIMING:
+                        found[one.get("InstanceId", "")] = status.get("Message") or status["Code"]
+        return found
 
     def _machine(self, region: str, instance: dict[str, Any], taken_back: str) -> Machine:
         tags = {tag["Key"]: tag["Value"] for tag in instance.get("Tags", ())}
-        state = STATES.get(instance["State"]["Name"], MachineState.PENDING)
+        said = instance["State"]["Name"]
+        state = STATES.get(said, MachineState.PENDING)
+        stopped = f"it is {said}" if said in STOPPED else ""
         address = instance.get("PublicIpAddress" if self._config.address == "public" else "PrivateIpAddress") or ""
         if state is MachineState.RUNNING and not address:
             state = MachineState.PENDING
@@ -315,9 +328,9 @@ class Ec2Provisioner:
             offer=tags.get(OFFER, ""),
             state=state,
             url=f"http://{address}:{self._config.port}" if address else "",
-            reclaimed=bool(taken_back) or RECLAIMED in tags,
+            reclaimed=bool(taken_back or stopped) or RECLAIMED in tags,
             started_s=instance["LaunchTime"].timestamp(),
-            reason=taken_back or tags.get(RECLAIMED, "") or instance.get("StateTransitionReason", ""),
+            reason=taken_back or tags.get(RECLAIMED, "") or instance.get("StateTransitionReason", "") or stopped,
             island=self._config.island or f"aws/{region}",
         )
 

@@ -46,6 +46,18 @@ def is_live(pod: Object) -> bool:
     )
 
 
+def is_of(pod: Object, workload: Object, kind: str) -> bool:
+    """Whether this workload's controller counts it. Labels may fit Pods of other workloads, too, and stray ones. (A
+    LeaderWorkerSet's are labelled with its name.) A Deployment's ReplicaSet is named after it and the Pod's hash."""
+    if kind == "leaderworkerset":
+        return True
+    owner: Object = next((one for one in meta(pod).get("ownerReferences") or () if one.get("controller")), {})
+    if kind == "statefulset":
+        return bool(owner.get("uid") == meta(workload)["uid"])
+    made_of = (meta(pod).get("labels") or {}).get("pod-template-hash")
+    return bool(owner.get("kind") == "ReplicaSet") and owner.get("name") == f"{meta(workload)['name']}-{made_of}"
+
+
 def is_starting(pod: Object) -> bool:
     """Whether its controller would end it before any that runs, ready or not."""
     return not (pod.get("spec") or {}).get("nodeName") or (pod.get("status") or {}).get("phase") != "Running"

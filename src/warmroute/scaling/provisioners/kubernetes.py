@@ -30,7 +30,7 @@ from lightkube.types import PatchType
 
 from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.scaling.offer import Offer
-from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoCapacity
+from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoAnswer, NoCapacity
 from warmroute.scaling.provisioners import kube_pods as pods_of
 from warmroute.scaling.provisioners.configured import configured_offer, sanity_of
 from warmroute.scaling.provisioners.kube_pods import Object
@@ -63,6 +63,8 @@ class KubernetesProvisioner:
         self._sanity = sanity_of(config, free=True)
         self._kind: Any = KINDS[config.workload]
         self._may_see_nodes = True
+        self._turn = asyncio.Lock()
+        """Of two that are marked at once, the controller might end the one that was not asked for yet."""
         try:
             found = KubeConfig.from_file(config.kubeconfig) if config.kubeconfig else KubeConfig.from_env()
             one = found.get(config.context) if config.context else found.get()
@@ -95,7 +97,11 @@ class KubernetesProvisioner:
         return await self._bounded(self._status(), "status")
 
     async def terminate(self, machine: Machine) -> None:
-        await self._bounded(self._terminate(machine), "scale down")
+        async def in_turn() -> None:
+            async with self._turn:
+                await self._terminate(machine)
+
+        await self._bounded(in_turn(), "scale down")
 
     async def close(self) -> None:
         await self._client.close()
@@ -106,11 +112,11 @@ class KubernetesProvisioner:
             async with asyncio.timeout(self._config.timeout_s):
                 return await call
         except TimeoutError:
-            raise CloudError(f"{self.name}: {what} took longer than {self._config.timeout_s:g} s") from None
+            raise NoAnswer(f"{self.name}: {what} took longer than {self._config.timeout_s:g} s") from None
         except ApiError as error:
             message = f"{self.name}: {what}: {error.status.message or error}"
             raise (NoCapacity if "exceeded quota" in message else CloudError)(message) from None
-        except httpx2.HTTPError as error:
+        except (httpx2.HTTPError, KubeConfigError) as error:
             raise CloudError(f"{self.name}: {what}: {error or type(error).__name__}") from None
         except (ValueError, KeyError, TypeError) as error:
             raise CloudError(f"{self.name}: {what}: the answer cannot be read: {error!r}") from None
@@ -121,7 +127,8 @@ class KubernetesProvisioner:
 
     async def _pods(self, workload: Object) -> list[Object]:
         labels: Any = pods_of.selector_of(workload, self._config.workload)  # pairs: a key may come twice
-        return [_plain(pod) async for pod in self._client.list(Pod, labels=labels)]
+        found = [_plain(pod) async for pod in self._client.list(Pod, labels=labels)]
+        return [pod for pod in found if pods_of.is_of(pod, workload, self._config.workload)]
 
     async def _change(self, how: Callable[[Object], Object | None]) -> None:
         """Reads, changes and writes, and again where another writer was faster."""
@@ -140,11 +147,9 @@ class KubernetesProvisioner:
         raise CloudError(f"{self.name}: {self._config.workload_name} was changed by others {TRIES} times meanwhile")
 
     async def _status(self) -> list[Machine]:
-        workload = await self._workload()
-        pods = await self._pods(workload)
+        workload, pods = await self._hand_out_all()
         tokens = _tokens(workload)
         ended = _ended(workload)
-        await self._hand_out(tokens, _replicas(workload), [pod for pod in pods if _uid(pod) not in ended])
         nodes = await self._nodes_of(pods)
         last = max((pods_of.ordinal_of(pod) for pod in pods if pods_of.is_live(pod)), default=-1)
         held = {pods_of.notes(pod).get(pods_of.TOKEN) for pod in pods if pods_of.is_live(pod)}
@@ -190,6 +195,14 @@ class KubernetesProvisioner:
         ]
         return machines
 
+    async def _hand_out_all(self) -> tuple[Object, list[Object]]:
+        """The workload and its Pods, each with its token."""
+        workload = await self._workload()
+        pods = await self._pods(workload)
+        ended = _ended(workload)
+        await self._hand_out(_tokens(workload), _replicas(workload), [pod for pod in pods if _uid(pod) not in ended])
+        return workload, pods
+
     async def _hand_out(self, tokens: dict[str, str], replicas: int, pods: list[Object]) -> None:
         """Writes on each new Pod which token it was started for. The oldest without one were there before."""
         pods = [pod for pod in pods if pods_of.is_live(pod)]
@@ -233,7 +246,12 @@ class KubernetesProvisioner:
         workload = await self._workload()
         pods = await self._pods(workload)
         live = [pod for pod in pods if pods_of.is_live(pod)]
-        named = [pod for pod in live if pods_of.meta(pod)["name"] == machine.id]
+        others = _tokens(workload).keys() - {machine.token}
+        named = [
+            pod
+            for pod in live
+            if pods_of.meta(pod)["name"] == machine.id and pods_of.notes(pod).get(pods_of.TOKEN) not in others
+        ]
         holders = [pod for pod in live if pods_of.notes(pod).get(pods_of.TOKEN) == machine.token]
         if not named and not holders:
             # Gone, or never there: what is left of it is its token.
@@ -291,16 +309,22 @@ class KubernetesProvisioner:
         return _patch(workload, max(0, _replicas(workload) - 1), {TOKENS: tokens, ENDED: ended})
 
     async def _see_whom(self, victim: Object, before: dict[str, str]) -> None:
-        """Waits a little to see whom the controller ends; raises CloudError where it is another."""
+        """Waits a little to see whom the controller ends; raises CloudError where it is another, or where another went
+        meanwhile by itself: then the controller has as few as it was told, and the victim stays, in the other's place.
+        """
         uid = _uid(victim)
+        asked: set[str] = set()
         give_up_s = asyncio.get_running_loop().time() + CHOICE_S
         while asyncio.get_running_loop().time() < give_up_s:
             live = {_uid(pod) for pod in await self._pods(await self._workload()) if pods_of.is_live(pod)}
             if uid not in live:
                 return
-            others = [name for one, name in before.items() if one not in live]
+            asked.update(_ended(await self._workload()))  # several may be ended at once; each is said before it goes
+            others = [name for one, name in before.items() if one not in live and one not in asked]
             if others:
                 await self._change(lambda now: _without_ended(now, uid))
+                await self._annotate(victim, {pods_of.DELETION_COST: "0"})
+                await self._hand_out_all()
                 raise CloudError(
                     f"{self.name}: the controller ended {', '.join(others)} instead of {pods_of.meta(victim)['name']}"
                 )

@@ -1,24 +1,28 @@
 """skypilot: clusters of one node, through the `sky` command and the API server that the operator runs. SkyPilot is
 never imported: it takes seconds and 290 MB.
 
-A cluster's name is the deployment's and the token, so asking twice starts one. `sky launch` takes minutes: what fails
-at once is told at once, and the rest runs on by itself; whoever asks for the status learns how it ended.
+A cluster's name is the deployment's and the token, so asking twice starts one; clusters with other names are others'.
+`sky launch` and `sky down` take minutes: what fails at once is told at once, and the rest runs on by itself; whoever
+asks for the status learns how it ended. A cluster that has stopped, or that stays unhealthy, is still paid for: it is
+to be ended.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shlex
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
-from warmroute.config import ProvisionerConfig
+from warmroute.aside import aside
+from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.scaling.offer import Offer
-from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoCapacity
+from warmroute.scaling.provisioner import TOKEN, CloudError, Machine, MachineState, NoAnswer, NoCapacity
 from warmroute.scaling.provisioners import child
 from warmroute.scaling.provisioners.answers import beginning
 from warmroute.scaling.provisioners.configured import sanity_of
@@ -28,16 +32,26 @@ STATES = {
     "INIT": MachineState.PENDING,
     "PENDING": MachineState.PENDING,
     "UP": MachineState.RUNNING,
-    "AUTOSTOPPING": MachineState.ENDING,
-    "STOPPED": MachineState.ENDED,
 }
+STOPPED = ("AUTOSTOPPING", "STOPPING", "STOPPED")
+UNHEALTHY_S = 60.0
+"""SkyPilot also calls a cluster unhealthy that it could not reach just now: so long it may be well again."""
 NO_CAPACITY = re.compile(
     r"ResourcesUnavailableError|Failed to provision all|[Qq]uota|[Ii]nsufficient.{0,20}[Cc]apacity"
 )
+NOT_FOUND = re.compile(r"Cluster\(s\) not found|Cluster \S+ (was )?(not found|does not exist)|ClusterDoesNotExist")
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-LAUNCH_LIMIT_S = 3600.0
+LAUNCH_LIMIT_S = DOWN_LIMIT_S = 3600.0
+REFUSAL_SHARE = 0.5
+"""Of the time for a call: how long to wait for a launch to be refused."""
+LOOKUPS = 4
+"""Endpoints that are asked for at once: each is a process of hundreds of megabytes."""
 FORGET_S = 600.0
 """How long a launch that failed is still told of."""
+
+
+_Launched = tuple[str, float]
+"""A cluster's name, and when it was launched: with a new launch it may have another address."""
 
 
 class _Failed(msgspec.Struct, frozen=True):
@@ -50,15 +64,25 @@ class SkyPilotProvisioner:
     def __init__(self, config: ProvisionerConfig) -> None:
         self.name = config.label
         self._config = config
+        if not config.deployment[0].isalpha():
+            raise ConfigError(
+                f"provisioners.deployment: {config.deployment!r}: a name of SkyPilot's clusters begins with a letter"
+            )
         self._sanity = sanity_of(config)
-        self._thread = ThreadPoolExecutor(1, f"warmroute-{config.label}")
+        self._reading = asyncio.Semaphore(1)
         self._rows: dict[str, tuple[float, list[Row], list[str]]] = {}
         self._launching: dict[str, tuple[Offer, asyncio.Task[child.Said]]] = {}
         self._failed: dict[str, _Failed] = {}
-        self._urls: dict[tuple[str, int], str] = {}
+        self._ending: dict[str, asyncio.Task[child.Said]] = {}
+        """By cluster: a `sky down` that runs."""
+        self._urls: dict[_Launched, str] = {}
+        self._lookups: dict[_Launched, asyncio.Task[None]] = {}
+        self._lookup_places = asyncio.Semaphore(LOOKUPS)
+        self._unhealthy_s: dict[_Launched, float] = {}
+        """Since when."""
 
     async def offers(self) -> list[Offer]:
-        rows, said = await asyncio.get_running_loop().run_in_executor(self._thread, self._read_catalogue)
+        rows, said = await aside(self._read_catalogue, self.name, self._reading)
         priced = {row.name: row for row in rows}
         for name, usd in self._config.prices.items():
             cloud, region, kind, *market = name.split("/") if name.count("/") in (2, 3) else ("", "", "")
@@ -89,10 +113,15 @@ class SkyPilotProvisioner:
         )
 
     async def provision(self, offer: Offer, token: str) -> None:
-        if token in self._launching:
-            return
+        if not TOKEN.fullmatch(token):
+            raise CloudError(f"{self.name}: a cluster with the token {token!r} would not be found again")
+        give_up_s = time.monotonic() + self._config.timeout_s
         cluster = self._cluster(token)
-        if any(one.get("name") == cluster for one in await self._clusters()):
+        try:
+            clusters = await self._clusters()
+        except NoAnswer as error:
+            raise CloudError(str(error)) from None  # nothing was begun
+        if token in self._launching or any(one["name"] == cluster for one in clusters):
             return
         cloud, region, kind, *market = offer.name.split("/")
         command = [self._config.sky, "launch", "-y", "-d", "--cluster", cluster, "--infra", f"{cloud}/{region}"]
@@ -102,19 +131,23 @@ class SkyPilotProvisioner:
         self._launching[token] = offer, launch
         self._failed.pop(token, None)
         launch.add_done_callback(lambda _: self._settle(token))
-        await asyncio.wait([launch], timeout=self._config.timeout_s)
+        await asyncio.wait([launch], timeout=max(0.0, REFUSAL_SHARE * (give_up_s - time.monotonic())))
         if launch.done():
             said = launch.result()
             if said.code:
-                self._failed.pop(token, None)  # told here
                 raise _why(self.name, said)
 
     async def status(self) -> list[Machine]:
-        clusters = await self._clusters()
-        machines = await asyncio.gather(*(self._machine(one) for one in clusters))
+        give_up_s = time.monotonic() + self._config.timeout_s
+        clusters = await self._clusters("--refresh")
+        self._forget_gone(clusters)
+        await self._find_urls(clusters, give_up_s)
+        machines = [self._machine(one) for one in clusters]
         seen = {machine.token for machine in machines}
         now_s = time.monotonic()
-        self._failed = {token: one for token, one in self._failed.items() if now_s - one.when_s < FORGET_S}
+        self._failed = {
+            token: one for token, one in self._failed.items() if token in seen or now_s - one.when_s < FORGET_S
+        }
         for token, (offer, _launch) in self._launching.items():
             if token not in seen:
                 machines.append(
@@ -134,20 +167,38 @@ class SkyPilotProvisioner:
         return machines
 
     async def terminate(self, machine: Machine) -> None:
+        """Given up in between, the next call waits for the same `sky down`."""
+        cluster = self._cluster(machine.token)
+        if machine.id != cluster or not TOKEN.fullmatch(machine.token):
+            raise CloudError(f"{self.name}: {machine.id!r} is no cluster of {self._config.deployment!r}: left alone")
+        down = self._ending.get(cluster)
+        if down is None:
+            command = [self._config.sky, "down", "-y", cluster]
+            down = self._ending[cluster] = asyncio.create_task(
+                child.run(command, self.name, timeout_s=DOWN_LIMIT_S), name=f"sky down {cluster}"
+            )
+        await asyncio.wait([down], timeout=self._config.timeout_s)
+        if not down.done():
+            raise NoAnswer(f"{self.name}: sky down of {cluster} goes on after {self._config.timeout_s:g} s")
+        self._ending.pop(cluster, None)
+        said = down.result()
+        not_there = NOT_FOUND.search(_text(said))
+        if said.code and not not_there:
+            raise CloudError(f"{self.name}: sky down failed (exit {said.code}): {COLOUR.sub('', said.last_line)}")
+        if not_there and machine.token in self._launching:
+            raise CloudError(f"{self.name}: the launch of {cluster} has not come so far that it could be ended")
         launching = self._launching.pop(machine.token, None)
         if launching is not None:
             launching[1].cancel()
         self._failed.pop(machine.token, None)
-        said = await self._sky("down", "-y", machine.id)
-        if said.code and "not found" not in COLOUR.sub("", (said.out + said.err).decode(errors="replace")):
-            raise CloudError(f"{self.name}: sky down failed (exit {said.code}): {said.last_line}")
 
     async def close(self) -> None:
-        """Launches that run on are the API server's by now; only the commands that watch them end."""
-        for _offer, launch in self._launching.values():
-            launch.cancel()
-        await asyncio.gather(*(launch for _offer, launch in self._launching.values()), return_exceptions=True)
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """What runs on is the API server's by now; only the commands that watch it end."""
+        watching: list[asyncio.Task[Any]] = [launch for _offer, launch in self._launching.values()]
+        watching += [*self._ending.values(), *self._lookups.values()]
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
 
     def _settle(self, token: str) -> None:
         """A launch has ended, well or not."""
@@ -167,52 +218,98 @@ class SkyPilotProvisioner:
     async def _sky(self, *words: str) -> child.Said:
         return await child.run([self._config.sky, *words], self.name, timeout_s=self._config.timeout_s)
 
-    async def _clusters(self) -> list[dict[str, Any]]:
-        """Ours, by name. Before the JSON there may be lines of progress."""
-        said = await self._sky("status", "--refresh", "-o", "json")
+    async def _clusters(self, *words: str) -> list[dict[str, Any]]:
+        """Ours: those with a name that is made here. `prod` has nothing to do with `prod-eu-…` or `prod-notebook`."""
+        said = await self._sky("status", *words, "-o", "json")
         if said.code:
-            raise CloudError(f"{self.name}: sky status failed (exit {said.code}): {said.last_line}")
-        found = re.search(rb"^\s*\[", said.out, re.MULTILINE)
-        try:
-            read = msgspec.json.decode(said.out[found.start() :] if found else said.out, type=list[dict[str, Any]])
-        except (msgspec.DecodeError, msgspec.ValidationError):
-            raise CloudError(f"{self.name}: sky status answered no JSON; it begins {beginning(said.out)}") from None
-        return [one for one in read if str(one.get("name", "")).startswith(f"{self._config.deployment}-")]
+            raise CloudError(f"{self.name}: sky status failed (exit {said.code}): {COLOUR.sub('', said.last_line)}")
+        found = _table_in(said.out.decode(errors="replace"))
+        if found is None:
+            raise CloudError(f"{self.name}: sky status answered no JSON; it begins {beginning(said.out)}")
+        prefix = f"{self._config.deployment}-"
+        names = [str(one.get("name", "")) for one in found]
+        return [
+            one
+            for name, one in zip(names, found, strict=True)
+            if name.startswith(prefix) and TOKEN.fullmatch(name.removeprefix(prefix))
+        ]
 
-    async def _machine(self, cluster: dict[str, Any]) -> Machine:
-        name, launched = str(cluster["name"]), int(cluster.get("launched_at") or 0)
-        state = STATES.get(str(cluster.get("status")), MachineState.PENDING)
+    def _machine(self, cluster: dict[str, Any]) -> Machine:
+        name, launched_s = launched = _launched(cluster)
+        token = name.removeprefix(f"{self._config.deployment}-")
+        status, down = str(cluster.get("status")), self._ending.get(name)
+        state, url = STATES.get(status, MachineState.PENDING), ""
         reason = str(cluster.get("init_status_reason") or cluster.get("last_event") or "")
-        if cluster.get("status") == "INIT" and cluster.get("init_kind") == "unhealthy":
-            state = MachineState.ENDED  # what SkyPilot says of a cluster whose node was taken away
-        url = ""
-        if state is MachineState.RUNNING:
-            url = await self._url(name, launched)
+        if down is not None and not down.done():
+            state = MachineState.ENDING
+        elif state is MachineState.RUNNING:
+            url = self._urls.get(launched, "")
             if not url:
                 state, reason = MachineState.PENDING, f"port {self._config.port} is not open yet (resources.ports)"
+        left = self._left_over(cluster, token)
         return Machine(
             id=name,
-            token=name.removeprefix(f"{self._config.deployment}-"),
+            token=token,
             offer=_offer_of(str(cluster.get("last_creation_command") or "")),
             state=state,
             url=url,
-            started_s=float(launched),
-            reason=reason,
+            reclaimed=bool(left),
+            started_s=launched_s,
+            reason=reason or left,
             island=self._config.island or _island_of(cluster),
         )
 
-    async def _url(self, name: str, launched: int) -> str:
-        """Asked until it is known; it stays as it is until the cluster is launched anew."""
-        known = self._urls.get((name, launched))
-        if known:
-            return known
-        said = await self._sky("status", name, "--endpoint", str(self._config.port))
+    def _left_over(self, cluster: dict[str, Any], token: str) -> str:
+        """Why it is to be ended, where it is: nothing comes of it any more, and it is paid for."""
+        status = str(cluster.get("status"))
+        if status in STOPPED:
+            return f"it is {status.lower()}"
+        if self._stays_unhealthy(cluster):
+            return "it is unhealthy"
+        if status != "UP" and token in self._failed:
+            return self._failed[token].reason
+        return ""
+
+    def _stays_unhealthy(self, cluster: dict[str, Any]) -> bool:
+        """What SkyPilot says of a cluster whose node was taken away, or does not answer it."""
+        launched = _launched(cluster)
+        if cluster.get("status") != "INIT" or cluster.get("init_kind") != "unhealthy":
+            self._unhealthy_s.pop(launched, None)
+            return False
+        now_s = time.monotonic()
+        return now_s - self._unhealthy_s.setdefault(launched, now_s) >= UNHEALTHY_S
+
+    def _forget_gone(self, clusters: Iterable[dict[str, Any]]) -> None:
+        there = {_launched(one) for one in clusters}
+        names = {name for name, _when in there}
+        self._urls = {one: url for one, url in self._urls.items() if one in there}
+        self._unhealthy_s = {one: since_s for one, since_s in self._unhealthy_s.items() if one in there}
+        for name in [name for name, down in self._ending.items() if down.done() and name not in names]:
+            self._ending.pop(name).exception()  # it is gone, whatever was said
+
+    async def _find_urls(self, clusters: Iterable[dict[str, Any]], give_up_s: float) -> None:
+        """Asks for those that are not known, and waits as long as there is time; the rest goes on until the next
+        time. An address stays as it is until the cluster is launched anew."""
+        asked = []
+        for launched in {_launched(one) for one in clusters if one.get("status") == "UP"} - self._urls.keys():
+            lookup = self._lookups.get(launched)
+            if lookup is None or lookup.done():
+                lookup = self._lookups[launched] = asyncio.create_task(self._find_url(launched))
+            asked.append(lookup)
+        if asked:
+            await asyncio.wait(asked, timeout=max(0.0, give_up_s - time.monotonic()))
+        self._lookups = {launched: lookup for launched, lookup in self._lookups.items() if not lookup.done()}
+
+    async def _find_url(self, launched: _Launched) -> None:
+        async with self._lookup_places:
+            try:
+                said = await self._sky("status", launched[0], "--endpoint", str(self._config.port))
+            except CloudError:
+                return  # it is asked again
         lines = COLOUR.sub("", said.out.decode(errors="replace")).split()
         address = (lines[-1] if lines else "").removeprefix("http://").rstrip("/")
-        if said.code or not re.fullmatch(r"[^\s/@]+:[0-9]+", address):
-            return ""
-        self._urls[name, launched] = f"http://{address}"
-        return f"http://{address}"
+        if not said.code and re.fullmatch(r"[^\s/@]+:[0-9]+", address):
+            self._urls[launched] = f"http://{address}"
 
     def _read_catalogue(self) -> tuple[list[Row], list[str]]:
         """In a thread. A file is read again when it has changed; a cloud whose file is bad is said and left out."""
@@ -244,9 +341,29 @@ class SkyPilotProvisioner:
         return rows, said
 
 
+def _launched(cluster: dict[str, Any]) -> _Launched:
+    when = cluster.get("launched_at")
+    return str(cluster["name"]), float(when) if isinstance(when, (int, float)) else 0.0
+
+
+def _table_in(text: str) -> list[dict[str, Any]] | None:
+    """The list of clusters. Before and after it there may be lines of progress, which may begin with a bracket, too."""
+    for found in re.finditer(r"^\s*(?=\[)", text, re.MULTILINE):
+        try:
+            read, _end = json.JSONDecoder().raw_decode(text, found.end())
+        except ValueError:
+            continue
+        if all(isinstance(one, dict) for one in read):
+            return list(read)
+    return None
+
+
+def _text(said: child.Said) -> str:
+    return COLOUR.sub("", (said.out + said.err).decode(errors="replace"))
+
+
 def _why(who: str, said: child.Said) -> CloudError:
-    text = COLOUR.sub("", (said.out + said.err).decode(errors="replace"))
-    kind = NoCapacity if NO_CAPACITY.search(text) else CloudError
+    kind = NoCapacity if NO_CAPACITY.search(_text(said)) else CloudError
     return kind(f"{who}: sky launch failed (exit {said.code}): {COLOUR.sub('', said.last_line)}")
 
 

@@ -1,0 +1,56 @@
+"""What a cloud that is slow, half there or wrong does to what the driver sees of it (`scaling/cloud.py`)."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+from scripted_clouds import ScriptedCloud, World
+
+from warmroute.scaling.cloud import Cloud
+from warmroute.scaling.offer import Offer
+from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoAnswer
+
+
+async def test_a_machine_that_is_told_twice_is_one_and_stays() -> None:
+    """Pages that move while they are read tell of one twice."""
+    cloud = ScriptedCloud()
+    one = World(cloud, min_nodes=1)
+    await one.until(lambda: one.states == ["serving"])
+    (machine,) = cloud.running
+    cloud.told = [machine, msgspec.structs.replace(machine)]
+    await one.ticks(20)
+    assert one.states == ["serving"] and not cloud.ended
+    await one.driver.close()
+
+
+async def test_of_a_machine_that_is_told_twice_the_later_word_counts() -> None:
+    cloud = ScriptedCloud()
+    before = Machine(id="m", token="t", offer="small", state=MachineState.PENDING)
+    after = Machine(id="m", token="t", offer="small", state=MachineState.RUNNING, url="http://10.0.0.1:8000")
+    cloud.told = [before, after]
+    seen = Cloud(cloud, 30.0, time.monotonic)
+    assert await seen.look()
+    assert seen.machines == {"t": after} and seen.surplus == ()
+
+
+class Slow(ScriptedCloud):
+    """Gives up by itself when its own time is over, and says so."""
+
+    async def provision(self, offer: Offer, token: str) -> None:
+        raise NoAnswer("slow: provision took longer than 30 s")
+
+
+async def test_a_call_that_a_provisioner_gave_up_itself_may_have_been_heard() -> None:
+    cloud = Slow()
+    with pytest.raises(TimeoutError) as error:
+        await Cloud(cloud, 30.0, time.monotonic).provision(cloud.on_offer[0], "t")
+    assert isinstance(error.value, CloudError)
+    one = World(cloud, min_nodes=1)
+    await one.ticks(3)
+    (life,) = one.lives
+    assert one.states == ["requested"]
+    cloud.make(life.token)
+    await one.until(lambda: one.states == ["serving"])
+    await one.driver.close()
