@@ -97,6 +97,29 @@ def test_two_of_one_name_are_refused() -> None:
     assert len(from_table({"provisioners": [one, one | {"name": "second"}]}).provisioners) == 2
 
 
+EC2 = {"kind": "ec2", "regions": ["a", "b"], "instance_types": ["t"], "launch_template": "l"}
+SKY = {"kind": "skypilot", "task": "t.yaml", "clouds": ["aws"], "gpu": "L4"}
+KUBERNETES = {"kind": "kubernetes", "workload_name": "vllm", "gpu": "L4"}
+
+
+@pytest.mark.parametrize(
+    ("one", "same", "apart"),
+    [
+        (EC2, {"regions": ["b", "c"]}, {"regions": ["c"]}),
+        (EC2, {"instance_types": ["u"]}, {"deployment": "other"}),
+        (SKY, {"clouds": ["gcp"]}, {"deployment": "other"}),
+        (KUBERNETES, {"gpu": "H100"}, {"workload_name": "sglang"}),
+        (KUBERNETES, {"deployment": "other"}, {"context": "elsewhere"}),
+    ],
+)
+def test_two_that_would_see_each_others_machines_are_refused(
+    one: dict[str, Any], same: dict[str, Any], apart: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=r"would see, and end, each other's machines: (give|scale) each"):
+        from_table({"provisioners": [one, one | {"name": "second"} | same]})
+    assert len(from_table({"provisioners": [one, one | {"name": "second"} | apart]}).provisioners) == 2
+
+
 @pytest.mark.parametrize(("kind", "library"), [("ec2", "boto3"), ("kubernetes", "lightkube")])
 def test_a_missing_extra_is_said(kind: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("warmroute.scaling.provisioners.")]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Annotated, Literal
 
 import msgspec
@@ -148,6 +149,24 @@ def check_provisioners(provisioners: tuple[ProvisionerConfig, ...]) -> None:
             raise ConfigError(f"provisioners: two are named {one.label!r}: give each its own name")
         names.add(one.label)
         _check(one)
+    for one, other in combinations(provisioners, 2):
+        if one.kind == other.kind and _see_the_same(one, other):
+            raise ConfigError(
+                f"provisioners: {one.label!r} and {other.label!r} would see, and end, each other's machines: "
+                + ("scale each workload once" if one.kind == "kubernetes" else "give each its own deployment")
+            )
+
+
+def _see_the_same(one: ProvisionerConfig, other: ProvisionerConfig) -> bool:
+    """Of two of one kind. What a command or a webhook sees is its own affair; processes are kept by name."""
+    if one.kind == "kubernetes":
+        where = ("workload", "workload_name", "namespace", "kubeconfig", "context")
+        return all(getattr(one, key) == getattr(other, key) for key in where)
+    if one.deployment != other.deployment:
+        return False
+    if one.kind == "ec2":
+        return one.endpoint_url == other.endpoint_url and not set(one.regions).isdisjoint(other.regions)
+    return one.kind == "skypilot" and one.sky == other.sky
 
 
 def _check(one: ProvisionerConfig) -> None:
