@@ -35,6 +35,22 @@ async def test_of_a_machine_that_is_told_twice_the_later_word_counts() -> None:
     assert seen.machines == {"t": after} and seen.surplus == ()
 
 
+async def test_news_of_machines_does_not_wait_for_offers_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spot machine's notice is told by the status."""
+    monkeypatch.setattr("warmroute.scaling.cloud.OFFERS_PATIENCE_S", 0.05)
+    cloud = ScriptedCloud()
+    cloud.hangs.add("offers")
+    machine = cloud.make("t")
+    seen = Cloud(cloud, 30.0, time.monotonic)
+    assert await seen.look() and seen.machines == {"t": machine} and not seen.offers
+    reclaimed = cloud.change(machine, reclaimed=True)
+    assert await seen.look() and seen.machines == {"t": reclaimed}
+    assert cloud.calls.count("offers") == 1, "the first is still under way"
+    cloud.hangs.clear()
+    assert await seen.look() and [offer.name for offer in seen.offers] == ["small"]
+    await seen.close()
+
+
 class Slow(ScriptedCloud):
     """Gives up by itself when its own time is over, and says so."""
 

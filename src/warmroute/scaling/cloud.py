@@ -19,6 +19,8 @@ OFFERS_S: Final = 60.0
 """How often it is asked what it offers."""
 OFFERS_RETRY_S: Final = 10.0
 """… and how soon again where it did not say."""
+OFFERS_PATIENCE_S: Final = 1.0
+"""So long a look at its machines waits for its offers."""
 REST_TIMES: Final = 2.0
 REST_LIMIT_S: Final = 10.0
 """One that takes long to tell of its machines is left alone for so many times as long, at most so long."""
@@ -49,6 +51,8 @@ class Cloud:
         """Whether it has told of its machines, or failed to."""
         self.next_s = self._offers_due_s = float("-inf")
         """When to look again."""
+        self._offering: asyncio.Task[None] | None = None
+        """It is being asked what it offers."""
         self._problems: dict[str, str] = {}
         """What failed when it was last tried, and why."""
         self._nameless: set[str] = set()
@@ -59,21 +63,27 @@ class Cloud:
         return "; ".join(dict.fromkeys(self._problems.values()))
 
     async def look(self) -> bool:
-        """Asks for its machines, and now and then for its offers. Whether it told of its machines."""
-        if self._now() >= self._offers_due_s:
-            offers = await self._call("what it offers", self._provisioner.offers())
-            if offers is not None:
-                self.offers = tuple(msgspec.structs.replace(offer, provisioner=self.name) for offer in offers)
-            self._offers_due_s = self._now() + (OFFERS_S if offers is not None else OFFERS_RETRY_S)
+        """Asks for its machines, and now and then for its offers: these come later where they take long, and the news
+        of machines does not wait for them. Whether it told of its machines."""
         asked_s = self._now()
+        if self._offering is None and asked_s >= self._offers_due_s:
+            self._offering = asyncio.create_task(self._look_at_offers())
         machines = await self._call("its machines", self._provisioner.status())
         self.has_spoken = True
         self.next_s = self._now() + min(REST_LIMIT_S, REST_TIMES * (self._now() - asked_s))
-        if machines is None:
-            return False
-        self._take(machines)
-        self.asked_s = asked_s
-        return True
+        if machines is not None:
+            self._take(machines)
+            self.asked_s = asked_s
+        if self._offering is not None:
+            await asyncio.wait((self._offering,), timeout=OFFERS_PATIENCE_S)
+        return machines is not None
+
+    async def _look_at_offers(self) -> None:
+        offers = await self._call("what it offers", self._provisioner.offers())
+        if offers is not None:
+            self.offers = tuple(msgspec.structs.replace(offer, provisioner=self.name) for offer in offers)
+        self._offers_due_s = self._now() + (OFFERS_S if offers is not None else OFFERS_RETRY_S)
+        self._offering = None
 
     def _take(self, told: Iterable[Machine]) -> None:
         before, found, surplus = self.machines, dict[str, Machine](), []
@@ -115,6 +125,8 @@ class Cloud:
         return bool(await self._call(_end_of(machine), end()))
 
     async def close(self) -> None:
+        if self._offering is not None:
+            self._offering.cancel()
         await self._call("its goodbye", self._provisioner.close())
 
     def offer(self, name: str) -> Offer | None:
