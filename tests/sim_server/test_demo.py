@@ -64,11 +64,12 @@ def test_no_child_outlives_the_demo(number: signal.Signals, tmp_path: Path) -> N
 
 def engines_of(demo: int) -> list[int]:
     """Those that its router has started: they are no children of the demo's."""
-    tied = f"warmroute.sim.demo.tied\0{demo}\0".encode()
+    tied = f"warmroute.sim.tied\0{demo}\0".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if tied in path.read_bytes():
+            command = path.read_bytes()
+            if tied in command and b"\0engine\0" in command:
                 found.append(int(path.parent.name))
         except OSError:
             continue  # gone meanwhile

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,12 +14,6 @@ from types import TracebackType
 from warmroute.config import ConfigError
 
 GRACE_S = 3.0
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Child:
@@ -31,12 +23,11 @@ class Child:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
         self.name = f"warmroute {arguments[0]}"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "warmroute.cli.main", *arguments],
+            [sys.executable, "-m", "warmroute.sim.tied", str(os.getpid()), "-", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._said,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
         )
 
     def first_line(self) -> bytes:

@@ -5,7 +5,6 @@
     scale.py             a load that rises and falls, and a fleet that follows it
       scaled_fleet.py    the router with its scaling, the engines that it starts, and their certain end
       rising_load.py     requests at a rate that may change, and what became of each
-      tied.py            an engine that ends with the demo, whatever happens to the router
     routers.py           the router as a child process
     show_comparison.py, show_scaling.py    what is seen of it on a terminal
 

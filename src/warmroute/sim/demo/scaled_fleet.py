@@ -68,7 +68,7 @@ class ScaledFleet:
         self._port = port
         self.shape = shape
         engine = ["engine", "--port", "{port}", "--profile", shape.profile, "--speed", f"{shape.speed:g}"]
-        tied = [sys.executable, "-m", "warmroute.sim.demo.tied", str(os.getpid()), str(folder / "engine-{token}.log")]
+        tied = [sys.executable, "-m", "warmroute.sim.tied", str(os.getpid()), str(folder / "engine-{token}.log")]
         self._provisioner = ProvisionerConfig(
             kind="process",
             deployment=f"demo-{os.getpid()}",
