@@ -61,6 +61,10 @@ class Waiting:
         self.as_of = 0
         """The change up to which that counts everything."""
 
+    def may_go_to(self, node: Node) -> bool:
+        query = self.decision.query
+        return query is not None and node.name in query.candidates.by_name
+
 
 class Tenant:
     __slots__ = ("_of_node", "done", "waiting")
@@ -107,11 +111,13 @@ class Tenant:
             del self._of_node[node]
 
     def looked_at(self, node: Node, most: int) -> Iterator[list[Waiting]]:
-        """Those who came first, and may think of that node anew; then, where none of them does, those who wait for it:
-        however many wait for other nodes or models, they hide nobody."""
-        yield list(islice(self.waiting.values(), most))
-        if len(self.waiting) > most and (there := self._of_node.get(node)):
-            yield list(islice(there.values(), most))
+        """Those who came first. Then, where none of them may go to that node at all, those who wait for it: however
+        many wait for other models or islands, they hide nobody. Where they might go there and would rather not, the
+        turn is another tenant's."""
+        first = list(islice(self.waiting.values(), most))
+        yield first
+        if len(self.waiting) > most and not any(waiting.may_go_to(node) for waiting in first):
+            yield list(islice(self._of_node.get(node, {}).values(), most))
 
 
 class WaitingRoom:
