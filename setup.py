@@ -7,9 +7,9 @@ setup(
         Extension(
             f"warmroute._kernel.{name}",
             [f"src/warmroute/_kernel/{name}.c"],
-            depends=["src/warmroute/_kernel/_json.h", "src/warmroute/_kernel/_mirror.h"],
+            depends=[f"src/warmroute/_kernel/{header}.h" for header in ("_books", "_json", "_match", "_mirror")],
             extra_compile_args=["-O3"],
         )
-        for name in ("_hash", "_http", "_index", "_messages", "_price", "_recency", "_scan")
+        for name in ("_books", "_hash", "_http", "_index", "_messages", "_price", "_recency", "_scan")
     ]
 )

@@ -310,3 +310,37 @@ def test_a_store_that_is_refused_half_way_leaves_nothing_behind():
             index.close_place(place)
         assert index.stats()["blocks"] == index.stats()["sets"] == 0
     assert refused > 100
+
+
+@given(st.integers(0, 2**32), st.integers(1, 9), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_long_prompts_at_mirrored_places(seed, n_places, told):
+    """Where few places hold a long prompt, their mirrors are asked how far it goes."""
+    source = random.Random(seed)
+    index, plain = BlockIndex(1 << 26), PlainIndex()
+    mirrors = {}
+    for _ in range(n_places):
+        pair = Recency(150), Recency(150)
+        place = index.open_place(pair[0])
+        plain.open_place(place, pair[1])
+        mirrors[place] = pair
+    other = index.open_place()
+    plain.open_place(other)
+    trunk = [source.getrandbits(64) for _ in range(80)]
+    prompts = [trunk[: source.randrange(81)] + [source.getrandbits(64) for _ in range(40)] for _ in range(5)]
+    for stamp in range(30):
+        place, prompt = source.choice(list(mirrors)), source.choice(prompts)
+        part = prompt[: source.randrange(1, len(prompt) + 1)]
+        if source.random() < 0.7:
+            assert unpacked(index.keep(place, packed(part), stamp)) == plain.keep(place, part, stamp)
+        else:
+            first = source.randrange(len(part))
+            for recency in mirrors[place]:
+                recency.drop(packed(part), packed(part[first:]))
+            for side in (index, plain):
+                side.remove_chain(place, part[first:], Tier.GPU)
+        if told and source.random() < 0.3:
+            for side in (index, plain):
+                side.store_chain(other, part, Tier.CPU)
+        for asked in prompts:
+            assert in_order(index.match(packed(asked))) == in_order(plain.match(asked))

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmroute._kernel._price import CacheState, Hit, NodeState, SpeedState, add_hits, price_nodes
+from warmroute._kernel._books import NodeState, SpeedState
+from warmroute._kernel._index import BlockIndex, chain
+from warmroute._kernel._price import CacheState, Hit, add_hits, match_hits, price_nodes
 from warmroute.config import Health, Index, NodeConfig, Pricing, Routing
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node
@@ -112,7 +114,7 @@ def test_prices_are_those_of_the_terms(
     adapter_ms = array("d", adapters[: len(nodes)]) if adapters is not None else None
     prices = price_nodes(
         tuple(nodes), tuple(caches), hits, reuse.chances, adapter_ms, NOW_S, (tokens, output), due, behind,
-        pace.line, settings,
+        pace, settings,
     )  # fmt: skip
     assert len(prices) == len(nodes)
     token_ms = [node.speed.factor * pace.token_ms(node.context) for node in nodes]
@@ -218,6 +220,39 @@ def test_hits_are_those_of_the_definition(data: st.DataObject) -> None:
         assert (found[name].tokens, found[name].expected) == (tokens, pytest.approx(expected, rel=1e-12))
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 40)), max_size=12),
+    st.integers(0, 3), st.integers(0, 40), st.sampled_from([0, 640]),
+)  # fmt: skip
+def test_hits_that_are_matched_are_those_of_the_rows(kept, prompt: int, length: int, sure: int) -> None:
+    beliefs = Beliefs(Index(assumed_cache_tokens=16 * 50))
+    caches = [beliefs.join(f"n{number}", ["m"]) for number in range(4)]
+    caches[3].follow(0)
+    chains = [chain(7, None, array("I", [0] * 160 + [number] * 480), 16) for number in range(4)]
+    for at, (node, which, blocks) in enumerate(kept):
+        caches[node].keep(chains[which][: 8 * blocks], float(at))
+        if node == 3:
+            beliefs.index.store_chain(caches[3].ranks[0], chains[which][: 8 * (blocks // 2)], 1)
+    asked = chains[prompt][: 8 * length]
+    common = (beliefs._owners, 16, (39, sure // 16, False), NOW_S, (1.0, 2.0), WORTH[1:])
+    by_rows: dict[str, Hit] = {}
+    add_hits(by_rows, beliefs.index.match(asked), *common)
+    matched: dict[str, Hit] = {}
+    match_hits(matched, beliefs.index, asked, *common)
+    assert {name: repr(hit) for name, hit in matched.items()} == {name: repr(hit) for name, hit in by_rows.items()}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [((None, b""), TypeError), ((1, b""), TypeError), ((2, [1]), TypeError), ((2, b"1"), ValueError)],
+)
+def test_what_cannot_be_matched_is_refused(wrong, error: type[Exception]) -> None:
+    index, hashes = wrong
+    given = BlockIndex(1 << 20) if index == 2 else index
+    with pytest.raises(error):
+        match_hits({}, given, hashes, {}, 16, (1, 1, True), NOW_S, (1.0, 2.0), WORTH[1:])
+
+
 def test_of_hits_worth_the_same_the_rank_that_told_counts() -> None:
     cache = Beliefs(Index()).join("n", ["m"])
     cache.heard_s = NOW_S
@@ -256,6 +291,25 @@ def test_whatever_happens_to_a_cache_its_state_says_what_its_recency_says(steps:
         assert cache.oldest_s == recency.oldest or (recency.oldest is None and math.isnan(cache.oldest_s))
 
 
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(0, 700), st.booleans()), max_size=20))
+def test_a_prompt_and_its_answer_are_kept_as_its_recency_and_the_index_would(steps) -> None:
+    cache, twin = (Beliefs(Index(assumed_cache_tokens=1600)).join("n", ["m"]) for _ in range(2))
+    chains = [chain(7, None, array("I", [0] * 160 + [number] * 480), 16) for number in range(4)]
+    for at, (which, blocks, tokens, prefilled) in enumerate(steps):
+        prompt, now_s = chains[which][: 8 * blocks], float(at)
+        uses = twin.recency.uses(prompt, tokens // 16, twin.prefilled_s) if tokens >= 16 else None
+        assert cache.keep_with_uses(prompt, tokens, now_s) == (twin.keep(prompt, now_s), uses)
+        assert (cache.free_blocks, cache.oldest_s) == (twin.free_blocks, twin.oldest_s)
+        cache.keep_answer(tokens, now_s)
+        if tokens >= 16:
+            twin._index.remove_chain(twin.routed_place, twin.recency.push(tokens // 16, now_s), 0)
+        assert (cache.free_blocks, cache.oldest_s) == twin.recency.room
+        for other in chains:
+            assert [row[1:] for row in cache._index.match(other)] == [row[1:] for row in twin._index.match(other)]
+        if prefilled:
+            cache.prefilled_s = twin.prefilled_s = now_s
+
+
 def test_a_node_whose_cache_comes_or_goes_is_priced_with_what_there_is() -> None:
     fleet, beliefs = Fleet(Health()), Beliefs(Index())
     node = fleet.add(NodeConfig(url="http://n:1", models=("m",)))
@@ -279,7 +333,7 @@ def test_a_node_whose_cache_comes_or_goes_is_priced_with_what_there_is() -> None
 
 # What it refuses, and what it leaves behind.
 
-COMMON = (None, 1.0, (1.0, 1.0), (0.0, 0.0), 0.0, (1.0, 1.0, 0.0, 0.0), (1.0, 1.0, True, True, True))
+COMMON = (None, 1.0, (1.0, 1.0), (0.0, 0.0), 0.0, Pace(), (1.0, 1.0, True, True, True))
 CHANCES = array("d", [0.0])
 
 

@@ -21,6 +21,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "_match.h"
 #include "_mirror.h"
 #include <stdint.h>
 #include <stdlib.h>
@@ -30,7 +31,6 @@
 #include <emmintrin.h>
 #endif
 
-#define TIERS 4
 #define MAX_PLACES 32767
 #define MIN_BUDGET_BYTES 65536
 #define MAX_BLOCK_TOKENS 65536
@@ -969,12 +969,6 @@ static uint64_t remove_all(BlockIndex *ix, uint32_t at_place, const uint64_t *ke
 
 /* ---- Match ---- */
 
-/* A depth for each tier: how far this tier and those nearer to the GPU reach without a gap. */
-typedef struct {
-    uint32_t place;
-    uint32_t depth[TIERS];
-} reach;
-
 /* Those still running, by rising place. */
 typedef struct {
     uint32_t *who;  /* as a member that has it on the GPU */
@@ -1071,6 +1065,21 @@ static int start_race(const BlockIndex *ix, heat *h, uint32_t holders) {
     return 1;
 }
 
+#define FEW_MIRRORS 4 /* where there are so many blocks for each runner, it is quicker to ask their mirrors */
+
+/* Where all runners are mirrored: their mirrors say how far each of them gets, piece by piece. 0 where that is not so. */
+static int ask_mirrors(const BlockIndex *ix, race *r, const uint8_t *hashes, size_t n) {
+    if (n < FEW_MIRRORS * (size_t)r->n)
+        return 0;
+    for (uint32_t i = 0; i < r->n; i++)
+        if (!ix->places[r->who[i] >> 4].mirror)
+            return 0;
+    for (uint32_t i = 0; i < r->n; i++)
+        stop(r, r->runs[i], r->runs[i], (uint32_t)mirrors->held(ix->places[r->who[i] >> 4].mirror, hashes, n));
+    r->n = 0;
+    return 1;
+}
+
 /* Runs the hashes down to where nobody holds the next block. Returns 0 without memory. */
 static int run_match(BlockIndex *ix, heat *h, const uint8_t *hashes, size_t n) {
     uint32_t last = 0, depth = 0;
@@ -1092,6 +1101,8 @@ static int run_match(BlockIndex *ix, heat *h, const uint8_t *hashes, size_t n) {
             if (i == 0) {
                 if (!start_race(ix, h, holders))
                     return 0;
+                if (ask_mirrors(ix, &h->race, hashes, n))
+                    return 1;
             } else if (holders != last) {
                 uint32_t two[2], n_members;
                 const uint32_t *members = members_of(ix, holders, two, &n_members);
@@ -1718,15 +1729,21 @@ static always_inline const uint8_t *bytes_at(PyObject *tuple, Py_ssize_t at, siz
     return (const uint8_t *)PyBytes_AS_STRING(bytes);
 }
 
-static PyObject *index_keep(BlockIndex *ix, PyObject *const *args, Py_ssize_t n_args) {
-    uint32_t at_place, still;
-    if (expect(n_args, 3, 3, "(place, hashes, stamp)") < 0 || read_place(ix, args[0], &at_place) < 0)
-        return NULL;
+static PyObject *mirror_at(const BlockIndex *ix, uint32_t at_place) {
     PyObject *mirror = ix->places[at_place].mirror;
-    if (!mirror) {
+    if (!mirror)
         PyErr_SetString(PyExc_ValueError, "the place has no mirror");
+    return mirror;
+}
+
+/* Returns the new ones; into `s`, what else is asked for. */
+static PyObject *keep(BlockIndex *ix, PyObject *const *args, sending *s) {
+    uint32_t at_place, still;
+    if (read_place(ix, args[0], &at_place) < 0)
         return NULL;
-    }
+    PyObject *mirror = mirror_at(ix, at_place);
+    if (!mirror)
+        return NULL;
     if (!PyBytes_CheckExact(args[1])) {
         PyErr_SetString(PyExc_TypeError, "hashes must be bytes");
         return NULL;
@@ -1735,7 +1752,8 @@ static PyObject *index_keep(BlockIndex *ix, PyObject *const *args, Py_ssize_t n_
     for (Py_ssize_t n = PyBytes_GET_SIZE(args[1]) / 8; n > 0 && charged_bytes(ix) > ix->soft_bytes; n--)
         make_room(ix);
     Py_INCREF(mirror);
-    PyObject *changes = mirrors->touch(mirror, args + 1, 2), *new = NULL;
+    mirror_uses before = {s ? s->depth : 0, s ? s->latest : 0.0, NULL};
+    PyObject *changes = mirrors->touch(mirror, args + 1, 2, &before), *new = NULL;
     if (changes && read_place(ix, args[0], &still) == 0) { /* which a collection of garbage may have closed */
         size_t n_new, n_gone;
         const uint8_t *came = bytes_at(changes, 0, &n_new), *went = bytes_at(changes, 1, &n_gone);
@@ -1747,9 +1765,20 @@ static PyObject *index_keep(BlockIndex *ix, PyObject *const *args, Py_ssize_t n_
             sweep(ix, 16 + 2 * n_new);
         new = Py_NewRef(PyTuple_GET_ITEM(changes, 0));
     }
+    if (new && s) {
+        s->new = new;
+        s->uses = before.uses;
+        mirrors->room(mirror, &s->free_blocks, &s->oldest_s);
+    } else {
+        Py_XDECREF(before.uses);
+    }
     Py_XDECREF(changes);
     Py_DECREF(mirror);
     return new;
+}
+
+static PyObject *index_keep(BlockIndex *ix, PyObject *const *args, Py_ssize_t n_args) {
+    return expect(n_args, 3, 3, "(place, hashes, stamp)") < 0 ? NULL : keep(ix, args, NULL);
 }
 
 static PyObject *removed(BlockIndex *ix, PyObject *const *args, Py_ssize_t n_args, int own) {
@@ -1950,6 +1979,38 @@ static PyTypeObject BlockIndexType = {
     .tp_methods = index_methods,
 };
 
+/* ---- For prices ---- */
+
+static int match_each(PyObject *index, const uint8_t *hashes, size_t n, int (*each)(const reach *, void *), void *with) {
+    heat h;
+    if (!run_match((BlockIndex *)index, &h, hashes, n)) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    int failed = 0;
+    for (uint32_t i = 0; i < h.n_reached && !failed; i++)
+        failed = each(&h.race.reached[i], with) < 0;
+    PyMem_RawFree(h.many);
+    return failed ? -1 : 0;
+}
+
+static int send_to(PyObject *index, PyObject *const *args, sending *s) { return keep((BlockIndex *)index, args, s) ? 0 : -1; }
+
+static int push_to(PyObject *index, PyObject *const *args, sending *s) {
+    BlockIndex *ix = (BlockIndex *)index;
+    uint32_t at_place;
+    PyObject *mirror = read_place(ix, args[0], &at_place) < 0 ? NULL : mirror_at(ix, at_place);
+    PyObject *evicted = mirror ? mirrors->push(mirror, args + 1, 2) : NULL;
+    if (!evicted)
+        return -1;
+    let_go_all(ix, at_place, (const uint8_t *)PyBytes_AS_STRING(evicted), (size_t)PyBytes_GET_SIZE(evicted) / 8);
+    mirrors->room(mirror, &s->free_blocks, &s->oldest_s);
+    Py_DECREF(evicted);
+    return 0;
+}
+
+static match_api for_prices = {&BlockIndexType, match_each, send_to, push_to};
+
 /* ---- The module ---- */
 
 static PyMethodDef methods[] = {
@@ -1974,10 +2035,12 @@ PyMODINIT_FUNC PyInit__index(void) {
         return NULL;
     if (PyType_Ready(&BlockIndexType) < 0)
         return NULL;
-    PyObject *m = PyModule_Create(&module);
-    if (m && (PyModule_AddObjectRef(m, "BlockIndex", (PyObject *)&BlockIndexType) < 0 ||
+    PyObject *m = PyModule_Create(&module), *api = PyCapsule_New(&for_prices, MATCH_API, NULL);
+    if (m && (!api || PyModule_AddObjectRef(m, MATCH_API, api) < 0 ||
+              PyModule_AddObjectRef(m, "BlockIndex", (PyObject *)&BlockIndexType) < 0 ||
               PyModule_AddIntMacro(m, NO_PARENT) < 0 || PyModule_AddIntMacro(m, PARENT_LOST) < 0 ||
               PyModule_AddIntMacro(m, MIN_BUDGET_BYTES) < 0))
         Py_CLEAR(m);
+    Py_XDECREF(api);
     return m;
 }

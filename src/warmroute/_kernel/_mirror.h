@@ -6,12 +6,25 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* As Recency.uses: what is asked of the moment before a touch, and the answer. */
+typedef struct {
+    Py_ssize_t depth; /* 0: nothing */
+    double latest;
+    PyObject *uses;
+} mirror_uses;
+
 typedef struct {
     PyTypeObject *type;
-    /* As Recency.touch: (hashes, stamp) to (new hashes, evicted hashes). */
-    PyObject *(*touch)(PyObject *mirror, PyObject *const *args, Py_ssize_t n_args);
+    /* As Recency.touch: (hashes, stamp) to (new hashes, evicted hashes). `before` may be NULL. */
+    PyObject *(*touch)(PyObject *mirror, PyObject *const *args, Py_ssize_t n_args, mirror_uses *before);
+    /* As Recency.push: (count, stamp) to the evicted hashes. */
+    PyObject *(*push)(PyObject *mirror, PyObject *const *args, Py_ssize_t n_args);
+    /* As Recency.room. */
+    void (*room)(PyObject *mirror, Py_ssize_t *blocks, double *oldest);
     /* Blocks with names. */
     uint64_t (*count)(PyObject *mirror);
+    /* How many leading ones of a prompt's hashes are held. */
+    size_t (*held)(PyObject *mirror, const uint8_t *hashes, size_t n);
     /* Lets the oldest go, up to so many with names, and writes them to `out`; how many those were. */
     size_t (*shed)(PyObject *mirror, uint64_t *out, size_t most);
     /* All of them, as bytes, in no order. */

@@ -2,7 +2,8 @@
  *
  * The rules:
  * - The state that a price is made of lies in plain structs, which the classes of Python inherit from: they write it, and
- *   nothing is kept twice. Here it is only read.
+ *   nothing is kept twice. Here it is only read, but for the room of a cache, which is noted when a prompt is sent there.
+ *   Nodes, their speed and their model's pace are those of _books.h.
  * - A formula is the one in Python, operation by operation: routing/terms.py and fleet/speed.py for the price,
  *   index/confidence.py and index/reuse.py for what a belief counts.
  *
@@ -10,11 +11,12 @@
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+
+#include "_books.h"
+#include "_match.h"
 #include <math.h>
 #include <stddef.h>
 #include <structmember.h>
-
-#define always_inline inline __attribute__((always_inline))
 
 /* fleet/speed.py */
 #define ATTENTION 4e-5
@@ -39,27 +41,13 @@
 /* index/node_cache.py: in the place of a rank, what was routed there */
 #define ROUTED -1
 
-typedef struct {
-    PyObject_HEAD
-    double ms_per_token, factor;
-} SpeedState;
+static const books_api *books;
+static const match_api *matches;
 
 typedef struct {
     PyObject_HEAD
     double predicted, came_true, at_s;
 } AccuracyState;
-
-/* What NodeState and CacheState begin with. */
-typedef struct {
-    PyObject_HEAD
-    PyObject *name, *part;
-} Named;
-
-typedef struct {
-    Named named; /* its part: a SpeedState */
-    double pending_work, kv_usage, kv_delta, distance_ms, arrival_rate, arrival_s;
-    Py_ssize_t context, kv_new, inflight, foreign;
-} NodeState;
 
 typedef struct {
     Named named; /* its part: an AccuracyState */
@@ -92,36 +80,6 @@ static always_inline double own_of(const price *p) {
     return p->wait + p->prefill + p->room + p->adapter + p->distance;
 }
 
-static always_inline double larger(double a, double b) { return a > b ? a : b; }
-
-static always_inline double smaller(double a, double b) { return a < b ? a : b; }
-
-/* ---- Arguments: taken one by one, since a format that is parsed takes longer than the prices of many nodes ---- */
-
-static always_inline int as_double(PyObject *given, double *to) {
-    *to = PyFloat_CheckExact(given) ? PyFloat_AS_DOUBLE(given) : PyFloat_AsDouble(given);
-    return *to == -1.0 && PyErr_Occurred() ? -1 : 0;
-}
-
-static always_inline int as_size(PyObject *given, Py_ssize_t *to) {
-    *to = PyLong_AsSsize_t(given);
-    return *to == -1 && PyErr_Occurred() ? -1 : 0;
-}
-
-static int check_count(Py_ssize_t given, Py_ssize_t expected) {
-    if (given == expected)
-        return 0;
-    PyErr_Format(PyExc_TypeError, "expected %zd arguments, not %zd", expected, given);
-    return -1;
-}
-
-static int check_type(PyObject *given, PyTypeObject *type) {
-    if (PyObject_TypeCheck(given, type))
-        return 0;
-    PyErr_Format(PyExc_TypeError, "expected a %s", type->tp_name);
-    return -1;
-}
-
 static int check_tuple(PyObject *given, Py_ssize_t length) {
     if (PyTuple_Check(given) && PyTuple_GET_SIZE(given) == length)
         return 0;
@@ -139,20 +97,6 @@ static int as_doubles(PyObject *tuple, Py_ssize_t count, double *const *to) {
 
 /* ---- State ---- */
 
-static PyMemberDef speed_members[] = {
-    {"ms_per_token", T_DOUBLE, offsetof(SpeedState, ms_per_token), 0, NULL},
-    {"factor", T_DOUBLE, offsetof(SpeedState, factor), 0, NULL},
-    {NULL, 0, 0, 0, NULL}};
-
-static PyTypeObject SpeedType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "warmroute._kernel._price.SpeedState",
-    .tp_doc = "What a price takes from a node's speed.",
-    .tp_basicsize = sizeof(SpeedState),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-    .tp_new = PyType_GenericNew,
-    .tp_members = speed_members,
-};
-
 static PyMemberDef accuracy_members[] = {
     {"_predicted", T_DOUBLE, offsetof(AccuracyState, predicted), 0, NULL},
     {"_came_true", T_DOUBLE, offsetof(AccuracyState, came_true), 0, NULL},
@@ -168,70 +112,11 @@ static PyTypeObject AccuracyType = {
     .tp_members = accuracy_members,
 };
 
-static int named_traverse(Named *self, visitproc visit, void *arg) {
-    Py_VISIT(self->name);
-    Py_VISIT(self->part);
-    return 0;
-}
-
-static int named_clear(Named *self) {
-    Py_CLEAR(self->name);
-    Py_CLEAR(self->part);
-    return 0;
-}
-
-static void named_dealloc(Named *self) {
+static void cache_dealloc(Named *self) {
     PyObject_GC_UnTrack(self);
     named_clear(self);
     Py_TYPE(self)->tp_free(self);
 }
-
-/* The part is of one type for good: `type` is what it has to be. */
-static PyObject *get_part(Named *self, void *type) {
-    if (self->part)
-        return Py_NewRef(self->part);
-    PyErr_Format(PyExc_AttributeError, "there is no %s yet", ((PyTypeObject *)type)->tp_name);
-    return NULL;
-}
-
-static int set_part(Named *self, PyObject *part, void *type) {
-    if (!part || !PyObject_TypeCheck(part, (PyTypeObject *)type)) {
-        PyErr_Format(PyExc_TypeError, "expected a %s", ((PyTypeObject *)type)->tp_name);
-        return -1;
-    }
-    Py_XSETREF(self->part, Py_NewRef(part));
-    return 0;
-}
-
-static PyMemberDef node_members[] = {
-    {"name", T_OBJECT_EX, offsetof(Named, name), 0, NULL},
-    {"pending_work", T_DOUBLE, offsetof(NodeState, pending_work), 0, NULL},
-    {"kv_usage", T_DOUBLE, offsetof(NodeState, kv_usage), 0, NULL},
-    {"kv_delta", T_DOUBLE, offsetof(NodeState, kv_delta), 0, NULL},
-    {"arrival_rate", T_DOUBLE, offsetof(NodeState, arrival_rate), 0, NULL},
-    {"arrival_s", T_DOUBLE, offsetof(NodeState, arrival_s), 0, NULL},
-    {"distance_ms", T_DOUBLE, offsetof(NodeState, distance_ms), 0, NULL},
-    {"context", T_PYSSIZET, offsetof(NodeState, context), 0, NULL},
-    {"kv_new", T_PYSSIZET, offsetof(NodeState, kv_new), 0, NULL},
-    {"inflight", T_PYSSIZET, offsetof(NodeState, inflight), 0, NULL},
-    {"foreign", T_PYSSIZET, offsetof(NodeState, foreign), 0, NULL},
-    {NULL, 0, 0, 0, NULL}};
-
-static PyGetSetDef node_properties[] = {{"speed", (getter)get_part, (setter)set_part, NULL, &SpeedType},
-                                        {NULL, NULL, NULL, NULL, NULL}};
-
-static PyTypeObject NodeType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "warmroute._kernel._price.NodeState",
-    .tp_doc = "What a price takes from a node.",
-    .tp_basicsize = sizeof(NodeState),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .tp_new = PyType_GenericNew,
-    .tp_traverse = (traverseproc)named_traverse,
-    .tp_clear = (inquiry)named_clear,
-    .tp_dealloc = (destructor)named_dealloc,
-    .tp_members = node_members,
-    .tp_getset = node_properties,
-};
 
 static PyMemberDef cache_members[] = {
     {"name", T_OBJECT_EX, offsetof(Named, name), 0, NULL},
@@ -245,6 +130,41 @@ static PyMemberDef cache_members[] = {
     {"doubted", T_BOOL, offsetof(CacheState, doubted), 0, NULL},
     {NULL, 0, 0, 0, NULL}};
 
+/* A prompt is sent to the node: BlockIndex.keep, with what that changes here. */
+static PyObject *cache_send(CacheState *self, PyObject *const *args, Py_ssize_t count) {
+    sending s = {0};
+    if (check_count(count, 6) < 0 || check_type(args[0], matches->index) < 0 || as_size(args[4], &s.depth) < 0 ||
+        as_double(args[5], &s.latest) < 0 || matches->send(args[0], args + 1, &s) < 0)
+        return NULL;
+    self->free_blocks = s.free_blocks;
+    self->oldest_s = s.oldest_s;
+    PyObject *result = PyTuple_New(2);
+    if (!result) {
+        Py_DECREF(s.new);
+        Py_XDECREF(s.uses);
+        return NULL;
+    }
+    PyTuple_SET_ITEM(result, 0, s.new);
+    PyTuple_SET_ITEM(result, 1, s.uses ? s.uses : Py_NewRef(Py_None));
+    return result;
+}
+
+/* Blocks without names come to the node: Recency.push, likewise. */
+static PyObject *cache_push(CacheState *self, PyObject *const *args, Py_ssize_t count) {
+    sending s = {0};
+    if (check_count(count, 4) < 0 || check_type(args[0], matches->index) < 0 || matches->push(args[0], args + 1, &s) < 0)
+        return NULL;
+    self->free_blocks = s.free_blocks;
+    self->oldest_s = s.oldest_s;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef cache_methods[] = {{"_send", (PyCFunction)(void (*)(void))cache_send, METH_FASTCALL,
+                                       "A prompt is sent there; what is new, and when the rest was used."},
+                                      {"_push", (PyCFunction)(void (*)(void))cache_push, METH_FASTCALL,
+                                       "So many blocks without names come there."},
+                                      {NULL, NULL, 0, NULL}};
+
 static PyGetSetDef cache_properties[] = {{"accuracy", (getter)get_part, (setter)set_part, NULL, &AccuracyType},
                                          {NULL, NULL, NULL, NULL, NULL}};
 
@@ -256,7 +176,8 @@ static PyTypeObject CacheType = {
     .tp_new = PyType_GenericNew,
     .tp_traverse = (traverseproc)named_traverse,
     .tp_clear = (inquiry)named_clear,
-    .tp_dealloc = (destructor)named_dealloc,
+    .tp_dealloc = (destructor)cache_dealloc,
+    .tp_methods = cache_methods,
     .tp_members = cache_members,
     .tp_getset = cache_properties,
 };
@@ -330,13 +251,10 @@ typedef struct {
     double now_s, stale_s, gone_s, cpu_worth, disk_worth, remote_worth;
 } asked;
 
-static int add_hit(const asked *q, PyObject *row) {
-    Py_ssize_t depth[4];
-    if (!PyTuple_Check(row) || PyTuple_GET_SIZE(row) != 5) {
-        PyErr_SetString(PyExc_TypeError, "expected rows as BlockIndex.match gives them");
-        return -1;
-    }
-    PyObject *owner = PyDict_GetItemWithError(q->owners, PyTuple_GET_ITEM(row, 0));
+/* The place holds so many leading blocks, by tier. */
+static int add_hit(const asked *q, PyObject *place, const Py_ssize_t *reached) {
+    Py_ssize_t depth[TIERS];
+    PyObject *owner = PyDict_GetItemWithError(q->owners, place);
     if (!owner)
         return PyErr_Occurred() ? -1 : 0;
     if (!PyTuple_Check(owner) || PyTuple_GET_SIZE(owner) != 2 ||
@@ -354,12 +272,8 @@ static int add_hit(const asked *q, PyObject *row) {
     if (rank < 0 ? rank == ROUTED && q->is_sure && cache->complete : cache->doubted)
         return 0;
     Py_ssize_t limit = rank < 0 ? q->most : q->sure;
-    for (int tier = 0; tier < 4; tier++) {
-        Py_ssize_t blocks = PyLong_AsSsize_t(PyTuple_GET_ITEM(row, 1 + tier));
-        if (blocks == -1 && PyErr_Occurred())
-            return -1;
-        depth[tier] = blocks < limit ? blocks : limit;
-    }
+    for (int tier = 0; tier < TIERS; tier++)
+        depth[tier] = reached[tier] < limit ? reached[tier] : limit;
     if (depth[3] <= 0)
         return 0;
     double confidence = trust(accuracy, q->now_s), worth = (double)depth[0];
@@ -380,25 +294,70 @@ static int add_hit(const asked *q, PyObject *row) {
     return failed ? -1 : 0;
 }
 
+static int read_asked(PyObject *const *args, asked *q) {
+    PyObject *owners = args[0], *limits = args[2], *ages_s = args[4], *worth = args[5];
+    if (check_type(owners, &PyDict_Type) < 0 || check_tuple(limits, 3) < 0 || check_tuple(ages_s, 2) < 0 ||
+        check_tuple(worth, 3) < 0)
+        return -1;
+    q->owners = owners;
+    q->is_sure = PyObject_IsTrue(PyTuple_GET_ITEM(limits, 2));
+    if (q->is_sure < 0 || as_size(args[1], &q->size) < 0 || as_size(PyTuple_GET_ITEM(limits, 0), &q->most) < 0 ||
+        as_size(PyTuple_GET_ITEM(limits, 1), &q->sure) < 0 || as_double(args[3], &q->now_s) < 0 ||
+        as_doubles(ages_s, 2, (double *const[]){&q->stale_s, &q->gone_s}) < 0 ||
+        as_doubles(worth, 3, (double *const[]){&q->cpu_worth, &q->disk_worth, &q->remote_worth}) < 0)
+        return -1;
+    return 0;
+}
+
+static int add_row(const asked *q, PyObject *row) {
+    Py_ssize_t reached[TIERS];
+    if (!PyTuple_Check(row) || PyTuple_GET_SIZE(row) != 1 + TIERS) {
+        PyErr_SetString(PyExc_TypeError, "expected rows as BlockIndex.match gives them");
+        return -1;
+    }
+    for (int tier = 0; tier < TIERS; tier++)
+        if (as_size(PyTuple_GET_ITEM(row, 1 + tier), &reached[tier]) < 0)
+            return -1;
+    return add_hit(q, PyTuple_GET_ITEM(row, 0), reached);
+}
+
 static PyObject *add_hits(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     asked q;
     (void)module;
     if (check_count(count, 8) < 0 || check_type(args[0], &PyDict_Type) < 0 || check_type(args[1], &PyList_Type) < 0 ||
-        check_type(args[2], &PyDict_Type) < 0 || check_tuple(args[4], 3) < 0 || check_tuple(args[6], 2) < 0 ||
-        check_tuple(args[7], 3) < 0)
+        read_asked(args + 2, &q) < 0)
         return NULL;
     q.found = args[0];
-    q.owners = args[2];
-    if (as_size(args[3], &q.size) < 0 || as_size(PyTuple_GET_ITEM(args[4], 0), &q.most) < 0 ||
-        as_size(PyTuple_GET_ITEM(args[4], 1), &q.sure) < 0 ||
-        (q.is_sure = PyObject_IsTrue(PyTuple_GET_ITEM(args[4], 2))) < 0 || as_double(args[5], &q.now_s) < 0 ||
-        as_doubles(args[6], 2, (double *const[]){&q.stale_s, &q.gone_s}) < 0 ||
-        as_doubles(args[7], 3, (double *const[]){&q.cpu_worth, &q.disk_worth, &q.remote_worth}) < 0)
-        return NULL;
-    PyObject *rows = args[1];
-    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(rows); at++)
-        if (add_hit(&q, PyList_GET_ITEM(rows, at)) < 0)
+    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(args[1]); at++)
+        if (add_row(&q, PyList_GET_ITEM(args[1], at)) < 0)
             return NULL;
+    Py_RETURN_NONE;
+}
+
+static int add_reach(const reach *r, void *asked_for) {
+    PyObject *place = PyLong_FromUnsignedLong(r->place);
+    Py_ssize_t reached[TIERS];
+    for (int tier = 0; tier < TIERS; tier++)
+        reached[tier] = (Py_ssize_t)r->depth[tier];
+    int failed = !place || add_hit(asked_for, place, reached) < 0;
+    Py_XDECREF(place);
+    return failed ? -1 : 0;
+}
+
+static PyObject *match_hits(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    asked q;
+    (void)module;
+    if (check_count(count, 9) < 0 || check_type(args[0], &PyDict_Type) < 0 || check_type(args[1], matches->index) < 0 ||
+        check_type(args[2], &PyBytes_Type) < 0 || read_asked(args + 3, &q) < 0)
+        return NULL;
+    q.found = args[0];
+    if (PyBytes_GET_SIZE(args[2]) % 8) {
+        PyErr_SetString(PyExc_ValueError, "hashes must be integers of 64 bits, one beside the other");
+        return NULL;
+    }
+    size_t n = (size_t)PyBytes_GET_SIZE(args[2]) / 8;
+    if (matches->match(args[1], (const uint8_t *)PyBytes_AS_STRING(args[2]), n, add_reach, &q) < 0)
+        return NULL;
     Py_RETURN_NONE;
 }
 
@@ -409,23 +368,18 @@ typedef struct {
     const double *chances; /* of reuse, by age */
     Py_ssize_t n_chances;
     double now_s, tokens, output, behind;
-    double least_ms, mean_ms, slope_ms, mean_context; /* of the model's pace */
+    const PaceState *pace; /* of the model */
     double quickest_ms, max_saving_ms, locality;
     double due_ms, late_ms; /* until its first token is due, and what it costs to be late */
     int room, memory, congestion;
 } request;
 
-static always_inline const SpeedState *speed_of(const NodeState *node) { return (SpeedState *)node->named.part; }
-
 static always_inline const NodeState *node_at(PyObject *nodes, Py_ssize_t at) {
     return (NodeState *)PyTuple_GET_ITEM(nodes, at);
 }
 
-static always_inline Py_ssize_t load(const NodeState *node) { return node->inflight + node->foreign; }
-
 static always_inline double token_ms(const NodeState *node, const request *q) {
-    double pace = larger(q->least_ms, q->mean_ms + q->slope_ms * ((double)node->context - q->mean_context));
-    return speed_of(node)->factor * pace;
+    return speed_of(node)->factor * pace_ms(q->pace, (double)node->context);
 }
 
 static always_inline double work(double new, double cached) { return new * (1.0 + ATTENTION * (cached + 0.5 * new)); }
@@ -496,7 +450,7 @@ static int check(PyObject *nodes, PyObject *caches) {
     }
     for (Py_ssize_t at = 0; at < n; at++) {
         PyObject *node = PyTuple_GET_ITEM(nodes, at), *cache = PyTuple_GET_ITEM(caches, at);
-        if (!PyObject_TypeCheck(node, &NodeType) || !speed_of((NodeState *)node) || !((Named *)node)->name ||
+        if (!PyObject_TypeCheck(node, books->node) || !speed_of((NodeState *)node) || !((Named *)node)->name ||
             !(cache == Py_None || PyObject_TypeCheck(cache, &CacheType))) {
             PyErr_SetString(PyExc_TypeError, "expected nodes with a name and a speed, and caches or None");
             return -1;
@@ -533,12 +487,13 @@ static Prices *price_all(PyObject *nodes, PyObject *caches, PyObject *hits, cons
 
 static int read_request(PyObject *const *args, request *q) {
     PyObject *tokens = args[6], *due = args[7], *pace = args[9], *settings = args[10];
-    if (check_tuple(tokens, 2) < 0 || check_tuple(due, 2) < 0 || check_tuple(pace, 4) < 0 || check_tuple(settings, 5) < 0)
+    if (check_tuple(tokens, 2) < 0 || check_tuple(due, 2) < 0 || check_type(pace, books->pace) < 0 ||
+        check_tuple(settings, 5) < 0)
         return -1;
+    q->pace = (PaceState *)pace;
     if (as_double(args[5], &q->now_s) < 0 || as_double(args[8], &q->behind) < 0 ||
         as_doubles(tokens, 2, (double *const[]){&q->tokens, &q->output}) < 0 ||
         as_doubles(due, 2, (double *const[]){&q->due_ms, &q->late_ms}) < 0 ||
-        as_doubles(pace, 4, (double *const[]){&q->least_ms, &q->mean_ms, &q->slope_ms, &q->mean_context}) < 0 ||
         as_doubles(settings, 2, (double *const[]){&q->max_saving_ms, &q->locality}) < 0)
         return -1;
     q->room = PyObject_IsTrue(PyTuple_GET_ITEM(settings, 2));
@@ -764,18 +719,29 @@ static PyTypeObject PricesType = {
 
 static PyMethodDef functions[] = {
     {"add_hits", (PyCFunction)(void (*)(void))add_hits, METH_FASTCALL, "What matched, as a hit for each node."},
+    {"match_hits", (PyCFunction)(void (*)(void))match_hits, METH_FASTCALL, "What an index finds, as a hit for each node."},
     {"price_nodes", (PyCFunction)(void (*)(void))price_nodes, METH_FASTCALL, "What a request costs on each of these nodes."},
     {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_price", "Hits and prices of all nodes at once.", -1,
                                     functions, NULL, NULL, NULL, NULL};
 
+/* What another module offers to this one. */
+static const void *given_by(const char *name, const char *api) {
+    PyObject *other = PyImport_ImportModule(name), *capsule = other ? PyObject_GetAttrString(other, api) : NULL;
+    const void *given = capsule ? PyCapsule_GetPointer(capsule, api) : NULL;
+    Py_XDECREF(capsule);
+    Py_XDECREF(other);
+    return given;
+}
+
 PyMODINIT_FUNC PyInit__price(void) {
     static const struct {
         const char *name;
         PyTypeObject *type;
-    } types[] = {{"SpeedState", &SpeedType}, {"AccuracyState", &AccuracyType}, {"NodeState", &NodeType},
-                 {"CacheState", &CacheType}, {"Hit", &HitType},               {"Prices", &PricesType}};
+    } types[] = {{"AccuracyState", &AccuracyType}, {"CacheState", &CacheType}, {"Hit", &HitType}, {"Prices", &PricesType}};
+    if (!(books = given_by(BOOKS_MODULE, BOOKS_API)) || !(matches = given_by(MATCH_MODULE, MATCH_API)))
+        return NULL;
     PyObject *m = PyModule_Create(&module);
     for (size_t i = 0; m && i < sizeof(types) / sizeof(*types); i++)
         if (PyType_Ready(types[i].type) < 0 || PyModule_AddObjectRef(m, types[i].name, (PyObject *)types[i].type) < 0)

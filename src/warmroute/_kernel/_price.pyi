@@ -2,13 +2,10 @@ from array import array
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from warmroute._kernel._books import NodeState, PaceState
+from warmroute._kernel._index import BlockIndex
+
 Doubles: TypeAlias = bytes | array[float]
-
-class SpeedState:
-    """What a price takes from a node's speed."""
-
-    ms_per_token: float
-    factor: float
 
 class AccuracyState:
     """What a hit takes from the accuracy of a node's cache."""
@@ -16,22 +13,6 @@ class AccuracyState:
     _predicted: float
     _came_true: float
     _at_s: float
-
-class NodeState:
-    """What a price takes from a node."""
-
-    name: str
-    speed: SpeedState
-    pending_work: float
-    kv_usage: float
-    kv_delta: float
-    distance_ms: float
-    arrival_rate: float
-    arrival_s: float
-    context: int
-    kv_new: int
-    inflight: int
-    foreign: int
 
 class CacheState:
     """What hits and prices take from a node's cache."""
@@ -47,6 +28,13 @@ class CacheState:
     lag_s: float
     complete: bool
     doubted: bool
+    def _send(
+        self, index: BlockIndex, place: int, chain: bytes, now_s: float, depth: int, latest_s: float, /
+    ) -> tuple[bytes, list[tuple[int, int, float]] | None]:
+        """`BlockIndex.keep` at a mirrored place: what is new there. With it, of the moment before, the mirror's `uses`
+        (None where `depth` is 0), and the mirror's room is noted."""
+    def _push(self, index: BlockIndex, place: int, count: int, now_s: float, /) -> None:
+        """`Recency.push` of a mirrored place: what that lets go of is removed, and the mirror's room is noted."""
 
 class Hit:
     """Leading tokens of a prompt that a node holds."""
@@ -80,6 +68,20 @@ def add_hits(
     and nothing from the second on. `worth`: of a block on CPU, on disk and remote.
     """
 
+def match_hits(
+    found: dict[str, Hit],
+    index: BlockIndex,
+    chain: bytes,
+    owners: Mapping[int, tuple[CacheState, int]],
+    block_size: int,
+    limits: tuple[int, int, bool],
+    now_s: float,
+    ages_s: tuple[float, float],
+    worth: tuple[float, float, float],
+    /,
+) -> None:
+    """`add_hits` of what the index matches, without the rows in between."""
+
 class Prices:
     """Of each node, by its number. An item has the fields of routing.price.Price."""
 
@@ -112,7 +114,7 @@ def price_nodes(
     request: tuple[float, float],
     due: tuple[float, float],
     behind: float,
-    pace: tuple[float, float, float, float],
+    pace: PaceState,
     settings: tuple[float, float, bool, bool, bool],
     /,
 ) -> Prices:
@@ -120,6 +122,6 @@ def price_nodes(
 
     `chances`: of reuse, as `Reuse.chances`. `adapter_ms`: for each node, what loading its adapter takes. `request`: its
     tokens and those of its answer. `due`: the time until its first token is due, and what it costs to be late; both 0
-    where it has time. `behind`: requests that wait here and will be behind it, of a node. `pace`: as `Pace.line`.
+    where it has time. `behind`: requests that wait here and will be behind it, of a node. `pace`: of its model.
     `settings`: max_saving_ms, locality, room, memory, congestion.
     """

@@ -509,6 +509,7 @@ static void recency_dealloc(Recency *r) {
 /* A part of the prompt that is being touched: the beginning of a piece, or a piece that is to be. */
 typedef struct {
     uint32_t at, n, slot; /* NONE: of a new piece */
+    double stamp;         /* of its last use, until now */
     uint64_t *rest;       /* room for what follows the first block of the new piece, or of what is parted from the old one */
 } step;
 
@@ -546,7 +547,7 @@ static int find_steps(Recency *r, const uint8_t *hashes, uint32_t n, plan *p) {
             step *last = p->n ? &p->steps[p->n - 1] : NULL;
             if (last && last->slot == NONE && last->at + last->n == at)
                 last->n += unknown;
-            else if (!add_step(p, (step){at, unknown, NONE, NULL}))
+            else if (!add_step(p, (step){at, unknown, NONE, NAN, NULL}))
                 return 0;
             p->new += unknown;
             at += unknown;
@@ -558,7 +559,7 @@ static int find_steps(Recency *r, const uint8_t *hashes, uint32_t n, plan *p) {
             continue;
         }
         uint32_t same = common(e, hashes + 8 * (size_t)at, n - at);
-        if (!add_step(p, (step){at, same, i, NULL}))
+        if (!add_step(p, (step){at, same, i, e->stamp, NULL}))
             return 0;
         e->n |= MET;
         at += same;
@@ -605,10 +606,30 @@ static void take_steps(Recency *r, plan *p, const uint8_t *hashes, double stamp)
             unlink_entry(r, e);
         }
         s->rest = NULL;
+        s->slot = NONE; /* done with it */
         entry *e = entry_at(r, i);
         e->stamp = stamp;
         link_newest(r, i, e);
     }
+}
+
+static int add_use(PyObject *list, Py_ssize_t first, Py_ssize_t end, double stamp) {
+    PyObject *use = Py_BuildValue("nnd", first, end, stamp);
+    int failed = !use || PyList_Append(list, use) < 0;
+    Py_XDECREF(use);
+    return failed ? -1 : 0;
+}
+
+/* As recency_uses, of a plan that was carried out. */
+static PyObject *uses_before(const plan *p, Py_ssize_t depth, double latest) {
+    PyObject *list = PyList_New(0);
+    for (uint32_t k = 0; list && k < p->n && p->steps[k].at < depth; k++) {
+        const step *s = &p->steps[k];
+        Py_ssize_t end = (Py_ssize_t)s->at + s->n;
+        if (s->stamp <= latest && add_use(list, s->at, end < depth ? end : depth, s->stamp) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
 }
 
 static void close_plan(Recency *r, plan *p) {
@@ -635,7 +656,7 @@ static PyObject *new_hashes(const plan *p, PyObject *given, const uint8_t *hashe
     return new;
 }
 
-static PyObject *recency_touch(Recency *r, PyObject *const *args, Py_ssize_t n_args) {
+static PyObject *touch(Recency *r, PyObject *const *args, Py_ssize_t n_args, mirror_uses *before) {
     double stamp;
     Py_buffer view;
     if (expect(n_args, 2, "(hashes, stamp)") < 0 || read_stamp(args[1], &stamp) < 0)
@@ -653,14 +674,17 @@ static PyObject *recency_touch(Recency *r, PyObject *const *args, Py_ssize_t n_a
         (new = new_hashes(&p, args[0], view.buf)) && (evicted = room_for_hashes(most_evicted(r, p.new, r->capacity))) &&
         allocate(r, &p)) {
         take_steps(r, &p, view.buf, stamp);
-        close_plan(r, &p);
         evicted = cut(evicted, evict(r, r->capacity, bytes_of(evicted)));
+        if (before && before->depth > 0 && !(before->uses = uses_before(&p, before->depth, before->latest)))
+            PyErr_Clear(); /* without memory, less is learned */
     } else {
-        close_plan(r, &p);
         Py_CLEAR(new);
     }
+    close_plan(r, &p);
     PyBuffer_Release(&view);
     if (!new || !evicted) {
+        if (before)
+            Py_CLEAR(before->uses);
         Py_XDECREF(result);
         Py_XDECREF(new);
         Py_XDECREF(evicted);
@@ -670,6 +694,8 @@ static PyObject *recency_touch(Recency *r, PyObject *const *args, Py_ssize_t n_a
     PyTuple_SET_ITEM(result, 1, evicted);
     return result;
 }
+
+static PyObject *recency_touch(Recency *r, PyObject *const *args, Py_ssize_t n_args) { return touch(r, args, n_args, NULL); }
 
 static PyObject *recency_push(Recency *r, PyObject *const *args, Py_ssize_t n_args) {
     uint64_t count;
@@ -786,20 +812,27 @@ static PyObject *recency_clear(Recency *r, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-static PyObject *recency_held(Recency *r, PyObject *given) {
-    Py_buffer view;
-    Py_ssize_t n = open_hashes(given, &view), at = 0;
-    if (n < 0)
-        return NULL;
+/* How many leading ones are held. */
+static size_t held(const Recency *r, const uint8_t *hashes, size_t n) {
+    size_t at = 0;
     while (at < n) {
-        const uint8_t *here = (const uint8_t *)view.buf + 8 * at;
+        const uint8_t *here = hashes + 8 * at;
         uint32_t i = find(r, hash_at(here, 0));
         if (i == NONE)
             break;
-        at += common(entry_at(r, i), here, (size_t)(n - at));
+        at += common(entry_at(r, i), here, n - at);
     }
+    return at;
+}
+
+static PyObject *recency_held(Recency *r, PyObject *given) {
+    Py_buffer view;
+    Py_ssize_t n = open_hashes(given, &view);
+    if (n < 0)
+        return NULL;
+    size_t leading = held(r, view.buf, (size_t)n);
     PyBuffer_Release(&view);
-    return PyLong_FromSsize_t(at);
+    return PyLong_FromSize_t(leading);
 }
 
 /* (first, end, stamp) of the pieces among the first `depth` blocks, where touched no later than `latest`. */
@@ -822,10 +855,8 @@ static PyObject *recency_uses(Recency *r, PyObject *const *args, Py_ssize_t n_ar
         same = i == NONE ? 1 : (Py_ssize_t)common(entry_at(r, i), here, (size_t)(n - at));
         if (i == NONE || entry_at(r, i)->stamp > latest)
             continue;
-        PyObject *use = Py_BuildValue("nnd", at, at + same, entry_at(r, i)->stamp);
-        if (!use || PyList_Append(list, use) < 0)
+        if (add_use(list, at, at + same, entry_at(r, i)->stamp) < 0)
             Py_CLEAR(list);
-        Py_XDECREF(use);
     }
     PyBuffer_Release(&view);
     return list;
@@ -859,18 +890,17 @@ static PyObject *recency_oldest(Recency *r, void *unused) {
     return PyFloat_FromDouble(entry_at(r, r->oldest)->stamp);
 }
 
+static void room_of(const Recency *r, Py_ssize_t *blocks, double *oldest) {
+    *blocks = (Py_ssize_t)(r->capacity - r->blocks);
+    *oldest = r->oldest == NONE ? Py_NAN : entry_at(r, r->oldest)->stamp;
+}
+
 static PyObject *recency_room(Recency *r, void *unused) {
+    Py_ssize_t blocks;
+    double oldest;
     (void)unused;
-    PyObject *room = PyTuple_New(2);
-    if (!room)
-        return NULL;
-    PyObject *blocks = PyLong_FromUnsignedLongLong(r->capacity - r->blocks);
-    PyObject *stamp = PyFloat_FromDouble(r->oldest == NONE ? Py_NAN : entry_at(r, r->oldest)->stamp);
-    PyTuple_SET_ITEM(room, 0, blocks);
-    PyTuple_SET_ITEM(room, 1, stamp);
-    if (!blocks || !stamp)
-        Py_CLEAR(room);
-    return room;
+    room_of(r, &blocks, &oldest);
+    return Py_BuildValue("nd", blocks, oldest);
 }
 
 static PyObject *recency_capacity(Recency *r, void *unused) {
@@ -921,9 +951,17 @@ static PyTypeObject RecencyType = {
 
 /* ---- For the index ---- */
 
-static PyObject *mirror_touch(PyObject *r, PyObject *const *args, Py_ssize_t n) { return recency_touch((Recency *)r, args, n); }
+static PyObject *mirror_touch(PyObject *r, PyObject *const *args, Py_ssize_t n, mirror_uses *before) {
+    return touch((Recency *)r, args, n, before);
+}
+
+static PyObject *mirror_push(PyObject *r, PyObject *const *args, Py_ssize_t n) { return recency_push((Recency *)r, args, n); }
+
+static void mirror_room(PyObject *r, Py_ssize_t *blocks, double *oldest) { room_of((Recency *)r, blocks, oldest); }
 
 static uint64_t mirror_count(PyObject *r) { return ((Recency *)r)->blocks - ((Recency *)r)->nameless; }
+
+static size_t mirror_held(PyObject *r, const uint8_t *hashes, size_t n) { return held((Recency *)r, hashes, n); }
 
 static size_t mirror_shed(PyObject *r, uint64_t *out, size_t most) { return shed((Recency *)r, out, most); }
 
@@ -943,7 +981,8 @@ static PyObject *mirror_hashes(PyObject *mirror) {
     return hashes;
 }
 
-static mirror_api for_index = {&RecencyType, mirror_touch, mirror_count, mirror_shed, mirror_hashes};
+static mirror_api for_index = {&RecencyType, mirror_touch, mirror_push, mirror_room,
+                               mirror_count, mirror_held,  mirror_shed, mirror_hashes};
 
 /* ---- The module ---- */
 

@@ -6,7 +6,7 @@ from math import exp
 from typing import Final
 
 KEPT_S: Final = 10.0
-"""What arrived so long ago counts 1/e. _price.c has the same."""
+"""What arrived so long ago counts 1/e. _price.c and _books.c have the same."""
 
 
 class Arrivals:

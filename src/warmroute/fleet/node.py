@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import enum
-from bisect import bisect_left
 from math import exp
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
+from warmroute._kernel._books import NodeState
 from warmroute._kernel._hash import key_hash
-from warmroute._kernel._price import NodeState
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig, node_name
 from warmroute.fleet.adapters import Adapters, Loaded
@@ -23,14 +22,15 @@ if TYPE_CHECKING:
 FIRST_BYTE_BOUNDS_MS: Final = (
     5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10_000.0, 30_000.0, 60_000.0,
 )  # fmt: skip
+"""Of `Node.first_byte_counts`. _books.c has the same."""
 LATENCY_KEPT_S: Final = 5.0
 """How long an average stands without a new request."""
 LATENCY_WEIGHT: Final = 0.1
-"""How much one answer moves the latency average."""
+"""How much one answer moves the latency average. _books.c has the same."""
 
 
 class Outcome(enum.IntEnum):
-    """How a ticket ended. The values index `Node.outcomes`."""
+    """How a ticket ended. The values index `Node.outcomes`; _books.c knows how many there are, and OK."""
 
     OK = 0
     REJECTED = 1  # the node said 4xx: the client's affair
@@ -40,15 +40,8 @@ class Outcome(enum.IntEnum):
     LEFT = 5  # the client went away
 
 
-class Unseen(Protocol):
-    """The ticket of an answer that is not streamed."""
-
-    def prefilled(self) -> None:
-        """Its prefill is taken to be done; it is no more among those whose is not."""
-
-
 class Node(NodeState):
-    """What a price is made of lies in NodeState, for the kernel to read; it is used like the rest."""
+    """What a price is made of, and the books, lie in NodeState, for the kernel; that is used like the rest."""
 
     speed: Speed
     __slots__ = (
@@ -57,29 +50,19 @@ class Node(NodeState):
         "config",
         "draining",
         "engine",
-        "first_byte_counts",
-        "first_byte_sum_ms",
         "groups",
         "health",
         "host",
         "incarnation",
         "island",
-        "last_ticket_s",
-        "latency_ms",
         "loaded",
         "model_cards",
         "models",
-        "outcomes",
-        "polled_s",
-        "polls",
         "port",
         "role",
-        "round_trip_ms",
         "running",
         "scheme",
         "seed",
-        "unbegun",
-        "unseen",
         "url",
         "waiting",
     )
@@ -135,14 +118,9 @@ class Node(NodeState):
         """Prefill work of our requests there that have no first token yet, in tokens (see speed)."""
         self.unbegun = 0
         """Our requests that were sent there since the last poll, and have no first byte yet."""
-        self.unseen: dict[Unseen, float] = {}
-        """Of those whose first token nobody sees: when their prefill is expected to be done."""
         self.speed = Speed()
         self.last_ticket_s = -1e9
         self.latency_ms = 0.0
-        self.outcomes = [0] * len(Outcome)
-        self.first_byte_counts = [0] * (len(FIRST_BYTE_BOUNDS_MS) + 1)
-        self.first_byte_sum_ms = 0.0
 
     def _describe(self, config: NodeConfig) -> None:
         self.config = config
@@ -172,20 +150,6 @@ class Node(NodeState):
         """Requests that wait there for their prefill: in the engine's queue at the last poll, and sent since."""
         return self.waiting + self.unbegun
 
-    def expect_prefilled(self, now_s: float) -> None:
-        """Told now and then, where `unseen` has any."""
-        unseen = self.unseen
-        while unseen:
-            ticket, due_s = next(iter(unseen.items()))  # the oldest: later ones are due later
-            if due_s > now_s:
-                return
-            ticket.prefilled()
-
-    def saw_arrival(self, now_s: float) -> None:
-        """A request was sent there."""
-        self.arrival_rate = self.arrival_rate * exp((self.arrival_s - now_s) / KEPT_S) + 0.001 / KEPT_S
-        self.arrival_s = self.last_ticket_s = now_s
-
     def rate(self, now_s: float) -> float:
         """Our requests there a millisecond, over the last ten seconds or so."""
         return self.arrival_rate * exp((self.arrival_s - now_s) / KEPT_S)
@@ -212,15 +176,7 @@ class Node(NodeState):
         self.kv_usage = 0.0
         self.kv_delta = 0.0
 
-    def saw_first_byte(self, after_ms: float) -> None:
-        self.first_byte_counts[bisect_left(FIRST_BYTE_BOUNDS_MS, after_ms)] += 1
-        self.first_byte_sum_ms += after_ms
-
     def age_latency(self, now_s: float) -> None:
         """Lets an average that no answer confirms fade, so that a node that was slow once gets tried again."""
         if now_s - self.last_ticket_s > LATENCY_KEPT_S:
             self.latency_ms *= 1.0 - LATENCY_WEIGHT
-
-    def saw_latency(self, took_ms: float) -> None:
-        mean_ms = self.latency_ms
-        self.latency_ms = mean_ms + (took_ms - mean_ms) * LATENCY_WEIGHT if mean_ms else took_ms

@@ -20,7 +20,7 @@ from __future__ import annotations
 from math import exp
 from typing import Final
 
-from warmroute._kernel._price import SpeedState
+from warmroute._kernel._books import SpeedState
 
 ATTENTION: Final = 4e-5
 """What a token costs more for each token before it. On an H200: 3.4e-5 (32 B), 4.0e-5 (8 B), 7.2e-5 (1.5 B)."""
@@ -48,7 +48,9 @@ def work(new: float, cached: float) -> float:
 
 
 class Speed(SpeedState):
-    __slots__ = ("_at_s", "_last_first_s", "_ms", "_work", "answers")
+    """What it is lies in SpeedState. The kernel learns by the same formulas (see _books.c)."""
+
+    __slots__ = ()
 
     def __init__(self) -> None:
         self.answers = 0

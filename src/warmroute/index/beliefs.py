@@ -8,7 +8,7 @@ from typing import Final
 
 from warmroute._kernel._index import BlockIndex
 from warmroute._kernel._price import Hit as Hit
-from warmroute._kernel._price import add_hits
+from warmroute._kernel._price import add_hits, match_hits
 from warmroute.config import Index as IndexConfig
 from warmroute.index.lookup import Lookup
 from warmroute.index.node_cache import ROUTED, USUAL_BLOCK_TOKENS, NodeCache
@@ -20,6 +20,8 @@ from warmroute.index.tiers import WORTH
 TOLD_S: Final = 0.05
 """So soon after a first token its blocks have usually been told of. Then they are expected no more: the node may evict
 them long before `expected_s` is over."""
+
+FARTHER_WORTH: Final = WORTH[1:]
 
 
 class Beliefs:
@@ -44,6 +46,7 @@ class Beliefs:
     def reconfigure(self, config: IndexConfig) -> None:
         """The memory budget is that of the start."""
         self.config = config
+        self._ages_s = (config.stale_s, config.gone_s)
 
     # Who there is.
 
@@ -94,27 +97,34 @@ class Beliefs:
 
     def hits(self, model: str, lookup: Lookup, now_s: float) -> dict[str, Hit]:
         """For every node that holds the beginning of the prompt: how much of it. In time that grows with the match."""
-        self._let_go(now_s)
-        base, lora = self._names.get(model, (model, ""))
+        if self._fulfilling or self._waiting:
+            self._let_go(now_s)
+        base, lora = self._names.get(model) or (model, "")
         found: dict[str, Hit] = {}
+        tokens, sure_tokens = lookup.token_count, lookup.sure_tokens
         for size in self._sizes.get(base, ()):
             chain = lookup.blocks(base, lora, size)
-            if chain:
-                self._add_hits(found, chain, size, lookup, now_s)
+            if not chain:
+                continue
+            most = (tokens - 1) // size  # engines compute at least one token
+            limits = (most, min(most, sure_tokens // size) if sure_tokens else 0, sure_tokens == tokens)
+            if lookup.sharing:
+                self._add_shared(found, chain, size, lookup.sharing, limits, now_s)
+            else:
+                match_hits(
+                    found, self.index, chain, self._owners, size, limits, now_s, self._ages_s, FARTHER_WORTH
+                )  # fmt: skip
         return found
 
-    def _add_hits(self, found: dict[str, Hit], chain: bytes, size: int, lookup: Lookup, now_s: float) -> None:
+    def _add_shared(
+        self, found: dict[str, Hit], chain: bytes, size: int, sharing: str, limits: tuple[int, int, bool], now_s: float
+    ) -> None:
+        """No farther than what those with whom it shares have sent."""
         rows = self.index.match(chain)
-        if not rows:
-            return
-        most = (lookup.token_count - 1) // size  # engines compute at least one token
-        sure = min(most, lookup.sure_tokens // size)
-        is_sure = lookup.sure_tokens == lookup.token_count
-        if lookup.sharing:
-            owned = self.sharing.owned_depth(lookup.sharing, rows)
-            most, sure = min(most, owned), min(sure, owned)
-        ages_s = (self.config.stale_s, self.config.gone_s)
-        add_hits(found, rows, self._owners, size, (most, sure, is_sure), now_s, ages_s, WORTH[1:])
+        if rows:
+            owned = self.sharing.owned_depth(sharing, rows)
+            limits = (min(limits[0], owned), min(limits[1], owned), limits[2])
+            add_hits(found, rows, self._owners, size, limits, now_s, self._ages_s, FARTHER_WORTH)
 
     def holders(self, chain: bytes) -> set[str]:
         """Nodes that hold all of these blocks, by name."""
@@ -127,12 +137,12 @@ class Beliefs:
         cache = self._caches.get(name)
         if cache is None:
             return None
-        base, lora = self._names.get(model, (model, ""))
+        base, lora = self._names.get(model) or (model, "")
         return cache.last_used_s(lookup.blocks(base, lora, cache.block_size), tokens)
 
     def chain(self, model: str, lookup: Lookup) -> tuple[bytes, int]:
         """The prompt in the smallest blocks that the model's nodes have, and their size."""
-        base, lora = self._names.get(model, (model, ""))
+        base, lora = self._names.get(model) or (model, "")
         size = min(self._sizes.get(base, ()), default=0)
         return (lookup.blocks(base, lora, size), size) if size else (b"", 0)
 
@@ -143,7 +153,7 @@ class Beliefs:
         cache = self._caches.get(name)
         if cache is None:
             return None
-        base, lora = self._names.get(model, (model, ""))
+        base, lora = self._names.get(model) or (model, "")
         chain = lookup.blocks(base, lora, cache.block_size)
         if not chain:
             return None

@@ -22,6 +22,8 @@ from warmroute.index.lookup import salted, told_seed
 from warmroute.index.tiers import Tier
 
 EngineHash = int | bytes
+Uses = list[tuple[int, int, float]]
+"""(first, end, stamp) of blocks that were used together."""
 ROUTED: Final = -1
 """In the place of a rank: what was routed there."""
 EXPECTED: Final = -2
@@ -219,9 +221,13 @@ class NodeCache(CacheState):
 
     def keep(self, chain: bytes, now_s: float) -> bytes:
         """It was sent these blocks. Returns those it is not believed to have had."""
-        new = self._index.keep(self.routed_place, chain, now_s)
-        self.free_blocks, self.oldest_s = self.recency.room
-        return new
+        return self._send(self._index, self.routed_place, chain, now_s, 0, 0.0)[0]
+
+    def keep_with_uses(self, chain: bytes, tokens: int, now_s: float) -> tuple[bytes, Uses | None]:
+        """The same; and when the blocks of its first so many tokens were last used until now, those that the node has
+        had for sure: what is still waiting there to be prefilled may well be missing."""
+        depth = tokens // self.block_size
+        return self._send(self._index, self.routed_place, chain, now_s, depth, self.prefilled_s)
 
     def last_used_s(self, chain: bytes, tokens: float) -> float | None:
         """When the blocks of a prompt's first so many tokens were last sent there; None where they never were."""
@@ -238,11 +244,7 @@ class NodeCache(CacheState):
     def keep_answer(self, tokens: int, now_s: float) -> None:
         """It made so many tokens, which take room in its cache."""
         if tokens >= self.block_size:
-            recency = self.recency
-            evicted = recency.push(tokens // self.block_size, now_s)
-            self.free_blocks, self.oldest_s = recency.room
-            if evicted:
-                self._index.remove_chain(self.routed_place, evicted, Tier.GPU)
+            self._push(self._index, self.routed_place, tokens // self.block_size, now_s)
 
     def outlived(self, stamp_s: float) -> None:
         """Something last used at that moment is gone from its cache: so is everything older."""

@@ -37,14 +37,11 @@ class Prediction:
         self._stores = cache.stores
         self.expected = sure and cache.complete
         """Held as an expectation, which ends shortly after its first token."""
-        self._uses: list[tuple[int, int, float]] | tuple[()] = ()
-        """When its blocks were last used, to learn how far the node's LRU reaches. Of those that the node has had for
-        sure: what is still waiting there to be prefilled may well be missing."""
         if self.expected:
             cache.expect(chain)
-        elif tokens:
-            self._uses = cache.recency.uses(chain, tokens // cache.block_size, cache.prefilled_s)
-        self._kept = cache.keep(chain, now_s)
+            tokens = 0
+        self._kept, self._uses = cache.keep_with_uses(chain, tokens, now_s)
+        """`_uses`: to learn how far the node's LRU reaches."""
 
     @property
     def stands(self) -> bool:
@@ -99,6 +96,6 @@ class Prediction:
         cache.accuracy.compare(self.tokens, cached_tokens, now_s)
         if cached_tokens < self.tokens:
             gone = cached_tokens // cache.block_size
-            stamps = [stamp for _, end, stamp in self._uses if end > gone]
+            stamps = [stamp for _, end, stamp in self._uses or () if end > gone]
             if stamps:
                 cache.outlived(max(stamps))

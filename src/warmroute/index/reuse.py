@@ -17,6 +17,11 @@ BUCKETS: Final = 32
 FIRST_S: Final = 0.25
 """The first bucket ends here; each one after it is √2 times as long ago… as the one before."""
 FADE: Final = 0.9998
+UPDATED_EVERY: Final = 32
+"""Prompts, after which the chances are worked out anew."""
+FADED: Final = FADE**UPDATED_EVERY
+
+sample_of = Recency.sample
 
 
 class Reuse:
@@ -31,12 +36,12 @@ class Reuse:
     def saw(self, chain: bytes, now_s: float) -> None:
         """A prompt came, whoever takes it."""
         self._uses *= FADE
-        sample = Recency.sample(chain)
+        sample = sample_of(chain)
         if sample:
             self._saw_blocks(sample, now_s)
         left = self._until_update = self._until_update - 1
         if left <= 0:
-            self._until_update = 32
+            self._until_update = UPDATED_EVERY
             self._update()
 
     def _saw_blocks(self, sample: bytes, now_s: float) -> None:
@@ -48,14 +53,16 @@ class Reuse:
         recency.touch(sample, now_s)
 
     def _update(self) -> None:
-        reused = self._reused
+        reused, chances = self._reused, self.chances
         total = sum(reused)
         never = max(0.0, self._uses - total)
         later = 0.0
         for bucket in range(BUCKETS - 1, -1, -1):
-            later += reused[bucket]
-            self.chances[bucket] = later / (later + never + 1.0)
-            reused[bucket] *= FADE**32
+            uses = reused[bucket]
+            if uses:
+                later += uses
+                reused[bucket] = uses * FADED
+            chances[bucket] = later / (later + never + 1.0)
 
     def chance(self, age_s: float) -> float:
         """That a block unused for so long is used again."""

@@ -39,7 +39,7 @@ class MeteredDispatch(Dispatch):
     def begin(self, meter: Meter, arrived_s: float) -> MeteredDispatch:
         self._meter = meter
         self._arrived_s = arrived_s
-        meter.saw_sent(self._context, self._context - self._new, self._work, self.node.speed.ms_per_token)
+        meter.saw_sent(self.tokens, self.cached, self._work, self.node.speed.ms_per_token)
         return self
 
     def first_byte(self, now_s: float, served: bool = True) -> None:
@@ -52,7 +52,7 @@ class MeteredDispatch(Dispatch):
     ) -> None:
         super().answered(prompt_tokens, cached_tokens, output_tokens, now_s)
         if output_tokens is not None:
-            self._meter.saw_answer(self._context, output_tokens)
+            self._meter.saw_answer(self.tokens, output_tokens)
 
     def close(self, outcome: Outcome, now_s: float) -> None:
         if self._open and outcome is Outcome.OK:

@@ -130,28 +130,22 @@ class Router:
             if self.meter is not None and query is not None:
                 return MeteredTicket(node, now_s, self.meter, query.ask.arrived_s)
             return Ticket(node, now_s)
-        hit = query.hits().get(node.name)
-        prediction = self._beliefs.sent(query.ask.model, query.lookup, node.name, hit, now_s)
+        ask, lookup, beliefs = query.ask, query.lookup, self._beliefs
+        hits = query.known_hits
+        hit = (hits if hits is not None else query.hits()).get(node.name)
+        prediction = beliefs.sent(ask.model, lookup, node.name, hit, now_s)
+        tokens = lookup.token_count
         cached = hit.expected if hit is not None else 0.0
-        new = query.lookup.token_count - cached
+        new = tokens - cached
         meter = self.meter
         ticket = (Dispatch if meter is None else MeteredDispatch)(
-            query.ask,
-            node,
-            now_s,
-            self._beliefs,
-            self.outputs,
-            query.group.pace,
-            prediction,
-            query.lookup.token_count,
-            int(new),
-            work(new, cached),
+            ask, node, now_s, beliefs, self.outputs, query.group.pace, prediction, tokens, int(new), work(new, cached)
         )
         if meter is not None:
             assert isinstance(ticket, MeteredDispatch)
-            ticket.begin(meter, query.ask.arrived_s)
+            ticket.begin(meter, ask.arrived_s)
             if self.hot is not None and prediction is not None:
-                self.hot.saw(prediction.chain, prediction.cache.block_size, query.lookup, now_s)
+                self.hot.saw(prediction.chain, prediction.cache.block_size, lookup, now_s)
         return ticket
 
     def _group(self, ask: Ask) -> Group:

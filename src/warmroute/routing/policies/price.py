@@ -102,6 +102,7 @@ class PricePolicy:
         """Of each candidate."""
         ask, candidates, group, now_s = query.ask, query.candidates, query.group, query.now_s
         lookup, adapter, beliefs = query.lookup, group.adapter, self._beliefs
+        hits = query.known_hits
         output = self._outputs.expected(ask.model, ask.tenant, ask.max_output_tokens)
         caches = self._caches.get(candidates)
         if caches is None or self._roster is not beliefs.roster:
@@ -109,14 +110,14 @@ class PricePolicy:
         return price_nodes(
             candidates.nodes,
             caches,
-            query.hits(),
+            hits if hits is not None else query.hits(),
             beliefs.reuse.chances,
             adapter.load_ms(candidates) if adapter is not None else None,
             now_s,
             (lookup.token_count if lookup is not None else SHORT_TOKENS, output),
             ((ask.deadline_s - now_s) * 1000.0, self._late_ms) if ask.deadline_s else NO_DEADLINE,
             BEHIND * group.waiting / candidates.of,
-            group.pace.line,
+            group.pace,
             self._settings,
         )
 

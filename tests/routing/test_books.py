@@ -1,0 +1,167 @@
+"""The kernel's books are those that plain Python keeps, whatever happens to the requests in them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plain_books import PlainNode, PlainTicket
+
+from warmroute._kernel._books import NodeState, PaceState, SpeedState, TicketState
+from warmroute.config import Health, NodeConfig
+from warmroute.fleet.node import Node, Outcome
+from warmroute.fleet.pace import Pace
+from warmroute.fleet.ticket import Ticket
+
+BOOKS = (
+    "pending_work", "kv_delta", "context", "kv_new", "inflight", "unbegun", "unseen", "arrival_rate", "arrival_s",
+    "last_ticket_s", "latency_ms", "outcomes", "first_byte_counts", "first_byte_sum_ms",
+)  # fmt: skip
+SPEED = ("ms_per_token", "factor", "answers", "_work", "_ms", "_at_s", "_last_first_s")
+PACE = ("least_ms", "mean_ms", "slope_ms", "mean_context", "answers", "_xx", "_xy")
+
+times = st.sampled_from([0.0, 0.001, 0.05, 0.7, 20.0]) | st.floats(0.0, 5.0)
+events = st.one_of(
+    st.tuples(st.just("send"), st.booleans(), st.integers(0, 50_000), st.floats(0.0, 1.0)),
+    st.tuples(st.just("unread")),
+    st.tuples(st.just("first"), st.integers(0, 99), st.booleans()),
+    st.tuples(st.just("learn"), st.integers(0, 99), st.none() | st.integers(0, 3000)),
+    st.tuples(st.just("leave"), st.integers(0, 99), st.sampled_from(Outcome)),
+    st.tuples(st.just("expect")),
+    st.tuples(st.just("poll")),
+)
+
+
+def a_node() -> Node:
+    return Node(NodeConfig(url="http://n:1"), Health())
+
+
+class Both:
+    def __init__(self, round_trip_ms: float, foreign: int) -> None:
+        self.node, self.plain = a_node(), PlainNode(round_trip_ms, foreign)
+        self.node.round_trip_ms, self.node.foreign = round_trip_ms, foreign
+        self.pace, self.plain_pace = Pace(), Pace()
+        self.tickets: list[tuple[TicketState, PlainTicket]] = []
+        self.now_s = 100.0
+
+    def send(self, streams: bool, tokens: int, cached: float) -> None:
+        new = tokens - int(tokens * cached)
+        prompt = (streams, tokens, new, new * 1.25)
+        ticket = TicketState()
+        ticket.enter(self.node, self.now_s, self.pace, *prompt)
+        self.tickets.append((ticket, PlainTicket(self.plain, self.now_s, self.plain_pace, *prompt)))
+
+    def unread(self) -> None:
+        ticket = TicketState()
+        ticket.enter(self.node, self.now_s)
+        self.tickets.append((ticket, PlainTicket(self.plain, self.now_s, None, True, 0, 0, 0.0)))
+
+    def first(self, at: int, served: bool) -> None:
+        for ticket, plain in self.tickets[at : at + 1]:
+            ticket.first_byte(self.now_s, served)
+            plain.first_byte(self.now_s, served)
+            assert ticket.first_byte_s == plain.first_byte_s
+
+    def learn(self, at: int, output: int | None) -> None:
+        for ticket, plain in self.tickets[at : at + 1]:
+            ticket.learn(output, self.now_s)
+            plain.learn(output, self.now_s)
+
+    def leave(self, at: int, outcome: Outcome) -> None:
+        for ticket, plain in self.tickets[at : at + 1]:
+            assert ticket.leave(outcome, self.now_s) == plain.leave(outcome, self.now_s)
+
+    def expect(self) -> None:
+        self.node.expect_prefilled(self.now_s)
+        self.plain.expect_prefilled(self.now_s)
+
+    def poll(self) -> None:
+        self.node.saw_load(0, 0, 0.0, self.now_s)
+        self.node.foreign = self.plain.foreign
+        self.plain.polled(self.now_s)
+
+    def are_equal(self) -> None:
+        for one, other, names in (
+            (self.node, self.plain, BOOKS),
+            (self.node.speed, self.plain.speed, SPEED),
+            (self.pace, self.plain_pace, PACE),
+        ):
+            for name in names:
+                assert getattr(one, name) == getattr(other, name), name
+        for ticket, plain in self.tickets:
+            assert (ticket._open, ticket._work, ticket.tokens) == (plain.open, plain.work, plain.tokens)
+
+
+@given(st.lists(st.tuples(times, events), max_size=60), st.sampled_from([0.0, 40.0]), st.integers(0, 2))
+def test_the_books_are_those_of_plain_python(happens, round_trip_ms: float, foreign: int) -> None:
+    both = Both(round_trip_ms, foreign)
+    for after_s, (what, *details) in happens:
+        both.now_s += after_s
+        if details and what in ("first", "learn", "leave") and both.tickets:
+            details[0] %= len(both.tickets)
+        getattr(both, what)(*details)
+        both.are_equal()
+    for at in range(len(both.tickets)):
+        both.leave(at, Outcome.LEFT)
+    both.are_equal()
+    node = both.node
+    assert node.inflight == node.unseen == node.context == node.kv_new == 0 == node.pending_work
+
+
+def test_a_ticket_that_nobody_closes_is_no_leak() -> None:
+    node, pace = a_node(), Pace()
+
+    class Seen(Ticket):
+        __slots__ = ("__weakref__",)
+
+        def __init__(self, node: Node) -> None:
+            self.enter(node, 1.0, pace, False, 100, 100, 100.0)
+
+    seen = weakref.ref(Seen(node))
+    assert seen() is not None and node.unseen == 1, "it stands in its node's row"
+    node.expect_prefilled(1e9)
+    assert seen() is None and node.unseen == 0
+    seen = weakref.ref(Seen(node))
+    del node
+    gc.collect()
+    assert seen() is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (lambda ticket, node: ticket.enter(None, 1.0), TypeError),
+        (lambda ticket, node: ticket.enter(node), TypeError),
+        (lambda ticket, node: ticket.enter(), TypeError),
+        (lambda ticket, node: ticket.enter(node, "1"), TypeError),
+        (lambda ticket, node: ticket.enter(node, 1.0, Pace(), True, 1), TypeError),
+        (lambda ticket, node: ticket.enter(node, 1.0, SpeedState(), True, 1, 1, 1.0), TypeError),
+        (lambda ticket, node: ticket.enter(NodeState(), 1.0), ValueError),
+        (lambda ticket, node: ticket.first_byte(1.0), ValueError),
+        (lambda ticket, node: ticket.learn(1, 1.0), ValueError),
+        (lambda ticket, node: ticket.leave(0, 1.0), ValueError),
+    ],
+)
+def test_what_cannot_be_entered_changes_nothing(wrong, error: type[Exception]) -> None:
+    node = a_node()
+    with pytest.raises(error):
+        wrong(TicketState(), node)
+    assert node.inflight == 0 and node.arrival_rate == 0.0
+
+
+def test_a_ticket_is_entered_once_and_leaves_with_an_outcome_that_there_is() -> None:
+    node, ticket = a_node(), TicketState()
+    ticket.enter(node, 1.0)
+    with pytest.raises(ValueError, match="once"):
+        ticket.enter(node, 1.0)
+    for outcome in (-1, len(Outcome)):
+        with pytest.raises(ValueError, match="outcome"):
+            ticket.leave(outcome, 1.0)
+    with pytest.raises(TypeError):
+        ticket.first_byte()  # type: ignore[call-arg]
+    assert node.inflight == 1 and ticket.leave(Outcome.OK, 2.0) and not ticket.leave(Outcome.OK, 3.0)
+    assert node.outcomes == [1, 0, 0, 0, 0, 0]
+    assert isinstance(Pace(), PaceState)
