@@ -269,10 +269,18 @@ class Service:
     async def _tidy(self) -> None:
         """What is done now and then, off the requests' way."""
         said: set[str] = set()
+        silent: set[str] = set()
         while True:
             await asyncio.sleep(TIDY_S)
             try:
                 self.beliefs.tidy(time.monotonic())
+                before, silent = silent, {cache.name for cache in self.beliefs.silent()}
+                for name in sorted(silent - before):
+                    log.warning(
+                        "node %s prefills prompts and tells of none: its KV events are lost on the way; it is routed "
+                        "to by what was sent there until they come again",
+                        name,
+                    )
                 for cache in self.beliefs.doubted():
                     if cache.name not in said:
                         said.add(cache.name)

@@ -137,11 +137,11 @@ async def test_a_flood_of_events_does_not_hold_the_loop() -> None:
         await asyncio.to_thread(lambda: [publisher.publish() for _ in range(20_000)])
         longest_s = 0.0
         while len(believed) != len(publisher.said):
-            before_s = time.monotonic()
+            before_s = time.thread_time()
             await asyncio.sleep(0)
-            longest_s = max(longest_s, time.monotonic() - before_s)
+            longest_s = max(longest_s, time.thread_time() - before_s)
         assert believed == publisher.said
-        assert longest_s < 0.25, "slices of 2 ms, and a noisy machine"
+        assert longest_s < 0.03, "slices of 2 ms; all of them together take 0.1 s and more"
 
 
 async def test_a_replay_that_loses_most_of_itself_is_asked_for_until_it_has_brought_everything() -> None:

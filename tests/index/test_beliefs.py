@@ -452,7 +452,43 @@ def test_events_that_do_not_come_are_no_sign_of_another_tokenizer():
     cache = follows(cache_of(beliefs, "a"))
     for number in range(20):
         surprise(beliefs, cache, 10 * number, 3.0 * number, told=False)
-    assert not cache.doubted and cache.complete
+    assert not cache.doubted
+
+
+def test_a_node_that_prefills_and_tells_nothing_is_believed_by_what_was_sent_until_it_tells():
+    beliefs = beliefs_of("a")
+    cache = follows(cache_of(beliefs, "a"))
+    tells(cache, 1, 2, 3)
+    for number in range(7):
+        surprise(beliefs, cache, 10 + 10 * number, 3.0 * number, told=False)
+    assert cache.complete and beliefs.silent() == []
+    surprise(beliefs, cache, 80, 21.0, told=False)
+    assert not cache.complete and beliefs.silent() == [cache]
+    found = hit(beliefs, "a", prompt(80, 81), 22.0)
+    assert found is not None and (found.tokens, found.rank) == (32, ROUTED)
+    assert held(beliefs, "a", prompt(1, 2, 3), 22.0) == 48, "what it told counts on"
+    tells(cache, 90)
+    assert cache.complete and beliefs.silent() == []
+
+
+def test_what_is_all_cached_needs_no_telling():
+    beliefs = beliefs_of("a")
+    cache = follows(cache_of(beliefs, "a"))
+    tells(cache, 1, 2, 3)
+    for number in range(20):
+        beliefs.first_token(sends(beliefs, "a", prompt(1, 2, 3), 3.0 * number), 3.0 * number)
+        beliefs.tidy(3.0 * number + 2.0)
+    assert cache.complete and beliefs.silent() == []
+
+
+def test_a_silence_ends_with_the_node():
+    beliefs = beliefs_of("a")
+    cache = follows(cache_of(beliefs, "a"))
+    for number in range(8):
+        surprise(beliefs, cache, 10 * number, 3.0 * number, told=False)
+    assert not cache.complete
+    cache.restarted()
+    assert cache.complete and beliefs.silent() == []
 
 
 def test_prompts_that_were_refused_are_no_sign_of_another_tokenizer():

@@ -196,6 +196,8 @@ class Beliefs:
                 cache.surprised(False)
             elif prediction.heard_of_others:
                 cache.surprised(True)
+            if not prediction.heard_of_others and not self._is_told(cache, prediction.chain[-8:]):
+                cache.heard_of(False)
 
     # In idle moments.
 
@@ -203,6 +205,10 @@ class Beliefs:
         """Called now and then: lets go of what has had its time, and sweeps up."""
         self._let_go(now_s)
         self.index.sweep(4096)
+
+    def silent(self) -> Sequence[NodeCache]:
+        """Nodes whose events do not come, though they are listened to."""
+        return [cache for cache in self._caches.values() if cache.is_silent]
 
     def doubted(self) -> Sequence[NodeCache]:
         return [cache for cache in self._caches.values() if cache.doubted]

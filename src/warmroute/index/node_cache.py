@@ -37,6 +37,10 @@ SURPRISES: Final = 8
 """So many prompts in a row that were others to the node mean that it has another tokenizer or template."""
 
 
+SILENCES: Final = 8
+"""So many prompts in a row that were prefilled there, without an event since, mean that its events are lost."""
+
+
 class NodeCache(CacheState):
     """What hits and prices are made of lies in CacheState, for the kernel to read; it is used like the rest."""
 
@@ -55,6 +59,7 @@ class NodeCache(CacheState):
         "ranks",
         "recency",
         "routed_place",
+        "silences",
         "stores",
         "surprises",
     )
@@ -99,6 +104,8 @@ class NodeCache(CacheState):
         """Events of blocks stored, with their tokens."""
         self.surprises = 0
         """Prompts in a row that it prefilled and then told of other blocks than theirs."""
+        self.silences = 0
+        """Prompts in a row that it prefilled, and has told of nothing since they were sent."""
         self.doubted = False
         """Its tokens are not those that this router makes: what it tells is of no use."""
 
@@ -123,7 +130,8 @@ class NodeCache(CacheState):
         return bool(self.ranks)
 
     def _see_whether_complete(self) -> None:
-        self.complete = bool(self._complete) and not self.doubted and all(self._complete.values())
+        told = bool(self._complete) and all(self._complete.values())
+        self.complete = told and not self.doubted and not self.is_silent
 
     # What it tells.
 
@@ -168,6 +176,8 @@ class NodeCache(CacheState):
             self._index.store_known(place, hashes, tier)
             return True
         self.stores += 1
+        if self.silences:
+            self.heard_of(True)
         if block_size != self.block_size and parent is None:
             self.describe(block_size, 0)
         if salt and parent is None:
@@ -200,7 +210,7 @@ class NodeCache(CacheState):
             if rank not in begun:
                 self._index.clear(place)
         self._forget_routed()
-        self.surprises = 0
+        self.surprises = self.silences = 0
         self.doubted = False
         self._see_whether_complete()
 
@@ -213,6 +223,18 @@ class NodeCache(CacheState):
         if self.surprises == SURPRISES:
             self.doubted = True
             self.complete = False
+
+    @property
+    def is_silent(self) -> bool:
+        """It prefills and tells nothing, though no gap shows in its events: they do not come."""
+        return self.silences >= SILENCES
+
+    def heard_of(self, heard: bool) -> None:
+        """Whether anything was told of what it prefilled."""
+        was_silent = self.is_silent
+        self.silences = 0 if heard else self.silences + 1
+        if was_silent or self.is_silent:
+            self._see_whether_complete()
 
     def heard(self, now_s: float) -> None:
         self.heard_s = now_s
