@@ -141,10 +141,13 @@ class Equal(RuleBasedStateMachine):
     def change_a_mirror(self, at, capacity, answer):
         place = list(self.mirrored)[at % len(self.mirrored)]
         mirror, plain = self.mirrored[place]
-        for one in (mirror.push(answer, 1.0), mirror.resize(capacity)):
-            self.index.remove_chain(place, one, Tier.GPU)
-        for one in (plain.push(answer, 1.0), plain.resize(capacity)):
-            self.plain.remove_chain(place, unpacked(one), Tier.GPU)
+        for one, other in zip(
+            (mirror.push(answer, 1.0), mirror.resize(capacity)),
+            (plain.push(answer, 1.0), plain.resize(capacity)),
+            strict=True,
+        ):
+            known = self.plain.remove_chain(place, unpacked(other), Tier.GPU)
+            assert self.index.remove_chain(place, one, Tier.GPU) == known == len(one) // 8
 
     @precondition(lambda self: self.mirrored)
     @rule(at=which, tokens=few_tokens, namespace=st.integers(0, 1), first=st.integers(0, 5))
@@ -153,8 +156,8 @@ class Equal(RuleBasedStateMachine):
         hashes = chain(namespace, None, tokens, BLOCK)
         for recency in self.mirrored[place]:
             recency.drop(packed(hashes), packed(hashes[first:]))
-        self.index.remove_chain(place, hashes[first:], Tier.GPU)
-        self.plain.remove_chain(place, hashes[first:], Tier.GPU)
+        known = self.plain.remove_chain(place, hashes[first:], Tier.GPU)
+        assert self.index.remove_chain(place, hashes[first:], Tier.GPU) == known
 
     @rule(tokens=few_tokens, namespace=st.integers(0, 1))
     def match_a_prompt(self, tokens, namespace):

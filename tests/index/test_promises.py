@@ -423,3 +423,125 @@ def test_a_mirrored_place_refuses_what_is_not_for_it(call, error):
     with pytest.raises(ValueError):
         index.open_place(mirror)  # it is not empty
     assert index.match(b"abcdefgh") == [(place, 1, 1, 1, 1)] and len(mirror) == 1
+
+
+@pytest.mark.parametrize(("budget_bytes", "blocks"), [(MIN_BUDGET_BYTES, 20_000), (1 << 20, 200_000)])
+def test_what_the_budget_refuses_is_not_in_the_mirror_either(budget_bytes, blocks):
+    index = BlockIndex(budget_bytes)
+    mirror = Recency(1_000_000)
+    place, other = index.open_place(mirror), index.open_place()
+    prompt = random.Random(4).randbytes(8 * blocks)
+    assert index.keep(place, prompt, 1.0) == prompt
+    held = mirror.held(prompt)
+    assert blocks / 40 < held == len(mirror) == index.pairs_of(place) == len(index.holdings(place)) < blocks
+    assert index.match(prompt) == [(place, held, held, held, held)] and index.stats()["refused"] > 0
+    for first in range(0, 800, 8):
+        assert index.store_chain(other, list(range(first, first + 8)), Tier.GPU) == 8
+    held = mirror.held(prompt)
+    again = index.keep(place, prompt, 2.0)
+    assert prompt.endswith(again) and len(again) >= len(prompt) - 8 * held, "what is not held comes as new again"
+    assert mirror.held(prompt) == len(mirror) == len(index.holdings(place)) > blocks / 40
+
+
+@pytest.mark.parametrize(("n_places", "shared"), [(1, 0), (8, 600), (40, 600)])
+def test_a_prompt_that_needs_more_than_is_left_is_kept_in_whole(n_places, shared):
+    """Of long prompts, some of which many places hold, at the budget."""
+    index = BlockIndex(1 << 20)
+    mirrors = [Recency(200_000) for _ in range(n_places)]
+    places = [index.open_place(mirror) for mirror in mirrors]
+    source = random.Random(5)
+    roots = [source.randbytes(8 * shared) for _ in range(4)]
+    for stamp in range(150):
+        at = source.randrange(n_places)
+        prompt = source.choice(roots) + source.randbytes(8 * source.randrange(8000))
+        index.keep(places[at], prompt, float(stamp))
+        assert mirrors[at].held(prompt) == len(prompt) // 8
+    stats = index.stats()
+    assert stats["refused"] == 0 < stats["evicted"] and stats["charged_bytes"] <= stats["budget_bytes"]
+    for place, mirror in zip(places, mirrors, strict=True):
+        assert index.pairs_of(place) == len(mirror) == len(index.holdings(place))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda mirror: mirror.resize(100),
+        lambda mirror: mirror.push(19_000, 2.0),
+        lambda mirror: mirror.clear(),
+        lambda mirror: mirror.touch(random.Random(7).randbytes(8 * 20_000), 2.0),
+    ],
+)
+def test_a_mirror_whose_place_is_closed_may_be_changed(change):
+    """It is empty then: what it held is swept by the index, and the next one with the place's number holds nothing of it."""
+    index = BlockIndex(1 << 24)
+    mirror = Recency(20_000)
+    place = index.open_place(mirror)
+    prompt = random.Random(6).randbytes(8 * 20_000)
+    index.keep(place, prompt, 1.0)
+    index.close_place(place)
+    assert len(mirror) == 0 and mirror.capacity == 20_000 and index.stats()["unswept_pairs"] > 0
+    change(mirror)
+    assert index.sweep(1 << 40) == index.stats()["blocks"] == 0
+    again = index.open_place(Recency(20_000))
+    index.keep(again, prompt[: 8 * 10], 2.0)
+    assert index.match(prompt) == [(again, 10, 10, 10, 10)] and len(index.holdings(again)) == 10
+
+
+def test_a_mirror_is_of_one_place_only():
+    index, mirror = BlockIndex(1 << 20), Recency(4)
+    place = index.open_place(mirror)
+    for other in (index, BlockIndex(1 << 20)):
+        with pytest.raises(ValueError):
+            other.open_place(mirror)
+    index.close_place(place)
+    assert index.open_place(mirror) == place
+    del index
+    assert BlockIndex(1 << 20).open_place(mirror) == 0
+
+
+def test_without_memory_a_place_holds_what_its_mirror_does(failing):
+    old, new = array("Q", range(100, 120)).tobytes(), array("Q", range(200, 238)).tobytes()
+    for number in range(60):
+        index, mirror = BlockIndex(1 << 20), Recency(40)
+        place = index.open_place(mirror)
+        mirror.push(20, 0.0)
+        index.keep(place, old, 1.0)
+        failing(number, lambda index=index, place=place: index.keep(place, new, 2.0))
+        for prompt in (old, new):
+            assert sum(row[1] for row in index.match(prompt)) == mirror.held(prompt)
+        assert len(index.holdings(place)) == index.pairs_of(place)
+        failing(number, lambda index=index, place=place: index.close_place(place))
+        assert index.sweep(1 << 40) == index.stats()["blocks"] == 0
+
+
+COLLECTED = """
+import gc
+from warmroute.index import BlockIndex, Recency
+index = BlockIndex(1 << 22)
+told, sent = index.open_place(), index.open_place(Recency(9))
+index.store_chain(told, list(range(3000)), 0)
+index.keep(sent, bytes(8), 1.0)
+class Last:
+    def __init__(self): self.itself = self
+    def __del__(self):
+        for place in (told, sent): index.close_place(place)
+        index.sweep(1 << 40)
+        for _ in range(200): index.open_place()
+gc.disable()
+used = [[] for _ in range(500)]  # no list is free any more
+Last()
+gc.set_threshold(1, 1, 1)
+read = index.holdings
+place = PLACE
+gc.enable()
+rows = read(place)
+gc.disable()
+print(len(rows))
+"""
+
+
+@pytest.mark.parametrize(("place", "rows"), [("told", 3000), ("sent", 1)])
+def test_garbage_that_changes_places_may_be_collected_while_one_is_read(place, rows):
+    code = COLLECTED.replace("PLACE", place)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(ran.stdout) == rows

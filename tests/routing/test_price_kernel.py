@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import subprocess
 import sys
 from array import array
 from random import Random
@@ -357,6 +358,37 @@ def a_node() -> Node:
 def test_what_is_no_node_or_cache_or_hit_is_refused(given) -> None:
     with pytest.raises((TypeError, ValueError)):
         price_nodes(*given, *COMMON)
+
+
+def test_what_was_found_before_must_be_hits() -> None:
+    cache = Beliefs(Index()).join("n", ["m"])
+    with pytest.raises(TypeError):
+        add_hits({"n": 1.5}, [(0, 3, 3, 4, 5)], {0: (cache, ROUTED)}, 16, (9, 9, False), 1.0, (1.0, 2.0), WORTH[1:])  # type: ignore[dict-item]
+
+
+COLLECTED = """
+import gc, struct
+from warmroute._kernel._books import NodeState, PaceState, SpeedState
+from warmroute._kernel._price import Hit, price_nodes
+node = NodeState()
+node.name, node.speed = "n", SpeedState()
+class Last:
+    def __init__(self): self.itself = self
+    def __del__(self): del node.name
+chances, hits, settings = struct.pack("d", 0.1), {"n": Hit(1, 1.0, 0)}, (1e9, 1.0, True, True, True)
+given = (node,), (None,), hits, chances, None, 1.0, (100.0, 10.0), (0.0, 0.0), 0.0, PaceState(), settings
+gc.disable()
+Last()
+gc.set_threshold(1, 1, 1)
+gc.enable()
+try: price_nodes(*given)
+except TypeError: print("refused")
+"""
+
+
+def test_a_node_that_loses_its_name_to_the_collector_is_refused() -> None:
+    ran = subprocess.run([sys.executable, "-c", COLLECTED], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["refused"]
 
 
 def test_a_state_takes_only_what_it_can_hold() -> None:

@@ -159,7 +159,6 @@ enum { FREE, LIVE, DYING };
 typedef struct {
     table held;
     PyObject *mirror; /* a Recency, whose blocks it holds; NULL for a place with pairs */
-    uint64_t left;    /* of a mirror that is swept: blocks */
     uint32_t door;    /* the number it is known by outside */
     uint32_t next;    /* among the free, or among the dying */
     uint8_t state, lost;
@@ -678,8 +677,8 @@ static int hold(BlockIndex *ix, uint64_t block, uint32_t place, uint32_t tier) {
     return 1;
 }
 
-/* The place lets go of the block in these tiers. */
-static void let_go(BlockIndex *ix, uint64_t block, uint32_t place, uint32_t tiers) {
+/* The place lets go of the block in these tiers; whether the block has other holders from then on. */
+static int let_go(BlockIndex *ix, uint64_t block, uint32_t place, uint32_t tiers) {
     if (ix->aliases.count)
         for (uint32_t tier = 0; tier < TIERS; tier++)
             if (tiers & 1u << tier && drop_alias(ix, block, place, tier))
@@ -688,7 +687,7 @@ static void let_go(BlockIndex *ix, uint64_t block, uint32_t place, uint32_t tier
     uint32_t at;
     slot *known = tiers ? find(&ix->blocks, block, SLOT, &in, &at) : NULL;
     if (!known)
-        return;
+        return 0;
     uint32_t holders = known->value, to = 0;
     if ((holders & ~USED) != MEMBER(place, tiers)) {
         to = as_before(ix, holders & ~USED, place, tiers, 0);
@@ -697,11 +696,13 @@ static void let_go(BlockIndex *ix, uint64_t block, uint32_t place, uint32_t tier
         if (to == NONE) /* without memory for a smaller set, the block is forgotten: less is believed, nothing wrong */
             to = 0;
     }
+    int other = to != (holders & ~USED);
     settle(ix, &holders, to);
     if (to)
         known->value = holders;
     else
         take(ix, &ix->blocks, in, at, SLOT);
+    return other;
 }
 
 /* ---- Pairs: counts by tier, and an age ---- */
@@ -742,17 +743,18 @@ static always_inline uint64_t block_key(const BlockIndex *ix, uint64_t hash) { r
 
 static always_inline uint64_t count_of(const place *p) { return p->mirror ? mirrors->count(p->mirror) : p->held.count; }
 
-/* A mirrored place lets go of these. */
-static void let_go_all(BlockIndex *ix, uint32_t at_place, const uint8_t *hashes, size_t n) {
-    uint64_t blocks[AHEAD];
+/* A mirrored place lets go of these; how many of them it held. */
+static uint64_t let_go_all(BlockIndex *ix, uint32_t at_place, const uint8_t *hashes, size_t n) {
+    uint64_t blocks[AHEAD], held = 0;
     for (size_t start = 0; start < n; start += AHEAD) {
         size_t few = n - start < AHEAD ? n - start : AHEAD;
         for (size_t i = 0; i < few; i++)
             blocks[i] = block_key(ix, read64(hashes + 8 * (start + i)));
         prefetch_keys(ix, &ix->blocks, blocks, few);
         for (size_t i = 0; i < few; i++)
-            let_go(ix, blocks[i], at_place, ON_GPU);
+            held += let_go(ix, blocks[i], at_place, ON_GPU);
     }
+    return held;
 }
 
 /* Lets up to so many of a mirrored place's blocks go, the oldest first; how many there were. */
@@ -824,9 +826,7 @@ static void sweep(BlockIndex *ix, uint64_t pairs) {
         table *t = &p->held;
         while (p->mirror && pairs) {
             size_t most = pairs < AHEAD ? (size_t)pairs : AHEAD, gone = shed(ix, number, most);
-            uint64_t done = gone < most ? p->left : gone < p->left ? gone : p->left;
-            p->left -= done;
-            ix->dying_pairs -= done;
+            ix->dying_pairs -= gone;
             pairs -= gone;
             if (gone < most)
                 Py_CLEAR(p->mirror);
@@ -1475,6 +1475,8 @@ static PyObject *index_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static void index_dealloc(BlockIndex *ix) {
     for (uint32_t i = 0; i < ix->n_places; i++) {
         table_free(ix, &ix->places[i].held, PAIR);
+        if (ix->places[i].mirror)
+            mirrors->release(ix->places[i].mirror);
         Py_XDECREF(ix->places[i].mirror);
     }
     table_free(ix, &ix->blocks, SLOT);
@@ -1516,13 +1518,27 @@ static int fresh_place(BlockIndex *ix, uint32_t door) {
     return 0;
 }
 
+/* The mirror is the caller's again, and empty; what it held is still to be swept. Without memory, that is done at once. */
+static void detach_mirror(BlockIndex *ix, uint32_t number) {
+    PyObject *mirror = ix->places[number].mirror, *swept = mirrors->detach(mirror);
+    if (!swept) {
+        PyErr_Clear();
+        while (shed(ix, number, AHEAD))
+            ;
+    }
+    ix->places[number].mirror = swept;
+    mirrors->release(mirror);
+    Py_DECREF(mirror);
+}
+
 static void retire_place(BlockIndex *ix, uint32_t number) {
     place *p = &ix->places[number];
+    if (p->mirror)
+        detach_mirror(ix, number);
     p->state = DYING;
     p->next = ix->dying_place;
     ix->dying_place = number;
     ix->pairs -= p->held.count;
-    p->left = p->mirror ? count_of(p) : 0;
     ix->dying_pairs += count_of(p);
 }
 
@@ -1533,18 +1549,8 @@ static void close_door(BlockIndex *ix, uint32_t at) {
 
 #define SWEPT_AT_ONCE 4096
 
-static PyObject *index_open_place(BlockIndex *ix, PyObject *const *args, Py_ssize_t n_args) {
-    PyObject *mirror = n_args && args[0] != Py_None ? args[0] : NULL;
-    if (expect(n_args, 0, 1, "(mirror=None)") < 0)
-        return NULL;
-    if (mirror && !PyObject_TypeCheck(mirror, mirrors->type)) {
-        PyErr_SetString(PyExc_TypeError, "a mirror must be a Recency");
-        return NULL;
-    }
-    if (mirror && mirrors->count(mirror)) {
-        PyErr_SetString(PyExc_ValueError, "a mirror must be empty at first");
-        return NULL;
-    }
+/* A place behind a door of its own, by whose number it is known. */
+static PyObject *open_door(BlockIndex *ix, PyObject *mirror) {
     if (ix->closed_door == NONE) {
         if (ix->n_doors == ix->door_room) {
             uint32_t room = ix->door_room + ix->door_room / 4 + 16;
@@ -1565,6 +1571,28 @@ static PyObject *index_open_place(BlockIndex *ix, PyObject *const *args, Py_ssiz
     ix->closed_door = next;
     ix->places[ix->doors[at].number].mirror = Py_XNewRef(mirror);
     return PyLong_FromUnsignedLong(at);
+}
+
+static PyObject *index_open_place(BlockIndex *ix, PyObject *const *args, Py_ssize_t n_args) {
+    PyObject *mirror = n_args && args[0] != Py_None ? args[0] : NULL;
+    if (expect(n_args, 0, 1, "(mirror=None)") < 0)
+        return NULL;
+    if (mirror && !PyObject_TypeCheck(mirror, mirrors->type)) {
+        PyErr_SetString(PyExc_TypeError, "a mirror must be a Recency");
+        return NULL;
+    }
+    if (mirror && mirrors->count(mirror)) {
+        PyErr_SetString(PyExc_ValueError, "a mirror must be empty at first");
+        return NULL;
+    }
+    if (mirror && !mirrors->claim(mirror)) {
+        PyErr_SetString(PyExc_ValueError, "a mirror must be of one place only");
+        return NULL;
+    }
+    PyObject *number = open_door(ix, mirror);
+    if (mirror && !number)
+        mirrors->release(mirror);
+    return number;
 }
 
 static PyObject *index_clear(BlockIndex *ix, PyObject *given) {
@@ -1711,7 +1739,8 @@ static int hold_mirrored(BlockIndex *ix, uint64_t block, uint32_t at_place) {
     return (known && tiers_at(ix, known->value, at_place)) || hold(ix, block, at_place, 0);
 }
 
-static void hold_all(BlockIndex *ix, uint32_t at_place, const uint8_t *hashes, size_t n) {
+/* Holds these, up to the first that is refused: what follows a gap is of no use. How many it holds. */
+static size_t hold_all(BlockIndex *ix, uint32_t at_place, const uint8_t *hashes, size_t n) {
     uint64_t blocks[AHEAD];
     for (size_t start = 0; start < n; start += AHEAD) {
         size_t few = n - start < AHEAD ? n - start : AHEAD;
@@ -1719,8 +1748,65 @@ static void hold_all(BlockIndex *ix, uint32_t at_place, const uint8_t *hashes, s
             blocks[i] = block_key(ix, read64(hashes + 8 * (start + i)));
         prefetch_keys(ix, &ix->blocks, blocks, few);
         for (size_t i = 0; i < few; i++)
-            ix->refused += !hold_mirrored(ix, blocks[i], at_place);
+            if (!hold_mirrored(ix, blocks[i], at_place))
+                return start + i;
     }
+    return n;
+}
+
+#define BLOCK_BYTES 16 /* of a block that nobody holds yet, with the slack of its page */
+
+/* Bytes that it may take for one place more to hold the block. */
+static always_inline uint64_t needed_for(const BlockIndex *ix, uint64_t block, uint32_t at_place) {
+    const slot *known = find_slot(&ix->blocks, block);
+    uint32_t two[2], n;
+    if (!known)
+        return BLOCK_BYTES;
+    if (tiers_at(ix, known->value, at_place))
+        return 0;
+    const uint32_t *members = members_of(ix, known->value, two, &n);
+    return n == 1 && (members[0] & 15) == ON_GPU ? 0 : set_charge(n + 1) - charge_of(ix, known->value);
+}
+
+static uint64_t needed(const BlockIndex *ix, uint32_t at_place, const uint8_t *hashes, size_t n) {
+    uint64_t bytes = 0, blocks[AHEAD];
+    for (size_t start = 0; start < n; start += AHEAD) {
+        size_t few = n - start < AHEAD ? n - start : AHEAD;
+        for (size_t i = 0; i < few; i++)
+            blocks[i] = block_key(ix, read64(hashes + 8 * (start + i)));
+        prefetch_keys(ix, &ix->blocks, blocks, few);
+        for (size_t i = 0; i < few; i++)
+            bytes += needed_for(ix, blocks[i], at_place);
+    }
+    return bytes;
+}
+
+/* Makes room for a prompt, before the mirror takes it: what it lets go must not be one of these. A prompt may cost others
+ * half of the budget, and a block of it 8 of theirs. */
+static void make_room_for(BlockIndex *ix, uint32_t at_place, const uint8_t *hashes, size_t n) {
+    PyObject *mirror = ix->places[at_place].mirror;
+    uint64_t capacity = mirrors->capacity(mirror);
+    n = n < capacity ? n : (size_t)capacity;
+    if (charged_bytes(ix) + n * set_charge(ix->n_places) <= ix->soft_bytes)
+        return;
+    size_t held = mirrors->held(mirror, hashes, n), few = 8 * n;
+    uint64_t need = needed(ix, at_place, hashes + 8 * held, n - held);
+    need = need < ix->soft_bytes / 2 ? need : ix->soft_bytes / 2;
+    if (ix->dying_place != NONE && charged_bytes(ix) + need > ix->soft_bytes)
+        sweep(ix, few);
+    while (few-- && charged_bytes(ix) + need > ix->soft_bytes && evict(ix))
+        ;
+}
+
+/* What was refused of a prompt's new blocks is not left in the mirror either: it holds what the place does. The next store
+ * shall not find the budget spent. */
+static void refuse_last(BlockIndex *ix, uint32_t at_place, PyObject *prompt, const uint8_t *last, size_t n) {
+    ix->refused += n;
+    mirrors->take_back(ix->places[at_place].mirror, (const uint8_t *)PyBytes_AS_STRING(prompt),
+                       (size_t)PyBytes_GET_SIZE(prompt) / 8, last, n);
+    let_go_all(ix, at_place, last, n); /* where one hash came twice */
+    for (size_t few = 8 * n; few-- && charged_bytes(ix) > ix->soft_bytes && evict(ix);)
+        ;
 }
 
 static always_inline const uint8_t *bytes_at(PyObject *tuple, Py_ssize_t at, size_t *n) {
@@ -1748,9 +1834,7 @@ static PyObject *keep(BlockIndex *ix, PyObject *const *args, sending *s) {
         PyErr_SetString(PyExc_TypeError, "hashes must be bytes");
         return NULL;
     }
-    /* Before the mirror takes them: what it lets go to make room must not be one of these. */
-    for (Py_ssize_t n = PyBytes_GET_SIZE(args[1]) / 8; n > 0 && charged_bytes(ix) > ix->soft_bytes; n--)
-        make_room(ix);
+    make_room_for(ix, at_place, (const uint8_t *)PyBytes_AS_STRING(args[1]), (size_t)PyBytes_GET_SIZE(args[1]) / 8);
     Py_INCREF(mirror);
     mirror_uses before = {s ? s->depth : 0, s ? s->latest : 0.0, NULL};
     PyObject *changes = mirrors->touch(mirror, args + 1, 2, &before), *new = NULL;
@@ -1759,7 +1843,9 @@ static PyObject *keep(BlockIndex *ix, PyObject *const *args, sending *s) {
         const uint8_t *came = bytes_at(changes, 0, &n_new), *went = bytes_at(changes, 1, &n_gone);
         if (ix->places[still].mirror == mirror) {
             let_go_all(ix, still, went, n_gone);
-            hold_all(ix, still, came, n_new);
+            size_t held = hold_all(ix, still, came, n_new);
+            if (held < n_new)
+                refuse_last(ix, still, args[1], came + 8 * held, n_new - held);
         }
         if (ix->dying_place != NONE)
             sweep(ix, 16 + 2 * n_new);
@@ -1787,9 +1873,9 @@ static PyObject *removed(BlockIndex *ix, PyObject *const *args, Py_ssize_t n_arg
     if (expect(n_args, 3, 3, "(place, hashes, tier)") < 0 ||
         read_place_and_tier(ix, args[0], args[2], &at_place, &tier) < 0 || open_hashes(args[1], &keys) < 0)
         return NULL;
-    uint64_t n = own ? keys.n : 0;
+    uint64_t n;
     if (ix->places[at_place].mirror) {
-        let_go_all(ix, at_place, (const uint8_t *)keys.at, n);
+        n = let_go_all(ix, at_place, (const uint8_t *)keys.at, own ? keys.n : 0);
     } else {
         for (size_t i = 0; i < keys.n; i++)
             keys.at[i] = own ? own_key(ix, keys.at[i]) : engine_key(ix, keys.at[i]);
@@ -1806,8 +1892,10 @@ static PyObject *index_remove_chain(BlockIndex *ix, PyObject *const *args, Py_ss
 /* (place, depth, depth, depth, depth); equal depths are one int. */
 static PyObject *reach_tuple(const reach *r) {
     PyObject *t = PyTuple_New(1 + TIERS), *number = PyLong_FromUnsignedLong(r->place);
-    if (!t || !number)
+    if (!t || !number) {
+        Py_XDECREF(number);
         goto fail;
+    }
     PyTuple_SET_ITEM(t, 0, number);
     for (int tier = 0; tier < TIERS; tier++) {
         if (tier && r->depth[tier] == r->depth[tier - 1])
@@ -1887,13 +1975,8 @@ static PyObject *mirrored_holdings(BlockIndex *ix, uint32_t number) {
     return list;
 }
 
-static PyObject *index_holdings(BlockIndex *ix, PyObject *given) {
-    uint32_t number;
-    if (read_place(ix, given, &number) < 0)
-        return NULL;
+static PyObject *paired_holdings(const BlockIndex *ix, uint32_t number) {
     const table *t = &ix->places[number].held;
-    if (ix->places[number].mirror)
-        return mirrored_holdings(ix, number);
     PyObject *list = PyList_New(0);
     for (uint32_t i = 0; list && i < t->n_pages; i++)
         for (uint32_t k = 0; list && k < t->pages[i]->n; k++) {
@@ -1904,6 +1987,17 @@ static PyObject *index_holdings(BlockIndex *ix, PyObject *given) {
                 Py_CLEAR(list);
             Py_XDECREF(row);
         }
+    return list;
+}
+
+static PyObject *index_holdings(BlockIndex *ix, PyObject *given) {
+    uint32_t number;
+    if (read_place(ix, given, &number) < 0)
+        return NULL;
+    int collects = PyGC_Disable(); /* a finalizer might change the place while it is read */
+    PyObject *list = ix->places[number].mirror ? mirrored_holdings(ix, number) : paired_holdings(ix, number);
+    if (collects)
+        PyGC_Enable();
     return list;
 }
 
@@ -2000,13 +2094,15 @@ static int push_to(PyObject *index, PyObject *const *args, sending *s) {
     BlockIndex *ix = (BlockIndex *)index;
     uint32_t at_place;
     PyObject *mirror = read_place(ix, args[0], &at_place) < 0 ? NULL : mirror_at(ix, at_place);
-    PyObject *evicted = mirror ? mirrors->push(mirror, args + 1, 2) : NULL;
-    if (!evicted)
-        return -1;
-    let_go_all(ix, at_place, (const uint8_t *)PyBytes_AS_STRING(evicted), (size_t)PyBytes_GET_SIZE(evicted) / 8);
-    mirrors->room(mirror, &s->free_blocks, &s->oldest_s);
-    Py_DECREF(evicted);
-    return 0;
+    PyObject *evicted = Py_XNewRef(mirror) ? mirrors->push(mirror, args + 1, 2) : NULL;
+    if (evicted) {
+        if (ix->places[at_place].mirror == mirror) /* which reading the arguments may have closed */
+            let_go_all(ix, at_place, (const uint8_t *)PyBytes_AS_STRING(evicted), (size_t)PyBytes_GET_SIZE(evicted) / 8);
+        mirrors->room(mirror, &s->free_blocks, &s->oldest_s);
+    }
+    Py_XDECREF(mirror);
+    Py_XDECREF(evicted);
+    return evicted ? 0 : -1;
 }
 
 static match_api for_prices = {&BlockIndexType, match_each, send_to, push_to};

@@ -44,7 +44,8 @@ class BlockIndex:
 
         A mirrored place holds, on the GPU, what its mirror does, without pairs of its own. `keep` brings it there; what
         the mirror is made to let go of by other calls is to be told by `remove_chain`. At the budget, the oldest go,
-        from the mirror too. It is closed rather than cleared, and the mirror is the index's own from then on.
+        from the mirror too. It is closed rather than cleared, which leaves the mirror empty. A mirror is of one place
+        only, until that is closed.
         """
     def close_place(self, place: int, /) -> None:
         """Forgets the place; its number may be handed out again."""
@@ -84,7 +85,10 @@ class BlockIndex:
     ) -> int:
         """A store by our own hashes. `remove` takes it back by engine hash; `remove_chain`, where none were given."""
     def keep(self, place: int, hashes: bytes, stamp: float, /) -> bytes:
-        """A prompt is used at a mirrored place: `touch` of its mirror. Returns the hashes that are new there."""
+        """A prompt is used at a mirrored place: `touch` of its mirror. Returns the hashes that are new there.
+
+        The last of them are not kept, in the mirror either, where the budget refuses them.
+        """
     def remove(
         self,
         place: int,

@@ -19,6 +19,16 @@ typedef struct {
     PyObject *(*touch)(PyObject *mirror, PyObject *const *args, Py_ssize_t n_args, mirror_uses *before);
     /* As Recency.push: (count, stamp) to the evicted hashes. */
     PyObject *(*push)(PyObject *mirror, PyObject *const *args, Py_ssize_t n_args);
+    /* It is a place's from now on; 0 where it is one's already. */
+    int (*claim)(PyObject *mirror);
+    /* It is no place's any more. */
+    void (*release)(PyObject *mirror);
+    /* Another one with all that it holds, which leaves it empty; NULL with an error where there is no memory. */
+    PyObject *(*detach)(PyObject *mirror);
+    /* Takes back the last of the blocks that were new in a prompt, when it was touched just now. */
+    void (*take_back)(PyObject *mirror, const uint8_t *hashes, size_t n, const uint8_t *last, size_t n_last);
+    /* In blocks. */
+    uint64_t (*capacity)(PyObject *mirror);
     /* As Recency.room. */
     void (*room)(PyObject *mirror, Py_ssize_t *blocks, double *oldest);
     /* Blocks with names. */

@@ -286,6 +286,8 @@ static int add_hit(const asked *q, PyObject *place, const Py_ssize_t *reached) {
     const Hit *known = (Hit *)PyDict_GetItemWithError(q->found, cache->named.name);
     if (!known && PyErr_Occurred())
         return -1;
+    if (known && check_type((PyObject *)known, &HitType) < 0)
+        return -1;
     if (known && (expected < known->expected || (expected == known->expected && rank <= known->rank)))
         return 0; /* of equals, the rank that told */
     PyObject *hit = (PyObject *)make_hit(depth[3] * q->size, expected, rank);
@@ -461,10 +463,14 @@ static int check(PyObject *nodes, PyObject *caches) {
 
 static Prices *price_all(PyObject *nodes, PyObject *caches, PyObject *hits, const double *adapters, request *q) {
     Py_ssize_t n = PyTuple_GET_SIZE(nodes);
-    Prices *prices = (Prices *)PricesType.tp_alloc(&PricesType, n);
+    Prices *prices = (Prices *)PricesType.tp_alloc(&PricesType, n); /* first: it may collect garbage */
     if (!prices)
         return NULL;
     prices->nodes = Py_NewRef(nodes);
+    if (check(nodes, caches) < 0) {
+        Py_DECREF(prices);
+        return NULL;
+    }
     q->quickest_ms = INFINITY;
     for (Py_ssize_t at = 0; at < n; at++)
         q->quickest_ms = smaller(q->quickest_ms, token_ms(node_at(nodes, at), q));
@@ -508,7 +514,7 @@ static PyObject *price_nodes(PyObject *module, PyObject *const *args, Py_ssize_t
     request q;
     (void)module;
     if (check_count(count, 11) < 0 || check_type(args[0], &PyTuple_Type) < 0 || check_type(args[1], &PyTuple_Type) < 0 ||
-        check_type(args[2], &PyDict_Type) < 0 || read_request(args, &q) < 0 || check(args[0], args[1]) < 0 ||
+        check_type(args[2], &PyDict_Type) < 0 || read_request(args, &q) < 0 ||
         PyObject_GetBuffer(args[3], &chances, PyBUF_SIMPLE) < 0)
         return NULL;
     if (args[4] != Py_None && PyObject_GetBuffer(args[4], &adapters, PyBUF_SIMPLE) < 0) {

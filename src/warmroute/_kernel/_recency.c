@@ -68,6 +68,7 @@ typedef struct {
     uint32_t named;                 /* pieces: entries in the table */
     uint32_t n_chains, low_mask;    /* 2^k - 1 with 2^k <= n_chains < 2^(k+1) */
     int gaps;                       /* something was dropped: a block may be held, and one before it not */
+    int claimed;                    /* it is the mirror of a place */
 } Recency;
 
 static uint64_t secret; /* so that nobody can choose prompts that all fall into one chain */
@@ -463,11 +464,14 @@ static PyObject *room_for_hashes(uint64_t n) { return PyBytes_FromStringAndSize(
 
 static uint8_t *bytes_of(PyObject *bytes) { return (uint8_t *)PyBytes_AS_STRING(bytes); }
 
-/* Cuts bytes to what was written. NULL with an error where that fails. */
-static PyObject *cut(PyObject *bytes, const uint8_t *end) {
+/* Cuts bytes, which nobody has seen yet, to what was written. They stay where they are: what was evicted is to be told, so
+ * this must not fail. */
+static PyObject *cut(PyObject *bytes, uint8_t *end) {
     Py_ssize_t len = end - bytes_of(bytes);
-    if (len != PyBytes_GET_SIZE(bytes))
-        _PyBytes_Resize(&bytes, len);
+    if (len != PyBytes_GET_SIZE(bytes)) {
+        Py_SET_SIZE(bytes, len);
+        *end = 0;
+    }
     return bytes;
 }
 
@@ -675,8 +679,11 @@ static PyObject *touch(Recency *r, PyObject *const *args, Py_ssize_t n_args, mir
         allocate(r, &p)) {
         take_steps(r, &p, view.buf, stamp);
         evicted = cut(evicted, evict(r, r->capacity, bytes_of(evicted)));
+        int collects = PyGC_Disable(); /* a finalizer might close the place before it is told what went */
         if (before && before->depth > 0 && !(before->uses = uses_before(&p, before->depth, before->latest)))
             PyErr_Clear(); /* without memory, less is learned */
+        if (collects)
+            PyGC_Enable();
     } else {
         Py_CLEAR(new);
     }
@@ -766,6 +773,20 @@ static uint32_t drop_of(Recency *r, uint32_t i, const uint8_t *hashes, size_t n,
     return to;
 }
 
+static void drop_all(Recency *r, const uint8_t *hashes, size_t n, dropping d) {
+    for (size_t at = 0; at < n;) {
+        const uint8_t *here = hashes + 8 * at;
+        uint32_t i = find(r, hash_at(here, 0));
+        if (i == NONE) {
+            dropped_here(&d, here, 1);
+            at++;
+        } else {
+            at += drop_of(r, i, here, n - at, &d);
+        }
+    }
+    trim(r);
+}
+
 static PyObject *recency_drop(Recency *r, PyObject *const *args, Py_ssize_t n_args) {
     Py_buffer whole, view;
     if (expect(n_args, 2, "(hashes, dropped)") < 0)
@@ -778,18 +799,7 @@ static PyObject *recency_drop(Recency *r, PyObject *const *args, Py_ssize_t n_ar
         return NULL;
     }
     uint64_t before = r->blocks;
-    dropping d = {view.buf, 0, (size_t)m};
-    for (size_t at = 0; at < (size_t)n;) {
-        const uint8_t *here = (const uint8_t *)whole.buf + 8 * at;
-        uint32_t i = find(r, hash_at(here, 0));
-        if (i == NONE) {
-            dropped_here(&d, here, 1);
-            at++;
-        } else {
-            at += drop_of(r, i, here, (size_t)n - at, &d);
-        }
-    }
-    trim(r);
+    drop_all(r, whole.buf, (size_t)n, (dropping){view.buf, 0, (size_t)m});
     PyBuffer_Release(&whole);
     PyBuffer_Release(&view);
     return PyLong_FromUnsignedLongLong(before - r->blocks);
@@ -957,6 +967,37 @@ static PyObject *mirror_touch(PyObject *r, PyObject *const *args, Py_ssize_t n, 
 
 static PyObject *mirror_push(PyObject *r, PyObject *const *args, Py_ssize_t n) { return recency_push((Recency *)r, args, n); }
 
+static int mirror_claim(PyObject *mirror) {
+    Recency *r = (Recency *)mirror;
+    int free = !r->claimed;
+    r->claimed = 1;
+    return free;
+}
+
+static void mirror_release(PyObject *r) { ((Recency *)r)->claimed = 0; }
+
+static PyObject *mirror_detach(PyObject *mirror) {
+    Recency *from = (Recency *)mirror, *to = (Recency *)RecencyType.tp_alloc(&RecencyType, 0);
+    if (!to)
+        return NULL;
+    PyObject head = to->ob_base;
+    *to = *from;
+    to->ob_base = head;
+    from->entries = from->table = (segments){0};
+    from->n_slots = 0;
+    forget_all(from);
+    return (PyObject *)to;
+}
+
+static void mirror_take_back(PyObject *mirror, const uint8_t *hashes, size_t n, const uint8_t *last, size_t n_last) {
+    Recency *r = (Recency *)mirror;
+    int gaps = r->gaps; /* what was the last leaves none */
+    drop_all(r, hashes, n, (dropping){last, 0, n_last});
+    r->gaps = gaps;
+}
+
+static uint64_t mirror_capacity(PyObject *r) { return ((Recency *)r)->capacity; }
+
 static void mirror_room(PyObject *r, Py_ssize_t *blocks, double *oldest) { room_of((Recency *)r, blocks, oldest); }
 
 static uint64_t mirror_count(PyObject *r) { return ((Recency *)r)->blocks - ((Recency *)r)->nameless; }
@@ -981,8 +1022,9 @@ static PyObject *mirror_hashes(PyObject *mirror) {
     return hashes;
 }
 
-static mirror_api for_index = {&RecencyType, mirror_touch, mirror_push, mirror_room,
-                               mirror_count, mirror_held,  mirror_shed, mirror_hashes};
+static mirror_api for_index = {&RecencyType,  mirror_touch,     mirror_push,     mirror_claim, mirror_release,
+                               mirror_detach, mirror_take_back, mirror_capacity, mirror_room,  mirror_count,
+                               mirror_held,   mirror_shed,      mirror_hashes};
 
 /* ---- The module ---- */
 
