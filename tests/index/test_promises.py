@@ -472,7 +472,7 @@ def test_a_prompt_that_needs_more_than_is_left_is_kept_in_whole(n_places, shared
     ],
 )
 def test_a_mirror_whose_place_is_closed_may_be_changed(change):
-    """It is empty then: what it held is swept by the index, and the next one with the place's number holds nothing of it."""
+    """It is empty then: what it held is for the index to sweep, and nobody who has the number next holds any of it."""
     index = BlockIndex(1 << 24)
     mirror = Recency(20_000)
     place = index.open_place(mirror)

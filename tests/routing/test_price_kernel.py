@@ -363,7 +363,7 @@ def test_what_is_no_node_or_cache_or_hit_is_refused(given) -> None:
 def test_what_was_found_before_must_be_hits() -> None:
     cache = Beliefs(Index()).join("n", ["m"])
     with pytest.raises(TypeError):
-        add_hits({"n": 1.5}, [(0, 3, 3, 4, 5)], {0: (cache, ROUTED)}, 16, (9, 9, False), 1.0, (1.0, 2.0), WORTH[1:])  # type: ignore[dict-item]
+        add_hits({"n": 1.5}, [(0, 3, 3, 4, 5)], {0: (cache, ROUTED)}, 16, (9, 9, False), 1.0, (1.0, 2.0), WORTH[1:])
 
 
 COLLECTED = """

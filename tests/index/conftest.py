@@ -1,0 +1,32 @@
+"""What several tests of the index need."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Failing = Callable[[int, Callable[[], Any]], Any]
+
+
+@pytest.fixture
+def failing() -> Failing:
+    """Calls something while one of its allocations fails, by its number; None where that raised MemoryError."""
+    testcapi = pytest.importorskip("_testcapi")
+
+    def call_failing(number: int, call: Callable[[], Any]) -> Any:
+        gc.disable()
+        testcapi.set_nomemory(number, number + 1)
+        try:
+            return call()
+        except MemoryError:
+            return None
+        finally:
+            testcapi.remove_mem_hooks()
+            gc.enable()
+
+    if call_failing(0, lambda: bytes(1000)) is not None:
+        pytest.skip("the allocator of this Python can't be made to fail")
+    return call_failing
