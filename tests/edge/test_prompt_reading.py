@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from harness import DONE, SSE_HEAD, Engine, Router, answer, chat, chunk, engines, get, post, router, script, until
 
+from warmroute._kernel._http import read_usage
 from warmroute._kernel._scan import Outline
-from warmroute.edge.usage import usage_of
 from warmroute.index.node_cache import NodeCache
 from warmroute.prompt import chat_reading
 from warmroute.prompt.chat_template import ChatTemplate
@@ -312,13 +312,13 @@ def details(cached: int) -> dict[str, Any]:
 @pytest.mark.parametrize("spaced", [False, True])
 def test_usage_in_every_shape(answered: dict[str, Any], expected: tuple[int | None, ...] | None, spaced: bool) -> None:
     told = json.dumps(answered) if spaced else json.dumps(answered, separators=(",", ":"))
-    assert usage_of(told.encode()) == expected
+    assert read_usage(told.encode()) == expected
 
 
 def test_usage_in_two_chunks_of_an_answer() -> None:
     event = b"data: " + json.dumps(said(usage=details(640))).encode() + b"\n\n"
     for at in range(1, len(event) - 1):
-        assert usage_of(chunk(event[:at]) + chunk(event[at:]) + DONE) == (900, 640, 40), at
+        assert read_usage(chunk(event[:at]) + chunk(event[at:]) + DONE) == (900, 640, 40), at
 
 
 def as_stream(*events: dict[str, Any]) -> list[bytes]:

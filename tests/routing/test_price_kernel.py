@@ -231,7 +231,7 @@ def test_hits_that_are_matched_are_those_of_the_rows(kept, prompt: int, length: 
     caches[3].follow(0)
     chains = [chain(7, None, array("I", [0] * 160 + [number] * 480), 16) for number in range(4)]
     for at, (node, which, blocks) in enumerate(kept):
-        caches[node].keep(chains[which][: 8 * blocks], float(at))
+        caches[node].keep(chains[which][: 8 * blocks], 0, float(at))
         if node == 3:
             beliefs.index.store_chain(caches[3].ranks[0], chains[which][: 8 * (blocks // 2)], 1)
     asked = chains[prompt][: 8 * length]
@@ -274,7 +274,7 @@ def test_whatever_happens_to_a_cache_its_state_says_what_its_recency_says(steps:
     for at, (step, number) in enumerate(steps):
         if step == 0:
             prompt = array("Q", [number, *range(1000 * number, 1000 * number + 30)]).tobytes()
-            kept = cache.keep(prompt, float(at))
+            kept, _ = cache.keep(prompt, 0, float(at))
         elif step == 1:
             cache.drop(prompt, kept)
         elif step == 2:
@@ -299,7 +299,8 @@ def test_a_prompt_and_its_answer_are_kept_as_its_recency_and_the_index_would(ste
     for at, (which, blocks, tokens, prefilled) in enumerate(steps):
         prompt, now_s = chains[which][: 8 * blocks], float(at)
         uses = twin.recency.uses(prompt, tokens // 16, twin.prefilled_s) if tokens >= 16 else None
-        assert cache.keep_with_uses(prompt, tokens, now_s) == (twin.keep(prompt, now_s), uses)
+        assert cache.keep(prompt, tokens, now_s) == (twin._index.keep(twin.routed_place, prompt, now_s), uses)
+        twin._recency_changed()
         assert (cache.free_blocks, cache.oldest_s) == (twin.free_blocks, twin.oldest_s)
         cache.keep_answer(tokens, now_s)
         if tokens >= 16:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -208,3 +209,18 @@ class World:
     def takes_requests(self) -> Sequence[str]:
         group = self.fleet.group("m")
         return sorted(node.name for node in group.up.nodes) if group is not None else []
+
+
+@asynccontextmanager
+async def world(*clouds: ScriptedCloud, **more: Any) -> AsyncIterator[World]:
+    made = World(*clouds, **more)
+    try:
+        yield made
+    finally:
+        await made.driver.close()
+
+
+async def serving(made: World, count: int) -> list[Node]:
+    made.want(count)
+    await made.until(lambda: len(made.serving()) == count and len(made.lives) == count)
+    return made.serving()

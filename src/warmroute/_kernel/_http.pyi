@@ -39,7 +39,9 @@ def read_request_head(data: bytes, end: int, max_fields: int, /) -> RequestHead 
 def read_response_head(data: bytes, end: int, /) -> ResponseHead | int: ...
 def read_usage(last_bytes: bytes, /) -> tuple[int | None, int | None, int | None] | None:
     """Tokens of the prompt, those of them that were cached, tokens of the answer, as far as an answer's end says; None
-    where there is no usage in its last 16 KiB."""
+    where there is no usage in its last 16 KiB. OpenAI's usage (chat, completions, responses), and Anthropic's, which
+    counts as input only what was not cached. Quotes within a text are escaped in JSON, so nothing that a model says can
+    pass for it."""
 
 class BadChunk(Exception): ...
 

@@ -12,13 +12,11 @@ import socket
 import struct
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
-from warmroute._kernel._http import read_request_head
 from warmroute.edge import errors
 from warmroute.edge.chunked import BadChunk, ChunkFrames
 from warmroute.edge.deadlines import NEVER
 from warmroute.edge.errors import Refusal
-from warmroute.edge.head import RequestHead
-from warmroute.edge.head import refusal as refusal_of_head
+from warmroute.edge.head import RequestHead, read_request_head
 from warmroute.edge.replies import CLOSE_LINE, render_refusal, render_reply, with_id
 
 if TYPE_CHECKING:
@@ -248,8 +246,6 @@ class Client(asyncio.Protocol):
             if end > limits.header_bytes:
                 raise errors.head_too_large(limits.header_bytes)
             head = read_request_head(data, end, limits.header_count)
-            if isinstance(head, int):
-                raise refusal_of_head(head, limits.header_count)
         except Refusal as refusal:
             self._refuse_and_close(refusal)
             return

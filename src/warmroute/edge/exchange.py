@@ -10,15 +10,14 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from traceback import extract_tb
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
+from warmroute._kernel._http import read_usage
 from warmroute.edge import errors
 from warmroute.edge.chunked import ChunkFrames
 from warmroute.edge.head import CHUNKED, UNTIL_CLOSE, RequestHead, ResponseHead
 from warmroute.edge.upstream import ConnectFault, Connection
-from warmroute.edge.usage import usage_of
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.prompt.ask import Ask
@@ -29,6 +28,7 @@ from warmroute.routing.lookups import Lookup
 from warmroute.routing.rate_limits import Charge
 from warmroute.routing.refusals import Undecided
 from warmroute.telemetry.journal import Entry
+from warmroute.telemetry.log import without_words
 
 if TYPE_CHECKING:
     from warmroute.edge.client import Client
@@ -159,11 +159,7 @@ class ProxyExchange:
 
     def broke(self, error: Exception) -> errors.Refusal:
         """The router itself failed: gives back what it holds."""
-        last = extract_tb(error.__traceback__)[-1]
-        log.error(  # without the error's words, which may be a user's
-            "a request broke inside the router (%s at %s:%s); it is answered with 500",
-            type(error).__name__, last.filename, last.lineno,
-        )  # fmt: skip
+        log.error("a request broke inside the router (%s); it is answered with 500", without_words(error))
         self._give_back(Outcome.LEFT)
         return errors.broke_inside()
 
@@ -373,7 +369,7 @@ class ProxyExchange:
             self._log(str(self._status))
 
     def _read_usage(self, last_bytes: bytes, now_s: float) -> None:
-        usage = usage_of(last_bytes)
+        usage = read_usage(last_bytes)
         if usage is None:
             return
         prompt_tokens, cached_tokens, output_tokens = usage

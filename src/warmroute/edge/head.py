@@ -35,7 +35,7 @@ def read_request_head(data: bytes, end: int, max_fields: int) -> RequestHead:
     """Reads data[:end + 4], where data[end:end + 4] is the blank line. Raises Refusal."""
     head = _http.read_request_head(data, end, max_fields)
     if isinstance(head, int):
-        raise refusal(head, max_fields)
+        raise _refusal(head, max_fields)
     return head
 
 
@@ -47,7 +47,7 @@ def read_response_head(data: bytes, end: int) -> ResponseHead:
     return head
 
 
-def refusal(reason: int, max_fields: int) -> Refusal:
+def _refusal(reason: int, max_fields: int) -> Refusal:
     """Why the kernel does not take a request's head, in words."""
     match reason:
         case 3:

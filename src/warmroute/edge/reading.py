@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from traceback import extract_tb
 from typing import Final
 
 from warmroute._kernel._scan import Outline
@@ -16,6 +15,7 @@ from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.reading import Reading, stand_in_bytes
 from warmroute.prompt.request import stand_in_of
 from warmroute.telemetry.counters import Counters
+from warmroute.telemetry.log import without_words
 
 log = logging.getLogger("warmroute.prompts")
 
@@ -165,10 +165,4 @@ def _safely(read: Callable[[], Prompt | None]) -> Prompt | None:
 
 
 def _say_unread(error: Exception) -> None:
-    last = extract_tb(error.__traceback__)[-1]
-    log.error(  # without the error's words, which may be a user's
-        "a prompt could not be read (%s at %s:%s); its request is routed by load",
-        type(error).__name__,
-        last.filename,
-        last.lineno,
-    )
+    log.error("a prompt could not be read (%s); its request is routed by load", without_words(error))

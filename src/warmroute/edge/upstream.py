@@ -17,11 +17,10 @@ import ssl
 from collections.abc import Callable
 from typing import Final, Protocol, cast
 
-from warmroute._kernel._http import read_response_head
 from warmroute.config import Upstream as UpstreamConfig
 from warmroute.edge.chunked import BadChunk, ChunkFrames
 from warmroute.edge.deadlines import NEVER, Deadlines
-from warmroute.edge.head import CHUNKED, UNTIL_CLOSE, BrokenResponse, ResponseHead
+from warmroute.edge.head import CHUNKED, UNTIL_CLOSE, BrokenResponse, ResponseHead, read_response_head
 
 log = logging.getLogger("warmroute.edge")
 
@@ -195,8 +194,6 @@ class Connection(asyncio.Protocol):
                     self._buffer = data
                     return
                 head = read_response_head(data, end)
-                if isinstance(head, int):
-                    raise BrokenResponse("malformed head")
                 if head.status >= 200:
                     break
                 if head.status == 101:

@@ -35,8 +35,6 @@ OUTLIVED_AT_ONCE: Final = 1024
 """Blocks that one answer's report may make forgotten."""
 SURPRISES: Final = 8
 """So many prompts in a row that were others to the node mean that it has another tokenizer or template."""
-
-
 SILENCES: Final = 8
 """So many prompts in a row that were prefilled there, without an event since, mean that its events are lost."""
 
@@ -241,13 +239,10 @@ class NodeCache(CacheState):
 
     # What is kept for it.
 
-    def keep(self, chain: bytes, now_s: float) -> bytes:
-        """It was sent these blocks. Returns those it is not believed to have had."""
-        return self._send(self._index, self.routed_place, chain, now_s, 0, 0.0)[0]
-
-    def keep_with_uses(self, chain: bytes, tokens: int, now_s: float) -> tuple[bytes, Uses | None]:
-        """The same; and when the blocks of its first so many tokens were last used until now, those that the node has
-        had for sure: what is still waiting there to be prefilled may well be missing."""
+    def keep(self, chain: bytes, tokens: int, now_s: float) -> tuple[bytes, Uses | None]:
+        """It was sent these blocks. Those that it is not believed to have had; and when the blocks of its first so many
+        tokens were last used until now, of those that the node has had for sure: what is still waiting there to be
+        prefilled may well be missing."""
         depth = tokens // self.block_size
         return self._send(self._index, self.routed_place, chain, now_s, depth, self.prefilled_s)
 

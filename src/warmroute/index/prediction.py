@@ -40,7 +40,7 @@ class Prediction:
         if self.expected:
             cache.expect(chain)
             tokens = 0
-        self._kept, self._uses = cache.keep_with_uses(chain, tokens, now_s)
+        self._kept, self._uses = cache.keep(chain, tokens, now_s)
         """`_uses`: to learn how far the node's LRU reaches."""
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from traceback import extract_tb
 
 import msgspec
 
@@ -22,6 +23,12 @@ class _JsonLines(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return msgspec.json.encode(line).decode()
+
+
+def without_words(error: Exception) -> str:
+    """What went wrong and where. An error's own words may be a user's."""
+    last = extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {last.filename}:{last.lineno}"
 
 
 def set_up(config: Log) -> None:
