@@ -14,12 +14,12 @@ from random import Random
 import msgspec
 
 from warmroute.config import from_table
-from warmroute.sim.profiles import profile
-from warmroute.sim.replay.summary import percentile
-from warmroute.sim.workloads import Prompt, Segments
-from warmroute.sim.workloads.draw import Popularity
-from warmroute.sim.workloads.segments import named
-from warmroute.sim.world import Conditions, NodeSpec, World
+from warmroute.fake_engine.profiles import profile
+from warmroute.replay.summary import percentile
+from warmroute.replay.workloads import Prompt, Segments
+from warmroute.replay.workloads.draw import Popularity
+from warmroute.replay.workloads.segments import named
+from warmroute.replay.world import Conditions, NodeSpec, World
 
 
 def asking(args: argparse.Namespace, adapters: tuple[str, ...]) -> Iterator[Prompt]:

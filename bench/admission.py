@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 
-from warmroute.sim.turns import flood, priorities
+from fairness import flood, priorities
 
 RATES = (12.0, 16.0, 20.0, 24.0, 30.0)
 MAX_WAITING = 200

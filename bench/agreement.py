@@ -15,9 +15,9 @@ from random import Random
 from statistics import fmean, stdev
 
 import uvloop
+from agreement_trials import Both, Trial, both, virtual
 
-from warmroute.sim.agreement import Both, Trial, both, virtual
-from warmroute.sim.workloads import FollowUp, Prompt
+from warmroute.replay.workloads import FollowUp, Prompt
 
 POINTS, TTFT_SHARE = 1.0, 0.10
 SHAKE_MS = 50.0

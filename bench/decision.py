@@ -28,16 +28,16 @@ from random import Random
 from typing import Any
 
 from warmroute.config import Config, Health, Index, ModelConfig, NodeConfig, Routing
-from warmroute.edge.reading import Readings
+from warmroute.edge.reading import PromptReader
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Outcome
 from warmroute.index import Tier
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.index.lookup import Lookup
-from warmroute.prompt.ask import Ask, read_json
-from warmroute.prompt.library import Library
 from warmroute.prompt.prompt import Prompt
-from warmroute.prompt.reading import PromptReader
+from warmroute.prompt.reading import PromptTokenizer
+from warmroute.prompt.routing_request import RoutingRequest, read_json
+from warmroute.prompt.tokenizer_registry import TokenizerRegistry
 from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.lookups import lookup_of
@@ -144,16 +144,16 @@ class Stopwatch:
 class Routed:
     """A router with its fleet, as the service puts them together; every node tells what it holds."""
 
-    def __init__(self, library: Library, config: Config) -> None:
+    def __init__(self, library: TokenizerRegistry, config: Config) -> None:
         self.fleet = Fleet(config.health)
-        self.beliefs = Beliefs(config.index)
-        self.router = Router(self.fleet, self.beliefs, config.routing)
-        self.readings = Readings(library, config.prompts, Counters())
+        self.cache_view = CacheView(config.index)
+        self.router = Router(self.fleet, self.cache_view, config.routing)
+        self.readings = PromptReader(library, config.prompts, Counters())
         self._now_s = 1.0
         for number in range(NODES):
             node = self.fleet.add(NodeConfig(url=f"http://10.0.0.{number}:8000", name=f"node-{number}", models=("m",)))
             self.fleet.check_passed(node, 0.0)
-            cache = self.beliefs.join(node.name, ["m"])
+            cache = self.cache_view.join(node.name, ["m"])
             cache.describe(BLOCK_TOKENS, 1_000_000)
             cache.follow(0)
             cache.tells_all(0, True)
@@ -161,17 +161,17 @@ class Routed:
     def hear(self, hashes: bytes) -> None:
         """Some nodes tell of the conversation, all of its first block; and time passes."""
         self._now_s += 5.0
-        for number, cache in enumerate(self.beliefs):
+        for number, cache in enumerate(self.cache_view):
             cache.heard(self._now_s)
             told = hashes if number < HOLDERS else hashes[:8]
-            self.beliefs.index.store_chain(cache.ranks[0], told, Tier.GPU)
-        self.beliefs.tidy(self._now_s)
+            self.cache_view.index.store_chain(cache.ranks[0], told, Tier.GPU)
+        self.cache_view.tidy(self._now_s)
 
     def decide(self, body: bytes) -> Decision:
-        ask = read_json(body)
-        prompt = self.readings.read(ask.model, CHAT, body, lambda _: None, ask.outline)
+        request = read_json(body)
+        prompt = self.readings.read(request.model, CHAT, body, lambda _: None, request.outline)
         assert isinstance(prompt, Prompt), "it should be read on the loop"
-        return self.router.decide(ask, self._now_s, lookup_of(prompt, ""))
+        return self.router.decide(request, self._now_s, lookup_of(prompt, ""))
 
     def books(self, decision: Decision) -> None:
         ticket = self.router.dispatch(decision, decision.node, self._now_s)
@@ -181,7 +181,7 @@ class Routed:
         ticket.close(Outcome.OK, self._now_s)
 
 
-def measure(library: Library, words: Words, tokens: int, agent: bool, conversations: int) -> None:
+def measure(library: TokenizerRegistry, words: Words, tokens: int, agent: bool, conversations: int) -> None:
     routed = Routed(library, Config())
     reader = library.reader("m")
     offered = tools(words)
@@ -194,7 +194,7 @@ def measure(library: Library, words: Words, tokens: int, agent: bool, conversati
 
     def match(body: bytes) -> bytes:
         hashes = hashes_of(reader.read(CHAT, body))
-        routed.beliefs.index.match(hashes)
+        routed.cache_view.index.match(hashes)
         return hashes
 
     for _conversation in range(conversations):
@@ -226,7 +226,7 @@ def measure(library: Library, words: Words, tokens: int, agent: bool, conversati
     cold.report("  body to tokens, cold")
 
 
-def longest_pause(reader: PromptReader, words: Words, tokens: int) -> None:
+def longest_pause(reader: PromptTokenizer, words: Words, tokens: int) -> None:
     """How long other threads wait while one reads cold prompts."""
     pauses, size = [0.0], 0
     for _round in range(5):
@@ -246,24 +246,24 @@ def longest_pause(reader: PromptReader, words: Words, tokens: int) -> None:
 
 def choices(count: int) -> None:
     """What a choice by price costs over so many nodes."""
-    fleet, beliefs = Fleet(Health(slow_start_s=0.0)), Beliefs(Index())
+    fleet, cache_view = Fleet(Health(slow_start_s=0.0)), CacheView(Index())
     tokens = Random(1).randbytes(4 * 8_000)
     for number in range(count):
         node = fleet.add(NodeConfig(url=f"http://10.0.0.0:{number + 1}", name=f"node-{number}", models=("m",)))
         fleet.check_passed(node, 0.0)
-        cache = beliefs.join(node.name, ["m"])
+        cache = cache_view.join(node.name, ["m"])
         cache.describe(BLOCK_TOKENS, 300_000)
         cache.keep_answer(300_000, 0.0)
         cache.accuracy.compare(8_000, 7_000, 0.0)
         node.speed.factor = 1.0 + number / count
         if number % 8 == 0:
-            beliefs.sent("m", Lookup(tokens, 8_000, 8_000), node.name, None, 1.0)
-    router = Router(fleet, beliefs, Routing(policy="price"))
+            cache_view.sent("m", Lookup(tokens, 8_000, 8_000), node.name, None, 1.0)
+    router = Router(fleet, cache_view, Routing(policy="price"))
     chosen, again = Stopwatch(), Stopwatch()
     for number in range(500):
         now_s = 2.0 + number / 100.0
         lookup = Lookup(tokens, 8_000, 8_000)
-        decision = chosen.time(lambda lookup=lookup, now_s=now_s: router.decide(Ask("m"), now_s, lookup))
+        decision = chosen.time(lambda lookup=lookup, now_s=now_s: router.decide(RoutingRequest("m"), now_s, lookup))
         again.time(lambda query=decision.query, now_s=now_s: router.decide_again(query, now_s))
     chosen.report(f"  choice by price of {count} nodes")
     again.report("  the same, chosen again")
@@ -274,7 +274,7 @@ async def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else shared / "tokenizers" / "qwen3-rebuilt"
     words = Words(Path(sys.argv[2]) if len(sys.argv) > 2 else shared / "chats")
     started = time.perf_counter()
-    library = Library(Config().prompts, [ModelConfig(name="m", tokenizer=str(folder))])
+    library = TokenizerRegistry(Config().prompts, [ModelConfig(name="m", tokenizer=str(folder))])
     await library.load_configured()
     reader = library.reader("m")
     print(f"{folder.name}: loaded in {time.perf_counter() - started:.1f} s")

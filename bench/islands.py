@@ -19,11 +19,11 @@ import sys
 from typing import Any
 
 from warmroute.config import Config, from_table
-from warmroute.sim.profiles import profile
-from warmroute.sim.replay.summary import percentile
-from warmroute.sim.workloads.choose import choose
-from warmroute.sim.world import Conditions, Island, NodeSpec
-from warmroute.sim.world.islands import IslandWorld
+from warmroute.fake_engine.profiles import profile
+from warmroute.replay.summary import percentile
+from warmroute.replay.workloads.choose import choose
+from warmroute.replay.world import Conditions, Island, NodeSpec
+from warmroute.replay.world.islands import IslandWorld
 
 CLOUDS = {"near": (1.0, 0.0), "far": (40.0, 0.02), "farther": (280.0, 0.09)}
 """Round trip [ms] and egress [USD/GB]."""

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from random import Random
 
+from warmroute.index.beliefs import Beliefs
+from warmroute.prompt.ask import Ask, read_json
+
 from warmroute.config import Health, Index, NodeConfig, Routing
 from warmroute.config import Journal as Keeping
 from warmroute.edge.chunked import ChunkFrames
@@ -19,9 +22,7 @@ from warmroute.edge.head import read_request_head, read_response_head
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Outcome
 from warmroute.fleet.ticket import Ticket
-from warmroute.index.beliefs import Beliefs
 from warmroute.index.lookup import Lookup
-from warmroute.prompt.ask import Ask, read_json
 from warmroute.routing.router import Router
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.journal import Entry, Journal

@@ -20,10 +20,10 @@ from typing import Any
 
 from rich.progress import track
 
-from warmroute.sim.profiles import profile
-from warmroute.sim.replay import Setup, contender, replay
-from warmroute.sim.workloads import choose
-from warmroute.sim.world import Conditions, NodeSpec
+from warmroute.fake_engine.profiles import profile
+from warmroute.replay import Setup, contender, replay
+from warmroute.replay.workloads import choose
+from warmroute.replay.world import Conditions, NodeSpec
 
 LOADS: dict[str, tuple[float, float, float]] = {
     "mooncake_arxiv_first1000": (1, 3, 6),

@@ -28,14 +28,14 @@ from typing import Any
 import msgspec
 from rich.progress import track
 
-from warmroute.fleet.pace import Pace
+from warmroute.fake_engine.profiles import profile
+from warmroute.fleet.decode_speed import DecodeSpeed
 from warmroute.fleet.speed import USUAL_MS_PER_TOKEN
-from warmroute.sim.profiles import profile
-from warmroute.sim.replay import Run, Setup, contender, replay, world_of
-from warmroute.sim.replay.summary import summary
-from warmroute.sim.workloads import choose
-from warmroute.sim.world import MODEL, Conditions, NodeSpec, SimNode, World
-from warmroute.sim.world.happenings import Happening
+from warmroute.replay import Run, Setup, contender, replay, world_of
+from warmroute.replay.summary import summary
+from warmroute.replay.workloads import choose
+from warmroute.replay.world import MODEL, Conditions, NodeSpec, SimNode, World
+from warmroute.replay.world.fault_schedule import Happening
 
 HARDWARE = "2xh100-32b"
 SPARE_ROOM = 1.03
@@ -280,7 +280,7 @@ def _guessed(job: tuple[str, float, str, int]) -> Run:
 
 
 @cache
-def _learned(workload: str, rate: float, seed: int) -> tuple[list[float], list[float], Pace]:
+def _learned(workload: str, rate: float, seed: int) -> tuple[list[float], list[float], DecodeSpeed]:
     world = _mixed_world(seed)
     _run_for(world, workload, rate, seed, SETTLED_S + MEASURED_S)
     group = world.fleet.group(MODEL)

@@ -24,10 +24,10 @@ import uvloop
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from agreement import SHAKE_MS, Shaken
+from agreement_trials import Trial, live, virtual
 
-from warmroute.sim.agreement import Trial, live, virtual
-from warmroute.sim.replay.summary import Run
-from warmroute.sim.workloads import Prompt
+from warmroute.replay.summary import Run
+from warmroute.replay.workloads import Prompt
 
 POLICIES = ("round_robin", "least_loaded", "prefix_hash", "overlap", "price")
 TRIALS = {

@@ -7,10 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from warmroute.sim.profiles import profile
-from warmroute.sim.replay import Setup, contender, replay
-from warmroute.sim.workloads import Workload, choose
-from warmroute.sim.world import NodeSpec
+from warmroute.fake_engine.profiles import profile
+from warmroute.replay import Setup, contender, replay
+from warmroute.replay.workloads import Workload, choose
+from warmroute.replay.world import NodeSpec
 
 TRACES = Path(sys.argv[1] if len(sys.argv) > 1 else "/work/shared/data/traces")
 

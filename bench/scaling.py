@@ -30,14 +30,14 @@ from pathlib import Path
 from typing import Any
 
 from warmroute.config import Scaling
+from warmroute.fake_engine.profiles import profile
+from warmroute.replay import Setup, contender, replay
+from warmroute.replay.peers.scalers import Hpa, Threshold
+from warmroute.replay.report.table import paid_gpu_hours
+from warmroute.replay.workloads import choose
+from warmroute.replay.world import NodeSpec
+from warmroute.replay.world.scaling import Autoscale, SimOffer
 from warmroute.scaling.offer import Offer
-from warmroute.sim.peers.scalers import Hpa, Threshold
-from warmroute.sim.profiles import profile
-from warmroute.sim.replay import Setup, contender, replay
-from warmroute.sim.report.table import paid_gpu_hours
-from warmroute.sim.workloads import choose
-from warmroute.sim.world import NodeSpec
-from warmroute.sim.world.scaling import Autoscale, SimOffer
 
 PROFILE = "2xh100-32b"
 USD = 5.0

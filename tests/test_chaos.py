@@ -20,9 +20,9 @@ import pytest
 from harness import Gone, Router, chat, post, quick_table, router, until
 
 from warmroute.config import Config, from_table
+from warmroute.demo.child_processes import free_port
 from warmroute.edge.keys import hash_key
 from warmroute.routing.rate_limits import Charge, TenantLimits
-from warmroute.sim.children import free_port
 
 CLIENTS = 24
 PHASE_S = 1.5
@@ -305,16 +305,20 @@ async def _with_everything(engines: list[EngineProcess], journal: Path, charges:
         for node in list(service.fleet):  # nobody takes anything: all wait for a first node, and some leave
             service.fleet.drain(node.name)
         await asyncio.sleep(PHASE_S / 2)
-        homeless = len(service.admission.room.homeless)
+        waiting_for_first_node = len(service.admission.room.waiting_for_first_node)
         for node in list(service.fleet):
             service.fleet.drain(node.name, False)
         await asyncio.sleep(PHASE_S)
 
         load.going = False
         await asyncio.gather(*clients)
-        print(dict(load.ends), dict(load.refused), f"held {service.admission.held}, homeless {homeless}")
+        print(
+            dict(load.ends),
+            dict(load.refused),
+            f"held {service.admission.held}, waiting_for_first_node {waiting_for_first_node}",
+        )
         assert load.lost == []
-        assert load.ends["whole"] > 50 and load.ends["left"] > 10 and homeless > 0
+        assert load.ends["whole"] > 50 and load.ends["left"] > 10 and waiting_for_first_node > 0
         assert {"would_wait", "deadline_unreachable", "rate_limit_exceeded"} <= load.refused.keys()
         try:
             await until(lambda: _left_over(running) == [], "nothing is left over", 30.0)
@@ -329,9 +333,13 @@ async def _with_everything(engines: list[EngineProcess], journal: Path, charges:
 def _left_over(running: Router) -> list[str]:
     service = running.service
     room = service.admission.room
-    found = [f"{name}: {left}" for name in ("waiting", "homeless", "tenants", "had") if (left := getattr(room, name))]
+    found = [
+        f"{name}: {left}"
+        for name in ("waiting", "waiting_for_first_node", "tenants", "had")
+        if (left := getattr(room, name))
+    ]
     for node in service.fleet:
-        for name in ("inflight", "context", "kv_new", "pending_work", "unbegun"):
+        for name in ("inflight", "context", "kv_new", "pending_work", "unstarted"):
             left = getattr(node, name)
             found += [f"{name} of {node.name}: {left}"] if left else []
     for group in service.fleet.groups:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from warmroute.sim.children import Children, free_port
+from warmroute.demo.child_processes import Children, free_port
 
 MESSAGES = [
     {"role": "system", "content": "You are terse. " * 30},

@@ -15,7 +15,7 @@ from warmroute.cli.main import COMMANDS
 from warmroute.config import Config, from_table
 from warmroute.edge import errors
 from warmroute.fleet.fleet import Fleet
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.scaling.live import Figures
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.prometheus import MetricsPage
@@ -31,13 +31,13 @@ def test_the_configuration_reference_is_that_of_the_code() -> None:
 def test_every_metric_that_the_docs_name_is_exported_and_the_other_way_round() -> None:
     fleet = Fleet(Config().health)
     fleet.add(from_table({"nodes": [{"url": "http://a:1"}]}).nodes[0])
-    beliefs = Beliefs(Config().index)
-    beliefs.join("a:1")
+    cache_view = CacheView(Config().index)
+    cache_view.join("a:1")
     figures = Figures(
         desired_nodes=1, states={"serving": 1}, usd_per_hour=1.0, utilisation=0.5, added=1, given_back=0, refused=0,
         lost=0, leading=True,
     )  # fmt: skip
-    page = MetricsPage(fleet, beliefs, Counters(), lambda: (0, 0), lambda: (0, 0), scaling=lambda: figures)
+    page = MetricsPage(fleet, cache_view, Counters(), lambda: (0, 0), lambda: (0, 0), scaling=lambda: figures)
     page_text = page.render().decode()
     exported = {line.split()[2] for line in page_text.splitlines() if line.startswith("# TYPE warmroute_")}
     text = (ROOT / "docs" / "operations.md").read_text()

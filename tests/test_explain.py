@@ -32,8 +32,8 @@ from harness import (
     until,
 )
 
+from warmroute.demo.child_processes import Children
 from warmroute.edge.keys import hash_key
-from warmroute.sim.children import Children
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE / "sim_server"))

@@ -1,4 +1,4 @@
-"""Beliefs in the running router: `warmroute engine` processes with KV events behind it, conversations before it."""
+"""CacheView in the running router: `warmroute engine` processes with KV events behind it, conversations before it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import pytest
 from harness import Answer, Router, post, router, until
 
 from warmroute.config import Index
+from warmroute.demo.child_processes import Children
 from warmroute.edge.keys import hash_key
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.index.lookup import Lookup
 from warmroute.index.node_cache import NodeCache
 from warmroute.index.prediction import Prediction
 from warmroute.prompt.tokenizer import packed
-from warmroute.sim.children import Children
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE / "sim_server"))
@@ -44,9 +44,9 @@ class Live:
 
     def __init__(self, running: Router) -> None:
         self.router = running
-        self.beliefs = running.service.beliefs
+        self.cache_view = running.service.cache_view
         self.sent: list[Prediction] = []
-        sent = self.beliefs.sent
+        sent = self.cache_view.sent
 
         def noted(*given: Any) -> Prediction | None:
             prediction = sent(*given)
@@ -54,10 +54,10 @@ class Live:
                 self.sent.append(prediction)
             return prediction
 
-        self.beliefs.sent = noted  # type: ignore[method-assign]
+        self.cache_view.sent = noted  # type: ignore[method-assign]
 
     def cache(self, number: int) -> NodeCache:
-        found = self.beliefs.cache(f"node{number}")
+        found = self.cache_view.cache(f"node{number}")
         assert found is not None
         return found
 
@@ -82,7 +82,9 @@ class Live:
         """Until the node's events have told of the prompt, and it is no longer merely expected."""
         told = prediction.cache.ranks.values()
         last = prediction.chain[-8:]
-        await until(lambda: any(place in told for place, *_ in self.beliefs.index.match(last)), "events of the prompt")
+        await until(
+            lambda: any(place in told for place, *_ in self.cache_view.index.match(last)), "events of the prompt"
+        )
         await until(lambda: not prediction.expected, "it is fulfilled")
 
 
@@ -93,8 +95,8 @@ async def live(*engines: Engine, follow: bool = True, **tables: Any) -> AsyncIte
     async with router(*({"url": engine.url} for engine in engines), **tables) as running:
         made = Live(running)
         if follow:
-            await until(lambda: all(cache.complete for cache in made.beliefs), "all events are followed")
-            await until(lambda: all(cache.capacity_blocks for cache in made.beliefs), "all metrics are read")
+            await until(lambda: all(cache.complete for cache in made.cache_view), "all events are followed")
+            await until(lambda: all(cache.capacity_blocks for cache in made.cache_view), "all metrics are read")
         yield made
 
 
@@ -123,7 +125,7 @@ async def test_a_turn_goes_where_the_turns_before_it_went(children: Children) ->
                 prediction, cached = await r.turn(messages, f"And why is that so, for the {turn}th time?")
                 assert len(r.sent) == before + 1 and prediction.cache is home
                 assert prediction.tokens == cached > 0
-        for cache in r.beliefs:
+        for cache in r.cache_view:
             assert cache.accuracy.exact == cache.accuracy.compared == 4 * homes.count(cache)
             assert cache.surprises == 0 and not cache.doubted
 
@@ -143,11 +145,11 @@ async def test_what_others_sent_straight_to_an_engine_is_known(children: Childre
         for number, engine in enumerate(nodes):
             messages = [*conversation(number), {"role": "user", "content": "Hello?"}]
             body = {"messages": messages, "max_tokens": 1}
-            before = r.beliefs.index.pairs_of(r.cache(number).ranks[0])
+            before = r.cache_view.index.pairs_of(r.cache(number).ranks[0])
             status, _ = await asyncio.to_thread(engine.ask, "/v1/chat/completions", body)
             assert status == 200
             place = r.cache(number).ranks[0]
-            await until(lambda place=place, before=before: r.beliefs.index.pairs_of(place) > before)
+            await until(lambda place=place, before=before: r.cache_view.index.pairs_of(place) > before)
             found = (await r.ask(messages)).json
             assert r.sent[-1].cache is r.cache(number)
             assert r.sent[-1].tokens == found["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
@@ -156,19 +158,19 @@ async def test_what_others_sent_straight_to_an_engine_is_known(children: Childre
 async def test_two_block_sizes_in_one_fleet(children: Children) -> None:
     nodes = [start(children, "--block-size", str(size)) for size in (16, 64)]
     async with live(*nodes) as r:
-        await until(lambda: [cache.block_size for cache in r.beliefs] == [16, 64])
+        await until(lambda: [cache.block_size for cache in r.cache_view] == [16, 64])
         for number, (engine, size) in enumerate(zip(nodes, (16, 64), strict=True)):
             messages = conversation(number)
             body = {"messages": [*messages, {"role": "user", "content": "Hello?"}], "max_tokens": 1}
             assert (await asyncio.to_thread(engine.ask, "/v1/chat/completions", body))[0] == 200
             place = r.cache(number).ranks[0]
-            await until(lambda place=place: r.beliefs.index.pairs_of(place))
+            await until(lambda place=place: r.cache_view.index.pairs_of(place))
             for question in ("Hello?", "Is it so?", "And what else?"):
                 prediction, cached = await r.turn(messages, question)
                 assert prediction.cache is r.cache(number)
                 assert prediction.tokens == cached > 0
                 assert cached % size == 0
-        assert all(cache.accuracy.exact == cache.accuracy.compared == 3 for cache in r.beliefs)
+        assert all(cache.accuracy.exact == cache.accuracy.compared == 3 for cache in r.cache_view)
 
 
 async def test_a_node_is_asked_for_tokens_where_no_tokenizer_is_at_hand(children: Children) -> None:
@@ -184,29 +186,29 @@ async def test_a_node_is_asked_for_tokens_where_no_tokenizer_is_at_hand(children
 
 def test_what_was_told_and_evicted_is_not_expected_any_longer() -> None:
     """A small cache turns over long before `expected_s` is over."""
-    beliefs = Beliefs(Index())
-    cache = beliefs.join("n", ["m"])
+    cache_view = CacheView(Index())
+    cache = cache_view.join("n", ["m"])
     cache.follow(0)
     cache.tells_all(0, True)
     tokens = list(range(65))
     lookup = Lookup(packed(tokens), 65, 65)
 
     def believed(now_s: float) -> int:
-        hit = beliefs.hits("m", lookup, now_s).get("n")
+        hit = cache_view.hits("m", lookup, now_s).get("n")
         return hit.tokens if hit is not None else 0
 
-    prediction = beliefs.sent("m", lookup, "n", None, 0.0)
+    prediction = cache_view.sent("m", lookup, "n", None, 0.0)
     assert prediction is not None and believed(0.0) == 64, "it is on its way there"
     cache.stored(0, None, [1, 2, 3, 4], tokens[:64], 16)
-    beliefs.first_token(prediction, 0.1)
+    cache_view.first_token(prediction, 0.1)
     assert believed(0.2) == 64
     cache.removed(0, [4, 3])
     assert believed(0.3) == 32
-    late = beliefs.sent("m", lookup, "n", None, 1.0)
+    late = cache_view.sent("m", lookup, "n", None, 1.0)
     assert late is not None
-    beliefs.first_token(late, 1.1)
-    assert believed(1.1 + 0.9 * beliefs.config.expected_s) == 64, "it has not been told yet"
-    assert believed(1.1 + 1.1 * beliefs.config.expected_s) == 32
+    cache_view.first_token(late, 1.1)
+    assert believed(1.1 + 0.9 * cache_view.config.expected_s) == 64, "it has not been told yet"
+    assert believed(1.1 + 1.1 * cache_view.config.expected_s) == 32
 
 
 # ---- Tenants ----
@@ -250,7 +252,7 @@ async def test_one_tenant_alone_knows_everything(children: Children) -> None:
         messages = [*conversation(1), {"role": "user", "content": "Hello?"}]
         body = {"messages": messages, "max_tokens": 1}
         assert (await asyncio.to_thread(engine.ask, "/v1/chat/completions", body))[0] == 200
-        await until(lambda: r.beliefs.index.pairs_of(r.cache(0).ranks[0]))
+        await until(lambda: r.cache_view.index.pairs_of(r.cache(0).ranks[0]))
         await r.ask(messages, "bob")
         assert r.sent[-1].tokens > 0
 
@@ -293,12 +295,12 @@ from array import array
 from random import Random
 
 from warmroute.config import Index
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.index.lookup import Lookup
 
 PROMPTS, BLOCKS, STEP_S = 20_000, 64, 86_400 / 20_000
 tenants = int(sys.argv[1])
-beliefs = Beliefs(Index(memory_bytes=4 << 20))
+beliefs = CacheView(Index(memory_bytes=4 << 20))
 caches = [beliefs.join(f"n{number}", ["m"]) for number in range(4)]
 caches[0].follow(0)
 caches[0].tells_all(0, True)

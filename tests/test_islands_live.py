@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from harness import Router, count_up, post, router, until
 
-from warmroute.sim.children import Children
+from warmroute.demo.child_processes import Children
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE / "sim_server"))

@@ -21,15 +21,15 @@ from warmroute.edge.listen import listen_tcp, listen_unix, server_tls
 from warmroute.edge.plain import PlainHandler
 from warmroute.edge.pools import Pools
 from warmroute.edge.proxy import Proxy
-from warmroute.edge.reading import Readings
+from warmroute.edge.reading import PromptReader
 from warmroute.edge.server import Listener
 from warmroute.engines.remote_tokens import RemoteTokens
 from warmroute.engines.watch import Watcher
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import Standing
 from warmroute.fleet.node import Node
-from warmroute.index.beliefs import Beliefs
-from warmroute.prompt.library import Library
+from warmroute.index.cache_view import CacheView
+from warmroute.prompt.tokenizer_registry import TokenizerRegistry
 from warmroute.routing.admission import Admission
 from warmroute.routing.router import Router
 from warmroute.scaling.live import LiveScaling
@@ -59,10 +59,10 @@ class Service:
         self.counters = Counters()
         self.fleet = Fleet(config.health, _say_standing)
         self.fleet.islands.reconfigure(config.islands, config.crossing)
-        self.beliefs = Beliefs(config.index)
-        self.library = Library(config.prompts, config.models)
-        self.readings = Readings(self.library, config.prompts, self.counters, self._ask_tokens)
-        self.router = Router(self.fleet, self.beliefs, config.routing, config.price, config.routes)
+        self.cache_view = CacheView(config.index)
+        self.library = TokenizerRegistry(config.prompts, config.models)
+        self.readings = PromptReader(self.library, config.prompts, self.counters, self._ask_tokens)
+        self.router = Router(self.fleet, self.cache_view, config.routing, config.price, config.routes)
         self.admission = Admission(self.router, config.admission, config.routes)
         self.pools = Pools(config.upstream, self.deadlines)
         self.journal = Journal(config.journal, self.counters, now)
@@ -76,7 +76,7 @@ class Service:
             lambda node, path, timeout_s: fetch(self.pools, node, path, timeout_s),
             lambda node: self.pools.of(node).heard_s,
             now,
-            beliefs=self.beliefs,
+            cache_view=self.cache_view,
             post=lambda node, path, body, timeout_s: post(self.pools, node, path, body, timeout_s),
             on_models=lambda node, cards: self.library.saw_models(cards, node.name),
         )
@@ -86,17 +86,17 @@ class Service:
             self.scaling = LiveScaling(
                 config,
                 self.fleet,
-                self.beliefs,
+                self.cache_view,
                 self,
                 lambda node, path, body, timeout_s: post(self.pools, node, path, body, timeout_s),
                 lambda: self.admission.waiting,
                 self._hold,
             )
-            self.router.meter, self.router.hot = self.scaling.meter, self.scaling.hot
+            self.router.demand_meter, self.router.hot = self.scaling.demand_meter, self.scaling.hot
             self.router.may_serve = self._may_serve
         page = MetricsPage(
             self.fleet,
-            self.beliefs,
+            self.cache_view,
             self.counters,
             lambda: (len(self.listener.connections), self.listener.accepted),
             lambda: (self.admission.waiting, self.admission.held),
@@ -104,7 +104,7 @@ class Service:
             lambda: self.scaling.figures() if self.scaling is not None else None,
         )
         decisions = Decisions(self.journal, self.proxy)
-        self.admin = Admin(self.fleet, self.beliefs, page, decisions, self, config.admin.token_sha256)
+        self.admin = Admin(self.fleet, self.cache_view, page, decisions, self, config.admin.token_sha256)
         self.admin_listener = Listener(PlainHandler(self.admin.answer, self.admin.admit), config.limits, self.deadlines)
         self._servers: list[asyncio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -188,7 +188,7 @@ class Service:
 
     def _let_go(self, node: Node) -> None:
         self.watcher.forget(node)
-        self.beliefs.leave(node.name)
+        self.cache_view.leave(node.name)
         self.library.forget_node(node.name)
         self._remote.forget(node)
         self.pools.remove(node)
@@ -231,7 +231,7 @@ class Service:
         if config.admission != before.admission or rerouted:
             self.admission.reconfigure(config.admission, config.routes)
         if config.index != before.index:
-            self.beliefs.reconfigure(config.index)
+            self.cache_view.reconfigure(config.index)
         if config.prompts != before.prompts or config.models != before.models:
             self.readings.reconfigure(config.prompts)
             self.library.reconfigure(config.prompts, config.models)
@@ -273,15 +273,15 @@ class Service:
         while True:
             await asyncio.sleep(TIDY_S)
             try:
-                self.beliefs.tidy(time.monotonic())
-                before, silent = silent, {cache.name for cache in self.beliefs.silent()}
+                self.cache_view.tidy(time.monotonic())
+                before, silent = silent, {cache.name for cache in self.cache_view.silent()}
                 for name in sorted(silent - before):
                     log.warning(
                         "node %s prefills prompts and tells of none: its KV events are lost on the way; it is routed "
                         "to by what was sent there until they come again",
                         name,
                     )
-                for cache in self.beliefs.doubted():
+                for cache in self.cache_view.doubted():
                     if cache.name not in said:
                         said.add(cache.name)
                         log.warning(

@@ -39,9 +39,9 @@ from warmroute.config import Health, Index, NodeConfig, Routing
 from warmroute.config import Journal as JournalConfig
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Outcome
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.index.lookup import Lookup
-from warmroute.prompt.ask import Ask
+from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.query import Query
@@ -235,7 +235,7 @@ async def test_it_keeps_neither_prompts_nor_bodies_alive() -> None:
         gc.collect()
         kept = [thing for thing in gc.get_objects() if type(thing) in held and id(thing) not in others]
         assert not kept, {type(thing).__name__ for thing in kept}
-        asks = [thing for thing in gc.get_objects() if type(thing) is Ask]
+        asks = [thing for thing in gc.get_objects() if type(thing) is RoutingRequest]
         assert not [ask for ask in asks if SECRET.encode() in (ask.prefix_key() or b"")]
         entries = [thing for thing in gc.get_objects() if type(thing) is Entry]
         assert len(entries) == 30
@@ -252,15 +252,15 @@ async def test_it_keeps_neither_prompts_nor_bodies_alive() -> None:
 
 def test_memory_is_bounded_on_a_large_fleet() -> None:
     """A thousand nodes' prices are 100 KB a decision: of those that have ended only the best are kept."""
-    fleet, beliefs = Fleet(Health()), Beliefs(Index())
+    fleet, cache_view = Fleet(Health()), CacheView(Index())
     for number in range(1000):
         fleet.check_passed(fleet.add(NodeConfig(url=f"http://n{number}:1", models=("m",))), 0.0)
-    decider, journal = Decider(fleet, beliefs, Routing(seed=1)), Journal(JournalConfig(keep=20), Counters())
+    decider, journal = Decider(fleet, cache_view, Routing(seed=1)), Journal(JournalConfig(keep=20), Counters())
     tokens = array("I", range(4000))
 
     def decide(number: int) -> None:
         lookup = Lookup(tokens.tobytes(), len(tokens), 0)
-        decision = decider.decide(Ask("m"), 1.0, lookup)
+        decision = decider.decide(RoutingRequest("m"), 1.0, lookup)
         assert len(decision.prices or ()) == 1000
         entry = Entry(b"%d" % number, "", "m", "", 1, 1.0, 0.0, decision.grounds())
         journal.decided(entry)

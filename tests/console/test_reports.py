@@ -14,7 +14,7 @@ import pytest
 from warmroute.config import Index
 from warmroute.console.reports import MAX_BYTES, Reports
 from warmroute.edge.errors import Refusal
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.index.lookup import Lookup
 
 SIZE = 16
@@ -26,10 +26,10 @@ def prompt(seed: int, blocks: int = 2) -> list[int]:
 
 class Reporter:
     def __init__(self) -> None:
-        self.beliefs = Beliefs(Index())
-        self.cache = self.beliefs.join("node", ["m"])
-        self.beliefs.serves(self.cache, "m", (), ("ad1",))
-        self.reports = Reports(self.beliefs, lambda: 5.0)
+        self.cache_view = CacheView(Index())
+        self.cache = self.cache_view.join("node", ["m"])
+        self.cache_view.serves(self.cache, "m", (), ("ad1",))
+        self.reports = Reports(self.cache_view, lambda: 5.0)
 
     async def says(self, sequence: int, name: str = "node", **more: Any) -> dict[str, int]:
         body = json.dumps({"sequence": sequence, "block_size": SIZE, **more}).encode()
@@ -42,7 +42,7 @@ class Reporter:
 
     def hit(self, tokens: list[int], model: str = "m", salt: str = "") -> int:
         asked = Lookup(array("I", [*tokens, 7]).tobytes(), len(tokens) + 1, len(tokens) + 1, salt=salt)
-        found = self.beliefs.hits(model, asked, 5.0).get("node")
+        found = self.cache_view.hits(model, asked, 5.0).get("node")
         return found.tokens if found is not None else 0
 
 
@@ -122,9 +122,9 @@ async def test_after_a_restart_the_whole_is_asked_for() -> None:
     await reporter.says(0, whole=True, stored=[blocks(1, prompt(1))])
     reporter.cache.restarted()
     assert (await reporter.refused(1)).status == 409
-    reporter.beliefs.leave("node")
+    reporter.cache_view.leave("node")
     assert (await reporter.refused(1)).status == 404
-    reporter.beliefs.join("node", ["m"])
+    reporter.cache_view.join("node", ["m"])
     assert (await reporter.refused(1)).status == 409, "another node by the same name"
 
 
@@ -184,8 +184,8 @@ async def test_what_a_node_reported_is_forgotten_with_the_node() -> None:
     await reporter.says(0, whole=True, stored=[blocks(1, prompt(1))])
     cache = ref(reporter.cache)
     del reporter.cache
-    reporter.beliefs.leave("node")
+    reporter.cache_view.leave("node")
     gc.collect()
     assert cache() is None
-    reporter.beliefs.join("node", ["m"])
+    reporter.cache_view.join("node", ["m"])
     assert (await reporter.refused(1, stored=[blocks(3, prompt(2))])).code == "send_whole"

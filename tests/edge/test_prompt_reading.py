@@ -23,7 +23,7 @@ from warmroute.index.node_cache import NodeCache
 from warmroute.prompt import chat_reading
 from warmroute.prompt.chat_template import ChatTemplate
 from warmroute.prompt.locality import Locality
-from warmroute.prompt.reading import PromptReader, Reading
+from warmroute.prompt.reading import PromptTokenizer, Reading
 from warmroute.routing.dispatch import Dispatch
 
 SMALL_MODEL = Path(__file__).parents[1] / "prompt_tokens" / "small-model"
@@ -58,12 +58,12 @@ async def reading(*nodes: Engine, **tables: Any) -> AsyncIterator[Router]:
         yield running
 
 
-def reader_of(r: Router) -> PromptReader:
+def reader_of(r: Router) -> PromptTokenizer:
     return r.service.library.reader("m")
 
 
 def cache_of(r: Router, number: int = 0) -> NodeCache:
-    found = r.service.beliefs.cache(f"node{number}")
+    found = r.service.cache_view.cache(f"node{number}")
     assert found is not None
     return found
 
@@ -121,7 +121,7 @@ async def test_short_bodies_are_not_read() -> None:
             assert (await r.ask(post(body))).status == 200
         assert read == [middling, long]
         assert len(middling) > 200 > tokens_in(r, middling)
-        kept = [r.service.beliefs.index.pairs_of(cache_of(r, n).routed_place) for n in (0, 1)]
+        kept = [r.service.cache_view.index.pairs_of(cache_of(r, n).routed_place) for n in (0, 1)]
         assert sorted(kept) == [0, tokens_in(r, long) // BLOCK], "too short to be looked up"
 
 
@@ -165,7 +165,7 @@ async def test_what_was_read_in_a_thread_is_known_like_any_other() -> None:
             assert (await r.ask(post(body))).status == 200
         assert sorted(len(engine.seen) for engine in nodes) == [0, 4], "the same node each time"
         blocks = tokens_in(r, body) // BLOCK
-        assert sorted(r.service.beliefs.index.pairs_of(cache_of(r, n).routed_place) for n in (0, 1)) == [0, blocks]
+        assert sorted(r.service.cache_view.index.pairs_of(cache_of(r, n).routed_place) for n in (0, 1)) == [0, blocks]
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
@@ -184,7 +184,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_read_is_gone(pipelined: 
         await until(lambda: r.service.readings._waiting == 0)
         assert [seen.body for seen in engine.seen] == [chat("another")]
         assert sum(r.node(0).outcomes) == 1 and r.inflight() == 0
-        pairs = r.service.beliefs.index.stats()["pairs"]
+        pairs = r.service.cache_view.index.stats()["pairs"]
         assert pairs == 0, "what was never sent is expected nowhere"
 
 

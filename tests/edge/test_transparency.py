@@ -467,14 +467,14 @@ async def test_health_is_alive_and_ready_says_whether_somebody_can_serve() -> No
 
 async def test_a_clients_header_cannot_name_a_node() -> None:
     """Only configuration and the admin API name nodes."""
-    async with engines() as [engine], engines() as [foreign], router(engine) as r:
-        address = f"127.0.0.1:{foreign.port}"
+    async with engines() as [engine], engines() as [other_load], router(engine) as r:
+        address = f"127.0.0.1:{other_load.port}"
         for name in ("Host", "X-Node", "X-Forwarded-Host", "Forwarded", "X-Upstream", "X-Target"):
             request = post(headers=[f"{name}: {address}"] if name != "Host" else [])
             if name == "Host":
                 request = request.replace(b"Host: router", b"Host: " + address.encode())
             assert (await r.ask(request)).status == 200
-        assert foreign.seen == [] and len(engine.seen) == 6
+        assert other_load.seen == [] and len(engine.seen) == 6
 
 
 async def test_the_openai_client_works_unchanged() -> None:

@@ -13,7 +13,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "sim_server")]
 
 from engine_processes import Engine, StartEngine  # noqa: E402
 
-from warmroute.sim.children import Children  # noqa: E402
+from warmroute.demo.child_processes import Children  # noqa: E402
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ from harness import until
 from told import hit, lookup, prompt
 
 from warmroute.config import from_table
+from warmroute.demo.child_processes import free_port
 from warmroute.engines.watch import Watcher
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.index.node_cache import NodeCache
-from warmroute.sim.children import free_port
 
 MODEL = "sim"
 
@@ -48,10 +48,10 @@ class Listening:
         }
         self.config = from_table(table)
         self.fleet = Fleet(self.config.health)
-        self.beliefs = Beliefs(self.config.index)
+        self.cache_view = CacheView(self.config.index)
         self.asked: list[str] = []
         self.watcher = Watcher(
-            self.fleet, self.config, self._get, lambda _node: -1e9, beliefs=self.beliefs, post=self._post
+            self.fleet, self.config, self._get, lambda _node: -1e9, cache_view=self.cache_view, post=self._post
         )
 
     async def _get(self, node: Node, path: str, timeout_s: float) -> tuple[int, bytes]:
@@ -66,7 +66,7 @@ class Listening:
             self.watcher.watch(node)
 
     def cache(self, number: int = 0) -> NodeCache:
-        found = self.beliefs.cache(f"node{number}")
+        found = self.cache_view.cache(f"node{number}")
         assert found is not None
         return found
 
@@ -74,7 +74,7 @@ class Listening:
         return self.fleet.node(f"node{number}")
 
     def hit(self, tokens: Sequence[int], number: int = 0, model: str = MODEL, salt: str = "") -> int:
-        return hit(self.beliefs, tokens, model, salt, f"node{number}")
+        return hit(self.cache_view, tokens, model, salt, f"node{number}")
 
     async def follows(self, number: int = 0, ranks: int = 1) -> None:
         await until(lambda: len(self.cache(number).ranks) == ranks, "events followed")
@@ -133,7 +133,7 @@ async def test_evictions_are_followed(start_engine: StartEngine) -> None:
         for seed in range(2, 5):
             await complete(engine, prompt(seed))
         await until(lambda: r.hit(prompt(4)) == 64 and r.hit(prompt(1)) == 0)
-        assert r.beliefs.index.pairs_of(r.cache().ranks[0]) <= 8
+        assert r.cache_view.index.pairs_of(r.cache().ranks[0]) <= 8
 
 
 async def test_salts_and_adapters_are_found_by_those_who_use_them(start_engine: StartEngine) -> None:
@@ -242,11 +242,11 @@ async def test_a_node_that_is_removed_is_listened_to_no_more(start_engine: Start
         await until(lambda: r.hit(prompt(0)) == 64)
         node = r.fleet.remove("node0")
         r.watcher.forget(node)
-        r.beliefs.leave("node0")
+        r.cache_view.leave("node0")
         await complete(engine, prompt(1))
         await asyncio.sleep(0.2)
-        assert r.beliefs.hits(MODEL, lookup(prompt(0)), 0.0) == {}
-        assert r.watcher.events(node) is None and list(r.beliefs) == []
+        assert r.cache_view.hits(MODEL, lookup(prompt(0)), 0.0) == {}
+        assert r.watcher.events(node) is None and list(r.cache_view) == []
 
 
 async def test_two_ranks_have_two_caches(start_engine: StartEngine) -> None:
@@ -256,7 +256,7 @@ async def test_two_ranks_have_two_caches(start_engine: StartEngine) -> None:
         await complete(engine, prompt(0), rank=0)
         await complete(engine, prompt(1), rank=1)
         await until(lambda: r.hit(prompt(0)) == r.hit(prompt(1)) == 64)
-        ranks = [r.beliefs.hits(MODEL, lookup(prompt(seed)), 0.0)["node0"].rank for seed in (0, 1)]
+        ranks = [r.cache_view.hits(MODEL, lookup(prompt(seed)), 0.0)["node0"].rank for seed in (0, 1)]
         assert ranks == [0, 1] and r.cache().complete
         await until(lambda: r.cache().capacity_blocks == 2000)
         engine.fail("restart")

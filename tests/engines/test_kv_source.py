@@ -24,9 +24,9 @@ class Engine:
         return number, self.said[-1]
 
 
-class Hearer:
+class TokenSink:
     def __init__(self) -> None:
-        self.beliefs, self.cache = believing()
+        self.cache_view, self.cache = believing()
         self.now_s = 0.0
         self.source = KvSource(self.cache, 0, lambda: self.now_s, lambda: self.now_s + 5000)
 
@@ -49,28 +49,28 @@ class Hearer:
         self.work()
 
     def hits(self, count: int) -> list[bool]:
-        return [hit(self.beliefs, prompt(number, 1)) == 16 for number in range(count)]
+        return [hit(self.cache_view, prompt(number, 1)) == 16 for number in range(count)]
 
 
 def test_read_from_the_first_message_on_everything_is_told() -> None:
-    hearer, engine = Hearer(), Engine()
+    hearer, engine = TokenSink(), Engine()
     assert hearer.cache.is_told and not hearer.cache.complete
     hearer.hear(*engine.say())
     assert hearer.cache.complete and hearer.hits(1) == [True]
 
 
 def test_an_engine_that_has_said_nothing_is_known_in_whole() -> None:
-    hearer = Hearer()
+    hearer = TokenSink()
     hearer.replay(Engine())
     assert hearer.cache.complete
-    silent = Hearer()
+    silent = TokenSink()
     silent.replay(Engine(), answered=False)
     assert not silent.cache.complete, "nobody answered"
 
 
 @pytest.mark.parametrize(("oldest", "complete"), [(0, True), (2, False)])
 def test_it_is_complete_only_where_the_replay_reaches_back_to_the_beginning(oldest: int, complete: bool) -> None:
-    hearer, engine = Hearer(), Engine()
+    hearer, engine = TokenSink(), Engine()
     for _ in range(4):
         engine.say()
     hearer.hear(*engine.say())
@@ -80,7 +80,7 @@ def test_it_is_complete_only_where_the_replay_reaches_back_to_the_beginning(olde
 
 
 def test_an_emptied_cache_is_known_in_whole_again() -> None:
-    hearer, engine = Hearer(), Engine()
+    hearer, engine = TokenSink(), Engine()
     for _ in range(3):
         engine.say()
     hearer.hear(*engine.say())
@@ -91,7 +91,7 @@ def test_an_emptied_cache_is_known_in_whole_again() -> None:
 
 
 def test_a_lost_removal_is_never_believed_away() -> None:
-    hearer, engine = Hearer(), Engine()
+    hearer, engine = TokenSink(), Engine()
     hearer.hear(*engine.say())
     engine.say({"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU"})
     hearer.hear(*engine.say())
@@ -101,18 +101,18 @@ def test_a_lost_removal_is_never_believed_away() -> None:
 
 
 def test_a_restart_is_complete_from_its_first_message_and_nothing_of_before_stays() -> None:
-    hearer, engine = Hearer(), Engine()
+    hearer, engine = TokenSink(), Engine()
     for _ in range(3):
         hearer.hear(*engine.say())
     again = Engine()
     again.said.append(payload(stored([77], prompt(9, 1)), sent_s=500.0))
     hearer.hear(0, again.said[0])
-    assert not any(hearer.hits(3)) and hit(hearer.beliefs, prompt(9, 1)) == 16
+    assert not any(hearer.hits(3)) and hit(hearer.cache_view, prompt(9, 1)) == 16
     assert hearer.cache.complete and hearer.cache.gaps == 0 and hearer.source.began_s == 500.0
 
 
 def test_a_parent_that_is_not_known_has_everything_read_again_once() -> None:
-    hearer, engine = Hearer(), Engine()
+    hearer, engine = TokenSink(), Engine()
     hearer.hear(*engine.say())
     hearer.hear(*engine.say(stored([500], prompt(50, 1), parent=499)))
     assert hearer.source.feed.wants_from == 0 and not any(hearer.hits(1)) and not hearer.cache.complete
@@ -124,7 +124,7 @@ def test_a_parent_that_is_not_known_has_everything_read_again_once() -> None:
 
 
 def test_a_parent_told_before_this_router_listened_costs_nothing() -> None:
-    hearer, engine = Hearer(), Engine()
+    hearer, engine = TokenSink(), Engine()
     for _ in range(3):
         engine.say()
     hearer.hear(*engine.say())
@@ -135,7 +135,7 @@ def test_a_parent_told_before_this_router_listened_costs_nothing() -> None:
 
 
 def test_after_a_while_it_is_tried_again() -> None:
-    hearer, engine = Hearer(), Engine()
+    hearer, engine = TokenSink(), Engine()
     orphan = stored([500], prompt(50, 1), parent=499)
     for _ in range(2):
         hearer.hear(*engine.say({"type": "AllBlocksCleared"}))
@@ -148,7 +148,7 @@ def test_after_a_while_it_is_tried_again() -> None:
 
 
 def test_a_message_that_can_not_be_read_is_a_loss_and_those_after_it_count() -> None:
-    hearer, engine = Hearer(), Engine()
+    hearer, engine = TokenSink(), Engine()
     hearer.hear(*engine.say())
     for message in (b"garbage", engine.say()[1], engine.say()[1]):
         hearer.source.feed.message(hearer.source.feed.next_number, message)
@@ -158,7 +158,7 @@ def test_a_message_that_can_not_be_read_is_a_loss_and_those_after_it_count() -> 
 
 def test_a_replay_with_holes_is_asked_for_again_while_it_brings_something() -> None:
     """vLLM's replay socket drops what it can't send at once."""
-    hearer, engine = Hearer(), Engine()
+    hearer, engine = TokenSink(), Engine()
     hearer.hear(*engine.say())
     for _ in range(5):
         last = engine.say()
@@ -177,7 +177,7 @@ def test_a_replay_with_holes_is_asked_for_again_while_it_brings_something() -> N
 
 
 def test_lateness_is_measured_against_the_quickest_whatever_the_clocks_say() -> None:
-    hearer, engine = Hearer(), Engine()
+    hearer, engine = TokenSink(), Engine()
     hearer.hear(*engine.say())
     assert hearer.cache.lag_s == 0 and hearer.cache.heard_s == 0
     hearer.now_s = 4.0
@@ -196,7 +196,7 @@ def test_a_message_of_a_thousand_events_takes_a_few_milliseconds_and_no_slice_mo
     """By CPU time, the best of some: the machine has other work."""
     wholes, longest = [], []
     for _ in range(8):
-        beliefs, cache = believing()
+        cache_view, cache = believing()
         source = KvSource(cache, 0)
         stores = many(1000, lambda n: stored([n + 1], prompt(n, 1), parent=n or None, medium="GPU", group_idx=0))
         removals = many(1000, lambda n: BlockRemoved([n + 1], "GPU", group_idx=0))
@@ -210,13 +210,13 @@ def test_a_message_of_a_thousand_events_takes_a_few_milliseconds_and_no_slice_mo
                 slices.append(time.process_time() - began_s)
             wholes.append(sum(slices))
             longest.append(max(slices))
-        assert beliefs.index.stats()["pairs"] == 0 and cache.complete
+        assert cache_view.index.stats()["pairs"] == 0 and cache.complete
     assert min(wholes) < 0.010
     assert min(longest) < 0.005
 
 
 def test_an_event_between_two_slices_is_not_lost() -> None:
-    beliefs, cache = believing()
+    cache_view, cache = believing()
     source = KvSource(cache, 0)
     source.feed.message(0, many(100, lambda n: stored([n + 1], prompt(n, 1))))
     source.feed.message(1, payload(AllBlocksCleared(), stored([7], prompt(3, 1))))
@@ -224,5 +224,5 @@ def test_an_event_between_two_slices_is_not_lost() -> None:
     while source.work(0.0):
         turns += 1
     assert turns > 5
-    assert beliefs.index.pairs_of(cache.ranks[0]) == 1
-    assert hit(beliefs, prompt(3, 1)) == 16 and hit(beliefs, prompt(4, 1)) == 0
+    assert cache_view.index.pairs_of(cache.ranks[0]) == 1
+    assert hit(cache_view, prompt(3, 1)) == 16 and hit(cache_view, prompt(4, 1)) == 0

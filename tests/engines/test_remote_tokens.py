@@ -17,12 +17,12 @@ from harness import Engine, answer, failing, hanging, script
 
 from warmroute.config import Health, NodeConfig
 from warmroute.engines.remote_tokens import FAILURES, KEPT_S, REST_S, NotAsked, RemoteTokens, tokenize_request
+from warmroute.fake_engine.core import EngineConfig
+from warmroute.fake_engine.profiles import PROFILE_NAMES, profile
+from warmroute.fake_engine.server.app import EngineServer, ServerConfig
+from warmroute.fake_engine.server.tokens import StandInTokenizer
 from warmroute.fleet.node import Node
 from warmroute.prompt.tokenizer import packed
-from warmroute.sim.engine import EngineConfig
-from warmroute.sim.profiles import PROFILE_NAMES, profile
-from warmroute.sim.server.app import EngineServer, ServerConfig
-from warmroute.sim.server.tokens import StandInTokenizer
 
 PROMPT_TOKENS = Path(__file__).parent.parent / "prompt_tokens"
 sys.path.append(str(PROMPT_TOKENS))

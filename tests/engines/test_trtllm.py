@@ -31,7 +31,7 @@ CREATED = {"type": "created", "num_blocks_per_cache_level": [100, 0]}
 
 class Engine:
     def __init__(self) -> None:
-        self.beliefs, self.cache = believing()
+        self.cache_view, self.cache = believing()
         self.polled = PolledEvents(self.cache, lambda: 3.0)
         self.next = 0
 
@@ -41,7 +41,7 @@ class Engine:
         await self.polled.take(trtllm.read_events(json.dumps(told).encode()))
 
     def hit(self, tokens: list[int], salt: str = "") -> int:
-        return hit(self.beliefs, tokens, salt=salt)
+        return hit(self.cache_view, tokens, salt=salt)
 
 
 async def test_a_chain_is_found_and_its_last_part_is_not_a_block() -> None:
@@ -62,7 +62,7 @@ async def test_a_block_that_moves_to_the_host_stays_a_hit() -> None:
     await engine.tells(CREATED, chain(1, tokens))
     level = {"type": "event_diff", "old_value": 0, "new_value": 1}
     await engine.tells({"type": "updated", "block_hash": 1, "cache_level": level, "priority": None})
-    [row] = engine.beliefs.index.holdings(engine.cache.ranks[0])
+    [row] = engine.cache_view.index.holdings(engine.cache.ranks[0])
     assert row[1:] == (0, 1, 0, 0)
     await engine.tells({"type": "removed", "block_hashes": [1]})
     assert engine.hit(tokens) == 0

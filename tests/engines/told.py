@@ -10,17 +10,17 @@ import msgspec
 
 from warmroute.config import Index
 from warmroute.engines.kv_events import BlockStored
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.index.lookup import Lookup
 from warmroute.index.node_cache import NodeCache
 
 MODEL = "m"
 
 
-def believing(model: str = MODEL) -> tuple[Beliefs, NodeCache]:
-    beliefs = Beliefs(Index())
-    cache = beliefs.join("node", [model])
-    return beliefs, cache
+def believing(model: str = MODEL) -> tuple[CacheView, NodeCache]:
+    cache_view = CacheView(Index())
+    cache = cache_view.join("node", [model])
+    return cache_view, cache
 
 
 def lookup(tokens: Sequence[int], salt: str = "") -> Lookup:
@@ -28,9 +28,9 @@ def lookup(tokens: Sequence[int], salt: str = "") -> Lookup:
     return Lookup(array("I", [*tokens, 7]).tobytes(), len(tokens) + 1, len(tokens) + 1, salt=salt)
 
 
-def hit(beliefs: Beliefs, tokens: Sequence[int], model: str = MODEL, salt: str = "", name: str = "node") -> int:
+def hit(cache_view: CacheView, tokens: Sequence[int], model: str = MODEL, salt: str = "", name: str = "node") -> int:
     """Tokens of a prompt that a node is believed to hold, by what it told."""
-    found = beliefs.hits(model, lookup(tokens, salt), 0.0).get(name)
+    found = cache_view.hits(model, lookup(tokens, salt), 0.0).get(name)
     return found.tokens if found is not None else 0
 
 

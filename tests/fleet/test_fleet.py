@@ -238,7 +238,7 @@ def test_load_is_exact_for_ours_and_as_last_polled_for_others() -> None:
     node = fleet_of(config("a", "m")).node("a")
     tickets = [Ticket(node, 0) for _ in range(3)]
     node.saw_load(running=4, waiting=3, kv_usage=0.5, now_s=1)
-    assert (node.foreign, node.load) == (4, 7)
+    assert (node.other_load, node.load) == (4, 7)
     tickets.append(Ticket(node, 1))
     assert node.load == 8, "ours counts at once"
     for ticket in tickets:
@@ -252,7 +252,7 @@ def test_an_engine_that_reports_less_than_ours_is_never_below_ours() -> None:
     node = fleet_of(config("a", "m")).node("a")
     tickets = [Ticket(node, 0) for _ in range(3)]
     node.saw_load(1, 0, 0.1, 1)
-    assert (node.foreign, node.load) == (0, 3)
+    assert (node.other_load, node.load) == (0, 3)
     assert len(tickets) == 3
 
 

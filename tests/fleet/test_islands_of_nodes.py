@@ -10,9 +10,9 @@ from warmroute.config import Crossing, Health, Index, IslandConfig, NodeConfig, 
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.islands import WINDOW_S
 from warmroute.fleet.node import Node, Outcome
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.index.lookup import Lookup
-from warmroute.prompt.ask import Ask
+from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.router import Router
 
 
@@ -94,12 +94,12 @@ def test_the_way_is_not_taken_for_the_nodes_work() -> None:
     for way_ms in (0.0, 280.0):
         far = IslandConfig(name="a", round_trip_ms=way_ms)
         fleet, (node,) = fleet_of("a", islands=(far,))
-        beliefs = Beliefs(Index())
-        beliefs.join(node.name, ["m"])
-        router, now_s = Router(fleet, beliefs, Routing(seed=1)), 100.0
+        cache_view = CacheView(Index())
+        cache_view.join(node.name, ["m"])
+        router, now_s = Router(fleet, cache_view, Routing(seed=1)), 100.0
         for number in range(30):
             lookup = Lookup(bytes([number, 1, 0, 0]) * 1000, 1000, 0, salt=str(number))
-            ticket = router.dispatch(router.decide(Ask("m"), now_s, lookup), node, now_s)
+            ticket = router.dispatch(router.decide(RoutingRequest("m"), now_s, lookup), node, now_s)
             ticket.first_byte(now_s + (way_ms + 80.0) / 1000.0)
             fleet.close_ticket(ticket, Outcome.OK, now_s + 1.0)
             now_s += 5.0
@@ -122,13 +122,13 @@ def test_what_was_measured_outlives_a_reload_that_changes_something_else_of_the_
 
 def test_a_round_trip_that_is_said_too_long_makes_no_node_infinitely_quick() -> None:
     fleet, (node,) = fleet_of("a", islands=(IslandConfig(name="a", round_trip_ms=300.0),))
-    beliefs = Beliefs(Index())
-    beliefs.join(node.name, ["m"]).describe(16, 0)
-    router = Router(fleet, beliefs, Routing(policy="price", seed=1))
+    cache_view = CacheView(Index())
+    cache_view.join(node.name, ["m"]).describe(16, 0)
+    router = Router(fleet, cache_view, Routing(policy="price", seed=1))
     now_s = 100.0
     for number in range(60):
         tokens = array("I", range(number << 12, (number << 12) + 2000))
-        decision = router.decide(Ask("m"), now_s, Lookup(tokens.tobytes(), 2000, 0))
+        decision = router.decide(RoutingRequest("m"), now_s, Lookup(tokens.tobytes(), 2000, 0))
         ticket = router.dispatch(decision, node, now_s)
         now_s += 0.2  # 2,000 tokens in 200 ms: 0.1 ms a token
         ticket.first_byte(now_s)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmroute.fleet.arrivals import Arrivals
-from warmroute.fleet.pace import USUAL_BASE_MS, Pace
+from warmroute.fleet.decode_speed import USUAL_BASE_MS, DecodeSpeed
 from warmroute.fleet.speed import USUAL_MS_PER_TOKEN, Speed, work
 
 STEP_MS = 10.0
@@ -164,7 +164,7 @@ def test_a_factor_is_learned_by_answers_that_flow_slower() -> None:
 
 
 def test_the_pace_of_a_model_is_learned_with_what_context_costs() -> None:
-    pace, random = Pace(), Random(1)
+    pace, random = DecodeSpeed(), Random(1)
     assert pace.token_ms(0) == USUAL_BASE_MS
     for _ in range(600):
         context = random.uniform(0, 400_000)
@@ -174,14 +174,14 @@ def test_the_pace_of_a_model_is_learned_with_what_context_costs() -> None:
 
 
 def test_more_context_is_never_believed_to_be_quicker() -> None:
-    pace = Pace()
+    pace = DecodeSpeed()
     for number in range(300):
         pace.saw_answer(30.0 - number % 2 * 20.0, number % 2 * 200_000.0)
     assert pace.slope_ms >= 0 and pace.token_ms(400_000) >= pace.token_ms(0) > 0
 
 
 def test_one_odd_answer_does_not_ruin_the_pace() -> None:
-    pace = Pace()
+    pace = DecodeSpeed()
     for _ in range(100):
         pace.saw_answer(10.0, 10_000)
     pace.saw_answer(1e9, 10_000)
@@ -189,7 +189,7 @@ def test_one_odd_answer_does_not_ruin_the_pace() -> None:
 
 
 def test_first_answers_count_more_than_the_guess() -> None:
-    pace = Pace()
+    pace = DecodeSpeed()
     for _ in range(8):
         pace.saw_answer(40.0, 1000)
     assert pace.token_ms(1000) == pytest.approx(40.0, rel=0.15)

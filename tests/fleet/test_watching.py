@@ -183,7 +183,7 @@ async def test_configured_models_need_no_list() -> None:
 async def test_the_nodes_metrics_are_read_and_merged_with_what_is_in_flight() -> None:
     async with engines(2) as two, router(*two, routing={"policy": "least_loaded"}) as r:
         two[0].metrics = script(answer(vllm_metrics(running=3, waiting=2, kv_usage=0.25), content_type=b"text/plain"))
-        await until(lambda: r.node(0).foreign == 5)
+        await until(lambda: r.node(0).other_load == 5)
         assert (r.node(0).running, r.node(0).waiting, r.node(0).kv_usage) == (3, 2, 0.25)
         assert r.node(0).engine == "vllm" and r.node(0).incarnation == 1.7e9
         for _ in range(5):
@@ -205,6 +205,6 @@ async def test_metrics_that_stop_coming_no_longer_count() -> None:
     async with engines() as [engine]:
         engine.metrics = script(answer(vllm_metrics(running=9)))
         async with router(engine, metrics={"stale_s": 0.3, "timeout_s": 0.1}, checks_hang=True) as r:
-            await until(lambda: r.node(0).foreign == 9)
+            await until(lambda: r.node(0).other_load == 9)
             engine.metrics = script(HANG)
-            await until(lambda: r.node(0).foreign == 0)
+            await until(lambda: r.node(0).other_load == 0)

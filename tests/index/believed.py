@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 
 from warmroute.config import Index
-from warmroute.index.beliefs import Beliefs, Hit
+from warmroute.index.cache_view import CacheView, Hit
 from warmroute.index.lookup import Lookup
 from warmroute.index.node_cache import NodeCache
 from warmroute.index.prediction import Prediction
@@ -15,15 +15,15 @@ MODEL = "m"
 SIZE = 16
 
 
-def beliefs_of(*names: str, **config: object) -> Beliefs:
-    beliefs = Beliefs(Index(**config))  # type: ignore[arg-type]
+def beliefs_of(*names: str, **config: object) -> CacheView:
+    cache_view = CacheView(Index(**config))  # type: ignore[arg-type]
     for name in names:
-        beliefs.join(name, [MODEL])
-    return beliefs
+        cache_view.join(name, [MODEL])
+    return cache_view
 
 
-def cache_of(beliefs: Beliefs, name: str) -> NodeCache:
-    cache = beliefs.cache(name)
+def cache_of(cache_view: CacheView, name: str) -> NodeCache:
+    cache = cache_view.cache(name)
     assert cache is not None
     return cache
 
@@ -57,18 +57,18 @@ def tells(cache: NodeCache, *blocks: int, rank: int = 0, size: int = SIZE, paren
     return cache.stored(rank, parent, list(blocks), ids, size, **about)  # type: ignore[arg-type]
 
 
-def sends(beliefs: Beliefs, name: str, asked: Lookup, now_s: float = 0.0, model: str = MODEL) -> Prediction:
-    hit = beliefs.hits(model, asked, now_s).get(name)
-    sent = beliefs.sent(model, asked, name, hit, now_s)
+def sends(cache_view: CacheView, name: str, asked: Lookup, now_s: float = 0.0, model: str = MODEL) -> Prediction:
+    hit = cache_view.hits(model, asked, now_s).get(name)
+    sent = cache_view.sent(model, asked, name, hit, now_s)
     assert sent is not None
     return sent
 
 
-def hit(beliefs: Beliefs, name: str, asked: Lookup, now_s: float = 0.0, model: str = MODEL) -> Hit | None:
-    return beliefs.hits(model, asked, now_s).get(name)
+def hit(cache_view: CacheView, name: str, asked: Lookup, now_s: float = 0.0, model: str = MODEL) -> Hit | None:
+    return cache_view.hits(model, asked, now_s).get(name)
 
 
-def held(beliefs: Beliefs, name: str, asked: Lookup, now_s: float = 0.0, model: str = MODEL) -> int:
+def held(cache_view: CacheView, name: str, asked: Lookup, now_s: float = 0.0, model: str = MODEL) -> int:
     """Tokens of it that the node is believed to hold."""
-    found = hit(beliefs, name, asked, now_s, model)
+    found = hit(cache_view, name, asked, now_s, model)
     return found.tokens if found is not None else 0

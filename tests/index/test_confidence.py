@@ -99,18 +99,18 @@ def test_trust_and_agreement_are_shares_whatever_comes(answers):
 
 
 def test_a_node_whose_hits_do_not_come_true_has_less_say_and_gets_another_chance():
-    beliefs = beliefs_of("a", "b")
+    cache_view = beliefs_of("a", "b")
     for name in "ab":
-        follows(cache_of(beliefs, name), now_s=0.0)
-        tells(cache_of(beliefs, name), *range(100))
+        follows(cache_of(cache_view, name), now_s=0.0)
+        tells(cache_of(cache_view, name), *range(100))
     asked = prompt(*range(100))
     for _ in range(10):
-        sends(beliefs, "a", asked, 0.0).reported(0, 0.0)
-        sends(beliefs, "b", asked, 0.0).reported(1600, 0.0)
+        sends(cache_view, "a", asked, 0.0).reported(0, 0.0)
+        sends(cache_view, "b", asked, 0.0).reported(1600, 0.0)
 
     def expected(name, at_s):
-        cache_of(beliefs, name).heard(at_s)
-        found = hit(beliefs, name, prompt(*range(100)), at_s)
+        cache_of(cache_view, name).heard(at_s)
+        found = hit(cache_view, name, prompt(*range(100)), at_s)
         assert found is not None
         return found.expected
 
@@ -120,8 +120,8 @@ def test_a_node_whose_hits_do_not_come_true_has_less_say_and_gets_another_chance
 
 
 def test_confidence_is_that_of_the_source_in_use():
-    beliefs = beliefs_of("a")
-    cache = follows(cache_of(beliefs, "a"), now_s=0.0)
+    cache_view = beliefs_of("a")
+    cache = follows(cache_of(cache_view, "a"), now_s=0.0)
     assert cache.confidence(17.5, 5.0, 30.0) == 0.5
     cache.lost(0)
     assert cache.confidence(17.5, 5.0, 30.0) == 1.0  # by what was sent: it does not age

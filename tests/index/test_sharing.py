@@ -15,67 +15,69 @@ from warmroute.index.sharing import WHOLE, Sharing
 
 @pytest.mark.parametrize("events", [True, False])
 def test_a_tenant_does_not_know_of_what_another_one_sent(events):
-    beliefs = beliefs_of("a")
-    cache = cache_of(beliefs, "a")
+    cache_view = beliefs_of("a")
+    cache = cache_of(cache_view, "a")
     if events:
         follows(cache)
-    sends(beliefs, "a", prompt(1, 2, 3, sharing="x"))
+    sends(cache_view, "a", prompt(1, 2, 3, sharing="x"))
     if events:
         tells(cache, 1, 2, 3)
-    assert held(beliefs, "a", prompt(1, 2, 3, sharing="x")) == 48
-    assert held(beliefs, "a", prompt(1, 2, 3, sharing="y")) == 0
+    assert held(cache_view, "a", prompt(1, 2, 3, sharing="x")) == 48
+    assert held(cache_view, "a", prompt(1, 2, 3, sharing="y")) == 0
 
 
 def test_a_group_knows_of_what_its_members_sent():
-    beliefs = beliefs_of("a")
-    sends(beliefs, "a", prompt(1, 2, 3, sharing="shared g"))  # whoever of the group it was
-    assert held(beliefs, "a", prompt(1, 2, 3, sharing="shared g")) == 48
-    assert held(beliefs, "a", prompt(1, 2, 3, sharing="only g")) == 0
+    cache_view = beliefs_of("a")
+    sends(cache_view, "a", prompt(1, 2, 3, sharing="shared g"))  # whoever of the group it was
+    assert held(cache_view, "a", prompt(1, 2, 3, sharing="shared g")) == 48
+    assert held(cache_view, "a", prompt(1, 2, 3, sharing="only g")) == 0
 
 
 def test_without_tenants_everybody_knows_all():
-    beliefs = beliefs_of("a")
-    sends(beliefs, "a", prompt(1, 2, 3))
-    assert held(beliefs, "a", prompt(1, 2, 3)) == 48
+    cache_view = beliefs_of("a")
+    sends(cache_view, "a", prompt(1, 2, 3))
+    assert held(cache_view, "a", prompt(1, 2, 3)) == 48
 
 
 def test_a_tenant_knows_of_others_blocks_as_far_as_it_sent_them_itself():
-    beliefs = beliefs_of("a", "b")
-    for cache in beliefs:
+    cache_view = beliefs_of("a", "b")
+    for cache in cache_view:
         follows(cache)
         tells(cache, 1, 2, 3, 4)
-    sends(beliefs, "a", prompt(1, 2, 3, 4, sharing="x"))
-    sends(beliefs, "b", prompt(1, 9, sharing="y"))
-    assert held(beliefs, "a", prompt(1, 2, 3, 4, sharing="y")) == 16
-    assert held(beliefs, "b", prompt(1, 2, 3, 4, sharing="x")) == 64  # what it sent to one node, it may know of another
+    sends(cache_view, "a", prompt(1, 2, 3, 4, sharing="x"))
+    sends(cache_view, "b", prompt(1, 9, sharing="y"))
+    assert held(cache_view, "a", prompt(1, 2, 3, 4, sharing="y")) == 16
+    assert (
+        held(cache_view, "b", prompt(1, 2, 3, 4, sharing="x")) == 64
+    )  # what it sent to one node, it may know of another
 
 
 def test_a_tenants_own_answers_count_where_nobody_else_began_like_that():
-    beliefs = beliefs_of("a")
-    cache = follows(cache_of(beliefs, "a"))
-    sends(beliefs, "a", prompt(1, 2, sharing="x"))
+    cache_view = beliefs_of("a")
+    cache = follows(cache_of(cache_view, "a"))
+    sends(cache_view, "a", prompt(1, 2, sharing="x"))
     tells(cache, 1, 2, 30, 31)
-    assert held(beliefs, "a", prompt(1, 2, 30, 31, 5, sharing="x")) == 64
-    sends(beliefs, "a", prompt(1, 9, sharing="y"))
-    assert held(beliefs, "a", prompt(1, 2, 30, 31, 5, sharing="x")) == 32  # it may be an answer to the other one
+    assert held(cache_view, "a", prompt(1, 2, 30, 31, 5, sharing="x")) == 64
+    sends(cache_view, "a", prompt(1, 9, sharing="y"))
+    assert held(cache_view, "a", prompt(1, 2, 30, 31, 5, sharing="x")) == 32  # it may be an answer to the other one
 
 
 def test_guessing_an_answers_beginning_does_not_show_its_end():
-    beliefs = beliefs_of("a")
-    cache = follows(cache_of(beliefs, "a"))
-    sends(beliefs, "a", prompt(1, 2, sharing="x"))
+    cache_view = beliefs_of("a")
+    cache = follows(cache_of(cache_view, "a"))
+    sends(cache_view, "a", prompt(1, 2, sharing="x"))
     tells(cache, 1, 2, 30, 31)
-    sends(beliefs, "a", prompt(1, 2, 30, 77, sharing="y"))
-    assert held(beliefs, "a", prompt(1, 2, 30, 31, sharing="y")) == 48
+    sends(cache_view, "a", prompt(1, 2, 30, 77, sharing="y"))
+    assert held(cache_view, "a", prompt(1, 2, 30, 31, sharing="y")) == 48
 
 
 def test_what_a_tenant_sends_to_no_avail_is_still_its_own():
-    beliefs = beliefs_of("a")
-    tells(follows(cache_of(beliefs, "a")), 1, 2, 3)
-    assert held(beliefs, "a", prompt(1, 2, 3, sharing="y")) == 0
-    sends(beliefs, "a", prompt(1, 2, sharing="y")).withdraw()
-    sends(beliefs, "a", prompt(1, 5, sharing="x"))
-    assert held(beliefs, "a", prompt(1, 2, 3, sharing="y")) == 32
+    cache_view = beliefs_of("a")
+    tells(follows(cache_of(cache_view, "a")), 1, 2, 3)
+    assert held(cache_view, "a", prompt(1, 2, 3, sharing="y")) == 0
+    sends(cache_view, "a", prompt(1, 2, sharing="y")).withdraw()
+    sends(cache_view, "a", prompt(1, 5, sharing="x"))
+    assert held(cache_view, "a", prompt(1, 2, 3, sharing="y")) == 32
 
 
 def test_what_is_kept_of_tenants_is_bounded_and_the_largest_pays(monkeypatch):
@@ -120,8 +122,8 @@ requests = st.lists(
 @settings(max_examples=300)
 def test_no_tenants_hit_is_more_than_it_sent_and_answers_that_only_it_can_have_got(asked, source):
     """x and y are tenants of their own; z shares with x."""
-    beliefs = beliefs_of("a", "b")
-    caches = {name: cache_of(beliefs, name) for name in "ab"}
+    cache_view = beliefs_of("a", "b")
+    caches = {name: cache_of(cache_view, name) for name in "ab"}
     if source != "routed":
         for cache in caches.values():
             cache.follow(0)
@@ -136,13 +138,13 @@ def test_no_tenants_hit_is_more_than_it_sent_and_answers_that_only_it_can_have_g
     for tenant, node, wanted, answer in asked:
         mine = group[tenant]
         request = prompt(*wanted, sharing=mine)
-        for one in beliefs.hits(MODEL, request, 0.0).values():
+        for one in cache_view.hits(MODEL, request, 0.0).values():
             depth = one.tokens // SIZE
             for at in range(1, depth + 1):
                 beginning = tuple(wanted[:at])
                 assert beginning in sent[mine] or owners[beginning] == {mine}, (beginning, dict(owners))
-        prediction = sends(beliefs, node, request)
-        beliefs.first_token(prediction, 0.0)
+        prediction = sends(cache_view, node, request)
+        cache_view.first_token(prediction, 0.0)
         whole = (*wanted, *answer)
         for at in range(1, len(whole) + 1):
             beginning = whole[:at]

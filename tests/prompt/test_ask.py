@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warmroute._kernel._scan import scan
-from warmroute.prompt.ask import KEY_CHARACTERS, Ask, NotJson, read_json, read_json_plainly
+from warmroute.prompt.routing_request import KEY_CHARACTERS, NotJson, RoutingRequest, read_json, read_json_plainly
 
 CHATS = Path(__file__).parents[3] / "shared/data/chats"
 Reading = tuple[str, bytes | None, bytes] | None
 
 
-def reading(read: Callable[[bytes], Ask], body: bytes) -> Reading:
+def reading(read: Callable[[bytes], RoutingRequest], body: bytes) -> Reading:
     try:
         ask = read(body)
     except NotJson:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-Ask = tuple[str, dict[str, Any]]
+RoutingRequest = tuple[str, dict[str, Any]]
 
 TOOL = {
     "type": "function",
@@ -167,7 +167,7 @@ COMPLETIONS: list[dict[str, Any]] = [
     {"prompt": [[4, 5], [6]]},
 ]
 
-ASKS: list[Ask] = [
+ASKS: list[RoutingRequest] = [
     *(("/v1/chat/completions", {"model": "m", **body}) for body in CONVERSATIONS),
     *(("/v1/responses", {"model": "m", **body}) for body in RESPONSES),
     *(("/v1/messages", {"model": "m", "max_tokens": 9, **body}) for body in MESSAGES),

@@ -13,7 +13,7 @@ import pytest
 from warmroute.prompt import chat_reading
 from warmroute.prompt.chat_template import ChatTemplate
 from warmroute.prompt.locality import Locality
-from warmroute.prompt.reading import PromptReader
+from warmroute.prompt.reading import PromptTokenizer
 from warmroute.prompt.tokenizer import Tokenizer, load_tokenizer
 
 HERE = Path(__file__).parent
@@ -21,7 +21,7 @@ sys.path.insert(0, str(HERE))
 
 from prompt_data import template_text  # noqa: E402
 
-MakeReader = Callable[..., PromptReader]
+MakeReader = Callable[..., PromptTokenizer]
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +68,7 @@ def templates_are_tried_out_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def fresh_reader(small_tokenizer: Callable[[str], Tokenizer]) -> MakeReader:
-    def make(name: str = "thinking", **options: object) -> PromptReader:
-        return PromptReader(small_tokenizer(name), **options)  # type: ignore[arg-type]
+    def make(name: str = "thinking", **options: object) -> PromptTokenizer:
+        return PromptTokenizer(small_tokenizer(name), **options)  # type: ignore[arg-type]
 
     return make

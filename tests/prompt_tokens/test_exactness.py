@@ -18,7 +18,7 @@ from asks import ASKS, assistant, user
 from oracle import ask_oracle, oracle_python
 from prompt_data import SHARED, template_text
 
-from warmroute.prompt.reading import PromptReader, load_reader
+from warmroute.prompt.reading import PromptTokenizer, load_reader
 from warmroute.prompt.tokenizer import packed
 
 needs_oracle = pytest.mark.skipif(oracle_python() is None, reason="no environment with vLLM (make test-real makes one)")
@@ -66,13 +66,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def readers() -> dict[str, PromptReader]:
+def readers() -> dict[str, PromptTokenizer]:
     """Loaded while the oracle thinks."""
     return {}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def expected(folders: dict[str, Path], readers: dict[str, PromptReader]) -> dict[str, list[Any]]:
+def expected(folders: dict[str, Path], readers: dict[str, PromptTokenizer]) -> dict[str, list[Any]]:
     """All asked at once: the libraries take ten seconds to import."""
     asks, ends = [], {}
     for name, folder in folders.items():

@@ -12,7 +12,7 @@ from asks import BARE_TOOL, TOOL, assistant, system, tool, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warmroute.prompt.reading import PromptReader
+from warmroute.prompt.reading import PromptTokenizer
 
 CHAT, ANTHROPIC = b"/v1/chat/completions", b"/v1/messages"
 LOCAL = ["thinking", "parts", "dated", "alternating", "far_switch"]
@@ -96,7 +96,7 @@ def edited(body: dict[str, Any], kind: str, value: Any) -> dict[str, Any]:
     return body
 
 
-def check(reader: PromptReader, path: bytes, body: dict[str, Any]) -> bool:
+def check(reader: PromptTokenizer, path: bytes, body: dict[str, Any]) -> bool:
     """Whether it was warm."""
     data = json.dumps(body).encode()
     prompt = reader.read(path, data)

@@ -23,12 +23,12 @@ from prompt_data import SHARED
 
 from warmroute import config as configuration
 from warmroute.config import ConfigError, ModelConfig, Prompts, from_table
-from warmroute.prompt import library as library_module
 from warmroute.prompt import reading
+from warmroute.prompt import tokenizer_registry as library_module
 from warmroute.prompt.chat_setting import EngineOptions
-from warmroute.prompt.library import REST_S, Library, read_cards
-from warmroute.prompt.reading import PromptReader
+from warmroute.prompt.reading import PromptTokenizer
 from warmroute.prompt.tokenizer import Tokenizer, load_tokenizer
+from warmroute.prompt.tokenizer_registry import REST_S, TokenizerRegistry, read_cards
 
 CHAT = b"/v1/chat/completions"
 HI = json.dumps({"messages": [user("hi")]}).encode()
@@ -43,8 +43,10 @@ class Clock:
 
 
 @asynccontextmanager
-async def a_library(*models: ModelConfig, clock: Clock | None = None, **prompts: Any) -> AsyncIterator[Library]:
-    library = Library(Prompts(**prompts), models, clock or time.monotonic)
+async def a_library(
+    *models: ModelConfig, clock: Clock | None = None, **prompts: Any
+) -> AsyncIterator[TokenizerRegistry]:
+    library = TokenizerRegistry(Prompts(**prompts), models, clock or time.monotonic)
     try:
         yield library
     finally:
@@ -55,7 +57,7 @@ def card(name: str, root: Any = None, parent: str | None = None, length: Any = 4
     return {"id": name, "object": "model", "root": root, "parent": parent, "max_model_len": length}
 
 
-async def at_rest(library: Library) -> None:
+async def at_rest(library: TokenizerRegistry) -> None:
     await until(lambda: not library._tasks, "loading")
 
 
@@ -501,10 +503,10 @@ async def test_an_audit_that_breaks_is_said_without_its_words(
     async with a_library(ModelConfig(name="m", tokenizer=str(folder))) as library:
         await library.load_configured()
 
-        def breaks(_reader: PromptReader) -> bool:
+        def breaks(_reader: PromptTokenizer) -> bool:
             raise RuntimeError("what a user typed")
 
-        monkeypatch.setattr(PromptReader, "audit", breaks)
+        monkeypatch.setattr(PromptTokenizer, "audit", breaks)
         await library.audit()
         assert "RuntimeError" in caplog.text and "typed" not in caplog.text
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmroute.prompt.chat_setting import EngineOptions
-from warmroute.prompt.reading import PromptReader
+from warmroute.prompt.reading import PromptTokenizer
 from warmroute.prompt.tokenizer import unpacked
 
 CHAT, COMPLETIONS = b"/v1/chat/completions", b"/v1/completions"
@@ -19,7 +19,7 @@ PATHS = [CHAT, COMPLETIONS, b"/v1/responses", b"/v1/messages", b"/v1/embeddings"
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
-def read(reader: PromptReader, path: bytes = CHAT, **body: Any) -> Any:
+def read(reader: PromptTokenizer, path: bytes = CHAT, **body: Any) -> Any:
     return reader.read(path, json.dumps(body).encode())
 
 
@@ -130,14 +130,14 @@ def test_a_template_that_says_something_else_where_there_are_pictures_is_sure_of
     seen += "{% if part.type == 'image' %}{% set ns.seen = true %}{% endif %}{% endfor %}{% endfor %}"
     rest = "<|start|>system\n{{ 'with pictures' if ns.seen else 'without' }}<|end|>"
     rest += "{% for m in messages %}<|start|>{% for part in m.content %}{{ part.text }}{% endfor %}<|end|>{% endfor %}"
-    reader = PromptReader(small_tokenizer("parts"), EngineOptions(chat_template=seen + rest))
+    reader = PromptTokenizer(small_tokenizer("parts"), EngineOptions(chat_template=seen + rest))
     assert read(reader, messages=[user("x")]).sure_tokens > 10
     prompt = read(reader, messages=[user("one"), assistant("two"), user([PICTURE])])
     assert prompt.sure_tokens == 1  # <|start|>
 
 
 def test_without_a_tokenizer_the_text_stands_in():
-    reader = PromptReader(None)
+    reader = PromptTokenizer(None)
     short = read(reader, model="m", messages=[user("hello " * 50)])
     longer = read(reader, model="m", messages=[user("hello " * 50), assistant("yes"), user("no")])
     assert not short.exact and short.sure_tokens == 0 and short.doubt == "the tokenizer is not known"

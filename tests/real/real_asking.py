@@ -55,8 +55,8 @@ async def routed(policy: str, *urls: str) -> AsyncIterator[harness.Router]:
         await until(lambda: harness.count_up(service) == len(urls), "all nodes up", 60)
         if service.config.routing.uses_events:
             await until(lambda: service.library.reader(MODEL).tokenizer is not None, "the tokenizer is discovered", 60)
-            await until(lambda: all(cache.complete for cache in service.beliefs), "all events are followed", 60)
-            await until(lambda: all(cache.capacity_blocks for cache in service.beliefs), "metrics are read", 60)
+            await until(lambda: all(cache.complete for cache in service.cache_view), "all events are followed", 60)
+            await until(lambda: all(cache.capacity_blocks for cache in service.cache_view), "metrics are read", 60)
         yield router
         await harness.check_books(service)
         assert not router.troubles, router.troubles

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
 from recorded_run import RECORDED, Asked, Blocks, Recording, Round, Totals, differences, save, simulated
 
 from warmroute.engines.kv_events import read_batch
-from warmroute.sim.engine import EngineConfig
+from warmroute.fake_engine.core import EngineConfig
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 BLOCK = 32

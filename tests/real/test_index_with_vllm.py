@@ -23,7 +23,7 @@ from harness import until
 from overheard import Overheard, Relay
 from real_engine import RealEngine
 
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.index.lookup import Lookup
 from warmroute.index.node_cache import NodeCache
 from warmroute.index.prediction import Prediction
@@ -69,9 +69,9 @@ class Watched:
 
     def __init__(self, router: harness.Router) -> None:
         self.router = router
-        self.beliefs: Beliefs = router.service.beliefs
+        self.cache_view: CacheView = router.service.cache_view
         self.sent: list[Sent] = []
-        sent = self.beliefs.sent
+        sent = self.cache_view.sent
 
         def noted(*given: Any) -> Prediction | None:
             prediction = sent(*given)
@@ -79,7 +79,7 @@ class Watched:
             self.sent.append(Sent(prediction, time.time(), self._next_number(prediction.cache.name)))
             return prediction
 
-        self.beliefs.sent = noted  # type: ignore[method-assign]
+        self.cache_view.sent = noted  # type: ignore[method-assign]
 
     def _next_number(self, name: str) -> int:
         events = self.router.service.watcher.events(self.router.service.fleet.node(name))
@@ -91,23 +91,23 @@ class Watched:
         place, last = prediction.cache.ranks[0], prediction.chain[-8:]
         for _ in range(100):
             await asyncio.sleep(0.01)
-            if any(row == place for row, *_ in self.beliefs.index.match(last)):
+            if any(row == place for row, *_ in self.cache_view.index.match(last)):
                 break
         await asyncio.sleep(0.01)
 
     def cache(self, number: int = 0) -> NodeCache:
-        found = self.beliefs.cache(f"node{number}")
+        found = self.cache_view.cache(f"node{number}")
         assert found is not None
         return found
 
     def told_blocks(self, number: int = 0) -> int:
-        return self.beliefs.index.pairs_of(self.cache(number).ranks[0])
+        return self.cache_view.index.pairs_of(self.cache(number).ranks[0])
 
     def told(self, tokens: list[int], number: int = 0) -> int:
         """Leading tokens that a node told it holds; nothing that is merely expected. As a prompt of one token more."""
         chain = Lookup(packed(tokens), len(tokens), len(tokens)).blocks(MODEL, "", BLOCK)
         place = self.cache(number).ranks[0]
-        return next((gpu * BLOCK for row, gpu, *_ in self.beliefs.index.match(chain) if row == place), 0)
+        return next((gpu * BLOCK for row, gpu, *_ in self.cache_view.index.match(chain) if row == place), 0)
 
     async def metric(self, name: str) -> float:
         """Summed over the nodes."""
@@ -131,10 +131,10 @@ async def watched(*nodes: dict[str, Any], complete: bool = True) -> AsyncIterato
         service = router.service
         await until(lambda: harness.count_up(service) == len(nodes), "all nodes up", 60)
         await until(lambda: service.library.reader(MODEL).tokenizer is not None, "the tokenizer is discovered", 60)
-        await until(lambda: all(cache.is_told for cache in service.beliefs), "all events are followed", 60)
+        await until(lambda: all(cache.is_told for cache in service.cache_view), "all events are followed", 60)
         if complete:
-            await until(lambda: all(cache.complete for cache in service.beliefs), "the past is known", 60)
-        await until(lambda: all(cache.capacity_blocks for cache in service.beliefs), "metrics are read", 60)
+            await until(lambda: all(cache.complete for cache in service.cache_view), "the past is known", 60)
+        await until(lambda: all(cache.capacity_blocks for cache in service.cache_view), "metrics are read", 60)
         yield Watched(router)
         await harness.check_books(service)
         assert not router.troubles, router.troubles
@@ -376,18 +376,18 @@ def test_nothing_is_believed_of_a_node_that_was_removed(real_engines: list[RealE
             conversation = Conversation(3, random.Random(3))
             await conversation.turn(w, stream=True)
             gone, stays = w.cache(0), w.cache(1)
-            index = w.beliefs.index
+            index = w.cache_view.index
             assert (await w.router.admin("DELETE", "/admin/nodes/node0")).status == 200
-            assert w.beliefs.cache("node0") is None and not gone.ranks
+            assert w.cache_view.cache("node0") is None and not gone.ranks
             await prefill(real_engines[0], prompt(4))  # what it says from now on reaches nobody
             await prefill(real_engines[1], prompt(5))
             await until(lambda: w.told(prompt(5), 1) == 4 * BLOCK)
             await until(lambda: index.stats()["unswept_pairs"] == 0)
-            owners = w.beliefs._owners
+            owners = w.cache_view._owners
             assert {cache for cache, _rank in owners.values()} == {stays}
             assert index.stats()["pairs"] == sum(index.pairs_of(place) for place in owners)
             lookup = Lookup(packed([*prompt(3), 7]), 4 * BLOCK + 1, 4 * BLOCK + 1)
-            assert set(w.beliefs.hits(MODEL, lookup, time.monotonic())) == {"node1"}
+            assert set(w.cache_view.hits(MODEL, lookup, time.monotonic())) == {"node1"}
             await conversation.turn(w, stream=False)
             assert w.sent[-1].prediction.cache is stays
 

@@ -22,11 +22,11 @@ from real_asking import BLOCK, POLL_S, STREAM, VOCABULARY, body_of, emptied, mad
 from real_engine import RealEngine
 
 from warmroute.config import from_table
-from warmroute.sim.engine.content import mix64
-from warmroute.sim.profiles import profile
-from warmroute.sim.replay.summary import summary
-from warmroute.sim.workloads import Prompt, choose
-from warmroute.sim.world import Conditions, Island, NodeSpec, World
+from warmroute.fake_engine.core.content import mix64
+from warmroute.fake_engine.profiles import profile
+from warmroute.replay.summary import summary
+from warmroute.replay.workloads import Prompt, choose
+from warmroute.replay.world import Conditions, Island, NodeSpec, World
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 BLOCKS = 64

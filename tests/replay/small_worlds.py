@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from warmroute.fake_engine.core.timing import Timing
+from warmroute.fake_engine.profiles import Profile
 from warmroute.fleet.node import Node
-from warmroute.sim.engine.timing import Timing
-from warmroute.sim.profiles import Profile
-from warmroute.sim.workloads import Prompt, Segments
-from warmroute.sim.workloads.segments import named
-from warmroute.sim.workloads.text import KEY_TOKENS
-from warmroute.sim.world import Conditions, Island, NodeSpec, World
+from warmroute.replay.workloads import Prompt, Segments
+from warmroute.replay.workloads.segments import named
+from warmroute.replay.workloads.text import KEY_TOKENS
+from warmroute.replay.world import Conditions, Island, NodeSpec, World
 
 # A prefill takes 1 ms a token, a decode step 10 ms: easy to reckon with.
 PLAIN = Profile(

@@ -10,9 +10,9 @@ import pytest
 from small_worlds import PLAIN, books_are_closed
 
 from warmroute.config import Config, from_table
-from warmroute.sim.workloads import Prompt, Segments
-from warmroute.sim.workloads.segments import named
-from warmroute.sim.world import Conditions, NodeSpec, World
+from warmroute.replay.workloads import Prompt, Segments
+from warmroute.replay.workloads.segments import named
+from warmroute.replay.world import Conditions, NodeSpec, World
 
 ADAPTERS = tuple(f"adapter-{number}" for number in range(9))
 

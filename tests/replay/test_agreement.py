@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from warmroute.sim.agreement import Both, Trial, both
+from agreement_trials import Both, Trial, both
 
 RAG = "rag documents=20 topics=6 per_request=2 document_tokens=800 output_tokens=4 rate=1".split()  # noqa: SIM905
 CHATS = "multi_turn_chat systems=3 system_tokens=600 turns=3 message_tokens=500 output_tokens=8 think_s=0".split()  # noqa: SIM905

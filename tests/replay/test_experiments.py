@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import experiments
 import pytest
 
-from warmroute.sim import experiments
-from warmroute.sim.replay.ladder import Step
+from warmroute.replay.ladder import Step
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:

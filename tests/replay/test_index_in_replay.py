@@ -9,10 +9,10 @@ import pytest
 from small_worlds import books_are_closed, specs
 
 from warmroute.config import Config, Routing
-from warmroute.sim.profiles import profile
-from warmroute.sim.replay.summary import summary
-from warmroute.sim.workloads import choose
-from warmroute.sim.world import Conditions, World
+from warmroute.fake_engine.profiles import profile
+from warmroute.replay.summary import summary
+from warmroute.replay.workloads import choose
+from warmroute.replay.world import Conditions, World
 
 CARD = profile("l4-8b")
 FEW_BLOCKS = 1200
@@ -41,18 +41,20 @@ def outcome(world: World) -> tuple[float, float, float]:
 def beliefs_are_true(world: World) -> None:
     """When all is quiet: what is believed of each node is what its engine holds, and nothing is believed of others."""
     world.calendar.run_until(world.calendar.now_ms + 5000.0)
-    world.beliefs.tidy(world.calendar.now_s)
-    assert {cache.name for cache in world.beliefs} == set(world.nodes)
-    for cache in world.beliefs:
+    world.cache_view.tidy(world.calendar.now_s)
+    assert {cache.name for cache in world.cache_view} == set(world.nodes)
+    for cache in world.cache_view:
         assert not cache.doubted
-        told = {row[0] for row in world.beliefs.index.holdings(cache.ranks[0])}
+        told = {row[0] for row in world.cache_view.index.holdings(cache.ranks[0])}
         assert told == set(world.nodes[cache.name].engine._pool._cached)
-        assert world.beliefs.index.pairs_of(cache.expected_place) == 0
+        assert world.cache_view.index.pairs_of(cache.expected_place) == 0
 
 
 def compared(world: World) -> tuple[int, int]:
     """Predictions that were just right, of all that were compared."""
-    return sum(cache.accuracy.exact for cache in world.beliefs), sum(cache.accuracy.compared for cache in world.beliefs)
+    return sum(cache.accuracy.exact for cache in world.cache_view), sum(
+        cache.accuracy.compared for cache in world.cache_view
+    )
 
 
 @pytest.mark.parametrize("workload", ["multi_turn_chat rate=0.5", "shared_system_prompts rate=1"])
@@ -62,7 +64,7 @@ def test_at_light_load_every_prediction_is_right(workload: str, blocks: int | No
     exact, of = compared(world)
     assert of == 200
     assert exact == 200 or (blocks is not None and exact >= 190)  # with little room, what is there may go meanwhile
-    assert all(cache.complete for cache in world.beliefs)
+    assert all(cache.complete for cache in world.cache_view)
     beliefs_are_true(world)
 
 

@@ -6,11 +6,11 @@ import pytest
 from small_worlds import books_are_closed
 
 from warmroute.config import Config, from_table
-from warmroute.sim.profiles import profile
-from warmroute.sim.replay.summary import percentile
-from warmroute.sim.workloads.choose import choose
-from warmroute.sim.world import Conditions, Island, NodeSpec
-from warmroute.sim.world.islands import IslandWorld
+from warmroute.fake_engine.profiles import profile
+from warmroute.replay.summary import percentile
+from warmroute.replay.workloads.choose import choose
+from warmroute.replay.world import Conditions, Island, NodeSpec
+from warmroute.replay.world.islands import IslandWorld
 
 CLOUDS = {"near": 1.0, "far": 40.0, "farther": 280.0}
 CHATS = "multi_turn_chat systems=20 system_tokens=1500 turns=4 message_tokens=300 output_tokens=40 think_s=6"

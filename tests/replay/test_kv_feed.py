@@ -5,10 +5,10 @@ from __future__ import annotations
 from small_worlds import prompt, specs
 
 from warmroute.config import Config, Routing
+from warmroute.fake_engine.core.events import BlockRemoved, BlockStored, KvEvent
 from warmroute.fleet.node import Node
-from warmroute.sim.engine.events import BlockRemoved, BlockStored, KvEvent
-from warmroute.sim.workloads import choose
-from warmroute.sim.world import Conditions, Island, Listener, World
+from warmroute.replay.workloads import choose
+from warmroute.replay.world import Conditions, Island, Listener, World
 
 
 class Ears(Listener):

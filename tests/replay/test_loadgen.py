@@ -11,17 +11,17 @@ import msgspec
 import pytest
 from small_worlds import NEAR
 
-from warmroute.sim.engine import EngineConfig
-from warmroute.sim.loadgen.bodies import Talk, body, carried_on, messages
-from warmroute.sim.loadgen.client import Broken, Refused, ask
-from warmroute.sim.loadgen.drive import Drive, Load
-from warmroute.sim.profiles import profile
-from warmroute.sim.replay import Setup, contender, replay
-from warmroute.sim.server.app import EngineServer, ServerConfig
-from warmroute.sim.server.tokens import StandInTokenizer
-from warmroute.sim.workloads import choose
-from warmroute.sim.workloads.text import words
-from warmroute.sim.world import NodeSpec
+from warmroute.demo.load_generator.bodies import Talk, body, carried_on, messages
+from warmroute.demo.load_generator.client import Broken, Refused, send_request
+from warmroute.demo.load_generator.drive import Drive, Load
+from warmroute.fake_engine.core import EngineConfig
+from warmroute.fake_engine.profiles import profile
+from warmroute.fake_engine.server.app import EngineServer, ServerConfig
+from warmroute.fake_engine.server.tokens import StandInTokenizer
+from warmroute.replay import Setup, contender, replay
+from warmroute.replay.workloads import choose
+from warmroute.replay.workloads.text import words
+from warmroute.replay.world import NodeSpec
 
 SPEED = 20.0
 
@@ -113,9 +113,9 @@ async def test_refusals_and_failures_are_counted_by_their_reason() -> None:
         live = await Drive(load, choose(["unique_batch", "prompt_tokens=4000"]).arrive(1, rate=50.0)).run()
         assert live["errors"] == {"status 400": 3}
         with pytest.raises(Refused):
-            await ask(url, "/v1/nothing", b"{}", {}, 5.0)
+            await send_request(url, "/v1/nothing", b"{}", {}, 5.0)
     with pytest.raises(Broken):
-        await ask(url, "/v1/completions", b"{}", {}, 5.0)
+        await send_request(url, "/v1/completions", b"{}", {}, 5.0)
 
 
 async def test_an_answer_that_breaks_off_is_not_taken_for_whole() -> None:
@@ -130,5 +130,5 @@ async def test_an_answer_that_breaks_off_is_not_taken_for_whole() -> None:
     server = await asyncio.start_server(half, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     with pytest.raises(Broken, match="broke off"):
-        await ask(f"http://127.0.0.1:{port}", "/v1/completions", b"{}", {}, 5.0)
+        await send_request(f"http://127.0.0.1:{port}", "/v1/completions", b"{}", {}, 5.0)
     server.close()

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from warmroute.sim.profiles import profile
-from warmroute.sim.replay import Run, Setup, contender, replay, world_of
-from warmroute.sim.workloads import choose
-from warmroute.sim.world import Conditions, NodeSpec
-from warmroute.sim.world.happenings import Happening, parse
+from warmroute.fake_engine.profiles import profile
+from warmroute.replay import Run, Setup, contender, replay, world_of
+from warmroute.replay.workloads import choose
+from warmroute.replay.world import Conditions, NodeSpec
+from warmroute.replay.world.fault_schedule import Happening, parse
 
 FLEET = tuple(NodeSpec(f"node-{at}", profile("2xh100-32b")) for at in range(4))
 

@@ -11,13 +11,13 @@ import pytest
 from small_worlds import NEAR, books_are_closed, specs
 
 from warmroute.cli.main import main
-from warmroute.sim.profiles import profile
-from warmroute.sim.replay import POLICIES, BadPolicy, Setup, contender, replay, world_of
-from warmroute.sim.replay.ladder import Step, climb
-from warmroute.sim.replay.summary import percentile, variation
-from warmroute.sim.workloads import choose
-from warmroute.sim.world import Conditions, NodeSpec
-from warmroute.sim.world.tally import TIMELINE_SPANS, Timeline
+from warmroute.fake_engine.profiles import profile
+from warmroute.replay import POLICIES, BadPolicy, Setup, contender, replay, world_of
+from warmroute.replay.ladder import Step, climb
+from warmroute.replay.summary import percentile, variation
+from warmroute.replay.workloads import choose
+from warmroute.replay.world import Conditions, NodeSpec
+from warmroute.replay.world.tally import TIMELINE_SPANS, Timeline
 
 TRACE = Path("/work/shared/data/traces/mooncake_arxiv_first1000.jsonl.gz")
 needs_trace = pytest.mark.skipif(not TRACE.exists(), reason="no traces here")
@@ -163,7 +163,7 @@ def cpu_s(setup: Setup) -> float:
 @needs_trace
 def test_replay_takes_little_more_than_its_engines() -> None:
     """The world, the router and the polls cost less than the engines do, told apart by a run of the engines alone."""
-    from warmroute.sim.engine import EngineCore, EngineRequest
+    from warmroute.fake_engine.core import EngineCore, EngineRequest
 
     nodes = tuple(NodeSpec(f"node-{at}", profile("2xh100-32b")) for at in range(8))
     workload = choose([str(TRACE)])

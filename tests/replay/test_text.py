@@ -7,16 +7,16 @@ from typing import get_args
 
 import pytest
 
-from warmroute.prompt.ask import read_json
-from warmroute.sim.loadgen.bodies import Talk, body, carried_on, messages
-from warmroute.sim.workloads import GENERATORS, Prompt, Segments, choose
-from warmroute.sim.workloads.text import Form, beginnings
-from warmroute.sim.workloads.trace import TraceBlocks
-from warmroute.sim.world import MODEL, SimAsk
+from warmroute.demo.load_generator.bodies import Talk, body, carried_on, messages
+from warmroute.prompt.routing_request import read_json
+from warmroute.replay.workloads import GENERATORS, Prompt, Segments, choose
+from warmroute.replay.workloads.text import Form, beginnings
+from warmroute.replay.workloads.trace import TraceBlocks
+from warmroute.replay.world import MODEL, SimulatedRequest
 
 
 def keys_agree(prompt: Prompt, form: Form, talk: Talk) -> None:
-    virtual = SimAsk(prompt, 0, form)
+    virtual = SimulatedRequest(prompt, 0, form)
     asked = messages(prompt, talk) if form == "chat" else ()
     real = read_json(body(prompt, asked, MODEL, form)[1])
     assert virtual.prefix_key() == real.prefix_key()
@@ -37,7 +37,7 @@ def test_a_conversation_keeps_its_key_on_both_sides(message_tokens: int) -> None
     talk, keys = Talk(), set()
     while True:
         keys_agree(prompt, "chat", talk)
-        keys.add(SimAsk(prompt, 0).prefix_key())
+        keys.add(SimulatedRequest(prompt, 0).prefix_key())
         talk = carried_on(prompt, messages(prompt, talk), "well said")
         follow_up = prompt.then() if prompt.then else None
         if follow_up is None:
@@ -58,6 +58,6 @@ def test_short_prompts_have_keys_too() -> None:
 def test_beginnings_are_kept_within_bounds() -> None:
     for number in range(5000):
         beginnings(Prompt(100, 1, Segments().followed_by(number, 101)), "completion")
-    from warmroute.sim.workloads import text
+    from warmroute.replay.workloads import text
 
     assert len(text._known) <= text._KNOWN_BEGINNINGS

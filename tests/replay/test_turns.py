@@ -6,13 +6,13 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from fairness import Noting, flood, priorities
 from small_worlds import NEAR, books_are_closed, prompt, specs
 
 from warmroute.config import Admission, from_table
-from warmroute.sim.turns import Noting, flood, priorities
-from warmroute.sim.workloads.arrivals import poisson
-from warmroute.sim.workloads.shared_system_prompts import SharedSystemPrompts
-from warmroute.sim.world import World
+from warmroute.replay.workloads.arrivals import poisson
+from warmroute.replay.workloads.shared_system_prompts import SharedSystemPrompts
+from warmroute.replay.world import World
 
 
 def test_no_high_or_normal_one_is_refused_while_a_low_one_is_served() -> None:
@@ -52,7 +52,7 @@ def test_a_tenant_that_asks_for_less_than_its_share_hardly_waits_in_anothers_flo
 
     def noted(flight, *more):  # type: ignore[no-untyped-def]
         first_token(flight, *more)
-        waits[flight.ask.tenant].append(world.calendar.now_ms - flight.arrived_ms)
+        waits[flight.request.tenant].append(world.calendar.now_ms - flight.arrived_ms)
 
     world._first_token = noted  # type: ignore[method-assign]
     world.run(asked(), limit=600)

@@ -12,11 +12,11 @@ import pytest
 from small_worlds import NEAR, specs
 
 from warmroute.fleet.node import Node
-from warmroute.sim.workloads import GENERATORS, BadTrace, BadWorkload, Prompt, Segments, choose
-from warmroute.sim.workloads.arrivals import as_told, bursts, poisson
-from warmroute.sim.workloads.text import beginnings
-from warmroute.sim.workloads.trace import mean_rate, prompts
-from warmroute.sim.world import Listener, SimAsk, World
+from warmroute.replay.workloads import GENERATORS, BadTrace, BadWorkload, Prompt, Segments, choose
+from warmroute.replay.workloads.arrivals import as_told, bursts, poisson
+from warmroute.replay.workloads.text import beginnings
+from warmroute.replay.workloads.trace import mean_rate, prompts
+from warmroute.replay.world import Listener, SimulatedRequest, World
 
 TRACES = Path("/work/shared/data/traces")
 needs_traces = pytest.mark.skipif(not TRACES.exists(), reason="no traces here")
@@ -53,7 +53,7 @@ def test_blocks_are_shared_in_the_engine_as_in_the_trace(tmp_path: Path, suffix:
     cached: list[int] = []
 
     class Ears(Listener):
-        def first_token(self, ask: SimAsk, node: Node, cached_tokens: int, now_s: float) -> None:
+        def first_token(self, request: SimulatedRequest, node: Node, cached_tokens: int, now_s: float) -> None:
             cached.append(cached_tokens)
 
     world = World(specs(1), NEAR, listener=Ears())

@@ -10,9 +10,9 @@ from small_worlds import NEAR, books_are_closed, prompt, specs
 
 from warmroute.config import Config, Health, PolicyName, Routing
 from warmroute.fleet.health import Standing
-from warmroute.sim.replay import Setup, contender, replay
-from warmroute.sim.workloads import choose
-from warmroute.sim.world import Calendar, Conditions, Island, World
+from warmroute.replay import Setup, contender, replay
+from warmroute.replay.workloads import choose
+from warmroute.replay.world import Calendar, Conditions, Island, World
 
 
 def test_things_happen_in_the_order_of_time_and_engines_last() -> None:

@@ -6,18 +6,18 @@ from bisect import bisect_left
 from math import exp
 
 from warmroute.fleet.arrivals import KEPT_S
+from warmroute.fleet.decode_speed import DecodeSpeed
 from warmroute.fleet.node import FIRST_BYTE_BOUNDS_MS, LATENCY_WEIGHT, Outcome
-from warmroute.fleet.pace import Pace
 from warmroute.fleet.speed import Speed
 
 
 class PlainNode:
-    def __init__(self, round_trip_ms: float, foreign: int) -> None:
+    def __init__(self, round_trip_ms: float, other_load: int) -> None:
         self.speed = Speed()
         self.round_trip_ms = round_trip_ms
-        self.foreign = foreign
+        self.other_load = other_load
         self.pending_work = self.kv_delta = 0.0
-        self.context = self.kv_new = self.inflight = self.unbegun = self.polls = 0
+        self.context = self.kv_new = self.inflight = self.unstarted = self.polls = 0
         self.arrival_rate = self.arrival_s = self.latency_ms = self.first_byte_sum_ms = 0.0
         self.polled_s = self.last_ticket_s = -1e9
         self.outcomes = [0] * len(Outcome)
@@ -32,7 +32,7 @@ class PlainNode:
     def polled(self, now_s: float) -> None:
         self.polls += 1
         self.polled_s = now_s
-        self.unbegun = 0
+        self.unstarted = 0
         self.kv_delta = 0.0
 
     def expect_prefilled(self, now_s: float) -> None:
@@ -47,13 +47,20 @@ class PlainTicket:
     """Of a prompt that was looked up, where there is a pace."""
 
     def __init__(
-        self, node: PlainNode, now_s: float, pace: Pace | None, streams: bool, tokens: int, new: int, prefill: float
+        self,
+        node: PlainNode,
+        now_s: float,
+        pace: DecodeSpeed | None,
+        streams: bool,
+        tokens: int,
+        new: int,
+        prefill: float,
     ) -> None:
         self.node, self.opened_s, self.first_byte_s, self.open, self.polls = node, now_s, 0.0, True, node.polls
         self.pace, self.streams, self.tokens, self.new, self.output = pace, streams, tokens, new, 0
         self.prefill = self.work = prefill
         node.inflight += 1
-        node.unbegun += 1
+        node.unstarted += 1
         node.arrival_rate = node.arrival_rate * exp((node.arrival_s - now_s) / KEPT_S) + 0.001 / KEPT_S
         node.arrival_s = node.last_ticket_s = now_s
         if pace is None:
@@ -75,7 +82,7 @@ class PlainTicket:
     def first_byte(self, now_s: float, served: bool) -> None:
         node = self.node
         if not self.first_byte_s and self.polls == node.polls:
-            node.unbegun -= 1
+            node.unstarted -= 1
         self.first_byte_s = now_s
         after_ms = (now_s - self.opened_s) * 1000.0
         node.first_byte_counts[bisect_left(FIRST_BYTE_BOUNDS_MS, after_ms)] += 1
@@ -87,15 +94,15 @@ class PlainTicket:
             self._saw_first_token(self.pace, now_s)
             self.prefill = 0.0
 
-    def _saw_first_token(self, pace: Pace, now_s: float) -> None:
+    def _saw_first_token(self, pace: DecodeSpeed, now_s: float) -> None:
         node = self.node
-        step_ms = pace.token_ms(node.context) * node.speed.factor if node.inflight + node.foreign > 1 else 0.0
+        step_ms = pace.token_ms(node.context) * node.speed.factor if node.inflight + node.other_load > 1 else 0.0
         there_s = self.opened_s + node.round_trip_ms / 1000.0
         if there_s >= now_s:
             there_s = self.opened_s
         node.speed.saw_first_token(self.prefill, step_ms, there_s, now_s)
 
-    def _saw_flow(self, pace: Pace, took_ms: float, steps: int) -> None:
+    def _saw_flow(self, pace: DecodeSpeed, took_ms: float, steps: int) -> None:
         node = self.node
         speed, token_ms = node.speed, took_ms / steps
         speed.saw_answer(token_ms / pace.token_ms(node.context))
@@ -135,7 +142,7 @@ class PlainTicket:
         if not node.inflight:
             node.pending_work = 0.0
         if not self.first_byte_s and self.polls == node.polls:
-            node.unbegun -= 1
+            node.unstarted -= 1
         node.outcomes[outcome] += 1
         if outcome is Outcome.OK:
             mean_ms, took_ms = node.latency_ms, (now_s - self.opened_s) * 1000.0

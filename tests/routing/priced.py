@@ -15,9 +15,9 @@ from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.group import Group
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.index.lookup import Lookup
-from warmroute.prompt.ask import NORMAL, Ask
+from warmroute.prompt.routing_request import NORMAL, RoutingRequest
 from warmroute.routing.admission import Admission
 from warmroute.routing.decision import Decision
 from warmroute.routing.price import Price
@@ -43,17 +43,17 @@ class World:
     ) -> None:  # fmt: skip
         self.now_s = 1000.0
         self.fleet = Fleet(Health(slow_start_s=slow_start_s))
-        self.beliefs = Beliefs(index or Index())
+        self.cache_view = CacheView(index or Index())
         for number in range(count):
             self.add(f"n{number}", cache_tokens)
         self.group = self.fleet.group(MODEL) or Group(MODEL)
-        self.router = Router(self.fleet, self.beliefs, Routing(policy="price", seed=3), pricing)
+        self.router = Router(self.fleet, self.cache_view, Routing(policy="price", seed=3), pricing)
         self.admission = Admission(self.router, admission or AdmissionConfig())
 
     def add(self, name: str, cache_tokens: int = 0) -> Node:
         node = self.fleet.add(NodeConfig(url=f"http://{name}:1", name=name, models=(MODEL,)))
         self.fleet.check_passed(node, 0.0)
-        self.beliefs.join(name, [MODEL]).describe(16, cache_tokens)
+        self.cache_view.join(name, [MODEL]).describe(16, cache_tokens)
         return node
 
     @property
@@ -65,8 +65,8 @@ class World:
 
     # Prices.
 
-    def decide(self, lookup: Lookup | None = None, ask: Ask | None = None) -> Decision:
-        return self.router.decide(ask or Ask(MODEL), self.now_s, lookup)
+    def decide(self, lookup: Lookup | None = None, request: RoutingRequest | None = None) -> Decision:
+        return self.router.decide(request or RoutingRequest(MODEL), self.now_s, lookup)
 
     def price(self, node: Node, lookup: Lookup | None = None) -> Price:
         """Of one node, as if there were no other."""
@@ -81,9 +81,9 @@ class World:
 
     def warm(self, node: Node, lookup: Lookup) -> None:
         """It was sent this prompt, and has prefilled it."""
-        sent = self.beliefs.sent(MODEL, lookup, node.name, None, self.now_s)
+        sent = self.cache_view.sent(MODEL, lookup, node.name, None, self.now_s)
         assert sent is not None
-        self.beliefs.first_token(sent, self.now_s)
+        self.cache_view.first_token(sent, self.now_s)
 
     def send(self, node: Node, lookup: Lookup | None = None) -> Ticket:
         """A request goes there, whatever that costs."""
@@ -106,8 +106,8 @@ class World:
     def tick(self) -> None:
         self.admission.tick(self.nodes, self.now_s)
 
-    def enter(self, tokens: int = 8000, **more: object) -> Guest:
-        guest = Guest(self, prompt(tokens), **more)  # type: ignore[arg-type]
+    def enter(self, tokens: int = 8000, **more: object) -> PendingRequest:
+        guest = PendingRequest(self, prompt(tokens), **more)  # type: ignore[arg-type]
         guest.enter()
         return guest
 
@@ -118,14 +118,14 @@ class World:
             assert node.pending_work == pytest.approx(0.0, abs=1e-3)
 
 
-class Guest:
+class PendingRequest:
     """A request by hand: notes what becomes of it."""
 
     def __init__(self, world: World, lookup: Lookup | None, tenant: str = "", priority: int = NORMAL) -> None:
         self.world = world
-        self.ask = Ask(MODEL)
-        self.ask.tenant = tenant
-        self.ask.priority = priority
+        self.request = RoutingRequest(MODEL)
+        self.request.tenant = tenant
+        self.request.priority = priority
         self.lookup = lookup
         self.arrived_s = world.now_s
         self.fates: list[str] = []

@@ -8,13 +8,13 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from priced import Guest, World, prompt
+from priced import PendingRequest, World, prompt
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import NodeConfig, Pricing, Routing
-from warmroute.fleet.meter import Meter
+from warmroute.fleet.demand import DemandMeter
 from warmroute.fleet.node import Outcome
-from warmroute.prompt.ask import HIGH, LOW, NORMAL
+from warmroute.prompt.routing_request import HIGH, LOW, NORMAL
 from warmroute.routing.admission import LOOKED_AT, LOOKED_AT_IN_ALL
 from warmroute.routing.decision import Decision
 from warmroute.routing.query import Query
@@ -104,7 +104,7 @@ def test_who_waits_for_a_warm_node_goes_to_another_that_is_free_before() -> None
     world.warm(warm, mine)
     world.busy(warm, 30_000)
     elsewhere = world.busy(cold, 60_000)
-    guest = Guest(world, mine)
+    guest = PendingRequest(world, mine)
     guest.enter()
     assert guest.waits and world.decide(mine).node is warm
     world.free(elsewhere)
@@ -117,7 +117,7 @@ def test_who_would_pay_more_elsewhere_goes_on_waiting() -> None:
     mine = prompt(60_000, 1)
     world.warm(warm, mine)
     ahead, elsewhere = world.busy(warm, 8000), world.busy(cold, 8000)
-    guest = Guest(world, mine)
+    guest = PendingRequest(world, mine)
     guest.enter()
     world.free(elsewhere)
     assert guest.waits, "6 s of prefill there against 0.5 s of waiting here"
@@ -189,7 +189,7 @@ def test_nobody_starves() -> None:
     assert 50 < world.now_s - large.arrived_s < 90
 
 
-def served_while_both_wait(world: World, guests: list[Guest], rounds: int) -> Counter[str]:
+def served_while_both_wait(world: World, guests: list[PendingRequest], rounds: int) -> Counter[str]:
     """Prefill work by tenant."""
     frees(world)
     had: Counter[str] = Counter()
@@ -198,7 +198,7 @@ def served_while_both_wait(world: World, guests: list[Guest], rounds: int) -> Co
         gone = next(guest for guest in guests if not guest.waits)
         guests.remove(gone)
         assert gone.decision.price is not None
-        had[gone.ask.tenant] += gone.decision.price.prefill
+        had[gone.request.tenant] += gone.decision.price.prefill
         gone.finish()
     return had
 
@@ -208,7 +208,7 @@ def test_a_tenant_that_floods_gets_no_more_than_the_other() -> None:
     guests = [world.enter(random.randrange(6000, 20_000), tenant="flood") for _ in range(200)]
     guests += [world.enter(random.randrange(6000, 20_000), tenant="calm") for _ in range(50)]
     had = served_while_both_wait(world, guests, 90)
-    assert {guest.ask.tenant for guest in guests if guest.waits} == {"flood", "calm"}
+    assert {guest.request.tenant for guest in guests if guest.waits} == {"flood", "calm"}
     assert had["calm"] == pytest.approx(had["flood"], rel=0.1)
 
 
@@ -231,7 +231,7 @@ def test_a_tenant_with_one_request_at_a_time_is_not_the_first_each_time() -> Non
         world.later(0.3)
         gone = next(guest for guest in (single, *guests) if not guest.waits)
         assert gone.decision.price is not None
-        had[gone.ask.tenant] += gone.decision.price.prefill
+        had[gone.request.tenant] += gone.decision.price.prefill
         if gone is single:
             single = world.enter(40_000, tenant="single")
         else:
@@ -336,8 +336,8 @@ def test_who_is_refused_at_once_leaves_nothing_behind() -> None:
     with pytest.raises(NobodyCanServe):
         world.enter()
     world.add("n0")
-    guest = Guest(world, prompt(8000))
-    guest.ask.model = "another"
+    guest = PendingRequest(world, prompt(8000))
+    guest.request.model = "another"
     with pytest.raises(UnknownModel):
         guest.enter()
     world.books_are_closed()
@@ -353,7 +353,7 @@ def test_who_waits_for_a_node_that_goes_is_sent_to_another(way: str) -> None:
     mine = prompt(60_000, 1)
     world.warm(warm, mine)
     world.busy(warm)
-    guest = Guest(world, mine)
+    guest = PendingRequest(world, mine)
     guest.enter()
     assert guest.waits
     if way == "refuses":
@@ -440,7 +440,7 @@ def test_a_node_on_trial_where_old_requests_hang_does_not_stop_the_others() -> N
 # Coming back from within.
 
 
-class Hasty(Guest):
+class Hasty(PendingRequest):
     """Is done as soon as it goes."""
 
     def go(self, decision: Decision) -> None:
@@ -462,7 +462,7 @@ def test_those_who_free_their_node_at_once_go_one_after_the_other() -> None:
 def test_whoever_leaves_while_another_goes_does_not_go() -> None:
     world = one_busy()
 
-    class Jealous(Guest):
+    class Jealous(PendingRequest):
         def go(self, decision: Decision) -> None:
             super().go(decision)
             other.leave()
@@ -492,9 +492,9 @@ def test_whoever_leaves_while_another_goes_does_not_go() -> None:
 
 def test_whoever_enters_while_another_goes_waits_its_turn() -> None:
     world = one_busy()
-    entered: list[Guest] = []
+    entered: list[PendingRequest] = []
 
-    class Chatty(Guest):
+    class Chatty(PendingRequest):
         def go(self, decision: Decision) -> None:
             super().go(decision)
             entered.append(world.enter())
@@ -520,17 +520,17 @@ EVENTS = st.one_of(
 @given(st.lists(EVENTS, max_size=50))
 def test_everybody_goes_or_is_refused_or_leaves_just_once_and_the_books_close(events: list[tuple[object, ...]]) -> None:
     world = World(3, admission=AdmissionConfig(max_waiting=8, max_wait_s=6.0, queue_threshold=6))
-    guests: list[Guest] = []
-    open_: list[Guest] = []
+    guests: list[PendingRequest] = []
+    open_: list[PendingRequest] = []
     for event in events:
         match event:
             case ("arrive", str(tenant), int(priority), int(thousands)):
-                guest = Guest(world, prompt(thousands * 1000), tenant, priority)
-                guest.ask.may_queue = thousands % 7 != 0
+                guest = PendingRequest(world, prompt(thousands * 1000), tenant, priority)
+                guest.request.may_queue = thousands % 7 != 0
                 if thousands % 3 == 0:
-                    guest.ask.deadline_s = world.now_s + 2.0
+                    guest.request.deadline_s = world.now_s + 2.0
                 if thousands % 5 == 0:
-                    guest.ask.total_deadline_s = world.now_s + 4.0
+                    guest.request.total_deadline_s = world.now_s + 4.0
                 guests.append(guest)
                 try:
                     guest.enter()
@@ -597,9 +597,9 @@ def test_the_tenant_with_the_most_low_ones_makes_room_first_and_its_last_one() -
 
 def test_whoever_is_displaced_may_come_back_from_within() -> None:
     world = one_busy(max_waiting=2)
-    again: list[Guest] = []
+    again: list[PendingRequest] = []
 
-    class Stubborn(Guest):
+    class Stubborn(PendingRequest):
         def refuse(self, why: Undecided) -> None:
             super().refuse(why)
             with pytest.raises(Shed):
@@ -657,7 +657,7 @@ def test_who_goes_at_once_while_others_wait_counts_as_its_tenants_too() -> None:
     waiting = world.enter(60_000, tenant="other")
     assert waiting.waits
     world.close(ahead)
-    guest = Guest(world, mine, "lucky")
+    guest = PendingRequest(world, mine, "lucky")
     guest.enter()
     assert guest.fates == ["went"] and world.admission.room.had[NORMAL, "lucky"] > 0
     waiting.leave()
@@ -734,8 +734,8 @@ def test_without_a_threshold_queues_do_not_matter() -> None:
 
 def test_who_does_not_want_to_wait_is_refused_at_once() -> None:
     world = one_busy()
-    guest = Guest(world, prompt(8000))
-    guest.ask.may_queue = False
+    guest = PendingRequest(world, prompt(8000))
+    guest.request.may_queue = False
     with pytest.raises(WouldWait):
         guest.enter()
     world.close(world.running)  # type: ignore[attr-defined]
@@ -750,13 +750,13 @@ def test_who_does_not_want_to_wait_does_not_want_to_wait_in_an_engine_either() -
     world.router.reconfigure(Routing(policy="round_robin"), Pricing())
     engine_queues(world, 1, 0)
     for _ in range(4):
-        guest = Guest(world, prompt(300))
-        guest.ask.may_queue = False
+        guest = PendingRequest(world, prompt(300))
+        guest.request.may_queue = False
         guest.enter()
         assert guest.node is world.nodes[1]
     engine_queues(world, 1, 2)
-    guest = Guest(world, prompt(300))
-    guest.ask.may_queue = False
+    guest = PendingRequest(world, prompt(300))
+    guest.request.may_queue = False
     with pytest.raises(WouldWait):
         guest.enter()
 
@@ -772,7 +772,7 @@ def test_from_half_of_it_no_low_one_goes_before_others_though_a_node_has_room_fo
     world.busy(full, 40_000)
     elsewhere = world.busy(other, 40_000)
     for _ in range(2):
-        Guest(world, mine).enter()
+        PendingRequest(world, mine).enter()
     assert world.admission.waiting == 2
     world.close(elsewhere)
     with pytest.raises(Shed):
@@ -810,8 +810,8 @@ def test_a_full_queue_for_one_model_refuses_no_low_one_of_another() -> None:
         world.enter()
     world.fleet.add(NodeConfig(url="http://b:1", name="b", models=("other",)))
     world.fleet.check_passed(world.fleet.node("b"), 0.0)
-    guest = Guest(world, prompt(300), priority=LOW)
-    guest.ask.model = "other"
+    guest = PendingRequest(world, prompt(300), priority=LOW)
+    guest.request.model = "other"
     guest.enter()
     assert guest.node.name == "b"
 
@@ -820,11 +820,11 @@ def test_those_who_wait_for_other_models_hide_nobody() -> None:
     world = World(1)
     other = world.fleet.add(NodeConfig(url="http://other:1", models=("other",)))
     world.fleet.check_passed(other, 0.0)
-    world.beliefs.join(other.name, ["other"]).describe(16, 0)
+    world.cache_view.join(other.name, ["other"]).describe(16, 0)
 
-    def entered(model: str) -> Guest:
-        guest = Guest(world, prompt(8000))
-        guest.ask.model = model
+    def entered(model: str) -> PendingRequest:
+        guest = PendingRequest(world, prompt(8000))
+        guest.request.model = model
         guest.enter()
         return guest
 
@@ -839,14 +839,14 @@ def test_those_who_wait_for_other_models_hide_nobody() -> None:
 
 def test_a_model_that_nobody_serves_is_no_work_for_the_fleet() -> None:
     world = World(1)
-    world.router.meter = meter = Meter()
-    unknown = Guest(world, prompt(100))
-    unknown.ask.model = "none"
+    world.router.demand_meter = demand_meter = DemandMeter()
+    unknown = PendingRequest(world, prompt(100))
+    unknown.request.model = "none"
     with pytest.raises(UnknownModel):
         unknown.enter()
-    assert meter.arrived == 0
-    Guest(world, prompt(100)).enter()
-    assert meter.arrived == 1
+    assert demand_meter.arrived == 0
+    PendingRequest(world, prompt(100)).enter()
+    assert demand_meter.arrived == 1
 
 
 def test_who_waited_is_not_put_into_a_queue_that_has_grown_too_long() -> None:

@@ -12,12 +12,12 @@ from plain_books import PlainNode, PlainTicket
 
 from warmroute._kernel._books import NodeState, PaceState, SpeedState, TicketState
 from warmroute.config import Health, NodeConfig
+from warmroute.fleet.decode_speed import DecodeSpeed
 from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.pace import Pace
 from warmroute.fleet.ticket import Ticket
 
 BOOKS = (
-    "pending_work", "kv_delta", "context", "kv_new", "inflight", "unbegun", "unseen", "arrival_rate", "arrival_s",
+    "pending_work", "kv_delta", "context", "kv_new", "inflight", "unstarted", "unseen", "arrival_rate", "arrival_s",
     "last_ticket_s", "latency_ms", "outcomes", "first_byte_counts", "first_byte_sum_ms",
 )  # fmt: skip
 SPEED = ("ms_per_token", "factor", "answers", "_work", "_ms", "_at_s", "_last_first_s")
@@ -40,10 +40,10 @@ def a_node() -> Node:
 
 
 class Both:
-    def __init__(self, round_trip_ms: float, foreign: int) -> None:
-        self.node, self.plain = a_node(), PlainNode(round_trip_ms, foreign)
-        self.node.round_trip_ms, self.node.foreign = round_trip_ms, foreign
-        self.pace, self.plain_pace = Pace(), Pace()
+    def __init__(self, round_trip_ms: float, other_load: int) -> None:
+        self.node, self.plain = a_node(), PlainNode(round_trip_ms, other_load)
+        self.node.round_trip_ms, self.node.other_load = round_trip_ms, other_load
+        self.pace, self.plain_pace = DecodeSpeed(), DecodeSpeed()
         self.tickets: list[tuple[TicketState, PlainTicket]] = []
         self.now_s = 100.0
 
@@ -80,7 +80,7 @@ class Both:
 
     def poll(self) -> None:
         self.node.saw_load(0, 0, 0.0, self.now_s)
-        self.node.foreign = self.plain.foreign
+        self.node.other_load = self.plain.other_load
         self.plain.polled(self.now_s)
 
     def are_equal(self) -> None:
@@ -96,8 +96,8 @@ class Both:
 
 
 @given(st.lists(st.tuples(times, events), max_size=60), st.sampled_from([0.0, 40.0]), st.integers(0, 2))
-def test_the_books_are_those_of_plain_python(happens, round_trip_ms: float, foreign: int) -> None:
-    both = Both(round_trip_ms, foreign)
+def test_the_books_are_those_of_plain_python(happens, round_trip_ms: float, other_load: int) -> None:
+    both = Both(round_trip_ms, other_load)
     for after_s, (what, *details) in happens:
         both.now_s += after_s
         if details and what in ("first", "learn", "leave") and both.tickets:
@@ -112,7 +112,7 @@ def test_the_books_are_those_of_plain_python(happens, round_trip_ms: float, fore
 
 
 def test_a_ticket_that_nobody_closes_is_no_leak() -> None:
-    node, pace = a_node(), Pace()
+    node, pace = a_node(), DecodeSpeed()
 
     class Seen(Ticket):
         __slots__ = ("__weakref__",)
@@ -137,7 +137,7 @@ def test_a_ticket_that_nobody_closes_is_no_leak() -> None:
         (lambda ticket, node: ticket.enter(node), TypeError),
         (lambda ticket, node: ticket.enter(), TypeError),
         (lambda ticket, node: ticket.enter(node, "1"), TypeError),
-        (lambda ticket, node: ticket.enter(node, 1.0, Pace(), True, 1), TypeError),
+        (lambda ticket, node: ticket.enter(node, 1.0, DecodeSpeed(), True, 1), TypeError),
         (lambda ticket, node: ticket.enter(node, 1.0, SpeedState(), True, 1, 1, 1.0), TypeError),
         (lambda ticket, node: ticket.enter(NodeState(), 1.0), ValueError),
         (lambda ticket, node: ticket.first_byte(1.0), ValueError),
@@ -164,4 +164,4 @@ def test_a_ticket_is_entered_once_and_leaves_with_an_outcome_that_there_is() -> 
         ticket.first_byte()  # type: ignore[call-arg]
     assert node.inflight == 1 and ticket.leave(Outcome.OK, 2.0) and not ticket.leave(Outcome.OK, 3.0)
     assert node.outcomes == [1, 0, 0, 0, 0, 0]
-    assert isinstance(Pace(), PaceState)
+    assert isinstance(DecodeSpeed(), PaceState)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from priced import Guest, World, prompt
+from priced import PendingRequest, World, prompt
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Pricing, Routing
 from warmroute.fleet.group import Group
 from warmroute.fleet.node import Node, Outcome
-from warmroute.prompt.ask import HIGH, LOW, NORMAL
+from warmroute.prompt.routing_request import HIGH, LOW, NORMAL
 from warmroute.routing.refusals import TooLate
 
 
@@ -29,12 +29,12 @@ def known(count: int = 1, **admission: object) -> World:
     return world
 
 
-def guest(world: World, tokens: int = 8000, ttft_ms: float = 0.0, total_ms: float = 0.0) -> Guest:
-    made = Guest(world, prompt(tokens))
+def guest(world: World, tokens: int = 8000, ttft_ms: float = 0.0, total_ms: float = 0.0) -> PendingRequest:
+    made = PendingRequest(world, prompt(tokens))
     if ttft_ms:
-        made.ask.deadline_s = world.now_s + ttft_ms / 1000.0
+        made.request.deadline_s = world.now_s + ttft_ms / 1000.0
     if total_ms:
-        made.ask.total_deadline_s = world.now_s + total_ms / 1000.0
+        made.request.total_deadline_s = world.now_s + total_ms / 1000.0
     return made
 
 
@@ -67,7 +67,7 @@ def test_the_whole_answer_has_its_own_deadline() -> None:
     assert not refused.value.first_token and refused.value.expected_ms > 5000
     assert refused.value.reason == "deadline_total"
     short = guest(world, 300, total_ms=3000)
-    short.ask.max_output_tokens = 50
+    short.request.max_output_tokens = 50
     short.enter()
     assert short.fates == ["went"], "what it may have at most counts"
     slow = guest(world, 300, ttft_ms=2000, total_ms=60_000)
@@ -100,9 +100,9 @@ def test_it_goes_where_it_makes_it_though_another_node_would_be_cheaper() -> Non
     world.busy(warm, 40_000)  # 3.6 s
     world.busy(cold, 300)
     assert world.decide(mine).node is warm or world.decide(mine).price is not None
-    made = Guest(world, mine)
+    made = PendingRequest(world, mine)
     expected = world.price(warm, mine).own, world.price(cold, mine).own
-    made.ask.deadline_s = world.now_s + (min(expected) + max(expected)) / 2000.0
+    made.request.deadline_s = world.now_s + (min(expected) + max(expected)) / 2000.0
     quickest = warm if expected[0] < expected[1] else cold
     made.enter()
     assert made.node is quickest
@@ -200,7 +200,7 @@ def test_first_tokens_that_came_are_those_that_were_promised() -> None:
             if made.fates == ["went"] and made.ticket._open:
                 made.ticket.first_byte(world.now_s)
                 world.fleet.close_ticket(made.ticket, Outcome.OK, world.now_s)
-                assert world.now_s <= made.ask.deadline_s + 0.1
+                assert world.now_s <= made.request.deadline_s + 0.1
                 world.admission.freed(world.nodes[0], world.now_s)
                 break
     served = [made for made in guests if made.fates == ["went"]]
@@ -211,19 +211,19 @@ def test_first_tokens_that_came_are_those_that_were_promised() -> None:
 # Those who wait already.
 
 
-def crowd(world: World, count: int, tenant: str = "", priority: int = NORMAL) -> list[Guest]:
+def crowd(world: World, count: int, tenant: str = "", priority: int = NORMAL) -> list[PendingRequest]:
     """So many who wait, each with 8,000 tokens."""
-    made = [Guest(world, prompt(8000), tenant=tenant, priority=priority) for _ in range(count)]
+    made = [PendingRequest(world, prompt(8000), tenant=tenant, priority=priority) for _ in range(count)]
     for one in made:
         one.enter()
     assert all(one.waits for one in made)
     return made
 
 
-def hurried(world: World, tenant: str = "", priority: int = NORMAL, tokens: int = 8000) -> Guest:
+def hurried(world: World, tenant: str = "", priority: int = NORMAL, tokens: int = 8000) -> PendingRequest:
     """Alone, it would make it."""
-    made = Guest(world, prompt(tokens), tenant=tenant, priority=priority)
-    made.ask.deadline_s = world.now_s + 3.0
+    made = PendingRequest(world, prompt(tokens), tenant=tenant, priority=priority)
+    made.request.deadline_s = world.now_s + 3.0
     return made
 
 
@@ -243,7 +243,7 @@ def test_who_cannot_make_it_behind_those_who_wait_is_refused_at_once() -> None:
     assert 5 <= late.retry_after_s <= 10
     assert world.admission.waiting == 40
     with pytest.raises(TooLate):
-        world.admission.rehearse(hurried(world).ask, prompt(8000), world.now_s)
+        world.admission.rehearse(hurried(world).request, prompt(8000), world.now_s)
 
 
 def test_those_who_go_after_it_do_not_count() -> None:

@@ -4,11 +4,11 @@ as those do who wait for room on a node."""
 from __future__ import annotations
 
 import pytest
-from priced import MODEL, Guest, World, prompt
+from priced import MODEL, PendingRequest, World, prompt
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Scaling
-from warmroute.prompt.ask import HIGH, LOW, NORMAL
+from warmroute.prompt.routing_request import HIGH, LOW, NORMAL
 from warmroute.routing.refusals import Displaced, NobodyCanServe, Shed, TooLate, WaitedTooLong
 
 
@@ -18,8 +18,8 @@ def nobody(**admission: object) -> World:
     return world
 
 
-def guest_of(world: World, tokens: int = 8000, priority: int = NORMAL, tenant: str = "") -> Guest:
-    guest = Guest(world, prompt(tokens), tenant, priority)
+def guest_of(world: World, tokens: int = 8000, priority: int = NORMAL, tenant: str = "") -> PendingRequest:
+    guest = PendingRequest(world, prompt(tokens), tenant, priority)
     guest.enter()
     return guest
 
@@ -49,8 +49,8 @@ def test_without_scaling_nobody_waits_for_a_node() -> None:
 
 def test_who_would_rather_not_wait_does_not() -> None:
     world = nobody()
-    guest = Guest(world, prompt(100))
-    guest.ask.may_queue = False
+    guest = PendingRequest(world, prompt(100))
+    guest.request.may_queue = False
     with pytest.raises(NobodyCanServe):
         guest.enter()
     assert world.admission.waiting == 0
@@ -76,8 +76,8 @@ def test_who_has_waited_too_long_is_refused() -> None:
 
 def test_a_node_that_comes_too_late_for_the_deadline_is_not_kept_busy_with_it() -> None:
     world = nobody()
-    late, early = Guest(world, prompt(8000)), Guest(world, prompt(8000))
-    late.ask.deadline_s, early.ask.total_deadline_s = world.now_s + 5.0, world.now_s + 500.0
+    late, early = PendingRequest(world, prompt(8000)), PendingRequest(world, prompt(8000))
+    late.request.deadline_s, early.request.total_deadline_s = world.now_s + 5.0, world.now_s + 500.0
     late.enter()
     early.enter()
     world.later(5.5)

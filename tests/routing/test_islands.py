@@ -10,14 +10,14 @@ from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Crossing, Health, Index, IslandConfig, NodeConfig, Pricing, Routing
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node, Outcome
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.index.lookup import Lookup
-from warmroute.prompt.ask import Ask
+from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.admission import Admission
+from warmroute.routing.conversation_affinity import MOST, Stays, ends_at
 from warmroute.routing.decision import Decision
 from warmroute.routing.islands import DEADLINE, DOWN, PASSED_OVER, SLOW, STOOD_IN
 from warmroute.routing.router import Router
-from warmroute.routing.stays import MOST, Stays, ends_at
 
 MODEL = "m"
 SYSTEM = list(range(1, 801))
@@ -33,21 +33,21 @@ class Clouds:
             [IslandConfig(name="a", round_trip_ms=20.0), IslandConfig(name="b", round_trip_ms=200.0)],
             Crossing(**crossing),  # type: ignore[arg-type]
         )
-        self.beliefs = Beliefs(Index())
+        self.cache_view = CacheView(Index())
         self.nodes: dict[str, Node] = {}
         for name in ("a0", "a1", "b0", "b1"):
             node = self.fleet.add(NodeConfig(url=f"http://{name}:1", name=name, models=(MODEL,), island=name[0]))
             self.fleet.check_passed(node, 0.0)
-            self.beliefs.join(name, [MODEL]).describe(16, 0)
+            self.cache_view.join(name, [MODEL]).describe(16, 0)
             self.nodes[name] = node
-        self.router = Router(self.fleet, self.beliefs, Routing(policy=policy, seed=3), Pricing())  # type: ignore[arg-type]
+        self.router = Router(self.fleet, self.cache_view, Routing(policy=policy, seed=3), Pricing())  # type: ignore[arg-type]
         self.books = self.fleet.islands.books
 
     def say(self, tokens: list[int], *, session: bytes = b"", deadline_s: float = 0.0, to: str = "") -> Decision:
         """A turn is decided, sent (or sent `to` another node than that) and answered."""
-        ask = Ask(MODEL)
-        ask.session_header, ask.deadline_s = session, deadline_s
-        decision = self.router.decide(ask, self.now_s, Lookup(array("I", tokens).tobytes(), len(tokens), 0))
+        request = RoutingRequest(MODEL)
+        request.session_header, request.deadline_s = session, deadline_s
+        decision = self.router.decide(request, self.now_s, Lookup(array("I", tokens).tobytes(), len(tokens), 0))
         node = self.nodes[to] if to else decision.node
         ticket = self.router.dispatch(decision, node, self.now_s)
         ticket.close(Outcome.LEFT, self.now_s)
@@ -151,15 +151,15 @@ def test_it_does_not_come_home_to_an_empty_cache() -> None:
     clouds.down("a")
     clouds.say(two)
     for name in ("a0", "a1"):
-        cache = clouds.beliefs.cache(name)
+        cache = clouds.cache_view.cache(name)
         assert cache is not None
         cache.restarted()
     clouds.down("a", False)
     for node in clouds.nodes.values():  # so quick a card that 12,000 tokens are 600 ms
         assert node.speed.ms_per_token == pytest.approx(0.05)
-    sent = clouds.beliefs.sent(MODEL, Lookup(array("I", two).tobytes(), len(two), 0), "b0", None, clouds.now_s)
+    sent = clouds.cache_view.sent(MODEL, Lookup(array("I", two).tobytes(), len(two), 0), "b0", None, clouds.now_s)
     assert sent is not None
-    clouds.beliefs.first_token(sent, clouds.now_s)
+    clouds.cache_view.first_token(sent, clouds.now_s)
     assert clouds.say(three).node.name == "b0"
     assert not clouds.books.came_home
 
@@ -200,7 +200,7 @@ def test_a_home_whose_nodes_are_passed_over_is_not_down(home_is_down: bool) -> N
     first, second = turns(1, 2)
     clouds.say(first)
     lookup = Lookup(array("I", second).tobytes(), len(second), 0)
-    before = clouds.router.decide(Ask(MODEL), clouds.now_s, lookup)
+    before = clouds.router.decide(RoutingRequest(MODEL), clouds.now_s, lookup)
     assert before.query is not None and before.node.island == "a"
     if home_is_down:
         clouds.down("a")
@@ -213,9 +213,9 @@ def test_a_home_whose_nodes_are_passed_over_is_not_down(home_is_down: bool) -> N
 def test_a_crowded_beginning_gets_a_second_home_on_its_own_island_only() -> None:
     clouds = Clouds()
     lookup = Lookup(array("I", SYSTEM).tobytes(), len(SYSTEM), 0)
-    sent = clouds.beliefs.sent(MODEL, lookup, "a0", None, clouds.now_s)
+    sent = clouds.cache_view.sent(MODEL, lookup, "a0", None, clouds.now_s)
     assert sent is not None
-    clouds.beliefs.first_token(sent, clouds.now_s)
+    clouds.cache_view.first_token(sent, clouds.now_s)
     clouds.nodes["a0"].inflight = clouds.nodes["a1"].inflight = 9
     assert clouds.say(turns(1, 1)[0]).node.name == "a0"
     clouds.nodes["a1"].inflight = 0
@@ -237,7 +237,7 @@ def test_a_guest_that_waits_is_decided_anew_at_home() -> None:
     clouds.say(first)
     clouds.busy("a", 10_000)
     lookup = Lookup(array("I", second).tobytes(), len(second), 0)
-    decision = clouds.router.decide(Ask(MODEL), clouds.now_s, lookup)
+    decision = clouds.router.decide(RoutingRequest(MODEL), clouds.now_s, lookup)
     assert decision.query is not None and decision.node.island == "a"
     again = clouds.router.decide_again(decision.query, clouds.now_s + 0.1)
     assert again.node.island == "a" and again.query is not None and again.query.stay is not None
@@ -283,11 +283,11 @@ def test_a_named_conversation_lives_where_its_model_is_served() -> None:
     twin = clouds.fleet.add(NodeConfig(url="http://d:1", name="c1", models=("other",), island="c"))
     for node in (only, twin):
         clouds.fleet.check_passed(node, 0.0)
-        clouds.beliefs.join(node.name, ["other"])
+        clouds.cache_view.join(node.name, ["other"])
     assert clouds.say(turns(1, 1)[0], session=b"one").node.island == "a"
-    ask = Ask("other")
-    ask.session_header = b"one"
-    decision = clouds.router.decide(ask, clouds.now_s)
+    request = RoutingRequest("other")
+    request.session_header = b"one"
+    decision = clouds.router.decide(request, clouds.now_s)
     clouds.router.dispatch(decision, decision.node, clouds.now_s).close(Outcome.LEFT, clouds.now_s)
     assert not clouds.books.crossed and "home" not in decision.reason, "it never lived on a: nobody serves it there"
 
@@ -299,12 +299,12 @@ def test_it_leaves_a_home_that_is_too_slow_for_its_whole_answer() -> None:
     for node in clouds.nodes.values():
         node.speed.answers = 5
     clouds.busy("a", 40_000)  # two seconds of prefill at home
-    ask = Ask(MODEL)
-    ask.total_deadline_s = clouds.now_s + 1.5
+    request = RoutingRequest(MODEL)
+    request.total_deadline_s = clouds.now_s + 1.5
     lookup = Lookup(array("I", second).tobytes(), len(second), 0)
-    decision = clouds.router.decide(ask, clouds.now_s, lookup)
+    decision = clouds.router.decide(request, clouds.now_s, lookup)
     assert decision.node.island == "b" and "deadline" in decision.reason
-    guest_decision, _ = Admission(clouds.router, AdmissionConfig()).rehearse(ask, lookup, clouds.now_s)
+    guest_decision, _ = Admission(clouds.router, AdmissionConfig()).rehearse(request, lookup, clouds.now_s)
     assert guest_decision.node.island == "b", "it is not refused where another island makes it"
 
 

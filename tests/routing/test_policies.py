@@ -14,8 +14,8 @@ from warmroute.config import Index, NodeConfig, Routing
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
-from warmroute.index.beliefs import Beliefs
-from warmroute.prompt.ask import Ask, read_json
+from warmroute.index.cache_view import CacheView
+from warmroute.prompt.routing_request import RoutingRequest, read_json
 from warmroute.routing.decision import Decision
 from warmroute.routing.refusals import MissingModel, NobodyCanServe, UnknownModel
 from warmroute.routing.router import Router
@@ -31,20 +31,20 @@ class World:
         for number in range(count):
             node = self.fleet.add(NodeConfig(url=f"http://n{number}:1", models=models))
             self.fleet.check_passed(node, 0)
-        self.router = Router(self.fleet, Beliefs(Index()), Routing(policy=policy, seed=3))  # type: ignore[arg-type]
+        self.router = Router(self.fleet, CacheView(Index()), Routing(policy=policy, seed=3))  # type: ignore[arg-type]
 
     @property
     def nodes(self) -> list[Node]:
         return list(self.fleet)
 
     def decide(self, text: str = "hi", now_s: float = 0.0, **more: object) -> Decision:
-        return self.router.decide(ask(text, **more), now_s)
+        return self.router.decide(request(text, **more), now_s)
 
     def send(self, text: str = "hi") -> Ticket:
         return Ticket(self.decide(text).node, 0)
 
 
-def ask(text: str = "hi", model: str = "m", system: str = "", **more: object) -> Ask:
+def request(text: str = "hi", model: str = "m", system: str = "", **more: object) -> RoutingRequest:
     import json
 
     messages = [{"role": "system", "content": system}] if system else []
@@ -122,7 +122,7 @@ def test_least_loaded_takes_the_node_with_the_fewest_and_counts_those_of_others(
 def test_least_loaded_never_takes_a_busier_node(loads: list[int]) -> None:
     world = World("least_loaded", len(loads))
     for node, load in zip(world.nodes, loads, strict=True):
-        node.foreign = load
+        node.other_load = load
     for _ in range(10):
         decision = world.decide()
         assert decision.node.load == min(loads)
@@ -133,7 +133,7 @@ def test_least_loaded_never_takes_a_busier_node(loads: list[int]) -> None:
 def test_ties_of_the_least_loaded_spread() -> None:
     world = World("least_loaded", 4)
     for node in world.nodes[:2]:
-        node.foreign = 3
+        node.other_load = 3
     chosen = Counter(world.decide().node.name for _ in range(400))
     assert set(chosen) == {"n2:1", "n3:1"} and min(chosen.values()) > 60
 
@@ -141,14 +141,14 @@ def test_ties_of_the_least_loaded_spread() -> None:
 def test_ties_of_the_least_loaded_spread_evenly() -> None:
     world = World("least_loaded", 8)
     for node in world.nodes[1:7]:
-        node.foreign = 3
+        node.other_load = 3
     chosen = Counter(world.decide().node.name for _ in range(1000))
     assert min(chosen.values()) > 350
 
 
 def test_power_of_two_never_takes_the_busiest_of_many() -> None:
     world = World("power_of_two", 5)
-    world.nodes[2].foreign = 100
+    world.nodes[2].other_load = 100
     assert "n2:1" not in {world.decide().node.name for _ in range(300)}
 
 
@@ -164,17 +164,17 @@ def test_latency_prefers_the_quick_node_until_its_queue_is_longer() -> None:
     quick, slow = world.nodes
     quick.latency_ms, slow.latency_ms = 100, 300
     assert world.decide().node is quick
-    quick.foreign = 2
-    slow.foreign = 0
+    quick.other_load = 2
+    slow.other_load = 0
     world.decide()
-    quick.foreign = 3
+    quick.other_load = 3
     assert world.decide().node is slow
 
 
 def test_latency_tries_a_node_it_knows_nothing_of() -> None:
     world = World("latency", 3)
     for node in world.nodes[:2]:
-        node.latency_ms, node.foreign = 100, 1
+        node.latency_ms, node.other_load = 100, 1
     assert world.decide().node is world.nodes[2]
 
 
@@ -201,14 +201,14 @@ def test_any_of_these_fields_names_a_session(field: str) -> None:
 def test_a_session_header_is_stronger_than_the_body() -> None:
     world = World("session", 6)
     for number in range(20):
-        with_header = ask("x", user=f"u{number}")
+        with_header = request("x", user=f"u{number}")
         with_header.session_header = b"one"
         assert world.router.decide(with_header, 0).node is world.decide("y", user="one").node
 
 
 def test_without_a_session_the_least_loaded_node_is_taken() -> None:
     world = World("session", 3)
-    world.nodes[0].foreign = world.nodes[2].foreign = 5
+    world.nodes[0].other_load = world.nodes[2].other_load = 5
     assert world.decide().node is world.nodes[1]
 
 
@@ -273,7 +273,7 @@ def test_a_full_home_is_passed_over_in_the_hashs_order_and_taken_again_when_it_h
 
 def test_without_a_prompt_the_least_loaded_node_is_taken() -> None:
     world = World("prefix_hash", 3)
-    world.nodes[0].foreign = world.nodes[2].foreign = 5
+    world.nodes[0].other_load = world.nodes[2].other_load = 5
     assert world.router.decide(read_json(b'{"model":"m"}'), 0).node is world.nodes[1]
 
 
@@ -365,9 +365,9 @@ def test_a_draining_node_does_not_lift_the_bound_of_the_others() -> None:
     for _ in range(60):
         Ticket(leaving, 0.0)
     fleet.drain("n2:1")
-    router = Router(fleet, Beliefs(Index()), Routing(policy="prefix_hash", seed=1))
+    router = Router(fleet, CacheView(Index()), Routing(policy="prefix_hash", seed=1))
     for _ in range(40):
-        Ticket(router.decide(Ask("m", b"system", b"user"), 1.0).node, 1.0)
+        Ticket(router.decide(RoutingRequest("m", b"system", b"user"), 1.0).node, 1.0)
     assert max(fleet.node(f"n{number}:1").inflight for number in range(2)) <= 26
 
 
@@ -377,8 +377,8 @@ def test_a_node_that_was_slow_once_is_tried_again() -> None:
     for node, took_ms in ((slow, 1000.0), (fast, 10.0)):
         fleet.check_passed(node, 0.0)
         node.saw_latency(took_ms)
-    router = Router(fleet, Beliefs(Index()), Routing(policy="latency", seed=1))
-    assert router.decide(Ask("m"), 1.0).node is fast
+    router = Router(fleet, CacheView(Index()), Routing(policy="latency", seed=1))
+    assert router.decide(RoutingRequest("m"), 1.0).node is fast
     for second in range(60):
         slow.age_latency(float(second))
-    assert router.decide(Ask("m"), 61.0).node is slow
+    assert router.decide(RoutingRequest("m"), 61.0).node is slow

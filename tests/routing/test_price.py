@@ -15,7 +15,7 @@ from warmroute.config import Pricing
 from warmroute.fleet.node import Node
 from warmroute.fleet.speed import work
 from warmroute.fleet.ticket import Ticket
-from warmroute.prompt.ask import Ask
+from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.outputs import USUAL_TOKENS, OutputLengths
 from warmroute.routing.policies.price import MOST_KEPT, PricePolicy
@@ -205,9 +205,9 @@ def test_an_answer_flows_slower_beside_a_large_batch() -> None:
 
 def test_a_short_answer_minds_less() -> None:
     world = World(1)
-    ask = Ask(MODEL)
-    ask.max_output_tokens = 8
-    price = world.decide(prompt(4000), ask).price
+    request = RoutingRequest(MODEL)
+    request.max_output_tokens = 8
+    price = world.decide(prompt(4000), request).price
     assert price is not None and price.output == 8
     assert world.price(world.nodes[0], prompt(4000)).output == USUAL_TOKENS
 
@@ -264,13 +264,13 @@ def reused(world: World, every_s: float, until_s: float) -> None:
     at_s = world.now_s - until_s
     for _ in range(40):
         for chain in chains:
-            world.beliefs.reuse.saw(chain, at_s)
+            world.cache_view.reuse.saw(chain, at_s)
         at_s += every_s
 
 
 def fill(world: World, node: Node, age_s: float) -> None:
     """Its cache is full of what was last used so long ago."""
-    sent = world.beliefs.sent(MODEL, prompt(40_000), node.name, None, world.now_s - age_s)
+    sent = world.cache_view.sent(MODEL, prompt(40_000), node.name, None, world.now_s - age_s)
     assert sent is not None
 
 

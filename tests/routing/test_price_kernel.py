@@ -17,16 +17,16 @@ from warmroute._kernel._books import NodeState, SpeedState
 from warmroute._kernel._index import BlockIndex, chain
 from warmroute._kernel._price import CacheState, Hit, add_hits, match_hits, price_nodes
 from warmroute.config import Health, Index, NodeConfig, Pricing, Routing
+from warmroute.fleet.decode_speed import DecodeSpeed
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node
-from warmroute.fleet.pace import Pace
 from warmroute.fleet.speed import work
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.index.lookup import Lookup
 from warmroute.index.node_cache import EXPECTED, ROUTED, NodeCache
 from warmroute.index.reuse import BUCKETS, Reuse
 from warmroute.index.tiers import WORTH
-from warmroute.prompt.ask import Ask
+from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing import terms
 from warmroute.routing.policies.price import TIE
 from warmroute.routing.price import Price
@@ -44,9 +44,9 @@ shares = floats(0.0, 1.0)
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> tuple[list[Node], list[NodeCache | None], Beliefs]:
+def fleets(draw: st.DrawFn) -> tuple[list[Node], list[NodeCache | None], CacheView]:
     """Nodes in any state, and what is believed of the caches of most of them."""
-    beliefs = Beliefs(Index(assumed_cache_tokens=16 * draw(st.integers(1, 50))))
+    cache_view = CacheView(Index(assumed_cache_tokens=16 * draw(st.integers(1, 50))))
     nodes: list[Node] = []
     caches: list[NodeCache | None] = []
     for number in range(draw(st.integers(1, 6))):
@@ -54,7 +54,7 @@ def fleets(draw: st.DrawFn) -> tuple[list[Node], list[NodeCache | None], Beliefs
         node.pending_work = draw(floats(-1e-6, 1e6))
         node.context, node.kv_new = draw(st.integers(0, 10**7)), draw(st.integers(0, 10**6))
         node.kv_usage, node.kv_delta = draw(shares), draw(floats(-1e6, 1e6))
-        node.inflight, node.foreign = draw(counts), draw(counts)
+        node.inflight, node.other_load = draw(counts), draw(counts)
         node.arrival_rate, node.arrival_s = draw(floats(0.0, 1.0)), NOW_S - draw(floats(0.0, 100.0))
         node.distance_ms = draw(st.sampled_from([0.0, 0.0, 140.0]))
         node.speed.ms_per_token, node.speed.factor = draw(floats(1e-4, 10.0)), draw(floats(0.01, 100.0))
@@ -62,12 +62,12 @@ def fleets(draw: st.DrawFn) -> tuple[list[Node], list[NodeCache | None], Beliefs
         if draw(st.integers(0, 4)) == 0:
             caches.append(None)
             continue
-        cache = beliefs.join(node.name, ["m"])
+        cache = cache_view.join(node.name, ["m"])
         cache.describe(draw(st.sampled_from([0, 16, 64])), draw(st.sampled_from([0, 300, 5000, 10**6])))
         for _ in range(draw(st.integers(0, 3))):
             cache.keep_answer(draw(st.integers(0, 4000)), NOW_S - draw(floats(0.0, 9000.0)))
         caches.append(cache)
-    return nodes, caches, beliefs
+    return nodes, caches, cache_view
 
 
 @st.composite
@@ -78,8 +78,8 @@ def reuses(draw: st.DrawFn) -> Reuse:
 
 
 @st.composite
-def paces(draw: st.DrawFn) -> Pace:
-    pace = Pace()
+def paces(draw: st.DrawFn) -> DecodeSpeed:
+    pace = DecodeSpeed()
     for _ in range(draw(st.integers(0, 5))):
         pace.saw_answer(draw(floats(0.1, 500.0)), draw(st.integers(0, 10**6)))
     return pace
@@ -196,10 +196,10 @@ def plain_hits(rows, owners, size, most, sure, is_sure, now_s, stale_s, gone_s) 
 @given(st.data())
 def test_hits_are_those_of_the_definition(data: st.DataObject) -> None:
     draw = data.draw
-    beliefs = Beliefs(Index())
+    cache_view = CacheView(Index())
     owners: dict[int, tuple[NodeCache, int]] = {}
     for number in range(draw(st.integers(1, 4))):
-        cache = beliefs.join(f"n{number}", ["m"])
+        cache = cache_view.join(f"n{number}", ["m"])
         cache.describe(draw(st.sampled_from([16, 16, 16, 32])), 0)
         cache.complete, cache.doubted = draw(st.booleans()), draw(st.integers(0, 5)) == 0
         cache.heard_s, cache.lag_s = NOW_S - draw(floats(0.0, 50.0)), draw(floats(0.0, 20.0))
@@ -226,20 +226,20 @@ def test_hits_are_those_of_the_definition(data: st.DataObject) -> None:
     st.integers(0, 3), st.integers(0, 40), st.sampled_from([0, 640]),
 )  # fmt: skip
 def test_hits_that_are_matched_are_those_of_the_rows(kept, prompt: int, length: int, sure: int) -> None:
-    beliefs = Beliefs(Index(assumed_cache_tokens=16 * 50))
-    caches = [beliefs.join(f"n{number}", ["m"]) for number in range(4)]
+    cache_view = CacheView(Index(assumed_cache_tokens=16 * 50))
+    caches = [cache_view.join(f"n{number}", ["m"]) for number in range(4)]
     caches[3].follow(0)
     chains = [chain(7, None, array("I", [0] * 160 + [number] * 480), 16) for number in range(4)]
     for at, (node, which, blocks) in enumerate(kept):
         caches[node].keep(chains[which][: 8 * blocks], 0, float(at))
         if node == 3:
-            beliefs.index.store_chain(caches[3].ranks[0], chains[which][: 8 * (blocks // 2)], 1)
+            cache_view.index.store_chain(caches[3].ranks[0], chains[which][: 8 * (blocks // 2)], 1)
     asked = chains[prompt][: 8 * length]
-    common = (beliefs._owners, 16, (39, sure // 16, False), NOW_S, (1.0, 2.0), WORTH[1:])
+    common = (cache_view._owners, 16, (39, sure // 16, False), NOW_S, (1.0, 2.0), WORTH[1:])
     by_rows: dict[str, Hit] = {}
-    add_hits(by_rows, beliefs.index.match(asked), *common)
+    add_hits(by_rows, cache_view.index.match(asked), *common)
     matched: dict[str, Hit] = {}
-    match_hits(matched, beliefs.index, asked, *common)
+    match_hits(matched, cache_view.index, asked, *common)
     assert {name: repr(hit) for name, hit in matched.items()} == {name: repr(hit) for name, hit in by_rows.items()}
 
 
@@ -255,7 +255,7 @@ def test_what_cannot_be_matched_is_refused(wrong, error: type[Exception]) -> Non
 
 
 def test_of_hits_worth_the_same_the_rank_that_told_counts() -> None:
-    cache = Beliefs(Index()).join("n", ["m"])
+    cache = CacheView(Index()).join("n", ["m"])
     cache.heard_s = NOW_S
     rows = [(1, 4, 4, 4, 4), (2, 4, 4, 4, 4), (3, 4, 4, 4, 4)]
     found: dict[str, Hit] = {}
@@ -269,7 +269,7 @@ def test_of_hits_worth_the_same_the_rank_that_told_counts() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 400)), max_size=30))
 def test_whatever_happens_to_a_cache_its_state_says_what_its_recency_says(steps: list[tuple[int, int]]) -> None:
-    cache = Beliefs(Index(assumed_cache_tokens=1600)).join("n", ["m"])
+    cache = CacheView(Index(assumed_cache_tokens=1600)).join("n", ["m"])
     prompt = kept = b""
     for at, (step, number) in enumerate(steps):
         if step == 0:
@@ -294,7 +294,7 @@ def test_whatever_happens_to_a_cache_its_state_says_what_its_recency_says(steps:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(0, 700), st.booleans()), max_size=20))
 def test_a_prompt_and_its_answer_are_kept_as_its_recency_and_the_index_would(steps) -> None:
-    cache, twin = (Beliefs(Index(assumed_cache_tokens=1600)).join("n", ["m"]) for _ in range(2))
+    cache, twin = (CacheView(Index(assumed_cache_tokens=1600)).join("n", ["m"]) for _ in range(2))
     chains = [chain(7, None, array("I", [0] * 160 + [number] * 480), 16) for number in range(4)]
     for at, (which, blocks, tokens, prefilled) in enumerate(steps):
         prompt, now_s = chains[which][: 8 * blocks], float(at)
@@ -313,29 +313,29 @@ def test_a_prompt_and_its_answer_are_kept_as_its_recency_and_the_index_would(ste
 
 
 def test_a_node_whose_cache_comes_or_goes_is_priced_with_what_there_is() -> None:
-    fleet, beliefs = Fleet(Health()), Beliefs(Index())
+    fleet, cache_view = Fleet(Health()), CacheView(Index())
     node = fleet.add(NodeConfig(url="http://n:1", models=("m",)))
     fleet.check_passed(node, 0.0)
-    router = Router(fleet, beliefs, Routing(policy="price"))
+    router = Router(fleet, cache_view, Routing(policy="price"))
     lookup = Lookup(array("I", range(4000)).tobytes(), 4000, 4000)
 
     def room() -> float:
-        price = router.decide(Ask("m"), 100.0, lookup).price
+        price = router.decide(RoutingRequest("m"), 100.0, lookup).price
         assert price is not None
         return price.room
 
     assert room() == 0.0
-    beliefs.join(node.name, ["m"]).describe(16, 1000)
+    cache_view.join(node.name, ["m"]).describe(16, 1000)
     assert room() > 0.0
-    beliefs.leave(node.name)
+    cache_view.leave(node.name)
     assert room() == 0.0
-    beliefs.join(node.name, ["m"]).describe(16, 2000)
+    cache_view.join(node.name, ["m"]).describe(16, 2000)
     assert room() > 0.0
 
 
 # What it refuses, and what it leaves behind.
 
-COMMON = (None, 1.0, (1.0, 1.0), (0.0, 0.0), 0.0, Pace(), (1.0, 1.0, True, True, True))
+COMMON = (None, 1.0, (1.0, 1.0), (0.0, 0.0), 0.0, DecodeSpeed(), (1.0, 1.0, True, True, True))
 CHANCES = array("d", [0.0])
 
 
@@ -362,7 +362,7 @@ def test_what_is_no_node_or_cache_or_hit_is_refused(given) -> None:
 
 
 def test_what_was_found_before_must_be_hits() -> None:
-    cache = Beliefs(Index()).join("n", ["m"])
+    cache = CacheView(Index()).join("n", ["m"])
     with pytest.raises(TypeError):
         add_hits({"n": 1.5}, [(0, 3, 3, 4, 5)], {0: (cache, ROUTED)}, 16, (9, 9, False), 1.0, (1.0, 2.0), WORTH[1:])
 
@@ -407,7 +407,7 @@ def test_a_state_takes_only_what_it_can_hold() -> None:
         print(cache.accuracy)
     for row in ((1,), (0, 1, 1, 1, "1"), 5):
         with pytest.raises(TypeError):
-            add_hits({}, [row], {0: (Beliefs(Index()).join("n"), 0)}, 16, (1, 1, True), 0.0, (1.0, 2.0), WORTH[1:])  # type: ignore[list-item]
+            add_hits({}, [row], {0: (CacheView(Index()).join("n"), 0)}, 16, (1, 1, True), 0.0, (1.0, 2.0), WORTH[1:])  # type: ignore[list-item]
 
 
 def test_prices_that_are_no_numbers_still_name_a_node() -> None:
@@ -427,7 +427,7 @@ def test_prices_that_are_no_numbers_still_name_a_node() -> None:
 
 def test_nothing_is_left_behind() -> None:
     node, random = a_node(), Random(1)
-    cache = Beliefs(Index()).join(node.name, ["m"])
+    cache = CacheView(Index()).join(node.name, ["m"])
     nodes = (node,) * 50
 
     def some() -> None:

@@ -10,16 +10,16 @@ from random import Random
 from typing import Any
 
 import pytest
-from priced import MODEL, Guest, World, prompt
+from priced import MODEL, PendingRequest, World, prompt
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Health, Index, NodeConfig, Pricing, Routing
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Outcome
 from warmroute.fleet.ticket import Ticket
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.index.lookup import Lookup
-from warmroute.prompt.ask import HIGH, LOW, Ask
+from warmroute.prompt.routing_request import HIGH, LOW, RoutingRequest
 from warmroute.routing import reasons
 from warmroute.routing.price import TERMS, Price
 from warmroute.routing.reasons import WHOLE, Grounds, ms, sentence
@@ -211,13 +211,13 @@ def test_what_admission_passed_over_is_said(count: int) -> None:
     world = World(count, admission=AdmissionConfig(queue_threshold=4))
     world.warm(world.nodes[0], prompt(6144, 1))
     world.nodes[0].saw_load(8, 6, 0.1, world.now_s)
-    guest = Guest(world, prompt(8210, 1))
+    guest = PendingRequest(world, prompt(8210, 1))
     guest.enter()
     said = guest.decision.sentence()
     assert guest.node is not world.nodes[0]
     assert said.startswith(f"{guest.node.name}: cold, 8,210 tokens to prefill; others have too long a queue")
     guest.finish()
-    decision, waits = world.admission.rehearse(Ask(MODEL), prompt(8210, 1), world.now_s)
+    decision, waits = world.admission.rehearse(RoutingRequest(MODEL), prompt(8210, 1), world.now_s)
     assert decision.reason == "others have too long a queue" and not waits
 
 
@@ -225,11 +225,11 @@ def test_a_rehearsal_says_whether_it_would_wait() -> None:
     world = World(1)
     world.busy(world.nodes[0], 16_000)
     before = world.nodes[0].rate(world.now_s)
-    decision, waits = world.admission.rehearse(Ask(MODEL), prompt(8210, 1), world.now_s)
+    decision, waits = world.admission.rehearse(RoutingRequest(MODEL), prompt(8210, 1), world.now_s)
     assert decision.node is world.nodes[0] and waits
     assert world.admission.waiting == world.admission.held == 0
     assert world.nodes[0].rate(world.now_s) == before
-    hurried = Ask(MODEL)
+    hurried = RoutingRequest(MODEL)
     hurried.may_queue = False
     with pytest.raises(Undecided):
         world.admission.rehearse(hurried, prompt(8210, 1), world.now_s)
@@ -239,14 +239,14 @@ def test_a_rehearsal_is_refused_where_the_request_would_be() -> None:
     world = World(1, admission=AdmissionConfig(max_waiting=2))
     world.busy(world.nodes[0], 16_000)
     world.enter()
-    low, high = Ask(MODEL), Ask(MODEL)
+    low, high = RoutingRequest(MODEL), RoutingRequest(MODEL)
     low.priority, high.priority = LOW, HIGH
     with pytest.raises(Shed):
         world.admission.rehearse(low, prompt(800), world.now_s)
-    assert world.admission.rehearse(Ask(MODEL), prompt(800), world.now_s)[1]
+    assert world.admission.rehearse(RoutingRequest(MODEL), prompt(800), world.now_s)[1]
     world.enter()
     with pytest.raises(Shed):
-        world.admission.rehearse(Ask(MODEL), prompt(800), world.now_s)
+        world.admission.rehearse(RoutingRequest(MODEL), prompt(800), world.now_s)
     assert world.admission.rehearse(high, prompt(800), world.now_s)[1]
     assert world.admission.waiting == world.admission.held == 2
 
@@ -256,7 +256,7 @@ def on_islands(*islands: str) -> World:
     for number, island in enumerate(islands):
         node = world.fleet.add(NodeConfig(url=f"http://n{number}:1", name=f"n{number}", models=(MODEL,), island=island))
         world.fleet.check_passed(node, 0.0)
-        world.beliefs.join(node.name, [MODEL]).describe(16, 0)
+        world.cache_view.join(node.name, [MODEL]).describe(16, 0)
     return world
 
 
@@ -276,40 +276,48 @@ def test_a_conversation_that_stays_and_one_that_has_to_leave() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "ask", "words"),
+    ("policy", "wanted", "words"),
     [
-        ("round_robin", Ask(MODEL), "it is its turn (round_robin)"),
-        ("random", Ask(MODEL), "picked by chance (random)"),
-        ("least_loaded", Ask(MODEL), "none has fewer requests"),
-        ("power_of_two", Ask(MODEL), "no more requests than the other of two picked by chance"),
-        ("latency", Ask(MODEL), "the lowest (requests there + 1) × average latency"),
-        ("session", Ask(MODEL, session=b"7"), "the home of its session"),
-        ("session", Ask(MODEL), "none has fewer requests"),
-        ("prefix_hash", Ask(MODEL, b"system", b"user"), "the home of prompts that begin like it"),
-        ("overlap", Ask(MODEL), "holds the most of its prompt, 6,144 of 8,210 tokens, among nodes with room"),
-        ("approximate", Ask(MODEL), "holds the most of its prompt, 6,144 of 8,210 tokens, among nodes with room"),
+        ("round_robin", RoutingRequest(MODEL), "it is its turn (round_robin)"),
+        ("random", RoutingRequest(MODEL), "picked by chance (random)"),
+        ("least_loaded", RoutingRequest(MODEL), "none has fewer requests"),
+        ("power_of_two", RoutingRequest(MODEL), "no more requests than the other of two picked by chance"),
+        ("latency", RoutingRequest(MODEL), "the lowest (requests there + 1) × average latency"),
+        ("session", RoutingRequest(MODEL, session=b"7"), "the home of its session"),
+        ("session", RoutingRequest(MODEL), "none has fewer requests"),
+        ("prefix_hash", RoutingRequest(MODEL, b"system", b"user"), "the home of prompts that begin like it"),
+        (
+            "overlap",
+            RoutingRequest(MODEL),
+            "holds the most of its prompt, 6,144 of 8,210 tokens, among nodes with room",
+        ),
+        (
+            "approximate",
+            RoutingRequest(MODEL),
+            "holds the most of its prompt, 6,144 of 8,210 tokens, among nodes with room",
+        ),
     ],
 )
-def test_other_policies(policy: str, ask: Ask, words: str) -> None:
+def test_other_policies(policy: str, wanted: RoutingRequest, words: str) -> None:
     world = World(3)
     world.warm(world.nodes[1], prompt(6144, 1))
-    router = Router(world.fleet, world.beliefs, Routing(policy=policy, seed=5))  # type: ignore[arg-type]
+    router = Router(world.fleet, world.cache_view, Routing(policy=policy, seed=5))  # type: ignore[arg-type]
     lookup = prompt(8210, 1) if policy in ("overlap", "approximate") else None
-    decision = router.decide(ask, world.now_s, lookup)
+    decision = router.decide(wanted, world.now_s, lookup)
     assert decision.sentence() == f"{decision.node.name}: {words}"
     assert decision.grounds().considered == 3
     if policy in ("session", "prefix_hash") and "home" in words:
         for _ in range(9):
             Ticket(decision.node, 0.0)
-        assert ": next in line: the home of " in router.decide(ask, world.now_s).sentence()
+        assert ": next in line: the home of " in router.decide(wanted, world.now_s).sentence()
 
 
 def test_asking_what_would_be_takes_nobodys_turn() -> None:
     world = World(3)
-    router = Router(world.fleet, world.beliefs, Routing(policy="round_robin"))
-    assert [router.aside().decide(Ask(MODEL), 1.0).node.name for _ in range(3)] == ["n0"] * 3
-    assert [router.decide(Ask(MODEL), 1.0).node.name for _ in range(3)] == ["n0", "n1", "n2"]
-    assert router.aside().decide(Ask(MODEL), 1.0).node.name == "n0"
+    router = Router(world.fleet, world.cache_view, Routing(policy="round_robin"))
+    assert [router.aside().decide(RoutingRequest(MODEL), 1.0).node.name for _ in range(3)] == ["n0"] * 3
+    assert [router.decide(RoutingRequest(MODEL), 1.0).node.name for _ in range(3)] == ["n0", "n1", "n2"]
+    assert router.aside().decide(RoutingRequest(MODEL), 1.0).node.name == "n0"
 
 
 # What is kept.
@@ -326,30 +334,32 @@ def test_grounds_keep_nothing_of_the_request() -> None:
     grounds, gone = decision.grounds(), weakref.ref(lookup)
     query = decision.query
     assert query is not None
-    held = gc.get_referrers(query.ask)
+    held = gc.get_referrers(query.request)
     del decision, lookup, query, held
     gc.collect()
     assert gone() is None, "the tokens of its prompt are kept alive"
     assert sentence(grounds).startswith(grounds.node.name)
 
 
-def large(count: int) -> tuple[Fleet, Beliefs]:
-    fleet, beliefs, random = Fleet(Health()), Beliefs(Index()), Random(1)
+def large(count: int) -> tuple[Fleet, CacheView]:
+    fleet, cache_view, random = Fleet(Health()), CacheView(Index()), Random(1)
     for number in range(count):
         node = fleet.add(NodeConfig(url=f"http://n{number}:1", name=f"n{number}", models=(MODEL,)))
         fleet.check_passed(node, 0.0)
         node.speed.ms_per_token = random.uniform(0.03, 0.2)
-        beliefs.join(node.name, [MODEL])
-    return fleet, beliefs
+        cache_view.join(node.name, [MODEL])
+    return fleet, cache_view
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_of_very_many_candidates_the_best_are_kept(tied: bool) -> None:
-    fleet, beliefs = large(1000)
+    fleet, cache_view = large(1000)
     if tied:
         for node in fleet:
             node.speed.ms_per_token = 0.05
-    decision = Router(fleet, beliefs, Routing(policy="price", seed=1)).decide(Ask(MODEL), 1000.0, prompt(8000))
+    decision = Router(fleet, cache_view, Routing(policy="price", seed=1)).decide(
+        RoutingRequest(MODEL), 1000.0, prompt(8000)
+    )
     grounds = decision.grounds()
     all_of_them, before = grounds.ranked(), sentence(grounds)
     assert len(all_of_them) == grounds.considered == 1000 > WHOLE
@@ -367,8 +377,10 @@ def test_of_very_many_candidates_the_best_are_kept(tied: bool) -> None:
 
 
 def test_who_reads_it_while_the_request_ends_reads_one_or_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, beliefs = large(200)
-    decision = Router(fleet, beliefs, Routing(policy="price", seed=1)).decide(Ask(MODEL), 1000.0, prompt(8000))
+    fleet, cache_view = large(200)
+    decision = Router(fleet, cache_view, Routing(policy="price", seed=1)).decide(
+        RoutingRequest(MODEL), 1000.0, prompt(8000)
+    )
     grounds = decision.grounds()
     whole = grounds.ranked()
 

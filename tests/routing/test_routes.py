@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from priced import Guest, World, prompt
+from priced import PendingRequest, World, prompt
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import ConfigError, Pricing, RouteConfig, Routing, from_table
-from warmroute.prompt.ask import HIGH, LOW, NORMAL, Ask
+from warmroute.prompt.routing_request import HIGH, LOW, NORMAL, RoutingRequest
 from warmroute.routing.refusals import QueuesFull, WaitedTooLong
 from warmroute.routing.routes import Routes
 
@@ -61,9 +61,9 @@ def test_what_a_route_gives_to_a_request() -> None:
         "", "", "", lambda _: b""
     )
     assert route is not None
-    ask = Ask("m")
-    route.apply(ask, 100.0)
-    assert (ask.route, ask.priority, ask.deadline_s, ask.total_deadline_s) == ("r", LOW, 100.5, 120.0)
+    request = RoutingRequest("m")
+    route.apply(request, 100.0)
+    assert (request.route, request.priority, request.deadline_s, request.total_deadline_s) == ("r", LOW, 100.5, 120.0)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +92,10 @@ def test_routes_may_want_events_where_nobody_else_does() -> None:
 # What they change.
 
 
-def ask_of(route: str) -> Ask:
-    ask = Ask("m")
-    ask.route = route
-    return ask
+def ask_of(route: str) -> RoutingRequest:
+    request = RoutingRequest("m")
+    request.route = route
+    return request
 
 
 def test_each_route_has_its_policy_and_the_others_share_one() -> None:
@@ -125,8 +125,8 @@ def test_a_route_decides_by_its_own_prices() -> None:
     world.router.reconfigure(Routing(seed=3), Pricing(), [RouteConfig(name="cold", max_saving_ms=0.5)])
     assert world.decide(mine).node is warm
     assert world.decide(mine, ask_of("cold")).node is cold
-    guest = Guest(world, mine)
-    guest.ask.route = "cold"
+    guest = PendingRequest(world, mine)
+    guest.request.route = "cold"
     guest.enter()
     assert guest.node is cold
 
@@ -134,8 +134,8 @@ def test_a_route_decides_by_its_own_prices() -> None:
 def test_who_waits_is_thought_of_by_its_route_and_by_what_that_becomes() -> None:
     world = World(1)
     running = world.busy(world.nodes[0])
-    guest = Guest(world, prompt(8000))
-    guest.ask.route = "batch"
+    guest = PendingRequest(world, prompt(8000))
+    guest.request.route = "batch"
     guest.enter()
     assert guest.waits, "a route that is not configured changes nothing"
     world.router.reconfigure(Routing(policy="price"), Pricing(), [RouteConfig(name="batch", policy="round_robin")])
@@ -156,9 +156,9 @@ def test_each_route_is_admitted_by_its_own_settings() -> None:
     world.admission.reconfigure(AdmissionConfig(), routes)
     world.busy(world.nodes[0])
 
-    def entered(route: str) -> Guest:
-        guest = Guest(world, prompt(8000))
-        guest.ask.route = route
+    def entered(route: str) -> PendingRequest:
+        guest = PendingRequest(world, prompt(8000))
+        guest.request.route = route
         guest.enter()
         return guest
 
@@ -177,8 +177,8 @@ def test_a_hold_that_a_reload_takes_away_lets_those_go_who_wait() -> None:
     world.busy(world.nodes[0])
     guests = []
     for route in ("a", "b"):
-        guest = Guest(world, prompt(8000))
-        guest.ask.route = route
+        guest = PendingRequest(world, prompt(8000))
+        guest.request.route = route
         guest.enter()
         guests.append(guest)
     world.admission.reconfigure(AdmissionConfig(), [RouteConfig(name="a", hold=False)])

@@ -4,21 +4,21 @@ that say no: they cost the node nothing, so they say nothing of its speed."""
 from __future__ import annotations
 
 import pytest
-from priced import MODEL, Guest, World, prompt
+from priced import MODEL, PendingRequest, World, prompt
 
-from warmroute.fleet.meter import Meter
+from warmroute.fleet.demand import DemandMeter
 from warmroute.fleet.node import Outcome
 from warmroute.fleet.speed import USUAL_MS_PER_TOKEN
-from warmroute.prompt.ask import Ask
+from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.dispatch import Dispatch
 
 TOKEN_MS = 12.0
 
 
 def send(world: World, tokens: int, *, streams: bool = False) -> Dispatch:
-    ask = Ask(MODEL)
-    ask.streams = streams
-    decision = world.decide(prompt(tokens), ask)
+    request = RoutingRequest(MODEL)
+    request.streams = streams
+    decision = world.decide(prompt(tokens), request)
     ticket = world.router.dispatch(decision, decision.node, world.now_s)
     assert isinstance(ticket, Dispatch)
     return ticket
@@ -64,8 +64,8 @@ def test_they_do_not_wait_for_each_others_ends() -> None:
         ends(world, ticket, 250)
     assert world.nodes[0].speed.ms_per_token == pytest.approx(USUAL_MS_PER_TOKEN, rel=0.01)
     for _ in range(40):
-        guest = Guest(world, prompt(2000))
-        guest.ask.streams = False
+        guest = PendingRequest(world, prompt(2000))
+        guest.request.streams = False
         guest.enter()
         world.later(0.06)
         world.tick()
@@ -116,11 +116,11 @@ def test_a_node_that_refuses_long_prompts_at_once_is_not_believed_to_be_quick() 
 
 def test_neither_is_a_time_to_first_token_for_scaling() -> None:
     world = World(1)
-    world.router.meter = meter = Meter()
+    world.router.demand_meter = demand_meter = DemandMeter()
     whole, refused, streamed = send(world, 1000), send(world, 1000, streams=True), send(world, 1000, streams=True)
     world.later(5.0)
     ends(world, whole, 100)
     refused.first_byte(world.now_s, served=False)
-    assert sum(meter.ttft_counts) == 0 and sum(meter.latency_counts) == 1
+    assert sum(demand_meter.ttft_counts) == 0 and sum(demand_meter.latency_counts) == 1
     streamed.first_byte(world.now_s)
-    assert sum(meter.ttft_counts) == 1
+    assert sum(demand_meter.ttft_counts) == 1

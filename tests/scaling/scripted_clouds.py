@@ -10,15 +10,15 @@ from typing import Any
 import msgspec
 
 from warmroute.config import Config, NodeConfig, Scaling
+from warmroute.fleet.demand import DemandMeter
 from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.meter import Meter
 from warmroute.fleet.node import Node
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.index.hot import HotPrefixes
 from warmroute.scaling.cloud import Cloud
 from warmroute.scaling.core import Core
 from warmroute.scaling.driver import Driver
-from warmroute.scaling.life import NodeLife, State
+from warmroute.scaling.node_lifecycle import NodeLife, State
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import Machine, MachineState
 from warmroute.scaling.warm import Post, Warmer
@@ -142,10 +142,10 @@ class World:
         config = Scaling(enabled=True, **self.scaling)
         self.clock = clock or Clock()
         self.fleet = Fleet(Config().health)
-        self.beliefs = Beliefs(Config().index)
+        self.cache_view = CacheView(Config().index)
         self.hot = HotPrefixes()
-        self.meter, self.waiting = Meter(), 0
-        self.core = Core(config, self.fleet, self.beliefs, self.meter, self.hot, lambda: self.waiting)
+        self.demand_meter, self.waiting = DemandMeter(), 0
+        self.core = Core(config, self.fleet, self.cache_view, self.demand_meter, self.hot, lambda: self.waiting)
         self.clouds = [Cloud(cloud, timeout_s, self.clock) for cloud in clouds]
         self.driver = Driver(self.core, self.clouds, self.fleet, self, Warmer(post), self.clock, leads)
         self.ill: set[str] = set()
@@ -154,11 +154,11 @@ class World:
 
     def add_node(self, config: NodeConfig) -> Node:
         node = self.fleet.add(config)
-        self.beliefs.join(node.name, ["m"])
+        self.cache_view.join(node.name, ["m"])
         return node
 
     def remove_node(self, name: str) -> Node:
-        self.beliefs.leave(name)
+        self.cache_view.leave(name)
         return self.fleet.remove(name)
 
     # Time.

@@ -16,7 +16,7 @@ from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.scaling.leader import FileLock
-from warmroute.scaling.life import State
+from warmroute.scaling.node_lifecycle import State
 from warmroute.scaling.provisioner import CloudError, MachineState, NoCapacity
 from warmroute.service import _say_standing
 

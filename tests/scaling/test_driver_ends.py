@@ -13,7 +13,7 @@ from warmroute.fleet.health import Standing
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.lookup import Lookup
-from warmroute.scaling.life import State
+from warmroute.scaling.node_lifecycle import State
 from warmroute.scaling.provisioner import CloudError
 
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -85,15 +85,15 @@ def _make_hot(one: World, number: int, holder: str) -> None:
     tokens = array("I", range(number * 1000, number * 1000 + 64))
     lookup = Lookup(tokens.tobytes(), 64, 64)
     for node in one.fleet:
-        cache = one.beliefs.cache(node.name)
+        cache = one.cache_view.cache(node.name)
         assert cache is not None
-        one.beliefs.serves(cache, "m")
+        one.cache_view.serves(cache, "m")
         cache.describe(16, 100_000)
     for _ in range(8):
         one.hot.saw(lookup.blocks("m", "", 16), 16, lookup, one.clock.now_s)
-    prediction = one.beliefs.sent("m", lookup, holder, None, one.clock.now_s)
+    prediction = one.cache_view.sent("m", lookup, holder, None, one.clock.now_s)
     assert prediction is not None
-    one.beliefs.first_token(prediction, one.clock.now_s)
+    one.cache_view.first_token(prediction, one.clock.now_s)
 
 
 async def test_what_only_a_going_node_holds_is_put_on_one_that_stays() -> None:
@@ -351,7 +351,7 @@ async def test_a_fleet_that_went_to_zero_stays_there_until_somebody_asks() -> No
     cloud = ScriptedCloud()
     async with world(cloud, min_nodes=0, to_zero_after_s=10.0, stable_window_s=60.0) as one:
         for round_number in (1, 2):
-            one.meter.arrived += 1
+            one.demand_meter.arrived += 1
             one.waiting = 1
             await one.until(lambda: len(one.serving()) == 1)
             one.waiting = 0

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from warmroute.sim.children import Children, free_port
-from warmroute.sim.demo.rising_load import RisingLoad
-from warmroute.sim.demo.scale import Plot, RiseAndFall, Story
-from warmroute.sim.demo.scaled_fleet import ScaledFleet, Shape
+from warmroute.demo.child_processes import Children, free_port
+from warmroute.demo.rising_load import RisingLoad
+from warmroute.demo.scale import Plot, RiseAndFall, Story
+from warmroute.demo.scaled_fleet import ScaledFleet, Shape
 
 SHAPE = Shape(least=2, most=5)
 PLOT = Plot(calm_s=1.0, ramp_s=2.0, busy_s=2.0, limit_s=90.0)

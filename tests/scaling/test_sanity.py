@@ -17,7 +17,7 @@ import pytest
 from warmroute.config import ConfigError, ProvisionerConfig, from_table
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioners import provisioner_named
-from warmroute.scaling.sanity import LONGEST_START_S, Sanity
+from warmroute.scaling.validate_offers import LONGEST_START_S, Sanity
 
 GOOD = Offer(provisioner="p", name="a", island="i", gpu="L4", usd_per_hour=1.0)
 

@@ -13,19 +13,19 @@ import pytest
 
 from warmroute.cli.main import main
 from warmroute.config import Config, Scaling
+from warmroute.fake_engine.core.timing import Timing
+from warmroute.fake_engine.profiles import Profile
+from warmroute.replay import Setup, contender, replay
+from warmroute.replay.peers.scalers import Hpa, Threshold
+from warmroute.replay.report.table import columns, number, paid_gpu_hours
+from warmroute.replay.scaled import scaling_summary
+from warmroute.replay.summary import summary
+from warmroute.replay.workloads import Prompt, Segments, choose
+from warmroute.replay.workloads.day import DEPTH, day_shaped
+from warmroute.replay.workloads.segments import named
+from warmroute.replay.world import Conditions, Island, NodeSpec, World
+from warmroute.replay.world.scaling import Autoscale, Autoscaling, SimOffer
 from warmroute.scaling.offer import Offer
-from warmroute.sim.engine.timing import Timing
-from warmroute.sim.peers.scalers import Hpa, Threshold
-from warmroute.sim.profiles import Profile
-from warmroute.sim.replay import Setup, contender, replay
-from warmroute.sim.replay.scaled import scaling_summary
-from warmroute.sim.replay.summary import summary
-from warmroute.sim.report.table import columns, number, paid_gpu_hours
-from warmroute.sim.workloads import Prompt, Segments, choose
-from warmroute.sim.workloads.day import DEPTH, day_shaped
-from warmroute.sim.workloads.segments import named
-from warmroute.sim.world import Conditions, Island, NodeSpec, World
-from warmroute.sim.world.scaling import Autoscale, Autoscaling, SimOffer
 
 # A prefill takes 1 ms a token, a decode step 10 ms: a node does about one request of 500 tokens a second.
 PLAIN = Profile(
@@ -162,17 +162,17 @@ def test_what_only_one_node_holds_is_moved_before_it_goes() -> None:
     world, scaled = world_of(scaling(max_nodes=2))
     world.run(iter([prompt(number, number * 2000.0) for number in range(20)]))
     chain = next(prefix.chain for prefix in scaled.core.to_warm(world.calendar.now_s))
-    name = next(iter(world.beliefs.holders(chain)))
+    name = next(iter(world.cache_view.holders(chain)))
     (other,) = set(world.nodes) - {name}
     world.restart(other)  # with an empty cache
     world.calendar.run_until(world.calendar.now_ms + 5000.0)
-    assert world.beliefs.holders(chain) == {name}
+    assert world.cache_view.holders(chain) == {name}
     assert [prefix.chain for prefix in scaled.core.to_move(name, world.calendar.now_s)]
     scaled._give_back(name)
     world.calendar.run_until(world.calendar.now_ms + 30_000.0)
     assert name not in world.nodes
     (left,) = world.nodes
-    assert left in world.beliefs.holders(chain)
+    assert left in world.cache_view.holders(chain)
 
 
 def test_what_is_paid_for_is_from_the_request_to_the_end() -> None:

@@ -10,7 +10,7 @@ import pytest
 from harness import quick_table
 
 from warmroute.config import Config, ConfigError, NodeConfig, from_table
-from warmroute.prompt.ask import Ask
+from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.refusals import NobodyCanServe, UnknownModel
 from warmroute.scaling.leader import FileLock
 from warmroute.service import Service
@@ -78,7 +78,7 @@ async def test_without_a_node_only_models_that_may_be_served_are_waited_for(tmp_
 
     def refused(model: str) -> type[Exception]:
         with pytest.raises((NobodyCanServe, UnknownModel)) as why:
-            service.router.decide(Ask(model), 1.0)
+            service.router.decide(RoutingRequest(model), 1.0)
         return why.type
 
     assert refused("nonsense") is NobodyCanServe  # nobody has served yet: it may be one of theirs
@@ -91,11 +91,11 @@ async def test_without_a_node_only_models_that_may_be_served_are_waited_for(tmp_
 
 def test_what_the_metrics_page_reads_in_its_thread_may_change_meanwhile() -> None:
     service = Service(lambda: from_table(quick_table([])))
-    books: tuple[Any, ...] = (service.fleet, service.fleet.islands, service.beliefs)
+    books: tuple[Any, ...] = (service.fleet, service.fleet.islands, service.cache_view)
     for name in "ab":
         service.fleet.add(NodeConfig(url=f"http://{name}:1", name=name, island=name))
-        service.beliefs.join(name, ["m"])
+        service.cache_view.join(name, ["m"])
     begun = [iter(each) for each in books]
     service.fleet.add(NodeConfig(url="http://c:1", name="c", island="c"))
-    service.beliefs.join("c", ["m"])
+    service.cache_view.join("c", ["m"])
     assert [len(list(each)) for each in begun] == [2, 2, 2]

@@ -19,11 +19,11 @@ from harness import Router, chat, post, router, until
 from moto_clouds import IMAGE, Moto
 
 from warmroute.config import ProvisionerConfig
+from warmroute.demo.child_processes import Children
 from warmroute.scaling import live
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import Machine, MachineState
 from warmroute.scaling.provisioners.ec2 import Ec2Provisioner
-from warmroute.sim.children import Children
 
 EAST, WEST = "us-east-1", "us-west-2"
 PATIENCE_S = 40.0

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warmroute.config import ConfigError, Health, Hours, Index, IslandLimits, NodeConfig, Scaling, from_table
+from warmroute.fleet.demand import DemandMeter, percentile_ms
 from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.meter import Meter, percentile_ms
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.index.hot import MOST_HOT, REMEMBERED, HotPrefixes
 from warmroute.index.lookup import Lookup
 from warmroute.scaling.capacity import Demand, Size, Speeds, size_of
 from warmroute.scaling.choose_down import only_here, ranked
 from warmroute.scaling.choose_up import Holding, Market
 from warmroute.scaling.hours import least_nodes
-from warmroute.scaling.life import COMING, Event, Lives, State
+from warmroute.scaling.node_lifecycle import COMING, Event, Lives, State
 from warmroute.scaling.observe import SUMS, Observer, Sample, Seen, no_times
 from warmroute.scaling.windows import Windows
 
@@ -121,17 +121,17 @@ def test_an_island_keeps_what_it_needs() -> None:
 
 
 def test_the_last_holder_of_a_hot_prefix_is_known() -> None:
-    beliefs, hot = Beliefs(Index()), HotPrefixes()
+    cache_view, hot = CacheView(Index()), HotPrefixes()
     chain = bytes(range(64))
-    a, b = beliefs.join("a", ["m"]), beliefs.join("b", ["m"])
+    a, b = cache_view.join("a", ["m"]), cache_view.join("b", ["m"])
     a.keep(chain, 0.0)
     for at in range(10):
         hot.saw(chain, 16, PROMPT, float(at))
-    found = only_here(hot, beliefs, "a", ["b"], 10.0)
+    found = only_here(hot, cache_view, "a", ["b"], 10.0)
     assert [(prefix.chain, prefix.tokens) for prefix in found] == [(chain, 8 * 16)]
-    assert not only_here(hot, beliefs, "b", ["a"], 10.0)
+    assert not only_here(hot, cache_view, "b", ["a"], 10.0)
     b.keep(chain, 11.0)
-    assert not only_here(hot, beliefs, "a", ["b"], 11.0)
+    assert not only_here(hot, cache_view, "a", ["b"], 11.0)
 
 
 # Hot prefixes.
@@ -256,15 +256,15 @@ def test_a_trend_is_told_from_noise() -> None:
 
 
 def test_the_observer_tells_what_happened_since_it_last_looked() -> None:
-    fleet, beliefs, meter = Fleet(Health()), Beliefs(Index()), Meter()
+    fleet, cache_view, demand_meter = Fleet(Health()), CacheView(Index()), DemandMeter()
     one = fleet.add(NodeConfig(url="http://a:1", name="a", models=("m",), gpu="L4", usd_per_hour=2.0))
     fleet.check_passed(one, 0.0)
     waiting = 3
-    observer = Observer(fleet, beliefs, meter, lambda: waiting)
+    observer = Observer(fleet, cache_view, demand_meter, lambda: waiting)
     observer.sample(0.0)
-    meter.arrived += 4
-    meter.saw_sent(100.0, 60.0, 40.0, 0.05)
-    meter.saw_first_token(250.0)
+    demand_meter.arrived += 4
+    demand_meter.saw_sent(100.0, 60.0, 40.0, 0.05)
+    demand_meter.saw_first_token(250.0)
     first = observer.sample(10.0)
     assert (first.span_s, first.sums[0], sum(first.ttft), first.waiting) == (10.0, 4.0, 1, 3)
     assert observer.sample(20.0).sums[0] == 0.0
@@ -279,15 +279,15 @@ def test_the_observer_tells_what_happened_since_it_last_looked() -> None:
 
 
 def test_idle_time_begins_when_somebody_begins_to_look() -> None:
-    fleet, meter = Fleet(Health()), Meter()
-    observer = Observer(fleet, Beliefs(Index()), meter, lambda: 0)
+    fleet, demand_meter = Fleet(Health()), DemandMeter()
+    observer = Observer(fleet, CacheView(Index()), demand_meter, lambda: 0)
 
     def idle_s(now_s: float) -> float:
         observer.sample(now_s)
         return observer.view(now_s, Seen(), Seen(), 0.0, lambda _node: None).idle_s
 
     assert [idle_s(now_s) for now_s in (5000.0, 5010.0)] == [0.0, 10.0]
-    meter.arrived += 1
+    demand_meter.arrived += 1
     assert [idle_s(now_s) for now_s in (5020.0, 5025.0)] == [0.0, 5.0]
 
 
@@ -296,7 +296,7 @@ def test_a_node_that_was_not_checked_yet_is_told_from_one_that_does_not_answer()
     new, ill, drained = (fleet.add(NodeConfig(url=f"http://{name}:1", name=name)) for name in "abc")
     fleet.check_refused(ill, 1.0, "nobody listens")
     fleet.drain(drained.name)
-    observer = Observer(fleet, Beliefs(Index()), Meter(), lambda: 0)
+    observer = Observer(fleet, CacheView(Index()), DemandMeter(), lambda: 0)
     told = observer.view(2.0, Seen(), Seen(), 0.0, lambda _node: None).nodes
     assert [(node_.unchecked, node_.serving) for node_ in told] == [(True, False), (False, False), (False, False)]
     fleet.check_passed(new, 3.0)
@@ -305,11 +305,11 @@ def test_a_node_that_was_not_checked_yet_is_told_from_one_that_does_not_answer()
 
 @given(times=st.lists(st.floats(2.0, 400_000.0), min_size=1, max_size=300), share=st.sampled_from([0.5, 0.9, 0.99]))
 def test_a_percentile_is_known_to_within_a_bucket(times: list[float], share: float) -> None:
-    meter = Meter()
+    demand_meter = DemandMeter()
     for one in times:
-        meter.saw_first_token(one)
+        demand_meter.saw_first_token(one)
     exact = sorted(times)[max(0, -int(-share * len(times) // 1) - 1)]
-    found = percentile_ms(meter.ttft_counts, share)
+    found = percentile_ms(demand_meter.ttft_counts, share)
     assert found is not None and exact <= found * 1.0001 and found <= exact * 1.16
 
 

@@ -15,12 +15,12 @@ from engine_processes import Engine as SimulatedEngine
 from harness import Router, post, router
 
 from warmroute.config import NodeConfig
+from warmroute.demo.child_processes import Children
 from warmroute.edge.fetch import post as post_to
 from warmroute.fleet.node import Node
 from warmroute.index.hot import HotPrefix
 from warmroute.index.lookup import Lookup
 from warmroute.scaling.warm import Warmer, completion
-from warmroute.sim.children import Children
 
 SMALL_MODEL = Path(__file__).parents[1] / "prompt_tokens" / "small-model"
 SHARED = list(range(100, 356))

@@ -6,7 +6,7 @@ times added up. Shares with the real core only its values (requests, outputs, ev
 
 from __future__ import annotations
 
-from warmroute.sim.engine import (
+from warmroute.fake_engine.core import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

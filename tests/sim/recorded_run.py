@@ -14,9 +14,17 @@ from pathlib import Path
 import msgspec
 
 from warmroute.engines.kv_events import BlockRemoved, BlockStored, EngineHash, Event, read_batch
-from warmroute.sim.engine import EngineConfig, EngineCore, EngineRequest, EventBatch, Finished, KvEvent, TokenContent
-from warmroute.sim.engine import wire_events as as_vllm_sends_them
-from warmroute.sim.profiles import profile
+from warmroute.fake_engine.core import (
+    EngineConfig,
+    EngineCore,
+    EngineRequest,
+    EventBatch,
+    Finished,
+    KvEvent,
+    TokenContent,
+)
+from warmroute.fake_engine.core import wire_events as as_vllm_sends_them
+from warmroute.fake_engine.profiles import profile
 
 RECORDED = Path(__file__).parents[1] / "real" / "recorded"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from warmroute.sim.engine import (
+from warmroute.fake_engine.core import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from warmroute.sim.engine import ChainContent, TokenContent, TraceContent
+from warmroute.fake_engine.core import ChainContent, TokenContent, TraceContent
 
 
 def test_a_trace_block_of_512_is_32_engine_blocks_of_16() -> None:

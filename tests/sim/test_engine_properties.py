@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from naive_engine import NaiveEngine
 from schedules import ACTS, TIMING, Abort, Act, Reset, Submit, Wait, configs
 
-from warmroute.sim.engine import (
+from warmroute.fake_engine.core import (
     EngineConfig,
     EngineCore,
     EngineOutput,

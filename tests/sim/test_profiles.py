@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from warmroute.sim.engine import Timing
-from warmroute.sim.profiles import PROFILE_NAMES, Profile, profile
+from warmroute.fake_engine.core import Timing
+from warmroute.fake_engine.profiles import PROFILE_NAMES, Profile, profile
 
 SHARED = Path(os.environ.get("WARMROUTE_SHARED", Path(__file__).parents[3] / "shared"))
 SHAPES = {"1.5b": "qwen2.5-1.5b", "8b": "llama-3.1-8b", "32b": "qwen3-32b"}

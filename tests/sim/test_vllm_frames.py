@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from warmroute.sim.engine import (
+from warmroute.fake_engine.core import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -22,7 +22,7 @@ from warmroute.sim.engine import (
     TokenContent,
     wire_events,
 )
-from warmroute.sim.profiles import profile
+from warmroute.fake_engine.profiles import profile
 
 SHARED = Path(os.environ.get("WARMROUTE_SHARED", Path(__file__).parents[3] / "shared"))
 FRAMES = SHARED / "data" / "vllm-0.32" / "frames"

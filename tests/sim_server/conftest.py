@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_processes import Engine, StartEngine, Subscribe, Subscriber
 
-from warmroute.sim.children import Children
+from warmroute.demo.child_processes import Children
 
 
 @pytest.fixture(scope="module")

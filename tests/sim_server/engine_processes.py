@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from warmroute.sim.children import Child, Children
-from warmroute.sim.engine import EventBatch, KvEvent
+from warmroute.demo.child_processes import Child, Children
+from warmroute.fake_engine.core import EventBatch, KvEvent
 
 SHARED = Path(os.environ.get("WARMROUTE_SHARED", Path(__file__).parents[3] / "shared"))
 CAPTURES = SHARED / "data" / "vllm-0.32"

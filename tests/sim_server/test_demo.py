@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from engine_processes import until
 
-from warmroute.sim.demo.show_scaling import curve
+from warmroute.demo.show_scaling import curve
 
 DEMO = [sys.executable, "-m", "warmroute.cli.main", "demo"]
 
@@ -64,7 +64,7 @@ def test_no_child_outlives_the_demo(number: signal.Signals, tmp_path: Path) -> N
 
 def engines_of(demo: int) -> list[int]:
     """Those that its router has started: they are no children of the demo's."""
-    tied = f"warmroute.sim.tied\0{demo}\0".encode()
+    tied = f"warmroute.demo.die_with_parent\0{demo}\0".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

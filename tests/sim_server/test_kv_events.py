@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from engine_processes import BLOCK, CAPTURES, StartEngine, Subscribe, replay
 
-from warmroute.sim.children import free_port
-from warmroute.sim.engine import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from warmroute.demo.child_processes import free_port
+from warmroute.fake_engine.core import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 
 
 def prompt(seed: int, blocks: int = 4) -> list[int]:

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmroute.config import ConfigError
-from warmroute.sim.server.model_tokenizer import ModelTokenizer
-from warmroute.sim.server.tokens import VOCABULARY, StandInTokenizer
-from warmroute.sim.server.words import WORDS
+from warmroute.fake_engine.server.model_tokenizer import ModelTokenizer
+from warmroute.fake_engine.server.tokens import VOCABULARY, StandInTokenizer
+from warmroute.fake_engine.server.words import WORDS
 
 TOKENIZER = StandInTokenizer()
 texts = st.text(st.sampled_from("ab z9.,\n\t<|>é漢") | st.characters(), max_size=60) | st.sampled_from(

@@ -2,7 +2,7 @@
  *
  * The rules:
  * - A ticket is entered once, and leaves once: whatever it added to its node's books it takes back then.
- * - A formula is the one in Python, operation by operation: fleet/speed.py and fleet/pace.py.
+ * - A formula is the one in Python, operation by operation: fleet/speed.py and fleet/decode_speed.py.
  * - Of answers that come at their end nobody sees the first token. Their tickets stand in a row at their node, in the order
  *   in which they came, which is the order in which their prefills are due. The node holds them until that.
  *
@@ -24,7 +24,7 @@
 #define MOST_TIMES 4.0
 #define LEAST_TOOK 0.5
 #define FACTOR_WEIGHT 0.05
-/* fleet/pace.py */
+/* fleet/decode_speed.py */
 #define PACE_WEIGHT 0.03
 #define LEAST_SHARE 0.2
 #define MOST_PACES 4.0
@@ -227,9 +227,9 @@ static PyMemberDef node_members[] = {
     {"context", T_PYSSIZET, offsetof(NodeState, context), 0, NULL},
     {"kv_new", T_PYSSIZET, offsetof(NodeState, kv_new), 0, NULL},
     {"inflight", T_PYSSIZET, offsetof(NodeState, inflight), 0, NULL},
-    {"foreign", T_PYSSIZET, offsetof(NodeState, foreign), 0, NULL},
+    {"other_load", T_PYSSIZET, offsetof(NodeState, other_load), 0, NULL},
     {"polls", T_PYSSIZET, offsetof(NodeState, polls), 0, NULL},
-    {"unbegun", T_PYSSIZET, offsetof(NodeState, unbegun), 0, NULL},
+    {"unstarted", T_PYSSIZET, offsetof(NodeState, unstarted), 0, NULL},
     {"unseen", T_PYSSIZET, offsetof(NodeState, unseen), READONLY, NULL},
     {NULL, 0, 0, 0, NULL}};
 
@@ -318,7 +318,7 @@ static PyObject *ticket_enter(TicketState *t, PyObject *const *args, Py_ssize_t 
     t->open = 1;
     t->polls = node->polls;
     node->inflight++;
-    node->unbegun++;
+    node->unstarted++;
     saw_arrival(node, now_s);
     if (read) {
         t->pace = (PaceState *)Py_NewRef(args[2]);
@@ -349,7 +349,7 @@ static PyObject *ticket_first_byte(TicketState *t, PyObject *const *args, Py_ssi
         (count == 2 && (served = PyObject_IsTrue(args[1])) < 0))
         return NULL;
     if (t->first_byte_s == 0.0 && t->polls == node->polls)
-        node->unbegun--;
+        node->unstarted--;
     t->first_byte_s = now_s;
     saw_first_byte(node, (now_s - t->opened_s) * 1000.0);
     if (!t->pace)
@@ -420,7 +420,7 @@ static PyObject *ticket_leave(TicketState *t, PyObject *const *args, Py_ssize_t 
     if (!--node->inflight)
         node->pending_work = 0.0; /* what sums of fractions leave behind */
     if (t->first_byte_s == 0.0 && t->polls == node->polls)
-        node->unbegun--;
+        node->unstarted--;
     node->outcomes[outcome]++;
     if (outcome == OK)
         saw_latency(node, (now_s - t->opened_s) * 1000.0);

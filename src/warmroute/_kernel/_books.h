@@ -35,9 +35,9 @@ typedef struct TicketState TicketState;
 typedef struct {
     Named named; /* its part: a SpeedState */
     double pending_work, kv_usage, kv_delta, distance_ms, arrival_rate, arrival_s;
-    Py_ssize_t context, kv_new, inflight, foreign;
+    Py_ssize_t context, kv_new, inflight, other_load;
     double round_trip_ms, polled_s, last_ticket_s, latency_ms, first_byte_sum_ms;
-    Py_ssize_t polls, unbegun;
+    Py_ssize_t polls, unstarted;
     Py_ssize_t unseen; /* tickets whose first token nobody sees, and which are expected to be in their prefill; */
     TicketState *first_unseen, *last_unseen; /* held, by when they are due */
     Py_ssize_t outcomes[OUTCOMES], first_byte_counts[FIRST_BYTE_BUCKETS];
@@ -69,7 +69,7 @@ static always_inline double smaller(double a, double b) { return a < b ? a : b; 
 
 static always_inline SpeedState *speed_of(const NodeState *node) { return (SpeedState *)node->named.part; }
 
-static always_inline Py_ssize_t load(const NodeState *node) { return node->inflight + node->foreign; }
+static always_inline Py_ssize_t load(const NodeState *node) { return node->inflight + node->other_load; }
 
 /* Between two tokens, on a node like the others. */
 static always_inline double pace_ms(const PaceState *p, double context) {

@@ -38,9 +38,9 @@ class NodeState:
     context: int
     kv_new: int
     inflight: int
-    foreign: int
+    other_load: int
     polls: int
-    unbegun: int
+    unstarted: int
 
     @property
     def unseen(self) -> int:

@@ -17,7 +17,7 @@ class RequestHead:
     forwarded_for: bytes
     content_type: bytes
     wishes: bool
-    """Whether it has a field of edge/wishes.py."""
+    """Whether it has a field of edge/request_headers.py."""
     passing: bytes
     """The header lines that go to the node untouched."""
 

@@ -423,7 +423,7 @@ static void price_node(price *p, const NodeState *node, const CacheState *cache,
     *p = (price){
         .cached = cached, .new = new, .output = q->output, .distance = node->distance_ms, .adapter = adapter};
     p->wait = node->pending_work * ms_per_token;
-    p->prefill = (node->inflight + node->foreign ? STEPS * own_ms : 0.0) + cost * ms_per_token;
+    p->prefill = (node->inflight + node->other_load ? STEPS * own_ms : 0.0) + cost * ms_per_token;
     p->contention = STREAMED * q->output * (own_ms - q->quickest_ms);
     if (cache) {
         double capacity = (double)(cache->capacity_blocks * cache->block_size);

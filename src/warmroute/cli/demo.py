@@ -24,8 +24,8 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from warmroute import demo
     from warmroute.config import ConfigError
-    from warmroute.sim import demo
 
     if args.speed <= 0:
         raise ConfigError("--speed must be above 0")

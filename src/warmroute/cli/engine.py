@@ -41,11 +41,11 @@ def run(args: argparse.Namespace) -> int:
     import uvloop
 
     from warmroute.config import ConfigError, Log
-    from warmroute.sim.engine import EngineConfig
-    from warmroute.sim.profiles import profile
-    from warmroute.sim.server.app import EngineServer, ServerConfig
-    from warmroute.sim.server.model_tokenizer import ModelTokenizer
-    from warmroute.sim.server.tokens import StandInTokenizer
+    from warmroute.fake_engine.core import EngineConfig
+    from warmroute.fake_engine.profiles import profile
+    from warmroute.fake_engine.server.app import EngineServer, ServerConfig
+    from warmroute.fake_engine.server.model_tokenizer import ModelTokenizer
+    from warmroute.fake_engine.server.tokens import StandInTokenizer
     from warmroute.telemetry import log as logs
 
     logs.set_up(Log())

@@ -42,10 +42,10 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from warmroute.sim.loadgen.bodies import Form
-    from warmroute.sim.loadgen.drive import Drive, Load
-    from warmroute.sim.report.table import table
-    from warmroute.sim.workloads import BadTrace, BadWorkload, choose
+    from warmroute.demo.load_generator.bodies import Form
+    from warmroute.demo.load_generator.drive import Drive, Load
+    from warmroute.replay.report.table import table
+    from warmroute.replay.workloads import BadTrace, BadWorkload, choose
 
     assert args.form in get_args(Form)
     try:

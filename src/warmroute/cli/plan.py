@@ -13,8 +13,8 @@ from warmroute.config import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from warmroute.sim.replay import Run, Setup
-    from warmroute.sim.replay.sizing import Limits, Needed
+    from warmroute.replay import Run, Setup
+    from warmroute.replay.sizing import Limits, Needed
 
 EPILOG = """\
 WORKLOAD is a trace (.jsonl or .jsonl.gz in Mooncake's format) or a generator, as in `warmroute replay`.
@@ -60,8 +60,8 @@ def duration_ms(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    from warmroute.sim.replay import BadPolicy
-    from warmroute.sim.workloads import BadTrace, BadWorkload
+    from warmroute.replay import BadPolicy
+    from warmroute.replay.workloads import BadTrace, BadWorkload
 
     try:
         needed, limits = plan(args)
@@ -85,8 +85,8 @@ def plan(args: argparse.Namespace) -> tuple[list[Needed], Limits]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from warmroute.sim.replay import contender
-    from warmroute.sim.replay.sizing import Limits, nodes_needed
+    from warmroute.replay import contender
+    from warmroute.replay.sizing import Limits, nodes_needed
 
     if args.max_nodes < 1:
         raise ConfigError("--max-nodes: a fleet has one node at least")
@@ -121,10 +121,10 @@ def plan(args: argparse.Namespace) -> tuple[list[Needed], Limits]:
 
 
 def _setup(args: argparse.Namespace) -> Setup:
-    from warmroute.sim.profiles import profile
-    from warmroute.sim.replay import Setup, contender
-    from warmroute.sim.workloads import choose
-    from warmroute.sim.world import Conditions, NodeSpec
+    from warmroute.fake_engine.profiles import profile
+    from warmroute.replay import Setup, contender
+    from warmroute.replay.workloads import choose
+    from warmroute.replay.world import Conditions, NodeSpec
 
     try:
         node = NodeSpec("node-0", profile(args.profile))
@@ -144,8 +144,8 @@ def _setup(args: argparse.Namespace) -> Setup:
 def table(needed: list[Needed], args: argparse.Namespace, limits: Limits) -> Table:
     from rich.table import Table
 
-    from warmroute.sim.profiles import profile
-    from warmroute.sim.report.table import ms, number
+    from warmroute.fake_engine.profiles import profile
+    from warmroute.replay.report.table import ms, number
 
     wanted = (("p50", limits.ttft_p50_ms), ("p90", limits.ttft_p90_ms), ("p99", limits.ttft_p99_ms))
     words = ", ".join(f"TTFT {key} within {ms(limit)}" for key, limit in wanted if limit is not None)
@@ -172,7 +172,7 @@ def table(needed: list[Needed], args: argparse.Namespace, limits: Limits) -> Tab
 
 def sentences(needed: list[Needed], args: argparse.Namespace, limits: Limits) -> list[str]:
     """The answer, in words."""
-    from warmroute.sim.profiles import profile
+    from warmroute.fake_engine.profiles import profile
 
     gpus = profile(args.profile).gpus
     first, *others = needed
@@ -189,7 +189,7 @@ def sentences(needed: list[Needed], args: argparse.Namespace, limits: Limits) ->
 
 
 def _no_fleet(one: Needed, args: argparse.Namespace, limits: Limits) -> str:
-    from warmroute.sim.report.table import ms
+    from warmroute.replay.report.table import ms
 
     beyond = one.without_help(limits)
     if beyond is None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from warmroute.config import ConfigError
 
 if TYPE_CHECKING:
-    from warmroute.sim.replay import Run, Setup
-    from warmroute.sim.world import Conditions, NodeSpec
-    from warmroute.sim.world.scaling import Autoscale
+    from warmroute.replay import Run, Setup
+    from warmroute.replay.world import Conditions, NodeSpec
+    from warmroute.replay.world.scaling import Autoscale
 
 EPILOG = """\
 WORKLOAD is a trace (.jsonl or .jsonl.gz in Mooncake's format) or a generator, with parameters after it as key=value:
@@ -95,9 +95,9 @@ def add_scaling(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from warmroute.sim.replay import BadPolicy
-    from warmroute.sim.workloads import BadTrace, BadWorkload
-    from warmroute.sim.world.happenings import BadHappening
+    from warmroute.replay import BadPolicy
+    from warmroute.replay.workloads import BadTrace, BadWorkload
+    from warmroute.replay.world.fault_schedule import BadHappening
 
     try:
         setups = plan(args)
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(as_json(runs), encoding="utf-8")
     if args.html:
-        from warmroute.sim.report.page import page
+        from warmroute.replay.report.page import page
 
         args.html.write_text(page(runs, _said(args)), encoding="utf-8")
     return 0
@@ -120,9 +120,9 @@ def as_json(runs: list[Run]) -> str:
 def plan(args: argparse.Namespace) -> list[Setup]:
     """A run for each load and policy."""
     from warmroute.config import Scaling
-    from warmroute.sim.replay import Setup, contender
-    from warmroute.sim.workloads import choose
-    from warmroute.sim.world.happenings import parse
+    from warmroute.replay import Setup, contender
+    from warmroute.replay.workloads import choose
+    from warmroute.replay.world.fault_schedule import parse
 
     workload = choose(args.workload, args.scale_rate)
     contenders = [contender(text) for text in args.policy or ("price", "round_robin")]
@@ -161,8 +161,8 @@ def _scalings(args: argparse.Namespace, nodes: tuple[NodeSpec, ...]) -> list[tup
     if not args.autoscale and not args.scaler:
         _refuse_without_scaling(args)
         return [("", None, 0.0)]
-    from warmroute.sim.replay import autoscale as asked
-    from warmroute.sim.world.scaling import Autoscale
+    from warmroute.replay import autoscale as asked
+    from warmroute.replay.world.scaling import Autoscale
 
     table, offers = asked.read(args.offers) if args.offers else ({}, ())
     if not offers:
@@ -214,7 +214,7 @@ def _refuse_without_scaling(args: argparse.Namespace) -> None:
 def _conditions(args: argparse.Namespace) -> Conditions:
     import msgspec
 
-    from warmroute.sim.world import Conditions, Island
+    from warmroute.replay.world import Conditions, Island
 
     asked = {
         "poll_interval_s": args.poll_interval,
@@ -235,8 +235,8 @@ def _conditions(args: argparse.Namespace) -> Conditions:
 
 
 def _nodes(args: argparse.Namespace) -> tuple[NodeSpec, ...]:
-    from warmroute.sim.profiles import profile
-    from warmroute.sim.world import NodeSpec
+    from warmroute.fake_engine.profiles import profile
+    from warmroute.replay.world import NodeSpec
 
     if args.nodes < 1:
         raise ConfigError("--nodes: a fleet has one node at least")
@@ -262,8 +262,8 @@ def _play(setups: list[Setup], args: argparse.Namespace) -> list[Run]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from warmroute.sim.replay import replay
-    from warmroute.sim.report.table import table
+    from warmroute.replay import replay
+    from warmroute.replay.report.table import table
 
     runs: list[Run] = []
     bar = Progress(

@@ -19,7 +19,7 @@ from warmroute.edge.plain import Request, Responder
 from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
 from warmroute.fleet.islands import Islands
 from warmroute.fleet.node import Node, Outcome
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.telemetry.exposition import CONTENT_TYPE
 from warmroute.telemetry.prometheus import MetricsPage
 
@@ -45,14 +45,14 @@ class Admin:
     def __init__(
         self,
         fleet: Fleet,
-        beliefs: Beliefs,
+        cache_view: CacheView,
         metrics: MetricsPage,
         decisions: Decisions,
         operations: Operations,
         token_sha256: str,
     ) -> None:
         self._fleet = fleet
-        self._reports = Reports(beliefs)
+        self._reports = Reports(cache_view)
         self._metrics = metrics
         self._decisions = decisions
         self._operations = operations
@@ -180,7 +180,7 @@ def describe(node: Node) -> dict[str, Any]:
         "state": "draining" if node.draining else health.standing.value,
         "reason": health.reason,
         "inflight": node.inflight,
-        "foreign": node.foreign,
+        "foreign": node.other_load,
         "running": node.running,
         "waiting": node.waiting,
         "kv_usage": node.kv_usage,

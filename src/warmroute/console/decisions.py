@@ -15,10 +15,10 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from warmroute.edge.dry_run import rehearse
 from warmroute.edge.errors import Refusal
 from warmroute.edge.head import RequestHead, read_request_head
 from warmroute.edge.proxy import Proxy
-from warmroute.edge.rehearsal import rehearse
 from warmroute.routing.reasons import sentence
 from warmroute.telemetry.journal import PRIORITIES, Journal, describe
 
@@ -82,10 +82,10 @@ class Decisions:
         grounds, query = decision.grounds(), decision.query
         assert query is not None
         return {
-            "tenant": query.ask.tenant,
-            "model": query.ask.model,
-            "route": query.ask.route,
-            "priority": PRIORITIES[query.ask.priority],
+            "tenant": query.request.tenant,
+            "model": query.request.model,
+            "route": query.request.route,
+            "priority": PRIORITIES[query.request.priority],
             "sentence": sentence(grounds) + ("; it would wait here first, until there is room" if waits else ""),
             **describe(grounds, self._journal.config.candidates),
             "would_wait": waits,

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from warmroute.edge.errors import Refusal
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.index.node_cache import EngineHash, NodeCache
 from warmroute.index.tiers import Tier
 
@@ -77,8 +77,8 @@ class _Told:
 
 
 class Reports:
-    def __init__(self, beliefs: Beliefs, now: Callable[[], float] = time.monotonic) -> None:
-        self._beliefs = beliefs
+    def __init__(self, cache_view: CacheView, now: Callable[[], float] = time.monotonic) -> None:
+        self._cache_view = cache_view
         self._now = now
         self._told: WeakKeyDictionary[NodeCache, dict[int, _Told]] = WeakKeyDictionary()
         """By cache and rank. What a node told is forgotten with the node."""
@@ -92,7 +92,7 @@ class Reports:
                 f"A report has at most {MAX_BYTES:,} bytes: send `whole` with a part of the blocks, then the others.",
                 code="report_too_large",
             )
-        cache = self._beliefs.cache(name)
+        cache = self._cache_view.cache(name)
         if cache is None:
             raise Refusal(404, f"Nothing is kept of a node named {name[:200]!r}.", code="unknown_node")
         try:
@@ -102,7 +102,7 @@ class Reports:
         async with self._one_at_a_time:
             told = self._continues(cache, report)
             await self._apply(cache, told, report)
-            return {"sequence": told.sequence, "blocks": self._beliefs.index.pairs_of(cache.ranks[report.rank])}
+            return {"sequence": told.sequence, "blocks": self._cache_view.index.pairs_of(cache.ranks[report.rank])}
 
     def _continues(self, cache: NodeCache, report: Report) -> _Told:
         of_ranks = self._told.setdefault(cache, {})

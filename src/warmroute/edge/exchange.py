@@ -18,22 +18,22 @@ from warmroute.edge import errors
 from warmroute.edge.chunked import ChunkFrames
 from warmroute.edge.head import CHUNKED, UNTIL_CLOSE, RequestHead, ResponseHead
 from warmroute.edge.upstream import ConnectFault, Connection
+from warmroute.event_log import where_it_failed
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
-from warmroute.prompt.ask import Ask
 from warmroute.prompt.prompt import Prompt
+from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.lookups import Lookup
 from warmroute.routing.rate_limits import Charge
 from warmroute.routing.refusals import Undecided
 from warmroute.telemetry.journal import Entry
-from warmroute.telemetry.log import without_words
 
 if TYPE_CHECKING:
     from warmroute.edge.client import Client
     from warmroute.edge.proxy import Proxy
-    from warmroute.edge.reading import Later
+    from warmroute.edge.reading import PendingPrompt
 
 log = logging.getLogger("warmroute")
 
@@ -76,15 +76,15 @@ class ProxyExchange:
         "_ticket",
         "_tried",
         "arrived_s",
-        "ask",
         "charge",
         "entered_s",
         "lookup",
+        "request",
         "waits",
     )
 
     def __init__(
-        self, proxy: Proxy, client: Client, head: RequestHead, body: bytes, ask: Ask, request_id: bytes
+        self, proxy: Proxy, client: Client, head: RequestHead, body: bytes, request: RoutingRequest, request_id: bytes
     ) -> None:
         self._proxy = proxy
         self._client = client
@@ -92,7 +92,7 @@ class ProxyExchange:
         self._body = body
         self._request_id = request_id
         # what admission asks of a guest
-        self.ask = ask
+        self.request = request
         self.lookup: Lookup | None = None
         self.arrived_s = self.entered_s = proxy.now()
         """`entered_s`: when it asked for a node, its prompt read."""
@@ -100,7 +100,7 @@ class ProxyExchange:
         """What it took of its tenant's rate limits."""
         self.waits = False
         """It entered, and its node may be told later."""
-        self._later: Later | None = None
+        self._later: PendingPrompt | None = None
         """Its prompt is still being read."""
         self._decision: Decision
         self._entry: Entry | None = None
@@ -124,7 +124,7 @@ class ProxyExchange:
 
     # To a decision.
 
-    def wait_for(self, later: Later) -> None:
+    def wait_for(self, later: PendingPrompt) -> None:
         """Its prompt is being read in a thread."""
         self._later = later
 
@@ -141,13 +141,13 @@ class ProxyExchange:
     def go(self, decision: Decision) -> None:
         """Admission lets it through."""
         self._decision = decision
-        proxy, ask = self._proxy, self.ask
+        proxy, request = self._proxy, self.request
         now_s = proxy.now()
         try:
             if proxy.journal.on:
                 held_ms = (now_s - self.entered_s) * 1000.0
                 self._entry = entry = Entry(
-                    self._request_id, ask.tenant, ask.model, ask.route, ask.priority, self.arrived_s, held_ms,
+                    self._request_id, request.tenant, request.model, request.route, request.priority, self.arrived_s, held_ms,
                     decision.grounds(),
                 )  # fmt: skip
                 proxy.journal.decided(entry)
@@ -159,7 +159,7 @@ class ProxyExchange:
 
     def broke(self, error: Exception) -> errors.Refusal:
         """The router itself failed: gives back what it holds."""
-        log.error("a request broke inside the router (%s); it is answered with 500", without_words(error))
+        log.error("a request broke inside the router (%s); it is answered with 500", where_it_failed(error))
         self._give_back(Outcome.LEFT)
         return errors.broke_inside()
 
@@ -169,7 +169,7 @@ class ProxyExchange:
             self._done = True
             if self.charge is not None:
                 self.charge.cancel()
-            self._client.refuse(self._proxy.refusal(why, self.ask), self._request_id)
+            self._client.refuse(self._proxy.refusal(why, self.request), self._request_id)
 
     # To a node.
 

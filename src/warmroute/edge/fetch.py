@@ -13,7 +13,7 @@ from warmroute.fleet.node import Node
 
 
 class _Fetch:
-    """Implements edge.upstream.Asker."""
+    """Implements edge.upstream.ResponseHandler."""
 
     def __init__(self, pool: NodePool, head: bytes, body: bytes, limit_bytes: int) -> None:
         self._pool = pool
@@ -98,7 +98,7 @@ async def fetch(
     broke, TimeoutError where the node is slow, another OSError where this machine lacks something."""
     pool = pools.of(node)
     head = b"GET %b HTTP/1.1\r\n%b%bAccept: */*\r\n\r\n" % (path.encode(), pool.host_line, pool.key_line)
-    return await _ask(_Fetch(pool, head, b"", limit_bytes), pool, timeout_s)
+    return await _request(_Fetch(pool, head, b"", limit_bytes), pool, timeout_s)
 
 
 async def post(
@@ -112,10 +112,10 @@ async def post(
         pool.key_line,
         len(body),
     )
-    return await _ask(_Fetch(pool, head, body, limit_bytes), pool, timeout_s)
+    return await _request(_Fetch(pool, head, body, limit_bytes), pool, timeout_s)
 
 
-async def _ask(asking: _Fetch, pool: NodePool, timeout_s: float) -> tuple[int, bytes]:
+async def _request(asking: _Fetch, pool: NodePool, timeout_s: float) -> tuple[int, bytes]:
     connection = pool.take()
     if connection is not None:
         asking.send_on(connection)

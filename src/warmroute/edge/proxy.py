@@ -15,21 +15,21 @@ import msgspec
 
 from warmroute.config import Config
 from warmroute.edge import errors
+from warmroute.edge.admission_errors import RETRY_AFTER_S, in_words
 from warmroute.edge.client import Client
 from warmroute.edge.errors import Refusal
 from warmroute.edge.exchange import ProxyExchange
 from warmroute.edge.head import RequestHead
 from warmroute.edge.keys import Keys
 from warmroute.edge.pools import Pools
-from warmroute.edge.reading import Later, Readings
-from warmroute.edge.undecided import RETRY_AFTER_S, in_words
-from warmroute.edge.wishes import read_wishes
+from warmroute.edge.reading import PendingPrompt, PromptReader
+from warmroute.edge.request_headers import read_wishes
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
-from warmroute.prompt.ask import HIGH, LOW, Ask, NotJson, lacks, read_json
 from warmroute.prompt.multipart import is_multipart, model_of
 from warmroute.prompt.prompt import Prompt
+from warmroute.prompt.routing_request import HIGH, LOW, NotJson, RoutingRequest, lacks, read_json
 from warmroute.routing.admission import Admission
 from warmroute.routing.lookups import Lookup, lookup_of
 from warmroute.routing.rate_limits import Charge, RateLimits
@@ -72,7 +72,7 @@ class Proxy:
         fleet: Fleet,
         router: Router,
         admission: Admission,
-        readings: Readings,
+        readings: PromptReader,
         pools: Pools,
         counters: Counters,
         journal: Journal,
@@ -145,77 +145,77 @@ class Proxy:
         if head.method != b"POST":
             self._serve_own(client, head)
             return None
-        ask = self.ask(head, body, client.tenant)
-        if ask.route:
-            self.counters.routed[ask.route] += 1
-        charge = self._begin_charge(ask, head, body) if self._limited else None
-        exchange = ProxyExchange(self, client, head, body, ask, head.request_id or self.new_request_id())
+        request = self.request(head, body, client.tenant)
+        if request.route:
+            self.counters.routed[request.route] += 1
+        charge = self._begin_charge(request, head, body) if self._limited else None
+        exchange = ProxyExchange(self, client, head, body, request, head.request_id or self.new_request_id())
         if charge is not None:
             exchange.charge = charge
-        prompt = self.read_prompt(ask, head, body, exchange.prompt_read)
-        if isinstance(prompt, Later):
+        prompt = self.read_prompt(request, head, body, exchange.prompt_read)
+        if isinstance(prompt, PendingPrompt):
             exchange.wait_for(prompt)
         else:
             self.enter(exchange, prompt)
         return exchange
 
     def read_prompt(
-        self, ask: Ask, head: RequestHead, body: bytes, then: Callable[[Prompt | None], None]
-    ) -> Prompt | Later | None:
-        """The prompt at once, or Later, which calls `then`; None where it is of no interest."""
-        if not self.router.policy_of(ask).wants_tokens or len(body) < self._min_tokens:
+        self, request: RoutingRequest, head: RequestHead, body: bytes, then: Callable[[Prompt | None], None]
+    ) -> Prompt | PendingPrompt | None:
+        """The prompt at once, or PendingPrompt, which calls `then`; None where it is of no interest."""
+        if not self.router.policy_of(request).wants_tokens or len(body) < self._min_tokens:
             return None
-        model = ask.model
+        model = request.model
         if not model and (group := self.fleet.only_group) is not None:
             model = group.model
-        outline, ask.outline = ask.outline, None
+        outline, request.outline = request.outline, None
         return self._readings.read(model, head.target.partition(b"?")[0], body, then, outline)
 
-    def lookup(self, ask: Ask, prompt: Prompt | None) -> Lookup | None:
+    def lookup(self, request: RoutingRequest, prompt: Prompt | None) -> Lookup | None:
         """What the index is asked for; takes the wishes that stand in the prompt's body."""
         if prompt is None:
             return None
-        ask.streams = prompt.stream
+        request.streams = prompt.stream
         if (most := prompt.max_output_tokens) is not None and 0 < most <= MOST_OUTPUT_TOKENS:
-            ask.max_output_tokens = most  # whatever else it says is the engine's to refuse
-        if prompt.priority and not ask.priority_said:  # as vLLM reads it: the lower goes first
-            ask.priority = max(HIGH if prompt.priority < 0 else LOW, ask.highest)
+            request.max_output_tokens = most  # whatever else it says is the engine's to refuse
+        if prompt.priority and not request.priority_said:  # as vLLM reads it: the lower goes first
+            request.priority = max(HIGH if prompt.priority < 0 else LOW, request.highest)
         if prompt.token_count < self._min_tokens:
             return None
-        return lookup_of(prompt, self._sharing.get(ask.tenant, ""))
+        return lookup_of(prompt, self._sharing.get(request.tenant, ""))
 
     def enter(self, exchange: ProxyExchange, prompt: Prompt | None) -> None:
         """Asks for a node. Raises Refusal."""
-        ask = exchange.ask
+        request = exchange.request
         try:
-            exchange.lookup = self.lookup(ask, prompt)
+            exchange.lookup = self.lookup(request, prompt)
             exchange.entered_s = now_s = self.now()
             if exchange.charge is not None:
-                output = self.router.outputs.expected(ask.model, ask.tenant, ask.max_output_tokens)
+                output = self.router.outputs.expected(request.model, request.tenant, request.max_output_tokens)
                 exchange.charge.take_tokens(prompt.token_count if prompt is not None else None, output, now_s)
             self.admission.enter(exchange, now_s)
             exchange.waits = True
         except Undecided as undecided:
             if exchange.charge is not None:
                 exchange.charge.cancel()
-            raise self.refusal(undecided, ask) from None
+            raise self.refusal(undecided, request) from None
         except Exception as error:
             raise exchange.broke(error) from None
 
-    def _begin_charge(self, ask: Ask, head: RequestHead, body: bytes) -> Charge | None:
-        limits = self.rate_limits.of(ask.tenant)
+    def _begin_charge(self, request: RoutingRequest, head: RequestHead, body: bytes) -> Charge | None:
+        limits = self.rate_limits.of(request.tenant)
         if limits is None:
             return None
         try:
             return limits.begin(self.now(), len(body), head.target.partition(b"?")[0] in ANSWERED)
         except RateLimited as limited:
-            raise self.refusal(limited, ask) from None
+            raise self.refusal(limited, request) from None
 
-    def refusal(self, why: Undecided, ask: Ask) -> Refusal:
+    def refusal(self, why: Undecided, request: RoutingRequest) -> Refusal:
         """Why it got no node, in words; counted."""
         if isinstance(why, NotAdmitted):
-            self.counters.shed[why.reason, ask.priority] += 1
-        return in_words(why, ask)
+            self.counters.shed[why.reason, request.priority] += 1
+        return in_words(why, request)
 
     def close_ticket(self, ticket: Ticket, outcome: Outcome, now_s: float, reason: str = "") -> None:
         self.fleet.close_ticket(ticket, outcome, now_s, reason)
@@ -229,41 +229,41 @@ class Proxy:
     def new_request_id(self) -> bytes:
         return self._id_prefix + b"%d" % next(self._id_numbers)
 
-    def ask(self, head: RequestHead, body: bytes, tenant: str) -> Ask:
+    def request(self, head: RequestHead, body: bytes, tenant: str) -> RoutingRequest:
         """What a request wants. Raises Refusal."""
         if is_multipart(head.content_type):
-            ask = Ask(model_of(head.content_type, body))
+            request = RoutingRequest(model_of(head.content_type, body))
         else:
             try:
-                ask = read_json(body)
+                request = read_json(body)
             except NotJson as why:
                 raise errors.malformed_json(str(why)) from None
-            if ask.says_nothing and head.target.partition(b"?")[0] in CHATS and lacks(body, "messages"):
+            if request.says_nothing and head.target.partition(b"?")[0] in CHATS and lacks(body, "messages"):
                 raise errors.missing_messages()
-        if not ask.model and head.target.partition(b"?")[0] not in FORWARDED:
+        if not request.model and head.target.partition(b"?")[0] not in FORWARDED:
             raise errors.not_found(head.target.partition(b"?")[0].decode("ascii", "replace")[:200])
-        ask.tenant = tenant
+        request.tenant = tenant
         if self._routes is not None:
-            self._take_route(self._routes, ask, head)
-        read_wishes(head, ask, self.now)
+            self._take_route(self._routes, request, head)
+        read_wishes(head, request, self.now)
         if self._keys:
-            ask.highest = PRIORITIES[self._keys.highest_priority(head, tenant)]
-            ask.priority = max(ask.priority, ask.highest)
+            request.highest = PRIORITIES[self._keys.highest_priority(head, tenant)]
+            request.priority = max(request.priority, request.highest)
         if self._session_wanted or self.fleet.islands.several:
             for name in self._session_headers:
                 value = head.get(name)
                 if value:
-                    ask.session_header = value
+                    request.session_header = value
                     break
-        return ask
+        return request
 
-    def _take_route(self, routes: Routes, ask: Ask, head: RequestHead) -> None:
+    def _take_route(self, routes: Routes, request: RoutingRequest, head: RequestHead) -> None:
         group = self.fleet.only_group
-        model = ask.model or (group.model if group is not None else "")
+        model = request.model or (group.model if group is not None else "")
         path = head.target.partition(b"?")[0].decode("ascii", "replace")
-        route = routes.pick(model, path, ask.tenant, head.get)
+        route = routes.pick(model, path, request.tenant, head.get)
         if route is not None:
-            route.apply(ask, self.now())
+            route.apply(request, self.now())
 
     def _serve_own(self, client: Client, head: RequestHead) -> None:
         path = head.target.partition(b"?")[0]

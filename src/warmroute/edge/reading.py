@@ -10,12 +10,12 @@ from typing import Final
 
 from warmroute._kernel._scan import Outline
 from warmroute.config import Prompts
-from warmroute.prompt.library import Library
+from warmroute.event_log import where_it_failed
 from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.reading import Reading, stand_in_bytes
 from warmroute.prompt.request import stand_in_of
+from warmroute.prompt.tokenizer_registry import TokenizerRegistry
 from warmroute.telemetry.counters import Counters
-from warmroute.telemetry.log import without_words
 
 log = logging.getLogger("warmroute.prompts")
 
@@ -28,7 +28,7 @@ Remote = Callable[[str, bytes, bytes], Awaitable[bytes | None]]
 """Model, path and body of a request: the tokens of its prompt, as a node of the model makes them."""
 
 
-class Later:
+class PendingPrompt:
     """A prompt that is being read in a thread. `cancel` where nobody waits for it any more."""
 
     __slots__ = ("_then",)
@@ -49,8 +49,10 @@ class Later:
             then(prompt)
 
 
-class Readings:
-    def __init__(self, library: Library, config: Prompts, counters: Counters, remote: Remote | None = None) -> None:
+class PromptReader:
+    def __init__(
+        self, library: TokenizerRegistry, config: Prompts, counters: Counters, remote: Remote | None = None
+    ) -> None:
         """`remote` asks a node for the tokens of prompts that no tokenizer here can read."""
         self._library = library
         self._remote = remote
@@ -80,8 +82,8 @@ class Readings:
         body: bytes,
         then: Callable[[Prompt | None], None],
         outline: Outline | None = None,
-    ) -> Prompt | Later | None:
-        """The prompt at once; or Later, which calls `then`; or None where there is none, or no time to read it.
+    ) -> Prompt | PendingPrompt | None:
+        """The prompt at once; or PendingPrompt, which calls `then`; or None where there is none, or no time to read it.
 
         `outline`: the body's, where it is made already.
         """
@@ -105,13 +107,13 @@ class Readings:
 
     def _ask_node(
         self, remote: Remote, model: str, path: bytes, body: bytes, reading: Reading, then: Then
-    ) -> Later | None:
+    ) -> PendingPrompt | None:
         if self._waiting >= self._max_waiting:
             self._counters.unread_prompts += 1
             return None
-        later = Later(then)
+        later = PendingPrompt(then)
 
-        async def ask() -> None:
+        async def request() -> None:
             prompt = None
             try:
                 prompt = _safely(reading.prompt)
@@ -124,19 +126,21 @@ class Readings:
                 later.done(prompt)
 
         self._waiting += 1
-        task = asyncio.get_running_loop().create_task(ask())
+        task = asyncio.get_running_loop().create_task(request())
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
         return later
 
-    def _in_thread(self, read: Callable[[], Prompt | None], then: Callable[[Prompt | None], None]) -> Later | None:
+    def _in_thread(
+        self, read: Callable[[], Prompt | None], then: Callable[[Prompt | None], None]
+    ) -> PendingPrompt | None:
         if self._waiting >= self._max_waiting:
             self._counters.unread_prompts += 1
             return None
         self._waiting += 1
         self._counters.threaded_prompts += 1
         loop = asyncio.get_running_loop()
-        later = Later(then)
+        later = PendingPrompt(then)
         work = self._threads.submit(_unless_cancelled, later, read)
 
         def settle(made: Future[Prompt | None]) -> None:
@@ -151,7 +155,7 @@ class Readings:
         return later
 
 
-def _unless_cancelled(later: Later, read: Callable[[], Prompt | None]) -> Prompt | None:
+def _unless_cancelled(later: PendingPrompt, read: Callable[[], Prompt | None]) -> Prompt | None:
     return None if later.cancelled else _safely(read)
 
 
@@ -165,4 +169,4 @@ def _safely(read: Callable[[], Prompt | None]) -> Prompt | None:
 
 
 def _say_unread(error: Exception) -> None:
-    log.error("a prompt could not be read (%s); its request is routed by load", without_words(error))
+    log.error("a prompt could not be read (%s); its request is routed by load", where_it_failed(error))

@@ -41,7 +41,7 @@ _NOBODY: Final = {errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, err
 _OURS: Final = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 
 
-class Asker(Protocol):
+class ResponseHandler(Protocol):
     """Whoever waits for an answer from a node."""
 
     def connected(self, connection: Connection) -> bool:
@@ -93,7 +93,7 @@ class Connection(asyncio.Protocol):
         self._mode = IDLE
         self._used = False
         # per answer
-        self._asker: Asker | None = None
+        self._asker: ResponseHandler | None = None
         self._sink: Callable[[bytes], object]
         self._buffer = b""
         self._early: ResponseHead | None = None
@@ -106,7 +106,7 @@ class Connection(asyncio.Protocol):
 
     # The request.
 
-    def begin(self, asker: Asker, head: bytes, body: bytes) -> None:
+    def begin(self, asker: ResponseHandler, head: bytes, body: bytes) -> None:
         self._asker = asker
         self._mode = WAITING
         self._pool.busy.add(self)
@@ -383,13 +383,13 @@ class NodePool:
                 return connection
         return None
 
-    def open(self, asker: Asker) -> None:
+    def open(self, asker: ResponseHandler) -> None:
         """Connects; tells the asker when it has, or could not."""
         task = asyncio.get_running_loop().create_task(self._open(asker))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
-    async def _open(self, asker: Asker) -> None:
+    async def _open(self, asker: ResponseHandler) -> None:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.config.connect_timeout_s):

@@ -21,7 +21,7 @@ from warmroute.engines.served import Served, read_cards
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import Standing
 from warmroute.fleet.node import Node
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 
 log = logging.getLogger("warmroute.engines")
 
@@ -43,7 +43,7 @@ class Watcher:
         heard_s: HeardAt,
         now: Callable[[], float] = time.monotonic,
         *,
-        beliefs: Beliefs | None = None,
+        cache_view: CacheView | None = None,
         post: Post | None = None,
         on_models: Callable[[Node, Sequence[dict[str, Any]]], None] = lambda _node, _cards: None,
     ) -> None:
@@ -56,7 +56,7 @@ class Watcher:
         self._now = now
         self._random = Random()
         self._warned_s: dict[str, float] = {}
-        self._beliefs = beliefs
+        self._cache_view = cache_view
         self._post = post
         self._on_models = on_models
         self._zmq: tuple[Context, Turns] | None = None
@@ -77,8 +77,8 @@ class Watcher:
             loop.create_task(self._for_ever(node, self._check_health)),
             loop.create_task(self._for_ever(node, self._poll_load)),
         ]
-        if self._beliefs is not None:
-            cache = self._beliefs.join(node.name, node.config.models)
+        if self._cache_view is not None:
+            cache = self._cache_view.join(node.name, node.config.models)
             if self._zmq is None:
                 self._zmq = (zmq.Context(), Turns())
             events = self._events[node] = NodeEvents(
@@ -90,7 +90,7 @@ class Watcher:
         return self._config.uses_events
 
     def forget(self, node: Node) -> None:
-        """Nothing is asked of it any more. What is believed of its cache stays: `Beliefs.leave` forgets it."""
+        """Nothing is asked of it any more. What is believed of its cache stays: `CacheView.leave` forgets it."""
         for task in self._tasks.pop(node, ()):
             task.cancel()
         self._reports.pop(node, None)
@@ -184,15 +184,15 @@ class Watcher:
 
     def _tell_served(self, node: Node, cards: Sequence[dict[str, Any]]) -> None:
         served = read_cards(cards)
-        cache = self._beliefs.cache(node.name) if self._beliefs is not None else None
-        if served is None or cache is None or self._beliefs is None:
+        cache = self._cache_view.cache(node.name) if self._cache_view is not None else None
+        if served is None or cache is None or self._cache_view is None:
             return
         before, known = cache.model, self._served.get(node)
         if served == known:
             return
         self._served[node] = served
         aliases = {*served.aliases, *node.config.models} - {served.base}
-        self._beliefs.serves(cache, served.base, aliases, served.adapters)
+        self._cache_view.serves(cache, served.base, aliases, served.adapters)
         if before != served.base and node in self._events:
             if before:
                 self._events[node].renamed()
@@ -232,11 +232,11 @@ class Watcher:
         if before and report.incarnation and report.incarnation != before:
             node.loaded.forget()
         node.loaded.running(report.adapters, report.adapter_slots)
-        if self._beliefs is not None:
-            self._tell_beliefs(self._beliefs, node, report, before)
+        if self._cache_view is not None:
+            self._tell_beliefs(self._cache_view, node, report, before)
 
-    def _tell_beliefs(self, beliefs: Beliefs, node: Node, report: LoadReport, incarnation: float) -> None:
-        cache, events = beliefs.cache(node.name), self._events.get(node)
+    def _tell_beliefs(self, cache_view: CacheView, node: Node, report: LoadReport, incarnation: float) -> None:
+        cache, events = cache_view.cache(node.name), self._events.get(node)
         if cache is None or events is None:
             return
         if incarnation and report.incarnation and report.incarnation != incarnation:

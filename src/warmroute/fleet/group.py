@@ -8,10 +8,10 @@ from array import array
 from collections.abc import Iterable
 
 from warmroute.fleet.adapters import Adapter
+from warmroute.fleet.decode_speed import DecodeSpeed
 from warmroute.fleet.health import Standing
 from warmroute.fleet.islands import several
 from warmroute.fleet.node import Node
-from warmroute.fleet.pace import Pace
 
 
 class Candidates:
@@ -51,7 +51,7 @@ class Group:
         self.model = model
         self.adapter: Adapter | None = None
         """Where the model is a LoRA adapter: what loading it costs."""
-        self.pace = Pace()
+        self.pace = DecodeSpeed()
         self.inflight = 0
         """Our requests on nodes of this group, whatever model they asked for."""
         self.waiting = 0

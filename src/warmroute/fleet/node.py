@@ -112,11 +112,11 @@ class Node(NodeState):
         # The books: what this process has there, and what others have.
         self.groups: tuple[Group, ...] = ()
         self.inflight = 0
-        self.foreign = 0
+        self.other_load = 0
         """Requests that the node reported at the last poll beyond those this router had there."""
         self.pending_work = 0.0
         """Prefill work of our requests there that have no first token yet, in tokens (see speed)."""
-        self.unbegun = 0
+        self.unstarted = 0
         """Our requests that were sent there since the last poll, and have no first byte yet."""
         self.speed = Speed()
         self.last_ticket_s = -1e9
@@ -143,12 +143,12 @@ class Node(NodeState):
     @property
     def load(self) -> int:
         """Requests on the node now: exact for ours, as last polled for others'."""
-        return self.inflight + self.foreign
+        return self.inflight + self.other_load
 
     @property
     def queued(self) -> int:
         """Requests that wait there for their prefill: in the engine's queue at the last poll, and sent since."""
-        return self.waiting + self.unbegun
+        return self.waiting + self.unstarted
 
     def rate(self, now_s: float) -> float:
         """Our requests there a millisecond, over the last ten seconds or so."""
@@ -160,10 +160,10 @@ class Node(NodeState):
         self.waiting = waiting
         self.kv_usage = kv_usage
         self.kv_delta = 0.0
-        self.unbegun = 0
+        self.unstarted = 0
         self.polls += 1
         self.polled_s = now_s
-        self.foreign = max(0, running + waiting - self.inflight)
+        self.other_load = max(0, running + waiting - self.inflight)
 
     def kv_used(self, capacity: float, output: float) -> float:
         """Tokens of KV memory that running requests hold: as polled and changed since, and at least what our own
@@ -172,7 +172,7 @@ class Node(NodeState):
 
     def lost_sight_of_load(self) -> None:
         """Forgets what the metrics said: they are too old to count."""
-        self.running = self.waiting = self.foreign = 0
+        self.running = self.waiting = self.other_load = 0
         self.kv_usage = 0.0
         self.kv_delta = 0.0
 

@@ -12,10 +12,10 @@ from warmroute.prompt.chat_setting import ChatSetting
 from warmroute.prompt.chat_template import ChatTemplate, Message, Refused
 from warmroute.prompt.conversation import MEDIA_MARK, MEDIA_MARK_LENGTH, NotFollowed, as_media_parts
 from warmroute.prompt.locality import Locality, differs_at_last_cut
+from warmroute.prompt.message_spans import Units
 from warmroute.prompt.stems import Stem, Stems
+from warmroute.prompt.tail_rendering import Window, fits_behind, may_have_stems
 from warmroute.prompt.tokenizer import TOKEN_BYTES, Tokenizer
-from warmroute.prompt.units import Units
-from warmroute.prompt.window import Window, fits_behind, may_have_stems
 
 _SETTINGS_SHARE: Final = 8
 """One in so many bytes of the budget is for settings."""

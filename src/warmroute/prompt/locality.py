@@ -3,7 +3,7 @@
 Made-up conversations (made_up.py) are rendered in whole, and for each place where a stem could end, the text must be
 the text up to there and the text from the window. One difference is enough to deny the template its window. What
 remains is that a template could look at something that no made-up conversation has; so real ones are checked, too,
-now and then (PromptReader.audit).
+now and then (PromptTokenizer.audit).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Final
 
 from warmroute.prompt.chat_setting import ChatSetting
 from warmroute.prompt.chat_template import ChatTemplate, Message, Refused
-from warmroute.prompt.made_up import PLAIN_TEXTS, at_random, each_in_turn, odd_texts, settings
-from warmroute.prompt.window import Window, fits_behind, may_have_stems
+from warmroute.prompt.tail_rendering import Window, fits_behind, may_have_stems
+from warmroute.prompt.template_probes import PLAIN_TEXTS, at_random, each_in_turn, odd_texts, settings
 
 _MANY, _SOME, _FEW = 300, 60, 4
 """Conversations at random in a check."""

@@ -22,10 +22,10 @@ from warmroute.prompt.chat_setting import ChatSetting, EngineOptions, Templates,
 from warmroute.prompt.chat_template import Message, Refused
 from warmroute.prompt.content_format import ContentFormat
 from warmroute.prompt.conversation import NotFollowed, conversation_message
+from warmroute.prompt.message_spans import Convert, ListedUnits, MadeUnits
 from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.request import NO_TOKENIZER, Request, Shape, request_of
 from warmroute.prompt.tokenizer import TOKEN_BYTES, Tokenizer, load_tokenizer, packed
-from warmroute.prompt.units import Convert, ListedUnits, MadeUnits
 
 CACHE_BYTES: Final = 128 << 20
 _AUDIT_EVERY: Final = 64
@@ -75,7 +75,7 @@ class Reading:
 
     __slots__ = ("_reader", "plan", "problem", "request")
 
-    def __init__(self, reader: PromptReader, request: Request) -> None:
+    def __init__(self, reader: PromptTokenizer, request: Request) -> None:
         self._reader = reader
         self.request = request
         self.plan: Plan | None = None
@@ -103,7 +103,7 @@ class Reading:
         return self._reader.finish(self)
 
 
-class PromptReader:
+class PromptTokenizer:
     """Reads prompts for one model. Safe to use from several threads. Takes a second to make: the template is tried
     out.
     """
@@ -316,9 +316,11 @@ class PromptReader:
         return chats.plan(prepared, MadeUnits(messages, unit))
 
 
-def load_reader(path: str | Path, engine: EngineOptions | None = None, cache_bytes: int = CACHE_BYTES) -> PromptReader:
+def load_reader(
+    path: str | Path, engine: EngineOptions | None = None, cache_bytes: int = CACHE_BYTES
+) -> PromptTokenizer:
     """From a directory or a tokenizer.json. Takes seconds: for a thread. Raises OSError or ValueError."""
-    return PromptReader(load_tokenizer(path), engine, cache_bytes)
+    return PromptTokenizer(load_tokenizer(path), engine, cache_bytes)
 
 
 def _plain_tokens(tokenizer: Tokenizer, request: Request, prompt: Prompt, given: Any) -> Rendered:

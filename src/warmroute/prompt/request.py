@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from warmroute._kernel._scan import Outline, outline_of
 from warmroute.prompt.conversation import NotFollowed
+from warmroute.prompt.message_spans import decode
 from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.tokenizer import TOKEN_BYTES
-from warmroute.prompt.units import decode
 
 _OUTPUT_FIELDS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _PROMPT_FIELDS: Final = ("system", "instructions", "tools", "prompt", "input", "messages")

@@ -24,13 +24,13 @@ from typing import Final
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import RouteConfig
 from warmroute.fleet.arrivals import Arrivals
-from warmroute.fleet.meter import Meter
+from warmroute.fleet.demand import DemandMeter
 from warmroute.fleet.node import Node
 from warmroute.index.lookup import Lookup
-from warmroute.prompt.ask import HIGH, LOW, Ask
+from warmroute.prompt.routing_request import HIGH, LOW, RoutingRequest
 from warmroute.routing.deadlines import too_late
 from warmroute.routing.decision import Decision
-from warmroute.routing.fitting import in_time, in_time_behind, most_queued, under_threshold, without_queue
+from warmroute.routing.eligible_nodes import in_time, in_time_behind, most_queued, under_threshold, without_queue
 from warmroute.routing.refusals import (
     Displaced,
     NobodyCanServe,
@@ -42,7 +42,7 @@ from warmroute.routing.refusals import (
     WouldWait,
 )
 from warmroute.routing.router import Router
-from warmroute.routing.waiting_room import AGE_BONUS, STARVING_S, Guest, Key, Waiting, WaitingRoom
+from warmroute.routing.waiting_room import AGE_BONUS, STARVING_S, Key, PendingRequest, Waiting, WaitingRoom
 
 LOOKED_AT: Final = 64
 """Of those who wait, so many of each tenant are looked at when a node has room."""
@@ -88,62 +88,62 @@ class Admission:
         """Requests that had to wait, ever."""
         return self.room.held
 
-    def _config_of(self, ask: Ask) -> AdmissionConfig:
-        return self._by_route.get(ask.route, self.config) if self._by_route else self.config
+    def _config_of(self, request: RoutingRequest) -> AdmissionConfig:
+        return self._by_route.get(request.route, self.config) if self._by_route else self.config
 
     # Coming in.
 
-    def enter(self, guest: Guest, now_s: float) -> None:
+    def enter(self, guest: PendingRequest, now_s: float) -> None:
         """Calls guest.go, now or later, or guest.refuse later. Raises Undecided where it is refused at once."""
-        ask, room = guest.ask, self.room
-        meter = self._router.meter
+        request, room = guest.request, self.room
+        demand_meter = self._router.demand_meter
         try:
-            decision = self._router.decide(ask, now_s, guest.lookup)
+            decision = self._router.decide(request, now_s, guest.lookup)
         except NobodyCanServe:
-            if meter is not None:
-                _count(meter, guest)
-            if not self.node_wait_s or not ask.may_queue:
+            if demand_meter is not None:
+                _count(demand_meter, guest)
+            if not self.node_wait_s or not request.may_queue:
                 raise
-            displaces = self._check_room_here(ask.priority, now_s)
+            displaces = self._check_room_here(request.priority, now_s)
             room.keep_homeless(guest)
             if displaces:
                 self._displace(now_s)
             return
-        if meter is not None:
-            _count(meter, guest)
-        if self._thresholds or not ask.may_queue or ask.deadline_s or ask.total_deadline_s:
-            decision = self._admissible(ask, decision, now_s)
-        if ask.priority == LOW:
+        if demand_meter is not None:
+            _count(demand_meter, guest)
+        if self._thresholds or not request.may_queue or request.deadline_s or request.total_deadline_s:
+            decision = self._admissible(request, decision, now_s)
+        if request.priority == LOW:
             self._check_low(decision, now_s)
-        if self._goes_at_once(ask, decision):
+        if self._goes_at_once(request, decision):
             if room.tenants and decision.price is not None:  # without one: a trial, or another policy
-                room.note_work(ask, decision.price.prefill)
+                room.note_work(request, decision.price.prefill)
             guest.go(decision)
             return
-        displaces = self._check_may_wait(ask, decision, now_s)
+        displaces = self._check_may_wait(request, decision, now_s)
         room.keep(guest, decision)
         if displaces:
             self._displace(now_s)
 
-    def leave(self, guest: Guest) -> None:
+    def leave(self, guest: PendingRequest) -> None:
         """It waits no longer: its client has gone."""
         self.room.leave(guest)
 
-    def rehearse(self, ask: Ask, lookup: Lookup | None, now_s: float) -> tuple[Decision, bool]:
+    def rehearse(self, request: RoutingRequest, lookup: Lookup | None, now_s: float) -> tuple[Decision, bool]:
         """What `enter` would decide, and whether it would wait here first. Changes nothing. Raises Undecided."""
         aside = copy(self)
         aside._router = self._router.aside()
-        decision = aside._admissible(ask, aside._router.decide(ask, now_s, lookup), now_s)
-        if ask.priority == LOW:
+        decision = aside._admissible(request, aside._router.decide(request, now_s, lookup), now_s)
+        if request.priority == LOW:
             aside._check_low(decision, now_s)
-        if self._goes_at_once(ask, decision):
+        if self._goes_at_once(request, decision):
             return decision, False
-        aside._check_may_wait(ask, decision, now_s)
+        aside._check_may_wait(request, decision, now_s)
         return decision, True
 
-    def _goes_at_once(self, ask: Ask, decision: Decision) -> bool:
+    def _goes_at_once(self, request: RoutingRequest, decision: Decision) -> bool:
         """Also where no price decided: it is a trial, or another policy's."""
-        return decision.at < 0 or self._has_room(decision.node) or not self._holds(ask)
+        return decision.at < 0 or self._has_room(decision.node) or not self._holds(request)
 
     def _has_room(self, node: Node) -> bool:
         """Whether little enough prefill work is queued there; an idle node always takes one more."""
@@ -152,21 +152,21 @@ class Admission:
         # What is on its way there or back keeps no GPU busy: a far node has more of it.
         return node.pending_work * node.speed.ms_per_token <= self.config.ahead_ms + node.round_trip_ms
 
-    def _holds(self, ask: Ask) -> bool:
+    def _holds(self, request: RoutingRequest) -> bool:
         """Whether it waits here where its node has no room."""
-        return self._config_of(ask).hold and self._router.policy_of(ask).holds
+        return self._config_of(request).hold and self._router.policy_of(request).holds
 
-    def _admissible(self, ask: Ask, decision: Decision, now_s: float) -> Decision:
+    def _admissible(self, request: RoutingRequest, decision: Decision, now_s: float) -> Decision:
         """The decision, or another where its node has too long a queue or is too late. Raises Undecided."""
-        if self._thresholds and (threshold := self._config_of(ask).queue_threshold):
+        if self._thresholds and (threshold := self._config_of(request).queue_threshold):
             try:
-                decision = under_threshold(self._router, ask, decision, threshold)
+                decision = under_threshold(self._router, request, decision, threshold)
             except QueuesFull as full:
                 raise self._shed(full) from None
-        if not ask.may_queue:
+        if not request.may_queue:
             decision = without_queue(self._router, decision)
-        if ask.deadline_s or ask.total_deadline_s:
-            decision = in_time(self._router, ask, decision, now_s)
+        if request.deadline_s or request.total_deadline_s:
+            decision = in_time(self._router, request, decision, now_s)
         return decision
 
     # Whether there is room to wait.
@@ -178,13 +178,13 @@ class Admission:
         if self._half_full and query.group.waiting:
             raise self._shed(Shed(self._queue_s(now_s)))
 
-    def _check_may_wait(self, ask: Ask, decision: Decision, now_s: float) -> bool:
+    def _check_may_wait(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
         """True where a low one has to make room for it. Raises NotAdmitted."""
-        if not ask.may_queue:
+        if not request.may_queue:
             raise WouldWait(decision.price.own / 1000.0 if decision.price is not None else 1.0)
-        if (ask.deadline_s or ask.total_deadline_s) and self.room.tenants:
-            in_time_behind(self.room, ask, decision, now_s)
-        return self._check_room_here(ask.priority, now_s)
+        if (request.deadline_s or request.total_deadline_s) and self.room.tenants:
+            in_time_behind(self.room, request, decision, now_s)
+        return self._check_room_here(request.priority, now_s)
 
     def _check_room_here(self, priority: int, now_s: float) -> bool:
         """True where a low one has to make room. Raises Shed."""
@@ -207,8 +207,8 @@ class Admission:
         return self.room.waiting / per_s if per_s else inf
 
     def _shed(self, why: NotAdmitted) -> NotAdmitted:
-        if self._router.meter is not None:
-            self._router.meter.shed += 1
+        if self._router.demand_meter is not None:
+            self._router.demand_meter.shed += 1
         return why
 
     def _displace(self, now_s: float) -> None:
@@ -270,22 +270,22 @@ class Admission:
         for waiting in some:
             if not self.room.waits(key, waiting) or not self._think_again(key, waiting, now_s):
                 continue
-            ask = waiting.guest.ask
-            if (ask.deadline_s or ask.total_deadline_s) and self._refuse_if_late(key, waiting, now_s):
+            request = waiting.guest.request
+            if (request.deadline_s or request.total_deadline_s) and self._refuse_if_late(key, waiting, now_s):
                 continue
             decision = waiting.decision
             if decision.price is None:
                 return waiting
-            if decision.node is not node or (self._thresholds and self._queue_too_long(ask, node)):
+            if decision.node is not node or (self._thresholds and self._queue_too_long(request, node)):
                 continue
             score = decision.price.prefill - AGE_BONUS * (now_s - waiting.guest.arrived_s) * 1000.0
             if best is None or score < best_score:
                 best, best_score = waiting, score
         return best
 
-    def _queue_too_long(self, ask: Ask, node: Node) -> bool:
-        threshold = self._config_of(ask).queue_threshold
-        return bool(threshold) and ask.priority != HIGH and node.queued >= most_queued(ask, threshold)
+    def _queue_too_long(self, request: RoutingRequest, node: Node) -> bool:
+        threshold = self._config_of(request).queue_threshold
+        return bool(threshold) and request.priority != HIGH and node.queued >= most_queued(request, threshold)
 
     def _think_again(self, key: Key, waiting: Waiting, now_s: float) -> bool:
         """Decides anew for one who waits; False where nobody can take it any more."""
@@ -298,7 +298,7 @@ class Admission:
             if query is not None and now_s - query.looked_up_s < HITS_KEPT_S:
                 decision = self._router.decide_again(query, now_s)
             else:
-                decision = self._router.decide(guest.ask, now_s, guest.lookup)
+                decision = self._router.decide(guest.request, now_s, guest.lookup)
         except Undecided as why:
             if self.node_wait_s and isinstance(why, NobodyCanServe):
                 self.room.lost_home(key, guest)
@@ -306,9 +306,9 @@ class Admission:
                 self.room.drop(key, guest)
                 guest.refuse(why)
             return False
-        if self._thresholds and (threshold := self._config_of(guest.ask).queue_threshold):
+        if self._thresholds and (threshold := self._config_of(guest.request).queue_threshold):
             with suppress(QueuesFull):  # it waits on
-                decision = under_threshold(self._router, guest.ask, decision, threshold)
+                decision = under_threshold(self._router, guest.request, decision, threshold)
         self.room.decided(key, waiting, decision)
         return True
 
@@ -321,7 +321,7 @@ class Admission:
         for node in nodes:
             if node.unseen:
                 node.expect_prefilled(now_s)
-        if self.room.homeless:
+        if self.room.waiting_for_first_node:
             self._house(now_s)
         if self._router.crossings.minds_waiting:
             self._router.crossings.saw_waiting(waiting.decision for _, waiting in self.room.everybody())
@@ -333,15 +333,15 @@ class Admission:
 
     def _house(self, now_s: float) -> None:
         """Sends those who wait for a first node on, where there is one by now."""
-        for key, guest in list(self.room.homeless.items()):
-            if key not in self.room.homeless:
+        for key, guest in list(self.room.waiting_for_first_node.items()):
+            if key not in self.room.waiting_for_first_node:
                 continue
-            ask = guest.ask
+            request = guest.request
             try:
-                decision = self._admissible(ask, self._router.decide(ask, now_s, guest.lookup), now_s)
+                decision = self._admissible(request, self._router.decide(request, now_s, guest.lookup), now_s)
             except NobodyCanServe:
-                most_s = min(self.node_wait_s, self._config_of(ask).max_wait_s or inf)
-                due_s = min(ask.deadline_s or inf, ask.total_deadline_s or inf) - LOOKED_AFTER_S
+                most_s = min(self.node_wait_s, self._config_of(request).max_wait_s or inf)
+                due_s = min(request.deadline_s or inf, request.total_deadline_s or inf) - LOOKED_AFTER_S
                 if now_s - guest.arrived_s > most_s or now_s > due_s:
                     self.room.drop_homeless(guest)
                     guest.refuse(WaitedTooLong())
@@ -349,7 +349,7 @@ class Admission:
                 self.room.drop_homeless(guest)
                 guest.refuse(why)
             else:
-                if self._goes_at_once(ask, decision):
+                if self._goes_at_once(request, decision):
                     self.room.drop_homeless(guest)
                     guest.go(decision)
                 else:
@@ -362,8 +362,8 @@ class Admission:
             if not room.waits(key, waiting):
                 continue
             guest = waiting.guest
-            ask = guest.ask
-            most_s = self._config_of(ask).max_wait_s if ask.route else most_wait_s
+            request = guest.request
+            most_s = self._config_of(request).max_wait_s if request.route else most_wait_s
             waited_s = now_s - guest.arrived_s
             if most_s and waited_s > most_s:
                 room.drop(key, guest)
@@ -372,15 +372,17 @@ class Admission:
                 why = self._shed(Displaced(self._queue_s(now_s)))  # its turn would not come
                 room.drop(key, guest)
                 guest.refuse(why)
-            elif not (self._holds(ask) if ask.route else holds):  # it was told to wait by settings that are no more
+            elif not (
+                self._holds(request) if request.route else holds
+            ):  # it was told to wait by settings that are no more
                 if self._think_again(key, waiting, now_s):
                     room.drop(key, guest)
                     guest.go(waiting.decision)
             elif self._nobody_there(waiting):
                 self._think_again(key, waiting, now_s)
             elif (
-                (ask.deadline_s or ask.total_deadline_s)
-                and too_late(ask, waiting.decision, now_s, LOOKED_AFTER_S)
+                (request.deadline_s or request.total_deadline_s)
+                and too_late(request, waiting.decision, now_s, LOOKED_AFTER_S)
                 and self._think_again(key, waiting, now_s)  # what was thought of it may be of long ago
             ):
                 self._refuse_if_late(key, waiting, now_s, LOOKED_AFTER_S)
@@ -395,7 +397,7 @@ class Admission:
     def _refuse_if_late(self, key: Key, waiting: Waiting, now_s: float, margin_s: float = 0.0) -> bool:
         """True where it was: it could only have been served late."""
         guest = waiting.guest
-        late = too_late(guest.ask, waiting.decision, now_s, margin_s)
+        late = too_late(guest.request, waiting.decision, now_s, margin_s)
         if late is None:
             return False
         self.room.drop(key, guest)
@@ -403,7 +405,7 @@ class Admission:
         return True
 
 
-def _count(meter: Meter, guest: Guest) -> None:
+def _count(demand_meter: DemandMeter, guest: PendingRequest) -> None:
     """Work for the fleet. A model that it does not serve is none."""
-    guest.ask.arrived_s = guest.arrived_s
-    meter.arrived += 1
+    guest.request.arrived_s = guest.arrived_s
+    demand_meter.arrived += 1

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from math import inf
 
-from warmroute.prompt.ask import Ask
+from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.decision import Decision
 from warmroute.routing.refusals import TooLate
 
 
 def too_late(
-    ask: Ask, decision: Decision, now_s: float, margin_s: float = 0.0, ahead_ms: float = 0.0
+    request: RoutingRequest, decision: Decision, now_s: float, margin_s: float = 0.0, ahead_ms: float = 0.0
 ) -> TooLate | None:
     """Why it can't make it, or None where it may. `margin_s` is what it has to be earlier, `ahead_ms` what others who
     wait take before its turn comes."""
@@ -26,24 +26,24 @@ def too_late(
     expected_ms = answer_ms = 0.0
     if price is not None and node.load and node.speed.answers:
         expected_ms = price.own + ahead_ms
-        if ask.total_deadline_s:
+        if request.total_deadline_s:
             answer_ms = _answer_ms(decision)
-    if ask.deadline_s:
-        left_ms = (ask.deadline_s - now_s - margin_s) * 1000.0
+    if request.deadline_s:
+        left_ms = (request.deadline_s - now_s - margin_s) * 1000.0
         if expected_ms > left_ms or left_ms <= 0.0:
             return TooLate(True, expected_ms, left_ms)
-    if ask.total_deadline_s:
-        left_ms = (ask.total_deadline_s - now_s - margin_s) * 1000.0
+    if request.total_deadline_s:
+        left_ms = (request.total_deadline_s - now_s - margin_s) * 1000.0
         if expected_ms + answer_ms > left_ms or left_ms <= 0.0:
             return TooLate(False, expected_ms + answer_ms, left_ms)
     return None
 
 
-def most_own_ms(ask: Ask, decision: Decision, now_s: float) -> float:
+def most_own_ms(request: RoutingRequest, decision: Decision, now_s: float) -> float:
     """How long it may take until its first token."""
-    left_s = ask.deadline_s - now_s if ask.deadline_s else inf
-    if ask.total_deadline_s:
-        left_s = min(left_s, ask.total_deadline_s - now_s - _answer_ms(decision) / 1000.0)
+    left_s = request.deadline_s - now_s if request.deadline_s else inf
+    if request.total_deadline_s:
+        left_s = min(left_s, request.total_deadline_s - now_s - _answer_ms(decision) / 1000.0)
     return left_s * 1000.0
 
 

@@ -12,28 +12,28 @@ time that part is learned from which took longer: the prefill or the answer.
 from __future__ import annotations
 
 from warmroute._kernel._books import TicketState
+from warmroute.fleet.decode_speed import DecodeSpeed
 from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.pace import Pace
 from warmroute.fleet.ticket import Ticket
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.index.prediction import Prediction
-from warmroute.prompt.ask import Ask
+from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.outputs import OutputLengths
 
 
 class Dispatch(Ticket):
-    __slots__ = ("_beliefs", "_outputs", "ask", "prediction")
+    __slots__ = ("_cache_view", "_outputs", "prediction", "request")
 
     def __init__(
-        self, ask: Ask, node: Node, now_s: float, beliefs: Beliefs, outputs: OutputLengths, pace: Pace,
+        self, request: RoutingRequest, node: Node, now_s: float, cache_view: CacheView, outputs: OutputLengths, pace: DecodeSpeed,
         prediction: Prediction | None, tokens: int, new: int, prefill: float,
     ) -> None:  # fmt: skip
         """Of its `tokens` the node has to compute `new` ones, which is so much `prefill` work."""
-        self.ask = ask
-        self._beliefs = beliefs
+        self.request = request
+        self._cache_view = cache_view
         self._outputs = outputs
         self.prediction = prediction
-        self.enter(node, now_s, pace, ask.streams, tokens, new, prefill)
+        self.enter(node, now_s, pace, request.streams, tokens, new, prefill)
         groups = self._groups = node.groups
         for group in groups:
             group.inflight += 1
@@ -42,7 +42,7 @@ class Dispatch(Ticket):
         TicketState.first_byte(self, now_s, served)
         prediction = self.prediction
         if served and prediction is not None:
-            self._beliefs.first_token(prediction, now_s)
+            self._cache_view.first_token(prediction, now_s)
 
     @property
     def cached(self) -> int:
@@ -70,8 +70,8 @@ class Dispatch(Ticket):
             prediction.reported(cached_tokens, now_s)
         self.learn(output_tokens, now_s)
         if output_tokens is not None:
-            ask = self.ask
-            self._outputs.saw(ask.model, ask.tenant, output_tokens)
+            request = self.request
+            self._outputs.saw(request.model, request.tenant, output_tokens)
             prediction.answered(output_tokens, now_s)
 
     def close(self, outcome: Outcome, now_s: float) -> None:

@@ -23,12 +23,12 @@ from warmroute.config import Crossing
 from warmroute.fleet.group import Candidates
 from warmroute.fleet.islands import Islands
 from warmroute.fleet.node import Node
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
+from warmroute.routing.conversation_affinity import Stay, Stays, ends_at
 from warmroute.routing.deadlines import most_own_ms
 from warmroute.routing.decision import Decision, Policy
 from warmroute.routing.outputs import OutputLengths
 from warmroute.routing.query import Query
-from warmroute.routing.stays import Stay, Stays, ends_at
 
 PROMPT_TOKEN_BYTES: Final = 4.5
 ANSWER_TOKEN_BYTES: Final = 220.0
@@ -40,9 +40,9 @@ REASONS: Final = (DOWN, SLOW, DEADLINE, PASSED_OVER, STOOD_IN)
 class Crossings:
     """Keeps conversations at home, and counts those that leave."""
 
-    def __init__(self, islands: Islands, beliefs: Beliefs, outputs: OutputLengths) -> None:
+    def __init__(self, islands: Islands, cache_view: CacheView, outputs: OutputLengths) -> None:
         self._islands = islands
-        self._beliefs = beliefs
+        self._cache_view = cache_view
         self._outputs = outputs
         self._stays = Stays(islands.crossing.remembered_s)
         self.books = islands.books
@@ -97,12 +97,12 @@ class Crossings:
         return self._spilled(query, policy, decision, settings) or decision.with_more(everyone.nodes)
 
     def _stay(self, query: Query) -> Stay | None:
-        ask, lookup = query.ask, query.lookup
-        if ask.session_header:
-            return self._stays.by_name(ask.tenant, ask.model, ask.session_header)
+        request, lookup = query.request, query.lookup
+        if request.session_header:
+            return self._stays.by_name(request.tenant, request.model, request.session_header)
         if lookup is None:
             return None
-        chain, size = self._beliefs.chain(ask.model, lookup)
+        chain, size = self._cache_view.chain(request.model, lookup)
         return self._stays.by_prompt(chain, ends_at(lookup.token_count, size), lookup.sharing) if chain else None
 
     def _on(self, query: Query, *islands: str) -> Candidates:
@@ -113,11 +113,13 @@ class Crossings:
 
     def _spilled(self, query: Query, policy: Policy, there: Decision, settings: Crossing) -> Decision | None:
         """Elsewhere, where its home can't serve it in time."""
-        price, ask = there.price, query.ask
+        price, request = there.price, query.request
         if price is None:
             return None
         there.query = query
-        late = bool(ask.deadline_s or ask.total_deadline_s) and price.own > most_own_ms(ask, there, query.now_s)
+        late = bool(request.deadline_s or request.total_deadline_s) and price.own > most_own_ms(
+            request, there, query.now_s
+        )
         if price.own <= settings.spill_ms and not late:
             return None
         elsewhere = policy.decide(query)
@@ -125,7 +127,7 @@ class Crossings:
         best = elsewhere.price
         if best is None or elsewhere.node.island == there.node.island:
             return None
-        if late and best.own <= most_own_ms(ask, elsewhere, query.now_s):
+        if late and best.own <= most_own_ms(request, elsewhere, query.now_s):
             _cross(query, elsewhere, DEADLINE, f"{there.node.island} can't serve it by its deadline")
         elif price.own - best.own > settings.spill_ms:
             _cross(query, elsewhere, SLOW, f"{there.node.island} would take {price.own - best.own:,.0f} ms longer")
@@ -144,16 +146,16 @@ class Crossings:
             self.books.fresh[island] += 1
         else:
             home = self._counted(stay, island, query)
-        ask, lookup = query.ask, query.lookup
-        if ask.session_header:
-            self._stays.keep_name(ask.tenant, ask.model, ask.session_header, (home, island), now_s)
+        request, lookup = query.request, query.lookup
+        if request.session_header:
+            self._stays.keep_name(request.tenant, request.model, request.session_header, (home, island), now_s)
         elif lookup is not None:
-            chain, size = self._beliefs.chain(ask.model, lookup)
+            chain, size = self._cache_view.chain(request.model, lookup)
             if chain:
                 blocks = ends_at(lookup.token_count, size)
                 self._stays.keep_prompt(chain, blocks, lookup.sharing, (home, island), now_s)
         if lookup is not None:
-            answer = self._outputs.expected(ask.model, ask.tenant, ask.max_output_tokens)
+            answer = self._outputs.expected(request.model, request.tenant, request.max_output_tokens)
             self._islands.saw_request(PROMPT_TOKEN_BYTES * lookup.token_count + ANSWER_TOKEN_BYTES * answer)
 
     def _counted(self, stay: Stay, island: str, query: Query) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from warmroute.fleet.meter import Meter
+from warmroute.fleet.demand import DemandMeter
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.routing.dispatch import Dispatch
@@ -16,11 +16,11 @@ class MeteredTicket(Ticket):
 
     __slots__ = ("_arrived_s", "_meter")
 
-    def __init__(self, node: Node, now_s: float, meter: Meter, arrived_s: float) -> None:
+    def __init__(self, node: Node, now_s: float, demand_meter: DemandMeter, arrived_s: float) -> None:
         super().__init__(node, now_s)
-        self._meter = meter
+        self._meter = demand_meter
         self._arrived_s = arrived_s
-        meter.saw_sent(UNREAD_TOKENS, 0.0, UNREAD_TOKENS, node.speed.ms_per_token)
+        demand_meter.saw_sent(UNREAD_TOKENS, 0.0, UNREAD_TOKENS, node.speed.ms_per_token)
 
     def first_byte(self, now_s: float, served: bool = True) -> None:
         super().first_byte(now_s, served)
@@ -36,15 +36,15 @@ class MeteredTicket(Ticket):
 class MeteredDispatch(Dispatch):
     __slots__ = ("_arrived_s", "_meter")
 
-    def begin(self, meter: Meter, arrived_s: float) -> MeteredDispatch:
-        self._meter = meter
+    def begin(self, demand_meter: DemandMeter, arrived_s: float) -> MeteredDispatch:
+        self._meter = demand_meter
         self._arrived_s = arrived_s
-        meter.saw_sent(self.tokens, self.cached, self._work, self.node.speed.ms_per_token)
+        demand_meter.saw_sent(self.tokens, self.cached, self._work, self.node.speed.ms_per_token)
         return self
 
     def first_byte(self, now_s: float, served: bool = True) -> None:
         super().first_byte(now_s, served)
-        if served and self.ask.streams:
+        if served and self.request.streams:
             self._meter.saw_first_token((now_s - self._arrived_s) * 1000.0)
 
     def answered(

@@ -5,20 +5,20 @@ from __future__ import annotations
 import msgspec
 
 from warmroute.fleet.group import Candidates, Group
-from warmroute.index.beliefs import Beliefs, Hit
+from warmroute.index.cache_view import CacheView, Hit
 from warmroute.index.lookup import Lookup
-from warmroute.prompt.ask import Ask
-from warmroute.routing.stays import Stay
+from warmroute.prompt.routing_request import RoutingRequest
+from warmroute.routing.conversation_affinity import Stay
 
 
 class Query(msgspec.Struct, eq=False):
-    ask: Ask
+    request: RoutingRequest
     candidates: Candidates
     group: Group
     now_s: float
     lookup: Lookup | None
     """The prompt in blocks; None where it was not read, or is too short to matter."""
-    beliefs: Beliefs
+    cache_view: CacheView
     looked_up_s: float = 0.0
     """When what nodes hold was asked for."""
     stay: Stay | None = None
@@ -31,7 +31,7 @@ class Query(msgspec.Struct, eq=False):
     def again(self, now_s: float) -> Query:
         """The same a moment later. When it was looked up stays."""
         return Query(
-            self.ask, self.candidates, self.group, now_s, self.lookup, self.beliefs, self.looked_up_s,
+            self.request, self.candidates, self.group, now_s, self.lookup, self.cache_view, self.looked_up_s,
             self.stay, self.crossing, self.hits(),
         )  # fmt: skip
 
@@ -40,6 +40,6 @@ class Query(msgspec.Struct, eq=False):
         hits = self.known_hits
         if hits is None:
             lookup = self.lookup
-            hits = self.beliefs.hits(self.ask.model, lookup, self.now_s) if lookup is not None else {}
+            hits = self.cache_view.hits(self.request.model, lookup, self.now_s) if lookup is not None else {}
             self.known_hits = hits
         return hits

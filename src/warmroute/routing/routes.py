@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from warmroute.config import PriorityName, RouteConfig
-from warmroute.prompt.ask import HIGH, LOW, NORMAL, Ask
+from warmroute.prompt.routing_request import HIGH, LOW, NORMAL, RoutingRequest
 
 PRIORITIES: Final[dict[PriorityName, int]] = {"high": HIGH, "normal": NORMAL, "low": LOW}
 Matches = Callable[[str], object]
@@ -47,14 +47,14 @@ class Route:
             return False
         return self._header_value is None or bool(self._header_value(value.decode("latin-1")))
 
-    def apply(self, ask: Ask, now_s: float) -> None:
+    def apply(self, request: RoutingRequest, now_s: float) -> None:
         """The request goes this way: what it is given where it does not say otherwise."""
-        ask.route = self.name
-        ask.priority = self.priority
+        request.route = self.name
+        request.priority = self.priority
         if self.ttft_s:
-            ask.deadline_s = now_s + self.ttft_s
+            request.deadline_s = now_s + self.ttft_s
         if self.total_s:
-            ask.total_deadline_s = now_s + self.total_s
+            request.total_deadline_s = now_s + self.total_s
 
 
 class Routes:

@@ -2,7 +2,7 @@
 
 Higher priority goes first, then the tenant that has had the least work done. One turn in EVERY is for whoever has
 waited longest, so that nobody waits for ever behind higher priorities. Those for whom there is no node at all (the
-homeless) wait apart, until there is one.
+waiting_for_first_node) wait apart, until there is one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from warmroute.fleet.group import Group
 from warmroute.fleet.node import Node
 from warmroute.index.lookup import Lookup
-from warmroute.prompt.ask import LOW, Ask
+from warmroute.prompt.routing_request import LOW, RoutingRequest
 from warmroute.routing.decision import Decision
 from warmroute.routing.refusals import Undecided
 
@@ -31,11 +31,11 @@ Key = tuple[int, str]
 """Priority and tenant."""
 
 
-class Guest(Protocol):
+class PendingRequest(Protocol):
     """A request that asks for a node."""
 
     @property
-    def ask(self) -> Ask: ...
+    def request(self) -> RoutingRequest: ...
     @property
     def lookup(self) -> Lookup | None: ...
     @property
@@ -53,7 +53,7 @@ class Waiting:
 
     __slots__ = ("as_of", "decision", "group", "guest")
 
-    def __init__(self, guest: Guest, decision: Decision, group: Group) -> None:
+    def __init__(self, guest: PendingRequest, decision: Decision, group: Group) -> None:
         self.guest = guest
         self.group = group
         """The group that counts it as waiting."""
@@ -83,7 +83,7 @@ class Tenant:
         self._of_node.setdefault(waiting.decision.node, {})[key] = waiting
         waiting.group.waiting += 1
 
-    def remove(self, guest: Guest) -> bool:
+    def remove(self, guest: PendingRequest) -> bool:
         waiting = self.waiting.pop(id(guest), None)
         if waiting is None:
             return False
@@ -128,7 +128,7 @@ class WaitingRoom:
         """What others have had of late, so that nobody is the first each time because only one of theirs waits."""
         self._level = [0.0] * 3
         """For each priority: what the tenant whose turn it was had had. Where those begin who come later."""
-        self.homeless: dict[int, Guest] = {}
+        self.waiting_for_first_node: dict[int, PendingRequest] = {}
         """Those for whom there is no node at all, in the order of their arrival, by id()."""
         self._low_homeless = 0
         self._turns = 0
@@ -140,32 +140,32 @@ class WaitingRoom:
 
     # Coming and leaving.
 
-    def keep(self, guest: Guest, decision: Decision) -> None:
+    def keep(self, guest: PendingRequest, decision: Decision) -> None:
         """It waits for room on its node."""
         self.held += 1
         self._add(guest, decision)
 
-    def keep_homeless(self, guest: Guest) -> None:
+    def keep_homeless(self, guest: PendingRequest) -> None:
         """It waits for a first node to come."""
         self.held += 1
         self._add_homeless(guest)
 
-    def lost_home(self, key: Key, guest: Guest) -> None:
+    def lost_home(self, key: Key, guest: PendingRequest) -> None:
         """The last node that could have taken it is gone: it is the same wait."""
         self.drop(key, guest)
         self._add_homeless(guest)
 
-    def found_home(self, guest: Guest, decision: Decision) -> None:
+    def found_home(self, guest: PendingRequest, decision: Decision) -> None:
         """There is a node for it, which has no room yet: it is the same wait."""
         self.drop_homeless(guest)
         self._add(guest, decision)
 
-    def leave(self, guest: Guest) -> None:
+    def leave(self, guest: PendingRequest) -> None:
         """It waits no longer, if it did: its client has gone."""
         if not self.drop_homeless(guest):
-            self.drop((guest.ask.priority, guest.ask.tenant), guest)
+            self.drop((guest.request.priority, guest.request.tenant), guest)
 
-    def drop(self, key: Key, guest: Guest) -> bool:
+    def drop(self, key: Key, guest: PendingRequest) -> bool:
         """False where it does not wait any more."""
         tenant = self.tenants.get(key)
         if tenant is None or not tenant.remove(guest):
@@ -179,16 +179,16 @@ class WaitingRoom:
                 self._level = [0.0] * 3
         return True
 
-    def drop_homeless(self, guest: Guest) -> bool:
+    def drop_homeless(self, guest: PendingRequest) -> bool:
         """False where it is none, or no more."""
-        if self.homeless.pop(id(guest), None) is None:
+        if self.waiting_for_first_node.pop(id(guest), None) is None:
             return False
         self.waiting -= 1
-        self._low_homeless -= guest.ask.priority == LOW
+        self._low_homeless -= guest.request.priority == LOW
         return True
 
-    def _add(self, guest: Guest, decision: Decision) -> None:
-        key = (guest.ask.priority, guest.ask.tenant)
+    def _add(self, guest: PendingRequest, decision: Decision) -> None:
+        key = (guest.request.priority, guest.request.tenant)
         tenant = self.tenants.get(key)
         if tenant is None:
             tenant = self.tenants[key] = Tenant(max(self._level[key[0]], self.had.pop(key, 0.0)))
@@ -197,10 +197,10 @@ class WaitingRoom:
         tenant.add(Waiting(guest, decision, query.group))
         self.waiting += 1
 
-    def _add_homeless(self, guest: Guest) -> None:
-        self.homeless[id(guest)] = guest
+    def _add_homeless(self, guest: PendingRequest) -> None:
+        self.waiting_for_first_node[id(guest)] = guest
         self.waiting += 1
-        self._low_homeless += guest.ask.priority == LOW
+        self._low_homeless += guest.request.priority == LOW
 
     def decided(self, key: Key, waiting: Waiting, decision: Decision) -> None:
         self.tenants[key].decided(waiting, decision)
@@ -208,7 +208,7 @@ class WaitingRoom:
     # Who is there.
 
     def everybody(self) -> list[tuple[Key, Waiting]]:
-        """All but the homeless."""
+        """All but the waiting_for_first_node."""
         return [(key, waiting) for key, tenant in self.tenants.items() for waiting in tenant.waiting.values()]
 
     def waits(self, key: Key, waiting: Waiting) -> bool:
@@ -224,19 +224,21 @@ class WaitingRoom:
         """Whether anybody waits for room who is not low."""
         return any(key[0] != LOW for key in self.tenants)
 
-    def last_low(self) -> Guest | None:
-        """Who makes room: the last that came, of the tenant that has the most of them; else the last homeless."""
+    def last_low(self) -> PendingRequest | None:
+        """Who makes room: the last that came, of the tenant that has the most of them; else the last waiting_for_first_node."""
         low = [(len(tenant.waiting), key) for key, tenant in self.tenants.items() if key[0] == LOW]
         if low:
             return next(reversed(self.tenants[max(low)[1]].waiting.values())).guest
-        return next((guest for guest in reversed(self.homeless.values()) if guest.ask.priority == LOW), None)
+        return next(
+            (guest for guest in reversed(self.waiting_for_first_node.values()) if guest.request.priority == LOW), None
+        )
 
-    def ahead_ms(self, ask: Ask, group: Group, work_ms: float, now_s: float) -> float:
+    def ahead_ms(self, request: RoutingRequest, group: Group, work_ms: float, now_s: float) -> float:
         """Prefill work that goes before one that came now, with so much work: of those with a higher priority, and of
         its own tenant. How much other tenants' goes before it depends on what they have had: it is not counted."""
-        mine, ahead_ms = (ask.priority, ask.tenant), 0.0
+        mine, ahead_ms = (request.priority, request.tenant), 0.0
         for key, tenant in self.tenants.items():
-            if key[0] >= ask.priority and key != mine:
+            if key[0] >= request.priority and key != mine:
                 continue
             found_ms = 0.0
             for waiting in islice(tenant.waiting.values(), COUNTED):
@@ -267,15 +269,15 @@ class WaitingRoom:
         self._level[key[0]] = max(self._level[key[0]], tenant.done)
         tenant.done += work_ms
 
-    def let_through(self, key: Key, guest: Guest) -> None:
+    def let_through(self, key: Key, guest: PendingRequest) -> None:
         self.drop(key, guest)
         self._turns += 1
 
-    def note_work(self, ask: Ask, work_ms: float) -> None:
+    def note_work(self, request: RoutingRequest, work_ms: float) -> None:
         """Work that is let through at once while others wait: it is its tenant's, too."""
-        key = (ask.priority, ask.tenant)
+        key = (request.priority, request.tenant)
         tenant = self.tenants.get(key)
         if tenant is not None:
             tenant.done += work_ms
         else:
-            self.had[key] = max(self._level[ask.priority], self.had.get(key, 0.0)) + work_ms
+            self.had[key] = max(self._level[request.priority], self.had.get(key, 0.0)) + work_ms

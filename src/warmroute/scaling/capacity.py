@@ -11,7 +11,7 @@
     hit(fleet)    = hit now · reused within keeps(fleet) / reused within keeps now
 
 A request holds its KV memory for as long as its answer takes; steps take longer the more there is to look back at, and
-the more of the time goes into prefills. In the line of fleet/pace.py what a node holds is then arrivals · tokens ·
+the more of the time goes into prefills. In the line of fleet/decode_speed.py what a node holds is then arrivals · tokens ·
 context · base / (weight − load), which has its pole where the work takes all of the time.
 
 The last two tell thrashing from plain unique traffic. A larger cache keeps blocks longer; whether anybody would have

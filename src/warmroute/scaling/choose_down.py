@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from warmroute.config import Scaling
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.index.hot import HotPrefix, HotPrefixes
 from warmroute.scaling.capacity import Speeds
 from warmroute.scaling.observe import NodeView
@@ -69,14 +69,14 @@ def ranked(
 
 
 def only_here(
-    hot: HotPrefixes | None, beliefs: Beliefs, name: str, others: Collection[str], now_s: float
+    hot: HotPrefixes | None, cache_view: CacheView, name: str, others: Collection[str], now_s: float
 ) -> tuple[HotPrefix, ...]:
     """Hot prefixes that this node holds and none of the others does."""
     if hot is None:
         return ()
     found = []
     for prefix in hot.hottest(64, now_s):
-        holders = beliefs.holders(prefix.chain)
+        holders = cache_view.holders(prefix.chain)
         if name in holders and not holders & set(others):
             found.append(prefix)
     return tuple(found[:MOST_MOVED])

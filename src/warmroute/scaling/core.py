@@ -13,34 +13,34 @@ from collections.abc import Callable
 import msgspec
 
 from warmroute.config import Scaling
+from warmroute.fleet.demand import DemandMeter
 from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.meter import Meter
 from warmroute.fleet.node import Node
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.index.hot import HotPrefix, HotPrefixes
 from warmroute.scaling.choose_down import only_here
 from warmroute.scaling.choose_up import Holding, Market
-from warmroute.scaling.life import Lives, State
 from warmroute.scaling.loop import Coming, Scaler, Step
+from warmroute.scaling.node_lifecycle import Lives, State
 from warmroute.scaling.observe import FleetView, Observer
 from warmroute.scaling.windows import Windows
 
 
 class Core:
     def __init__(
-        self, config: Scaling, fleet: Fleet, beliefs: Beliefs, meter: Meter, hot: HotPrefixes | None,
+        self, config: Scaling, fleet: Fleet, cache_view: CacheView, demand_meter: DemandMeter, hot: HotPrefixes | None,
         waiting: Callable[[], int],
     ) -> None:  # fmt: skip
         """`waiting` tells how many requests wait at the router."""
         self._fleet = fleet
-        self._beliefs = beliefs
+        self._cache_view = cache_view
         self._hot = hot
         self.config = config
         self.market = Market(config)
         self.lives = Lives(config)
         self.scaler = Scaler(config, self.market)
         self.windows = Windows(config)
-        self._observer = Observer(fleet, beliefs, meter, waiting)
+        self._observer = Observer(fleet, cache_view, demand_meter, waiting)
         self.last: Step | None = None
         """What was last decided."""
 
@@ -114,7 +114,7 @@ class Core:
         """What another node is to have before this one goes."""
         going = {name, *self.draining}
         others = [node.name for node in self._fleet if node.name not in going and not node.draining]
-        return only_here(self._hot, self._beliefs, name, others, now_s)
+        return only_here(self._hot, self._cache_view, name, others, now_s)
 
     @property
     def draining(self) -> list[str]:

@@ -29,11 +29,11 @@ from warmroute.fleet.node import Node
 from warmroute.index.hot import HotPrefix
 from warmroute.scaling.cloud import GONE, Cloud
 from warmroute.scaling.core import Core
-from warmroute.scaling.life import Event, NodeLife, State
+from warmroute.scaling.decision_log import Sayings
 from warmroute.scaling.loop import Step
+from warmroute.scaling.node_lifecycle import Event, NodeLife, State
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoCapacity, new_token
-from warmroute.scaling.saying import Sayings
 from warmroute.scaling.warm import Warmer
 
 log = logging.getLogger("warmroute.scaling")

@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 
 from warmroute.config import Config, ConfigError
+from warmroute.fleet.demand import DemandMeter
 from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.meter import Meter
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.index.hot import HotPrefixes
 from warmroute.scaling.cloud import Cloud
 from warmroute.scaling.core import Core
 from warmroute.scaling.driver import Driver, Nodes
 from warmroute.scaling.leader import FileLock
-from warmroute.scaling.life import State
+from warmroute.scaling.node_lifecycle import State
 from warmroute.scaling.provisioners import provisioner_named
 from warmroute.scaling.warm import Post, Warmer
 
@@ -44,18 +44,18 @@ class Figures(msgspec.Struct, frozen=True):
 
 class LiveScaling:
     def __init__(
-        self, config: Config, fleet: Fleet, beliefs: Beliefs, nodes: Nodes, post: Post, waiting: Callable[[], int],
+        self, config: Config, fleet: Fleet, cache_view: CacheView, nodes: Nodes, post: Post, waiting: Callable[[], int],
         hold: Callable[[float], None],
     ) -> None:  # fmt: skip
         """`hold` is told how long requests are to wait for a first node. Raises ConfigError where a provisioner can't
         be had."""
         self._config = config
         self._fleet = fleet
-        self.meter = Meter()
+        self.demand_meter = DemandMeter()
         self.hot = HotPrefixes() if config.scaling.warm_prefixes else None
         self._waiting = waiting
         self._hold = hold
-        self.core = Core(config.scaling, fleet, beliefs, self.meter, self.hot, waiting)
+        self.core = Core(config.scaling, fleet, cache_view, self.demand_meter, self.hot, waiting)
         now = time.monotonic
         clouds = [Cloud(provisioner_named(one), one.timeout_s, now, one.api_key_env) for one in config.provisioners]
         lock = FileLock(Path(config.scaling.lock_file).expanduser()) if config.scaling.lock_file else None

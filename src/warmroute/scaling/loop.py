@@ -35,10 +35,10 @@ from warmroute.config import Scaling
 from warmroute.scaling.capacity import Demand, Size, Speeds, size_of
 from warmroute.scaling.choose_down import Victim, ranked
 from warmroute.scaling.choose_up import Holding, Market
-from warmroute.scaling.doubts import sane
 from warmroute.scaling.hours import least_nodes
 from warmroute.scaling.observe import FleetView, NodeView, Seen
 from warmroute.scaling.offer import Offer
+from warmroute.scaling.sanitize_metrics import sane
 
 LEAST_ARRIVALS: Final = 8
 """Fewer make no panic: one long prompt is none."""

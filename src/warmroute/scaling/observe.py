@@ -14,13 +14,13 @@ from math import inf
 
 import msgspec
 
+from warmroute.fleet.decode_speed import USUAL_SLOPE_MS
+from warmroute.fleet.demand import TIME_BOUNDS_MS, DemandMeter, percentile_ms
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import Standing
-from warmroute.fleet.meter import TIME_BOUNDS_MS, Meter, percentile_ms
 from warmroute.fleet.node import Node
-from warmroute.fleet.pace import USUAL_SLOPE_MS
 from warmroute.fleet.speed import USUAL_MS_PER_TOKEN
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 
 SUMS = (
     "arrived", "shed", "sent", "prompt_tokens", "cached_tokens", "prefill_work", "prefill_squares",
@@ -111,7 +111,7 @@ class FleetView(msgspec.Struct, kw_only=True):
     waiting: int = 0
     """Requests that wait here, now; for a first node, too."""
     slope_ms: float = USUAL_SLOPE_MS
-    """What a token of an answer takes longer for each token of context (see fleet/pace.py)."""
+    """What a token of an answer takes longer for each token of context (see fleet/decode_speed.py)."""
     idle_s: float = 0.0
     """Time since a request was last here, or since somebody began to look."""
     reuse_within: Callable[[float], float] = lambda _age_s: 0.0
@@ -158,14 +158,16 @@ def seen(samples: Iterable[Sample]) -> Seen:
 class Observer:
     """Reads the books once an interval."""
 
-    def __init__(self, fleet: Fleet, beliefs: Beliefs, meter: Meter, waiting: Callable[[], int]) -> None:
+    def __init__(
+        self, fleet: Fleet, cache_view: CacheView, demand_meter: DemandMeter, waiting: Callable[[], int]
+    ) -> None:
         self._fleet = fleet
-        self._beliefs = beliefs
-        self._meter = meter
+        self._cache_view = cache_view
+        self._meter = demand_meter
         self._waiting = waiting
         """Requests that wait at the router now."""
         self._sums = self._read()
-        self._ttft, self._latency = meter.ttft_counts[:], meter.latency_counts[:]
+        self._ttft, self._latency = demand_meter.ttft_counts[:], demand_meter.latency_counts[:]
         self._read_s: float | None = None
         self._busy_s = inf
         """When a request was last here. Before the first sample nobody knows: idle time begins with that."""
@@ -175,8 +177,8 @@ class Observer:
 
     def sample(self, now_s: float) -> Sample:
         """What happened since the last one."""
-        meter, fleet = self._meter, self._fleet
-        sums, ttft, latency = self._read(), meter.ttft_counts[:], meter.latency_counts[:]
+        demand_meter, fleet = self._meter, self._fleet
+        sums, ttft, latency = self._read(), demand_meter.ttft_counts[:], demand_meter.latency_counts[:]
         span_s = max(0.0, now_s - self._read_s) if self._read_s is not None else 0.0
         waiting = self._waiting()
         usages = [node.kv_usage for node in fleet if not node.draining and node.health.standing is Standing.UP]
@@ -218,13 +220,13 @@ class Observer:
             waiting=self._waiting(),
             slope_ms=slopes[0] if slopes else USUAL_SLOPE_MS,
             idle_s=max(0.0, now_s - self._busy_s),
-            reuse_within=self._beliefs.reuse.share_within,
-            reuse_chance=self._beliefs.reuse.chance,
+            reuse_within=self._cache_view.reuse.share_within,
+            reuse_chance=self._cache_view.reuse.chance,
             growth_per_s=growth_per_s,
         )
 
     def _node(self, node: Node, now_s: float, offer: tuple[str, str] | None, endable: bool) -> NodeView:
-        cache = self._beliefs.cache(node.name)
+        cache = self._cache_view.cache(node.name)
         capacity = cache.capacity_blocks if cache is not None else 0
         held = max(0, cache.recency.capacity - cache.free_blocks) if cache is not None else 0
         oldest_s = cache.oldest_s if cache is not None else now_s

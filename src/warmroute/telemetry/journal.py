@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import msgspec
 
-from warmroute.aside import aside
+from warmroute.blocking import aside
 from warmroute.config import Journal as JournalConfig
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket

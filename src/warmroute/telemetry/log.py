@@ -1,11 +1,10 @@
-"""Logs for what an operator must act on: on standard error, one line each, as text or JSON."""
+"""Sends the package's logs to standard error, one line each, as text with the date or as JSON."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from traceback import extract_tb
 
 import msgspec
 
@@ -18,26 +17,32 @@ class _JsonLines(logging.Formatter):
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
         }
+        event = getattr(record, "event", None)
+        if event is not None:
+            line["event"] = event
+            line["message"] = getattr(record, "sentence", "")
+            for name, value in getattr(record, "fields", {}).items():
+                plain = value is None or isinstance(value, (str, int, float, bool))
+                line.setdefault(name, value if plain else str(value))
+        else:
+            line["message"] = record.getMessage()
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return msgspec.json.encode(line).decode()
 
 
-def without_words(error: Exception) -> str:
-    """What went wrong and where. An error's own words may be a user's."""
-    last = extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__} at {last.filename}:{last.lineno}"
+class _TextLines(logging.Formatter):
+    converter = staticmethod(time.gmtime)
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
 
 
 def set_up(config: Log) -> None:
     """Sends the package's logs to standard error in the configured form."""
     handler = logging.StreamHandler(sys.stderr)
-    if config.format == "json":
-        handler.setFormatter(_JsonLines())
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
+    text = _TextLines("%(asctime)s %(levelname)-7s %(message)s")
+    handler.setFormatter(_JsonLines() if config.format == "json" else text)
     logger = logging.getLogger("warmroute")
     logger.handlers[:] = [handler]
     logger.setLevel(config.level.upper())

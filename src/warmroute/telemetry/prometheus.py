@@ -13,7 +13,7 @@ from warmroute import __version__
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import Standing
 from warmroute.fleet.node import FIRST_BYTE_BOUNDS_MS, Outcome
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.exposition import Family, Histogram, counter, gauge, label_value, labels, page
 
@@ -40,7 +40,7 @@ class MetricsPage:
     def __init__(
         self,
         fleet: Fleet,
-        beliefs: Beliefs,
+        cache_view: CacheView,
         counters: Counters,
         connections: Callable[[], tuple[int, int]],
         waiting: Callable[[], tuple[int, int]],
@@ -51,7 +51,7 @@ class MetricsPage:
         where the fleet is not scaled."""
         self._scaling = scaling
         self._fleet = fleet
-        self._beliefs = beliefs
+        self._cache_view = cache_view
         self._now = now
         self._counters = counters
         self._connections = connections
@@ -113,7 +113,7 @@ class MetricsPage:
 
     def _nodes(self) -> Iterable[Family]:
         inflight = gauge("warmroute_node_inflight", "Requests of this router on the node.")
-        foreign = gauge("warmroute_node_foreign", "Requests of others on the node, at the last poll.")
+        other_load = gauge("warmroute_node_foreign", "Requests of others on the node, at the last poll.")
         waiting = gauge("warmroute_node_waiting", "Requests that the engine has queued, at the last poll.")
         kv_usage = gauge("warmroute_node_kv_usage_ratio", "Share of KV blocks in use, at the last poll.")
         latency = gauge("warmroute_node_latency_ms", "Moving average of an answer's time.")
@@ -132,7 +132,7 @@ class MetricsPage:
         for node in list(self._fleet):
             name = f'node="{label_value(node.name)}"'
             inflight.add(node.inflight, name)
-            foreign.add(node.foreign, name)
+            other_load.add(node.other_load, name)
             waiting.add(node.waiting, name)
             kv_usage.add(node.kv_usage, name)
             latency.add(node.latency_ms, name)
@@ -149,11 +149,11 @@ class MetricsPage:
                 requests.add(node.outcomes[outcome], name + labelled)
             first_byte.add_counts(node.first_byte_counts, node.first_byte_sum_ms / 1000, name)
         yield from (
-            inflight, foreign, waiting, kv_usage, latency, prefill, token, adapters, loads, state, requests, first_byte,
+            inflight, other_load, waiting, kv_usage, latency, prefill, token, adapters, loads, state, requests, first_byte,
         )  # fmt: skip
 
     def _index(self) -> Iterable[Family]:
-        stats = self._beliefs.index.stats()
+        stats = self._cache_view.index.stats()
         for name, text in (
             ("bytes", "Memory of the block index."),
             ("budget_bytes", "Memory that the block index may have."),
@@ -174,8 +174,8 @@ class MetricsPage:
         compared = _cache_count("compared", "Answers that told how much was cached.")
         exact = _cache_count("exact", "Answers that told just what was predicted.")
         gaps = _cache_count("gaps", "Times that events were lost for good.")
-        now_s, config = self._now(), self._beliefs.config
-        for cache in list(self._beliefs):
+        now_s, config = self._now(), self._cache_view.config
+        for cache in list(self._cache_view):
             node, accuracy = labels(node=cache.name), cache.accuracy
             told.add(cache.complete, node)
             doubted.add(cache.doubted, node)

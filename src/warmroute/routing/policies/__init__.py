@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from warmroute.config import Pricing, Routing
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.routing.decision import Policy
 from warmroute.routing.outputs import OutputLengths
 from warmroute.routing.policies.latency import Latency
@@ -19,7 +19,9 @@ from warmroute.routing.policies.round_robin import RoundRobin
 from warmroute.routing.policies.session import Session
 
 
-def policy_named(config: Routing, pricing: Pricing, beliefs: Beliefs, outputs: OutputLengths, random: Random) -> Policy:
+def policy_named(
+    config: Routing, pricing: Pricing, cache_view: CacheView, outputs: OutputLengths, random: Random
+) -> Policy:
     """The configured policy, with its settings."""
     match config.policy:
         case "round_robin":
@@ -41,4 +43,4 @@ def policy_named(config: Routing, pricing: Pricing, beliefs: Beliefs, outputs: O
         case "approximate":
             return Approximate(LeastLoaded(random))
         case "price":
-            return PricePolicy(beliefs, outputs, pricing, random)
+            return PricePolicy(cache_view, outputs, pricing, random)

@@ -32,7 +32,7 @@ class Latency:
 def _times_ms(nodes: tuple[Node, ...]) -> list[float]:
     known = [node.latency_ms for node in nodes if node.latency_ms]
     mean_ms = sum(known) / len(known) if known else 1.0
-    return [(node.inflight + node.foreign + 1) * (node.latency_ms or mean_ms) for node in nodes]
+    return [(node.inflight + node.other_load + 1) * (node.latency_ms or mean_ms) for node in nodes]
 
 
 def _by_time(nodes: tuple[Node, ...]) -> list[Node]:

@@ -20,7 +20,7 @@ class LeastLoaded:
 
     def decide(self, query: Query) -> Decision:
         nodes = query.candidates.nodes
-        loads = [node.inflight + node.foreign for node in nodes]
+        loads = [node.inflight + node.other_load for node in nodes]
         least = min(loads)
         ties = loads.count(least)
         at = loads.index(least)

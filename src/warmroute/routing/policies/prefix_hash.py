@@ -22,7 +22,7 @@ class PrefixHash:
         self._without_key = without_key
 
     def decide(self, query: Query) -> Decision:
-        key = query.ask.prefix_key()
+        key = query.request.prefix_key()
         if key is None:
             return self._without_key.decide(query)
         return place(key, query.candidates, query.group, self._load_factor, self.name)

@@ -25,7 +25,7 @@ from warmroute._kernel._price import CacheState, Prices, price_nodes
 from warmroute.config import Pricing
 from warmroute.fleet.group import Candidates
 from warmroute.fleet.speed import work
-from warmroute.index.beliefs import Beliefs
+from warmroute.index.cache_view import CacheView
 from warmroute.routing.decision import Decision
 from warmroute.routing.outputs import OutputLengths
 from warmroute.routing.price import TIE, Price
@@ -51,8 +51,8 @@ class PricePolicy:
     wants_tokens = True
     holds = True
 
-    def __init__(self, beliefs: Beliefs, outputs: OutputLengths, config: Pricing, random: Random) -> None:
-        self._beliefs = beliefs
+    def __init__(self, cache_view: CacheView, outputs: OutputLengths, config: Pricing, random: Random) -> None:
+        self._cache_view = cache_view
         self._outputs = outputs
         self._second_home_ms = config.second_home_ms
         self._late_ms = config.late_ms
@@ -90,7 +90,7 @@ class PricePolicy:
         nodes, lookup = query.candidates.nodes, query.lookup
         if lookup is None:
             return True
-        used_s = self._beliefs.last_used_s(query.ask.model, lookup, nodes[at].name, home.cached)
+        used_s = self._cache_view.last_used_s(query.request.model, lookup, nodes[at].name, home.cached)
         if used_s is None:  # by others' requests alone
             return True
         uses = PAYS_WITHIN_S / max(query.now_s - used_s, LEAST_APART_S)
@@ -100,31 +100,31 @@ class PricePolicy:
 
     def prices(self, query: Query) -> Prices:
         """Of each candidate."""
-        ask, candidates, group, now_s = query.ask, query.candidates, query.group, query.now_s
-        lookup, adapter, beliefs = query.lookup, group.adapter, self._beliefs
+        request, candidates, group, now_s = query.request, query.candidates, query.group, query.now_s
+        lookup, adapter, cache_view = query.lookup, group.adapter, self._cache_view
         hits = query.known_hits
-        output = self._outputs.expected(ask.model, ask.tenant, ask.max_output_tokens)
+        output = self._outputs.expected(request.model, request.tenant, request.max_output_tokens)
         caches = self._caches.get(candidates)
-        if caches is None or self._roster is not beliefs.roster:
+        if caches is None or self._roster is not cache_view.roster:
             caches = self._caches_of(candidates)
         return price_nodes(
             candidates.nodes,
             caches,
             hits if hits is not None else query.hits(),
-            beliefs.reuse.chances,
+            cache_view.reuse.chances,
             adapter.load_ms(candidates) if adapter is not None else None,
             now_s,
             (lookup.token_count if lookup is not None else SHORT_TOKENS, output),
-            ((ask.deadline_s - now_s) * 1000.0, self._late_ms) if ask.deadline_s else NO_DEADLINE,
+            ((request.deadline_s - now_s) * 1000.0, self._late_ms) if request.deadline_s else NO_DEADLINE,
             BEHIND * group.waiting / candidates.of,
             group.pace,
             self._settings,
         )
 
     def _caches_of(self, candidates: Candidates) -> tuple[CacheState | None, ...]:
-        beliefs = self._beliefs
-        if self._roster is not beliefs.roster or len(self._caches) >= MOST_KEPT:
-            self._roster = beliefs.roster
+        cache_view = self._cache_view
+        if self._roster is not cache_view.roster or len(self._caches) >= MOST_KEPT:
+            self._roster = cache_view.roster
             self._caches.clear()
-        found = self._caches[candidates] = tuple([beliefs.cache(node.name) for node in candidates.nodes])
+        found = self._caches[candidates] = tuple([cache_view.cache(node.name) for node in candidates.nodes])
         return found

@@ -20,7 +20,7 @@ class Session:
         self._without_session = without_session
 
     def decide(self, query: Query) -> Decision:
-        session = query.ask.session()
+        session = query.request.session()
         if not session:
             return self._without_session.decide(query)
         return place(session, query.candidates, query.group, self._load_factor, self.name)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from warmroute.aside import aside
+from warmroute.blocking import aside
 from warmroute.scaling.provisioner import CloudError, NoAnswer
 
 MOST_BYTES: Final = 64 << 20

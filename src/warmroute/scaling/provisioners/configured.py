@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from warmroute.config import ProvisionerConfig
 from warmroute.scaling.offer import Offer
-from warmroute.scaling.sanity import Sanity
+from warmroute.scaling.validate_offers import Sanity
 
 
 def configured_offer(config: ProvisionerConfig, name: str, island: str) -> Offer:

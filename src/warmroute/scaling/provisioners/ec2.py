@@ -21,7 +21,7 @@ import msgspec
 from botocore.config import Config as BotoConfig
 from botocore.exceptions import BotoCoreError, ClientError, ReadTimeoutError
 
-from warmroute.aside import aside
+from warmroute.blocking import aside
 from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoAnswer, NoCapacity

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from warmroute.aside import aside
+from warmroute.blocking import aside
 from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import TOKEN, CloudError, Machine, MachineState, NoAnswer, NoCapacity

@@ -20,7 +20,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
-from warmroute.aside import aside
+from warmroute.blocking import aside
 from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import CloudError, Machine, NoAnswer, NoCapacity

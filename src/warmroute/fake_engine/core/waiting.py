@@ -1,0 +1,98 @@
+"""The queue in front of the batch: first come first served, or by priority with arrival breaking ties.
+
+Requests that leave from the middle are only marked, and skipped when they come to the front.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from typing import Protocol
+
+from warmroute.fake_engine.core.sequence import Sequence, State
+
+
+class WaitingQueue(Protocol):
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Sequence]: ...
+
+    def push(self, sequence: Sequence) -> None: ...
+
+    def push_front(self, sequence: Sequence) -> None: ...
+
+    def peek(self) -> Sequence: ...
+
+    def pop(self) -> Sequence: ...
+
+    def forget_one(self) -> None: ...
+
+
+class ArrivalQueue:
+    __slots__ = ("_length", "_queue")
+
+    def __init__(self) -> None:
+        self._queue: deque[Sequence] = deque()
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (sequence for sequence in self._queue if sequence.state is State.WAITING)
+
+    def push(self, sequence: Sequence) -> None:
+        self._queue.append(sequence)
+        self._length += 1
+
+    def push_front(self, sequence: Sequence) -> None:
+        self._queue.appendleft(sequence)
+        self._length += 1
+
+    def peek(self) -> Sequence:
+        while self._queue[0].state is not State.WAITING:
+            self._queue.popleft()
+        return self._queue[0]
+
+    def pop(self) -> Sequence:
+        self.peek()
+        self._length -= 1
+        return self._queue.popleft()
+
+    def forget_one(self) -> None:
+        """One that waits here is about to be marked as gone."""
+        self._length -= 1
+
+
+class PriorityQueue:
+    __slots__ = ("_heap", "_length")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Sequence]] = []
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (entry[2] for entry in sorted(self._heap) if entry[2].state is State.WAITING)
+
+    def push(self, sequence: Sequence) -> None:
+        heapq.heappush(self._heap, (sequence.request.priority, sequence.arrival, sequence))
+        self._length += 1
+
+    def push_front(self, sequence: Sequence) -> None:
+        self.push(sequence)
+
+    def peek(self) -> Sequence:
+        while self._heap[0][2].state is not State.WAITING:
+            heapq.heappop(self._heap)
+        return self._heap[0][2]
+
+    def pop(self) -> Sequence:
+        self.peek()
+        self._length -= 1
+        return heapq.heappop(self._heap)[2]
+
+    def forget_one(self) -> None:
+        """One that waits here is about to be marked as gone."""
+        self._length -= 1

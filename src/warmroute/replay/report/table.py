@@ -1,0 +1,136 @@
+"""The table that `warmroute replay` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from warmroute.replay.summary import Run
+
+
+def ms(value: float | None) -> str:
+    """Milliseconds, or seconds where they are many."""
+    if value is None:
+        return "–"
+    if value < 1000:
+        return f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
+    return f"{value / 1000:.2f} s" if value < 100_000 else f"{value / 1000:,.0f} s"
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.2f}"
+
+
+class Column(msgspec.Struct, frozen=True):
+    head: str
+    text: Callable[[Run], str]
+    value: Callable[[Run], float | None] | None = None
+    """What is compared; None: nothing."""
+    more_is_better: bool = False
+
+
+def columns(runs: Sequence[Run]) -> list[Column]:
+    found = [Column("policy", lambda run: str(run["policy"]))]
+    for key, head in (("rate", "req/s asked"), ("concurrency", "clients"), ("queue_threshold", "threshold")):
+        if len({run[key] for run in runs}) > 1:
+            found.append(_count(key, head))
+    found.append(Column("hit rate", lambda run: f"{run['hit_rate']:.1%}", lambda run: run["hit_rate"], True))
+    found.extend(_time("ttft_ms", percent, "TTFT") for percent in ("p50", "p90", "p99"))
+    found.extend(_time("inter_token_ms", percent, "per token") for percent in ("p50", "p99"))
+    found.append(_amount("output_tokens_per_s", "tokens/s", number, more_is_better=True))
+    found.append(_amount("requests_per_s", "req/s", number, more_is_better=True))
+    found.append(_amount("load_variation", "load CV", _fixed))
+    found.append(_amount("gpu_seconds", "GPU s", number))
+    if any("scaling" in run or "usd" in run for run in runs):
+        found.append(_scaled("nodes", _nodes))
+        found.append(_scaled("GPU h paid", lambda run: number(paid_gpu_hours(run)), paid_gpu_hours))
+        if any(paid_usd(run) for run in runs):
+            found.append(_scaled("USD", lambda run: number(paid_usd(run))))
+    if any("ceiling" in run for run in runs):
+        found.append(_scaled("s over ceiling", lambda run: number(run.get("ceiling", {}).get("seconds_over"))))
+    found.extend(_count(key, key) for key in ("preemptions", "rejected", "failed"))
+    found.extend(_count(key, key) for key in ("left", "retries") if any(run.get(key) for run in runs))
+    return found
+
+
+def paid_gpu_hours(run: Run) -> float | None:
+    """Of a fleet that was scaled, from the request of each node; of one that was not, all of its time."""
+    if "scaling" in run:
+        return float(run["scaling"]["gpu_hours"])
+    held = run.get("gpu_seconds_held")
+    return None if held is None else held / 3600.0
+
+
+def paid_usd(run: Run) -> float | None:
+    """The same, in money."""
+    paid: float | None = run["scaling"]["usd"] if "scaling" in run else run.get("usd")
+    return paid
+
+
+def _nodes(run: Run) -> str:
+    scaling = run.get("scaling")
+    if scaling is None:
+        return str(run["node_count"])
+    return f"{scaling['least_nodes']}–{scaling['most_nodes']}"
+
+
+def _scaled(head: str, text: Callable[[Run], str], value: Callable[[Run], float | None] | None = None) -> Column:
+    return Column(head, text, value)
+
+
+def _time(key: str, percent: str, head: str) -> Column:
+    def value(run: Run) -> float | None:
+        return (run.get(key) or {}).get(percent)
+
+    return Column(f"{head} {percent}", lambda run: ms(value(run)), value)
+
+
+def _amount(key: str, head: str, text: Callable[[float | None], str], more_is_better: bool = False) -> Column:
+    return Column(head, lambda run: text(run.get(key)), lambda run: run.get(key), more_is_better)
+
+
+def _count(key: str, head: str) -> Column:
+    return Column(head, lambda run: number(run.get(key)))
+
+
+def table(runs: Sequence[Run], title: str) -> Table:
+    """All runs; the best of each group (runs of one load) in bold."""
+    made = Table(title=title, title_justify="left", header_style="bold")
+    shown = columns(runs)
+    for at, column in enumerate(shown):
+        made.add_column(column.head, justify="left" if at == 0 else "right", no_wrap=True)
+    for group in by_load(runs):
+        best = [best_of(group, column) for column in shown]
+        for run in group:
+            cells = []
+            for column, good in zip(shown, best, strict=True):
+                stands_out = good is not None and column.value is not None and column.value(run) == good
+                cells.append(Text(column.text(run), style="bold green" if stands_out else ""))
+            made.add_row(*cells)
+        made.add_section()
+    return made
+
+
+def _fixed(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def by_load(runs: Sequence[Run]) -> list[list[Run]]:
+    """The runs in groups that can be compared: those of one load."""
+    groups: dict[tuple[object, ...], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run["rate"], run["concurrency"], run["queue_threshold"]), []).append(run)
+    return list(groups.values())
+
+
+def best_of(group: Sequence[Run], column: Column) -> float | None:
+    if column.value is None or len(group) < 2:
+        return None
+    # the oracle serves nothing: it is a ceiling, not a winner
+    known = [value for run in group if run["policy"] != "oracle" and (value := column.value(run)) is not None]
+    return (max if column.more_is_better else min)(known, default=None)

@@ -1,0 +1,141 @@
+"""Traces of real traffic: one JSON object a line (.jsonl or .jsonl.gz) with timestamp (ms), input_length, output_length
+and, in Mooncake's format, hash_ids: prefix-chained identities of fixed stretches of the prompt. Read as a stream.
+
+hash_ids cover the prompt only: what an engine caches of an answer is never asked for again in these traces.
+
+What a client would send as the system prompt: the first hash id's tokens. Where the trace names sessions, what a
+session's first request has in common with the first requests of sessions before it, if that is more.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, cast
+
+import msgspec
+
+from warmroute.fake_engine.core.content import BlockContent, TraceContent, mix64, namespace_offset
+from warmroute.replay.workloads.prompt import Prompt
+
+ID_TOKENS = (512, 64, 16, 32, 128, 256, 1024)
+"""Tokens that one hash id may stand for, the likelier first."""
+
+
+class BadTrace(ValueError):
+    """What is wrong with a trace, as a sentence."""
+
+
+class _Row(msgspec.Struct, gc=False):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int] = []
+    session_id: str | int | None = None
+
+
+class _Time(msgspec.Struct, gc=False):
+    timestamp: float
+
+
+class TraceBlocks(msgspec.Struct, gc=False):
+    """A trace's prompt; blocks past its hash ids are nobody else's."""
+
+    hash_ids: list[int]
+    id_tokens: int
+    prompt_tokens: int
+    seed: int
+
+    def content(self, block_size: int) -> BlockContent:
+        return TraceContent(self.hash_ids, self.id_tokens, block_size, self.prompt_tokens, seed=self.seed)
+
+
+def prompts(path: Path, id_tokens: int | None = None) -> Iterator[Prompt]:
+    """The trace's requests in its own order and at its own times. Raises BadTrace."""
+    rows = _rows(path, msgspec.json.Decoder(_Row))
+    first = list(islice(rows, 64))
+    size = id_tokens or tokens_per_id([(row.input_length, len(row.hash_ids)) for row in first], path)
+    number = 0
+    sessions = _Sessions()
+    while first:
+        for row in first:
+            yield _prompt(row, number, size, sessions)
+            number += 1
+        first = list(islice(rows, 64))
+
+
+class _Sessions:
+    """How many leading ids are each session's system prompt. Grows with the sessions, not with their requests."""
+
+    def __init__(self) -> None:
+        self._system_ids: dict[bytes, int] = {}
+        self._begun_with: set[int] = set()
+
+    def system_ids(self, session: bytes, ids: list[int]) -> int:
+        if not session:
+            return 1
+        found = self._system_ids.get(session)
+        if found is None:
+            new = next((at for at, one in enumerate(ids) if one not in self._begun_with), len(ids))
+            found = self._system_ids[session] = max(1, new)
+            self._begun_with.update(ids)
+        return found
+
+
+def _prompt(row: _Row, number: int, id_tokens: int, sessions: _Sessions) -> Prompt:
+    ids = row.hash_ids
+    # an answer is at least a token, and so is a prompt
+    tokens = max(1, row.input_length)
+    session = b"" if row.session_id is None else str(row.session_id).encode()
+    return Prompt(
+        prompt_tokens=tokens,
+        output_tokens=max(1, row.output_length),
+        blocks=TraceBlocks(ids, id_tokens, tokens, mix64(namespace_offset("trace", None), number)),
+        at_ms=row.timestamp,
+        system_tokens=min(id_tokens * sessions.system_ids(session, ids), tokens - 1) if ids else 0,
+        session=session,
+    )
+
+
+def tokens_per_id(lengths: list[tuple[int, int]], path: Path) -> int:
+    """How many tokens a hash id stands for: the size that explains every row, its last id partial or left out."""
+    with_ids = [(tokens, ids) for tokens, ids in lengths if ids]
+    if not with_ids:
+        return ID_TOKENS[0]
+    for size in ID_TOKENS:
+        if all(ids in (tokens // size, -(-tokens // size)) for tokens, ids in with_ids):
+            return size
+    raise BadTrace(f"{path}: the number of hash_ids fits no block size; say how many tokens one stands for")
+
+
+def mean_rate(path: Path, limit: int | None = None) -> float:
+    """Requests a second over the trace, or over its first `limit` requests. Reads the times only."""
+    first: float | None = None
+    last: float | None = None
+    count = 0
+    for row in islice(_rows(path, msgspec.json.Decoder(_Time)), limit):
+        first = row.timestamp if first is None else first
+        last = row.timestamp
+        count += 1
+    if first is None or last is None or last <= first:
+        raise BadTrace(f"{path}: a rate needs requests at two different times at least")
+    return (count - 1) / (last - first) * 1000.0
+
+
+def _rows(path: Path, decoder: msgspec.json.Decoder[Any]) -> Iterator[Any]:
+    try:
+        with open_text(path) as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    try:
+                        yield decoder.decode(line)
+                    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+                        raise BadTrace(f"{path}, line {number}: {error}") from None
+    except OSError as error:
+        raise BadTrace(f"{path}: {error.strerror or error}") from None
+
+
+def open_text(path: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
