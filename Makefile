@@ -1,30 +1,55 @@
-# make run     sets everything up and shows the main job: engines, the router in front, a workload, a table
-# make test    sets everything up, then lints, checks types and rooms, and runs the tests
-# make test-real   tests against real vLLM engines on this CPU
-# make test-real-kubernetes   tests against a real Kubernetes API server, built from source
-# make bench   figures on this machine (docs/benchmarks.md says what they mean)
+# make run            install the runtime dependencies and show the router in front of simulated engines
+# make test           install everything, lint, check types, rooms and docs, run the tests
+# make sanitize       the C kernel under AddressSanitizer and UndefinedBehaviorSanitizer, and its fuzzers
+# make wheel          build a wheel into dist/ and check that it installs without a compiler
+# make coverage       the share of src that the tests run, into bench/results/coverage.json
+# make test-pythons   the tests on Python 3.11, 3.12 and 3.13
+# make test-real      the tests against real vLLM engines on this CPU
+# make test-real-kubernetes   the tests against a real Kubernetes API server, built from source
+# make test-data DATA=DIR     the tests on public traces, chats and tokenizers in DIR
+# make bench          figures on this machine (docs/lab/benchmarks.md explains them)
+# make docs           write the generated reference pages and the figures into docs/
 PYTHON ?= python3
+PYTHONS ?= python3.11 python3.12 python3.13
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.ready
+RUNTIME := $(VENV)/.runtime
+READY := $(VENV)/.ready
 SOURCES_C := $(wildcard src/warmroute/_kernel/*.[ch])
+PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test test-real test-real-kubernetes lint bench lock docs clean
+.PHONY: run test lint sanitize wheel coverage test-pythons test-real test-real-kubernetes test-data bench docs lock clean
 
-run: $(STAMP)
+run: $(RUNTIME)
 	$(BIN)/warmroute demo $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
 
-lint: $(STAMP)
-	$(BIN)/ruff check src tests tools bench
-	$(BIN)/ruff format --check src tests tools bench
+lint: $(READY)
+	$(BIN)/ruff check src tests tools bench fuzz
+	$(BIN)/ruff format --check src tests tools bench fuzz
 	$(BIN)/mypy
 	$(BIN)/python tools/check_rooms.py
+	$(BIN)/python tools/check_unused.py
+	$(BIN)/python tools/docs_figures.py
+
+sanitize: $(READY)
+	sh fuzz/run.sh $(ARGS)
+
+wheel: $(RUNTIME)
+	$(BIN)/python $(PIP) build
+	$(BIN)/python -m build --wheel --outdir dist
+	sh tools/check_wheel.sh $(PYTHON)
+
+coverage: $(READY)
+	$(BIN)/python tools/coverage_figure.py
+
+test-pythons:
+	for python in $(PYTHONS); do sh tools/test_on_python.sh $$python || exit 1; done
 
 # Real vLLM engines on this CPU: 480 MB to download the first time, 2.3 GB on disk.
-test-real: $(STAMP) .venv-vllm/.ready
+test-real: $(READY) .venv-vllm/.ready
 	$(BIN)/python -m pytest -m real tests/real $(ARGS)
 
 .venv-vllm/.ready:
@@ -35,28 +60,39 @@ test-real: $(STAMP) .venv-vllm/.ready
 	touch $@
 
 # A real API server and its controllers, from Debian's sources: ten minutes the first time.
-test-real-kubernetes: $(STAMP) .venv-kube/.ready
+test-real-kubernetes: $(READY) .venv-kube/.ready
 	$(BIN)/python -m pytest -m real tests/scaling $(ARGS)
 
 .venv-kube/.ready: tools/build_kubernetes.sh
 	sh tools/build_kubernetes.sh .venv-kube
 	touch $@
 
-bench: $(STAMP)
-	$(BIN)/python bench/run.py $(ARGS)
+test-data: $(READY)
+	$(BIN)/python -m pytest -m data --data "$(DATA)" $(ARGS)
 
-docs: $(STAMP)
-	$(BIN)/warmroute config-reference > docs/configuration.md
+bench: $(READY)
+	$(BIN)/python bench/run_all.py $(ARGS)
 
-# The environment is made once, and again when the lock file, the package's metadata or the C code change.
-$(STAMP): requirements-dev.lock pyproject.toml setup.py $(SOURCES_C)
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+docs: $(READY)
+	$(BIN)/warmroute config-reference > docs/reference/configuration.md
+	$(BIN)/warmroute metrics-reference > docs/reference/metrics.md
+	$(BIN)/python tools/docs_figures.py --write
+
+# The environment is made once, and again when a lock file, the package's metadata or the C code changes.
+$(RUNTIME): requirements.lock pyproject.toml setup.py $(SOURCES_C)
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP) -r requirements.lock
+	WARMROUTE_DEV=1 $(BIN)/python $(PIP) --no-deps -e .
 	touch $@
 
-lock: $(STAMP)
-	$(BIN)/python -m pip install --quiet pip-tools
+$(READY): requirements-dev.lock $(RUNTIME)
+	$(BIN)/python $(PIP) -r requirements-dev.lock
+	touch $@
+
+lock: $(READY)
+	$(BIN)/python $(PIP) pip-tools
+	$(BIN)/pip-compile --quiet --no-header --no-emit-index-url --no-emit-trusted-host --no-emit-find-links --strip-extras \
+	  --output-file requirements.lock pyproject.toml
 	$(BIN)/pip-compile --quiet --no-header --no-emit-index-url --no-emit-trusted-host --no-emit-find-links --strip-extras \
 	  --extra dev --output-file requirements-dev.lock pyproject.toml
 

@@ -1,7 +1,7 @@
-"""The same workload twice: over real sockets (engines, router and load generator), and in virtual time.
+"""Run one workload twice: over real sockets (engines, router and load generator as processes), and in virtual time.
 
-Both have the same nodes by name, the same seeds and the same routing keys, so a request goes to the same node in both
-as far as its policy is not led by moments. What remains different is said in docs/simulation.md.
+Both have the same node names, seeds and routing keys, so that a request goes to the same node in both, unless its
+policy depends on timing.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from pathlib import Path
 
 import msgspec
 
-from warmroute.config import Admission, Config, ConfigError, Metrics, Pricing, from_table
+from warmroute.config import Admission, Config, ConfigError, Polling, Pricing, from_table
 from warmroute.demo.chat_client import Unanswered, send_request
 from warmroute.demo.child_processes import Child, Children
-from warmroute.demo.load_generator.drive import Drive, Load
+from warmroute.demo.load_generator.load_run import LoadRun, LoadOptions
 from warmroute.fake_engine.profiles import profile
+from warmroute.replay.simulation import Conditions, Island, NodeSpec, World
 from warmroute.replay.summary import Run, summary
-from warmroute.replay.workloads import Prompt, choose
-from warmroute.replay.workloads.text import Form
-from warmroute.replay.world import Conditions, Island, NodeSpec, World
+from warmroute.replay.workloads import WorkloadPrompt, parse_workload
+from warmroute.replay.workloads.prompt_text import Form
 
 HOST = "127.0.0.1"
 READY_WITHIN_S = 30.0
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """What is run twice."""
+    """One workload and fleet, to run both ways."""
 
     workload: tuple[str, ...]
     policy: str
@@ -45,39 +45,39 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     limit: int = 100
     seed: int = 1
     speed: float = 3.0
-    """Of the real engines. The machine's own time, some milliseconds a request, counts this many times."""
+    """Speed of the engine processes. The machine's own milliseconds are multiplied by it."""
     events: bool = False
-    """Whether the real engines tell of their caches and count the router's tokens, as the simulated ones always do."""
+    """Whether the engine processes send KV events and tokenize for the router. Simulated ones always do."""
 
-    def prompts(self) -> Iterator[Prompt]:
-        return choose(self.workload).arrive(self.seed, self.rate, limit=self.limit)
+    def prompts(self) -> Iterator[WorkloadPrompt]:
+        return parse_workload(self.workload).arrivals(self.seed, self.rate, limit=self.limit)
 
     def names(self) -> list[str]:
-        """Rendezvous hashing goes by them."""
+        """Return the node names, which decide rendezvous hashing."""
         return [f"node-{at}" for at in range(self.nodes)]
 
 
-class Both(msgspec.Struct, frozen=True):
+class Comparison(msgspec.Struct, frozen=True):
     live: Run
-    virtual: Run
+    replay: Run
 
     @property
     def hit_rate_points(self) -> float:
-        """How much more was hit live, in points of a hundred."""
-        return 100.0 * float(self.live["hit_rate"] - self.virtual["hit_rate"])
+        """Return how much higher the live hit rate is, in percentage points."""
+        return 100.0 * float(self.live["hit_rate"] - self.replay["hit_rate"])
 
-    def ttft_off(self, percent: str) -> float:
-        """How much longer it took live, as a share."""
-        return float(self.live["ttft_ms"][percent] / self.virtual["ttft_ms"][percent]) - 1.0
+    def ttft_difference(self, percent: str) -> float:
+        """Return how much longer the live TTFT is, as a fraction."""
+        return float(self.live["ttft_ms"][percent] / self.replay["ttft_ms"][percent]) - 1.0
 
 
-def virtual(trial: Trial) -> Run:
+def run_in_replay(trial: Trial) -> Run:
     conditions = Conditions(
         seed=trial.seed,
         form=trial.form,
         islands={"local": Island(0.0)},
-        poll_interval_s=Metrics().interval_s * trial.speed,
-        stale_s=Metrics().stale_s * trial.speed,
+        poll_interval_s=Polling().interval_s * trial.speed,
+        stale_s=Polling().stale_s * trial.speed,
     )
     hardware = profile(trial.profile)
     specs = [NodeSpec(name, hardware, blocks=trial.blocks) for name in trial.names()]
@@ -90,22 +90,22 @@ def _config(trial: Trial) -> Config:
     return from_table({"routing": {"policy": trial.policy, "seed": trial.seed}})
 
 
-async def live(trial: Trial) -> Run:
-    """Raises ConfigError where something does not start."""
+async def run_live(trial: Trial) -> Run:
+    """Run the trial with real processes. Raises ConfigError if one does not start."""
     async with _fleet(trial) as url:
-        load = Load(url=url, form=trial.form, concurrency=trial.concurrency, limit=trial.limit, speed=trial.speed)
-        return await Drive(load, trial.prompts()).run()
+        load = LoadOptions(url=url, form=trial.form, concurrency=trial.concurrency, limit=trial.limit, speed=trial.speed)
+        return await LoadRun(load, trial.prompts()).run()
 
 
 @asynccontextmanager
 async def _fleet(trial: Trial) -> AsyncIterator[str]:
-    """Engines with the router before them; yields the router's address when every node is up."""
+    """Start the engines and the router, and yield the router's address when every node is up."""
     with Children() as children, tempfile.TemporaryDirectory() as folder:
         urls = _engines(trial, children)
-        port, admin_port = _any_port(), _any_port()
-        table = [f'[routing]\npolicy = "{trial.policy}"\nseed = {trial.seed}\n', _as_fast_as(trial.speed)]
+        port, admin_port = _free_port(), _free_port()
+        table = [f'[routing]\npolicy = "{trial.policy}"\nseed = {trial.seed}\n', _scaled_times(trial.speed)]
         if trial.events:
-            table.append("[prompts]\nremote = true\n")
+            table.append("[prompts]\nremote_tokenize = true\n")
         table += [
             f'[[nodes]]\nname = "{name}"\nurl = "{url}"\nmodels = ["sim"]\n'
             for name, url in zip(trial.names(), urls, strict=True)
@@ -115,23 +115,23 @@ async def _fleet(trial: Trial) -> AsyncIterator[str]:
         router = children.start(
             "serve", "--config", str(file), "--host", HOST, "--port", str(port), "--admin-port", str(admin_port)
         )
-        await _all_up(router, admin_port)
-        if trial.events and _config(trial).routing.uses_events:
-            await _all_followed(admin_port)
+        await _wait_until_up(router, admin_port)
+        if trial.events and _config(trial).routing.uses_kv_events:
+            await _wait_for_kv_events(admin_port)
         yield f"http://{HOST}:{port}"
 
 
-def _as_fast_as(speed: float) -> str:
-    """The router's settings that are times of an engine, for engines that run so many times faster than life."""
+def _scaled_times(speed: float) -> str:
+    """Return the router's settings that are engine times, for engines that run `speed` times as fast."""
     admission, price = Admission(), Pricing()
     return (
-        f"[admission]\nahead_ms = {admission.ahead_ms / speed}\n\n"
-        f"[price]\nsecond_home_ms = {price.second_home_ms / speed}\nmax_saving_ms = {price.max_saving_ms / speed}\n"
+        f"[admission]\nmax_node_backlog_ms = {admission.max_node_backlog_ms / speed}\n\n"
+        f"[price]\nsecond_home_ms = {price.second_home_ms / speed}\n"
     )
 
 
-def _any_port() -> int:
-    """One that is free now. Not the first of a range: trials may run beside each other."""
+def _free_port() -> int:
+    """Return a port that is free now. It is random, because trials may run at the same time."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]
@@ -147,12 +147,12 @@ def _engines(trial: Trial, children: Children) -> list[str]:
     return [json.loads(engine.first_line())["url"] for engine in engines]
 
 
-async def _all_up(router: Child, admin_port: int) -> None:
+async def _wait_until_up(router: Child, admin_port: int) -> None:
     async with asyncio.timeout(READY_WITHIN_S):
         while True:
             await asyncio.sleep(0.05)
             if router.has_ended():
-                raise ConfigError(router.why_it_ended())
+                raise ConfigError(router.start_error())
             try:
                 status, body = await send_request(HOST, admin_port, "GET", "/admin/nodes")
             except (OSError, Unanswered):
@@ -161,16 +161,16 @@ async def _all_up(router: Child, admin_port: int) -> None:
                 return
 
 
-async def _all_followed(admin_port: int) -> None:
-    """Until the router hears what every node tells of its cache."""
+async def _wait_for_kv_events(admin_port: int) -> None:
+    """Wait until the router receives the KV events of every node."""
     async with asyncio.timeout(READY_WITHIN_S):
         while True:
             _, page = await send_request(HOST, admin_port, "GET", "/metrics")
-            told = re.findall(rb"^warmroute_node_cache_told\{.*\} (\S+)$", page, re.MULTILINE)
-            if told and all(float(value) for value in told):
+            complete = re.findall(rb"^warmroute_node_cache_events_complete\{.*\} (\S+)$", page, re.MULTILINE)
+            if complete and all(float(value) for value in complete):
                 return
             await asyncio.sleep(0.05)
 
 
-async def both(trial: Trial) -> Both:
-    return Both(await live(trial), virtual(trial))
+async def run_both(trial: Trial) -> Comparison:
+    return Comparison(await run_live(trial), run_in_replay(trial))

@@ -1,14 +1,18 @@
-"""Whose turn it is on a fleet that is full: two experiments in virtual time, under production's own admission.
+"""Fairness of admission on an overloaded fleet, in virtual time under the production admission. Two tables:
 
-Priorities: a mix of high, normal and low at more than the fleet can do. Noted at each refusal of a high or normal
-request: whether a low one waits here, or is being served.
+    python bench/fairness.py [--seeds 3] [--requests 3000]
 
-Tenants: one floods, others ask for somewhat more than their share. Counted: the prefill that each of them got, in
-tokens that were not cached, while all of them have somebody waiting.
+Priorities: high, normal and low requests at one to two times the load that two L4 can serve. The last columns count
+rejections of high and normal requests while a low one was waiting, or was being served. Both must be 0.
+
+Tenants: four, of which the first sends ten times as many requests; each of the others sends more than a quarter of
+the load that the fleet can serve. The table has the uncached tokens that each tenant was served while all tenants had
+requests waiting. None may differ from the mean by more than 10 %.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from collections.abc import Iterator
 from random import Random
@@ -16,115 +20,144 @@ from random import Random
 import msgspec
 
 from warmroute.config import Admission, Config, Index, Routing
+from warmroute.config.priority import LOW
 from warmroute.fake_engine.profiles import profile
-from warmroute.prompt.routing_request import LOW
-from warmroute.replay.contenders import INDEX_BYTES
+from warmroute.replay.policy_spec import INDEX_BYTES
+from warmroute.replay.simulation import Conditions, NodeSpec, World
+from warmroute.replay.simulation.flight import Flight
+from warmroute.replay.workloads import WorkloadPrompt
 from warmroute.replay.workloads.arrivals import poisson
 from warmroute.replay.workloads.priority_mix import PriorityMix
-from warmroute.replay.workloads.prompt import Prompt
 from warmroute.replay.workloads.shared_system_prompts import SharedSystemPrompts
-from warmroute.replay.world.conditions import Conditions, NodeSpec
-from warmroute.replay.world.flight import Flight
-from warmroute.replay.world.world import World
-from warmroute.routing.decision import Decision
+
+RATES = (12.0, 16.0, 20.0, 24.0, 30.0)
+MAX_WAITING = 200
+TENANT_RATE = 6.0
+FLOOD_FACTOR = 10.0
 
 
-class Noting(World):
-    """Notes who goes and who is refused beside whom."""
+class FairnessWorld(World):
+    """A simulation that counts unfair rejections, and the work of each tenant."""
 
     def __init__(self, nodes: int, gpu: str, admission: Admission, seed: int) -> None:
         config = Config(routing=Routing(policy="price"), admission=admission, index=Index(memory_bytes=INDEX_BYTES))
         specs = [NodeSpec(f"node-{at}", profile(gpu)) for at in range(nodes)]
         super().__init__(specs, Conditions(seed=seed), config)
-        self.sheds: Counter[str] = Counter()
-        """Refusals by priority."""
-        self.beside_waiting_low = 0
-        """Refusals of high and normal ones while a low one waited."""
-        self.beside_served_low = 0
-        """Refusals of high and normal ones while a low one was being served."""
-        self.work: Counter[str] = Counter()
-        """Uncached tokens by tenant, that were let through while all tenants waited."""
+        self.rejected_while_low_waits = 0
+        """Rejections of high and normal requests while a low one was waiting."""
+        self.rejected_while_low_runs = 0
+        """Rejections of high and normal requests while a low one was being served."""
+        self.served_tokens: Counter[str] = Counter()
+        """Uncached tokens by tenant, of requests sent while all tenants had requests waiting."""
         self.tenants: frozenset[str] = frozenset()
-        self._low: set[int] = set()
-        """Low ones that are being served."""
+        self._running_low: set[int] = set()
 
-    def _refuse(self, flight: Flight) -> None:
-        priority = flight.prompt.priority
-        self.sheds[priority] += 1
-        if priority != "low":
-            waiting = any(key[0] == LOW and tenant.waiting for key, tenant in self.admission.room.tenants.items())
-            self.beside_waiting_low += waiting
-            self.beside_served_low += bool(self._low)
-        super()._refuse(flight)
+    def request_sent(self, flight: Flight) -> None:
+        if flight.attempts.tried == 1:
+            decision = flight.attempts.decision
+            if flight.prompt.priority == "low":
+                self._running_low.add(id(flight))
+            if decision.price is not None and self.tenants:
+                waiting = {tenant for _priority, tenant in self.admission.queue.tenants}
+                if self.tenants <= waiting | {flight.request.tenant}:
+                    self.served_tokens[flight.request.tenant] += round(decision.price.new)
+        super().request_sent(flight)
 
-    def _go(self, flight: Flight, decision: Decision) -> None:
-        if flight.prompt.priority == "low":
-            self._low.add(id(flight))
-        if decision.price is not None and self.tenants:
-            waiting = {tenant for _priority, tenant in self.admission.room.tenants}
-            if self.tenants <= waiting | {flight.request.tenant}:
-                self.work[flight.request.tenant] += round(decision.price.new)
-        super()._go(flight, decision)
-
-    def _end(self, flight: Flight, refusal: object) -> None:
-        self._low.discard(id(flight))
-        super()._end(flight, refusal)  # type: ignore[arg-type]
+    def request_ended(self, flight: Flight, answered: bool) -> None:
+        self._running_low.discard(id(flight))
+        if not answered and not flight.attempts.tried and flight.prompt.priority != "low":
+            queues = self.admission.queue.tenants.items()
+            self.rejected_while_low_waits += any(key[0] == LOW and tenant.waiting for key, tenant in queues)
+            self.rejected_while_low_runs += bool(self._running_low)
+        super().request_ended(flight, answered)
 
 
-class Mixed(msgspec.Struct, frozen=True):
-    """What came of a mix of priorities."""
+class PriorityResult(msgspec.Struct, frozen=True):
+    """The result of a mix of priorities. The dictionaries are by priority."""
 
-    asked: dict[str, int]
+    arrived: dict[str, int]
     served: dict[str, int]
-    refused: dict[str, int]
+    rejected: dict[str, int]
     ttft_p90_ms: dict[str, float]
-    beside_waiting_low: int
-    beside_served_low: int
+    rejected_while_low_waits: int
+    rejected_while_low_runs: int
 
 
-def priorities(
+def run_priorities(
     *, rate: float, requests: int, nodes: int = 2, gpu: str = "l4-1.5b", max_waiting: int = 100, seed: int = 1
-) -> Mixed:
-    world = Noting(nodes, gpu, Admission(max_waiting=max_waiting), seed)
+) -> PriorityResult:
+    world = FairnessWorld(nodes, gpu, Admission(max_waiting=max_waiting), seed)
     mix = PriorityMix(prompts=40, system_tokens=2000, question_tokens=1500, output_tokens=60)
     prompts = mix.generate(Random(f"{seed} mix"))
     world.run(poisson(prompts, rate, Random(f"{seed} arrivals")), limit=requests)
-    classes = {name: world.tally.classes[name] for name in ("high", "normal", "low")}
-    return Mixed(
-        {name: one.arrived for name, one in classes.items()},
-        {name: one.finished for name, one in classes.items()},
-        {name: one.rejected for name, one in classes.items()},
+    results = {name: world.results.by_priority[name] for name in ("high", "normal", "low")}
+    return PriorityResult(
+        {name: one.arrived for name, one in results.items()},
+        {name: one.finished for name, one in results.items()},
+        {name: one.rejected for name, one in results.items()},
         {
             name: sorted(one.ttft_ms)[int(0.9 * len(one.ttft_ms))] if one.ttft_ms else 0.0
-            for name, one in classes.items()
+            for name, one in results.items()
         },
-        world.beside_waiting_low,
-        world.beside_served_low,
+        world.rejected_while_low_waits,
+        world.rejected_while_low_runs,
     )
 
 
-def flood(
+def run_flood(
     *,
     rate: float,
-    times: float,
+    factor: float,
     tenants: int = 4,
     requests: int = 2000,
     nodes: int = 2,
     gpu: str = "l4-1.5b",
     seed: int = 1,
 ) -> dict[str, int]:
-    """`rate` requests a second of each tenant, and `times` that of the first. The uncached tokens that each one got."""
-    world = Noting(nodes, gpu, Admission(max_waiting=100_000), seed)
+    """Each tenant sends `rate` requests per second, the first one `factor` times as many. Return the uncached tokens
+    that each tenant was served."""
+    world = FairnessWorld(nodes, gpu, Admission(max_waiting=100_000), seed)
     names = [f"tenant-{at}" for at in range(tenants)]
     world.tenants = frozenset(names)
-    weights = [times] + [1.0] * (tenants - 1)
-    world.run(_of_tenants(names, weights, rate * sum(weights), seed), limit=requests)
-    return {name: world.work[name] for name in names}
+    weights = [factor] + [1.0] * (tenants - 1)
+    world.run(_tenant_prompts(names, weights, rate * sum(weights), seed), limit=requests)
+    return {name: world.served_tokens[name] for name in names}
 
 
-def _of_tenants(names: list[str], weights: list[float], rate: float, seed: int) -> Iterator[Prompt]:
+def _tenant_prompts(names: list[str], weights: list[float], rate: float, seed: int) -> Iterator[WorkloadPrompt]:
     random = Random(f"{seed} tenants")
     prompts = SharedSystemPrompts(prompts=40, system_tokens=1000, question_tokens=2000, output_tokens=40, spread=0.8)
     for prompt in poisson(prompts.generate(random), rate, Random(f"{seed} arrivals")):
         [prompt.tenant] = random.choices(names, weights)
         yield prompt
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=3000)
+    args = parser.parse_args()
+    print(f"priority_mix, two L4, price, max_waiting = {MAX_WAITING}, {args.requests:,} requests, seed 1\n")
+    print("| requests/s | high: served, TTFT p90 | normal | low | rejected while low waits | while low runs |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for rate in RATES:
+        result = run_priorities(rate=rate, requests=args.requests, max_waiting=MAX_WAITING)
+        cells = [
+            f"{result.served[name] / result.arrived[name]:.1%}"
+            + (f", {result.ttft_p90_ms[name] / 1000.0:.2f} s" if result.served[name] else "")
+            for name in ("high", "normal", "low")
+        ]
+        unfair = f"{result.rejected_while_low_waits} | {result.rejected_while_low_runs}"
+        print(f"| {rate:g} | {' | '.join(cells)} | {unfair} |", flush=True)
+    print(f"\nfour tenants, two L4, price, {args.requests:,} requests, {FLOOD_FACTOR:g} times as many of the first\n")
+    print("| seed | uncached tokens: the first | second | third | fourth | largest difference from the mean |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for seed in range(1, args.seeds + 1):
+        served = list(run_flood(rate=TENANT_RATE, factor=FLOOD_FACTOR, requests=args.requests, seed=seed).values())
+        mean = sum(served) / len(served)
+        difference = max(abs(tokens - mean) for tokens in served) / mean
+        print(f"| {seed} | {' | '.join(f'{tokens:,}' for tokens in served)} | {difference:.1%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

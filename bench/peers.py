@@ -1,10 +1,10 @@
-"""CPU per request and per chunk beside vllm-router, sglang-router and haproxy, in one run.
+"""CPU time per request and per chunk, compared with vllm-router, sglang-router and haproxy in the same run.
 
-    python bench/peers.py [--rounds 3] [--seconds 2] [--policy prefix_hash] [--peers vr-rr,sgl-rr,haproxy]
+    python bench/peers.py --harness DIR [--rounds 3] [--seconds 2] [--policy prefix_hash] [--peers vr-rr,sgl-rr,haproxy]
 
-Needs the harness in ../shared/peerbench, made ready by its `setup` (a C load generator, a C mock engine, the peers).
-Each round runs every router once on the same core; the table gives medians over rounds, and ours as a share of
-vllm-router's in the same round.
+DIR must contain bench.py, the harness that runs the routers, a C load generator and a C mock engine. Its `setup` builds
+them into PEERBENCH_HOME (~/peerbench). Each round runs every router once on the same core. The table has the medians
+over the rounds, and ours as a fraction of vllm-router's in the same round.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-HARNESS = ROOT.parent / "shared" / "peerbench"
 SCENARIOS = {
     "A1": "1 KB request, µs",
     "A16": "16 KB request, µs",
@@ -44,23 +42,23 @@ def figure(row: dict[str, float], scenario: str) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--harness", type=Path, metavar="DIR", help="directory that contains the harness, bench.py")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--policy", default="prefix_hash")
     parser.add_argument("--peers", default="vr-rr,sgl-rr,haproxy")
     args = parser.parse_args()
     home = Path(os.environ.get("PEERBENCH_HOME", Path.home() / "peerbench"))
-    if not (HARNESS / "bench.py").exists() or not (home / "lg").exists():
-        print(
-            "bench/peers.py: skipped: ../shared/peerbench is missing or its `setup` has not been run", file=sys.stderr
-        )
-        return 0
+    if args.harness is None or not (args.harness / "bench.py").exists():
+        parser.error("--harness DIR is required. DIR must contain bench.py, the harness that runs the routers")
+    if not (home / "lg").exists():
+        parser.error(f"{home} has no load generator (lg): run {args.harness}/setup first, or set PEERBENCH_HOME")
     names = ["ours", *args.peers.split(",")]
     results: dict[tuple[str, str], list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.jsonl"
         subprocess.run(
-            [sys.executable, str(HARNESS / "bench.py"), ",".join(names * args.rounds), "--pin",
+            [sys.executable, str(args.harness / "bench.py"), ",".join(names * args.rounds), "--pin",
              "--scen", ",".join(SCENARIOS), "--d", str(args.seconds), "--out", str(out)],
             env=os.environ | {"OURS": start_line(args.policy)}, check=True, stdout=sys.stderr,
         )  # fmt: skip
@@ -76,9 +74,9 @@ def main() -> int:
             statistics.median(results[name, scenario]) if results[name, scenario] else float("nan") for name in names
         ]
         pairs = zip(results["ours", scenario], results["vr-rr", scenario], strict=False)
-        shares = [ours / peer for ours, peer in pairs]
-        share = f"{statistics.median(shares):12.2f}" if shares else f"{'':>12s}"
-        print(f"{what:34s}" + "".join(f"{cell:12.1f}" for cell in cells) + share)
+        ratios = [ours / peer for ours, peer in pairs]
+        ratio = f"{statistics.median(ratios):12.2f}" if ratios else f"{'':>12s}"
+        print(f"{what:34s}" + "".join(f"{cell:12.1f}" for cell in cells) + ratio)
     return 0
 
 

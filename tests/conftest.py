@@ -1,4 +1,4 @@
-"""Runs `async def` tests on uvloop, each on a loop of its own; lets tests import what they share."""
+"""Runs each `async def` test on its own uvloop loop, lets tests import shared modules, and adds the option `--data`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,21 @@ settings.load_profile("quick")
 TEST_LIMIT_S = 60
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--data", type=Path, metavar="DIR", help="for tests marked `data`: public data that is not in the repository"
+    )
+
+
+@pytest.fixture(scope="session")
+def data_dir(request: pytest.FixtureRequest) -> Path:
+    """The directory that `--data DIR` names."""
+    found: Path | None = request.config.getoption("--data")
+    if found is None or not found.is_dir():
+        pytest.fail("tests marked `data` need --data DIR, a directory with public data (traces/, chats/, tokenizers/)")
+    return found
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
@@ -38,8 +53,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 @pytest.fixture(autouse=True)
-def _no_proxy_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the machine's environment says of proxies has no place in tests on loopback."""
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the machine's proxy settings: tests use loopback addresses."""
     for name in list(os.environ):
         if name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)

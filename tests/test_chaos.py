@@ -1,7 +1,7 @@
-"""Three engines under constant load while everything goes wrong in turn: no request is lost that had not begun to
-stream, every break is visible, and every counter is back at zero at the end.
+"""Three engines under constant load while they fail in every way: no request is lost before it streams, every broken
+response is visible to its client, and every counter returns to zero at the end.
 
-The engines are processes of their own (`warmroute engine`), so that kill -9 is kill -9.
+The engines are separate processes (`warmroute engine`), so that SIGKILL ends them at once.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from random import Random
 from typing import Any
 
 import pytest
-from harness import Gone, Router, chat, post, quick_table, router, until
+from support.polling import until
+from support.raw_client import ConnectionClosed, chat, post
+from support.running_router import RunningRouter, quick_table, router
 
 from warmroute.config import Config, from_table
 from warmroute.demo.child_processes import free_port
-from warmroute.edge.keys import hash_key
+from warmroute.edge.api_keys import hash_key
 from warmroute.routing.rate_limits import Charge, TenantLimits
 
 CLIENTS = 24
@@ -55,59 +57,59 @@ class EngineProcess:
 
 
 class Load:
-    """Clients that ask again and again, stream or not, and leave at random."""
+    """Clients that send one request after the other, with or without streaming, and disconnect at random."""
 
-    def __init__(self, running: Router) -> None:
+    def __init__(self, running: RunningRouter) -> None:
         self.running = running
-        self.going = True
-        self.ends: Counter[str] = Counter()
+        self.active = True
+        self.outcomes: Counter[str] = Counter()
         self.lost: list[str] = []
 
     async def client(self, number: int) -> None:
         random = Random(number)
-        while self.going:
+        while self.active:
             try:
-                await self._one(random, number)
-            except Gone:
-                self.lost.append("the router closed without an answer")
+                await self._send_one(random, number)
+            except ConnectionClosed:
+                self.lost.append("the router closed without a response")
             except TimeoutError:
-                self.lost.append("no answer came in time")
+                self.lost.append("no response in time")
 
-    async def _one(self, random: Random, number: int) -> None:
+    async def _send_one(self, random: Random, number: int) -> None:
         peer = await self.running.connect()
         streams = random.random() < 0.6
         body = chat(f"conversation {number} " * 40, stream=streams, max_tokens=random.randrange(5, 60))
         peer.write(post(body))
         if random.random() < 0.15:
             await asyncio.sleep(random.random() * 0.3)
-            peer.leave()
-            self.ends["left"] += 1
+            peer.disconnect()
+            self.outcomes["left"] += 1
             return
-        found = await peer.answer(patience_s=30)
+        found = await peer.response(patience_s=30)
         if found.status != 200:
             self.lost.append(f"{found.status} {found.body[:200]!r}")
         elif found.complete:
-            self.ends["whole"] += 1
+            self.outcomes["whole"] += 1
             assert b"error" not in found.body
         else:
-            self.ends["broken off"] += 1
-            assert streams, "an answer that was not streamed broke off"
-            assert b'"code":"upstream_broken"' in found.chunks[-1], "a stream broke off without a word"
+            self.outcomes["broken off"] += 1
+            assert streams, "a response without streaming broke off"
+            assert b'"code":"upstream_broken"' in found.chunks[-1], "a stream broke off without an error event"
         peer.close()
 
     async def slow_reader(self) -> None:
         peer = await self.running.connect()
         peer.write(post(chat("slow", stream=True, max_tokens=2000, ignore_eos=True)))
-        while self.going:
+        while self.active:
             if not await peer.reader.read(512):
                 break
             await asyncio.sleep(0.05)
-        peer.leave()
+        peer.disconnect()
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("policy", ["least_loaded", "price"])
-async def test_nothing_is_lost_while_engines_die_hang_and_fail(policy: str) -> None:
+async def test_no_request_is_lost_while_engines_die_hang_and_fail(policy: str) -> None:
     engines = [EngineProcess(free_port(21_000 + 100 * number + os.getpid() % 90)) for number in range(3)]
     try:
         for engine in engines:
@@ -119,9 +121,15 @@ async def test_nothing_is_lost_while_engines_die_hang_and_fail(policy: str) -> N
 
 
 async def _under_chaos(engines: list[EngineProcess], policy: str) -> None:
-    times = {"connect_timeout_s": 2.0, "first_byte_timeout_s": 2.0, "between_chunks_timeout_s": 1.0, "attempts": 3}
+    times = {"connect_timeout_s": 2.0, "first_byte_timeout_s": 2.0, "between_chunks_timeout_s": 1.0, "max_attempts": 3}
     nodes = [{"url": f"http://127.0.0.1:{engine.port}"} for engine in engines]
-    health = {"interval_s": 0.1, "timeout_s": 0.5, "open_s": 0.1, "open_limit_s": 1.0, "slow_start_s": 0.5}
+    health = {
+        "interval_s": 0.1,
+        "timeout_s": 0.5,
+        "breaker_open_s": 0.1,
+        "breaker_open_max_s": 1.0,
+        "slow_start_s": 0.5,
+    }
     async with router(*nodes, upstream=times, health=health, routing={"policy": policy}) as running:
         load = Load(running)
         clients = [asyncio.create_task(load.client(number)) for number in range(CLIENTS)]
@@ -149,31 +157,31 @@ async def _under_chaos(engines: list[EngineProcess], policy: str) -> None:
         await first.fail("restart")
         await asyncio.sleep(PHASE_S)
 
-        load.going = False
+        load.active = False
         await asyncio.gather(*clients)
-        print(dict(load.ends), f"retries {running.service.counters.retries}")
+        print(dict(load.outcomes), f"retries {running.service.counters.retries}")
         assert load.lost == []
-        assert load.ends["whole"] > 100
-        assert load.ends["left"] > 0
+        assert load.outcomes["whole"] > 100
+        assert load.outcomes["left"] > 0
         assert running.service.counters.retries > 0
         for number in range(3):
             assert running.node(number).outcomes[0] > 0
 
 
-async def _all_up(running: Router) -> None:
-    await until(lambda: all(node.health.standing.value == "up" for node in running.service.fleet), "all nodes up", 30)
+async def _all_up(running: RunningRouter) -> None:
+    await until(lambda: all(node.health.state.value == "up" for node in running.service.fleet), "all nodes up", 30)
 
 
-# Everything at once: priorities, deadlines, rate limits, wishes not to wait, routes, islands, the journal, reloads.
+# All features at once: priorities, deadlines, rate limits, X-Queue, routes, islands, the journal, reloads.
 
 KEYS = {"calm": "key-of-calm", "eager": "key-of-eager"}
-REFUSED = {
-    "overloaded", "would_wait", "waited_too_long", "deadline_unreachable", "rate_limit_exceeded", "no_node_available",
+REJECTED = {
+    "overloaded", "would_queue", "queue_timeout", "deadline_unreachable", "rate_limit_exceeded", "no_node_available",
     "upstream_failed",
 }  # fmt: skip
 
 
-def with_everything(engines: list[EngineProcess], journal: Path, *, hold: bool = True, rate: int = 120) -> Config:
+def all_features(engines: list[EngineProcess], journal: Path, *, hold: bool = True, rate: int = 120) -> Config:
     places = ("near", "near", "far")
     table = quick_table(
         [
@@ -181,39 +189,68 @@ def with_everything(engines: list[EngineProcess], journal: Path, *, hold: bool =
             for engine, place in zip(engines, places, strict=True)
         ],
         upstream={
-            "connect_timeout_s": 2.0, "first_byte_timeout_s": 2.0, "between_chunks_timeout_s": 1.0, "attempts": 3,
+            "connect_timeout_s": 2.0,
+            "first_byte_timeout_s": 2.0,
+            "between_chunks_timeout_s": 1.0,
+            "max_attempts": 3,
         },
-        health={"interval_s": 0.1, "timeout_s": 0.5, "open_s": 0.1, "open_limit_s": 1.0, "slow_start_s": 0.5},
+        health={
+            "interval_s": 0.1,
+            "timeout_s": 0.5,
+            "breaker_open_s": 0.1,
+            "breaker_open_max_s": 1.0,
+            "slow_start_s": 0.5,
+        },
         routing={"policy": "price"},
-        index={"min_tokens": 32},
-        admission={"hold": hold, "ahead_ms": 0.05, "max_waiting": 8, "max_wait_s": 3.0, "queue_threshold": 16},
+        index={"min_prompt_tokens": 32},
+        admission={
+            "queue_at_router": hold,
+            "max_node_backlog_ms": 0.05,
+            "max_waiting": 8,
+            "max_wait_s": 3.0,
+            "queue_threshold": 16,
+        },
         islands=[{"name": "far", "round_trip_ms": 2.0, "egress_usd_per_gb": 0.09}],
-        crossing={"spill_ms": 5.0},
-        journal={"keep": 50, "file": str(journal), "headers": "asked", "max_bytes": 200_000},
+        island_affinity={"max_delay_ms": 5.0},
+        journal={
+            "max_decisions": 50,
+            "file": str(journal),
+            "response_headers": "on_request",
+            "file_max_bytes": 200_000,
+        },
         keys=[
             {"sha256": hash_key(KEYS["calm"]), "tenant": "calm"},
             {
-                "sha256": hash_key(KEYS["eager"]), "tenant": "eager", "priority": "normal",
-                "requests_per_min": rate, "tokens_per_min": 60_000,
+                "sha256": hash_key(KEYS["eager"]),
+                "tenant": "eager",
+                "max_priority": "normal",
+                "requests_per_min": rate,
+                "tokens_per_min": 60_000,
             },
         ],
         routes=[
-            {"name": "batch", "header": "x-kind=batch", "priority": "low", "max_wait_s": 1.0, "locality": 0.5},
+            {"name": "batch", "header": "x-kind=batch", "priority": "low", "max_wait_s": 1.0, "cache_weight": 0.5},
             {"name": "blind", "header": "x-kind=blind", "policy": "least_loaded", "queue_threshold": 2},
-            {"name": "quick", "header": "x-kind=quick", "ttft_ms": 400.0, "total_ms": 20_000.0, "hold": not hold},
+            {
+                "name": "quick",
+                "header": "x-kind=quick",
+                "ttft_deadline_ms": 400.0,
+                "total_deadline_ms": 20_000.0,
+                "queue_at_router": not hold,
+            },
         ],
-    )  # fmt: skip
+    )
     return from_table(table)
 
 
-class WishfulLoad(Load):
-    """Clients with every wish that there is, in every mixture."""
+class HeaderLoad(Load):
+    """Clients that send routing headers in random combinations."""
 
-    def __init__(self, running: Router) -> None:
+    def __init__(self, running: RunningRouter) -> None:
         super().__init__(running)
-        self.refused: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
 
-    async def _one(self, random: Random, number: int) -> None:
+    async def _send_one(self, random: Random, number: int) -> None:
         tenant = random.choice(list(KEYS))
         headers = [f"Authorization: Bearer {KEYS[tenant]}"]
         for header, chance in (
@@ -234,26 +271,26 @@ class WishfulLoad(Load):
         peer.write(post(chat(words, stream=streams, max_tokens=random.randrange(5, 40), **more), headers=headers))
         if random.random() < 0.25:
             await asyncio.sleep(random.random() * 0.1)
-            peer.leave()
-            self.ends["left"] += 1
+            peer.disconnect()
+            self.outcomes["left"] += 1
             return
-        found = await peer.answer(patience_s=30)
+        found = await peer.response(patience_s=30)
         if found.status != 200:
             code = found.error["code"]
-            self.refused[code] += 1
-            if found.status not in (429, 502, 503, 504) or code not in REFUSED:
+            self.rejected[code] += 1
+            if found.status not in (429, 502, 503, 504) or code not in REJECTED:
                 self.lost.append(f"{found.status} {found.body[:200]!r}")
             await asyncio.sleep(random.random() * 0.02)
         elif found.complete:
-            self.ends["whole"] += 1
+            self.outcomes["whole"] += 1
         else:
-            self.ends["broken off"] += 1
-            assert b'"code":"upstream_broken"' in found.chunks[-1], "a stream broke off without a word"
+            self.outcomes["broken off"] += 1
+            assert b'"code":"upstream_broken"' in found.chunks[-1], "a stream broke off without an error event"
         peer.close()
 
 
 @pytest.mark.timeout(180)
-async def test_with_everything_switched_on_every_counter_comes_back_to_zero(
+async def test_every_counter_returns_to_zero_with_all_features_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     charges: list[Charge] = []
@@ -268,31 +305,31 @@ async def test_with_everything_switched_on_every_counter_comes_back_to_zero(
     try:
         for engine in engines:
             await engine.start()
-        await _with_everything(engines, tmp_path / "journal", charges)
+        await _all_features(engines, tmp_path / "journal", charges)
     finally:
         for engine in engines:
             await engine.kill()
 
 
-async def _with_everything(engines: list[EngineProcess], journal: Path, charges: list[Charge]) -> None:
-    config = with_everything(engines, journal)
+async def _all_features(engines: list[EngineProcess], journal: Path, charges: list[Charge]) -> None:
+    config = all_features(engines, journal)
     async with router(config=config, wait=3) as running:
         service = running.service
-        service.admission.node_wait_s = 2.0  # as where the fleet is scaled
-        load = WishfulLoad(running)
+        service.admission.first_node_wait_s = 2.0  # as with scaling
+        load = HeaderLoad(running)
         clients = [asyncio.create_task(load.client(number)) for number in range(CLIENTS)]
         first, second, third = engines
 
         def reload(**changed: Any) -> None:
-            config = with_everything(engines, journal, **changed)
-            service._read_config = lambda: config
+            config = all_features(engines, journal, **changed)
+            service.config_reload.read_config = lambda: config
             assert service.reload() is None
 
         await asyncio.sleep(PHASE_S)
         await first.kill()
         await asyncio.sleep(PHASE_S)
         await first.start()
-        reload(hold=False, rate=60)  # while requests wait
+        reload(hold=False, rate=60)  # while requests are queued
         await asyncio.sleep(PHASE_S / 2)
         reload(rate=240)
         await _all_up(running)
@@ -302,47 +339,46 @@ async def _with_everything(engines: list[EngineProcess], journal: Path, charges:
         await second.fail("none")
         await third.fail("none")
         await _all_up(running)
-        for node in list(service.fleet):  # nobody takes anything: all wait for a first node, and some leave
+        for node in list(service.fleet):  # no node accepts requests: all wait for a first node, and some clients leave
             service.fleet.drain(node.name)
         await asyncio.sleep(PHASE_S / 2)
-        waiting_for_first_node = len(service.admission.room.waiting_for_first_node)
+        waiting_for_first_node = len(service.admission.queue.waiting_for_first_node)
         for node in list(service.fleet):
             service.fleet.drain(node.name, False)
         await asyncio.sleep(PHASE_S)
 
-        load.going = False
+        load.active = False
         await asyncio.gather(*clients)
         print(
-            dict(load.ends),
-            dict(load.refused),
-            f"held {service.admission.held}, waiting_for_first_node {waiting_for_first_node}",
+            dict(load.outcomes),
+            dict(load.rejected),
+            f"held {service.admission.queued_total}, waiting_for_first_node {waiting_for_first_node}",
         )
         assert load.lost == []
-        assert load.ends["whole"] > 50 and load.ends["left"] > 10 and waiting_for_first_node > 0
-        assert {"would_wait", "deadline_unreachable", "rate_limit_exceeded"} <= load.refused.keys()
+        assert load.outcomes["whole"] > 50 and load.outcomes["left"] > 10 and waiting_for_first_node > 0
+        assert {"would_queue", "deadline_unreachable", "rate_limit_exceeded"} <= load.rejected.keys()
         try:
-            await until(lambda: _left_over(running) == [], "nothing is left over", 30.0)
+            await until(lambda: _held(running) == [], "nothing is held any more", 30.0)
         except AssertionError:
-            raise AssertionError(f"left over: {_left_over(running)}") from None
+            raise AssertionError(f"still held: {_held(running)}") from None
         unsettled = sum(not charge._settled for charge in charges)
-        assert charges and unsettled <= service.counters.left + service.counters.broken
+        assert charges and unsettled <= service.counters.disconnects + service.counters.interrupted
         await until(lambda: not service.journal._pending, "the journal is written")
     assert len(service.journal) == 50 and service.counters.journal_written > 50
 
 
-def _left_over(running: Router) -> list[str]:
+def _held(running: RunningRouter) -> list[str]:
     service = running.service
-    room = service.admission.room
-    found = [
+    held = [
         f"{name}: {left}"
-        for name in ("waiting", "waiting_for_first_node", "tenants", "had")
-        if (left := getattr(room, name))
+        for name in ("waiting", "waiting_for_first_node", "tenants", "past_work_ms")
+        if (left := getattr(service.admission.queue, name))
     ]
     for node in service.fleet:
         for name in ("inflight", "context", "kv_new", "pending_work", "unstarted"):
             left = getattr(node, name)
-            found += [f"{name} of {node.name}: {left}"] if left else []
+            held += [f"{name} of {node.name}: {left}"] if left else []
     for group in service.fleet.groups:
-        found += [f"{name} of a group" for name in ("waiting", "inflight") if getattr(group, name)]
-    found += [f"line to {island.name}" for island in service.fleet.islands if island.line_ms]
-    return found
+        held += [f"{name} of a group" for name in ("waiting", "inflight") if getattr(group, name)]
+    held += [f"queue to {island.name}" for island in service.fleet.islands if island.queue_ms]
+    return held

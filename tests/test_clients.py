@@ -1,4 +1,4 @@
-"""Clients that we did not write, unchanged, through the router: the openai library, curl and wrk."""
+"""Clients of other projects, unchanged, against the router: the openai library, curl and wrk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A router in front of two simulated engines, all three processes of their own."""
+    """A router and two simulated engines, each a process of its own."""
     with Children() as children:
         ports = [free_port(22_000), free_port(22_100)]
         for port in ports:
@@ -82,7 +82,7 @@ def test_openai_client_streams(client: openai.OpenAI) -> None:
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 12
 
 
-def test_openai_client_finds_its_cache_on_the_second_turn(client: openai.OpenAI) -> None:
+def test_openai_client_hits_the_cache_on_the_second_turn(client: openai.OpenAI) -> None:
     conversation = [{"role": "system", "content": "a conversation of its own " * 60}, MESSAGES[1]]
     first = client.chat.completions.create(model="m", messages=conversation, max_tokens=8)
     conversation += [
@@ -112,7 +112,7 @@ def test_openai_client_reads_our_errors(client: openai.OpenAI, url: str) -> None
 
 
 def test_openai_async_client(url: str) -> None:
-    async def all_of_them() -> None:
+    async def send_all() -> None:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="sk-none", max_retries=0) as client:
 
             async def whole(number: int) -> int:
@@ -131,10 +131,10 @@ def test_openai_async_client(url: str) -> None:
             counts = await asyncio.gather(*map(whole, range(20)), *map(streamed, range(20)))
             assert set(counts) == {6}
 
-    asyncio.run(all_of_them())
+    asyncio.run(send_all())
 
 
-def _need(program: str) -> str:
+def _find_program(program: str) -> str:
     found = shutil.which(program)
     if found is None:
         pytest.skip(f"{program} is not installed")
@@ -143,23 +143,32 @@ def _need(program: str) -> str:
 
 def test_curl_streams(url: str) -> None:
     body = json.dumps({"model": "m", "messages": MESSAGES, "max_tokens": 5, "stream": True})
-    command = [_need("curl"), "-sS", "-N", "--noproxy", "*", "-d", body, f"{url}/v1/chat/completions"]
-    said = subprocess.run(command, capture_output=True, check=True, timeout=30).stdout
-    assert said.endswith(b"data: [DONE]\n\n")
+    command = [_find_program("curl"), "-sS", "-N", "--noproxy", "*", "-d", body, f"{url}/v1/chat/completions"]
+    output = subprocess.run(command, capture_output=True, check=True, timeout=30).stdout
+    assert output.endswith(b"data: [DONE]\n\n")
 
 
 def test_curl_uploads_a_large_body_in_chunks_with_expect(url: str) -> None:
     body = json.dumps({"model": "m", "prompt": "word " * 4000, "max_tokens": 2}).encode()
     command = [
-        _need("curl"), "-sS", "--noproxy", "*", "-H", "Transfer-Encoding: chunked", "-H", "Expect: 100-continue",
-        "--data-binary", "@-", f"{url}/v1/completions",
-    ]  # fmt: skip
-    said = subprocess.run(command, input=body, capture_output=True, check=True, timeout=30).stdout
-    assert json.loads(said)["usage"]["completion_tokens"] == 2
+        _find_program("curl"),
+        "-sS",
+        "--noproxy",
+        "*",
+        "-H",
+        "Transfer-Encoding: chunked",
+        "-H",
+        "Expect: 100-continue",
+        "--data-binary",
+        "@-",
+        f"{url}/v1/completions",
+    ]
+    output = subprocess.run(command, input=body, capture_output=True, check=True, timeout=30).stdout
+    assert json.loads(output)["usage"]["completion_tokens"] == 2
 
 
 def test_wrk_finds_no_errors(url: str) -> None:
-    command = [_need("wrk"), "-t1", "-c50", "-d1s", f"{url}/v1/models"]
-    said = subprocess.run(command, capture_output=True, check=True, timeout=30, text=True).stdout
-    assert "Socket errors" not in said
-    assert "Non-2xx" not in said
+    command = [_find_program("wrk"), "-t1", "-c50", "-d1s", f"{url}/v1/models"]
+    output = subprocess.run(command, capture_output=True, check=True, timeout=30, text=True).stdout
+    assert "Socket errors" not in output
+    assert "Non-2xx" not in output

@@ -1,4 +1,4 @@
-"""Commands from outside: what they print, and how they end."""
+"""Commands: output and exit status."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from warmroute.cli.main import main
 SHA = "0" * 64
 
 
-def checked(capsys: pytest.CaptureFixture[str], path: Path, text: str) -> tuple[int, str]:
+def check_config(capsys: pytest.CaptureFixture[str], path: Path, text: str) -> tuple[int, str]:
     path.write_text(text)
     code = main(["check-config", str(path)])
     return code, capsys.readouterr().err
@@ -29,13 +29,13 @@ def checked(capsys: pytest.CaptureFixture[str], path: Path, text: str) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "message"),
     [
-        ('[journal]\nfile = "/nowhere/at/all/j"', "journal.file: there is no folder /nowhere/at/all"),
+        ('[journal]\nfile = "/nowhere/at/all/j"', "journal.file: the directory /nowhere/at/all does not exist"),
         (
             '[scaling]\nenabled = true\n[[provisioners]]\nkind = "webhook"\nurl = "http://h"\n'
             'token_env = "NOT_SET_HERE"',
-            "provisioners.token_env: the environment has no NOT_SET_HERE",
+            "provisioners.token_env: the environment variable NOT_SET_HERE is not set",
         ),
         (
             '[scaling]\nenabled = true\n[[provisioners]]\nkind = "kubernetes"\nworkload_name = "w"\ngpu = "L4"\n'
@@ -44,39 +44,39 @@ def checked(capsys: pytest.CaptureFixture[str], path: Path, text: str) -> tuple[
         ),
     ],
 )
-def test_what_serve_could_not_make_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, sentence: str
+def test_check_config_rejects_what_serve_could_not_start(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str
 ) -> None:
-    code, said = checked(capsys, tmp_path / "w.toml", text)
-    assert code == 2 and sentence in said and str(tmp_path / "w.toml") in said
+    code, printed = check_config(capsys, tmp_path / "w.toml", text)
+    assert code == 2 and message in printed and str(tmp_path / "w.toml") in printed
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "message"),
     [
         (
             '[[nodes]]\nurl = "http://a"\nisland = "aws/eu"\n[[scaling.islands]]\nisland = "aws/eo"',
-            "no node, provisioner or [[islands]] names 'aws/eo'; there are aws/eu",
+            "no node or provisioner is on island 'aws/eo'; known islands: aws/eu",
         ),
         (
             f'[[keys]]\nsha256 = "{SHA}"\ntenant = "search"\n[[routes]]\nname = "r"\ntenant = "serch"',
-            "routes: 'r' is for tenant 'serch', which no key has; there are search",
+            "routes: no key has the tenant 'serch' of route 'r'; known tenants: search",
         ),
         ('[[provisioners]]\nkind = "process"\ngpu = "L4"\ncommand = ["vllm", "serve"]', "has no {port}"),
         (
             '[[provisioners]]\nkind = "webhook"\nurl = "http://h"\ntoken_env = "NOT_SET_HERE"',
-            "it is not used while scaling.enabled is false",
+            "(the provisioner is unused while scaling.enabled is false)",
         ),
     ],
 )
-def test_what_cannot_be_meant_is_a_warning(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, sentence: str
+def test_check_config_warns_of_probable_mistakes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str
 ) -> None:
-    code, said = checked(capsys, tmp_path / "w.toml", text)
-    assert code == 0 and said.startswith("warning: ") and sentence in said and said.count("\n") == 1
+    code, printed = check_config(capsys, tmp_path / "w.toml", text)
+    assert code == 0 and printed.startswith("warning: ") and message in printed and printed.count("\n") == 1
 
 
-def test_what_may_be_meant_is_not_warned_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_check_config_does_not_warn_of_valid_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = f"""
         [journal]
         file = "{tmp_path}/journal.jsonl"
@@ -100,14 +100,14 @@ def test_what_may_be_meant_is_not_warned_of(capsys: pytest.CaptureFixture[str], 
         name = "r"
         tenant = "team-*"
     """
-    assert checked(capsys, tmp_path / "w.toml", text) == (0, "")
+    assert check_config(capsys, tmp_path / "w.toml", text) == (0, "")
 
 
 # load.
 
 
 @contextmanager
-def refusing(status: int, body: bytes) -> Iterator[str]:
+def failing_endpoint(status: int, body: bytes) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
@@ -131,7 +131,7 @@ def refusing(status: int, body: bytes) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "said"),
+    ("status", "body", "message"),
     [
         (404, json.dumps({"error": {"message": "No node serves 'sim' [here]."}}), "No node serves 'sim' [here]."),
         (429, json.dumps({"error": {"message": "Too many wait."}}), "Too many wait."),
@@ -139,33 +139,33 @@ def refusing(status: int, body: bytes) -> Iterator[str]:
         (502, "<html>\n bad gateway</html>", "<html> bad gateway</html>"),
     ],
 )
-def test_a_load_that_nobody_answers_says_why_and_fails(
-    capsys: pytest.CaptureFixture[str], status: int, body: str, said: str
+def test_load_fails_with_the_reason_if_no_request_succeeds(
+    capsys: pytest.CaptureFixture[str], status: int, body: str, message: str
 ) -> None:
-    with refusing(status, body.encode()) as url:
+    with failing_endpoint(status, body.encode()) as url:
         code = main(["load", "unique_batch", "--url", url, "--limit", "3", "--rate", "100"])
     out, err = capsys.readouterr()
-    assert code == 1 and f"3 × status {status}: {said}" in out
-    assert f"none of 3 requests to {url} was answered" in err
+    assert code == 1 and f"3 × status {status}: {message}" in out
+    assert f"none of the 3 requests to {url} succeeded" in err
 
 
 # serve.
 
 
 def serve_fails(*arguments: str) -> str:
-    """As a process of its own: it sets up logs, which are everybody's."""
+    """Run `serve` in its own process, because it configures logging. Return its error output."""
     command = [sys.executable, "-m", "warmroute.cli.main", "serve", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2, ended.stderr
     return ended.stderr
 
 
-def test_an_address_that_is_not_of_this_machine_is_said() -> None:
-    said = serve_fails("--host", "192.0.2.1", "--port", "0")
-    assert "this machine has no address 192.0.2.1" in said and "another port" not in said
+def test_serve_reports_an_address_of_another_machine() -> None:
+    message = serve_fails("--host", "192.0.2.1", "--port", "0")
+    assert "this machine has no address 192.0.2.1" in message and "another port" not in message
 
 
-def test_a_port_that_is_taken_is_said() -> None:
+def test_serve_reports_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        said = serve_fails("--port", str(taken.getsockname()[1]))
-    assert "is another process there? choose another port" in said
+        message = serve_fails("--port", str(taken.getsockname()[1]))
+    assert "another process may use the port: choose another port" in message

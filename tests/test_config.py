@@ -1,4 +1,4 @@
-"""The configuration: every error is a sentence that names the key, and the nearest one where it is unknown."""
+"""The configuration: every error names the key, and the nearest known key if it is unknown."""
 
 from __future__ import annotations
 
@@ -11,35 +11,45 @@ import pytest
 
 from warmroute import config as configuration
 from warmroute.config import Config, ConfigError, NodeConfig, from_table, load, node_name
+from warmroute.config.section import Section, keys_of, section_of
 
 HASH = hashlib.sha256(b"k").hexdigest()
 
 
-def refused(table: dict[str, Any]) -> str:
+def error_of(table: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as error:
         from_table(table)
     return str(error.value)
 
 
-def test_nothing_is_a_configuration() -> None:
+def test_an_empty_table_is_the_default_configuration() -> None:
     assert from_table({}) == Config()
 
 
-def test_every_value_has_a_sentence() -> None:
-    for name, section, _many in configuration.tables():
+def test_every_table_and_key_has_a_description() -> None:
+    for name, section, _repeatable in configuration.tables():
         assert section.__doc__, name
-        for key, kind, _default, sentence in configuration.described(section):
-            assert sentence.endswith("."), f"{name}.{key}"
-            assert kind and "<" not in kind
+        for key in configuration.describe_keys(section):
+            assert key.description.endswith("."), f"{name}.{key.name}"
+            assert key.type_name and "<" not in key.type_name
 
 
-def test_every_default_is_valid_by_its_own_rules() -> None:
-    table = msgspec.to_builtins(Config())
-    assert from_table(table) == Config()
+def test_every_default_is_valid() -> None:
+    assert from_table(_keys_only(msgspec.to_builtins(Config()), Config)) == Config()
+
+
+def _keys_only(table: dict[str, Any], section: type[Section]) -> dict[str, Any]:
+    """The values that the file can set."""
+    return {
+        key: _keys_only(table[key], inner)
+        if (inner := section_of(kind)) and isinstance(table[key], dict)
+        else table[key]
+        for key, kind in keys_of(section).items()
+    }
 
 
 @pytest.mark.parametrize(
-    ("table", "sentence"),
+    ("table", "message"),
     [
         ({"lisen": {}}, "unknown key lisen; did you mean listen?"),
         ({"listen": {"prt": 1}}, "unknown key listen.prt; did you mean listen.port?"),
@@ -47,19 +57,28 @@ def test_every_default_is_valid_by_its_own_rules() -> None:
         ({"nodes": [{"url": "http://a", "modls": []}]}, "unknown key nodes.modls; did you mean nodes.models?"),
         ({"keys": [{"sha25": HASH, "tenant": "t"}]}, "unknown key keys.sha25; did you mean keys.sha256?"),
         ({"port": 1}, "unknown key port; did you mean listen.port or admin.port?"),
-        ({"locality": 0.5}, "unknown key locality; did you mean price.locality?"),
+        ({"cache_weight": 0.5}, "unknown key cache_weight; did you mean price.cache_weight?"),
         ({"url": "http://a"}, "unknown key url; did you mean nodes.url or provisioners.url?"),
         (
             {"zzz": 1},
-            "unknown key zzz; known here: admin, admission, crossing, health, index, islands, journal, keys, limits, "
-            "listen, log, metrics, models, nodes, price, prompts, provisioners, routes, routing, scaling, shutdown, "
-            "upstream",
+            "unknown key zzz; known keys: admin, admission, health, index, island_affinity, islands, journal, keys, "
+            "limits, listen, log, models, nodes, polling, price, prompts, provisioners, routes, routing, scaling, "
+            "shutdown, upstream",
         ),
-        ({"log": {"qqqq": 1}}, "unknown key log.qqqq; known here: format, level, requests"),
+        ({"log": {"qqqq": 1}}, "unknown key log.qqqq; known keys: format, level, requests"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest_name(table: dict[str, Any], sentence: str) -> None:
-    assert refused(table) == sentence
+def test_an_unknown_key_is_rejected_with_the_nearest_known_key(table: dict[str, Any], message: str) -> None:
+    assert error_of(table) == message
+
+
+def test_only_an_experiment_sets_values_that_are_not_in_the_file() -> None:
+    table = {"price": {"room": False}, "routing": {"load_factor": 2.0}}
+    assert error_of(table).startswith("unknown key price.room; ")
+    config = from_table(table, experiment=True)
+    assert not config.price.room and config.routing.load_factor == 2.0
+    with pytest.raises(ConfigError, match=r"routing\.load_factor: expected a number >= 1"):
+        from_table({"routing": {"load_factor": 0.5}}, experiment=True)
 
 
 @pytest.mark.parametrize(
@@ -72,54 +91,61 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(table: dict[str, Any], 
         ({"limits": {"header_timeout_s": 0}}, "limits.header_timeout_s: ", "> 0"),
         ({"limits": {"connections": 0}}, "limits.connections: ", ">= 1"),
         ({"limits": {"body_bytes": 1.5}}, "limits.body_bytes: ", "expected a whole number, got a number"),
-        ({"upstream": {"attempts": 0}}, "upstream.attempts: ", ">= 1"),
-        ({"health": {"path": "health"}}, "health.path: ", "does not look right: Path of the active check."),
+        ({"upstream": {"max_attempts": 0}}, "upstream.max_attempts: ", ">= 1"),
+        ({"health": {"path": "health"}}, "health.path: ", "invalid format. Path of the health check."),
         ({"health": {"slow_start_s": -1}}, "health.slow_start_s: ", ">= 0"),
         (
             {"routing": {"policy": "best"}},
             "routing.policy: ",
-            "'best' is none of its values; there are round_robin, random",
+            "unknown value 'best'; possible values: round_robin, random",
         ),
-        ({"routing": {"load_factor": 0.5}}, "routing.load_factor: ", ">= 1"),
-        ({"log": {"level": "loud"}}, "log.level: ", "'loud' is none of its values"),
+        ({"log": {"level": "loud"}}, "log.level: ", "unknown value 'loud'"),
         (
             {"admin": {"token_sha256": "secret"}},
             "admin.token_sha256: ",
-            "is not a SHA-256 in hex: `warmroute hash-key`",
+            "expected a SHA-256 hash in hex; `warmroute hash-key`",
         ),
         (
             {"keys": [{"sha256": "secret", "tenant": "t"}]},
             "keys[0].sha256: ",
-            "is not a SHA-256 in hex: `warmroute hash-key`",
+            "expected a SHA-256 hash in hex; `warmroute hash-key`",
         ),
         ({"keys": [{"sha256": HASH, "tenant": ""}]}, "keys[0].tenant: ", "length >= 1"),
         ({"keys": [{"sha256": HASH}]}, "keys[0]: ", "missing required field `tenant`"),
         ({"nodes": [{}]}, "nodes[0]: ", "missing required field `url`"),
-        ({"nodes": {"url": "http://a"}}, "nodes: ", "write [[nodes]]: it may stand there many times"),
+        ({"nodes": {"url": "http://a"}}, "nodes: ", "write [[nodes]]: this table is repeatable"),
         (
             {"nodes": [{"url": "http://a", "role": "cook"}]},
             "nodes[0].role: ",
-            "'cook' is none of its values; there are mixed",
+            "unknown value 'cook'; possible values: mixed",
         ),
-        ({"routing": {"policy": "pricee"}}, "routing.policy: ", "did you mean price? There are round_robin, "),
+        (
+            {"routing": {"policy": "pricee"}},
+            "routing.policy: ",
+            "did you mean price? Possible values: round_robin, ",
+        ),
         ({"routes": [{"name": "r", "policy": "pricee"}]}, "routes[0].policy: ", "did you mean price?"),
-        ({"provisioners": [{"kind": "k8s"}]}, "provisioners[0].kind: ", "there are process, kubernetes, ec2, "),
+        ({"provisioners": [{"kind": "k8s"}]}, "provisioners[0].kind: ", "possible values: process, kubernetes, ec2, "),
         ({"provisioners": [{"kind": "Kubernets"}]}, "provisioners[0].kind: ", "did you mean kubernetes?"),
         ({"scaling": {"hours": [{"days": ["tues"]}]}}, "scaling.hours[0].days[0]: ", "did you mean tue?"),
-        ({"routes": [{"name": "r", "hold": 1}]}, "routes[0].hold: ", "expected true or false, got a whole number"),
+        (
+            {"routes": [{"name": "r", "queue_at_router": 1}]},
+            "routes[0].queue_at_router: ",
+            "expected true or false, got a whole number",
+        ),
         ({"nodes": [[]]}, "nodes[0]: ", "expected a table, got a list"),
-        ({"listen": [{"port": 1}]}, "listen: ", "write [listen]: it stands there once"),
+        ({"listen": [{"port": 1}]}, "listen: ", "write [listen]: this table is not repeatable"),
         ({"scaling": {"islands": {"island": "x"}}}, "scaling.islands: ", "write [[scaling.islands]]: "),
-        ({"scaling": {"hours": [{"start": "24:30"}]}}, "scaling.hours[0].start: ", "look right: When it begins, `HH:"),
+        ({"scaling": {"hours": [{"start": "24:30"}]}}, "scaling.hours[0].start: ", "invalid format. Start, `HH:MM`"),
     ],
 )
-def test_a_wrong_value_is_refused_by_its_key(table: dict[str, Any], key: str, words: str) -> None:
-    said = refused(table)
-    assert said.startswith(key) and words in said and "regex" not in said
+def test_the_error_for_an_invalid_value_names_its_key(table: dict[str, Any], key: str, words: str) -> None:
+    message = error_of(table)
+    assert message.startswith(key) and words in message and "regex" not in message
 
 
-def test_a_key_that_stands_where_its_hash_belongs_is_not_said() -> None:
-    assert "hunter2" not in refused({"keys": [{"sha256": "hunter2", "tenant": "t"}]})
+def test_an_error_does_not_contain_an_api_key() -> None:
+    assert "hunter2" not in error_of({"keys": [{"sha256": "hunter2", "tenant": "t"}]})
 
 
 def test_a_day_ends_at_24_00() -> None:
@@ -129,19 +155,22 @@ def test_a_day_ends_at_24_00() -> None:
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({"listen": {"tls_cert": "x"}}, "listen.tls_cert and listen.tls_key go together"),
-        ({"listen": {"tls_key": "x"}}, "listen.tls_cert and listen.tls_key go together"),
+        ({"listen": {"tls_cert": "x"}}, "listen.tls_cert and listen.tls_key must be set together"),
+        ({"listen": {"tls_key": "x"}}, "listen.tls_cert and listen.tls_key must be set together"),
         ({"admin": {"host": "0.0.0.0"}}, "set admin.token_sha256"),
-        ({"nodes": [{"url": "http://a:1"}, {"url": "http://a:1/"}]}, "two nodes are named 'a:1'"),
+        ({"nodes": [{"url": "http://a:1"}, {"url": "http://a:1/"}]}, "two nodes have the name 'a:1'"),
         ({"nodes": [{"url": "http://a", "name": "x"}, {"url": "http://b", "name": "x"}]}, "(http://a and http://b)"),
-        ({"keys": [{"sha256": HASH, "tenant": "a"}, {"sha256": HASH, "tenant": "b"}]}, "tenant 'b' stands there twice"),
+        ({"keys": [{"sha256": HASH, "tenant": "a"}, {"sha256": HASH, "tenant": "b"}]}, "tenant 'b' is defined twice"),
+        ({"models": [{"name": "m"}, {"name": "m"}]}, "model 'm' is defined twice"),
+        ({"routes": [{"name": "r"}, {"name": "r"}]}, "route 'r' is defined twice"),
+        ({"islands": [{"name": "i"}, {"name": "i"}]}, "islands: 'i' is defined twice"),
     ],
 )
-def test_values_that_do_not_fit_together_are_refused(table: dict[str, Any], words: str) -> None:
-    assert words in refused(table)
+def test_values_that_contradict_each_other_are_rejected(table: dict[str, Any], words: str) -> None:
+    assert words in error_of(table)
 
 
-def test_an_open_admin_listener_is_taken_with_a_token_or_switched_off() -> None:
+def test_a_reachable_admin_listener_needs_a_token() -> None:
     from_table({"admin": {"host": "0.0.0.0", "token_sha256": HASH}})
     from_table({"admin": {"host": "0.0.0.0", "enabled": False}})
     for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"):
@@ -149,28 +178,28 @@ def test_an_open_admin_listener_is_taken_with_a_token_or_switched_off() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "a:1", "ftp://a", "http://", "http:///", "http://a/v1", "http://u:p@a", "http://a?x", "//a"]
-)
-def test_a_url_that_is_none_is_refused(url: str) -> None:
-    assert refused({"nodes": [{"url": url}]}).startswith("nodes.url: ")
+    "url",
+    [
+        "", "a:1", "ftp://a", "http://", "http:///", "http://a/v1", "http://u:p@a", "http://a?x", "//a",
+        "http://a:99999", "http://a:port", "http://[::1", "http://a:-1", "http://:80",
+    ],
+)  # fmt: skip
+def test_an_invalid_node_url_is_rejected(url: str) -> None:
+    assert error_of({"nodes": [{"url": url}]}).startswith("nodes.url: ")
 
 
-@pytest.mark.parametrize("url", ["http://a:99999", "http://a:port", "http://[::1", "http://a:-1", "http://:80"])
-def test_a_url_with_an_impossible_port_or_host_is_refused(url: str) -> None:
-    assert refused({"nodes": [{"url": url}]}).startswith("nodes.url: ")
-
-
-def test_a_node_is_named_by_its_address_where_it_has_no_name() -> None:
+def test_a_node_without_a_name_is_named_by_its_address() -> None:
     assert node_name(NodeConfig(url="http://a:1/")) == "a:1"
     assert node_name(NodeConfig(url="https://[::1]:8")) == "[::1]:8"
     assert node_name(NodeConfig(url="http://a:1", name="gpu-1")) == "gpu-1"
 
 
-def test_a_file_is_named_in_its_errors(tmp_path: Path) -> None:
+def test_errors_name_the_file(tmp_path: Path) -> None:
     path = tmp_path / "w.toml"
     for content, words in (
-        (b"[listen\n", "is not valid TOML"),
-        (b"\xff\xfe", "is not UTF-8 text"),
+        (b"", "the file is empty"),
+        (b"[listen\n", "invalid TOML"),
+        (b"\xff\xfe", "not UTF-8 text"),
         (b"[listen]\nprt = 1\n", "unknown key listen.prt; did you mean listen.port?"),
     ):
         path.write_bytes(content)
@@ -178,11 +207,11 @@ def test_a_file_is_named_in_its_errors(tmp_path: Path) -> None:
             load(path)
         assert str(error.value).startswith(f"{path}: ") and words in str(error.value)
     for missing in (tmp_path / "none.toml", tmp_path):
-        with pytest.raises(ConfigError, match="cannot be read"):
+        with pytest.raises(ConfigError, match="cannot read the file"):
             load(missing)
 
 
-def test_a_whole_file_is_read(tmp_path: Path) -> None:
+def test_load_reads_a_file(tmp_path: Path) -> None:
     path = tmp_path / "w.toml"
     path.write_text(
         f"""

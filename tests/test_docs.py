@@ -16,7 +16,7 @@ from warmroute.config import Config, from_table
 from warmroute.edge import errors
 from warmroute.fleet.fleet import Fleet
 from warmroute.index.cache_view import CacheView
-from warmroute.scaling.live import Figures
+from warmroute.scaling.scaling_service import ScalingStats
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.prometheus import MetricsPage
 
@@ -32,9 +32,9 @@ def test_every_metric_that_the_docs_name_is_exported_and_the_other_way_round() -
     fleet = Fleet(Config().health)
     fleet.add(from_table({"nodes": [{"url": "http://a:1"}]}).nodes[0])
     cache_view = CacheView(Config().index)
-    cache_view.join("a:1")
-    figures = Figures(
-        desired_nodes=1, states={"serving": 1}, usd_per_hour=1.0, utilisation=0.5, added=1, given_back=0, refused=0,
+    cache_view.add_node("a:1")
+    figures = ScalingStats(
+        desired_nodes=1, states={"serving": 1}, usd_per_hour=1.0, utilisation=0.5, added=1, removed=0, refused=0,
         lost=0, leading=True,
     )  # fmt: skip
     page = MetricsPage(fleet, cache_view, Counters(), lambda: (0, 0), lambda: (0, 0), scaling=lambda: figures)
@@ -44,7 +44,7 @@ def test_every_metric_that_the_docs_name_is_exported_and_the_other_way_round() -
     table = text[text.index("## Metrics") : text.index("What to be woken by")]
     named = set(re.findall(r"`(warmroute_\w+)`", table))
     named |= {f"warmroute_node{tail}" for tail in re.findall(r"`(_\w+)`", table)}
-    assert named == exported - {"warmroute_info"}
+    assert named == exported - {"warmroute_build_info"}
 
 
 def test_every_error_code_stands_in_the_docs() -> None:

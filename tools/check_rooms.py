@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "warmroute"
 MAY_KNOW: dict[str, set[str]] = {
     "_kernel": set(),
     "blocking": set(),
+    "http_client": {"_kernel"},
     "config": set(),
     "prompt": {"_kernel", "config"},
     "index": {"_kernel", "config"},
@@ -30,7 +31,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "replay": {"_kernel", "config", "prompt", "index", "fleet", "routing", "engines", "scaling", "fake_engine"},
     "demo": {"config", "edge", "scaling", "fake_engine", "replay"},
 }
-LEAVES = {"event_log"}
+LEAVES = {"event_log", "http_client"}
 """Modules that know no room and that every room may know."""
 PUTS_TOGETHER = {"service", "cli"}
 """Who may know everybody, and is known by nobody but each other."""

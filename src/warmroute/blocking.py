@@ -1,5 +1,7 @@
-"""Calls that block, each in a thread of its own. One that hangs takes no other's place, and keeps no process from
-ending: threads of a pool would do both.
+"""Runs blocking calls in threads of their own.
+
+A call that hangs does not block other calls, and does not keep the process from ending. The threads of a pool would do
+both.
 """
 
 from __future__ import annotations
@@ -12,21 +14,24 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def aside(call: Callable[[], T], who: str, places: asyncio.Semaphore | None = None) -> T:
-    """What it returns, or raises. Where it is given up, its thread goes on until the call comes back, and nobody
-    listens; only then is its place free again, so that there are never more threads than places."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[T] = loop.create_future()
+async def run_in_thread(call: Callable[[], T], name: str, slots: asyncio.Semaphore | None = None) -> T:
+    """Return what the call returns, or raise what it raises.
 
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if places is not None:
-            places.release()
-        if ended.done():
+    If the caller is canceled, the thread continues until the call returns, and the result is dropped. Only then its
+    slot is free again: there are never more threads than slots.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: T | None, error: BaseException | None) -> None:
+        if slots is not None:
+            slots.release()
+        if done.done():
             return
         if error is not None:
-            ended.set_exception(error)
+            done.set_exception(error)
         else:
-            ended.set_result(result)  # type: ignore[arg-type]
+            done.set_result(result)  # type: ignore[arg-type]
 
     def work() -> None:
         result: T | None = None
@@ -36,16 +41,16 @@ async def aside(call: Callable[[], T], who: str, places: asyncio.Semaphore | Non
         except Exception as raised:
             error = raised
         try:
-            loop.call_soon_threadsafe(settle, result, error)
+            loop.call_soon_threadsafe(finish, result, error)
         except RuntimeError:
-            pass  # the loop is closed: nobody listens any more
+            pass  # the loop is closed
 
-    if places is not None:
-        await places.acquire()
+    if slots is not None:
+        await slots.acquire()
     try:
-        threading.Thread(target=work, name=f"warmroute-{who}", daemon=True).start()
-    except RuntimeError:  # the system has no more of them
-        if places is not None:
-            places.release()
+        threading.Thread(target=work, name=f"warmroute-{name}", daemon=True).start()
+    except RuntimeError:  # the system cannot start another thread
+        if slots is not None:
+            slots.release()
         raise
-    return await ended
+    return await done

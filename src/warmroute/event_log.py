@@ -26,9 +26,6 @@ class EventLog:
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
 
-    def enabled_for(self, level: int) -> bool:
-        return self._logger.isEnabledFor(level)
-
     def debug(self, event: str, sentence: str = "", /, **fields: object) -> None:
         self._emit(logging.DEBUG, event, sentence, fields)
 

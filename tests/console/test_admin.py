@@ -1,4 +1,4 @@
-"""The admin API and the metrics page, on their own listener."""
+"""The admin API and the metrics page."""
 
 from __future__ import annotations
 
@@ -9,96 +9,86 @@ import shutil
 import subprocess
 
 import pytest
-from harness import (
-    DONE,
-    SSE_HEAD,
-    chat,
-    chunk,
-    engines,
-    event,
-    failing,
-    get,
-    normal,
-    post,
-    router,
-    script,
-    until,
-)
 from prometheus_client.parser import text_string_to_metric_families
+from support.engine_scripts import DONE, SSE_HEAD, chunk, failing, normal, script, sse_event
+from support.polling import until
+from support.raw_client import chat, get, post
+from support.running_router import router
+from support.scripted_engine import engines
 
 TOKEN = {"token_sha256": hashlib.sha256(b"open sesame").hexdigest()}
 
 
-async def test_nodes_are_listed_as_they_are() -> None:
+async def test_the_api_lists_nodes() -> None:
     async with engines() as [engine], router(engine) as r:
-        await r.ask()
+        await r.request()
         [node] = (await r.admin("GET", "/admin/nodes")).json["nodes"]
         assert node == (await r.admin("GET", "/admin/nodes/node0")).json
         assert node["name"] == "node0" and node["url"] == engine.url and node["models"] == ["m"]
-        assert node["state"] == "up" and node["inflight"] == 0 and node["outcomes"]["ok"] == 1
+        assert node["state"] == "up" and node["requests_in_flight"] == 0 and node["outcomes"]["ok"] == 1
 
 
-async def test_a_node_can_be_added_and_removed_while_it_runs() -> None:
+async def test_a_node_can_be_added_and_removed() -> None:
     async with engines(1, "new") as [engine], router() as r:
-        assert (await r.ask()).status == 503
+        assert (await r.request()).status == 503
         added = await r.admin("POST", "/admin/nodes", json.dumps({"url": engine.url, "name": "a/b c"}).encode())
         assert added.status == 201 and added.json["state"] == "unknown"
         await until(lambda: r.service.fleet.can_serve)
-        assert (await r.ask(post(chat(model="new")))).status == 200
+        assert (await r.request(post(chat(model="new")))).status == 200
         gone = await r.admin("DELETE", "/admin/nodes/a%2Fb%20c")
         assert gone.status == 200
-        assert (await r.ask(post(chat(model="new")))).status == 503
+        assert (await r.request(post(chat(model="new")))).status == 503
         await until(lambda: engine.connections == 0)
 
 
-async def test_a_removed_node_finishes_what_runs_on_it() -> None:
+async def test_a_removed_node_finishes_its_running_requests() -> None:
     async with engines(2) as [going, staying], router(going, staying) as r:
         gate = asyncio.Event()
-        going.behave = script(SSE_HEAD, chunk(event(0)), gate, DONE)
+        going.behave = script(SSE_HEAD, chunk(sse_event(0)), gate, DONE)
         peer = await r.connect()
         peer.write(post())
         await until(lambda: going.seen)
         node = r.node(0)
-        assert (await r.admin("DELETE", "/admin/nodes/node0")).json["inflight"] == 1
+        assert (await r.admin("DELETE", "/admin/nodes/node0")).json["requests_in_flight"] == 1
         for _ in range(3):
-            assert (await r.ask()).status == 200
+            assert (await r.request()).status == 200
         assert len(going.seen) == 1 and len(staying.seen) == 3
         gate.set()
-        assert (await peer.answer()).complete
+        assert (await peer.response()).complete
         assert node.inflight == 0
         await until(lambda: going.connections == 0)
 
 
-async def test_draining_means_no_new_request_and_undraining_brings_it_back() -> None:
+async def test_a_draining_node_gets_no_requests_until_it_is_undrained() -> None:
     async with engines(2) as [drained, other], router(drained, other) as r:
         gate = asyncio.Event()
-        drained.behave = script(SSE_HEAD, chunk(event(0)), gate, DONE)
+        drained.behave = script(SSE_HEAD, chunk(sse_event(0)), gate, DONE)
         peer = await r.connect()
         peer.write(post())
         await until(lambda: drained.seen)
         assert (await r.admin("POST", "/admin/nodes/node0/drain")).json["state"] == "draining"
         for _ in range(4):
-            assert (await r.ask()).status == 200
+            assert (await r.request()).status == 200
         assert len(drained.seen) == 1
         gate.set()
-        assert (await peer.answer()).complete
+        assert (await peer.response()).complete
         drained.behave = normal()
         assert (await r.admin("POST", "/admin/nodes/node0/undrain")).json["state"] == "up"
         for _ in range(4):
-            assert (await r.ask()).status == 200
+            assert (await r.request()).status == 200
         assert len(drained.seen) == 3
 
 
-async def test_a_fleet_that_is_all_drained_is_not_ready() -> None:
+async def test_a_router_whose_nodes_all_drain_is_not_ready() -> None:
     async with engines() as [engine], router(engine) as r:
         await r.admin("POST", "/admin/nodes/node0/drain")
-        assert (await r.ask(get("/ready"))).status == 503
+        assert (await r.request(get("/ready"))).status == 503
         assert (await r.admin("GET", "/ready")).status == 503
-        assert (await r.ask()).status == 503
+        assert (await r.request()).status == 503
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (b"{", "the body is not JSON"),
         (b"[]", "expected a table, got a list"),
@@ -107,10 +97,10 @@ async def test_a_fleet_that_is_all_drained_is_not_ready() -> None:
         (b"{}", "missing required field `url`"),
     ],
 )
-async def test_what_is_wrong_with_a_node_is_said_in_words(body: bytes, said: str) -> None:
+async def test_the_error_for_an_invalid_node_says_what_is_wrong(body: bytes, message: str) -> None:
     async with engines() as [engine], router(engine) as r:
-        message = (await r.admin("POST", "/admin/nodes", body)).json["error"]["message"]
-        assert message.endswith(said), message
+        error = (await r.admin("POST", "/admin/nodes", body)).json["error"]["message"]
+        assert error.endswith(message), error
 
 
 @pytest.mark.parametrize(
@@ -131,7 +121,7 @@ async def test_what_is_wrong_with_a_node_is_said_in_words(body: bytes, said: str
         ("POST", "/v1/chat/completions", b"{}", 404, "not_found"),
     ],
 )
-async def test_what_is_wrong_is_said(method: str, path: str, body: bytes, status: int, code: str) -> None:
+async def test_errors_have_a_status_and_a_code(method: str, path: str, body: bytes, status: int, code: str) -> None:
     async with engines() as [engine], router(engine) as r:
         found = await r.admin(method, path, body)
         assert found.status == status and found.error["code"] == code
@@ -143,7 +133,7 @@ async def test_a_node_with_an_impossible_port_is_400() -> None:
         assert found.status == 400
 
 
-async def test_with_a_token_every_call_but_health_and_ready_needs_it() -> None:
+async def test_a_configured_token_is_required_except_for_health_and_ready() -> None:
     async with engines() as [engine], router(engine, admin=TOKEN) as r:
         for method, path in (
             ("GET", "/metrics"),
@@ -166,13 +156,13 @@ async def test_with_a_token_every_call_but_health_and_ready_needs_it() -> None:
 
 
 @pytest.mark.parametrize("headers", [("Origin: http://evil.example",), ("Origin: null",)])
-async def test_without_a_token_a_web_page_in_a_browser_gets_nowhere(headers: tuple[str, ...]) -> None:
+async def test_without_a_token_web_pages_are_rejected(headers: tuple[str, ...]) -> None:
     async with engines() as [engine], router(engine) as r:
         found = await r.admin("POST", "/admin/nodes", b'{"url":"http://127.0.0.1:1"}', *headers)
         assert found.status == 403 and len(r.service.fleet) == 1
 
 
-async def test_without_a_token_a_name_that_was_bound_to_loopback_gets_nowhere() -> None:
+async def test_without_a_token_the_host_must_be_loopback() -> None:
     async with engines() as [engine], router(engine) as r:
         for host, status in (
             ("evil.example:8081", 403),
@@ -182,41 +172,41 @@ async def test_without_a_token_a_name_that_was_bound_to_loopback_gets_nowhere() 
         ):
             peer = await r.connect(r.service.admin_port)
             peer.write(f"GET /admin/nodes HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
-            assert (await peer.answer()).status == status, host
+            assert (await peer.response()).status == status, host
 
 
-async def test_a_name_that_only_looks_like_a_loopback_address_gets_nowhere() -> None:
+async def test_a_host_name_that_looks_like_a_loopback_address_is_rejected() -> None:
     async with engines() as [engine], router(engine) as r:
         peer = await r.connect(r.service.admin_port)
         peer.write(b"GET /admin/nodes HTTP/1.1\r\nHost: 127.evil.example:8081\r\n\r\n")
-        assert (await peer.answer()).status == 403
+        assert (await peer.response()).status == 403
 
 
-async def test_the_admin_api_is_not_on_the_clients_listener() -> None:
+async def test_the_client_listener_does_not_serve_the_admin_api() -> None:
     async with engines() as [engine], router(engine) as r:
         for path in ("/metrics", "/admin/nodes"):
-            assert (await r.ask(get(path))).status == 404
+            assert (await r.request(get(path))).status == 404
 
 
-async def test_the_admin_listener_can_be_switched_off() -> None:
+async def test_the_admin_listener_can_be_disabled() -> None:
     async with engines() as [engine], router(engine, admin={"enabled": False}) as r:
         assert r.service.admin_port == 0
-        assert (await r.ask()).status == 200
+        assert (await r.request()).status == 200
 
 
 # Metrics.
 
 
-async def test_the_metrics_page_is_valid_and_says_what_happened() -> None:
-    async with engines(2) as [good, bad], router(good, bad, health={"failures": 100}) as r:
+async def test_the_metrics_page_is_valid_and_counts_requests() -> None:
+    async with engines(2) as [good, bad], router(good, bad, health={"consecutive_failures": 100}) as r:
         bad.behave = failing(500)
         for _ in range(6):
-            await r.ask()
-        await r.ask(post(b"{"))
-        await r.ask(post(chat(model='no"such\\model\n')))
-        good.behave = script(SSE_HEAD, chunk(event(0)), 0.02, "close")
-        await r.ask()
-        await r.ask()
+            await r.request()
+        await r.request(post(b"{"))
+        await r.request(post(chat(model='no"such\\model\n')))
+        good.behave = script(SSE_HEAD, chunk(sse_event(0)), 0.02, "close")
+        await r.request()
+        await r.request()
         page = await r.admin("GET", "/metrics")
         assert page.get("content-type") == "text/plain; version=0.0.4; charset=utf-8"
         text = page.body.decode()
@@ -225,31 +215,31 @@ async def test_the_metrics_page_is_valid_and_says_what_happened() -> None:
             for family in text_string_to_metric_families(text)
             for sample in family.samples
         }
-        assert found["warmroute_requests_answered_total", ("status", "200")] == 6
-        assert found["warmroute_requests_refused_total", ("code", "malformed_json"), ("status", "400")] == 1
-        assert found["warmroute_requests_refused_total", ("code", "model_not_found"), ("status", "404")] == 1
-        assert found["warmroute_requests_broken_total",] == 2
+        assert found["warmroute_responses_total", ("status", "200")] == 6
+        assert found["warmroute_errors_total", ("code", "malformed_json"), ("status", "400")] == 1
+        assert found["warmroute_errors_total", ("code", "model_not_found"), ("status", "404")] == 1
+        assert found["warmroute_responses_interrupted_total",] == 2
         assert found["warmroute_retries_total",] >= 3
         assert found["warmroute_node_requests_total", ("node", "node1"), ("outcome", "failed")] >= 3
         assert found["warmroute_node_state", ("node", "node0"), ("state", "up")] == 1
-        assert found["warmroute_node_inflight", ("node", "node0")] == 0
+        assert found["warmroute_node_requests_in_flight", ("node", "node0")] == 0
         assert found["warmroute_node_first_byte_seconds_count", ("node", "node0")] == 8
-        assert found["warmroute_connections_accepted_total",] >= 10
-        assert "such" not in text, "nothing that a client sent is a label"
+        assert found["warmroute_client_connections_accepted_total",] >= 10
+        assert "such" not in text, "labels contain nothing that a client sent"
         check_by_promtool(text)
 
 
-async def test_labels_stay_bounded_whatever_clients_send() -> None:
+async def test_clients_cannot_add_labels() -> None:
     async with engines() as [engine], router(engine) as r:
         before = len((await r.admin("GET", "/metrics")).body.splitlines())
         for number in range(30):
-            await r.ask(post(chat(model=f"model-{number}")))
-            await r.ask(post(path=f"/nowhere/{number}"))
+            await r.request(post(chat(model=f"model-{number}")))
+            await r.request(post(path=f"/nowhere/{number}"))
         after = len((await r.admin("GET", "/metrics")).body.splitlines())
         assert after - before <= 4
 
 
-async def test_an_odd_name_of_a_node_makes_no_invalid_page() -> None:
+async def test_special_characters_in_a_node_name_are_escaped() -> None:
     async with engines() as [engine], router({"url": engine.url, "name": 'a"b\\c\nd é'}) as r:
         text = (await r.admin("GET", "/metrics")).body.decode()
         names = {
@@ -259,7 +249,7 @@ async def test_an_odd_name_of_a_node_makes_no_invalid_page() -> None:
         check_by_promtool(text)
 
 
-async def test_many_scrapes_at_once_are_all_answered() -> None:
+async def test_concurrent_scrapes_succeed() -> None:
     async with engines() as [engine], router(engine) as r:
         pages = await asyncio.gather(*(r.admin("GET", "/metrics") for _ in range(20)))
         assert {page.status for page in pages} == {200}
@@ -270,11 +260,10 @@ def check_by_promtool(text: str) -> None:
     if promtool is None:
         return
     checked = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False)
-    # 3: it is valid, and promtool would have chosen other names
-    assert checked.returncode in (0, 3), checked.stderr
+    assert checked.returncode in (0, 3), checked.stderr  # 3: valid, but promtool suggests other names
 
 
-async def test_the_admin_api_does_not_hand_out_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_added_node_cannot_use_arbitrary_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_OF_THE_ROUTER", "s3cr3t")
     async with engines() as [engine], router(engine) as r:
         body = json.dumps({"url": "http://127.0.0.1:9", "name": "x", "api_key_env": "SECRET_OF_THE_ROUTER"}).encode()

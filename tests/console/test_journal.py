@@ -1,4 +1,4 @@
-"""The journal of decisions: at a running router, over real sockets, in memory and on disk."""
+"""The decision journal, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -14,26 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import (
+from support.engine_scripts import (
     CLOSE,
     DONE,
     SSE_HEAD,
-    Answer,
-    Router,
-    answer,
-    chat,
     chunk,
-    engines,
-    event,
     failing,
     hanging,
+    http_response,
     normal,
-    post,
-    router,
     script,
+    sse_event,
     stream,
-    until,
 )
+from support.polling import until
+from support.raw_client import Response, chat, post
+from support.running_router import RunningRouter, router
+from support.scripted_engine import engines
 
 from warmroute.config import Health, Index, NodeConfig, Routing
 from warmroute.config import Journal as JournalConfig
@@ -45,13 +42,13 @@ from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.query import Query
-from warmroute.routing.router import Router as Decider
+from warmroute.routing.router import Router
 from warmroute.telemetry.counters import Counters
-from warmroute.telemetry.journal import MOST_PENDING, Entry, Journal, append
+from warmroute.telemetry.journal import MAX_PENDING, Entry, Journal, append
 
 SECRET = "xyzzy-plugh"
 LONG = f"{SECRET} " * 700
-"""Some 2,000 tokens, read as text."""
+"""About 2,000 tokens."""
 PRICE = {"policy": "price", "seed": 7}
 USAGE = json.dumps(
     {
@@ -61,22 +58,22 @@ USAGE = json.dumps(
 ).encode()
 
 
-async def decisions(r: Router, limit: int = 100) -> list[dict[str, Any]]:
+async def decisions(r: RunningRouter, limit: int = 100) -> list[dict[str, Any]]:
     return (await r.admin("GET", f"/admin/decisions?limit={limit}")).json["decisions"]
 
 
-async def send(r: Router, request_id: str, content: str = LONG, *headers: str, **more: Any) -> Answer:
-    return await r.ask(post(chat(content, **more), headers=[f"X-Request-Id: {request_id}", *headers]))
+async def send(r: RunningRouter, request_id: str, content: str = LONG, *headers: str, **more: Any) -> Response:
+    return await r.request(post(chat(content, **more), headers=[f"X-Request-Id: {request_id}", *headers]))
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-# What an entry says.
+# Entries.
 
 
-async def test_a_decision_is_kept_with_its_reasons_and_its_end() -> None:
+async def test_an_entry_has_the_decision_its_reasons_and_the_outcome() -> None:
     async with engines(2) as both, router(*both, routing=PRICE) as r:
         for engine in both:
             engine.behave = normal(USAGE)
@@ -87,76 +84,78 @@ async def test_a_decision_is_kept_with_its_reasons_and_its_end() -> None:
         assert second == (await r.admin("GET", "/admin/decisions/second")).json
         assert first["time"] <= second["time"] and first["time"].endswith("Z")
         assert (first["model"], first["priority"], second["priority"]) == ("m", "normal", "high")
-        assert first["cached_tokens"] == 0 and "is warm anywhere" in first["sentence"]
+        assert first["cached_tokens"] == 0 and "no node has any of its" in first["explanation"]
         tokens = second["prompt_tokens"]
         assert tokens > 1000 and second["cached_tokens"] + second["new_tokens"] == tokens
         assert second["cached_tokens"] > 0.9 * tokens
         assert second["node"] == second["answered_by"] == first["node"]
         other = "node1" if second["node"] == "node0" else "node0"
-        assert second["sentence"].startswith(f"{second['node']}: {second['cached_tokens']:,} of {tokens:,} tokens warm")
-        assert second["sentence"].endswith(f"{other} is free but cold")
-        assert second["considered"] == 2
+        assert second["explanation"].startswith(
+            f"{second['node']}: {second['cached_tokens']:,} of {tokens:,} tokens cached"
+        )
+        assert second["explanation"].endswith(f"{other} is idle but has none of them cached")
+        assert second["candidate_count"] == 2
         best, worse = second["candidates"]
         assert (best["node"], best["chosen"]) == (second["node"], True)
         assert (worse["node"], worse["chosen"]) == (other, False)
         assert best["total_ms"] < worse["total_ms"]
         assert worse["total_ms"] == pytest.approx(sum(worse["terms_ms"].values()), abs=0.1)
         assert (second["outcome"], second["status"], second["attempts"]) == ("ok", 200, 1)
-        assert 0 < second["first_byte_ms"] <= second["took_ms"]
+        assert 0 < second["first_byte_ms"] <= second["duration_ms"]
         assert second["reported"] == {"prompt_tokens": 2100, "cached_tokens": 1984, "output_tokens": 17}
 
 
-async def test_a_request_that_runs_is_told_as_running() -> None:
+async def test_a_running_request_has_the_outcome_running() -> None:
     async with engines() as [engine], router(engine) as r:
         gate = asyncio.Event()
-        engine.behave = script(SSE_HEAD, chunk(event(0)), gate, DONE)
+        engine.behave = script(SSE_HEAD, chunk(sse_event(0)), gate, DONE)
         peer = await r.connect()
         peer.write(post(headers=["X-Request-Id: slow"]))
         await peer.head()
-        told = (await r.admin("GET", "/admin/decisions/slow")).json
-        assert (told["outcome"], told["took_ms"], told["status"]) == ("running", None, None)
+        entry = (await r.admin("GET", "/admin/decisions/slow")).json
+        assert (entry["outcome"], entry["duration_ms"], entry["status"]) == ("running", None, None)
         gate.set()
         await until(lambda: (entry := r.service.journal.find(b"slow")) is not None and entry.end is not None)
         assert (await decisions(r))[0]["outcome"] == "ok"
 
 
-async def test_every_end_has_its_outcome() -> None:
-    async with engines(2) as [bad, good], router(bad, good, upstream={"attempts": 2}) as r:
+async def test_every_outcome_is_recorded() -> None:
+    async with engines(2) as [bad, good], router(bad, good, upstream={"max_attempts": 2}) as r:
         bad.behave = failing(500)
         answers = {(await send(r, f"turn{number}")).status for number in range(2)}
         assert answers == {200}
         moved = next(one for one in await decisions(r) if one["attempts"] == 2)
         assert (moved["node"], moved["answered_by"], moved["outcome"]) == ("node0", "node1", "ok")
-        assert moved["sentence"] == (
-            "node1: stands in for node0, which failed; chosen was node0: it is its turn (round_robin)"
+        assert moved["explanation"] == (
+            "node1: retry after node0 failed; first choice was node0: next in turn (round_robin)"
         )
         bad.behave = good.behave = failing(500)
         assert (await send(r, "nobody")).status == 502
         bad.behave = good.behave = failing(404)
         assert (await send(r, "rejected")).status == 404
-        bad.behave = good.behave = script(SSE_HEAD, chunk(event(0)), CLOSE)
+        bad.behave = good.behave = script(SSE_HEAD, chunk(sse_event(0)), CLOSE)
         assert not (await send(r, "broken")).complete
         bad.behave = good.behave = hanging
         peer = await r.connect()
-        peer.write(post(headers=["X-Request-Id: left"]))
-        await until(lambda: r.service.journal.find(b"left"))
-        peer.leave()
+        peer.write(post(headers=["X-Request-Id: canceled"]))
+        await until(lambda: r.service.journal.find(b"canceled"))
+        peer.disconnect()
         await until(lambda: r.inflight() == 0)
-        told = {one["request_id"]: (one["outcome"], one["status"], one["answered_by"]) for one in await decisions(r)}
-        assert told["nobody"] == ("failed", 502, None)
-        nobody = (await r.admin("GET", "/admin/decisions/nobody")).json["sentence"]
-        assert nobody.startswith("no node answered, 2 tried; chosen was node")
-        assert told["rejected"][:2] == ("rejected", 404)
-        assert told["broken"][:2] == ("broken", 200)
-        assert told["left"] == ("left", None, None)
+        ends = {one["request_id"]: (one["outcome"], one["status"], one["answered_by"]) for one in await decisions(r)}
+        assert ends["nobody"] == ("failed", 502, None)
+        nobody = (await r.admin("GET", "/admin/decisions/nobody")).json["explanation"]
+        assert nobody.startswith("no node answered (2 nodes tried); first choice was node")
+        assert ends["rejected"][:2] == ("rejected", 404)
+        assert ends["broken"][:2] == ("broken", 200)
+        assert ends["canceled"] == ("canceled", None, None)
         bad.behave = good.behave = normal()
 
 
-async def test_a_request_that_waited_here_says_for_how_long() -> None:
-    tables = {"routing": PRICE, "admission": {"ahead_ms": 0.01}}
+async def test_an_entry_has_the_time_in_the_queue() -> None:
+    tables = {"routing": PRICE, "admission": {"max_node_backlog_ms": 0.01}}
     async with engines() as [engine], router(engine, **tables) as r:
         gate = asyncio.Event()
-        engine.behave = script(gate, answer(USAGE))
+        engine.behave = script(gate, http_response(USAGE))
         peers = [await r.connect() for _ in range(2)]
         for number, peer in enumerate(peers):
             peer.write(post(chat(f"{number}{LONG}", stream=True), headers=[f"X-Request-Id: n{number}"]))
@@ -165,19 +164,19 @@ async def test_a_request_that_waited_here_says_for_how_long() -> None:
         assert r.service.admission.waiting == 1 and len(r.service.journal) == 1
         gate.set()
         for peer in peers:
-            assert (await peer.answer()).status == 200
+            assert (await peer.response()).status == 200
         second, first = await decisions(r)
-        assert second["held_ms"] >= 50 > 1 > first["held_ms"]
-        assert second["sentence"].endswith(" ms first") and "; it waited here for " in second["sentence"]
-        assert second["first_byte_ms"] > second["held_ms"]
+        assert second["queued_ms"] >= 50 > 1 > first["queued_ms"]
+        assert second["explanation"].endswith(" ms first") and "; queued for " in second["explanation"]
+        assert second["first_byte_ms"] > second["queued_ms"]
 
 
-async def test_nothing_that_a_user_typed_is_in_it(tmp_path: Path) -> None:
+async def test_the_journal_contains_no_user_text(tmp_path: Path) -> None:
     file = tmp_path / "journal"
     async with engines(2) as both, router(*both, routing=PRICE, journal={"file": str(file)}) as r:
         both[0].behave = both[1].behave = stream(3)
         await send(r, "one", LONG, f"X-Session-Id: {SECRET}", user=SECRET, metadata={"a": SECRET})
-        await r.ask(post(chat(LONG), path=f"/v1/chat/completions?a={SECRET}"))
+        await r.request(post(chat(LONG), path=f"/v1/chat/completions?a={SECRET}"))
         page = await r.admin("GET", "/admin/decisions")
         await until(lambda: r.service.counters.journal_written == 2)
         assert len(page.json["decisions"]) == len(lines(file)) == 2
@@ -185,62 +184,62 @@ async def test_nothing_that_a_user_typed_is_in_it(tmp_path: Path) -> None:
         assert all(one["prompt_tokens"] > 1000 for one in lines(file))
 
 
-# How much is kept.
+# Memory.
 
 
-async def test_the_ring_is_bounded_and_has_the_latest_first() -> None:
-    async with engines() as [engine], router(engine, journal={"keep": 5}) as r:
+async def test_the_journal_keeps_the_latest_decisions_newest_first() -> None:
+    async with engines() as [engine], router(engine, journal={"max_decisions": 5}) as r:
         for number in range(12):
             await send(r, f"n{number}")
         assert [one["request_id"] for one in await decisions(r)] == [f"n{number}" for number in range(11, 6, -1)]
         assert [one["request_id"] for one in await decisions(r, 2)] == ["n11", "n10"]
         gone = await r.admin("GET", "/admin/decisions/n3")
         assert gone.status == 404 and gone.error["code"] == "unknown_request"
-        assert "The last 5 are (journal.keep)" in gone.error["message"]
+        assert "the last 5 requests (journal.max_decisions)" in gone.error["message"]
         await send(r, "n9", model="m")
         assert (await r.admin("GET", "/admin/decisions/n9")).json["time"] == (await decisions(r))[0]["time"]
         for wrong in ("0", "x", "-1", "", "²"):
-            refused = await r.admin("GET", f"/admin/decisions?limit={wrong.encode().hex() if wrong == '²' else wrong}x")
-            assert refused.error["code"] == "bad_limit"
+            error = await r.admin("GET", f"/admin/decisions?limit={wrong.encode().hex() if wrong == '²' else wrong}x")
+            assert error.error["code"] == "bad_limit"
         assert (await r.admin("POST", "/admin/decisions")).status == 405
 
 
-async def test_it_can_be_switched_off() -> None:
-    async with engines() as [engine], router(engine, journal={"keep": 0}) as r:
+async def test_the_journal_can_be_disabled() -> None:
+    async with engines() as [engine], router(engine, journal={"max_decisions": 0}) as r:
         assert (await send(r, "one")).status == 200
         assert not r.service.journal.on and await decisions(r) == []
 
 
-async def test_what_it_keeps_grows_and_shrinks_on_reload() -> None:
+async def test_a_reload_changes_how_many_decisions_are_kept() -> None:
     async with engines() as [engine], router(engine) as r:
         for number in range(6):
             await send(r, f"n{number}")
-        r.service.journal.reconfigure(JournalConfig(keep=2))
+        r.service.journal.reconfigure(JournalConfig(max_decisions=2))
         assert [one["request_id"] for one in await decisions(r)] == ["n5", "n4"]
-        r.service.journal.reconfigure(JournalConfig(keep=3))
+        r.service.journal.reconfigure(JournalConfig(max_decisions=3))
         for number in range(6, 9):
             await send(r, f"n{number}")
         assert [one["request_id"] for one in await decisions(r)] == ["n8", "n7", "n6"]
 
 
-async def test_it_keeps_neither_prompts_nor_bodies_alive() -> None:
-    held = (Lookup, Query, Decision, Dispatch)
-    before = [thing for thing in gc.get_objects() if type(thing) in held]
-    others = {id(thing) for thing in before}  # of other tests' modules, alive throughout
+async def test_entries_do_not_keep_prompts_or_bodies_in_memory() -> None:
+    large = (Lookup, Query, Decision, Dispatch)
+    before = [thing for thing in gc.get_objects() if type(thing) in large]
+    others = {id(thing) for thing in before}  # of other test modules
     async with engines(2) as both, router(*both, routing=PRICE) as r:
         for number in range(30):
             await send(r, f"n{number}", f"{number} {LONG}")
         assert len(await decisions(r)) == 30
         await until(lambda: not r.service.listener.connections)
         gc.collect()
-        kept = [thing for thing in gc.get_objects() if type(thing) in held and id(thing) not in others]
-        assert not kept, {type(thing).__name__ for thing in kept}
-        asks = [thing for thing in gc.get_objects() if type(thing) is RoutingRequest]
-        assert not [ask for ask in asks if SECRET.encode() in (ask.prefix_key() or b"")]
+        alive = [thing for thing in gc.get_objects() if type(thing) in large and id(thing) not in others]
+        assert not alive, {type(thing).__name__ for thing in alive}
+        requests = [thing for thing in gc.get_objects() if type(thing) is RoutingRequest]
+        assert not [request for request in requests if SECRET.encode() in (request.prefix_key() or b"")]
         entries = [thing for thing in gc.get_objects() if type(thing) is Entry]
         assert len(entries) == 30
         reached, ahead = set(), list(entries)
-        while ahead:  # bytes that an entry alone leads to: no more than its id
+        while ahead:  # an entry refers to no long text
             thing = ahead.pop()
             for part in gc.get_referents(thing):
                 if isinstance(part, bytes | str):
@@ -251,21 +250,22 @@ async def test_it_keeps_neither_prompts_nor_bodies_alive() -> None:
 
 
 def test_memory_is_bounded_on_a_large_fleet() -> None:
-    """A thousand nodes' prices are 100 KB a decision: of those that have ended only the best are kept."""
+    """The prices of 1,000 nodes take 100 KB. Once a request has ended, its entry keeps only the best."""
     fleet, cache_view = Fleet(Health()), CacheView(Index())
     for number in range(1000):
         fleet.check_passed(fleet.add(NodeConfig(url=f"http://n{number}:1", models=("m",))), 0.0)
-    decider, journal = Decider(fleet, cache_view, Routing(seed=1)), Journal(JournalConfig(keep=20), Counters())
+    router_, journal = Router(fleet, cache_view, Routing(seed=1)), Journal(JournalConfig(max_decisions=20), Counters())
     tokens = array("I", range(4000))
 
     def decide(number: int) -> None:
         lookup = Lookup(tokens.tobytes(), len(tokens), 0)
-        decision = decider.decide(RoutingRequest("m"), 1.0, lookup)
+        decision = router_.decide(RoutingRequest("m"), 1.0, lookup)
         assert len(decision.prices or ()) == 1000
-        entry = Entry(b"%d" % number, "", "m", "", 1, 1.0, 0.0, decision.grounds())
-        journal.decided(entry)
-        with decider.dispatch(decision, decision.node, 1.0) as ticket:
-            journal.ended(entry, Outcome.OK, ticket, 1, 200, 2.0)
+        entry = Entry(b"%d" % number, "", "m", "", 1, 1.0, 0.0, decision.record())
+        journal.add(entry)
+        ticket = router_.dispatch(decision, decision.node, 1.0)
+        ticket.close(Outcome.OK, 2.0)
+        journal.end(entry, Outcome.OK, ticket, 1, 200, 2.0)
 
     decide(-1)
     tracemalloc.start()
@@ -273,19 +273,19 @@ def test_memory_is_bounded_on_a_large_fleet() -> None:
         for number in range(200):
             decide(number)
         gc.collect()
-        kept_bytes, _ = tracemalloc.get_traced_memory()
+        used_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert len(journal) == 20
-    assert kept_bytes < 20 * 16_384
+    assert used_bytes < 20 * 16_384
 
 
-# On disk.
+# File.
 
 
-async def test_what_has_ended_is_written_a_line_each(tmp_path: Path) -> None:
+async def test_finished_requests_are_written_one_per_line(tmp_path: Path) -> None:
     file = tmp_path / "journal.jsonl"
-    async with engines(2) as both, router(*both, routing=PRICE, journal={"file": str(file), "keep": 3}) as r:
+    async with engines(2) as both, router(*both, routing=PRICE, journal={"file": str(file), "max_decisions": 3}) as r:
         for number in range(10):
             await send(r, f"n{number}")
         counters = r.service.counters
@@ -294,34 +294,35 @@ async def test_what_has_ended_is_written_a_line_each(tmp_path: Path) -> None:
         assert [one["request_id"] for one in written] == [f"n{number}" for number in range(10)]
         assert written[-1] == {**(await decisions(r))[0], "time": written[-1]["time"]}
         page = (await r.admin("GET", "/metrics")).body
-        assert b"warmroute_journal_written_total 10" in page and b"warmroute_journal_dropped_total 0" in page
+        assert b"warmroute_journal_decisions_written_total 10" in page
+        assert b"warmroute_journal_decisions_dropped_total 0" in page
         await send(r, "last")
-    assert lines(file)[-1]["request_id"] == "last", "what is left is written at the end"
+    assert lines(file)[-1]["request_id"] == "last", "the remaining entries are written at the end"
     assert file.stat().st_mode & 0o007 == 0
 
 
-async def test_a_share_is_written_by_chance(tmp_path: Path) -> None:
-    journal = Journal(JournalConfig(file=str(tmp_path / "f"), sample=0.25), Counters())
+async def test_a_sample_is_written(tmp_path: Path) -> None:
+    journal = Journal(JournalConfig(file=str(tmp_path / "f"), sample_ratio=0.25), Counters())
     async with engines() as [engine], router(engine) as r:
         await send(r, "one")
         entry = r.service.journal.find(b"one")
         assert entry is not None and entry.end is not None
         ticket = type("T", (), {"node": entry.end[1], "first_byte_s": 1.0})()
         for _ in range(4000):
-            journal.ended(entry, Outcome.OK, ticket, 1, 200, 2.0)
+            journal.end(entry, Outcome.OK, ticket, 1, 200, 2.0)
         assert 800 < len(journal._pending) < 1200
-        journal.reconfigure(JournalConfig(file=str(tmp_path / "f"), sample=0.0))
+        journal.reconfigure(JournalConfig(file=str(tmp_path / "f"), sample_ratio=0.0))
         before = len(journal._pending)
-        journal.ended(entry, Outcome.OK, ticket, 1, 200, 2.0)
+        journal.end(entry, Outcome.OK, ticket, 1, 200, 2.0)
         assert len(journal._pending) == before
         journal.reconfigure(JournalConfig(file=str(tmp_path / "f")))
-        for _ in range(MOST_PENDING):
-            journal.ended(entry, Outcome.OK, ticket, 1, 200, 2.0)
-        assert len(journal._pending) == MOST_PENDING, "a disk that hangs is not waited for in memory"
+        for _ in range(MAX_PENDING):
+            journal.end(entry, Outcome.OK, ticket, 1, 200, 2.0)
+        assert len(journal._pending) == MAX_PENDING, "memory is bounded if the disk hangs"
         assert journal._counters.journal_dropped == before
 
 
-def test_the_file_is_begun_anew_once_it_is_large(tmp_path: Path) -> None:
+def test_a_large_file_is_rotated(tmp_path: Path) -> None:
     file = tmp_path / "j"
     for number in range(10):
         append(file, b"%d%b\n" % (number, b"x" * 28), 100)
@@ -330,25 +331,25 @@ def test_the_file_is_begun_anew_once_it_is_large(tmp_path: Path) -> None:
     assert [line[:1] for line in older.read_bytes().splitlines()] == [b"6", b"7", b"8"]
     assert {path.name for path in tmp_path.iterdir()} == {"j", "j.1"}
     append(file, b"y" * 500 + b"\n", 100)
-    assert file.stat().st_size == 501, "a batch is never cut"
+    assert file.stat().st_size == 501, "a batch is never split"
 
 
-async def test_a_disk_that_hangs_keeps_no_router_from_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("warmroute.telemetry.journal.CLOSE_S", 0.2)
+async def test_a_disk_that_hangs_does_not_delay_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warmroute.telemetry.journal.CLOSE_TIMEOUT_S", 0.2)
     file = tmp_path / "j"
     os.mkfifo(file)  # opening it waits for a reader
     async with engines() as [engine], router(engine, journal={"file": str(file)}) as r:
         await send(r, "one")
     writers = [thread for thread in threading.enumerate() if thread.name == "warmroute-journal"]
     assert writers and all(thread.daemon for thread in writers)
-    with file.open("rb") as reader:  # lets the thread go
+    with file.open("rb") as reader:  # unblocks the thread
         assert b'"one"' in reader.readline()
     for thread in writers:
         thread.join(10)
         assert not thread.is_alive()
 
 
-async def test_a_disk_that_fails_hurts_no_request_and_is_said_once(
+async def test_a_disk_error_affects_no_request_and_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "later" / "journal"
@@ -358,19 +359,19 @@ async def test_a_disk_that_fails_hurts_no_request_and_is_said_once(
         for number in range(3):
             assert (await send(r, f"n{number}")).status == 200
             await until(lambda number=number: counters.journal_dropped == number + 1)
-        said = [record for record in caplog.records if "can't be written" in record.getMessage()]
-        assert len(said) == 1 and "No such file or directory" in said[0].getMessage()
+        logged = [record for record in caplog.records if "journal_write_failed" in record.getMessage()]
+        assert len(logged) == 1 and "No such file or directory" in logged[0].getMessage()
         file.parent.mkdir()
         await send(r, "n3")
         await until(lambda: counters.journal_written == 1)
         assert [one["request_id"] for one in lines(file)] == ["n3"]
         assert len(await decisions(r)) == 4
-        assert f"the journal is written to {file} again; 3 decisions were dropped so far" in caplog.text
+        assert f"journal_write_recovered file={file} dropped=3" in caplog.text
 
 
-async def test_a_full_disk(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_full_disk_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     async with engines() as [engine], router(engine, journal={"file": "/dev/full"}) as r:
         assert (await send(r, "one")).status == 200
         await until(lambda: r.service.counters.journal_dropped == 1)
         assert "No space left on device" in caplog.text
-        assert b"warmroute_journal_dropped_total 1" in (await r.admin("GET", "/metrics")).body
+        assert b"warmroute_journal_decisions_dropped_total 1" in (await r.admin("GET", "/metrics")).body

@@ -1,4 +1,4 @@
-"""A slow client costs bounded memory, and pauses its node; one that has stopped is cut."""
+"""A slow client costs bounded memory and pauses its node. A client that stops reading is disconnected."""
 
 from __future__ import annotations
 
@@ -7,23 +7,27 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import Engine, Router, chat, engines, get, hanging, huge, normal, post, router, script, until
+from support.engine_scripts import hanging, huge, normal, script
+from support.polling import until
+from support.raw_client import chat, get, post
+from support.running_router import RunningRouter, router
+from support.scripted_engine import ScriptedEngine, engines
 
 MB = 1_000_000
 HELD_LIMIT = 2 * MB
-"""Most that the router may hold for one client: what a socket's high-water mark and one read come to, with room."""
+"""The most that the router may buffer for one client: a socket's high-water mark and one read, with a margin."""
 
 
 def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def held_bytes(r: Router) -> int:
+def held_bytes(r: RunningRouter) -> int:
     return sum(client.transport.get_write_buffer_size() for client in r.service.listener.connections)
 
 
-async def settled(engine: Engine) -> int:
-    """Waits until the engine can write no further."""
+async def settled(engine: ScriptedEngine) -> int:
+    """Wait until the engine cannot write any more. Return how much it has written."""
     before, since_s = -1, time.monotonic()
     while time.monotonic() - since_s < 0.5:
         if engine.seen and engine.seen[-1].written != before:
@@ -37,21 +41,21 @@ async def test_a_client_that_does_not_read_pauses_its_node(sized: bool) -> None:
     async with engines() as [engine], router(engine) as r:
         total = 100 * MB
         engine.behave = huge(total, sized=sized)
-        await r.ask(get("/health"))
+        await r.request(get("/health"))
         before = rss_bytes()
         peer = await r.connect()
         peer.writer.transport.pause_reading()
         peer.write(post())
         written = await settled(engine)
-        assert written < total // 2, "the node could write on and on"
+        assert written < total // 2, "the node was not paused"
         assert held_bytes(r) < HELD_LIMIT
         assert rss_bytes() - before < 40 * MB
         peer.writer.transport.resume_reading()
-        found = await peer.answer()
-        assert found.complete and len(found.body) == total
+        response = await peer.response()
+        assert response.complete and len(response.body) == total
 
 
-async def test_a_slow_reader_gets_all_of_it_in_bounded_memory() -> None:
+async def test_a_slow_reader_gets_the_whole_response_in_bounded_memory() -> None:
     async with engines() as [engine], router(engine) as r:
         total = 60 * MB
         engine.behave = huge(total, sized=False)
@@ -69,7 +73,7 @@ async def test_a_slow_reader_gets_all_of_it_in_bounded_memory() -> None:
         assert worst < HELD_LIMIT
 
 
-async def test_twenty_clients_that_do_not_read_do_not_hold_up_others() -> None:
+async def test_twenty_clients_that_do_not_read_do_not_delay_others() -> None:
     async with engines(2) as [big, small], router(big, {"url": small.url, "models": ["small"]}) as r:
         big.behave = huge(100 * MB)
         stuck = [await r.connect() for _ in range(20)]
@@ -81,13 +85,13 @@ async def test_twenty_clients_that_do_not_read_do_not_hold_up_others() -> None:
         assert held_bytes(r) < 20 * HELD_LIMIT
         for _ in range(20):
             started_s = time.monotonic()
-            assert (await r.ask(post(chat(model="small")))).status == 200
+            assert (await r.request(post(chat(model="small")))).status == 200
             assert time.monotonic() - started_s < 2
         for peer in stuck:
-            peer.leave()
+            peer.disconnect()
 
 
-async def test_a_client_that_has_stopped_reading_is_cut_and_its_node_freed() -> None:
+async def test_a_client_that_stops_reading_is_disconnected_and_its_node_freed() -> None:
     async with engines() as [engine], router(engine, limits={"stall_timeout_s": 0.5}) as r:
         engine.behave = huge(100 * MB)
         peer = await r.connect()
@@ -96,10 +100,10 @@ async def test_a_client_that_has_stopped_reading_is_cut_and_its_node_freed() -> 
         await asyncio.wait_for(until(lambda: engine.seen), 5)
         await asyncio.wait_for(engine.seen[0].left.wait(), 10)
         await until(lambda: r.node(0).inflight == 0 and not r.service.listener.connections)
-        assert r.service.counters.left == 1
+        assert r.service.counters.disconnects == 1
 
 
-async def test_a_client_that_stops_reading_after_its_answer_has_ended_is_cut_too() -> None:
+async def test_a_client_that_does_not_read_a_finished_response_is_disconnected() -> None:
     async with engines() as [engine], router(engine, limits={"stall_timeout_s": 0.5, "idle_timeout_s": 0.5}) as r:
         engine.behave = normal(b"x" * 300_000)
         for headers in ([], ["Connection: close"]):
@@ -110,7 +114,7 @@ async def test_a_client_that_stops_reading_after_its_answer_has_ended_is_cut_too
             await until(lambda: not r.service.listener.connections, patience_s=15)
 
 
-async def test_a_client_that_pauses_and_goes_on_in_time_is_not_cut() -> None:
+async def test_a_client_that_resumes_reading_in_time_stays_connected() -> None:
     async with engines() as [engine], router(engine, limits={"stall_timeout_s": 5.0}) as r:
         engine.behave = huge(30 * MB)
         peer = await r.connect()
@@ -118,10 +122,10 @@ async def test_a_client_that_pauses_and_goes_on_in_time_is_not_cut() -> None:
         peer.write(post())
         await settled(engine)
         peer.writer.transport.resume_reading()
-        assert (await peer.answer()).complete
+        assert (await peer.response()).complete
 
 
-async def test_a_client_that_asks_and_asks_and_never_reads_costs_bounded_memory() -> None:
+async def test_a_client_that_sends_requests_and_never_reads_costs_bounded_memory() -> None:
     async with engines(1, *(f"model-{number}" for number in range(300))) as [engine], router(engine) as r:
         peer = await r.connect()
         peer.writer.transport.pause_reading()
@@ -130,21 +134,21 @@ async def test_a_client_that_asks_and_asks_and_never_reads_costs_bounded_memory(
                 async with asyncio.timeout(1):
                     await peer.send(get("/v1/models") * 100)
             except TimeoutError:
-                break  # it is no longer read: good
+                break  # the router has stopped reading: good
         worst, since_s = 0, time.monotonic()
         while time.monotonic() - since_s < 1 and worst < HELD_LIMIT:
             if (held := held_bytes(r)) > worst:
                 worst, since_s = held, time.monotonic()
             await asyncio.sleep(0.02)
-        peer.leave()
+        peer.disconnect()
         assert worst < HELD_LIMIT
 
 
-async def test_a_second_answer_to_a_client_that_does_not_read_is_paused_too() -> None:
+async def test_a_second_response_to_a_client_that_does_not_read_is_paused() -> None:
     async with engines() as [engine], router(engine) as r:
 
-        async def fill_up(engine: Engine, seen: object, writer: asyncio.StreamWriter) -> None:
-            """Leaves the client just behind at its end."""
+        async def fill_up(engine: ScriptedEngine, seen: object, writer: asyncio.StreamWriter) -> None:
+            """End the response when the client has just fallen behind."""
             writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
             while (held := held_bytes(r)) < 45_000:
                 writer.write(b"%x\r\n%b\r\n" % ((size := 8_000 if held else 30_000), b"x" * size))
@@ -159,17 +163,17 @@ async def test_a_second_answer_to_a_client_that_does_not_read_is_paused_too() ->
         peer.write(post())
         await until(lambda: engine.seen and engine.seen[0].ended)
         await until(lambda: r.node(0).inflight == 0)
-        engine.drop_connections()  # not on the connection of the first answer
+        engine.drop_connections()  # so that the second response uses another connection
         await asyncio.sleep(0.1)
         peer.write(post())
         await asyncio.sleep(1)
         held = held_bytes(r)
-        peer.leave()
+        peer.disconnect()
         assert held < HELD_LIMIT
 
 
-async def test_a_node_that_reads_slowly_holds_up_nothing_else() -> None:
-    """A large request to a node that does not take it: others are served, and the body is counted until it has gone."""
+async def test_a_node_that_reads_slowly_does_not_delay_others() -> None:
+    """The node does not read a large request: others are served, and its body stays counted until the client leaves."""
     async with engines(2) as [slow, quick], router({"url": slow.url, "models": ["slow"]}, quick) as r:
         slow.behave = hanging
         body = chat("x" * 20 * MB, model="slow")
@@ -178,12 +182,12 @@ async def test_a_node_that_reads_slowly_holds_up_nothing_else() -> None:
         await until(lambda: r.node(0).inflight == 1)
         assert r.service.listener.buffered_bytes == len(body)
         for _ in range(5):
-            assert (await r.ask()).status == 200
-        peer.leave()
+            assert (await r.request()).status == 200
+        peer.disconnect()
         await until(lambda: r.service.listener.buffered_bytes == 0)
 
 
-async def test_a_body_in_tiny_chunks_takes_no_more_memory_than_is_counted() -> None:
+async def test_a_body_in_tiny_chunks_takes_little_more_memory_than_is_counted() -> None:
     async with engines() as [engine], router(engine) as r:
         peer = await r.connect()
         await peer.send(b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -194,11 +198,11 @@ async def test_a_body_in_tiny_chunks_takes_no_more_memory_than_is_counted() -> N
         await until(lambda: r.service.listener.buffered_bytes == 75 * 40_000)
         grown = rss_bytes() - before
         print(f"{grown / MB:.0f} MB for 3 MB")
-        peer.leave()
+        peer.disconnect()
         assert grown < 30 * MB
 
 
-async def test_the_body_is_let_go_when_the_answer_begins() -> None:
+async def test_the_request_body_is_released_when_the_response_starts() -> None:
     async with engines() as [engine], router(engine) as r:
         gate = asyncio.Event()
         engine.behave = script(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\no", gate, b"k")

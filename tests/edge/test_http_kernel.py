@@ -1,4 +1,4 @@
-"""The compiled parsers say what the plain ones say, in whatever pieces; where h11 differs, ours are stricter."""
+"""The compiled HTTP parsers agree with the Python references, in any pieces. Where h11 differs, they are stricter."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import subprocess
 import sys
 
 import h11
-import plain_http
-import plain_usage
 import pytest
+import reference_http
+import reference_usage
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -119,7 +119,7 @@ GOOD_FIELDS = st.lists(GOOD_FIELD, max_size=6, unique_by=lambda line: line[:14].
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: st.SearchStrategy[bytes]) -> bytes:
-    """Bytes with a few of them changed, taken away, doubled or added."""
+    """Bytes with a few of them changed, removed, doubled or added."""
     data = bytearray(draw(whole))
     for _ in range(draw(st.sampled_from([0, 0, 0, 1, 1, 2, 3]))):
         if not data:
@@ -141,7 +141,7 @@ def damaged(draw: st.DrawFn, whole: st.SearchStrategy[bytes]) -> bytes:
 def a_head(
     good: list[bytes], line: st.SearchStrategy[bytes], host: st.SearchStrategy[bytes]
 ) -> st.SearchStrategy[bytes]:
-    """Half of them well-formed but for the damage."""
+    """Heads. About half of them are well-formed before they are damaged."""
     well_formed = st.builds(lambda a, b, c: a + b + c, st.sampled_from(good), host, GOOD_FIELDS)
     wild = st.builds(lambda a, b, c: a + b + c, st.one_of(line, st.sampled_from(good)), host, FIELDS)
     whole = st.one_of(well_formed, damaged(well_formed), well_formed, damaged(wild))
@@ -165,51 +165,51 @@ def first_blank_line(data: bytes) -> int:
 @example(b"GET / HTTP/1.1\r\n\r\n", 100, b"")
 @example(b"GET / HTTP/1.0\r\n\r\n", 0, b"")
 @example(b"\r\n\r\n", 0, b"")
-def test_request_heads_are_read_as_the_plain_reader_reads_them(head: bytes, max_fields: int, behind: bytes) -> None:
-    data = head + behind
+def test_request_heads_are_read_as_the_reference_reads_them(head: bytes, max_fields: int, after: bytes) -> None:
+    data = head + after
     end = first_blank_line(data)
     assume(end >= 0 and readable(head))
-    ours = _http.read_request_head(data, end, max_fields)
-    plain = plain_http.read_request_head(data, end, max_fields)
-    if isinstance(ours, int) or isinstance(plain, int):
-        assert ours == plain
+    kernel = _http.read_request_head(data, end, max_fields)
+    reference = reference_http.read_request_head(data, end, max_fields)
+    if isinstance(kernel, int) or isinstance(reference, int):
+        assert kernel == reference
         return
     for name in REQUEST_VALUES:
-        assert getattr(ours, name) == getattr(plain, name), name
-    for name, _ in [*plain.fields, (b"x-none", b""), (b"HOST", b"")]:
-        assert ours.get(name) == plain.get(name)
+        assert getattr(kernel, name) == getattr(reference, name), name
+    for name, _ in [*reference.fields, (b"x-none", b""), (b"HOST", b"")]:
+        assert kernel.get(name) == reference.get(name)
 
 
 @settings(max_examples=1000)
 @given(RESPONSES, st.binary(max_size=5))
 @example(b"HTTP/1.1 200\r\n\r\n", b"")
 @example(b"HTTP/1.1 200 OK\r\nConnection: keep-alive, close\r\nContent-Length: 1\r\n\r\n", b"")
-def test_response_heads_are_read_as_the_plain_reader_reads_them(head: bytes, behind: bytes) -> None:
-    data = head + behind
+def test_response_heads_are_read_as_the_reference_reads_them(head: bytes, after: bytes) -> None:
+    data = head + after
     end = first_blank_line(data)
     assume(end >= 0)
-    ours = _http.read_response_head(data, end)
-    plain = plain_http.read_response_head(data, end)
-    if isinstance(ours, int) or isinstance(plain, int):
-        assert ours == plain
+    kernel = _http.read_response_head(data, end)
+    reference = reference_http.read_response_head(data, end)
+    if isinstance(kernel, int) or isinstance(reference, int):
+        assert kernel == reference
         return
     for name in RESPONSE_VALUES:
-        assert getattr(ours, name) == getattr(plain, name), name
+        assert getattr(kernel, name) == getattr(reference, name), name
 
 
 @given(st.binary(max_size=60))
 @example(b"HTTP/1.0 100\r\n\r\n")
-def test_any_bytes_are_read_alike(noise: bytes) -> None:
+def test_arbitrary_bytes_are_read_as_the_reference_reads_them(noise: bytes) -> None:
     data = noise + b"\r\n\r\n"
     end = first_blank_line(data)
-    for ours, plain in (
-        (_http.read_request_head(data, end, 10), plain_http.read_request_head(data, end, 10)),
-        (_http.read_response_head(data, end), plain_http.read_response_head(data, end)),
+    for kernel, reference in (
+        (_http.read_request_head(data, end, 10), reference_http.read_request_head(data, end, 10)),
+        (_http.read_response_head(data, end), reference_http.read_response_head(data, end)),
     ):
-        if isinstance(ours, int) or isinstance(plain, int):
-            assert ours == plain
-        else:  # noise that happens to be a head
-            assert ours.passing == plain.passing
+        if isinstance(kernel, int) or isinstance(reference, int):
+            assert kernel == reference
+        else:  # random bytes that happen to be a head
+            assert kernel.passing == reference.passing
 
 
 def test_an_end_outside_of_the_data_is_an_error_not_a_crash() -> None:
@@ -227,7 +227,7 @@ def test_an_end_outside_of_the_data_is_an_error_not_a_crash() -> None:
 # h11.
 
 
-def by_h11(data: bytes) -> h11.Request | None:
+def read_with_h11(data: bytes) -> h11.Request | None:
     connection = h11.Connection(h11.SERVER, max_incomplete_event_size=1 << 20)
     connection.receive_data(data)
     try:
@@ -238,46 +238,46 @@ def by_h11(data: bytes) -> h11.Request | None:
 
 
 STRICTER: dict[int, bytes] = {
-    plain_http.BAD_LINE: rb"^[^\r]*\n|^[^\r]*\r[^\n]|^[^\r\n]*[^ !-~\r\n]",  # line ends, bytes beyond ASCII
-    plain_http.BAD_TARGET: rb"^\S+ [^/]",  # a path, and nothing else
-    plain_http.BAD_VERSION: rb"HTTP/(?!1\.[01]\r\n)",
-    plain_http.BAD_FIELD: rb"(?<!\r)\n|\r(?!\n)|\r\n[ \t]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]",  # folds, controls
-    plain_http.TOO_MANY_FIELDS: rb"",
-    plain_http.BAD_LENGTH: rb"(?i)content-length",  # equal lengths, in one field or two; 19 and 20 digits
-    plain_http.CODING_TWICE: rb"(?i)transfer-encoding",
-    plain_http.BAD_CODING: rb"(?i)transfer-encoding",
-    plain_http.BAD_EXPECT: rb"(?i)expect",
-    plain_http.BAD_HOST: rb"",
-    plain_http.LENGTH_AND_CODING: rb"(?i)content-length",
-    plain_http.CODING_IN_1_0: rb"HTTP/1\.0",
-    plain_http.BAD_CONNECTION: rb"(?i)connection",
+    reference_http.BAD_LINE: rb"^[^\r]*\n|^[^\r]*\r[^\n]|^[^\r\n]*[^ !-~\r\n]",  # line ends, bytes beyond ASCII
+    reference_http.BAD_TARGET: rb"^\S+ [^/]",  # a path, and nothing else
+    reference_http.BAD_VERSION: rb"HTTP/(?!1\.[01]\r\n)",
+    reference_http.BAD_FIELD: rb"(?<!\r)\n|\r(?!\n)|\r\n[ \t]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]",  # folds, controls
+    reference_http.TOO_MANY_FIELDS: rb"",
+    reference_http.BAD_LENGTH: rb"(?i)content-length",  # equal lengths, in one field or two; 19 and 20 digits
+    reference_http.CODING_TWICE: rb"(?i)transfer-encoding",
+    reference_http.BAD_CODING: rb"(?i)transfer-encoding",
+    reference_http.BAD_EXPECT: rb"(?i)expect",
+    reference_http.BAD_HOST: rb"",
+    reference_http.LENGTH_AND_CODING: rb"(?i)content-length",
+    reference_http.CODING_IN_1_0: rb"HTTP/1\.0",
+    reference_http.BAD_CONNECTION: rb"(?i)connection",
 }
-"""Every way in which we refuse what h11 takes: the reason, and what must then stand in the head."""
+"""Every reason to reject what h11 accepts, with a pattern that the head must then match."""
 
 
 @settings(max_examples=1500)
 @given(REQUESTS)
-def test_what_we_take_h11_takes_and_reads_the_same(head: bytes) -> None:
+def test_what_the_kernel_accepts_h11_accepts_and_reads_the_same(head: bytes) -> None:
     end = first_blank_line(head)
     assume(end >= 0 and readable(head))
     head = head[: end + 4]
-    ours = _http.read_request_head(head, end, 100)
-    theirs = by_h11(head)
-    if isinstance(ours, int):
-        if theirs is not None:
-            assert re.search(STRICTER[ours], head), (ours, head)
+    kernel = _http.read_request_head(head, end, 100)
+    by_h11 = read_with_h11(head)
+    if isinstance(kernel, int):
+        if by_h11 is not None:
+            assert re.search(STRICTER[kernel], head), (kernel, head)
         return
-    assert theirs is not None, head
-    assert (ours.method, ours.target) == (theirs.method, theirs.target)
-    assert ours.minor == int(theirs.http_version[-1:])
-    fields = [(name, value) for name, value in theirs.headers]
+    assert by_h11 is not None, head
+    assert (kernel.method, kernel.target) == (by_h11.method, by_h11.target)
+    assert kernel.minor == int(by_h11.http_version[-1:])
+    fields = [(name, value) for name, value in by_h11.headers]
     lengths = [value for name, value in fields if name == b"content-length"]
     codings = [value for name, value in fields if name == b"transfer-encoding"]
-    assert ours.chunked == bool(codings)
-    assert ours.length == (-1 if codings else int(lengths[0]) if lengths else 0)
+    assert kernel.chunked == bool(codings)
+    assert kernel.length == (-1 if codings else int(lengths[0]) if lengths else 0)
     for name, value in fields:
         if name not in (b"transfer-encoding",):
-            assert ours.get(name) == next(v for n, v in fields if n == name), (name, value)
+            assert kernel.get(name) == next(v for n, v in fields if n == name), (name, value)
 
 
 # Chunk frames.
@@ -317,26 +317,26 @@ def frames(draw: st.DrawFn) -> bytes:
 
 @settings(max_examples=1500)
 @given(st.one_of(damaged(frames()), st.lists(SIZE_LINE).map(b"".join)), st.lists(st.integers(0, 60), max_size=30))
-def test_chunks_are_followed_as_the_plain_reader_follows_them_in_any_pieces(data: bytes, cuts: list[int]) -> None:
-    ours, plain = _http.ChunkFrames(), plain_http.ChunkFrames()
-    our_pieces: list[bytes] = []
-    plain_pieces: list[bytes] = []
+def test_chunks_are_read_as_the_reference_reads_them_in_any_pieces(data: bytes, cuts: list[int]) -> None:
+    kernel, reference = _http.ChunkFrames(), reference_http.ChunkFrames()
+    kernel_pieces: list[bytes] = []
+    reference_pieces: list[bytes] = []
     at = 0
     for cut in [*cuts, len(data)]:
         piece = data[at : at + cut]
         at += len(piece)
-        said = followed(ours, piece, our_pieces)
-        assert said == followed(plain, piece, plain_pieces)
-        assert b"".join(our_pieces) == b"".join(plain_pieces)
-        assert ours.rest_of_chunk() == plain.rest_of_chunk()
-        if said != -1:
+        result = feed_result(kernel, piece, kernel_pieces)
+        assert result == feed_result(reference, piece, reference_pieces)
+        assert b"".join(kernel_pieces) == b"".join(reference_pieces)
+        assert kernel.rest_of_chunk() == reference.rest_of_chunk()
+        if result != -1:
             return
 
 
-def followed(frames: _http.ChunkFrames | plain_http.ChunkFrames, data: bytes, pieces: list[bytes]) -> int | str:
+def feed_result(frames: _http.ChunkFrames | reference_http.ChunkFrames, data: bytes, pieces: list[bytes]) -> int | str:
     try:
         return frames.feed(data, pieces)
-    except (_http.BadChunk, plain_http.BadChunk):
+    except (_http.BadChunk, reference_http.BadChunk):
         return "bad"
 
 
@@ -346,10 +346,10 @@ def followed(frames: _http.ChunkFrames | plain_http.ChunkFrames, data: bytes, pi
     st.binary(max_size=9),
 )
 def test_the_payload_and_the_end_are_found_however_the_bytes_are_cut(
-    chunks: list[bytes], cuts: list[int], behind: bytes
+    chunks: list[bytes], cuts: list[int], after: bytes
 ) -> None:
     message = b"".join(b"%X\r\n%b\r\n" % (len(each), each) for each in chunks) + b"0\r\n\r\n"
-    data = message + behind
+    data = message + after
     reader = _http.ChunkFrames()
     pieces: list[bytes] = []
     at = 0
@@ -362,21 +362,21 @@ def test_the_payload_and_the_end_are_found_however_the_bytes_are_cut(
     assert b"".join(pieces) == b"".join(chunks)
 
 
-def test_an_enormous_chunk_is_not_filled_up() -> None:
+def test_an_enormous_chunk_is_not_completed() -> None:
     reader = _http.ChunkFrames()
     assert reader.feed(b"7fffffffffffff\r\nabc") == -1
     assert reader.rest_of_chunk() is None
 
 
 @pytest.mark.parametrize("so_far", [b"0\r", b"0\r\n", b"0;a", b"0 ", b"0\r\nA: b", b"0\r\n\r\n"])
-def test_nothing_is_said_to_follow_where_the_message_is_about_to_end(so_far: bytes) -> None:
+def test_no_chunk_can_follow_once_the_last_chunk_has_started(so_far: bytes) -> None:
     reader = _http.ChunkFrames()
     reader.feed(so_far)
     assert reader.rest_of_chunk() is None
 
 
 @given(st.binary(min_size=1, max_size=50), st.sampled_from([b"", b";a=b", b" ; x", b"\t;"]), st.booleans(), st.data())
-def test_the_rest_of_a_chunk_makes_it_whole_wherever_it_was_cut(
+def test_the_rest_of_a_chunk_completes_it_wherever_it_was_cut(
     payload: bytes, extension: bytes, zeros: bool, data: st.DataObject
 ) -> None:
     frame = b"%b%x%b\r\n%b\r\n" % (b"00" if zeros else b"", len(payload), extension, payload)
@@ -390,7 +390,7 @@ def test_the_rest_of_a_chunk_makes_it_whole_wherever_it_was_cut(
     assert pieces[-1] == b"ok"
 
 
-# ---- What an answer says of its tokens ----
+# Usage.
 
 USAGE_PIECES = st.one_of(
     st.sampled_from(
@@ -408,16 +408,16 @@ USAGE_PIECES = st.one_of(
 @given(st.lists(USAGE_PIECES, max_size=30).map(b"".join), st.sampled_from([b"", b'{"usage":']))
 @example(b'"prompt_tokens":123456789', b'{"usage":')
 @example(b'"prompt_\r\n5\r\ntokens":1\r\n5\r\n5\r\n', b'{"usage":')
-def test_usage_is_read_as_the_plain_reader_reads_it(data: bytes, before: bytes) -> None:
-    assert _http.read_usage(before + data) == plain_usage.usage_of(before + data)
+def test_usage_is_read_as_the_reference_reads_it(data: bytes, before: bytes) -> None:
+    assert _http.read_usage(before + data) == reference_usage.read_usage(before + data)
 
 
-@pytest.mark.parametrize("behind", range(16_330, 16_390))
-def test_a_usage_far_from_the_end_is_not_looked_for(behind: int) -> None:
-    data = b'{"usage": {"prompt_tokens": 12, "completion_tokens": 34}' + b"\r\n" * (behind % 2) + b"x" * behind
-    assert _http.read_usage(data) == plain_usage.usage_of(data)
+@pytest.mark.parametrize("after", range(16_330, 16_390))
+def test_usage_far_from_the_end_is_not_found(after: int) -> None:
+    data = b'{"usage": {"prompt_tokens": 12, "completion_tokens": 34}' + b"\r\n" * (after % 2) + b"x" * after
+    assert _http.read_usage(data) == reference_usage.read_usage(data)
 
 
-def test_usage_is_read_of_bytes_only() -> None:
+def test_usage_is_read_from_bytes_only() -> None:
     with pytest.raises(TypeError):
         _http.read_usage("usage")  # type: ignore[arg-type]

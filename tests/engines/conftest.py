@@ -1,4 +1,4 @@
-"""Engines for these tests, and what they import from each other."""
+"""Engine processes for these tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "sim_server")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "fake_engine")]
 
 from engine_processes import Engine, StartEngine  # noqa: E402
 

@@ -1,14 +1,15 @@
-"""TensorRT-LLM's fetched events, in the form that its documentation and tests show (none were recorded here)."""
+"""TensorRT-LLM's polled events, in the form that its documentation and tests show (none were recorded here)."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from told import believing, hit, prompt
+from kv_event_factory import hit, one_node, prompt
 
 from warmroute.engines import trtllm
-from warmroute.engines.kv_poll import PolledEvents
+from warmroute.engines.kv_client import apply_polled
+from warmroute.engines.kv_rank import NodeKvEvents
 
 SIZE = 32
 
@@ -31,80 +32,81 @@ CREATED = {"type": "created", "num_blocks_per_cache_level": [100, 0]}
 
 class Engine:
     def __init__(self) -> None:
-        self.cache_view, self.cache = believing()
-        self.polled = PolledEvents(self.cache, lambda: 3.0)
+        self.cache_view, self.cache = one_node()
+        self.events = NodeKvEvents(self.cache)
         self.next = 0
 
-    async def tells(self, *data: dict[str, Any], **more: Any) -> None:
-        told = [{"event_id": self.next + number, "data": each, **more} for number, each in enumerate(data)]
+    async def publish(self, *data: dict[str, Any], **more: Any) -> None:
+        events = [{"event_id": self.next + number, "data": each, **more} for number, each in enumerate(data)]
         self.next += len(data)
-        await self.polled.take(trtllm.read_events(json.dumps(told).encode()))
+        await apply_polled(self.events, trtllm.parse_events(json.dumps(events).encode()), lambda: 3.0)
 
     def hit(self, tokens: list[int], salt: str = "") -> int:
         return hit(self.cache_view, tokens, salt=salt)
 
 
-async def test_a_chain_is_found_and_its_last_part_is_not_a_block() -> None:
+async def test_full_blocks_are_hits_and_a_partial_last_block_is_not() -> None:
     engine = Engine()
     tokens = prompt(1, 3, SIZE)
-    await engine.tells(CREATED, chain(1, [*tokens, 5, 6]))
+    await engine.publish(CREATED, chain(1, [*tokens, 5, 6]))
     assert engine.hit([*tokens, 5, 6]) == 96
     assert engine.cache.complete and engine.cache.block_size == SIZE and engine.cache.heard_s == 3.0
-    await engine.tells(chain(50, prompt(2, 1, SIZE), parent=3))
+    await engine.publish(chain(50, prompt(2, 1, SIZE), parent=3))
     assert engine.hit(tokens + prompt(2, 1, SIZE)) == 128
-    await engine.tells({"type": "removed", "block_hashes": [2]})
+    await engine.publish({"type": "removed", "block_hashes": [2]})
     assert engine.hit(tokens) == 32
 
 
-async def test_a_block_that_moves_to_the_host_stays_a_hit() -> None:
+async def test_a_block_moved_to_host_memory_stays_a_hit() -> None:
     engine = Engine()
     tokens = prompt(1, 1, SIZE)
-    await engine.tells(CREATED, chain(1, tokens))
+    await engine.publish(CREATED, chain(1, tokens))
     level = {"type": "event_diff", "old_value": 0, "new_value": 1}
-    await engine.tells({"type": "updated", "block_hash": 1, "cache_level": level, "priority": None})
+    await engine.publish({"type": "updated", "block_hash": 1, "cache_level": level, "priority": None})
     [row] = engine.cache_view.index.holdings(engine.cache.ranks[0])
     assert row[1:] == (0, 1, 0, 0)
-    await engine.tells({"type": "removed", "block_hashes": [1]})
+    await engine.publish({"type": "removed", "block_hashes": [1]})
     assert engine.hit(tokens) == 0
 
 
-async def test_numbers_that_skip_forget_and_numbers_that_begin_again_begin_again() -> None:
+async def test_a_gap_forgets_the_blocks_and_a_lower_number_means_a_restart() -> None:
     engine = Engine()
     tokens, others = prompt(1, 2, SIZE), prompt(2, 2, SIZE)
-    await engine.tells(CREATED, chain(1, tokens))
+    await engine.publish(CREATED, chain(1, tokens))
     engine.next += 1
-    await engine.tells(chain(11, others))
+    await engine.publish(chain(11, others))
     assert (engine.hit(tokens), engine.hit(others)) == (0, 64)
     assert not engine.cache.complete and engine.cache.gaps == 1
     engine.next = 0
-    await engine.tells(CREATED, chain(21, tokens))
+    await engine.publish(CREATED, chain(21, tokens))
     assert (engine.hit(tokens), engine.hit(others)) == (64, 0)
     assert engine.cache.complete
 
 
-async def test_a_parent_that_is_not_known_forgets() -> None:
+async def test_an_unknown_parent_forgets_the_blocks() -> None:
     engine = Engine()
     tokens = prompt(1, 2, SIZE)
-    await engine.tells(CREATED, chain(1, tokens), chain(11, tokens, parent=99))
+    await engine.publish(CREATED, chain(1, tokens), chain(11, tokens, parent=99))
     assert engine.hit(tokens) == 0 and not engine.cache.complete
 
 
-async def test_salts_adapters_and_pictures_stay_apart() -> None:
+async def test_salts_adapters_and_images_share_no_blocks() -> None:
     engine = Engine()
     tokens = prompt(1, 2, SIZE)
-    await engine.tells(CREATED, chain(1, tokens, cache_salt="s"), chain(11, tokens, lora_id=3))
-    await engine.tells(chain(21, tokens, mm_keys=[["ab", 0]]))
+    await engine.publish(CREATED, chain(1, tokens, cache_salt="s"), chain(11, tokens, lora_id=3))
+    await engine.publish(chain(21, tokens, mm_keys=[["ab", 0]]))
     assert (engine.hit(tokens), engine.hit(tokens, "s")) == (0, 64)
 
 
-async def test_ranks_are_apart_and_windows_below_the_widest_do_not_count() -> None:
+async def test_ranks_are_separate_and_only_the_widest_window_counts() -> None:
     engine = Engine()
     tokens, others = prompt(1, 2, SIZE), prompt(2, 2, SIZE)
-    await engine.tells(CREATED, chain(1, tokens), attention_dp_rank=0, window_size=4096)
-    await engine.tells(chain(11, others), attention_dp_rank=0, window_size=512)
+    await engine.publish(CREATED, chain(1, tokens), attention_dp_rank=0, window_size=4096)
+    await engine.publish(chain(11, others), attention_dp_rank=0, window_size=512)
     assert (engine.hit(tokens), engine.hit(others)) == (64, 0)
     engine.next = 0
-    await engine.tells(CREATED, chain(1, others), attention_dp_rank=1)
+    await engine.publish(CREATED, chain(1, others), attention_dp_rank=1)
     assert sorted(engine.cache.ranks) == [0, 1] and engine.hit(others) == 64
-    engine.polled.close()
+    for rank in (0, 1):
+        engine.events.remove_rank(rank)
     assert engine.cache.ranks == {}

@@ -1,194 +1,201 @@
-"""The state machine of a node's health, row by row, on a virtual clock."""
+"""The health state machine, row by row."""
 
 from __future__ import annotations
 
 import pytest
 
 from warmroute.config import Health as HealthConfig
-from warmroute.fleet.health import Health, Standing
+from warmroute.fleet.health import Health, HealthState
 
-CONFIG = HealthConfig(timeout_s=2, slow_checks=3, failures=5, open_s=0.5, open_limit_s=15, slow_start_s=10)
-UNKNOWN, UP, OPEN, HALF_OPEN = Standing.UNKNOWN, Standing.UP, Standing.OPEN, Standing.HALF_OPEN
+CONFIG = HealthConfig(
+    timeout_s=2,
+    consecutive_timeouts=3,
+    consecutive_failures=5,
+    breaker_open_s=0.5,
+    breaker_open_max_s=15,
+    slow_start_s=10,
+)
+UNKNOWN, UP, DOWN, HALF_OPEN = HealthState.UNKNOWN, HealthState.UP, HealthState.DOWN, HealthState.HALF_OPEN
 
 
-def health_in(standing: Standing, now_s: float = 100.0, certain: bool = False) -> Health:
-    """A node that came to this standing the way a node does."""
+def health_in(state: HealthState, now_s: float = 100.0, confirmed: bool = False) -> Health:
+    """Return a node in this state, reached by events."""
     health = Health(CONFIG)
-    if standing is UNKNOWN:
+    if state is UNKNOWN:
         return health
     health.check_passed(now_s)
-    if standing is UP:
+    if state is UP:
         return health
-    if certain:
-        health.check_refused(now_s, "refused")
+    if confirmed:
+        health.check_failed(now_s, "refused")
     else:
-        for _ in range(CONFIG.failures):
+        for _ in range(CONFIG.consecutive_failures):
             health.request_failed(now_s, "failed")
-    if standing is HALF_OPEN:
+    if state is HALF_OPEN:
         health.check_passed(now_s + 1)
-        assert not certain
+        assert not confirmed
     return health
 
 
-# standing before, event, how often, seconds after it came there, standing after
+# state before, event, times, seconds after it reached the state, state after
 TABLE = [
     (UNKNOWN, "check_passed", 1, 0, UP),
-    (UNKNOWN, "check_slow", 2, 10, UNKNOWN),
-    (UNKNOWN, "check_slow", 3, 10, OPEN),
-    (UNKNOWN, "check_refused", 1, 0, OPEN),
+    (UNKNOWN, "check_timed_out", 2, 10, UNKNOWN),
+    (UNKNOWN, "check_timed_out", 3, 10, DOWN),
+    (UNKNOWN, "check_failed", 1, 0, DOWN),
     (UNKNOWN, "request_passed", 1, 0, UNKNOWN),
     (UNKNOWN, "request_failed", 50, 0, UNKNOWN),
     (UP, "check_passed", 9, 0, UP),
-    (UP, "check_slow", 2, 10, UP),
-    (UP, "check_slow", 3, 10, OPEN),
-    (UP, "check_slow", 9, 1, UP),  # it was heard a moment ago
-    (UP, "check_refused", 1, 0, OPEN),
+    (UP, "check_timed_out", 2, 10, UP),
+    (UP, "check_timed_out", 3, 10, DOWN),
+    (UP, "check_timed_out", 9, 1, UP),  # it answered a moment ago
+    (UP, "check_failed", 1, 0, DOWN),
     (UP, "request_passed", 9, 0, UP),
     (UP, "request_failed", 4, 0, UP),
-    (UP, "request_failed", 5, 0, OPEN),
-    (OPEN, "check_passed", 9, 0.4, OPEN),
-    (OPEN, "check_passed", 1, 0.5, HALF_OPEN),
-    (OPEN, "check_slow", 9, 60, OPEN),
-    (OPEN, "check_refused", 1, 1, OPEN),
-    (OPEN, "request_passed", 9, 60, OPEN),  # only a check ends it
-    (OPEN, "request_failed", 9, 60, OPEN),
-    (HALF_OPEN, "check_passed", 9, 1, HALF_OPEN),  # only a request is the trial
-    (HALF_OPEN, "check_slow", 3, 60, OPEN),
-    (HALF_OPEN, "check_refused", 1, 1, OPEN),
+    (UP, "request_failed", 5, 0, DOWN),
+    (DOWN, "check_passed", 9, 0.4, DOWN),
+    (DOWN, "check_passed", 1, 0.5, HALF_OPEN),
+    (DOWN, "check_timed_out", 9, 60, DOWN),
+    (DOWN, "check_failed", 1, 1, DOWN),
+    (DOWN, "request_passed", 9, 60, DOWN),  # only a check leaves DOWN
+    (DOWN, "request_failed", 9, 60, DOWN),
+    (HALF_OPEN, "check_passed", 9, 1, HALF_OPEN),  # only a request leaves HALF_OPEN
+    (HALF_OPEN, "check_timed_out", 3, 60, DOWN),
+    (HALF_OPEN, "check_failed", 1, 1, DOWN),
     (HALF_OPEN, "request_passed", 1, 1, UP),
-    (HALF_OPEN, "request_failed", 1, 1, OPEN),
+    (HALF_OPEN, "request_failed", 1, 1, DOWN),
 ]
 
 
-@pytest.mark.parametrize(("before", "event", "times", "after_s", "becomes"), TABLE)
-def test_each_row_of_the_table(before: Standing, event: str, times: int, after_s: float, becomes: Standing) -> None:
+@pytest.mark.parametrize(("before", "event", "times", "after_s", "after"), TABLE)
+def test_the_transition_table(before: HealthState, event: str, times: int, after_s: float, after: HealthState) -> None:
     health = health_in(before)
-    assert health.standing is before
+    assert health.state is before
     for _ in range(times):
-        reason = ("why",) if event in ("check_refused", "request_failed") else ()
+        reason = ("why",) if event in ("check_failed", "request_failed") else ()
         getattr(health, event)(100.0 + after_s, *reason)
-    assert health.standing is becomes
+    assert health.state is after
 
 
-def test_failures_count_only_in_a_row() -> None:
+def test_only_consecutive_failures_count() -> None:
     health = health_in(UP)
     for _ in range(10):
-        for _ in range(CONFIG.failures - 1):
+        for _ in range(CONFIG.consecutive_failures - 1):
             health.request_failed(100, "x")
         health.request_passed(100)
-    assert health.standing is UP
+    assert health.state is UP
 
 
-def test_slow_checks_count_only_in_a_row() -> None:
+def test_only_consecutive_timeouts_count() -> None:
     health = health_in(UP)
     now_s = 100.0
     for _ in range(10):
-        for _ in range(CONFIG.slow_checks - 1):
+        for _ in range(CONFIG.consecutive_timeouts - 1):
             now_s += 10
-            health.check_slow(now_s)
+            health.check_timed_out(now_s)
         health.check_passed(now_s)
-    assert health.standing is UP
+    assert health.state is UP
 
 
-def test_busy_is_not_dead_a_slow_check_says_nothing_of_a_node_that_answers() -> None:
+def test_a_timeout_does_not_count_while_requests_succeed() -> None:
     health = health_in(UP)
     for second in range(100, 500, 2):
         health.request_passed(second)
-        health.check_slow(second + 1)
-    assert health.standing is UP
+        health.check_timed_out(second + 1)
+    assert health.state is UP
 
 
-def test_busy_is_not_dead_a_running_answer_counts_as_well() -> None:
+def test_a_timeout_does_not_count_while_a_response_is_running() -> None:
     health = health_in(UP)
     for second in range(100, 500, 2):
-        health.check_slow(second, second - 1)
-    assert health.standing is UP
+        health.check_timed_out(second, second - 1)
+    assert health.state is UP
 
 
-def test_a_suspected_node_is_used_at_need_and_a_certainly_dead_one_is_not() -> None:
-    assert health_in(OPEN).usable_at_need
-    assert health_in(HALF_OPEN).usable_at_need
-    assert not health_in(OPEN, certain=True).usable_at_need
-    assert health_in(OPEN, certain=True).certain_open
+def test_a_suspected_node_is_a_last_resort_and_a_confirmed_dead_one_is_not() -> None:
+    assert health_in(DOWN).usable_as_last_resort
+    assert health_in(HALF_OPEN).usable_as_last_resort
+    assert not health_in(DOWN, confirmed=True).usable_as_last_resort
+    assert health_in(DOWN, confirmed=True).confirmed_down
 
 
-def test_a_suspicion_becomes_certain_when_nobody_listens() -> None:
-    health = health_in(OPEN)
-    health.check_refused(101, "refused")
-    assert health.certain_open and health.reason == "refused"
+def test_a_refused_connection_confirms_a_suspicion() -> None:
+    health = health_in(DOWN)
+    health.check_failed(101, "refused")
+    assert health.confirmed_down and health.reason == "refused"
 
 
-def test_the_breaker_stays_open_twice_as_long_each_time_up_to_its_limit() -> None:
+def test_the_breaker_stays_open_twice_as_long_each_time() -> None:
     health = health_in(UP)
     now_s, times = 100.0, []
     for _ in range(9):
-        for _ in range(CONFIG.failures):
+        for _ in range(CONFIG.consecutive_failures):
             health.request_failed(now_s, "x")
-        times.append(health.open_until_s - now_s)
-        now_s = health.open_until_s
+        times.append(health.breaker_open_until_s - now_s)
+        now_s = health.breaker_open_until_s
         health.check_passed(now_s)
-        assert health.standing is HALF_OPEN
+        assert health.state is HALF_OPEN
     assert times == [0.5, 1, 2, 4, 8, 15, 15, 15, 15]
 
 
-def test_a_passed_trial_makes_the_breaker_forget() -> None:
+def test_a_successful_trial_resets_the_breaker() -> None:
     health = health_in(UP)
     now_s = 100.0
     for _ in range(4):
-        for _ in range(CONFIG.failures):
+        for _ in range(CONFIG.consecutive_failures):
             health.request_failed(now_s, "x")
-        now_s = health.open_until_s
+        now_s = health.breaker_open_until_s
         health.check_passed(now_s)
         health.request_passed(now_s)
-        assert health.standing is UP
-        assert health.open_until_s - 0.5 <= now_s
+        assert health.state is UP
+        assert health.breaker_open_until_s - 0.5 <= now_s
 
 
-def test_a_node_that_certainly_was_away_is_back_with_the_first_check_that_passes() -> None:
+def test_a_confirmed_dead_node_is_up_with_the_first_passing_check() -> None:
     health = health_in(UP)
     for second in range(100, 200):
-        health.check_refused(second, "refused")
-        assert health.certain_open
+        health.check_failed(second, "refused")
+        assert health.confirmed_down
     health.check_passed(200)
-    assert health.standing is UP and not health.certain
-    assert health.share(200) == pytest.approx(0.1), "and grows to its share"
+    assert health.state is UP and not health.confirmed
+    assert health.traffic_share(200) == pytest.approx(0.1), "with slow start"
 
 
-def test_a_node_that_was_slow_before_it_was_ever_up_needs_no_trial() -> None:
-    """A machine that boots drops packets, and no request goes there that could pass a trial."""
+def test_a_node_that_was_never_up_needs_no_trial() -> None:
+    """A booting machine drops packets, and no request is sent there that could be the trial."""
     health = health_in(UNKNOWN)
     for second in range(100, 110):
-        health.check_slow(second)
-    assert health.standing is OPEN and health.usable_at_need
+        health.check_timed_out(second)
+    assert health.state is DOWN and health.usable_as_last_resort
     health.check_passed(111)
-    assert health.standing is UP
+    assert health.state is UP
     for second in range(200, 210):
-        health.check_slow(second)
+        health.check_timed_out(second)
     health.check_passed(300)
-    assert health.standing is HALF_OPEN, "one that was up needs it"
+    assert health.state is HALF_OPEN, "a node that was up needs a trial"
 
 
-def test_a_node_that_comes_back_grows_to_its_full_share() -> None:
+def test_a_recovered_node_gets_more_traffic_over_time() -> None:
     health = health_in(HALF_OPEN)
     health.request_passed(200)
-    shares = [health.share(second) for second in (200, 201, 205, 209.9, 210, 1000)]
+    shares = [health.traffic_share(second) for second in (200, 201, 205, 209.9, 210, 1000)]
     assert shares == pytest.approx([0.1, 0.1, 0.5, 0.99, 1, 1])
 
 
-def test_a_node_that_was_never_away_has_its_full_share_at_once() -> None:
-    assert health_in(UP).share(100) == 1.0
+def test_a_new_node_gets_its_full_share_at_once() -> None:
+    assert health_in(UP).traffic_share(100) == 1.0
 
 
-def test_without_slow_start_a_node_is_back_at_once() -> None:
+def test_without_slow_start_a_recovered_node_gets_its_full_share() -> None:
     health = Health(HealthConfig(slow_start_s=0))
     health.check_passed(0)
-    health.check_refused(1, "x")
+    health.check_failed(1, "x")
     health.check_passed(50)
-    assert health.standing is UP and health.share(50) == 1.0
+    assert health.state is UP and health.traffic_share(50) == 1.0
 
 
-def test_new_settings_count_from_now_on() -> None:
+def test_a_reload_changes_the_limits() -> None:
     health = health_in(UP)
-    health.reconfigure(HealthConfig(failures=1))
+    health.reconfigure(HealthConfig(consecutive_failures=1))
     health.request_failed(100, "x")
-    assert health.standing is OPEN
+    assert health.state is DOWN

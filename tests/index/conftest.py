@@ -1,4 +1,4 @@
-"""What several tests of the index need."""
+"""A fixture that makes allocations fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ Failing = Callable[[int, Callable[[], Any]], Any]
 
 @pytest.fixture
 def failing() -> Failing:
-    """Calls something while one of its allocations fails, by its number; None where that raised MemoryError."""
+    """Return a function that calls something while its allocation with a given number fails. It returns None after a
+    MemoryError."""
     testcapi = pytest.importorskip("_testcapi")
 
     def call_failing(number: int, call: Callable[[], Any]) -> Any:
@@ -28,5 +29,5 @@ def failing() -> Failing:
             gc.enable()
 
     if call_failing(0, lambda: bytes(1000)) is not None:
-        pytest.skip("the allocator of this Python can't be made to fail")
+        pytest.skip("this Python cannot make allocations fail")
     return call_failing

@@ -1,9 +1,9 @@
-"""How much a belief counts: freshness and accuracy, and how both come back."""
+"""Confidence in hits: freshness and accuracy, and how both recover."""
 
 from __future__ import annotations
 
 import pytest
-from believed import beliefs_of, cache_of, follows, hit, prompt, sends, tells
+from cache_fixtures import cache_of, cache_view_of, hit, prompt, report_stored, route, with_events
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ def test_freshness_falls_from_stale_to_gone(age_s, fresh):
 
 
 @pytest.mark.parametrize(("age_s", "fresh"), [(4.9, 1.0), (5.0, 1.0), (5.1, 0.0)])
-def test_gone_at_once_where_stale_is_no_sooner(age_s, fresh):
+def test_freshness_drops_at_once_if_gone_is_not_after_stale(age_s, fresh):
     assert freshness(age_s, 5.0, 5.0) == freshness(age_s, 5.0, 3.0) == fresh
 
 
@@ -27,7 +27,7 @@ def test_a_new_node_is_trusted():
     assert accuracy.trust(0.0) == accuracy.trust(1e6) == accuracy.agreement() == 1.0
 
 
-def test_predictions_that_come_true_keep_trust_whole():
+def test_confirmed_predictions_keep_full_trust():
     accuracy = Accuracy()
     for at in range(100):
         accuracy.compare(1600, 1600, float(at))
@@ -36,7 +36,7 @@ def test_predictions_that_come_true_keep_trust_whole():
     assert accuracy.predicted_tokens == accuracy.reported_tokens == 160_000
 
 
-def test_predictions_that_do_not_cost_trust_and_each_one_more_of_it():
+def test_each_wrong_prediction_lowers_trust():
     accuracy = Accuracy()
     trust = [1.0]
     for at in range(20):
@@ -48,21 +48,21 @@ def test_predictions_that_do_not_cost_trust_and_each_one_more_of_it():
     assert accuracy.exact == 0 and accuracy.agreement() == 0.0
 
 
-def test_a_small_miss_costs_little_and_a_large_one_much():
+def test_trust_falls_with_the_size_of_the_error():
     small, large = Accuracy(), Accuracy()
     small.compare(64, 0, 0.0)
     large.compare(64_000, 0, 0.0)
     assert small.trust(0.0) > 0.98 and large.trust(0.0) < 0.07
 
 
-def test_more_than_was_predicted_is_no_reason_for_mistrust():
+def test_more_cached_tokens_than_predicted_cost_no_trust():
     accuracy = Accuracy()
     accuracy.compare(0, 50_000, 0.0)
     assert accuracy.trust(0.0) == 1.0
-    assert accuracy.agreement() == 0.0  # but it was not foreseen
+    assert accuracy.agreement() == 0.0
 
 
-def test_trust_comes_back_with_good_answers():
+def test_trust_recovers_with_confirmed_predictions():
     accuracy = Accuracy()
     for _ in range(20):
         accuracy.compare(4096, 0, 0.0)
@@ -72,8 +72,8 @@ def test_trust_comes_back_with_good_answers():
     assert low < 0.1 and accuracy.trust(0.0) > 0.99
 
 
-def test_trust_comes_back_with_time_alone():
-    """A node that nothing is sent to for want of trust would never show that it has changed."""
+def test_trust_recovers_with_time():
+    """Otherwise a node that gets no requests for lack of trust could never regain it."""
     accuracy = Accuracy()
     accuracy.compare(40_960, 0, 0.0)
     trust = [accuracy.trust(at * HALF_LIFE_S) for at in range(12)]
@@ -81,35 +81,35 @@ def test_trust_comes_back_with_time_alone():
     assert trust[0] == pytest.approx(1 / 11) and trust[1] == pytest.approx(1 / 6) and trust[-1] > 0.99
 
 
-def test_a_clock_that_stands_still_or_goes_back_does_no_harm():
+def test_trust_does_not_change_when_the_clock_goes_back():
     accuracy = Accuracy()
     accuracy.compare(1000, 500, 10.0)
     assert accuracy.trust(5.0) == accuracy.trust(10.0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.floats(0, 100)), max_size=30))
-def test_trust_and_agreement_are_shares_whatever_comes(answers):
+def test_trust_and_agreement_stay_between_0_and_1(reports):
     accuracy, now_s = Accuracy(), 0.0
-    for predicted, reported, later_s in answers:
+    for predicted, reported, later_s in reports:
         now_s += later_s
         accuracy.compare(predicted, reported, now_s)
         assert 0.0 < accuracy.trust(now_s) <= 1.0
         assert 0.0 <= accuracy.agreement() <= 1.0
-    assert accuracy.exact <= accuracy.compared == len(answers)
+    assert accuracy.exact <= accuracy.compared == len(reports)
 
 
-def test_a_node_whose_hits_do_not_come_true_has_less_say_and_gets_another_chance():
-    cache_view = beliefs_of("a", "b")
+def test_hits_of_a_node_with_wrong_predictions_count_less_until_time_passes():
+    cache_view = cache_view_of("a", "b")
     for name in "ab":
-        follows(cache_of(cache_view, name), now_s=0.0)
-        tells(cache_of(cache_view, name), *range(100))
-    asked = prompt(*range(100))
+        with_events(cache_of(cache_view, name), now_s=0.0)
+        report_stored(cache_of(cache_view, name), *range(100))
+    request = prompt(*range(100))
     for _ in range(10):
-        sends(cache_view, "a", asked, 0.0).reported(0, 0.0)
-        sends(cache_view, "b", asked, 0.0).reported(1600, 0.0)
+        route(cache_view, "a", request, 0.0).check_cached_tokens(0, 0.0)
+        route(cache_view, "b", request, 0.0).check_cached_tokens(1600, 0.0)
 
     def expected(name, at_s):
-        cache_of(cache_view, name).heard(at_s)
+        cache_of(cache_view, name).heard_s = at_s
         found = hit(cache_view, name, prompt(*range(100)), at_s)
         assert found is not None
         return found.expected
@@ -120,8 +120,8 @@ def test_a_node_whose_hits_do_not_come_true_has_less_say_and_gets_another_chance
 
 
 def test_confidence_is_that_of_the_source_in_use():
-    cache_view = beliefs_of("a")
-    cache = follows(cache_of(cache_view, "a"), now_s=0.0)
+    cache_view = cache_view_of("a")
+    cache = with_events(cache_of(cache_view, "a"), now_s=0.0)
     assert cache.confidence(17.5, 5.0, 30.0) == 0.5
-    cache.lost(0)
-    assert cache.confidence(17.5, 5.0, 30.0) == 1.0  # by what was sent: it does not age
+    cache.events_lost(0)
+    assert cache.confidence(17.5, 5.0, 30.0) == 1.0  # what was routed does not age

@@ -1,4 +1,4 @@
-"""The compiled order of use against an OrderedDict, and what it promises about memory."""
+"""The compiled recency list against an OrderedDict, and its memory bounds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def unpacked(hashes):
 
 
 class Tree:
-    """Prompts as their blocks' hashes: equal as far as their beginnings are, and nowhere else."""
+    """Makes prompts of block hashes. Two prompts share hashes exactly as far as their prefixes are equal."""
 
     def __init__(self, hash_of=lambda number: number):
         self.numbers = {}
@@ -42,13 +42,13 @@ class Tree:
         return prompt
 
 
-class PlainRecency:
-    """The oldest first. A block without a name has a key that no hash is equal to."""
+class ReferenceRecency:
+    """The oldest first. An anonymous block has a key that equals no hash."""
 
     def __init__(self, capacity):
         self.capacity = capacity
         self.stamps = OrderedDict()
-        self.nameless = (f"nameless {n}" for n in count())
+        self.anonymous = (f"anonymous {n}" for n in count())
 
     def touch(self, hashes, stamp):
         kept = hashes[: self.capacity]
@@ -60,7 +60,7 @@ class PlainRecency:
 
     def push(self, n, stamp):
         for _ in range(min(n, self.capacity)):
-            self.stamps[next(self.nameless)] = stamp
+            self.stamps[next(self.anonymous)] = stamp
         return self.evict()
 
     def drop(self, hashes, dropped):
@@ -95,7 +95,7 @@ def touched(recency, hashes, stamp):
 
 
 def drained(recency):
-    """All hashes it holds, the oldest first; it holds none afterwards."""
+    """Evict and return all hashes, the oldest first."""
     return unpacked(recency.push(recency.capacity, 0))
 
 
@@ -105,18 +105,18 @@ capacities = st.integers(1, 10)
 
 
 def stamped(recency, hashes, depth=inf, latest=inf):
-    """(number, stamp) of those held."""
+    """Return (number, stamp) of the held blocks."""
     uses = recency.uses(packed(*hashes), min(depth, len(hashes)), latest)
     assert all(before[1] <= after[0] for before, after in pairwise(uses))
     return [(at, stamp) for first, end, stamp in uses for at in range(first, end)]
 
 
-class Equal(RuleBasedStateMachine):
-    """Few blocks and little room: so that evictions, prompts that part and prompts beyond the capacity are the rule."""
+class SameAsReference(RuleBasedStateMachine):
+    """Few blocks and little room: evictions, diverging prompts and prompts beyond the capacity happen often."""
 
     @initialize(capacity=capacities, high=st.booleans())
     def begin(self, capacity, high):
-        self.recency, self.plain = Recency(capacity), PlainRecency(capacity)
+        self.recency, self.reference = Recency(capacity), ReferenceRecency(capacity)
         self.tree = Tree(lambda number: 2**64 - 1 - number if high else number)
         self.known = [[]]
 
@@ -127,73 +127,73 @@ class Equal(RuleBasedStateMachine):
     @rule(blocks=few_blocks, stamp=stamps)
     def touch(self, blocks, stamp):
         hashes = self.prompt(blocks)
-        assert touched(self.recency, hashes, stamp) == self.plain.touch(hashes, stamp)
+        assert touched(self.recency, hashes, stamp) == self.reference.touch(hashes, stamp)
 
     @rule(which=st.integers(0, 1000), size=st.integers(0, 12), stamp=stamps)
     def touch_again(self, which, size, stamp):
         hashes = self.known[which % len(self.known)][:size]
-        assert touched(self.recency, hashes, stamp) == self.plain.touch(hashes, stamp)
+        assert touched(self.recency, hashes, stamp) == self.reference.touch(hashes, stamp)
 
     @rule(n=st.integers(0, 4) | st.integers(0, 2**62), stamp=stamps)
     def push(self, n, stamp):
-        assert unpacked(self.recency.push(n, stamp)) == self.plain.push(n, stamp)
+        assert unpacked(self.recency.push(n, stamp)) == self.reference.push(n, stamp)
 
     @rule(which=st.integers(0, 1000), dropped=st.lists(st.booleans(), min_size=12, max_size=12))
     def drop(self, which, dropped):
         hashes = self.known[which % len(self.known)]
         some = [hash for hash, goes in zip(hashes, dropped, strict=False) if goes]
-        assert self.recency.drop(packed(*hashes), packed(*some)) == self.plain.drop(hashes, some)
+        assert self.recency.drop(packed(*hashes), packed(*some)) == self.reference.drop(hashes, some)
 
     @rule(capacity=capacities)
     def resize(self, capacity):
-        assert unpacked(self.recency.resize(capacity)) == self.plain.resize(capacity)
+        assert unpacked(self.recency.resize(capacity)) == self.reference.resize(capacity)
 
     @rule()
     def clear(self):
         self.recency.clear()
-        self.plain.stamps.clear()
+        self.reference.stamps.clear()
 
     @rule(blocks=few_blocks)
     def held(self, blocks):
         hashes = self.prompt(blocks)
-        assert self.recency.held(packed(*hashes)) == self.plain.held(hashes)
+        assert self.recency.held(packed(*hashes)) == self.reference.held(hashes)
 
     @rule(which=st.integers(0, 1000), depth=st.integers(0, 13), latest=stamps)
     def uses(self, which, depth, latest):
         hashes = self.known[which % len(self.known)]
-        found = self.plain.stamps_of(hashes)
+        found = self.reference.stamps_of(hashes)
         wanted = [(at, stamp) for at, stamp in found if at < depth and stamp <= latest]
         assert stamped(self.recency, hashes, depth, latest) == wanted
 
     @invariant()
-    def holds_the_same(self):
+    def same_contents(self):
         if not hasattr(self, "recency"):
             return
-        assert len(self.recency) == len(self.plain.stamps) <= self.recency.capacity == self.plain.capacity
-        assert self.recency.oldest == self.plain.oldest
+        assert len(self.recency) == len(self.reference.stamps) <= self.recency.capacity == self.reference.capacity
+        assert self.recency.oldest == self.reference.oldest
         free, oldest = self.recency.room
-        assert free == self.plain.capacity - len(self.plain.stamps)
-        assert oldest == self.plain.oldest or (self.plain.oldest is None and isnan(oldest))
+        assert free == self.reference.capacity - len(self.reference.stamps)
+        assert oldest == self.reference.oldest or (self.reference.oldest is None and isnan(oldest))
         for hashes in self.known[-8:]:
-            assert stamped(self.recency, hashes) == self.plain.stamps_of(hashes)
+            assert stamped(self.recency, hashes) == self.reference.stamps_of(hashes)
 
     def teardown(self):
         if hasattr(self, "recency"):
-            assert drained(self.recency) == self.plain.in_order()
+            assert drained(self.recency) == self.reference.in_order()
 
 
-TestEqual = Equal.TestCase
-TestEqual.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestSameAsReference = SameAsReference.TestCase
+TestSameAsReference.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 
 
 @given(st.integers(0, 2**32), st.sampled_from([700, 3000, 12_000]), st.sampled_from([1, 3, 40]))
 @settings(max_examples=20, deadline=None)
 def test_many_blocks_in_any_order_of_calls(seed, capacity, piece):
-    """Large enough for chains to split and join, for entries to move, and for segments to come and go: conversations of
-    a few pieces each, which part from one another where a piece ends, or within it."""
+    """Large enough for chains to split and join, for entries to move, and for segments to be added and freed:
+    conversations of a few pieces each, which diverge at the end of a piece or within it."""
     source = random.Random(seed)
     tree = Tree(lambda _: source.getrandbits(64))
-    recency, plain = Recency(capacity), PlainRecency(capacity)
+    recency, reference = Recency(capacity), ReferenceRecency(capacity)
     known = [[]]
     for stamp in range(60):
         for _ in range(max(1, capacity // piece // 20)):
@@ -202,38 +202,38 @@ def test_many_blocks_in_any_order_of_calls(seed, capacity, piece):
             blocks = [*blocks, *source.choices(range(1 << 30), k=source.randrange(2 * piece))][-4 * piece :]
             known.append(blocks)
             some = tree.prompt(blocks)
-            assert touched(recency, some, stamp) == plain.touch(some, stamp)
+            assert touched(recency, some, stamp) == reference.touch(some, stamp)
         known = known[-200:]
         some = tree.prompt(source.choice(known))
-        doing = source.random()
-        if doing < 0.2:
+        action = source.random()
+        if action < 0.2:
             n = source.choice([1, 5, 200])
-            assert unpacked(recency.push(n, stamp)) == plain.push(n, stamp)
-        elif doing < 0.5:
+            assert unpacked(recency.push(n, stamp)) == reference.push(n, stamp)
+        elif action < 0.5:
             gone = some[source.randrange(len(some) + 1) :]
-            assert recency.drop(packed(*some), packed(*gone)) == plain.drop(some, gone)
-        elif doing < 0.6:
+            assert recency.drop(packed(*some), packed(*gone)) == reference.drop(some, gone)
+        elif action < 0.6:
             gone = [hash for hash in some if source.random() < 0.5]
-            assert recency.drop(packed(*some), packed(*gone)) == plain.drop(some, gone)
-        elif doing < 0.75:
+            assert recency.drop(packed(*some), packed(*gone)) == reference.drop(some, gone)
+        elif action < 0.75:
             room = source.randrange(1, 2 * capacity)
-            assert unpacked(recency.resize(room)) == plain.resize(room)
-        elif doing < 0.77:
+            assert unpacked(recency.resize(room)) == reference.resize(room)
+        elif action < 0.77:
             recency.clear()
-            plain.stamps.clear()
-        assert len(recency) == len(plain.stamps)
-        assert recency.oldest == plain.oldest
-        assert recency.held(packed(*some)) == plain.held(some)
+            reference.stamps.clear()
+        assert len(recency) == len(reference.stamps)
+        assert recency.oldest == reference.oldest
+        assert recency.held(packed(*some)) == reference.held(some)
         assert recency.bytes <= 80_000 + 48 * len(recency)
     for blocks in known[::17]:
-        assert stamped(recency, tree.prompt(blocks)) == plain.stamps_of(tree.prompt(blocks))
-    assert drained(recency) == plain.in_order()
+        assert stamped(recency, tree.prompt(blocks)) == reference.stamps_of(tree.prompt(blocks))
+    assert drained(recency) == reference.in_order()
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=12), max_size=40), st.integers(1, 10))
 @settings(max_examples=200, deadline=None)
-def test_what_is_no_prompt_does_no_harm(calls, capacity):
-    """Hashes in any order, and twice: blocks may be counted twice, but never beyond the capacity."""
+def test_hashes_that_are_no_prompt_stay_within_the_capacity(calls, capacity):
+    """Hashes in any order, or twice: blocks may be counted twice, but never beyond the capacity."""
     recency = Recency(capacity)
     for stamp, hashes in enumerate(calls):
         new, _ = touched(recency, hashes, stamp)
@@ -246,7 +246,7 @@ def test_what_is_no_prompt_does_no_harm(calls, capacity):
     assert recency.drop(packed(*range(6)), packed(*range(6))) == 0
 
 
-def test_the_tail_of_a_prompt_goes_before_its_beginning():
+def test_the_last_blocks_of_a_prompt_are_evicted_first():
     recency = Recency(4)
     assert touched(recency, [1, 2, 3, 4], 1.0) == ([1, 2, 3, 4], [])
     assert touched(recency, [9], 2.0) == ([9], [4])
@@ -254,7 +254,7 @@ def test_the_tail_of_a_prompt_goes_before_its_beginning():
     assert drained(recency) == [9, 5, 2, 1]
 
 
-def test_what_a_prompt_shares_with_the_oldest_is_not_evicted_for_it():
+def test_a_touched_prefix_is_not_evicted_for_its_own_new_blocks():
     recency = Recency(3)
     touched(recency, [1], 1.0)
     touched(recency, [2], 2.0)
@@ -262,14 +262,14 @@ def test_what_a_prompt_shares_with_the_oldest_is_not_evicted_for_it():
     assert touched(recency, [1, 7], 4.0) == ([7], [2])
 
 
-def test_of_a_prompt_beyond_the_capacity_the_beginning_is_kept():
+def test_a_prompt_beyond_the_capacity_keeps_its_first_blocks():
     recency = Recency(3)
     touched(recency, [5, 6], 1.0)
     assert touched(recency, [1, 2, 3, 7, 8, 4], 2.0) == ([1, 2, 3], [6, 5])
     assert len(recency) == recency.held(packed(1, 2, 3)) == 3
 
 
-def test_what_is_held_behind_a_gap_is_found_again():
+def test_blocks_after_a_gap_are_still_held():
     recency = Recency(9)
     touched(recency, [1, 2, 3, 4, 5, 6], 1.0)
     assert recency.drop(packed(1, 2, 3, 4), packed(2, 3)) == 2
@@ -278,7 +278,7 @@ def test_what_is_held_behind_a_gap_is_found_again():
     assert drained(recency) == [6, 5, 4, 3, 2, 1]
 
 
-def test_blocks_without_names_take_room_and_go_unsaid():
+def test_anonymous_blocks_take_room_and_are_evicted_silently():
     recency = Recency(5)
     touched(recency, [1, 2], 1.0)
     assert recency.push(3, 2.0) == b""
@@ -292,7 +292,7 @@ def test_blocks_without_names_take_room_and_go_unsaid():
     assert len(recency) == 1
 
 
-def test_an_empty_one_says_so():
+def test_an_empty_list_holds_nothing():
     recency = Recency(capacity=1)
     assert len(recency) == 0
     assert recency.oldest is None
@@ -305,14 +305,14 @@ def test_an_empty_one_says_so():
     assert recency.bytes < 256
 
 
-def test_a_stamp_comes_back_as_it_went_in():
+def test_stamps_keep_their_precision():
     recency = Recency(2)
     touched(recency, [1], 1_763_189_999.123456)
     assert recency.oldest == 1_763_189_999.123456
     assert stamped(recency, [1]) == [(0, 1_763_189_999.123456)]
 
 
-def test_hashes_come_in_any_buffer():
+def test_hashes_may_be_in_any_buffer():
     recency = Recency(9)
     for kind in (bytes, bytearray, memoryview):
         assert recency.touch(kind(packed(1, 2)), 1)[1] == b""
@@ -360,7 +360,7 @@ def test_hashes_come_in_any_buffer():
         (lambda r: r.resize("3"), TypeError),
     ],
 )
-def test_wrong_input_changes_nothing(call, error):
+def test_invalid_input_changes_nothing(call, error):
     recency = Recency(3)
     touched(recency, [1, 2, 3], 5.0)
     with pytest.raises(error):
@@ -371,7 +371,7 @@ def test_wrong_input_changes_nothing(call, error):
 
 
 @pytest.mark.parametrize(("blocks", "most"), [(500, 9), (16, 14), (2, 38), (1, 48)])
-def test_what_a_block_costs_by_how_many_come_together(blocks, most):
+def test_memory_per_block_by_blocks_per_prompt(blocks, most):
     recency = Recency(100_000)
     assert recency.bytes < 256
     source = random.Random(1)
@@ -385,8 +385,8 @@ def test_what_a_block_costs_by_how_many_come_together(blocks, most):
     assert recency.bytes < 256
 
 
-def test_without_memory_it_stays_as_it_was(failing):
-    """Each allocation of a call fails once. Either all is done and told, or nothing."""
+def test_a_failed_allocation_changes_nothing(failing):
+    """Each allocation of a call fails once. The call then does either everything or nothing."""
     prompts = [packed(*range(900), *range(2000, 2600)), packed(*range(5000)), packed(*range(7000, 7100))]
     calls = [
         *(lambda recency, prompt=prompt: recency.touch(prompt, 2.0) for prompt in prompts),
@@ -404,22 +404,22 @@ def test_without_memory_it_stays_as_it_was(failing):
 
     for call in calls:
         before, after = filled(), filled()
-        told = call(after)
+        result = call(after)
         states = [(len(r), r.capacity, r.oldest, *drained(r)) for r in (before, after)]
         refused = 0
         for number in range(200):
             recency = filled()
             done = failing(number, lambda recency=recency, call=call: call(recency))
             refused += done is None
-            assert done in (None, told)
+            assert done in (None, result)
             assert (len(recency), recency.capacity, recency.oldest, *drained(recency)) == states[done is not None]
         assert refused
 
 
-def test_nothing_leaks_and_bytes_are_what_is_allocated():
+def test_no_leaks_and_bytes_match_the_allocated_memory():
     source = random.Random(2)
 
-    def a_life():
+    def use_once():
         recency = Recency(5000)
         for n in range(20):
             recency.touch(source.randbytes(8 * 900), n)
@@ -434,14 +434,14 @@ def test_nothing_leaks_and_bytes_are_what_is_allocated():
 
     tracemalloc.start()
     try:
-        a_life()
+        use_once()
         gc.collect()
         before = tracemalloc.get_traced_memory()[0]
         for _ in range(20):
-            a_life()
+            use_once()
         gc.collect()
         assert tracemalloc.get_traced_memory()[0] - before < 3_000
-        recency = a_life()
+        recency = use_once()
         gc.collect()
         traced = tracemalloc.get_traced_memory()[0] - before
         assert abs(traced - recency.bytes) < 5_000 < recency.bytes

@@ -13,10 +13,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import harness
 import uvloop
-from harness import until
 from real_engine import RealEngine
+from support import running_router
+from support.polling import until
 
 MODEL = "tiny"
 BLOCK = 32
@@ -37,29 +37,29 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
 
 
 def settings(policy: str) -> dict[str, Any]:
-    return {"routing": {"policy": policy, "seed": 7}, "index": {"min_tokens": 16}}
+    return {"routing": {"policy": policy, "seed": 7}, "index": {"min_prompt_tokens": 16}}
 
 
 @asynccontextmanager
-async def routed(policy: str, *urls: str) -> AsyncIterator[harness.Router]:
+async def routed(policy: str, *urls: str) -> AsyncIterator[running_router.RunningRouter]:
     """A router that knows its nodes, and their caches where the policy asks for them."""
     quick = {"interval_s": POLL_S, "timeout_s": 5.0}
     tables = {
         **settings(policy),
         "health": quick,
-        "metrics": quick,
+        "polling": {"interval_s": quick["interval_s"]},
         "upstream": {"first_byte_timeout_s": 60.0, "between_chunks_timeout_s": 60.0},
     }
-    async with harness.router(*({"url": url} for url in urls), wait=0, checked=False, **tables) as router:
+    async with running_router.router(*({"url": url} for url in urls), wait=0, check_leaks=False, **tables) as router:
         service = router.service
-        await until(lambda: harness.count_up(service) == len(urls), "all nodes up", 60)
-        if service.config.routing.uses_events:
-            await until(lambda: service.library.reader(MODEL).tokenizer is not None, "the tokenizer is discovered", 60)
+        await until(lambda: running_router.count_up(service) == len(urls), "all nodes up", 60)
+        if service.config.routing.uses_kv_events:
+            await until(lambda: service.tokenizer_registry.prompt_tokenizer(MODEL).tokenizer is not None, "the tokenizer is discovered", 60)
             await until(lambda: all(cache.complete for cache in service.cache_view), "all events are followed", 60)
             await until(lambda: all(cache.capacity_blocks for cache in service.cache_view), "metrics are read", 60)
         yield router
-        await harness.check_books(service)
-        assert not router.troubles, router.troubles
+        await running_router.check_nothing_in_flight(service)
+        assert not router.loop_errors, router.loop_errors
 
 
 async def post(engine: RealEngine, path: str, body: bytes = b"") -> bytes:

@@ -7,11 +7,11 @@ import json
 import subprocess
 from collections.abc import Iterator
 
-import harness
 import pytest
-from harness import until
 from real_asking import BLOCK, STREAM, body_of, made_up, routed, run, told
 from real_engine import VENV, RealEngine
+from support import raw_client
+from support.polling import until
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 ADAPTERS = ("one", "two")
@@ -64,21 +64,21 @@ def test_adapters_stay_where_they_are_loaded(adapted: list[RealEngine]) -> None:
             went: dict[str, set[str]] = {name: set() for name in ADAPTERS}
             for number in range(16):
                 adapter = ADAPTERS[(number // 2) % 2]
-                asked = harness.post(
+                asked = raw_client.post(
                     body_of(made_up(number, 70), 3, adapter), "/v1/completions", [f"X-Request-Id: {number}"]
                 )
-                answer = await router.ask(asked)
+                answer = await router.request(asked)
                 assert answer.status == 200 and answer.json["model"] == adapter, answer.body
                 did = (await router.admin("GET", f"/admin/decisions/{number}")).json
                 went[adapter].add(did["answered_by"])
                 term = next(each["terms_ms"]["adapter"] for each in did["candidates"] if each["chosen"])
-                assert (term > 0.0) == (number in (0, 2)), did["sentence"]
+                assert (term > 0.0) == (number in (0, 2)), did["explanation"]
                 node = fleet.node(did["answered_by"])
-                await until(lambda: node.loaded.slots == 1, "told by an engine that has served an adapter")  # noqa: B023
+                await until(lambda: node.loaded_adapters.slots == 1, "told by an engine that has served an adapter")  # noqa: B023
             assert all(len(nodes) == 1 for nodes in went.values()) and went["one"] != went["two"], went
-            assert sum(node.loaded.loads for node in fleet) == 2
+            assert sum(node.loaded_adapters.load_count for node in fleet) == 2
             for node in fleet:
-                assert list(node.loaded) == [name for name in ADAPTERS if went[name] == {node.name}]
+                assert list(node.loaded_adapters) == [name for name in ADAPTERS if went[name] == {node.name}]
 
     run(work)
 
@@ -91,10 +91,10 @@ def test_what_one_adapter_has_cached_is_cold_for_another(adapted: list[RealEngin
             for number, (model, warm) in enumerate(
                 (("one", 0), ("one", 5 * BLOCK), ("tiny", 0), ("two", 0), ("tiny", 5 * BLOCK), ("one", 5 * BLOCK))
             ):
-                asked = harness.post(
+                asked = raw_client.post(
                     body_of(tokens, 2, model, **STREAM), "/v1/completions", [f"X-Request-Id: cold-{number}"]
                 )
-                answer = await router.ask(asked)
+                answer = await router.request(asked)
                 assert answer.status == 200, answer.body
                 did = (await router.admin("GET", f"/admin/decisions/cold-{number}")).json
                 assert told(answer.body).cached_tokens == warm == did["cached_tokens"], json.dumps(did)

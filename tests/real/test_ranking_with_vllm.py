@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import fmean
 
-import harness
 import pytest
 from real_asking import BLOCK, POLL_S, STREAM, VOCABULARY, body_of, emptied, made_up, post, routed, run, settings, told
 from real_engine import RealEngine
+from support import raw_client, running_router
 
 from warmroute.config import from_table
-from warmroute.fake_engine.core.content import mix64
+from warmroute.fake_engine.core.block_content import mix64
 from warmroute.fake_engine.profiles import profile
+from warmroute.replay.simulation import Conditions, Island, NodeSpec, World
 from warmroute.replay.summary import summary
-from warmroute.replay.workloads import Prompt, choose
-from warmroute.replay.world import Conditions, Island, NodeSpec, World
+from warmroute.replay.workloads import WorkloadPrompt, parse_workload
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 BLOCKS = 64
@@ -48,8 +48,8 @@ one policy are some five apart: eight clients come in another order each time.""
 class Clients:
     """As many as CLIENTS, each with one conversation after the other, as the simulator's closed loop."""
 
-    router: harness.Router
-    prompts: Iterator[Prompt]
+    router: running_router.RunningRouter
+    prompts: Iterator[WorkloadPrompt]
     left: int = REQUESTS
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -64,7 +64,7 @@ class Clients:
             if not await self._converse(prompt):
                 return
 
-    async def _converse(self, prompt: Prompt) -> bool:
+    async def _converse(self, prompt: WorkloadPrompt) -> bool:
         """False where there is nothing left to send."""
         said: list[int] = []
         while self.left:
@@ -72,14 +72,14 @@ class Clients:
             new = prompt.blocks.content(1).hashes(len(said), prompt.prompt_tokens)
             said += [VOCABULARY[mix64(identity, 0) % len(VOCABULARY)] for identity in new]
             asked = body_of(said, prompt.output_tokens, **STREAM)
-            answer = await self.router.ask(harness.post(asked, "/v1/completions"))
+            answer = await self.router.request(raw_client.post(asked, "/v1/completions"))
             assert answer.status == 200 and answer.complete, answer.body
             found = told(answer.body)
             assert found.prompt_tokens == prompt.prompt_tokens and len(found.tokens) == prompt.output_tokens
             self.prompt_tokens += found.prompt_tokens
             self.cached_tokens += found.cached_tokens
             said += found.tokens
-            follow_up = prompt.then() if prompt.then else None
+            follow_up = prompt.next_turn() if prompt.next_turn else None
             if follow_up is None:
                 return True
             await asyncio.sleep(follow_up.think_ms / 1000.0)
@@ -87,8 +87,8 @@ class Clients:
         return False
 
 
-def prompts(seed: int) -> Iterator[Prompt]:
-    return choose(CHATS.split()).arrive(seed)
+def prompts(seed: int) -> Iterator[WorkloadPrompt]:
+    return parse_workload(CHATS.split()).arrivals(seed)
 
 
 def replayed(policy: str, seed: int) -> float:
@@ -135,8 +135,8 @@ def test_a_decision_says_what_the_engine_then_finds_cached(real_engines: list[Re
                 body = body_of(tokens, 12, **STREAM)
                 rehearsal = {"path": "/v1/completions", "body": json.loads(body)}
                 would = (await router.admin("POST", "/admin/explain", json.dumps(rehearsal).encode())).json
-                asked = harness.post(body, "/v1/completions", [f"X-Request-Id: turn-{turn}"])
-                answer = await router.ask(asked)
+                asked = raw_client.post(body, "/v1/completions", [f"X-Request-Id: turn-{turn}"])
+                answer = await router.request(asked)
                 assert answer.status == 200 and answer.get("x-request-id") == f"turn-{turn}", answer.body
                 found = told(answer.body)
                 did = (await router.admin("GET", f"/admin/decisions/turn-{turn}")).json
@@ -147,7 +147,7 @@ def test_a_decision_says_what_the_engine_then_finds_cached(real_engines: list[Re
                 assert abs(did["cached_tokens"] - found.cached_tokens) <= BLOCK, did
                 if did["cached_tokens"]:
                     warm += 1
-                    assert f"{did['cached_tokens']:,} of {len(tokens):,} tokens warm" in did["sentence"]
+                    assert f"{did['cached_tokens']:,} of {len(tokens):,} tokens warm" in did["explanation"]
                     assert would["node"] == did["node"]
                     assert abs(would["cached_tokens"] - found.cached_tokens) <= BLOCK, would
                 print(f"{did['sentence']}; {found.cached_tokens} were cached")
@@ -225,7 +225,7 @@ def test_wishes_reach_the_engine_and_change_nothing_there(real_engines: list[Rea
         plain = told(await post(engine, "/v1/completions", body))
         async with Tap(engine.port).open() as tap, routed("price", tap.url) as router:
             for name, (priority, sent, headers) in wishes.items():
-                answer = await router.ask(harness.post(sent, "/v1/completions", [*headers, f"X-Request-Id: {name}"]))
+                answer = await router.request(raw_client.post(sent, "/v1/completions", [*headers, f"X-Request-Id: {name}"]))
                 assert answer.status == 200 and told(answer.body).tokens == plain.tokens, answer.body
                 did = (await router.admin("GET", f"/admin/decisions/{name}")).json
                 assert (did["outcome"], did["priority"]) == ("ok", priority)
@@ -233,7 +233,7 @@ def test_wishes_reach_the_engine_and_change_nothing_there(real_engines: list[Rea
                 assert passed is not None and passed[1] == sent
                 assert all(header.encode() in passed[0] for header in headers)
             late = ["X-Deadline-Ttft-Ms: 0.001", "X-Request-Id: late"]
-            answer = await router.ask(harness.post(body, "/v1/completions", late))
+            answer = await router.request(raw_client.post(body, "/v1/completions", late))
             assert answer.status == 429 and answer.error["code"] == "deadline_unreachable"
             assert tap.passed("late") is None, "what can't be in time costs the engine nothing"
 

@@ -1,4 +1,4 @@
-"""Lets the tests here import what they share (small_worlds), however pytest was started."""
+"""Lets the tests here import small_worlds, from wherever pytest is started."""
 
 import sys
 from pathlib import Path

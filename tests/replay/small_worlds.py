@@ -1,18 +1,18 @@
-"""Small fleets and prompts for tests of the simulated world."""
+"""Small fleets and prompts for tests of the simulation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from warmroute.fake_engine.core.timing import Timing
+from warmroute.fake_engine.core.step_timing import Timing
 from warmroute.fake_engine.profiles import Profile
 from warmroute.fleet.node import Node
-from warmroute.replay.workloads import Prompt, Segments
-from warmroute.replay.workloads.segments import named
-from warmroute.replay.workloads.text import KEY_TOKENS
-from warmroute.replay.world import Conditions, Island, NodeSpec, World
+from warmroute.replay.simulation import Conditions, Island, NodeSpec, World
+from warmroute.replay.workloads import Segments, WorkloadPrompt
+from warmroute.replay.workloads.prompt_text import KEY_TOKENS
+from warmroute.replay.workloads.segments import segment_id
 
-# A prefill takes 1 ms a token, a decode step 10 ms: easy to reckon with.
+# A prefill takes 1 ms per token, a decode step 10 ms, so that times can be computed by hand.
 PLAIN = Profile(
     name="plain",
     timing=Timing(m=0, a=0, b=1.0, d=0, h=0, e=10.0, f=0, e2=0, f2=0, g=0, overhead_ms=0),
@@ -28,25 +28,25 @@ def specs(count: int, *, profile: Profile = PLAIN, island: str = "local", blocks
 
 def prompt(
     *names: object, tokens: int = 64, output: int = 2, at_ms: float = 0.0, user: object = None, **more: object
-) -> Prompt:
-    """A prompt made of segments with these names, `tokens` long each; `user` is what its first message begins with."""
-    text = Segments() if user is None else Segments().followed_by(named(user), KEY_TOKENS)
+) -> WorkloadPrompt:
+    """Return a prompt of segments with these names, `tokens` long each. `user` names the start of its first message."""
+    text = Segments() if user is None else Segments().followed_by(segment_id(user), KEY_TOKENS)
     for name in names or ("prompt",):
-        text = text.followed_by(named(name), tokens)
-    answer = text.followed_by(named("answer to", *names), output)
-    return Prompt(text.tokens, output, answer, at_ms=at_ms, **more)  # type: ignore[arg-type]
+        text = text.followed_by(segment_id(name), tokens)
+    answer = text.followed_by(segment_id("answer to", *names), output)
+    return WorkloadPrompt(text.tokens, output, answer, at_ms=at_ms, **more)  # type: ignore[arg-type]
 
 
-def books_are_closed(world: World) -> None:
-    """Every counter is back to zero, and every request has ended once."""
-    tally = world.tally
+def assert_all_requests_ended(world: World) -> None:
+    """Every counter is back to zero, and every request has ended exactly once."""
+    results = world.results
     assert world.inflight == 0
-    assert tally.ended == tally.total("arrived")
-    for sim in (*world.nodes.values(), *world.gone):
+    assert results.ended == results.total("arrived")
+    for sim in (*world.nodes.values(), *world.departed):
         assert sim.node.inflight == 0
         assert not sim.flights
         assert sim.node.outcomes[0] >= 0
-        if sim.node.name in world.nodes and sim.life.value == "serving":
+        if sim.node.name in world.nodes and sim.state.value == "serving":
             sim.engine.check()
             assert sim.engine.num_running == sim.engine.num_waiting == 0
     for model in world.fleet.models:

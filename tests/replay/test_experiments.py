@@ -1,4 +1,4 @@
-"""The commands of docs/experiments.md that are not `warmroute replay`."""
+"""The commands of bench/experiments.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 
 import experiments
 import pytest
-
-from warmroute.replay.ladder import Step
+from load_steps import LoadStep
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
@@ -16,7 +15,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
     experiments.main()
 
 
-def test_unequal_gpus_are_told_with_their_spread(
+def test_unequal_gpus_are_reported_with_standard_deviations(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(monkeypatch, "unequal", "--seeds", "2", "--clients", "1", "4")
@@ -25,10 +24,10 @@ def test_unequal_gpus_are_told_with_their_spread(
     assert all("±" in line for line in lines[2:])
 
 
-def test_the_ladder_is_climbed_by_every_policy(
+def test_every_policy_runs_all_load_steps(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(experiments, "LLM_D_STEPS", (Step(5, 4, counts=False), Step(5, 4), Step(10, 4)))
+    monkeypatch.setattr(experiments, "LLM_D_STEPS", (LoadStep(5, 4, measured=False), LoadStep(5, 4), LoadStep(10, 4)))
     page = tmp_path / "page.html"
     words = ["--policy", "random", "--policy", "session", "--html", str(page), "output_tokens=20", "groups=4"]
     run(monkeypatch, "llm_d", *words)
@@ -36,7 +35,7 @@ def test_the_ladder_is_climbed_by_every_policy(
     assert "session" in page.read_text()
 
 
-def test_the_published_ladder_asks_what_was_published() -> None:
+def test_the_load_steps_are_the_published_ones() -> None:
     steps = experiments.LLM_D_STEPS
     assert [step.requests for step in steps[:3]] == [750, 60, 200]
     assert steps[-1].requests == 1500

@@ -1,4 +1,4 @@
-"""Each peer's rule on hand-made cases."""
+"""The policies of other routers on hand-made cases."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 from small_worlds import NEAR, nodes_of, prompt, specs
 
-from warmroute.fake_engine.core.events import BlockRemoved, BlockStored
-from warmroute.replay.peers.aibrix import Aibrix
-from warmroute.replay.peers.dynamo import Dynamo
-from warmroute.replay.peers.holders import Holders, RoutedBlocks
-from warmroute.replay.peers.kubeai import Kubeai
-from warmroute.replay.peers.llm_d import LlmD
-from warmroute.replay.peers.oracle import hit_rate
-from warmroute.replay.peers.sglang import Sglang
-from warmroute.replay.workloads import choose
-from warmroute.replay.world import SimulatedRequest, World
+from warmroute.fake_engine.core.kv_event_types import BlockRemoved, BlockStored
+from warmroute.replay.peers.aibrix_router import Aibrix
+from warmroute.replay.peers.block_holders import Holders, RoutedBlocks
+from warmroute.replay.peers.dynamo_router import Dynamo
+from warmroute.replay.peers.kubeai_router import Kubeai
+from warmroute.replay.peers.llm_d_router import LlmD
+from warmroute.replay.peers.sglang_router import Sglang
+from warmroute.replay.peers.single_cache import single_cache_hit_rate
+from warmroute.replay.simulation import SimulatedRequest, World
+from warmroute.replay.workloads import parse_workload
 from warmroute.routing.decision import Policy
 from warmroute.routing.query import Query
 
 
-class Table:
-    """A peer at a table with a few nodes, whose books are written by hand."""
+class Fleet:
+    """A small fleet under another router's policy. The test sets the nodes' loads."""
 
     def __init__(self, peer: Any, count: int = 3) -> None:
         self.peer = peer
@@ -43,7 +43,7 @@ class Table:
 
     def send(self, at: int, *names: object, **more: Any) -> SimulatedRequest:
         request = self.request(*names, **more)
-        self.peer.sent(request, self.nodes[at], 0.0)
+        self.peer.request_sent(request, self.nodes[at], 0.0)
         return request
 
     def choices(self, *names: object, times: int = 60) -> set[int]:
@@ -59,9 +59,9 @@ def stored(request: SimulatedRequest, count: int) -> list[Any]:
 
 
 def test_holders_count_leading_blocks_only() -> None:
-    table = Table(Kubeai(Random(1)), 3)
+    fleet = Fleet(Kubeai(Random(1)), 3)
     holders = Holders()
-    a, b, c = table.nodes
+    a, b, c = fleet.nodes
     holders.store(a, [1, 2, 3])
     holders.store(b, [1, 3])
     assert holders.depths([1, 2, 3, 4], [a, b, c]) == [3, 1, 0]
@@ -74,15 +74,15 @@ def test_holders_count_leading_blocks_only() -> None:
     assert len(holders) == 0
 
 
-def test_routed_blocks_forget_the_tail_of_the_least_recent_first() -> None:
-    table = Table(Kubeai(Random(1)), 1)
-    node = table.nodes[0]
+def test_routed_blocks_evict_the_tail_of_the_least_recent_prompt_first() -> None:
+    fleet = Fleet(Kubeai(Random(1)), 1)
+    node = fleet.nodes[0]
     routed = RoutedBlocks(6)
-    routed.routed(node, [1, 2, 3])
-    routed.routed(node, [7, 8, 9])
-    routed.routed(node, [1, 2])
+    routed.add(node, [1, 2, 3])
+    routed.add(node, [7, 8, 9])
+    routed.add(node, [1, 2])
     assert routed.size(node) == 6
-    routed.routed(node, [20, 21])
+    routed.add(node, [20, 21])
     assert routed.size(node) == 6
     assert routed.depths([1, 2, 3], [node]) == [2]
     assert routed.depths([7, 8, 9], [node]) == [2]
@@ -90,131 +90,133 @@ def test_routed_blocks_forget_the_tail_of_the_least_recent_first() -> None:
     assert routed.size(node) == 0
 
 
-def test_sglang_takes_the_match_then_the_smallest_tree_then_balance() -> None:
-    table = Table(Sglang(Random(1)))
-    assert table.choices("cold") == {0, 1, 2}  # empty trees: by chance
-    table.send(0, "a", tokens=320)
-    table.send(1, "b", tokens=160)
-    assert table.choices("cold") == {2}  # the smallest tree
-    table.send(2, "c", tokens=640)
-    assert table.decide(table.request("a", "more", tokens=320)) == 0  # 20 of 40 blocks match
-    assert table.decide(table.request("a", tokens=320)) == 0
-    # over 0.3 is a match, a quarter is not
-    table.send(0, "short", tokens=48)
-    assert len(table.request("short", "x", "y", tokens=48).blocks(16)) == 9
-    assert table.decide(table.request("short", "x", "y", tokens=48)) == 0  # 1/3
-    assert table.decide(table.request("short", "x", "y", "z", tokens=48)) == 1  # 1/4
-    # load decides only when both thresholds are passed
-    table.load(64, 0, 0)
-    assert table.decide(table.request("a", tokens=320)) == 0
-    table.load(65, 0, 3)
-    assert table.decide(table.request("a", tokens=320)) == 1
-    table.load(200, 135, 180)
-    assert table.decide(table.request("a", tokens=320)) == 0  # 200 is not over 1.5 × 135
+def test_sglang_prefers_the_match_then_the_smallest_tree_unless_out_of_balance() -> None:
+    fleet = Fleet(Sglang(Random(1)))
+    assert fleet.choices("cold") == {0, 1, 2}  # all trees are empty: a random node
+    fleet.send(0, "a", tokens=320)
+    fleet.send(1, "b", tokens=160)
+    assert fleet.choices("cold") == {2}  # the smallest tree
+    fleet.send(2, "c", tokens=640)
+    assert fleet.decide(fleet.request("a", "more", tokens=320)) == 0  # 20 of 40 blocks match
+    assert fleet.decide(fleet.request("a", tokens=320)) == 0
+    # more than 0.3 of the prompt is a match, a quarter is not
+    fleet.send(0, "short", tokens=48)
+    assert len(fleet.request("short", "x", "y", tokens=48).blocks(16)) == 9
+    assert fleet.decide(fleet.request("short", "x", "y", tokens=48)) == 0  # 1/3
+    assert fleet.decide(fleet.request("short", "x", "y", "z", tokens=48)) == 1  # 1/4
+    # load decides only above both thresholds
+    fleet.load(64, 0, 0)
+    assert fleet.decide(fleet.request("a", tokens=320)) == 0
+    fleet.load(65, 0, 3)
+    assert fleet.decide(fleet.request("a", tokens=320)) == 1
+    fleet.load(200, 135, 180)
+    assert fleet.decide(fleet.request("a", tokens=320)) == 0  # 200 is not over 1.5 × 135
 
 
 def test_llm_d_weighs_match_kv_usage_and_queue() -> None:
-    table = Table(LlmD(Random(1)))
-    table.send(0, "a")
-    a, b, c = table.nodes
-    assert table.decide(table.request("a")) == 0
+    fleet = Fleet(LlmD(Random(1)))
+    fleet.send(0, "a")
+    a, b, c = fleet.nodes
+    assert fleet.decide(fleet.request("a")) == 0
     a.waiting, b.waiting, c.waiting = 4, 2, 0
     a.kv_usage = 0.4
     # a: 3 + 2·0.6 + 0; b: 0 + 2 + 1; c: 0 + 2 + 2
-    assert table.decide(table.request("a")) == 0
+    assert fleet.decide(fleet.request("a")) == 0
     a.kv_usage = 0.6
     # a: 3 + 0.8 = 3.8 against 4
-    assert table.decide(table.request("a")) == 2
-    assert table.choices("new") == {2}
+    assert fleet.decide(fleet.request("a")) == 2
+    assert fleet.choices("new") == {2}
 
 
-def test_llm_d_precise_believes_events_only() -> None:
-    table = Table(LlmD(Random(1), precise=True))
-    request = table.send(0, "a")
-    assert table.choices("a") == {0, 1, 2}
-    table.peer.kv_events(table.nodes[1], 1, 0, stored(request, 10), 0.0)
-    assert table.choices("a") == {1}
-    table.peer.kv_events(table.nodes[1], 1, 1, [BlockRemoved(request.blocks(16)[:1], "GPU")], 0.0)
-    assert table.choices("a") == {0, 1, 2}
-    table.peer.kv_events(table.nodes[2], 1, 0, stored(request, 10), 0.0)
-    table.peer.kv_events(table.nodes[2], 2, 0, stored(table.request("b"), 1), 0.0)  # another incarnation
-    assert table.choices("a") == {0, 1, 2}
+def test_llm_d_precise_uses_kv_events_only() -> None:
+    fleet = Fleet(LlmD(Random(1), precise=True))
+    request = fleet.send(0, "a")
+    assert fleet.choices("a") == {0, 1, 2}
+    fleet.peer.kv_events(fleet.nodes[1], 1, 0, stored(request, 10), 0.0)
+    assert fleet.choices("a") == {1}
+    fleet.peer.kv_events(fleet.nodes[1], 1, 1, [BlockRemoved(request.blocks(16)[:1], "GPU")], 0.0)
+    assert fleet.choices("a") == {0, 1, 2}
+    fleet.peer.kv_events(fleet.nodes[2], 1, 0, stored(request, 10), 0.0)
+    fleet.peer.kv_events(fleet.nodes[2], 2, 0, stored(fleet.request("b"), 1), 0.0)  # another incarnation
+    assert fleet.choices("a") == {0, 1, 2}
 
 
 def test_dynamo_adds_prefill_in_flight_and_decode_blocks() -> None:
-    table = Table(Dynamo(Random(1)))
-    request = table.request("a")  # 10 blocks
-    table.peer.kv_events(table.nodes[0], 1, 0, stored(request, 10), 0.0)
+    fleet = Fleet(Dynamo(Random(1)))
+    request = fleet.request("a")  # 10 blocks
+    fleet.peer.kv_events(fleet.nodes[0], 1, 0, stored(request, 10), 0.0)
     # 0: 0 + 10; others: 10 + 10
-    assert table.choices("a") == {0}
-    first = table.send(0, "b")  # there: 10 blocks of prefill and 10 that decode
+    assert fleet.choices("a") == {0}
+    first = fleet.send(0, "b")  # 10 blocks of prefill and 10 decode blocks on that node
     # 0: max(0, 20 − 10) + 10 + 10 = 30; others 20
-    assert table.choices("a") == {1, 2}
-    table.peer.first_token(first, table.nodes[0], 0, 1.0)
+    assert fleet.choices("a") == {1, 2}
+    fleet.peer.first_token(first, fleet.nodes[0], 0, 1.0)
     # 0: 0 + 10 + 10 = 20; others 20: a tie
-    assert table.choices("a") == {0, 1, 2}
-    table.peer.ended(first, table.nodes[0], 2.0)
-    assert table.choices("a") == {0}
-    shared = table.send(0, "a")
-    table.peer.first_token(shared, table.nodes[0], 160, 1.0)
-    # its blocks are there already: 0 + 10, none of them new
-    assert table.choices("a") == {0}
+    assert fleet.choices("a") == {0, 1, 2}
+    fleet.peer.request_ended(first, fleet.nodes[0], 2.0)
+    assert fleet.choices("a") == {0}
+    shared = fleet.send(0, "a")
+    fleet.peer.first_token(shared, fleet.nodes[0], 160, 1.0)
+    # its blocks are already there: 0 + 10, none is new
+    assert fleet.choices("a") == {0}
 
 
-def test_kubeai_keeps_a_key_home_until_home_is_over_its_share() -> None:
-    table = Table(Kubeai(Random(1)), 4)
-    home = table.decide(table.request("a", user="hello"))
-    assert all(table.decide(table.request(f"x{n}", user="hello")) == home for n in range(20))
-    assert len({table.decide(table.request("a", user=f"key {n}")) for n in range(60)}) == 4
+def test_kubeai_keeps_a_key_on_its_node_until_the_node_is_overloaded() -> None:
+    fleet = Fleet(Kubeai(Random(1)), 4)
+    home = fleet.decide(fleet.request("a", user="hello"))
+    assert all(fleet.decide(fleet.request(f"x{n}", user="hello")) == home for n in range(20))
+    assert len({fleet.decide(fleet.request("a", user=f"key {n}")) for n in range(60)}) == 4
     # 1.25 × (total + 1) / 4 with 3 each: 4.06, so 3 + 1 fits
-    table.load(3, 3, 3, 3)
-    assert table.decide(table.request("a", user="hello")) == home
+    fleet.load(3, 3, 3, 3)
+    assert fleet.decide(fleet.request("a", user="hello")) == home
     loads = [3, 3, 3, 3]
     loads[home] = 4  # 1.25 × 14 / 4 = 4.375 < 5
-    table.load(*loads)
-    away = table.decide(table.request("a", user="hello"))
+    fleet.load(*loads)
+    away = fleet.decide(fleet.request("a", user="hello"))
     assert away != home
-    assert table.decide(table.request("a", user="hello")) == away
+    assert fleet.decide(fleet.request("a", user="hello")) == away
 
 
-def test_aibrix_leaves_the_match_for_balance() -> None:
-    table = Table(Aibrix(Random(1)))
-    table.send(0, "a")
-    table.send(1, "a", "b")
-    assert table.choices("a") == {0, 1}
-    assert table.choices("a", "b") == {1}
-    table.load(0, 1, 0)
-    assert table.choices("a", times=20) == {0}  # the same match, fewer requests
-    table.load(1, 8, 1)  # mean 3.3 + σ 3.3 < 8
-    assert table.choices("a", "b", times=20) == {0}
-    table.load(9, 9, 0)
-    assert table.choices("a", times=20) == {2}
-    table.load(1, 1, 0)
-    assert table.choices("unseen", times=20) == {2}
+def test_aibrix_prefers_balance_to_the_match() -> None:
+    fleet = Fleet(Aibrix(Random(1)))
+    fleet.send(0, "a")
+    fleet.send(1, "a", "b")
+    assert fleet.choices("a") == {0, 1}
+    assert fleet.choices("a", "b") == {1}
+    fleet.load(0, 1, 0)
+    assert fleet.choices("a", times=20) == {0}  # the same match, fewer requests
+    fleet.load(1, 8, 1)  # mean 3.3 + σ 3.3 < 8
+    assert fleet.choices("a", "b", times=20) == {0}
+    fleet.load(9, 9, 0)
+    assert fleet.choices("a", times=20) == {2}
+    fleet.load(1, 1, 0)
+    assert fleet.choices("unseen", times=20) == {2}
 
 
-def test_the_oracle_is_one_lru_over_everything() -> None:
-    # three prompts of 10 blocks in turn: with room for all, every second visit hits all but the last block
+def test_the_oracle_is_one_lru_cache() -> None:
+    # three prompts of 10 blocks in turn: with room for all, each repetition hits all but the last block
     names = ["a", "b", "c"] * 4
-    rate, count = hit_rate(iter([prompt(name, tokens=160, output=1) for name in names]), 100, 16)
+    rate, count = single_cache_hit_rate(iter([prompt(name, tokens=160, output=1) for name in names]), 100, 16)
     assert count == 12
     assert rate == pytest.approx(9 / 12 * 9 / 10)
-    # with room for two of them, the classic: nothing is ever there when it is asked for
-    rate, _ = hit_rate(iter([prompt(name, tokens=160, output=1) for name in names]), 20, 16)
+    # with room for two of them, LRU never hits
+    rate, _ = single_cache_hit_rate(iter([prompt(name, tokens=160, output=1) for name in names]), 20, 16)
     assert rate == 0
     words = ["multi_turn_chat", "turns=4", "spread=0", "think_s=1", "system_tokens=160", "message_tokens=80"]
-    chat = choose([*words, "output_tokens=160"])
-    rate, count = hit_rate(chat.arrive(1), 10_000, 16, limit=100)
+    chat = parse_workload([*words, "output_tokens=160"])
+    rate, count = single_cache_hit_rate(chat.arrivals(1), 10_000, 16, limit=100)
     assert count == 100
     assert rate > 0.6
 
 
 @pytest.mark.parametrize("name", ["sglang", "llm_d", "llm_d_precise", "dynamo", "kubeai", "aibrix"])
-def test_no_peer_puts_a_cold_fleet_on_one_node(name: str) -> None:
-    from warmroute.replay import contender
+def test_no_policy_sends_all_unique_prompts_to_one_node(name: str) -> None:
+    from warmroute.replay import parse_policy
 
-    peer = contender(name).peer(1)
+    peer = parse_policy(name).peer(1)
     world = World(specs(4), NEAR, policy=peer, listener=peer)
-    world.run(choose(["unique_batch", "prompt_tokens=200", "output_tokens=20", "rate=5"]).arrive(1), limit=100)
+    world.run(
+        parse_workload(["unique_batch", "prompt_tokens=200", "output_tokens=20", "rate=5"]).arrivals(1), limit=100
+    )
     assert all(sim.requests >= 10 for sim in world.nodes.values())
-    assert world.tally.cached_tokens == 0
+    assert world.results.cached_tokens == 0

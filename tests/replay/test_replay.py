@@ -1,4 +1,4 @@
-"""`warmroute replay`: the same bytes each time, fast enough, and clear about what it can't do."""
+"""`warmroute replay`: reproducible, fast enough, and with clear errors."""
 
 from __future__ import annotations
 
@@ -8,42 +8,41 @@ import time
 from pathlib import Path
 
 import pytest
-from small_worlds import NEAR, books_are_closed, specs
+from load_steps import LoadStep, run_load_steps
+from small_worlds import NEAR, assert_all_requests_ended, specs
 
 from warmroute.cli.main import main
 from warmroute.fake_engine.profiles import profile
-from warmroute.replay import POLICIES, BadPolicy, Setup, contender, replay, world_of
-from warmroute.replay.ladder import Step, climb
+from warmroute.replay import POLICIES, BadPolicy, Setup, build_world, parse_policy, replay
+from warmroute.replay.simulation import Conditions, NodeSpec
+from warmroute.replay.simulation.results import TIMELINE_SPANS, Timeline
 from warmroute.replay.summary import percentile, variation
-from warmroute.replay.workloads import choose
-from warmroute.replay.world import Conditions, NodeSpec
-from warmroute.replay.world.tally import TIMELINE_SPANS, Timeline
+from warmroute.replay.workloads import parse_workload
 
-TRACE = Path("/work/shared/data/traces/mooncake_arxiv_first1000.jsonl.gz")
-needs_trace = pytest.mark.skipif(not TRACE.exists(), reason="no traces here")
+TRACE = Path(__file__).parents[2] / "examples" / "trace.jsonl.gz"
 
 
-def test_two_runs_of_one_seed_give_the_same_bytes(tmp_path: Path) -> None:
-    def told(seed: int, name: str) -> bytes:
+def test_two_runs_with_the_same_seed_give_the_same_bytes(tmp_path: Path) -> None:
+    def report(seed: int, name: str) -> bytes:
         file = tmp_path / name
         words = ["replay", "tool_agents", "steps=6", "--limit", "200", "--nodes", "4", "--rate", "1,3", "--quiet"]
         policies = [word for policy in ("prefix_hash", "random", "dynamo", "sglang") for word in ("--policy", policy)]
-        trouble = [
+        faults = [
             "--kv-loss",
             "0.1",
             "--poll-loss",
             "0.1",
-            "--happen",
+            "--fault",
             "20 fail node-1",
-            "--happen",
+            "--fault",
             "40 restart node-1",
         ]
-        assert main([*words, *policies, *trouble, "--seed", str(seed), "--json", str(file)]) == 0
+        assert main([*words, *policies, *faults, "--seed", str(seed), "--json", str(file)]) == 0
         return file.read_bytes()
 
-    first = told(1, "a")
-    assert first == told(1, "b")
-    assert first != told(2, "c")
+    first = report(1, "a")
+    assert first == report(1, "b")
+    assert first != report(2, "c")
     runs = json.loads(first)
     assert list(runs) == ["runs"]
     assert len(runs["runs"]) == 8
@@ -56,29 +55,29 @@ def test_two_runs_of_one_seed_give_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "oracle"])
-def test_every_policy_serves_everything_and_closes_its_books(name: str) -> None:
+def test_every_policy_serves_all_requests(name: str) -> None:
     setup = Setup(
-        workload=choose(["multi_turn_chat", "rate=3", "think_s=2"]),
+        workload=parse_workload(["multi_turn_chat", "rate=3", "think_s=2"]),
         nodes=tuple(specs(3, profile=profile("l4-1.5b"))),
-        contender=contender(name),
+        policy=parse_policy(name),
         conditions=NEAR,
         limit=150,
     )
-    world = world_of(setup)
+    world = build_world(setup)
     world.run(setup.arrivals(), limit=150)
-    assert world.tally.total("finished") == 150
-    books_are_closed(world)
+    assert world.results.total("finished") == 150
+    assert_all_requests_ended(world)
 
 
 def test_the_oracle_has_a_hit_rate_and_no_times() -> None:
-    setup = Setup(workload=choose(["rag"]), nodes=tuple(specs(2)), contender=contender("oracle"), limit=100)
+    setup = Setup(workload=parse_workload(["rag"]), nodes=tuple(specs(2)), policy=parse_policy("oracle"), limit=100)
     run = replay(setup)
     assert run["policy"] == "oracle"
     assert 0 < run["hit_rate"] < 1
     assert run["ttft_ms"]["p50"] is None
 
 
-def test_tables_and_pages_are_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_and_the_html_page_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     words = ["replay", "priority_mix", "--limit", "60", "--nodes", "2", "--rate", "5,50", "--profile", "l4-1.5b"]
     policies = ["--policy", "prefix_hash", "--policy", "round_robin", "--policy", "oracle"]
@@ -95,30 +94,30 @@ def test_tables_and_pages_are_made(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (["no_such"], "neither a file nor a generator"),
+        (["no_such"], "not a file and not a generator"),
         (["rag", "--policy", "prefixhash"], "did you mean prefix_hash"),
         (["rag", "--policy", "sglang:threshold=1"], "cache_threshold"),
         (["rag", "--profile", "h300-8b"], "no profile"),
-        (["rag", "--happen", "10 explode node-1"], "is not like"),
-        (["rag", "--happen", "10 fail node-77"], "no node node-77"),
-        (["rag", "--nodes", "0"], "one node at least"),
+        (["rag", "--fault", "10 explode node-1"], "is not like"),
+        (["rag", "--fault", "10 fail node-77"], "no node node-77"),
+        (["rag", "--nodes", "0"], "--nodes must be at least 1"),
     ],
 )
-def test_mistakes_are_said_in_a_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_reported(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", *words, "--quiet"]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_policies_take_parameters() -> None:
-    assert contender("prefix_hash:load_factor=inf").parameters == {"load_factor": 1e9}
-    assert contender("sglang:balance_abs=8,cache_threshold=0.5").parameters == {
+    assert parse_policy("prefix_hash:load_factor=inf").parameters == {"load_factor": 1e9}
+    assert parse_policy("sglang:balance_abs=8,cache_threshold=0.5").parameters == {
         "balance_abs": 8,
         "cache_threshold": 0.5,
     }
     with pytest.raises(BadPolicy, match="balance_abs is a int"):
-        contender("sglang:balance_abs=few")
+        parse_policy("sglang:balance_abs=few")
 
 
 def test_percentiles_and_variation() -> None:
@@ -132,7 +131,7 @@ def test_percentiles_and_variation() -> None:
     assert variation([1.0, 3.0]) == 0.5
 
 
-def test_a_timeline_stays_short_and_loses_nothing() -> None:
+def test_the_timeline_is_bounded_and_loses_nothing() -> None:
     line = Timeline()
     for second in range(100_000):
         line.at(second * 1000.0)[0] += 1
@@ -141,12 +140,12 @@ def test_a_timeline_stays_short_and_loses_nothing() -> None:
     assert line.sums[3][0] == line.span_ms / 1000
 
 
-def test_a_thousand_nodes() -> None:
+def test_a_fleet_of_a_thousand_nodes_is_summarised_without_node_rows() -> None:
     l4 = profile("l4-1.5b")
     setup = Setup(
-        workload=choose(["shared_system_prompts", "prompts=500", "rate=400"]),
+        workload=parse_workload(["shared_system_prompts", "prompts=500", "rate=400"]),
         nodes=tuple(NodeSpec(f"node-{at}", l4) for at in range(1000)),
-        contender=contender("prefix_hash"),
+        policy=parse_policy("prefix_hash"),
         limit=1500,
     )
     run = replay(setup)
@@ -160,17 +159,16 @@ def cpu_s(setup: Setup) -> float:
     return time.process_time() - before
 
 
-@needs_trace
-def test_replay_takes_little_more_than_its_engines() -> None:
-    """The world, the router and the polls cost less than the engines do, told apart by a run of the engines alone."""
+def test_replay_costs_little_more_than_its_engines() -> None:
+    """Compared with a run of the engines alone, without router, network and polls."""
     from warmroute.fake_engine.core import EngineCore, EngineRequest
 
     nodes = tuple(NodeSpec(f"node-{at}", profile("2xh100-32b")) for at in range(8))
-    workload = choose([str(TRACE)])
-    setup = Setup(workload=workload, nodes=nodes, contender=contender("round_robin"), conditions=Conditions())
+    workload = parse_workload([str(TRACE)])
+    setup = Setup(workload=workload, nodes=nodes, policy=parse_policy("round_robin"), conditions=Conditions())
     before = time.process_time()
     engines = [EngineCore(spec.engine(), spec.profile.timing) for spec in nodes]
-    for number, one in enumerate(workload.arrive(1)):
+    for number, one in enumerate(workload.arrivals(1)):
         content = one.blocks.content(16)
         request = EngineRequest(str(number), one.prompt_tokens, one.output_tokens, content)
         engines[number % 8].submit(request, one.at_ms)
@@ -181,12 +179,12 @@ def test_replay_takes_little_more_than_its_engines() -> None:
     assert min(cpu_s(setup) for _ in range(2)) < 4 * alone + 0.2
 
 
-def test_time_does_not_grow_with_idle_nodes() -> None:
+def test_cpu_time_does_not_grow_with_idle_nodes() -> None:
     def setup(count: int) -> Setup:
         return Setup(
-            workload=choose(["shared_system_prompts", "rate=300"]),
+            workload=parse_workload(["shared_system_prompts", "rate=300"]),
             nodes=tuple(specs(count, profile=profile("l4-1.5b"))),
-            contender=contender("power_of_two"),
+            policy=parse_policy("power_of_two"),
             conditions=Conditions(poll_interval_s=1e6),
             limit=1500,
         )
@@ -200,9 +198,9 @@ def test_memory_does_not_grow_with_the_number_of_requests() -> None:
 
     def peak(limit: int) -> int:
         setup = Setup(
-            workload=choose(["unique_batch", "prompt_tokens=64", "output_tokens=4", "rate=50"]),
+            workload=parse_workload(["unique_batch", "prompt_tokens=64", "output_tokens=4", "rate=50"]),
             nodes=tuple(specs(2, profile=profile("l4-1.5b"), blocks=400)),
-            contender=contender("least_loaded"),
+            policy=parse_policy("least_loaded"),
             limit=limit,
         )
         tracemalloc.start()
@@ -213,16 +211,16 @@ def test_memory_does_not_grow_with_the_number_of_requests() -> None:
 
     peak(500)
     few, many = peak(1000), peak(5000)
-    assert many - few < 4000 * 120  # percentiles need some 24 bytes a request, sorted copies the same again
+    assert many - few < 4000 * 120  # percentiles need 24 bytes per request, and sorted copies of them as many
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
 
 
-def test_what_warms_up_does_not_count() -> None:
+def test_warm_up_requests_are_not_measured() -> None:
     def run(policy: str, warm_up: int) -> dict[str, object]:
         setup = Setup(
-            workload=choose(["llm_d", "groups=4", "prompts=2", "system_tokens=800", "output_tokens=10"]),
+            workload=parse_workload(["llm_d", "groups=4", "prompts=2", "system_tokens=800", "output_tokens=10"]),
             nodes=tuple(specs(2, profile=profile("l4-1.5b"))),
-            contender=contender(policy),
+            policy=parse_policy(policy),
             rate=5.0,
             limit=40,
             warm_up=warm_up,
@@ -239,11 +237,11 @@ def test_what_warms_up_does_not_count() -> None:
     assert run("oracle", 40)["requests"] == 40
 
 
-def test_a_duration_ends_arrivals_not_answers() -> None:
+def test_a_duration_ends_arrivals_but_not_running_requests() -> None:
     setup = Setup(
-        workload=choose(["unique_batch", "rate=10"]),
+        workload=parse_workload(["unique_batch", "rate=10"]),
         nodes=tuple(specs(2, profile=profile("l4-1.5b"))),
-        contender=contender("least_loaded"),
+        policy=parse_policy("least_loaded"),
         duration_s=20.0,
     )
     run = replay(setup)
@@ -252,21 +250,21 @@ def test_a_duration_ends_arrivals_not_answers() -> None:
     assert run["duration_s"] > 20
 
 
-def test_a_ladder_waits_for_its_answers_and_keeps_its_caches() -> None:
+def test_a_load_step_waits_for_its_answers_and_keeps_the_caches() -> None:
     setup = Setup(
-        workload=choose(
+        workload=parse_workload(
             ["llm_d", "groups=3", "prompts=2", "system_tokens=800", "question_tokens=100", "output_tokens=400"]
         ),
         nodes=tuple(specs(2)),
-        contender=contender("round_robin"),
+        policy=parse_policy("round_robin"),
         conditions=NEAR,
     )
-    steps = (Step(1, 6, counts=False), Step(2, 12), Step(20, 3))
-    slow, fast = climb(setup, steps)
+    steps = (LoadStep(1, 6, measured=False), LoadStep(2, 12), LoadStep(20, 3))
+    slow, fast = run_load_steps(setup, steps)
     assert (slow["rate"], fast["rate"]) == (2, 20)
     assert slow["finished"] == slow["requests"] == 24
     assert fast["finished"] == fast["requests"] == 60
-    # An answer takes four seconds: the step lasts until the last one is there.
+    # An answer takes four seconds, and the step lasts until the last one.
     assert fast["duration_s"] > 6
     assert fast["hit_rate"] > 0.85
-    assert list(climb(setup, steps)) == [slow, fast]
+    assert list(run_load_steps(setup, steps)) == [slow, fast]

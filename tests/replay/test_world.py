@@ -1,4 +1,4 @@
-"""The world in virtual time: order, network, polls, failure, conservation."""
+"""The simulation: order of events, network, polls, failures, and that every request ends exactly once."""
 
 from __future__ import annotations
 
@@ -6,64 +6,64 @@ from random import Random
 from typing import get_args
 
 import pytest
-from small_worlds import NEAR, books_are_closed, prompt, specs
+from small_worlds import NEAR, assert_all_requests_ended, prompt, specs
 
 from warmroute.config import Config, Health, PolicyName, Routing
-from warmroute.fleet.health import Standing
-from warmroute.replay import Setup, contender, replay
-from warmroute.replay.workloads import choose
-from warmroute.replay.world import Calendar, Conditions, Island, World
+from warmroute.fleet.health import HealthState
+from warmroute.replay import Setup, parse_policy, replay
+from warmroute.replay.simulation import Calendar, Conditions, Island, World
+from warmroute.replay.workloads import parse_workload
 
 
-def test_things_happen_in_the_order_of_time_and_engines_last() -> None:
+def test_callbacks_run_in_the_order_of_time_and_engines_last() -> None:
     calendar, seen = Calendar(), []
     calendar.at(5.0, seen.append, "b")
     calendar.at_end_of(1.0, seen.append, "engine at 1")
     calendar.at(1.0, seen.append, "a")
     calendar.at(5.0, seen.append, "c")
-    calendar.at(0.0, lambda: calendar.after(1.0, seen.append, "entered later"))
-    calendar.run_until(4.0)
-    assert seen == ["a", "entered later", "engine at 1"]
+    calendar.at(0.0, lambda: calendar.after(1.0, seen.append, "scheduled later"))
+    calendar.run(until_ms=4.0)
+    assert seen == ["a", "scheduled later", "engine at 1"]
     assert calendar.now_ms == 4.0
-    calendar.run_until(10.0)
+    calendar.run(until_ms=10.0)
     assert seen[-2:] == ["b", "c"]
-    with pytest.raises(ValueError, match="is over"):
+    with pytest.raises(ValueError, match="cannot schedule"):
         calendar.at(9.0, seen.append, "too late")
 
 
-def test_a_first_token_takes_the_prefill_and_both_ways_of_the_network() -> None:
+def test_ttft_is_the_prefill_and_the_network_round_trip() -> None:
     world = World(specs(1, island="far"), Conditions(islands={"far": Island(40.0)}))
     world.run(iter([prompt("a", tokens=100, output=3)]))
-    assert world.tally.ttft_ms[0] == pytest.approx(20 + 100 + 20)
-    assert world.tally.latency_ms[0] == pytest.approx(20 + 100 + 2 * 10 + 20)
-    assert world.tally.inter_token_ms[0] == pytest.approx(10)
-    books_are_closed(world)
+    assert world.results.ttft_ms[0] == pytest.approx(20 + 100 + 20)
+    assert world.results.latency_ms[0] == pytest.approx(20 + 100 + 2 * 10 + 20)
+    assert world.results.inter_token_ms[0] == pytest.approx(10)
+    assert_all_requests_ended(world)
 
 
-def test_a_request_that_arrives_as_a_step_ends_is_in_the_next_step() -> None:
+def test_a_request_that_arrives_when_a_step_ends_is_in_the_next_step() -> None:
     world = World(specs(1), NEAR)
     world.run(iter([prompt("a", tokens=100, output=50), prompt("b", tokens=30, at_ms=100.0)]))
-    # b's step: its 30 tokens beside a's one decode
-    assert world.tally.ttft_ms[1] == pytest.approx(31.0)
+    # b's step: its 30 tokens and one decode of a
+    assert world.results.ttft_ms[1] == pytest.approx(31.0)
 
 
 def test_the_open_loop_does_not_wait_and_the_closed_loop_does() -> None:
-    def asked() -> list:  # type: ignore[type-arg]
+    def prompts() -> list:  # type: ignore[type-arg]
         return [prompt(f"p{at}", tokens=100, output=1) for at in range(4)]
 
     open_loop = World(specs(1), NEAR)
-    open_loop.run(iter(asked()))
-    assert max(open_loop.tally.ttft_ms) == pytest.approx(400)  # all in one step
+    open_loop.run(iter(prompts()))
+    assert max(open_loop.results.ttft_ms) == pytest.approx(400)  # all in one step
     closed = World(specs(1), NEAR)
-    closed.run(iter(asked()), concurrency=1)
-    assert list(closed.tally.ttft_ms) == pytest.approx([100, 100, 100, 100])
+    closed.run(iter(prompts()), concurrency=1)
+    assert list(closed.results.ttft_ms) == pytest.approx([100, 100, 100, 100])
     two = World(specs(1), NEAR)
-    two.run(iter(asked()), concurrency=2)
-    assert two.tally.last_ms == pytest.approx(400)
-    assert list(two.tally.ttft_ms) == pytest.approx([200, 200, 200, 200])
+    two.run(iter(prompts()), concurrency=2)
+    assert two.results.last_ms == pytest.approx(400)
+    assert list(two.results.ttft_ms) == pytest.approx([200, 200, 200, 200])
 
 
-def test_a_conversation_goes_on_after_its_answer_and_the_time_to_think() -> None:
+def test_the_next_turn_follows_the_answer_and_the_think_time() -> None:
     sent: list[tuple[float, int]] = []
     world = World(specs(1), NEAR)
     arrive = world.arrive
@@ -74,157 +74,157 @@ def test_a_conversation_goes_on_after_its_answer_and_the_time_to_think() -> None
 
     world.arrive = watch  # type: ignore[method-assign]
     words = ["multi_turn_chat", "turns=3", "think_s=0", "spread=0", "system_tokens=160", "message_tokens=80"]
-    chat = choose([*words, "output_tokens=32"])
-    world.run(chat.arrive(1), concurrency=1, limit=3)
-    assert [tokens for _, tokens in sent] == [240, 352, 464]  # each with the answer before it
+    chat = parse_workload([*words, "output_tokens=32"])
+    world.run(chat.arrivals(1), concurrency=1, limit=3)
+    assert [tokens for _, tokens in sent] == [240, 352, 464]  # each includes the previous answer
     assert sent[1][0] == pytest.approx(240 + 31 * 10)
-    # what was said before is found again: whole blocks of 16, the last token's KV is never computed
-    assert world.tally.cached_tokens == (240 + 31) // 16 * 16 + (352 + 31) // 16 * 16
-    books_are_closed(world)
+    # The history hits in whole blocks of 16. The KV of the last token is never computed.
+    assert world.results.cached_tokens == (240 + 31) // 16 * 16 + (352 + 31) // 16 * 16
+    assert_all_requests_ended(world)
 
 
-def test_what_polls_say_is_old() -> None:
+def test_polled_metrics_are_as_old_as_the_lag() -> None:
     calm = Health(slow_start_s=0)
     conditions = Conditions(seed=2, poll_lag_ms=3000.0, islands={"local": Island(0.0)})
     world = World(specs(1), conditions, health=calm)
     node = world.nodes["node-0"].node
     world.arrive(prompt("a", tokens=2000, output=1))
-    world.calendar.run_until(2900.0)
-    assert node.running == 0  # nothing that was seen has arrived yet
-    assert node.inflight == 0  # it has even ended
-    world.calendar.run_until(4900.0)
-    assert node.running == 1  # now it is said to run, long after its end
-    world.calendar.run_until(9000.0)
+    world.calendar.run(until_ms=2900.0)
+    assert node.running == 0  # no metrics have arrived yet
+    assert node.inflight == 0  # the request has already ended
+    world.calendar.run(until_ms=4900.0)
+    assert node.running == 1  # the metrics report it long after its end
+    world.calendar.run(until_ms=9000.0)
     assert node.running == 0
 
 
-def test_metrics_that_stop_coming_are_forgotten() -> None:
+def test_stale_metrics_are_ignored() -> None:
     world = World(specs(1), Conditions(seed=2, islands={"local": Island(0.0)}))
     node = world.nodes["node-0"].node
     world.arrive(prompt("a", tokens=3000, output=1))
-    world.calendar.run_until(2500.0)
+    world.calendar.run(until_ms=2500.0)
     assert node.running == 1
     world.hang("node-0")
-    world.calendar.run_until(4000.0)
-    assert node.running == 1  # old, and not too old
-    world.calendar.run_until(20_000.0)
+    world.calendar.run(until_ms=4000.0)
+    assert node.running == 1  # old, but not stale yet
+    world.calendar.run(until_ms=20_000.0)
     assert node.running == 0
-    assert node.health.standing is Standing.OPEN
+    assert node.health.state is HealthState.DOWN
 
 
-def test_polls_of_a_fleet_are_not_in_step() -> None:
+def test_nodes_are_polled_at_different_times() -> None:
     world = World(specs(20), NEAR)
-    world.calendar.run_until(5000.0)
-    heard = {sim.node.polled_s for sim in world.nodes.values()}
-    assert len(heard) == 20
-    assert all(3.5 < at <= 5.0 for at in heard)
+    world.calendar.run(until_ms=5000.0)
+    polled = {sim.node.polled_s for sim in world.nodes.values()}
+    assert len(polled) == 20
+    assert all(3.5 < at <= 5.0 for at in polled)
 
 
-def test_a_node_that_dies_hands_its_requests_to_others() -> None:
+def test_requests_of_a_dead_node_are_retried_on_others() -> None:
     world = World(specs(2), NEAR, Config(routing=Routing(policy="round_robin", seed=1)))
     waiting = [prompt(f"p{at}", tokens=500, output=5) for at in range(4)]
     world.calendar.at(300.0, world.fail, "node-0")
     world.run(iter(waiting))
-    assert world.tally.total("finished") == 4
-    assert world.tally.retries == 2
+    assert world.results.total("finished") == 4
+    assert world.results.retries == 2
     assert world.nodes["node-0"].node.outcomes[3] == 2  # FAILED
-    assert world.nodes["node-0"].node.health.standing is Standing.OPEN
-    books_are_closed(world)
+    assert world.nodes["node-0"].node.health.state is HealthState.DOWN
+    assert_all_requests_ended(world)
 
 
-def test_an_answer_that_has_begun_breaks_with_its_node() -> None:
+def test_an_answer_that_has_begun_fails_with_its_node() -> None:
     world = World(specs(2), NEAR, Config(routing=Routing(policy="round_robin", seed=1)))
     world.calendar.at(300.0, world.fail, "node-0")
     world.run(iter([prompt("a", tokens=100, output=100), prompt("b", tokens=100, output=100)]))
-    assert world.tally.total("failed") == 1
-    assert world.tally.total("finished") == 1
-    books_are_closed(world)
+    assert world.results.total("failed") == 1
+    assert world.results.total("finished") == 1
+    assert_all_requests_ended(world)
 
 
-def test_a_node_comes_back_cold_by_way_of_a_trial() -> None:
+def test_a_restarted_node_is_tried_again_with_an_empty_cache() -> None:
     world = World(specs(2), NEAR, Config(routing=Routing(policy="round_robin", seed=1)))
     world.calendar.at(2000.0, world.fail, "node-0")
     world.calendar.at(8000.0, world.restart, "node-0")
     world.run(iter([prompt("same", f"q{at}", tokens=160, at_ms=at * 500.0) for at in range(80)]))
     node = world.nodes["node-0"]
-    assert world.tally.total("finished") == 80
+    assert world.results.total("finished") == 80
     assert node.incarnation == 2
-    assert node.node.health.standing is Standing.UP
+    assert node.node.health.state is HealthState.UP
     assert 5 <= node.requests < 40
-    assert len(node.past) == 2
-    assert node.past[1].prefix_cache_hits < node.past[1].prefix_cache_queries / 2
-    books_are_closed(world)
+    assert len(node.incarnation_stats) == 2
+    assert node.incarnation_stats[1].prefix_cache_hits < node.incarnation_stats[1].prefix_cache_queries / 2
+    assert_all_requests_ended(world)
 
 
-def test_a_hanging_node_is_given_up() -> None:
+def test_a_hanging_node_times_out() -> None:
     conditions = Conditions(islands={"local": Island(0.0)}, first_byte_timeout_s=5.0)
     world = World(specs(2), conditions, Config(routing=Routing(policy="round_robin", seed=1)))
     world.hang("node-0")
     world.run(iter([prompt("a"), prompt("b")]))
-    assert world.tally.total("finished") == 2
-    assert sorted(world.tally.ttft_ms)[1] == pytest.approx(5000 + 64)
-    books_are_closed(world)
+    assert world.results.total("finished") == 2
+    assert sorted(world.results.ttft_ms)[1] == pytest.approx(5000 + 64)
+    assert_all_requests_ended(world)
 
 
-def test_nodes_join_after_their_delay_and_drain_without_cutting_anyone() -> None:
+def test_nodes_join_after_their_delay_and_drain_without_aborting_requests() -> None:
     world = World(specs(1), NEAR, Config(routing=Routing(policy="least_loaded", seed=1)))
     new = specs(2)[1]
-    gone: list[float] = []
+    left_ms: list[float] = []
     world.calendar.at(1000.0, world.provision, new, 5.0)
-    world.calendar.at(12_000.0, world.drain, "node-0", lambda _sim: gone.append(world.calendar.now_ms))
+    world.calendar.at(12_000.0, world.drain, "node-0", lambda _sim: left_ms.append(world.calendar.now_ms))
     world.run(iter([prompt(f"p{at}", tokens=400, output=10, at_ms=at * 250.0) for at in range(80)]))
-    assert world.tally.total("finished") == 80
+    assert world.results.total("finished") == 80
     assert list(world.nodes) == ["node-1"]
-    assert gone
-    assert gone[0] > 12_000.0
+    assert left_ms
+    assert left_ms[0] > 12_000.0
     assert 6000 <= world.nodes["node-1"].joined_ms <= 6001
-    assert world.gone[0].held_ms == gone[0]
-    books_are_closed(world)
+    assert world.departed[0].held_ms == left_ms[0]
+    assert_all_requests_ended(world)
 
 
-def test_with_all_nodes_dead_requests_are_refused_and_time_goes_on() -> None:
+def test_with_all_nodes_dead_every_request_is_rejected_or_fails() -> None:
     world = World(specs(2), NEAR)
     world.fail("node-0")
     world.fail("node-1")
     world.run(iter([prompt(f"p{at}", at_ms=at * 100.0) for at in range(50)]))
-    assert world.tally.total("finished") == 0
-    assert world.tally.total("failed") + world.tally.total("rejected") == 50
-    books_are_closed(world)
+    assert world.results.total("finished") == 0
+    assert world.results.total("failed") + world.results.total("rejected") == 50
+    assert_all_requests_ended(world)
 
 
-def test_a_request_too_long_for_the_engine_is_its_own_fault() -> None:
+def test_a_too_long_request_is_rejected_and_its_node_stays_up() -> None:
     world = World(specs(2, blocks=20), NEAR)
     world.run(iter([prompt("a", tokens=1000), prompt("b", tokens=100)]))
-    assert world.tally.total("rejected") == 1
-    assert world.tally.total("finished") == 1
-    assert all(sim.node.health.standing is Standing.UP for sim in world.nodes.values())
-    books_are_closed(world)
+    assert world.results.total("rejected") == 1
+    assert world.results.total("finished") == 1
+    assert all(sim.node.health.state is HealthState.UP for sim in world.nodes.values())
+    assert_all_requests_ended(world)
 
 
 def test_a_client_that_leaves_frees_the_node() -> None:
     world = World(specs(1), NEAR)
     world.run(iter([prompt("a", tokens=1000, output=5), prompt("b", tokens=1000, patience_ms=300.0)]))
-    assert world.tally.total("left") == 1
-    assert world.tally.total("finished") == 1
-    world.calendar.run_until(world.calendar.now_ms + 5000)
-    books_are_closed(world)
+    assert world.results.total("left") == 1
+    assert world.results.total("finished") == 1
+    world.calendar.run(until_ms=world.calendar.now_ms + 5000)
+    assert_all_requests_ended(world)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_request_ends_once_whatever_happens(seed: int) -> None:
-    """Random arrivals, impatience, failures, restarts, joins and drains: nothing is lost, nothing is left open."""
+def test_every_request_ends_exactly_once_under_random_faults(seed: int) -> None:
+    """Random arrivals, disconnects, failures, restarts, joins and drains: no request is lost or left open."""
     random = Random(seed)
     name = random.choice([*get_args(PolicyName), "price", "sglang", "dynamo", "llm_d_precise", "kubeai"])
-    peer = contender(name).peer(seed)
+    peer = parse_policy(name).peer(seed)
     conditions = Conditions(seed=seed, kv_loss=0.2, poll_loss=0.2, first_byte_timeout_s=3.0)
-    world = World(specs(4, blocks=60), conditions, contender(name).config(), policy=peer, listener=peer)
+    world = World(specs(4, blocks=60), conditions, parse_policy(name).config(), policy=peer, listener=peer)
     for _ in range(12):
-        verb = random.choice([world.fail, world.hang, world.restart])
-        world.calendar.at(random.uniform(0, 20_000), verb, f"node-{random.randrange(4)}")
+        action = random.choice([world.fail, world.hang, world.restart])
+        world.calendar.at(random.uniform(0, 20_000), action, f"node-{random.randrange(4)}")
     world.calendar.at(5000.0, world.provision, specs(5)[4], 1.0)
     world.calendar.at(15_000.0, world.drain, "node-4")
 
-    def asked():  # type: ignore[no-untyped-def]
+    def prompts():  # type: ignore[no-untyped-def]
         at_ms = 0.0
         for number in range(300):
             at_ms += random.expovariate(1 / 80.0)
@@ -233,25 +233,25 @@ def test_every_request_ends_once_whatever_happens(seed: int) -> None:
             output = random.randrange(1, 40)
             yield prompt(f"s{shared}", number, tokens=tokens // 2, output=output, at_ms=at_ms, patience_ms=patience_ms)
 
-    world.run(asked())
-    assert world.tally.total("arrived") == 300
+    world.run(prompts())
+    assert world.results.total("arrived") == 300
     for name in list(world.nodes):
         world.restart(name)
-    world.calendar.run_until(world.calendar.now_ms + 10_000)
-    books_are_closed(world)
+    world.calendar.run(until_ms=world.calendar.now_ms + 10_000)
+    assert_all_requests_ended(world)
     if name == "dynamo":
         for active in peer._active.values():
             assert not active.blocks
             assert active.prefilling_tokens == 0
 
 
-def test_a_queue_gate_sheds_the_low_first_and_never_the_high() -> None:
+def test_a_queue_threshold_rejects_low_priority_first_and_high_never() -> None:
     words = ["priority_mix", "rate=14", "output_tokens=50"]
     result = replay(
         Setup(
-            workload=choose(words),
+            workload=parse_workload(words),
             nodes=tuple(specs(2)),
-            contender=contender("least_loaded"),
+            policy=parse_policy("least_loaded"),
             conditions=NEAR,
             limit=400,
             queue_threshold=8,

@@ -1,7 +1,8 @@
-"""Each policy's promise, without I/O."""
+"""What each policy promises."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from random import Random
 
@@ -15,15 +16,16 @@ from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.cache_view import CacheView
-from warmroute.prompt.routing_request import RoutingRequest, read_json
+from warmroute.prompt.body_fields import read_json
+from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.decision import Decision
-from warmroute.routing.refusals import MissingModel, NobodyCanServe, UnknownModel
 from warmroute.routing.router import Router
+from warmroute.routing.routing_errors import MissingModel, NoNodeAvailable, UnknownModel
 
 POLICIES = ["round_robin", "random", "least_loaded", "power_of_two", "latency", "session", "prefix_hash"]
 
 
-class World:
+class PolicyHarness:
     """A fleet of nodes that are up, and a router over it."""
 
     def __init__(self, policy: str, count: int = 4, models: tuple[str, ...] = ("m",), **health: float) -> None:
@@ -37,327 +39,329 @@ class World:
     def nodes(self) -> list[Node]:
         return list(self.fleet)
 
-    def decide(self, text: str = "hi", now_s: float = 0.0, **more: object) -> Decision:
-        return self.router.decide(request(text, **more), now_s)
+    def decide(self, text: str = "hi", now_s: float = 0.0, **fields: object) -> Decision:
+        return self.router.decide(request(text, **fields), now_s)  # type: ignore[arg-type]
 
     def send(self, text: str = "hi") -> Ticket:
         return Ticket(self.decide(text).node, 0)
 
 
-def request(text: str = "hi", model: str = "m", system: str = "", **more: object) -> RoutingRequest:
-    import json
-
+def request(
+    text: str = "hi", model: str = "m", system: str = "", session_header: bytes = b"", **fields: object
+) -> RoutingRequest:
     messages = [{"role": "system", "content": system}] if system else []
-    return read_json(
-        json.dumps({"model": model, "messages": [*messages, {"role": "user", "content": text}], **more}).encode()
-    )
+    messages.append({"role": "user", "content": text})
+    body = json.dumps({"model": model, "messages": messages, **fields}).encode()
+    return RoutingRequest(*read_json(body)[:4], session_header=session_header)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_names_each_other_node_once_as_a_fallback(policy: str) -> None:
-    world = World(policy, 5)
+def test_the_fallbacks_of_every_policy_are_all_other_nodes(policy: str) -> None:
+    harness = PolicyHarness(policy, 5)
     for number in range(20):
-        decision = world.decide(str(number), user=f"u{number}")
+        decision = harness.decide(str(number), user=f"u{number}")
         order = [decision.node, *decision.fallbacks()]
-        assert len(order) == 5 and set(order) == set(world.nodes)
+        assert len(order) == 5 and set(order) == set(harness.nodes)
         assert decision.reason
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_serves_with_one_node(policy: str) -> None:
-    world = World(policy, 1)
-    decision = world.decide(user="u")
-    assert decision.node is world.nodes[0] and decision.fallbacks() == []
+def test_every_policy_works_with_one_node(policy: str) -> None:
+    harness = PolicyHarness(policy, 1)
+    decision = harness.decide(user="u")
+    assert decision.node is harness.nodes[0] and decision.fallbacks() == []
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_cold_fleet_spreads(policy: str) -> None:
-    world = World(policy, 4)
-    chosen = Counter(world.decide(f"{number} question", user=f"u{number}").node.name for number in range(400))
+    harness = PolicyHarness(policy, 4)
+    chosen = Counter(harness.decide(f"{number} question", user=f"u{number}").node.name for number in range(400))
     assert len(chosen) == 4 and max(chosen.values()) < 200
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_no_policy_piles_running_requests_on_one_node_without_end(policy: str) -> None:
-    """One hot prompt, nothing finishing: it spreads once its node is the dearer choice."""
-    world = World(policy, 4)
+def test_no_policy_piles_all_requests_on_one_node(policy: str) -> None:
+    """The same prompt again and again, and no request ends: it spreads once its node costs more."""
+    harness = PolicyHarness(policy, 4)
     for _ in range(100):
-        world.send("the same")
-    loads = [node.inflight for node in world.nodes]
+        harness.send("the same")
+    loads = [node.inflight for node in harness.nodes]
     assert max(loads) <= 60 and min(loads) >= 5, loads
 
 
-def test_round_robin_takes_turns_for_each_model() -> None:
-    world = World("round_robin", 3)
-    names = [world.decide().node.name for _ in range(6)]
+def test_round_robin_chooses_each_node_in_turn() -> None:
+    harness = PolicyHarness("round_robin", 3)
+    names = [harness.decide().node.name for _ in range(6)]
     assert names == ["n0:1", "n1:1", "n2:1"] * 2
 
 
-def test_round_robin_goes_on_in_order_to_the_fallbacks() -> None:
-    world = World("round_robin", 4)
-    world.decide()
-    decision = world.decide()
+def test_the_fallbacks_of_round_robin_are_the_next_in_turn() -> None:
+    harness = PolicyHarness("round_robin", 4)
+    harness.decide()
+    decision = harness.decide()
     assert [node.name for node in [decision.node, *decision.fallbacks()]] == ["n1:1", "n2:1", "n3:1", "n0:1"]
 
 
-def test_random_gives_every_node_the_same_chance() -> None:
-    world = World("random", 4)
-    chosen = Counter(world.decide().node.name for _ in range(4000))
+def test_random_chooses_every_node_equally_often() -> None:
+    harness = PolicyHarness("random", 4)
+    chosen = Counter(harness.decide().node.name for _ in range(4000))
     assert all(850 < count < 1150 for count in chosen.values())
 
 
-def test_least_loaded_takes_the_node_with_the_fewest_and_counts_those_of_others() -> None:
-    world = World("least_loaded", 3)
-    a, b, c = world.nodes
+def test_least_loaded_chooses_the_node_with_the_fewest_requests_of_any_client() -> None:
+    harness = PolicyHarness("least_loaded", 3)
+    a, b, c = harness.nodes
     tickets = [Ticket(a, 0), Ticket(a, 0), Ticket(b, 0)]
-    c.saw_load(running=4, waiting=1, kv_usage=0, now_s=0)
-    decision = world.decide()
+    c.update_load(running=4, waiting=1, kv_usage=0, now_s=0)
+    decision = harness.decide()
     assert decision.node is b and decision.fallbacks() == [a, c]
     tickets[0].close(Outcome.OK, 1)
     tickets[1].close(Outcome.OK, 1)
-    assert world.decide().node is a
+    assert harness.decide().node is a
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=8))
-def test_least_loaded_never_takes_a_busier_node(loads: list[int]) -> None:
-    world = World("least_loaded", len(loads))
-    for node, load in zip(world.nodes, loads, strict=True):
+def test_least_loaded_never_chooses_a_busier_node(loads: list[int]) -> None:
+    harness = PolicyHarness("least_loaded", len(loads))
+    for node, load in zip(harness.nodes, loads, strict=True):
         node.other_load = load
     for _ in range(10):
-        decision = world.decide()
+        decision = harness.decide()
         assert decision.node.load == min(loads)
         rest = [node.load for node in decision.fallbacks()]
         assert rest == sorted(rest)
 
 
 def test_ties_of_the_least_loaded_spread() -> None:
-    world = World("least_loaded", 4)
-    for node in world.nodes[:2]:
+    harness = PolicyHarness("least_loaded", 4)
+    for node in harness.nodes[:2]:
         node.other_load = 3
-    chosen = Counter(world.decide().node.name for _ in range(400))
+    chosen = Counter(harness.decide().node.name for _ in range(400))
     assert set(chosen) == {"n2:1", "n3:1"} and min(chosen.values()) > 60
 
 
 def test_ties_of_the_least_loaded_spread_evenly() -> None:
-    world = World("least_loaded", 8)
-    for node in world.nodes[1:7]:
+    harness = PolicyHarness("least_loaded", 8)
+    for node in harness.nodes[1:7]:
         node.other_load = 3
-    chosen = Counter(world.decide().node.name for _ in range(1000))
+    chosen = Counter(harness.decide().node.name for _ in range(1000))
     assert min(chosen.values()) > 350
 
 
-def test_power_of_two_never_takes_the_busiest_of_many() -> None:
-    world = World("power_of_two", 5)
-    world.nodes[2].other_load = 100
-    assert "n2:1" not in {world.decide().node.name for _ in range(300)}
+def test_power_of_two_never_chooses_the_busiest_node() -> None:
+    harness = PolicyHarness("power_of_two", 5)
+    harness.nodes[2].other_load = 100
+    assert "n2:1" not in {harness.decide().node.name for _ in range(300)}
 
 
 def test_power_of_two_balances_nearly_as_well_as_least_loaded() -> None:
-    world = World("power_of_two", 10)
+    harness = PolicyHarness("power_of_two", 10)
     for _ in range(1000):
-        world.send()
-    assert max(node.inflight for node in world.nodes) <= 110
+        harness.send()
+    assert max(node.inflight for node in harness.nodes) <= 110
 
 
-def test_latency_prefers_the_quick_node_until_its_queue_is_longer() -> None:
-    world = World("latency", 2)
-    quick, slow = world.nodes
-    quick.latency_ms, slow.latency_ms = 100, 300
-    assert world.decide().node is quick
-    quick.other_load = 2
+def test_latency_prefers_the_fast_node_until_its_queue_is_longer() -> None:
+    harness = PolicyHarness("latency", 2)
+    fast, slow = harness.nodes
+    fast.latency_ms, slow.latency_ms = 100, 300
+    assert harness.decide().node is fast
+    fast.other_load = 2
     slow.other_load = 0
-    world.decide()
-    quick.other_load = 3
-    assert world.decide().node is slow
+    harness.decide()
+    fast.other_load = 3
+    assert harness.decide().node is slow
 
 
-def test_latency_tries_a_node_it_knows_nothing_of() -> None:
-    world = World("latency", 3)
-    for node in world.nodes[:2]:
+def test_latency_tries_a_node_without_an_average() -> None:
+    harness = PolicyHarness("latency", 3)
+    for node in harness.nodes[:2]:
         node.latency_ms, node.other_load = 100, 1
-    assert world.decide().node is world.nodes[2]
+    assert harness.decide().node is harness.nodes[2]
 
 
 # Sessions.
 
 
-def test_a_session_stays_on_its_node_whatever_it_says() -> None:
-    world = World("session", 6)
+def test_a_session_stays_on_its_node() -> None:
+    harness = PolicyHarness("session", 6)
     for number in range(30):
-        nodes = {world.decide(f"turn {turn}", user=f"user-{number}").node for turn in range(5)}
+        nodes = {harness.decide(f"turn {turn}", user=f"user-{number}").node for turn in range(5)}
         assert len(nodes) == 1
 
 
 @pytest.mark.parametrize("field", ["session_id", "conversation_id", "prompt_cache_key", "user"])
-def test_any_of_these_fields_names_a_session(field: str) -> None:
-    world = World("session", 6)
-    homes = {world.decide("x", **{field: f"s{number}"}).node for number in range(40)}
+def test_a_field_of_the_body_identifies_a_session(field: str) -> None:
+    harness = PolicyHarness("session", 6)
+    homes = {harness.decide("x", **{field: f"s{number}"}).node for number in range(40)}
     assert len(homes) == 6
-    assert {world.decide(str(turn), **{field: "same"}).node for turn in range(20)} == {
-        world.decide("x", user="same").node
+    assert {harness.decide(str(turn), **{field: "same"}).node for turn in range(20)} == {
+        harness.decide("x", user="same").node
     }
 
 
-def test_a_session_header_is_stronger_than_the_body() -> None:
-    world = World("session", 6)
+def test_a_session_header_overrides_the_body() -> None:
+    harness = PolicyHarness("session", 6)
     for number in range(20):
-        with_header = request("x", user=f"u{number}")
-        with_header.session_header = b"one"
-        assert world.router.decide(with_header, 0).node is world.decide("y", user="one").node
+        with_header = request("x", user=f"u{number}", session_header=b"one")
+        assert harness.router.decide(with_header, 0).node is harness.decide("y", user="one").node
 
 
-def test_without_a_session_the_least_loaded_node_is_taken() -> None:
-    world = World("session", 3)
-    world.nodes[0].other_load = world.nodes[2].other_load = 5
-    assert world.decide().node is world.nodes[1]
+def test_without_a_session_the_least_loaded_node_is_chosen() -> None:
+    harness = PolicyHarness("session", 3)
+    harness.nodes[0].other_load = harness.nodes[2].other_load = 5
+    assert harness.decide().node is harness.nodes[1]
 
 
-# Prefixes.
+# Prefix hash.
 
 
-def test_requests_that_begin_alike_go_to_the_same_node() -> None:
-    world = World("prefix_hash", 6)
+def test_requests_with_the_same_prefix_go_to_the_same_node() -> None:
+    harness = PolicyHarness("prefix_hash", 6)
     for number in range(30):
         system = f"You are {number}. " + "x" * 300
-        same = {world.decide("y" * 256 + tail, system=system + tail).node for tail in ("", "a", "b" * 500)}
+        same = {harness.decide("y" * 256 + tail, system=system + tail).node for tail in ("", "a", "b" * 500)}
         assert len(same) == 1
 
 
-def test_requests_that_differ_at_the_beginning_spread() -> None:
-    world = World("prefix_hash", 6)
-    assert len({world.decide(f"{number}").node for number in range(100)}) == 6
-    assert len({world.decide("x", system=f"{number}").node for number in range(100)}) == 6
+def test_requests_with_different_prefixes_spread() -> None:
+    harness = PolicyHarness("prefix_hash", 6)
+    assert len({harness.decide(f"{number}").node for number in range(100)}) == 6
+    assert len({harness.decide("x", system=f"{number}").node for number in range(100)}) == 6
 
 
-def test_the_fallbacks_are_in_the_hashs_order_so_that_traffic_flows_home() -> None:
-    world = World("prefix_hash", 6)
+def test_fallbacks_follow_the_hash_and_traffic_returns_home() -> None:
+    harness = PolicyHarness("prefix_hash", 6)
     for number in range(30):
-        decision = world.decide(str(number))
+        decision = harness.decide(str(number))
         order = [decision.node, *decision.fallbacks()]
-        world.fleet.drain(order[0].name)
-        assert world.decide(str(number)).node is order[1]
-        world.fleet.drain(order[1].name)
-        assert world.decide(str(number)).node is order[2]
-        world.fleet.drain(order[0].name, False)
-        assert world.decide(str(number)).node is order[0]
-        world.fleet.drain(order[1].name, False)
+        harness.fleet.drain(order[0].name)
+        assert harness.decide(str(number)).node is order[1]
+        harness.fleet.drain(order[1].name)
+        assert harness.decide(str(number)).node is order[2]
+        harness.fleet.drain(order[0].name, False)
+        assert harness.decide(str(number)).node is order[0]
+        harness.fleet.drain(order[1].name, False)
 
 
 @pytest.mark.parametrize("policy", ["prefix_hash", "session"])
-def test_no_node_has_much_more_than_its_share_in_flight(policy: str) -> None:
-    world = World(policy, 4)
+def test_no_node_gets_much_more_than_its_share(policy: str) -> None:
+    harness = PolicyHarness(policy, 4)
     tickets = []
     random = Random(5)
     for number in range(500):
         hot = random.random() < 0.7
-        decision = world.decide("hot" if hot else str(number), user="hot" if hot else str(number))
+        decision = harness.decide("hot" if hot else str(number), user="hot" if hot else str(number))
         tickets.append(Ticket(decision.node, 0))
         total = len(tickets)
-        assert max(node.inflight for node in world.nodes) <= 1.25 * total / 4 + 1
+        assert max(node.inflight for node in harness.nodes) <= 1.25 * total / 4 + 1
         if random.random() < 0.4:
             tickets.pop(random.randrange(total)).close(Outcome.OK, 0)
 
 
-def test_a_full_home_is_passed_over_in_the_hashs_order_and_taken_again_when_it_has_room() -> None:
-    world = World("prefix_hash", 4)
-    first = world.decide("k")
+def test_an_overloaded_home_is_skipped_until_it_has_room() -> None:
+    harness = PolicyHarness("prefix_hash", 4)
+    first = harness.decide("k")
     order = [first.node, *first.fallbacks()]
     tickets = [Ticket(order[0], 0) for _ in range(8)]
-    decision = world.decide("k")
-    assert decision.node is order[1] and decision.reason == "home is full"
+    decision = harness.decide("k")
+    assert decision.node is order[1] and decision.reason == "home overloaded"
     assert decision.fallbacks() == [order[0], *order[2:]]
     for ticket in tickets:
         ticket.close(Outcome.OK, 0)
-    assert world.decide("k").node is order[0]
+    assert harness.decide("k").node is order[0]
 
 
-def test_without_a_prompt_the_least_loaded_node_is_taken() -> None:
-    world = World("prefix_hash", 3)
-    world.nodes[0].other_load = world.nodes[2].other_load = 5
-    assert world.router.decide(read_json(b'{"model":"m"}'), 0).node is world.nodes[1]
+def test_without_a_prefix_the_least_loaded_node_is_chosen() -> None:
+    harness = PolicyHarness("prefix_hash", 3)
+    harness.nodes[0].other_load = harness.nodes[2].other_load = 5
+    assert harness.router.decide(RoutingRequest("m"), 0).node is harness.nodes[1]
 
 
 # The router.
 
 
-def test_an_unknown_model_is_unknown_only_when_every_node_has_spoken() -> None:
-    world = World("random")
+def test_a_model_is_unknown_only_if_every_node_has_reported_its_models() -> None:
+    harness = PolicyHarness("random")
     with pytest.raises(UnknownModel):
-        world.decide(model="none")
-    world.fleet.add(NodeConfig(url="http://silent:1"))
-    with pytest.raises(NobodyCanServe):
-        world.decide(model="none")
+        harness.decide(model="none")
+    harness.fleet.add(NodeConfig(url="http://silent:1"))
+    with pytest.raises(NoNodeAvailable):
+        harness.decide(model="none")
 
 
-def test_no_model_is_the_only_model_or_missing() -> None:
-    assert World("random").router.decide(read_json(b"{}"), 0)
+def test_a_request_without_a_model_needs_a_fleet_with_one_model() -> None:
+    assert PolicyHarness("random").router.decide(RoutingRequest(""), 0)
     with pytest.raises(MissingModel):
-        World("random", models=("a", "b")).router.decide(read_json(b"{}"), 0)
-    with pytest.raises(NobodyCanServe):
-        World("random", count=0).router.decide(read_json(b"{}"), 0)
+        PolicyHarness("random", models=("a", "b")).router.decide(RoutingRequest(""), 0)
+    with pytest.raises(NoNodeAvailable):
+        PolicyHarness("random", count=0).router.decide(RoutingRequest(""), 0)
 
 
-def test_suspected_nodes_are_used_only_where_none_is_up() -> None:
-    world = World("random", 3)
-    for node in world.nodes[:2]:
+def test_suspected_nodes_are_used_only_while_none_is_up() -> None:
+    harness = PolicyHarness("random", 3)
+    for node in harness.nodes[:2]:
         for second in (100, 110, 120):
-            world.fleet.check_slow(node, second)
-    assert {world.decide().node for _ in range(50)} == {world.nodes[2]}
-    world.fleet.check_refused(world.nodes[2], 130, "gone")
-    assert {world.decide().node for _ in range(50)} == set(world.nodes[:2])
-    for node in world.nodes[:2]:
-        world.fleet.check_refused(node, 140, "gone")
-    with pytest.raises(NobodyCanServe):
-        world.decide()
+            harness.fleet.check_timed_out(node, second)
+    assert {harness.decide().node for _ in range(50)} == {harness.nodes[2]}
+    harness.fleet.check_failed(harness.nodes[2], 130, "gone")
+    assert {harness.decide().node for _ in range(50)} == set(harness.nodes[:2])
+    for node in harness.nodes[:2]:
+        harness.fleet.check_failed(node, 140, "gone")
+    with pytest.raises(NoNodeAvailable):
+        harness.decide()
 
 
-def broken_then_checked(world: World, node: Node) -> None:
+def make_half_open(harness: PolicyHarness, node: Node) -> None:
     for _ in range(5):
-        world.fleet.close_ticket(Ticket(node, 0), Outcome.FAILED, 0, "x")
-    world.fleet.check_passed(node, 10)
+        harness.fleet.close_ticket(Ticket(node, 0), Outcome.FAILED, 0, "x")
+    harness.fleet.check_passed(node, 10)
 
 
-def test_a_node_on_trial_takes_one_request_at_a_time() -> None:
-    world = World("round_robin", 3)
-    node = world.nodes[0]
-    broken_then_checked(world, node)
-    decision = world.decide(now_s=10)
-    assert decision.node is node and decision.policy == "trial"
-    assert set(decision.fallbacks()) == set(world.nodes[1:])
+def test_a_half_open_node_gets_one_trial_request_at_a_time() -> None:
+    harness = PolicyHarness("round_robin", 3)
+    node = harness.nodes[0]
+    make_half_open(harness, node)
+    decision = harness.decide(now_s=10)
+    assert decision.node is node and decision.policy == "half_open"
+    assert set(decision.fallbacks()) == set(harness.nodes[1:])
     trial = Ticket(node, 10)
-    assert node not in {world.decide(now_s=10).node for _ in range(20)}
-    trial.close(Outcome.LEFT, 11)
-    assert world.decide(now_s=11).node is node
+    assert node not in {harness.decide(now_s=10).node for _ in range(20)}
+    trial.close(Outcome.CANCELED, 11)
+    assert harness.decide(now_s=11).node is node
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_node_that_came_back_takes_less_at_first(policy: str) -> None:
-    world = World(policy, 2, slow_start_s=10.0)
-    node = world.nodes[0]
-    world.fleet.check_refused(node, 0, "gone")
-    world.fleet.check_passed(node, 1000)
+def test_a_recovered_node_starts_slowly(policy: str) -> None:
+    harness = PolicyHarness(policy, 2, slow_start_s=10.0)
+    node = harness.nodes[0]
+    harness.fleet.check_failed(node, 0, "gone")
+    harness.fleet.check_passed(node, 1000)
     shares = []
     for now_s in (1000.5, 1005.0, 1010.0):
-        chosen = [world.decide(f"{n}", now_s, user=f"u{n}").node is node for n in range(400)]
+        chosen = [harness.decide(f"{n}", now_s, user=f"u{n}").node is node for n in range(400)]
         shares.append(sum(chosen) / 400)
     assert shares[0] < 0.15 and shares[0] < shares[1] < 0.45 and shares[2] > 0.4
 
 
-def test_a_node_that_came_back_lately_is_still_a_fallback() -> None:
-    world = World("round_robin", 2, slow_start_s=10.0)
-    world.fleet.check_refused(world.nodes[0], 0, "gone")
-    world.fleet.check_passed(world.nodes[0], 1000)
+def test_a_node_in_slow_start_is_still_a_fallback() -> None:
+    harness = PolicyHarness("round_robin", 2, slow_start_s=10.0)
+    harness.fleet.check_failed(harness.nodes[0], 0, "gone")
+    harness.fleet.check_passed(harness.nodes[0], 1000)
     for _ in range(50):
-        decision = world.decide(now_s=1000.1)
-        assert {decision.node, *decision.fallbacks()} == set(world.nodes)
+        decision = harness.decide(now_s=1000.1)
+        assert {decision.node, *decision.fallbacks()} == set(harness.nodes)
 
 
-def test_a_seed_makes_chance_the_same_again() -> None:
-    chosen = [[world.decide().node.name for _ in range(50)] for world in (World("random", 5), World("random", 5))]
+def test_the_same_seed_gives_the_same_choices() -> None:
+    chosen = [
+        [harness.decide().node.name for _ in range(50)]
+        for harness in (PolicyHarness("random", 5), PolicyHarness("random", 5))
+    ]
     assert chosen[0] == chosen[1]
 
 
-def test_a_draining_node_does_not_lift_the_bound_of_the_others() -> None:
+def test_a_draining_node_does_not_raise_the_limit_of_the_others() -> None:
     fleet = Fleet(HealthConfig())
     for number in range(3):
         fleet.check_passed(fleet.add(NodeConfig(url=f"http://n{number}:1", models=("m",))), 0.0)
@@ -371,7 +375,7 @@ def test_a_draining_node_does_not_lift_the_bound_of_the_others() -> None:
     assert max(fleet.node(f"n{number}:1").inflight for number in range(2)) <= 26
 
 
-def test_a_node_that_was_slow_once_is_tried_again() -> None:
+def test_latency_tries_a_slow_node_again() -> None:
     fleet = Fleet(HealthConfig())
     slow, fast = (fleet.add(NodeConfig(url=f"http://n{number}:1", models=("m",))) for number in range(2))
     for node, took_ms in ((slow, 1000.0), (fast, 10.0)):
@@ -380,5 +384,5 @@ def test_a_node_that_was_slow_once_is_tried_again() -> None:
     router = Router(fleet, CacheView(Index()), Routing(policy="latency", seed=1))
     assert router.decide(RoutingRequest("m"), 1.0).node is fast
     for second in range(60):
-        slow.age_latency(float(second))
+        slow.decay_latency(float(second))
     assert router.decide(RoutingRequest("m"), 61.0).node is slow

@@ -1,15 +1,16 @@
-"""Routes: which requests they fit, and what they change for those alone."""
+"""Routes: which requests they match, and which settings they change."""
 
 from __future__ import annotations
 
 import pytest
-from priced import PendingRequest, World, prompt
+from routing_harness import FakeRequest, RoutingHarness, prompt
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import ConfigError, Pricing, RouteConfig, Routing, from_table
-from warmroute.prompt.routing_request import HIGH, LOW, NORMAL, RoutingRequest
-from warmroute.routing.refusals import QueuesFull, WaitedTooLong
-from warmroute.routing.routes import Routes
+from warmroute.config.priority import HIGH, LOW, NORMAL
+from warmroute.prompt.routing_request import RoutingRequest
+from warmroute.routing.route_matching import Routes
+from warmroute.routing.routing_errors import NodeQueuesFull, QueueTimeout
 
 CHAT = "/v1/chat/completions"
 
@@ -21,7 +22,7 @@ def picked(*routes: RouteConfig, model: str = "m", path: str = CHAT, tenant: str
 
 
 @pytest.mark.parametrize(
-    ("route", "request_", "fits"),
+    ("route", "request_", "matches"),
     [
         ({}, {}, True),
         ({"model": "m"}, {}, True),
@@ -44,11 +45,13 @@ def picked(*routes: RouteConfig, model: str = "m", path: str = CHAT, tenant: str
         ({"model": "m", "tenant": "a"}, {"tenant": "b"}, False),
     ],
 )
-def test_what_a_route_fits(route: dict[str, str], request_: dict[str, str], fits: bool) -> None:
-    assert (picked(RouteConfig(name="r", **route), **request_) == "r") is fits  # type: ignore[arg-type]
+def test_a_route_matches_by_model_path_tenant_and_header(
+    route: dict[str, str], request_: dict[str, str], matches: bool
+) -> None:
+    assert (picked(RouteConfig(name="r", **route), **request_) == "r") is matches  # type: ignore[arg-type]
 
 
-def test_the_first_that_fits_counts() -> None:
+def test_the_first_matching_route_is_picked() -> None:
     routes = RouteConfig(name="a", model="x"), RouteConfig(name="b", tenant="t"), RouteConfig(name="c")
     assert picked(*routes, tenant="t") == "b"
     assert picked(*routes) == "c"
@@ -56,136 +59,118 @@ def test_the_first_that_fits_counts() -> None:
     assert not Routes()
 
 
-def test_what_a_route_gives_to_a_request() -> None:
-    route = Routes([RouteConfig(name="r", ttft_ms=500, total_ms=20_000, priority="low")]).pick(
+def test_a_route_sets_priority_and_deadlines() -> None:
+    route = Routes([RouteConfig(name="r", ttft_deadline_ms=500, total_deadline_ms=20_000, priority="low")]).pick(
         "", "", "", lambda _: b""
     )
     assert route is not None
-    request = RoutingRequest("m")
-    route.apply(request, 100.0)
-    assert (request.route, request.priority, request.deadline_s, request.total_deadline_s) == ("r", LOW, 100.5, 120.0)
+    assert (route.name, route.priority, route.ttft_s, route.total_s) == ("r", LOW, 0.5, 20.0)
 
 
 @pytest.mark.parametrize(
     ("routes", "words"),
     [
-        ([{"name": "a"}, {"name": "a"}], "two routes are named 'a'"),
+        ([{"name": "a"}, {"name": "a"}], "route 'a' is defined twice"),
         ([{"model": "a"}], "missing required field `name`"),
         ([{"name": "a", "polcy": "price"}], "unknown key routes.polcy; did you mean routes.policy?"),
-        ([{"name": "a", "locality": 2}], "routes[0].locality"),
+        ([{"name": "a", "cache_weight": 2}], "routes[0].cache_weight"),
         ([{"name": "a", "header": "x y=1"}], "routes[0].header"),
         ([{"name": "a", "policy": "best"}], "routes[0].policy"),
     ],
 )
-def test_a_wrong_route_is_refused_by_its_key(routes: list[dict[str, object]], words: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_an_invalid_route_is_rejected_with_its_key(routes: list[dict[str, object]], words: str) -> None:
+    with pytest.raises(ConfigError) as rejected:
         from_table({"routes": routes})
-    assert words in str(refused.value)
+    assert words in str(rejected.value)
 
 
-def test_routes_may_want_events_where_nobody_else_does() -> None:
+def test_a_route_can_be_the_only_one_that_uses_kv_events() -> None:
     table: dict[str, object] = {"routing": {"policy": "round_robin"}}
-    assert not from_table(table).uses_events
-    assert from_table({**table, "routes": [{"name": "a", "policy": "price"}]}).uses_events
+    assert not from_table(table).uses_kv_events
+    assert from_table({**table, "routes": [{"name": "a", "policy": "price"}]}).uses_kv_events
 
 
-# What they change.
+# What they change in router and admission.
 
 
-def ask_of(route: str) -> RoutingRequest:
-    request = RoutingRequest("m")
-    request.route = route
-    return request
+def request_of(route: str) -> RoutingRequest:
+    return RoutingRequest("m", route=route)
 
 
-def test_each_route_has_its_policy_and_the_others_share_one() -> None:
-    world = World(2)
-    router = world.router
+def test_routes_with_a_policy_get_their_own_and_the_others_share_the_default() -> None:
+    harness = RoutingHarness(2)
+    router = harness.router
     plain = router.policy
     routes = [
-        RouteConfig(name="turns", policy="round_robin"),
-        RouteConfig(name="cold", max_saving_ms=0.5, locality=0.0, memory=False),
-        RouteConfig(name="urgent", priority="high", ttft_ms=100),
+        RouteConfig(name="round_robin", policy="round_robin"),
+        RouteConfig(name="cold", cache_weight=0.0),
+        RouteConfig(name="urgent", priority="high", ttft_deadline_ms=100),
     ]
     router.reconfigure(Routing(policy="price", seed=3), Pricing(), routes)
     assert router.policy is not plain
-    assert router.policy_of(ask_of("turns")).name == "round_robin"
-    assert not router.policy_of(ask_of("turns")).wants_tokens
-    assert router.policy_of(ask_of("cold")) is not router.policy
-    assert router.policy_of(ask_of("urgent")) is router.policy, "it changes nothing in a price"
-    assert router.policy_of(ask_of("")) is router.policy_of(ask_of("gone")) is router.policy
+    assert router.policy_of(request_of("round_robin")).name == "round_robin"
+    assert not router.policy_of(request_of("round_robin")).wants_tokens
+    assert router.policy_of(request_of("cold")) is not router.policy
+    assert router.policy_of(request_of("urgent")) is router.policy, "it changes no setting of the price"
+    assert router.policy_of(request_of("")) is router.policy_of(request_of("gone")) is router.policy
 
 
-def test_a_route_decides_by_its_own_prices() -> None:
-    world = World(2)
-    warm, cold = world.nodes
+def test_a_route_decides_with_its_own_prices() -> None:
+    harness = RoutingHarness(2)
+    warm, cold = harness.nodes
     mine = prompt(20_000, 1)
-    world.warm(warm, mine)
-    world.busy(warm, 6000)
-    world.router.reconfigure(Routing(seed=3), Pricing(), [RouteConfig(name="cold", max_saving_ms=0.5)])
-    assert world.decide(mine).node is warm
-    assert world.decide(mine, ask_of("cold")).node is cold
-    guest = PendingRequest(world, mine)
-    guest.request.route = "cold"
-    guest.enter()
-    assert guest.node is cold
+    harness.warm(warm, mine)
+    harness.busy(warm, 6000)
+    harness.router.reconfigure(Routing(seed=3), Pricing(), [RouteConfig(name="cold", cache_weight=0.0)])
+    assert harness.decide(mine).node is warm
+    assert harness.decide(mine, route="cold").node is cold
+    request = FakeRequest(harness, mine, route="cold")
+    request.submit()
+    assert request.node is cold
 
 
-def test_who_waits_is_thought_of_by_its_route_and_by_what_that_becomes() -> None:
-    world = World(1)
-    running = world.busy(world.nodes[0])
-    guest = PendingRequest(world, prompt(8000))
-    guest.request.route = "batch"
-    guest.enter()
-    assert guest.waits, "a route that is not configured changes nothing"
-    world.router.reconfigure(Routing(policy="price"), Pricing(), [RouteConfig(name="batch", policy="round_robin")])
-    world.tick()
-    assert guest.fates == ["went"] and guest.decision.policy == "round_robin"
-    guest.finish()
-    world.free(running)
-    world.books_are_closed()
+def test_a_queued_request_follows_the_changes_of_its_route() -> None:
+    harness = RoutingHarness(1)
+    running = harness.busy(harness.nodes[0])
+    request = harness.submit(route="batch")
+    assert request.queued, "an unknown route changes nothing"
+    harness.router.reconfigure(Routing(policy="price"), Pricing(), [RouteConfig(name="batch", policy="round_robin")])
+    harness.tick()
+    assert request.events == ["admitted"] and request.decision.policy == "round_robin"
+    request.finish()
+    harness.free(running)
+    harness.assert_all_counters_are_zero()
 
 
-def test_each_route_is_admitted_by_its_own_settings() -> None:
-    world = World(1)
+def test_a_route_is_admitted_with_its_own_settings() -> None:
+    harness = RoutingHarness(1)
     routes = [
-        RouteConfig(name="eager", hold=False),
+        RouteConfig(name="eager", queue_at_router=False),
         RouteConfig(name="hurried", max_wait_s=1.0),
         RouteConfig(name="strict", queue_threshold=1),
     ]
-    world.admission.reconfigure(AdmissionConfig(), routes)
-    world.busy(world.nodes[0])
+    harness.admission.reconfigure(AdmissionConfig(), routes)
+    harness.busy(harness.nodes[0])
 
-    def entered(route: str) -> PendingRequest:
-        guest = PendingRequest(world, prompt(8000))
-        guest.request.route = route
-        guest.enter()
-        return guest
-
-    eager, hurried, plain = entered("eager"), entered("hurried"), entered("")
-    assert eager.fates == ["went"] and hurried.waits and plain.waits
-    world.nodes[0].saw_load(4, 1, 0.1, world.now_s)
-    with pytest.raises(QueuesFull):
-        entered("strict")
-    world.later(1.1)
-    world.tick()
-    assert isinstance(hurried.why, WaitedTooLong) and plain.waits
+    eager, hurried, plain = harness.submit(route="eager"), harness.submit(route="hurried"), harness.submit(route="")
+    assert eager.events == ["admitted"] and hurried.queued and plain.queued
+    harness.nodes[0].update_load(4, 1, 0.1, harness.now_s)
+    with pytest.raises(NodeQueuesFull):
+        harness.submit(route="strict")
+    harness.advance(1.1)
+    harness.tick()
+    assert isinstance(hurried.error, QueueTimeout) and plain.queued
 
 
-def test_a_hold_that_a_reload_takes_away_lets_those_go_who_wait() -> None:
-    world = World(1)
-    world.busy(world.nodes[0])
-    guests = []
-    for route in ("a", "b"):
-        guest = PendingRequest(world, prompt(8000))
-        guest.request.route = route
-        guest.enter()
-        guests.append(guest)
-    world.admission.reconfigure(AdmissionConfig(), [RouteConfig(name="a", hold=False)])
-    world.tick()
-    assert guests[0].fates == ["went"] and guests[1].waits
+def test_a_route_that_stops_queueing_admits_its_queued_requests() -> None:
+    harness = RoutingHarness(1)
+    harness.busy(harness.nodes[0])
+    requests = [harness.submit(route=route) for route in ("a", "b")]
+    harness.admission.reconfigure(AdmissionConfig(), [RouteConfig(name="a", queue_at_router=False)])
+    harness.tick()
+    assert requests[0].events == ["admitted"] and requests[1].queued
 
 
-def test_priorities_have_the_same_names_everywhere() -> None:
+def test_every_priority_name_has_a_number() -> None:
     names = {Routes([RouteConfig(name="r", priority=name)])._routes[0].priority for name in ("high", "normal", "low")}
     assert names == {HIGH, NORMAL, LOW}

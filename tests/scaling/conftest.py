@@ -1,17 +1,17 @@
-"""Lets the tests here import what they share, however pytest was started; and what several of them need."""
+"""Lets the tests here import their shared modules, however pytest was started, and defines shared fixtures."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-from warmroute.scaling import driver
+from warmroute.scaling import controller_loop
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "sim_server")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "fake_engine")]
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock is a number here: what waits for a moment of real time waits for none."""
-    monkeypatch.setattr(driver, "RETRY_S", 0.0)
+def no_retry_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retries wait for no real time, because the tests' clock is a number."""
+    monkeypatch.setattr(controller_loop, "RETRY_S", 0.0)

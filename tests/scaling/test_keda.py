@@ -51,7 +51,7 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return keda_contract_pb2, keda_contract_pb2_grpc
 
 
-async def test_keda_is_told_how_many_nodes_are_wanted(stubs: Any) -> None:
+async def test_keda_gets_the_desired_number_of_nodes(stubs: Any) -> None:
     messages, services = stubs
     wanted, active = 3, True
     scaler = KedaScaler(lambda: wanted, lambda: active)
@@ -72,7 +72,7 @@ async def test_keda_is_told_how_many_nodes_are_wanted(stubs: Any) -> None:
     await scaler.close()
 
 
-async def test_keda_is_woken_when_the_first_request_comes(stubs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keda_gets_a_push_when_the_first_node_is_desired(stubs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keda, "PUSH_S", 0.01)
     messages, services = stubs
     active = False
@@ -89,7 +89,7 @@ async def test_keda_is_woken_when_the_first_request_comes(stubs: Any, monkeypatc
     await asyncio.wait_for(scaler.close(), 5)  # also with a stream that was open
 
 
-async def test_a_port_that_is_taken_is_a_sentence() -> None:
+async def test_a_taken_port_is_a_configuration_error() -> None:
     scaler = KedaScaler(lambda: 1, lambda: True)
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]

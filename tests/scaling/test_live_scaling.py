@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 
 from warmroute.demo.child_processes import Children, free_port
-from warmroute.demo.rising_load import RisingLoad
-from warmroute.demo.scale import Plot, RiseAndFall, Story
-from warmroute.demo.scaled_fleet import ScaledFleet, Shape
+from warmroute.demo.variable_load import VariableLoad
+from warmroute.demo.scaling_demo import LoadPlan, ScalingDemo, ScalingResult
+from warmroute.demo.autoscaled_fleet import AutoscaledFleet, FleetOptions
 
-SHAPE = Shape(least=2, most=5)
-PLOT = Plot(calm_s=1.0, ramp_s=2.0, busy_s=2.0, limit_s=90.0)
+SHAPE = FleetOptions(least=2, most=5)
+PLOT = LoadPlan(calm_s=1.0, ramp_s=2.0, busy_s=2.0, limit_s=90.0)
 
 
-async def live(children: Children, folder: Path) -> tuple[Story, RisingLoad, str]:
+async def live(children: Children, folder: Path) -> tuple[ScalingResult, VariableLoad, str]:
     """What came of it, what was sent, and the router's log."""
-    async with ScaledFleet(children, folder, free_port(18080), SHAPE) as fleet:
-        load = RisingLoad(fleet.router.url)
-        story = await RiseAndFall(fleet, load, PLOT).run()
+    async with AutoscaledFleet(children, folder, free_port(18080), SHAPE) as fleet:
+        load = VariableLoad(fleet.router.url)
+        story = await ScalingDemo(fleet, load, PLOT).run()
         log = fleet.router.child.said()
     return story, load, log
 
@@ -54,8 +54,8 @@ def test_a_fleet_follows_its_load_and_loses_no_request(tmp_path: Path) -> None:
     assert not load.short
 
     ended = re.findall(r"node \S+: (\w+) → ending \((.*)\)", log)
-    given_back = SHAPE.most - SHAPE.least
-    assert len(ended) >= given_back, log
+    removed = SHAPE.most - SHAPE.least
+    assert len(ended) >= removed, log
     assert set(ended) == {("draining", "nothing runs there")}, log
     assert len(story.endings) == len(ended)
     assert set(story.endings.values()) == {0}, story.endings

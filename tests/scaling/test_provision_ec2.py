@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from moto_clouds import IMAGE, Moto
-from scripted_clouds import World
+from moto_server import IMAGE, Moto
+from scripted_provisioner import World
 
 from warmroute.config import ProvisionerConfig
-from warmroute.scaling.cloud import Cloud
 from warmroute.scaling.offer import Offer
-from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoCapacity
+from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerError
+from warmroute.scaling.provisioner_client import ProvisionerClient
 from warmroute.scaling.provisioners.ec2 import Ec2Provisioner
 
 EAST, WEST = "us-east-1", "us-west-2"
@@ -53,7 +53,7 @@ def made(moto: Moto, **changes: Any) -> Ec2Provisioner:
         "images": {EAST: IMAGE, WEST: IMAGE},
         "endpoint_url": moto.url,
         "deployment": f"test-{time.time_ns()}",
-        "start_s": 240.0,
+        "expected_start_s": 240.0,
     }
     return Ec2Provisioner(ProvisionerConfig(**values | changes), moto.session)
 
@@ -63,7 +63,7 @@ async def offer_in(cloud: Ec2Provisioner, region: str, *, spot: bool = False) ->
     return found
 
 
-async def test_offers_are_types_in_regions_with_their_gpus(moto: Moto) -> None:
+async def test_offers_are_instance_types_in_regions_with_their_gpus(moto: Moto) -> None:
     cloud = made(
         moto, instance_types=("g4dn.xlarge", "g4dn.12xlarge", "no.such"), prices=PRICES | {"g4dn.12xlarge": 3.9}
     )
@@ -80,7 +80,7 @@ async def test_offers_are_types_in_regions_with_their_gpus(moto: Moto) -> None:
     await cloud.close()
 
 
-async def test_spot_prices_come_from_the_history_and_bad_ones_are_said(moto: Moto) -> None:
+async def test_spot_prices_come_from_the_history_and_invalid_ones_are_reported(moto: Moto) -> None:
     cloud = made(moto, regions=(EAST,), markets=("on_demand", "spot"), prices={})
     assert await cloud.offers() == []
     assert (
@@ -93,14 +93,14 @@ async def test_spot_prices_come_from_the_history_and_bad_ones_are_said(moto: Mot
     await cloud.close()
 
 
-async def test_a_configured_spot_price_counts_before_the_history(moto: Moto) -> None:
+async def test_a_configured_spot_price_replaces_the_history(moto: Moto) -> None:
     cloud = made(moto, regions=(EAST,), markets=("spot",))
     (offer,) = await cloud.offers()
     assert (offer.name, offer.usd_per_hour, offer.spot) == ("us-east-1/g4dn.xlarge/spot", 0.2, True)
     await cloud.close()
 
 
-async def test_a_node_is_asked_for_once_tagged_found_and_ended(moto: Moto) -> None:
+async def test_an_instance_is_requested_once_tagged_found_and_terminated(moto: Moto) -> None:
     cloud = made(moto)
     offer = await offer_in(cloud, EAST)
     await cloud.provision(offer, "t1")
@@ -117,12 +117,12 @@ async def test_a_node_is_asked_for_once_tagged_found_and_ended(moto: Moto) -> No
     assert tags["warmroute:token"] == "t1" and tags["warmroute:offer"] == offer.name
     await cloud.terminate(machine)
     await cloud.terminate(machine)
-    assert [one.state for one in await cloud.status()] == [MachineState.ENDED]
+    assert [one.state for one in await cloud.status()] == [MachineState.TERMINATED]
     await cloud.terminate(Machine(id=f"{EAST}/i-0123456789abcdef0", token="t", offer="", state=MachineState.RUNNING))
     await cloud.close()
 
 
-async def test_only_ours_are_seen(moto: Moto) -> None:
+async def test_only_instances_of_the_deployment_are_reported(moto: Moto) -> None:
     mine, other = made(moto), made(moto)
     await other.provision(await offer_in(other, EAST), "theirs")
     moto.client(EAST).run_instances(ImageId=IMAGE, MinCount=1, MaxCount=1, InstanceType="t3.micro")
@@ -132,7 +132,7 @@ async def test_only_ours_are_seen(moto: Moto) -> None:
     await other.close()
 
 
-async def test_a_full_region_and_a_quota_are_no_capacity(moto: Moto) -> None:
+async def test_a_full_region_and_a_used_up_quota_are_no_capacity(moto: Moto) -> None:
     cloud = made(moto)
     east, west = await offer_in(cloud, EAST), await offer_in(cloud, WEST)
     moto.full(EAST)
@@ -142,7 +142,7 @@ async def test_a_full_region_and_a_quota_are_no_capacity(moto: Moto) -> None:
     with pytest.raises(NoCapacity, match="VcpuLimitExceeded"):
         await cloud.provision(east, "t1")
     moto.refuse[EAST, "RunInstances"] = (403, "UnauthorizedOperation", "You are not authorized")
-    with pytest.raises(CloudError, match="UnauthorizedOperation") as error:
+    with pytest.raises(ProvisionerError, match="UnauthorizedOperation") as error:
         await cloud.provision(east, "t1")
     assert not isinstance(error.value, NoCapacity)
     await cloud.provision(west, "t1")
@@ -151,7 +151,7 @@ async def test_a_full_region_and_a_quota_are_no_capacity(moto: Moto) -> None:
     await cloud.close()
 
 
-async def test_a_spot_node_that_is_taken_back_says_so(moto: Moto) -> None:
+async def test_a_tagged_spot_instance_is_reclaimed(moto: Moto) -> None:
     cloud = made(moto, regions=(EAST,), markets=("spot",))
     (offer,) = await cloud.offers()
     await cloud.provision(offer, "t1")
@@ -167,7 +167,7 @@ async def test_a_spot_node_that_is_taken_back_says_so(moto: Moto) -> None:
     await cloud.close()
 
 
-def test_a_spot_request_that_is_marked_says_so(moto: Moto) -> None:
+def test_a_spot_instance_marked_for_termination_is_reclaimed(moto: Moto) -> None:
     """moto never marks a spot request, so that what AWS answers stands here."""
     cloud = made(moto)
 
@@ -197,7 +197,7 @@ def test_a_spot_request_that_is_marked_says_so(moto: Moto) -> None:
     assert [len(values) for values in asked] == [200, 2]  # AWS takes no more in one filter
 
 
-async def test_an_instance_that_was_stopped_is_to_be_ended(moto: Moto) -> None:
+async def test_a_stopped_instance_is_reclaimed(moto: Moto) -> None:
     """It serves nobody, and its disks are paid for."""
     cloud = made(moto)
     await cloud.provision(await offer_in(cloud, EAST), "t1")
@@ -211,18 +211,18 @@ async def test_an_instance_that_was_stopped_is_to_be_ended(moto: Moto) -> None:
     await one.driver.close()
 
 
-async def test_a_region_that_hangs_takes_no_other_with_it(moto: Moto) -> None:
+async def test_a_region_that_hangs_does_not_affect_others(moto: Moto) -> None:
     patient = made(moto)
     await patient.provision(await offer_in(patient, EAST), "east")
     await patient.provision(await offer_in(patient, WEST), "west")
     cloud = made(moto, timeout_s=1.5, deployment=patient._config.deployment)
     cloud._clients, cloud._gpus = patient._clients, patient._gpus  # they take a second to make
-    seen = Cloud(cloud, 1.5, time.monotonic)
+    seen = ProvisionerClient(cloud, 1.5, time.monotonic)
     assert await seen.look() and sorted(seen.machines) == ["east", "west"]
     east, west = seen.machines["east"], seen.machines["west"]
     moto.hang_s[WEST] = 6.0
     said = await asyncio.gather(*(cloud.terminate(west) for _ in range(12)), return_exceptions=True)
-    assert all(isinstance(one, CloudError) for one in said)
+    assert all(isinstance(one, ProvisionerError) for one in said)
     assert await seen.look(), seen.problem
     assert seen.machines["east"].reason == east.reason
     assert (
@@ -233,7 +233,7 @@ async def test_a_region_that_hangs_takes_no_other_with_it(moto: Moto) -> None:
     await patient.close()
 
 
-async def test_a_region_that_fails_keeps_its_machines_and_makes_no_offers(moto: Moto) -> None:
+async def test_a_failing_region_keeps_its_machines_and_has_no_offers(moto: Moto) -> None:
     cloud = made(moto, timeout_s=20.0)
     await cloud.provision(await offer_in(cloud, EAST), "east")
     await cloud.provision(await offer_in(cloud, WEST), "west")
@@ -243,27 +243,27 @@ async def test_a_region_that_fails_keeps_its_machines_and_makes_no_offers(moto: 
     assert sorted(machines) == ["east", "west"]
     assert "not heard of since: ec2: us-west-2: describe instances: RequestLimitExceeded" in machines["west"].reason
     afresh = made(moto)  # after a crash it knows nothing of that region, and says so instead of guessing
-    with pytest.raises(CloudError, match="us-west-2: describe instances: RequestLimitExceeded: Slow down"):
+    with pytest.raises(ProvisionerError, match="us-west-2: describe instances: RequestLimitExceeded: Slow down"):
         await afresh.status()
     moto.refuse[WEST, "DescribeInstanceTypeOfferings"] = (500, "InternalError", "An internal error has occurred")
     assert [offer.island for offer in await afresh.offers()] == ["aws/us-east-1"]
     assert "us-west-2 makes no offers" in afresh._sanity.said[0]
     moto.refuse[EAST, "DescribeInstanceTypeOfferings"] = (500, "InternalError", "An internal error has occurred")
-    with pytest.raises(CloudError, match="InternalError"):
+    with pytest.raises(ProvisionerError, match="InternalError"):
         await made(moto).offers()
     await cloud.close()
     await afresh.close()
 
 
-async def test_a_call_that_hangs_is_given_up(moto: Moto) -> None:
+async def test_a_call_that_hangs_times_out(moto: Moto) -> None:
     cloud = made(moto, regions=(EAST,), timeout_s=0.5)
     moto.hang_s[EAST] = 1.5
-    with pytest.raises(CloudError, match=r"took longer than 0.5 s|Read timeout"):
+    with pytest.raises(ProvisionerError, match=r"took longer than 0.5 s|Read timeout"):
         await cloud.status()
     await cloud.close()
 
 
-async def test_more_machines_than_a_page_holds_are_all_seen(moto: Moto) -> None:
+async def test_machines_on_all_pages_are_reported(moto: Moto) -> None:
     cloud = made(moto, regions=(EAST,))
     tags = [{"Key": "warmroute:deployment", "Value": cloud._config.deployment}]
     moto.client(EAST).run_instances(

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import yaml
-from kube_real import RealCluster, missing
-from kube_stand_in import StandIn
+from fake_kubernetes import StandIn
+from real_kubernetes import RealCluster, missing
 
 from warmroute.config import ConfigError, ProvisionerConfig
-from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoCapacity
+from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerError
 from warmroute.scaling.provisioners.kubernetes import KubernetesProvisioner
 
 PODS = "/api/v1/namespaces/default/pods"
@@ -171,7 +171,7 @@ def by_token(machines: list[Machine]) -> dict[str, Machine]:
     return found
 
 
-async def test_a_token_adds_one_replica_however_often_it_is_told(cluster: Cluster) -> None:
+async def test_a_token_adds_one_replica_however_often_it_is_sent(cluster: Cluster) -> None:
     bench = Bench(cluster, "once")
     bench.create(1)
     await bench.all_running(1)
@@ -196,7 +196,7 @@ async def test_a_token_adds_one_replica_however_often_it_is_told(cluster: Cluste
     await again.close()
 
 
-async def test_writers_at_once_lose_no_update(cluster: Cluster) -> None:
+async def test_concurrent_writers_lose_no_update(cluster: Cluster) -> None:
     bench = Bench(cluster, "race")
     bench.create(0)
     clouds = [bench.provisioner() for _ in range(3)]
@@ -216,7 +216,7 @@ async def test_writers_at_once_lose_no_update(cluster: Cluster) -> None:
         await cloud.close()
 
 
-async def test_the_controller_ends_exactly_the_victim(cluster: Cluster) -> None:
+async def test_the_controller_ends_exactly_the_chosen_pod(cluster: Cluster) -> None:
     bench = Bench(cluster, "victim")
     bench.create(0)
     cloud = bench.provisioner()
@@ -236,14 +236,14 @@ async def test_the_controller_ends_exactly_the_victim(cluster: Cluster) -> None:
     await cloud.terminate(oldest)
     assert bench.replicas() == 3
     machines = by_token(await cloud.status())
-    assert machines["t1"].state is MachineState.ENDING and not machines["t1"].reclaimed
+    assert machines["t1"].state is MachineState.TERMINATING and not machines["t1"].reclaimed
     assert {machines[token].state for token in ("t2", "t3", "t4")} == {MachineState.RUNNING}
     await cloud.provision(offer, "t5")
     assert bench.replicas() == 4
     await cloud.close()
 
 
-async def test_while_another_starts_the_controller_would_end_that(cluster: Cluster) -> None:
+async def test_no_pod_is_ended_while_another_is_starting(cluster: Cluster) -> None:
     bench = Bench(cluster, "starts")
     bench.create(2)
     await bench.all_running(2)
@@ -253,7 +253,7 @@ async def test_while_another_starts_the_controller_would_end_that(cluster: Clust
     await bench.until(lambda: len(bench.live()) == 3)
     machines = by_token(await cloud.status())
     serving = next(one for one in machines.values() if one.token != "new")
-    with pytest.raises(CloudError, match=f"{machines['new'].id} still starts, and the controller would end that"):
+    with pytest.raises(ProvisionerError, match=f"{machines['new'].id} still starts, and the controller would end that"):
         await cloud.terminate(serving)
     assert bench.replicas() == 3
     await cloud.terminate(machines["new"])  # given back, it makes room
@@ -300,7 +300,7 @@ async def running(bench: Bench, *tokens: str) -> KubernetesProvisioner:
     return cloud
 
 
-async def test_two_that_are_ended_at_once_are_both_the_right_ones(late: LateControllers) -> None:
+async def test_two_concurrent_terminations_end_the_right_pods(late: LateControllers) -> None:
     bench = Bench(late, "two")
     cloud = await running(bench, "t1", "t2", "t3", "t4")
     machines = by_token(await cloud.status())
@@ -316,7 +316,7 @@ async def test_two_that_are_ended_at_once_are_both_the_right_ones(late: LateCont
     await cloud.close()
 
 
-async def test_one_that_is_evicted_meanwhile_takes_the_victims_place_and_no_third_goes(late: LateControllers) -> None:
+async def test_an_eviction_meanwhile_replaces_the_termination(late: LateControllers) -> None:
     bench = Bench(late, "meanwhile")
     cloud = await running(bench, "t1", "t2", "t3")
     machines = by_token(await cloud.status())
@@ -324,7 +324,7 @@ async def test_one_that_is_evicted_meanwhile_takes_the_victims_place_and_no_thir
     ending = asyncio.create_task(cloud.terminate(machines["t1"]))
     await bench.until(lambda: bench.replicas() == 2)
     await asyncio.to_thread(late.ask, "DELETE", f"{PODS}/{machines['t2'].id}")
-    with pytest.raises(CloudError, match=f"ended {machines['t2'].id} instead of {machines['t1'].id}"):
+    with pytest.raises(ProvisionerError, match=f"ended {machines['t2'].id} instead of {machines['t1'].id}"):
         await ending
     await cloud.terminate(machines["t1"])  # as whoever asked for its end does
     await asyncio.sleep(2 * late.late_s)
@@ -338,7 +338,7 @@ async def test_one_that_is_evicted_meanwhile_takes_the_victims_place_and_no_thir
 
 
 @pytest.mark.parametrize("kind", ["deployment", "statefulset"])
-async def test_pods_of_others_that_have_the_same_labels_are_theirs(cluster: Cluster, kind: str) -> None:
+async def test_pods_of_other_workloads_with_the_same_labels_are_ignored(cluster: Cluster, kind: str) -> None:
     """Controllers tell their own by their owner, whatever labels fit."""
     bench, other = Bench(cluster, f"mine-{kind}", kind), Bench(cluster, f"mine-{kind}-canary", kind)
     bench.create(1)
@@ -358,7 +358,7 @@ async def test_pods_of_others_that_have_the_same_labels_are_theirs(cluster: Clus
     await cloud.close()
 
 
-async def test_a_token_whose_pod_never_came_is_given_back(cluster: Cluster) -> None:
+async def test_a_token_without_a_pod_can_be_terminated(cluster: Cluster) -> None:
     bench = Bench(cluster, "gone")
     bench.create(0)
     cloud = bench.provisioner()
@@ -373,7 +373,7 @@ async def test_a_token_whose_pod_never_came_is_given_back(cluster: Cluster) -> N
     await cloud.close()
 
 
-async def test_a_pod_that_is_evicted_is_reclaimed_and_its_token_goes_to_the_next(cluster: Cluster) -> None:
+async def test_an_evicted_pod_is_reclaimed_and_its_token_goes_to_the_next(cluster: Cluster) -> None:
     bench = Bench(cluster, "evicted")
     bench.create(0)
     cloud = bench.provisioner()
@@ -385,12 +385,12 @@ async def test_a_pod_that_is_evicted_is_reclaimed_and_its_token_goes_to_the_next
     await bench.until(lambda: len(bench.live()) == 1)
     machines = await cloud.status()
     going = next(machine for machine in machines if machine.id == old.id)
-    assert going.state is MachineState.ENDING and going.reclaimed
+    assert going.state is MachineState.TERMINATING and going.reclaimed
     assert by_token(machines)["t1"].id == bench.live()[0] != old.id
     await cloud.close()
 
 
-async def test_a_node_says_where_it_stands_and_that_it_is_taken_away(cluster: Cluster) -> None:
+async def test_island_and_reclaim_come_from_the_kubernetes_node(cluster: Cluster) -> None:
     bench = Bench(cluster, "nodes")
     bench.create(2)
     await bench.until(lambda: len(bench.live()) == 2)
@@ -414,14 +414,14 @@ async def test_a_node_says_where_it_stands_and_that_it_is_taken_away(cluster: Cl
     await cloud.close()
 
 
-async def test_a_stateful_set_ends_its_last_and_says_so(cluster: Cluster) -> None:
+async def test_only_the_last_pod_of_a_stateful_set_is_removable(cluster: Cluster) -> None:
     bench = Bench(cluster, "ordered", "statefulset")
     bench.create(3)
     await bench.all_running(3)
     cloud = bench.provisioner()
     machines = {machine.id: machine for machine in await cloud.status()}
-    assert [name for name, machine in machines.items() if machine.endable] == ["ordered-2"]
-    with pytest.raises(CloudError, match="a statefulset ends its last Pod, ordered-2, before ordered-0"):
+    assert [name for name, machine in machines.items() if machine.removable] == ["ordered-2"]
+    with pytest.raises(ProvisionerError, match="a statefulset ends its last Pod, ordered-2, before ordered-0"):
         await cloud.terminate(machines["ordered-0"])
     await cloud.terminate(machines["ordered-2"])
     assert bench.replicas() == 2
@@ -429,7 +429,7 @@ async def test_a_stateful_set_ends_its_last_and_says_so(cluster: Cluster) -> Non
     await cloud.close()
 
 
-async def test_a_leader_worker_set_is_scaled_by_its_groups(cluster: Cluster) -> None:
+async def test_a_leader_worker_set_scales_by_groups(cluster: Cluster) -> None:
     """Its controller is in neither cluster: the test makes the leaders' Pods."""
     bench = Bench(cluster, "groups", "leaderworkerset")
     bench.create(1)
@@ -450,7 +450,7 @@ async def test_a_leader_worker_set_is_scaled_by_its_groups(cluster: Cluster) -> 
         await asyncio.to_thread(bench.run, name)
     machines = {machine.id: machine for machine in await cloud.status()}
     assert sorted(machines) == ["groups-0", "groups-1"]
-    assert machines["groups-1"].token == "t1" and machines["groups-1"].endable and not machines["groups-0"].endable
+    assert machines["groups-1"].token == "t1" and machines["groups-1"].removable and not machines["groups-0"].removable
     ending = asyncio.create_task(cloud.terminate(machines["groups-1"]))
     await bench.until(lambda: bench.replicas() == 1)
     await asyncio.to_thread(cluster.ask, "DELETE", f"{PODS}/groups-1")  # as its controller does
@@ -459,33 +459,33 @@ async def test_a_leader_worker_set_is_scaled_by_its_groups(cluster: Cluster) -> 
     await cloud.close()
 
 
-async def test_the_most_is_the_most(cluster: Cluster) -> None:
+async def test_max_nodes_limits_the_replicas(cluster: Cluster) -> None:
     bench = Bench(cluster, "most")
     bench.create(1)
-    cloud = bench.provisioner(most=1)
+    cloud = bench.provisioner(max_nodes=1)
     (offer,) = await cloud.offers()
     with pytest.raises(NoCapacity, match="1 replicas are there, which is the most"):
         await cloud.provision(offer, "t1")
     await cloud.close()
 
 
-async def test_what_the_cluster_refuses_is_a_sentence(cluster: Cluster) -> None:
+async def test_a_refusal_by_the_cluster_is_a_provisioner_error(cluster: Cluster) -> None:
     cloud = Bench(cluster, "nowhere").provisioner()
-    with pytest.raises(CloudError, match=r'k8s: status: .*"nowhere" not found'):
+    with pytest.raises(ProvisionerError, match=r'k8s: status: .*"nowhere" not found'):
         await cloud.status()
     await cloud.close()
 
 
-async def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+async def test_an_unreachable_cluster_is_a_provisioner_error(tmp_path: Path) -> None:
     gone = StandIn(tmp_path)
     cloud = Bench(gone, "x").provisioner(timeout_s=2.0)
     gone.close()
-    with pytest.raises(CloudError, match="k8s: status: "):
+    with pytest.raises(ProvisionerError, match="k8s: status: "):
         await cloud.status()
     await cloud.close()
 
 
-def test_a_cluster_that_cannot_be_found_is_said(tmp_path: Path) -> None:
+def test_a_missing_kubeconfig_is_a_configuration_error(tmp_path: Path) -> None:
     here = StandIn(tmp_path)
     with pytest.raises(ConfigError, match=r"provisioners.kubeconfig \(k8s\): Context 'other' not found"):
         Bench(here, "x").provisioner(context="other")

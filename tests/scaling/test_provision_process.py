@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kube_real import free_port
+from real_kubernetes import free_port
 
 from warmroute.config import ProvisionerConfig
 from warmroute.scaling.offer import Offer
-from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoCapacity
+from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerError
 from warmroute.scaling.provisioners.process import ProcessProvisioner
 
 SLEEPER = (sys.executable, "-c", "import time; time.sleep(600)", "{port}", "{token}", "{name}")
@@ -39,7 +39,7 @@ def made(folder: Path, command: tuple[str, ...] = SLEEPER, **changes: Any) -> Pr
             port=free_port(),
             state_dir=str(folder),
             command=command,
-            **{"grace_s": 5.0, **changes},
+            **{"stop_grace_s": 5.0, **changes},
         )
     )
 
@@ -60,7 +60,7 @@ async def cleaned(cloud: ProcessProvisioner) -> AsyncIterator[Offer]:
     finally:
         for machine in await cloud.status():
             pid = int(machine.id.partition(" ")[2])
-            if machine.state in (MachineState.RUNNING, MachineState.ENDING):
+            if machine.state in (MachineState.RUNNING, MachineState.TERMINATING):
                 os.killpg(pid, signal.SIGKILL)
         await cloud.close()
 
@@ -113,7 +113,7 @@ async def test_a_simulated_engine_starts_serves_and_ends(tmp_path: Path) -> None
         await cloud.terminate(machine)  # gone already: no error
 
 
-async def test_a_token_starts_one_process_however_often_it_is_told(tmp_path: Path) -> None:
+async def test_a_token_starts_one_process_however_often_it_is_sent(tmp_path: Path) -> None:
     cloud = made(tmp_path)
     async with cleaned(cloud) as offer:
         await asyncio.gather(*(cloud.provision(offer, "same") for _ in range(5)), cloud.provision(offer, "other"))
@@ -127,7 +127,7 @@ async def test_a_token_starts_one_process_however_often_it_is_told(tmp_path: Pat
         ]
 
 
-async def test_what_was_started_is_found_again_after_a_crash(tmp_path: Path) -> None:
+async def test_processes_are_found_again_after_a_crash(tmp_path: Path) -> None:
     first = made(tmp_path)
     async with cleaned(first) as offer:
         await first.provision(offer, "t1")
@@ -141,7 +141,7 @@ async def test_what_was_started_is_found_again_after_a_crash(tmp_path: Path) -> 
         await second.close()
 
 
-async def test_a_crash_between_start_and_note_leaves_no_orphan(tmp_path: Path) -> None:
+async def test_a_crash_between_start_and_record_leaves_no_orphan(tmp_path: Path) -> None:
     """The file says only that it was about to be started; the process carries its token."""
     first = made(tmp_path)
     async with cleaned(first) as offer:
@@ -157,17 +157,17 @@ async def test_a_crash_between_start_and_note_leaves_no_orphan(tmp_path: Path) -
         await second.close()
 
 
-async def test_an_intent_that_was_never_started_is_ended_and_may_be_started(tmp_path: Path) -> None:
+async def test_an_intent_without_a_process_is_terminated_and_may_be_started(tmp_path: Path) -> None:
     cloud = made(tmp_path)
     (kept(tmp_path) / "t1.json").write_text(json.dumps({"token": "t1", "offer": "process", "port": 1, "asked_s": 1.0}))
     async with cleaned(cloud) as offer:
         (machine,) = await cloud.status()
-        assert machine.state is MachineState.ENDED and machine.reason == "it was never started"
+        assert machine.state is MachineState.TERMINATED and machine.reason == "it was never started"
         await cloud.provision(offer, "t1")
         assert [one.state for one in await cloud.status()] == [MachineState.RUNNING]
 
 
-async def test_a_pid_that_is_anothers_by_now_is_left_alone(tmp_path: Path) -> None:
+async def test_a_reused_pid_is_never_signalled(tmp_path: Path) -> None:
     bystander = a_bystander()
     try:
         cloud = made(tmp_path)
@@ -181,7 +181,7 @@ async def test_a_pid_that_is_anothers_by_now_is_left_alone(tmp_path: Path) -> No
         }
         (kept(tmp_path) / "t1.json").write_text(json.dumps(note))
         (machine,) = await cloud.status()
-        assert machine.state is MachineState.ENDED
+        assert machine.state is MachineState.TERMINATED
         await cloud.terminate(machine)
         assert bystander.poll() is None and await cloud.status() == []
         await cloud.close()
@@ -190,8 +190,8 @@ async def test_a_pid_that_is_anothers_by_now_is_left_alone(tmp_path: Path) -> No
         bystander.wait()
 
 
-async def test_one_that_does_not_listen_is_killed_after_its_grace(tmp_path: Path) -> None:
-    cloud = made(tmp_path, command=STUBBORN, grace_s=0.3)
+async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path) -> None:
+    cloud = made(tmp_path, command=STUBBORN, stop_grace_s=0.3)
     async with cleaned(cloud) as offer:
         await cloud.provision(offer, "t1")
         (machine,) = await cloud.status()
@@ -199,13 +199,13 @@ async def test_one_that_does_not_listen_is_killed_after_its_grace(tmp_path: Path
         given_up = asyncio.create_task(cloud.terminate(machine))
         await asyncio.sleep(0.1)
         given_up.cancel()  # whoever called had no more time
-        assert [one.state for one in await cloud.status()] == [MachineState.ENDING]
+        assert [one.state for one in await cloud.status()] == [MachineState.TERMINATING]
         await cloud.terminate(machine)
         assert not is_there(pid_of(machine)) and await cloud.status() == []
 
 
-async def test_one_that_was_told_to_end_by_a_router_that_crashed_ends_all_the_same(tmp_path: Path) -> None:
-    cloud = made(tmp_path, command=STUBBORN, grace_s=0.3)
+async def test_the_next_router_finishes_a_termination(tmp_path: Path) -> None:
+    cloud = made(tmp_path, command=STUBBORN, stop_grace_s=0.3)
     async with cleaned(cloud) as offer:
         await cloud.provision(offer, "t1")
         (machine,) = await cloud.status()
@@ -213,28 +213,28 @@ async def test_one_that_was_told_to_end_by_a_router_that_crashed_ends_all_the_sa
         given_up = asyncio.create_task(cloud.terminate(machine))
         await asyncio.sleep(0.1)
         given_up.cancel()
-        afterwards = made(tmp_path, grace_s=0.3)  # looks, and ends nothing by itself
+        afterwards = made(tmp_path, stop_grace_s=0.3)  # looks, and ends nothing by itself
         async with asyncio.timeout(30):
-            while [one.state for one in await afterwards.status()] == [MachineState.ENDING]:  # noqa: ASYNC110
+            while [one.state for one in await afterwards.status()] == [MachineState.TERMINATING]:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert not is_there(pid_of(machine))
         await afterwards.close()
 
 
-async def test_one_that_ends_by_itself_says_its_last_words(tmp_path: Path) -> None:
+async def test_a_process_that_ends_by_itself_reports_its_last_output(tmp_path: Path) -> None:
     cloud = made(tmp_path, command=(sys.executable, "-c", "raise SystemExit('out of memory on GPU 0')"))
     async with cleaned(cloud) as offer:
         await cloud.provision(offer, "t1")
         pid = pid_of((await cloud.status())[0])
         await until(lambda: not is_there(pid))
         (machine,) = await cloud.status()
-        assert machine.state is MachineState.ENDED and machine.reason == "out of memory on GPU 0"
+        assert machine.state is MachineState.TERMINATED and machine.reason == "out of memory on GPU 0"
         await cloud.terminate(machine)
         assert await cloud.status() == []
 
 
-async def test_the_most_is_the_most(tmp_path: Path) -> None:
-    cloud = made(tmp_path, most=1)
+async def test_max_nodes_limits_the_processes(tmp_path: Path) -> None:
+    cloud = made(tmp_path, max_nodes=1)
     async with cleaned(cloud) as offer:
         assert offer.most == 1
         await cloud.provision(offer, "t1")
@@ -242,28 +242,30 @@ async def test_the_most_is_the_most(tmp_path: Path) -> None:
             await cloud.provision(offer, "t2")
 
 
-async def test_a_program_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+async def test_a_missing_program_is_a_provisioner_error(tmp_path: Path) -> None:
     cloud = made(tmp_path, command=("/no/such/engine",))
     async with cleaned(cloud) as offer:
-        with pytest.raises(CloudError, match="process: '/no/such/engine' cannot be run: No such file or directory"):
+        with pytest.raises(
+            ProvisionerError, match="process: '/no/such/engine' cannot be run: No such file or directory"
+        ):
             await cloud.provision(offer, "t1")
         assert await cloud.status() == []
 
 
-async def test_one_that_ends_at_once_has_ended_and_can_be_ended(tmp_path: Path) -> None:
+async def test_a_process_that_ends_at_once_is_terminated(tmp_path: Path) -> None:
     """It may be gone before the moment of its beginning can be read."""
     cloud = made(tmp_path, command=("/bin/true",))
     async with cleaned(cloud) as offer:
         for at in range(60):
             await cloud.provision(offer, f"t{at}")
         async with asyncio.timeout(30):
-            while {one.state for one in await cloud.status()} != {MachineState.ENDED}:  # noqa: ASYNC110
+            while {one.state for one in await cloud.status()} != {MachineState.TERMINATED}:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             await asyncio.gather(*(cloud.terminate(machine) for machine in await cloud.status()))
         assert await cloud.status() == []
 
 
-async def test_one_that_was_gone_before_its_beginning_was_read_has_ended(tmp_path: Path) -> None:
+async def test_a_process_that_ended_before_its_start_was_read_is_terminated(tmp_path: Path) -> None:
     gone = a_bystander()
     gone.kill()
     gone.wait()
@@ -271,7 +273,7 @@ async def test_one_that_was_gone_before_its_beginning_was_read_has_ended(tmp_pat
     (kept(tmp_path) / "t1.json").write_text(json.dumps(note))
     cloud = made(tmp_path)
     (machine,) = await cloud.status()
-    assert machine.state is MachineState.ENDED
+    assert machine.state is MachineState.TERMINATED
     async with asyncio.timeout(30):
         await cloud.terminate(machine)
     assert await cloud.status() == []
@@ -279,7 +281,7 @@ async def test_one_that_was_gone_before_its_beginning_was_read_has_ended(tmp_pat
 
 
 @pytest.mark.parametrize("other", [{"name": "b"}, {"deployment": "another"}, {"name": "../process"}])
-async def test_two_that_share_a_folder_do_not_see_each_others(tmp_path: Path, other: dict[str, str]) -> None:
+async def test_two_provisioners_with_one_folder_are_separate(tmp_path: Path, other: dict[str, str]) -> None:
     first, second = made(tmp_path), made(tmp_path, **other)
     async with cleaned(first) as offer:
         await first.provision(offer, "t1")

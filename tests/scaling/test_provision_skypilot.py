@@ -14,12 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_clouds import ScriptedCloud, World
+from scripted_provisioner import ScriptedProvisioner, World
 
 from warmroute.config import ConfigError, ProvisionerConfig
-from warmroute.scaling.cloud import Cloud
 from warmroute.scaling.offer import Offer
-from warmroute.scaling.provisioner import TOKEN, CloudError, Machine, MachineState, NoAnswer, NoCapacity, new_token
+from warmroute.scaling.provisioner import (
+    TOKEN,
+    Machine,
+    MachineState,
+    NoCapacity,
+    ProvisionerError,
+    ProvisionerTimeout,
+    new_token,
+)
+from warmroute.scaling.provisioner_client import ProvisionerClient
 from warmroute.scaling.provisioners import skypilot
 from warmroute.scaling.provisioners.skypilot import SkyPilotProvisioner
 
@@ -121,8 +129,8 @@ class Sky:
     def provisioner(self, **changes: Any) -> SkyPilotProvisioner:
         values: dict[str, Any] = {
             "kind": "skypilot",
-            "sky": str(self.command),
-            "task": "engine.yaml",
+            "sky_command": str(self.command),
+            "task_file": "engine.yaml",
             "catalog_dir": str(self.folder / "catalogs"),
             "clouds": ("aws",),
             "gpu": "L4",
@@ -135,7 +143,7 @@ def sky(tmp_path: Path) -> Sky:
     return Sky(tmp_path)
 
 
-async def test_offers_come_from_the_newest_catalogue_and_bad_prices_are_dropped(sky: Sky) -> None:
+async def test_offers_come_from_the_newest_catalog_and_invalid_prices_are_dropped(sky: Sky) -> None:
     cloud = sky.provisioner(markets=("on_demand", "spot"))
     offers = {offer.name: offer for offer in await cloud.offers()}
     assert {name: (offer.usd_per_hour, offer.gpus, offer.spot) for name, offer in offers.items()} == {
@@ -152,7 +160,7 @@ async def test_offers_come_from_the_newest_catalogue_and_bad_prices_are_dropped(
     await cloud.close()
 
 
-async def test_a_cloud_that_sells_gpus_apart_is_priced_by_the_operator(sky: Sky) -> None:
+async def test_configured_prices_replace_missing_instance_types(sky: Sky) -> None:
     cloud = sky.provisioner(clouds=("gcp", "azure"), prices={"gcp/us-central1/g2-standard-4": 0.71, "odd": 1.0})
     (offer,) = await cloud.offers()
     assert (offer.name, offer.gpu, offer.usd_per_hour) == ("gcp/us-central1/g2-standard-4", "L4", 0.71)
@@ -160,11 +168,11 @@ async def test_a_cloud_that_sells_gpus_apart_is_priced_by_the_operator(sky: Sky)
     assert "1 rows have no instance type" in said and "'odd' is not like CLOUD/REGION/TYPE" in said
     assert "azure/vms.csv is not there: `sky show-gpus --cloud azure` makes SkyPilot fetch it" in said
     await cloud.close()
-    with pytest.raises(CloudError, match=r"vms.csv is not there"):
+    with pytest.raises(ProvisionerError, match=r"vms.csv is not there"):
         await sky.provisioner(clouds=("azure",)).offers()
 
 
-async def test_a_catalogue_is_read_again_when_it_changes(sky: Sky) -> None:
+async def test_a_changed_catalog_is_read_again(sky: Sky) -> None:
     cloud = sky.provisioner(instance_types=("g6.12xlarge",))
     assert [offer.usd_per_hour for offer in await cloud.offers()] == [4.6016]
     path = sky.folder / "catalogs" / "v8" / "aws" / "vms.csv"
@@ -174,7 +182,7 @@ async def test_a_catalogue_is_read_again_when_it_changes(sky: Sky) -> None:
     await cloud.close()
 
 
-async def test_a_cluster_is_launched_once_seen_and_ended(sky: Sky) -> None:
+async def test_a_cluster_is_launched_once_reported_and_terminated(sky: Sky) -> None:
     cloud = sky.provisioner()
     await cloud.provision(OFFER, T1)
     await cloud.provision(OFFER, T1)
@@ -207,14 +215,14 @@ async def test_a_cluster_is_launched_once_seen_and_ended(sky: Sky) -> None:
     await afresh.close()
 
 
-async def test_no_capacity_is_told_at_once_or_by_the_status(sky: Sky) -> None:
+async def test_no_capacity_is_an_error_at_once_or_in_the_status(sky: Sky) -> None:
     sky.tell("full")
     cloud = sky.provisioner()
     with pytest.raises(
         NoCapacity, match=r"sky launch failed \(exit 1\): sky.exceptions.ResourcesUnavailableError: Failed"
     ):
         await cloud.provision(OFFER, T1)
-    assert [(one.token, one.state) for one in await cloud.status()] == [(T1, MachineState.ENDED)]
+    assert [(one.token, one.state) for one in await cloud.status()] == [(T1, MachineState.TERMINATED)]
     await cloud.close()
     sky.tell("slow", "1.5")
     cloud = sky.provisioner(timeout_s=1.0)
@@ -224,13 +232,16 @@ async def test_no_capacity_is_told_at_once_or_by_the_status(sky: Sky) -> None:
     await asyncio.wait([pending[1]])
     cloud._config = sky.provisioner()._config
     (machine,) = await cloud.status()
-    assert (machine.token, machine.state) == (T2, MachineState.ENDED) and "Failed to provision all" in machine.reason
+    assert (machine.token, machine.state) == (
+        T2,
+        MachineState.TERMINATED,
+    ) and "Failed to provision all" in machine.reason
     await cloud.terminate(machine)
     assert await cloud.status() == []
     await cloud.close()
 
 
-async def test_states_are_read_as_skypilot_means_them(sky: Sky, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_skypilot_states_are_translated(sky: Sky, monkeypatch: pytest.MonkeyPatch) -> None:
     said = {
         "init": {"status": "INIT", "init_kind": "launching", "init_status_reason": "Provisioning"},
         "lost": {"status": "INIT", "init_kind": "unhealthy", "init_status_reason": "node terminated"},
@@ -266,7 +277,7 @@ async def turns(one: World, done: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_clusters_that_stopped_or_stay_unhealthy_are_ended(sky: Sky, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stopped_and_unhealthy_clusters_are_reclaimed(sky: Sky, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever SkyPilot still has is paid for."""
     monkeypatch.setattr(skypilot, "UNHEALTHY_S", 0.2)
     up = {"status": "UP", "launched_at": 1, "last_creation_command": "sky launch"}
@@ -280,24 +291,24 @@ async def test_clusters_that_stopped_or_stay_unhealthy_are_ended(sky: Sky, monke
     await one.driver.close()
 
 
-async def test_only_names_that_are_made_here_are_ours(sky: Sky) -> None:
+async def test_only_clusters_of_the_deployment_are_reported(sky: Sky) -> None:
     theirs = [f"prod-eu-{T1}", "prod-notebook", f"prod-{T1}-copy", f"prod-x{T1}", "prod-", f"other-{T1}", "prod-*"]
     sky.clusters([{"name": name, "status": "UP", "launched_at": 1} for name in (*theirs, f"prod-{T2}")])
     cloud = sky.provisioner(deployment="prod")
     assert [machine.id for machine in await cloud.status()] == [f"prod-{T2}"]
     for name in theirs:
         machine = Machine(id=name, token=name.removeprefix("prod-"), offer="", state=MachineState.RUNNING)
-        with pytest.raises(CloudError, match="is no cluster of 'prod': left alone"):
+        with pytest.raises(ProvisionerError, match="is no cluster of 'prod': left alone"):
             await cloud.terminate(machine)
-    with pytest.raises(CloudError, match="would not be found again"):
+    with pytest.raises(ProvisionerError, match="would not be found again"):
         await cloud.provision(OFFER, "eu-1")
     assert not sky.calls("down") and not sky.calls("launch")
     await cloud.close()
 
 
-def test_what_the_driver_asks_with_is_found_again() -> None:
+def test_clusters_with_new_tokens_are_found_again() -> None:
     assert TOKEN.fullmatch(new_token()) and new_token() != new_token()
-    cloud = ScriptedCloud()
+    cloud = ScriptedProvisioner()
 
     async def asked() -> str:
         one = World(cloud, min_nodes=1)
@@ -308,14 +319,14 @@ def test_what_the_driver_asks_with_is_found_again() -> None:
     assert TOKEN.fullmatch(asyncio.run(asked()))
 
 
-def test_a_deployment_that_no_cluster_could_be_named_after_is_refused(sky: Sky) -> None:
+def test_a_deployment_name_that_is_no_cluster_name_is_rejected(sky: Sky) -> None:
     with pytest.raises(ConfigError, match="begins with a letter"):
         sky.provisioner(deployment="7up")
 
 
-async def test_a_launch_that_takes_longer_than_a_call_is_pending_and_not_refused(sky: Sky) -> None:
+async def test_a_slow_launch_is_pending(sky: Sky) -> None:
     sky.tell("slow", "6")
-    seen = Cloud(cloud := sky.provisioner(timeout_s=4.0), 4.0, time.monotonic)
+    seen = ProvisionerClient(cloud := sky.provisioner(timeout_s=4.0), 4.0, time.monotonic)
     await seen.provision(OFFER, T1)
     (machine,) = await cloud.status()
     assert (machine.token, machine.state, machine.offer) == (T1, MachineState.PENDING, OFFER.name)
@@ -326,7 +337,7 @@ async def test_a_launch_that_takes_longer_than_a_call_is_pending_and_not_refused
     await cloud.close()
 
 
-async def test_what_a_launch_that_failed_has_left_is_ended(sky: Sky) -> None:
+async def test_the_remains_of_a_failed_launch_are_reclaimed(sky: Sky) -> None:
     """SkyPilot keeps what it had begun as INIT, as if it were still coming."""
     for name in ("full", "leaves"):
         sky.tell(name)
@@ -342,27 +353,27 @@ async def test_what_a_launch_that_failed_has_left_is_ended(sky: Sky) -> None:
     await one.driver.close()
 
 
-async def test_an_end_that_takes_longer_than_a_call_goes_on_and_is_waited_for(sky: Sky) -> None:
+async def test_a_slow_termination_continues_in_the_next_call(sky: Sky) -> None:
     sky.clusters([{"name": f"warmroute-{T1}", "status": "UP", "launched_at": 1}])
     cloud = sky.provisioner()
     (machine,) = await cloud.status()
     sky.tell("down.slow", "2")
     cloud._config = sky.provisioner(timeout_s=0.3)._config
-    with pytest.raises(NoAnswer, match=r"sky down of warmroute-n0123456789abcdef goes on after 0.3 s"):
+    with pytest.raises(ProvisionerTimeout, match=r"sky down of warmroute-n0123456789abcdef goes on after 0.3 s"):
         await cloud.terminate(machine)
     cloud._config = sky.provisioner()._config
-    assert [one.state for one in await cloud.status()] == [MachineState.ENDING]
+    assert [one.state for one in await cloud.status()] == [MachineState.TERMINATING]
     await cloud.terminate(machine)
     assert len(sky.calls("down")) == 1 and await cloud.status() == []
     await cloud.close()
 
 
-async def test_a_launch_that_is_not_known_yet_is_ended_when_it_is(sky: Sky) -> None:
+async def test_a_launch_without_a_cluster_is_terminated_later(sky: Sky) -> None:
     sky.tell("slow", "3")
     cloud = sky.provisioner(timeout_s=4.0)
     await cloud.provision(OFFER, T1)
     (machine,) = await cloud.status()
-    with pytest.raises(CloudError, match="has not come so far that it could be ended"):
+    with pytest.raises(ProvisionerError, match="has not come so far that it could be ended"):
         await cloud.terminate(machine)
     await asyncio.wait([cloud._launching[T1][1]])
     await cloud.terminate(machine)
@@ -370,17 +381,17 @@ async def test_a_launch_that_is_not_known_yet_is_ended_when_it_is(sky: Sky) -> N
     await cloud.close()
 
 
-async def test_an_end_that_fails_is_no_end_whatever_was_not_found(sky: Sky) -> None:
+async def test_a_failed_termination_is_an_error(sky: Sky) -> None:
     sky.clusters([{"name": f"warmroute-{T1}", "status": "STOPPED", "launched_at": 1}])
     cloud = sky.provisioner()
     (machine,) = await cloud.status()
     sky.tell("down.fails", "FileNotFoundError: ~/.aws/credentials not found")
-    with pytest.raises(CloudError, match=r"sky down failed .*credentials not found"):
+    with pytest.raises(ProvisionerError, match=r"sky down failed .*credentials not found"):
         await cloud.terminate(machine)
     await cloud.close()
 
 
-async def test_lines_around_the_table_are_no_part_of_it(sky: Sky) -> None:
+async def test_output_around_the_json_is_ignored(sky: Sky) -> None:
     sky.clusters([{"name": f"warmroute-{T1}", "status": "UP", "launched_at": 1}])
     sky.tell("noisy")
     cloud = sky.provisioner()
@@ -388,12 +399,12 @@ async def test_lines_around_the_table_are_no_part_of_it(sky: Sky) -> None:
     await cloud.close()
 
 
-async def test_endpoints_that_take_long_keep_no_status_waiting(sky: Sky) -> None:
+async def test_slow_endpoint_lookups_do_not_delay_the_status(sky: Sky) -> None:
     tokens = [f"n{at:016x}" for at in range(6)]
     sky.clusters([{"name": f"warmroute-{token}", "status": "UP", "launched_at": 1} for token in tokens])
     sky.tell("endpoint.slow", "4")
     cloud = sky.provisioner(timeout_s=3.0)
-    seen = Cloud(cloud, 3.0, time.monotonic)
+    seen = ProvisionerClient(cloud, 3.0, time.monotonic)
     assert await seen.look(), seen.problem
     assert [machine.state for machine in seen.machines.values()] == [MachineState.PENDING] * 6
     assert len([words for words in sky.calls("status") if "--endpoint" in words]) == 4  # at once
@@ -405,22 +416,24 @@ async def test_endpoints_that_take_long_keep_no_status_waiting(sky: Sky) -> None
     await cloud.close()
 
 
-async def test_what_fails_is_a_sentence(sky: Sky) -> None:
+async def test_a_failing_sky_command_is_a_provisioner_error(sky: Sky) -> None:
     cloud = sky.provisioner()
     sky.tell("status.fails", "Could not connect to SkyPilot API server at http://127.0.0.1:46580")
-    with pytest.raises(CloudError, match=r"sky status failed \(exit 1\): Could not connect to SkyPilot API server"):
+    with pytest.raises(
+        ProvisionerError, match=r"sky status failed \(exit 1\): Could not connect to SkyPilot API server"
+    ):
         await cloud.status()
     (sky.folder / "status.fails").unlink()
     sky.tell("launch.fails", "ValueError: Invalid task YAML")
-    with pytest.raises(CloudError, match=r"sky launch failed .*Invalid task YAML") as error:
+    with pytest.raises(ProvisionerError, match=r"sky launch failed .*Invalid task YAML") as error:
         await cloud.provision(OFFER, T1)
     assert not isinstance(error.value, NoCapacity)
     sky.command.write_text(f"#!{sys.executable}\nprint('not json')\n")
-    with pytest.raises(CloudError, match="sky status answered no JSON; it begins 'not json"):
+    with pytest.raises(ProvisionerError, match="sky status answered no JSON; it begins 'not json"):
         await cloud.status()
     sky.command.unlink()
     started_s = time.monotonic()
-    with pytest.raises(CloudError, match="cannot be run: No such file"):
+    with pytest.raises(ProvisionerError, match="cannot be run: No such file"):
         await cloud.status()
     assert time.monotonic() - started_s < 20
     await cloud.close()

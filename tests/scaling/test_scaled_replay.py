@@ -13,18 +13,18 @@ import pytest
 
 from warmroute.cli.main import main
 from warmroute.config import Config, Scaling
-from warmroute.fake_engine.core.timing import Timing
+from warmroute.fake_engine.core.step_timing import Timing
 from warmroute.fake_engine.profiles import Profile
-from warmroute.replay import Setup, contender, replay
+from warmroute.replay import Setup, parse_policy, replay
 from warmroute.replay.peers.scalers import Hpa, Threshold
 from warmroute.replay.report.table import columns, number, paid_gpu_hours
-from warmroute.replay.scaled import scaling_summary
+from warmroute.replay.scaling_summary import scaling_summary
+from warmroute.replay.simulation import Conditions, Island, NodeSpec, World
+from warmroute.replay.simulation.simulated_scaling import ScalingSetup, SimulatedOffer, SimulatedScaling
 from warmroute.replay.summary import summary
-from warmroute.replay.workloads import Prompt, Segments, choose
-from warmroute.replay.workloads.day import DEPTH, day_shaped
-from warmroute.replay.workloads.segments import named
-from warmroute.replay.world import Conditions, Island, NodeSpec, World
-from warmroute.replay.world.scaling import Autoscale, Autoscaling, SimOffer
+from warmroute.replay.workloads import Segments, WorkloadPrompt, parse_workload
+from warmroute.replay.workloads.daily_curve import DEPTH, follow_daily_curve
+from warmroute.replay.workloads.segments import segment_id
 from warmroute.scaling.offer import Offer
 
 # A prefill takes 1 ms a token, a decode step 10 ms: a node does about one request of 500 tokens a second.
@@ -35,32 +35,34 @@ PLAIN = Profile(
     kv_bytes_per_token=1,
 )
 CONDITIONS = Conditions(islands={"local": Island(0.0)}, seed=5)
-SHARED = Segments().followed_by(named("system"), 256)
+SHARED = Segments().followed_by(segment_id("system"), 256)
 
 
-def offered(name: str = "plain", **more: Any) -> SimOffer:
+def update_offers(name: str = "plain", **more: Any) -> SimulatedOffer:
     quota = more.pop("quota", None)
     told: dict[str, Any] = {"island": "local", "gpu": "plain", "usd_per_hour": 2.0, "start_s": 20.0, **more}
-    return SimOffer(offer=Offer(provisioner="sim", name=name, **told), profile=PLAIN, quota=quota)
+    return SimulatedOffer(offer=Offer(provisioner="sim", name=name, **told), profile=PLAIN, quota=quota)
 
 
-def scaling(*offers: SimOffer, decider: Any = None, **config: Any) -> Autoscale:
+def scaling(*offers: SimulatedOffer, decision_maker: Any = None, **config: Any) -> ScalingSetup:
     told = {"max_nodes": 8, "interval_s": 5.0, "cooldown_up_s": 10.0, "cooldown_down_s": 60.0, **config}
-    return Autoscale(config=Scaling(enabled=True, **told), offers=offers or (offered(),), decider=decider)
+    return ScalingSetup(
+        config=Scaling(enabled=True, **told), offers=offers or (update_offers(),), decision_maker=decision_maker
+    )
 
 
-def world_of(autoscale: Autoscale, count: int = 2) -> tuple[World, Autoscaling]:
+def world_of(autoscale: ScalingSetup, count: int = 2) -> tuple[World, SimulatedScaling]:
     specs = [NodeSpec(f"node-{at}", PLAIN, usd_per_hour=2.0) for at in range(count)]
     world = World(specs, CONDITIONS, Config())
-    return world, Autoscaling(world, autoscale)
+    return world, SimulatedScaling(world, autoscale)
 
 
-def prompt(number: int, at_ms: float, tokens: int = 500) -> Prompt:
-    asked = SHARED.followed_by(named("question", number), tokens - 256)
-    return Prompt(tokens, 4, asked.followed_by(named("answer", number), 4), at_ms=at_ms)
+def prompt(number: int, at_ms: float, tokens: int = 500) -> WorkloadPrompt:
+    asked = SHARED.followed_by(segment_id("question", number), tokens - 256)
+    return WorkloadPrompt(tokens, 4, asked.followed_by(segment_id("answer", number), 4), at_ms=at_ms)
 
 
-def swell(seconds: float, most_per_s: float, tokens: int = 500) -> Iterator[Prompt]:
+def swell(seconds: float, most_per_s: float, tokens: int = 500) -> Iterator[WorkloadPrompt]:
     """A load that rises and falls."""
     at_s, number = 0.0, 0
     while at_s < seconds:
@@ -69,14 +71,14 @@ def swell(seconds: float, most_per_s: float, tokens: int = 500) -> Iterator[Prom
         at_s += 1.0 / (0.3 + most_per_s * max(0.0, sin(pi * at_s / seconds)))
 
 
-def books_are_closed(world: World) -> None:
+def assert_all_requests_ended(world: World) -> None:
     assert world.inflight == 0 and world.admission.waiting == 0
-    assert world.tally.ended == world.tally.total("arrived")
-    for sim in (*world.nodes.values(), *world.gone):
+    assert world.results.ended == world.results.total("arrived")
+    for sim in (*world.nodes.values(), *world.departed):
         assert sim.node.inflight == 0 and not sim.flights
 
 
-def test_a_fleet_follows_its_load_up_and_down_and_nobody_is_cut() -> None:
+def test_a_fleet_follows_its_load_and_no_request_is_cut() -> None:
     world, scaled = world_of(scaling())
     left_with_work: list[str] = []
     remove = world.remove
@@ -88,58 +90,60 @@ def test_a_fleet_follows_its_load_up_and_down_and_nobody_is_cut() -> None:
 
     world.remove = watched  # type: ignore[method-assign]
     world.run(swell(1200.0, 4.0, 1200))
-    world.calendar.run_until(world.calendar.now_ms + 900_000.0)
+    world.calendar.run(until_ms=world.calendar.now_ms + 900_000.0)
     counts = [serving for _, serving, _ in scaled.counts]
     assert max(counts) >= 4 and counts[-1] <= 2
-    assert world.tally.total("finished") == world.tally.total("arrived") > 2500
-    assert not left_with_work and world.gone
-    books_are_closed(world)
+    assert world.results.total("finished") == world.results.total("arrived") > 2500
+    assert not left_with_work and world.departed
+    assert_all_requests_ended(world)
     for step in scaled.decisions:
         assert step.reasons and all(isinstance(why, str) for why in step.reasons)
 
 
-def test_the_same_seed_makes_the_same_fleet() -> None:
+def test_the_same_seed_gives_the_same_fleet() -> None:
     found = []
     for _ in range(2):
         world, scaled = world_of(scaling())
         world.run(swell(400.0, 5.0))
-        found.append((scaled.counts, scaled.totals(), list(world.tally.ttft_ms)))
+        found.append((scaled.counts, scaled.totals(), list(world.results.ttft_ms)))
     assert found[0] == found[1]
 
 
-def test_from_zero_the_first_request_is_held_and_answered() -> None:
-    world, scaled = world_of(scaling(min_nodes=0, to_zero_after_s=100.0), count=0)
+def test_the_first_request_waits_for_a_node_and_is_answered() -> None:
+    world, scaled = world_of(scaling(min_nodes=0, scale_to_zero_after_s=100.0), count=0)
     world.run(iter([prompt(0, 1000.0), prompt(1, 2000.0), prompt(2, 60_000.0)]))
-    assert world.tally.total("finished") == 3
-    first, _, third = world.tally.ttft_ms
+    assert world.results.total("finished") == 3
+    first, _, third = world.results.ttft_ms
     assert first >= 16_000.0 and third < 5000.0
-    world.calendar.run_until(world.calendar.now_ms + 600_000.0)
+    world.calendar.run(until_ms=world.calendar.now_ms + 600_000.0)
     assert scaled.counts[-1][1:] == (0, 0)  # and back to zero
     world.run(iter([prompt(3, world.calendar.now_ms + 1000.0)]))
-    assert world.tally.total("finished") == 4
-    books_are_closed(world)
+    assert world.results.total("finished") == 4
+    assert_all_requests_ended(world)
 
 
-def test_nobody_waits_for_ever_for_a_node_that_never_comes() -> None:
-    world, _ = world_of(scaling(offered(quota=0), min_nodes=0, hold_s=30.0), count=0)
+def test_a_request_does_not_wait_forever_for_the_first_node() -> None:
+    world, _ = world_of(scaling(update_offers(quota=0), min_nodes=0, first_node_wait_s=30.0), count=0)
     world.run(iter([prompt(0, 1000.0)]))
-    assert world.tally.total("rejected") == 1
+    assert world.results.total("rejected") == 1
     assert 30_000.0 <= world.calendar.now_ms <= 40_000.0
-    books_are_closed(world)
+    assert_all_requests_ended(world)
 
 
-def test_a_full_cloud_is_left_alone_and_the_next_offer_is_taken() -> None:
-    world, scaled = world_of(scaling(offered(quota=3), offered("dear", usd_per_hour=9.0)))
+def test_an_offer_whose_quota_is_used_up_backs_off_and_the_next_is_used() -> None:
+    world, scaled = world_of(scaling(update_offers(quota=3), update_offers("dear", usd_per_hour=9.0)))
     world.run(swell(600.0, 7.0))
-    taken = [up.offer.name for step in scaled.decisions for up in step.ups]
+    taken = [up.offer.name for step in scaled.decisions for up in step.additions]
     assert scaled.refusals >= 1 and "dear" in taken
     assert sum(life.offer.name == "plain" for life in scaled.core.lives) <= 3
-    books_are_closed(world)
+    assert_all_requests_ended(world)
 
 
-def test_a_new_node_has_what_is_hot_before_it_serves() -> None:
-    for warms in (True, False):
-        world, scaled = world_of(Autoscale(config=scaling().config, offers=(offered(),), warms=warms))
+def test_a_new_node_has_hot_prefixes_before_it_serves() -> None:
+    for moves_prefixes in (True, False):
+        world, scaled = world_of(
+            ScalingSetup(config=scaling().config, offers=(update_offers(),), moves_prefixes=moves_prefixes)
+        )
         prefilled: list[tuple[int, int]] = []
         serve = scaled._serve
 
@@ -154,28 +158,28 @@ def test_a_new_node_has_what_is_hot_before_it_serves() -> None:
         scaled._serve = watched  # type: ignore[method-assign]
         world.run(swell(500.0, 6.0))
         assert prefilled
-        assert all((computed >= 256) == warms for computed, _ in prefilled)
-        books_are_closed(world)
+        assert all((computed >= 256) == moves_prefixes for computed, _ in prefilled)
+        assert_all_requests_ended(world)
 
 
-def test_what_only_one_node_holds_is_moved_before_it_goes() -> None:
+def test_prefixes_of_a_leaving_node_are_moved_first() -> None:
     world, scaled = world_of(scaling(max_nodes=2))
     world.run(iter([prompt(number, number * 2000.0) for number in range(20)]))
-    chain = next(prefix.chain for prefix in scaled.core.to_warm(world.calendar.now_s))
+    chain = next(prefix.chain for prefix in scaled.core.prefixes_to_prewarm(world.calendar.now_s))
     name = next(iter(world.cache_view.holders(chain)))
     (other,) = set(world.nodes) - {name}
     world.restart(other)  # with an empty cache
-    world.calendar.run_until(world.calendar.now_ms + 5000.0)
+    world.calendar.run(until_ms=world.calendar.now_ms + 5000.0)
     assert world.cache_view.holders(chain) == {name}
-    assert [prefix.chain for prefix in scaled.core.to_move(name, world.calendar.now_s)]
+    assert [prefix.chain for prefix in scaled.core.prefixes_to_move(name, world.calendar.now_s)]
     scaled._give_back(name)
-    world.calendar.run_until(world.calendar.now_ms + 30_000.0)
+    world.calendar.run(until_ms=world.calendar.now_ms + 30_000.0)
     assert name not in world.nodes
     (left,) = world.nodes
     assert left in world.cache_view.holders(chain)
 
 
-def test_what_is_paid_for_is_from_the_request_to_the_end() -> None:
+def test_machines_are_paid_for_from_request_to_termination() -> None:
     world, scaled = world_of(scaling())
     world.run(swell(800.0, 5.0))
     hours = 0.0
@@ -189,11 +193,11 @@ def test_what_is_paid_for_is_from_the_request_to_the_end() -> None:
 
 
 @pytest.mark.parametrize("peer", [Threshold, Hpa])
-def test_others_scale_too(peer: Any) -> None:
-    world, scaled = world_of(scaling(decider=peer))
+def test_other_scalers_scale_too(peer: Any) -> None:
+    world, scaled = world_of(scaling(decision_maker=peer))
     world.run(swell(1200.0, 6.0))
     assert max(serving for _, serving, _ in scaled.counts) > 2
-    books_are_closed(world)
+    assert_all_requests_ended(world)
     told = {**summary(world), **scaling_summary(world, scaled)}
     assert told["most_nodes"] > 2 and told["gpu_hours"] > 0
 
@@ -207,9 +211,9 @@ def test_a_dry_run_changes_nothing() -> None:
 # The shape of a day.
 
 
-def test_a_day_keeps_its_requests_and_has_its_noon() -> None:
-    even = [Prompt(10, 1, SHARED, at_ms=at * 100.0) for at in range(10_000)]
-    moved = [one.at_ms / 1000.0 for one in day_shaped(even, 1000.0)]
+def test_a_daily_curve_keeps_all_requests_and_peaks_at_noon() -> None:
+    even = [WorkloadPrompt(10, 1, SHARED, at_ms=at * 100.0) for at in range(10_000)]
+    moved = [one.at_ms / 1000.0 for one in follow_daily_curve(even, 1000.0)]
     assert moved == sorted(moved) and moved[-1] < 1000.0
     night, noon = sum(at < 100.0 for at in moved), sum(450.0 <= at < 550.0 for at in moved)
     assert noon / night == pytest.approx((1 + DEPTH * 0.98) / (1 - DEPTH * 0.93), rel=0.1)
@@ -218,7 +222,7 @@ def test_a_day_keeps_its_requests_and_has_its_noon() -> None:
 # The report.
 
 
-def test_a_replay_tells_nodes_money_and_time_over_the_ceiling(tmp_path: Path) -> None:
+def test_a_replay_reports_nodes_cost_and_time_over_the_ttft_limit(tmp_path: Path) -> None:
     page, numbers = tmp_path / "page.html", tmp_path / "runs.json"
     words = ["shared_system_prompts", "system_tokens=2000", "question_tokens=2000", "output_tokens=200"]
     command = [
@@ -302,22 +306,22 @@ def test_offers_come_from_a_file(tmp_path: Path) -> None:
         (["--scaler", "magic"], "there are warmroute, threshold, hpa, fixed"),
         (["--scaler", "hpa:tagret=1"], "hpa takes target"),
         (["--autoscale", "--offers", "/nowhere.toml"], "cannot be read"),
-        (["--autoscale", "--nodes", "4", "--max-nodes", "2"], "begins with more nodes than it may have"),
+        (["--autoscale", "--nodes", "4", "--max-nodes", "2"], "--nodes 4 is above --max-nodes 2"),
         (["--usd", "2"], "--usd counts only with --autoscale"),
-        (["--start", "20", "--quota", "3"], "--start, --quota count only with --autoscale"),
+        (["--start", "20", "--quota", "3"], "--start, --quota: only with --autoscale"),
         (["--autoscale", "--min-nodes", "9", "--max-nodes", "3"], "above scaling.max_nodes"),
     ],
 )
-def test_what_cannot_be_asked_for_is_said(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_scaling_flags_are_rejected(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", "shared_system_prompts", "--limit", "5", "--quiet", *flags]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_a_fleet_that_is_not_scaled_is_as_it_was() -> None:
+def test_an_unscaled_run_has_no_scaling_report() -> None:
     setup = Setup(
-        workload=choose(["shared_system_prompts"]),
+        workload=parse_workload(["shared_system_prompts"]),
         nodes=tuple(NodeSpec(f"node-{at}", PLAIN) for at in range(2)),
-        contender=contender("price"),
+        policy=parse_policy("price"),
         limit=50,
     )
     run = replay(setup)

@@ -7,60 +7,60 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import quick_table
+from support.running_router import quick_table
 
 from warmroute.config import Config, ConfigError, NodeConfig, from_table
 from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.refusals import NobodyCanServe, UnknownModel
-from warmroute.scaling.leader import FileLock
+from warmroute.routing.routing_errors import NoNodeAvailable, UnknownModel
+from warmroute.scaling.leader_lock import LeaderLock
 from warmroute.service import Service
 
 HOLD_S = 77.0
 
 
 def scaled(folder: Path, provisioner: dict[str, Any] | None = None, **scaling: Any) -> Config:
-    told = {"enabled": True, "min_nodes": 0, "hold_s": HOLD_S, **scaling}
+    told = {"enabled": True, "min_nodes": 0, "first_node_wait_s": HOLD_S, **scaling}
     one = {"kind": "process", "gpu": "L4", "state_dir": str(folder), "port": 9650, **(provisioner or {})}
     return from_table(quick_table([], scaling=told, provisioners=[one] if provisioner != {} else []))
 
 
-async def test_nobody_waits_for_a_first_node_in_a_dry_run(tmp_path: Path) -> None:
+async def test_no_request_waits_for_the_first_node_in_a_dry_run(tmp_path: Path) -> None:
     now = scaled(tmp_path)
     service = Service(lambda: now)
-    assert service.admission.node_wait_s == HOLD_S
+    assert service.admission.first_node_wait_s == HOLD_S
     now = scaled(tmp_path, dry_run=True)
     service.reload()
-    assert service.admission.node_wait_s == 0.0
-    now = scaled(tmp_path, hold_s=5.0)
+    assert service.admission.first_node_wait_s == 0.0
+    now = scaled(tmp_path, first_node_wait_s=5.0)
     service.reload()
-    assert service.admission.node_wait_s == 5.0
+    assert service.admission.first_node_wait_s == 5.0
 
 
-async def test_a_process_that_leaves_scaling_to_another_holds_nobody_until_it_leads(tmp_path: Path) -> None:
-    other = FileLock(tmp_path / "lock")
-    assert other.leads()
+async def test_requests_do_not_wait_at_a_process_that_is_not_the_leader(tmp_path: Path) -> None:
+    other = LeaderLock(tmp_path / "lock")
+    assert other.is_leader()
     service = Service(lambda: scaled(tmp_path, lock_file=str(tmp_path / "lock")))
     assert service.scaling is not None
     service.scaling.driver.turn()
-    assert service.admission.node_wait_s == 0.0
+    assert service.admission.first_node_wait_s == 0.0
     other.release()
     service.scaling.driver.turn()
-    assert service.admission.node_wait_s == HOLD_S
+    assert service.admission.first_node_wait_s == HOLD_S
     await asyncio.sleep(0)
     await service.scaling.close()
 
 
-async def test_where_somebody_else_adds_nodes_all_processes_hold(tmp_path: Path) -> None:
-    other = FileLock(tmp_path / "lock")
-    assert other.leads()
+async def test_without_provisioners_requests_wait_at_every_process(tmp_path: Path) -> None:
+    other = LeaderLock(tmp_path / "lock")
+    assert other.is_leader()
     service = Service(lambda: scaled(tmp_path, {}, lock_file=str(tmp_path / "lock")))
     assert service.scaling is not None
     service.scaling.driver.turn()
-    assert service.admission.node_wait_s == HOLD_S
+    assert service.admission.first_node_wait_s == HOLD_S
     other.release()
 
 
-async def test_nodes_of_a_provisioner_come_in_with_the_key_of_the_start_after_a_reload_too(tmp_path: Path) -> None:
+async def test_provisioned_nodes_may_use_the_api_key_of_the_start_after_a_reload(tmp_path: Path) -> None:
     now = scaled(tmp_path, {"api_key_env": "OLD_KEY"})
     service = Service(lambda: now)
     now = scaled(tmp_path, {"api_key_env": "NEW_KEY"})
@@ -72,30 +72,30 @@ async def test_nodes_of_a_provisioner_come_in_with_the_key_of_the_start_after_a_
         service.add_node(NodeConfig(url="http://127.0.0.1:9", name="c", api_key_env="HOME"))
 
 
-async def test_without_a_node_only_models_that_may_be_served_are_waited_for(tmp_path: Path) -> None:
+async def test_requests_wait_for_the_first_node_only_for_models_it_may_serve(tmp_path: Path) -> None:
     table = {**quick_table([]), "scaling": {"enabled": True, "min_nodes": 0}, "models": [{"name": "configured"}]}
     service = Service(lambda: from_table(table))
 
     def refused(model: str) -> type[Exception]:
-        with pytest.raises((NobodyCanServe, UnknownModel)) as why:
+        with pytest.raises((NoNodeAvailable, UnknownModel)) as why:
             service.router.decide(RoutingRequest(model), 1.0)
         return why.type
 
-    assert refused("nonsense") is NobodyCanServe  # nobody has served yet: it may be one of theirs
+    assert refused("nonsense") is NoNodeAvailable  # nobody has served yet: it may be one of theirs
     node = service.fleet.add(NodeConfig(url="http://127.0.0.1:9", name="was"))
-    service.fleet.saw_models(node, ["m", "alias"], [])
+    service.fleet.update_models(node, ["m", "alias"], [])
     service.fleet.remove("was")
     assert refused("nonsense") is UnknownModel
-    assert [refused(model) for model in ("m", "alias", "configured")] == [NobodyCanServe] * 3
+    assert [refused(model) for model in ("m", "alias", "configured")] == [NoNodeAvailable] * 3
 
 
-def test_what_the_metrics_page_reads_in_its_thread_may_change_meanwhile() -> None:
+def test_the_metrics_may_iterate_while_nodes_join() -> None:
     service = Service(lambda: from_table(quick_table([])))
     books: tuple[Any, ...] = (service.fleet, service.fleet.islands, service.cache_view)
     for name in "ab":
         service.fleet.add(NodeConfig(url=f"http://{name}:1", name=name, island=name))
-        service.cache_view.join(name, ["m"])
+        service.cache_view.add_node(name, ["m"])
     begun = [iter(each) for each in books]
     service.fleet.add(NodeConfig(url="http://c:1", name="c", island="c"))
-    service.cache_view.join("c", ["m"])
+    service.cache_view.add_node("c", ["m"])
     assert [len(list(each)) for each in begun] == [2, 2, 2]

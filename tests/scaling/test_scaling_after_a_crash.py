@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Command, chat, post, serve, until
-from kube_real import free_port
+from real_kubernetes import free_port
+from support.polling import until
+from support.raw_client import chat, post
+from support.serve_process import ServeProcess, serve
 
 from warmroute.config import ProvisionerConfig
 from warmroute.scaling.provisioners.process import TOKEN_VARIABLE, ProcessProvisioner
@@ -83,7 +85,7 @@ class Place:
     async def end_all(self) -> None:
         cloud = ProcessProvisioner(
             ProvisionerConfig(
-                kind="process", deployment=self.deployment, state_dir=str(self.folder / "state"), grace_s=2.0
+                kind="process", deployment=self.deployment, state_dir=str(self.folder / "state"), stop_grace_s=2.0
             )
         )
         for machine in await cloud.status():
@@ -109,14 +111,14 @@ def admin(path: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
 
 
-async def scaling(router: Command) -> dict[str, Any]:
-    answer = await router.ask(admin("/admin/scaling"), router.admin_port)
+async def scaling(router: ServeProcess) -> dict[str, Any]:
+    answer = await router.request(admin("/admin/scaling"), router.admin_port)
     assert answer.status == 200
     found: dict[str, Any] = answer.json
     return found
 
 
-async def until_serving(router: Command, count: int) -> dict[str, Any]:
+async def until_serving(router: ServeProcess, count: int) -> dict[str, Any]:
     async with asyncio.timeout(PATIENCE_S):
         while True:
             found = await scaling(router)
@@ -125,7 +127,7 @@ async def until_serving(router: Command, count: int) -> dict[str, Any]:
             await asyncio.sleep(0.05)
 
 
-async def test_a_router_killed_while_engines_boot_is_followed_by_one_that_takes_them_over(place: Place) -> None:
+async def test_a_killed_router_is_followed_by_one_that_adopts_its_engines(place: Place) -> None:
     place.write(nodes=2)
     async with nothing_left_of(place):
         async with serve("--config", place.file) as first:
@@ -141,18 +143,18 @@ async def test_a_router_killed_while_engines_boot_is_followed_by_one_that_takes_
             (offer,) = found["offers"]
             assert (offer["offer"], offer["usd_per_hour"], offer["gpu"]) == ("process/process", 1.5, "sim")
             names = {node["node"] for node in found["nodes"]}
-            nodes = (await second.ask(admin("/admin/nodes"), second.admin_port)).json
+            nodes = (await second.request(admin("/admin/nodes"), second.admin_port)).json
             assert {node["name"] for node in nodes["nodes"]} == names
-            answer = await second.ask(post(chat(model="sim", max_tokens=2)))
+            answer = await second.request(post(chat(model="sim", max_tokens=2)))
             assert answer.status == 200
-            page = (await second.ask(admin("/metrics"), second.admin_port)).body.decode()
+            page = (await second.request(admin("/metrics"), second.admin_port)).body.decode()
             told = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
-            assert float(told["warmroute_desired_nodes"]) == 2
+            assert float(told["warmroute_scaling_desired_nodes"]) == 2
             assert float(told['warmroute_scaling_nodes{state="serving"}']) == 2
             assert float(told['warmroute_scaling_nodes{state="booting"}']) == 0
             assert float(told['warmroute_scaling_changes_total{change="added"}']) == 2
-            assert float(told["warmroute_scaling_usd_per_hour"]) == 3.0
-            assert float(told["warmroute_scaling_leading"]) == 1
+            assert float(told["warmroute_scaling_cost_usd_per_hour"]) == 3.0
+            assert float(told["warmroute_scaling_leader"]) == 1
             # A changed file is taken while it runs: one goes, and only when it is empty.
             place.write(nodes=1)
             await until_serving(second, 1)
@@ -163,7 +165,7 @@ async def test_a_router_killed_while_engines_boot_is_followed_by_one_that_takes_
         assert len(place.processes()) == 1  # a router that stops leaves its nodes to the next one
 
 
-async def test_of_two_routers_with_one_lock_only_one_scales_and_the_other_follows_it(place: Place) -> None:
+async def test_of_two_routers_with_one_lock_only_one_scales(place: Place) -> None:
     place.write(nodes=1)
     async with nothing_left_of(place), serve("--config", place.file) as first:
         await until_serving(first, 1)
@@ -176,9 +178,9 @@ async def test_of_two_routers_with_one_lock_only_one_scales_and_the_other_follow
             assert (await scaling(second))["leading"] and len(place.processes()) == 1
 
 
-async def test_engines_that_cannot_start_rest_and_the_router_goes_on(place: Place) -> None:
+async def test_an_offer_whose_engines_cannot_start_backs_off(place: Place) -> None:
     place.command = (sys.executable, "-c", "raise SystemExit('no GPU here')")
-    place.write(nodes=1, more="rest_s = 600.0")
+    place.write(nodes=1, more="offer_backoff_s = 600.0")
     async with nothing_left_of(place), serve("--config", place.file) as router:
         async with asyncio.timeout(PATIENCE_S):
             while not (found := await scaling(router))["offers"] or not found["offers"][0]["rests_for_s"]:  # noqa: ASYNC110
@@ -189,10 +191,10 @@ async def test_engines_that_cannot_start_rest_and_the_router_goes_on(place: Plac
         assert again["nodes"] == [] and "1 × resting after a refusal" in again["last"]["reasons"][-1]
 
 
-async def test_a_lock_file_that_cannot_be_had_is_said_at_once(place: Place) -> None:
+async def test_an_unusable_lock_file_is_a_configuration_error(place: Place) -> None:
     place.write(nodes=1)
     (place.folder / "lock").mkdir()
     async with serve("--config", place.file) as router:
         assert await router.process.wait() != 0
-        assert router.said("scaling.lock_file") and router.said("Is a directory")
+        assert router.logged("scaling.lock_file") and router.logged("Is a directory")
     assert not place.processes()

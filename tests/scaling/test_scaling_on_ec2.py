@@ -15,12 +15,14 @@ from typing import Any
 import msgspec
 import pytest
 from engine_processes import Engine as SimulatedEngine
-from harness import Router, chat, post, router, until
-from moto_clouds import IMAGE, Moto
+from moto_server import IMAGE, Moto
+from support.polling import until
+from support.raw_client import chat, post
+from support.running_router import RunningRouter, router
 
 from warmroute.config import ProvisionerConfig
 from warmroute.demo.child_processes import Children
-from warmroute.scaling import live
+from warmroute.scaling import scaling_service as live
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import Machine, MachineState
 from warmroute.scaling.provisioners.ec2 import Ec2Provisioner
@@ -80,9 +82,9 @@ class OnLoopback(Ec2Provisioner):
 
 
 @asynccontextmanager
-async def scaled(moto: Moto, instances: Instances, deployment: str, **scaling: Any) -> AsyncIterator[Router]:
+async def scaled(moto: Moto, instances: Instances, deployment: str, **scaling: Any) -> AsyncIterator[RunningRouter]:
     def made(config: ProvisionerConfig) -> OnLoopback:
-        cloud = OnLoopback(config, moto.session)
+        cloud = OnLoopback(msgspec.structs.replace(config, endpoint_url=moto.url), moto.session)
         cloud.instances = instances
         cloud.crashes = crashes
         return cloud
@@ -96,7 +98,6 @@ async def scaled(moto: Moto, instances: Instances, deployment: str, **scaling: A
         "instance_types": ["g4dn.xlarge"],
         "prices": {f"{EAST}/g4dn.xlarge": 0.5, f"{WEST}/g4dn.xlarge": 0.6},
         "images": {EAST: IMAGE, WEST: IMAGE},
-        "endpoint_url": moto.url,
         "deployment": deployment,
     }
     table = {
@@ -128,25 +129,25 @@ async def counted(moto: Moto, deployment: str) -> dict[str, int]:
     return {region: len(await asyncio.to_thread(instances_of, moto, region, deployment)) for region in (EAST, WEST)}
 
 
-def states(running: Router) -> list[str]:
+def states(running: RunningRouter) -> list[str]:
     scaling = running.service.scaling
     assert scaling is not None
     return sorted(life.state.value for life in scaling.core.lives)
 
 
-async def test_from_nothing_to_the_region_that_has_room_and_back_to_nothing(moto: Moto) -> None:
+async def test_from_zero_to_the_region_with_capacity_and_back_to_zero(moto: Moto) -> None:
     moto.reset()
     moto.full(EAST)  # the cheaper one
     with Children() as children:
         instances = Instances(children)
-        to_zero = {"min_nodes": 0, "max_nodes": 1, "to_zero_after_s": 2.0}
+        to_zero = {"min_nodes": 0, "max_nodes": 1, "scale_to_zero_after_s": 2.0}
         async with scaled(moto, instances, "full", **to_zero) as running:
             scaling = running.service.scaling
             assert scaling is not None
             # A request comes when there is no node: it is held until the first one serves.
             peer = await running.connect()
             peer.write(post(chat(model="sim", max_tokens=2)))
-            answer = await peer.answer(patience_s=PATIENCE_S)
+            answer = await peer.response(patience_s=PATIENCE_S)
             assert answer.status == 200 and answer.json["usage"]["completion_tokens"] == 2
             (instance,) = await asyncio.to_thread(instances_of, moto, WEST, "full")
             tags = {tag["Key"]: tag["Value"] for tag in instance["Tags"]}
@@ -172,7 +173,7 @@ async def test_from_nothing_to_the_region_that_has_room_and_back_to_nothing(moto
                 body += read
             # Nobody asks any more: what is left goes, too.
             await until(lambda: states(running) == [], patience_s=PATIENCE_S)
-            assert not len(running.service.fleet) and scaling.driver.given_back >= 1 and scaling.driver.lost == 0
+            assert not len(running.service.fleet) and scaling.driver.removed >= 1 and scaling.driver.lost == 0
             assert await counted(moto, "full") == {EAST: 0, WEST: 0}
             assert scaling.core.desired_nodes == 0
 
@@ -191,17 +192,19 @@ async def test_a_crash_between_request_and_registration_leaves_no_orphan(moto: M
             assert states(first) == ["requested"] * 2 and not len(first.service.fleet)
         assert await counted(moto, deployment) == {EAST: 2, WEST: 0}
         least = 1 if wanted else 0
-        async with scaled(moto, instances, deployment, min_nodes=least, max_nodes=1, to_zero_after_s=0.5) as second:
+        async with scaled(
+            moto, instances, deployment, min_nodes=least, max_nodes=1, scale_to_zero_after_s=0.5
+        ) as second:
             driver = second.service.scaling.driver  # type: ignore[union-attr]
             await until(
-                lambda: states(second) == ["serving"] * least and driver.given_back == 2 - least,
+                lambda: states(second) == ["serving"] * least and driver.removed == 2 - least,
                 patience_s=PATIENCE_S,
             )
             assert await counted(moto, deployment) == {EAST: least, WEST: 0}
             assert sum(action == "RunInstances" for _, action in moto.calls) == 2
             assert len(second.service.fleet) == least
             if wanted:
-                answer = await second.ask(
+                answer = await second.request(
                     post(json.dumps({"model": "sim", "prompt": "x", "max_tokens": 1}).encode(), "/v1/completions")
                 )
                 assert answer.status == 200

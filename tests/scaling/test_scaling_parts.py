@@ -8,66 +8,68 @@ from random import Random
 from typing import Any
 
 import pytest
-from fleets_seen import node, nodes, offer, seen, view
+from fleet_views import node, nodes, offer, seen, view
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from warmroute.scaling.removal_candidates import only_here, rank_candidates
 
 from warmroute.config import ConfigError, Health, Hours, Index, IslandLimits, NodeConfig, Scaling, from_table
 from warmroute.fleet.demand import DemandMeter, percentile_ms
 from warmroute.fleet.fleet import Fleet
 from warmroute.index.cache_view import CacheView
-from warmroute.index.hot import MOST_HOT, REMEMBERED, HotPrefixes
+from warmroute.index.hot_prefixes import MAX_COUNTS, MAX_EXAMPLES, HotPrefixes
 from warmroute.index.lookup import Lookup
-from warmroute.scaling.capacity import Demand, Size, Speeds, size_of
-from warmroute.scaling.choose_down import only_here, ranked
-from warmroute.scaling.choose_up import Holding, Market
-from warmroute.scaling.hours import least_nodes
-from warmroute.scaling.node_lifecycle import COMING, Event, Lives, State
-from warmroute.scaling.observe import SUMS, Observer, Sample, Seen, no_times
-from warmroute.scaling.windows import Windows
+from warmroute.scaling import node_lifecycle, offer_selection
+from warmroute.scaling.capacity import Demand, FleetSize, GpuSpeeds, size_of
+from warmroute.scaling.fleet_observer import COUNTERS, FleetObserver, Sample, WindowMetrics, no_times
+from warmroute.scaling.metric_windows import MetricWindows
+from warmroute.scaling.node_lifecycle import PENDING_STATES, LifecycleEvent, LifecycleState, ManagedNodes
+from warmroute.scaling.node_schedule import scheduled_min_nodes
+from warmroute.scaling.offer_selection import OfferSelector, PaidNode
 
 CONFIG = Scaling(enabled=True)
 
 PROMPT = Lookup(bytes(4096), 1024, 1024)
 
 
-def market(*offers: Any, **config: Any) -> Market:
-    made = Market(Scaling(enabled=True, **config))
-    made.offered(offers)
+def market(*offers: Any, **config: Any) -> OfferSelector:
+    made = OfferSelector(Scaling(enabled=True, **config))
+    made.update_offers(offers)
     return made
 
 
-def held(count: int, **more: Any) -> list[Holding]:
+def held(count: int, **more: Any) -> list[PaidNode]:
     told: dict[str, Any] = {"offer": ("cloud", "small"), "island": "local", "usd_per_hour": 1.0, **more}
-    return [Holding(**told) for _ in range(count)]
+    return [PaidNode(**told) for _ in range(count)]
 
 
 # Which offer.
 
 
-def test_the_cheapest_for_its_speed_is_taken() -> None:
-    speeds = Speeds((node("a", gpu="L4", ms_per_token=0.1), node("b", gpu="H100", ms_per_token=0.02)))
-    found, why = market(offer("slow", gpu="L4", usd_per_hour=1.0), offer("fast", gpu="H100", usd_per_hour=4.0)).choose(
+def test_the_cheapest_offer_for_its_speed_is_selected() -> None:
+    speeds = GpuSpeeds((node("a", gpu="L4", ms_per_token=0.1), node("b", gpu="H100", ms_per_token=0.02)))
+    found, why = market(offer("slow", gpu="L4", usd_per_hour=1.0), offer("fast", gpu="H100", usd_per_hour=4.0)).select(
         (), speeds, 0.0
     )
     assert found is not None and found.name == "fast" and "cheapest" in why
 
 
-def test_a_start_counts_and_in_a_panic_only_the_quick_count() -> None:
-    speeds = Speeds(())
+def test_start_time_adds_to_the_cost_and_panic_mode_skips_slow_starts() -> None:
+    speeds = GpuSpeeds(())
     asked = market(offer("slow", usd_per_hour=1.0, start_s=900.0), offer("quick", usd_per_hour=1.5, start_s=30.0))
-    assert asked.choose((), speeds, 0.0)[0].name == "slow"  # type: ignore[union-attr]
-    assert asked.choose((), speeds, 0.0, panicking=True)[0].name == "quick"  # type: ignore[union-attr]
-    asked.came_up(("cloud", "slow"), 4000.0)  # what is seen counts more than what is said
-    assert asked.choose((), speeds, 0.0)[0].name == "quick"  # type: ignore[union-attr]
+    assert asked.select((), speeds, 0.0)[0].name == "slow"  # type: ignore[union-attr]
+    assert asked.select((), speeds, 0.0, panicking=True)[0].name == "quick"  # type: ignore[union-attr]
+    asked.node_started(("cloud", "slow"), 4000.0)  # what is seen counts more than what is said
+    assert asked.select((), speeds, 0.0)[0].name == "quick"  # type: ignore[union-attr]
 
 
-def test_an_offer_that_was_refused_rests_twice_as_long_each_time_until_one_comes_up() -> None:
-    asked = market(offer(), offer("dear", usd_per_hour=9.0), rest_s=60.0, rest_limit_s=200.0)
-    speeds = Speeds(())
+def test_the_backoff_of_an_offer_doubles_until_a_node_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offer_selection, "MAX_BACKOFF_S", 200.0)
+    asked = market(offer(), offer("dear", usd_per_hour=9.0), offer_backoff_s=60.0)
+    speeds = GpuSpeeds(())
 
     def name(now_s: float) -> str:
-        found, _ = asked.choose((), speeds, now_s)
+        found, _ = asked.select((), speeds, now_s)
         assert found is not None
         return found.name
 
@@ -76,8 +78,8 @@ def test_an_offer_that_was_refused_rests_twice_as_long_each_time_until_one_comes
     asked.refused(("cloud", "small"), "no capacity", 61.0)
     assert name(180.0) == "dear" and name(182.0) == "small"
     asked.refused(("cloud", "small"), "no capacity", 182.0)
-    assert asked.resting(182.0)[("cloud", "small")] == (382.0, "no capacity")
-    asked.came_up(("cloud", "small"), 10.0)
+    assert asked.backing_off(182.0)[("cloud", "small")] == (382.0, "no capacity")
+    asked.node_started(("cloud", "small"), 10.0)
     asked.refused(("cloud", "small"), "no capacity", 500.0)
     assert name(561.0) == "small"
 
@@ -89,23 +91,23 @@ def test_an_offer_that_was_refused_rests_twice_as_long_each_time_until_one_comes
         ({"islands": (IslandLimits(island="local", max_nodes=3),)}, "its island is full"),
     ],
 )
-def test_what_may_not_be_taken_is_said(limits: dict[str, Any], words: str) -> None:
-    found, why = market(offer(), **limits).choose(held(3), Speeds(()), 0.0)
+def test_budget_and_island_limits_are_reasons_against_an_offer(limits: dict[str, Any], words: str) -> None:
+    found, why = market(offer(), **limits).select(held(3), GpuSpeeds(()), 0.0)
     assert found is None and words in why
-    found, _ = market(offer(), **limits).choose(held(2), Speeds(()), 0.0)
+    found, _ = market(offer(), **limits).select(held(2), GpuSpeeds(()), 0.0)
     assert found is not None
 
 
-def test_no_more_than_can_be_had_and_none_that_is_too_slow() -> None:
-    found, why = market(offer(most=3)).choose(held(3), Speeds(()), 0.0)
+def test_used_up_and_too_slow_offers_are_skipped() -> None:
+    found, why = market(offer(most=3)).select(held(3), GpuSpeeds(()), 0.0)
     assert found is None and "no more of them" in why
-    speeds = Speeds((node("a", gpu="T4", ms_per_token=1.0),))
-    found, why = market(offer(gpu="T4"), ttft_p99_ceiling_ms=5000.0).choose((), speeds, 0.0, work=10_000.0)
+    speeds = GpuSpeeds((node("a", gpu="T4", ms_per_token=1.0),))
+    found, why = market(offer(gpu="T4"), max_ttft_p99_ms=5000.0).select((), speeds, 0.0, work=10_000.0)
     assert found is None and "too slow" in why
 
 
 @pytest.mark.parametrize("price", [nan, inf, -1.0, 1e9])
-def test_a_price_that_cannot_be_is_left_out_and_said(price: float) -> None:
+def test_an_impossible_price_is_ignored_and_reported(price: float) -> None:
     asked = market(offer("bad", usd_per_hour=price), offer("good", usd_per_hour=2.0))
     assert [one.name for one in asked.offers] == ["good"]
     assert len(asked.said) == 1 and "bad" in asked.said[0]
@@ -114,19 +116,19 @@ def test_a_price_that_cannot_be_is_left_out_and_said(price: float) -> None:
 # Which node goes.
 
 
-def test_an_island_keeps_what_it_needs() -> None:
+def test_removal_respects_the_minimum_of_an_island() -> None:
     fleet = (node("far-1", island="far"), node("far-2", island="far"), node("near"))
     limits = Scaling(enabled=True, islands=(IslandLimits(island="far", min_nodes=2),))
-    assert [one.node.name for one in ranked(fleet, Speeds(fleet), limits, lambda _age_s: 0.5)] == ["near"]
+    assert [one.node.name for one in rank_candidates(fleet, GpuSpeeds(fleet), limits, lambda _age_s: 0.5)] == ["near"]
 
 
-def test_the_last_holder_of_a_hot_prefix_is_known() -> None:
+def test_prefixes_that_only_one_node_holds_are_found() -> None:
     cache_view, hot = CacheView(Index()), HotPrefixes()
     chain = bytes(range(64))
-    a, b = cache_view.join("a", ["m"]), cache_view.join("b", ["m"])
+    a, b = cache_view.add_node("a", ["m"]), cache_view.add_node("b", ["m"])
     a.keep(chain, 0.0)
     for at in range(10):
-        hot.saw(chain, 16, PROMPT, float(at))
+        hot.record(chain, 16, PROMPT, float(at))
     found = only_here(hot, cache_view, "a", ["b"], 10.0)
     assert [(prefix.chain, prefix.tokens) for prefix in found] == [(chain, 8 * 16)]
     assert not only_here(hot, cache_view, "b", ["a"], 10.0)
@@ -137,28 +139,28 @@ def test_the_last_holder_of_a_hot_prefix_is_known() -> None:
 # Hot prefixes.
 
 
-def test_of_a_prompt_only_its_hot_beginning_is_kept() -> None:
+def test_only_the_hot_prefix_of_a_prompt_is_kept() -> None:
     """A long conversation behind a system prompt is no part of what is put into other caches, and takes no memory."""
     hot, random = HotPrefixes(), Random(5)
     shared = array("I", [random.randrange(50_000) for _ in range(512)]).tobytes()
     for at in range(20):
         own = array("I", [random.randrange(50_000) for _ in range(20_000)]).tobytes()
         prompt = Lookup(shared + own, 20_512, 20_512, salt="s")
-        hot.saw(prompt.blocks("m", "", 16), 16, prompt, float(at))
+        hot.record(prompt.blocks("m", "", 16), 16, prompt, float(at))
     (found,) = hot.hottest(8, 20.0)
     example = found.example
-    assert found.tokens == example.token_count == example.sure_tokens == 512
+    assert found.tokens == example.token_count == example.exact_tokens == 512
     assert example.first_tokens(10_000) == array("I", shared).tolist()
     assert example.model_of(found.chain) == "m" and example.salt == "s"
     assert example.blocks("m", "", 16) == found.chain
 
 
-def test_hot_is_what_many_share_and_the_longest_of_it() -> None:
+def test_the_longest_shared_prefix_is_hot() -> None:
     hot, random = HotPrefixes(), Random(7)
     shared = random.randbytes(8 * 32)
     for at in range(50):
-        hot.saw(shared + random.randbytes(8 * 20), 16, PROMPT, at * 0.5)
-        hot.saw(random.randbytes(8 * 40), 16, PROMPT, at * 0.5)
+        hot.record(shared + random.randbytes(8 * 20), 16, PROMPT, at * 0.5)
+        hot.record(random.randbytes(8 * 40), 16, PROMPT, at * 0.5)
     (found,) = hot.hottest(8, 25.0)
     assert found.chain == shared and found.tokens == 32 * 16
     assert not hot.hottest(8, 25.0 + 1200.0)  # it has cooled down
@@ -169,9 +171,9 @@ def test_hot_prefixes_are_bounded() -> None:
     for at in range(3000):
         chain = random.randbytes(8 * 6)
         for _ in range(4):
-            hot.saw(chain, 16, PROMPT, at * 0.01)
-        assert len(hot) <= REMEMBERED
-    assert len(hot.hottest(10_000, 30.0)) <= MOST_HOT
+            hot.record(chain, 16, PROMPT, at * 0.01)
+        assert len(hot) <= MAX_COUNTS
+    assert len(hot.hottest(10_000, 30.0)) <= MAX_EXAMPLES
 
 
 # The life of a node.
@@ -179,51 +181,60 @@ def test_hot_prefixes_are_bounded() -> None:
 OFFER = offer()
 
 
-def test_a_life_from_the_request_to_the_end() -> None:
-    changes: list[State] = []
-    lives = Lives(CONFIG, lambda life, _was: changes.append(life.state))
+def test_the_lifecycle_from_request_to_termination() -> None:
+    changes: list[LifecycleState] = []
+    lives = ManagedNodes(CONFIG, lambda life, _was: changes.append(life.state))
     lives.ask("t", OFFER, 0.0)
     assert lives.ask("t", OFFER, 5.0).asked_s == 0.0  # asked again: the same
     for at, event in enumerate(
-        (Event.ACCEPTED, Event.HAS_ADDRESS, Event.CHECK_PASSED, Event.WARM, Event.GIVE_BACK, Event.EMPTY, Event.ENDED)
+        (
+            LifecycleEvent.ACCEPTED,
+            LifecycleEvent.HAS_ADDRESS,
+            LifecycleEvent.CHECK_PASSED,
+            LifecycleEvent.PREWARMED,
+            LifecycleEvent.REMOVE,
+            LifecycleEvent.DRAINED,
+            LifecycleEvent.GONE,
+        )
     ):
         assert lives.take("t", event, float(at)) is not None
         assert lives.take("t", event, float(at)) is None  # told twice: nothing changes
     assert changes == [
-        State.BOOTING, State.LOADING, State.WARMING, State.SERVING, State.DRAINING, State.ENDING, State.TERMINATED,
+        LifecycleState.BOOTING, LifecycleState.LOADING, LifecycleState.WARMING, LifecycleState.SERVING, LifecycleState.DRAINING, LifecycleState.TERMINATING, LifecycleState.TERMINATED,
     ]  # fmt: skip
     assert not len(lives)
 
 
-def test_a_node_that_never_comes_up_is_given_back_and_known_as_such() -> None:
-    lives = Lives(Scaling(enabled=True, boot_limit_s=100.0, warm_limit_s=10.0))
+def test_a_node_that_does_not_start_is_terminated_and_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_lifecycle, "PREWARM_TIMEOUT_S", 10.0)
+    lives = ManagedNodes(Scaling(enabled=True, boot_timeout_s=100.0))
     lives.ask("never", OFFER, 0.0)
     lives.ask("slow to warm", OFFER, 0.0)
-    for event in (Event.ACCEPTED, Event.HAS_ADDRESS, Event.CHECK_PASSED):
+    for event in (LifecycleEvent.ACCEPTED, LifecycleEvent.HAS_ADDRESS, LifecycleEvent.CHECK_PASSED):
         lives.take("slow to warm", event, 0.0)
-    lives.take("never", Event.ACCEPTED, 0.0)
+    lives.take("never", LifecycleEvent.ACCEPTED, 0.0)
     assert {life.token for life in lives.overdue(50.0)} == {"slow to warm"}
-    late = lives.take("slow to warm", Event.LIMIT, 50.0)
-    assert late is not None and late.state is State.SERVING and not late.never_came_up
+    late = lives.take("slow to warm", LifecycleEvent.TIMED_OUT, 50.0)
+    assert late is not None and late.state is LifecycleState.SERVING and not late.never_came_up
     (overdue,) = lives.overdue(101.0)
-    found = lives.take(overdue.token, Event.LIMIT, 101.0)
-    assert found is not None and found.state is State.ENDING and found.never_came_up
+    found = lives.take(overdue.token, LifecycleEvent.TIMED_OUT, 101.0)
+    assert found is not None and found.state is LifecycleState.TERMINATING and found.never_came_up
 
 
 @settings(max_examples=200, deadline=None)
-@given(events=st.lists(st.sampled_from(list(Event)), max_size=30))
-def test_whatever_a_cloud_says_a_life_goes_one_way(events: list[Event]) -> None:
-    order = list(State)
-    lives = Lives(CONFIG)
+@given(events=st.lists(st.sampled_from(list(LifecycleEvent)), max_size=30))
+def test_a_lifecycle_never_goes_back_whatever_a_provisioner_reports(events: list[LifecycleEvent]) -> None:
+    order = list(LifecycleState)
+    lives = ManagedNodes(CONFIG)
     life = lives.ask("t", OFFER, 0.0)
     before = life.state
     for at, event in enumerate(events):
         lives.take("t", event, float(at))
         assert order.index(life.state) >= order.index(before)
         before = life.state
-    assert (life.state is State.TERMINATED) == (lives.get("t") is None)
+    assert (life.state is LifecycleState.TERMINATED) == (lives.get("t") is None)
     assert not (life.never_came_up and life.serving_s is not None)
-    assert life.coming == (life.state in COMING)
+    assert life.coming == (life.state in PENDING_STATES)
 
 
 # What is seen.
@@ -231,11 +242,11 @@ def test_whatever_a_cloud_says_a_life_goes_one_way(events: list[Event]) -> None:
 
 def sample(at_s: float, arrived: float, span_s: float = 5.0, **sums: float) -> Sample:
     told = {"arrived": arrived, **sums}
-    return Sample(at_s, span_s, [told.get(name, 0.0) for name in SUMS], no_times(), no_times())
+    return Sample(at_s, span_s, [told.get(name, 0.0) for name in COUNTERS], no_times(), no_times())
 
 
-def test_windows_hold_what_they_are_long_and_no_more() -> None:
-    windows = Windows(Scaling(enabled=True, stable_window_s=60.0, panic_window_s=10.0, forecast_s=0.0))
+def test_windows_hold_exactly_their_time() -> None:
+    windows = MetricWindows(Scaling(enabled=True, stable_window_s=60.0, panic_window_s=10.0, trend_window_s=0.0))
     for at in range(1, 101):
         windows.add(sample(at * 5.0, 50.0 if at > 98 else 5.0))
     assert windows.panic.arrivals_per_s == pytest.approx(10.0)
@@ -244,10 +255,10 @@ def test_windows_hold_what_they_are_long_and_no_more() -> None:
     assert windows.stable.arrivals_per_s == pytest.approx((10 * 5.0 + 2 * 50.0) / 60.0)
 
 
-def test_a_trend_is_told_from_noise() -> None:
+def test_noise_is_not_a_trend() -> None:
     random = Random(5)
-    config = Scaling(enabled=True, forecast_s=300.0)
-    rising, noisy = Windows(config), Windows(config)
+    config = Scaling(enabled=True, trend_window_s=300.0)
+    rising, noisy = MetricWindows(config), MetricWindows(config)
     for at in range(1, 61):
         rising.add(sample(at * 5.0, 20.0 + at))
         noisy.add(sample(at * 5.0, 50.0 + random.choice((-8.0, 8.0))))
@@ -255,20 +266,20 @@ def test_a_trend_is_told_from_noise() -> None:
     assert abs(noisy.growth_per_s) < 0.0005
 
 
-def test_the_observer_tells_what_happened_since_it_last_looked() -> None:
+def test_a_sample_covers_the_time_since_the_last_one() -> None:
     fleet, cache_view, demand_meter = Fleet(Health()), CacheView(Index()), DemandMeter()
     one = fleet.add(NodeConfig(url="http://a:1", name="a", models=("m",), gpu="L4", usd_per_hour=2.0))
     fleet.check_passed(one, 0.0)
     waiting = 3
-    observer = Observer(fleet, cache_view, demand_meter, lambda: waiting)
+    observer = FleetObserver(fleet, cache_view, demand_meter, lambda: waiting)
     observer.sample(0.0)
     demand_meter.arrived += 4
-    demand_meter.saw_sent(100.0, 60.0, 40.0, 0.05)
-    demand_meter.saw_first_token(250.0)
+    demand_meter.record_sent(100.0, 60.0, 40.0, 0.05)
+    demand_meter.record_ttft(250.0)
     first = observer.sample(10.0)
     assert (first.span_s, first.sums[0], sum(first.ttft), first.waiting) == (10.0, 4.0, 1, 3)
     assert observer.sample(20.0).sums[0] == 0.0
-    seen_ = Windows(CONFIG)
+    seen_ = MetricWindows(CONFIG)
     seen_.add(first)
     told = observer.view(20.0, seen_.stable, seen_.panic, 0.0, lambda _node: ("cloud", "small"))
     assert told.stable.hit_ratio == pytest.approx(0.6) and told.stable.work == pytest.approx(40.0)
@@ -278,80 +289,80 @@ def test_the_observer_tells_what_happened_since_it_last_looked() -> None:
     assert not observer.view(20.0, seen_.stable, seen_.panic, 0.0, lambda _node: None).nodes[0].serving
 
 
-def test_idle_time_begins_when_somebody_begins_to_look() -> None:
+def test_idle_time_starts_with_the_first_sample() -> None:
     fleet, demand_meter = Fleet(Health()), DemandMeter()
-    observer = Observer(fleet, CacheView(Index()), demand_meter, lambda: 0)
+    observer = FleetObserver(fleet, CacheView(Index()), demand_meter, lambda: 0)
 
     def idle_s(now_s: float) -> float:
         observer.sample(now_s)
-        return observer.view(now_s, Seen(), Seen(), 0.0, lambda _node: None).idle_s
+        return observer.view(now_s, WindowMetrics(), WindowMetrics(), 0.0, lambda _node: None).idle_s
 
     assert [idle_s(now_s) for now_s in (5000.0, 5010.0)] == [0.0, 10.0]
     demand_meter.arrived += 1
     assert [idle_s(now_s) for now_s in (5020.0, 5025.0)] == [0.0, 5.0]
 
 
-def test_a_node_that_was_not_checked_yet_is_told_from_one_that_does_not_answer() -> None:
+def test_an_unchecked_node_differs_from_one_that_is_down() -> None:
     fleet = Fleet(Health())
     new, ill, drained = (fleet.add(NodeConfig(url=f"http://{name}:1", name=name)) for name in "abc")
-    fleet.check_refused(ill, 1.0, "nobody listens")
+    fleet.check_failed(ill, 1.0, "nobody listens")
     fleet.drain(drained.name)
-    observer = Observer(fleet, CacheView(Index()), DemandMeter(), lambda: 0)
-    told = observer.view(2.0, Seen(), Seen(), 0.0, lambda _node: None).nodes
+    observer = FleetObserver(fleet, CacheView(Index()), DemandMeter(), lambda: 0)
+    told = observer.view(2.0, WindowMetrics(), WindowMetrics(), 0.0, lambda _node: None).nodes
     assert [(node_.unchecked, node_.serving) for node_ in told] == [(True, False), (False, False), (False, False)]
     fleet.check_passed(new, 3.0)
-    assert observer.view(4.0, Seen(), Seen(), 0.0, lambda _node: None).nodes[0].unchecked is False
+    assert observer.view(4.0, WindowMetrics(), WindowMetrics(), 0.0, lambda _node: None).nodes[0].unchecked is False
 
 
 @given(times=st.lists(st.floats(2.0, 400_000.0), min_size=1, max_size=300), share=st.sampled_from([0.5, 0.9, 0.99]))
-def test_a_percentile_is_known_to_within_a_bucket(times: list[float], share: float) -> None:
+def test_a_percentile_is_exact_to_one_bucket(times: list[float], share: float) -> None:
     demand_meter = DemandMeter()
     for one in times:
-        demand_meter.saw_first_token(one)
+        demand_meter.record_ttft(one)
     exact = sorted(times)[max(0, -int(-share * len(times) // 1) - 1)]
     found = percentile_ms(demand_meter.ttft_counts, share)
     assert found is not None and exact <= found * 1.0001 and found <= exact * 1.16
 
 
-def test_no_times_make_no_percentile() -> None:
+def test_there_is_no_percentile_without_times() -> None:
     assert percentile_ms(array("q", [0, 0]), 0.9) is None
 
 
 # Capacity.
 
 
-def test_half_the_fleet_has_twice_the_work_on_each_and_less_cache() -> None:
+def test_half_the_fleet_has_twice_the_load_per_node_and_less_cache() -> None:
     reuse = {"reuse_within": lambda age_s: min(0.8, age_s / 1000.0)}
     told: dict[str, Any] = {"nodes": nodes(4, held_blocks=10_000, oldest_age_s=600.0), **reuse}
     asked = view(0.0, 4, 4.0, **told)
-    speeds = Speeds(asked.nodes)
+    speeds = GpuSpeeds(asked.nodes)
     demand, whole = Demand(asked, asked.stable, speeds), size_of(asked.nodes, speeds)
-    half = Size(whole.weight / 2, whole.blocks / 2)
+    half = FleetSize(whole.weight / 2, whole.blocks / 2)
     assert demand.kept_s(whole) == pytest.approx(600.0) and demand.kept_s(half) == pytest.approx(300.0)
     assert demand.hit(whole) == pytest.approx(0.8) and demand.hit(half) == pytest.approx(0.4)
     assert demand.utilisation(half) == pytest.approx(2 * 3 * demand.utilisation(whole))
 
 
-def test_unique_traffic_has_the_same_work_on_any_fleet() -> None:
+def test_unique_traffic_has_the_same_load_on_any_fleet() -> None:
     asked = view(0.0, 4, 4.0, nodes=nodes(4, held_blocks=10_000), stable={"hit_ratio": 0.0})
-    speeds = Speeds(asked.nodes)
+    speeds = GpuSpeeds(asked.nodes)
     demand, whole = Demand(asked, asked.stable, speeds), size_of(asked.nodes, speeds)
-    assert demand.load(Size(2.0, 20_000)) == pytest.approx(demand.load(whole))
+    assert demand.load(FleetSize(2.0, 20_000)) == pytest.approx(demand.load(whole))
 
 
 @settings(max_examples=100, deadline=None)
 @given(weight=st.floats(1.0, 50.0), arrivals=st.floats(0.01, 50.0), variation=st.floats(0.0, 100.0))
 def test_more_nodes_never_wait_longer(weight: float, arrivals: float, variation: float) -> None:
     asked = view(0.0, 4, arrivals, stable={"variation": variation})
-    demand = Demand(asked, asked.stable, Speeds(asked.nodes))
-    less, more = demand.wait_ms(Size(weight, 1e4)), demand.wait_ms(Size(weight + 1.0, 1e4))
+    demand = Demand(asked, asked.stable, GpuSpeeds(asked.nodes))
+    less, more = demand.wait_ms(FleetSize(weight, 1e4)), demand.wait_ms(FleetSize(weight + 1.0, 1e4))
     assert more <= less
 
 
-def test_what_nobody_has_shown_yet_counts_as_the_usual() -> None:
-    speeds = Speeds((node("a", gpu="L4", ms_per_token=0.1), node("b", gpu="L4", ms_per_token=0.1)))
+def test_an_unknown_gpu_has_the_usual_speed() -> None:
+    speeds = GpuSpeeds((node("a", gpu="L4", ms_per_token=0.1), node("b", gpu="L4", ms_per_token=0.1)))
     assert speeds.weight("B200") == 1.0 and speeds.ms_per_token("B200") is None
-    assert Speeds(()).weight("L4") == 1.0
+    assert GpuSpeeds(()).weight("L4") == 1.0
     assert seen(1.0).work is not None
 
 
@@ -363,14 +374,14 @@ def test_what_nobody_has_shown_yet_counts_as_the_usual() -> None:
     [(0, "08:59", 0), (0, "09:00", 4), (0, "17:59", 4), (0, "18:00", 0), (5, "12:00", 0), (4, "23:30", 6),
      (5, "01:00", 6), (5, "02:00", 0), (0, "01:00", 0)],
 )  # fmt: skip
-def test_hours(day: int, clock: str, least: int) -> None:
+def test_the_schedule_applies_by_day_and_time(day: int, clock: str, least: int) -> None:
     hours = (
         Hours(start="09:00", end="18:00", days=("mon", "tue", "wed", "thu", "fri"), min_nodes=4),
         Hours(start="22:00", end="02:00", days=("fri",), min_nodes=6),
     )
     monday_s = 4 * 86_400  # 1970-01-05
     hour, minute = clock.split(":")
-    assert least_nodes(hours, monday_s + day * 86_400 + int(hour) * 3600 + int(minute) * 60) == least
+    assert scheduled_min_nodes(hours, monday_s + day * 86_400 + int(hour) * 3600 + int(minute) * 60) == least
 
 
 # The configuration.
@@ -380,16 +391,16 @@ def test_hours(day: int, clock: str, least: int) -> None:
     ("table", "words"),
     [
         ({"min_nodes": 9, "max_nodes": 8}, "above scaling.max_nodes"),
-        ({"queue_up": 1.0, "queue_drain": 1.0}, "nodes would come and go in turn"),
-        ({"utilisation": 0.3}, "nodes would come and go in turn"),
-        ({"islands": [{"island": "a"}, {"island": "a"}]}, "stands there twice"),
+        ({"max_queue_per_node": 1.0}, "scaling.max_queue_per_node: expected a number > 1.0"),
+        ({"target_utilisation": 0.3}, "scaling.target_utilisation: expected a number >= 0.45"),
+        ({"islands": [{"island": "a"}, {"island": "a"}]}, "is defined twice"),
         ({"islands": [{"island": "a", "min_nodes": 9}]}, "above scaling.max_nodes"),
         ({"hours": [{"start": "9", "end": "10:00", "min_nodes": 1}]}, "scaling.hours"),
         ({"hours": [{"start": "09:00", "end": "10:00", "min_nodes": 99}]}, "above scaling.max_nodes"),
         ({"islands": [{"islnd": "a"}]}, "unknown key scaling.islands.islnd; did you mean scaling.islands.island?"),
     ],
 )
-def test_settings_that_do_not_fit_together_are_refused(table: dict[str, Any], words: str) -> None:
+def test_contradicting_settings_are_rejected(table: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as error:
         from_table({"scaling": table})
     assert words in str(error.value)

@@ -2,7 +2,7 @@
  *
  * The rules:
  * - A ticket is entered once, and leaves once: whatever it added to its node's books it takes back then.
- * - A formula is the one in Python, operation by operation: fleet/speed.py and fleet/decode_speed.py.
+ * - A formula is the one in Python, operation by operation: fleet/node_speed.py and fleet/decode_speed.py.
  * - Of answers that come at their end nobody sees the first token. Their tickets stand in a row at their node, in the order
  *   in which they came, which is the order in which their prefills are due. The node holds them until that.
  *
@@ -16,7 +16,7 @@
 #include <stddef.h>
 #include <structmember.h>
 
-/* fleet/speed.py */
+/* fleet/node_speed.py */
 #define STEPS 1.5
 #define STEP_WORK 300.0
 #define KEPT_S 15.0
@@ -28,7 +28,7 @@
 #define PACE_WEIGHT 0.03
 #define LEAST_SHARE 0.2
 #define MOST_PACES 4.0
-/* fleet/arrivals.py */
+/* fleet/arrival_rate.py */
 #define ARRIVALS_KEPT_S 10.0
 /* fleet/node.py */
 #define LATENCY_WEIGHT 0.1

@@ -4,7 +4,7 @@
  * Whatever two parsers might read in two ways (bare CR or LF, folded lines, a space before a colon, two lengths, a length
  * beside a coding) is refused, since that is what request smuggling is made of.
  *
- * tests/edge/plain_http.py (and plain_usage.py) says the same in plain Python; property tests hold the two equal.
+ * tests/edge/reference_http.py (and reference_usage.py) says the same in plain Python; property tests hold the two equal.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -24,7 +24,7 @@
 #define USAGE_BYTES 16384
 #define MAX_NUMBER_DIGITS 9
 
-/* Why a head is refused; edge/head.py puts it in words. */
+/* Why a head is refused; edge/http1.py puts it in words. */
 enum { OK, BAD_LINE, BAD_TARGET, BAD_VERSION, BAD_FIELD, TOO_MANY_FIELDS, BAD_LENGTH, CODING_TWICE, BAD_CODING,
        BAD_EXPECT, BAD_HOST, LENGTH_AND_CODING, CODING_IN_1_0, BAD_CONNECTION };
 

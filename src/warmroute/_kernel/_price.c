@@ -4,7 +4,7 @@
  * - The state that a price is made of lies in plain structs, which the classes of Python inherit from: they write it, and
  *   nothing is kept twice. Here it is only read, but for the room of a cache, which is noted when a prompt is sent there.
  *   Nodes, their speed and their model's pace are those of _books.h.
- * - A formula is the one in Python, operation by operation: routing/terms.py and fleet/speed.py for the price,
+ * - A formula is the one in Python, operation by operation: tests/routing/price_reference.py and fleet/node_speed.py for the price,
  *   index/confidence.py and index/reuse.py for what a belief counts.
  *
  * tests/routing/test_price_kernel.py holds both equal.
@@ -18,12 +18,12 @@
 #include <stddef.h>
 #include <structmember.h>
 
-/* fleet/speed.py */
+/* fleet/node_speed.py */
 #define ATTENTION 4e-5
 #define STEPS 1.5
-/* fleet/arrivals.py */
+/* fleet/arrival_rate.py */
 #define KEPT_S 10.0
-/* routing/terms.py */
+/* tests/routing/price_reference.py */
 #define FULL_POWER 8.0
 #define FULL_SCALE 0.1
 #define FULL_MARGIN 1.02

@@ -118,10 +118,10 @@ def price_nodes(
     settings: tuple[float, float, bool, bool, bool],
     /,
 ) -> Prices:
-    """What a request costs on each of the nodes; `routing.terms.price` says how.
+    """What a request costs on each of the nodes; tests/routing/price_reference.py says how.
 
     `chances`: of reuse, as `Reuse.chances`. `adapter_ms`: for each node, what loading its adapter takes. `request`: its
     tokens and those of its answer. `due`: the time until its first token is due, and what it costs to be late; both 0
     where it has time. `behind`: requests that wait here and will be behind it, of a node. `pace`: of its model.
-    `settings`: max_saving_ms, locality, room, memory, congestion.
+    `settings`: max_saving_ms, cache_weight, room, memory, congestion.
     """

@@ -6,7 +6,7 @@
  * decides. One liberty is taken: text that is passed over is not checked to be UTF-8.
  *
  * Every function that reads takes where it stands and where the body ends, and returns where it stopped; NULL is unsure.
- * prompt/routing_request.py and prompt/request.py say the same in plain Python; tests/prompt/test_ask.py and test_outline.py hold them
+ * prompt/routing_request.py and prompt/request_body.py say the same in plain Python; tests/prompt/test_body_fields.py and test_request_body.py hold them
  * equal.
  */
 #define PY_SSIZE_T_CLEAN

@@ -1,4 +1,4 @@
-"""warmroute check-config: says whether a configuration file would be taken, and what of it can't be meant."""
+"""warmroute check-config: checks a configuration file and warns of probable mistakes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from warmroute.edge.listen import server_tls
-    from warmroute.edge.pools import node_tls
+    from warmroute.edge.connection_pool import node_tls
+    from warmroute.edge.listening_sockets import server_tls
 
     config = configuration.load(args.file)
     try:
@@ -29,64 +29,56 @@ def run(args: argparse.Namespace) -> int:
         node_tls(config.upstream)
         folder = Path(config.journal.file).parent
         if config.journal.file and not folder.is_dir():
-            raise ConfigError(f"journal.file: there is no folder {folder}")
-        warnings = [*_provisioners(config), *_unset(config), *_meant(config)]
+            raise ConfigError(f"journal.file: the directory {folder} does not exist")
+        warnings = [*_check_provisioners(config), *_unset_variables(config), *_unknown_names(config)]
     except ConfigError as error:
         raise ConfigError(f"{args.file}: {error}") from None
     for warning in warnings:
         print(f"warning: {args.file}: {warning}", file=sys.stderr)
-    print(f"{args.file}: good; {len(config.nodes)} nodes, {len(config.keys)} keys, policy {config.routing.policy}")
+    print(f"{args.file}: valid; {len(config.nodes)} nodes, {len(config.keys)} keys, policy {config.routing.policy}")
     return 0
 
 
-def _provisioners(config: Config) -> Iterator[str]:
-    """Makes them as `serve` would. Raises ConfigError; where nothing is scaled, that is only a warning."""
-    from warmroute.scaling.provisioners import provisioner_named
+def _check_provisioners(config: Config) -> Iterator[str]:
+    """Create the provisioners as `serve` would. Yields warnings. Raises ConfigError if scaling is enabled and one
+    cannot be created."""
+    from warmroute.scaling.provisioners import create_provisioner
 
     for one in config.provisioners:
         try:
-            provisioner_named(one)
+            create_provisioner(one)
         except ConfigError as error:
             if config.scaling.enabled:
                 raise
-            yield f"{error}; it is not used while scaling.enabled is false"
+            yield f"{error} (the provisioner is unused while scaling.enabled is false)"
         if one.kind == "process" and one.command and not any("{port}" in word for word in one.command):
-            yield (
-                f"provisioners.command ({one.label}) has no {{port}}: its engines would all listen on the same port, "
-                "and not where they are looked for"
-            )
+            yield f"provisioners.command ({one.label}) has no {{port}}: all its engines would listen on the same port"
 
 
-def _unset(config: Config) -> Iterator[str]:
-    """Environment variables that are named and not there."""
+def _unset_variables(config: Config) -> Iterator[str]:
     for node in config.nodes:
         if node.api_key_env and not os.environ.get(node.api_key_env):
-            yield f"{node.api_key_env}, which has the key for {node.url}, is not set here"
+            yield f"nodes.api_key_env: {node.api_key_env} is not set here; it has the API key of {node.url}"
     for one in config.provisioners:
         if one.api_key_env and not os.environ.get(one.api_key_env):
-            yield f"{one.api_key_env}, which has the key for engines of {one.label}, is not set here"
+            yield f"provisioners.api_key_env: {one.api_key_env} is not set here; it has the API key of {one.label}"
 
 
-def _meant(config: Config) -> Iterator[str]:
-    """Names that nobody else has."""
-    known = _islands(config)
+def _unknown_names(config: Config) -> Iterator[str]:
+    islands = _islands(config)
     for limits in config.scaling.islands:
-        if known is not None and limits.island not in known:
-            yield (
-                f"scaling.islands: no node, provisioner or [[islands]] names {limits.island!r}; "
-                f"there are {', '.join(sorted(known)) or 'none'}"
-            )
+        if islands is not None and limits.island not in islands:
+            known = ", ".join(sorted(islands)) or "none"
+            yield f"scaling.islands: no node or provisioner is on island {limits.island!r}; known islands: {known}"
     tenants = {key.tenant for key in config.keys}
     for route in config.routes:
         if route.tenant and "*" not in route.tenant and route.tenant not in tenants:
-            yield (
-                f"routes: {route.name!r} is for tenant {route.tenant!r}, which no key has; "
-                f"there are {', '.join(sorted(tenants)) or 'no keys'}"
-            )
+            known = ", ".join(sorted(tenants)) or "none"
+            yield f"routes: no key has the tenant {route.tenant!r} of route {route.name!r}; known tenants: {known}"
 
 
 def _islands(config: Config) -> set[str] | None:
-    """All that nodes may stand on; None where only a cloud knows."""
+    """Return all islands that nodes can be on; None if only a provisioner knows them."""
     found = {node.island for node in config.nodes} | {island.name for island in config.islands}
     for one in config.provisioners:
         if one.island:

@@ -1,4 +1,4 @@
-"""warmroute config-reference: the configuration reference, made from the code (docs/configuration.md)."""
+"""warmroute config-reference: prints the configuration reference, generated from the code (docs/configuration.md)."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 
 import msgspec
 
-from warmroute import config as configuration
+from warmroute.config import describe_keys, tables
+from warmroute.config.config import RESTART_KEYS
 
 INTRODUCTION = """\
 # Configuration
 
-One TOML file, read by `warmroute serve --config FILE` and checked by `warmroute check-config FILE`. Every value has one
-default. An unknown key is an error that names the nearest known one. The file is read again when it changes and on
-SIGHUP: requests that are running are not touched, and a bad file is said and not taken. `[listen]`, `[admin]`,
-`[[provisioners]]`, `scaling.enabled`, `scaling.lock_file`, `scaling.keda_host`, `scaling.keda_port`,
-`index.memory_bytes` and `prompts.threads` count only at the start: a change of them is said, and waits for a restart.
-This page is made by `warmroute config-reference`.
+`warmroute serve --config FILE` reads one TOML file; `warmroute check-config FILE` checks it. An unknown key is an error
+that names the nearest known key.
+
+The router reloads the file when it changes and on SIGHUP. Running requests continue. If the file is invalid, the router
+logs the error and keeps the previous configuration. These tables and keys take effect only after a restart: {restart}.
+
+`warmroute config-reference` generates this page.
 """
 
 
 def add_to(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "config-reference", help="print the configuration reference as Markdown"
-    )
+    parser: argparse.ArgumentParser = commands.add_parser("config-reference")
     parser.set_defaults(run=run)
 
 
@@ -39,19 +39,21 @@ def reference() -> str:
 
 
 def _lines() -> Iterator[str]:
-    yield INTRODUCTION
-    for name, section, many in configuration.tables():
-        yield f"## `{'[[' if many else '['}{name}{']]' if many else ']'}`"
+    headings = {name: f"[[{name}]]" if repeatable else f"[{name}]" for name, _section, repeatable in tables()}
+    yield INTRODUCTION.format(restart=", ".join(f"`{headings.get(name, name)}`" for name in RESTART_KEYS))
+    for name, section, repeatable in tables():
+        yield f"## `{headings[name]}`"
         yield ""
-        yield f"{(section.__doc__ or '').strip()}{' May stand there many times.' if many else ''}"
+        yield " ".join((section.__doc__ or "").split()) + (" Repeatable." if repeatable else "")
         yield ""
         yield "| key | type | default | |"
         yield "| --- | --- | --- | --- |"
-        for key, kind, default, sentence in configuration.described(section):
-            shown = (
-                "required" if default is msgspec.NODEFAULT else "unset" if default is None else f"`{_toml(default)}`"
-            )
-            yield f"| `{key}` | {kind} | {shown} | {sentence} |"
+        for key in describe_keys(section):
+            if key.default is msgspec.NODEFAULT:
+                default = "required"
+            else:
+                default = "unset" if key.default is None else f"`{_toml(key.default)}`"
+            yield f"| `{key.name}` | {key.type_name} | {default} | {key.description} |"
         yield ""
 
 

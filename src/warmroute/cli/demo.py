@@ -1,4 +1,4 @@
-"""warmroute demo: simulated engines and the router in front, with something to see."""
+"""warmroute demo: simulated engines behind the router, with live output."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from typing import Any
 
 
 def add_to(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser("demo", help="watch the router at work, without a GPU")
-    parser.add_argument("--port", type=int, help="port of the router (8080, or the next free one)")
+    parser: argparse.ArgumentParser = commands.add_parser("demo", help="show the router at work, without a GPU")
+    parser.add_argument("--port", type=int, help="port of the router (default: 8080, or the next free port)")
     parser.add_argument(
         "--only",
         choices=("compare", "scale"),
-        help="one act: round robin beside price, or a fleet that grows and shrinks (both)",
+        help="run one part: round robin against price, or autoscaling (default: both)",
     )
     parser.add_argument(
-        "--speed", type=float, default=1.0, help="how many times faster than life the compared engines run (1)"
+        "--speed",
+        type=float,
+        default=1.0,
+        help="speed of the compared engines; 2 is twice as fast (default: 1)",
     )
-    parser.add_argument("--exit", action="store_true", help="end after the last act instead of staying up")
+    parser.add_argument("--exit", action="store_true", help="exit after the last part instead of continuing to serve")
     parser.set_defaults(run=run)
 
 
@@ -30,6 +33,6 @@ def run(args: argparse.Namespace) -> int:
     if args.speed <= 0:
         raise ConfigError("--speed must be above 0")
     if args.only == "scale" and args.speed != 1.0:
-        raise ConfigError("--speed is for the comparison: --only scale has engines and times of its own")
+        raise ConfigError("--speed applies to the comparison; it cannot be used with --only scale")
     options = demo.DemoOptions(port=args.port, speed=args.speed, leave=args.exit, only=args.only)
     return demo.run(options, Console())

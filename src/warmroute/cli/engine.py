@@ -1,4 +1,4 @@
-"""warmroute engine: a simulated engine that answers like vLLM and takes as long as one."""
+"""warmroute engine: runs a simulated engine with vLLM's API and realistic timing."""
 
 from __future__ import annotations
 
@@ -8,30 +8,44 @@ from typing import Any
 
 
 def add_to(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser("engine", help="run a simulated engine: a vLLM without GPU")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="HTTP port, 0 for a free one (8000)")
-    parser.add_argument("--profile", default="l4-1.5b", help="GPU and model, say 2xh100-32b (l4-1.5b)")
-    parser.add_argument("--blocks", type=int, help="KV blocks (what the profile's memory holds)")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens of a KV block (16)")
-    parser.add_argument("--cpu-blocks", type=int, default=0, help="KV blocks of a tier in CPU memory (none)")
-    parser.add_argument("--max-num-seqs", type=int, help="requests in a batch (the profile's)")
-    parser.add_argument("--max-num-batched-tokens", type=int, help="token budget of a step (the profile's)")
-    parser.add_argument("--max-model-len", type=int, help="prompt and answer together (32768, or what the blocks hold)")
-    parser.add_argument("--scheduling-policy", choices=("fcfs", "priority"), default="fcfs", help="of waiting requests")
-    parser.add_argument("--events-port", type=int, help="publish KV events there, 0 for a free port (none)")
-    parser.add_argument("--replay-port", type=int, help="replay KV events there, 0 for a free port (none)")
-    parser.add_argument("--events-topic", help="topic of the KV events (kv@HOST:PORT@MODEL)")
-    parser.add_argument("--model", default="sim", help="the name it is served under (sim)")
-    parser.add_argument("--lora", action="append", default=[], metavar="NAME", help="an adapter; repeat for more")
-    parser.add_argument("--max-loras", type=int, default=1, help="adapters in a batch (1)")
-    parser.add_argument("--data-parallel-size", type=int, default=1, metavar="N", help="ranks, each with its cache (1)")
-    parser.add_argument("--speed", type=float, default=1.0, help="how many times faster than life it runs (1)")
-    parser.add_argument("--answer-tokens", type=int, default=128, help="mean answer without max_tokens (128)")
+    parser: argparse.ArgumentParser = commands.add_parser("engine", help="run a simulated vLLM engine, without a GPU")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="HTTP port, 0 for a free one (default: 8000)")
+    parser.add_argument("--profile", default="l4-1.5b", help="GPU and model, such as 2xh100-32b (default: l4-1.5b)")
+    parser.add_argument("--blocks", type=int, help="number of KV blocks (default: from the profile)")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens per KV block (default: 16)")
+    parser.add_argument("--cpu-blocks", type=int, default=0, help="KV blocks in a CPU tier (default: 0)")
+    parser.add_argument("--max-num-seqs", type=int, help="maximum requests per batch (default: from the profile)")
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="a model's tokenizer.json or its folder (a stand-in)"
+        "--max-num-batched-tokens", type=int, help="maximum tokens per step (default: from the profile)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of answers and faults (0)")
+    parser.add_argument("--max-model-len", type=int, help="maximum prompt and output tokens together (default: 32768)")
+    parser.add_argument(
+        "--scheduling-policy",
+        choices=("fcfs", "priority"),
+        default="fcfs",
+        help="order of waiting requests (default: fcfs)",
+    )
+    parser.add_argument("--events-port", type=int, help="port for KV events, 0 for a free one (default: no events)")
+    parser.add_argument("--replay-port", type=int, help="port for replayed KV events, 0 for a free one (default: none)")
+    parser.add_argument("--events-topic", help="topic of the KV events (default: kv@HOST:PORT@MODEL)")
+    parser.add_argument("--model", default="sim", help="name of the served model (default: sim)")
+    parser.add_argument("--lora", action="append", default=[], metavar="NAME", help="LoRA adapter to serve; repeatable")
+    parser.add_argument("--max-loras", type=int, default=1, help="maximum adapters per batch (default: 1)")
+    parser.add_argument(
+        "--data-parallel-size", type=int, default=1, metavar="N", help="ranks with a cache each (default: 1)"
+    )
+    parser.add_argument("--speed", type=float, default=1.0, help="speed; 2 is twice as fast as real (default: 1)")
+    parser.add_argument(
+        "--answer-tokens", type=int, default=128, help="mean output tokens without max_tokens (default: 128)"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="tokenizer.json of a model, or its directory (default: a simulated tokenizer)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of outputs and faults (default: 0)")
     parser.set_defaults(run=run)
 
 
@@ -43,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
     from warmroute.config import ConfigError, Log
     from warmroute.fake_engine.core import EngineConfig
     from warmroute.fake_engine.profiles import profile
-    from warmroute.fake_engine.server.app import EngineServer, ServerConfig
+    from warmroute.fake_engine.server.engine_server import EngineServer, ServerConfig
     from warmroute.fake_engine.server.model_tokenizer import ModelTokenizer
-    from warmroute.fake_engine.server.tokens import StandInTokenizer
+    from warmroute.fake_engine.server.fake_tokenizer import FakeTokenizer
     from warmroute.telemetry import log as logs
 
     logs.set_up(Log())
@@ -72,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         engine=engine,
         timing=chosen.timing,
         profile=chosen.name,
-        tokenizer=ModelTokenizer(args.tokenizer) if args.tokenizer else StandInTokenizer(),
+        tokenizer=ModelTokenizer(args.tokenizer) if args.tokenizer else FakeTokenizer(),
         host=args.host,
         port=args.port,
         events_port=args.events_port,

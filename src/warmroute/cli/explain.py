@@ -1,4 +1,4 @@
-"""warmroute explain: why a request went where it went, or where it would go now."""
+"""warmroute explain: why the router sent a request to its node, or where it would send a request now."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -14,6 +13,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import quote
 from urllib.request import ProxyHandler, Request, build_opener
 
+from warmroute.cli.terminal import console
 from warmroute.config import Config, ConfigError
 
 if TYPE_CHECKING:
@@ -21,79 +21,85 @@ if TYPE_CHECKING:
 
 TOKEN_ENV: Final = "WARMROUTE_ADMIN_TOKEN"
 TIMEOUT_S: Final = 30.0
-Told = dict[str, Any]
+Decision = dict[str, Any]
+"""As the admin API describes it."""
 
 
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
-        "explain", help="say why a request went where it went, or where it would go now"
+        "explain", help="explain why a request went to its node, or where it would go now"
     )
     admin = f"http://{Config().admin.host}:{Config().admin.port}"
-    parser.add_argument("request_id", nargs="?", metavar="REQUEST_ID", help="of a past request (X-Request-Id)")
+    parser.add_argument("request_id", nargs="?", metavar="REQUEST_ID", help="id of a past request (X-Request-Id)")
     parser.add_argument(
-        "--request", metavar="FILE", help="a request's body, as JSON: where would it go now? (-: stdin)"
+        "--request", metavar="FILE", help="JSON body of a request to explain without sending it (-: stdin)"
     )
-    parser.add_argument("--path", help="the path that it would be sent to (/v1/chat/completions)")
-    parser.add_argument("--header", action="append", default=[], metavar="'NAME: VALUE'", help="of it; repeat for more")
-    parser.add_argument("--tenant", help="whose request it would be, where clients need keys")
-    parser.add_argument("--journal", type=Path, metavar="FILE", help="look the past request up in a journal's file")
-    parser.add_argument("--admin", default=admin, metavar="URL", help=f"the router's admin listener ({admin})")
+    parser.add_argument("--path", help="path of that request (default: /v1/chat/completions)")
     parser.add_argument(
-        "--token-env", default=TOKEN_ENV, metavar="NAME", help=f"environment variable with its token ({TOKEN_ENV})"
+        "--header", action="append", default=[], metavar="'NAME: VALUE'", help="header of that request; repeatable"
     )
-    parser.add_argument("--json", action="store_true", help="print all that is known, as JSON")
+    parser.add_argument("--tenant", help="tenant of that request, if the router requires API keys")
+    parser.add_argument("--journal", type=Path, metavar="FILE", help="look up the past request in a journal file")
+    parser.add_argument("--admin", default=admin, metavar="URL", help=f"admin listener (default: {admin})")
+    parser.add_argument(
+        "--token-env",
+        default=TOKEN_ENV,
+        metavar="NAME",
+        help=f"environment variable with the admin token (default: {TOKEN_ENV})",
+    )
+    parser.add_argument("--json", action="store_true", help="print the decision as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.request_id and args.request:
-        raise ConfigError("explain: the id of a past request and --request FILE are two questions: give one")
+        raise ConfigError("explain: give either REQUEST_ID or --request FILE, not both")
     if not args.request_id and not args.request:
-        raise ConfigError("explain: give the id of a past request, or --request FILE")
+        raise ConfigError("explain: give REQUEST_ID or --request FILE")
     if args.request:
         if args.journal:
-            raise ConfigError("explain: --journal is for past requests, --request asks the router")
-        told = _ask(args, "/admin/explain", _rehearsed(args))
+            raise ConfigError("explain: --journal is for past requests; it cannot be used with --request")
+        decision = _call_admin(args, "/admin/explain", _explain_body(args))
     elif args.path or args.header or args.tenant:
-        raise ConfigError("explain: --path, --header and --tenant go with --request")
+        raise ConfigError("explain: --path, --header and --tenant require --request")
     elif args.journal:
-        told = find(args.journal, args.request_id)
+        decision = find_in_journal(args.journal, args.request_id)
     else:
-        told = _ask(args, f"/admin/decisions/{quote(args.request_id, safe='')}")
+        decision = _call_admin(args, f"/admin/decisions/{quote(args.request_id, safe='')}")
     if args.json:
-        print(json.dumps(told, indent=2, ensure_ascii=False))
+        print(json.dumps(decision, indent=2, ensure_ascii=False))
     else:
-        _print(told)
+        _print(decision)
     return 0
 
 
 # From the router.
 
 
-def _rehearsed(args: argparse.Namespace) -> bytes:
-    """What POST /admin/explain takes; the body goes there byte for byte."""
+def _explain_body(args: argparse.Namespace) -> bytes:
+    """Return the body for POST /admin/explain. It contains the request's body byte for byte."""
     try:
         body = sys.stdin.buffer.read() if args.request == "-" else Path(args.request).read_bytes()
         json.loads(body)
     except OSError as error:
-        raise ConfigError(f"{args.request}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{args.request}: cannot read the file: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(f"{args.request}: is not JSON: {error}") from None
+        raise ConfigError(f"{args.request}: not JSON: {error}") from None
     headers: dict[str, str] = {}
     for line in args.header:
         name, colon, value = line.partition(":")
         if not colon:
-            raise ConfigError(f"--header {line!r}: is not like 'Name: value'")
+            raise ConfigError(f"--header {line!r}: expected 'Name: value'")
         headers[name.strip()] = value.strip()
-    told: Told = {"headers": headers}
+    fields: dict[str, Any] = {"headers": headers}
     if args.path:
-        told["path"] = args.path
+        fields["path"] = args.path
     if args.tenant:
-        told["tenant"] = args.tenant
-    return json.dumps(told).encode()[:-1] + b', "body": ' + body + b"}"
+        fields["tenant"] = args.tenant
+    return json.dumps(fields).encode()[:-1] + b', "body": ' + body + b"}"
 
 
-def _ask(args: argparse.Namespace, path: str, body: bytes | None = None) -> Told:
+def _call_admin(args: argparse.Namespace, path: str, body: bytes | None = None) -> Decision:
     url = args.admin.rstrip("/")
     if "://" not in url:
         url = f"http://{url}"
@@ -102,122 +108,114 @@ def _ask(args: argparse.Namespace, path: str, body: bytes | None = None) -> Told
         request = Request(url + path, body, {"Content-Type": "application/json"})
         if token:
             request.add_header("Authorization", f"Bearer {token}")
-        with build_opener(ProxyHandler({})).open(request, timeout=TIMEOUT_S) as answer:
-            told: Told = json.load(answer)
-        if "sentence" not in told:
-            raise ValueError("it answers something else")
-        return told
+        with build_opener(ProxyHandler({})).open(request, timeout=TIMEOUT_S) as response:
+            decision: Decision = json.load(response)
+        if "explanation" not in decision:
+            raise ValueError("unexpected response")
+        return decision
     except HTTPError as error:
-        raise ConfigError(_refused(error, url, args.token_env, bool(token))) from None
+        raise ConfigError(_http_error_message(error, url, args.token_env, bool(token))) from None
     except URLError as error:
         reason = getattr(error.reason, "strerror", None) or error.reason
         raise ConfigError(
-            f"no router answers at {url} ({reason}); --admin names its admin listener ([admin] in its configuration)"
+            f"no router answers at {url} ({reason}); set --admin to its admin listener ([admin] in its configuration)"
         ) from None
     except (OSError, HTTPException, TypeError, ValueError) as error:
-        raise ConfigError(f"what answers at {url} is not a router's admin listener: {error}") from None
+        raise ConfigError(f"the server at {url} is not the admin listener of a router: {error}") from None
 
 
-def _refused(error: HTTPError, url: str, token_env: str, has_token: bool) -> str:
+def _http_error_message(error: HTTPError, url: str, token_env: str, has_token: bool) -> str:
     try:
-        told = json.load(error)["error"]
-        said, code = str(told["message"]), told.get("code")
+        body = json.load(error)["error"]
+        message, code = str(body["message"]), body.get("code")
     except (OSError, ValueError, KeyError, TypeError):
-        return f"what answers at {url} is not a router's admin listener: it says {error.code}"
+        return f"the server at {url} is not the admin listener of a router: it answers {error.code}"
     if error.code == 401:
-        why = f"the token in {token_env} is not its own" if has_token else f"put it into {token_env}, or name another"
-        return f"the admin listener at {url} needs its token: {why} (--token-env)"
+        advice = f"the token in {token_env} is wrong" if has_token else f"set {token_env}, or use another variable"
+        return f"the admin listener at {url} requires its token: {advice} (--token-env)"
     if code == "missing_tenant":
-        return "clients need a key there: say whose request it is (--tenant NAME)"
+        return "the router requires API keys: name the tenant of the request (--tenant NAME)"
     if code == "unknown_tenant":
-        return f"{said} --tenant takes those of [[keys]] in the router's configuration"
+        return f"{message} Use a tenant of [[keys]] in the router's configuration (--tenant NAME)."
     if error.code in (429, 503):
-        return f"it would be refused with {error.code} now: {said}"
-    if error.code == 404 and "/metrics" in said:
-        return f"the router at {url} is too old to explain"
-    return said
+        return f"the router would reject this request with {error.code} now: {message}"
+    if error.code == 404 and "/metrics" in message:
+        return f"the router at {url} is too old for explain"
+    return message
 
 
-# From a journal's file.
+# From a journal file.
 
 
-def find(path: Path, request_id: str) -> Told:
-    """The latest decision of that id, in the file or in the one before it. Raises ConfigError."""
-    looked_into = []
+def find_in_journal(path: Path, request_id: str) -> Decision:
+    """Return the latest decision with this id from the file or its predecessor. Raises ConfigError."""
+    searched = []
     for file in (path, path.with_name(path.name + ".1")):
         try:
             found = _latest(file, request_id)
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
-        looked_into.append(str(file))
+            raise ConfigError(f"{file}: cannot read the file: {error.strerror}") from None
+        searched.append(str(file))
         if found is not None:
             return found
-    if not looked_into:
-        raise ConfigError(f"{path}: there is no such file; [journal] file in the router's configuration names it")
+    if not searched:
+        raise ConfigError(f"{path}: the file does not exist; see journal.file in the router's configuration")
     raise ConfigError(
-        f"no request {request_id!r} is in {' and '.join(looked_into)}: it is older, still runs, was refused, or was "
-        "not sampled (journal.sample)"
+        f"no request {request_id!r} in {' and '.join(searched)}: it is older, still running, was rejected, or is not "
+        "in the sample (journal.sample_ratio)"
     )
 
 
-def _latest(file: Path, request_id: str) -> Told | None:
+def _latest(file: Path, request_id: str) -> Decision | None:
     found = None
-    for line in _lines(file):
-        if request_id.encode() in line:
-            try:
-                told = json.loads(line)
-            except ValueError:
-                continue  # the end of a file that is being written
-            if isinstance(told, dict) and told.get("request_id") == request_id:
-                found = told
+    with file.open("rb") as lines:
+        for line in lines:
+            if request_id.encode() in line:
+                try:
+                    decision = json.loads(line)
+                except ValueError:
+                    continue  # the last line of a file that is being written
+                if isinstance(decision, dict) and decision.get("request_id") == request_id:
+                    found = decision
     return found
 
 
-def _lines(file: Path) -> Iterator[bytes]:
-    with file.open("rb") as lines:
-        yield from lines
+# Output.
 
 
-# For people.
+def _print(decision: Decision) -> None:
+    out = console(width=200)
+    out.print(decision["explanation"], style="bold", markup=False, highlight=False)
+    if decision["candidates"]:
+        out.print(_candidate_table(decision))
+        hidden = decision["candidate_count"] - len(decision["candidates"])
+        if hidden > 0:
+            out.print(f"and {hidden:,} more", style="dim")
+    if decision.get("route"):
+        out.print(f"route: {decision['route']}", markup=False, highlight=False)
+    if "outcome" in decision:
+        out.print(_outcome_line(decision), markup=False, highlight=False)
 
 
-def _print(told: Told) -> None:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
-    console.print(told["sentence"], style="bold", markup=False, highlight=False)
-    if told["candidates"]:
-        console.print(_table(told))
-        left_out = told["considered"] - len(told["candidates"])
-        if left_out > 0:
-            console.print(f"and {left_out:,} more", style="dim")
-    if told.get("route"):
-        console.print(f"by the settings of route {told['route']}", markup=False, highlight=False)
-    if "outcome" in told:
-        console.print(_ending(told), markup=False, highlight=False)
-
-
-def _table(told: Told) -> Table:
+def _candidate_table(decision: Decision) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    candidates = told["candidates"]
+    candidates = decision["candidates"]
     terms = [term for term in candidates[0]["terms_ms"] if any(one["terms_ms"][term] for one in candidates)]
-    islands = len({one["island"] for one in candidates}) > 1
+    show_islands = len({one["island"] for one in candidates}) > 1
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("")
     table.add_column("node")
-    if islands:
+    if show_islands:
         table.add_column("island")
-    for head in ("price, ms", *terms, "warm", "new"):
+    for head in ("price, ms", *terms, "cached tokens", "new tokens"):
         table.add_column(head, justify="right")
     for one in candidates:
         cells = ["→" if one["chosen"] else "", Text(one["node"])]
-        if islands:
+        if show_islands:
             cells.append(Text(one["island"]))
         cells.append(_number(one["total_ms"]))
         cells += [_number(one["terms_ms"][term]) for term in terms]
@@ -230,18 +228,20 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 99.5 else f"{value:.1f}"
 
 
-def _ending(told: Told) -> str:
-    who = f"{told['priority']} priority" + (f", tenant {told['tenant']}" if told["tenant"] else "")
-    parts = [f"{told['time']}, model {told['model']}, {who}: {told['outcome']}"]
-    if told["status"]:
-        parts.append(f"status {told['status']}")
-    if told["first_byte_ms"] is not None:
-        parts.append(f"first byte after {_number(told['first_byte_ms'])} ms")
-    if told["took_ms"] is not None:
-        parts.append(f"{_number(told['took_ms'])} ms in all")
-    reported = told["reported"]
+def _outcome_line(decision: Decision) -> str:
+    tenant = f", tenant {decision['tenant']}" if decision["tenant"] else ""
+    parts = [
+        f"{decision['time']}, model {decision['model']}, {decision['priority']} priority{tenant}: {decision['outcome']}"
+    ]
+    if decision["status"]:
+        parts.append(f"status {decision['status']}")
+    if decision["first_byte_ms"] is not None:
+        parts.append(f"first byte after {_number(decision['first_byte_ms'])} ms")
+    if decision["duration_ms"] is not None:
+        parts.append(f"{_number(decision['duration_ms'])} ms in total")
+    reported = decision["reported"]
     if reported["cached_tokens"] is not None:
-        parts.append(f"{reported['cached_tokens']:,} of {reported['prompt_tokens'] or 0:,} tokens were cached")
+        parts.append(f"{reported['cached_tokens']:,} of {reported['prompt_tokens'] or 0:,} prompt tokens cached")
     if reported["output_tokens"] is not None:
-        parts.append(f"{reported['output_tokens']:,} tokens of answer")
+        parts.append(f"{reported['output_tokens']:,} output tokens")
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""warmroute hash-key: makes an API key, or takes one, and prints what the configuration stores of it."""
+"""warmroute hash-key: creates an API key, or reads one, and prints its hash for the configuration."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
-        "hash-key", help="make an API key or admin token, and the hash that the configuration stores"
+        "hash-key", help="create an API key or admin token, and print its hash for the configuration"
     )
-    parser.add_argument("--stdin", action="store_true", help="hash the key on standard input instead of making one")
+    parser.add_argument("--stdin", action="store_true", help="read the key from standard input and print its hash")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    from warmroute.edge.keys import hash_key
+    from warmroute.edge.api_keys import hash_key
 
     if args.stdin:
         print(hash_key(sys.stdin.readline().strip()))
         return 0
     key = "wr-" + secrets.token_urlsafe(32)
-    print(f"key     {key}   (shown only now: give it to the client)")
-    print(f"sha256  {hash_key(key)}   (goes into the configuration)")
+    print(f"key     {key}   (for the client; it cannot be shown again)")
+    print(f"sha256  {hash_key(key)}   (for the configuration)")
     return 0

@@ -7,17 +7,31 @@ import sys
 from collections.abc import Sequence
 
 from warmroute import __version__
-from warmroute.cli import check_config, config_reference, demo, engine, explain, hash_key, load, plan, replay, serve
+from warmroute.cli import (
+    check_config,
+    config_reference,
+    demo,
+    engine,
+    explain,
+    hash_key,
+    load,
+    metrics_reference,
+    plan,
+    replay,
+    serve,
+)
 from warmroute.config import ConfigError
 
-COMMANDS = (serve, demo, engine, replay, plan, load, explain, check_config, hash_key, config_reference)
-"""A command is a module with `add_to`; what is heavy it imports when it runs."""
+COMMANDS = (
+    serve, demo, engine, replay, plan, load, explain, check_config, hash_key, config_reference, metrics_reference,
+)  # fmt: skip
+"""A command is a module with `add_to`. It imports expensive modules when it runs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="warmroute",
-        description="OpenAI-compatible proxy for fleets of LLM engines: each request goes where it costs least.",
+        description="OpenAI-compatible, KV-cache-aware proxy for fleets of LLM engines.",
     )
     parser.add_argument("--version", action="version", version=f"warmroute {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -1,137 +1,158 @@
-"""warmroute replay: a workload through a simulated fleet in virtual time, policy against policy."""
+"""warmroute replay: replays a workload on a simulated fleet in virtual time, and compares policies."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from warmroute.cli.terminal import console, progress_bar, write_json
 from warmroute.config import ConfigError
 
 if TYPE_CHECKING:
     from warmroute.replay import Run, Setup
-    from warmroute.replay.world import Conditions, NodeSpec
-    from warmroute.replay.world.scaling import Autoscale
+    from warmroute.replay.simulation import Conditions, NodeSpec
+    from warmroute.replay.simulation.simulated_scaling import ScalingSetup
 
 EPILOG = """\
-WORKLOAD is a trace (.jsonl or .jsonl.gz in Mooncake's format) or a generator, with parameters after it as key=value:
+WORKLOAD is a trace (.jsonl or .jsonl.gz in Mooncake's format) or a generator, followed by its parameters as key=value:
 shared_system_prompts, multi_turn_chat, rag, few_shot, tool_agents, unique_batch, hot_prefix_storm, priority_mix, llm_d.
-Policies may have parameters: prefix_hash:load_factor=2. Peers' rules: sglang, llm_d, llm_d_precise, dynamo, kubeai,
-aibrix; oracle is the hit rate of one cache as large as the fleet's. See docs/simulation.md.
+Policies can have parameters: prefix_hash:load_factor=2. Policies of other routers: sglang, llm_d, llm_d_precise,
+dynamo, kubeai, aibrix. `oracle` is the hit rate of one cache as large as the fleet's. See docs/simulation.md.
 """
 
 
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "replay",
-        help="replay a workload on a simulated fleet, policy against policy",
+        help="replay a workload on a simulated fleet and compare policies",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("workload", nargs="+", metavar="WORKLOAD", help="a trace or a generator, then key=value …")
+    parser.add_argument("workload", nargs="+", metavar="WORKLOAD", help="trace or generator, then key=value …")
     parser.add_argument(
-        "--policy", action="append", metavar="P", help="a policy; repeat to compare (price, round_robin)"
+        "--policy", action="append", metavar="P", help="policy; repeatable (default: price and round_robin)"
     )
-    fleet = parser.add_argument_group("the fleet")
-    fleet.add_argument("--nodes", type=int, default=8, metavar="N", help="how many nodes (8)")
+    fleet = parser.add_argument_group("fleet")
+    fleet.add_argument("--nodes", type=int, default=8, metavar="N", help="number of nodes (default: 8)")
     fleet.add_argument(
-        "--profile", action="append", metavar="NAME", help="GPU and model (2xh100-32b); repeat: nodes take them in turn"
+        "--profile",
+        action="append",
+        metavar="NAME",
+        help="GPU and model; repeatable: nodes take the profiles in turn (default: 2xh100-32b)",
     )
-    fleet.add_argument("--blocks", type=int, metavar="N", help="KV blocks of a node (what its GPUs hold)")
-    fleet.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens of a KV block (16)")
-    fleet.add_argument("--cpu-blocks", type=int, default=0, metavar="N", help="KV blocks of a node's CPU tier (0)")
+    fleet.add_argument("--blocks", type=int, metavar="N", help="KV blocks per node (default: from the profile)")
+    fleet.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per KV block (default: 16)")
     fleet.add_argument(
-        "--island", action="append", default=[], metavar="NAME=MS", help="an island and its round trip; nodes in turn"
+        "--cpu-blocks", type=int, default=0, metavar="N", help="KV blocks in each node's CPU tier (default: 0)"
     )
-    load = parser.add_argument_group("the load")
-    load.add_argument("--rate", type=_numbers, metavar="R,…", help="requests/s, a run for each (the workload's own)")
-    load.add_argument("--scale-rate", type=float, default=1.0, metavar="X", help="runs a trace X times as fast (1)")
-    load.add_argument("--day", type=float, metavar="S", help="arrivals follow the shape of a day, S seconds long")
-    load.add_argument("--burst", type=int, default=1, metavar="N", help="requests arrive N at once")
+    fleet.add_argument(
+        "--island",
+        action="append",
+        default=[],
+        metavar="NAME=MS",
+        help="island and its round trip; repeatable: nodes take the islands in turn",
+    )
+    load = parser.add_argument_group("load")
+    load.add_argument(
+        "--rate", type=_numbers, metavar="R,…", help="requests per second, one run for each (default: of the workload)"
+    )
+    load.add_argument(
+        "--scale-rate", type=float, default=1.0, metavar="X", help="replay a trace X times as fast (default: 1)"
+    )
+    load.add_argument("--day", type=float, metavar="S", help="vary the rate like a day that lasts S seconds")
+    load.add_argument("--burst", type=int, default=1, metavar="N", help="N requests arrive at once (default: 1)")
     load.add_argument("--concurrency", type=_numbers, metavar="N,…", help="closed loop with N clients, a run for each")
-    load.add_argument("--limit", type=int, metavar="N", help="stop after N requests (a trace: its end; else 2000)")
-    load.add_argument("--duration", type=float, metavar="S", help="no new requests after S seconds")
-    load.add_argument("--warm-up", type=int, default=0, metavar="N", help="N requests first that do not count (0)")
-    load.add_argument("--warm-rate", type=float, metavar="R", help="their rate, requests/s (the run's own)")
-    load.add_argument("--seed", type=int, default=1, help="of everything that is left to chance (1)")
-    trouble = parser.add_argument_group("trouble")
-    trouble.add_argument(
-        "--queue-threshold", type=_numbers, metavar="N,…", help="refuse when all nodes have N requests"
+    load.add_argument(
+        "--limit", type=int, metavar="N", help="stop after N requests (default: the whole trace, or 2000)"
     )
-    trouble.add_argument("--poll-interval", type=float, metavar="S", help="between two looks at a node's metrics (1)")
-    trouble.add_argument("--poll-lag", type=float, metavar="MS", help="age of metrics when they arrive (0)")
-    trouble.add_argument("--poll-loss", type=float, metavar="SHARE", help="polls that get no answer (0)")
-    trouble.add_argument("--kv-lag", type=float, metavar="MS", help="delay of KV events (2)")
-    trouble.add_argument("--kv-loss", type=float, metavar="SHARE", help="KV event batches that are lost (0)")
-    trouble.add_argument(
-        "--happen",
+    load.add_argument("--duration", type=float, metavar="S", help="no new requests after S seconds")
+    load.add_argument(
+        "--warm-up", type=int, default=0, metavar="N", help="do not measure the first N requests (default: 0)"
+    )
+    load.add_argument(
+        "--warm-rate", type=float, metavar="R", help="requests per second of the warm-up (default: of the run)"
+    )
+    load.add_argument("--seed", type=int, default=1, help="seed of all random choices (default: 1)")
+    faults = parser.add_argument_group("delays and faults")
+    faults.add_argument(
+        "--queue-threshold", type=_numbers, metavar="N,…", help="reject requests when all nodes have N requests"
+    )
+    faults.add_argument("--poll-interval", type=float, metavar="S", help="time between two metrics polls (default: 1)")
+    faults.add_argument("--poll-lag", type=float, metavar="MS", help="age of the metrics when they arrive (default: 0)")
+    faults.add_argument("--poll-loss", type=float, metavar="FRACTION", help="polls that fail (default: 0)")
+    faults.add_argument("--kv-lag", type=float, metavar="MS", help="delay of KV events (default: 2)")
+    faults.add_argument("--kv-loss", type=float, metavar="FRACTION", help="KV event batches that are lost (default: 0)")
+    faults.add_argument(
+        "--fault",
         action="append",
         default=[],
         metavar="'60 fail node-3'",
-        help="fail, hang, restart, drain, provision",
+        help="fail, hang, restart, drain or provision a node at a time in seconds; repeatable",
     )
-    add_scaling(parser)
-    out = parser.add_argument_group("the report")
-    out.add_argument("--json", type=Path, metavar="FILE", help="all numbers, as JSON")
-    out.add_argument("--html", type=Path, metavar="FILE", help="a page with plots")
-    out.add_argument("--quiet", action="store_true", help="no progress bar and no table")
+    _add_scaling_flags(parser)
+    report = parser.add_argument_group("report")
+    report.add_argument("--json", type=Path, metavar="FILE", help="write all results as JSON")
+    report.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots")
+    report.add_argument("--quiet", action="store_true", help="print no progress bar and no table")
     parser.set_defaults(run=run)
 
 
-def add_scaling(parser: argparse.ArgumentParser) -> None:
+def _add_scaling_flags(parser: argparse.ArgumentParser) -> None:
     scaling = parser.add_argument_group("scaling")
-    scaling.add_argument("--autoscale", action="store_true", help="let the fleet grow and shrink from --nodes")
+    scaling.add_argument("--autoscale", action="store_true", help="scale the fleet, starting with --nodes")
     scaling.add_argument(
-        "--scaler", action="append", metavar="S", help="repeat to compare: warmroute, threshold, hpa:target=0.7, fixed"
+        "--scaler",
+        action="append",
+        metavar="S",
+        help="warmroute, threshold, hpa:target=0.7 or fixed; repeatable (default: warmroute)",
     )
-    scaling.add_argument("--offers", type=Path, metavar="FILE", help="TOML with [[offers]] and [scaling]")
-    scaling.add_argument("--min-nodes", type=int, metavar="N", help="nodes at least (1)")
-    scaling.add_argument("--max-nodes", type=int, metavar="N", help="nodes at most (4 × --nodes, at least 8)")
-    scaling.add_argument("--start", type=float, metavar="S", help="from the request to a node (120)")
-    scaling.add_argument("--usd", type=float, metavar="X", help="a node's price an hour (0)")
-    scaling.add_argument("--quota", type=int, metavar="N", help="nodes that can be had in all, said only when asked")
-    scaling.add_argument("--ceiling", type=float, metavar="MS", help="time to first token that is too long (10,000)")
+    scaling.add_argument("--offers", type=Path, metavar="FILE", help="TOML file with [[offers]] and [scaling]")
+    scaling.add_argument("--min-nodes", type=int, metavar="N", help="minimum number of nodes (default: 1)")
+    scaling.add_argument(
+        "--max-nodes", type=int, metavar="N", help="maximum number of nodes (default: 4 × --nodes, at least 8)"
+    )
+    scaling.add_argument("--start", type=float, metavar="S", help="time to start a node (default: 120)")
+    scaling.add_argument("--usd", type=float, metavar="X", help="USD per hour of a node (default: 0)")
+    scaling.add_argument(
+        "--quota", type=int, metavar="N", help="number of nodes at which the simulated cloud refuses more"
+    )
+    scaling.add_argument("--ceiling", type=float, metavar="MS", help="maximum time to first token (default: 10000)")
 
 
 def run(args: argparse.Namespace) -> int:
     from warmroute.replay import BadPolicy
+    from warmroute.replay.simulation.fault_schedule import BadFault
     from warmroute.replay.workloads import BadTrace, BadWorkload
-    from warmroute.replay.world.fault_schedule import BadHappening
 
     try:
-        setups = plan(args)
-        runs = _play(setups, args)
-    except (BadWorkload, BadTrace, BadPolicy, BadHappening) as error:
+        runs = _replay_all(create_setups(args), args)
+    except (BadWorkload, BadTrace, BadPolicy, BadFault) as error:
         raise ConfigError(str(error)) from None
     if args.json:
-        args.json.write_text(as_json(runs), encoding="utf-8")
+        write_json(args.json, {"runs": runs})
     if args.html:
-        from warmroute.replay.report.page import page
+        from warmroute.replay.report.html_page import page
 
-        args.html.write_text(page(runs, _said(args)), encoding="utf-8")
+        args.html.write_text(page(runs, _title(args)), encoding="utf-8")
     return 0
 
 
-def as_json(runs: list[Run]) -> str:
-    return json.dumps({"runs": runs}, ensure_ascii=False, indent=1) + "\n"
-
-
-def plan(args: argparse.Namespace) -> list[Setup]:
-    """A run for each load and policy."""
+def create_setups(args: argparse.Namespace) -> list[Setup]:
+    """Return the setup of each run: one for each load, policy and scaler."""
     from warmroute.config import Scaling
-    from warmroute.replay import Setup, contender
-    from warmroute.replay.workloads import choose
-    from warmroute.replay.world.fault_schedule import parse
+    from warmroute.replay import Setup, parse_policy
+    from warmroute.replay.simulation.fault_schedule import parse_fault
+    from warmroute.replay.workloads import parse_workload
 
-    workload = choose(args.workload, args.scale_rate)
-    contenders = [contender(text) for text in args.policy or ("price", "round_robin")]
+    workload = parse_workload(args.workload, args.scale_rate)
+    policies = [parse_policy(text) for text in args.policy or ("price", "round_robin")]
     conditions, nodes = _conditions(args), _nodes(args)
     return [
         Setup(
             workload=workload,
             nodes=nodes,
-            contender=one,
+            policy=policy,
             conditions=conditions,
             rate=rate,
             burst=args.burst,
@@ -141,82 +162,79 @@ def plan(args: argparse.Namespace) -> list[Setup]:
             warm_up=args.warm_up,
             warm_rate=args.warm_rate,
             queue_threshold=None if threshold is None else int(threshold),
-            happenings=tuple(parse(line) for line in args.happen),
+            faults=tuple(parse_fault(line) for line in args.fault),
             day_s=args.day,
             autoscale=autoscale,
-            ceiling_ms=args.ceiling or (Scaling().ttft_p99_ceiling_ms if scaler else None),
+            ceiling_ms=args.ceiling or (Scaling().max_ttft_p99_ms if scaler else None),
             scaler=scaler,
             fleet_usd_per_hour=fleet_usd,
         )
         for rate in args.rate or (None,)
         for concurrency in args.concurrency or (None,)
         for threshold in args.queue_threshold or (None,)
-        for one in contenders
-        for scaler, autoscale, fleet_usd in _scalings(args, nodes)
+        for policy in policies
+        for scaler, autoscale, fleet_usd in _scalers(args, nodes)
     ]
 
 
-def _scalings(args: argparse.Namespace, nodes: tuple[NodeSpec, ...]) -> list[tuple[str, Autoscale | None, float]]:
-    """Each way to scale, with its name, and what the fleet costs an hour where it stays as it is."""
+def _scalers(args: argparse.Namespace, nodes: tuple[NodeSpec, ...]) -> list[tuple[str, ScalingSetup | None, float]]:
+    """Return the name and setup of each scaler. A fixed fleet has no setup, but a cost per hour."""
     if not args.autoscale and not args.scaler:
-        _refuse_without_scaling(args)
+        _reject_scaling_flags(args)
         return [("", None, 0.0)]
-    from warmroute.replay import autoscale as asked
-    from warmroute.replay.world.scaling import Autoscale
+    from warmroute.replay import scaling_options
+    from warmroute.replay.simulation.simulated_scaling import ScalingSetup
 
-    table, offers = asked.read(args.offers) if args.offers else ({}, ())
+    table, offers = scaling_options.read(args.offers) if args.offers else ({}, ())
     if not offers:
-        like, said = nodes[0], {"usd_per_hour": args.usd, "start_s": args.start}
-        offered = asked.OfferSaid(
-            name=like.profile.name,
-            profile=like.profile.name,
-            island=like.island,
-            quota=args.quota,
-            **{key: value for key, value in said.items() if value is not None},
+        first = nodes[0]
+        values = {"usd_per_hour": args.usd, "start_s": args.start}
+        offer = scaling_options.OfferTable(
+            name=first.profile.name, profile=first.profile.name, island=first.island, quota=args.quota, **_given(values)
         )
-        offers = (offered.offer(),)
+        offers = (offer.offer(),)
+    default_max = None if "max_nodes" in table else max(8, 4 * args.nodes)
     flags = {
         "min_nodes": args.min_nodes,
-        "max_nodes": args.max_nodes if args.max_nodes is not None else _most(table, args.nodes),
-        "ttft_p99_ceiling_ms": args.ceiling,
+        "max_nodes": args.max_nodes if args.max_nodes is not None else default_max,
+        "max_ttft_p99_ms": args.ceiling,
     }
-    config = asked.scaling_of({**table, **{key: value for key, value in flags.items() if value is not None}})
-    texts = args.scaler or (asked.OURS,)
-    if args.nodes > config.max_nodes and any(text != asked.FIXED for text in texts):
+    config = scaling_options.scaling_of({**table, **_given(flags)})
+    names = args.scaler or (scaling_options.OURS,)
+    if args.nodes > config.max_nodes and any(name != scaling_options.FIXED for name in names):
         raise ConfigError(
-            f"--nodes {args.nodes}: the fleet begins with more nodes than it may have "
-            f"(--max-nodes {config.max_nodes}); begin with fewer, or allow more"
+            f"--nodes {args.nodes} is above --max-nodes {config.max_nodes}: start with fewer nodes, or allow more"
         )
-    fleet_usd = len(nodes) * offers[0].offer.usd_per_hour  # as scaled fleets pay for those they begin with
-    found: list[tuple[str, Autoscale | None, float]] = []
-    for text in texts:
-        if text == asked.FIXED:
-            found.append((text, None, fleet_usd))
+    fleet_usd = len(nodes) * offers[0].offer.usd_per_hour
+    found: list[tuple[str, ScalingSetup | None, float]] = []
+    for name in names:
+        if name == scaling_options.FIXED:
+            found.append((name, None, fleet_usd))
         else:
-            making = asked.scaler(text)
-            found.append((text, Autoscale(config=config, offers=offers, decider=making, warms=making is None), 0.0))
+            scaler = scaling_options.parse_scaler(name)
+            setup = ScalingSetup(config=config, offers=offers, decision_maker=scaler, moves_prefixes=scaler is None)
+            found.append((name, setup, 0.0))
     return found
 
 
-def _most(table: dict[str, Any], nodes: int) -> int | None:
-    return None if "max_nodes" in table else max(8, 4 * nodes)
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
 
 
-def _refuse_without_scaling(args: argparse.Namespace) -> None:
-    """Flags that would count for nothing."""
+def _reject_scaling_flags(args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that have no effect without scaling."""
     flags = ("offers", "min_nodes", "max_nodes", "start", "usd", "quota")
     given = ["--" + flag.replace("_", "-") for flag in flags if getattr(args, flag) is not None]
     if given:
-        verb = "counts" if len(given) == 1 else "count"
-        raise ConfigError(f"{', '.join(given)} {verb} only with --autoscale, or --scaler with a way to scale: add it")
+        raise ConfigError(f"{', '.join(given)}: only with --autoscale or --scaler")
 
 
 def _conditions(args: argparse.Namespace) -> Conditions:
     import msgspec
 
-    from warmroute.replay.world import Conditions, Island
+    from warmroute.replay.simulation import Conditions, Island
 
-    asked = {
+    values = {
         "poll_interval_s": args.poll_interval,
         "poll_lag_ms": args.poll_lag,
         "poll_loss": args.poll_loss,
@@ -229,17 +247,16 @@ def _conditions(args: argparse.Namespace) -> Conditions:
         try:
             islands[name] = Island(float(round_trip)) if equals else Island()
         except ValueError:
-            raise ConfigError(f"--island {text!r} is not like eu-west=80 (a round trip in ms)") from None
-    given = {key: value for key, value in asked.items() if value is not None}
-    return msgspec.structs.replace(Conditions(seed=args.seed, islands=islands), **given)
+            raise ConfigError(f"--island {text!r}: expected NAME=MS, such as eu-west=80") from None
+    return msgspec.structs.replace(Conditions(seed=args.seed, islands=islands), **_given(values))
 
 
 def _nodes(args: argparse.Namespace) -> tuple[NodeSpec, ...]:
     from warmroute.fake_engine.profiles import profile
-    from warmroute.replay.world import NodeSpec
+    from warmroute.replay.simulation import NodeSpec
 
     if args.nodes < 1:
-        raise ConfigError("--nodes: a fleet has one node at least")
+        raise ConfigError("--nodes must be at least 1")
     try:
         profiles = [profile(name) for name in args.profile or ("2xh100-32b",)]
         islands = [text.partition("=")[0] for text in args.island] or ["local"]
@@ -258,42 +275,27 @@ def _nodes(args: argparse.Namespace) -> tuple[NodeSpec, ...]:
         raise ConfigError(str(error)) from None
 
 
-def _play(setups: list[Setup], args: argparse.Namespace) -> list[Run]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+def _replay_all(setups: list[Setup], args: argparse.Namespace) -> list[Run]:
     from warmroute.replay import replay
     from warmroute.replay.report.table import table
 
     runs: list[Run] = []
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=args.quiet,
-    )
-    with bar:
+    with progress_bar(args.quiet) as bar:
         for at, setup in enumerate(setups):
-            task = bar.add_task(f"{at + 1}/{len(setups)} {_called(setup)}", total=setup.requests)
+            task = bar.add_task(f"{at + 1}/{len(setups)} {_run_name(setup)}", total=setup.requests)
             runs.append(replay(setup, lambda ended, task=task: bar.update(task, completed=ended)))  # type: ignore[misc]
             bar.remove_task(task)
     if not args.quiet:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=220)
-        console.print(table(runs, _said(args)))
+        console(width=220).print(table(runs, _title(args)))
     return runs
 
 
-def _called(setup: Setup) -> str:
+def _run_name(setup: Setup) -> str:
     load = f" at {setup.rate:g}/s" if setup.rate else f", {setup.concurrency} clients" if setup.concurrency else ""
-    return setup.contender.text + load
+    return setup.policy.text + load
 
 
-def _said(args: argparse.Namespace) -> str:
+def _title(args: argparse.Namespace) -> str:
     profiles = " and ".join(args.profile or ("2xh100-32b",))
     workload = " ".join([Path(args.workload[0]).name, *args.workload[1:]])
     return f"{workload} on {args.nodes} × {profiles}"
@@ -302,5 +304,5 @@ def _said(args: argparse.Namespace) -> str:
 def _numbers(text: str) -> list[float]:
     numbers = [float(word) for word in text.split(",")]
     if not numbers or min(numbers) <= 0:
-        raise argparse.ArgumentTypeError("numbers above 0, with commas between them")
+        raise argparse.ArgumentTypeError("expected numbers above 0, separated by commas")
     return numbers

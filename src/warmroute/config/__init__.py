@@ -1,30 +1,33 @@
-"""The whole configuration: every value typed, with one default and a sentence that says what it does.
+"""The configuration: every key has a type, one default and a description.
 
-One TOML file holds it. Unknown keys are refused with the nearest known name, so that a typing error never turns into a
-silent default. docs/configuration.md is made from these files (`warmroute config-reference`).
+The router reads it from one TOML file. An unknown key is an error that names the nearest known key.
+`warmroute config-reference` generates docs/configuration.md from this package.
 """
 
-from warmroute.config.islands import Crossing, IslandConfig
-from warmroute.config.journal import Journal
-from warmroute.config.nodes import Health, Metrics, NodeConfig, Upstream, node_name
-from warmroute.config.prompts import ModelConfig, Prompts
-from warmroute.config.provisioners import ProvisionerConfig
-from warmroute.config.routes import RouteConfig
-from warmroute.config.routing import Admission, Index, Pricing, Routing
-from warmroute.config.scaling import Hours, IslandLimits, Scaling
-from warmroute.config.section import ConfigError, PolicyName, PriorityName, Section, described, made_of, section_of
-from warmroute.config.serving import Admin, KeyConfig, Limits, Listen, Log, Shutdown
-from warmroute.config.whole import Config, check, from_table, is_loopback, load, needing_restart, tables
+from warmroute.config.config import Config, check, from_table, is_loopback, keys_needing_restart, load, tables
+from warmroute.config.island_settings import IslandAffinity, IslandConfig
+from warmroute.config.journal_settings import Journal
+from warmroute.config.node_settings import Health, NodeConfig, Polling, Upstream, node_name
+from warmroute.config.priority import PriorityName
+from warmroute.config.prompt_settings import ModelConfig, Prompts
+from warmroute.config.provisioner_settings import ProvisionerConfig
+from warmroute.config.route_settings import RouteConfig
+from warmroute.config.routing_settings import Admission, Index, Pricing, Routing
+from warmroute.config.scaling_settings import LOW_QUEUE_PER_NODE, LOW_UTILISATION, Hours, IslandLimits, Scaling
+from warmroute.config.section import ConfigError, PolicyName, Section, describe_keys, parse_section
+from warmroute.config.serving_settings import Admin, KeyConfig, Limits, Listen, Log, Shutdown
 
 __all__ = [
+    "LOW_QUEUE_PER_NODE",
+    "LOW_UTILISATION",
     "Admin",
     "Admission",
     "Config",
     "ConfigError",
-    "Crossing",
     "Health",
     "Hours",
     "Index",
+    "IslandAffinity",
     "IslandConfig",
     "IslandLimits",
     "Journal",
@@ -32,10 +35,10 @@ __all__ = [
     "Limits",
     "Listen",
     "Log",
-    "Metrics",
     "ModelConfig",
     "NodeConfig",
     "PolicyName",
+    "Polling",
     "Pricing",
     "PriorityName",
     "Prompts",
@@ -47,13 +50,12 @@ __all__ = [
     "Shutdown",
     "Upstream",
     "check",
-    "described",
+    "describe_keys",
     "from_table",
     "is_loopback",
+    "keys_needing_restart",
     "load",
-    "made_of",
-    "needing_restart",
     "node_name",
-    "section_of",
+    "parse_section",
     "tables",
 ]

@@ -1,4 +1,4 @@
-"""A table of the configuration: its values, their types and sentences, and what is said of a wrong one."""
+"""The base class of all tables in the configuration file, and the error messages for invalid values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 from types import NoneType, UnionType
-from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -15,8 +15,11 @@ Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
 Bytes = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
+Ratio = Annotated[float, Meta(gt=0, le=1)]
 
-PriorityName = Literal["high", "normal", "low"]
+NOT_IN_FILE: Final = Meta(extra={"in_file": False})
+"""Marks a value that replay's experiments and tests vary, and that the configuration file cannot set."""
+
 PolicyName = Literal[
     "round_robin",
     "random",
@@ -32,103 +35,122 @@ PolicyName = Literal[
 
 
 class ConfigError(Exception):
-    """What is wrong with a configuration, as a sentence for the person who wrote it."""
+    """What is wrong with the configuration, as a sentence for the operator."""
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A table of the file."""
+    """A table of the configuration file."""
 
 
 SomeSection = TypeVar("SomeSection", bound=Section)
 
 
 def section_of(kind: Any) -> type[Section] | None:
-    """The table that a field of this type holds (once or many times), if it holds one."""
+    """Return the Section that a field of this type holds, alone or in a list; None for plain values."""
     if get_origin(kind) is tuple:
         return section_of(get_args(kind)[0])
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
-def _tables_with(key: str, tables: Mapping[str, Any]) -> list[str]:
-    """Which of the tables have such a key: those that stand there once, else those that may stand there often."""
-    found = [name for name, kind in tables.items() if (inner := section_of(kind)) and key in inner.__struct_fields__]
-    return [name for name in found if get_origin(tables[name]) is not tuple] or found
+def keys_of(section: type[Section]) -> dict[str, Any]:
+    """Return the keys that the file may set in this table, with their types."""
+    return {field.name: field.type for field in msgspec.structs.fields(section) if _in_file(field.type)}
 
 
-def refuse_unknown_keys(table: Mapping[str, Any], section: type[Section], prefix: str) -> None:
-    fields = {field.name: field.type for field in msgspec.structs.fields(section)}
-    for key, value in table.items():
-        if key not in fields:
-            elsewhere = [] if prefix else _tables_with(key, fields)
-            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-            if elsewhere:
-                hint = f"did you mean {' or '.join(f'{table}.{key}' for table in elsewhere)}?"
-            else:
-                hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(sorted(fields))}"
-            raise ConfigError(f"unknown key {prefix}{key}; {hint}")
-        inner = section_of(fields[key])
-        if inner is None:
-            continue
-        tables = value if isinstance(value, list) else [value]
-        for inner_table in tables:
-            if isinstance(inner_table, dict):
-                refuse_unknown_keys(inner_table, inner, f"{prefix}{key}.")
+def _in_file(hint: Any) -> bool:
+    metas = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return not any((getattr(meta, "extra", None) or {}).get("in_file") is False for meta in metas)
 
 
-_NAMES: Final = {
-    "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "array": "a list",
-    "object": "a table", "null": "nothing", "datetime": "a date and time", "date": "a date", "time": "a time",
-}  # fmt: skip
-_LIMITED: Final = re.compile(r"Expected `(.+?)`(, got `(.+)`)?(.*)", re.DOTALL)
-
-
-def in_words(message: str, section: type[Section]) -> str:
-    """`Expected `int`, got `str` - at `$.listen.port`` → `listen.port: expected a whole number, got text`. The values
-    themselves are not said, except where there are only a few to choose from: they may be secret."""
-    what, separator, where = message.rpartition(" - at `$")
-    if not separator:
-        what, where = message, ""
-    path = where.rstrip("`").lstrip(".").replace("[...]", "")
-    said = _wrong(what, path, _hint_at(section, path))
-    return f"{path}: {said}" if path else said
-
-
-def made_of(section: type[SomeSection], table: object) -> SomeSection:
-    """A table as it was read from a file or a request; raises ConfigError with a sentence that names the key."""
+def parse_section(section: type[SomeSection], table: object) -> SomeSection:
+    """Parse a table of a file or of a request. Raises ConfigError, which names the key."""
     if isinstance(table, dict):
-        refuse_unknown_keys(table, section, "")
+        _reject_unknown_keys(table, section, "")
+    return convert_section(section, table)
+
+
+def convert_section(section: type[SomeSection], table: object) -> SomeSection:
+    """Parse a table that code built: it may also set values that are not in the file. Raises ConfigError."""
     try:
         return msgspec.convert(table, section, strict=True)
     except msgspec.ValidationError as error:
-        raise ConfigError(in_words(str(error), section)) from None
+        raise ConfigError(_error_message(str(error), section)) from None
 
 
-def _wrong(what: str, path: str, hint: Any) -> str:
+def _reject_unknown_keys(table: Mapping[str, Any], section: type[Section], prefix: str) -> None:
+    keys = keys_of(section)
+    for key, value in table.items():
+        if key not in keys:
+            raise ConfigError(f"unknown key {prefix}{key}; {_suggestion(key, keys, prefix)}")
+        inner = section_of(keys[key])
+        if inner is None:
+            continue
+        for inner_table in value if isinstance(value, list) else [value]:
+            if isinstance(inner_table, dict):
+                _reject_unknown_keys(inner_table, inner, f"{prefix}{key}.")
+
+
+def _suggestion(key: str, keys: Mapping[str, Any], prefix: str) -> str:
+    tables = [] if prefix else _tables_with(key, keys)
+    if tables:
+        return f"did you mean {' or '.join(f'{table}.{key}' for table in tables)}?"
+    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
+    return f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(sorted(keys))}"
+
+
+def _tables_with(key: str, tables: Mapping[str, Any]) -> list[str]:
+    """Return the tables that have this key: `[table]` before `[[table]]`."""
+    found = [name for name, kind in tables.items() if (inner := section_of(kind)) and key in keys_of(inner)]
+    return [name for name in found if get_origin(tables[name]) is not tuple] or found
+
+
+_TYPE_NAMES: Final = {
+    "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "array": "a list",
+    "object": "a table", "null": "nothing", "datetime": "a date and time", "date": "a date", "time": "a time",
+}  # fmt: skip
+_EXPECTED: Final = re.compile(r"Expected `(.+?)`(, got `(.+)`)?(.*)", re.DOTALL)
+
+
+def _error_message(message: str, section: type[Section]) -> str:
+    """Turn msgspec's message into ours.
+
+    "Expected `int`, got `str` - at `$.listen.port`" becomes "listen.port: expected a whole number, got text".
+    A value can be secret, so the message contains it only if the key has a fixed set of values.
+    """
+    problem, separator, where = message.rpartition(" - at `$")
+    if not separator:
+        problem, where = message, ""
+    path = where.rstrip("`").lstrip(".").replace("[...]", "")
+    text = _problem(problem, path, _type_at(section, path))
+    return f"{path}: {text}" if path else text
+
+
+def _problem(problem: str, path: str, hint: Any) -> str:
     choices = _choices(hint)
-    if what.startswith("Invalid enum value") and choices:
-        given = what.removeprefix("Invalid enum value ").strip("'")
+    if problem.startswith("Invalid enum value") and choices:
+        given = problem.removeprefix("Invalid enum value ").strip("'")
         near = difflib.get_close_matches(given.lower(), choices, n=1, cutoff=0.5)
-        instead = f"did you mean {near[0]}? There" if near else "there"
-        return f"{given!r} is none of its values; {instead} are {', '.join(choices)}"
-    limited = _LIMITED.fullmatch(what)
-    if limited is None:
-        return what[:1].lower() + what[1:]
-    expected, _, got, rest = limited.groups()
+        hint_text = f"did you mean {near[0]}? Possible" if near else "possible"
+        return f"unknown value {given!r}; {hint_text} values: {', '.join(choices)}"
+    match = _EXPECTED.fullmatch(problem)
+    if match is None:
+        return problem[:1].lower() + problem[1:]
+    expected, _, got, rest = match.groups()
     if " matching regex " in rest:
         if path.endswith("sha256"):
-            return "is not a SHA-256 in hex: `warmroute hash-key` makes it"
-        return f"does not look right: {_sentence(hint) or 'it is written in another way'}"
+            return "expected a SHA-256 hash in hex; `warmroute hash-key` prints it"
+        return f"invalid format. {_description(hint)}".rstrip()
     name = re.sub(r"\[\d+\]", "", path)
     if name and got == "object" and section_of(hint) is not None:
-        return f"write [[{name}]]: it may stand there many times"
+        return f"write [[{name}]]: this table is repeatable"
     if name and got == "array" and section_of(hint) is not None and get_origin(hint) is not tuple:
-        return f"write [{name}]: it stands there once"
-    kinds = " or ".join(_NAMES.get(kind, kind) for kind in expected.split(" | ") if kind != "null")
-    return f"expected {kinds}" + (f", got {_NAMES.get(got, got)}" if got else "") + rest
+        return f"write [{name}]: this table is not repeatable"
+    kinds = " or ".join(_TYPE_NAMES.get(kind, kind) for kind in expected.split(" | ") if kind != "null")
+    return f"expected {kinds}" + (f", got {_TYPE_NAMES.get(got, got)}" if got else "") + rest
 
 
-def _hint_at(section: type[Section], path: str) -> Any:
-    """The type of what stands there, with its sentence; None where that is not known."""
+def _type_at(section: type[Section], path: str) -> Any:
+    """Return the annotated type of the value at this path; None if it is unknown."""
     hint: Any = section
     for name in re.sub(r"\[\d+\]", "", path).split(".") if path else ():
         inner = section_of(hint)
@@ -137,7 +159,7 @@ def _hint_at(section: type[Section], path: str) -> Any:
 
 
 def _choices(hint: Any) -> tuple[str, ...]:
-    """The texts that a value is one of, if it is."""
+    """Return the possible values of a Literal; an empty tuple for every other type."""
     if get_origin(hint) is Literal:
         return get_args(hint)
     if get_origin(hint) in (Annotated, tuple):
@@ -147,39 +169,42 @@ def _choices(hint: Any) -> tuple[str, ...]:
     return ()
 
 
-def _sentence(hint: Any) -> str:
-    """What is said of a value of this type."""
+def _description(hint: Any) -> str:
     metas = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     return next((meta.description for meta in reversed(metas) if getattr(meta, "description", None)), "")
 
 
-def described(section: type[Section]) -> Iterator[tuple[str, str, Any, str]]:
-    """Each value of a table: name, type in words, default (or msgspec.NODEFAULT), sentence. Not the tables in it."""
-    hints = get_type_hints(section, include_extras=True)
+class Key(NamedTuple):
+    """A key of a table, as the configuration reference shows it."""
+
+    name: str
+    type_name: str
+    default: Any
+    """msgspec.NODEFAULT if the key is required."""
+    description: str
+
+
+def describe_keys(section: type[Section]) -> Iterator[Key]:
+    """Describe the keys of a table, without the tables inside it."""
+    keys = keys_of(section)
     for field in msgspec.structs.fields(section):
-        hint = hints[field.name]
-        if section_of(hint) is not None:
+        if field.name not in keys or section_of(field.type) is not None:
             continue
-        sentence = ""
-        while get_origin(hint) is Annotated:
-            hint, *metas = get_args(hint)
-            for meta in metas:
-                sentence = getattr(meta, "description", None) or sentence
         default = field.default
         if default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
             default = field.default_factory()
-        yield field.name, _type_in_words(hint), default, sentence
+        yield Key(field.name, _type_name(field.type), default, _description(field.type))
 
 
-def _type_in_words(hint: Any) -> str:
-    while get_origin(hint) is Annotated:
-        hint = get_args(hint)[0]
+def _type_name(hint: Any) -> str:
+    if get_origin(hint) is Annotated:
+        return _type_name(get_args(hint)[0])
     if get_origin(hint) is Literal:
         return " / ".join(f'"{value}"' for value in get_args(hint))
     if get_origin(hint) is tuple:
-        return f"list of {_type_in_words(get_args(hint)[0])}"
+        return f"list of {_type_name(get_args(hint)[0])}"
     if get_origin(hint) is dict:
-        return f"table of {_type_in_words(get_args(hint)[1])}"
+        return f"table of {_type_name(get_args(hint)[1])}"
     if get_origin(hint) in (UnionType, Union):
-        return ", ".join(_type_in_words(kind) for kind in get_args(hint) if kind is not NoneType)
+        return ", ".join(_type_name(kind) for kind in get_args(hint) if kind is not NoneType)
     return {str: "text", int: "whole number", float: "number", bool: "true / false"}.get(hint, str(hint))

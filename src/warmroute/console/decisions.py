@@ -1,9 +1,10 @@
-"""GET /admin/decisions, GET /admin/decisions/REQUEST_ID: what was decided of late, and why. POST /admin/explain: what
-would be decided of a request now:
+"""GET /admin/decisions and GET /admin/decisions/REQUEST_ID: recent decisions and their reasons.
+
+POST /admin/explain: the decision that the router would take for a request now:
 
     {"path": "/v1/chat/completions", "headers": {"X-Session-Id": "7"}, "tenant": "search", "body": {"model": …}}
 
-All but `body` may be left out. `tenant` stands for its key, where clients need one.
+Only `body` is required. `tenant` replaces the API key.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from warmroute.edge.dry_run import rehearse
-from warmroute.edge.errors import Refusal
-from warmroute.edge.head import RequestHead, read_request_head
+from warmroute.config.priority import PRIORITY_NAMES
+from warmroute.edge.dry_run import dry_run
+from warmroute.edge.errors import HttpError
+from warmroute.edge.http1 import RequestHead, read_request_head
 from warmroute.edge.proxy import Proxy
-from warmroute.routing.reasons import sentence
-from warmroute.telemetry.journal import PRIORITIES, Journal, describe
+from warmroute.routing.explanation import explain_decision
+from warmroute.telemetry.journal import Journal, describe_decision
 
-USUAL_LIMIT: Final = 20
-MAX_FIELDS: Final = 100
-_FIELD_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_FIELD_VALUE: Final = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
+DEFAULT_LIMIT: Final = 20
+_HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_HEADER_VALUE: Final = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 _TARGET: Final = re.compile(r"/[\x21-\x7e]*")
-_OF_THE_WAY: Final = frozenset({"host", "content-length", "transfer-encoding", "connection", "expect"})
-"""Fields that belong to the connection that a request came by, and not to the request."""
+_CONNECTION_HEADERS: Final = frozenset({"host", "content-length", "transfer-encoding", "connection", "expect"})
+"""Headers that belong to the connection of the original request."""
 
 
-class Rehearsed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ExplainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     body: msgspec.Raw
     path: str = "/v1/chat/completions"
     headers: dict[str, str] = {}
@@ -44,83 +45,84 @@ class Decisions:
         self._proxy = proxy
 
     async def recent(self, query: str) -> dict[str, Any]:
-        """The latest first; `limit` of them."""
-        asked = parse_qs(query).get("limit", [str(USUAL_LIMIT)])[-1]
-        if not asked.isascii() or not asked.isdigit() or not 0 < len(asked) < 10 or not int(asked):
-            raise Refusal(400, f"limit is a number from 1 on, not {asked[:40]!r}.", code="bad_limit", param="limit")
-        entries = self._journal.latest(int(asked))
+        """Return the latest decisions, newest first, up to `limit`."""
+        limit = parse_qs(query).get("limit", [str(DEFAULT_LIMIT)])[-1]
+        if not limit.isascii() or not limit.isdigit() or not 0 < len(limit) < 10 or not int(limit):
+            raise HttpError(
+                400, f"limit must be above 0, not {limit[:40]!r}.", code="bad_limit", param="limit"
+            )
+        entries = self._journal.latest(int(limit))
 
-        def in_words() -> list[dict[str, Any]]:
+        def describe_all() -> list[dict[str, Any]]:
             return [self._journal.describe(entry) for entry in entries]
 
-        found = await asyncio.get_running_loop().run_in_executor(None, in_words)
-        return {"kept": len(self._journal), "decisions": found}
+        described = await asyncio.get_running_loop().run_in_executor(None, describe_all)
+        return {"stored": len(self._journal), "decisions": described}
 
-    def of(self, request_id: str) -> dict[str, Any]:
+    def find(self, request_id: str) -> dict[str, Any]:
         entry = self._journal.find(request_id.encode("utf-8", "replace"))
         if entry is None:
-            raise Refusal(
+            raise HttpError(
                 404,
-                f"No decision about a request {request_id[:200]!r} is kept here. The last "
-                f"{self._journal.config.keep:,} are (journal.keep); those that were refused before a node was chosen "
-                "are not among them.",
+                f"The journal has no request {request_id[:200]!r}. It contains the last "
+                f"{self._journal.config.max_decisions:,} requests (journal.max_decisions) that were sent to a node.",
                 code="unknown_request",
             )
         return self._journal.describe(entry)
 
-    async def explain(self, given: bytes) -> dict[str, Any]:
-        """What would be decided now."""
+    async def explain(self, body: bytes) -> dict[str, Any]:
+        """Return the decision that the router would take now."""
         try:
-            request = msgspec.json.decode(given, type=Rehearsed)
+            request = msgspec.json.decode(body, type=ExplainRequest)
         except msgspec.DecodeError as error:
-            raise Refusal(
-                400, f'The request is not told as {{"path": "/v1/…", "body": {{…}}}}: {error}', code="bad_request"
+            raise HttpError(
+                400, f'Send the request as {{"path": "/v1/…", "body": {{…}}}}: {error}', code="bad_request"
             ) from None
-        body = bytes(request.body)
-        head = _head(request, len(body))
-        decision, waits = await rehearse(self._proxy, head, body, self._tenant(request, head))
-        grounds, query = decision.grounds(), decision.query
+        request_body = bytes(request.body)
+        head = _head(request, len(request_body))
+        decision, would_queue = await dry_run(self._proxy, head, request_body, self._tenant(request, head))
+        record, query = decision.record(), decision.query
         assert query is not None
         return {
             "tenant": query.request.tenant,
             "model": query.request.model,
             "route": query.request.route,
-            "priority": PRIORITIES[query.request.priority],
-            "sentence": sentence(grounds) + ("; it would wait here first, until there is room" if waits else ""),
-            **describe(grounds, self._journal.config.candidates),
-            "would_wait": waits,
+            "priority": PRIORITY_NAMES[query.request.priority],
+            "explanation": explain_decision(record)
+            + ("; the request would wait in the router until the node has room" if would_queue else ""),
+            **describe_decision(record),
+            "would_queue": would_queue,
         }
 
-    def _tenant(self, request: Rehearsed, head: RequestHead) -> str:
-        tenants = self._proxy.tenants
-        if request.tenant and request.tenant not in tenants:
-            raise Refusal(
-                400, f"No key is of a tenant {request.tenant[:200]!r}.", code="unknown_tenant", param="tenant"
+    def _tenant(self, request: ExplainRequest, head: RequestHead) -> str:
+        if request.tenant and request.tenant not in self._proxy.tenants:
+            raise HttpError(
+                400, f"No API key has the tenant {request.tenant[:200]!r}.", code="unknown_tenant", param="tenant"
             )
         try:
             tenant = self._proxy.admit(head)
-        except Refusal as refusal:
-            if refusal.status != 401:
+        except HttpError as error:
+            if error.status != 401:
                 raise
             if not request.tenant:
-                raise Refusal(
-                    400, "Clients need a key here: say whose request it is (`tenant`).", code="missing_tenant",
-                    param="tenant",
+                raise HttpError(
+                    400, "The router requires API keys: name the tenant of the request (`tenant`).",
+                    code="missing_tenant", param="tenant",
                 ) from None  # fmt: skip
             tenant = request.tenant
         return request.tenant or tenant
 
 
-def _head(request: Rehearsed, length: int) -> RequestHead:
+def _head(request: ExplainRequest, length: int) -> RequestHead:
     if not _TARGET.fullmatch(request.path):
-        raise Refusal(400, f"{request.path[:200]!r} is not a path.", code="bad_request", param="path")
-    lines = [f"POST {request.path} HTTP/1.1", "Host: rehearsal", f"Content-Length: {length}"]
+        raise HttpError(400, f"{request.path[:200]!r} is not a path.", code="bad_request", param="path")
+    lines = [f"POST {request.path} HTTP/1.1", "Host: dry-run", f"Content-Length: {length}"]
     for name, value in request.headers.items():
-        if not _FIELD_NAME.fullmatch(name) or not _FIELD_VALUE.fullmatch(value):
-            raise Refusal(400, f"{name[:200]!r} is not a header field.", code="bad_request", param="headers")
-        if name.lower() not in _OF_THE_WAY:
+        if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
+            raise HttpError(400, f"{name[:200]!r} is not a valid header.", code="bad_request", param="headers")
+        if name.lower() not in _CONNECTION_HEADERS:
             lines.append(f"{name}: {value}")
     if not any(line.lower().startswith("content-type:") for line in lines):
         lines.append("Content-Type: application/json")
     head = "\r\n".join(lines).encode("latin-1")
-    return read_request_head(head + b"\r\n\r\n", len(head), MAX_FIELDS)
+    return read_request_head(head + b"\r\n\r\n", len(head))

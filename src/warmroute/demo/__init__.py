@@ -11,6 +11,6 @@
 What runs is real: processes, sockets, the whole router. Only the engines' GPUs are simulated.
 """
 
-from warmroute.demo.acts import Act, DemoOptions, run
+from warmroute.demo.demo_run import DemoPart, DemoOptions, run
 
 __all__ = ["Act", "DemoOptions", "run"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from warmroute.edge.chunked import ChunkFrames
-from warmroute.edge.head import CHUNKED, UNTIL_CLOSE, read_response_head
+from warmroute.edge.http1 import ChunkFrames
+from warmroute.edge.http1 import CHUNKED, UNTIL_CLOSE, read_response_head
 
 
 class ChatOutcome(msgspec.Struct, frozen=True):

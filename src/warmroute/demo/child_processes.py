@@ -36,7 +36,7 @@ class Child:
         line = self.process.stdout.readline()
         if not line:
             self.process.wait(GRACE_S)
-            raise ConfigError(self.why_it_ended())
+            raise ConfigError(self.start_error())
         return line
 
     def has_ended(self) -> bool:
@@ -47,7 +47,7 @@ class Child:
         file = self._said.fileno()  # read at a place of our own: the child writes at the one that both share
         return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
-    def why_it_ended(self) -> str:
+    def start_error(self) -> str:
         lines = self.said().strip().splitlines()
         reason = lines[-1].removeprefix("warmroute: ") if lines else f"it said nothing (exit {self.process.returncode})"
         return f"{self.name} did not start: {reason}"

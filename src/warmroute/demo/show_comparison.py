@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from warmroute.demo.compare import (
+from warmroute.demo.routing_comparison import (
     AFTER,
     BEFORE,
     BLOCK_SIZE,

@@ -10,9 +10,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from warmroute.demo.rising_load import RisingLoad
-from warmroute.demo.scale import Moment, Plot, Story
-from warmroute.demo.scaled_fleet import Shape
+from warmroute.demo.variable_load import VariableLoad
+from warmroute.demo.scaling_demo import Sample, LoadPlan, ScalingResult
+from warmroute.demo.autoscaled_fleet import FleetOptions
 
 LEVELS = "▁▂▃▄▅▆▇█"
 CURVE = 54
@@ -25,7 +25,7 @@ PARTS = {
 }
 
 
-def introduce(console: Console, shape: Shape) -> None:
+def introduce(console: Console, shape: FleetOptions) -> None:
     console.print(
         f"[bold]As many as it takes[/]: the load rises and falls, and the fleet follows, from {shape.least} to "
         f"{shape.most} engines and back.\nThe router starts and ends them itself: processes here, machines of a cloud "
@@ -37,11 +37,11 @@ def introduce(console: Console, shape: Shape) -> None:
 class Screen:
     """What is going on just now. Where there is no terminal, a line for each change."""
 
-    def __init__(self, console: Console, shape: Shape, plot: Plot) -> None:
+    def __init__(self, console: Console, shape: FleetOptions, plot: LoadPlan) -> None:
         self._console = console
         self._shape = shape
         self._plot = plot
-        self._moments: list[Moment] = []
+        self._moments: list[Sample] = []
         self._live = Live(console=console, refresh_per_second=8, transient=True)
 
     def __enter__(self) -> Screen:
@@ -55,7 +55,7 @@ class Screen:
         if self._console.is_terminal:
             self._live.stop()
 
-    def show(self, moment: Moment) -> None:
+    def show(self, moment: Sample) -> None:
         before = self._moments[-1] if self._moments else None
         self._moments.append(moment)
         if self._console.is_terminal:
@@ -66,7 +66,7 @@ class Screen:
                 highlight=False,
             )
 
-    def _lines(self, moment: Moment) -> Table:
+    def _lines(self, moment: Sample) -> Table:
         look = moment.look
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")
@@ -87,7 +87,7 @@ class Screen:
         return table
 
 
-def conclude(console: Console, shape: Shape, load: RisingLoad, story: Story) -> bool:
+def conclude(console: Console, shape: FleetOptions, load: VariableLoad, story: ScalingResult) -> bool:
     """Shows what came of it; whether everything is as it should be."""
     busy = sum(1 for under_way in story.endings.values() if under_way)
     failed = sum(load.failed.values())
@@ -108,7 +108,7 @@ def conclude(console: Console, shape: Shape, load: RisingLoad, story: Story) -> 
     console.print(table)
     for reason, count in load.failed.items():
         console.print(f"  {count} × {reason}", style="red", markup=False)
-    plot = Plot()
+    plot = LoadPlan()
     console.print(f"{_rates(story.moments, plot)}  requests/s, up to {plot.peak_rate:g}", highlight=False)
     console.print(f"{_nodes(story.moments, shape)}  engines, in {story.seconds:.0f} s\n", highlight=False)
     console.print("Why, in the router's words:")
@@ -129,7 +129,7 @@ def conclude(console: Console, shape: Shape, load: RisingLoad, story: Story) -> 
     return all(good for _, _, good in rows)
 
 
-def _engines(moment: Moment) -> str:
+def _engines(moment: Sample) -> str:
     look = moment.look
     parts = [f"{look.serving} serve"]
     parts += [f"{look.coming} start"] if look.coming else []
@@ -137,16 +137,16 @@ def _engines(moment: Moment) -> str:
     return ", ".join(parts)
 
 
-def _grew_and_shrank(shape: Shape, story: Story) -> bool:
+def _grew_and_shrank(shape: FleetOptions, story: ScalingResult) -> bool:
     return story.most == shape.most and story.last == shape.least
 
 
-def _quantile(load: RisingLoad, quantile: float) -> float:
+def _quantile(load: VariableLoad, quantile: float) -> float:
     times = sorted(load.ttft_ms)
     return times[min(len(times) - 1, int(quantile * len(times)))] if times else 0.0
 
 
-def _engine_time(shape: Shape, story: Story) -> str:
+def _engine_time(shape: FleetOptions, story: ScalingResult) -> str:
     """All that are paid for: those that start and those that finish, too."""
     used_s = before_s = 0.0
     for moment in story.moments:
@@ -156,11 +156,11 @@ def _engine_time(shape: Shape, story: Story) -> str:
     return f"{used_s:.0f} s, {shape.most * story.seconds:.0f} s"
 
 
-def _rates(moments: Sequence[Moment], plot: Plot) -> str:
+def _rates(moments: Sequence[Sample], plot: LoadPlan) -> str:
     return curve([moment.rate for moment in moments], [moment.at_s for moment in moments], plot.peak_rate)
 
 
-def _nodes(moments: Sequence[Moment], shape: Shape) -> str:
+def _nodes(moments: Sequence[Sample], shape: FleetOptions) -> str:
     return curve([moment.look.serving for moment in moments], [moment.at_s for moment in moments], shape.most)
 
 

@@ -1,49 +1,53 @@
-"""Why a request got no node, in words for its client."""
+"""Turns the reason why routing rejected a request into the error that its client gets."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from warmroute.edge import errors
-from warmroute.edge.errors import Refusal
+from warmroute.edge.errors import HttpError
 from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.refusals import (
+from warmroute.routing.routing_errors import (
+    AllNodesFailed,
+    DeadlineUnreachable,
     Displaced,
     MissingModel,
-    NobodyCanServe,
-    QueuesFull,
+    NodeQueuesFull,
+    NoNodeAvailable,
+    QueueFull,
+    QueueTimeout,
     RateLimited,
-    Shed,
-    TooLate,
-    Undecided,
+    RoutingError,
     UnknownModel,
-    WaitedTooLong,
-    WouldWait,
+    WouldQueue,
 )
 
 RETRY_AFTER_S: Final = 1
+"""Sent where routing gives no estimate."""
 
 
-def in_words(undecided: Undecided, request: RoutingRequest) -> Refusal:
-    match undecided:
+def to_error(why: RoutingError, request: RoutingRequest) -> HttpError:
+    match why:
         case UnknownModel():
-            return errors.unknown_model(request.model)
+            return errors.model_not_found(request.model)
         case MissingModel():
             return errors.missing_model()
-        case NobodyCanServe():
-            return errors.nobody_can_serve(request.model, RETRY_AFTER_S)
-        case Displaced(retry_after_s=retry_after_s):
-            return errors.displaced(retry_after_s)
-        case QueuesFull(retry_after_s=retry_after_s):
-            return errors.queues_full(retry_after_s)
-        case Shed(retry_after_s=retry_after_s):
-            return errors.too_many_waiting(retry_after_s)
-        case WouldWait(retry_after_s=retry_after_s):
-            return errors.would_wait(retry_after_s)
-        case TooLate() as late:
-            return errors.deadline_unreachable(late.first_token, late.expected_ms, late.left_ms, late.retry_after_s)
-        case RateLimited() as limited:
-            return errors.rate_limited(limited.what, limited.limit, limited.needed, limited.retry_after_s, limited.told)
-        case WaitedTooLong():
-            return errors.waited_too_long(RETRY_AFTER_S)
-    raise undecided
+        case NoNodeAvailable():
+            return errors.no_node_available(request.model, RETRY_AFTER_S)
+        case AllNodesFailed():
+            return errors.all_nodes_failed(why.tried, why.retry_after_s)
+        case Displaced():
+            return errors.displaced(why.retry_after_s)
+        case NodeQueuesFull():
+            return errors.node_queues_full(why.retry_after_s)
+        case QueueFull():
+            return errors.queue_full(why.retry_after_s)
+        case WouldQueue():
+            return errors.would_queue(why.retry_after_s)
+        case DeadlineUnreachable():
+            return errors.deadline_unreachable(why.first_token, why.expected_ms, why.left_ms, why.retry_after_s)
+        case RateLimited():
+            return errors.rate_limited(why.what, why.limit, why.needed, why.retry_after_s, why.headers)
+        case QueueTimeout():
+            return errors.queue_timeout(RETRY_AFTER_S)
+    raise why

@@ -1,38 +1,38 @@
-"""A rehearsal: what would be decided of a request now. Nothing is sent, and no books are touched: it never arrived."""
+"""A dry run: what the router would decide for a request now. Nothing is sent, and no state changes."""
 
 from __future__ import annotations
 
 import asyncio
 
-from warmroute.edge.admission_errors import in_words
-from warmroute.edge.head import RequestHead
-from warmroute.edge.proxy import ANSWERED, Proxy
-from warmroute.edge.reading import PendingPrompt
+from warmroute.edge.admission_errors import to_error
+from warmroute.edge.http1 import RequestHead
+from warmroute.edge.paths import WITH_OUTPUT_TOKENS
+from warmroute.edge.prompt_reader import PendingPrompt
+from warmroute.edge.proxy import Proxy
 from warmroute.prompt.prompt import Prompt
 from warmroute.routing.decision import Decision
-from warmroute.routing.refusals import Undecided
+from warmroute.routing.routing_errors import RoutingError
 
 
-async def rehearse(proxy: Proxy, head: RequestHead, body: bytes, tenant: str) -> tuple[Decision, bool]:
-    """The decision, and whether the request would wait here first. Raises Refusal where it would be refused."""
-    request = proxy.request(head, body, tenant)
-    reading: asyncio.Future[Prompt | None] = asyncio.get_running_loop().create_future()
-    read = proxy.read_prompt(request, head, body, reading.set_result)
-    if isinstance(read, PendingPrompt):
+async def dry_run(proxy: Proxy, head: RequestHead, body: bytes, tenant: str) -> tuple[Decision, bool]:
+    """Return the decision, and whether the request would wait in the queue first. Raises HttpError if rejected."""
+    path = head.target.partition(b"?")[0]
+    request, outline = proxy.requests.build(head, path, body, tenant)
+    future: asyncio.Future[Prompt | None] = asyncio.get_running_loop().create_future()
+    prompt = proxy.read_prompt(request, path, body, outline, future.set_result)
+    if isinstance(prompt, PendingPrompt):
+        pending = prompt
         try:
-            prompt = await reading
+            prompt = await future
         finally:
-            read.cancel()
-    else:
-        prompt = read
+            pending.cancel()
     lookup = proxy.lookup(request, prompt)
     try:
         limits = proxy.rate_limits.of(request.tenant)
         if limits is not None:
             tokens = prompt.token_count if prompt is not None else None
-            output = proxy.router.outputs.expected(request.model, request.tenant, request.max_output_tokens)
-            answers = head.target.partition(b"?")[0] in ANSWERED
-            limits.check(tokens, output, proxy.now(), len(body), answers)
-        return proxy.admission.rehearse(request, lookup, proxy.now())
-    except Undecided as undecided:
-        raise in_words(undecided, request) from None
+            output = proxy.router.output_lengths.expected(request.model, request.tenant, request.max_output_tokens)
+            limits.check(tokens, output, proxy.now(), len(body), path in WITH_OUTPUT_TOKENS)
+        return proxy.admission.dry_run(request, lookup, proxy.now())
+    except RoutingError as why:
+        raise to_error(why, request) from None

@@ -1,8 +1,8 @@
-"""KV events as vLLM and SGLang publish them: a message's payload in, plain values out. No I/O.
+"""KV event types, and decoding of the payloads that vLLM and SGLang publish. No I/O.
 
 A payload is a msgpack array `[ts, events, rank]`. An event is a map with a "type" (vLLM since 0.24), or an array that
-begins with its name (before, and SGLang) and that has grown at its end with the releases; both are read, and what a
-later release adds is passed over. Hashes are opaque: 64-bit integers, signed or not, or 32 bytes.
+starts with its name (older vLLM, SGLang) and that newer releases extend at the end. Both forms are decoded; unknown
+fields are ignored. Hashes are opaque: 64-bit integers, signed or unsigned, or 32 bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 EngineHash = int | bytes
-"""An engine's own name for a block."""
+"""An engine's own hash of a block."""
 
 
 class BadPayload(ValueError):
@@ -30,11 +30,11 @@ class BlockStored(Struct, tag="BlockStored", tag_field="type", gc=False):
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: list[Any] | None = None
-    """For each block what its hash covers beside its tokens; None where nothing."""
+    """For each block, what its hash covers besides its tokens; None for nothing."""
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     locality: str | None = None
-    """LOCAL or REMOTE, as seen from the engine."""
+    """LOCAL or REMOTE, as the engine sees it."""
     cache_salt: str | None = None
 
 
@@ -49,12 +49,20 @@ class AllBlocksCleared(Struct, tag="AllBlocksCleared", tag_field="type", gc=Fals
     pass
 
 
-Event = BlockStored | BlockRemoved | AllBlocksCleared
+class HashesStored(Struct, gc=False):
+    """Stored blocks without tokens, whose hashes are the index's own. Only replay's simulated engines send them."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+
+
+PublishedEvent = BlockStored | BlockRemoved | AllBlocksCleared
+Event = PublishedEvent | HashesStored
 
 
 class Batch(Struct, array_like=True, gc=False):
     sent_s: float
-    events: list[Event]
+    events: list[PublishedEvent]
     rank: int | None = None
 
 
@@ -95,7 +103,7 @@ _maps: Final = msgspec.msgpack.Decoder(Batch)
 _arrays: Final = msgspec.msgpack.Decoder(_Batch)
 
 
-def read_batch(payload: bytes) -> Batch:
+def decode_batch(payload: bytes) -> Batch:
     """Raises BadPayload."""
     try:
         return _maps.decode(payload)
@@ -107,10 +115,10 @@ def read_batch(payload: bytes) -> Batch:
         batch = _arrays.decode(payload)
     except msgspec.DecodeError as error:
         raise BadPayload(str(error)) from None
-    return Batch(batch.sent_s, [_as_map(event) for event in batch.events], batch.rank)
+    return Batch(batch.sent_s, [_from_array(event) for event in batch.events], batch.rank)
 
 
-def _as_map(event: _BlockStored | _BlockRemoved | _AllBlocksCleared) -> Event:
+def _from_array(event: _BlockStored | _BlockRemoved | _AllBlocksCleared) -> PublishedEvent:
     if isinstance(event, _BlockStored):
         return BlockStored(
             event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size, event.lora_id, event.medium,
@@ -121,36 +129,36 @@ def _as_map(event: _BlockStored | _BlockRemoved | _AllBlocksCleared) -> Event:
     return AllBlocksCleared()
 
 
-def sent_at_s(payload: bytes) -> float | None:
-    """When a batch was sent, by the engine's clock, without reading the rest of it."""
+def sent_time_s(payload: bytes) -> float | None:
+    """Return when a batch was sent, by the engine's clock, without decoding the rest of it."""
     return float(_DOUBLE.unpack_from(payload, 2)[0]) if payload[1:2] == b"\xcb" and len(payload) >= 10 else None
 
 
-def salt_of(event: BlockStored) -> str | None:
-    """What the client salted the cache with: SGLang says it, vLLM has it among the first block's extra keys."""
+def cache_salt(event: BlockStored) -> str | None:
+    """Return the client's cache salt. SGLang sends it as a field, vLLM among the first block's extra keys."""
     if event.cache_salt is not None:
         return event.cache_salt
     if event.parent_block_hash is not None or not event.extra_keys:
         return None
-    return next((key for key in _own_keys(event, event.extra_keys[0]) if isinstance(key, str)), None)
+    return next((key for key in _without_adapter(event, event.extra_keys[0]) if isinstance(key, str)), None)
 
 
-def extra_of(event: BlockStored) -> list[bytes | None] | None:
-    """What makes each block different beside its tokens, adapter and salt: pictures, say."""
+def extra_keys_by_block(event: BlockStored) -> list[bytes | None] | None:
+    """Return what distinguishes each block besides its tokens, adapter and salt, for example images."""
     if not event.extra_keys or not any(event.extra_keys):
         return None
-    salt = salt_of(event)
+    salt = cache_salt(event)
     extra: list[bytes | None] = []
     for number, keys in enumerate(event.extra_keys):
-        own = _own_keys(event, keys)
+        own = _without_adapter(event, keys)
         if number == 0 and salt in own:
             own.remove(salt)
         extra.append(msgspec.msgpack.encode(own) if own else None)
     return extra if any(extra) else None
 
 
-def _own_keys(event: BlockStored, keys: Any) -> list[Any]:
-    """A block's extra keys without its adapter, which comes first."""
+def _without_adapter(event: BlockStored, keys: Any) -> list[Any]:
+    """Return a block's extra keys without its adapter, which comes first."""
     own = list(keys) if isinstance(keys, (list, tuple)) else []
     if own and event.lora_name is not None and own[0] == event.lora_name:
         del own[0]

@@ -1,8 +1,8 @@
-"""TensorRT-LLM's KV events: JSON that POST /kv_cache_events hands out once, to one consumer; made into events of the
-shape that the other engines have. No I/O.
+"""TensorRT-LLM's KV events: JSON that POST /kv_cache_events returns once, to one consumer. They are converted to the
+event types of kv_events.py. No I/O.
 
-A stored block may hold fewer tokens than a block has (the end of a prompt): no other prompt shares it as a whole, and
-it is passed over. Blocks of models with several attention windows are told once for each; the widest is read.
+A stored block may hold fewer tokens than the block size (the end of a prompt). No other prompt shares it as a whole, so
+it is skipped. Models with several attention windows report each block once for each window; only the widest counts.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import msgspec
 from warmroute.engines.kv_events import BlockRemoved, BlockStored, EngineHash, Event
 
 PATH: Final = "/kv_cache_events"
-USUAL_SIZES: Final = (32, 64, 128)
-"""Tokens in a block, where a single one is all there is to go by."""
+COMMON_BLOCK_SIZES: Final = (32, 64, 128)
+"""Block sizes that the converter believes from a single block."""
 _MEDIA: Final = ("GPU", "CPU")
 
 WireHash = int | str
@@ -58,8 +58,8 @@ class _Updated(msgspec.Struct, tag="updated", gc=False):
     cache_level: _Change | None = None
 
 
-class Told(msgspec.Struct, gc=False):
-    """One event."""
+class PolledEvent(msgspec.Struct, gc=False):
+    """One event with its sequence number."""
 
     event_id: int
     data: _Created | _Stored | _Removed | _Updated
@@ -67,31 +67,31 @@ class Told(msgspec.Struct, gc=False):
     attention_dp_rank: int | None = None
 
 
-_decode: Final = msgspec.json.Decoder(list[Told]).decode
+_decode: Final = msgspec.json.Decoder(list[PolledEvent]).decode
 
 
-def read_events(body: bytes) -> list[Told]:
+def parse_events(body: bytes) -> list[PolledEvent]:
     """Raises msgspec.DecodeError."""
     return _decode(body)
 
 
-class Reader:
-    """Makes one rank's events those that an Applier takes."""
+class EventConverter:
+    """Converts the events of one rank."""
 
     def __init__(self) -> None:
         self._block_size = 0
         self._window = 0
 
-    def events(self, told: Told) -> list[Event]:
-        self._window = max(self._window, told.window_size)
-        if told.window_size < self._window:
+    def convert(self, event: PolledEvent) -> list[Event]:
+        self._window = max(self._window, event.window_size)
+        if event.window_size < self._window:
             return []
-        data = told.data
+        data = event.data
         if isinstance(data, _Stored):
             return self._stored(data)
         if isinstance(data, _Removed):
             hashes = [_hash(name) for name in data.block_hashes]
-            return [BlockRemoved(hashes, medium) for medium in _MEDIA]  # it does not say from where
+            return [BlockRemoved(hashes, medium) for medium in _MEDIA]  # the event does not name the medium
         if isinstance(data, _Updated) and data.cache_level is not None:
             change, names = data.cache_level, [_hash(data.block_hash)]
             return [
@@ -102,7 +102,7 @@ class Reader:
 
     def _stored(self, data: _Stored) -> list[Event]:
         if not self._block_size:
-            self._block_size = _size_of(data.blocks)
+            self._block_size = _block_size(data.blocks)
         parent = None if data.parent_hash is None else _hash(data.parent_hash)
         events: list[Event] = []
         for block in data.blocks:
@@ -119,10 +119,10 @@ class Reader:
         return events
 
 
-def _size_of(blocks: list[_Block]) -> int:
-    """Every block but the last of a chain is full."""
+def _block_size(blocks: list[_Block]) -> int:
+    """Return the block size of a chain, of which every block but the last is full; 0 if it is uncertain."""
     sizes = [len(block.tokens) for block in blocks]
-    return max(sizes, default=0) if len(sizes) > 1 or (sizes and sizes[0] in USUAL_SIZES) else 0
+    return max(sizes, default=0) if len(sizes) > 1 or (sizes and sizes[0] in COMMON_BLOCK_SIZES) else 0
 
 
 def _hash(name: WireHash) -> EngineHash:

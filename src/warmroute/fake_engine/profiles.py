@@ -29,7 +29,7 @@ from math import log2
 
 import msgspec
 
-from warmroute.fake_engine.core.timing import Timing
+from warmroute.fake_engine.core.step_timing import Timing
 
 MEMORY_UTILISATION = 0.9
 """vLLM's default gpu_memory_utilization."""

@@ -1,8 +1,10 @@
-"""How fast answers flow: the time between two tokens, by how much context a node's batch has to look back at. Learned
-from all nodes of a model together, so that a node nobody uses is not believed to be slow; what a node differs by is its
-own factor.
+"""The decode speed of a model: the time per output token, as a line over the context of a node's batch.
 
     token_ms(node) = factor(node) · (base + slope · context)                          [ms]
+
+All nodes of a model share one line, so that the estimate for an idle node stays current. Each node's deviation from it
+is its own factor (see node_speed.py). The kernel updates both when a response ends; tests/accounting_reference.py has
+the same formulas in Python.
 """
 
 from __future__ import annotations
@@ -11,45 +13,29 @@ from typing import Final
 
 from warmroute._kernel._books import PaceState
 
-USUAL_BASE_MS: Final = 15.0
-USUAL_SLOPE_MS: Final = 3e-5
+DEFAULT_BASE_MS: Final = 15.0
+DEFAULT_SLOPE_MS: Final = 3e-5
 PRIOR_CONTEXT: Final = 20_000.0
-WEIGHT: Final = 0.03
-LEAST_SHARE: Final = 0.2
-"""A token never takes less than this × the mean."""
-MOST_TIMES: Final = 4.0
+"""The default slope weighs as much as responses spread this far around the mean context [tokens]."""
+MIN_SHARE: Final = 0.2
+"""A token takes at least this share of the mean time."""
 
 
 class DecodeSpeed(PaceState):
-    """Of a model: the least, and a line through its mean. The kernel learns by the same formulas (see _books.c)."""
+    """The learned line of one model. PaceState holds the fields for the kernel."""
 
     __slots__ = ()
 
     def __init__(self) -> None:
         self.answers = 0
-        self.least_ms = LEAST_SHARE * USUAL_BASE_MS
-        self.mean_ms = USUAL_BASE_MS
-        self.slope_ms = USUAL_SLOPE_MS
+        self.least_ms = MIN_SHARE * DEFAULT_BASE_MS
+        self.mean_ms = DEFAULT_BASE_MS
+        self.slope_ms = DEFAULT_SLOPE_MS
         self.mean_context = 0.0
         self._xx = PRIOR_CONTEXT**2
-        self._xy = PRIOR_CONTEXT**2 * USUAL_SLOPE_MS
+        self._xy = PRIOR_CONTEXT**2 * DEFAULT_SLOPE_MS
 
     def token_ms(self, context: float) -> float:
-        """On a node like the others."""
+        """Return the time per token on a node with factor 1 whose batch has this many tokens of context."""
         line_ms = self.mean_ms + self.slope_ms * (context - self.mean_context)
         return line_ms if line_ms > self.least_ms else self.least_ms
-
-    def saw_answer(self, token_ms: float, context: float) -> None:
-        """A token took so long, beside so many tokens of context; by a node like the others."""
-        self.answers += 1
-        weight = max(WEIGHT, 1.0 / (self.answers + 1))
-        most_ms = MOST_TIMES * self.token_ms(context)
-        dx = context - self.mean_context
-        dy = (token_ms if token_ms < most_ms else most_ms) - self.mean_ms
-        self.mean_context += weight * dx
-        self.mean_ms += weight * dy
-        xx = self._xx = self._xx + WEIGHT * (dx * dx - self._xx)
-        xy = self._xy = self._xy + WEIGHT * (dx * dy - self._xy)
-        slope_ms = xy / (xx if xx > 1.0 else 1.0)
-        self.slope_ms = slope_ms if slope_ms > 0.0 else 0.0
-        self.least_ms = LEAST_SHARE * self.mean_ms

@@ -1,7 +1,7 @@
-"""A meter: what the fleet was asked for and what came of it, only ever added to. Whoever wants a rate reads it twice.
+"""The demand meter: cumulative counters of the requests the fleet received and of how it served them.
 
-Work is kept in the units of what does it, so that it can be set against other hardware than the present one: prefill
-in tokens of a short prompt (see speed), decode in tokens and in tokens × what each of them had to look back at.
+Counters only grow; the autoscaler computes rates from two readings. Work is counted independently of the hardware:
+prefill in tokens of a short prompt (see node_speed.py), decode in tokens and in tokens × context.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 TIME_BOUNDS_MS: Final = tuple(2.0 * 1.15**step for step in range(90))
-"""2 ms to 8 minutes, 15 % apart: a percentile is known to within that."""
+"""Histogram bounds from 2 ms to 8 minutes, 15 % apart, which is the precision of a percentile."""
 
 
 class DemandMeter:
@@ -38,21 +38,21 @@ class DemandMeter:
         self.sent = 0
         self.prompt_tokens = 0.0
         self.cached_tokens = 0.0
-        """Those of them that were expected to be cached where they went."""
+        """Prompt tokens that the router expected to be cached on the chosen node."""
         self.prefill_work = 0.0
-        """Of the others."""
+        """Work of the other prompt tokens."""
         self.prefill_squares = 0.0
-        """The same, squared: what tells requests that are alike from those that are not."""
+        """Sum of the squared work per request: how much requests vary."""
         self.prefill_ms = 0.0
-        """The same, at the speed of the node that it was sent to."""
+        """`prefill_work` at the speed of the nodes it was sent to."""
         self.answers = 0
         self.decode_tokens = 0.0
         self.decode_context = 0.0
-        """Tokens of answers × the context of their own request."""
+        """Output tokens × the mean context of their own request."""
         self.ttft_counts = array("q", bytes(8 * (len(TIME_BOUNDS_MS) + 1)))
         self.latency_counts = array("q", bytes(8 * (len(TIME_BOUNDS_MS) + 1)))
 
-    def saw_sent(self, tokens: float, cached: float, work: float, ms_per_token: float) -> None:
+    def record_sent(self, tokens: float, cached: float, work: float, ms_per_token: float) -> None:
         self.sent += 1
         self.prompt_tokens += tokens
         self.cached_tokens += cached
@@ -60,21 +60,21 @@ class DemandMeter:
         self.prefill_squares += work * work
         self.prefill_ms += work * ms_per_token
 
-    def saw_first_token(self, after_ms: float) -> None:
-        """`after_ms`: since it arrived here, waiting included."""
-        self.ttft_counts[bisect_left(TIME_BOUNDS_MS, after_ms)] += 1
+    def record_ttft(self, ttft_ms: float) -> None:
+        """`ttft_ms` counts from the request's arrival at the router, queueing included."""
+        self.ttft_counts[bisect_left(TIME_BOUNDS_MS, ttft_ms)] += 1
 
-    def saw_answer(self, prompt_tokens: float, output_tokens: float) -> None:
+    def record_output(self, prompt_tokens: float, output_tokens: float) -> None:
         self.answers += 1
         self.decode_tokens += output_tokens
         self.decode_context += output_tokens * (prompt_tokens + 0.5 * output_tokens)
 
-    def saw_end(self, after_ms: float) -> None:
-        self.latency_counts[bisect_left(TIME_BOUNDS_MS, after_ms)] += 1
+    def record_latency(self, latency_ms: float) -> None:
+        self.latency_counts[bisect_left(TIME_BOUNDS_MS, latency_ms)] += 1
 
 
 def percentile_ms(counts: Sequence[int], share: float) -> float | None:
-    """What at least this share of the times did not exceed; None where there were none."""
+    """Return the bound that at least this share of the times stay within; None without any."""
     total = sum(counts)
     if total <= 0:
         return None

@@ -1,5 +1,6 @@
-"""A group: the nodes that serve one model, sorted by what may be asked of them. Rebuilt when a node's standing
-changes, so that a request finds its candidates without looking at the fleet.
+"""A group: the nodes that serve one model, sorted by how the router may use them.
+
+The fleet rebuilds a group when the health of a node changes, so that a request finds its candidates without a search.
 """
 
 from __future__ import annotations
@@ -7,23 +8,21 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from warmroute.fleet.adapters import Adapter
 from warmroute.fleet.decode_speed import DecodeSpeed
-from warmroute.fleet.health import Standing
-from warmroute.fleet.islands import several
+from warmroute.fleet.health import HealthState
+from warmroute.fleet.lora_adapters import GroupAdapter
 from warmroute.fleet.node import Node
 
 
 class Candidates:
-    """Nodes that a policy ranks, with their rendezvous seeds beside them."""
+    """The nodes that a policy chooses from, with their seeds for rendezvous hashing."""
 
-    __slots__ = ("__weakref__", "by_name", "nodes", "of", "seeds")
+    __slots__ = ("__weakref__", "by_name", "nodes", "seeds", "shared_by")
 
-    def __init__(self, nodes: Iterable[Node], of: int = 0) -> None:
-        """`of`: how many they were chosen of, where they are those of an island."""
+    def __init__(self, nodes: Iterable[Node], shared_by: int = 0) -> None:
+        """`shared_by`: how many nodes share the model's traffic, where these are only some of them."""
         self.nodes = tuple(nodes)
-        self.of = of or len(self.nodes)
-        """Nodes among whom the model's requests are spread."""
+        self.shared_by = shared_by or len(self.nodes)
         self.by_name = {node.name: node for node in self.nodes}
         self.seeds = array("Q", [node.seed for node in self.nodes])
 
@@ -33,58 +32,58 @@ class Candidates:
 
 class Group:
     __slots__ = (
-        "_on",
+        "_on_islands",
         "adapter",
-        "at_need",
+        "decode_speed",
+        "half_open",
         "inflight",
+        "last_resort",
         "members",
         "model",
-        "pace",
-        "ramping_until_s",
-        "several",
-        "trials",
+        "slow_start_until_s",
+        "spans_islands",
         "up",
         "waiting",
     )
 
     def __init__(self, model: str) -> None:
         self.model = model
-        self.adapter: Adapter | None = None
-        """Where the model is a LoRA adapter: what loading it costs."""
-        self.pace = DecodeSpeed()
+        self.adapter: GroupAdapter | None = None
+        """Set if the model is a LoRA adapter."""
+        self.decode_speed = DecodeSpeed()
         self.inflight = 0
-        """Our requests on nodes of this group, whatever model they asked for."""
+        """This router's requests on the group's nodes, for any model."""
         self.waiting = 0
-        """Requests that wait at the router for one of its nodes."""
+        """Requests in the admission queue for this group."""
         self.members: tuple[Node, ...] = ()
         self.up = Candidates(())
-        self.at_need = Candidates(())
-        """Suspected nodes: used where none is up."""
-        self.trials: tuple[Node, ...] = ()
-        """Nodes on trial: each takes one request at a time until one succeeds."""
-        self.ramping_until_s = 0.0
-        """Until then at least one node takes less than its full share."""
-        self.several = False
-        """Whether its nodes stand on more than one island, up or not."""
-        self._on: dict[tuple[str, ...], Candidates] = {}
+        self.last_resort = Candidates(())
+        """Suspected and half-open nodes: used while none is up."""
+        self.half_open: tuple[Node, ...] = ()
+        """Nodes that get one trial request at a time until one succeeds."""
+        self.slow_start_until_s = 0.0
+        """Until then at least one node gets less than its normal share of the traffic."""
+        self.spans_islands = False
+        """Whether the members are on more than one island."""
+        self._on_islands: dict[tuple[str, ...], Candidates] = {}
 
     def rebuild(self, members: Iterable[Node], slow_start_s: float) -> None:
         self.members = tuple(members)
-        self.several = several(self.members)
-        self._on = {}
+        self.spans_islands = len({node.island for node in self.members}) > 1
+        self._on_islands = {}
         serving = [node for node in self.members if not node.draining and node.role == "mixed"]
         if not serving:
             serving = [node for node in self.members if not node.draining and node.role == "decode"]
-        up = [node for node in serving if node.health.standing is Standing.UP]
+        up = [node for node in serving if node.health.state is HealthState.UP]
         self.up = Candidates(up)
-        self.trials = tuple(node for node in serving if node.health.standing is Standing.HALF_OPEN)
-        self.at_need = Candidates(node for node in serving if node.health.usable_at_need)
-        self.ramping_until_s = max((node.health.up_since_s + slow_start_s for node in up), default=0.0)
+        self.half_open = tuple(node for node in serving if node.health.state is HealthState.HALF_OPEN)
+        self.last_resort = Candidates(node for node in serving if node.health.usable_as_last_resort)
+        self.slow_start_until_s = max((node.health.up_since_s + slow_start_s for node in up), default=0.0)
 
-    def on(self, *islands: str) -> Candidates:
-        """Of those that are up, the ones on these islands. Made when first asked for."""
-        found = self._on.get(islands)
+    def on_islands(self, *islands: str) -> Candidates:
+        """Return the nodes on these islands that are up."""
+        found = self._on_islands.get(islands)
         if found is None:
             up = self.up.nodes
-            found = self._on[islands] = Candidates([node for node in up if node.island in islands], len(up))
+            found = self._on_islands[islands] = Candidates([node for node in up if node.island in islands], len(up))
         return found

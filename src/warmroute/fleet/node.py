@@ -1,9 +1,8 @@
-"""A node: one engine endpoint, what is known of it, and its books."""
+"""A node: one engine endpoint, what the router knows about it, and its accounting."""
 
 from __future__ import annotations
 
 import enum
-from math import exp
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
@@ -11,10 +10,9 @@ from warmroute._kernel._books import NodeState
 from warmroute._kernel._hash import key_hash
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig, node_name
-from warmroute.fleet.adapters import Adapters, Loaded
-from warmroute.fleet.arrivals import KEPT_S
 from warmroute.fleet.health import Health
-from warmroute.fleet.speed import Speed
+from warmroute.fleet.lora_adapters import FleetAdapters, LoadedAdapters
+from warmroute.fleet.node_speed import NodeSpeed
 
 if TYPE_CHECKING:
     from warmroute.fleet.group import Group
@@ -22,28 +20,28 @@ if TYPE_CHECKING:
 FIRST_BYTE_BOUNDS_MS: Final = (
     5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10_000.0, 30_000.0, 60_000.0,
 )  # fmt: skip
-"""Of `Node.first_byte_counts`. _books.c has the same."""
-LATENCY_KEPT_S: Final = 5.0
-"""How long an average stands without a new request."""
+"""Bounds of `Node.first_byte_counts`. The kernel has the same values."""
+LATENCY_DECAY_AFTER_S: Final = 5.0
+"""Without a new request for this time, the latency average decays."""
 LATENCY_WEIGHT: Final = 0.1
-"""How much one answer moves the latency average. _books.c has the same."""
+"""Weight of one response in the latency average. The kernel has the same value."""
 
 
 class Outcome(enum.IntEnum):
-    """How a ticket ended. The values index `Node.outcomes`; _books.c knows how many there are, and OK."""
+    """How a ticket ended. The values index `Node.outcomes`; the kernel knows their number, and OK."""
 
     OK = 0
-    REJECTED = 1  # the node said 4xx: the client's affair
-    BUSY = 2  # the node said 429 or 503
-    FAILED = 3  # connect error, time-out, 5xx, garbage, before the first byte went out
-    BROKEN = 4  # the answer broke off after it had begun
-    LEFT = 5  # the client went away
+    REJECTED = 1  # the node answered 4xx: the client's mistake
+    BUSY = 2  # the node answered 429 or 503
+    FAILED = 3  # connection error, timeout, other 5xx or an invalid response, before the first byte
+    BROKEN = 4  # the response broke off after its first byte
+    CANCELED = 5  # the client disconnected
 
 
 class Node(NodeState):
-    """What a price is made of, and the books, lie in NodeState, for the kernel; that is used like the rest."""
+    """NodeState holds the fields that the kernel reads for prices and updates for tickets."""
 
-    speed: Speed
+    speed: NodeSpeed
     __slots__ = (
         "adapter_names",
         "api_key_env",
@@ -55,7 +53,7 @@ class Node(NodeState):
         "host",
         "incarnation",
         "island",
-        "loaded",
+        "loaded_adapters",
         "model_cards",
         "models",
         "port",
@@ -67,95 +65,93 @@ class Node(NodeState):
         "waiting",
     )
 
-    def __init__(self, config: NodeConfig, health: HealthConfig, adapters: Adapters | None = None) -> None:
+    def __init__(self, config: NodeConfig, health: HealthConfig, adapters: FleetAdapters | None = None) -> None:
         parts = urlsplit(config.url)
         self.name = node_name(config)
         self.url = config.url.rstrip("/")
         self.scheme = parts.scheme
         self.host = parts.hostname or ""
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._describe(config)
+        self._apply_config(config)
         self.seed = key_hash(self.name.encode())
-        """The node's seed in rendezvous hashing: from its name, so that an address may change under it."""
+        """Seed for rendezvous hashing. Derived from the name, so that the address may change."""
 
-        # What it serves. None: not asked yet.
+        # What it serves.
         self.models: tuple[str, ...] | None = config.models or None
+        """None until the node was asked."""
         self.model_cards: tuple[dict[str, object], ...] = ()
         self.adapter_names: frozenset[str] = frozenset()
-        """Of its models, those that are LoRA adapters on another one."""
-        self.loaded = Loaded(adapters or Adapters(0.0))
+        """Those of `models` that are LoRA adapters."""
+        self.loaded_adapters = LoadedAdapters(adapters or FleetAdapters(0.0))
         self.incarnation = 0.0
-        """Start time of the engine's process, as it reports it; another value is another incarnation."""
+        """Start time of the engine's process, as it reports it. It changes with a restart."""
 
-        # What is believed of it.
+        # Health, and load as last polled.
         self.health = Health(health)
         self.draining = False
         self.running = 0
         self.waiting = 0
         self.kv_usage = 0.0
-        self.kv_delta = 0.0
-        """Tokens of KV memory that our requests took, less those given back, since the last poll."""
-        self.context = 0
-        """Tokens of our requests there: what each step of its batch has to look back at."""
-        self.arrival_rate = 0.0
-        """Of our requests there, as of `arrival_s` [1/ms]."""
-        self.arrival_s = 0.0
-        self.distance_ms = 0.0
-        """The way to its island and back, and what that costs (see routing/terms.py)."""
-        self.round_trip_ms = 0.0
-        """The way alone (see islands)."""
-        self.kv_new = 0
-        """Tokens of prompts that our requests there brought, beyond what was cached."""
         self.polled_s = -1e9
         self.polls = 0
+        self.other_load = 0
+        """Requests that the node reported at the last poll beyond those of this router."""
 
-        # The books: what this process has there, and what others have.
+        # Distance (see island_registry.py).
+        self.distance_ms = 0.0
+        self.round_trip_ms = 0.0
+
+        # Accounting of this router's requests on the node.
         self.groups: tuple[Group, ...] = ()
         self.inflight = 0
-        self.other_load = 0
-        """Requests that the node reported at the last poll beyond those this router had there."""
-        self.pending_work = 0.0
-        """Prefill work of our requests there that have no first token yet, in tokens (see speed)."""
         self.unstarted = 0
-        """Our requests that were sent there since the last poll, and have no first byte yet."""
-        self.speed = Speed()
+        """Requests sent since the last poll that have no first byte yet."""
+        self.pending_work = 0.0
+        """Prefill work of the requests without a first token, in tokens (see node_speed.py)."""
+        self.context = 0
+        """Tokens of the requests: what each decode step attends to."""
+        self.kv_new = 0
+        """Uncached prompt tokens of the requests."""
+        self.kv_delta = 0.0
+        """KV tokens that requests allocated, minus those they freed, since the last poll."""
+        self.arrival_rate = 0.0
+        """Arrivals per millisecond, as of `arrival_s`."""
+        self.arrival_s = 0.0
         self.last_ticket_s = -1e9
         self.latency_ms = 0.0
+        """Moving average of the time a response takes."""
+        self.speed = NodeSpeed()
 
-    def _describe(self, config: NodeConfig) -> None:
+    def _apply_config(self, config: NodeConfig) -> None:
         self.config = config
         self.island = config.island
         self.role = config.role
         self.engine: str = config.engine
         self.api_key_env = config.api_key_env
 
-    def redescribe(self, config: NodeConfig) -> None:
-        """Takes a changed configuration of the same endpoint: what is known of it stays."""
-        self._describe(config)
+    def update_config(self, config: NodeConfig) -> None:
+        """Take over a changed configuration of the same endpoint. What the router learned about it stays."""
+        self._apply_config(config)
         if config.models:
             self.models = config.models
 
     @property
-    def awaits_trial(self) -> bool:
-        """On trial, and no request is there that could pass it: older ones do not count."""
+    def needs_trial_request(self) -> bool:
+        """Whether a half-open node has no request that could be its trial. Older requests do not count."""
         return not self.inflight or self.last_ticket_s < self.health.half_open_s
 
     @property
     def load(self) -> int:
-        """Requests on the node now: exact for ours, as last polled for others'."""
+        """Requests on the node: exact for this router's, as last polled for others."""
         return self.inflight + self.other_load
 
     @property
     def queued(self) -> int:
-        """Requests that wait there for their prefill: in the engine's queue at the last poll, and sent since."""
+        """Requests that wait on the node for their prefill: in the engine's queue at the last poll, or sent since."""
         return self.waiting + self.unstarted
 
-    def rate(self, now_s: float) -> float:
-        """Our requests there a millisecond, over the last ten seconds or so."""
-        return self.arrival_rate * exp((self.arrival_s - now_s) / KEPT_S)
-
-    def saw_load(self, running: int, waiting: int, kv_usage: float, now_s: float) -> None:
-        """Takes what the engine's metrics say."""
+    def update_load(self, running: int, waiting: int, kv_usage: float, now_s: float) -> None:
+        """Take over what the engine's metrics report."""
         self.running = running
         self.waiting = waiting
         self.kv_usage = kv_usage
@@ -165,18 +161,13 @@ class Node(NodeState):
         self.polled_s = now_s
         self.other_load = max(0, running + waiting - self.inflight)
 
-    def kv_used(self, capacity: float, output: float) -> float:
-        """Tokens of KV memory that running requests hold: as polled and changed since, and at least what our own
-        requests must have taken, with half of their answers of `output` tokens."""
-        return max(self.kv_usage * capacity + self.kv_delta, self.kv_new + 0.5 * output * self.inflight)
-
-    def lost_sight_of_load(self) -> None:
-        """Forgets what the metrics said: they are too old to count."""
+    def clear_load(self) -> None:
+        """Forget what the metrics reported: it is too old."""
         self.running = self.waiting = self.other_load = 0
         self.kv_usage = 0.0
         self.kv_delta = 0.0
 
-    def age_latency(self, now_s: float) -> None:
-        """Lets an average that no answer confirms fade, so that a node that was slow once gets tried again."""
-        if now_s - self.last_ticket_s > LATENCY_KEPT_S:
+    def decay_latency(self, now_s: float) -> None:
+        """Lower the latency average of a node without requests, so that policies try a slow node again."""
+        if now_s - self.last_ticket_s > LATENCY_DECAY_AFTER_S:
             self.latency_ms *= 1.0 - LATENCY_WEIGHT

@@ -1,15 +1,13 @@
-"""A ticket: one request's entry in the books of one node. Opened at dispatch, always closed, closed once."""
+"""A ticket: one request's entry in a node's accounting. Opened at dispatch, and closed exactly once."""
 
 from __future__ import annotations
-
-from types import TracebackType
 
 from warmroute._kernel._books import TicketState
 from warmroute.fleet.node import Node, Outcome
 
 
 class Ticket(TicketState):
-    """What it has in its node's books lies in TicketState, which knows what a first byte and an answer change there."""
+    """The kernel's TicketState updates the node's counters at dispatch, first byte and end."""
 
     node: Node
     __slots__ = ("_groups",)
@@ -24,11 +22,3 @@ class Ticket(TicketState):
         if self.leave(outcome, now_s):
             for group in self._groups:
                 group.inflight -= 1
-
-    def __enter__(self) -> Ticket:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(Outcome.LEFT, self.opened_s)

@@ -1,7 +1,8 @@
-"""Who holds which block: block hashes over a namespace, and for each block the places that hold it.
+"""Which node holds which KV block.
 
-A place is a node's cache as one data-parallel rank of one incarnation has it. The index hands out numbers for places;
-who stands behind a number is the caller's to know. The inner part is `_kernel/_index.c`, and `plain.py` says the same.
+Prompts become chains of block hashes in a namespace (`chain`, `namespace_seed`). `BlockIndex` maps each block to the
+places that hold it. A place is a number for one cache, for example one data-parallel rank of a node; `CacheView` knows
+which node each place belongs to. The index itself is compiled (`_kernel/_index.c`).
 """
 
 from warmroute._kernel._index import MIN_BUDGET_BYTES, NO_PARENT, PARENT_LOST, BlockIndex, chain, engine_hash

@@ -1,4 +1,4 @@
-"""CacheView: what the fleet's caches hold, who told it, and how much that counts. Takes events and a clock; no I/O."""
+"""CacheView: what the caches of all nodes hold, from which source, and how much it counts. No I/O."""
 
 from __future__ import annotations
 
@@ -11,204 +11,211 @@ from warmroute._kernel._price import Hit as Hit
 from warmroute._kernel._price import add_hits, match_hits
 from warmroute.config import Index as IndexConfig
 from warmroute.index.lookup import Lookup
-from warmroute.index.node_cache import ROUTED, USUAL_BLOCK_TOKENS, NodeCache
+from warmroute.index.node_cache import DEFAULT_BLOCK_TOKENS, ROUTED, NodeCache
 from warmroute.index.prediction import Prediction
 from warmroute.index.reuse import Reuse
-from warmroute.index.sharing import Sharing
-from warmroute.index.tiers import WORTH
+from warmroute.index.tenant_isolation import TenantIsolation
+from warmroute.index.tiers import SAVED_SHARE
 
-TOLD_S: Final = 0.05
-"""So soon after a first token its blocks have usually been told of. Then they are expected no more: the node may evict
-them long before `expected_s` is over."""
+EVENT_DELAY_S: Final = 0.05
+"""Events usually report a prompt's blocks within this time after its first token. From then on the blocks are no longer
+pending, since the node may evict them long before the pending timeout."""
 
-FARTHER_WORTH: Final = WORTH[1:]
+PENDING_TIMEOUT_S: Final = 1.0
+"""Time after a first token for which its blocks stay pending if no event reports them."""
+EVENT_AGES_S: Final = (5.0, 30.0)
+"""The weight of a node's events falls from 1 to 0 between these two ages of its last event."""
+
+LOWER_TIERS: Final = SAVED_SHARE[1:]
 
 
 class CacheView:
     def __init__(self, config: IndexConfig) -> None:
         self.index = BlockIndex(config.memory_bytes)
         self._owners: dict[int, tuple[NodeCache, int]] = {}
+        """Place in the index → its cache and rank."""
         self._caches: dict[str, NodeCache] = {}
-        self.roster = object()
-        """Another one whenever a cache comes or goes."""
-        self._names: dict[str, tuple[str, str]] = {}
+        self.membership = object()
+        """A new object whenever a node is added or removed."""
+        self._models: dict[str, tuple[str, str]] = {}
         """Served model → base model and adapter."""
-        self._sizes: dict[str, set[int]] = {}
-        """Base model → block sizes of the nodes that serve it. Made anew when somebody describes itself."""
-        self._fulfilling: deque[tuple[float, Prediction]] = deque()
-        """Predictions whose first token came, and when they are looked at; those not told of by then go on to wait."""
-        self._waiting: deque[tuple[float, Prediction]] = deque()
-        """Those, and when they end in any case."""
-        self.sharing = Sharing(self.index)
+        self._block_sizes: dict[str, set[int]] = {}
+        """Base model → block sizes of the nodes that serve it."""
+        self._prefilled: deque[tuple[float, Prediction]] = deque()
+        """Pending predictions with a first token, and when the router looks for their events."""
+        self._overdue: deque[tuple[float, Prediction]] = deque()
+        """Those whose events had not arrived by then, and when they stop being pending in any case."""
+        self.tenants = TenantIsolation(self.index)
         self.reuse = Reuse()
         self.reconfigure(config)
 
     def reconfigure(self, config: IndexConfig) -> None:
-        """The memory budget is that of the start."""
+        """Use a changed configuration. The memory budget stays that of the start."""
         self.config = config
-        self._ages_s = (config.stale_s, config.gone_s)
 
-    # Who there is.
+    # Nodes.
 
     def __iter__(self) -> Iterator[NodeCache]:
-        return iter(list(self._caches.values()))  # as they are now: the metrics page is read in a thread
+        return iter(list(self._caches.values()))  # a copy: a thread reads the metrics page
 
     def cache(self, name: str) -> NodeCache | None:
         return self._caches.get(name)
 
-    def join(self, name: str, models: Iterable[str] = ()) -> NodeCache:
-        """A node is in the fleet. Told again, nothing changes but what it serves."""
+    def add_node(self, name: str, models: Iterable[str] = ()) -> NodeCache:
+        """Add a node's cache, or update the models of one that is there."""
         cache = self._caches.get(name)
         if cache is None:
-            assumed = max(1, self.config.assumed_cache_tokens // USUAL_BLOCK_TOKENS)
-            cache = self._caches[name] = NodeCache(name, self.index, self._owners, assumed, self._sizes_changed)
-            self.roster = object()
+            assumed = max(1, self.config.assumed_cache_tokens // DEFAULT_BLOCK_TOKENS)
+            cache = self._caches[name] = NodeCache(name, self.index, self._owners, assumed, self._update_block_sizes)
+            self.membership = object()
         served = list(models)
         if served:
-            self.serves(cache, served[0], served[1:])
+            self.set_models(cache, served[0], served[1:])
         return cache
 
-    def serves(self, cache: NodeCache, base: str, aliases: Iterable[str] = (), adapters: Iterable[str] = ()) -> None:
-        """Whose blocks its cache holds: those of its base model, which may go by several names, and of adapters."""
+    def set_models(
+        self, cache: NodeCache, base: str, aliases: Iterable[str] = (), adapters: Iterable[str] = ()
+    ) -> None:
+        """Set whose blocks a cache holds: those of its base model, under all its names, and of its adapters."""
         cache.model = base
-        self._names[base] = (base, "")
+        self._models[base] = (base, "")
         for name in aliases:
-            self._names[name] = (base, "")
+            self._models[name] = (base, "")
         for name in adapters:
-            self._names[name] = (base, name)
-        self._sizes_changed()
+            self._models[name] = (base, name)
+        self._update_block_sizes()
 
-    def leave(self, name: str) -> None:
-        """A node is gone: nothing is believed of it from now on."""
+    def remove_node(self, name: str) -> None:
         cache = self._caches.pop(name, None)
         if cache is not None:
             cache.close()
-            self.roster = object()
-            self._sizes_changed()
+            self.membership = object()
+            self._update_block_sizes()
 
-    def _sizes_changed(self) -> None:
-        """A node's block size, or what it serves, is another."""
+    def _update_block_sizes(self) -> None:
         sizes: dict[str, set[int]] = {}
         for cache in self._caches.values():
             sizes.setdefault(cache.model, set()).add(cache.block_size)
-        self._sizes = sizes
+        self._block_sizes = sizes
 
-    # Who holds what.
+    # Lookups.
 
     def hits(self, model: str, lookup: Lookup, now_s: float) -> dict[str, Hit]:
-        """For every node that holds the beginning of the prompt: how much of it. In time that grows with the match."""
-        if self._fulfilling or self._waiting:
-            self._let_go(now_s)
-        base, lora = self._names.get(model) or (model, "")
+        """Return a hit for every node that holds a prefix of the prompt. The time grows with the length of the match,
+        not with the size of the index."""
+        if self._prefilled or self._overdue:
+            self._expire_pending(now_s)
+        base, lora = self._models.get(model) or (model, "")
         found: dict[str, Hit] = {}
-        tokens, sure_tokens = lookup.token_count, lookup.sure_tokens
-        for size in self._sizes.get(base, ()):
+        tokens, exact_tokens = lookup.token_count, lookup.exact_tokens
+        for size in self._block_sizes.get(base, ()):
             chain = lookup.blocks(base, lora, size)
             if not chain:
                 continue
             most = (tokens - 1) // size  # engines compute at least one token
-            limits = (most, min(most, sure_tokens // size) if sure_tokens else 0, sure_tokens == tokens)
-            if lookup.sharing:
-                self._add_shared(found, chain, size, lookup.sharing, limits, now_s)
+            limits = (most, min(most, exact_tokens // size) if exact_tokens else 0, exact_tokens == tokens)
+            if lookup.sharing_group:
+                self._add_isolated(found, chain, size, lookup.sharing_group, limits, now_s)
             else:
                 match_hits(
-                    found, self.index, chain, self._owners, size, limits, now_s, self._ages_s, FARTHER_WORTH
+                    found, self.index, chain, self._owners, size, limits, now_s, EVENT_AGES_S, LOWER_TIERS
                 )  # fmt: skip
         return found
 
-    def _add_shared(
-        self, found: dict[str, Hit], chain: bytes, size: int, sharing: str, limits: tuple[int, int, bool], now_s: float
+    def _add_isolated(
+        self, found: dict[str, Hit], chain: bytes, size: int, group: str, limits: tuple[int, int, bool], now_s: float
     ) -> None:
-        """No farther than what those with whom it shares have sent."""
+        """Add hits no deeper than what the tenant's group may learn of."""
         rows = self.index.match(chain)
         if rows:
-            owned = self.sharing.owned_depth(sharing, rows)
-            limits = (min(limits[0], owned), min(limits[1], owned), limits[2])
-            add_hits(found, rows, self._owners, size, limits, now_s, self._ages_s, FARTHER_WORTH)
+            depth = self.tenants.visible_depth(group, rows)
+            limits = (min(limits[0], depth), min(limits[1], depth), limits[2])
+            add_hits(found, rows, self._owners, size, limits, now_s, EVENT_AGES_S, LOWER_TIERS)
 
     def holders(self, chain: bytes) -> set[str]:
-        """Nodes that hold all of these blocks, by name."""
+        """Return the names of the nodes that hold all of these blocks."""
         blocks = len(chain) // 8
         found = (self._owners.get(row[0]) for row in self.index.match(chain) if row[1] >= blocks)
         return {owner[0].name for owner in found if owner is not None}
 
     def last_used_s(self, model: str, lookup: Lookup, name: str, tokens: float) -> float | None:
-        """When somebody with the same first so many tokens was last sent to a node; None where nobody is known of."""
+        """Return when a prompt with the same first `tokens` tokens was last sent to a node; None if never."""
         cache = self._caches.get(name)
         if cache is None:
             return None
-        base, lora = self._names.get(model) or (model, "")
+        base, lora = self._models.get(model) or (model, "")
         return cache.last_used_s(lookup.blocks(base, lora, cache.block_size), tokens)
 
     def chain(self, model: str, lookup: Lookup) -> tuple[bytes, int]:
-        """The prompt in the smallest blocks that the model's nodes have, and their size."""
-        base, lora = self._names.get(model) or (model, "")
-        size = min(self._sizes.get(base, ()), default=0)
+        """Return the prompt's block hashes for the smallest block size of the model's nodes, and that size."""
+        base, lora = self._models.get(model) or (model, "")
+        size = min(self._block_sizes.get(base, ()), default=0)
         return (lookup.blocks(base, lora, size), size) if size else (b"", 0)
 
-    # What is sent where.
+    # Routed prompts.
 
-    def sent(self, model: str, lookup: Lookup, name: str, hit: Hit | None, now_s: float) -> Prediction | None:
-        """A prompt goes to a node. None where nothing is kept of that node."""
+    def record_routed(self, model: str, lookup: Lookup, name: str, hit: Hit | None, now_s: float) -> Prediction | None:
+        """Record that a prompt goes to a node, and return what should be cached there; None for an unknown node."""
         cache = self._caches.get(name)
         if cache is None:
             return None
-        base, lora = self._names.get(model) or (model, "")
+        base, lora = self._models.get(model) or (model, "")
         chain = lookup.blocks(base, lora, cache.block_size)
         if not chain:
             return None
-        self.reuse.saw(chain, now_s)
-        if lookup.sharing:
-            self.sharing.sent(lookup.sharing, chain, now_s)
-        sure = lookup.sure_tokens == lookup.token_count
+        self.reuse.record(chain, now_s)
+        if lookup.sharing_group:
+            self.tenants.record(lookup.sharing_group, chain, now_s)
+        exact = lookup.exact_tokens == lookup.token_count
         tokens, rank = (hit.tokens, hit.rank) if hit is not None else (0, ROUTED)
-        return Prediction(cache, chain, lookup.token_count, tokens, rank, sure, now_s)
+        return Prediction(cache, chain, lookup.token_count, tokens, rank, exact, now_s)
 
     def first_token(self, prediction: Prediction, now_s: float) -> None:
-        """The prompt is prefilled: what was expected will be told within moments."""
+        """Handle a first token: the prompt is prefilled, and events will soon report the pending blocks."""
         prediction.prefilled()
-        if prediction.expected:
-            self._fulfilling.append((now_s + TOLD_S, prediction))
+        if prediction.pending:
+            self._prefilled.append((now_s + EVENT_DELAY_S, prediction))
 
-    def _let_go(self, now_s: float) -> None:
-        fulfilling, waiting = self._fulfilling, self._waiting
-        while fulfilling and fulfilling[0][0] <= now_s:
-            at_s, prediction = fulfilling.popleft()
-            if self._is_told(prediction.cache, prediction.chain[-8:]):
-                self._fulfil(prediction)
+    def _expire_pending(self, now_s: float) -> None:
+        prefilled, overdue = self._prefilled, self._overdue
+        while prefilled and prefilled[0][0] <= now_s:
+            at_s, prediction = prefilled.popleft()
+            if self._reported_by_events(prediction.cache, prediction.chain[-8:]):
+                self._end_pending(prediction)
             else:
-                waiting.append((at_s - TOLD_S + self.config.expected_s, prediction))
-        while waiting and waiting[0][0] <= now_s:
-            self._fulfil(waiting.popleft()[1])
+                overdue.append((at_s - EVENT_DELAY_S + PENDING_TIMEOUT_S, prediction))
+        while overdue and overdue[0][0] <= now_s:
+            self._end_pending(overdue.popleft()[1])
 
-    def _is_told(self, cache: NodeCache, block: bytes) -> bool:
-        """Whether the node itself has told that it holds this block."""
-        told = cache.ranks.values()
-        return any(place in told for place, *_ in self.index.match(block))
+    def _reported_by_events(self, cache: NodeCache, block: bytes) -> bool:
+        """Return whether the node's events say that it holds this block."""
+        places = cache.ranks.values()
+        return any(place in places for place, *_ in self.index.match(block))
 
-    def _fulfil(self, prediction: Prediction) -> None:
-        if not prediction.expected:
-            return  # withdrawn: the node refused it
-        prediction.fulfilled()
+    def _end_pending(self, prediction: Prediction) -> None:
+        if not prediction.pending:
+            return  # withdrawn: the node refused the request
+        prediction.end_pending()
         cache = prediction.cache
-        if prediction.stands and cache.complete and cache.model:
-            if self._is_told(cache, prediction.chain[:8]):
-                cache.surprised(False)
-            elif prediction.heard_of_others:
-                cache.surprised(True)
-            if not prediction.heard_of_others and not self._is_told(cache, prediction.chain[-8:]):
-                cache.heard_of(False)
+        if prediction.is_current and cache.complete and cache.model:
+            if self._reported_by_events(cache, prediction.chain[:8]):
+                cache.note_tokens(True)
+            elif prediction.events_arrived:
+                cache.note_tokens(False)
+            if not prediction.events_arrived and not self._reported_by_events(cache, prediction.chain[-8:]):
+                cache.note_events(False)
 
-    # In idle moments.
+    # Maintenance.
 
     def tidy(self, now_s: float) -> None:
-        """Called now and then: lets go of what has had its time, and sweeps up."""
-        self._let_go(now_s)
+        """Expire pending blocks and sweep the index. Call it in idle moments."""
+        self._expire_pending(now_s)
         self.index.sweep(4096)
 
-    def silent(self) -> Sequence[NodeCache]:
-        """Nodes whose events do not come, though they are listened to."""
-        return [cache for cache in self._caches.values() if cache.is_silent]
+    def nodes_missing_events(self) -> Sequence[NodeCache]:
+        """Return the nodes whose events do not arrive although the router listens to them."""
+        return [cache for cache in self._caches.values() if cache.events_missing]
 
-    def doubted(self) -> Sequence[NodeCache]:
+    def nodes_with_token_mismatch(self) -> Sequence[NodeCache]:
+        """Return the nodes whose engine tokenizes prompts differently from this router."""
         return [cache for cache in self._caches.values() if cache.doubted]

@@ -1,7 +1,7 @@
-"""Confidence: how much a belief about a cache counts, from 0 (not at all: load only) to 1.
+"""Confidence: how much the router trusts what it knows of a cache, from 0 (route by load only) to 1.
 
-Two measures. Freshness: how long ago the node gave a sign of life that confirms what it told. Accuracy: how much of
-what was predicted came true, by what the engine reported. Both turn a hit into an expected hit.
+Two measures. Freshness: how long ago the node last confirmed its events. Accuracy: how much of the predicted cached
+tokens the engine then reported. Both scale the tokens of a hit.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Final
 from warmroute._kernel._price import AccuracyState
 
 PRIOR_TOKENS: Final = 4096.0
-"""Nothing is known of a new node: it is trusted as if so many predicted tokens had come true."""
+"""A new node is trusted as if this many predicted tokens had been confirmed."""
 FADE: Final = 0.97
-"""What one answer leaves of the answers before it."""
+"""Weight that older responses keep with each new one."""
 HALF_LIFE_S: Final = 30.0
-"""Mistrust halves in this time without an answer, so that a node gets another chance."""
+"""Mistrust halves in this time without a response, so that a node gets another chance."""
 
 
 class Accuracy(AccuracyState):
-    """Predicted against reported cached tokens, of late."""
+    """Predicted against reported cached tokens, recent responses first."""
 
     __slots__ = (
         "_either",
@@ -35,9 +35,9 @@ class Accuracy(AccuracyState):
         self._either = 0.0
         self._at_s = 0.0
         self.compared = 0
-        """Answers that told what was cached."""
+        """Responses that reported cached tokens."""
         self.exact = 0
-        """Of these, the answers that told just what was predicted."""
+        """Of these, responses that reported exactly the prediction."""
         self.predicted_tokens = 0
         self.reported_tokens = 0
 
@@ -54,14 +54,14 @@ class Accuracy(AccuracyState):
         self.exact += predicted == reported
 
     def trust(self, now_s: float) -> float:
-        """Share of predicted tokens that come true. More than predicted is no reason for mistrust."""
+        """Return the share of predicted tokens that engines confirm. More cached tokens than predicted cost nothing."""
         if self._came_true == self._predicted:
             return 1.0
         left = self._left(now_s)
         return (PRIOR_TOKENS + self._came_true * left) / (PRIOR_TOKENS + self._predicted * left)
 
     def agreement(self) -> float:
-        """Tokens both predicted and reported, of those either predicted or reported; 1 where there is nothing yet."""
+        """Return tokens both predicted and reported, divided by tokens predicted or reported; 1 before the first."""
         return self._came_true / self._either if self._either else 1.0
 
     def _left(self, now_s: float) -> float:
@@ -69,7 +69,7 @@ class Accuracy(AccuracyState):
 
 
 def freshness(age_s: float, stale_s: float, gone_s: float) -> float:
-    """1 up to `stale_s`, then falling to 0 at `gone_s`."""
+    """Return 1 up to `stale_s`, then a value that falls linearly to 0 at `gone_s`."""
     if age_s <= stale_s:
         return 1.0
     return max(0.0, (gone_s - age_s) / (gone_s - stale_s)) if gone_s > stale_s else 0.0

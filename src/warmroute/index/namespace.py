@@ -1,6 +1,7 @@
-"""What must be equal for a cache to be shared, as one number that every chain of block hashes begins with.
+"""The namespace: what must be equal for two prompts to share KV blocks, as one 64-bit number.
 
-Two tenants get two numbers unless they are put in one sharing group, so no tenant's prompt can match another's blocks.
+Every chain of block hashes starts with it, so prompts of two namespaces never match. Tenants are not part of it: see
+tenant_isolation.py.
 """
 
 from __future__ import annotations
@@ -10,19 +11,11 @@ from hashlib import blake2b
 
 
 @lru_cache(maxsize=65536)
-def namespace_seed(
-    model: str,
-    *,
-    block_size: int,
-    tokenizer: str = "",
-    lora: str = "",
-    tenant: str = "",
-    salt: str | bytes = "",
-) -> int:
-    """64 bits over all fields. `tokenizer` is its fingerprint; `tenant` is the tenant, or the group it shares with."""
+def namespace_seed(model: str, lora: str, block_size: int, tokenizer: str = "") -> int:
+    """Return 64 bits over all fields. `tokenizer` is empty where the tokens are those of the engine."""
     digest = blake2b(digest_size=8, person=b"warmroute-blocks")
-    for field in (model, tokenizer, lora, tenant, salt, str(block_size)):
-        data = field.encode("utf-8", "surrogatepass") if isinstance(field, str) else field
+    for field in (model, lora, str(block_size), tokenizer):
+        data = field.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)
     return int.from_bytes(digest.digest(), "little")

@@ -1,15 +1,16 @@
-"""What is believed of one node's cache, from three sources:
+"""What the router knows of one node's KV cache, from three sources:
 
-    told      by the engine's KV events (or a node's own reports): a place in the index for each data-parallel rank
-    routed    by what was sent there: a place that forgets as the node's LRU would
-    expected  by what is being prefilled there just now: a place that holds it for a short time, until it is told
+    from_events  the engine's KV events (or block reports to the admin API): a place in the index for each rank
+    routed       the prompts that this router sent to the node: a place that evicts as the node's LRU would
+    pending      the prompts that the node is prefilling now: a place that holds them until events report them
 
-`complete` says whether what is told is all there is. Then what was routed counts only for prompts that events cannot
-tell of; it is kept for all of them, so that it is there when events are lost.
+`complete` says whether the events cover everything in the cache. Then routed prompts count only for requests that
+events cannot match. They are recorded all the same, for the time when events are lost.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Sequence
 from math import inf
 from typing import Final
@@ -18,48 +19,49 @@ from warmroute._kernel._index import NO_PARENT, BlockIndex
 from warmroute._kernel._price import CacheState
 from warmroute._kernel._recency import Recency
 from warmroute.index.confidence import Accuracy, freshness
-from warmroute.index.lookup import salted, told_seed
+from warmroute.index.lookup import salted
+from warmroute.index.namespace import namespace_seed
 from warmroute.index.tiers import Tier
 
 EngineHash = int | bytes
 Uses = list[tuple[int, int, float]]
 """(first, end, stamp) of blocks that were used together."""
 ROUTED: Final = -1
-"""In the place of a rank: what was routed there."""
-EXPECTED: Final = -2
-"""In the place of a rank: what is expected there."""
-USUAL_BLOCK_TOKENS: Final = 16
-"""Where a node does not say."""
+"""The rank of what was routed to a node."""
+PENDING: Final = -2
+"""The rank of what a node is prefilling."""
+DEFAULT_BLOCK_TOKENS: Final = 16
+"""Block size of a node that does not report one."""
 NEVER_S: Final = -1e9
-OUTLIVED_AT_ONCE: Final = 1024
-"""Blocks that one answer's report may make forgotten."""
-SURPRISES: Final = 8
-"""So many prompts in a row that were others to the node mean that it has another tokenizer or template."""
-SILENCES: Final = 8
-"""So many prompts in a row that were prefilled there, without an event since, mean that its events are lost."""
+MAX_EVICTED_AT_ONCE: Final = 1024
+"""Blocks that one response may evict from what was routed."""
+MAX_TOKEN_MISMATCHES: Final = 8
+"""After this many prompts in a row with other tokens, the node has another tokenizer or chat template."""
+MAX_PROMPTS_WITHOUT_EVENTS: Final = 8
+"""After this many prefilled prompts in a row without any event, the node's events are lost on the way."""
 
 
 class NodeCache(CacheState):
-    """What hits and prices are made of lies in CacheState, for the kernel to read; it is used like the rest."""
+    """One node's cache. The fields that hits and prices read lie in CacheState, where the kernel reads them."""
 
     accuracy: Accuracy
     __slots__ = (
         "__weakref__",
         "_complete",
         "_index",
-        "_on_size",
+        "_on_block_size",
         "_owners",
-        "era",
-        "expected_place",
         "gaps",
+        "generation",
         "model",
+        "pending_place",
         "prefilled_s",
+        "prompts_without_events",
         "ranks",
         "recency",
         "routed_place",
-        "silences",
-        "stores",
-        "surprises",
+        "store_events",
+        "token_mismatches",
     )
 
     def __init__(
@@ -68,93 +70,97 @@ class NodeCache(CacheState):
         index: BlockIndex,
         owners: dict[int, tuple[NodeCache, int]],
         assumed_blocks: int,
-        on_size: Callable[[], None],
+        on_block_size: Callable[[], None],
     ) -> None:
         self.name = name
         self._index = index
-        self._on_size = on_size
-        """Called when its block size is another."""
+        self._on_block_size = on_block_size
+        """Called when the block size changes."""
         self._owners = owners
-        """Whose each place is, and of which rank."""
+        """Place → its cache and rank."""
         self.model = ""
         """The base model that its blocks belong to."""
-        self.block_size = USUAL_BLOCK_TOKENS
+        self.block_size = DEFAULT_BLOCK_TOKENS
         self.capacity_blocks = 0
-        """What its GPU cache holds; 0 where it has not said."""
+        """Blocks that its GPU cache holds; 0 until the node reports it."""
         self.ranks: dict[int, int] = {}
+        """Data-parallel rank → its place."""
         self._complete: dict[int, bool] = {}
         self.complete = False
-        """Everything it holds is told, in tokens that this router makes: no rank has lost events since it was empty."""
+        """Whether events cover everything it holds: no rank has lost events since it was empty, and the engine's tokens
+        are those that this router computes."""
         self._open_routed(assumed_blocks)
-        self.expected_place = index.open_place()
-        owners[self.expected_place] = (self, EXPECTED)
+        self.pending_place = index.open_place()
+        owners[self.pending_place] = (self, PENDING)
         self.accuracy = Accuracy()
         self.heard_s = NEVER_S
-        """When it last told something, or answered a poll."""
+        """When the node last sent an event or answered a poll."""
         self.lag_s = 0.0
-        """How late its events come, beyond the quickest of them."""
-        self.era = 0
-        """Changes when what was routed there is forgotten in whole; below 0 when the node is gone."""
+        """How much later its events arrive than the fastest of them."""
+        self.generation = 0
+        """Changes when everything routed is forgotten; below 0 when the node is gone."""
         self.prefilled_s = NEVER_S
-        """When the last prompt that it has prefilled was sent there."""
+        """When the latest prompt that the node has prefilled was sent."""
         self.gaps = 0
-        self.stores = 0
-        """Events of blocks stored, with their tokens."""
-        self.surprises = 0
-        """Prompts in a row that it prefilled and then told of other blocks than theirs."""
-        self.silences = 0
-        """Prompts in a row that it prefilled, and has told of nothing since they were sent."""
+        """Times that events were lost for good."""
+        self.store_events = 0
+        """Events that reported stored blocks with their content."""
+        self.token_mismatches = 0
+        """Prompts in a row whose tokens the engine reported differently."""
+        self.prompts_without_events = 0
+        """Prompts in a row that the node prefilled without sending any event since their dispatch."""
         self.doubted = False
-        """Its tokens are not those that this router makes: what it tells is of no use."""
+        """Whether the engine's tokens differ from the router's: its events cannot match any prompt."""
 
-    # What it is.
+    # Size.
 
-    def describe(self, block_size: int, capacity_tokens: int) -> None:
-        """Takes what the engine says of its cache."""
+    def set_size(self, block_size: int, capacity_tokens: int) -> None:
+        """Set the block size and capacity that the engine reports; 0 leaves a value as it is."""
         if block_size > 0 and block_size != self.block_size:
             before, self.block_size = self.block_size, block_size
-            self._forget_routed()
-            self._on_size()
+            self._clear_routed()
+            self._on_block_size()
             self.capacity_blocks = self.capacity_blocks * before // block_size
             self.recency.resize(max(1, self.recency.capacity * before // block_size))
         if capacity_tokens > 0:
             self.capacity_blocks = max(1, capacity_tokens // self.block_size)
             evicted = self.recency.resize(self.capacity_blocks)
             self._index.remove_chain(self.routed_place, evicted, Tier.GPU)
-        self._recency_changed()
+        self._update_room()
+
+    # From events.
 
     @property
-    def is_told(self) -> bool:
+    def has_events(self) -> bool:
         return bool(self.ranks)
 
-    def _see_whether_complete(self) -> None:
-        told = bool(self._complete) and all(self._complete.values())
-        self.complete = told and not self.doubted and not self.is_silent
-
-    # What it tells.
-
-    def follow(self, rank: int) -> None:
-        """Its events are listened to from now on; until `tells_all` says so, they may not be all."""
+    def add_rank(self, rank: int) -> None:
+        """Open a place for a rank's events. They count as incomplete until `set_complete`."""
         if rank not in self.ranks:
             place = self.ranks[rank] = self._index.open_place()
             self._owners[place] = (self, rank)
             self._complete[rank] = self.complete = False
 
-    def unfollow(self, rank: int) -> None:
-        """Nobody tells of this rank any more."""
+    def remove_rank(self, rank: int) -> None:
+        """Forget a rank: no more events will come."""
         place = self.ranks.pop(rank, None)
         self._complete.pop(rank, None)
         if place is not None:
             del self._owners[place]
             self._index.close_place(place)
-            self._see_whether_complete()
+            self._update_complete()
 
-    def tells_all(self, rank: int, complete: bool) -> None:
+    def set_complete(self, rank: int, complete: bool) -> None:
+        """Set whether a rank's events cover everything it holds."""
         if rank in self._complete:
             self._complete[rank] = complete
-            self._see_whether_complete()
+            self._update_complete()
 
-    def stored(
+    def _update_complete(self) -> None:
+        complete = bool(self._complete) and all(self._complete.values())
+        self.complete = complete and not self.doubted and not self.events_missing
+
+    def blocks_stored(
         self,
         rank: int,
         parent: EngineHash | None,
@@ -167,155 +173,166 @@ class NodeCache(CacheState):
         salt: str = "",
         extra: Sequence[bytes | None] | None = None,
     ) -> bool:
-        """False where the parent is not known: events were lost. Without token ids: hashes told of before, in another
-        tier. Raises ValueError or TypeError where they do not fit together."""
+        """Store blocks that an event reports. Return False if their parent is unknown: events were lost.
+
+        Without token ids, only blocks count that the rank has stored before, in another tier. Raises ValueError or
+        TypeError if hashes, tokens and block size do not fit together."""
         place = self.ranks[rank]
         if not token_ids:
             self._index.store_known(place, hashes, tier)
             return True
-        self.stores += 1
-        if self.silences:
-            self.heard_of(True)
+        self.store_events += 1
+        if self.prompts_without_events:
+            self.note_events(True)
         if block_size != self.block_size and parent is None:
-            self.describe(block_size, 0)
+            self.set_size(block_size, 0)
         if salt and parent is None:
             extra = salted(extra, len(hashes), salt)
-        seed = told_seed(self.model, lora, block_size)
+        seed = namespace_seed(self.model, lora, block_size)
         return self._index.store(place, seed, parent, hashes, token_ids, block_size, tier, extra) != NO_PARENT
+
+    def hashes_stored(self, rank: int, parent: int | None, hashes: list[int], tier: Tier = Tier.GPU) -> bool:
+        """Store blocks whose engine hashes are the index's own, as those of replay's simulated engines are. Return
+        False if their parent is unknown. Does not count in `store_events`."""
+        place = self.ranks[rank]
+        if parent is not None and self._index.our_hash(place, parent) is None:
+            return False
+        self._index.store_chain(place, array("Q", hashes), tier, hashes)
+        return True
 
     def knows(self, rank: int, hash: EngineHash) -> bool:
         return self._index.our_hash(self.ranks[rank], hash) is not None
 
-    def removed(self, rank: int, hashes: list[EngineHash], tier: Tier = Tier.GPU) -> None:
+    def blocks_removed(self, rank: int, hashes: list[EngineHash], tier: Tier = Tier.GPU) -> None:
         self._index.remove(self.ranks[rank], hashes, tier)
 
-    def cleared(self, rank: int) -> None:
-        """The rank dropped everything."""
+    def all_blocks_cleared(self, rank: int) -> None:
+        """Empty a rank."""
         self._index.clear(self.ranks[rank])
         if len(self.ranks) == 1:
-            self._forget_routed()
+            self._clear_routed()
 
-    def lost(self, rank: int) -> None:
-        """Events of a rank were lost for good: what it was told to hold is forgotten."""
+    def events_lost(self, rank: int) -> None:
+        """Forget what a rank reported: some of its events are lost for good, and removals may be among them."""
         self.gaps += 1
         self._index.clear(self.ranks[rank])
-        self.tells_all(rank, False)
+        self.set_complete(rank, False)
 
-    def restarted(self, begun: Collection[int] = ()) -> None:
-        """Another process stands there, with an empty cache. Of the ranks that have `begun` to tell, what they told is
-        the new one's already."""
+    def restarted(self, current_ranks: Collection[int] = ()) -> None:
+        """Empty the cache: the engine runs as a new process. `current_ranks` have reported its new blocks already."""
         for rank, place in self.ranks.items():
-            if rank not in begun:
+            if rank not in current_ranks:
                 self._index.clear(place)
-        self._forget_routed()
-        self.surprises = self.silences = 0
+        self._clear_routed()
+        self.token_mismatches = self.prompts_without_events = 0
         self.doubted = False
-        self._see_whether_complete()
+        self._update_complete()
 
-    def surprised(self, surprised: bool) -> None:
-        """Whether a prompt that it prefilled was another to it than to this router: other blocks, or another length."""
-        if not surprised:
-            self.surprises = 0
+    # Checks of the events.
+
+    def note_tokens(self, match: bool) -> None:
+        """Note whether the engine's tokens of a prompt were the router's: the same blocks, the same length."""
+        if match:
+            self.token_mismatches = 0
             return
-        self.surprises += 1
-        if self.surprises == SURPRISES:
+        self.token_mismatches += 1
+        if self.token_mismatches == MAX_TOKEN_MISMATCHES:
             self.doubted = True
             self.complete = False
 
     @property
-    def is_silent(self) -> bool:
-        """It prefills and tells nothing, though no gap shows in its events: they do not come."""
-        return self.silences >= SILENCES
+    def events_missing(self) -> bool:
+        """Whether the node prefills prompts without sending events, although their numbers show no gap."""
+        return self.prompts_without_events >= MAX_PROMPTS_WITHOUT_EVENTS
 
-    def heard_of(self, heard: bool) -> None:
-        """Whether anything was told of what it prefilled."""
-        was_silent = self.is_silent
-        self.silences = 0 if heard else self.silences + 1
-        if was_silent or self.is_silent:
-            self._see_whether_complete()
+    def note_events(self, arrived: bool) -> None:
+        """Note whether any event arrived after a prompt that the node prefilled."""
+        were_missing = self.events_missing
+        self.prompts_without_events = 0 if arrived else self.prompts_without_events + 1
+        if were_missing or self.events_missing:
+            self._update_complete()
 
-    def heard(self, now_s: float) -> None:
-        self.heard_s = now_s
+    # Routed.
 
-    # What is kept for it.
+    def record_routed(self, chain: bytes, tokens: int, now_s: float) -> tuple[bytes, Uses | None]:
+        """Record a prompt that was sent to the node.
 
-    def keep(self, chain: bytes, tokens: int, now_s: float) -> tuple[bytes, Uses | None]:
-        """It was sent these blocks. Those that it is not believed to have had; and when the blocks of its first so many
-        tokens were last used until now, of those that the node has had for sure: what is still waiting there to be
-        prefilled may well be missing."""
+        Return the blocks that are new there, and when the blocks of the first `tokens` tokens were last used. The
+        latter covers only blocks that the node has prefilled: those of prompts that still wait there may be missing."""
         depth = tokens // self.block_size
         return self._send(self._index, self.routed_place, chain, now_s, depth, self.prefilled_s)
 
     def last_used_s(self, chain: bytes, tokens: float) -> float | None:
-        """When the blocks of a prompt's first so many tokens were last sent there; None where they never were."""
+        """Return when a prompt with the same first `tokens` tokens was last sent there; None if there was none."""
         depth = int(tokens) // self.block_size
         uses = self.recency.uses(chain, depth, inf) if 0 < depth <= len(chain) // 8 else ()
         return uses[-1][2] if uses and uses[-1][1] == depth else None
 
-    def drop(self, chain: bytes, new: bytes) -> None:
-        """Takes back what `keep` returned of a prompt: it never got there."""
+    def undo_routed(self, chain: bytes, new: bytes) -> None:
+        """Remove the new blocks that `record_routed` returned: the prompt never reached the node."""
         self.recency.drop(chain, new)
-        self._recency_changed()
+        self._update_room()
         self._index.remove_chain(self.routed_place, new, Tier.GPU)
 
-    def keep_answer(self, tokens: int, now_s: float) -> None:
-        """It made so many tokens, which take room in its cache."""
+    def record_output(self, tokens: int, now_s: float) -> None:
+        """Account for generated tokens, which take room in the node's cache."""
         if tokens >= self.block_size:
             self._push(self._index, self.routed_place, tokens // self.block_size, now_s)
 
-    def outlived(self, stamp_s: float) -> None:
-        """Something last used at that moment is gone from its cache: so is everything older."""
+    def evict_older_than(self, stamp_s: float) -> None:
+        """Evict what was last used up to `stamp_s`: the engine has evicted a block of that age."""
         recency = self.recency
         capacity = recency.capacity
-        for _ in range(OUTLIVED_AT_ONCE):
+        for _ in range(MAX_EVICTED_AT_ONCE):
             if len(recency) < 2 or (oldest := recency.oldest) is None or oldest > stamp_s:
                 break
             self._index.remove_chain(self.routed_place, recency.resize(len(recency) - 1), Tier.GPU)
         recency.resize(capacity)
-        self._recency_changed()
+        self._update_room()
 
-    def expect(self, chain: bytes) -> None:
-        """It is about to prefill these blocks."""
-        self._index.store_chain(self.expected_place, chain, Tier.GPU)
-
-    def stop_expecting(self, chain: bytes) -> None:
-        self._index.remove_chain(self.expected_place, chain, Tier.GPU)
-
-    def _forget_routed(self) -> None:
-        self.era += 1
-        self._index.clear(self.expected_place)
+    def _clear_routed(self) -> None:
+        self.generation += 1
+        self._index.clear(self.pending_place)
         del self._owners[self.routed_place]
         self._index.close_place(self.routed_place)
         self._open_routed(self.recency.capacity)
 
     def _open_routed(self, blocks: int) -> None:
-        """A place for what is routed there, which nothing is yet."""
         self.recency = Recency(blocks)
         self.routed_place = self._index.open_place(self.recency)
         self._owners[self.routed_place] = (self, ROUTED)
-        self._recency_changed()
+        self._update_room()
 
-    def _recency_changed(self) -> None:
-        """Notes what a price asks of it. To be called after every change."""
+    def _update_room(self) -> None:
+        """Copy what prices read from the recency list. Must follow each of its changes."""
         self.free_blocks, self.oldest_s = self.recency.room
 
+    # Pending.
+
+    def add_pending(self, chain: bytes) -> None:
+        self._index.store_chain(self.pending_place, chain, Tier.GPU)
+
+    def remove_pending(self, chain: bytes) -> None:
+        self._index.remove_chain(self.pending_place, chain, Tier.GPU)
+
     def close(self) -> None:
-        """The node is gone: nothing is believed of it."""
-        self.era = -1
+        """Forget everything: the node is gone."""
+        self.generation = -1
         for rank in list(self.ranks):
-            self.unfollow(rank)
-        for place in (self.routed_place, self.expected_place):
+            self.remove_rank(rank)
+        for place in (self.routed_place, self.pending_place):
             del self._owners[place]
             self._index.close_place(place)
 
-    # How much it counts.
+    # Confidence.
 
-    def told_confidence(self, now_s: float, stale_s: float, gone_s: float) -> float:
+    def event_confidence(self, now_s: float, stale_s: float, gone_s: float) -> float:
+        """Return the confidence in hits that events report."""
         trust = self.accuracy.trust(now_s)
         if now_s - self.heard_s <= stale_s and self.lag_s <= stale_s:
             return trust
         return trust * freshness(max(now_s - self.heard_s, self.lag_s), stale_s, gone_s)
 
     def confidence(self, now_s: float, stale_s: float, gone_s: float) -> float:
-        """Of its hits, by whatever source they are known."""
-        return self.told_confidence(now_s, stale_s, gone_s) if self.complete else self.accuracy.trust(now_s)
+        """Return the confidence in the node's hits, whatever their source."""
+        return self.event_confidence(now_s, stale_s, gone_s) if self.complete else self.accuracy.trust(now_s)

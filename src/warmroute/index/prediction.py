@@ -1,4 +1,4 @@
-"""A prediction: what a node was believed to hold of one prompt when it was sent there, from dispatch to its end."""
+"""A prediction: how many tokens of one prompt a node should have cached, from its dispatch to its end."""
 
 from __future__ import annotations
 
@@ -7,95 +7,96 @@ from warmroute.index.node_cache import NodeCache
 
 class Prediction:
     __slots__ = (
-        "_era",
-        "_kept",
-        "_stores",
+        "_generation",
+        "_new_blocks",
+        "_store_events",
         "_uses",
         "cache",
         "chain",
-        "expected",
+        "exact",
+        "pending",
         "prompt_tokens",
         "rank",
         "sent_s",
-        "sure",
         "tokens",
     )
 
     def __init__(
-        self, cache: NodeCache, chain: bytes, prompt_tokens: int, tokens: int, rank: int, sure: bool, now_s: float
+        self, cache: NodeCache, chain: bytes, prompt_tokens: int, tokens: int, rank: int, exact: bool, now_s: float
     ) -> None:
         self.cache = cache
         self.chain = chain
         self.prompt_tokens = prompt_tokens
         self.tokens = tokens
-        """So many cached tokens the engine should report."""
+        """Cached tokens that the engine should report."""
         self.rank = rank
-        self.sure = sure
-        """The blocks are those that the engine will tell of."""
+        self.exact = exact
+        """Whether the blocks are those that the engine's events will contain."""
         self.sent_s = now_s
-        self._era = cache.era
-        self._stores = cache.stores
-        self.expected = sure and cache.complete
-        """Held as an expectation, which ends shortly after its first token."""
-        if self.expected:
-            cache.expect(chain)
+        self._generation = cache.generation
+        self._store_events = cache.store_events
+        self.pending = exact and cache.complete
+        """Whether the blocks count as pending; that ends shortly after the first token."""
+        if self.pending:
+            cache.add_pending(chain)
             tokens = 0
-        self._kept, self._uses = cache.keep(chain, tokens, now_s)
-        """`_uses`: to learn how far the node's LRU reaches."""
+        self._new_blocks, self._uses = cache.record_routed(chain, tokens, now_s)
+        """`_uses`: when the cached blocks were last used, to learn how far back the node's LRU reaches."""
 
     @property
-    def stands(self) -> bool:
-        """The node is still the one that the prompt was sent to, with what it then had."""
-        return self.cache.era == self._era
+    def is_current(self) -> bool:
+        """Whether the node's cache has not been emptied since the prompt was sent."""
+        return self.cache.generation == self._generation
 
     def prefilled(self) -> None:
-        """It got its first token."""
+        """Handle the first token: the node has prefilled the prompt."""
         cache, sent_s = self.cache, self.sent_s
-        if cache.prefilled_s < sent_s and cache.era == self._era:
+        if cache.prefilled_s < sent_s and cache.generation == self._generation:
             cache.prefilled_s = sent_s
 
-    def fulfilled(self) -> None:
-        """What was expected has been told by now, or never will."""
-        if self.expected:
-            self.expected = False
-            if self.stands:
-                self.cache.stop_expecting(self.chain)
+    def end_pending(self) -> None:
+        """Stop counting the blocks as pending: events have reported them by now, or never will."""
+        if self.pending:
+            self.pending = False
+            if self.is_current:
+                self.cache.remove_pending(self.chain)
 
     @property
-    def heard_of_others(self) -> bool:
-        """The node has told of new blocks since: its events come."""
-        return self.stands and self.cache.stores != self._stores
+    def events_arrived(self) -> bool:
+        """Whether the node has reported any stored blocks since the prompt was sent."""
+        return self.is_current and self.cache.store_events != self._store_events
 
     def withdraw(self) -> None:
-        """It never got its first token: the node may not have prefilled it."""
-        self.fulfilled()
-        if self._kept and self.stands:
-            self.cache.drop(self.chain, self._kept)
-            self._kept = b""
+        """Undo the prediction of a request without a first token: the node may not have prefilled it."""
+        self.end_pending()
+        if self._new_blocks and self.is_current:
+            self.cache.undo_routed(self.chain, self._new_blocks)
+            self._new_blocks = b""
 
-    def counted(self, prompt_tokens: int) -> None:
-        """The engine says how long the prompt was: another number means another tokenizer, or template. The same
-        means little where the node tells of its blocks: a date in the template leaves the length as it is."""
-        if not self.sure:
+    def check_prompt_tokens(self, prompt_tokens: int) -> None:
+        """Compare the prompt length that the engine reports with the router's. Another length means another tokenizer
+        or chat template. The same length proves little where events show the blocks: a date in the template changes
+        tokens and keeps the length."""
+        if not self.exact:
             return
-        surprised = prompt_tokens != self.prompt_tokens
-        if self.stands and (surprised or not self.cache.complete):
-            self.cache.surprised(surprised)
+        matches = prompt_tokens == self.prompt_tokens
+        if self.is_current and not (matches and self.cache.complete):
+            self.cache.note_tokens(matches)
 
-    def answered(self, output_tokens: int, now_s: float) -> None:
-        """The engine says how long its answer was."""
+    def check_cached_tokens(self, cached_tokens: int, now_s: float) -> None:
+        """Compare the cached tokens that the engine reports with the prediction."""
         cache = self.cache
-        if output_tokens >= cache.block_size and cache.era == self._era:
-            cache.keep_answer(output_tokens, now_s)
-
-    def reported(self, cached_tokens: int, now_s: float) -> None:
-        """The engine says how much of the prompt it had."""
-        cache = self.cache
-        if not self.stands:
+        if not self.is_current:
             return
         cache.accuracy.compare(self.tokens, cached_tokens, now_s)
         if cached_tokens < self.tokens:
-            gone = cached_tokens // cache.block_size
-            stamps = [stamp for _, end, stamp in self._uses or () if end > gone]
+            cached_blocks = cached_tokens // cache.block_size
+            stamps = [stamp for _, end, stamp in self._uses or () if end > cached_blocks]
             if stamps:
-                cache.outlived(max(stamps))
+                cache.evict_older_than(max(stamps))
+
+    def record_output(self, output_tokens: int, now_s: float) -> None:
+        """Account for the response, which takes room in the node's cache."""
+        cache = self.cache
+        if output_tokens >= cache.block_size and cache.generation == self._generation:
+            cache.record_output(output_tokens, now_s)

@@ -1,7 +1,8 @@
-"""How likely a block that was not used for a while is used again, by how long: learned from the traffic.
+"""The probability that a block is used again, by the time since its last use, learned from the traffic.
 
-One block in 64 is looked at, chosen by its hash. A block last used `age` ago and used now is a reuse at that age. Of
-all the uses that were not followed by another one within `age`, the share that was followed by one later is the chance.
+The router samples one block in 64, chosen by its hash. A block that was last used `age` ago and is used now is a reuse
+at that age. The probability at `age` is the share of uses followed by a later use, among all uses that were not
+followed by another one within `age`.
 """
 
 from __future__ import annotations
@@ -12,39 +13,39 @@ from typing import Final
 
 from warmroute._kernel._recency import Recency
 
-REMEMBERED_BLOCKS: Final = 1 << 16
+MAX_BLOCKS: Final = 1 << 16
 BUCKETS: Final = 32
 FIRST_S: Final = 0.25
-"""The first bucket ends here; each one after it is √2 times as long ago… as the one before."""
+"""End of the first bucket. The end of each further bucket is √2 times that of the one before."""
 FADE: Final = 0.9998
-UPDATED_EVERY: Final = 32
-"""Prompts, after which the chances are worked out anew."""
-FADED: Final = FADE**UPDATED_EVERY
+UPDATE_EVERY: Final = 32
+"""Prompts between two updates of the probabilities."""
+UPDATE_FADE: Final = FADE**UPDATE_EVERY
 
 sample_of = Recency.sample
 
 
 class Reuse:
     def __init__(self) -> None:
-        self._recency = Recency(REMEMBERED_BLOCKS)
+        self._recency = Recency(MAX_BLOCKS)
         self._reused = [0.0] * BUCKETS
         self._uses = 0.0
         self.chances = array("d", [0.0] * BUCKETS)
-        """By the bucket of its age."""
+        """Probability by bucket of age."""
         self._until_update = 1
 
-    def saw(self, chain: bytes, now_s: float) -> None:
-        """A prompt came, whoever takes it."""
+    def record(self, chain: bytes, now_s: float) -> None:
+        """Count the blocks of a prompt, whichever node serves it."""
         self._uses *= FADE
         sample = sample_of(chain)
         if sample:
-            self._saw_blocks(sample, now_s)
+            self._record_blocks(sample, now_s)
         left = self._until_update = self._until_update - 1
         if left <= 0:
-            self._until_update = UPDATED_EVERY
+            self._until_update = UPDATE_EVERY
             self._update()
 
-    def _saw_blocks(self, sample: bytes, now_s: float) -> None:
+    def _record_blocks(self, sample: bytes, now_s: float) -> None:
         recency, reused = self._recency, self._reused
         blocks = len(sample) // 8
         for first, end, stamp in recency.uses(sample, blocks, inf):
@@ -61,15 +62,15 @@ class Reuse:
             uses = reused[bucket]
             if uses:
                 later += uses
-                reused[bucket] = uses * FADED
+                reused[bucket] = uses * UPDATE_FADE
             chances[bucket] = later / (later + never + 1.0)
 
     def chance(self, age_s: float) -> float:
-        """That a block unused for so long is used again."""
+        """Return the probability that a block unused for `age_s` is used again."""
         return self.chances[_bucket(age_s)]
 
     def share_within(self, age_s: float) -> float:
-        """Of all uses of blocks, the share that a cache would have which keeps what was used that long ago."""
+        """Return the hit rate of a cache that keeps every block for `age_s` after its last use."""
         if not self._uses:
             return 0.0
         bucket = _bucket(age_s)

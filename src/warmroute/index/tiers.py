@@ -1,4 +1,4 @@
-"""Where a place keeps a block, from the nearest to the GPU to the farthest, and what a block there is worth."""
+"""The storage tiers of a KV block, nearest to the GPU first, and how much of its prefill a block in each tier saves."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ class Tier(IntEnum):
     REMOTE = 3
 
 
-WORTH: Final = (1.0, 0.9, 0.6, 0.5)
-"""Share of its prefill that a block in each tier saves: what is farther has to be loaded first. From host memory that
-takes a tenth of computing it (measured: 8 to 21 times cheaper); disk and remote are guesses on the careful side."""
+SAVED_SHARE: Final = (1.0, 0.9, 0.6, 0.5)
+"""Share of its prefill that a block in each tier saves, since the engine has to load it first. Loading from host memory
+takes a tenth of the prefill (measured: 8 to 21 times cheaper). Disk and remote are cautious guesses."""

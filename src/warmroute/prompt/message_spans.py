@@ -1,7 +1,7 @@
-"""The units of a conversation: the items of the request's list of messages, read only where they are needed.
+"""The messages of a request, decoded only where they are needed.
 
-Each unit has a digest of everything up to it. Two requests with equal digests begin with the same bytes, so what was
-made of one holds for the other, and nobody has to parse them again.
+Each message has a digest of the list up to and including it. Two requests with equal digests start with the same bytes,
+so the tokens of one are valid for the other, and these messages need not be decoded again.
 """
 
 from __future__ import annotations
@@ -14,32 +14,34 @@ import msgspec
 
 from warmroute._kernel._messages import digest
 from warmroute.prompt.chat_template import Message
-from warmroute.prompt.conversation import NotFollowed
+from warmroute.prompt.template_messages import UnsupportedRequest
 
 DIGEST_BYTES: Final = 16
-Convert = Callable[[Any], list[Message]]
-"""From an item to the messages of the conversation that it stands for. Raises NotFollowed."""
+ConvertItem = Callable[[Any], list[Message]]
+"""Convert one item of the request's list to messages for the chat template. Raises UnsupportedRequest."""
 
 
-class Units(Protocol):
+class MessageList(Protocol):
     count: int
 
     def digest(self, count: int) -> bytes:
-        """Of the first so many units; at least one."""
+        """Return the digest of the first `count` items; `count` is at least 1."""
 
     def messages(self, start: int, end: int) -> list[Message]:
-        """What these units stand for. Raises NotFollowed."""
+        """Return the template messages for these items. Raises UnsupportedRequest."""
 
     def size_bytes(self, start: int, end: int) -> int: ...
 
 
-class ListedUnits:
-    """Items of a list in the body."""
+class BodyMessages:
+    """The items of a list in the request body."""
 
-    def __init__(self, body: bytes, where: tuple[int, int], spans: bytes, digests: bytes, convert: Convert) -> None:
+    def __init__(
+        self, body: bytes, list_span: tuple[int, int], item_spans: bytes, digests: bytes, convert: ConvertItem
+    ) -> None:
         self._body = body
-        self._where = where
-        self._spans = memoryview(spans).cast("I")
+        self._list_span = list_span
+        self._item_spans = memoryview(item_spans).cast("I")
         self._digests = digests
         self._convert = convert
         self.count = len(digests) // DIGEST_BYTES
@@ -49,22 +51,22 @@ class ListedUnits:
 
     def messages(self, start: int, end: int) -> list[Message]:
         if start == 0 and end == self.count:
-            items = decode(self._body[slice(*self._where)])
+            items = decode_json(self._body[slice(*self._list_span)])
         else:
-            spans = self._spans
-            items = [decode(self._body[spans[2 * i] : spans[2 * i + 1]]) for i in range(start, end)]
+            spans = self._item_spans
+            items = [decode_json(self._body[spans[2 * i] : spans[2 * i + 1]]) for i in range(start, end)]
         convert = self._convert
         return [message for item in items for message in convert(item)]
 
     def size_bytes(self, start: int, end: int) -> int:
-        return self._spans[2 * end - 1] - self._spans[2 * start] if end > start else 0
+        return self._item_spans[2 * end - 1] - self._item_spans[2 * start] if end > start else 0
 
 
-class MadeUnits:
-    """Messages that had to be put together from the whole request."""
+class ConvertedMessages:
+    """Messages that were built from the whole parsed request (the responses API, embeddings of chats)."""
 
-    def __init__(self, messages: Sequence[Message], convert: Convert) -> None:
-        self._made = messages
+    def __init__(self, messages: Sequence[Message], convert: ConvertItem) -> None:
+        self._messages = messages
         self._convert = convert
         self.count = len(messages)
         self._digests = [b""]
@@ -78,14 +80,14 @@ class MadeUnits:
         return self._digests[count]
 
     def messages(self, start: int, end: int) -> list[Message]:
-        return [message for made in self._made[start:end] for message in self._convert(made)]
+        return [message for item in self._messages[start:end] for message in self._convert(item)]
 
     def size_bytes(self, start: int, end: int) -> int:
         return self._sizes[end] - self._sizes[start]
 
 
-def decode(text: bytes) -> Any:
-    """JSON. Raises NotFollowed for what is none, or not for msgspec and json alike."""
+def decode_json(text: bytes) -> Any:
+    """Decode JSON; json.loads accepts some texts that msgspec refuses. Raises UnsupportedRequest."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -93,4 +95,4 @@ def decode(text: bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise NotFollowed("a body that is no JSON") from None
+        raise UnsupportedRequest("the body is not valid JSON") from None

@@ -1,41 +1,31 @@
-"""A prompt: what an engine will be asked to prefill, as far as it can be known from the request's body."""
+"""A prompt: the tokens that an engine will prefill for a request, as far as the request body shows them."""
 
 from __future__ import annotations
 
 import msgspec
 
-from warmroute.prompt.tokenizer import TOKEN_BYTES, unpacked
+from warmroute.prompt.tokenizer import TOKEN_BYTES
 
 
 class Prompt(msgspec.Struct, gc=False):
-    """Of a request with several prompts, the first one."""
+    """One request's prompt; the first one where the request has several."""
 
-    model: str
-    """As the body names it: a model, or a LoRA adapter; empty where it names none."""
     tokens: bytes = b""
-    """Token ids, four bytes each, little-endian. With `exact` false they only stand for the text."""
-    sure_tokens: int = 0
-    """So many of the first tokens are those that the engine will have. Behind them, they may be others."""
+    """Token ids, four bytes each, little-endian. Where `exact` is false, these may be bytes of the prompt's text."""
+    exact_tokens: int = 0
+    """How many leading tokens the engine will certainly have. It may have other tokens after these."""
     exact: bool = True
-    """Whether the tokens were made with the model's own tokenizer and template."""
-    doubt: str = ""
-    """Why not all of it is sure; empty where all is. Never holds what a user typed."""
+    """Whether the tokens were made with the model's own tokenizer and chat template."""
+    inexact_reason: str = ""
+    """Why `exact_tokens` does not cover the whole prompt; empty where it does. Never contains what a user typed."""
     media: tuple[tuple[int, bytes], ...] = ()
-    """Pictures, sound, video: the token that each stands before, and a hash of its content, for the blocks from there
-    on.
+    """For each picture, sound or video: the position of the token after it, and a hash of its content. The hash counts
+    for all blocks from that position on.
     """
-    max_output_tokens: int | None = None
-    priority: int = 0
     cache_salt: str = ""
-    stream: bool = False
-    prompts: int = 1
     warm_tokens: int = 0
-    """So many of the first tokens came from the cache of conversations. For metrics."""
+    """How many leading tokens came from the token cache."""
 
     @property
     def token_count(self) -> int:
         return len(self.tokens) // TOKEN_BYTES
-
-    @property
-    def token_ids(self) -> list[int]:
-        return unpacked(self.tokens)

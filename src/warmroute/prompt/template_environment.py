@@ -1,7 +1,7 @@
-"""The jinja2 environment that chat templates run in: what transformers gives them, with short cuts.
+"""The jinja2 sandbox that chat templates run in, as transformers sets it up, with shortcuts.
 
-A sandbox asks on each attribute and each call whether it is safe. For the fields of a plain dict or of a loop and the
-methods of a plain string the answer is known, which saves half of the time; tests/prompt_tokens holds the texts equal.
+A sandbox checks each attribute and each call for safety. Fields of a plain dict or a loop and methods of a plain string
+are known to be safe; skipping their checks halves the rendering time.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _STRING_METHODS: Final = frozenset(
 )
 
 
-class WrittenOnce(dict[str, Any]):
-    """A dict that is turned into JSON again and again: a tool's definition. Nobody changes it."""
+class CachedJsonDict(dict[str, Any]):
+    """A dict that caches its JSON text: a tool's definition, which every request renders. It must not be changed."""
 
     __slots__ = ("json",)
 
@@ -53,17 +53,17 @@ class WrittenOnce(dict[str, Any]):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant said, for training. Here it only passes its text on."""
+    """`{% generation %}` marks the assistant's text for training. Here it prints the text unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_pass_on"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_print_body"), [], [], body).set_lineno(line)
 
     @pass_eval_context
-    def _pass_on(self, _context: nodes.EvalContext, caller: Macro) -> str:
+    def _print_body(self, _context: nodes.EvalContext, caller: Macro) -> str:
         return str(caller())
 
 
@@ -85,17 +85,17 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         if type(obj) is BuiltinMethodType and type(obj.__self__) is str and obj.__name__ in _STRING_METHODS:
-            kwargs.pop("_loop_vars", None)  # jinja2's own, which its Context.call takes out
+            kwargs.pop("_loop_vars", None)  # jinja2 adds these two, and its Context.call removes them
             kwargs.pop("_block_vars", None)
             return obj(*args, **kwargs)
         return super().call(context, obj, *args, **kwargs)
 
 
-def chat_environment(now: Callable[[], datetime], on_time: Callable[[str], None]) -> ChatEnvironment:
-    """`on_time` is told each format in which a template asks for the time."""
+def chat_environment(now: Callable[[], datetime], on_time_format: Callable[[str], None]) -> ChatEnvironment:
+    """`on_time_format` is called with each format in which a template prints the time."""
 
     def strftime_now(format: str) -> str:
-        on_time(format)
+        on_time_format(format)
         return now().strftime(format)
 
     environment = ChatEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
@@ -112,6 +112,6 @@ def _raise_exception(message: str) -> NoReturn:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    if type(value) is WrittenOnce and not ensure_ascii and indent is None and separators is None and not sort_keys:
+    if type(value) is CachedJsonDict and not ensure_ascii and indent is None and separators is None and not sort_keys:
         return value.json
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

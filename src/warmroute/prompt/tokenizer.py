@@ -1,11 +1,11 @@
-"""A model's tokenizer: text to token ids, as the engine's own would give them.
+"""A model's tokenizer: encodes text to the same token ids as the engine's tokenizer.
 
-Two libraries read the same definition. fastokens is some hundred times faster where text repeats, and lets other
-threads run; `tokenizers` is what engines use, and the measure. Both encode a fixed text at load, and where they
-differ, or where fastokens cannot read the definition, `tokenizers` does the work. Loading takes seconds: call
+Two libraries can read a tokenizer definition. Engines use `tokenizers`, so it is the reference. fastokens is about a
+hundred times faster for repeated text and releases the GIL. When a tokenizer is loaded, both encode fixed texts; if
+they differ, or if fastokens cannot read the definition, `tokenizers` is used. Loading takes seconds: call
 `load_tokenizer` in a thread.
 
-Token ids travel as bytes, four for each, little-endian: no Python object for each token.
+Token ids are bytes, four for each id, little-endian, so that there is no Python object for each token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from warmroute.prompt.tokenizer_files import TokenizerFiles, read_tokenizer_file
 
 SEGMENT_CACHE_BYTES: Final = 64 << 20
 TOKEN_BYTES: Final = 4
-_SHORT_TEXT, _SHORT_TEXTS = 200, 256
+_MAX_CACHED_TEXT, _MAX_CACHED_TEXTS = 200, 256
+"""Bounds of the cache of `encode_cached`: characters of a text, and number of texts."""
 
 CHECK_TEXTS: Final = (
     "",
@@ -39,67 +40,67 @@ CHECK_TEXTS: Final = (
 
 
 class Tokenizer:
-    """One model's tokenizer. Safe to use from several threads."""
+    """One model's tokenizer. Thread-safe."""
 
     def __init__(self, files: TokenizerFiles, segment_cache_bytes: int = SEGMENT_CACHE_BYTES) -> None:
         self.templates = files.templates
         self.special_tokens = files.special_tokens
-        self.chat_doubt = files.chat_doubt
-        """Why chats may be rendered in another way."""
-        self.doubt = files.doubt
-        """Why the engine's tokenizer may be another; empty where nothing speaks for it."""
-        self.slow_because = ""
-        """Why `tokenizers` does the work; empty where fastokens does."""
+        self.chat_inexact_reason = files.chat_inexact_reason
+        """Why the engine may render chats differently; empty where nothing suggests it."""
+        self.inexact_reason = files.inexact_reason
+        """Why the engine's tokenizer may differ; empty where nothing suggests it."""
+        self.slow_reason = ""
+        """Why fastokens is not used; empty where it is."""
         self._reference = files.tokenizer
         definition = self._reference.to_str()
         tree = msgspec.json.decode(definition)
         self._added: dict[str, dict[str, Any]] = {token["content"]: token for token in tree["added_tokens"]}
         self._has_normalizer = tree["normalizer"] not in (None, {"type": "Sequence", "normalizers": []})
-        self._cuts: dict[str, bool] = {}
-        self._again: dict[str, bytes] = {}
+        self._can_cut: dict[str, bool] = {}
+        self._cached: dict[str, bytes] = {}
         self.fingerprint = _fingerprint(tree)
-        """Sixteen hexadecimal digits that stand for everything the token ids depend on."""
+        """A hash, in 16 hexadecimal digits, of everything that the token ids depend on."""
         self._fast = self._load_fast(definition, segment_cache_bytes)
-        self.before, self.behind = self._frame()
-        """What `add_special_tokens` puts before and behind a text."""
+        self.special_prefix, self.special_suffix = self._find_special_tokens()
+        """The tokens that `add_special_tokens` puts before and after a text."""
 
     # ---- Encoding ----
 
     def encode(self, text: str, add_special_tokens: bool = False) -> bytes:
-        """Raises UnicodeEncodeError for text that has no UTF-8."""
+        """Raises UnicodeEncodeError for text that cannot be encoded as UTF-8."""
         if self._fast is not None:
             tokens: bytes = self._fast.encode_batch_flat([text])[0]
         else:
-            tokens = self._slowly(text)
-        return self.before + tokens + self.behind if add_special_tokens else tokens
+            tokens = self._encode_reference(text)
+        return self.special_prefix + tokens + self.special_suffix if add_special_tokens else tokens
 
-    def encode_again(self, text: str) -> bytes:
-        """A text that comes with every request: how a prompt ends."""
-        tokens = self._again.get(text)
+    def encode_cached(self, text: str) -> bytes:
+        """Encode a text that many requests contain, such as the end of a prompt, and cache the result."""
+        tokens = self._cached.get(text)
         if tokens is None:
             tokens = self.encode(text)
-            if len(text) <= _SHORT_TEXT:
-                if len(self._again) >= _SHORT_TEXTS:
-                    self._again.clear()
-                self._again[text] = tokens
+            if len(text) <= _MAX_CACHED_TEXT:
+                if len(self._cached) >= _MAX_CACHED_TEXTS:
+                    self._cached.clear()
+                self._cached[text] = tokens
         return tokens
 
-    def _slowly(self, text: str) -> bytes:
+    def _encode_reference(self, text: str) -> bytes:
         text.encode()
-        return packed(self._reference.encode(text, add_special_tokens=False).ids)
+        return pack_token_ids(self._reference.encode(text, add_special_tokens=False).ids)
 
     # ---- Cutting ----
 
-    def cuts(self, token: str) -> bool:
-        """Whether text may be cut behind this added token, if both halves are given the token: the ids stay the same.
+    def can_cut_after(self, token: str) -> bool:
+        """Return whether text may be cut after this added token without changing the ids, if both halves contain it.
 
-        The token must be found where it stands whatever is around it: it takes no spaces with it, is looked for in the
-        text as it is, and no other added token holds it or overlaps with it.
+        The tokenizer must find the token whatever text is around it: the token takes no spaces with it, is not
+        normalized, and no other added token contains it or overlaps with it.
         """
-        cuts = self._cuts.get(token)
-        if cuts is None:
-            cuts = self._cuts[token] = self._is_found_anywhere(token)
-        return cuts
+        can_cut = self._can_cut.get(token)
+        if can_cut is None:
+            can_cut = self._can_cut[token] = self._is_found_anywhere(token)
+        return can_cut
 
     def _is_found_anywhere(self, token: str) -> bool:
         flags = self._added.get(token)
@@ -116,8 +117,8 @@ class Tokenizer:
         return list(self._added)
 
     def token_id(self, token: str) -> bytes:
-        """The id of an added token, as bytes."""
-        return packed([int(self._added[token]["id"])])
+        """Return the id of an added token, as bytes."""
+        return pack_token_ids([int(self._added[token]["id"])])
 
     # ---- Loading ----
 
@@ -125,67 +126,60 @@ class Tokenizer:
         try:
             fast = fastokens.Tokenizer.from_json_str(definition)
         except ValueError as error:
-            self.slow_because = f"fastokens cannot read it: {str(error)[:200]}"
+            self.slow_reason = f"fastokens cannot read it: {str(error)[:200]}"
             return None
         fast.enable_segment_cache(segment_cache_bytes)
         for text in self.check_texts():
-            for _again in range(2):  # the second time from its cache
-                if fast.encode_batch_flat([text])[0] != self._slowly(text):
-                    self.slow_because = "fastokens encodes the fixed text in another way"
+            for _repetition in range(2):  # the second time from its cache
+                if fast.encode_batch_flat([text])[0] != self._encode_reference(text):
+                    self.slow_reason = "fastokens and tokenizers encode the fixed texts differently"
                     return None
         return fast
 
     def check_texts(self) -> list[str]:
-        """Fixed texts to compare tokenizers by; they hold this tokenizer's own added tokens, too."""
+        """Return fixed texts to compare tokenizers with; they contain some of this tokenizer's added tokens."""
         added = list(self._added)
         some = added[:40] + added[-40:]
         glued = "".join(f"{token}x {token} {token}\n{token}" for token in some)
         broken = " ".join(token[:-1] + " " + token[1:] for token in some)
         return [*CHECK_TEXTS, glued, broken, "".join(CHECK_TEXTS[2:]), "".join(some).join(CHECK_TEXTS[2:])]
 
-    def _frame(self) -> tuple[bytes, bytes]:
-        framed = packed(self._reference.encode("x", add_special_tokens=True).ids)
-        bare = packed(self._reference.encode("x", add_special_tokens=False).ids)
-        before, _bare, behind = framed.partition(bare)
-        if before + bare + behind != framed or len(before) % TOKEN_BYTES:
-            self.doubt = self.doubt or "its special tokens are not put around the text"
+    def _find_special_tokens(self) -> tuple[bytes, bytes]:
+        framed = pack_token_ids(self._reference.encode("x", add_special_tokens=True).ids)
+        bare = pack_token_ids(self._reference.encode("x", add_special_tokens=False).ids)
+        prefix, _bare, suffix = framed.partition(bare)
+        if prefix + bare + suffix != framed or len(prefix) % TOKEN_BYTES:
+            self.inexact_reason = self.inexact_reason or "the tokenizer puts special tokens within the text"
             return b"", b""
-        return before, behind
+        return prefix, suffix
 
 
 def load_tokenizer(path: str | Path, segment_cache_bytes: int = SEGMENT_CACHE_BYTES) -> Tokenizer:
-    """From a directory or a tokenizer.json. Takes seconds. Raises OSError or ValueError."""
+    """Load a tokenizer from a directory or a tokenizer.json. Takes seconds. Raises OSError or ValueError."""
     try:
         return Tokenizer(read_tokenizer_files(path), segment_cache_bytes)
     except (OSError, ValueError):
         raise
-    except Exception as error:  # tokenizers raises plain exceptions for definitions that it cannot read
+    except Exception as error:  # `tokenizers` raises plain Exceptions
         raise ValueError(f"{path}: {error}") from error
 
 
-def packed(ids: list[int]) -> bytes:
-    """Token ids as bytes. Raises OverflowError for what is no token id."""
+def pack_token_ids(ids: list[int]) -> bytes:
+    """Return token ids as bytes. Raises OverflowError for an id outside 32 bits."""
     tokens = array("I", ids)
     if sys.byteorder == "big":
         tokens.byteswap()
     return tokens.tobytes()
 
 
-def unpacked(tokens: bytes) -> list[int]:
-    """The ids in these bytes."""
-    ids = array("I", tokens)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids.tolist()
-
-
 def _overlap(other: str, token: str) -> bool:
-    """Whether the two could be found at overlapping places of a text, so that one would hide the other."""
+    """Return whether a text can contain both tokens at overlapping positions, so that one hides the other."""
     if token in other:
         return True
     return any(other.endswith(token[:n]) for n in range(1, len(token)))
 
 
 def _fingerprint(tree: dict[str, Any]) -> str:
-    matters = {name: part for name, part in tree.items() if name not in ("version", "decoder", "truncation", "padding")}
-    return hashlib.sha256(msgspec.json.encode(matters, order="deterministic")).hexdigest()[:16]
+    ignored = ("version", "decoder", "truncation", "padding")
+    relevant = {name: part for name, part in tree.items() if name not in ignored}
+    return hashlib.sha256(msgspec.json.encode(relevant, order="deterministic")).hexdigest()[:16]

@@ -1,9 +1,9 @@
-"""What an engine makes of a model's tokenizer files: the tokenizer, its named special tokens, its chat templates.
+"""Read a model's tokenizer files as an engine does: the tokenizer, its special tokens, its chat templates.
 
-vLLM loads them with transformers 5, which does not always take tokenizer.json as it stands: a tokenizer class that
-has a pipeline of its own (LlamaTokenizer, Qwen2Tokenizer, …) takes the vocabulary and the merges from the file and
-the rest from itself. So the same file gives other tokens under another class, and this file follows that. Where a
-class is known to rebuild the tokenizer in a way that is not written down here, `doubt` says so.
+vLLM loads these files with transformers 5, which does not always use tokenizer.json unchanged. Some tokenizer classes
+(LlamaTokenizer, Qwen2Tokenizer, …) use only the vocabulary and the merges of the file and define the rest themselves.
+So the same file gives different tokens under different classes. This module reproduces that for the common classes. For
+classes that it cannot reproduce, `inexact_reason` says so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_AS_THE_FILE_STANDS: Final = {
+_CLASSES_THAT_USE_THE_FILE: Final = {
     "",
     "TokenizersBackend",
     "PreTrainedTokenizer",
@@ -29,7 +29,7 @@ _AS_THE_FILE_STANDS: Final = {
     "PythonBackend",
 }
 
-_TYPES_THAT_TAKE_THE_FILE: Final = _words(
+_MODEL_TYPES_THAT_USE_THE_FILE: Final = _words(
     """arctic chameleon deepseek_ocr deepseek_ocr2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl
     deepseek_vl_hybrid deepseek_vl_v2 ernie4_5 ernie4_5_moe flex_olmo fuyu glm glm4 glm4_moe glm4_moe_lite glm4v
     glm4v_moe gpt_bigcode granite granitemoe granitemoehybrid granitemoeshared hyperclovax internlm2 jamba janus
@@ -37,15 +37,15 @@ _TYPES_THAT_TAKE_THE_FILE: Final = _words(
     mistral3 mixtral molmo molmo2 nemotron olmo2 olmo3 olmo_hybrid opencua openvla paddleocr_vl persimmon phi3
     phi3_v phimoe pixtral smolvlm stablelm step3_vl step3p5 vipllava"""
 )
-"""Model types that transformers 5.19 loads as the file stands, whatever class the file names."""
+"""Model types whose file transformers 5.19 uses unchanged, whatever class the configuration names."""
 
-_CLASS_OF_TYPE: Final = {
+_CLASS_OF_MODEL_TYPE: Final = {
     "qwen2": "Qwen2Tokenizer",
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen4_exp"), "Qwen3_5Tokenizer"),
 }
-"""Model types whose class is taken from here, whatever class the file names."""
+"""Model types for which transformers uses this class, whatever class the configuration names."""
 
-_REBUILT_UNSEEN: Final = _words(
+_UNSUPPORTED_CLASSES: Final = _words(
     """AlbertTokenizer BarthezTokenizer BertTokenizer BigBirdTokenizer BlenderbotTokenizer CamembertTokenizer
     CLIPTokenizer CodeGenTokenizer CodeLlamaTokenizer CohereTokenizer DebertaTokenizer DebertaV2Tokenizer
     FunnelTokenizer GPTNeoXTokenizer HerbertTokenizer MBartTokenizer MBart50Tokenizer MPNetTokenizer NllbTokenizer
@@ -53,24 +53,26 @@ _REBUILT_UNSEEN: Final = _words(
     Siglip2Tokenizer SplinterTokenizer T5Tokenizer UdopTokenizer WhisperTokenizer XGLMTokenizer XLMRobertaTokenizer
     XLNetTokenizer"""
 )
-"""Classes that rebuild the tokenizer in ways that are not followed here."""
+"""Classes that change the tokenizer in ways that this module does not reproduce."""
 
-_CHATS_BY_CODE: Final = frozenset(("gpt_oss", "deepseek_v32", "deepseek_v4", "deepseek_v41", "kimi_k3", "inkling"))
-"""Model types for which vLLM has, or is commonly given, a renderer of its own instead of a template."""
+_MODEL_TYPES_WITH_OWN_RENDERER: Final = frozenset(
+    ("gpt_oss", "deepseek_v32", "deepseek_v4", "deepseek_v41", "kimi_k3", "inkling")
+)
+"""Model types whose chats vLLM usually renders with code instead of a template."""
 
-_TOKENS_OF_CLASS: Final = {
+_SPECIAL_TOKENS_OF_CLASS: Final = {
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
     "Qwen3_5Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
     "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
     "GemmaTokenizer": {f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")},
 }
-"""Special tokens that a class has where the configuration names none."""
+"""Special tokens of a class where the configuration names none."""
 
-_QWEN2_WORDS: Final = (
+_QWEN2_SPLIT: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_QWEN3_5_WORDS: Final = (
+_QWEN3_5_SPLIT: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -82,17 +84,17 @@ class TokenizerFiles:
 
     tokenizer: Tokenizer
     special_tokens: dict[str, str]
-    """bos_token, eos_token, …: variables of a chat template."""
+    """By name: bos_token, eos_token, … They are variables of a chat template."""
     templates: dict[str, str] = field(default_factory=dict)
-    """Chat templates by name; the usual one is `default`."""
-    doubt: str = ""
-    """Why the engine's tokenizer may be another; empty where nothing speaks for it."""
-    chat_doubt: str = ""
-    """Why the engine may render chats in another way than by a template."""
+    """Chat templates by name. Most models have one, named `default`."""
+    inexact_reason: str = ""
+    """Why the engine's tokenizer may differ; empty where nothing suggests it."""
+    chat_inexact_reason: str = ""
+    """Why the engine may not render chats with the template; empty where nothing suggests it."""
 
 
 def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
-    """Reads a directory, or a tokenizer.json and what lies beside it. Raises OSError or ValueError."""
+    """Read a directory, or a tokenizer.json and the files beside it. Raises OSError or ValueError."""
     path = Path(path)
     folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
     definition: dict[str, Any] = msgspec.json.decode(file.read_bytes())
@@ -101,15 +103,19 @@ def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
         config = {**config, **_json_object(folder / "special_tokens_map.json")}
     model_config = _json_object(folder / "config.json")
     cls = _class_of(config, model_config)
-    doubt = _rebuild(definition, cls, config)
+    inexact_reason = _rebuild(definition, cls, config)
     if "auto_map" in config:
-        doubt = doubt or "the model brings its own tokenizer code"
+        inexact_reason = inexact_reason or "the model has its own tokenizer code"
     tokenizer = Tokenizer.from_str(msgspec.json.encode(definition).decode())
     special_tokens = _add_tokens(tokenizer, cls, config)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return TokenizerFiles(
-        tokenizer, special_tokens, _templates(folder, config), doubt, _chat_doubt(folder, model_config)
+        tokenizer,
+        special_tokens,
+        _templates(folder, config),
+        inexact_reason,
+        _chat_inexact_reason(folder, model_config),
     )
 
 
@@ -122,25 +128,25 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def _class_of(config: dict[str, Any], model_config: dict[str, Any]) -> str:
-    """Which class transformers takes, without `Fast`."""
+    """Return the class that transformers uses, without `Fast`."""
     model_type = str(model_config.get("model_type") or "")
     named = str(config.get("tokenizer_class") or model_config.get("tokenizer_class") or "").removesuffix("Fast")
-    if model_type in _CLASS_OF_TYPE and named:
-        return _CLASS_OF_TYPE[model_type]
-    return "" if model_type in _TYPES_THAT_TAKE_THE_FILE else named
+    if model_type in _CLASS_OF_MODEL_TYPE and named:
+        return _CLASS_OF_MODEL_TYPE[model_type]
+    return "" if model_type in _MODEL_TYPES_THAT_USE_THE_FILE else named
 
 
 def _rebuild(definition: dict[str, Any], cls: str, config: dict[str, Any]) -> str:
-    """Changes the definition as the class would. Returns a doubt."""
+    """Change the definition as the class does. Return why the result may differ, or an empty string."""
     model = definition["model"]
-    if cls in _AS_THE_FILE_STANDS:
+    if cls in _CLASSES_THAT_USE_THE_FILE:
         return ""
-    if cls in _REBUILT_UNSEEN:
-        return f"transformers rebuilds a {cls} in a way that is not followed here"
+    if cls in _UNSUPPORTED_CLASSES:
+        return f"transformers changes a {cls} in a way that the router does not reproduce"
     if cls not in ("LlamaTokenizer", "Qwen2Tokenizer", "Qwen3_5Tokenizer", "GemmaTokenizer", "GPT2Tokenizer"):
-        return ""  # no class of this name: the file is taken as it stands
+        return ""  # transformers has no such class and uses the file unchanged
     if model.get("type") != "BPE":
-        return f"a {cls} that is not made of byte pairs"
+        return f"the {cls} is not a BPE tokenizer"
     prefix_space = config.get("add_prefix_space")
     plain = {"type": "BPE", "vocab": model["vocab"], "merges": model["merges"], "dropout": None, "unk_token": None}
     if cls == "LlamaTokenizer":
@@ -160,16 +166,16 @@ def _rebuild(definition: dict[str, Any], cls: str, config: dict[str, Any]) -> st
         definition["pre_tokenizer"] = _split({"String": " "}, "MergedWithPrevious")
     else:
         definition["model"] = {**plain, "continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False}
-        bytes_only = {"type": "ByteLevel", "add_prefix_space": bool(prefix_space), "trim_offsets": True}
+        byte_level = {"type": "ByteLevel", "add_prefix_space": bool(prefix_space), "trim_offsets": True}
         if cls == "GPT2Tokenizer":
             definition["normalizer"] = None
-            definition["pre_tokenizer"] = {**bytes_only, "use_regex": True}
+            definition["pre_tokenizer"] = {**byte_level, "use_regex": True}
         else:
-            words = _split({"Regex": _QWEN2_WORDS if cls == "Qwen2Tokenizer" else _QWEN3_5_WORDS}, "Isolated")
+            split = _split({"Regex": _QWEN2_SPLIT if cls == "Qwen2Tokenizer" else _QWEN3_5_SPLIT}, "Isolated")
             definition["normalizer"] = {"type": "NFC"}
             definition["pre_tokenizer"] = {
                 "type": "Sequence",
-                "pretokenizers": [words, {**bytes_only, "use_regex": False}],
+                "pretokenizers": [split, {**byte_level, "use_regex": False}],
             }
     return ""
 
@@ -178,11 +184,11 @@ def _split(pattern: dict[str, str], behavior: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": False}
 
 
-def _chat_doubt(folder: Path, model_config: dict[str, Any]) -> str:
-    if model_config.get("model_type") in _CHATS_BY_CODE:
-        return "the engine renders this model's chats by code of its own"
+def _chat_inexact_reason(folder: Path, model_config: dict[str, Any]) -> str:
+    if model_config.get("model_type") in _MODEL_TYPES_WITH_OWN_RENDERER:
+        return "the engine renders this model's chats with its own code"
     if (folder / "tekken.json").exists() or any(folder.glob("tokenizer.model.v*")):
-        return "the engine may take Mistral's own tokenizer"
+        return "the engine may use Mistral's own tokenizer"
     return ""
 
 
@@ -203,13 +209,13 @@ def _token(token: dict[str, Any], special: bool) -> AddedToken:
 
 
 def _add_tokens(tokenizer: Tokenizer, cls: str, config: dict[str, Any]) -> dict[str, str]:
-    """Adds what the configuration names and the file lacks, as transformers does. Returns the named special tokens."""
+    """Add tokens that only the configuration names, as transformers does. Return the named special tokens."""
     listed = config.get("added_tokens_decoder")
     tokens = sorted(listed.items(), key=lambda item: int(item[0])) if isinstance(listed, dict) else []
-    # the configuration's flags win over the file's
+    # the configuration's flags override the file's
     tokenizer.add_tokens([_token(token, bool(token.get("special", False))) for _id, token in tokens if _content(token)])
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    config = {**_TOKENS_OF_CLASS.get(cls, {}), **config}
+    config = {**_SPECIAL_TOKENS_OF_CLASS.get(cls, {}), **config}
     special = {name: content for name in NAMED_TOKENS if (content := _content(config.get(name))) is not None}
     for token in [*(config.get(name) for name in NAMED_TOKENS), *_extra_tokens(config)]:
         content = _content(token)
@@ -226,7 +232,7 @@ def _extra_tokens(config: dict[str, Any]) -> list[Any]:
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """A file beside the tokenizer goes before the configuration's own."""
+    """Template files take precedence over templates in the configuration."""
     templates: dict[str, str] = {}
     if (file := folder / "chat_template.jinja").is_file():
         templates["default"] = file.read_text(encoding="utf-8")

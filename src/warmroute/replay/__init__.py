@@ -1,7 +1,7 @@
-"""Replay: workloads through simulated fleets, policy against policy."""
+"""Replay: run a workload through a simulated fleet in virtual time, and compare routing policies."""
 
-from warmroute.replay.contenders import POLICIES, BadPolicy, Contender, contender
-from warmroute.replay.run import Setup, replay, world_of
+from warmroute.replay.policy_spec import POLICIES, BadPolicy, PolicySpec, parse_policy
+from warmroute.replay.run import Setup, build_world, replay
 from warmroute.replay.summary import Run
 
-__all__ = ["POLICIES", "BadPolicy", "Contender", "Run", "Setup", "contender", "replay", "world_of"]
+__all__ = ["POLICIES", "BadPolicy", "PolicySpec", "Run", "Setup", "build_world", "parse_policy", "replay"]

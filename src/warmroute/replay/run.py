@@ -1,4 +1,4 @@
-"""One run of a replay: a workload through a world with one policy, and what came of it."""
+"""One run of a replay: a workload through a simulated fleet under one policy."""
 
 from __future__ import annotations
 
@@ -7,79 +7,81 @@ from random import Random
 
 import msgspec
 
-from warmroute.replay.contenders import ORACLE, Contender
-from warmroute.replay.peers import oracle
-from warmroute.replay.scaled import over_ceiling, paid_for_all, scaling_summary
+from warmroute.replay.peers.single_cache import single_cache_hit_rate
+from warmroute.replay.policy_spec import ORACLE, PolicySpec
+from warmroute.replay.scaling_summary import fixed_fleet_usd, over_ttft_limit, scaling_summary
+from warmroute.replay.simulation.conditions import Conditions, NodeSpec
+from warmroute.replay.simulation.fault_schedule import ScheduledFault, schedule_fault
+from warmroute.replay.simulation.queue_threshold import QueueThresholdPolicy
+from warmroute.replay.simulation.simulated_scaling import ScalingSetup, SimulatedScaling
+from warmroute.replay.simulation.world import World
 from warmroute.replay.summary import Run, rounded, summary
-from warmroute.replay.workloads.arrivals import warmed
-from warmroute.replay.workloads.choose import Workload
-from warmroute.replay.workloads.day import day_shaped
-from warmroute.replay.workloads.prompt import Prompt
-from warmroute.replay.world.conditions import Conditions, NodeSpec
-from warmroute.replay.world.fault_schedule import Happening, enter
-from warmroute.replay.world.gate import QueueGate
-from warmroute.replay.world.scaling import Autoscale, Autoscaling
-from warmroute.replay.world.world import World
+from warmroute.replay.workloads.arrivals import with_warm_up
+from warmroute.replay.workloads.catalog import Workload
+from warmroute.replay.workloads.daily_curve import follow_daily_curve
+from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 Progress = Callable[[int], object]
-"""Told the number of requests that have ended, now and then."""
+"""Called now and then with the number of requests that have ended."""
 
 PROGRESS_EVERY = 50
-WARM_RATE = 4.0
-"""Requests a second while warming up, where neither the run nor the user says."""
+DEFAULT_WARM_RATE = 4.0
+"""Requests per second of the warm-up, if neither a warm-up rate nor a rate is given."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """All that decides a run's outcome."""
+    """Everything that determines a run's results."""
 
     workload: Workload
     nodes: tuple[NodeSpec, ...]
-    contender: Contender
+    policy: PolicySpec
     conditions: Conditions = Conditions()
     rate: float | None = None
-    """Requests a second; None for the workload's own."""
+    """Requests per second; None for the workload's own rate."""
     burst: int = 1
     concurrency: int | None = None
-    """Clients of the closed loop; None for open arrivals."""
+    """Number of closed-loop clients; None for the open loop."""
     limit: int | None = None
-    """Requests that are measured."""
+    """Number of measured requests."""
     duration_s: float | None = None
     warm_up: int = 0
-    """Requests before those that are measured, at `warm_rate` (the workload's own where there is none)."""
+    """Requests before the measured ones, sent at `warm_rate`."""
     warm_rate: float | None = None
     queue_threshold: int | None = None
-    happenings: tuple[Happening, ...] = ()
+    faults: tuple[ScheduledFault, ...] = ()
     day_s: float | None = None
-    """Arrivals follow the shape of a day that is so long."""
-    autoscale: Autoscale | None = None
+    """Length of a day, if arrivals follow a daily curve."""
+    autoscale: ScalingSetup | None = None
     ceiling_ms: float | None = None
-    """Time to first token that is too long; time over it is told."""
+    """The report states for how long the TTFT was over this ceiling."""
     scaler: str = ""
-    """What scales it, for the report."""
+    """Name of the scaler, for the report."""
     fleet_usd_per_hour: float = 0.0
-    """What all of its nodes cost, where nothing scales them."""
+    """Price of the whole fleet, if it is not scaled."""
 
     @property
     def requests(self) -> int | None:
-        """How many there will be, as far as one can know."""
+        """Number of measured requests; None if unknown in advance."""
         if self.limit is not None or self.duration_s is not None:
             return self.limit
         return self.workload.requests
 
-    def arrivals(self) -> Iterator[Prompt]:
+    def arrivals(self) -> Iterator[WorkloadPrompt]:
         seed = self.conditions.seed
-        prompts = self.workload.arrive(seed, self.rate, self.burst, self.limit)
+        prompts = self.workload.arrivals(seed, self.rate, self.burst, self.limit)
         if self.day_s is not None:
-            prompts = day_shaped(prompts, self.day_s)
+            prompts = follow_daily_curve(prompts, self.day_s)
         if not self.warm_up:
             return prompts
-        return warmed(prompts, self.warm_up, self.warm_rate or self.rate or WARM_RATE, Random(f"{seed} warm up"))
+        return with_warm_up(
+            prompts, self.warm_up, self.warm_rate or self.rate or DEFAULT_WARM_RATE, Random(f"{seed} warm up")
+        )
 
-    def said(self) -> Run:
-        """What the run was, for its report."""
+    def describe(self) -> Run:
+        """Return the columns of the report that identify the run."""
         profiles = list(dict.fromkeys(spec.profile.name for spec in self.nodes))
         return {
-            "policy": f"{self.contender.text}, {self.scaler}" if self.scaler else self.contender.text,
+            "policy": f"{self.policy.text}, {self.scaler}" if self.scaler else self.policy.text,
             "workload": self.workload.name,
             "profile": ", ".join(profiles),
             "node_count": len(self.nodes),
@@ -91,15 +93,15 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def replay(setup: Setup, progress: Progress | None = None) -> Run:
-    if setup.contender.name == ORACLE:
-        return ceiling(setup)
-    world = world_of(setup)
-    scaling = Autoscaling(world, setup.autoscale) if setup.autoscale is not None else None
+    if setup.policy.name == ORACLE:
+        return oracle_run(setup)
+    world = build_world(setup)
+    scaling = SimulatedScaling(world, setup.autoscale) if setup.autoscale is not None else None
     if setup.ceiling_ms is not None:
-        world.tally.ceiling_ms = setup.ceiling_ms
+        world.results.ceiling_ms = setup.ceiling_ms
     prompts = setup.arrivals()
     if progress is not None:
-        prompts = _watched(prompts, world, progress)
+        prompts = _with_progress(prompts, world, progress)
     limit = setup.requests
     world.run(
         prompts,
@@ -108,43 +110,43 @@ def replay(setup: Setup, progress: Progress | None = None) -> Run:
         duration_s=setup.duration_s,
         warm_up=setup.warm_up,
     )
-    told = {**setup.said(), **summary(world)}
+    run = {**setup.describe(), **summary(world)}
     if setup.ceiling_ms is not None:
-        told["ceiling"] = over_ceiling(world)
+        run["ceiling"] = over_ttft_limit(world)
     if scaling is not None:
-        told["scaling"] = scaling_summary(world, scaling)
+        run["scaling"] = scaling_summary(world, scaling)
     elif setup.fleet_usd_per_hour:
         gpus = sum(spec.profile.gpus for spec in setup.nodes)
-        told["usd"] = paid_for_all(told, gpus, setup.fleet_usd_per_hour)
-    return told
+        run["usd"] = fixed_fleet_usd(run, gpus, setup.fleet_usd_per_hour)
+    return run
 
 
-def world_of(setup: Setup) -> World:
-    """The world before its first request."""
+def build_world(setup: Setup) -> World:
+    """Return the simulation before its first request."""
     conditions = setup.conditions
-    peer = setup.contender.peer(conditions.seed)
+    peer = setup.policy.peer(conditions.seed)
     if peer is not None and peer.poll_interval_s is not None:
         conditions = msgspec.structs.replace(conditions, poll_interval_s=peer.poll_interval_s)
-    world = World(setup.nodes, conditions, setup.contender.config(), policy=peer, listener=peer)
+    world = World(setup.nodes, conditions, setup.policy.config(), policy=peer, listener=peer)
     if setup.queue_threshold is not None:
-        world.router.policy = QueueGate(world.router.policy, setup.queue_threshold)
-    for happening in setup.happenings:
-        enter(world, happening, setup.nodes[0])
+        world.router.policy = QueueThresholdPolicy(world.router.policy, setup.queue_threshold)
+    for fault in setup.faults:
+        schedule_fault(world, fault, setup.nodes[0])
     return world
 
 
-def ceiling(setup: Setup) -> Run:
-    """The oracle's run: a hit rate and no times."""
+def oracle_run(setup: Setup) -> Run:
+    """Return the hit rate of one cache as large as the fleet's. It has no times."""
     blocks = sum(spec.engine().num_blocks - 1 for spec in setup.nodes)
-    share, count = oracle.hit_rate(
+    hit_rate, count = single_cache_hit_rate(
         setup.arrivals(), blocks, setup.nodes[0].block_size, setup.requests, setup.duration_s, setup.warm_up
     )
     nothing = {"p50": None, "p90": None, "p99": None, "mean": None}
-    return {**setup.said(), "requests": count, "hit_rate": rounded(share), "ttft_ms": nothing}
+    return {**setup.describe(), "requests": count, "hit_rate": rounded(hit_rate), "ttft_ms": nothing}
 
 
-def _watched(prompts: Iterator[Prompt], world: World, progress: Progress) -> Iterator[Prompt]:
+def _with_progress(prompts: Iterator[WorkloadPrompt], world: World, progress: Progress) -> Iterator[WorkloadPrompt]:
     for number, prompt in enumerate(prompts):
         if number % PROGRESS_EVERY == 0:
-            progress(world.tally.ended)
+            progress(world.results.ended)
         yield prompt

@@ -1,7 +1,8 @@
-"""How many nodes a workload needs: the smallest fleet whose replay meets the limits, found by doubling and halving.
+"""Fleet sizing for `warmroute plan`: the smallest fleet whose replay meets the latency limits, found by doubling and
+then bisecting.
 
-More nodes are taken to be no worse, which replay bears out but for noise: the size that is named has been replayed and
-meets the limits, and the one below it has been replayed and does not.
+The search assumes that more nodes are never slower. Its result has been replayed and meets the limits; the fleet with
+one node less has been replayed and does not.
 """
 
 from __future__ import annotations
@@ -10,85 +11,88 @@ from collections.abc import Callable
 
 import msgspec
 
-from warmroute.replay.contenders import Contender
+from warmroute.replay.policy_spec import PolicySpec
 from warmroute.replay.run import Progress, Setup, replay
 from warmroute.replay.summary import Run
 
-HELPS = 0.01
-"""Twice the nodes that make times shorter by less than this share have not helped."""
+MIN_IMPROVEMENT = 0.01
+"""Doubling the fleet has not helped if it shortens the TTFT by less than this fraction."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What first tokens may take; None: whatever."""
+    """The highest TTFT allowed at each percentile; None for no limit."""
 
     ttft_p50_ms: float | None = None
     ttft_p90_ms: float | None = None
     ttft_p99_ms: float | None = None
 
     def met(self, run: Run) -> bool:
-        """Whoever was refused has had no first token: they all have to be answered."""
+        """Return whether the run answered every request and stayed within the limits."""
         if run["rejected"] or run["failed"]:
             return False
         times = run["ttft_ms"]
-        return all(times[key] is not None and times[key] <= limit for key, limit in self.wanted)
+        return all(times[key] is not None and times[key] <= limit for key, limit in self.given)
 
     @property
-    def wanted(self) -> list[tuple[str, float]]:
-        wanted = (("p50", self.ttft_p50_ms), ("p90", self.ttft_p90_ms), ("p99", self.ttft_p99_ms))
-        return [(key, limit) for key, limit in wanted if limit is not None]
+    def given(self) -> list[tuple[str, float]]:
+        limits = (("p50", self.ttft_p50_ms), ("p90", self.ttft_p90_ms), ("p99", self.ttft_p99_ms))
+        return [(key, limit) for key, limit in limits if limit is not None]
 
 
-class Beyond(msgspec.Struct, frozen=True):
-    """A limit that is broken whatever the size of the fleet."""
+class UnreachableLimit(msgspec.Struct, frozen=True):
+    """A limit that no fleet size meets: `most` nodes were hardly faster than `fewer`."""
 
     percent: str
     limit_ms: float
-    took_ms: float
+    measured_ms: float
     fewer: int
     most: int
-    """Of so many nodes the times were hardly shorter than of so few."""
 
 
-class Needed(msgspec.Struct):
+class NodesNeeded(msgspec.Struct):
+    """The result of the search for one policy."""
+
     policy: str
     nodes: int | None
-    """None where `most` are not enough."""
+    """None if the largest fleet allowed is too small."""
     runs: dict[int, Run]
-    """By the size of the fleet: all that were replayed."""
+    """All replayed runs, by fleet size."""
 
-    def without_help(self, limits: Limits) -> Beyond | None:
-        """The time that no number of nodes makes short enough; None where more of them may help."""
+    def unreachable_limit(self, limits: Limits) -> UnreachableLimit | None:
+        """Return the limit that more nodes cannot meet; None if more nodes may help."""
         most = max(self.runs)
         fewer = max((nodes for nodes in self.runs if 2 * nodes <= most), default=None)
         if self.nodes is not None or fewer is None or self.runs[most]["rejected"] or self.runs[most]["failed"]:
             return None
-        for key, limit in limits.wanted:
+        for key, limit in limits.given:
             before, after = self.runs[fewer]["ttft_ms"][key], self.runs[most]["ttft_ms"][key]
-            if before is not None and after is not None and after > limit and before - after < HELPS * before:
-                return Beyond(key, limit, after, fewer, most)
+            if before is not None and after is not None and after > limit and before - after < MIN_IMPROVEMENT * before:
+                return UnreachableLimit(key, limit, after, fewer, most)
         return None
 
 
 def nodes_needed(
-    setup: Setup, contender: Contender, limits: Limits, most: int,
-    tried: Callable[[int, Run | None], Progress | None] = lambda _nodes, _run: None,
-    first: int = 1,
-) -> Needed:  # fmt: skip
-    """`setup` has one node, which all are like. `tried` is told of each size before (None) and after its replay."""
+    setup: Setup,
+    policy: PolicySpec,
+    limits: Limits,
+    most: int,
+    start_run: Callable[[int], Progress | None] = lambda _nodes: None,
+) -> NodesNeeded:
+    """Search up to `most` copies of the setup's first node. `start_run` is called with the fleet size before each
+    replay and returns the callback for its progress."""
     runs: dict[int, Run] = {}
 
     def enough(nodes: int) -> bool:
         if nodes not in runs:
             fleet = tuple(msgspec.structs.replace(setup.nodes[0], name=f"node-{at}") for at in range(nodes))
-            progress = tried(nodes, None)
-            runs[nodes] = replay(msgspec.structs.replace(setup, nodes=fleet, contender=contender), progress)
-            tried(nodes, runs[nodes])
+            replayed = msgspec.structs.replace(setup, nodes=fleet, policy=policy)
+            runs[nodes] = replay(replayed, start_run(nodes))
         return limits.met(runs[nodes])
 
-    low, high = 0, min(max(1, first), most)
+    low, high = 0, 1
     while not enough(high):
         if high >= most:
-            return Needed(contender.text, None, runs)
+            return NodesNeeded(policy.text, None, runs)
         low, high = high, min(most, 2 * high)
     while high - low > 1:
         middle = (low + high) // 2
@@ -96,4 +100,4 @@ def nodes_needed(
             high = middle
         else:
             low = middle
-    return Needed(contender.text, high, runs)
+    return NodesNeeded(policy.text, high, runs)

@@ -1,12 +1,14 @@
-"""Stays: which island each conversation lives on. Remembered by where its last prompt ended: the next turn's prompt
-goes on from there, while prompts that only begin alike (a system prompt, a document) do not hold that place.
+"""Conversation affinity: which island each conversation belongs to.
 
-    turn 1     [s1 s2 s3 u4]                   sent to A: u4 → A
-    turn 2     [s1 s2 s3 u4 a5 a6 u7]          holds u4: its home is A; u7 → A
-    another    [s1 s2 s3 v4]                   holds nothing that is remembered: a new conversation
+A conversation is recognized by the block at which its last prompt ended. The next turn's prompt contains that block;
+prompts that only share a prefix (a system prompt, a document) do not.
 
-A client that names its conversation in a header is taken at its word, for each model apart: they need not stand on the
-same islands. Two dictionaries take turns, so that what was not used for a while is forgotten without looking for it.
+    turn 1     [s1 s2 s3 u4]                   sent to A: remember u4 → A
+    turn 2     [s1 s2 s3 u4 a5 a6 u7]          contains u4: its home is A; remember u7 → A
+    another    [s1 s2 s3 v4]                   contains no remembered block: a new conversation
+
+A session header identifies a conversation directly, per model. Two generations of dictionaries let unused entries
+expire without a search.
 """
 
 from __future__ import annotations
@@ -14,70 +16,73 @@ from __future__ import annotations
 from array import array
 from typing import Final, NamedTuple
 
-MOST: Final = 1 << 17
-"""Ends remembered in each of the two dictionaries, about 100 bytes each."""
-SEARCHED: Final = 256
-"""Blocks from a prompt's end in which the end of the turn before is looked for: its answer, and what was said since."""
-SETTING_TOKENS: Final = 8
-"""The last tokens of a prompt open the answer's turn; some templates set them otherwise once that is given."""
+REMEMBERED_S: Final = 3600.0
+"""Time for which a conversation without requests is remembered, and at least half of it."""
+MAX_ENTRIES: Final = 1 << 17
+"""Entries in each of the two generations, about 100 bytes each."""
+SEARCHED_BLOCKS: Final = 256
+"""Blocks from a prompt's end that are searched for the end of the previous turn: its response, and the new messages."""
+UNSTABLE_TOKENS: Final = 8
+"""The last tokens of a prompt open the response's turn; some chat templates render them differently later."""
 
 
-class Stay(NamedTuple):
+class ConversationIslands(NamedTuple):
     home: str
-    at: str
-    """Where it went last: elsewhere, if its home could not serve it."""
+    last: str
+    """Where the last turn was served: differs from `home` if the home could not serve it."""
 
 
-class Stays:
-    __slots__ = ("_began_s", "_old", "_pairs", "_young", "remembered_s")
+class ConversationAffinity:
+    __slots__ = ("_generation_s", "_new", "_old", "_pairs")
 
-    def __init__(self, remembered_s: float) -> None:
-        self.remembered_s = remembered_s
-        self._young: dict[int, Stay] = {}
-        self._old: dict[int, Stay] = {}
-        self._began_s = 0.0
-        self._pairs: dict[tuple[str, str], Stay] = {}
-        """Each pair once: there are few islands and many conversations."""
+    def __init__(self) -> None:
+        self._new: dict[int, ConversationIslands] = {}
+        self._old: dict[int, ConversationIslands] = {}
+        self._generation_s = 0.0
+        self._pairs: dict[tuple[str, str], ConversationIslands] = {}
+        """One object per pair: there are few islands and many conversations."""
 
     def __len__(self) -> int:
-        return len(self._young) + len(self._old)
+        return len(self._new) + len(self._old)
 
-    def by_name(self, tenant: str, model: str, name: bytes) -> Stay | None:
-        key = hash((tenant, model, name))
-        return self._young.get(key) or self._old.get(key)
+    def by_session(self, tenant: str, model: str, session: bytes) -> ConversationIslands | None:
+        key = hash((tenant, model, session))
+        return self._new.get(key) or self._old.get(key)
 
-    def by_prompt(self, chain: bytes, blocks: int, sharing: str) -> Stay | None:
-        """Of the conversation that this prompt goes on with. `blocks` of the chain count (see `ends_at`)."""
+    def by_prompt(self, chain: bytes, blocks: int, sharing_group: str) -> ConversationIslands | None:
+        """Return the islands of the conversation that this prompt continues. `blocks`: see `stable_blocks`."""
         if blocks < 2:
             return None
-        ends = array("Q", chain[max(0, blocks - 1 - SEARCHED) * 8 : (blocks - 1) * 8]).tolist()
-        if sharing:
-            salt = hash(sharing)
+        ends = array("Q", chain[max(0, blocks - 1 - SEARCHED_BLOCKS) * 8 : (blocks - 1) * 8]).tolist()
+        if sharing_group:
+            salt = hash(sharing_group)
             ends = [end ^ salt for end in ends]
-        for known in (self._young, self._old):
+        for known in (self._new, self._old):
             if not known.keys().isdisjoint(ends):
                 return next(known[end] for end in reversed(ends) if end in known)
         return None
 
-    def keep_name(self, tenant: str, model: str, name: bytes, stay: tuple[str, str], now_s: float) -> None:
-        self._keep(hash((tenant, model, name)), stay, now_s)
+    def remember_session(self, tenant: str, model: str, session: bytes, islands: tuple[str, str], now_s: float) -> None:
+        self._remember(hash((tenant, model, session)), islands, now_s)
 
-    def keep_prompt(self, chain: bytes, blocks: int, sharing: str, stay: tuple[str, str], now_s: float) -> None:
+    def remember_prompt(
+        self, chain: bytes, blocks: int, sharing_group: str, islands: tuple[str, str], now_s: float
+    ) -> None:
         if blocks:
             (end,) = array("Q", chain[(blocks - 1) * 8 : blocks * 8])
-            self._keep(end ^ hash(sharing) if sharing else end, stay, now_s)
+            self._remember(end ^ hash(sharing_group) if sharing_group else end, islands, now_s)
 
-    def _keep(self, key: int, stay: tuple[str, str], now_s: float) -> None:
-        if now_s - self._began_s > self.remembered_s / 2 or len(self._young) >= MOST:
-            self._began_s = now_s
-            self._old, self._young = self._young, {}
+    def _remember(self, key: int, islands: tuple[str, str], now_s: float) -> None:
+        if now_s - self._generation_s > REMEMBERED_S / 2 or len(self._new) >= MAX_ENTRIES:
+            self._generation_s = now_s
+            self._old, self._new = self._new, {}
             self._pairs.clear()
-        found = self._pairs.get(stay)
+        found = self._pairs.get(islands)
         if found is None:
-            found = self._pairs[stay] = Stay(*stay)
-        self._young[key] = found
+            found = self._pairs[islands] = ConversationIslands(*islands)
+        self._new[key] = found
 
 
-def ends_at(tokens: int, block_size: int) -> int:
-    """How many of a prompt's blocks the next turn will begin with for certain."""
-    return max(0, tokens - SETTING_TOKENS) // block_size
+def stable_blocks(tokens: int, block_size: int) -> int:
+    """Return how many of a prompt's blocks the next turn's prompt will begin with."""
+    return max(0, tokens - UNSTABLE_TOKENS) // block_size

@@ -1,12 +1,12 @@
-"""A dispatch: the ticket of a request whose prompt was looked up, with what was predicted of the node's cache.
+"""A dispatch: the ticket of a request whose prompt was looked up, with a prediction of what the node's cache holds.
 
-opened         the node is expected to hold the prompt's blocks soon
-first byte     it holds them
-answered       it says how many of them it had
-closed         without a first byte, or refused: it may never have had them
+opened         the router expects the node to hold the prompt's blocks soon
+first byte     the node holds them
+usage          the response reports how many of them were cached
+closed         without a first byte, or rejected: the router withdraws the prediction
 
-An answer that is not streamed comes at its end. Its prefill is taken to be done when it should be, and of the whole
-time that part is learned from which took longer: the prefill or the answer.
+A response that is not streamed arrives all at once at its end. Its prefill counts as done when it is expected to be,
+and of its whole time the router learns the part that took longer: the prefill or the decoding.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from warmroute.fleet.ticket import Ticket
 from warmroute.index.cache_view import CacheView
 from warmroute.index.prediction import Prediction
 from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.outputs import OutputLengths
+from warmroute.routing.output_length import OutputLengthEstimate
 
 
 class Dispatch(Ticket):
-    __slots__ = ("_cache_view", "_outputs", "prediction", "request")
+    __slots__ = ("_cache_view", "_output_lengths", "prediction", "request")
 
     def __init__(
-        self, request: RoutingRequest, node: Node, now_s: float, cache_view: CacheView, outputs: OutputLengths, pace: DecodeSpeed,
-        prediction: Prediction | None, tokens: int, new: int, prefill: float,
+        self, request: RoutingRequest, node: Node, now_s: float, cache_view: CacheView,
+        output_lengths: OutputLengthEstimate, decode_speed: DecodeSpeed, prediction: Prediction | None, tokens: int,
+        new: int, work: float,
     ) -> None:  # fmt: skip
-        """Of its `tokens` the node has to compute `new` ones, which is so much `prefill` work."""
+        """Of the prompt's `tokens`, the node has to prefill `new` ones, which is this much `work`."""
         self.request = request
         self._cache_view = cache_view
-        self._outputs = outputs
+        self._output_lengths = output_lengths
         self.prediction = prediction
-        self.enter(node, now_s, pace, request.streams, tokens, new, prefill)
+        self.enter(node, now_s, decode_speed, request.streams, tokens, new, work)
         groups = self._groups = node.groups
         for group in groups:
             group.inflight += 1
@@ -46,33 +47,33 @@ class Dispatch(Ticket):
 
     @property
     def cached(self) -> int:
-        """Of these, expected to be cached on the node."""
+        """Prompt tokens that the router expects to be cached on the node."""
         return self.tokens - self._new
 
     @property
     def rank(self) -> int | None:
-        """The data-parallel rank that holds the prompt, where the node has several."""
+        """The data-parallel rank that holds the prompt's prefix; None if the node has only one."""
         prediction = self.prediction
         if prediction is None or prediction.rank < 0 or len(prediction.cache.ranks) < 2:
             return None
         return prediction.rank
 
-    def answered(
+    def record_usage(
         self, prompt_tokens: int | None, cached_tokens: int | None, output_tokens: int | None, now_s: float
     ) -> None:
-        """What the answer says of its tokens, as far as it does."""
+        """Take over the token counts that the response reports; None for those it does not report."""
         prediction = self.prediction
         if prediction is None:
             return
         if prompt_tokens is not None:
-            prediction.counted(prompt_tokens)
+            prediction.check_prompt_tokens(prompt_tokens)
         if cached_tokens is not None:
-            prediction.reported(cached_tokens, now_s)
+            prediction.check_cached_tokens(cached_tokens, now_s)
         self.learn(output_tokens, now_s)
         if output_tokens is not None:
             request = self.request
-            self._outputs.saw(request.model, request.tenant, output_tokens)
-            prediction.answered(output_tokens, now_s)
+            self._output_lengths.record(request.model, request.tenant, output_tokens)
+            prediction.record_output(output_tokens, now_s)
 
     def close(self, outcome: Outcome, now_s: float) -> None:
         if self.leave(outcome, now_s):

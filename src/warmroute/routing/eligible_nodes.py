@@ -1,78 +1,86 @@
-"""Whether the node of a decision will do: another one, where its queue is too long or it would be too late."""
+"""Checks whether a decision's node is eligible for the request, and decides again among the nodes that are.
+
+A node is not eligible if its own queue is too long, or if it would miss the request's deadline.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from warmroute.config.priority import HIGH, LOW
 from warmroute.fleet.node import Node
-from warmroute.prompt.routing_request import HIGH, LOW, RoutingRequest
-from warmroute.routing.deadlines import most_own_ms, too_late
+from warmroute.prompt.routing_request import RoutingRequest
+from warmroute.routing.admission_queue import AdmissionQueue
+from warmroute.routing.deadline_check import check_deadlines, max_ttft_ms
 from warmroute.routing.decision import Decision
-from warmroute.routing.refusals import QueuesFull, WouldWait
 from warmroute.routing.router import Router
-from warmroute.routing.waiting_room import WaitingRoom
+from warmroute.routing.routing_errors import NodeQueuesFull, WouldQueue
 
 
-def most_queued(request: RoutingRequest, threshold: int) -> float:
-    """A node with so many in its own queue is passed over. Low ones pass over more of them."""
+def queue_limit(request: RoutingRequest, threshold: int) -> float:
+    """Return the length of a node's own queue from which on the request may not go there."""
     return threshold / 2 if request.priority == LOW else threshold
 
 
-def under_threshold(router: Router, request: RoutingRequest, decision: Decision, threshold: int) -> Decision:
-    """Nodes with so many in their own queue are passed over, as long as there are others. Raises QueuesFull."""
-    most = most_queued(request, threshold)
-    if decision.node.queued < most:
+def below_queue_threshold(router: Router, request: RoutingRequest, decision: Decision, threshold: int) -> Decision:
+    """Return a decision for a node whose own queue is below the threshold. Raises NodeQueuesFull if there is none."""
+    limit = queue_limit(request, threshold)
+    if decision.node.queued < limit:
         return decision
-    found = _among(router, decision, lambda node: node.queued < most, "others have too long a queue")
+    found = _among(router, decision, lambda node: node.queued < limit, "other nodes are over the queue threshold")
     if found is None and request.priority != HIGH:
-        raise QueuesFull(decision.node.latency_ms / 1000.0)
+        raise NodeQueuesFull(decision.node.latency_ms / 1000.0)
     return found or decision
 
 
 def without_queue(router: Router, decision: Decision) -> Decision:
-    """For one that does not want to wait: not on a node either that has a queue of its own. Raises WouldWait."""
+    """Return a decision for a node without a queue of its own. Raises WouldQueue if there is none."""
     if not decision.node.waiting:
         return decision
-    found = _among(router, decision, lambda node: not node.waiting, "others have a queue")
+    found = _among(router, decision, lambda node: not node.waiting, "other nodes have a queue")
     if found is None:
-        raise WouldWait(decision.node.latency_ms / 1000.0)
+        raise WouldQueue(decision.node.latency_ms / 1000.0)
     return found
 
 
-def in_time(router: Router, request: RoutingRequest, decision: Decision, now_s: float) -> Decision:
-    """The decision, or that for a node that makes it where the first one does not. Raises TooLate."""
-    late = too_late(request, decision, now_s)
-    if late is None:
+def within_deadlines(router: Router, request: RoutingRequest, decision: Decision, now_s: float) -> Decision:
+    """Return a decision for a node that meets the request's deadlines. Raises DeadlineUnreachable if there is none."""
+    missed = check_deadlines(request, decision, now_s)
+    if missed is None:
         return decision
     prices, query = decision.prices, decision.query
     if prices is not None and query is not None:
-        at = prices.cheapest_within(most_own_ms(request, decision, now_s))
-        if at >= 0 and decision.candidates[at] is not decision.node:
-            other = router.decide_among((decision.candidates[at],), query)
-            other.reason = "others would be too late for its deadline"
-            if too_late(request, other, now_s) is None:
+        index = prices.cheapest_within(max_ttft_ms(request, decision, now_s))
+        if index >= 0 and decision.candidates[index] is not decision.node:
+            other = router.decide_among((decision.candidates[index],), query)
+            other.reason = "other nodes would miss its deadline"
+            if check_deadlines(request, other, now_s) is None:
                 return other
-    raise late
+    raise missed
 
 
-def in_time_behind(room: WaitingRoom, request: RoutingRequest, decision: Decision, now_s: float) -> None:
-    """For one that has to wait: those whose turn comes before its own count, too. All nodes of the model share their
-    work. Raises TooLate."""
+def check_deadlines_behind_queue(
+    queue: AdmissionQueue, request: RoutingRequest, decision: Decision, now_s: float
+) -> None:
+    """Raise DeadlineUnreachable if the request would miss a deadline because of the requests queued ahead of it.
+
+    The nodes of the model share the work of those requests.
+    """
     price, query = decision.price, decision.query
     if price is None or query is None:
         return
-    ahead_ms = room.ahead_ms(request, query.group, price.prefill, now_s) / len(query.candidates)
-    late = too_late(request, decision, now_s, ahead_ms=ahead_ms)
-    if late is not None:
-        raise late
+    queue_ms = queue.work_ahead_ms(request, query.group, price.prefill, now_s) / len(query.candidates)
+    missed = check_deadlines(request, decision, now_s, queue_ms=queue_ms)
+    if missed is not None:
+        raise missed
 
 
-def _among(router: Router, decision: Decision, will_do: Callable[[Node], bool], why: str) -> Decision | None:
+def _among(router: Router, decision: Decision, eligible: Callable[[Node], bool], reason: str) -> Decision | None:
     query = decision.query
     assert query is not None
-    nodes = [node for node in query.candidates.nodes if will_do(node)]
+    nodes = [node for node in query.candidates.nodes if eligible(node)]
     if not nodes:
         return None
     found = router.decide_among(nodes, query)
-    found.reason = why
+    found.reason = reason
     return found

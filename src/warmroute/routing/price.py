@@ -1,15 +1,17 @@
-"""The price of one node for one request. `terms.py` says how each part is made."""
+"""The price of one node for one request. policies/price_policy.py defines its terms."""
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
 TIE: Final = 1.02
-"""Prices within this × the lowest are equal."""
+"""Prices up to this × the lowest one count as equal."""
+ASSUMED_PROMPT_TOKENS: Final = 100.0
+"""Length of a prompt that was not tokenized."""
 
 
 class Price(NamedTuple):
-    """Of one node for one request, in milliseconds."""
+    """All costs are in milliseconds."""
 
     total: float
     wait: float
@@ -22,17 +24,17 @@ class Price(NamedTuple):
     memory: float
     congestion: float
     cached: float
-    """Tokens of the prompt that are expected to be cached there."""
+    """Prompt tokens that the router expects to be cached on the node."""
     new: float
-    """Tokens of the prompt that are not."""
+    """The other prompt tokens."""
     output: float
-    """Tokens that the answer is expected to have."""
+    """Expected output tokens."""
 
     @property
     def own(self) -> float:
-        """What the request pays itself until its first token."""
+        """The request's own time until its first token."""
         return self.wait + self.prefill + self.room + self.adapter + self.distance
 
 
 TERMS: Final = Price._fields[1 : Price._fields.index("cached")]
-"""What a price adds up from, in milliseconds."""
+"""The terms that add up to `total`."""

@@ -1,4 +1,4 @@
-"""A query: one request before its decision. What it asks for, who could serve it, and what each of them holds of it."""
+"""A query: one request before its decision, with its candidates and the cached prefix of its prompt on each of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from warmroute.fleet.group import Candidates, Group
 from warmroute.index.cache_view import CacheView, Hit
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.conversation_affinity import Stay
+from warmroute.routing.conversation_affinity import ConversationIslands
 
 
 class Query(msgspec.Struct, eq=False):
@@ -17,29 +17,29 @@ class Query(msgspec.Struct, eq=False):
     group: Group
     now_s: float
     lookup: Lookup | None
-    """The prompt in blocks; None where it was not read, or is too short to matter."""
+    """The prompt's blocks; None if the prompt was not tokenized or is too short to matter."""
     cache_view: CacheView
     looked_up_s: float = 0.0
-    """When what nodes hold was asked for."""
-    stay: Stay | None = None
-    """The island where its conversation lives; None for a new one, or where there is only one island."""
-    crossing: str | None = None
-    """Why it leaves that island, in a word, where it does; None where islands have no say."""
+    """When the hits were looked up."""
+    conversation: ConversationIslands | None = None
+    """The islands of a known conversation; None for a new one, or if the group is on one island."""
+    move_reason: str | None = None
+    """Why the request leaves its conversation's island; empty if it stays, None if islands do not matter."""
     known_hits: dict[str, Hit] | None = None
-    """What `hits` has worked out."""
+    """The result of `hits`."""
 
-    def again(self, now_s: float) -> Query:
-        """The same a moment later. When it was looked up stays."""
+    def repeat(self, now_s: float) -> Query:
+        """Return the same query for a later decision. The hits are not looked up again."""
         return Query(
             self.request, self.candidates, self.group, now_s, self.lookup, self.cache_view, self.looked_up_s,
-            self.stay, self.crossing, self.hits(),
+            self.conversation, self.move_reason, self.hits(),
         )  # fmt: skip
 
     def hits(self) -> dict[str, Hit]:
-        """By the node's name, for those that hold the beginning of the prompt. Worked out once."""
+        """Return the cached prefix of the prompt by node name, for nodes that have any. Looked up once."""
         hits = self.known_hits
         if hits is None:
             lookup = self.lookup
-            hits = self.cache_view.hits(self.request.model, lookup, self.now_s) if lookup is not None else {}
+            hits = self.cache_view.hits(self.group.model, lookup, self.now_s) if lookup is not None else {}
             self.known_hits = hits
         return hits

@@ -1,9 +1,9 @@
-"""Rate limits: how many requests and tokens a tenant may use each minute, with all its keys together. No I/O.
+"""Rate limits: requests and tokens per minute for each tenant, over all its keys. No I/O.
 
-A token bucket for each: it holds what a minute allows, and fills up evenly. A request takes one from the first, and its
-tokens from the second: those of its prompt, and as many as its answer is expected to have. When it has ended, what it
-really used is settled, which may leave the bucket in debt. One that needs more than the bucket can hold goes when it is
-full: it is late rather than never.
+Each limit is a token bucket that holds one minute's amount and refills evenly. A request takes 1 from the first bucket,
+and its prompt tokens plus its expected output tokens from the second. When it ends, the difference to what it really
+used is settled, which may leave a debt. A request that needs more than the bucket can hold passes when it is full: late
+rather than never.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ from collections.abc import Sequence
 from typing import Final
 
 from warmroute.config import KeyConfig
-from warmroute.routing.refusals import RateLimited
+from warmroute.routing.routing_errors import RateLimited
 
 BYTES_PER_TOKEN: Final = 4.0
-"""Of a body whose prompt was not read."""
+"""Converts the body's size to prompt tokens, if the prompt was not tokenized."""
 
 
 class Bucket:
-    __slots__ = ("_at_s", "_level", "limit")
+    __slots__ = ("_level", "_updated_s", "limit")
 
     def __init__(self, limit: int, now_s: float, level: float | None = None) -> None:
-        """`limit` is for a minute, and the most that it holds."""
+        """`limit` is the amount per minute, and the capacity."""
         self.limit = limit
         self._level = float(limit) if level is None else level
-        self._at_s = now_s
+        self._updated_s = now_s
 
     def level(self, now_s: float) -> float:
-        """What is left; below 0 where more was used than there was."""
-        filled = self._level + max(0.0, now_s - self._at_s) * self.limit / 60.0
-        self._level = min(float(self.limit), filled)
-        self._at_s = max(self._at_s, now_s)
+        """Return what is left; negative in debt."""
+        refilled = self._level + max(0.0, now_s - self._updated_s) * self.limit / 60.0
+        self._level = min(float(self.limit), refilled)
+        self._updated_s = max(self._updated_s, now_s)
         return self._level
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """How long until so much is left, or all that it holds; 0.0 where it is."""
-        lacking = min(amount, float(self.limit)) - self.level(now_s)
-        return lacking * 60.0 / self.limit if lacking > 1e-9 else 0.0
+        """Return the time until this amount is left, or until the bucket is full; 0.0 if it is now."""
+        missing = min(amount, float(self.limit)) - self.level(now_s)
+        return missing * 60.0 / self.limit if missing > 1e-9 else 0.0
 
     def take(self, amount: float) -> None:
-        """Gives back what is below 0. How much it then holds is seen at the next look."""
+        """A negative amount is given back."""
         self._level -= amount
 
     def resized(self, limit: int, now_s: float) -> Bucket:
-        """Another limit: as full as it was."""
+        """Return a bucket with another limit that is as full as this one."""
         return Bucket(limit, now_s, self.level(now_s) * limit / self.limit)
 
 
@@ -55,34 +55,36 @@ class TenantLimits:
         self.requests = requests
         self.tokens = tokens
 
-    def begin(self, now_s: float, body_bytes: int, answers: bool) -> Charge:
-        """A request begins; `answers`: it is one that has an answer in tokens. Raises RateLimited where there may be
-        none, or where no tokens are left at all."""
+    def begin(self, now_s: float, body_bytes: int, has_output: bool) -> Charge:
+        """Take a request from the limit. Raises RateLimited if no request, or not a single token, is left.
+
+        `has_output`: the response has output tokens.
+        """
         self._check_begin(now_s)
         if self.requests is not None:
             self.requests.take(1.0)
-        return Charge(self, body_bytes / BYTES_PER_TOKEN, answers)
+        return Charge(self, body_bytes / BYTES_PER_TOKEN, has_output)
+
+    def check(self, prompt: float | None, output: float, now_s: float, body_bytes: int, has_output: bool) -> None:
+        """Check like `begin` and `Charge.take_tokens`, but take nothing. Raises RateLimited."""
+        self._check_begin(now_s)
+        if self.tokens is not None:
+            self._check_tokens(*_needed(prompt, output, body_bytes / BYTES_PER_TOKEN, has_output), now_s)
 
     def _check_begin(self, now_s: float) -> None:
         requests, tokens = self.requests, self.tokens
         if requests is not None and (wait_s := requests.wait_s(1.0, now_s)):
-            raise RateLimited("requests", 1.0, requests.limit, wait_s, self.told(now_s))
+            raise RateLimited("requests", 1.0, requests.limit, wait_s, self.headers(now_s))
         if tokens is not None and (wait_s := tokens.wait_s(1.0, now_s)):
-            raise RateLimited("tokens", 1.0, tokens.limit, wait_s, self.told(now_s))
-
-    def check(self, prompt: float | None, output: float, now_s: float, body_bytes: int, answers: bool) -> None:
-        """As `begin` and then `take_tokens` would decide, of one that takes nothing. Raises RateLimited."""
-        self._check_begin(now_s)
-        if self.tokens is not None:
-            self._check_tokens(*_needs(prompt, output, body_bytes / BYTES_PER_TOKEN, answers), now_s)
+            raise RateLimited("tokens", 1.0, tokens.limit, wait_s, self.headers(now_s))
 
     def _check_tokens(self, prompt: float, output: float, now_s: float) -> None:
         tokens = self.tokens
         if tokens is not None and (wait_s := tokens.wait_s(prompt + output, now_s)):
-            raise RateLimited("tokens", prompt + output, tokens.limit, wait_s, self.told(now_s))
+            raise RateLimited("tokens", prompt + output, tokens.limit, wait_s, self.headers(now_s))
 
-    def told(self, now_s: float) -> tuple[tuple[str, str], ...]:
-        """What is left, as OpenAI's headers tell it."""
+    def headers(self, now_s: float) -> tuple[tuple[str, str], ...]:
+        """Return what is left as OpenAI's x-ratelimit headers."""
         found: list[tuple[str, str]] = []
         for name, bucket in (("requests", self.requests), ("tokens", self.tokens)):
             if bucket is not None:
@@ -95,23 +97,23 @@ class TenantLimits:
 
 
 class Charge:
-    """What one request has taken, until it is known what it used."""
+    """What one request has taken from its tenant's limits, until its usage is known."""
 
-    __slots__ = ("_answers", "_guess", "_limits", "_output", "_prompt", "_settled")
+    __slots__ = ("_assumed_prompt", "_has_output", "_limits", "_output", "_prompt", "_settled")
 
-    def __init__(self, limits: TenantLimits, guess: float, answers: bool) -> None:
+    def __init__(self, limits: TenantLimits, assumed_prompt: float, has_output: bool) -> None:
         self._limits = limits
-        self._guess = guess
-        self._answers = answers
+        self._assumed_prompt = assumed_prompt
+        self._has_output = has_output
         self._prompt = self._output = 0.0
         self._settled = False
 
     def take_tokens(self, prompt: float | None, output: float, now_s: float) -> None:
-        """Of its prompt (None: it was not read), and of the answer as expected. Raises RateLimited; then `cancel`."""
+        """Take the prompt's tokens (None: not tokenized) and the expected output. Raises RateLimited; then `cancel`."""
         tokens = self._limits.tokens
         if tokens is None:
             return
-        prompt, output = _needs(prompt, output, self._guess, self._answers)
+        prompt, output = _needed(prompt, output, self._assumed_prompt, self._has_output)
         self._limits._check_tokens(prompt, output, now_s)
         self._prompt, self._output = prompt, output
         tokens.take(prompt + output)
@@ -121,21 +123,21 @@ class Charge:
         return self._limits.tokens is not None
 
     def settle(self, prompt: int | None, output: int | None) -> None:
-        """The answer says what it used, as far as it does. Once."""
+        """Replace the expected usage with what the response reports. Only the first call counts."""
         if not self._settled:
             self._settled = True
-            if prompt is not None and output is None:  # such as that of an embedding
+            if prompt is not None and output is None:  # for example an embedding
                 output = 0
             if self._limits.tokens is not None:
                 used = (self._prompt if prompt is None else prompt) + (self._output if output is None else output)
                 self._limits.tokens.take(used - self._prompt - self._output)
 
-    def refused_by_node(self) -> None:
-        """The node wanted nothing of it: it was a request, but used no tokens."""
+    def rejected_by_node(self) -> None:
+        """The node answered 4xx: the request counts, but it used no tokens."""
         self.settle(0, 0)
 
     def cancel(self) -> None:
-        """It never got to a node, or to none that served it: it takes nothing."""
+        """No node served the request: it takes nothing."""
         if not self._settled:
             self.settle(0, 0)
             if self._limits.requests is not None:
@@ -143,7 +145,7 @@ class Charge:
 
 
 class RateLimits:
-    """Of all tenants that have any."""
+    """The limits of all tenants that have any."""
 
     def __init__(self, keys: Sequence[KeyConfig], now_s: float) -> None:
         self._tenants: dict[str, TenantLimits] = {}
@@ -156,7 +158,7 @@ class RateLimits:
         return self._tenants.get(tenant)
 
     def reconfigure(self, keys: Sequence[KeyConfig], now_s: float) -> None:
-        """What was used counts on."""
+        """Apply new limits. What tenants have used still counts."""
         requests: dict[str, int] = {}
         tokens: dict[str, int] = {}
         for key in keys:
@@ -166,17 +168,17 @@ class RateLimits:
         for tenant in requests:
             if requests[tenant] or tokens[tenant]:
                 limits = before.get(tenant) or TenantLimits(None, None)
-                limits.requests = _bucket(limits.requests, requests[tenant], now_s)
-                limits.tokens = _bucket(limits.tokens, tokens[tenant], now_s)
+                limits.requests = _resize(limits.requests, requests[tenant], now_s)
+                limits.tokens = _resize(limits.tokens, tokens[tenant], now_s)
                 self._tenants[tenant] = limits
 
 
-def _needs(prompt: float | None, output: float, guess: float, answers: bool) -> tuple[float, float]:
-    """Tokens of its prompt (None: it was not read) and of its answer, where it has one."""
-    return guess if prompt is None else prompt, output if answers else 0.0
+def _needed(prompt: float | None, output: float, assumed_prompt: float, has_output: bool) -> tuple[float, float]:
+    """Return the prompt tokens and output tokens to take."""
+    return assumed_prompt if prompt is None else prompt, output if has_output else 0.0
 
 
-def _bucket(before: Bucket | None, limit: int, now_s: float) -> Bucket | None:
+def _resize(before: Bucket | None, limit: int, now_s: float) -> Bucket | None:
     if not limit:
         return None
     if before is None:

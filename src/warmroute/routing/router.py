@@ -1,4 +1,4 @@
-"""The router: from an ask to a decision, or to the reason why there is none."""
+"""The router: makes the decision for a request, and opens its ticket on the node it is sent to."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from warmroute.fleet.demand import DemandMeter
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.group import Candidates, Group
 from warmroute.fleet.node import Node
-from warmroute.fleet.speed import work
+from warmroute.fleet.node_speed import work
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.cache_view import CacheView
-from warmroute.index.hot import HotPrefixes
+from warmroute.index.hot_prefixes import HotPrefixes
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.decision import Decision, Policy
+from warmroute.routing.demand_tickets import MeteredDispatch, MeteredTicket
 from warmroute.routing.dispatch import Dispatch
-from warmroute.routing.islands import Crossings
-from warmroute.routing.metered import MeteredDispatch, MeteredTicket
-from warmroute.routing.outputs import OutputLengths
-from warmroute.routing.policies import policy_named
+from warmroute.routing.island_choice import IslandChoice
+from warmroute.routing.output_length import OutputLengthEstimate
+from warmroute.routing.policies import make_policy
 from warmroute.routing.query import Query
-from warmroute.routing.refusals import MissingModel, NobodyCanServe, UnknownModel
+from warmroute.routing.routing_errors import MissingModel, NoNodeAvailable, UnknownModel
 
 
 class Router:
@@ -38,94 +38,94 @@ class Router:
     ) -> None:
         self._fleet = fleet
         self._cache_view = cache_view
-        self.outputs = OutputLengths()
-        self.crossings = Crossings(fleet.islands, cache_view, self.outputs)
+        self.output_lengths = OutputLengthEstimate()
+        self.island_choice = IslandChoice(fleet.islands, cache_view, self.output_lengths)
         self.demand_meter: DemandMeter | None = None
-        """Told of every request, where the fleet is scaled."""
+        """Set if the fleet is autoscaled."""
         self.hot: HotPrefixes | None = None
-        """Told of every prompt that was read, likewise."""
+        """Set if the fleet is autoscaled."""
         self.may_serve: Callable[[str], bool] = lambda _model: True
-        """Whether a node that comes would serve a model, where there is none at all."""
+        """Whether a node that the autoscaler starts would serve a model. Asked while the fleet is empty."""
         self.reconfigure(config, pricing or Pricing(), routes)
 
     def reconfigure(self, config: Routing, pricing: Pricing, routes: Sequence[RouteConfig] = ()) -> None:
         self._random = Random(config.seed or None)
         self._fleet.adapters.reconfigure(pricing.adapter_load_ms)
-        self.policy = policy_named(config, pricing, self._cache_view, self.outputs, self._random)
+        self.policy = make_policy(config, pricing, self._cache_view, self.output_lengths, self._random)
         self._by_route: dict[str, Policy] = {}
-        """Policies of routes that have one of their own."""
+        """Policies of the routes that have their own."""
         for route in routes:
             of_route = (route.routing(config), route.pricing(pricing))
             if of_route != (config, pricing):
-                self._by_route[route.name] = policy_named(*of_route, self._cache_view, self.outputs, self._random)
+                self._by_route[route.name] = make_policy(*of_route, self._cache_view, self.output_lengths, self._random)
 
     def policy_of(self, request: RoutingRequest) -> Policy:
-        """The one of its route, or everybody's."""
+        """Return the policy of the request's route, or the default one."""
         return self._by_route.get(request.route, self.policy) if self._by_route else self.policy
 
-    def aside(self) -> Router:
-        """The same, for those who only ask what it would do: its decisions take nobody's turn."""
-        aside = copy(self)
-        aside.demand_meter = None
-        aside.policy = copy(self.policy)
-        aside._by_route = {name: copy(policy) for name, policy in self._by_route.items()}
-        return aside
+    def snapshot(self) -> Router:
+        """Return a copy for dry runs. Its decisions do not advance the policies' state."""
+        snapshot = copy(self)
+        snapshot.demand_meter = None
+        snapshot.policy = copy(self.policy)
+        snapshot._by_route = {name: copy(policy) for name, policy in self._by_route.items()}
+        return snapshot
 
     def decide(self, request: RoutingRequest, now_s: float, lookup: Lookup | None = None) -> Decision:
-        """`lookup` is the prompt in blocks, where the policy wants it. Raises Undecided."""
+        """`lookup` has the prompt's blocks, if the policy wants them. Raises RoutingError."""
         group = self._fleet.group(request.model) or self._group(request)
-        everyone = candidates = group.up
-        if now_s < group.ramping_until_s:
-            candidates = self._thinned(candidates, now_s)
+        up = candidates = group.up
+        if now_s < group.slow_start_until_s:
+            candidates = self._apply_slow_start(candidates, now_s)
         if not candidates.nodes:
-            candidates = group.at_need
+            candidates = group.last_resort
             if not candidates.nodes:
-                raise NobodyCanServe(request.model)
+                raise NoNodeAvailable(request.model)
         query = Query(request, candidates, group, now_s, lookup, self._cache_view, now_s)
-        decision = self._decided(query) if self._by_route or group.several else self.policy.decide(query)
-        if candidates is not everyone and len(candidates) < len(everyone):  # left out for now, they stand in at need
-            decision = decision.with_more(everyone.nodes)
-        if group.trials and candidates is not group.at_need:
-            node = next((node for node in group.trials if node.awaits_trial), None)
+        decision = self._decide(query) if self._by_route or group.spans_islands else self.policy.decide(query)
+        if candidates is not up and len(candidates) < len(up):  # nodes in slow start are still fallbacks
+            decision = decision.with_fallbacks(up.nodes)
+        if group.half_open and candidates is not group.last_resort:
+            node = next((node for node in group.half_open if node.needs_trial_request), None)
             if node is not None:
                 chosen = decision
                 decision = Decision(
-                    node, "trial", "on trial", lambda: [chosen.node, *chosen.fallbacks()], chosen.prices,
+                    node, "half_open", "trial request", lambda: [chosen.node, *chosen.fallbacks()], chosen.prices,
                     chosen.candidates,
                 )  # fmt: skip
         decision.query = query
         return decision
 
-    def _decided(self, query: Query) -> Decision:
+    def _decide(self, query: Query) -> Decision:
         policy = self.policy_of(query.request)
-        return self.crossings.decide(query, policy) if query.group.several else policy.decide(query)
+        return self.island_choice.decide(query, policy) if query.group.spans_islands else policy.decide(query)
 
     def decide_again(self, query: Query, now_s: float) -> Decision:
-        """The same request a moment later: with what nodes hold of it taken as known."""
-        group = self._fleet.group(query.request.model)
-        if group is None or group.up is not query.candidates or group.trials or now_s < group.ramping_until_s:
+        """Decide for the same request a moment later, without looking up its hits again."""
+        group = self._fleet.group(query.group.model)
+        if group is None or group.up is not query.candidates or group.half_open or now_s < group.slow_start_until_s:
             return self.decide(query.request, now_s, query.lookup)
-        again = query.again(now_s)
-        decision = self._decided(again)
-        decision.query = again
+        repeated = query.repeat(now_s)
+        decision = self._decide(repeated)
+        decision.query = repeated
         return decision
 
     def decide_among(self, nodes: Sequence[Node], query: Query) -> Decision:
-        """The same request, with these of its candidates only; the others stand in at need."""
-        among = query.again(query.now_s)
+        """Decide among some of the query's candidates. The others stay fallbacks."""
+        among = query.repeat(query.now_s)
         among.candidates = Candidates(nodes, len(query.candidates))
-        decision = self._decided(among).with_more(query.candidates.nodes)
+        decision = self._decide(among).with_fallbacks(query.candidates.nodes)
         decision.query = among
         return decision
 
     def dispatch(self, decision: Decision, node: Node, now_s: float) -> Ticket:
-        """Enters a request in the books of the node that it is sent to: the decision's, or one that stands in."""
+        """Open the ticket of a request on the node that it is sent to: the chosen one or a fallback."""
         query = decision.query
         if query is not None:
-            if query.crossing is not None:
-                self.crossings.sent(query, node, now_s)
+            if query.move_reason is not None:
+                self.island_choice.dispatched(query, node, now_s)
             if query.group.adapter is not None:
-                node.loaded.used(query.group.model)
+                node.loaded_adapters.mark_used(query.group.model)
         if query is None or query.lookup is None:
             if self.demand_meter is not None and query is not None:
                 return MeteredTicket(node, now_s, self.demand_meter, query.request.arrived_s)
@@ -133,7 +133,7 @@ class Router:
         request, lookup, cache_view = query.request, query.lookup, self._cache_view
         hits = query.known_hits
         hit = (hits if hits is not None else query.hits()).get(node.name)
-        prediction = cache_view.sent(request.model, lookup, node.name, hit, now_s)
+        prediction = cache_view.record_routed(query.group.model, lookup, node.name, hit, now_s)
         tokens = lookup.token_count
         cached = hit.expected if hit is not None else 0.0
         new = tokens - cached
@@ -143,8 +143,8 @@ class Router:
             node,
             now_s,
             cache_view,
-            self.outputs,
-            query.group.pace,
+            self.output_lengths,
+            query.group.decode_speed,
             prediction,
             tokens,
             int(new),
@@ -152,27 +152,24 @@ class Router:
         )
         if demand_meter is not None:
             assert isinstance(ticket, MeteredDispatch)
-            ticket.begin(demand_meter, request.arrived_s)
+            ticket.start(demand_meter, request.arrived_s)
             if self.hot is not None and prediction is not None:
-                self.hot.saw(prediction.chain, prediction.cache.block_size, lookup, now_s)
+                self.hot.record(prediction.chain, prediction.cache.block_size, lookup, now_s)
         return ticket
 
     def _group(self, request: RoutingRequest) -> Group:
+        """Return the group of a request whose model has none by that name. Raises RoutingError."""
         fleet = self._fleet
         if not request.model:
             group = fleet.only_group
             if group is None:
-                raise MissingModel if fleet.models else NobodyCanServe("")
-            request.model = group.model
+                raise MissingModel if fleet.models else NoNodeAvailable("")
             return group
-        group = fleet.group(request.model)
-        if group is None:
-            unknown = fleet.fully_known if len(fleet) else not self.may_serve(request.model)
-            raise UnknownModel(request.model) if unknown else NobodyCanServe(request.model)
-        return group
+        unknown = fleet.all_models_known if len(fleet) else not self.may_serve(request.model)
+        raise UnknownModel(request.model) if unknown else NoNodeAvailable(request.model)
 
-    def _thinned(self, candidates: Candidates, now_s: float) -> Candidates:
-        """Leaves out, by chance, nodes that came back lately: slow start, for every policy alike."""
-        chance = self._random.random
-        keep = [node for node in candidates.nodes if chance() < node.health.share(now_s)]
-        return candidates if not keep or len(keep) == len(candidates) else Candidates(keep)
+    def _apply_slow_start(self, candidates: Candidates, now_s: float) -> Candidates:
+        """Leave out, at random, nodes that have recently recovered."""
+        random = self._random.random
+        kept = [node for node in candidates.nodes if random() < node.health.traffic_share(now_s)]
+        return candidates if not kept or len(kept) == len(candidates) else Candidates(kept)

@@ -1,22 +1,22 @@
-"""How much of a fleet's time its work takes, for the present fleet and for any other one.
+"""Estimates the utilisation of the current fleet, and of any other fleet, under the current demand.
 
-    load(fleet)   = (arrivals + waiting / window) · (prefill(fleet) + decode)    [node seconds a second]
-    prefill       = work · (1 − hit(fleet)) / (1 − hit now) · ms_per_token       of a request
-    decode        = tokens · context · slope                                     of a request: what it adds to steps
-    utilisation   = load / weight;  weight: nodes, each by its speed against the usual one
-    wait          = P(wait) · (1 + variation) / 2 · service / (weight · (1 − utilisation))           Allen and Cunneen's
-                    P(wait) = utilisation ^ (√(2 · (weight + 1)) − 1)                                 and Sakasegawa's
-    kv(fleet)     = kv now · (weight − load) now / (weight − load)               share of KV memory that runs
-    keeps(fleet)  = blocks / inflow                                              [s] how old a block gets in its caches
-    hit(fleet)    = hit now · reused within keeps(fleet) / reused within keeps now
+    load(fleet)      = (arrivals + waiting / window) · (prefill(fleet) + decode)    [node seconds per second]
+    prefill          = prefill work · (1 − hit(fleet)) / (1 − hit now) · ms_per_token   per request
+    decode           = tokens · context · slope                                     per request: what it adds to steps
+    utilisation      = load / weight;  weight: number of nodes, each by its speed relative to the usual one
+    wait             = P(wait) · (1 + variation) / 2 · service / (weight · (1 − utilisation))   Allen and Cunneen
+                       P(wait) = utilisation ^ (√(2 · (weight + 1)) − 1)                        Sakasegawa
+    kv(fleet)        = kv now · (weight − load) now / (weight − load)               fraction of KV memory in use
+    retention(fleet) = blocks / inflow                                              [s] age of a block at its eviction
+    hit(fleet)       = hit now · reused within retention(fleet) / reused within retention now
 
-A request holds its KV memory for as long as its answer takes; steps take longer the more there is to look back at, and
-the more of the time goes into prefills. In the line of fleet/decode_speed.py what a node holds is then arrivals · tokens ·
-context · base / (weight − load), which has its pole where the work takes all of the time.
+A request holds its KV memory for as long as its response takes. Decode steps take longer with more context, and with
+more time spent on prefills. By the line of fleet/decode_speed.py a node then holds arrivals · tokens · context · base /
+(weight − load) tokens, which grows without limit as the load approaches the weight.
 
-The last two tell thrashing from plain unique traffic. A larger cache keeps blocks longer; whether anybody would have
-used them is what index/reuse.py has seen. Where nothing is reused later than it is kept already, no cache helps, and a
-low hit ratio is how the traffic is. The same line says what a smaller fleet would lose: its warm set.
+The last two formulas tell thrashing from unique traffic. A larger cache retains blocks longer; index/reuse.py
+measures whether that gets them used. If no block is reused later than it is retained now, a larger cache does not help,
+and the low hit ratio is a property of the traffic. The same formulas say what a smaller fleet would lose.
 """
 
 from __future__ import annotations
@@ -28,38 +28,34 @@ from typing import Final
 
 import msgspec
 
-from warmroute.fleet.speed import USUAL_MS_PER_TOKEN
-from warmroute.scaling.observe import FleetView, NodeView, Seen
+from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN
+from warmroute.scaling.fleet_observer import FleetView, NodeView, WindowMetrics
 
-LEAST_MS: Final = 1e-6
-MOST_MS: Final = 1e6
-"""No node takes less for a token of prefill, or more: a speed beyond is none."""
-MOST_KEPT_S: Final = 86_400.0
-LEAST_MISSED: Final = 0.02
-"""Of a prompt, so much is taken to be computed anew in any case."""
-
-LEAST_SPARE: Final = 0.05
-"""Of a fleet's time, so much is taken to be left: beyond, the formula says nothing any more."""
-
-MOST_USED: Final = 0.98
-MOST_VARIATION: Final = 25.0
-"""A window has few requests: one giant among them says little of the next."""
+MAX_RETENTION_S: Final = 86_400.0
+MIN_MISS_RATIO: Final = 0.02
+"""Fraction of a prompt that is assumed to be computed in any case."""
+MIN_SPARE: Final = 0.05
+"""Fraction of a fleet's time that is assumed to be spare; the formula for KV memory fails below it."""
+MAX_UTILISATION: Final = 0.98
+"""Above this utilisation the estimated wait is infinite."""
+MAX_VARIATION: Final = 25.0
+"""A window has few requests; one very long prompt among them says little about the next."""
 
 
-class Size(msgspec.Struct, frozen=True):
-    """A fleet as far as its capacity goes."""
+class FleetSize(msgspec.Struct, frozen=True):
+    """The capacity of a fleet."""
 
     weight: float
-    """Nodes, each by its speed."""
+    """Number of nodes, each by its speed."""
     blocks: float
-    """What its caches hold together."""
+    """Capacity of all its caches."""
 
-    def plus(self, weight: float, blocks: float) -> Size:
-        return Size(self.weight + weight, self.blocks + blocks)
+    def plus(self, weight: float, blocks: float) -> FleetSize:
+        return FleetSize(self.weight + weight, self.blocks + blocks)
 
 
-class Speeds:
-    """What nodes of each kind are worth, as learned from those that are there."""
+class GpuSpeeds:
+    """The speed and the cache size of nodes by GPU, learned from the current nodes."""
 
     def __init__(self, nodes: Sequence[NodeView]) -> None:
         by_gpu: dict[str, list[NodeView]] = {}
@@ -67,112 +63,108 @@ class Speeds:
             by_gpu.setdefault(node.gpu, []).append(node)
         self._ms: dict[str, float] = {}
         self._blocks: dict[str, float] = {}
-        for gpu, alike in by_gpu.items():
-            learned = [node.ms_per_token for node in alike if node.learned and _good(node.ms_per_token)]
+        for gpu, same_gpu in by_gpu.items():
+            learned = [node.ms_per_token for node in same_gpu if node.learned]
             if learned:
                 self._ms[gpu] = median(learned)
-            known = [node.cache_blocks for node in alike if node.cache_blocks > 0]
+            known = [node.cache_blocks for node in same_gpu if node.cache_blocks > 0]
             if known:
                 self._blocks[gpu] = float(median(known))
-        learned = [node.ms_per_token for node in nodes if node.learned and _good(node.ms_per_token)]
-        self.usual_ms = median(learned) if learned else USUAL_MS_PER_TOKEN
-        """A node of weight 1 takes so long for a token of prefill."""
+        learned = [node.ms_per_token for node in nodes if node.learned]
+        self.usual_ms = median(learned) if learned else DEFAULT_MS_PER_TOKEN
+        """Prefill time per token of a node of weight 1."""
         self._usual_blocks = float(median(self._blocks.values())) if self._blocks else 0.0
 
     def ms_per_token(self, gpu: str) -> float | None:
-        """Where such a node has shown its speed."""
+        """Return the learned prefill time per token, or None."""
         return self._ms.get(gpu)
 
     def weight(self, gpu: str) -> float:
-        """What nobody knows yet counts as the usual."""
+        """Return the speed relative to the usual one; 1 for a GPU without a learned speed."""
         return self.usual_ms / self._ms.get(gpu, self.usual_ms)
 
     def blocks(self, gpu: str) -> float:
         return self._blocks.get(gpu, self._usual_blocks)
 
 
-def _good(ms_per_token: float) -> bool:
-    return LEAST_MS <= ms_per_token <= MOST_MS
-
-
 class Demand:
-    """What a window asks for, set against the fleet that was there."""
+    """The demand of a window, relative to the fleet that served it."""
 
-    def __init__(self, view: FleetView, window: Seen, speeds: Speeds) -> None:
+    def __init__(self, view: FleetView, window: WindowMetrics, speeds: GpuSpeeds) -> None:
         serving = [node for node in view.nodes if node.serving]
         self.size = size_of(serving, speeds)
         self._window = window
         self._waiting = view.waiting
-        """To be worked off within a window, beside what arrives."""
+        """Assumed to be served within one window, beside new arrivals."""
         self._usual_ms = speeds.usual_ms
         self._reuse_within = view.reuse_within
         self._inflow = sum(
             node.held_blocks / max(1.0, node.oldest_age_s) for node in serving if node.held_blocks > 0
-        )  # blocks a second
+        )  # blocks per second
         self._slope_ms = view.slope_ms if isfinite(view.slope_ms) and view.slope_ms > 0 else 0.0
 
     @property
     def known(self) -> bool:
-        """Whether anything was sent that tells how much work a request is."""
-        return self._window.work is not None
+        """Whether the window has requests that tell how much work one is."""
+        return self._window.prefill_work is not None
 
-    def kept_s(self, size: Size) -> float:
-        """How long a block that nobody uses stays in the caches of such a fleet."""
-        return min(MOST_KEPT_S, size.blocks / self._inflow) if self._inflow > 0 else MOST_KEPT_S
+    def retention_s(self, size: FleetSize) -> float:
+        """Return how long an unused block stays in the caches of such a fleet."""
+        return min(MAX_RETENTION_S, size.blocks / self._inflow) if self._inflow > 0 else MAX_RETENTION_S
 
-    def hit(self, size: Size) -> float | None:
-        """The hit ratio that such a fleet would have; None where nothing tells."""
+    def hit_ratio(self, size: FleetSize) -> float | None:
+        """Return the hit ratio of such a fleet, or None if it is unknown."""
         now = self._window.hit_ratio
         if now is None or self.size.blocks <= 0:
             return now
-        reused = self._reuse_within(self.kept_s(self.size))
+        reused = self._reuse_within(self.retention_s(self.size))
         if reused <= 0:
             return now
-        then = self._reuse_within(self.kept_s(size))
-        return min(1.0 - LEAST_MISSED, max(0.0, now * then / reused))
+        then = self._reuse_within(self.retention_s(size))
+        return min(1.0 - MIN_MISS_RATIO, max(0.0, now * then / reused))
 
-    def load(self, size: Size) -> float:
-        """Node seconds a second, on nodes of weight 1."""
+    def load(self, size: FleetSize) -> float:
+        """Return the load in node seconds per second, on nodes of weight 1."""
         window = self._window
-        work = window.work or 0.0
-        now, then = window.hit_ratio, self.hit(size)
+        work = window.prefill_work or 0.0
+        now, then = window.hit_ratio, self.hit_ratio(size)
         if now is not None and then is not None:
-            work *= (1.0 - then) / max(LEAST_MISSED, 1.0 - now)
+            work *= (1.0 - then) / max(MIN_MISS_RATIO, 1.0 - now)
         decode_ms = (window.decode_context or 0.0) * self._slope_ms
         waiting_per_s = self._waiting / max(1.0, window.span_s)
         return (window.arrivals_per_s + waiting_per_s) * (work * self._usual_ms + decode_ms) / 1000.0
 
-    def utilisation(self, size: Size, growth: float = 1.0) -> float:
-        """Share of such a fleet's time; `growth`: with so many times the arrivals."""
+    def utilisation(self, size: FleetSize, growth: float = 1.0) -> float:
+        """Return the fraction of such a fleet's time that the load takes, with `growth` times the arrivals."""
         load = self.load(size) * growth
         return load / size.weight if size.weight > 0 else (float("inf") if load > 0 else 0.0)
 
-    def service_ms(self, size: Size) -> float:
-        """What a request takes of a node's time."""
+    def service_ms(self, size: FleetSize) -> float:
+        """Return the time that a request takes of a node."""
         arrivals = self._window.arrivals_per_s + self._waiting / max(1.0, self._window.span_s)
         return 1000.0 * self.load(size) / arrivals if arrivals > 0 else 0.0
 
-    def wait_ms(self, size: Size, growth: float = 1.0) -> float:
-        """How long requests would wait for a node, on average: few nodes with uneven prompts wait long before they are
-        busy all the time, many do not."""
+    def wait_ms(self, size: FleetSize, growth: float = 1.0) -> float:
+        """Return the mean time that requests wait for a node. With few nodes and uneven prompts they wait long before
+        the nodes are fully busy."""
         used = self.utilisation(size, growth)
         if used <= 0:
             return 0.0
-        if used >= MOST_USED:
+        if used >= MAX_UTILISATION:
             return inf
         service_ms = self.service_ms(size)
         waits: float = used ** (sqrt(2.0 * (size.weight + 1.0)) - 1.0)
-        uneven = 0.5 * (1.0 + min(MOST_VARIATION, self._window.variation))
+        uneven = 0.5 * (1.0 + min(MAX_VARIATION, self._window.variation))
         return waits * uneven * service_ms / (size.weight * (1.0 - used))
 
-    def kv_usage(self, size: Size) -> float:
-        """Share of such a fleet's KV memory that running requests would hold."""
+    def kv_usage(self, size: FleetSize) -> float:
+        """Return the fraction of such a fleet's KV memory that running requests hold."""
         now = self._window.kv_usage
-        spare_now = max(LEAST_SPARE * self.size.weight, self.size.weight - self.load(self.size))
-        spare_then = max(LEAST_SPARE * size.weight, size.weight - self.load(size))
+        spare_now = max(MIN_SPARE * self.size.weight, self.size.weight - self.load(self.size))
+        spare_then = max(MIN_SPARE * size.weight, size.weight - self.load(size))
         return now * spare_now / spare_then if spare_then > 0 else now
 
 
-def size_of(nodes: Sequence[NodeView], speeds: Speeds) -> Size:
+def size_of(nodes: Sequence[NodeView], speeds: GpuSpeeds) -> FleetSize:
     weight = sum(speeds.weight(node.gpu) for node in nodes)
-    return Size(weight, sum(node.cache_blocks or speeds.blocks(node.gpu) for node in nodes))
+    return FleetSize(weight, sum(node.cache_blocks or speeds.blocks(node.gpu) for node in nodes))

@@ -1,40 +1,45 @@
-"""What the log says of decisions: each that changes something, and what keeps nodes from coming, when that begins."""
+"""Logs scaling decisions: each one that changes the fleet, and each new obstacle that prevents adding nodes."""
 
 from __future__ import annotations
 
-import logging
 from typing import Final
 
-from warmroute.scaling.loop import Step, nodes_in_words
+from warmroute.event_log import EventLog
+from warmroute.scaling.scaling_decision import ScalingDecision
 
-log = logging.getLogger("warmroute.scaling")
+log = EventLog("warmroute.scaling")
 
-SAY_AGAIN_S: Final = 600.0
-"""What kept nodes from coming, and has not for so long, is said again when it comes back."""
+REPEAT_AFTER_S: Final = 600.0
+"""An obstacle that was absent for this time is logged again."""
 
 
-class Sayings:
+class DecisionLog:
     def __init__(self) -> None:
-        self._doubts: tuple[str, ...] = ()
-        """Those that were last said."""
+        self._invalid_inputs: tuple[str, ...] = ()
         self._obstacles_s: dict[str, float] = {}
-        """What keeps nodes from coming, and when that was last so."""
+        """When each obstacle was last present."""
 
-    def say(self, step: Step, now_s: float, *, asks: bool) -> None:
-        """`asks`: whether there is anybody to ask for nodes; where not, it is nothing new that none come."""
-        if step.changes or (step.doubts and step.doubts != self._doubts):
-            self._doubts = step.doubts
-            log.info(
-                "%s%s, %d desired: %s",
-                "dry run: " if step.dry_run else "",
-                nodes_in_words(step.nodes),
-                step.desired_nodes,
-                "; ".join((*step.reasons, *step.doubts)) or "nothing to say",
+    def log(self, decision: ScalingDecision, now_s: float, *, has_provisioners: bool) -> None:
+        """Without provisioners somebody else adds nodes, so obstacles are not logged."""
+        if decision.changes:
+            log.info("scaling_decision", **_fields(decision), reason="; ".join(decision.reasons))
+        if decision.invalid_inputs and decision.invalid_inputs != self._invalid_inputs:
+            self._invalid_inputs = decision.invalid_inputs
+            log.info("scaling_inputs_invalid", reason="; ".join(decision.invalid_inputs))
+        recent = {text: last_s for text, last_s in self._obstacles_s.items() if now_s - last_s <= REPEAT_AFTER_S}
+        new = [text for text in decision.obstacles if text not in recent]
+        self._obstacles_s = recent | dict.fromkeys(decision.obstacles, now_s)
+        if new and has_provisioners:
+            needed = "; ".join(reason for reason in decision.reasons if reason not in decision.obstacles)
+            log.warning(
+                "scaling_blocked",
+                "The autoscaler cannot add the nodes needed.",
+                **_fields(decision),
+                reason=needed,
+                obstacle="; ".join(new),
             )
-        said = {text: last_s for text, last_s in self._obstacles_s.items() if now_s - last_s <= SAY_AGAIN_S}
-        new = [text for text in step.obstacles if text not in said]
-        self._obstacles_s = said | dict.fromkeys(step.obstacles, now_s)
-        if new and asks:
-            lacking = f"{nodes_in_words(step.nodes)}, {step.desired_nodes} desired"
-            why = [reason for reason in step.reasons if reason not in step.obstacles]
-            log.warning("nodes lack that cannot come: %s (%s)", "; ".join(new), "; ".join((lacking, *why)))
+
+
+def _fields(decision: ScalingDecision) -> dict[str, object]:
+    fields: dict[str, object] = {"nodes": decision.nodes, "desired_nodes": decision.desired_nodes}
+    return fields | ({"dry_run": True} if decision.dry_run else {})

@@ -1,16 +1,15 @@
-"""KEDA's external scaler: for those who let KEDA scale. Four calls over gRPC say how many nodes are wanted.
+"""KEDA's external scaler: tells KEDA over gRPC how many nodes are desired. Needs the extra `keda`.
 
-    trigger:  {type: external, metadata: {scalerAddress: HOST:PORT}}       (or external-push, to wake from zero at once)
+    trigger:  {type: external, metadata: {scalerAddress: HOST:PORT}}   (external-push scales up from zero at once)
 
-The metric is `desired_nodes` with a target of 1 for each replica, so that the autoscaler arrives at that number. The
-messages are KEDA's externalscaler.proto, put together here: no compiler and no generated file. Needs the extra `keda`.
+The metric is `desired_nodes` with a target of 1 per replica, so that KEDA's replicas reach that number. This module
+builds the messages of KEDA's externalscaler.proto itself, without a compiler or generated files.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -22,11 +21,11 @@ from warmroute.config import ConfigError
 SERVICE = "externalscaler.ExternalScaler"
 METRIC = "desired_nodes"
 PUSH_S = 1.0
-"""How often a stream looks whether it has something new to say."""
+"""How often a stream checks for a change."""
 
 _TYPES = {"string": 9, "bool": 8, "int64": 3, "double": 1}
 _MESSAGES: dict[str, list[tuple[str, str, bool]]] = {
-    # Fields in the order of their numbers: name, type, whether it is repeated. A map is its entries, repeated.
+    # Fields in the order of their numbers: name, type, repeated. A map is a repeated Entry.
     "ScaledObjectRef": [("name", "string", False), ("namespace", "string", False), ("scalerMetadata", "Entry", True)],
     "IsActiveResponse": [("result", "bool", False)],
     "MetricSpec": [
@@ -46,17 +45,17 @@ _MESSAGES: dict[str, list[tuple[str, str, bool]]] = {
 
 
 def messages() -> dict[str, Any]:
-    """The message classes by name."""
+    """Return the message classes by name."""
     file = descriptor_pb2.FileDescriptorProto(name="externalscaler.proto", package="externalscaler", syntax="proto3")
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
         for number, (field, kind, repeated) in enumerate(fields, 1):
-            made = message.field.add(name=field, json_name=field, number=number, label=3 if repeated else 1)
+            added = message.field.add(name=field, json_name=field, number=number, label=3 if repeated else 1)
             if kind in _TYPES:
-                made.type = _TYPES[kind]
+                added.type = _TYPES[kind]
             else:
-                made.type = 11
-                made.type_name = (
+                added.type = 11
+                added.type_name = (
                     f".externalscaler.{name}.ScalerMetadataEntry" if kind == "Entry" else f".externalscaler.{kind}"
                 )
             if kind == "Entry":
@@ -64,7 +63,7 @@ def messages() -> dict[str, Any]:
                 entry.options.map_entry = True
                 entry.field.add(name="key", number=1, type=9, label=1)
                 entry.field.add(name="value", number=2, type=9, label=1)
-    pool = descriptor_pool.DescriptorPool()  # our own: the default one is everybody's
+    pool = descriptor_pool.DescriptorPool()  # our own, because libraries share the default one
     pool.AddSerializedFile(file.SerializeToString())
     return {
         name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"externalscaler.{name}"))
@@ -73,40 +72,34 @@ def messages() -> dict[str, Any]:
 
 
 class KedaScaler:
-    """Answers KEDA. `desired` and `active` are asked anew for each call, on the event loop."""
-
-    def __init__(self, desired: Callable[[], int], active: Callable[[], bool]) -> None:
-        self._desired = desired
-        self._active = active
+    def __init__(self, desired_nodes: Callable[[], int]) -> None:
+        self._desired_nodes = desired_nodes
         self._server: Any = None
         self._messages = messages()
         self.port = 0
 
-    async def start(self, host: str, port: int, *, tls_cert: str = "", tls_key: str = "") -> None:
-        """Port 0 takes a free one; `port` says which. Raises ConfigError where it cannot listen."""
+    async def start(self, host: str, port: int) -> None:
+        """Listen. Port 0 takes a free one; `self.port` says which. Raises ConfigError if the port is taken."""
         kinds = self._messages
         self._server = grpc.aio.server()
         handlers = {
             "IsActive": grpc.unary_unary_rpc_method_handler(
-                self._is_active, *_ends(kinds, "ScaledObjectRef", "IsActiveResponse")
+                self._is_active, *_codecs(kinds, "ScaledObjectRef", "IsActiveResponse")
             ),
             "StreamIsActive": grpc.unary_stream_rpc_method_handler(
-                self._stream, *_ends(kinds, "ScaledObjectRef", "IsActiveResponse")
+                self._stream, *_codecs(kinds, "ScaledObjectRef", "IsActiveResponse")
             ),
             "GetMetricSpec": grpc.unary_unary_rpc_method_handler(
-                self._spec, *_ends(kinds, "ScaledObjectRef", "GetMetricSpecResponse")
+                self._spec, *_codecs(kinds, "ScaledObjectRef", "GetMetricSpecResponse")
             ),
             "GetMetrics": grpc.unary_unary_rpc_method_handler(
-                self._metrics, *_ends(kinds, "GetMetricsRequest", "GetMetricsResponse")
+                self._metrics, *_codecs(kinds, "GetMetricsRequest", "GetMetricsResponse")
             ),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            if tls_cert:
-                self.port = self._server.add_secure_port(address, _credentials(tls_cert, tls_key))
-            else:
-                self.port = self._server.add_insecure_port(address)
+            self.port = self._server.add_insecure_port(address)
         except (RuntimeError, OSError) as error:
             raise ConfigError(f"KEDA's external scaler cannot listen on {address}: {error}") from None
         await self._server.start()
@@ -115,17 +108,20 @@ class KedaScaler:
         if self._server is not None:
             await self._server.stop(grace=None)
 
+    def _active(self) -> Any:
+        return self._messages["IsActiveResponse"](result=self._desired_nodes() > 0)
+
     async def _is_active(self, _request: Any, _context: Any) -> Any:
-        return self._messages["IsActiveResponse"](result=self._active())
+        return self._active()
 
     async def _stream(self, _request: Any, _context: Any) -> AsyncIterator[Any]:
-        """Whether it is active, at once and whenever that changes."""
-        said: bool | None = None
+        """Send whether it is active, at once and at each change."""
+        sent = None
         while True:
             active = self._active()
-            if active is not said:
-                said = active
-                yield self._messages["IsActiveResponse"](result=active)
+            if active != sent:
+                sent = active
+                yield active
             await asyncio.sleep(PUSH_S)
 
     async def _spec(self, _request: Any, _context: Any) -> Any:
@@ -133,14 +129,10 @@ class KedaScaler:
         return self._messages["GetMetricSpecResponse"](metricSpecs=[spec])
 
     async def _metrics(self, _request: Any, _context: Any) -> Any:
-        desired = max(0, self._desired())
+        desired = max(0, self._desired_nodes())
         value = self._messages["MetricValue"](metricName=METRIC, metricValue=desired, metricValueFloat=float(desired))
         return self._messages["GetMetricsResponse"](metricValues=[value])
 
 
-def _ends(kinds: dict[str, Any], request: str, response: str) -> tuple[Any, Any]:
+def _codecs(kinds: dict[str, Any], request: str, response: str) -> tuple[Any, Any]:
     return kinds[request].FromString, kinds[response].SerializeToString
-
-
-def _credentials(cert: str, key: str) -> Any:
-    return grpc.ssl_server_credentials([(Path(key).read_bytes(), Path(cert).read_bytes())])

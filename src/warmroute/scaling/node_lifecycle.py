@@ -1,190 +1,207 @@
-"""The life of a node that a provisioner makes, from the request to its end. No I/O: events and a clock go in, the next
-state comes out, and who has stayed too long in one.
+"""The lifecycle of a node that a provisioner creates, from the request to its termination: a state machine without I/O.
 
-    state        event                       becomes       limit
-    ---------    --------------------------  -----------   ---------------
-    REQUESTED    the cloud has it            BOOTING       request_limit_s
-    REQUESTED    refused, or lost            TERMINATED
-    BOOTING      it has an address           LOADING       boot_limit_s
-    LOADING      a check passes              WARMING       load_limit_s
-    WARMING      what is hot is there        SERVING       warm_limit_s: then it serves as it is
-    SERVING      to be given back, or the    DRAINING
-                 cloud takes it back
-    DRAINING     nothing runs there          ENDING        drain_limit_s: then it ends all the same
-    ENDING       the cloud has ended it      TERMINATED
-    any before   asked to end, its limit     ENDING        (a node that never came up is given back,
-    SERVING      is over, it is gone                        and its offer rests)
+    state         event                                next state     time limit
+    -----------   ----------------------------------   ------------   ------------------------------------------------
+    REQUESTED     the provisioner accepts it           BOOTING        REQUEST_TIMEOUT_S
+    BOOTING       its machine has an address           LOADING        boot_timeout_s
+    LOADING       a health check passes                WARMING        load_timeout_s
+    WARMING       the hot prefixes are prefilled       SERVING        PREWARM_TIMEOUT_S; then it serves without them
+    SERVING       remove it                            DRAINING
+    DRAINING      its last request has ended           TERMINATING    drain_timeout_s; then it is terminated anyway
+    TERMINATING   its machine is gone                  TERMINATED
+    before        remove it, or its time limit ends    TERMINATING    (a start that fails makes its offer back off)
+    SERVING
+    any           its machine is gone                  TERMINATED
 
-Events that do not fit a state change nothing: a cloud may say a thing twice, or late. A request is named by its token
-for good, so that asking again starts nothing new.
+An event that does not fit the state changes nothing: a provisioner may report a fact twice, or late.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import Enum
+from math import inf
+from typing import Final
 
 from warmroute.config import Scaling
+from warmroute.fleet.node import Node
 from warmroute.scaling.offer import Offer
 
+REQUEST_TIMEOUT_S: Final = 120.0
+"""Time for a provisioner to accept a request for a node."""
+PREWARM_TIMEOUT_S: Final = 60.0
+"""Time to prefill hot prefixes on a new node, or to move them from a draining one."""
 
-class State(Enum):
+
+class LifecycleState(Enum):
     REQUESTED = "requested"
     BOOTING = "booting"
     LOADING = "loading"
     WARMING = "warming"
     SERVING = "serving"
     DRAINING = "draining"
-    ENDING = "ending"
+    TERMINATING = "terminating"
     TERMINATED = "terminated"
 
 
-class Event(Enum):
-    ACCEPTED = "the cloud has it"
-    HAS_ADDRESS = "it has an address"
-    CHECK_PASSED = "a check passed"
-    WARM = "what is hot is there"
-    GIVE_BACK = "to be given back"
-    EMPTY = "nothing runs there"
-    ENDED = "the cloud has ended it"
-    LIMIT = "its time is over"
+class LifecycleEvent(Enum):
+    """What happens to a node. The value is the reason that is given where nobody gives another one."""
+
+    ACCEPTED = "the provisioner accepted the request"
+    HAS_ADDRESS = "the machine has an address"
+    CHECK_PASSED = "a health check passed"
+    PREWARMED = "the hot prefixes are prefilled"
+    REMOVE = "the node is no longer needed"
+    DRAINED = "no requests left"
+    GONE = "the machine is gone"
+    TIMED_OUT = "the state's time limit ended"
 
 
-COMING = frozenset({State.REQUESTED, State.BOOTING, State.LOADING, State.WARMING})
-"""Not serving yet, and wanted."""
+PENDING_STATES = frozenset(
+    {LifecycleState.REQUESTED, LifecycleState.BOOTING, LifecycleState.LOADING, LifecycleState.WARMING}
+)
+"""Wanted, and not serving yet."""
 
-TRANSITIONS: dict[tuple[State, Event], State] = {
-    (State.REQUESTED, Event.ACCEPTED): State.BOOTING,
-    (State.REQUESTED, Event.HAS_ADDRESS): State.LOADING,
-    (State.BOOTING, Event.HAS_ADDRESS): State.LOADING,
-    (State.LOADING, Event.CHECK_PASSED): State.WARMING,
-    (State.WARMING, Event.WARM): State.SERVING,
-    (State.WARMING, Event.LIMIT): State.SERVING,
-    (State.SERVING, Event.GIVE_BACK): State.DRAINING,
-    (State.DRAINING, Event.EMPTY): State.ENDING,
-    (State.DRAINING, Event.LIMIT): State.ENDING,
-    **{(state, Event.GIVE_BACK): State.ENDING for state in COMING},
-    **{(state, Event.LIMIT): State.ENDING for state in COMING - {State.WARMING}},
-    **{(state, Event.ENDED): State.TERMINATED for state in State if state is not State.TERMINATED},
+TRANSITIONS: dict[tuple[LifecycleState, LifecycleEvent], LifecycleState] = {
+    (LifecycleState.REQUESTED, LifecycleEvent.ACCEPTED): LifecycleState.BOOTING,
+    (LifecycleState.REQUESTED, LifecycleEvent.HAS_ADDRESS): LifecycleState.LOADING,
+    (LifecycleState.BOOTING, LifecycleEvent.HAS_ADDRESS): LifecycleState.LOADING,
+    (LifecycleState.LOADING, LifecycleEvent.CHECK_PASSED): LifecycleState.WARMING,
+    (LifecycleState.WARMING, LifecycleEvent.PREWARMED): LifecycleState.SERVING,
+    (LifecycleState.SERVING, LifecycleEvent.REMOVE): LifecycleState.DRAINING,
+    (LifecycleState.DRAINING, LifecycleEvent.DRAINED): LifecycleState.TERMINATING,
+    (LifecycleState.DRAINING, LifecycleEvent.TIMED_OUT): LifecycleState.TERMINATING,
+    **{(state, LifecycleEvent.REMOVE): LifecycleState.TERMINATING for state in PENDING_STATES},
+    **{(state, LifecycleEvent.TIMED_OUT): LifecycleState.TERMINATING for state in PENDING_STATES},
+    (LifecycleState.WARMING, LifecycleEvent.TIMED_OUT): LifecycleState.SERVING,
+    **{
+        (state, LifecycleEvent.GONE): LifecycleState.TERMINATED
+        for state in LifecycleState
+        if state is not LifecycleState.TERMINATED
+    },
 }
 
 
-class NodeLife:
-    """One node, from its request on."""
+class ManagedNode:
+    """A node that the autoscaler requested, or adopted from an earlier router process."""
 
     __slots__ = (
-        "asked_s",
-        "drained",
-        "endable",
-        "name",
-        "never_came_up",
+        "adopted",
+        "failed_to_start",
+        "missing_since_s",
+        "node",
         "offer",
+        "offer_known",
+        "reason",
         "reclaimed",
-        "serving_s",
-        "since_s",
+        "removable",
+        "requested_s",
+        "routing_stopped",
+        "serving_since_s",
         "state",
+        "state_since_s",
         "token",
+        "unhealthy_since_s",
         "url",
-        "why",
     )
 
     def __init__(self, token: str, offer: Offer, now_s: float) -> None:
         self.token = token
+        """Identifies the request for this node for good, so that a repeated request creates nothing new."""
         self.offer = offer
-        self.state = State.REQUESTED
-        self.asked_s = self.since_s = now_s
-        self.serving_s: float | None = None
-        """When it began to serve."""
-        self.never_came_up = False
-        """It ended before it served, and nobody had asked it to: its offer is to rest."""
-        self.name = ""
-        """In the fleet, once it is there."""
+        self.offer_known = True
+        """False while the provisioner has not reported the offer of an adopted machine."""
+        self.adopted = False
+        """An earlier router process requested it, so its start time is unknown."""
+        self.state = LifecycleState.REQUESTED
+        self.reason = ""
+        """Why it is in this state."""
+        self.requested_s = self.state_since_s = now_s
+        self.serving_since_s: float | None = None
+        self.failed_to_start = False
+        """It ended before it served, although nobody removed it. Its offer backs off."""
+        self.node: Node | None = None
+        """Its entry in the fleet. It stays here when somebody removes the node from the fleet."""
         self.url = ""
-        self.drained = False
-        """It takes no requests any more; what ran there may still run."""
-        self.endable = True
-        """Its cloud could end it now."""
+        self.routing_stopped = False
+        """The router sends it no new requests; running ones may go on."""
+        self.removable = True
+        """Whether its provisioner could terminate it now."""
         self.reclaimed = False
-        """Its cloud takes it back: it goes, whatever is done here."""
-        self.why = ""
-        """What was last said of it."""
+        """Its cloud takes the machine back, whatever the autoscaler does."""
+        self.unhealthy_since_s: float | None = None
+        self.missing_since_s: float | None = None
+        """When its provisioner first did not report it."""
 
     @property
-    def called(self) -> str:
-        """What logs call it, from the request on: its name in the fleet, as soon as it is there."""
+    def name(self) -> str:
+        """Its name in the fleet; empty before it is there."""
+        return self.node.name if self.node is not None else ""
+
+    @property
+    def log_name(self) -> str:
+        """Its name in the fleet, also before it is there."""
         return self.name or f"{self.offer.provisioner}-{self.token[-8:]}"
 
     @property
-    def coming(self) -> bool:
-        return self.state in COMING
-
-    def take(self, event: Event, now_s: float, why: str = "") -> bool:
-        """Whether anything changed."""
-        after = TRANSITIONS.get((self.state, event))
-        if after is None:
-            return False
-        if self.coming and event in (Event.LIMIT, Event.ENDED) and after is not State.SERVING:
-            self.never_came_up = True
-        if after is State.SERVING:
-            self.serving_s = now_s
-        self.state, self.since_s, self.why = after, now_s, why or event.value
-        return True
+    def pending(self) -> bool:
+        return self.state in PENDING_STATES
 
 
-class Lives:
-    """All of them, by token. What has ended is let go of."""
+class ManagedNodes:
+    """All managed nodes by token, except terminated ones."""
 
-    def __init__(
-        self, config: Scaling, on_change: Callable[[NodeLife, State], None] = lambda _life, _was: None
-    ) -> None:
+    def __init__(self, config: Scaling) -> None:
         self._config = config
-        self._lives: dict[str, NodeLife] = {}
-        self._on_change = on_change
+        self._nodes: dict[str, ManagedNode] = {}
 
     def reconfigure(self, config: Scaling) -> None:
         self._config = config
 
-    def __iter__(self) -> Iterator[NodeLife]:
-        return iter(list(self._lives.values()))
+    def __iter__(self) -> Iterator[ManagedNode]:
+        return iter(list(self._nodes.values()))
 
     def __len__(self) -> int:
-        return len(self._lives)
+        return len(self._nodes)
 
-    def get(self, token: str) -> NodeLife | None:
-        return self._lives.get(token)
+    def get(self, token: str) -> ManagedNode | None:
+        return self._nodes.get(token)
 
-    def named(self, name: str) -> NodeLife | None:
-        """The one that is this node of the fleet."""
-        return next((life for life in self._lives.values() if life.name == name), None)
+    def named(self, name: str) -> ManagedNode | None:
+        """The one with this name in the fleet."""
+        return next((managed for managed in self._nodes.values() if managed.name == name), None)
 
-    def ask(self, token: str, offer: Offer, now_s: float) -> NodeLife:
-        """Asked again with the same token: the same."""
-        life = self._lives.get(token)
-        if life is None:
-            life = self._lives[token] = NodeLife(token, offer, now_s)
-        return life
+    def add(self, token: str, offer: Offer, now_s: float) -> ManagedNode:
+        """Return a new node in the state REQUESTED, or the one that already has this token."""
+        managed = self._nodes.get(token)
+        if managed is None:
+            managed = self._nodes[token] = ManagedNode(token, offer, now_s)
+        return managed
 
-    def take(self, token: str, event: Event, now_s: float, why: str = "") -> NodeLife | None:
-        """What happened to it. None where nothing changed, or nobody knows it."""
-        life = self._lives.get(token)
-        if life is None:
-            return None
-        was = life.state
-        if not life.take(event, now_s, why):
-            return None
-        if life.state is State.TERMINATED:
-            del self._lives[token]
-        self._on_change(life, was)
-        return life
+    def apply(self, managed: ManagedNode, event: LifecycleEvent, now_s: float, reason: str = "") -> bool:
+        """Return whether the event changed the node's state."""
+        if self._nodes.get(managed.token) is not managed:
+            return False
+        after = TRANSITIONS.get((managed.state, event))
+        if after is None:
+            return False
+        if after is LifecycleState.SERVING:
+            managed.serving_since_s = now_s
+        elif managed.pending and event in (LifecycleEvent.TIMED_OUT, LifecycleEvent.GONE):
+            managed.failed_to_start = True
+        managed.state, managed.state_since_s, managed.reason = after, now_s, reason or event.value
+        if after is LifecycleState.TERMINATED:
+            del self._nodes[managed.token]
+        return True
 
-    def overdue(self, now_s: float) -> list[NodeLife]:
-        """Those that have been in their state for longer than it may take: each is to be told LIMIT."""
+    def timed_out(self, now_s: float) -> list[ManagedNode]:
+        """Those that have been in their state for longer than its time limit."""
         config = self._config
         limits_s = {
-            State.REQUESTED: config.request_limit_s,
-            State.BOOTING: config.boot_limit_s,
-            State.LOADING: config.load_limit_s,
-            State.WARMING: config.warm_limit_s,
-            State.DRAINING: config.drain_limit_s,
+            LifecycleState.REQUESTED: REQUEST_TIMEOUT_S,
+            LifecycleState.BOOTING: config.boot_timeout_s,
+            LifecycleState.LOADING: config.load_timeout_s,
+            LifecycleState.WARMING: PREWARM_TIMEOUT_S,
+            LifecycleState.DRAINING: config.drain_timeout_s,
         }
-        return [life for life in self if now_s - life.since_s > limits_s.get(life.state, float("inf"))]
+        return [managed for managed in self if now_s - managed.state_since_s > limits_s.get(managed.state, inf)]

@@ -1,28 +1,31 @@
-"""An offer: one kind of node that could be had somewhere, and what it costs."""
+"""An offer: one kind of node that a provisioner can create somewhere, and its price."""
 
 from __future__ import annotations
 
 import msgspec
 
+OfferKey = tuple[str, str]
+"""The names of the provisioner and of the offer."""
+
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
     provisioner: str
-    """Name of the provisioner that makes it."""
+    """Name of the provisioner that creates it."""
     name: str
-    """Its own name there; stays the same from one call to the next. Say `us-east-1/g6.xlarge/spot`."""
+    """Its name at the provisioner, which stays the same from one call to the next, say `us-east-1/g6.xlarge/spot`."""
     island: str
-    """Where it would stand: provider and region."""
+    """Where the node would be: provider and region."""
     gpu: str
-    """The hardware, say `L4`: nodes with the same word are taken to be equally fast."""
+    """The hardware, say `L4`. Nodes with the same value are assumed to be equally fast."""
     gpus: int = 1
     spot: bool = False
     usd_per_hour: float
-    """Of the whole node. 0 for what costs nothing to add."""
+    """Price of the whole node; 0 if an additional node costs nothing."""
     start_s: float = 0.0
-    """From the request to a node that serves, as far as the provisioner knows; what is seen counts more."""
-    most: int | None = None
-    """How many of them can be had in all; None where nobody says."""
+    """Time from the request until the node serves, as the provisioner estimates it. Measured times replace it."""
+    max_nodes: int | None = None
+    """How many nodes of this offer can exist at a time; None if unknown."""
 
     @property
-    def key(self) -> tuple[str, str]:
+    def key(self) -> OfferKey:
         return self.provisioner, self.name

@@ -1,7 +1,6 @@
-"""The protocol that every provisioner speaks. Calls are asynchronous, and each answers within the provisioner's
-`timeout_s`: what takes longer goes on by itself, and the status tells how it went. Blocking libraries run in threads.
-A provisioner keeps no state that a crash could lose: what it has started, it finds again by the deployment's name,
-which each machine carries.
+"""The protocol of provisioners. Calls are asynchronous and return within the provisioner's `timeout_s`: an operation
+that takes longer continues, and the status reports its outcome. Blocking libraries run in threads. A provisioner keeps
+no state that a crash could lose: it finds its machines by the deployment's name, which each of them carries.
 """
 
 from __future__ import annotations
@@ -16,71 +15,71 @@ import msgspec
 from warmroute.scaling.offer import Offer
 
 TOKEN: Final = re.compile(r"n[0-9a-f]{16}")
-"""What a token looks like. Where a machine is found again by its name alone, it tells ours from others'."""
+"""The form of a token, which tells our machines from others where a name is all there is."""
 
 
 def new_token() -> str:
-    """Names one request for a node for good; nobody else has the same."""
+    """Return a unique token for a request for a node."""
     return f"n{secrets.token_hex(8)}"
 
 
 class MachineState(Enum):
-    PENDING = "pending"  # asked for, no endpoint yet
-    RUNNING = "running"  # has an endpoint; its engine may still be loading
-    ENDING = "ending"
-    ENDED = "ended"  # gone, and nothing of it is paid for any more; may be left out of a status, too
+    PENDING = "pending"  # requested, no address yet
+    RUNNING = "running"  # has an address; its engine may still be loading
+    TERMINATING = "terminating"
+    TERMINATED = "terminated"  # gone, and no longer paid for; a status may omit it
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """One node as its cloud knows it."""
+    """A machine as its provisioner reports it."""
 
     id: str
-    """The cloud's own name of it."""
+    """The provider's name of it."""
     token: str
-    """What it was asked for with: names one request for a node for good."""
+    """The token of the request that created it."""
     offer: str
-    """Name of its offer; empty where that is not known any more."""
+    """Name of its offer; empty if unknown."""
     state: MachineState
     url: str = ""
     """Where its engine will listen, once known."""
     reclaimed: bool = False
-    """The cloud has said that it takes it back soon, or it has stopped and is still paid for: drain and end at once."""
+    """The cloud will take it back soon, or it has stopped and is still paid for: drain and terminate it now."""
     started_s: float = 0.0
-    """When it was asked for, in seconds since 1970; 0 where nobody says."""
+    """When it was requested, in seconds since 1970; 0 if unknown."""
     reason: str = ""
-    """Why it is as it is, in the cloud's words, where it says so."""
+    """Why it is in this state, in the provider's words."""
     island: str = ""
-    """Where it stands, where the cloud says so; else its offer says it."""
-    endable: bool = True
-    """Whether it could be ended now. Some controllers (StatefulSet, LeaderWorkerSet) end only their last one."""
+    """Its island; empty for the one of its offer."""
+    removable: bool = True
+    """Whether it could be terminated now. A StatefulSet or LeaderWorkerSet can only remove its last Pod."""
 
 
-class CloudError(Exception):
-    """A call failed; a sentence for the operator. It may work later."""
+class ProvisionerError(Exception):
+    """A call failed. The message is a sentence for the operator. A later call may succeed."""
 
 
-class NoCapacity(CloudError):
-    """The cloud has none of these now, or the quota is used up: rest this offer and take another."""
+class NoCapacity(ProvisionerError):
+    """The provider has no such machine now, or the quota is used up: another offer may work."""
 
 
-class NoAnswer(CloudError, TimeoutError):
-    """A call was given up: nobody knows whether it was done. The status will tell."""
+class ProvisionerTimeout(ProvisionerError, TimeoutError):
+    """A call did not return in time, so its outcome is unknown. The status will show it."""
 
 
 class Provisioner(Protocol):
     name: str
 
     async def offers(self) -> list[Offer]:
-        """What could be had now. Raises CloudError."""
+        """Return what is available now. Raises ProvisionerError."""
 
     async def provision(self, offer: Offer, token: str) -> None:
-        """Asks for one node. With the same token again: nothing more is started. Raises NoCapacity, NoAnswer,
-        CloudError."""
+        """Request one machine. A second call with the same token creates nothing. Raises NoCapacity,
+        ProvisionerTimeout, ProvisionerError."""
 
     async def status(self) -> list[Machine]:
-        """Every machine of this deployment, whoever asked for it and whenever. Raises CloudError."""
+        """Return every machine of this deployment, whoever requested it. Raises ProvisionerError."""
 
     async def terminate(self, machine: Machine) -> None:
-        """Ends it; one that is gone already is no error. Raises CloudError."""
+        """Terminate a machine. One that is gone already is no error. Raises ProvisionerError."""
 
     async def close(self) -> None: ...

@@ -1,85 +1,99 @@
-"""What a cloud says of its offers is not always true: prices of 0 stand for "not known", spot prices are bid floors,
-fields are missing. Whatever could not be a price is dropped, with a sentence; what can be mended is mended.
+"""Validation of offers. Providers report impossible values: a price of 0 stands for an unknown price, a spot price may
+be a bid floor, fields are missing. The router drops offers with an impossible price and repairs what can be repaired.
 """
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Iterable
+from math import isfinite
+from typing import Final
 
 import msgspec
 
+from warmroute.config import ProvisionerConfig
+from warmroute.event_log import EventLog
 from warmroute.scaling.offer import Offer
 
-log = logging.getLogger("warmroute.scaling")
+log = EventLog("warmroute.scaling")
 
-LONGEST_START_S = 6 * 3600.0
+MAX_USD_PER_HOUR: Final = 10_000.0
+"""No node costs more; a higher price is an error in a catalog."""
+MAX_START_S: Final = 6 * 3600.0
 
 
-class Sanity:
-    """Checks the offers of one provisioner. A complaint is logged once, and again when it comes back after a while."""
+def is_quantity(value: float) -> bool:
+    """Return whether a reported value is a number from 0 up: neither NaN nor infinite nor negative."""
+    return isfinite(value) and value >= 0
 
-    def __init__(
-        self, name: str, *, free: bool = False, min_usd_per_gpu_hour: float = 0.0, max_usd_per_hour: float = math.inf
-    ) -> None:
-        self._name = name
-        self._free = free
-        self._floor = min_usd_per_gpu_hour
-        self._ceiling = max_usd_per_hour
-        self.said: tuple[str, ...] = ()
-        """What was wrong the last time."""
 
-    def check(self, offers: Iterable[Offer], complaints: Iterable[str] = ()) -> list[Offer]:
-        """Those that can be true, one for each name; `complaints` are those of whoever read them."""
-        good: dict[str, Offer] = {}
-        said = list(complaints)
+def price_problem(usd_per_hour: float, max_usd_per_hour: float = MAX_USD_PER_HOUR) -> str:
+    """Return why a price is impossible, or an empty string."""
+    if not isfinite(usd_per_hour):
+        return f"costs {usd_per_hour}, which is not a price"
+    if usd_per_hour < 0:
+        return f"costs ${usd_per_hour:g}/hour, which is below 0"
+    if usd_per_hour > max_usd_per_hour:
+        return f"costs ${usd_per_hour:g}/hour, above the maximum of ${max_usd_per_hour:g}"
+    return ""
+
+
+class OfferValidator:
+    """Validates the offers of one provisioner. It logs a problem once, and again when it comes back."""
+
+    def __init__(self, config: ProvisionerConfig, *, free: bool = False) -> None:
+        """`free`: a price of 0 is a real price."""
+        self._name = config.label
+        self._free = free or config.allow_free
+        self._min_usd_per_gpu_hour = config.min_usd_per_gpu_hour
+        self._max_usd_per_hour = config.max_usd_per_hour
+        self.problems: tuple[str, ...] = ()
+        """Those of the last call."""
+
+    def validate(self, offers: Iterable[Offer], problems: Iterable[str] = ()) -> list[Offer]:
+        """Return the valid offers, one for each name. `problems`: those that were found before."""
+        valid: dict[str, Offer] = {}
+        found = list(problems)
         for offer in offers:
-            wrong = self._wrong(offer)
-            if not wrong and offer.name in good:
-                wrong = "stands there twice; the first is taken"
-            if wrong:
-                said.append(f"{self._name}: the offer {offer.name!r} {wrong}")
-                continue
-            good[offer.name] = self._mended(offer, said)
-        for sentence in said:
-            if sentence not in self.said:
-                log.warning("%s", sentence)
-        self.said = tuple(said)
-        return list(good.values())
+            problem = self._problem(offer)
+            if not problem and offer.name in valid:
+                problem = "is listed twice; using the first"
+            if problem:
+                found.append(f"offer {offer.name!r} {problem}")
+            else:
+                valid[offer.name] = self._repaired(offer, found)
+        for problem in found:
+            if problem not in self.problems:
+                log.warning("offer_problem", provisioner=self._name, reason=problem)
+        self.problems = tuple(found)
+        return list(valid.values())
 
-    def _wrong(self, offer: Offer) -> str:
+    def _problem(self, offer: Offer) -> str:
+        """Return why the offer is dropped, or an empty string."""
         usd = offer.usd_per_hour
         if not offer.name:
             return "has no name: dropped"
         if not offer.gpu:
-            return "does not say its GPU: dropped"
+            return "has no GPU name: dropped"
         if offer.gpus < 1:
             return f"has {offer.gpus} GPUs: dropped"
-        if not math.isfinite(usd):
-            return f"costs {usd}, which is no price: dropped"
-        if usd < 0:
-            return f"costs ${usd:g} an hour, which is below 0: dropped"
+        problem = price_problem(usd, self._max_usd_per_hour)
+        if problem:
+            return f"{problem}: dropped"
+        if self._free:
+            return ""
         if usd == 0:
-            return "" if self._free else "costs $0, which stands for a price that is not known: dropped (or set free)"
-        if usd < self._floor * offer.gpus and not self._free:
-            return (
-                f"costs ${usd:g} an hour, below min_usd_per_gpu_hour (${self._floor:g} × {offer.gpus}): a bid floor, "
-                "no price: dropped"
-            )
-        if usd > self._ceiling:
-            return f"costs ${usd:g} an hour, above max_usd_per_hour (${self._ceiling:g}): dropped"
+            return "costs $0, which stands for an unknown price: dropped (provisioners.allow_free accepts it)"
+        if usd < self._min_usd_per_gpu_hour * offer.gpus:
+            minimum = f"min_usd_per_gpu_hour (${self._min_usd_per_gpu_hour:g} × {offer.gpus})"
+            return f"costs ${usd:g}/hour, below {minimum}; this is a bid floor, not a price: dropped"
         return ""
 
-    def _mended(self, offer: Offer, said: list[str]) -> Offer:
-        start_s = offer.start_s
-        if not 0 <= start_s <= LONGEST_START_S:  # also where it is NaN
-            start_s = LONGEST_START_S if start_s > LONGEST_START_S else 0.0
-            said.append(f"{self._name}: the offer {offer.name!r} starts in {offer.start_s} s: {start_s:g} s is taken")
-        most = offer.most
-        if most is not None and most < 0:
-            most = 0
-            said.append(f"{self._name}: the offer {offer.name!r} has {offer.most} nodes at most: 0 is taken")
-        if start_s is offer.start_s and most is offer.most:
-            return offer
-        return msgspec.structs.replace(offer, start_s=start_s, most=most)
+    def _repaired(self, offer: Offer, problems: list[str]) -> Offer:
+        start_s, max_nodes = offer.start_s, offer.max_nodes
+        if not 0 <= start_s <= MAX_START_S:  # also where it is NaN
+            start_s = MAX_START_S if start_s > MAX_START_S else 0.0
+            problems.append(f"offer {offer.name!r} has start_s {offer.start_s}: using {start_s:g}")
+        if max_nodes is not None and max_nodes < 0:
+            max_nodes = 0
+            problems.append(f"offer {offer.name!r} has max_nodes {offer.max_nodes}: using 0")
+        return msgspec.structs.replace(offer, start_s=start_s, max_nodes=max_nodes)

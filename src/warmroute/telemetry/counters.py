@@ -1,4 +1,4 @@
-"""What the router counts as it works: plain numbers, read out by telemetry.prometheus."""
+"""Counters of the router. telemetry/prometheus.py exports them."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ from collections import Counter
 
 class Counters:
     __slots__ = (
-        "answered",
-        "broken",
+        "disconnects",
+        "errors",
+        "interrupted",
         "journal_dropped",
         "journal_written",
-        "left",
         "loop_delay_max_s",
-        "refused",
+        "prompts_in_threads",
+        "prompts_not_tokenized",
+        "rejected",
+        "responses",
         "retries",
-        "routed",
-        "shed",
+        "route_requests",
         "stale_connections",
-        "threaded_prompts",
-        "unread_prompts",
     )
 
     def __init__(self) -> None:
-        self.answered: Counter[int] = Counter()
-        """Answers of nodes that went to clients whole, by status."""
-        self.refused: Counter[tuple[int, str]] = Counter()
-        """Errors of the router's own, by status and code."""
-        self.shed: Counter[tuple[str, int]] = Counter()
-        """Of these, those that a node could have served, but not now: by reason and priority."""
-        self.routed: Counter[str] = Counter()
-        """Requests that a route was found for, by its name."""
-        self.broken = 0
-        """Answers that broke off after they had begun."""
-        self.left = 0
-        """Clients that went away before their answer was complete."""
+        self.responses: Counter[int] = Counter()
+        """Complete responses of nodes, by status."""
+        self.errors: Counter[tuple[int, str]] = Counter()
+        """Error responses of the router itself, by status and code."""
+        self.rejected: Counter[tuple[str, int]] = Counter()
+        """Requests that admission rejected, by reason and priority. They are in `errors`, too."""
+        self.route_requests: Counter[str] = Counter()
+        """Requests by route."""
+        self.interrupted = 0
+        """Responses that failed after their first byte."""
+        self.disconnects = 0
+        """Clients that disconnected before the end of their response."""
         self.retries = 0
-        """Times that a request went on to another node."""
+        """Attempts on another node after a failed one."""
         self.stale_connections = 0
-        """Requests sent again since a kept-alive connection turned out closed."""
-        self.threaded_prompts = 0
-        """Prompts that were read in a thread."""
-        self.unread_prompts = 0
-        """Prompts that were not read: too many waited for a thread."""
+        """Requests sent again because the node had closed the kept-alive connection."""
+        self.prompts_in_threads = 0
+        """Prompts that a thread tokenized."""
+        self.prompts_not_tokenized = 0
+        """Prompts that the router routed by load because too many prompts waited for a thread."""
         self.journal_written = 0
-        """Decisions written to the journal's file."""
+        """Decisions written to the journal file."""
         self.journal_dropped = 0
-        """Decisions that its disk did not take."""
+        """Decisions that could not be written to the journal file."""
         self.loop_delay_max_s = 0.0
-        """Longest time that the event loop was late since the last scrape."""
+        """Longest delay of the event loop since the last scrape."""

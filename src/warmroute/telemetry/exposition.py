@@ -1,4 +1,4 @@
-"""Prometheus' text format, written straight out: a page of a thousand nodes has 50,000 lines, and each counts."""
+"""The text format of Prometheus, written directly: the page of a thousand nodes has 50,000 lines."""
 
 from __future__ import annotations
 
@@ -6,67 +6,54 @@ from collections.abc import Iterable
 from math import inf, isfinite, isnan
 from typing import Final
 
+from warmroute.telemetry.metric_definitions import Metric
+
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def label_value(text: str) -> str:
-    """As it stands between quotes."""
+    """Escape a label value."""
     return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
-def labels(**named: str) -> str:
-    return ",".join([f'{name}="{label_value(value)}"' for name, value in named.items()])
+def format_labels(**values: str) -> str:
+    return ",".join([f'{name}="{label_value(value)}"' for name, value in values.items()])
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     if isfinite(value):
         return repr(value) if isinstance(value, float) else str(int(value))
     return "NaN" if isnan(value) else "+Inf" if value > 0 else "-Inf"
 
 
-class Family:
-    """Samples of one name. What they are labelled with is text by then (`labels`), made once for many families."""
+class MetricLines:
+    """The samples of one metric. Labels are passed as text, so that many metrics can share it."""
 
-    __slots__ = ("_help", "_kind", "lines", "name")
+    __slots__ = ("_metric", "lines")
 
-    def __init__(self, name: str, kind: str, text: str) -> None:
-        self.name = name
-        self._kind = kind
-        self._help = text
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
         self.lines: list[str] = []
 
-    def add(self, value: float, labelled: str = "") -> None:
-        self.lines.append(f"{self.name}{{{labelled}}} {number(value)}" if labelled else f"{self.name} {number(value)}")
+    def add(self, value: float, labels: str = "") -> None:
+        name = self._metric.name
+        self.lines.append(f"{name}{{{labels}}} {format_number(value)}" if labels else f"{name} {format_number(value)}")
 
-    def written(self) -> str:
-        help_text = self._help.replace("\\", "\\\\").replace("\n", "\\n")
-        return "\n".join([f"# HELP {self.name} {help_text}", f"# TYPE {self.name} {self._kind}", *self.lines, ""])
+    def add_histogram(self, bounds: list[str], counts: Iterable[int], sum_: float, labels: str) -> None:
+        """`bounds`: as `bucket_bounds` returns them. `counts`: of each bucket alone, not cumulative."""
+        name, total = self._metric.name, 0
+        for bound, count in zip(bounds, counts, strict=True):
+            total += count
+            self.lines.append(f"{name}_bucket{{{labels},{bound}}} {total}")
+        self.lines.append(f"{name}_count{{{labels}}} {total}")
+        self.lines.append(f"{name}_sum{{{labels}}} {format_number(sum_)}")
 
-
-def gauge(name: str, text: str) -> Family:
-    return Family(name, "gauge", text)
-
-
-def counter(name: str, text: str) -> Family:
-    return Family(f"{name}_total", "counter", text)
-
-
-class Histogram(Family):
-    __slots__ = ("_bounds",)
-
-    def __init__(self, name: str, text: str, bounds: Iterable[float]) -> None:
-        super().__init__(name, "histogram", text)
-        self._bounds = [f'le="{number(bound)}"' for bound in (*bounds, inf)]
-
-    def add_counts(self, counts: Iterable[int], sum_: float, labelled: str) -> None:
-        """`counts`: of each bucket by itself, the last for what lies beyond the bounds."""
-        name, so_far = self.name, 0
-        for bound, count in zip(self._bounds, counts, strict=True):
-            so_far += count
-            self.lines.append(f"{name}_bucket{{{labelled},{bound}}} {so_far}")
-        self.lines.append(f"{name}_count{{{labelled}}} {so_far}")
-        self.lines.append(f"{name}_sum{{{labelled}}} {number(sum_)}")
+    def render(self) -> str:
+        metric = self._metric
+        text = metric.help.replace("\\", "\\\\").replace("\n", "\\n")
+        return "\n".join([f"# HELP {metric.name} {text}", f"# TYPE {metric.name} {metric.kind}", *self.lines, ""])
 
 
-def page(families: Iterable[Family]) -> bytes:
-    return "".join([family.written() for family in families]).encode()
+def bucket_bounds(bounds: Iterable[float]) -> list[str]:
+    """Return the labels of a histogram's buckets, the unbounded one included."""
+    return [f'le="{format_number(bound)}"' for bound in (*bounds, inf)]

@@ -1,17 +1,16 @@
-"""The journal: what was decided of late, on what grounds, and how it ended.
+"""The journal: recent routing decisions, their reasons, and how the requests ended.
 
-An entry costs its request some references: it is put into words when somebody reads it, or in the thread that writes it
-to disk. It holds numbers and names, and nothing that a user typed. Prices of the candidates are kept as the kernel made
-them; of very large fleets only the best outlive the request. So memory is bounded by `keep`.
+The router builds the text of an entry only when somebody reads it, or in the thread that writes the file, so an entry
+costs its request little. An entry contains numbers and names, never user text. `max_decisions` bounds the memory:
+entries of fleets with many candidates keep only the best prices once the request has ended.
 
-Lines go to disk in batches, moments after their requests have ended. A disk that is full, slow or gone costs lines,
-which are counted, and never a request.
+A thread writes finished entries to the file in batches. If the disk is full, slow or missing, the journal drops and
+counts entries; requests never wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import threading
 import time
@@ -25,31 +24,36 @@ from typing import Any, Final
 
 import msgspec
 
-from warmroute.blocking import aside
+from warmroute.blocking import run_in_thread
 from warmroute.config import Journal as JournalConfig
+from warmroute.config.priority import PRIORITY_NAMES
+from warmroute.event_log import EventLog, where_it_failed
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
+from warmroute.routing.attempts import Attempts
+from warmroute.routing.decision_record import KEEP_ALL_UP_TO, DecisionRecord
+from warmroute.routing.explanation import explain_decision
 from warmroute.routing.price import TERMS
-from warmroute.routing.reasons import WHOLE, Grounds, sentence
 from warmroute.telemetry.counters import Counters
 
-log = logging.getLogger("warmroute.journal")
-PRIORITIES: Final = ("high", "normal", "low")
-BATCH_S: Final = 0.25
-BATCH: Final = 256
-"""Lines that are written at once: so long does the thread keep the interpreter busy."""
-MOST_PENDING: Final = 8192
-"""Entries that may wait for the disk."""
-CLOSE_S: Final = 2.0
+log = EventLog("warmroute.journal")
 
+MAX_CANDIDATES: Final = 8
+"""Candidates in the description of a decision, the cheapest first."""
+WRITE_INTERVAL_S: Final = 0.25
+BATCH_ENTRIES: Final = 256
+"""Entries that are written at once. More would keep the interpreter lock for too long."""
+MAX_PENDING: Final = 8192
+"""Entries that may wait for the disk."""
+CLOSE_TIMEOUT_S: Final = 2.0
 
 End = tuple[Outcome, Node, int, int, float, float]
-"""How a request ended, the node that it was sent to last, how many were tried, the status, and when the first byte came
-(0.0: never) and the last."""
+"""The outcome, the node tried last, the number of nodes tried, the status, and the times of the first byte (0.0 without
+one) and of the end."""
 
 
 class Entry(msgspec.Struct, eq=False):
-    """One request's decision, and how it ended."""
+    """The decision for one request, and how the request ended."""
 
     request_id: bytes
     tenant: str
@@ -57,12 +61,12 @@ class Entry(msgspec.Struct, eq=False):
     route: str
     priority: int
     arrived_s: float
-    held_ms: float
-    grounds: Grounds
+    queued_ms: float
+    record: DecisionRecord
     reported: tuple[int | None, int | None, int | None] = (None, None, None)
-    """What the answer said, as far as it did: tokens of the prompt, those that were cached, tokens of the answer."""
+    """Prompt tokens, cached tokens and output tokens that the node reported."""
     end: End | None = None
-    """None while it runs."""
+    """None while the request runs."""
 
 
 class Journal:
@@ -70,75 +74,86 @@ class Journal:
         self._now = now
         self._counters = counters
         self._random = Random()
-        self._entries: deque[Entry] = deque(maxlen=config.keep)
+        self._entries: deque[Entry] = deque(maxlen=config.max_decisions)
         self._pending: deque[Entry] = deque()
-        self._one_writer = threading.Lock()
+        self._write_lock = threading.Lock()
         self.reconfigure(config)
 
     def reconfigure(self, config: JournalConfig) -> None:
         self.config = config
-        if self._entries.maxlen != config.keep:
-            self._entries = deque(self._entries, config.keep)
-        self.decided: Callable[[Entry], None] = self._entries.append
-        """Told of each request that goes to a node."""
-        self.on = bool(config.keep or config.file)
-        self._writes = bool(config.file and config.sample)
+        if self._entries.maxlen != config.max_decisions:
+            self._entries = deque(self._entries, config.max_decisions)
+        self.add: Callable[[Entry], None] = self._entries.append
+        self.on = bool(config.max_decisions or config.file)
+        self._writes = bool(config.file and config.sample_ratio)
         self._failing = False
 
-    # While requests run.
+    # Recording.
 
-    def ended(self, entry: Entry, outcome: Outcome, ticket: Ticket, tried: int, status: int, now_s: float) -> None:
+    def begin(self, attempts: Attempts, queued_ms: float) -> Entry:
+        """Start the entry of a request that got a decision."""
+        request = attempts.request
+        entry = Entry(
+            attempts.request_id, request.tenant, request.model, request.route, request.priority, request.arrived_s,
+            queued_ms, attempts.decision.record(),
+        )  # fmt: skip
+        self.add(entry)
+        return entry
+
+    def complete(self, entry: Entry, attempts: Attempts, outcome: Outcome, now_s: float) -> None:
+        """Complete the entry of a request that has ended."""
+        if attempts.reported is not None:
+            entry.reported = attempts.reported
+        self.end(entry, outcome, attempts.ticket, attempts.tried, attempts.status, now_s)
+
+    def end(self, entry: Entry, outcome: Outcome, ticket: Ticket, tried: int, status: int, now_s: float) -> None:
         entry.end = (outcome, ticket.node, tried, status, ticket.first_byte_s, now_s)
-        if entry.grounds.considered > WHOLE:
-            entry.grounds.cut(self.config.candidates)
-        if self._writes and (self.config.sample >= 1.0 or self._random.random() < self.config.sample):
-            if len(self._pending) < MOST_PENDING:
+        if entry.record.considered > KEEP_ALL_UP_TO:
+            entry.record.keep_best(MAX_CANDIDATES)
+        ratio = self.config.sample_ratio
+        if self._writes and (ratio >= 1.0 or self._random.random() < ratio):
+            if len(self._pending) < MAX_PENDING:
                 self._pending.append(entry)
             else:
                 self._counters.journal_dropped += 1
 
-    # For those who read it.
+    # Reading.
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def latest(self, most: int) -> list[Entry]:
-        """The latest first."""
+    def latest(self, limit: int) -> list[Entry]:
+        """Return the latest entries, newest first."""
         entries = self._entries
-        return [entries[-1 - at] for at in range(min(most, len(entries)))]
+        return [entries[-1 - at] for at in range(min(limit, len(entries)))]
 
     def find(self, request_id: bytes) -> Entry | None:
-        """The latest with this id."""
+        """Return the latest entry of this request."""
         return next((entry for entry in reversed(self._entries) if entry.request_id == request_id), None)
 
     def describe(self, entry: Entry) -> dict[str, Any]:
-        """An entry in words and numbers. Takes some 100 µs: many of them are for a thread."""
+        """Return an entry as JSON values. This takes about 100 µs: describe many entries in a thread."""
         wall_s = time.time() - self._now()
-        grounds = entry.grounds
-        outcome, last, tried, status, first_byte_s, ended_s = entry.end or (None, grounds.node, 1, 0, 0.0, 0.0)
+        record = entry.record
+        outcome, last, tried, status, first_byte_s, ended_s = entry.end or (None, record.node, 1, 0, 0.0, 0.0)
+        failed = outcome is Outcome.FAILED or outcome is Outcome.BUSY
         prompt_tokens, cached_tokens, output_tokens = entry.reported
         return {
             "request_id": entry.request_id.decode("ascii", "replace"),
-            "time": in_utc(wall_s + entry.arrived_s),
+            "time": format_utc(wall_s + entry.arrived_s),
             "tenant": entry.tenant,
             "model": entry.model,
             "route": entry.route,
-            "priority": PRIORITIES[entry.priority],
-            "sentence": sentence(
-                grounds,
-                held_ms=entry.held_ms,
-                tried=tried,
-                last=last,
-                failed=outcome is Outcome.FAILED or outcome is Outcome.BUSY,
-            ),
-            **describe(grounds, self.config.candidates),
-            "held_ms": round(entry.held_ms, 3),
+            "priority": PRIORITY_NAMES[entry.priority],
+            "explanation": explain_decision(record, queued_ms=entry.queued_ms, tried=tried, last=last, failed=failed),
+            **describe_decision(record),
+            "queued_ms": round(entry.queued_ms, 3),
             "attempts": tried,
             "answered_by": last.name if first_byte_s else None,
             "outcome": outcome.name.lower() if outcome is not None else "running",
             "status": status or None,
-            "first_byte_ms": _since(entry.arrived_s, first_byte_s),
-            "took_ms": _since(entry.arrived_s, ended_s),
+            "first_byte_ms": _ms_between(entry.arrived_s, first_byte_s),
+            "duration_ms": _ms_between(entry.arrived_s, ended_s),
             "reported": {
                 "prompt_tokens": prompt_tokens,
                 "cached_tokens": cached_tokens,
@@ -146,55 +161,62 @@ class Journal:
             },
         }
 
-    # To disk.
+    # Writing.
 
     async def run(self) -> None:
-        """Writes what has ended, for as long as it runs."""
+        """Write finished entries to the file until the task is canceled."""
         while True:
-            await asyncio.sleep(BATCH_S)
+            await asyncio.sleep(WRITE_INTERVAL_S)
             while self._pending:
-                await aside(self.write, "journal")
+                await run_in_thread(self.write_batch, "journal")
 
     async def close(self) -> None:
-        """Writes what is left, unless the disk takes too long: then it keeps nobody from ending."""
+        """Write the remaining entries, or drop them after CLOSE_TIMEOUT_S."""
         try:
-            async with asyncio.timeout(CLOSE_S):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 while self._pending:
-                    await aside(self.write, "journal")
+                    await run_in_thread(self.write_batch, "journal")
         except TimeoutError:
-            log.error("the journal's disk takes too long: %d decisions are not written", len(self._pending))
+            log.error(
+                "journal_close_timed_out",
+                "The disk is too slow; the remaining decisions are not written.",
+                file=self.config.file,
+                dropped=len(self._pending),
+            )
 
-    def write(self) -> None:
-        """Writes a batch; in a thread."""
-        with self._one_writer:
+    def write_batch(self) -> None:
+        """Write a batch of entries. Called in a thread."""
+        with self._write_lock:
             self._write()
 
     def _write(self) -> None:
-        config = self.config
-        entries = [self._pending.popleft() for _ in range(min(BATCH, len(self._pending)))]
-        count = len(entries)
+        config, counters = self.config, self._counters
+        entries = [self._pending.popleft() for _ in range(min(BATCH_ENTRIES, len(self._pending)))]
         if not entries or not config.file:
             return
         try:
             lines = b"".join([msgspec.json.encode(self.describe(entry)) + b"\n" for entry in entries])
-            append(Path(config.file), lines, config.max_bytes)
+            append(Path(config.file), lines, config.file_max_bytes)
         except Exception as error:
-            self._counters.journal_dropped += count
-            if not self._failing:  # once, not for each batch
+            counters.journal_dropped += len(entries)
+            if not self._failing:
                 self._failing = True
-                why = error.strerror if isinstance(error, OSError) else repr(error)
-                log.error("the journal can't be written to %s: %s; it goes without until it can", config.file, why)
+                reason = error.strerror if isinstance(error, OSError) else where_it_failed(error)
+                log.error(
+                    "journal_write_failed",
+                    "The router drops decisions until it can write the file again.",
+                    file=config.file,
+                    reason=reason,
+                )
             return
-        counters = self._counters
-        counters.journal_written += count
+        counters.journal_written += len(entries)
         if self._failing:
             self._failing = False
-            dropped = counters.journal_dropped
-            log.info("the journal is written to %s again; %d decisions were dropped so far", config.file, dropped)
+            log.info("journal_write_recovered", file=config.file, dropped=counters.journal_dropped)
 
 
 def append(path: Path, lines: bytes, max_bytes: int) -> None:
-    """All of the lines or none; begins the file anew where they would make it too large. Raises OSError."""
+    """Append all lines or none. Rotate the file first if it would become too large. Raises OSError."""
     try:
         size = path.stat().st_size
     except FileNotFoundError:
@@ -205,9 +227,9 @@ def append(path: Path, lines: bytes, max_bytes: int) -> None:
     try:
         before = os.fstat(file).st_size
         try:
-            left = memoryview(lines)
-            while left:
-                left = left[os.write(file, left) :]
+            rest = memoryview(lines)
+            while rest:
+                rest = rest[os.write(file, rest) :]
         except OSError:
             with suppress(OSError):
                 os.ftruncate(file, before)
@@ -216,35 +238,35 @@ def append(path: Path, lines: bytes, max_bytes: int) -> None:
         os.close(file)
 
 
-def describe(grounds: Grounds, most: int) -> dict[str, Any]:
-    """What was decided, and the best candidates term by term."""
+def describe_decision(record: DecisionRecord) -> dict[str, Any]:
+    """Return the decision and the terms of its best candidates as JSON values."""
     return {
-        "node": grounds.node.name,
-        "policy": grounds.policy,
-        "reason": grounds.reason,
-        "prompt_tokens": grounds.tokens or None,
-        "cached_tokens": round(grounds.cached) if grounds.tokens else None,
-        "new_tokens": grounds.tokens - round(grounds.cached) if grounds.tokens else None,
-        "considered": grounds.considered,
+        "node": record.node.name,
+        "policy": record.policy,
+        "reason": record.reason,
+        "prompt_tokens": record.tokens or None,
+        "cached_tokens": round(record.cached) if record.tokens else None,
+        "new_tokens": record.tokens - round(record.cached) if record.tokens else None,
+        "candidate_count": record.considered,
         "candidates": [
             {
                 "node": node.name,
                 "island": node.island,
-                "chosen": node is grounds.node,
+                "chosen": node is record.node,
                 "total_ms": round(price.total, 3),
                 "terms_ms": {term: round(getattr(price, term), 3) for term in TERMS},
                 "cached_tokens": round(price.cached),
                 "new_tokens": round(price.new),
                 "output_tokens": round(price.output),
             }
-            for node, price in grounds.ranked(most)
+            for node, price in record.ranked(MAX_CANDIDATES)
         ],
     }
 
 
-def in_utc(unix_s: float) -> str:
+def format_utc(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _since(begin_s: float, end_s: float) -> float | None:
-    return round((end_s - begin_s) * 1000.0, 3) if end_s else None
+def _ms_between(start_s: float, end_s: float) -> float | None:
+    return round((end_s - start_s) * 1000.0, 3) if end_s else None

@@ -1,4 +1,4 @@
-"""How late the event loop runs what is due: the first sign that something holds it."""
+"""Measures the delay of the event loop: how late it runs a timer."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ async def watch_loop_delay(counters: Counters) -> None:
     while True:
         before_s = time.monotonic()
         await asyncio.sleep(INTERVAL_S)
-        late_s = time.monotonic() - before_s - INTERVAL_S
-        if late_s > counters.loop_delay_max_s:
-            counters.loop_delay_max_s = late_s
+        delay_s = time.monotonic() - before_s - INTERVAL_S
+        if delay_s > counters.loop_delay_max_s:
+            counters.loop_delay_max_s = delay_s

@@ -1,24 +1,24 @@
-"""The metrics page: read out of the books and counters when it is asked for, so that counting costs nothing more.
-
-Labels are bounded: nodes, outcomes, statuses and error codes; never a tenant, a path or anything that a client sends.
-"""
+"""The metrics page. The router reads all values when Prometheus scrapes it, so counting costs requests nothing."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol
 
 from warmroute import __version__
+from warmroute.config.priority import PRIORITY_NAMES
 from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.health import Standing
+from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import FIRST_BYTE_BOUNDS_MS, Outcome
-from warmroute.index.cache_view import CacheView
+from warmroute.index.cache_view import EVENT_AGES_S, CacheView
+from warmroute.telemetry import metric_definitions as metrics
 from warmroute.telemetry.counters import Counters
-from warmroute.telemetry.exposition import Family, Histogram, counter, gauge, label_value, labels, page
+from warmroute.telemetry.exposition import MetricLines, bucket_bounds, format_labels, label_value
+from warmroute.telemetry.metric_definitions import METRICS, Metric
 
 
-class ScalingFigures(Protocol):
+class ScalingStats(Protocol):
     @property
     def desired_nodes(self) -> int: ...
     @property
@@ -28,12 +28,22 @@ class ScalingFigures(Protocol):
     @property
     def utilisation(self) -> float: ...
     @property
+    def added(self) -> int: ...
+    @property
+    def removed(self) -> int: ...
+    @property
+    def refused(self) -> int: ...
+    @property
+    def lost(self) -> int: ...
+    @property
     def leading(self) -> bool: ...
 
 
-PRIORITY_NAMES = ("high", "normal", "low")
-_STANDINGS = [(standing, f',state="{standing.value}"') for standing in Standing]
-_OUTCOMES = [(outcome, f',outcome="{outcome.name.lower()}"') for outcome in Outcome]
+_HEALTH_STATES: Final = [(state, f',state="{state.value}"') for state in HealthState]
+_OUTCOMES: Final = [(outcome, f',outcome="{outcome.name.lower()}"') for outcome in Outcome]
+_FIRST_BYTE_BOUNDS: Final = bucket_bounds(bound / 1000 for bound in FIRST_BYTE_BOUNDS_MS)
+
+Page = Mapping[Metric, MetricLines]
 
 
 class MetricsPage:
@@ -45,209 +55,140 @@ class MetricsPage:
         connections: Callable[[], tuple[int, int]],
         waiting: Callable[[], tuple[int, int]],
         now: Callable[[], float] = time.monotonic,
-        scaling: Callable[[], ScalingFigures | None] = lambda: None,
+        scaling: Callable[[], ScalingStats | None] = lambda: None,
     ) -> None:
-        """`connections`: open now, ever; `waiting`: requests that wait now, that had to wait ever; `scaling`: None
-        where the fleet is not scaled."""
-        self._scaling = scaling
+        """`connections`: open ones, and all accepted. `waiting`: waiting requests, and all that ever waited.
+        `scaling`: None if the router does not scale the fleet."""
         self._fleet = fleet
         self._cache_view = cache_view
-        self._now = now
         self._counters = counters
         self._connections = connections
         self._waiting = waiting
+        self._now = now
+        self._scaling = scaling
 
     def render(self) -> bytes:
-        """The page as text. Takes milliseconds on large fleets: call it off the loop."""
-        return page(self.collect())
+        """Return the page as text. This takes milliseconds for a large fleet: call it in a thread."""
+        page = {metric: MetricLines(metric) for metric in METRICS}
+        page[metrics.BUILD_INFO].add(1, format_labels(version=__version__))
+        self._add_requests(page)
+        self._add_nodes(page)
+        self._add_index(page)
+        self._add_caches(page)
+        self._add_islands(page)
+        self._add_scaling(page)
+        return "".join([lines.render() for lines in page.values()]).encode()
 
-    def collect(self) -> Iterable[Family]:
-        info = gauge("warmroute_info", "The running version.")
-        info.add(1, labels(version=__version__))
-        yield info
-        yield from self._requests()
-        yield from self._nodes()
-        yield from self._index()
-        yield from self._caches()
-        yield from self._islands()
-        yield from self._scaled()
-        now, ever = self._waiting()
-        yield _one(gauge("warmroute_waiting", "Requests that wait here for a node."), now)
-        yield _one(counter("warmroute_held", "Requests that had to wait here for a node."), ever)
-        now, ever = self._connections()
-        yield _one(gauge("warmroute_connections", "Client connections open now."), now)
-        yield _one(counter("warmroute_connections_accepted", "Client connections accepted."), ever)
-        delay_s, self._counters.loop_delay_max_s = self._counters.loop_delay_max_s, 0.0
-        longest = gauge("warmroute_loop_delay_max_seconds", "Longest delay of the event loop since the last scrape.")
-        yield _one(longest, delay_s)
-
-    def _requests(self) -> Iterable[Family]:
+    def _add_requests(self, page: Page) -> None:
         counters = self._counters
-        answered = counter("warmroute_requests_answered", "Answers of nodes that reached clients whole.")
-        for status, count in sorted(counters.answered.copy().items()):
-            answered.add(count, labels(status=str(status)))
-        yield answered
-        refused = counter("warmroute_requests_refused", "Requests answered by the router with an error.")
-        for (status, code), count in sorted(counters.refused.copy().items()):
-            refused.add(count, labels(code=code, status=str(status)))
-        yield refused
-        shed = counter("warmroute_shed", "Requests that were not admitted, by reason and priority.")
-        for (reason, priority), count in sorted(counters.shed.copy().items()):
-            shed.add(count, labels(priority=PRIORITY_NAMES[priority], reason=reason))
-        yield shed
-        routed = counter("warmroute_route_requests", "Requests of each route.")
-        for route, count in sorted(counters.routed.copy().items()):
-            routed.add(count, labels(route=route))
-        yield routed
-        for name, help_text, value in (
-            ("requests_broken", "Answers that broke off after they had begun.", counters.broken),
-            ("requests_left", "Clients gone before their answer was complete.", counters.left),
-            ("retries", "Times a request went on to another node.", counters.retries),
-            ("stale_connections", "Requests sent again on a fresh connection.", counters.stale_connections),
-            ("prompts_threaded", "Prompts read in a thread.", counters.threaded_prompts),
-            ("prompts_unread", "Prompts not read: too many waited for a thread.", counters.unread_prompts),
-            ("journal_written", "Decisions written to the journal's file.", counters.journal_written),
-            ("journal_dropped", "Decisions that the journal's disk did not take.", counters.journal_dropped),
+        for status, count in sorted(counters.responses.copy().items()):
+            page[metrics.RESPONSES].add(count, format_labels(status=str(status)))
+        for (status, code), count in sorted(counters.errors.copy().items()):
+            page[metrics.ERRORS].add(count, format_labels(code=code, status=str(status)))
+        for (reason, priority), count in sorted(counters.rejected.copy().items()):
+            labels = format_labels(priority=PRIORITY_NAMES[priority], reason=reason)
+            page[metrics.REQUESTS_REJECTED].add(count, labels)
+        for route, count in sorted(counters.route_requests.copy().items()):
+            page[metrics.ROUTE_REQUESTS].add(count, format_labels(route=route))
+        loop_delay_s, counters.loop_delay_max_s = counters.loop_delay_max_s, 0.0
+        waiting, queued = self._waiting()
+        connections, accepted = self._connections()
+        for metric, value in (
+            (metrics.REQUESTS_WAITING, waiting),
+            (metrics.REQUESTS_QUEUED, queued),
+            (metrics.RESPONSES_INTERRUPTED, counters.interrupted),
+            (metrics.CLIENT_DISCONNECTS, counters.disconnects),
+            (metrics.RETRIES, counters.retries),
+            (metrics.CLIENT_CONNECTIONS, connections),
+            (metrics.CLIENT_CONNECTIONS_ACCEPTED, accepted),
+            (metrics.NODE_CONNECTIONS_STALE, counters.stale_connections),
+            (metrics.PROMPTS_IN_THREADS, counters.prompts_in_threads),
+            (metrics.PROMPTS_NOT_TOKENIZED, counters.prompts_not_tokenized),
+            (metrics.JOURNAL_WRITTEN, counters.journal_written),
+            (metrics.JOURNAL_DROPPED, counters.journal_dropped),
+            (metrics.LOOP_DELAY_MAX, loop_delay_s),
         ):
-            yield _one(counter(f"warmroute_{name}", help_text), value)
+            page[metric].add(value)
 
-    def _nodes(self) -> Iterable[Family]:
-        inflight = gauge("warmroute_node_inflight", "Requests of this router on the node.")
-        other_load = gauge("warmroute_node_foreign", "Requests of others on the node, at the last poll.")
-        waiting = gauge("warmroute_node_waiting", "Requests that the engine has queued, at the last poll.")
-        kv_usage = gauge("warmroute_node_kv_usage_ratio", "Share of KV blocks in use, at the last poll.")
-        latency = gauge("warmroute_node_latency_ms", "Moving average of an answer's time.")
-        prefill = gauge("warmroute_node_prefill_ms_per_token", "Time to prefill a token of a short prompt, as learned.")
-        token = gauge(
-            "warmroute_node_token_ms", "Time between two tokens of an answer there, as learned and as it is loaded now."
-        )
-        adapters = gauge("warmroute_node_adapters_loaded", "LoRA adapters that the node is believed to have loaded.")
-        loads = counter("warmroute_node_adapter_loads", "Requests sent there that had to load their adapter.")
-        state = gauge("warmroute_node_state", "1 for the state that the node is in.")
-        requests = counter("warmroute_node_requests", "Requests sent to the node, by how they ended.")
-        first_byte = Histogram(
-            "warmroute_node_first_byte_seconds", "Time to the answer's first byte.",
-            [bound / 1000 for bound in FIRST_BYTE_BOUNDS_MS],
-        )  # fmt: skip
+    def _add_nodes(self, page: Page) -> None:
+        in_flight, other_requests = page[metrics.NODE_IN_FLIGHT], page[metrics.NODE_OTHER_REQUESTS]
+        waiting, kv_usage = page[metrics.NODE_WAITING], page[metrics.NODE_KV_USAGE]
+        latency, prefill, decode = page[metrics.NODE_LATENCY], page[metrics.NODE_PREFILL], page[metrics.NODE_DECODE]
+        adapters, adapter_loads = page[metrics.NODE_LORA_ADAPTERS], page[metrics.NODE_LORA_LOADS]
+        states, requests = page[metrics.NODE_STATE], page[metrics.NODE_REQUESTS]
+        first_byte = page[metrics.NODE_FIRST_BYTE]
         for node in list(self._fleet):
             name = f'node="{label_value(node.name)}"'
-            inflight.add(node.inflight, name)
-            other_load.add(node.other_load, name)
+            in_flight.add(node.inflight, name)
+            other_requests.add(node.other_load, name)
             waiting.add(node.waiting, name)
             kv_usage.add(node.kv_usage, name)
-            latency.add(node.latency_ms, name)
-            prefill.add(node.speed.ms_per_token, name)
-            adapters.add(len(node.loaded), name)
-            loads.add(node.loaded.loads, name)
+            latency.add(node.latency_ms / 1000, name)
+            prefill.add(node.speed.ms_per_token / 1000, name)
             for group in node.groups[:1]:
-                token.add(node.speed.factor * group.pace.token_ms(node.context), name)
-            draining, standing = node.draining, node.health.standing
-            for one, labelled in _STANDINGS:
-                state.add(one is standing and not draining, name + labelled)
-            state.add(draining, name + ',state="draining"')
-            for outcome, labelled in _OUTCOMES:
-                requests.add(node.outcomes[outcome], name + labelled)
-            first_byte.add_counts(node.first_byte_counts, node.first_byte_sum_ms / 1000, name)
-        yield from (
-            inflight, other_load, waiting, kv_usage, latency, prefill, token, adapters, loads, state, requests, first_byte,
-        )  # fmt: skip
+                decode.add(node.speed.factor * group.decode_speed.token_ms(node.context) / 1000, name)
+            adapters.add(len(node.loaded_adapters), name)
+            adapter_loads.add(node.loaded_adapters.load_count, name)
+            draining, current = node.draining, node.health.state
+            for state, label in _HEALTH_STATES:
+                states.add(state is current and not draining, name + label)
+            states.add(draining, name + ',state="draining"')
+            for outcome, label in _OUTCOMES:
+                requests.add(node.outcomes[outcome], name + label)
+            first_byte.add_histogram(_FIRST_BYTE_BOUNDS, node.first_byte_counts, node.first_byte_sum_ms / 1000, name)
 
-    def _index(self) -> Iterable[Family]:
+    def _add_index(self, page: Page) -> None:
         stats = self._cache_view.index.stats()
-        for name, text in (
-            ("bytes", "Memory of the block index."),
-            ("budget_bytes", "Memory that the block index may have."),
-            ("blocks", "Different blocks in the index."),
-            ("pairs", "Blocks × places that hold them."),
-        ):
-            yield _one(gauge(f"warmroute_index_{name}", text), stats[name])
-        yield _one(counter("warmroute_index_evicted", "Pairs given up for the memory."), stats["evicted"])
+        page[metrics.INDEX_BYTES].add(stats["bytes"])
+        page[metrics.INDEX_MAX_BYTES].add(stats["budget_bytes"])
+        page[metrics.INDEX_BLOCKS].add(stats["blocks"])
+        page[metrics.INDEX_BLOCK_COPIES].add(stats["pairs"])
+        page[metrics.INDEX_EVICTIONS].add(stats["evicted"])
 
-    def _caches(self) -> Iterable[Family]:
-        told = _cache("told", "1 where the node's events are followed, and none was lost.")
-        doubted = _cache("doubted", "1 where the node has another tokenizer than the router.")
-        confidence = _cache("confidence_ratio", "How much a hit on the node counts.")
-        agreement = _cache("agreement_ratio", "Cached tokens predicted and reported, of those predicted or reported.")
-        lag = _cache("event_lag_seconds", "How late the node's events come.")
-        predicted = _cache_count("predicted_tokens", "Cached tokens that were predicted, where the node reported them.")
-        reported = _cache_count("reported_tokens", "Cached tokens that the node reported.")
-        compared = _cache_count("compared", "Answers that told how much was cached.")
-        exact = _cache_count("exact", "Answers that told just what was predicted.")
-        gaps = _cache_count("gaps", "Times that events were lost for good.")
-        now_s, config = self._now(), self._cache_view.config
+    def _add_caches(self, page: Page) -> None:
+        now_s = self._now()
         for cache in list(self._cache_view):
-            node, accuracy = labels(node=cache.name), cache.accuracy
-            told.add(cache.complete, node)
-            doubted.add(cache.doubted, node)
-            confidence.add(cache.confidence(now_s, config.stale_s, config.gone_s), node)
-            agreement.add(accuracy.agreement(), node)
-            lag.add(cache.lag_s, node)
-            predicted.add(accuracy.predicted_tokens, node)
-            reported.add(accuracy.reported_tokens, node)
-            compared.add(accuracy.compared, node)
-            exact.add(accuracy.exact, node)
-            gaps.add(cache.gaps, node)
-        yield from (told, doubted, confidence, agreement, lag, predicted, reported, compared, exact, gaps)
+            node, accuracy = format_labels(node=cache.name), cache.accuracy
+            page[metrics.CACHE_EVENTS_COMPLETE].add(cache.complete, node)
+            page[metrics.CACHE_TOKEN_MISMATCH].add(cache.doubted, node)
+            page[metrics.CACHE_CONFIDENCE].add(cache.confidence(now_s, *EVENT_AGES_S), node)
+            page[metrics.CACHE_AGREEMENT].add(accuracy.agreement(), node)
+            page[metrics.CACHE_EVENT_LAG].add(cache.lag_s, node)
+            page[metrics.CACHE_PREDICTED].add(accuracy.predicted_tokens, node)
+            page[metrics.CACHE_REPORTED].add(accuracy.reported_tokens, node)
+            page[metrics.CACHE_PREDICTIONS].add(accuracy.compared, node)
+            page[metrics.CACHE_EXACT].add(accuracy.exact, node)
+            page[metrics.CACHE_EVENT_GAPS].add(cache.gaps, node)
 
-    def _islands(self) -> Iterable[Family]:
-        round_trip = gauge(
-            "warmroute_island_round_trip_ms", "From here to the island and back, as configured or measured."
-        )
-        distance = gauge(
-            "warmroute_island_distance_ms",
-            "What its distance counts in a price: the way, its network's cost, the line.",
-        )
-        line = gauge("warmroute_island_line_ms", "How long those who wait here for the island keep its nodes busy.")
+    def _add_islands(self, page: Page) -> None:
         for island in list(self._fleet.islands):
-            name = labels(island=island.name)
-            round_trip.add(island.round_trip_ms, name)
-            distance.add(island.told_ms, name)
-            line.add(island.line_ms, name)
-        yield from (round_trip, distance, line)
-        books = self._fleet.islands.books
-        for what, text, counts in (
-            ("fresh", "New conversations, by the island that they went to.", books.fresh),
-            ("stayed", "Turns that were served at their conversation's home.", books.stayed),
-            ("away", "Turns that were served elsewhere.", books.away),
-            ("came_home", "Conversations that came back to their home.", books.came_home),
+            name = format_labels(island=island.name)
+            page[metrics.ISLAND_ROUND_TRIP].add(island.round_trip_ms / 1000, name)
+            page[metrics.ISLAND_DISTANCE].add(island.distance_ms / 1000, name)
+            page[metrics.ISLAND_QUEUE].add(island.queue_ms / 1000, name)
+        conversations = self._fleet.islands.conversations
+        for metric, counts in (
+            (metrics.CONVERSATIONS_STARTED, conversations.started),
+            (metrics.TURNS_AT_HOME, conversations.served_at_home),
+            (metrics.TURNS_AWAY, conversations.served_away),
+            (metrics.CONVERSATIONS_RETURNED, conversations.returned),
         ):
-            family = counter(f"warmroute_conversations_{what}", text)
-            for island_name, count in sorted(counts.copy().items()):
-                family.add(count, labels(island=island_name))
-            yield family
-        crossed = counter("warmroute_conversations_crossed", "Conversations that left their home.")
-        for (left, to, reason), count in sorted(books.crossed.copy().items()):
-            crossed.add(count, labels(island=left, reason=reason, to=to))
-        yield crossed
+            for name, count in sorted(counts.copy().items()):
+                page[metric].add(count, format_labels(island=name))
+        for (home, to, reason), count in sorted(conversations.moved.copy().items()):
+            page[metrics.CONVERSATIONS_MOVED].add(count, format_labels(island=home, reason=reason, to=to))
 
-    def _scaled(self) -> Iterable[Family]:
-        figures = self._scaling()
-        states = gauge("warmroute_scaling_nodes", "Nodes of provisioners, by where they are in their life.")
-        changes = counter("warmroute_scaling_changes", "Nodes that came, were given back, refused, or lost.")
-        if figures is not None:
-            for name, text, value in (
-                ("desired_nodes", "Nodes that the fleet should have.", figures.desired_nodes),
-                ("scaling_utilisation", "Share of the fleet's time that its work takes.", figures.utilisation),
-                ("scaling_usd_per_hour", "What the fleet costs, as far as prices are known.", figures.usd_per_hour),
-                ("scaling_leading", "Whether this process is the one that scales.", figures.leading),
-            ):
-                yield _one(gauge(f"warmroute_{name}", text), value)
-            for state, count in figures.states.items():
-                states.add(count, labels(state=state))
-            for change in ("added", "given_back", "refused", "lost"):
-                changes.add(getattr(figures, change), labels(change=change))
-        yield states
-        yield changes
-
-
-def _one(family: Family, value: float) -> Family:
-    family.add(value)
-    return family
-
-
-def _cache(name: str, text: str) -> Family:
-    return gauge(f"warmroute_node_cache_{name}", text)
-
-
-def _cache_count(name: str, text: str) -> Family:
-    return counter(f"warmroute_node_cache_{name}", text)
+    def _add_scaling(self, page: Page) -> None:
+        stats = self._scaling()
+        if stats is None:
+            return
+        page[metrics.SCALING_DESIRED_NODES].add(stats.desired_nodes)
+        page[metrics.SCALING_UTILISATION].add(stats.utilisation)
+        page[metrics.SCALING_COST].add(stats.usd_per_hour)
+        page[metrics.SCALING_LEADER].add(stats.leading)
+        for state, count in stats.states.items():
+            page[metrics.SCALING_NODES].add(count, format_labels(state=state))
+        for change, count in (
+            ("added", stats.added), ("removed", stats.removed), ("refused", stats.refused), ("lost", stats.lost),
+        ):  # fmt: skip
+            page[metrics.SCALING_CHANGES].add(count, format_labels(change=change))

@@ -2,7 +2,7 @@
 
 from enum import IntEnum
 
-from warmroute.fake_engine.core.request import EngineRequest
+from warmroute.fake_engine.core.engine_request import EngineRequest
 
 
 class State(IntEnum):

@@ -17,7 +17,7 @@ import msgspec
 
 from warmroute.fake_engine.core import EngineConfig
 from warmroute.fake_engine.server.histogram import Histogram
-from warmroute.fake_engine.server.metrics import RankMetrics
+from warmroute.fake_engine.server.rank_metrics import RankMetrics
 from warmroute.fake_engine.server.rank import Rank
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

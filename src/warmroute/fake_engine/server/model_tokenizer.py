@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from warmroute.config import ConfigError
-from warmroute.fake_engine.server.tokens import Messages, message_text
-from warmroute.fake_engine.server.words import WORDS
+from warmroute.fake_engine.server.fake_tokenizer import Messages, message_text
+from warmroute.fake_engine.server.word_list import WORDS
 
 
 class ModelTokenizer:

@@ -12,10 +12,10 @@ import math
 from typing import Protocol
 
 from warmroute.fake_engine.core import EngineConfig, EngineCore, EngineRequest, Finished, FirstToken, Timing
-from warmroute.fake_engine.core.events import KvEvent
-from warmroute.fake_engine.server.clock import EngineClock
-from warmroute.fake_engine.server.events import EventPublisher
-from warmroute.fake_engine.server.metrics import RankMetrics
+from warmroute.fake_engine.core.kv_event_types import KvEvent
+from warmroute.fake_engine.server.engine_clock import EngineClock
+from warmroute.fake_engine.server.kv_event_publisher import EventPublisher
+from warmroute.fake_engine.server.rank_metrics import RankMetrics
 
 
 class TokenSink(Protocol):

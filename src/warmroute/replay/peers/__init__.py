@@ -1,1 +1,1 @@
-"""Other routers' rules, written from what they publish (FACTS.md), to compare with. One small file each."""
+"""Other routers' policies and scalers, written from what they publish, to compare with. One file each."""

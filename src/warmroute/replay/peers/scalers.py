@@ -1,102 +1,103 @@
-"""Other ways to scale, to compare with; all of them blind to caches. They take the cheapest offer, and give back the
-newest node.
+"""Other scalers to compare with. They know nothing of caches, add the cheapest offer and remove the newest node.
 
-threshold   one node more where over `up` requests wait for each node, one less where fewer than `down` do, with a
-            cooldown for each.
-hpa         Kubernetes' HorizontalPodAutoscaler on utilisation (here: the share of time in which an engine runs, which
-            is what nvidia-smi and DCGM call GPU utilisation):
-                desired = ceil(nodes · metric / target), nothing within a tolerance of 0.1, every 15 s
-            nodes that are not ready count as idle when growing; it grows by the larger of 4 and 100 % each 15 s, and
-            shrinks to the highest that it wanted within the last 5 minutes. kubernetes.io, "Horizontal Pod
-            Autoscaling", algorithm details and default behaviour. With kv=1 the metric is the share of KV memory in
-            use, which people take who have seen that an engine with one request is a busy one.
+threshold   adds a node when more than `up` requests wait for each node, and removes one when fewer than `down` do, with
+            a cooldown for each direction.
+hpa         Kubernetes' HorizontalPodAutoscaler on utilisation, which is the fraction of time in which the engine runs,
+            as nvidia-smi and DCGM measure it:
+                desired = ceil(nodes · metric / target), no change within a tolerance of 0.1, every 15 s
+            When it grows, nodes that are not ready count as idle. It adds up to the larger of 4 nodes and 100 % every
+            15 s, and shrinks to the highest number desired within the last 5 minutes (kubernetes.io, "Horizontal Pod
+            Autoscaling", algorithm details and default behaviour). With kv=1 the metric is KV cache usage.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import ceil
 
 from warmroute.config import Scaling
-from warmroute.scaling.capacity import Speeds
-from warmroute.scaling.choose_up import Holding, Market
-from warmroute.scaling.loop import Coming, Down, Step, Up
-from warmroute.scaling.observe import FleetView
+from warmroute.replay.simulation.simulated_scaling import BusyShares
+from warmroute.scaling.capacity import GpuSpeeds
+from warmroute.scaling.fleet_observer import FleetView
+from warmroute.scaling.offer_selection import OfferSelector
+from warmroute.scaling.scaling_decision import AddNode, PaidNode, PendingNode, RemoveNode, ScalingDecision
 
-Busy = Callable[[], dict[str, float]]
 
-
-def _change(view: FleetView, coming: Sequence[Coming], wanted: int, why: str, config: Scaling, market: Market) -> Step:
+def _decision(
+    view: FleetView, pending: Sequence[PendingNode], wanted: int, reason: str, config: Scaling, offers: OfferSelector
+) -> ScalingDecision:
     serving = [node for node in view.nodes if node.serving]
-    count = len(serving) + len(coming)
+    count = len(serving) + len(pending)
     wanted = min(config.max_nodes, max(config.min_nodes, wanted))
-    step = Step(at_s=view.now_s, desired_nodes=wanted, nodes=count, reasons=(why,))
+    decision = ScalingDecision(at_s=view.now_s, desired_nodes=wanted, nodes=count, reasons=(reason,))
     if wanted > count:
-        held = [Holding(node.offer, node.island, node.usd_per_hour) for node in view.nodes]
-        held += [Holding(one.offer, one.island, one.usd_per_hour) for one in coming]
-        ups = []
+        paid = [PaidNode(node.offer, node.island, node.usd_per_hour) for node in view.nodes]
+        paid += [PaidNode(one.offer, one.island, one.usd_per_hour) for one in pending]
+        additions = []
         for _ in range(wanted - count):
-            offer, words = market.choose(held, Speeds(()), view.now_s)
+            offer, reason = offers.select(paid, GpuSpeeds(()), view.now_s)
             if offer is None:
                 break
-            ups.append(Up(offer, words))
-            held.append(Holding(offer.key, offer.island, offer.usd_per_hour))
-        step.ups = tuple(ups)
+            additions.append(AddNode(offer, reason))
+            paid.append(PaidNode(offer.key, offer.island, offer.usd_per_hour))
+        decision.additions = tuple(additions)
     elif wanted < len(serving):
         ours = [node.name for node in serving if node.offer is not None]
-        step.downs = tuple(Down(name, "the newest") for name in reversed(ours[wanted - len(serving) :]))
-    return step
+        decision.removals = tuple(RemoveNode(name, "newest node") for name in reversed(ours[wanted - len(serving) :]))
+    return decision
 
 
 class Threshold:
     def __init__(
-        self, config: Scaling, market: Market, busy: Busy, *, up: float = 4.0, down: float = 1.0,
+        self, config: Scaling, offers: OfferSelector, busy: BusyShares, *, up: float = 4.0, down: float = 1.0,
         cooldown_up_s: float = 60.0, cooldown_down_s: float = 180.0,
     ) -> None:  # fmt: skip
-        self._config, self._market = config, market
+        self._config, self._offers = config, offers
         self._up, self._down = up, down
         self._cooldown_up_s, self._cooldown_down_s = cooldown_up_s, cooldown_down_s
         self._changed_s = float("-inf")
 
-    def step(self, view: FleetView, coming: Sequence[Coming], wall_s: float = 0.0) -> Step:
+    def decide(self, view: FleetView, pending: Sequence[PendingNode], wall_s: float = 0.0) -> ScalingDecision:
         serving = sum(node.serving for node in view.nodes)
-        count = serving + len(coming)
+        count = serving + len(pending)
         queue = view.stable.waiting / max(1, serving)
         since_s = view.now_s - self._changed_s
         wanted = count
         if queue > self._up and since_s >= self._cooldown_up_s:
             wanted = count + 1
-        elif queue < self._down and not coming and since_s >= self._cooldown_down_s:
+        elif queue < self._down and not pending and since_s >= self._cooldown_down_s:
             wanted = count - 1
-        step = _change(view, coming, wanted, f"{queue:.1f} wait for each node", self._config, self._market)
-        if step.changes:
+        decision = _decision(
+            view, pending, wanted, f"{queue:.1f} requests wait for each node", self._config, self._offers
+        )
+        if decision.changes:
             self._changed_s = view.now_s
-        return step
+        return decision
 
 
 class Hpa:
     def __init__(
-        self, config: Scaling, market: Market, busy: Busy, *, target: float = 0.7, tolerance: float = 0.1,
+        self, config: Scaling, offers: OfferSelector, busy: BusyShares, *, target: float = 0.7, tolerance: float = 0.1,
         period_s: float = 15.0, stabilisation_s: float = 300.0, kv: float = 0.0,
     ) -> None:  # fmt: skip
-        self._config, self._market, self._busy = config, market, busy
+        self._config, self._offers, self._busy = config, offers, busy
         self._target, self._tolerance = target, tolerance
         self._period_s, self._stabilisation_s = period_s, stabilisation_s
         self._by_kv = bool(kv)
         self._next_s = 0.0
         self._wanted: deque[tuple[float, int]] = deque()
 
-    def step(self, view: FleetView, coming: Sequence[Coming], wall_s: float = 0.0) -> Step:
+    def decide(self, view: FleetView, pending: Sequence[PendingNode], wall_s: float = 0.0) -> ScalingDecision:
         serving = [node for node in view.nodes if node.serving]
-        count = len(serving) + len(coming)
+        count = len(serving) + len(pending)
         if view.now_s < self._next_s:
-            return Step(at_s=view.now_s, desired_nodes=count, nodes=count)
+            return ScalingDecision(at_s=view.now_s, desired_nodes=count, nodes=count)
         self._next_s = view.now_s + self._period_s
         busy = {node.name: node.kv_usage for node in serving} if self._by_kv else self._busy()
         shares = [busy.get(node.name, 0.0) for node in serving]
         mean = sum(shares) / len(shares) if shares else 1.0
-        if mean > self._target and coming:
+        if mean > self._target and pending:
             mean = max(self._target, sum(shares) / count)
         ratio = mean / self._target
         now = count if abs(ratio - 1.0) <= self._tolerance else ceil((len(serving) if ratio < 1.0 else count) * ratio)
@@ -107,7 +108,7 @@ class Hpa:
         wanted = now
         if now < count:
             wanted = min(count, max(one for _, one in self._wanted))
-        return _change(view, coming, wanted, f"nodes are busy {mean:.0%} of the time", self._config, self._market)
+        return _decision(view, pending, wanted, f"mean utilisation is {mean:.0%}", self._config, self._offers)
 
 
 SCALERS = {"threshold": Threshold, "hpa": Hpa}

@@ -1,4 +1,4 @@
-"""Drawing with plain SVG text: scales, ticks, marks. Colours and type come from the page's style sheet."""
+"""SVG drawing with plain text: scales, axes, curves, marks. Colours and fonts come from the page's style sheet."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 Point = tuple[float, float]
+Box = tuple[float, float, float, float]
+"""Left, top, right, bottom."""
 
 COLOURS = 8
 DASHES = ("", "7 4", "2 4", "10 3 2 3")
 
 
 class Scale:
-    """From values to places on the picture, straight or by logarithm, with ticks at round values."""
+    """Maps values to coordinates, linearly or logarithmically, with ticks at round values."""
 
     def __init__(self, low: float, high: float, start: float, end: float, log: bool = False) -> None:
         self.log = log
@@ -39,7 +41,7 @@ class Scale:
 
 
 def nice_step(rough: float) -> float:
-    """1, 2 or 5 times a power of ten, not below `rough`."""
+    """Return 1, 2 or 5 times a power of ten, at least `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(step * power for step in (1, 2, 5, 10) if step * power >= rough * 0.999)
 
@@ -61,7 +63,7 @@ def rule(x1: float, y1: float, x2: float, y2: float, kind: str = "grid") -> str:
 
 
 def curve(points: Sequence[Point | None], series: int) -> str:
-    """A line through the points; a None leaves a gap."""
+    """Draw a line through the points; None leaves a gap."""
     path: list[str] = []
     pen_up = True
     for point in points:
@@ -76,7 +78,7 @@ def curve(points: Sequence[Point | None], series: int) -> str:
 
 
 def mark(x: float, y: float, series: int, words: str, size: float = 4.5) -> str:
-    """A point whose form tells the series apart where colours do not."""
+    """Draw a point. Its shape distinguishes the series where colours do not."""
     title = f"<title>{escape(words)}</title>"
     kind = f'class="mark c{series % COLOURS}"'
     form = series % 4
@@ -103,8 +105,8 @@ def bar(x: float, y: float, width: float, height: float, series: int, words: str
     )
 
 
-def apart(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places near the wanted ones, in the same order, at least `gap` apart where there is room."""
+def spread_apart(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Return positions near the wanted ones, in the same order, at least `gap` apart if there is room."""
     order = sorted(range(len(wanted)), key=lambda at: wanted[at])
     gap = min(gap, (high - low) / max(1, len(wanted) - 1)) if len(wanted) > 1 else gap
     places = [0.0] * len(wanted)
@@ -121,12 +123,12 @@ def apart(wanted: Sequence[float], gap: float, low: float, high: float) -> list[
 def axes(
     x: Scale,
     y: Scale,
-    box: tuple[float, float, float, float],
+    box: Box,
     x_text: Callable[[float], str],
     y_text: Callable[[float], str],
     x_values: Sequence[float] | None = None,
 ) -> list[str]:
-    """Grid lines across, ticks along both sides; `box` is left, top, right, bottom."""
+    """Draw horizontal grid lines and the ticks of both axes."""
     left, _, right, bottom = box
     parts: list[str] = []
     for value in y.ticks():
@@ -141,7 +143,7 @@ def axes(
 
 
 def _legible(values: Sequence[float], x: Scale, gap: float = 26.0) -> list[float]:
-    """Those that can be named without their names running into each other; the last one always."""
+    """Return the values whose labels do not overlap, always with the last one."""
     kept: list[float] = []
     for value in values[:-1]:
         if (not kept or x(value) - x(kept[-1]) >= gap) and x(values[-1]) - x(value) >= gap:

@@ -12,7 +12,7 @@ from warmroute.replay.summary import Run
 
 
 def ms(value: float | None) -> str:
-    """Milliseconds, or seconds where they are many."""
+    """Format a time in milliseconds, or in seconds from 1 s on."""
     if value is None:
         return "–"
     if value < 1000:
@@ -30,13 +30,13 @@ class Column(msgspec.Struct, frozen=True):
     head: str
     text: Callable[[Run], str]
     value: Callable[[Run], float | None] | None = None
-    """What is compared; None: nothing."""
+    """The value to compare; None if the column has no best value."""
     more_is_better: bool = False
 
 
 def columns(runs: Sequence[Run]) -> list[Column]:
     found = [Column("policy", lambda run: str(run["policy"]))]
-    for key, head in (("rate", "req/s asked"), ("concurrency", "clients"), ("queue_threshold", "threshold")):
+    for key, head in (("rate", "offered req/s"), ("concurrency", "clients"), ("queue_threshold", "threshold")):
         if len({run[key] for run in runs}) > 1:
             found.append(_count(key, head))
     found.append(Column("hit rate", lambda run: f"{run['hit_rate']:.1%}", lambda run: run["hit_rate"], True))
@@ -59,7 +59,7 @@ def columns(runs: Sequence[Run]) -> list[Column]:
 
 
 def paid_gpu_hours(run: Run) -> float | None:
-    """Of a fleet that was scaled, from the request of each node; of one that was not, all of its time."""
+    """Return the GPU hours paid. In a scaled fleet a node is paid for from its request on."""
     if "scaling" in run:
         return float(run["scaling"]["gpu_hours"])
     held = run.get("gpu_seconds_held")
@@ -67,7 +67,7 @@ def paid_gpu_hours(run: Run) -> float | None:
 
 
 def paid_usd(run: Run) -> float | None:
-    """The same, in money."""
+    """Return the price of the paid GPU hours."""
     paid: float | None = run["scaling"]["usd"] if "scaling" in run else run.get("usd")
     return paid
 
@@ -99,7 +99,7 @@ def _count(key: str, head: str) -> Column:
 
 
 def table(runs: Sequence[Run], title: str) -> Table:
-    """All runs; the best of each group (runs of one load) in bold."""
+    """Return a table of all runs, with the best value of each load in bold."""
     made = Table(title=title, title_justify="left", header_style="bold")
     shown = columns(runs)
     for at, column in enumerate(shown):
@@ -108,9 +108,9 @@ def table(runs: Sequence[Run], title: str) -> Table:
         best = [best_of(group, column) for column in shown]
         for run in group:
             cells = []
-            for column, good in zip(shown, best, strict=True):
-                stands_out = good is not None and column.value is not None and column.value(run) == good
-                cells.append(Text(column.text(run), style="bold green" if stands_out else ""))
+            for column, value in zip(shown, best, strict=True):
+                is_best = value is not None and column.value is not None and column.value(run) == value
+                cells.append(Text(column.text(run), style="bold green" if is_best else ""))
             made.add_row(*cells)
         made.add_section()
     return made
@@ -121,7 +121,7 @@ def _fixed(value: float | None) -> str:
 
 
 def by_load(runs: Sequence[Run]) -> list[list[Run]]:
-    """The runs in groups that can be compared: those of one load."""
+    """Group the runs by load: only runs with the same load can be compared."""
     groups: dict[tuple[object, ...], list[Run]] = {}
     for run in runs:
         groups.setdefault((run["rate"], run["concurrency"], run["queue_threshold"]), []).append(run)
@@ -131,6 +131,6 @@ def by_load(runs: Sequence[Run]) -> list[list[Run]]:
 def best_of(group: Sequence[Run], column: Column) -> float | None:
     if column.value is None or len(group) < 2:
         return None
-    # the oracle serves nothing: it is a ceiling, not a winner
+    # The oracle is an upper bound, not a policy.
     known = [value for run in group if run["policy"] != "oracle" and (value := column.value(run)) is not None]
     return (max if column.more_is_better else min)(known, default=None)

@@ -1,9 +1,9 @@
-"""Workloads: traces of real traffic and generators, one small file each."""
+"""Workloads: trace files and synthetic generators, one file each."""
 
-from warmroute.replay.workloads.choose import GENERATORS, BadWorkload, Generated, Trace, Workload, choose
-from warmroute.replay.workloads.prompt import Blocks, FollowUp, Prompt
+from warmroute.replay.workloads.catalog import GENERATORS, BadWorkload, Generated, Trace, Workload, parse_workload
 from warmroute.replay.workloads.segments import Segments
 from warmroute.replay.workloads.trace import BadTrace
+from warmroute.replay.workloads.workload_prompt import Blocks, FollowUp, WorkloadPrompt
 
 __all__ = [
     "GENERATORS",
@@ -12,9 +12,9 @@ __all__ = [
     "Blocks",
     "FollowUp",
     "Generated",
-    "Prompt",
     "Segments",
     "Trace",
     "Workload",
-    "choose",
+    "WorkloadPrompt",
+    "parse_workload",
 ]

@@ -1,4 +1,4 @@
-"""priority_mix: shared system prompts with requests of three classes, by default 20 % high, 60 % normal, 20 % low."""
+"""priority_mix: shared system prompts with three priorities, by default 20 % high, 60 % normal, 20 % low."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from random import Random
 
 import msgspec
 
-from warmroute.replay.workloads.prompt import Prompt
 from warmroute.replay.workloads.shared_system_prompts import SharedSystemPrompts
+from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 
 class PriorityMix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -21,9 +21,9 @@ class PriorityMix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spread: float = 0.2
     tenants: int = 4
     rate: float = 10.0
-    """Requests a second."""
+    """Requests per second."""
 
-    def generate(self, random: Random) -> Iterator[Prompt]:
+    def generate(self, random: Random) -> Iterator[WorkloadPrompt]:
         requests = SharedSystemPrompts(
             self.prompts, self.system_tokens, self.question_tokens, self.output_tokens, self.spread
         ).generate(Random(random.getrandbits(64)))

@@ -1,17 +1,19 @@
-"""rag: questions over common documents. A system prompt, some documents of a popular corpus, a question. Documents
-come in the order of relevance, so two requests share blocks only as far as their documents agree from the first one on.
+"""rag: questions over shared documents: a system prompt, documents of a common corpus, a question.
+
+Documents are in the order of relevance, so two requests share blocks only up to the first document that differs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from random import Random
 
 import msgspec
 
-from warmroute.replay.workloads.draw import Popularity, around
-from warmroute.replay.workloads.prompt import Prompt
-from warmroute.replay.workloads.segments import Segments, named
+from warmroute.replay.workloads.random_draws import Popularity, draw_length
+from warmroute.replay.workloads.segments import Segments, segment_id
+from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 
 class Rag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -22,36 +24,30 @@ class Rag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     question_tokens: int = 60
     output_tokens: int = 200
     topics: int = 40
-    """A question is about a topic; its documents are mostly the topic's own, in the topic's order."""
+    """Each question is about a topic, which has its documents in a fixed order."""
     stray: float = 0.2
-    """Chance that a document is any other instead."""
+    """Probability that a document is replaced by a random one."""
     zipf: float = 1.0
     """Exponent of the topics' popularity."""
     spread: float = 0.3
     rate: float = 4.0
-    """Requests a second."""
+    """Requests per second."""
 
-    def generate(self, random: Random) -> Iterator[Prompt]:
+    def generate(self, random: Random) -> Iterator[WorkloadPrompt]:
         layout = Random("rag corpus")
-        lengths = [around(layout, self.document_tokens, self.spread) for _ in range(self.documents)]
+        lengths = [draw_length(layout, self.document_tokens, self.spread) for _ in range(self.documents)]
         topics = [layout.sample(range(self.documents), self.per_request) for _ in range(self.topics)]
         popularity = Popularity(self.topics, self.zipf)
-        system = Segments().followed_by(named("rag system"), self.system_tokens)
-        number = 0
-        while True:
+        system = Segments().followed_by(segment_id("rag system"), self.system_tokens)
+        for number in count():
             topic = popularity.pick(random)
             text = system
             for document in topics[topic]:
                 if random.random() < self.stray:
                     document = random.randrange(self.documents)
-                text = text.followed_by(named("document", document), lengths[document])
-            question = around(random, self.question_tokens, self.spread)
-            answer = around(random, self.output_tokens, self.spread)
-            asked = text.followed_by(named("rag question", number), question)
-            yield Prompt(
-                asked.tokens,
-                answer,
-                asked.followed_by(named("rag answer", number), answer),
-                system_tokens=self.system_tokens,
-            )
-            number += 1
+                text = text.followed_by(segment_id("document", document), lengths[document])
+            question_tokens = draw_length(random, self.question_tokens, self.spread)
+            answer_tokens = draw_length(random, self.output_tokens, self.spread)
+            prompt = text.followed_by(segment_id("rag question", number), question_tokens)
+            answered = prompt.followed_by(segment_id("rag answer", number), answer_tokens)
+            yield WorkloadPrompt(prompt.tokens, answer_tokens, answered, system_tokens=self.system_tokens)

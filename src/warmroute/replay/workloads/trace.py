@@ -1,10 +1,13 @@
-"""Traces of real traffic: one JSON object a line (.jsonl or .jsonl.gz) with timestamp (ms), input_length, output_length
-and, in Mooncake's format, hash_ids: prefix-chained identities of fixed stretches of the prompt. Read as a stream.
+"""Trace files in Mooncake's format: one JSON object per line (.jsonl or .jsonl.gz), read as a stream.
 
-hash_ids cover the prompt only: what an engine caches of an answer is never asked for again in these traces.
+    {"timestamp": 1200, "input_length": 1950, "output_length": 130, "hash_ids": [4, 5, 17, 18], "session_id": "7"}
 
-What a client would send as the system prompt: the first hash id's tokens. Where the trace names sessions, what a
-session's first request has in common with the first requests of sessions before it, if that is more.
+timestamp is in milliseconds. hash_ids (optional) are prefix-chained ids of the prompt's blocks of fixed length, usually
+512 tokens. They cover the prompt only, so no request of a trace hits the cached answer of another one. session_id
+(optional) names the conversation.
+
+The system prompt is taken to be the first hash id's tokens. In a trace with sessions it is the prefix that a session's
+first request shares with the first requests of earlier sessions, if that is longer.
 """
 
 from __future__ import annotations
@@ -17,15 +20,15 @@ from typing import IO, Any, cast
 
 import msgspec
 
-from warmroute.fake_engine.core.content import BlockContent, TraceContent, mix64, namespace_offset
-from warmroute.replay.workloads.prompt import Prompt
+from warmroute.fake_engine.core.block_content import BlockContent, TraceContent, mix64, namespace_offset
+from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 ID_TOKENS = (512, 64, 16, 32, 128, 256, 1024)
-"""Tokens that one hash id may stand for, the likelier first."""
+"""Tokens that one hash id may cover, the likeliest first."""
 
 
 class BadTrace(ValueError):
-    """What is wrong with a trace, as a sentence."""
+    """What is wrong with a trace file."""
 
 
 class _Row(msgspec.Struct, gc=False):
@@ -41,7 +44,7 @@ class _Time(msgspec.Struct, gc=False):
 
 
 class TraceBlocks(msgspec.Struct, gc=False):
-    """A trace's prompt; blocks past its hash ids are nobody else's."""
+    """The blocks of a trace's prompt. Blocks past its hash ids are unique to it."""
 
     hash_ids: list[int]
     id_tokens: int
@@ -52,8 +55,8 @@ class TraceBlocks(msgspec.Struct, gc=False):
         return TraceContent(self.hash_ids, self.id_tokens, block_size, self.prompt_tokens, seed=self.seed)
 
 
-def prompts(path: Path, id_tokens: int | None = None) -> Iterator[Prompt]:
-    """The trace's requests in its own order and at its own times. Raises BadTrace."""
+def prompts(path: Path, id_tokens: int | None = None) -> Iterator[WorkloadPrompt]:
+    """Return the trace's requests with its own order and times. Raises BadTrace."""
     rows = _rows(path, msgspec.json.Decoder(_Row))
     first = list(islice(rows, 64))
     size = id_tokens or tokens_per_id([(row.input_length, len(row.hash_ids)) for row in first], path)
@@ -67,29 +70,28 @@ def prompts(path: Path, id_tokens: int | None = None) -> Iterator[Prompt]:
 
 
 class _Sessions:
-    """How many leading ids are each session's system prompt. Grows with the sessions, not with their requests."""
+    """The number of leading ids that are each session's system prompt. Memory grows with the sessions only."""
 
     def __init__(self) -> None:
         self._system_ids: dict[bytes, int] = {}
-        self._begun_with: set[int] = set()
+        self._first_request_ids: set[int] = set()
 
     def system_ids(self, session: bytes, ids: list[int]) -> int:
         if not session:
             return 1
         found = self._system_ids.get(session)
         if found is None:
-            new = next((at for at, one in enumerate(ids) if one not in self._begun_with), len(ids))
+            new = next((at for at, one in enumerate(ids) if one not in self._first_request_ids), len(ids))
             found = self._system_ids[session] = max(1, new)
-            self._begun_with.update(ids)
+            self._first_request_ids.update(ids)
         return found
 
 
-def _prompt(row: _Row, number: int, id_tokens: int, sessions: _Sessions) -> Prompt:
+def _prompt(row: _Row, number: int, id_tokens: int, sessions: _Sessions) -> WorkloadPrompt:
     ids = row.hash_ids
-    # an answer is at least a token, and so is a prompt
     tokens = max(1, row.input_length)
     session = b"" if row.session_id is None else str(row.session_id).encode()
-    return Prompt(
+    return WorkloadPrompt(
         prompt_tokens=tokens,
         output_tokens=max(1, row.output_length),
         blocks=TraceBlocks(ids, id_tokens, tokens, mix64(namespace_offset("trace", None), number)),
@@ -100,18 +102,18 @@ def _prompt(row: _Row, number: int, id_tokens: int, sessions: _Sessions) -> Prom
 
 
 def tokens_per_id(lengths: list[tuple[int, int]], path: Path) -> int:
-    """How many tokens a hash id stands for: the size that explains every row, its last id partial or left out."""
+    """Return how many tokens a hash id covers: the size that fits every row, whether or not its last block is full."""
     with_ids = [(tokens, ids) for tokens, ids in lengths if ids]
     if not with_ids:
         return ID_TOKENS[0]
     for size in ID_TOKENS:
         if all(ids in (tokens // size, -(-tokens // size)) for tokens, ids in with_ids):
             return size
-    raise BadTrace(f"{path}: the number of hash_ids fits no block size; say how many tokens one stands for")
+    raise BadTrace(f"{path}: the number of hash_ids fits no block size; add id_tokens=N, the tokens that one id covers")
 
 
 def mean_rate(path: Path, limit: int | None = None) -> float:
-    """Requests a second over the trace, or over its first `limit` requests. Reads the times only."""
+    """Return the requests per second of the trace, or of its first `limit` requests. Reads the times only."""
     first: float | None = None
     last: float | None = None
     count = 0
@@ -120,7 +122,7 @@ def mean_rate(path: Path, limit: int | None = None) -> float:
         last = row.timestamp
         count += 1
     if first is None or last is None or last <= first:
-        raise BadTrace(f"{path}: a rate needs requests at two different times at least")
+        raise BadTrace(f"{path}: cannot compute a rate: all requests have the same time")
     return (count - 1) / (last - first) * 1000.0
 
 

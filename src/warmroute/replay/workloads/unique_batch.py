@@ -1,15 +1,16 @@
-"""unique_batch: a batch of prompts that share nothing. No cache helps; only balance does."""
+"""unique_batch: a batch of prompts that share nothing. No cache helps; only load balancing does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from random import Random
 
 import msgspec
 
-from warmroute.replay.workloads.draw import around
-from warmroute.replay.workloads.prompt import Prompt
-from warmroute.replay.workloads.segments import Segments, named
+from warmroute.replay.workloads.random_draws import draw_length
+from warmroute.replay.workloads.segments import Segments, segment_id
+from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 
 class UniqueBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -17,16 +18,12 @@ class UniqueBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output_tokens: int = 200
     spread: float = 0.8
     rate: float = 8.0
-    """Requests a second."""
+    """Requests per second."""
 
-    def generate(self, random: Random) -> Iterator[Prompt]:
-        number = 0
-        while True:
-            answer = around(random, self.output_tokens, self.spread)
-            text = Segments().followed_by(named("unique", number), around(random, self.prompt_tokens, self.spread))
-            yield Prompt(
-                text.tokens,
-                answer,
-                text.followed_by(named("unique answer", number), answer),
-            )
-            number += 1
+    def generate(self, random: Random) -> Iterator[WorkloadPrompt]:
+        for number in count():
+            answer_tokens = draw_length(random, self.output_tokens, self.spread)
+            prompt_tokens = draw_length(random, self.prompt_tokens, self.spread)
+            prompt = Segments().followed_by(segment_id("unique", number), prompt_tokens)
+            answered = prompt.followed_by(segment_id("unique answer", number), answer_tokens)
+            yield WorkloadPrompt(prompt.tokens, answer_tokens, answered)

@@ -1,4 +1,4 @@
-"""The policies: one small file each."""
+"""The policies, one small file each."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from random import Random
 from warmroute.config import Pricing, Routing
 from warmroute.index.cache_view import CacheView
 from warmroute.routing.decision import Policy
-from warmroute.routing.outputs import OutputLengths
+from warmroute.routing.output_length import OutputLengthEstimate
 from warmroute.routing.policies.latency import Latency
 from warmroute.routing.policies.least_loaded import LeastLoaded
 from warmroute.routing.policies.overlap import Approximate, Overlap
 from warmroute.routing.policies.power_of_two import PowerOfTwo
 from warmroute.routing.policies.prefix_hash import PrefixHash
-from warmroute.routing.policies.price import PricePolicy
+from warmroute.routing.policies.price_policy import PricePolicy
 from warmroute.routing.policies.random_choice import RandomChoice
 from warmroute.routing.policies.round_robin import RoundRobin
 from warmroute.routing.policies.session import Session
 
 
-def policy_named(
-    config: Routing, pricing: Pricing, cache_view: CacheView, outputs: OutputLengths, random: Random
+def make_policy(
+    config: Routing, pricing: Pricing, cache_view: CacheView, output_lengths: OutputLengthEstimate, random: Random
 ) -> Policy:
-    """The configured policy, with its settings."""
     match config.policy:
         case "round_robin":
             return RoundRobin()
@@ -43,4 +42,4 @@ def policy_named(
         case "approximate":
             return Approximate(LeastLoaded(random))
         case "price":
-            return PricePolicy(cache_view, outputs, pricing, random)
+            return PricePolicy(cache_view, output_lengths, pricing, random)

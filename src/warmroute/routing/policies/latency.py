@@ -1,6 +1,7 @@
-"""latency: lowest (queued + in flight + 1) × latency average, in ms: how long this request would take if each one
-there took its turn. Queued and in flight together are the node's load. Nodes without an average yet are taken at the
-mean of those that have one, so that they get tried; an average that no request confirms fades.
+"""latency: the node with the lowest (queued + in flight + 1) × average latency, in ms.
+
+This is the time the request would take if the node served its requests one after the other. A node without an average
+gets the mean of the others, so that it is tried; the average of a node without requests decays.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from warmroute.routing.query import Query
 class Latency:
     name = "latency"
     wants_tokens = False
-    holds = False
+    queues_at_router = False
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -26,7 +27,7 @@ class Latency:
         lowest = min(times_ms)
         ties = [node for node, time_ms in zip(nodes, times_ms, strict=True) if time_ms == lowest]
         node = ties[int(self._random.random() * len(ties))]
-        return Decision(node, self.name, "lowest queue × latency", lambda: _by_time(nodes))
+        return Decision(node, self.name, "lowest load × latency", lambda: _by_time(nodes))
 
 
 def _times_ms(nodes: tuple[Node, ...]) -> list[float]:

@@ -1,4 +1,4 @@
-"""least_loaded: the node with the fewest requests (ours exactly, others' as last polled); ties by chance."""
+"""least_loaded: the node with the fewest requests (this router's exactly, others' as last polled); ties at random."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from warmroute.routing.query import Query
 class LeastLoaded:
     name = "least_loaded"
     wants_tokens = False
-    holds = False
+    queues_at_router = False
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -23,11 +23,11 @@ class LeastLoaded:
         loads = [node.inflight + node.other_load for node in nodes]
         least = min(loads)
         ties = loads.count(least)
-        at = loads.index(least)
+        index = loads.index(least)
         for _ in range(int(self._random.random() * ties) if ties > 1 else 0):
-            at = loads.index(least, at + 1)
-        return Decision(nodes[at], self.name, "fewest requests", lambda: self.by_load(nodes))
+            index = loads.index(least, index + 1)
+        return Decision(nodes[index], self.name, "fewest requests", lambda: self.by_load(nodes))
 
     def by_load(self, nodes: Sequence[Node]) -> list[Node]:
-        """All of them, the least loaded first; ties by chance."""
+        """Return the nodes, the least loaded first; ties at random."""
         return sorted(self._random.sample(nodes, len(nodes)), key=lambda node: node.load)

@@ -1,8 +1,8 @@
-"""overlap: the node that holds most of the prompt, among those with room; of equals the least loaded; where nobody
-holds any of it, the least loaded.
+"""overlap: the node with the longest cached prefix of the prompt; ties go to the least loaded.
 
-Room: a node whose KV memory is nearly full, or that has far more requests than the others, is passed over. Without
-that, a beginning that all prompts share would draw everything to one node.
+Nodes whose KV memory is nearly full, or that have far more requests than the others, are skipped: otherwise a prefix
+that all prompts share would attract every request to one node. If no node has any of the prompt cached, the least
+loaded one is chosen.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ NEARLY_FULL: Final = 0.95
 """Share of KV memory that running requests use."""
 OVERLOAD_FACTOR: Final = 1.5
 OVERLOAD_REQUESTS: Final = 4
-"""Overloaded: more than this many requests above the factor × the mean."""
+"""A node is overloaded with more requests than the factor × the mean, plus this number."""
 
 
 class Overlap:
     name = "overlap"
     wants_tokens = True
-    holds = False
+    queues_at_router = False
 
-    def __init__(self, otherwise: LeastLoaded) -> None:
-        self._otherwise = otherwise
+    def __init__(self, without_hit: LeastLoaded) -> None:
+        self._without_hit = without_hit
 
     def decide(self, query: Query) -> Decision:
         hits = query.hits()
         nodes = query.candidates.nodes
         if not hits:
-            return self._otherwise.decide(query)
+            return self._without_hit.decide(query)
         by_name = query.candidates.by_name
-        most_load = OVERLOAD_FACTOR * sum([node.load for node in nodes]) / len(nodes) + OVERLOAD_REQUESTS
-        most_used = max(NEARLY_FULL, min([node.kv_usage for node in nodes]))
+        max_load = OVERLOAD_FACTOR * sum([node.load for node in nodes]) / len(nodes) + OVERLOAD_REQUESTS
+        max_usage = max(NEARLY_FULL, min([node.kv_usage for node in nodes]))
         best: Node | None = None
         best_hit = 0.0
         for name, hit in hits.items():
@@ -45,17 +45,17 @@ class Overlap:
                 node is None
                 or not hit.expected
                 or hit.expected < best_hit
-                or node.kv_usage > most_used
-                or node.load > most_load
+                or node.kv_usage > max_usage
+                or node.load > max_load
             ):
                 continue
             if best is None or hit.expected > best_hit or node.load < best.load:
                 best, best_hit = node, hit.expected
         if best is None:
-            return self._otherwise.decide(query)
+            return self._without_hit.decide(query)
 
         def by_overlap() -> list[Node]:
-            ordered = self._otherwise.by_load(nodes)
+            ordered = self._without_hit.by_load(nodes)
             ordered.sort(key=lambda node: -hits[node.name].expected if node.name in hits else 0.0)
             return ordered
 
@@ -63,6 +63,6 @@ class Overlap:
 
 
 class Approximate(Overlap):
-    """The same, by what was routed where: no node's events are listened to."""
+    """The same, with caches inferred from routed requests: the router subscribes to no KV events."""
 
     name = "approximate"

@@ -1,5 +1,7 @@
-"""power_of_two: the less loaded of two nodes picked by chance. Close to least_loaded, in time that does not grow with
-the fleet, and without the herd that runs to one idle node when replicas see stale loads.
+"""power_of_two: the less loaded of two random nodes.
+
+Its result is close to least_loaded. Its cost does not depend on the fleet's size, and replicas with outdated loads do
+not all choose the same idle node.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from warmroute.routing.query import Query
 class PowerOfTwo:
     name = "power_of_two"
     wants_tokens = False
-    holds = False
+    queues_at_router = False
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -30,4 +32,4 @@ class PowerOfTwo:
             other = nodes[second + (second >= first)]
             if other.load < node.load:
                 node = other
-        return Decision(node, self.name, "fewer requests of two", lambda: self._least_loaded.by_load(nodes))
+        return Decision(node, self.name, "less loaded of two", lambda: self._least_loaded.by_load(nodes))

@@ -1,4 +1,4 @@
-"""random: any node with the same chance."""
+"""random: any node with the same probability."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from warmroute.routing.query import Query
 class RandomChoice:
     name = "random"
     wants_tokens = False
-    holds = False
+    queues_at_router = False
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -19,4 +19,4 @@ class RandomChoice:
     def decide(self, query: Query) -> Decision:
         nodes = query.candidates.nodes
         node = nodes[int(self._random.random() * len(nodes))]
-        return Decision(node, self.name, "by chance", lambda: self._random.sample(nodes, len(nodes)))
+        return Decision(node, self.name, "random", lambda: self._random.sample(nodes, len(nodes)))

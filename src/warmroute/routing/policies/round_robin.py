@@ -1,4 +1,4 @@
-"""round_robin: each node of a model in turn. Knows neither load nor cache; the baseline."""
+"""round_robin: each node of a model in turn. It ignores load and cache; the baseline."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from warmroute.routing.query import Query
 class RoundRobin:
     name = "round_robin"
     wants_tokens = False
-    holds = False
+    queues_at_router = False
 
     def __init__(self) -> None:
         self._turns: dict[str, int] = {}
 
     def __copy__(self) -> RoundRobin:
-        """One whose turns are its own."""
+        """Return a copy whose decisions do not advance this one."""
         twin = RoundRobin()
         twin._turns = self._turns.copy()
         return twin
@@ -25,5 +25,5 @@ class RoundRobin:
         nodes = query.candidates.nodes
         turn = self._turns.get(group.model, 0)
         self._turns[group.model] = turn + 1
-        at = turn % len(nodes)
-        return Decision(nodes[at], self.name, "its turn", lambda: nodes[at:] + nodes[:at])
+        index = turn % len(nodes)
+        return Decision(nodes[index], self.name, "next in turn", lambda: nodes[index:] + nodes[:index])

@@ -1,11 +1,13 @@
-"""session: a conversation stays on its node. What names it: a session header, or `session_id`, `conversation_id`,
-`prompt_cache_key` or `user` in the body. Placed by rendezvous with bounded load; without a name, the least loaded node.
+"""session: a conversation stays on its node.
+
+A session header identifies it, or `session_id`, `conversation_id`, `prompt_cache_key` or `user` in the body. It is
+placed by rendezvous hashing with bounded load. Requests without a session go to the least loaded node.
 """
 
 from __future__ import annotations
 
 from warmroute.routing.decision import Decision
-from warmroute.routing.policies.bounded_rendezvous import place
+from warmroute.routing.policies.bounded_rendezvous import choose_by_hash
 from warmroute.routing.policies.least_loaded import LeastLoaded
 from warmroute.routing.query import Query
 
@@ -13,7 +15,7 @@ from warmroute.routing.query import Query
 class Session:
     name = "session"
     wants_tokens = False
-    holds = False
+    queues_at_router = False
 
     def __init__(self, load_factor: float, without_session: LeastLoaded) -> None:
         self._load_factor = load_factor
@@ -23,4 +25,4 @@ class Session:
         session = query.request.session()
         if not session:
             return self._without_session.decide(query)
-        return place(session, query.candidates, query.group, self._load_factor, self.name)
+        return choose_by_hash(session, query.candidates, query.group, self._load_factor, self.name)

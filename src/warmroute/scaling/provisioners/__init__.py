@@ -1,5 +1,5 @@
-"""Where nodes come from: one small file for each kind of cloud. What a kind needs beyond the core is an extra, and is
-imported only when that kind is configured.
+"""The provisioners, one file for each kind. What a kind needs beyond the core is an extra, imported only if that kind
+is configured.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.scaling.provisioner import Provisioner
 
 _KINDS = {
-    "process": ("process", "ProcessProvisioner"),
-    "kubernetes": ("kubernetes", "KubernetesProvisioner"),
-    "ec2": ("ec2", "Ec2Provisioner"),
-    "skypilot": ("skypilot", "SkyPilotProvisioner"),
-    "command": ("command", "CommandProvisioner"),
-    "webhook": ("webhook", "WebhookProvisioner"),
+    "process": "ProcessProvisioner",
+    "kubernetes": "KubernetesProvisioner",
+    "ec2": "Ec2Provisioner",
+    "skypilot": "SkyPilotProvisioner",
+    "command": "command_provisioner",
+    "webhook": "webhook_provisioner",
 }
+"""What creates each kind, in the module of the same name."""
 
 
-def provisioner_named(config: ProvisionerConfig) -> Provisioner:
-    """The one that this table asks for. Raises ConfigError, also where its extra is not installed."""
-    module, name = _KINDS[config.kind]
+def create_provisioner(config: ProvisionerConfig) -> Provisioner:
+    """Return the provisioner for this configuration. Raises ConfigError, also if its extra is not installed."""
     try:
-        kind = import_module(f"{__name__}.{module}")
+        module = import_module(f"{__name__}.{config.kind}")
     except ImportError as error:
         if (error.name or "").startswith("warmroute"):
             raise
@@ -32,5 +32,5 @@ def provisioner_named(config: ProvisionerConfig) -> Provisioner:
             f"provisioners: kind {config.kind!r} needs {error.name}, which is not installed: "
             f"install warmroute[{config.kind}]"
         ) from None
-    make: Callable[[ProvisionerConfig], Provisioner] = getattr(kind, name)
-    return make(config)
+    create: Callable[[ProvisionerConfig], Provisioner] = getattr(module, _KINDS[config.kind])
+    return create(config)

@@ -1,9 +1,10 @@
 """ec2: instances of AWS, in several regions.
 
-Every instance carries three tags: the deployment, the token and the offer that it was asked for with. The token is
-also the request's client token, so that asking twice starts one. A region that does not answer keeps the machines that
-it had, so that nobody takes them for gone; and its calls keep no other region's waiting. An instance that was stopped
-serves nobody, and its disks are paid for: it is to be ended.
+Every instance has three tags: the deployment, the token and the offer. The token is also the client token of the
+request, so that a repeated request creates one instance. While a region does not answer, the status reports its last
+known machines, so that the router does not take them for gone; calls to other regions do not wait for it. A stopped
+instance serves no requests and its disks are paid for, so the status reports it as reclaimed, and the router terminates
+it.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import msgspec
 from botocore.config import Config as BotoConfig
 from botocore.exceptions import BotoCoreError, ClientError, ReadTimeoutError
 
-from warmroute.blocking import aside
+from warmroute.blocking import run_in_thread
 from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.scaling.offer import Offer
-from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoAnswer, NoCapacity
-from warmroute.scaling.provisioners.configured import sanity_of
+from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerError, ProvisionerTimeout
+from warmroute.scaling.provisioners.configured_offer import configured_offer
+from warmroute.scaling.validate_offers import OfferValidator
 
 T = TypeVar("T")
 
@@ -40,12 +42,12 @@ STATES = {
     "running": MachineState.RUNNING,
     "stopping": MachineState.PENDING,
     "stopped": MachineState.PENDING,
-    "shutting-down": MachineState.ENDING,
-    "terminated": MachineState.ENDED,
+    "shutting-down": MachineState.TERMINATING,
+    "terminated": MachineState.TERMINATED,
 }
 STOPPED = ("stopping", "stopped")
-AT_ONCE = 8
-"""Calls to a region at once, those counted that were given up and have not come back yet."""
+MAX_CALLS_PER_REGION = 8
+"""Concurrent calls, including those that timed out and have not returned yet."""
 NO_CAPACITY = (
     "InsufficientInstanceCapacity",
     "InsufficientHostCapacity",
@@ -55,19 +57,19 @@ NO_CAPACITY = (
     "MaxSpotInstanceCountExceeded",
     "SpotMaxPriceTooLow",
     "VcpuLimitExceeded",
-    "Unsupported",  # this type is not to be had in this zone
+    "Unsupported",  # the zone does not have this instance type
     "UnfulfillableCapacity",
 )
-GONE = ("InvalidInstanceID.NotFound", "InvalidInstanceID.Malformed")
-RECLAIMING = (
+NOT_FOUND = ("InvalidInstanceID.NotFound", "InvalidInstanceID.Malformed")
+RECLAIM_CODES = (
     "marked-for-termination",
     "marked-for-stop",
     "instance-terminated-by-price",
     "instance-terminated-no-capacity",
 )
-"""Status codes of a spot request whose instance is being taken back."""
-FILTER_VALUES = 200
-"""The most that AWS takes in one filter."""
+"""Status codes of a spot request whose instance AWS takes back."""
+MAX_FILTER_VALUES = 200
+"""AWS's limit for one filter."""
 
 
 class Ec2Provisioner:
@@ -75,12 +77,12 @@ class Ec2Provisioner:
         self.name = config.label
         self._config = config
         self._session = session or boto3.session.Session()
-        self._making = Lock()
-        self._sanity = sanity_of(config)
-        self._places = {region: asyncio.Semaphore(AT_ONCE) for region in config.regions}
+        self._session_lock = Lock()
+        self._validator = OfferValidator(config)
+        self._slots = {region: asyncio.Semaphore(MAX_CALLS_PER_REGION) for region in config.regions}
         self._clients: dict[str, Any] = {}
         self._gpus: dict[str, dict[str, tuple[str, int]]] = {}
-        self._last_seen: dict[str, list[Machine]] = {}
+        self._last_status: dict[str, list[Machine]] = {}
         try:
             self._user_data = Path(config.user_data_file).read_text() if config.user_data_file else ""
         except OSError as error:
@@ -91,23 +93,23 @@ class Ec2Provisioner:
             *(self._call(region, "offers", self._offers) for region in self._config.regions), return_exceptions=True
         )
         offers: list[Offer] = []
-        said: list[str] = []
+        problems: list[str] = []
         for region, result in zip(self._config.regions, results, strict=True):
-            if isinstance(result, CloudError):
-                said.append(f"{self.name}: {region} makes no offers: {result}")
+            if isinstance(result, ProvisionerError):
+                problems.append(f"region {region} has no offers: {result}")
             elif isinstance(result, BaseException):
                 raise result
             else:
                 offers += result[0]
-                said += result[1]
-        if all(isinstance(result, CloudError) for result in results):
-            raise CloudError(said[0])
-        return self._sanity.check(offers, said)
+                problems += result[1]
+        if all(isinstance(result, ProvisionerError) for result in results):
+            raise ProvisionerError(f"{self.name}: {problems[0]}")
+        return self._validator.validate(offers, problems)
 
     async def provision(self, offer: Offer, token: str) -> None:
         region = offer.name.partition("/")[0]
         if region not in self._config.regions:
-            raise CloudError(f"{self.name}: the offer {offer.name!r} is in no region of this configuration")
+            raise ProvisionerError(f"{self.name}: the region of offer {offer.name!r} is not configured")
         await self._call(region, "run instances", lambda region: self._provision(region, offer, token))
 
     async def status(self) -> list[Machine]:
@@ -117,45 +119,46 @@ class Ec2Provisioner:
         )
         machines: list[Machine] = []
         for region, result in zip(self._config.regions, results, strict=True):
-            if isinstance(result, CloudError):
-                if region not in self._last_seen:
+            if isinstance(result, ProvisionerError):
+                if region not in self._last_status:
                     raise result
-                reason = f"not heard of since: {result}"
-                machines += [msgspec.structs.replace(one, reason=reason) for one in self._last_seen[region]]
+                reason = f"last known state: {result}"
+                machines += [msgspec.structs.replace(one, reason=reason) for one in self._last_status[region]]
             elif isinstance(result, BaseException):
                 raise result
             else:
-                self._last_seen[region] = result
+                self._last_status[region] = result
                 machines += result
         return machines
 
     async def terminate(self, machine: Machine) -> None:
         region, _, instance = machine.id.partition("/")
-        if region not in self._places:
-            raise CloudError(f"{self.name}: {machine.id!r} is in no region of this configuration")
+        if region not in self._slots:
+            raise ProvisionerError(f"{self.name}: the region of machine {machine.id!r} is not configured")
         await self._call(region, "terminate instances", lambda region: self._terminate(region, instance))
 
     async def close(self) -> None:
         pass
 
-    async def _call(self, region: str, what: str, call: Callable[[str], T]) -> T:
+    async def _call(self, region: str, action: str, call: Callable[[str], T]) -> T:
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                return await aside(lambda: call(region), self.name, self._places[region])
+                return await run_in_thread(lambda: call(region), self.name, self._slots[region])
         except (TimeoutError, ReadTimeoutError):
-            raise NoAnswer(f"{self.name}: {region}: {what} took longer than {self._config.timeout_s:g} s") from None
+            limit = f"{self._config.timeout_s:g} s"
+            raise ProvisionerTimeout(f"{self.name}: {region}: {action} took longer than {limit}") from None
         except ClientError as error:
             code, message = error.response["Error"].get("Code", ""), error.response["Error"].get("Message", "")
-            kind = NoCapacity if code in NO_CAPACITY else CloudError
-            raise kind(f"{self.name}: {region}: {what}: {code}: {message}") from None
+            kind = NoCapacity if code in NO_CAPACITY else ProvisionerError
+            raise kind(f"{self.name}: {region}: {action}: {code}: {message}") from None
         except BotoCoreError as error:
-            raise CloudError(f"{self.name}: {region}: {what}: {error}") from None
+            raise ProvisionerError(f"{self.name}: {region}: {action}: {error}") from None
 
     # The rest runs in threads.
 
     def _client(self, region: str) -> Any:
-        """Clients may be shared by threads; a session, which makes them, may not."""
-        with self._making:
+        """Return the region's client. Threads may share clients, but not the session that creates them."""
+        with self._session_lock:
             client = self._clients.get(region)
             if client is None:
                 limits = BotoConfig(
@@ -169,55 +172,45 @@ class Ec2Provisioner:
             return client
 
     def _offers(self, region: str) -> tuple[list[Offer], list[str]]:
+        """Return the region's offers, and a sentence for each instance type without a price."""
         config = self._config
-        offers, said = [], []
+        offers, problems = [], []
         gpus = self._gpus_in(region)
         spot_prices = self._spot_prices(region) if "spot" in config.markets else {}
-        for kind in config.instance_types:
-            if kind not in gpus:
-                continue  # not to be had in this region
-            gpu, count = gpus[kind]
+        for instance_type in config.instance_types:
+            if instance_type not in gpus:
+                continue  # the region does not have it
+            gpu, count = gpus[instance_type]
             for market in config.markets:
-                name = f"{region}/{kind}" + ("/spot" if market == "spot" else "")
-                usd = self._price(region, kind, market == "spot", spot_prices)
+                spot = market == "spot"
+                name = f"{region}/{instance_type}" + ("/spot" if spot else "")
+                usd = self._price(region, instance_type, spot, spot_prices)
                 if usd is None:
-                    said.append(f"{self.name}: the offer {name!r} has no price: set provisioners.prices: dropped")
+                    problems.append(f"offer {name!r} has no price: dropped (set provisioners.prices)")
                     continue
-                offers.append(
-                    Offer(
-                        provisioner=self.name,
-                        name=name,
-                        island=config.island or f"aws/{region}",
-                        gpu=config.gpu or gpu,
-                        gpus=count,
-                        spot=market == "spot",
-                        usd_per_hour=usd,
-                        start_s=config.start_s,
-                        most=config.most or None,
-                    )
-                )
-        return offers, said
+                known = {"gpu": config.gpu or gpu, "gpus": count, "spot": spot, "usd_per_hour": usd}
+                offers.append(configured_offer(config, name, f"aws/{region}", **known))
+        return offers, problems
 
-    def _price(self, region: str, kind: str, spot: bool, spot_prices: dict[str, float]) -> float | None:
-        prices = self._config.prices
-        if spot:
-            return prices.get(f"{region}/{kind}/spot", prices.get(f"{kind}/spot", spot_prices.get(kind)))
-        return prices.get(f"{region}/{kind}", prices.get(kind))
+    def _price(self, region: str, instance_type: str, spot: bool, spot_prices: dict[str, float]) -> float | None:
+        prices, name = self._config.prices, instance_type + ("/spot" if spot else "")
+        market_price = spot_prices.get(instance_type) if spot else None
+        return prices.get(f"{region}/{name}", prices.get(name, market_price))
 
     def _gpus_in(self, region: str) -> dict[str, tuple[str, int]]:
-        """GPU and how many of them, for each of the types that this region has. Asked once."""
+        """Return the GPU and the number of GPUs of each instance type that the region has. The router asks once."""
         if region in self._gpus:
             return self._gpus[region]
         client = self._client(region)
         wanted = [{"Name": "instance-type", "Values": list(self._config.instance_types)}]
-        here = {
+        available = {
             one["InstanceType"]
             for page in client.get_paginator("describe_instance_type_offerings").paginate(Filters=wanted)
             for one in page["InstanceTypeOfferings"]
         }
         found: dict[str, tuple[str, int]] = {}
-        if here:
-            for page in client.get_paginator("describe_instance_types").paginate(InstanceTypes=sorted(here)):
+        if available:
+            for page in client.get_paginator("describe_instance_types").paginate(InstanceTypes=sorted(available)):
                 for one in page["InstanceTypes"]:
                     gpus = one.get("GpuInfo", {}).get("Gpus", [])
                     found[one["InstanceType"]] = (
@@ -227,7 +220,7 @@ class Ec2Provisioner:
         return found
 
     def _spot_prices(self, region: str) -> dict[str, float]:
-        """The lowest of the zones' latest prices, by type."""
+        """Return the lowest of the zones' latest prices by instance type."""
         latest: dict[tuple[str, str], tuple[datetime, float]] = {}
         pages = self._client(region).get_paginator("describe_spot_price_history")
         for page in pages.paginate(
@@ -244,16 +237,16 @@ class Ec2Provisioner:
                 if where not in latest or one["Timestamp"] > latest[where][0]:
                     latest[where] = one["Timestamp"], usd
         prices: dict[str, float] = {}
-        for (kind, _zone), (_when, usd) in latest.items():
-            prices[kind] = min(usd, prices.get(kind, usd))
+        for (instance_type, _zone), (_when, usd) in latest.items():
+            prices[instance_type] = min(usd, prices.get(instance_type, usd))
         return prices
 
     def _provision(self, region: str, offer: Offer, token: str) -> None:
         client = self._client(region)
-        # A client token counts for a day, and only in one region; the tag counts for as long as the instance is there.
+        # AWS remembers a client token for a day; the tag stays as long as the instance.
         if any(True for _ in self._instances(region, token)):
             return
-        _region, kind, *market = offer.name.split("/")
+        _region, instance_type, *market = offer.name.split("/")
         tags = [
             {"Key": "Name", "Value": f"{self._config.deployment}-{token}"},
             {"Key": DEPLOYMENT, "Value": self._config.deployment},
@@ -263,7 +256,7 @@ class Ec2Provisioner:
         request: dict[str, Any] = {
             "MinCount": 1,
             "MaxCount": 1,
-            "InstanceType": kind,
+            "InstanceType": instance_type,
             "ClientToken": hashlib.sha256(f"{self._config.deployment}/{token}".encode()).hexdigest(),
             "TagSpecifications": [{"ResourceType": "instance", "Tags": tags}],
             "InstanceInitiatedShutdownBehavior": "terminate",
@@ -284,41 +277,41 @@ class Ec2Provisioner:
         client.run_instances(**request)
 
     def _instances(self, region: str, token: str = "") -> Iterator[dict[str, Any]]:
-        """Ours, or the one with this token; those that have ended are there for an hour or so."""
-        ours = [{"Name": f"tag:{DEPLOYMENT}", "Values": [self._config.deployment]}]
+        """Yield the deployment's instances, or the one with this token. AWS lists terminated ones for about an hour."""
+        filters = [{"Name": f"tag:{DEPLOYMENT}", "Values": [self._config.deployment]}]
         if token:
-            ours.append({"Name": f"tag:{TOKEN}", "Values": [token]})
-        for page in self._client(region).get_paginator("describe_instances").paginate(Filters=ours):
+            filters.append({"Name": f"tag:{TOKEN}", "Values": [token]})
+        for page in self._client(region).get_paginator("describe_instances").paginate(Filters=filters):
             for reservation in page["Reservations"]:
                 yield from reservation["Instances"]
 
     def _status(self, region: str) -> list[Machine]:
         instances = list(self._instances(region))
-        taken_back = self._taken_back(region, instances)
-        return [self._machine(region, one, taken_back.get(one["InstanceId"], "")) for one in instances]
+        reclaimed = self._reclaim_reasons(region, instances)
+        return [self._machine(region, one, reclaimed.get(one["InstanceId"], "")) for one in instances]
 
-    def _taken_back(self, region: str, instances: list[dict[str, Any]]) -> dict[str, str]:
-        """Why, for each spot instance that AWS has said it takes back."""
+    def _reclaim_reasons(self, region: str, instances: list[dict[str, Any]]) -> dict[str, str]:
+        """Return the reason for each spot instance that AWS takes back."""
         requests = [
             one["SpotInstanceRequestId"]
             for one in instances
             if one.get("SpotInstanceRequestId") and one["State"]["Name"] != "terminated"
         ]
         found: dict[str, str] = {}
-        for at in range(0, len(requests), FILTER_VALUES):
-            some = [{"Name": "spot-instance-request-id", "Values": requests[at : at + FILTER_VALUES]}]
+        for at in range(0, len(requests), MAX_FILTER_VALUES):
+            some = [{"Name": "spot-instance-request-id", "Values": requests[at : at + MAX_FILTER_VALUES]}]
             for page in self._client(region).get_paginator("describe_spot_instance_requests").paginate(Filters=some):
                 for one in page["SpotInstanceRequests"]:
                     status = one.get("Status") or {}
-                    if status.get("Code") in RECLAIMING:
+                    if status.get("Code") in RECLAIM_CODES:
                         found[one.get("InstanceId", "")] = status.get("Message") or status["Code"]
         return found
 
-    def _machine(self, region: str, instance: dict[str, Any], taken_back: str) -> Machine:
+    def _machine(self, region: str, instance: dict[str, Any], reclaim_reason: str) -> Machine:
         tags = {tag["Key"]: tag["Value"] for tag in instance.get("Tags", ())}
-        said = instance["State"]["Name"]
-        state = STATES.get(said, MachineState.PENDING)
-        stopped = f"it is {said}" if said in STOPPED else ""
+        state_name = instance["State"]["Name"]
+        state = STATES.get(state_name, MachineState.PENDING)
+        stopped = f"it is {state_name}" if state_name in STOPPED else ""
         address = instance.get("PublicIpAddress" if self._config.address == "public" else "PrivateIpAddress") or ""
         if state is MachineState.RUNNING and not address:
             state = MachineState.PENDING
@@ -328,9 +321,9 @@ class Ec2Provisioner:
             offer=tags.get(OFFER, ""),
             state=state,
             url=f"http://{address}:{self._config.port}" if address else "",
-            reclaimed=bool(taken_back or stopped) or RECLAIMED in tags,
+            reclaimed=bool(reclaim_reason or stopped) or RECLAIMED in tags,
             started_s=instance["LaunchTime"].timestamp(),
-            reason=taken_back or tags.get(RECLAIMED, "") or instance.get("StateTransitionReason", "") or stopped,
+            reason=reclaim_reason or tags.get(RECLAIMED, "") or instance.get("StateTransitionReason", "") or stopped,
             island=self._config.island or f"aws/{region}",
         )
 
@@ -338,5 +331,5 @@ class Ec2Provisioner:
         try:
             self._client(region).terminate_instances(InstanceIds=[instance])
         except ClientError as error:
-            if error.response["Error"].get("Code") not in GONE:
+            if error.response["Error"].get("Code") not in NOT_FOUND:
                 raise

@@ -1,8 +1,8 @@
 """process: engines as processes on this machine.
 
-They outlive the router, as machines of a cloud do. What was started is written down, one file for each token, before it
-is started: `intent` first, then the pid with the time at which the process began, so that a pid that another process
-has by now is never signalled. A router that crashed between the two finds the process by the token in its environment.
+They outlive the router, like machines of a cloud. A file for each token records the process: first the intent, before
+the process starts, then its pid and start time. With both, the router never signals another process that got the same
+pid. A router that crashed between the two finds the process by the token in its environment.
 """
 
 from __future__ import annotations
@@ -25,48 +25,49 @@ import msgspec
 
 from warmroute.config import ProvisionerConfig
 from warmroute.scaling.offer import Offer
-from warmroute.scaling.provisioner import CloudError, Machine, MachineState, NoCapacity
-from warmroute.scaling.provisioners.configured import configured_offer, sanity_of
+from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerError
+from warmroute.scaling.provisioners.configured_offer import configured_offer
+from warmroute.scaling.validate_offers import OfferValidator
 
 T = TypeVar("T")
 
 HOST = "127.0.0.1"
 PORTS = 200
-"""How many ports are tried, from the first on."""
+"""How many ports to try, from the configured one on."""
 POLL_S = 0.05
 FORGET_S = 600.0
-"""How long a process that ended by itself is still told of."""
+"""How long the status reports a process that ended by itself."""
 TOKEN_VARIABLE = "WARMROUTE_TOKEN"
-SIMULATED = (sys.executable, "-m", "warmroute.cli.main", "engine", "--port", "{port}")
+SIMULATED_ENGINE = (sys.executable, "-m", "warmroute.cli.main", "engine", "--port", "{port}")
 
 
-class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """What is written down of a process."""
+class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What the file of a process contains."""
 
     token: str
     offer: str
     port: int
-    asked_s: float
+    requested_s: float
     pid: int = 0
-    """0: an intent, written before the process was started."""
-    began: str = ""
-    """Boot and clock ticks at which the process began: with the pid, its identity."""
-    told_s: float = 0.0
-    """When it was told to end."""
+    """0: an intent, written before the process started."""
+    start_id: str = ""
+    """Boot id and clock ticks at which the process started: with the pid, its identity."""
+    stop_s: float = 0.0
+    """When the router told it to end."""
 
 
 class ProcessProvisioner:
     def __init__(self, config: ProvisionerConfig) -> None:
         self.name = config.label
         self._config = config
-        self._sanity = sanity_of(config, free=True)
+        self._validator = OfferValidator(config, free=True)
         self._folder = _folder(config)
-        self._command = config.command or SIMULATED
+        self._command = config.command or SIMULATED_ENGINE
         self._children: dict[int, subprocess.Popen[bytes]] = {}
-        self._thread = ThreadPoolExecutor(1, f"warmroute-{config.label}")  # one: its calls never cross
+        self._thread = ThreadPoolExecutor(1, f"warmroute-{config.label}")  # one thread, so that calls do not overlap
 
     async def offers(self) -> list[Offer]:
-        return self._sanity.check([configured_offer(self._config, self.name, "local")])
+        return self._validator.validate([configured_offer(self._config, self.name, "local")])
 
     async def provision(self, offer: Offer, token: str) -> None:
         await self._in_thread(lambda: self._provision(offer, token))
@@ -75,8 +76,8 @@ class ProcessProvisioner:
         return await self._in_thread(self._status)
 
     async def terminate(self, machine: Machine) -> None:
-        """Asks it to end, and makes it `grace_s` later. Given up in between, the next call goes on where this was."""
-        while await self._in_thread(lambda: self._end(machine.token)):  # noqa: ASYNC110 (a process has no event)
+        """Tell the process to end, and kill it `stop_grace_s` later. After a canceled call, the next one continues."""
+        while await self._in_thread(lambda: self._stop(machine.token)):  # noqa: ASYNC110 (a process has no event)
             await asyncio.sleep(POLL_S)
 
     async def close(self) -> None:
@@ -86,26 +87,25 @@ class ProcessProvisioner:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, call)
         except OSError as error:
-            raise CloudError(f"{self.name}: {error.strerror}: {error.filename}") from None
+            raise ProvisionerError(f"{self.name}: {error.strerror}: {error.filename}") from None
 
     # The rest runs in the thread.
 
     def _provision(self, offer: Offer, token: str) -> None:
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", token):
-            raise CloudError(f"{self.name}: {token!r} cannot name a file")
-        known = self._known()
-        before = known.get(token)
-        if before is not None and (before.pid or _carrier_of(self._mark(token))):
+            raise ProvisionerError(f"{self.name}: token {token!r} is not a valid file name")
+        records = self._records()
+        before = records.get(token)
+        if before is not None and (before.pid or _pid_with_mark(self._mark(token))):
             return
-        alive = [one for one in known.values() if self._is_alive(one)]
-        if self._config.most and len(alive) >= self._config.most:
-            run = "1 process runs" if len(alive) == 1 else f"{len(alive)} processes run"
-            raise NoCapacity(f"{self.name}: {run}, which is the most")
-        port = self._free_port({one.port for one in alive})
-        started = Started(token=token, offer=offer.name, port=port, asked_s=time.time())
-        self._write(started)
-        filled = {"{port}": str(port), "{token}": token, "{name}": f"{self._config.deployment}-{token}"}
-        command = [_fill(word, filled) for word in self._command]
+        alive = [record for record in records.values() if self._is_alive(record)]
+        if self._config.max_nodes and len(alive) >= self._config.max_nodes:
+            raise NoCapacity(f"{self.name}: {len(alive)} running, maximum is {self._config.max_nodes}")
+        port = self._free_port({record.port for record in alive})
+        record = ProcessRecord(token=token, offer=offer.name, port=port, requested_s=time.time())
+        self._write(record)
+        values = {"{port}": str(port), "{token}": token, "{name}": f"{self._config.deployment}-{token}"}
+        command = [_fill(word, values) for word in self._command]
         try:
             with self._log(token).open("wb") as log:
                 child = subprocess.Popen(
@@ -118,89 +118,90 @@ class ProcessProvisioner:
                 )
         except OSError as error:
             self._forget(token)
-            raise CloudError(f"{self.name}: {command[0]!r} cannot be run: {error.strerror}") from None
+            raise ProvisionerError(f"{self.name}: cannot run {command[0]!r}: {error.strerror}") from None
         self._children[child.pid] = child
-        self._write(msgspec.structs.replace(started, pid=child.pid, began=_began(child.pid)))
+        self._write(msgspec.structs.replace(record, pid=child.pid, start_id=_start_id(child.pid)))
 
     def _status(self) -> list[Machine]:
         machines = []
-        for one in self._known().values():
-            if not one.pid:
-                one = self._found_again(one)
-            if self._is_alive(one):
-                state, reason = (MachineState.ENDING if one.told_s else MachineState.RUNNING), ""
-                if one.told_s:  # whoever told it may have crashed meanwhile
-                    self._end(one.token)
+        for record in self._records().values():
+            if not record.pid:
+                record = self._recovered(record)
+            if self._is_alive(record):
+                state, reason = (MachineState.TERMINATING if record.stop_s else MachineState.RUNNING), ""
+                if record.stop_s:  # the router that told it may have crashed since
+                    self._stop(record.token)
             else:
-                state, reason = MachineState.ENDED, self._last_words(one)
-                if time.time() - self._file(one.token).stat().st_mtime > FORGET_S:
-                    self._forget(one.token)
+                state, reason = MachineState.TERMINATED, self._last_output(record)
+                if time.time() - self._file(record.token).stat().st_mtime > FORGET_S:
+                    self._forget(record.token)
             machines.append(
                 Machine(
-                    id=f"pid {one.pid}",
-                    token=one.token,
-                    offer=one.offer,
+                    id=f"pid {record.pid}",
+                    token=record.token,
+                    offer=record.offer,
                     state=state,
-                    url=f"http://{HOST}:{one.port}",
-                    started_s=one.asked_s,
+                    url=f"http://{HOST}:{record.port}",
+                    started_s=record.requested_s,
                     reason=reason,
                 )
             )
         return machines
 
-    def _end(self, token: str) -> bool:
-        """Whether there is still somebody to wait for; tells it to end, as is due, and forgets one that has."""
-        one = self._known().get(token)
-        if one is None:
+    def _stop(self, token: str) -> bool:
+        """Tell the process to end, or kill it when its time is over. Forget it once it has ended. Return whether it
+        still runs."""
+        record = self._records().get(token)
+        if record is None:
             return False
-        if not one.pid:
-            one = self._found_again(one)
-        if not self._is_alive(one):
+        if not record.pid:
+            record = self._recovered(record)
+        if not self._is_alive(record):
             self._forget(token)
             return False
         now_s = time.time()
-        if not one.told_s:
-            self._write(msgspec.structs.replace(one, told_s=now_s))
-            self._signal(one.pid, signal.SIGTERM)
-        elif now_s - one.told_s >= self._config.grace_s:
-            self._signal(one.pid, signal.SIGKILL)
+        if not record.stop_s:
+            self._write(msgspec.structs.replace(record, stop_s=now_s))
+            self._signal(record.pid, signal.SIGTERM)
+        elif now_s - record.stop_s >= self._config.stop_grace_s:
+            self._signal(record.pid, signal.SIGKILL)
         return True
 
     @staticmethod
-    def _signal(pid: int, what: signal.Signals) -> None:
+    def _signal(pid: int, number: signal.Signals) -> None:
         try:
-            os.killpg(pid, what)  # it leads a session of its own: its workers end with it
+            os.killpg(pid, number)  # it leads its own session: its workers get the signal too
         except ProcessLookupError:
             pass
 
-    def _is_alive(self, one: Started) -> bool:
-        child = self._children.get(one.pid)
-        if child is not None and child.poll() is not None:  # also takes it off the system's list
-            del self._children[one.pid]
-        if one.pid <= 0 or not one.began:  # it had gone before its beginning could be read
+    def _is_alive(self, record: ProcessRecord) -> bool:
+        child = self._children.get(record.pid)
+        if child is not None and child.poll() is not None:  # poll also reaps it
+            del self._children[record.pid]
+        if record.pid <= 0 or not record.start_id:  # it ended before its start time could be read
             return False
-        return _began(one.pid) == one.began
+        return _start_id(record.pid) == record.start_id
 
-    def _found_again(self, intent: Started) -> Started:
-        """The process that a crash left between its start and its pid being written down, or the intent as it is."""
-        pid = _carrier_of(self._mark(intent.token))
+    def _recovered(self, intent: ProcessRecord) -> ProcessRecord:
+        """Return the intent with its pid, if the router crashed between starting the process and recording the pid."""
+        pid = _pid_with_mark(self._mark(intent.token))
         if not pid:
             return intent
-        found = msgspec.structs.replace(intent, pid=pid, began=_began(pid))
-        self._write(found)
-        return found
+        record = msgspec.structs.replace(intent, pid=pid, start_id=_start_id(pid))
+        self._write(record)
+        return record
 
     def _mark(self, token: str) -> str:
         return f"{self._config.deployment}/{self.name}/{token}"
 
-    def _last_words(self, one: Started) -> str:
-        if not one.pid:
+    def _last_output(self, record: ProcessRecord) -> str:
+        if not record.pid:
             return "it was never started"
         try:
-            lines = self._log(one.token).read_bytes()[-4096:].decode(errors="replace").strip().splitlines()
+            lines = self._log(record.token).read_bytes()[-4096:].decode(errors="replace").strip().splitlines()
         except OSError:
             lines = []
-        return lines[-1] if lines else "it ended and said nothing"
+        return lines[-1] if lines else "it ended without output"
 
     def _free_port(self, taken: set[int]) -> int:
         first = self._config.port
@@ -214,26 +215,28 @@ class ProcessProvisioner:
                 except OSError:
                     continue
                 return port
-        raise NoCapacity(f"{self.name}: the ports {first} to {first + PORTS - 1} are all taken")
+        raise NoCapacity(f"{self.name}: all ports from {first} to {first + PORTS - 1} are taken")
 
-    def _known(self) -> dict[str, Started]:
-        known = {}
+    def _records(self) -> dict[str, ProcessRecord]:
+        records = {}
         for path in sorted(self._folder.glob("*.json")):
             try:
-                one = msgspec.json.decode(path.read_bytes(), type=Started)
+                record = msgspec.json.decode(path.read_bytes(), type=ProcessRecord)
             except FileNotFoundError:
                 continue
             except msgspec.DecodeError:
-                raise CloudError(f"{self.name}: {path} cannot be read: end what it tells of, then remove it") from None
-            known[one.token] = one
-        return known
+                raise ProvisionerError(
+                    f"{self.name}: {path} is invalid: end the process that it describes, then remove the file"
+                ) from None
+            records[record.token] = record
+        return records
 
-    def _write(self, one: Started) -> None:
-        """Whole or not at all, whenever the router is killed."""
+    def _write(self, record: ProcessRecord) -> None:
+        """Write the whole file, or nothing if the router is killed meanwhile."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part = self._file(one.token).with_suffix(".part")
-        part.write_bytes(msgspec.json.encode(one))
-        part.replace(self._file(one.token))
+        part = self._file(record.token).with_suffix(".part")
+        part.write_bytes(msgspec.json.encode(record))
+        part.replace(self._file(record.token))
 
     def _forget(self, token: str) -> None:
         self._file(token).unlink(missing_ok=True)
@@ -247,7 +250,7 @@ class ProcessProvisioner:
 
 
 def _folder(config: ProvisionerConfig) -> Path:
-    """Each provisioner of each deployment has its own: nobody takes over, or ends, what is another's."""
+    """Return the provisioner's own folder, so that none adopts or ends the processes of another."""
     if config.state_dir:
         state = Path(config.state_dir).expanduser()
     else:
@@ -255,14 +258,14 @@ def _folder(config: ProvisionerConfig) -> Path:
     return state / config.deployment / quote(config.label, safe="").replace(".", "%2E")
 
 
-def _fill(word: str, filled: dict[str, str]) -> str:
-    for placeholder, value in filled.items():
+def _fill(word: str, values: dict[str, str]) -> str:
+    for placeholder, value in values.items():
         word = word.replace(placeholder, value)
     return word
 
 
-def _began(pid: int) -> str:
-    """Boot and tick at which this process began; empty where there is none, or it has ended and waits to be buried."""
+def _start_id(pid: int) -> str:
+    """Return the boot id and the tick at which a process started; empty if it does not run (also for a zombie)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -273,8 +276,8 @@ def _began(pid: int) -> str:
     return "" if state in (b"Z", b"X") else f"{boot}/{ticks.decode()}"
 
 
-def _carrier_of(mark: str) -> int:
-    """The pid of the session's leader that has this mark in its environment; 0 where there is none."""
+def _pid_with_mark(mark: str) -> int:
+    """Return the pid of the session leader that has this mark in its environment; 0 if there is none."""
     wanted = f"{TOKEN_VARIABLE}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -282,5 +285,5 @@ def _carrier_of(mark: str) -> int:
             if wanted in (folder / "environ").read_bytes().split(b"\0") and os.getsid(pid) == pid:
                 return pid
         except (OSError, ValueError):
-            continue  # gone meanwhile, or another user's
+            continue  # it has ended, or belongs to another user
     return 0

@@ -1,10 +1,10 @@
-"""skypilot: clusters of one node, through the `sky` command and the API server that the operator runs. SkyPilot is
-never imported: it takes seconds and 290 MB.
+"""skypilot: clusters of one node, through the `sky` command and the operator's API server. The router never imports
+SkyPilot, which takes seconds and 290 MB.
 
-A cluster's name is the deployment's and the token, so asking twice starts one; clusters with other names are others'.
-`sky launch` and `sky down` take minutes: what fails at once is told at once, and the rest runs on by itself; whoever
-asks for the status learns how it ended. A cluster that has stopped, or that stays unhealthy, is still paid for: it is
-to be ended.
+A cluster's name is the deployment's name and the token, so that a repeated request creates one cluster; the router
+leaves other clusters alone. `sky launch` and `sky down` take minutes. The router waits a while for a refusal; then the
+command runs on, and the status reports its outcome. A cluster that has stopped, or that stays unhealthy, is still paid
+for: the status reports it as reclaimed, and the router terminates it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,22 @@ from typing import Any
 
 import msgspec
 
-from warmroute.blocking import aside
+from warmroute.blocking import run_in_thread
 from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.scaling.offer import Offer
-from warmroute.scaling.provisioner import TOKEN, CloudError, Machine, MachineState, NoAnswer, NoCapacity
-from warmroute.scaling.provisioners import child
-from warmroute.scaling.provisioners.answers import beginning
-from warmroute.scaling.provisioners.configured import sanity_of
-from warmroute.scaling.provisioners.sky_catalogue import Row, Wanted, folder_of, rows_of
+from warmroute.scaling.provisioner import (
+    TOKEN,
+    Machine,
+    MachineState,
+    NoCapacity,
+    ProvisionerError,
+    ProvisionerTimeout,
+)
+from warmroute.scaling.provisioners.command_runner import CommandResult, run_command
+from warmroute.scaling.provisioners.configured_offer import configured_offer
+from warmroute.scaling.provisioners.json_protocol import excerpt
+from warmroute.scaling.provisioners.skypilot_catalog import CatalogFilter, CatalogRow, catalog_folder, read_catalog
+from warmroute.scaling.validate_offers import OfferValidator
 
 STATES = {
     "INIT": MachineState.PENDING,
@@ -35,26 +43,26 @@ STATES = {
 }
 STOPPED = ("AUTOSTOPPING", "STOPPING", "STOPPED")
 UNHEALTHY_S = 60.0
-"""SkyPilot also calls a cluster unhealthy that it could not reach just now: so long it may be well again."""
+"""SkyPilot also reports a cluster as unhealthy that it cannot reach for a moment. It may recover for this time."""
 NO_CAPACITY = re.compile(
     r"ResourcesUnavailableError|Failed to provision all|[Qq]uota|[Ii]nsufficient.{0,20}[Cc]apacity"
 )
 NOT_FOUND = re.compile(r"Cluster\(s\) not found|Cluster \S+ (was )?(not found|does not exist)|ClusterDoesNotExist")
-COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 LAUNCH_LIMIT_S = DOWN_LIMIT_S = 3600.0
 REFUSAL_SHARE = 0.5
-"""Of the time for a call: how long to wait for a launch to be refused."""
-LOOKUPS = 4
-"""Endpoints that are asked for at once: each is a process of hundreds of megabytes."""
+"""Fraction of a call's time limit to wait for a launch to fail."""
+MAX_ENDPOINT_LOOKUPS = 4
+"""Concurrent lookups. Each is a process of hundreds of megabytes."""
 FORGET_S = 600.0
-"""How long a launch that failed is still told of."""
+"""How long the status reports a launch that failed."""
 
 
-_Launched = tuple[str, float]
-"""A cluster's name, and when it was launched: with a new launch it may have another address."""
+_LaunchKey = tuple[str, float]
+"""A cluster's name and launch time. A new launch may have another address."""
 
 
-class _Failed(msgspec.Struct, frozen=True):
+class _FailedLaunch(msgspec.Struct, frozen=True):
     offer: str
     reason: str
     when_s: float
@@ -66,82 +74,76 @@ class SkyPilotProvisioner:
         self._config = config
         if not config.deployment[0].isalpha():
             raise ConfigError(
-                f"provisioners.deployment: {config.deployment!r}: a name of SkyPilot's clusters begins with a letter"
+                f"provisioners.deployment: {config.deployment!r}: names of SkyPilot clusters start with a letter"
             )
-        self._sanity = sanity_of(config)
-        self._reading = asyncio.Semaphore(1)
-        self._rows: dict[str, tuple[float, list[Row], list[str]]] = {}
-        self._launching: dict[str, tuple[Offer, asyncio.Task[child.Said]]] = {}
-        self._failed: dict[str, _Failed] = {}
-        self._ending: dict[str, asyncio.Task[child.Said]] = {}
-        """By cluster: a `sky down` that runs."""
-        self._urls: dict[_Launched, str] = {}
-        self._lookups: dict[_Launched, asyncio.Task[None]] = {}
-        self._lookup_places = asyncio.Semaphore(LOOKUPS)
-        self._unhealthy_s: dict[_Launched, float] = {}
-        """Since when."""
+        self._validator = OfferValidator(config)
+        self._catalog_slot = asyncio.Semaphore(1)
+        self._catalog: dict[str, tuple[float, list[CatalogRow], list[str]]] = {}
+        """By cloud: the file's time of change, its rows and its problems."""
+        self._launching: dict[str, tuple[Offer, asyncio.Task[CommandResult]]] = {}
+        self._failed: dict[str, _FailedLaunch] = {}
+        self._ending: dict[str, asyncio.Task[CommandResult]] = {}
+        """By cluster: a running `sky down`."""
+        self._urls: dict[_LaunchKey, str] = {}
+        self._lookups: dict[_LaunchKey, asyncio.Task[None]] = {}
+        self._lookup_slots = asyncio.Semaphore(MAX_ENDPOINT_LOOKUPS)
+        self._unhealthy_since_since_s: dict[_LaunchKey, float] = {}
 
     async def offers(self) -> list[Offer]:
-        rows, said = await aside(self._read_catalogue, self.name, self._reading)
-        priced = {row.name: row for row in rows}
+        rows, problems = await run_in_thread(self._read_catalog, self.name, self._catalog_slot)
+        by_name = {row.name: row for row in rows}
         for name, usd in self._config.prices.items():
-            cloud, region, kind, *market = name.split("/") if name.count("/") in (2, 3) else ("", "", "")
-            if not kind or market not in ([], ["spot"]):
-                said.append(
-                    f"{self.name}: provisioners.prices: {name!r} is not like CLOUD/REGION/TYPE or …/spot: dropped"
-                )
+            cloud, region, instance_type, *market = name.split("/") if name.count("/") in (2, 3) else ("", "", "")
+            if not instance_type or market not in ([], ["spot"]):
+                problems.append(f"provisioners.prices: ignoring {name!r}: it is not like CLOUD/REGION/TYPE or …/spot")
                 continue
-            known = priced.get(name)
+            known = by_name.get(name)
             gpu, gpus = (known.gpu, known.gpus) if known else (self._config.gpu, self._config.gpus)
-            priced[name] = Row(cloud, region, kind, gpu, gpus, bool(market), usd)
-        return self._sanity.check(
-            (
-                Offer(
-                    provisioner=self.name,
-                    name=row.name,
-                    island=self._config.island or f"{row.cloud}/{row.region}",
-                    gpu=row.gpu,
-                    gpus=row.gpus,
-                    spot=row.spot,
-                    usd_per_hour=row.usd_per_hour,
-                    start_s=self._config.start_s,
-                    most=self._config.most or None,
-                )
-                for row in priced.values()
-            ),
-            said,
-        )
+            by_name[name] = CatalogRow(cloud, region, instance_type, gpu, gpus, bool(market), usd)
+        offers = [
+            configured_offer(
+                self._config,
+                row.name,
+                f"{row.cloud}/{row.region}",
+                gpu=row.gpu,
+                gpus=row.gpus,
+                spot=row.spot,
+                usd_per_hour=row.usd_per_hour,
+            )
+            for row in by_name.values()
+        ]
+        return self._validator.validate(offers, problems)
 
     async def provision(self, offer: Offer, token: str) -> None:
         if not TOKEN.fullmatch(token):
-            raise CloudError(f"{self.name}: a cluster with the token {token!r} would not be found again")
-        give_up_s = time.monotonic() + self._config.timeout_s
+            raise ProvisionerError(f"{self.name}: token {token!r} is invalid: the status would not find its cluster")
+        deadline_s = time.monotonic() + self._config.timeout_s
         cluster = self._cluster(token)
         try:
             clusters = await self._clusters()
-        except NoAnswer as error:
-            raise CloudError(str(error)) from None  # nothing was begun
+        except ProvisionerTimeout as error:
+            raise ProvisionerError(str(error)) from None  # nothing was started
         if token in self._launching or any(one["name"] == cluster for one in clusters):
             return
-        cloud, region, kind, *market = offer.name.split("/")
-        command = [self._config.sky, "launch", "-y", "-d", "--cluster", cluster, "--infra", f"{cloud}/{region}"]
-        command += ["--instance-type", kind, "--use-spot" if market == ["spot"] else "--no-use-spot"]
-        command += ["--env", f"WARMROUTE_TOKEN={token}", self._config.task]
-        launch = asyncio.create_task(child.run(command, self.name, timeout_s=LAUNCH_LIMIT_S))
+        cloud, region, instance_type, *market = offer.name.split("/")
+        command = [self._config.sky_command, "launch", "-y", "-d", "--cluster", cluster, "--infra", f"{cloud}/{region}"]
+        command += ["--instance-type", instance_type, "--use-spot" if market == ["spot"] else "--no-use-spot"]
+        command += ["--env", f"WARMROUTE_TOKEN={token}", self._config.task_file]
+        launch = asyncio.create_task(run_command(command, self.name, timeout_s=LAUNCH_LIMIT_S))
         self._launching[token] = offer, launch
         self._failed.pop(token, None)
-        launch.add_done_callback(lambda _: self._settle(token))
-        await asyncio.wait([launch], timeout=max(0.0, REFUSAL_SHARE * (give_up_s - time.monotonic())))
+        launch.add_done_callback(lambda _: self._launch_ended(token))
+        await asyncio.wait([launch], timeout=max(0.0, REFUSAL_SHARE * (deadline_s - time.monotonic())))
         if launch.done():
-            said = launch.result()
-            if said.code:
-                raise _why(self.name, said)
+            result = launch.result()
+            if result.code:
+                raise _launch_error(self.name, result)
 
     async def status(self) -> list[Machine]:
-        give_up_s = time.monotonic() + self._config.timeout_s
+        deadline_s = time.monotonic() + self._config.timeout_s
         clusters = await self._clusters("--refresh")
         self._forget_gone(clusters)
-        await self._find_urls(clusters, give_up_s)
+        await self._find_urls(clusters, deadline_s)
         machines = [self._machine(one) for one in clusters]
         seen = {machine.token for machine in machines}
         now_s = time.monotonic()
@@ -160,72 +162,75 @@ class SkyPilotProvisioner:
                         id=self._cluster(token),
                         token=token,
                         offer=failed.offer,
-                        state=MachineState.ENDED,
+                        state=MachineState.TERMINATED,
                         reason=failed.reason,
                     )
                 )
         return machines
 
     async def terminate(self, machine: Machine) -> None:
-        """Given up in between, the next call waits for the same `sky down`."""
+        """After a canceled call, the next one waits for the same `sky down`."""
         cluster = self._cluster(machine.token)
         if machine.id != cluster or not TOKEN.fullmatch(machine.token):
-            raise CloudError(f"{self.name}: {machine.id!r} is no cluster of {self._config.deployment!r}: left alone")
+            deployment = self._config.deployment
+            raise ProvisionerError(f"{self.name}: {machine.id!r} is not a cluster of deployment {deployment!r}")
         down = self._ending.get(cluster)
         if down is None:
-            command = [self._config.sky, "down", "-y", cluster]
+            command = [self._config.sky_command, "down", "-y", cluster]
             down = self._ending[cluster] = asyncio.create_task(
-                child.run(command, self.name, timeout_s=DOWN_LIMIT_S), name=f"sky down {cluster}"
+                run_command(command, self.name, timeout_s=DOWN_LIMIT_S), name=f"sky down {cluster}"
             )
         await asyncio.wait([down], timeout=self._config.timeout_s)
         if not down.done():
-            raise NoAnswer(f"{self.name}: sky down of {cluster} goes on after {self._config.timeout_s:g} s")
+            raise ProvisionerTimeout(
+                f"{self.name}: sky down of {cluster} took longer than {self._config.timeout_s:g} s"
+            )
         self._ending.pop(cluster, None)
-        said = down.result()
-        not_there = NOT_FOUND.search(_text(said))
-        if said.code and not not_there:
-            raise CloudError(f"{self.name}: sky down failed (exit {said.code}): {COLOUR.sub('', said.last_line)}")
-        if not_there and machine.token in self._launching:
-            raise CloudError(f"{self.name}: the launch of {cluster} has not come so far that it could be ended")
+        result = down.result()
+        not_found = NOT_FOUND.search(_output(result))
+        if result.code and not not_found:
+            raise ProvisionerError(f"{self.name}: sky down failed {_exit_reason(result)}")
+        if not_found and machine.token in self._launching:
+            raise ProvisionerError(f"{self.name}: {cluster} cannot be terminated yet: its launch has just started")
         launching = self._launching.pop(machine.token, None)
         if launching is not None:
             launching[1].cancel()
         self._failed.pop(machine.token, None)
 
     async def close(self) -> None:
-        """What runs on is the API server's by now; only the commands that watch it end."""
+        """Launches and terminations continue on the API server; only the commands that watch them end."""
         watching: list[asyncio.Task[Any]] = [launch for _offer, launch in self._launching.values()]
         watching += [*self._ending.values(), *self._lookups.values()]
         for task in watching:
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
 
-    def _settle(self, token: str) -> None:
-        """A launch has ended, well or not."""
+    def _launch_ended(self, token: str) -> None:
+        """Remember a launch that failed."""
         entry = self._launching.pop(token, None)
         if entry is None or entry[1].cancelled():
             return
         offer, launch = entry
         error = launch.exception()
+        if error is None and launch.result().code:
+            error = _launch_error(self.name, launch.result())
         if error is not None:
-            self._failed[token] = _Failed(offer.name, str(error), time.monotonic())
-        elif launch.result().code:
-            self._failed[token] = _Failed(offer.name, str(_why(self.name, launch.result())), time.monotonic())
+            self._failed[token] = _FailedLaunch(offer.name, str(error), time.monotonic())
 
     def _cluster(self, token: str) -> str:
         return f"{self._config.deployment}-{token}"
 
-    async def _sky(self, *words: str) -> child.Said:
-        return await child.run([self._config.sky, *words], self.name, timeout_s=self._config.timeout_s)
+    async def _sky(self, *words: str) -> CommandResult:
+        return await run_command([self._config.sky_command, *words], self.name, timeout_s=self._config.timeout_s)
 
     async def _clusters(self, *words: str) -> list[dict[str, Any]]:
-        """Ours: those with a name that is made here. `prod` has nothing to do with `prod-eu-…` or `prod-notebook`."""
-        said = await self._sky("status", *words, "-o", "json")
-        if said.code:
-            raise CloudError(f"{self.name}: sky status failed (exit {said.code}): {COLOUR.sub('', said.last_line)}")
-        found = _table_in(said.out.decode(errors="replace"))
+        """Return our clusters: those named with the deployment and a token. `prod` does not match `prod-eu-…`."""
+        result = await self._sky("status", *words, "-o", "json")
+        if result.code:
+            raise ProvisionerError(f"{self.name}: sky status failed {_exit_reason(result)}")
+        found = _parse_clusters(result.out.decode(errors="replace"))
         if found is None:
-            raise CloudError(f"{self.name}: sky status answered no JSON; it begins {beginning(said.out)}")
+            raise ProvisionerError(f"{self.name}: the output of sky status is not JSON: {excerpt(result.out)}")
         prefix = f"{self._config.deployment}-"
         names = [str(one.get("name", "")) for one in found]
         return [
@@ -235,32 +240,32 @@ class SkyPilotProvisioner:
         ]
 
     def _machine(self, cluster: dict[str, Any]) -> Machine:
-        name, launched_s = launched = _launched(cluster)
+        name, launched_s = key = _launch_key(cluster)
         token = name.removeprefix(f"{self._config.deployment}-")
         status, down = str(cluster.get("status")), self._ending.get(name)
         state, url = STATES.get(status, MachineState.PENDING), ""
         reason = str(cluster.get("init_status_reason") or cluster.get("last_event") or "")
         if down is not None and not down.done():
-            state = MachineState.ENDING
+            state = MachineState.TERMINATING
         elif state is MachineState.RUNNING:
-            url = self._urls.get(launched, "")
+            url = self._urls.get(key, "")
             if not url:
                 state, reason = MachineState.PENDING, f"port {self._config.port} is not open yet (resources.ports)"
-        left = self._left_over(cluster, token)
+        reclaim_reason = self._reclaim_reason(cluster, token)
         return Machine(
             id=name,
             token=token,
             offer=_offer_of(str(cluster.get("last_creation_command") or "")),
             state=state,
             url=url,
-            reclaimed=bool(left),
+            reclaimed=bool(reclaim_reason),
             started_s=launched_s,
-            reason=reason or left,
+            reason=reason or reclaim_reason,
             island=self._config.island or _island_of(cluster),
         )
 
-    def _left_over(self, cluster: dict[str, Any], token: str) -> str:
-        """Why it is to be ended, where it is: nothing comes of it any more, and it is paid for."""
+    def _reclaim_reason(self, cluster: dict[str, Any], token: str) -> str:
+        """Return why the router should terminate it: it will not serve, and it is paid for. Empty: it should not."""
         status = str(cluster.get("status"))
         if status in STOPPED:
             return f"it is {status.lower()}"
@@ -271,110 +276,115 @@ class SkyPilotProvisioner:
         return ""
 
     def _stays_unhealthy(self, cluster: dict[str, Any]) -> bool:
-        """What SkyPilot says of a cluster whose node was taken away, or does not answer it."""
-        launched = _launched(cluster)
+        """Return whether the cluster's machine was taken away, or has not answered SkyPilot for a while."""
+        key = _launch_key(cluster)
         if cluster.get("status") != "INIT" or cluster.get("init_kind") != "unhealthy":
-            self._unhealthy_s.pop(launched, None)
+            self._unhealthy_since_s.pop(key, None)
             return False
         now_s = time.monotonic()
-        return now_s - self._unhealthy_s.setdefault(launched, now_s) >= UNHEALTHY_S
+        return now_s - self._unhealthy_since_s.setdefault(key, now_s) >= UNHEALTHY_S
 
     def _forget_gone(self, clusters: Iterable[dict[str, Any]]) -> None:
-        there = {_launched(one) for one in clusters}
-        names = {name for name, _when in there}
-        self._urls = {one: url for one, url in self._urls.items() if one in there}
-        self._unhealthy_s = {one: since_s for one, since_s in self._unhealthy_s.items() if one in there}
+        existing = {_launch_key(one) for one in clusters}
+        names = {name for name, _launched_s in existing}
+        self._urls = {key: url for key, url in self._urls.items() if key in existing}
+        self._unhealthy_since_s = {key: at_s for key, at_s in self._unhealthy_since_s.items() if key in existing}
         for name in [name for name, down in self._ending.items() if down.done() and name not in names]:
-            self._ending.pop(name).exception()  # it is gone, whatever was said
+            self._ending.pop(name).exception()  # the cluster is gone, whatever the command reported
 
-    async def _find_urls(self, clusters: Iterable[dict[str, Any]], give_up_s: float) -> None:
-        """Asks for those that are not known, and waits as long as there is time; the rest goes on until the next
-        time. An address stays as it is until the cluster is launched anew."""
-        asked = []
-        for launched in {_launched(one) for one in clusters if one.get("status") == "UP"} - self._urls.keys():
-            lookup = self._lookups.get(launched)
+    async def _find_urls(self, clusters: Iterable[dict[str, Any]], deadline_s: float) -> None:
+        """Look up the unknown addresses until the deadline; unfinished lookups continue until the next call. An address
+        stays valid until the cluster is launched again."""
+        lookups = []
+        for key in {_launch_key(one) for one in clusters if one.get("status") == "UP"} - self._urls.keys():
+            lookup = self._lookups.get(key)
             if lookup is None or lookup.done():
-                lookup = self._lookups[launched] = asyncio.create_task(self._find_url(launched))
-            asked.append(lookup)
-        if asked:
-            await asyncio.wait(asked, timeout=max(0.0, give_up_s - time.monotonic()))
-        self._lookups = {launched: lookup for launched, lookup in self._lookups.items() if not lookup.done()}
+                lookup = self._lookups[key] = asyncio.create_task(self._find_url(key))
+            lookups.append(lookup)
+        if lookups:
+            await asyncio.wait(lookups, timeout=max(0.0, deadline_s - time.monotonic()))
+        self._lookups = {key: lookup for key, lookup in self._lookups.items() if not lookup.done()}
 
-    async def _find_url(self, launched: _Launched) -> None:
-        async with self._lookup_places:
+    async def _find_url(self, key: _LaunchKey) -> None:
+        async with self._lookup_slots:
             try:
-                said = await self._sky("status", launched[0], "--endpoint", str(self._config.port))
-            except CloudError:
-                return  # it is asked again
-        lines = COLOUR.sub("", said.out.decode(errors="replace")).split()
+                result = await self._sky("status", key[0], "--endpoint", str(self._config.port))
+            except ProvisionerError:
+                return  # the next call tries again
+        lines = ANSI_COLOR.sub("", result.out.decode(errors="replace")).split()
         address = (lines[-1] if lines else "").removeprefix("http://").rstrip("/")
-        if not said.code and re.fullmatch(r"[^\s/@]+:[0-9]+", address):
-            self._urls[launched] = f"http://{address}"
+        if not result.code and re.fullmatch(r"[^\s/@]+:[0-9]+", address):
+            self._urls[key] = f"http://{address}"
 
-    def _read_catalogue(self) -> tuple[list[Row], list[str]]:
-        """In a thread. A file is read again when it has changed; a cloud whose file is bad is said and left out."""
+    def _read_catalog(self) -> tuple[list[CatalogRow], list[str]]:
+        """Runs in a thread. Read each file again when it has changed. A cloud whose file is invalid has no offers."""
         config = self._config
-        wanted = Wanted(
+        wanted = CatalogFilter(
             gpu=config.gpu,
             regions=frozenset(config.regions),
             instance_types=frozenset(config.instance_types),
             spot=tuple(market == "spot" for market in config.markets),
-            floor_usd=config.min_usd_per_gpu_hour,
+            min_usd_per_gpu_hour=config.min_usd_per_gpu_hour,
         )
-        rows: list[Row] = []
-        said: list[str] = []
-        bad = 0
+        rows: list[CatalogRow] = []
+        problems: list[str] = []
+        invalid = 0
         for cloud in config.clouds:
-            path = folder_of(config.catalog_dir) / cloud / "vms.csv"
+            path = catalog_folder(config.catalog_dir) / cloud / "vms.csv"
             try:
                 changed = path.stat().st_mtime if path.exists() else 0.0
-                if cloud not in self._rows or self._rows[cloud][0] != changed:
-                    self._rows[cloud] = (changed, *rows_of(path, cloud, wanted))
-            except CloudError as error:
-                bad += 1
-                said.append(f"{self.name}: {error}")
+                if cloud not in self._catalog or self._catalog[cloud][0] != changed:
+                    self._catalog[cloud] = (changed, *read_catalog(path, cloud, wanted))
+            except ProvisionerError as error:
+                invalid += 1
+                problems.append(str(error))
                 continue
-            rows += self._rows[cloud][1]
-            said += self._rows[cloud][2]
-        if bad == len(config.clouds) and not config.prices:
-            raise CloudError(said[0])
-        return rows, said
+            rows += self._catalog[cloud][1]
+            problems += self._catalog[cloud][2]
+        if invalid == len(config.clouds) and not config.prices:
+            raise ProvisionerError(f"{self.name}: {problems[0]}")
+        return rows, problems
 
 
-def _launched(cluster: dict[str, Any]) -> _Launched:
-    when = cluster.get("launched_at")
-    return str(cluster["name"]), float(when) if isinstance(when, (int, float)) else 0.0
+def _launch_key(cluster: dict[str, Any]) -> _LaunchKey:
+    launched_s = cluster.get("launched_at")
+    return str(cluster["name"]), float(launched_s) if isinstance(launched_s, (int, float)) else 0.0
 
 
-def _table_in(text: str) -> list[dict[str, Any]] | None:
-    """The list of clusters. Before and after it there may be lines of progress, which may begin with a bracket, too."""
+def _parse_clusters(text: str) -> list[dict[str, Any]] | None:
+    """Return the JSON list of clusters. Lines of progress around it may start with a bracket, too."""
     for found in re.finditer(r"^\s*(?=\[)", text, re.MULTILINE):
         try:
-            read, _end = json.JSONDecoder().raw_decode(text, found.end())
+            decoded, _end = json.JSONDecoder().raw_decode(text, found.end())
         except ValueError:
             continue
-        if all(isinstance(one, dict) for one in read):
-            return list(read)
+        if all(isinstance(one, dict) for one in decoded):
+            return list(decoded)
     return None
 
 
-def _text(said: child.Said) -> str:
-    return COLOUR.sub("", (said.out + said.err).decode(errors="replace"))
+def _output(result: CommandResult) -> str:
+    return ANSI_COLOR.sub("", (result.out + result.err).decode(errors="replace"))
 
 
-def _why(who: str, said: child.Said) -> CloudError:
-    kind = NoCapacity if NO_CAPACITY.search(_text(said)) else CloudError
-    return kind(f"{who}: sky launch failed (exit {said.code}): {COLOUR.sub('', said.last_line)}")
+def _exit_reason(result: CommandResult) -> str:
+    return f"(exit code {result.code}): {ANSI_COLOR.sub('', result.last_line)}"
+
+
+def _launch_error(provisioner: str, result: CommandResult) -> ProvisionerError:
+    kind = NoCapacity if NO_CAPACITY.search(_output(result)) else ProvisionerError
+    return kind(f"{provisioner}: sky launch failed {_exit_reason(result)}")
 
 
 def _offer_of(command: str) -> str:
-    """The offer that a cluster was launched for, read off the command that SkyPilot remembers."""
+    """Return the offer of a cluster, from the launch command that SkyPilot remembers."""
     try:
         words = shlex.split(command)
-        infra, kind = words[words.index("--infra") + 1], words[words.index("--instance-type") + 1]
+        infra = words[words.index("--infra") + 1]
+        instance_type = words[words.index("--instance-type") + 1]
     except (ValueError, IndexError):
         return ""
-    return f"{infra}/{kind}" + ("/spot" if "--use-spot" in words else "")
+    return f"{infra}/{instance_type}" + ("/spot" if "--use-spot" in words else "")
 
 
 def _island_of(cluster: dict[str, Any]) -> str:

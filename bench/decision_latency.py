@@ -1,0 +1,308 @@
+"""The latency of a routing decision, from a request's body to its tokens, their blocks and the node.
+
+    python bench/decision_latency.py --data DIR [--tokenizer DIR]
+
+Run it on an idle machine. Conversations are made of the text of real chats, and no text is used twice. Each turn adds
+the assistant's answer and the user's next question (chat), or a tool call and its result (agent, with ten tools). The
+first turn is cold, the others are warm.
+
+    match        reads the body, hashes its blocks of 16 tokens, and matches them against 64 nodes, of which eight hold
+                 the conversation so far and all hold the first block
+    decision     the router's whole work from the body to the node, under the default policy
+    accounting   what follows a decision: dispatch, first token, usage, end
+    price        the router's work for 8,000 tokens that are already read, on 64 or 1,000 nodes with full caches, of
+                 which an eighth hold the prompt; `decided again` is the same for a queued request, whose match is known
+
+Times are of one thread: wall time, and CPU time, which other processes do not change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from external_data import add_data_option, data_files
+
+from warmroute.config import Config, Health, Index, ModelConfig, NodeConfig, Routing
+from warmroute.edge.prompt_reader import PromptReader
+from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.node import Outcome
+from warmroute.index import Tier
+from warmroute.index.cache_view import CacheView
+from warmroute.index.lookup import Lookup
+from warmroute.prompt.body_fields import read_json
+from warmroute.prompt.prompt import Prompt
+from warmroute.prompt.prompt_tokenizer import PromptTokenizer
+from warmroute.prompt.routing_request import RoutingRequest
+from warmroute.prompt.tokenizer_registry import TokenizerRegistry
+from warmroute.routing.decision import Decision
+from warmroute.routing.dispatch import Dispatch
+from warmroute.routing.prompt_lookup import lookup_of
+from warmroute.routing.router import Router
+from warmroute.telemetry.counters import Counters
+
+CHAT = b"/v1/chat/completions"
+BLOCK_TOKENS = 16
+NODES, HOLDERS = 64, 8
+TURNS = 12
+CHARACTERS_PER_TOKEN = 4.3
+CHATS, TOKENIZER = "chats/mt_bench_101.jsonl.gz", "tokenizers/qwen3-rebuilt"
+
+
+class ChatText:
+    """A source of text that does not repeat."""
+
+    def __init__(self, chats: Path) -> None:
+        with gzip.open(chats, "rt") as lines:
+            texts = [m["content"] for line in lines for m in json.loads(line)["messages"]]
+        self._text = "\n".join(texts)
+        self._at = 0
+        self._round = 0
+
+    def take(self, characters: int) -> str:
+        if self._at + characters > len(self._text):
+            self._at, self._round = 0, self._round + 1
+        text = self._text[self._at : self._at + characters]
+        self._at += characters
+        return f"{text} ({self._round}.{self._at})"
+
+
+def tools(text: ChatText) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": f"tool_{number}",
+                "description": text.take(600),
+                "parameters": {
+                    "type": "object",
+                    "properties": {"path": {"type": "string", "description": text.take(200)}},
+                },
+            },
+        }
+        for number in range(10)
+    ]
+
+
+def turns(text: ChatText, tokens: int, agent: bool, offered: list[dict[str, Any]]) -> Iterator[bytes]:
+    """Return the bodies of one conversation's turns. The last one has about `tokens` tokens."""
+    size, new = int(tokens * CHARACTERS_PER_TOKEN), 900
+    messages: list[dict[str, Any]] = [{"role": "system", "content": text.take(2_000)}]
+    messages.append({"role": "user", "content": text.take(1_000)})
+    number = 0
+
+    def add(characters: int) -> None:
+        nonlocal number
+        number += 1
+        if not agent:
+            messages.append({"role": "assistant", "content": text.take(characters * 2 // 3)})
+            messages.append({"role": "user", "content": text.take(characters // 3)})
+            return
+        call = {"name": f"tool_{number % 10}", "arguments": json.dumps({"path": text.take(60)})}
+        call_id = f"call_{number}"
+        thought = {"content": text.take(characters // 5), "reasoning_content": text.take(characters // 5)}
+        calls = [{"id": call_id, "type": "function", "function": call}]
+        messages.append({"role": "assistant", **thought, "tool_calls": calls})
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": text.take(characters * 3 // 5)})
+
+    written = 3_000 + (10_000 if agent else 0)
+    while written < size - TURNS * new:
+        add(2_400)
+        written += 2_400
+    body: dict[str, Any] = {"model": "m", "stream": True, "max_tokens": 500, "messages": messages}
+    if agent:
+        body["tools"] = offered
+    for _turn in range(TURNS):
+        add(new)
+        yield json.dumps(body).encode()
+
+
+def percentiles(samples: list[float]) -> str:
+    ordered = sorted(samples)
+    middle, late = ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
+    return f"p50 {middle * 1e3:6.3f}  p99 {late * 1e3:6.3f}"
+
+
+class Stopwatch:
+    def __init__(self) -> None:
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+
+    def time(self, work: Callable[[], Any]) -> Any:
+        wall, cpu = time.perf_counter(), time.thread_time()
+        made = work()
+        self.cpu.append(time.thread_time() - cpu)
+        self.wall.append(time.perf_counter() - wall)
+        return made
+
+    def report(self, what: str) -> None:
+        print(f"{what:<44} wall ms {percentiles(self.wall)}   CPU ms {percentiles(self.cpu)}")
+
+
+class RoutedFleet:
+    """A router and its fleet, as the service builds them. Every node sends KV events."""
+
+    def __init__(self, tokenizer_registry: TokenizerRegistry, config: Config) -> None:
+        self.fleet = Fleet(config.health)
+        self.cache_view = CacheView(config.index)
+        self.router = Router(self.fleet, self.cache_view, config.routing)
+        self.prompt_reader = PromptReader(tokenizer_registry, config.prompts, Counters())
+        self._now_s = 1.0
+        for number in range(NODES):
+            node = self.fleet.add(NodeConfig(url=f"http://10.0.0.{number}:8000", name=f"node-{number}", models=("m",)))
+            self.fleet.check_passed(node, 0.0)
+            cache = self.cache_view.add_node(node.name, ["m"])
+            cache.set_size(BLOCK_TOKENS, 1_000_000)
+            cache.add_rank(0)
+            cache.set_complete(0, True)
+
+    def store(self, hashes: bytes) -> None:
+        """Store the conversation on eight nodes and its first block on all; advance the clock."""
+        self._now_s += 5.0
+        for number, cache in enumerate(self.cache_view):
+            cache.heard_s = self._now_s
+            stored = hashes if number < HOLDERS else hashes[:8]
+            self.cache_view.index.store_chain(cache.ranks[0], stored, Tier.GPU)
+        self.cache_view.tidy(self._now_s)
+
+    def decide(self, body: bytes) -> Decision:
+        *fields, outline = read_json(body)
+        request = RoutingRequest(*fields)
+        prompt = self.prompt_reader.read(request.model, CHAT, body, lambda _: None, outline)
+        assert isinstance(prompt, Prompt), "the body should be read without a thread"
+        return self.router.decide(request, self._now_s, lookup_of(prompt, ""))
+
+    def account(self, decision: Decision) -> None:
+        ticket = self.router.dispatch(decision, decision.node, self._now_s)
+        assert isinstance(ticket, Dispatch) and ticket.prediction is not None and ticket.prediction.tokens
+        ticket.first_byte(self._now_s)
+        ticket.record_usage(ticket.prediction.prompt_tokens, ticket.prediction.tokens, 300, self._now_s)
+        ticket.close(Outcome.OK, self._now_s)
+
+
+def measure(registry: TokenizerRegistry, text: ChatText, tokens: int, agent: bool, conversations: int) -> None:
+    routed = RoutedFleet(registry, Config())
+    reader = registry.prompt_tokenizer("m")
+    offered = tools(text)
+    cold, begun, warm, matched, decided, accounted = (Stopwatch() for _ in range(6))
+    count, size = 0, 0
+
+    def hashes_of(prompt: Prompt | None) -> bytes:
+        assert prompt is not None and prompt.exact_tokens == prompt.token_count
+        return lookup_of(prompt, "").blocks("m", "", BLOCK_TOKENS)
+
+    def match(body: bytes) -> bytes:
+        hashes = hashes_of(reader.tokenize(CHAT, body))
+        routed.cache_view.index.match(hashes)
+        return hashes
+
+    for _conversation in range(conversations):
+        for turn, body in enumerate(turns(text, tokens, agent, offered)):
+            if turn == 0:
+                hashes = hashes_of(cold.time(lambda body=body: reader.tokenize(CHAT, body)))
+            elif turn % 3 == 1:
+                begun.time(lambda body=body: reader.begin(CHAT, body))
+                prompt = warm.time(lambda body=body: reader.tokenize(CHAT, body))
+                assert prompt.warm_tokens
+                hashes = hashes_of(prompt)
+            elif turn % 3 == 2:
+                hashes = matched.time(lambda body=body: match(body))
+            else:
+                decision = decided.time(lambda body=body: routed.decide(body))
+                accounted.time(lambda decision=decision: routed.account(decision))
+                count = decision.query.lookup.token_count
+                hashes = decision.query.lookup.blocks("m", "", BLOCK_TOKENS)
+            size = len(body)
+            routed.store(hashes)
+    routed.prompt_reader.close()
+    kind = "agent" if agent else "chat"
+    print(f"\n{kind} of {count} tokens, {size // 1000} KB")
+    begun.report("  begin only, warm")
+    warm.report("  body to tokens, warm")
+    matched.report("  body to match, warm")
+    decided.report(f"  body to decision by {routed.router.policy.name}, warm")
+    accounted.report("  accounting, dispatch to end")
+    cold.report("  body to tokens, cold")
+
+
+def longest_pause(reader: PromptTokenizer, text: ChatText, tokens: int) -> None:
+    """Print how long other threads wait while one reads cold prompts."""
+    pauses, size = [0.0], 0
+    for _round in range(5):
+        body = next(turns(text, tokens, agent=False, offered=[]))
+        size = len(body)
+        thread = threading.Thread(target=reader.tokenize, args=(CHAT, body))
+        last = time.perf_counter()
+        thread.start()
+        while True:
+            alive, now = thread.is_alive(), time.perf_counter()
+            pauses.append(now - last)
+            last = now
+            if not alive:
+                break
+    print(f"\ncold {size // 1000} KB in a thread: the event loop waits at most {max(pauses) * 1e3:.1f} ms at a time")
+
+
+def price_decisions(count: int) -> None:
+    """Print the latency of a decision by price on `count` nodes."""
+    fleet, cache_view = Fleet(Health(slow_start_s=0.0)), CacheView(Index())
+    tokens = Random(1).randbytes(4 * 8_000)
+    for number in range(count):
+        node = fleet.add(NodeConfig(url=f"http://10.0.0.0:{number + 1}", name=f"node-{number}", models=("m",)))
+        fleet.check_passed(node, 0.0)
+        cache = cache_view.add_node(node.name, ["m"])
+        cache.set_size(BLOCK_TOKENS, 300_000)
+        cache.record_output(300_000, 0.0)
+        cache.accuracy.compare(8_000, 7_000, 0.0)
+        node.speed.factor = 1.0 + number / count
+        if number % 8 == 0:
+            cache_view.record_routed("m", Lookup(tokens, 8_000, 8_000), node.name, None, 1.0)
+    router = Router(fleet, cache_view, Routing(policy="price"))
+    decided, again = Stopwatch(), Stopwatch()
+    for number in range(500):
+        now_s = 2.0 + number / 100.0
+        lookup = Lookup(tokens, 8_000, 8_000)
+        decision = decided.time(lambda lookup=lookup, now_s=now_s: router.decide(RoutingRequest("m"), now_s, lookup))
+        again.time(lambda query=decision.query, now_s=now_s: router.decide_again(query, now_s))
+    decided.report(f"  decision by price, {count} nodes")
+    again.report("  the same, decided again")
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_data_option(parser, CHATS, f"{TOKENIZER}/")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help=f"another tokenizer than {TOKENIZER}")
+    args = parser.parse_args()
+    chats, *tokenizer = data_files(args.data, CHATS, *([] if args.tokenizer else [TOKENIZER]))
+    [folder] = tokenizer or [args.tokenizer]
+    text = ChatText(chats)
+    started = time.perf_counter()
+    tokenizer_registry = TokenizerRegistry(Config().prompts, [ModelConfig(name="m", tokenizer=str(folder))])
+    await tokenizer_registry.load_configured()
+    reader = tokenizer_registry.prompt_tokenizer("m")
+    print(f"{folder.name}: loaded in {time.perf_counter() - started:.1f} s")
+    for agent in (False, True):
+        measure(tokenizer_registry, text, 8_000, agent, conversations=40)
+        measure(tokenizer_registry, text, 47_000, agent, conversations=20)
+    print()
+    price_decisions(64)
+    price_decisions(1_000)
+    longest_pause(reader, text, 47_000)
+    assert reader.chats is not None
+    print(f"token cache: {len(reader.chats.token_cache)} prefixes in {reader.chats.used_bytes / 1e6:.1f} MB")
+    print(f"sample verified: {reader.verify_sample()}, failed checks: {reader.chats.failed_checks}")
+    tokenizer_registry.close()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    asyncio.run(main())

@@ -1,0 +1,35 @@
+"""warmroute metrics-reference: prints the metrics reference, generated from telemetry/metric_definitions.py."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+INTRODUCTION = """\
+# Metrics
+
+The admin listener exports these metrics at `/metrics`, in the text format of Prometheus. `warmroute metrics-reference`
+generates this page.
+"""
+
+
+def add_to(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser("metrics-reference")
+    parser.set_defaults(run=run)
+
+
+def run(_args: argparse.Namespace) -> int:
+    print(reference(), end="")
+    return 0
+
+
+def reference() -> str:
+    from warmroute.telemetry.metric_definitions import LABELS, METRICS
+
+    lines = [INTRODUCTION, "| metric | type | labels | |", "| --- | --- | --- | --- |"]
+    for metric in METRICS:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
+    lines += ["", "## Labels", "", "| label | value |", "| --- | --- |"]
+    lines += [f"| `{label}` | {text} |" for label, text in LABELS.items()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,60 @@
+"""Settings of tokenizers and chat templates."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from warmroute.config.section import Bytes, Count, Section
+
+
+class Prompts(Section, frozen=True):
+    """How the router converts prompts into tokens."""
+
+    cache_bytes: Annotated[Bytes, Meta(description="Memory per model for the tokens of recent conversations.")] = (
+        134_217_728
+    )
+    discover_tokenizers: Annotated[
+        bool, Meta(description="Load a tokenizer from the local path that a node reports in its /v1/models.")
+    ] = True
+    remote_tokenize: Annotated[
+        bool,
+        Meta(description="Use a node's /tokenize for models without a local tokenizer. This costs a round trip."),
+    ] = False
+    threads: Annotated[Count, Meta(description="Threads that tokenize prompts.")] = 1
+
+
+class ModelConfig(Section, frozen=True):
+    """The tokenizer and the chat template of a model. They must match those of its engines."""
+
+    name: Annotated[str, Meta(min_length=1, description="Name of the model in requests.")]
+    tokenizer: Annotated[
+        str,
+        Meta(description="Directory with the model's tokenizer files, or its tokenizer.json. Empty: discovered."),
+    ] = ""
+    chat_template: Annotated[
+        str, Meta(description="File with the engines' chat template. Empty: the template of the model.")
+    ] = ""
+    chat_template_content_format: Annotated[
+        Literal["auto", "string", "openai"],
+        Meta(description="Format of message contents for the template. `auto`: detected, as vLLM does."),
+    ] = "auto"
+    default_chat_template_kwargs: Annotated[
+        dict[str, bool | int | float | str],
+        Meta(description="Template variables that the engines set if the request does not."),
+    ] = msgspec.field(default_factory=dict)
+    trust_request_chat_template: Annotated[
+        bool, Meta(description="The engines accept a chat template in the request.")
+    ] = False
+    exclude_tools_when_tool_choice_none: Annotated[
+        bool, Meta(description='The engines omit tools from the prompt if `tool_choice` is "none".')
+    ] = False
+    max_model_len: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Maximum number of prompt and output tokens together. 0: as the nodes report, or unknown.",
+        ),
+    ] = 0

@@ -1,0 +1,118 @@
+"""Settings of the client side: listeners, limits, API keys, logs, shutdown."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from warmroute.config.priority import PriorityName
+from warmroute.config.section import Bytes, Count, Port, Seconds, Section
+
+
+class Listen(Section, frozen=True):
+    """The listener for clients."""
+
+    host: Annotated[str, Meta(description="Address to listen on. `::` listens on IPv6 and IPv4.")] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="TCP port. 0 picks a free port and logs it.")] = 8080
+    unix_socket: Annotated[str, Meta(description="Path of a Unix socket to listen on instead of TCP.")] = ""
+    tls_cert: Annotated[
+        str, Meta(description="PEM file with the certificate chain. Together with `tls_key` it enables HTTPS.")
+    ] = ""
+    tls_key: Annotated[str, Meta(description="PEM file with the private key of the certificate.")] = ""
+
+
+class Admin(Section, frozen=True):
+    """The listener for metrics and the admin API."""
+
+    host: Annotated[
+        str, Meta(description="Address to listen on. Any address except loopback requires `token_sha256`.")
+    ] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="TCP port. 0 picks a free port and logs it.")] = 8081
+    enabled: Annotated[bool, Meta(description="Start the admin listener.")] = True
+    token_sha256: Annotated[
+        str,
+        Meta(
+            pattern="^([0-9a-f]{64})?$",
+            description="SHA-256 hash of the token that admin requests must send, except /health and /ready. "
+            "`warmroute hash-key` prints it.",
+        ),
+    ] = ""
+
+
+class Limits(Section, frozen=True):
+    """Limits on client connections and requests."""
+
+    header_bytes: Annotated[Bytes, Meta(description="Maximum size of a request head. Above: 431.")] = 32_768
+    body_bytes: Annotated[Bytes, Meta(description="Maximum size of a request body. Above: 413.")] = 33_554_432
+    buffered_bytes: Annotated[
+        Bytes, Meta(description="Maximum memory for all request bodies together. Above: 503 for further requests.")
+    ] = 2_147_483_648
+    connections: Annotated[
+        Count, Meta(description="Maximum number of client connections. Above: 503 for further connections.")
+    ] = 20_000
+    header_timeout_s: Annotated[
+        Seconds, Meta(description="Time for a request head to arrive, from its first byte. Above: 408.")
+    ] = 10.0
+    body_timeout_s: Annotated[
+        Seconds, Meta(description="Time for a request body to arrive, after the head. Above: 408.")
+    ] = 60.0
+    idle_timeout_s: Annotated[
+        Seconds, Meta(description="Time after which the router closes a keep-alive connection without requests.")
+    ] = 75.0
+    stall_timeout_s: Annotated[
+        Seconds,
+        Meta(description="Time after which the router disconnects a client that reads no response data."),
+    ] = 120.0
+
+
+class Log(Section, frozen=True):
+    """Logs, which go to standard error."""
+
+    level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Minimum level.")] = "info"
+    format: Annotated[
+        Literal["text", "json"], Meta(description="`text`: one line per event. `json`: one JSON object per line.")
+    ] = "text"
+    requests: Annotated[
+        bool, Meta(description="Log one line per request, without its content. For debugging: it slows the router.")
+    ] = False
+
+
+class Shutdown(Section, frozen=True):
+    """What happens on SIGTERM."""
+
+    delay_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Time in which /ready answers 503 while the router still accepts requests, so that load "
+            "balancers in front can notice.",
+        ),
+    ] = 0.0
+    deadline_s: Annotated[
+        float, Meta(ge=0, description="Time for running requests to finish before the router cuts them off.")
+    ] = 30.0
+
+
+class KeyConfig(Section, frozen=True):
+    """An API key of a client. Without any key, the router accepts requests from everybody."""
+
+    sha256: Annotated[
+        str, Meta(pattern="^[0-9a-f]{64}$", description="SHA-256 hash of the key. `warmroute hash-key` prints it.")
+    ]
+    tenant: Annotated[str, Meta(min_length=1, description="Tenant that the key belongs to.")]
+    max_priority: Annotated[PriorityName, Meta(description="Highest priority of requests with this key.")] = "high"
+    requests_per_min: Annotated[
+        int, Meta(ge=0, description="Requests per minute, for all keys of the tenant together. 0: no limit.")
+    ] = 0
+    tokens_per_min: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Prompt and output tokens per minute, for all keys of the tenant together. 0: no limit.",
+        ),
+    ] = 0
+    cache_group: Annotated[
+        str,
+        Meta(description="Tenants with the same cache group share cached prefixes. Empty: no sharing."),
+    ] = ""

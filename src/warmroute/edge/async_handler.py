@@ -1,0 +1,128 @@
+"""Serves every request of a listener with one async function, in a task for each request.
+
+The admin API and the simulated engine use it. The proxy does not (edge/exchange.py): a task costs too much there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from warmroute.edge import errors
+from warmroute.edge.client_connection import ClientConnection
+from warmroute.edge.errors import HttpError
+from warmroute.edge.http1 import RequestHead
+from warmroute.edge.local_replies import Headers, render_start
+from warmroute.event_log import EventLog
+
+log = EventLog("warmroute.edge")
+
+
+class Request:
+    __slots__ = ("body", "head", "method", "path", "query")
+
+    def __init__(self, head: RequestHead, body: bytes) -> None:
+        self.head = head
+        self.body = body
+        self.method = head.method.decode("ascii")
+        self.path, _, self.query = head.target.decode("ascii").partition("?")
+
+
+class Responder:
+    """Sends one response: at once with `reply`, or in pieces with `start`, `write` and `end`."""
+
+    def __init__(self, client: ClientConnection) -> None:
+        self._client = client
+        self._chunked = True
+        self.task: asyncio.Task[None] | None = None
+        """Cancelled when the client disconnects."""
+        self.started = False
+        self.ended = False
+
+    def reply(self, status: int, body: bytes, content_type: str = "application/json", headers: Headers = ()) -> None:
+        self.started = self.ended = True
+        self._client.reply(status, body, headers, content_type)
+
+    def start(self, status: int, content_type: str, headers: Headers = ()) -> None:
+        self.started = True
+        self._chunked = self._client.accepts_chunked
+        keep_alive = self._client.keeps_alive and self._chunked
+        lines = [render_start(status, content_type)]
+        lines += [f"{name}: {value}\r\n".encode() for name, value in headers]
+        lines.append(b"Transfer-Encoding: chunked\r\n" if self._chunked else b"")
+        lines += (self._client.connection_line(keep_alive), b"\r\n")
+        self._client.write(b"".join(lines))
+
+    def write(self, data: bytes) -> None:
+        if data:
+            self._client.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+    def end(self) -> None:
+        self.ended = True
+        if self._chunked:
+            self._client.write(b"0\r\n\r\n")
+        self._client.response_sent(self._client.keeps_alive and self._chunked)
+
+    def close_unfinished(self) -> None:
+        """Close the connection, so that the client sees that the response is incomplete."""
+        self.ended = True
+        self._client.close_unfinished()
+
+    # The client connection calls these (client_connection.Exchange).
+
+    def client_left(self) -> None:
+        self.ended = True
+        if self.task is not None:
+            self.task.cancel()
+
+    def pause_response(self) -> None:
+        """Responses here are small: they are buffered."""
+
+    def resume_response(self) -> None:
+        pass
+
+
+Answer = Callable[[Request, Responder], Awaitable[None]]
+
+
+class AsyncHandler:
+    """Implements listener.Handler."""
+
+    def __init__(self, answer: Answer, admit: Callable[[RequestHead], str] = lambda _head: "") -> None:
+        self._answer = answer
+        self._admit = admit
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def admit(self, head: RequestHead) -> str:
+        return self._admit(head)
+
+    def serve(self, client: ClientConnection, head: RequestHead, body: bytes) -> Responder:
+        responder = Responder(client)
+        task = asyncio.get_running_loop().create_task(self._run(client, Request(head, body), responder))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        responder.task = task
+        return responder
+
+    async def _run(self, client: ClientConnection, request: Request, responder: Responder) -> None:
+        try:
+            await self._answer(request, responder)
+        except HttpError as error:
+            if not responder.started:
+                client.send_error(error)
+        except asyncio.CancelledError:
+            if not responder.ended:
+                responder.close_unfinished()
+            raise
+        except Exception:
+            log.exception("handler_failed", "The client receives an error.", method=request.method, path=request.path)
+            if not responder.started:
+                client.send_error(errors.internal_error())
+            elif not responder.ended:
+                responder.close_unfinished()
+
+    def new_request_id(self) -> bytes:
+        return b""
+
+    def error_sent(self, error: HttpError, request_id: bytes) -> None:
+        pass

@@ -1,0 +1,411 @@
+"""One connection from a client: parses its bytes into requests and writes the responses.
+
+The connection reads one request at a time (the head, then the whole body), passes it to its handler, and takes the next
+one after the response. During a response it keeps reading, so that it notices when the client disconnects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import struct
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+from warmroute.edge import errors
+from warmroute.edge.body_reader import BodyReader
+from warmroute.edge.errors import HttpError
+from warmroute.edge.http1 import RequestHead, read_request_head
+from warmroute.edge.local_replies import CLOSE_LINE, Headers, render_final_error, render_reply, with_request_id
+from warmroute.edge.timer_wheel import NEVER
+
+if TYPE_CHECKING:
+    from warmroute.edge.listener import Listener
+
+AWAITING_HEAD, AWAITING_BODY, RESPONDING, FLUSHING, LINGERING, CLOSED = range(6)
+"""FLUSHING: the response is written, but the client has not read most of it. LINGERING: see `_linger`."""
+_BARE_LINE_END: Final = re.compile(rb"(?<!\r)\n|\r(?!\n)(?!\Z)")
+_KEEP_ALIVE_LINE: Final = b"Connection: keep-alive\r\n"
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_MAX_PIPELINED_BYTES: Final = 524_288
+"""How much of the next requests a connection buffers during a response."""
+_RESET: Final = struct.pack("ii", 1, 0)
+_CR: Final = 13
+_LINGER_S: Final = 2.0
+
+
+class Exchange(Protocol):
+    """Answers the current request. The connection tells it what its client does."""
+
+    def client_left(self) -> None:
+        """The client disconnected."""
+
+    def pause_response(self) -> None:
+        """The client reads more slowly than the router writes: write no more until `resume_response`."""
+
+    def resume_response(self) -> None: ...
+
+
+class ClientConnection(asyncio.Protocol):
+    __slots__ = (
+        "_body",
+        "_exchange",
+        "_head",
+        "_keep_alive",
+        "_listener",
+        "_paused",
+        "_pipelined_bytes",
+        "_pipelined_too_much",
+        "_searched_bytes",
+        "_state",
+        "_unparsed",
+        "_unread_bytes",
+        "bucket",
+        "deadline_s",
+        "peer",
+        "release_body",
+        "tenant",
+        "transport",
+        "write",
+    )
+
+    def __init__(self, listener: Listener) -> None:
+        # per connection
+        self._listener = listener
+        self.transport: asyncio.Transport
+        self.peer = b""
+        self.tenant = ""
+        self.deadline_s = NEVER
+        self.bucket = -1
+        self._state = AWAITING_HEAD
+        self._unparsed: bytearray | None = None
+        """An incomplete head, or pipelined requests."""
+        self._searched_bytes = 0
+        """How much of an incomplete head was searched for its end."""
+        self._pipelined_bytes = 0
+        """The part of `listener.buffered_bytes` that pipelined requests take."""
+        self._pipelined_too_much = False
+        self._paused = False
+        """The client reads more slowly than the router writes."""
+        self._unread_bytes = 0
+        """What the client had not read yet when its stall timeout started."""
+        # per request
+        self._head: RequestHead
+        self._body = BodyReader(listener)
+        self.release_body = self._body.release
+        self._exchange: Exchange | None = None
+        self._keep_alive = True
+
+    # The connection.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
+        self.write = self.transport.write
+        listener = self._listener
+        listener.accepted += 1
+        listener.connections.add(self)
+        peer = transport.get_extra_info("peername")
+        self.peer = peer[0].encode() if isinstance(peer, tuple) else b""
+        if len(listener.connections) > listener.limits.connections:
+            self._send_error_and_close(errors.too_many_connections())
+            return
+        timers = listener.timers
+        timers.arm(self, timers.now() + listener.limits.idle_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._state = CLOSED
+        self._listener.connection_closed(self)
+        self._listener.timers.disarm(self)
+        self.release_body()
+        self._drop_pipelined()
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.client_left()
+
+    def eof_received(self) -> None:
+        # A half-closed connection counts as closed: such a client may wait for its response, or may be gone.
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.client_left()
+        self._close()
+
+    def pause_writing(self) -> None:
+        self._paused = True
+        self._arm_stall_timeout()
+        if self._exchange is not None:
+            self._exchange.pause_response()
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        if self._state == FLUSHING:
+            self._await_request()
+        elif self._exchange is not None:
+            self.deadline_s = NEVER
+            self._exchange.resume_response()
+
+    def _arm_stall_timeout(self) -> None:
+        self._unread_bytes = self.transport.get_write_buffer_size()
+        timers = self._listener.timers
+        timers.arm(self, timers.now() + self._listener.limits.stall_timeout_s)
+
+    def timed_out(self) -> None:
+        limits = self._listener.limits
+        if self._state == AWAITING_HEAD and self._unparsed:
+            self._send_error_and_close(errors.header_timeout(limits.header_timeout_s))
+        elif self._state == AWAITING_BODY:
+            self._send_error_and_close(errors.body_timeout(limits.body_timeout_s), self._head.request_id)
+        elif self._state == AWAITING_HEAD and not self.transport.get_write_buffer_size():
+            self._close()  # idle
+        elif self.transport.get_write_buffer_size() < self._unread_bytes:
+            self._arm_stall_timeout()  # the client reads, but slowly
+        else:
+            self.abort()  # the client has stopped reading, or does not close
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    @property
+    def busy(self) -> bool:
+        return self._state == RESPONDING
+
+    def close_if_idle(self) -> None:
+        if self._state == AWAITING_HEAD and not self._unparsed:
+            self._close()
+
+    # From bytes to a request.
+
+    def data_received(self, data: bytes) -> None:
+        state = self._state
+        if state == AWAITING_HEAD:
+            if self._unparsed is None:
+                end = data.find(b"\r\n\r\n")
+                if end > 0 and data[0] != _CR:
+                    self._read_head(data, end)
+                    return
+                self._unparsed = bytearray()
+                timers = self._listener.timers
+                timers.arm(self, timers.now() + self._listener.limits.header_timeout_s)
+            self._unparsed += data
+            self._find_head()
+        elif state == AWAITING_BODY:
+            self._read_body(data)
+        elif state in (RESPONDING, FLUSHING):
+            self._buffer_pipelined(data)
+
+    def _buffer_pipelined(self, data: bytes) -> None:
+        """Keep the next requests until the current one is answered.
+
+        Beyond the limit the connection goes on reading, to notice when the client disconnects, but drops the bytes and
+        closes after the current response. The client has to repeat the other requests.
+        """
+        if not self._keep_alive:
+            return
+        listener = self._listener
+        if self._unparsed is None:
+            self._unparsed = bytearray()
+        self._unparsed += data
+        self._pipelined_bytes += len(data)
+        listener.buffered_bytes += len(data)
+        if len(self._unparsed) > _MAX_PIPELINED_BYTES or listener.buffered_bytes > listener.limits.buffered_bytes:
+            self._keep_alive = False
+            self._pipelined_too_much = True
+            self._drop_pipelined()
+
+    def _drop_pipelined(self) -> None:
+        self._unparsed = None
+        self._listener.buffered_bytes -= self._pipelined_bytes
+        self._pipelined_bytes = 0
+
+    def _find_head(self) -> None:
+        unparsed = self._unparsed
+        assert unparsed is not None
+        if unparsed[:2] == b"\r\n":  # a server ignores an empty line before a request (RFC 9112, 2.2)
+            del unparsed[:2]
+        start = max(0, self._searched_bytes - 3)
+        end = unparsed.find(b"\r\n\r\n", start)
+        self._searched_bytes = len(unparsed)
+        if end >= 0:
+            self._unparsed = None
+            self._searched_bytes = 0
+            self._read_head(bytes(unparsed), end)
+        elif len(unparsed) > self._listener.limits.header_bytes:
+            self._send_error_and_close(errors.headers_too_large(self._listener.limits.header_bytes))
+        elif _BARE_LINE_END.search(unparsed, start):
+            self._send_error_and_close(errors.bad_request("A header line does not end with CR LF."))
+
+    def _read_head(self, data: bytes, end: int) -> None:
+        listener = self._listener
+        limits = listener.limits
+        start = end + 4
+        have = len(data) - start
+        try:
+            if end > limits.header_bytes:
+                raise errors.headers_too_large(limits.header_bytes)
+            head = read_request_head(data, end)
+        except HttpError as error:
+            self._send_error_and_close(error)
+            return
+        self._head = head
+        self._keep_alive = head.keep_alive
+        length = head.length
+        complete = 0 <= length <= have
+        try:
+            self.tenant = listener.handler.admit(head)
+            if length > limits.body_bytes:
+                raise errors.body_too_large(limits.body_bytes)
+            if complete:
+                self._body.reserve(length)
+        except HttpError as error:
+            if complete:
+                if length < have:
+                    self._buffer_pipelined(data[start + length :])
+                self._state = RESPONDING
+                self.send_error(error)
+            else:
+                self._send_error_and_close(error, head.request_id)
+            return
+        if complete:
+            if length < have:
+                self._buffer_pipelined(data[start + length :])
+            self._serve(data[start : start + length])
+            return
+        self._state = AWAITING_BODY
+        self._body.start(length)
+        timers = listener.timers
+        timers.arm(self, timers.now() + limits.body_timeout_s)
+        if have:
+            self._read_body(data[start:])
+        elif head.expects_continue:
+            self.write(_CONTINUE)
+
+    def _read_body(self, data: bytes) -> None:
+        try:
+            end = self._body.feed(data)
+        except HttpError as error:
+            self._send_error_and_close(error, self._head.request_id)
+            return
+        if end >= 0:
+            if end < len(data):
+                self._buffer_pipelined(data[end:])
+            self._serve(self._body.take())
+
+    def _serve(self, body: bytes) -> None:
+        self._state = RESPONDING
+        self.deadline_s = NEVER
+        try:
+            self._exchange = self._listener.handler.serve(self, self._head, body)
+        except HttpError as error:
+            self.send_error(error)
+
+    # From a response to bytes.
+
+    @property
+    def keeps_alive(self) -> bool:
+        """Whether the connection can serve another request after this one."""
+        return self._keep_alive and not self._listener.closing
+
+    @property
+    def accepts_chunked(self) -> bool:
+        return self._head.minor == 1
+
+    def connection_line(self, keep_alive: bool) -> bytes:
+        """Return the response's `Connection` line; empty if it would only repeat HTTP's default."""
+        if not keep_alive:
+            return CLOSE_LINE
+        return b"" if self._head.minor else _KEEP_ALIVE_LINE
+
+    def response_sent(self, keep_alive: bool, now_s: float | None = None) -> None:
+        """The exchange has written the whole response. `now_s` is the current time, if the caller has it."""
+        self._exchange = None
+        if self._body.held_bytes:
+            self.release_body()
+        if self._state != RESPONDING:
+            return
+        if self._pipelined_too_much:
+            self._linger()
+        elif not keep_alive or not self._keep_alive or self._listener.closing:
+            self._close()
+        elif self._paused:
+            self._state = FLUSHING
+            self._arm_stall_timeout()
+        else:
+            self._await_request(now_s)
+
+    def _await_request(self, now_s: float | None = None) -> None:
+        listener = self._listener
+        if listener.closing or not self._keep_alive:
+            self._close()
+            return
+        self._state = AWAITING_HEAD
+        timers = listener.timers
+        timers.arm(self, (timers.now() if now_s is None else now_s) + listener.limits.idle_timeout_s)
+        if self._unparsed:
+            asyncio.get_running_loop().call_soon(self._read_pipelined)
+
+    def _read_pipelined(self) -> None:
+        if self._state != AWAITING_HEAD or not self._unparsed:
+            return
+        timers = self._listener.timers
+        timers.arm(self, timers.now() + self._listener.limits.header_timeout_s)
+        self._listener.buffered_bytes -= self._pipelined_bytes  # its turn has come
+        self._pipelined_bytes = 0
+        self._find_head()
+
+    def close_unfinished(self, reset: bool = False) -> None:
+        """Close the connection after what was written, so that the client sees an incomplete response.
+
+        `reset`: close with a TCP reset, where a normal close would look like the end of the response.
+        """
+        self._exchange = None
+        if reset:
+            ending = self.transport.get_extra_info("socket")
+            if ending is not None:
+                ending.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self._close()
+
+    def reply(self, status: int, body: bytes, headers: Headers = (), content_type: str = "application/json") -> None:
+        """Write a whole response of the router itself."""
+        keep_alive = self.keeps_alive
+        line = self.connection_line(keep_alive)
+        self.write(render_reply(status, body, headers, content_type, line, self._head.method == b"HEAD"))
+        self.response_sent(keep_alive)
+
+    def send_error(self, error: HttpError, request_id: bytes = b"") -> None:
+        """Answer a request that was read completely with an error."""
+        if error.close:
+            self._send_error_and_close(error, request_id or self._head.request_id)
+            return
+        handler = self._listener.handler
+        request_id = request_id or self._head.request_id or handler.new_request_id()
+        handler.error_sent(error, request_id)
+        self.reply(error.status, error.body(), with_request_id(error, request_id))
+
+    def _send_error_and_close(self, error: HttpError, request_id: bytes = b"") -> None:
+        """Answer with an error where the rest of the connection's bytes cannot be read as a request."""
+        handler = self._listener.handler
+        request_id = request_id or handler.new_request_id()
+        handler.error_sent(error, request_id)
+        self.write(render_final_error(error, request_id))
+        self._exchange = None
+        self._linger()
+
+    def _linger(self) -> None:
+        """Send no more, but read and drop bytes for a moment.
+
+        If the router closed with unread data, the client's kernel would discard the response before the client read it.
+        """
+        self._state = LINGERING
+        self._unread_bytes = 0
+        self._drop_pipelined()
+        self.release_body()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._listener.timers.arm(self, self._listener.timers.now() + _LINGER_S)
+
+    def _close(self) -> None:
+        """Close the connection once the client has read what was written, or has stopped reading for too long."""
+        self._state = CLOSED
+        self.transport.close()
+        if self.transport.get_write_buffer_size():
+            timers = self._listener.timers
+            timers.arm(self, timers.now() + self._listener.limits.stall_timeout_s)

@@ -1,0 +1,72 @@
+"""The handler behind a listening socket, and the client connections that are open on it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from warmroute.config import Limits
+from warmroute.edge.client_connection import ClientConnection, Exchange
+from warmroute.edge.errors import HttpError
+from warmroute.edge.http1 import RequestHead
+from warmroute.edge.timer_wheel import TimerWheel
+
+
+class Handler(Protocol):
+    """Serves the requests of a listener."""
+
+    def admit(self, head: RequestHead) -> str:
+        """Check a request's head before its body is read. Return the request's tenant. Raises HttpError."""
+
+    def serve(self, client: ClientConnection, head: RequestHead, body: bytes) -> Exchange | None:
+        """Answer a request now and return None, or return the exchange that answers it later. Raises HttpError."""
+
+    def new_request_id(self) -> bytes:
+        """Return an id for a request that has none; empty if this listener gives no ids."""
+
+    def error_sent(self, error: HttpError, request_id: bytes) -> None:
+        """The router answered a request with this error."""
+
+
+class Listener:
+    """State that the connections of one listening socket share."""
+
+    def __init__(self, handler: Handler, limits: Limits, timers: TimerWheel) -> None:
+        self.handler = handler
+        self.limits = limits
+        self.timers = timers
+        self.connections: set[ClientConnection] = set()
+        self.accepted = 0
+        self.buffered_bytes = 0
+        """Bytes of requests in memory, of all connections."""
+        self.closing = False
+        """Responses carry `Connection: close`, and idle connections are closed."""
+        self._empty: asyncio.Event | None = None
+
+    def protocol(self) -> ClientConnection:
+        return ClientConnection(self)
+
+    def close_idle(self) -> None:
+        """Close the connections that wait for a request now, and the others after their response."""
+        self.closing = True
+        for client in list(self.connections):
+            client.close_if_idle()
+
+    async def until_empty(self) -> None:
+        """Wait until the last connection has closed."""
+        self._empty = asyncio.Event()
+        if self.connections:
+            await self._empty.wait()
+
+    def connection_closed(self, client: ClientConnection) -> None:
+        self.connections.discard(client)
+        if self._empty is not None and not self.connections:
+            self._empty.set()
+
+    def abort_all(self) -> None:
+        for client in list(self.connections):
+            client.abort()
+
+    @property
+    def busy(self) -> int:
+        return sum(1 for client in self.connections if client.busy)

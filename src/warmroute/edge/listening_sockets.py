@@ -1,0 +1,103 @@
+"""Listening sockets: TCP over IPv4 and IPv6, and unix sockets, with or without TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import ssl
+import stat
+from typing import Final
+
+from warmroute.config import ConfigError
+from warmroute.edge.listener import Listener
+
+BACKLOG: Final = 4096
+"""Connections that the kernel holds until the router accepts them."""
+TLS_SHUTDOWN_S: Final = 1.0
+"""How long a closing TLS connection waits for the client's close_notify. Pooling clients never send it."""
+
+
+def server_tls(cert: str, key: str) -> ssl.SSLContext | None:
+    """Return None if no certificate is configured. Raises ConfigError if the files are unusable."""
+    if not cert:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(cert, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"listen.tls_cert and listen.tls_key: cannot load the files: {error}") from None
+    return context
+
+
+async def listen_tcp(listener: Listener, host: str, port: int, tls: ssl.SSLContext | None = None) -> asyncio.Server:
+    """Raises ConfigError if the address is unusable."""
+    loop = asyncio.get_running_loop()
+    handshake_s = listener.limits.header_timeout_s if tls else None
+    shutdown_s = TLS_SHUTDOWN_S if tls else None
+    try:
+        if host == "::":  # one socket for IPv4 and IPv6, which asyncio does not create by itself
+            dual_stack = socket.create_server(
+                ("::", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=socket.has_dualstack_ipv6()
+            )
+            return await loop.create_server(
+                listener.protocol,
+                sock=dual_stack,
+                ssl=tls,
+                backlog=BACKLOG,
+                ssl_handshake_timeout=handshake_s,
+                ssl_shutdown_timeout=shutdown_s,
+            )
+        return await loop.create_server(
+            listener.protocol,
+            host,
+            port,
+            ssl=tls,
+            backlog=BACKLOG,
+            ssl_handshake_timeout=handshake_s,
+            ssl_shutdown_timeout=shutdown_s,
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {_advice(error, host)}") from None
+
+
+def _advice(error: OSError, host: str) -> str:
+    if isinstance(error, socket.gaierror):
+        return f"the name {host} cannot be resolved; use an address of this machine"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"this machine has no address {host}; use 127.0.0.1 for local clients, 0.0.0.0 or :: for all addresses"
+        )
+    if error.errno == errno.EACCES:
+        return "this user has no permission for that port; use a port above 1023"
+    return f"{error.strerror or error}; another process may use the port: choose another port"
+
+
+async def listen_unix(listener: Listener, path: str, tls: ssl.SSLContext | None = None) -> asyncio.Server:
+    """Replaces a socket file that no process listens on any more. Raises ConfigError if the path is unusable."""
+    loop = asyncio.get_running_loop()
+    _remove_stale_socket(path)
+    try:
+        return await loop.create_unix_server(
+            listener.protocol, path, backlog=BACKLOG, ssl=tls, ssl_shutdown_timeout=TLS_SHUTDOWN_S if tls else None
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from None
+
+
+def _remove_stale_socket(path: str) -> None:
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise ConfigError(f"cannot listen on {path}: the file exists and is not a socket")
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+        except OSError:
+            return
+    raise ConfigError(f"cannot listen on {path}: another process listens there")

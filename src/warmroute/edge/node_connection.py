@@ -1,0 +1,333 @@
+"""One connection to a node. It carries one request at a time.
+
+The connection reads the response's head, follows its framing, and passes the bytes on unchanged. Engines send the head
+of a stream when they accept the request, long before the first token. The connection keeps that head until a byte of
+the body arrives, so that a node that fails in between has not responded yet and the router can try another node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+from warmroute.edge.http1 import (
+    CHUNKED,
+    UNTIL_CLOSE,
+    BadChunk,
+    BrokenResponse,
+    ChunkFrames,
+    ResponseHead,
+    read_response_head,
+)
+from warmroute.edge.timer_wheel import NEVER
+
+if TYPE_CHECKING:
+    from warmroute.edge.connection_pool import ConnectionPool
+
+IDLE, AWAITING_HEAD, AWAITING_BODY, SIZED_BODY, CHUNKED_BODY, BODY_UNTIL_CLOSE, CLOSED = range(7)
+MAX_HEAD_BYTES: Final = 65_536
+"""Maximum size of a response head."""
+_JOIN_BYTES: Final = 65_536
+"""Up to this size, head and body are written as one piece: a copy costs less than a second buffer."""
+
+
+class ConnectFailure(enum.Enum):
+    """Why a connection could not be opened."""
+
+    REFUSED = "refused"  # no process listens there, or its certificate is wrong
+    TRANSIENT = "transient"  # a timeout, or a network error that may pass
+    LOCAL = "local"  # this machine is out of files, ports or memory
+
+
+class ResponseHandler(Protocol):
+    """Sends one request to a node and receives its response."""
+
+    def connected(self, connection: NodeConnection) -> bool:
+        """A new connection is open. Return False if it is no longer needed."""
+
+    def connect_failed(self, failure: ConnectFailure, reason: str) -> None: ...
+
+    def response_started(
+        self, head: ResponseHead, first: bytes, whole: bool, now_s: float
+    ) -> Callable[[bytes], object] | None:
+        """The head arrived, and `first` of the body; `whole`: that is all. Return where the rest of the body goes, or
+        None to cancel the request."""
+
+    def response_ended(self, now_s: float) -> None: ...
+
+    def response_failed(self, reason: str, stale: bool) -> None:
+        """No byte of a response arrived. `stale`: the node closed a reused connection before it read the request."""
+
+    def response_broke(self, reason: str, frames: ChunkFrames | None) -> None:
+        """The response ended too early. `frames`: the position in a chunked body, up to the last byte passed on."""
+
+
+class NodeConnection(asyncio.Protocol):
+    __slots__ = (
+        "_buffer",
+        "_frames",
+        "_handler",
+        "_held_head",
+        "_keep_alive",
+        "_missing_bytes",
+        "_now",
+        "_paused",
+        "_pool",
+        "_served_before",
+        "_silence_timeout_s",
+        "_sink",
+        "_state",
+        "bucket",
+        "deadline_s",
+        "transport",
+    )
+
+    def __init__(self, pool: ConnectionPool) -> None:
+        # per connection
+        self._pool = pool
+        self._now = pool.timers.now
+        self.transport: asyncio.Transport
+        self.deadline_s = NEVER
+        self.bucket = -1
+        self._state = IDLE
+        self._served_before = False
+        # per response
+        self._handler: ResponseHandler | None = None
+        self._sink: Callable[[bytes], object]
+        self._buffer = b""
+        self._held_head: ResponseHead | None = None
+        """A head that arrived without a byte of its body."""
+        self._frames: ChunkFrames | None = None
+        self._missing_bytes = 0
+        self._keep_alive = True
+        self._paused = False
+        self._silence_timeout_s = 0.0
+
+    # The request.
+
+    def send_request(self, handler: ResponseHandler, head: bytes, body: bytes) -> None:
+        self._handler = handler
+        self._state = AWAITING_HEAD
+        self._pool.busy.add(self)
+        if len(body) <= _JOIN_BYTES:
+            self.transport.write(head + body)
+        else:
+            self.transport.writelines((head, body))
+        upstream = self._pool.config
+        self._silence_timeout_s = upstream.between_chunks_timeout_s
+        self._pool.timers.arm(self, self._now() + upstream.first_byte_timeout_s)
+
+    def pause(self) -> None:
+        """Stop reading until `resume`: the client reads more slowly than the node sends."""
+        self.deadline_s = NEVER
+        self._paused = True
+        self.transport.pause_reading()
+
+    def resume(self) -> None:
+        self._pool.timers.arm(self, self._now() + self._silence_timeout_s)
+        self._resume_reading()
+
+    def _resume_reading(self) -> None:
+        if self._paused:
+            self._paused = False
+            self.transport.resume_reading()
+
+    def cancel(self) -> None:
+        """Close the connection. The engine notices and stops generating."""
+        self._handler = None
+        self._close()
+
+    # The response.
+
+    def data_received(self, data: bytes) -> None:
+        state, now_s = self._state, self._now()
+        if state == CHUNKED_BODY:
+            self.deadline_s = now_s + self._silence_timeout_s
+            frames = self._frames
+            assert frames is not None
+            try:
+                end = frames.feed(data)
+            except BadChunk as bad:
+                self._fail(f"the node's chunked encoding is malformed: {bad}")
+                return
+            if end < 0:
+                self._sink(data)
+                return
+            if end != len(data):
+                self._keep_alive = False
+                data = data[:end]
+            self._sink(data)
+            self._complete(now_s)
+        elif state == AWAITING_HEAD:
+            self._read_head(self._buffer + data if self._buffer else data, now_s)
+        elif state == SIZED_BODY:
+            self.deadline_s = now_s + self._silence_timeout_s
+            self._missing_bytes -= len(data)
+            if self._missing_bytes > 0:
+                self._sink(data)
+                return
+            if self._missing_bytes < 0:
+                self._keep_alive = False
+                data = data[: self._missing_bytes]
+            self._sink(data)
+            self._complete(now_s)
+        elif state == BODY_UNTIL_CLOSE:
+            self.deadline_s = now_s + self._silence_timeout_s
+            self._sink(data)
+        elif state == AWAITING_BODY:
+            head, self._held_head = self._held_head, None
+            assert head is not None
+            self._start_response(head, data, now_s)
+        elif state == IDLE:
+            self._pool.remove_idle(self)
+            self._close()  # the node sends without a request
+
+    def _read_head(self, data: bytes, now_s: float) -> None:
+        self._buffer = b""
+        try:
+            while True:
+                end = data.find(b"\r\n\r\n")
+                if (end if end >= 0 else len(data)) > MAX_HEAD_BYTES:
+                    raise BrokenResponse("the head is too large")
+                if end < 0:
+                    self._buffer = data
+                    return
+                head = read_response_head(data, end)
+                if head.status >= 200:
+                    break
+                if head.status == 101:
+                    raise BrokenResponse("an upgrade without a request for it")
+                data = data[end + 4 :]
+        except BrokenResponse as broken:
+            self._fail(f"the node's response is not valid HTTP: {broken}")
+            return
+        first = data[end + 4 :]
+        if first or not head.length or head.status >= 400:
+            self._start_response(head, first, now_s)
+        else:
+            self._held_head = head
+            self._state = AWAITING_BODY
+
+    def _start_response(self, head: ResponseHead, first: bytes, now_s: float) -> None:
+        """Pass on the head with the part of the body that has arrived."""
+        length = head.length
+        try:
+            self._keep_alive = head.keep_alive
+            if length >= 0:
+                self._missing_bytes = length - len(first)
+                whole = self._missing_bytes <= 0
+                if self._missing_bytes < 0:
+                    self._keep_alive = False
+                    first = first[:length]
+                self._state = SIZED_BODY
+            elif length == CHUNKED:
+                self._frames = frames = ChunkFrames()
+                at = frames.feed(first) if first else -1
+                whole = at >= 0
+                if whole and at != len(first):
+                    self._keep_alive = False
+                    first = first[:at]
+                self._state = CHUNKED_BODY
+            else:
+                assert length == UNTIL_CLOSE
+                whole = False
+                self._state = BODY_UNTIL_CLOSE
+        except BadChunk as bad:
+            self._state = AWAITING_HEAD
+            self._fail(f"the node's chunked encoding is malformed: {bad}")
+            return
+        handler = self._handler
+        assert handler is not None
+        if whole:
+            sink = handler.response_started(head, first, True, now_s)
+            if sink is None:
+                self._handler = None
+            self._complete(now_s)
+            return
+        self._pool.timers.arm(self, now_s + self._silence_timeout_s)
+        sink = handler.response_started(head, first, False, now_s)
+        if sink is None:
+            self.cancel()
+        else:
+            self._sink = sink
+
+    def _complete(self, now_s: float) -> None:
+        handler, self._handler = self._handler, None
+        self._frames = None
+        # A node that responds before it has read the whole request leaves an unusable connection.
+        if self._keep_alive and self._state != CLOSED and not self.transport.get_write_buffer_size():
+            self._state = IDLE
+            self._served_before = True
+            if self._paused:
+                self._resume_reading()
+            self._pool.busy.discard(self)
+            self._pool.release(self, now_s)
+        else:
+            self._close()
+        if handler is not None:
+            handler.response_ended(now_s)
+
+    @property
+    def last_byte_s(self) -> float:
+        """When the last byte of a running response arrived; -inf before its first byte."""
+        if self._state > AWAITING_BODY and self.deadline_s != NEVER:
+            return self.deadline_s - self._silence_timeout_s
+        return -NEVER
+
+    # Failures and the end.
+
+    def _fail(self, reason: str) -> None:
+        """Close the connection and tell the handler that the response failed or broke."""
+        handler, self._handler = self._handler, None
+        state, frames = self._state, self._frames
+        self._close()
+        if handler is None:
+            return
+        if state in (AWAITING_HEAD, AWAITING_BODY):
+            handler.response_failed(reason, stale=False)
+        else:
+            handler.response_broke(reason, frames)
+
+    def _close(self) -> None:
+        self._state = CLOSED
+        self._pool.busy.discard(self)
+        self._pool.timers.disarm(self)
+        self.transport.abort()
+
+    def timed_out(self) -> None:
+        if self._state == IDLE:
+            self._pool.remove_idle(self)
+            self._close()
+        elif self._state in (AWAITING_HEAD, AWAITING_BODY):
+            self._fail(f"the node sent no response within {self._pool.config.first_byte_timeout_s:g} s")
+        else:
+            self._fail(f"the node sent nothing for {self._silence_timeout_s:g} s in the middle of its response")
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
+
+    def eof_received(self) -> None:
+        if self._state == AWAITING_BODY and self._held_head is not None and self._held_head.length == UNTIL_CLOSE:
+            head, self._held_head = self._held_head, None
+            self._start_response(head, b"", self._now())
+        if self._state == BODY_UNTIL_CLOSE:
+            self._keep_alive = False
+            self._complete(self._now())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        state, self._state = self._state, CLOSED
+        self._pool.busy.discard(self)
+        self._pool.timers.disarm(self)
+        if state == IDLE:
+            self._pool.remove_idle(self)
+            return
+        handler, self._handler = self._handler, None
+        if handler is None:
+            return
+        if state in (AWAITING_HEAD, AWAITING_BODY):
+            stale = state == AWAITING_HEAD and self._served_before and not self._buffer
+            handler.response_failed("the node closed the connection before its response", stale)
+        else:
+            handler.response_broke("the node closed the connection in the middle of its response", self._frames)

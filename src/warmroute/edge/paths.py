@@ -1,0 +1,50 @@
+"""Which paths the router forwards to nodes, and which it answers itself."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from warmroute.edge import errors
+
+# Any other path under /v1 is forwarded too, if its body names a model.
+FORWARDED: Final = frozenset(
+    {
+        b"/v1/chat/completions",
+        b"/v1/completions",
+        b"/v1/embeddings",
+        b"/v1/responses",
+        b"/v1/messages",
+        b"/v1/rerank",
+        b"/v1/score",
+        b"/v1/audio/transcriptions",
+        b"/tokenize",
+        b"/detokenize",
+    }
+)
+NEVER_FORWARDED: Final = frozenset({b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter"})
+"""An engine's administration is not for clients."""
+WITH_OUTPUT_TOKENS: Final = frozenset({b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/messages"})
+"""Paths whose responses have generated tokens."""
+CHATS: Final = (b"/v1/chat/completions", b"/v1/messages")
+HEALTH: Final = (b"/health", b"/ready")
+
+
+def check_path(method: bytes, path: bytes) -> None:
+    """Raises HttpError for a path or a method that the router does not serve."""
+    if path == b"/v1/models" or path.startswith(b"/v1/models/"):
+        if method not in (b"GET", b"HEAD"):
+            raise errors.method_not_allowed("GET")
+    elif path in FORWARDED:
+        if method != b"POST":
+            raise errors.method_not_allowed("POST")
+    elif not path.startswith(b"/v1/") or method != b"POST" or path in NEVER_FORWARDED or _ambiguous(path):
+        raise not_found(path)
+
+
+def not_found(path: bytes) -> errors.HttpError:
+    return errors.not_found(path.decode("ascii", "replace")[:200])
+
+
+def _ambiguous(path: bytes) -> bool:
+    """Whether a node could read the path as another one: escapes, dots, empty segments."""
+    return b"%" in path or b"\\" in path or any(part in (b"", b".", b"..") for part in path.split(b"/")[1:])

@@ -1,0 +1,172 @@
+"""Reads prompts for routing: on the event loop if that takes no noticeable time, otherwise in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
+
+from warmroute._kernel._scan import Outline
+from warmroute.config import Prompts
+from warmroute.event_log import EventLog, where_it_failed
+from warmroute.prompt.prompt import Prompt
+from warmroute.prompt.prompt_tokenizer import TokenizeJob, max_text_prompt_bytes
+from warmroute.prompt.request_body import text_prompt
+from warmroute.prompt.tokenizer_registry import TokenizerRegistry
+from warmroute.telemetry.counters import Counters
+
+log = EventLog("warmroute.prompts")
+
+MAX_LOOP_BYTES: Final = 1 << 19
+"""Larger bodies always go to a thread: even estimating the cost of reading them can take milliseconds."""
+LOOP_MS: Final = 1.0
+"""Prompts that take longer to tokenize go to a thread."""
+MAX_PENDING: Final = 64
+"""Prompts that may wait for a thread. The router routes further ones by load."""
+
+OnRead = Callable[[Prompt | None], None]
+FetchTokens = Callable[[str, bytes, bytes], Awaitable[bytes | None]]
+"""Takes a request's model, path and body. Returns the prompt's tokens as a node of the model tokenizes it."""
+
+
+class PendingPrompt:
+    """A prompt that is being read in a thread or by a node. `cancel` it when its request has ended."""
+
+    __slots__ = ("_on_read",)
+
+    def __init__(self, on_read: OnRead) -> None:
+        self._on_read: OnRead | None = on_read
+
+    def cancel(self) -> None:
+        self._on_read = None
+
+    @property
+    def cancelled(self) -> bool:
+        return self._on_read is None
+
+    def done(self, prompt: Prompt | None) -> None:
+        on_read, self._on_read = self._on_read, None
+        if on_read is not None:
+            on_read(prompt)
+
+
+class PromptReader:
+    def __init__(
+        self,
+        tokenizer_registry: TokenizerRegistry,
+        config: Prompts,
+        counters: Counters,
+        fetch_tokens: FetchTokens | None = None,
+    ) -> None:
+        """`fetch_tokens` serves models whose tokenizer the router does not have."""
+        self._tokenizer_registry = tokenizer_registry
+        self._fetch_tokens = fetch_tokens
+        self._fetches: set[asyncio.Task[None]] = set()
+        self._counters = counters
+        self._pending = 0
+        self._threads = ThreadPoolExecutor(config.threads, "warmroute-prompt")
+        self.reconfigure(config)
+
+    def reconfigure(self, config: Prompts) -> None:
+        """Apply a changed configuration. The number of threads stays as it was at the start."""
+        self._remote_tokenize = config.remote_tokenize and self._fetch_tokens is not None
+        self._max_text_prompt_bytes = (
+            -1 if self._remote_tokenize else min(max_text_prompt_bytes(LOOP_MS), MAX_LOOP_BYTES)
+        )
+        """Up to this size, a body without a tokenizer is matched by its text, on the event loop."""
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for task in self._fetches:
+            task.cancel()
+
+    def read(
+        self, model: str, path: bytes, body: bytes, on_read: OnRead, outline: Outline | None = None
+    ) -> Prompt | PendingPrompt | None:
+        """Return the prompt; or a PendingPrompt, which calls `on_read` later; or None if there is no prompt, it cannot
+        be read, or too many are pending.
+
+        `outline` is the body's outline, if the caller has it.
+        """
+        tokenizer = self._tokenizer_registry.prompt_tokenizer(model)
+        try:
+            if tokenizer.tokenizer is None and len(body) <= self._max_text_prompt_bytes:
+                return text_prompt(path, body, outline)
+            if len(body) > MAX_LOOP_BYTES:
+                return self._read_in_thread(lambda: tokenizer.tokenize(path, body, outline), on_read)
+            job = tokenizer.begin(path, body, outline)
+            if job is None:
+                return None
+            if self._fetch_tokens is not None and self._remote_tokenize and tokenizer.tokenizer is None:
+                return self._read_by_node(self._fetch_tokens, model, path, body, job, on_read)
+            if job.cost_ms > LOOP_MS:
+                return self._read_in_thread(job.run, on_read)
+            return job.run()
+        except Exception as error:
+            _log_failure(error)
+            return None
+
+    def _read_by_node(
+        self, fetch_tokens: FetchTokens, model: str, path: bytes, body: bytes, job: TokenizeJob, on_read: OnRead
+    ) -> PendingPrompt | None:
+        if self._too_many_pending():
+            return None
+        pending = PendingPrompt(on_read)
+
+        async def fetch() -> None:
+            prompt = None
+            try:
+                prompt = _run_safely(job.run)
+                tokens = await fetch_tokens(model, path, body)
+                if prompt is not None and tokens is not None:
+                    prompt.tokens, prompt.exact, prompt.inexact_reason = tokens, True, ""
+                    prompt.exact_tokens = prompt.token_count
+            finally:
+                self._pending -= 1
+                pending.done(prompt)
+
+        self._pending += 1
+        task = asyncio.get_running_loop().create_task(fetch())
+        self._fetches.add(task)
+        task.add_done_callback(self._fetches.discard)
+        return pending
+
+    def _read_in_thread(self, read: Callable[[], Prompt | None], on_read: OnRead) -> PendingPrompt | None:
+        if self._too_many_pending():
+            return None
+        self._pending += 1
+        self._counters.prompts_in_threads += 1
+        loop = asyncio.get_running_loop()
+        pending = PendingPrompt(on_read)
+
+        def settle(read: Future[Prompt | None]) -> None:
+            self._pending -= 1
+            pending.done(None if read.cancelled() else read.result())
+
+        def hand_to_loop(read: Future[Prompt | None]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, read)
+
+        work = self._threads.submit(lambda: None if pending.cancelled else _run_safely(read))
+        work.add_done_callback(hand_to_loop)
+        return pending
+
+    def _too_many_pending(self) -> bool:
+        if self._pending < MAX_PENDING:
+            return False
+        self._counters.prompts_not_tokenized += 1
+        return True
+
+
+def _run_safely(read: Callable[[], Prompt | None]) -> Prompt | None:
+    """Return None for a prompt that cannot be read: its request is served all the same."""
+    try:
+        return read()
+    except Exception as error:
+        _log_failure(error)
+        return None
+
+
+def _log_failure(error: Exception) -> None:
+    log.error("prompt_read_failed", "The router routes the request by load.", reason=where_it_failed(error))

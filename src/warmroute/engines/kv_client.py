@@ -1,0 +1,272 @@
+"""Receives one node's KV events. Finds out where the node publishes them, and subscribes to every rank over ZMQ; polls
+TensorRT-LLM.
+
+The client repeats discovery at growing intervals while the node publishes nothing, now and then while it publishes, and
+at once when the node comes back or restarts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from random import Random
+from typing import Final
+
+import msgspec
+import zmq
+
+from warmroute.engines import trtllm
+from warmroute.engines.kv_endpoints import (
+    KvEndpoint,
+    configured_endpoints,
+    parse_event_sources,
+    parse_server_info,
+    reachable_endpoint,
+)
+from warmroute.engines.kv_events import decode_batch, sent_time_s
+from warmroute.engines.kv_rank import NodeKvEvents, RankEvents
+from warmroute.engines.kv_zmq import SLICE_S, Context, KvSubscription, SliceScheduler
+from warmroute.engines.node_http import Get, Post
+from warmroute.event_log import EventLog
+from warmroute.fleet.health import HealthState
+from warmroute.fleet.node import Node
+from warmroute.index.node_cache import NodeCache
+
+log = EventLog("warmroute.engines")
+
+FIRST_RETRY_S: Final = 0.5
+LAST_RETRY_S: Final = 60.0
+"""Discovery is retried after the first interval, which then doubles up to the last."""
+REDISCOVERY_S: Final = 30.0
+"""Interval of discovery for a node that publishes events."""
+POLL_S: Final = 0.15
+TIMEOUT_S: Final = 2.0
+
+
+class KvEventClient:
+    def __init__(
+        self,
+        node: Node,
+        cache: NodeCache,
+        context: Context,
+        scheduler: SliceScheduler,
+        get: Get,
+        post: Post | None,
+        now: Callable[[], float] = time.monotonic,
+        enabled: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._node = node
+        self.cache = cache
+        self._context = context
+        self._scheduler = scheduler
+        self._get = get
+        self._post = post
+        self._now = now
+        self._enabled = enabled
+        self._random = Random()
+        self._wake = asyncio.Event()
+        self._events = NodeKvEvents(cache)
+        self._subscriptions: dict[int, KvSubscription] = {}
+        self._polls = False
+        self._page_size = 0
+        self._logged: list[KvEndpoint] | None = None
+
+    @property
+    def block_size(self) -> int:
+        """As its events or its description say; 0 if neither does."""
+        return self._events.block_size or self._page_size
+
+    @property
+    def is_connected(self) -> bool:
+        return bool(self._events.ranks)
+
+    def rediscover(self) -> None:
+        """Repeat discovery at once."""
+        self._wake.set()
+
+    def restarted(self, started_s: float) -> None:
+        """Start again with the engine's new process, which started at `started_s` by its own clock."""
+        self._read_again(self._events.restarted(started_s))
+        self.rediscover()
+
+    def model_changed(self) -> None:
+        """Read everything again: the node's blocks belong to another model than before."""
+        for rank in self._events.ranks.values():
+            rank.sequence.restart()
+        self._read_again(self._events.ranks)
+
+    def _read_again(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if rank in self._subscriptions:
+                self._subscriptions[rank].read_from_start()
+
+    def close(self) -> None:
+        self._subscribe([])
+        self._stop_polling()
+
+    # Discovery.
+
+    async def run(self) -> None:
+        """Receive events for as long as the node is in the fleet."""
+        pause_s = FIRST_RETRY_S
+        while True:
+            if self.cache.model and self._node.health.state is not HealthState.DOWN:
+                found = await self._discover()
+                pause_s = REDISCOVERY_S if found else min(2 * pause_s, LAST_RETRY_S)
+            else:
+                pause_s = FIRST_RETRY_S
+            if self._polls:
+                pause_s = await self._poll()
+            if await self._pause(pause_s):
+                pause_s = FIRST_RETRY_S
+
+    async def _pause(self, seconds: float) -> bool:
+        """Return whether `rediscover` ended the pause."""
+        try:
+            async with asyncio.timeout(seconds * (0.8 + 0.4 * self._random.random())):
+                await self._wake.wait()
+        except TimeoutError:
+            return False
+        self._wake.clear()
+        return True
+
+    async def _discover(self) -> bool:
+        """Subscribe to what the node publishes. Return False if that is nothing, or if the node did not answer."""
+        node = self._node
+        setting = node.config.kv_events if self._enabled() else "off"
+        if node.engine == "trtllm" and setting == "auto":
+            self._subscribe([])
+            self._polls = self._post is not None
+            return self._polls
+        self._stop_polling()
+        if setting == "off":
+            found: list[KvEndpoint] | None = []
+        elif setting == "auto":
+            found = await self._ask_endpoints()
+        else:
+            found = configured_endpoints(setting, node.config.kv_replay, node.host)
+        if found is None:
+            return False
+        self._subscribe(found)
+        self._log_endpoints(found)
+        return bool(found) or setting == "off"
+
+    async def _ask_endpoints(self) -> list[KvEndpoint] | None:
+        """Return None if the node did not answer: the subscriptions stay."""
+        node = self._node
+        try:
+            status, body = await self._get(node, "/kv_event_sources", TIMEOUT_S)
+            endpoints = parse_event_sources(body, node.host) if status == 200 else []
+            if not endpoints and node.engine != "vllm":
+                status, body = await self._get(node, "/server_info", TIMEOUT_S)
+                if status == 200:
+                    endpoints, self._page_size, capacity_tokens = parse_server_info(body, node.host)
+                    self.cache.set_size(self._page_size, capacity_tokens)
+        except (OSError, ValueError):
+            return None
+        replay = node.config.kv_replay
+        return [
+            one if one.replay else one._replace(replay=reachable_endpoint(replay, node.host, one.rank))
+            for one in endpoints
+        ]
+
+    def _log_endpoints(self, found: list[KvEndpoint]) -> None:
+        if found == self._logged:
+            return
+        self._logged = found
+        name = self._node.name
+        if not found:
+            log.info("kv_events_absent", "The router infers the node's cache from routed requests.", node=name)
+            return
+        endpoints = ",".join(one.endpoint for one in found)
+        log.info("kv_events_found", "The router subscribes to them.", node=name, ranks=len(found), endpoints=endpoints)
+        if not all(one.replay for one in found):
+            log.warning(
+                "kv_replay_absent",
+                "The router cannot learn what the node cached before, and forgets its cache when one event is lost. "
+                "docs/events.md names the flag that turns replay on.",
+                node=name,
+            )
+
+    # Subscriptions.
+
+    def _subscribe(self, endpoints: list[KvEndpoint]) -> None:
+        wanted = {one.rank: one for one in endpoints}
+        for rank, subscription in list(self._subscriptions.items()):
+            endpoint = wanted.get(rank)
+            if endpoint is not None and subscription.endpoints == (endpoint.endpoint, endpoint.replay):
+                subscription.catch_up()
+                continue
+            subscription.close()
+            del self._subscriptions[rank]
+            self._events.remove_rank(rank)
+        for rank, endpoint in wanted.items():
+            if rank not in self._subscriptions:
+                self._connect(endpoint)
+
+    def _connect(self, endpoint: KvEndpoint) -> None:
+        rank, name = endpoint.rank, self._node.name
+        events = self._events.ranks[rank] = RankEvents(
+            self.cache, rank, lambda: lambda payload: decode_batch(payload).events, sent_time_s, self._now
+        )
+        try:
+            self._subscriptions[rank] = KvSubscription(
+                self._context, events, endpoint.endpoint, endpoint.replay, name, rank, self._scheduler
+            )
+        except zmq.ZMQError as error:
+            log.warning(
+                "kv_subscribe_failed", "The router infers the node's cache from routed requests.",
+                node=name, rank=rank, endpoint=endpoint.endpoint, reason=str(error),
+            )  # fmt: skip
+            self._events.remove_rank(rank)
+
+    # Polling.
+
+    async def _poll(self) -> float:
+        """Poll until the node fails or discovery is due. Return how long to wait then."""
+        post = self._post
+        assert post is not None
+        while not self._wake.is_set():
+            if self._node.health.state is HealthState.DOWN:
+                return FIRST_RETRY_S
+            try:
+                status, body = await post(self._node, trtllm.PATH, b"", TIMEOUT_S)
+                if status != 200:
+                    self._stop_polling()
+                    return LAST_RETRY_S
+                events = trtllm.parse_events(body)
+            except OSError:
+                return FIRST_RETRY_S
+            except msgspec.DecodeError as error:
+                log.warning(
+                    "kv_events_unreadable", "The router infers the node's cache from routed requests.",
+                    node=self._node.name, reason=str(error),
+                )  # fmt: skip
+                self._stop_polling()
+                return LAST_RETRY_S
+            self.cache.heard_s = self._now()
+            await apply_polled(self._events, events, self._now)
+            await asyncio.sleep(POLL_S * (0.8 + 0.4 * self._random.random()))
+        return FIRST_RETRY_S
+
+    def _stop_polling(self) -> None:
+        if self._polls:
+            self._polls = False
+            for rank in list(self._events.ranks):
+                self._events.remove_rank(rank)
+
+
+async def apply_polled(node: NodeKvEvents, events: list[trtllm.PolledEvent], now: Callable[[], float]) -> None:
+    """Apply polled events, each of which has a sequence number. Yields to the event loop every few milliseconds."""
+    until_s = time.monotonic() + SLICE_S
+    for event in events:
+        number = event.attention_dp_rank or 0
+        rank = node.ranks.get(number)
+        if rank is None:
+            rank = node.ranks[number] = RankEvents(node.cache, number, lambda: trtllm.EventConverter().convert, now=now)
+        rank.receive(event.event_id, event)
+        rank.sequence.skip_missing()
+        while rank.work(until_s) or time.monotonic() >= until_s:
+            await asyncio.sleep(0)
+            until_s = time.monotonic() + SLICE_S

@@ -1,0 +1,262 @@
+"""Tokens from a node's /tokenize, for models without a tokenizer in the router. Costs a round trip and engine CPU.
+
+Follows vLLM 0.32. Its /tokenize accepts fewer fields than its chat completions, so the missing ones are passed as
+template variables, as vLLM itself does. No tokens are returned where the two endpoints might render differently, or
+where tokens alone do not distinguish two prompts: images and audio, prompts that may be truncated, tools that may be
+left out, embeddings. The router cannot detect gpt-oss models, whose chats vLLM renders in code, and /tokenize by
+template.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from warmroute.engines.node_http import Post
+from warmroute.event_log import EventLog
+from warmroute.fleet.node import Node
+
+log = EventLog("warmroute.engines")
+
+CACHE_BYTES: Final = 32 << 20
+TIMEOUT_S: Final = 1.0
+CACHE_TTL_S: Final = 600.0
+"""How long tokens stay cached: the engine's chat template may change."""
+MAX_FAILURES: Final = 3
+"""Failures in a row after which the router pauses requests to a node."""
+PAUSE_S: Final = 30.0
+_ENTRY_BYTES: Final = 300
+"""Memory of a cached entry besides its tokens."""
+
+_TEXT_PARTS: Final = frozenset(("text", "input_text", "output_text", "refusal", "thinking"))
+_CHAT_FIELDS: Final = (
+    "model",
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "add_special_tokens",
+)
+_UNSET: Final = (None, "auto")
+_CLIENT_ERRORS: Final = (400, 413, 422)
+"""Statuses that are the request's fault. They do not count as failures of the node, or a client could pause it."""
+
+
+Fields = dict[str, msgspec.Raw]
+"""A body's fields, not decoded: fields that are passed on keep their bytes."""
+
+
+class _Response(msgspec.Struct):
+    count: int
+    tokens: list[int]
+
+
+class NotTokenizable(Exception):
+    """The node's response would not be, or might not be, the prompt's tokens."""
+
+
+class RemoteTokenizer:
+    """Requests tokens from nodes and caches them for a while."""
+
+    def __init__(
+        self,
+        post: Post,
+        cache_bytes: int = CACHE_BYTES,
+        timeout_s: float = TIMEOUT_S,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._post = post
+        self._timeout_s = timeout_s
+        self._now = now
+        self._budget_bytes = cache_bytes
+        self._cached: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()
+        """Hash of the request → when the tokens arrived, and the tokens."""
+        self.used_bytes = 0
+        self._failures: dict[str, int] = {}
+        self._paused_until_s: dict[str, float] = {}
+
+    async def tokenize(self, node: Node, path: bytes, body: bytes) -> bytes | None:
+        """Return the prompt's tokens, four bytes each, little-endian; None if they are not available."""
+        if node.engine != "vllm":
+            return None
+        try:
+            request = tokenize_request(path, body)
+        except (NotTokenizable, msgspec.DecodeError, UnicodeError, RecursionError):
+            return None
+        if isinstance(request, list):
+            return _packed(request)
+        key = hashlib.blake2b(request, digest_size=16).digest()
+        tokens = self._look_up(key)
+        if tokens is None and not self.is_paused(node):
+            tokens = await self._request(node, request)
+            if tokens is not None:
+                self._store(key, tokens)
+        return tokens
+
+    async def _request(self, node: Node, request: bytes) -> bytes | None:
+        try:
+            status, body = await self._post(node, "/tokenize", request, self._timeout_s)
+        except OSError as error:
+            self._count_failure(node, type(error).__name__)
+            return None
+        if status in _CLIENT_ERRORS:
+            return None
+        tokens = _tokens_in(body) if status == 200 else None
+        if tokens is None:
+            self._count_failure(node, "no list of tokens" if status == 200 else f"status {status}")
+        else:
+            self.reset(node)
+        return tokens
+
+    def _count_failure(self, node: Node, reason: str) -> None:
+        failures = self._failures[node.name] = self._failures.get(node.name, 0) + 1
+        if failures >= MAX_FAILURES:
+            if failures == MAX_FAILURES:
+                log.warning(
+                    "tokenize_failed", "POST /tokenize failed repeatedly. The router retries it once per pause.",
+                    node=node.name, reason=reason, pause_s=PAUSE_S,
+                )  # fmt: skip
+            self._paused_until_s[node.name] = self._now() + PAUSE_S
+
+    def is_paused(self, node: Node) -> bool:
+        """Return whether the router sends no requests to a node after too many failures. After a pause, one more
+        failure starts the next one."""
+        return self._now() < self._paused_until_s.get(node.name, 0.0)
+
+    def reset(self, node: Node) -> None:
+        """Forget a node's failures: it has succeeded, or left the fleet."""
+        self._failures.pop(node.name, None)
+        self._paused_until_s.pop(node.name, None)
+
+    def _look_up(self, key: bytes) -> bytes | None:
+        found = self._cached.get(key)
+        if found is None:
+            return None
+        arrived_s, tokens = found
+        if self._now() - arrived_s > CACHE_TTL_S:
+            self._drop(key)
+            return None
+        self._cached.move_to_end(key)
+        return tokens
+
+    def _store(self, key: bytes, tokens: bytes) -> None:
+        if key in self._cached:
+            self._drop(key)
+        self._cached[key] = self._now(), tokens
+        self.used_bytes += len(tokens) + _ENTRY_BYTES
+        while self.used_bytes > self._budget_bytes:
+            self._drop(next(iter(self._cached)))
+
+    def _drop(self, key: bytes) -> None:
+        self.used_bytes -= len(self._cached.pop(key)[1]) + _ENTRY_BYTES
+
+
+def tokenize_request(path: bytes, body: bytes) -> bytes | list[int]:
+    """Return the body of the /tokenize request, or the tokens if the client's body contains them.
+
+    Raises NotTokenizable, msgspec.DecodeError."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    transfer = _value(fields, "kv_transfer_params")
+    if isinstance(transfer, dict) and transfer.get("prompt_token_ids") is not None:
+        raise NotTokenizable("token ids from another prefill node")
+    if _value(fields, "truncate_prompt_tokens") is not None:
+        raise NotTokenizable("the prompt may be truncated")
+    if path == b"/v1/completions":
+        return _completion(fields)
+    if path == b"/v1/chat/completions":
+        return msgspec.json.encode(_chat(fields))
+    raise NotTokenizable("/tokenize has no form for this path")
+
+
+def _value(fields: Fields, name: str) -> Any:
+    return msgspec.json.decode(fields[name]) if name in fields else None
+
+
+def _completion(fields: Fields) -> bytes | list[int]:
+    """Return the request for the first of the prompts."""
+    if any(_value(fields, name) is not None for name in ("prompt_embeds", "suffix")):
+        raise NotTokenizable("a completion with more than its prompt")
+    prompt = _value(fields, "prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        return prompt
+    if not isinstance(prompt, str):
+        raise NotTokenizable("a prompt that is neither text nor token ids")
+    given = {name: fields[name] for name in ("model", "add_special_tokens") if name in fields}
+    return msgspec.json.encode({**given, "prompt": prompt})
+
+
+def _chat(fields: Fields) -> dict[str, Any]:
+    messages = _value(fields, "messages")
+    if not isinstance(messages, list) or not all(_is_text(message) for message in messages):
+        raise NotTokenizable("messages that contain more than text")
+    if _value(fields, "tool_choice") == "none" and _value(fields, "tools"):
+        # vLLM with --exclude-tools-when-tool-choice-none leaves them out; /tokenize does not
+        raise NotTokenizable("tools that may be left out")
+    request: dict[str, Any] = {name: fields[name] for name in _CHAT_FIELDS if name in fields}
+    if any("reasoning_content" in message for message in messages):
+        request["messages"] = [_with_reasoning(message) for message in messages]
+    if variables := _variables(fields):
+        request["chat_template_kwargs"] = variables
+    return request
+
+
+def _variables(fields: Fields) -> dict[str, Any]:
+    given = _value(fields, "chat_template_kwargs") or {}
+    if not isinstance(given, dict):
+        raise NotTokenizable("chat_template_kwargs is not an object")
+    effort = _value(fields, "reasoning_effort")
+    over = {"documents": _value(fields, "documents"), "reasoning_effort": effort}
+    if effort is not None and "enable_thinking" not in given:
+        over["enable_thinking"] = effort != "none"
+    return {**given, **{name: value for name, value in over.items() if value not in _UNSET}}
+
+
+def _is_text(message: Any) -> bool:
+    if not isinstance(message, dict):
+        return False
+    content = message.get("content")
+    if not isinstance(content, list):
+        return content is None or isinstance(content, str)
+    return all(
+        isinstance(part, str) or (isinstance(part, dict) and part.get("type") in _TEXT_PARTS and "uuid" not in part)
+        for part in content
+    )
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Rename `reasoning_content`, which chat completions accept and /tokenize does not."""
+    if "reasoning_content" not in message:
+        return message
+    made = {name: value for name, value in message.items() if name != "reasoning_content"}
+    if message["reasoning_content"] is not None and made.get("reasoning") is None:
+        made["reasoning"] = message["reasoning_content"]
+    return made
+
+
+def _tokens_in(body: bytes) -> bytes | None:
+    try:
+        response = msgspec.json.decode(body, type=_Response)
+    except msgspec.DecodeError:
+        return None
+    return _packed(response.tokens) if len(response.tokens) == response.count else None
+
+
+def _packed(ids: list[int]) -> bytes | None:
+    """Like prompt.tokenizer.pack_token_ids, which this room may not import; None for an impossible token."""
+    try:
+        tokens = array("I", ids)
+    except OverflowError:
+        return None
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens.tobytes()

@@ -1,0 +1,248 @@
+"""The paged KV cache of one engine: which blocks are in use, which are reusable, which go next.
+
+A block is always in exactly one place: block 0 is the null block and is never handed out; a block in use belongs to
+one request or, when its content was hit, to several (`_shared` counts the holders beyond the first); any other block
+is free. Free blocks are taken in vLLM's order, which its one queue amounts to:
+
+1. blocks without content (the unfinished last block of a request), the latest freed first;
+2. blocks never used yet;
+3. cached blocks, the least recently freed first. Taking one evicts its content, to the CPU tier where there is one.
+
+A request's blocks are freed tail first, so a prefix outlives what follows it. Two blocks may hold the same content
+(a prompt that ends on a block boundary recomputes its last block): the first is the one that is hit, and each is
+removed on its own.
+"""
+
+from collections import OrderedDict, deque
+from itertools import repeat
+from operator import itemgetter
+
+from warmroute.fake_engine.core.kv_event_types import CPU, GPU, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+
+_FIRST, _SECOND = itemgetter(0), itemgetter(1)
+
+
+class BlockPool:
+    """Block ids in, block ids out; contents are hashes. Appends what happened to `events` where that is a list."""
+
+    __slots__ = (
+        "_blank",
+        "_cached",
+        "_cpu",
+        "_duplicates",
+        "_idle",
+        "_never_used",
+        "_shared",
+        "cpu_blocks",
+        "events",
+        "num_blocks",
+    )
+
+    def __init__(self, num_blocks: int, cpu_blocks: int = 0, events: list[KvEvent] | None = None) -> None:
+        if num_blocks < 2:
+            raise ValueError("an engine needs two blocks at least: block 0 is the null block")
+        self.num_blocks = num_blocks
+        self.cpu_blocks = cpu_blocks
+        self.events = events
+        self._blank: list[int] = []  # free, without content; a stack
+        self._never_used = 1  # this id and all above it are free
+        self._idle: OrderedDict[int, int] = OrderedDict()  # free, cached: block → hash, next to go first
+        self._cached: dict[int, int] = {}  # hash → the block that is hit
+        self._duplicates: dict[int, list[int]] = {}  # hash → further blocks with that content
+        self._shared: dict[int, int] = {}  # block in use → holders beyond the first
+        self._cpu: OrderedDict[int, None] = OrderedDict()  # hashes in host memory, next to go first
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that an allocation may take, cached ones included."""
+        return len(self._blank) + self.num_blocks - self._never_used + len(self._idle)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that running requests hold."""
+        return self.num_blocks - 1 - self.free_blocks
+
+    @property
+    def cached_hashes(self) -> int:
+        """Distinct contents on the GPU."""
+        return len(self._cached)
+
+    def holds(self, block_hash: int) -> bool:
+        return block_hash in self._cached
+
+    def match(self, hashes: list[int], limit: int) -> list[int]:
+        """The blocks that hold the leading hashes, at most `limit`."""
+        cached = self._cached
+        hits: list[int] = []
+        start = 0
+        while start < limit:
+            # Growing strides: a miss at the first block is cheap, a long hit runs in C.
+            stop = min(limit, 2 * start + 8)
+            found = list(map(cached.get, hashes[start:stop], repeat(0)))
+            if 0 in found:
+                hits.extend(found[: found.index(0)])
+                break
+            hits.extend(found)
+            start = stop
+        return hits
+
+    def match_cpu(self, hashes: list[int], start: int, limit: int) -> int:
+        """How many hashes from `start` on lie in host memory, at most up to `limit`."""
+        cpu = self._cpu
+        stop = start
+        while stop < limit and hashes[stop] in cpu:
+            cpu.move_to_end(hashes[stop])
+            stop += 1
+        return stop - start
+
+    def idle_among(self, blocks: list[int]) -> int:
+        """How many of these cached blocks nobody holds: hitting them takes them out of the free ones."""
+        idle = self._idle
+        return sum(map(idle.__contains__, blocks))
+
+    def hold(self, blocks: list[int]) -> None:
+        """Takes blocks that were matched."""
+        idle, shared = self._idle, self._shared
+        for block in blocks:
+            if block in idle:
+                del idle[block]
+            else:
+                shared[block] = shared.get(block, 0) + 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` free blocks, evicting what the cached ones among them held. The caller has seen they fit."""
+        blank = self._blank
+        if count == 1 and blank:
+            return [blank.pop()]
+        taken: list[int] = []
+        if blank:
+            cut = max(0, len(blank) - count)
+            taken = blank[: cut - 1 if cut else None : -1]
+            del blank[cut:]
+        wanted = count - len(taken)
+        if wanted and self._never_used < self.num_blocks:
+            first = self._never_used
+            self._never_used = min(first + wanted, self.num_blocks)
+            taken.extend(range(first, self._never_used))
+            wanted = count - len(taken)
+        if wanted:
+            self._evict(wanted, taken)
+        return taken
+
+    def _evict(self, count: int, taken: list[int]) -> None:
+        pop, cached, duplicates = self._idle.popitem, self._cached, self._duplicates
+        pairs = [pop(False) for _ in range(count)]
+        taken.extend(map(_FIRST, pairs))
+        gone = list(map(_SECOND, pairs))
+        if not duplicates or duplicates.keys().isdisjoint(gone):
+            deque(map(cached.__delitem__, gone), maxlen=0)  # a loop that runs in C
+        else:
+            for block, block_hash in pairs:
+                self._forget(block, block_hash)
+        if self.events is not None:
+            self.events.append(BlockRemoved(gone, GPU, 0))
+        if self.cpu_blocks:
+            self._fall_to_cpu(gone)
+
+    def _forget(self, block: int, block_hash: int) -> None:
+        others = self._duplicates.get(block_hash)
+        if others is None:
+            del self._cached[block_hash]
+            return
+        if self._cached[block_hash] == block:
+            self._cached[block_hash] = others.pop(0)
+        else:
+            others.remove(block)
+        if not others:
+            del self._duplicates[block_hash]
+
+    def _fall_to_cpu(self, hashes: list[int]) -> None:
+        cpu, events = self._cpu, self.events
+        new = [block_hash for block_hash in hashes if block_hash not in cpu]
+        cpu.update(zip(hashes, repeat(None), strict=False))
+        for block_hash in hashes:
+            cpu.move_to_end(block_hash)
+        gone: list[int] = []
+        while len(cpu) > self.cpu_blocks:
+            gone.append(cpu.popitem(last=False)[0])
+        if events is not None:
+            if gone:
+                events.append(BlockRemoved(gone, CPU, 0))
+            dropped = set(gone)
+            kept = [block_hash for block_hash in new if block_hash not in dropped]
+            if kept:
+                # As vLLM's offloading connector reports them: without parent or tokens.
+                events.append(BlockStored(kept, None, [], 0, None, CPU, None, group_idx=0))
+
+    def store(self, blocks: list[int], hashes: list[int]) -> None:
+        """Makes the content of held blocks known, so that others may hit it."""
+        cached = self._cached
+        if cached.keys().isdisjoint(hashes):
+            cached.update(zip(hashes, blocks, strict=True))
+            return
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if block_hash in cached:
+                self._duplicates.setdefault(block_hash, []).append(block)
+            else:
+                cached[block_hash] = block
+
+    def free(self, blocks: list[int], hashes: list[int]) -> None:
+        """Gives up a request's blocks; `hashes` are those of its leading, stored ones, the others have no content."""
+        stored = len(hashes)
+        self._blank.extend(blocks[stored:])
+        if not stored:
+            return
+        tail_first = blocks[stored - 1 :: -1]
+        shared, idle = self._shared, self._idle
+        held_by_others = list(map(shared.__contains__, tail_first)) if shared else []
+        # What is shared is the head of a prompt, as a rule; the tail before it goes in one piece.
+        alone = held_by_others.index(True) if True in held_by_others else stored
+        head_last = hashes[::-1]
+        idle.update(zip(tail_first[:alone], head_last[:alone], strict=True))
+        for block, block_hash in zip(tail_first[alone:], head_last[alone:], strict=True):
+            holders = shared.get(block)
+            if holders is None:
+                idle[block] = block_hash
+            elif holders == 1:
+                del shared[block]
+            else:
+                shared[block] = holders - 1
+
+    def reset(self) -> bool:
+        """Forgets all content; refused, as vLLM does, while any block is in use."""
+        if self.used_blocks:
+            return False
+        self._blank[:0] = reversed(self._idle)
+        self._idle.clear()
+        self._cached.clear()
+        self._duplicates.clear()
+        self._cpu.clear()
+        if self.events is not None:
+            self.events.append(AllBlocksCleared())
+        return True
+
+    def check(self, held: list[list[int]]) -> None:
+        """Raises unless every block is in one place; `held` is every request's blocks. For tests: slow."""
+        holders: dict[int, int] = {}
+        for blocks in held:
+            if len(set(blocks)) != len(blocks):
+                raise AssertionError("a request holds a block twice")
+            for block in blocks:
+                holders[block] = holders.get(block, 0) + 1
+        free = [*self._blank, *self._idle, *range(self._never_used, self.num_blocks)]
+        if len(set(free)) != len(free) or set(free) & holders.keys():
+            raise AssertionError("a block is in two places")
+        if len(free) + len(holders) != self.num_blocks - 1 or 0 in holders or 0 in free:
+            raise AssertionError("a block is lost, or the null block was given out")
+        if {block: count - 1 for block, count in holders.items() if count > 1} != self._shared:
+            raise AssertionError("references do not add up")
+        contents = [*self._cached.items(), *((h, b) for h, blocks in self._duplicates.items() for b in blocks)]
+        if len({block for _, block in contents}) != len(contents):
+            raise AssertionError("a block has two contents")
+        by_block = {block: block_hash for block_hash, block in contents}
+        if any(by_block.get(block) != block_hash for block, block_hash in self._idle.items()):
+            raise AssertionError("an idle block is not cached under its content")
+        if any(block not in holders and block not in self._idle for block in by_block):
+            raise AssertionError("a cached block is neither held nor idle")
+        if len(self._cpu) > self.cpu_blocks:
+            raise AssertionError("the CPU tier holds too much")

@@ -1,0 +1,105 @@
+"""What one rank measures of itself, for the histograms and counters that the engine core does not keep.
+
+Times are in the seconds that an observer would measure: an engine that runs ten times faster than life says so.
+"""
+
+from __future__ import annotations
+
+import time
+
+from warmroute.fake_engine.core import EngineConfig, EngineStats, Finished, FirstToken, Token
+from warmroute.fake_engine.server import histogram as buckets
+from warmroute.fake_engine.server.engine_clock import EngineClock
+from warmroute.fake_engine.server.histogram import Histogram
+
+
+class _Life:
+    """One request under way."""
+
+    __slots__ = ("last_ms", "max_tokens", "reason")
+
+    def __init__(self, arrived_ms: float, max_tokens: int, reason: str) -> None:
+        self.last_ms = arrived_ms  # of its arrival, then of its last token
+        self.max_tokens = max_tokens
+        self.reason = reason
+
+
+class RankMetrics:
+    """Named as vLLM names them."""
+
+    def __init__(self, clock: EngineClock, config: EngineConfig) -> None:
+        self._clock = clock
+        self._lives: dict[str, _Life] = {}
+        self._steps = 0
+        self._step_tokens = 0
+        self.created = time.time()
+        self.request_success = {"stop": 0, "length": 0, "abort": 0, "error": 0, "repetition": 0}
+        tokens = buckets.up_to(config.capacity_tokens)
+        self.request_prompt_tokens = Histogram(tokens)
+        self.request_generation_tokens = Histogram(tokens)
+        self.request_max_num_generation_tokens = Histogram(tokens)
+        self.request_params_max_tokens = Histogram(tokens)
+        self.request_prefill_kv_computed_tokens = Histogram(tokens)
+        self.request_params_n = Histogram(buckets.CHOICES)
+        self.request_num_preemptions = Histogram(buckets.PREEMPTIONS)
+        self.iteration_tokens = Histogram(buckets.STEP_TOKENS)
+        self.time_to_first_token = Histogram(buckets.TTFT_S)
+        self.inter_token_latency = Histogram(buckets.TOKEN_S)
+        self.request_time_per_output_token = Histogram(buckets.TOKEN_S)
+        self.e2e_request_latency = Histogram(buckets.REQUEST_S)
+        self.request_queue_time = Histogram(buckets.REQUEST_S)
+        self.request_inference_time = Histogram(buckets.REQUEST_S)
+        self.request_prefill_time = Histogram(buckets.REQUEST_S)
+        self.request_decode_time = Histogram(buckets.REQUEST_S)
+
+    def submitted(self, request_id: str, at_ms: float, max_tokens: int, reason: str) -> None:
+        """`reason` is how the answer will end, if it does."""
+        self._lives[request_id] = _Life(at_ms, max_tokens, reason)
+
+    def began(self, first: FirstToken) -> None:
+        life = self._lives.get(first.request_id)
+        if life is not None:
+            self.time_to_first_token.observe(self._clock.real_seconds(first.at_ms - life.last_ms))
+            life.last_ms = first.at_ms
+
+    def token(self, token: Token) -> None:
+        life = self._lives.get(token.request_id)
+        if life is not None:
+            self.inter_token_latency.observe(self._clock.real_seconds(token.at_ms - life.last_ms))
+            life.last_ms = token.at_ms
+
+    def finished(self, done: Finished) -> None:
+        life = self._lives.pop(done.request_id, None)
+        if life is None:
+            return
+        seconds = self._clock.real_seconds
+        self.request_success["abort" if done.reason == "abort" else life.reason] += 1
+        self.request_prompt_tokens.observe(done.prompt_tokens)
+        self.request_generation_tokens.observe(done.output_tokens)
+        self.request_max_num_generation_tokens.observe(done.output_tokens)
+        self.request_params_max_tokens.observe(life.max_tokens)
+        self.request_params_n.observe(1)
+        self.request_num_preemptions.observe(done.preemptions)
+        self.e2e_request_latency.observe(seconds(done.at_ms - done.arrived_ms))
+        if done.admitted_ms is None:
+            return
+        self.request_queue_time.observe(seconds(done.admitted_ms - done.arrived_ms))
+        self.request_inference_time.observe(seconds(done.at_ms - done.admitted_ms))
+        self.request_prefill_kv_computed_tokens.observe(done.prompt_tokens - done.cached_tokens)
+        if done.first_token_ms is None:
+            return
+        self.request_prefill_time.observe(seconds(done.first_token_ms - done.admitted_ms))
+        decode_s = seconds(done.at_ms - done.first_token_ms)
+        self.request_decode_time.observe(decode_s)
+        if done.output_tokens > 1:
+            self.request_time_per_output_token.observe(decode_s / (done.output_tokens - 1))
+
+    def stepped(self, stats: EngineStats) -> None:
+        """Called after each advance, which is one step or, where the process was late, a few of the same kind."""
+        steps = stats.steps - self._steps
+        if not steps:
+            return
+        tokens = stats.prompt_tokens_computed + stats.generation_tokens
+        each, self._step_tokens, self._steps = (tokens - self._step_tokens) / steps, tokens, stats.steps
+        for _ in range(steps):
+            self.iteration_tokens.observe(each)

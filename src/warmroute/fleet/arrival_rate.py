@@ -1,0 +1,25 @@
+"""A decaying average of how often something arrives."""
+
+from __future__ import annotations
+
+from math import exp
+from typing import Final
+
+DECAY_S: Final = 10.0
+"""An arrival this long ago counts 1/e. The kernel uses the same value for arrivals on a node."""
+
+
+class ArrivalRate:
+    __slots__ = ("_rate", "_updated_s")
+
+    def __init__(self) -> None:
+        self._updated_s = 0.0
+        self._rate = 0.0
+
+    def record(self, now_s: float) -> None:
+        self._rate = self.per_ms(now_s) + 0.001 / DECAY_S
+        self._updated_s = now_s
+
+    def per_ms(self, now_s: float) -> float:
+        """Return arrivals per millisecond, averaged over about the last ten seconds."""
+        return self._rate * exp((self._updated_s - now_s) / DECAY_S)

@@ -1,0 +1,200 @@
+"""The islands of the fleet: nodes that share a cheap network, and what reaching them costs.
+
+    distance = round trip + egress + queue                                             [ms]
+
+    round trip   as configured, or the fastest health check of the last minute or two
+    egress       bytes of an average request × the island's price per byte ÷ what a millisecond is worth
+    queue        prefill work in the admission queue for the island's nodes, divided among them
+
+A busy node answers health checks late while an idle one next to it does not, so the fastest check of all its nodes is
+the island's round trip. Nothing here runs per request, except where an island has an egress price.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from warmroute.config import IslandAffinity, IslandConfig
+from warmroute.fleet.health import HealthState
+from warmroute.fleet.node import Node
+
+WINDOW_S: Final = 60.0
+"""A measured round trip counts for this time, up to twice as long."""
+CHANGE_SHARE: Final = 0.05
+CHANGE_MS: Final = 0.5
+"""Nodes get a new distance when it has changed by more than both."""
+DEFAULT_REQUEST_BYTES: Final = 60_000.0
+REQUEST_BYTES_WEIGHT: Final = 0.01
+QUEUE_WEIGHT: Final = 0.2
+"""Weight of one sample in `queue_ms`. Admission takes 20 samples a second."""
+HOUR_MS: Final = 3_600_000.0
+
+
+class Island:
+    __slots__ = (
+        "_fastest_ms",
+        "_previous_ms",
+        "_window_s",
+        "config",
+        "distance_ms",
+        "name",
+        "nodes",
+        "queue_ms",
+    )
+
+    def __init__(self, name: str, config: IslandConfig | None = None) -> None:
+        self.name = name
+        self.config = config or IslandConfig(name=name)
+        self.nodes: dict[Node, None] = {}
+        self.queue_ms = 0.0
+        """How long the queued requests for this island keep its nodes busy."""
+        self.distance_ms = 0.0
+        """The distance that its nodes have."""
+        self._window_s = -1e9
+        self._fastest_ms: float | None = None
+        self._previous_ms: float | None = None
+
+    @property
+    def round_trip_ms(self) -> float:
+        """As configured, else as measured; 0 before the first health check."""
+        return self.config.round_trip_ms or self.measured_ms or 0.0
+
+    @property
+    def measured_ms(self) -> float | None:
+        """The fastest health check of this window and the previous one."""
+        measured = [ms for ms in (self._previous_ms, self._fastest_ms) if ms is not None]
+        return min(measured) if measured else None
+
+    def record_round_trip(self, took_ms: float, now_s: float) -> bool:
+        """Return whether this health check changes the measured round trip."""
+        before = self.measured_ms
+        if now_s - self._window_s >= WINDOW_S:
+            self._window_s = now_s
+            self._previous_ms, self._fastest_ms = self._fastest_ms, None
+        if self._fastest_ms is None or took_ms < self._fastest_ms:
+            self._fastest_ms = took_ms
+        return self.measured_ms != before
+
+    def egress_ms(self, request_bytes: float, usd_per_hour: float) -> float:
+        """Return what the network costs for a request of this size, converted to time."""
+        return request_bytes * 1e-9 * self.config.egress_usd_per_gb / usd_per_hour * HOUR_MS
+
+
+class ConversationCounts:
+    """How conversations moved between islands."""
+
+    __slots__ = ("moved", "returned", "served_at_home", "served_away", "started")
+
+    def __init__(self) -> None:
+        self.moved: Counter[tuple[str, str, str]] = Counter()
+        """Times a conversation left its home island, by home, destination and reason."""
+        self.returned: Counter[str] = Counter()
+        """Times a conversation returned to its home, by home."""
+        self.served_at_home: Counter[str] = Counter()
+        """Turns of known conversations served at home, by home."""
+        self.served_away: Counter[str] = Counter()
+        """Turns served elsewhere, by home."""
+        self.started: Counter[str] = Counter()
+        """New conversations, by island."""
+
+
+class IslandRegistry:
+    def __init__(self, config: Sequence[IslandConfig] = (), affinity: IslandAffinity | None = None) -> None:
+        self._islands: dict[str, Island] = {}
+        self.several = False
+        """Whether the fleet has more than one island."""
+        self.conversations = ConversationCounts()
+        self._request_bytes = self._published_request_bytes = DEFAULT_REQUEST_BYTES
+        self._has_egress_price = False
+        self.affinity = affinity or IslandAffinity()
+        self.reconfigure(config, self.affinity)
+
+    def __iter__(self) -> Iterator[Island]:
+        return iter(list(self._islands.values()))  # a copy: a thread renders the metrics page
+
+    def __len__(self) -> int:
+        return len(self._islands)
+
+    def get(self, name: str) -> Island | None:
+        return self._islands.get(name)
+
+    def reconfigure(self, config: Sequence[IslandConfig], affinity: IslandAffinity) -> None:
+        self.affinity = affinity
+        self._configured: Mapping[str, IslandConfig] = {island.name: island for island in config}
+        self._has_egress_price = any(island.egress_usd_per_gb for island in config)
+        for island in self._islands.values():
+            island.config = self._configured.get(island.name) or IslandConfig(name=island.name)
+            self._publish(island)
+
+    # Members.
+
+    def add(self, node: Node) -> None:
+        """Add a node to its island, or move it there."""
+        island = self._islands.get(node.island)
+        if island is None or node not in island.nodes:  # else keep what the island has measured
+            self.remove(node)
+            island = self._islands.get(node.island)
+        if island is None:
+            island = self._islands[node.island] = Island(node.island, self._configured.get(node.island))
+        island.nodes[node] = None
+        self.several = len(self._islands) > 1
+        self._publish(island)
+
+    def remove(self, node: Node) -> None:
+        for island in list(self._islands.values()):
+            if node in island.nodes:
+                del island.nodes[node]
+                if not island.nodes:
+                    del self._islands[island.name]
+        self.several = len(self._islands) > 1
+
+    # Distance.
+
+    def record_round_trip(self, node: Node, took_ms: float, now_s: float) -> None:
+        """A node answered a health check."""
+        island = self._islands.get(node.island)
+        if island is not None and island.record_round_trip(took_ms, now_s):
+            self._publish_if_changed(island)
+
+    def record_request_size(self, size_bytes: float) -> None:
+        """A request and its response have this size. Ignored while no island has an egress price."""
+        if not self._has_egress_price:
+            return
+        self._request_bytes += REQUEST_BYTES_WEIGHT * (size_bytes - self._request_bytes)
+        if abs(self._request_bytes - self._published_request_bytes) > CHANGE_SHARE * self._published_request_bytes:
+            self._published_request_bytes = self._request_bytes
+            for island in self._islands.values():
+                self._publish_if_changed(island)
+
+    def egress_ms(self, island: Island) -> float:
+        return island.egress_ms(self._published_request_bytes, self.affinity.gpu_usd_per_hour)
+
+    def update_queues(self, work_ms: Mapping[str, float]) -> None:
+        """Take a sample of the prefill work in the admission queue, by island."""
+        for island in self._islands.values():
+            serving = sum(1 for node in island.nodes if node.health.state is HealthState.UP and not node.draining)
+            queue_ms = work_ms.get(island.name, 0.0) / max(1, serving)
+            island.queue_ms += QUEUE_WEIGHT * (queue_ms - island.queue_ms)
+            if island.queue_ms < CHANGE_MS:
+                island.queue_ms = 0.0
+            self._publish_if_changed(island)
+
+    @property
+    def has_queues(self) -> bool:
+        return any(island.queue_ms for island in self._islands.values())
+
+    def _distance_ms(self, island: Island) -> float:
+        return island.round_trip_ms + self.egress_ms(island) + island.queue_ms
+
+    def _publish_if_changed(self, island: Island) -> None:
+        change_ms = abs(self._distance_ms(island) - island.distance_ms)
+        if change_ms > max(CHANGE_MS, CHANGE_SHARE * island.distance_ms) or (change_ms and not island.queue_ms):
+            self._publish(island)
+
+    def _publish(self, island: Island) -> None:
+        """Write the island's distance into its nodes, where the price reads it."""
+        island.distance_ms, round_trip_ms = self._distance_ms(island), island.round_trip_ms
+        for node in island.nodes:
+            node.distance_ms, node.round_trip_ms = island.distance_ms, round_trip_ms

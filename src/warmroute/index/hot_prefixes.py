@@ -1,0 +1,123 @@
+"""Hot prefixes: prompt prefixes that many requests share, each with an example prompt, so that scaling can prefill them
+on another node before requests miss them there.
+
+For each prompt the router counts its blocks at a few depths (1, 2, 3, 4, 6, 8, 12, … blocks) in a table of bounded size
+that drops the least used entries (Metwally's Space-Saving). Counts decay: a use one minute ago counts 1/e.
+"""
+
+from __future__ import annotations
+
+from math import exp
+from typing import Final
+
+import msgspec
+
+from warmroute.index.lookup import Lookup
+
+DECAY_S: Final = 60.0
+MAX_COUNTS: Final = 4096
+MAX_EXAMPLES: Final = 256
+"""Prefixes that keep an example prompt."""
+DEPTHS: Final = tuple(sorted({max(1, round(2.0 ** (step / 2))) for step in range(32)} | {3, 6, 12}))
+COVERED_SHARE: Final = 0.8
+"""Longer prefixes with this share of a shorter prefix's uses replace it in the result."""
+HOT_USES: Final = 3.0
+"""Decayed uses from which a prefix is hot. A single conversation stays below, an application is above."""
+
+
+class HotPrefix(msgspec.Struct, frozen=True):
+    chain: bytes
+    """Its block hashes."""
+    uses: float
+    """Decayed uses."""
+    example: Lookup
+    """The prefix of a prompt that has it."""
+    tokens: int
+
+
+class _Count:
+    __slots__ = ("at_s", "chain", "depth", "example", "size", "uses")
+
+    def __init__(self, at_s: float, depth: int, size: int) -> None:
+        self.uses = 1.0
+        self.at_s = at_s
+        self.depth = depth
+        self.size = size
+        self.chain = b""
+        """Set, like the example, only while the prefix is hot."""
+        self.example: Lookup | None = None
+
+    def now(self, now_s: float) -> float:
+        return self.uses * exp(min(0.0, self.at_s - now_s) / DECAY_S)
+
+
+class HotPrefixes:
+    def __init__(self) -> None:
+        self._counts: dict[bytes, _Count] = {}
+        self._examples = 0
+        """Counts that have an example."""
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def record(self, chain: bytes, block_size: int, prompt: Lookup, now_s: float) -> None:
+        """Count a prompt with these block hashes. The router keeps a part of the prompt only for hot prefixes."""
+        counts = self._counts
+        blocks = len(chain) // 8
+        for depth in DEPTHS:
+            if depth > blocks:
+                break
+            key = chain[depth * 8 - 8 : depth * 8]
+            found = counts.get(key)
+            if found is None:
+                if len(counts) >= MAX_COUNTS:
+                    self._make_room(now_s)
+                    counts = self._counts
+                counts[key] = _Count(now_s, depth, block_size)
+                continue
+            found.uses = found.now(now_s) + 1.0
+            found.at_s = now_s
+            if found.example is None and found.uses >= HOT_USES and self._examples < MAX_EXAMPLES:
+                found.example = prompt.prefix(depth * block_size)
+                found.chain = chain[: depth * 8]
+                self._examples += 1
+
+    def _make_room(self, now_s: float) -> None:
+        """Drop the less used half, and the examples of prefixes that are no longer hot."""
+        ranked = sorted(self._counts.items(), key=lambda item: item[1].now(now_s), reverse=True)
+        self._counts = dict(ranked[: MAX_COUNTS // 2])
+        self._drop_cold_examples(now_s)
+
+    def _drop_cold_examples(self, now_s: float) -> None:
+        self._examples = 0
+        for count in self._counts.values():
+            if count.example is not None:
+                if count.now(now_s) < HOT_USES / 2:
+                    count.example, count.chain = None, b""
+                else:
+                    self._examples += 1
+
+    def hottest(self, most: int, now_s: float) -> list[HotPrefix]:
+        """Return the prefixes whose loss would cost the most prefill work, without those that a longer one covers."""
+        self._drop_cold_examples(now_s)
+        ranked = [
+            (uses, count, count.example)
+            for count in self._counts.values()
+            if count.example is not None and (uses := count.now(now_s)) >= HOT_USES
+        ]
+        ranked.sort(key=lambda item: item[1].depth, reverse=True)
+        covered: dict[bytes, float] = {}
+        """Last block of each shorter prefix of the chosen ones → the uses that they cover."""
+        chosen: list[HotPrefix] = []
+        for uses, count, example in ranked:
+            chain = count.chain
+            if uses * COVERED_SHARE <= covered.get(chain[-8:], 0.0):
+                continue
+            chosen.append(HotPrefix(chain, uses, example, count.depth * count.size))
+            for depth in DEPTHS:
+                if depth > count.depth:
+                    break
+                key = chain[depth * 8 - 8 : depth * 8]
+                covered[key] = covered.get(key, 0.0) + uses
+        chosen.sort(key=lambda prefix: prefix.uses * prefix.tokens, reverse=True)
+        return chosen[:most]

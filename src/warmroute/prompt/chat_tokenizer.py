@@ -1,0 +1,343 @@
+"""Tokenize conversations: only the new messages where the prefix is cached, otherwise the whole conversation."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from warmroute.prompt.chat_template import ChatTemplate, Message, TemplateRejected
+from warmroute.prompt.message_spans import MessageList
+from warmroute.prompt.render_context import RenderContext
+from warmroute.prompt.tail_check import TailCheck, differs_at_last_cut
+from warmroute.prompt.tail_rendering import TailRenderer, may_be_prefix, may_follow
+from warmroute.prompt.template_messages import MEDIA_MARK, MEDIA_MARK_LENGTH, UnsupportedRequest, as_media_parts
+from warmroute.prompt.token_cache import CachedPrefix, TokenCache
+from warmroute.prompt.tokenizer import TOKEN_BYTES, Tokenizer
+
+_CONTEXT_BUDGET_DIVISOR: Final = 8
+"""One eighth of the memory budget is for render contexts, the rest for tokens."""
+_CONTEXT_BYTES_PER_BODY_BYTE: Final = 12
+"""Memory of a context for each byte of its fields in the request: parsed tools, their JSON, the stubs' texts."""
+_CONTEXT_OVERHEAD_BYTES: Final = 16_384
+_MAX_NEW_MESSAGES: Final = 1024
+"""How far back from the end the search for a cached prefix goes."""
+_CHECK_FIRST: Final = 8
+_CHECK_EVERY: Final = 32
+"""Conversations that are rendered as a whole and checked: the first ones, then one of this many."""
+
+
+@dataclass(slots=True)
+class Tokenized:
+    """The tokens of a prompt. The fields have the meaning of those in Prompt."""
+
+    tokens: bytes
+    exact_tokens: int
+    warm_tokens: int = 0
+    media: tuple[tuple[int, bytes], ...] = ()
+    inexact_reason: str = ""
+
+
+@dataclass(slots=True)
+class CachedContext:
+    """A render context, and everything that was derived from it for tokenizing."""
+
+    key: bytes
+    context: RenderContext
+    leading_messages: list[Message]
+    """Messages from other fields of the request (Anthropic's `system`); they go before its list of messages."""
+    add_special_tokens: bool
+    tail_renderer: TailRenderer | None
+    tail_check: TailCheck
+    cut_tokens: list[str]
+    cost_bytes: int
+
+    def can_render_tail(self) -> bool:
+        return self.tail_renderer is not None and self.tail_check.safe_for_clean_messages
+
+
+@dataclass(slots=True)
+class ChatPlan:
+    """How a conversation will be tokenized: which prefix is cached, and which messages are new."""
+
+    context: CachedContext
+    messages: MessageList
+    prefix: CachedPrefix | None
+    tail: list[Message]
+    new_bytes: int
+    """Size of the new messages in the body."""
+
+
+class ChatTokenizer:
+    """Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, budget_bytes: int) -> None:
+        self._tokenizer = tokenizer
+        self._contexts_budget_bytes = budget_bytes // _CONTEXT_BUDGET_DIVISOR
+        self._contexts_bytes = 0
+        self._contexts: OrderedDict[bytes, CachedContext] = OrderedDict()
+        self._tail_checks: dict[str, TailCheck] = {}
+        self._lock = threading.Lock()
+        self._whole_renders = 0
+        self.token_cache = TokenCache(budget_bytes - self._contexts_budget_bytes)
+        self.failed_checks = 0
+        """How often a real conversation showed that tail rendering gives wrong tokens for a template."""
+
+    @property
+    def used_bytes(self) -> int:
+        return self.token_cache.used_bytes + self._contexts_bytes
+
+    # ---- Render contexts ----
+
+    def cached_context(self, key: bytes) -> CachedContext | None:
+        with self._lock:
+            cached = self._contexts.get(key)
+            if cached is not None:
+                self._contexts.move_to_end(key)
+        return cached
+
+    def add_context(
+        self,
+        key: bytes,
+        size_bytes: int,
+        context: RenderContext,
+        leading_messages: list[Message],
+        add_special_tokens: bool,
+    ) -> CachedContext:
+        """Prepare a context for tokenizing, and cache it. `size_bytes`: the size of its fields in the request."""
+        check = self._tail_check(context.template) if context.uses_model_template else TailCheck(None)
+        cut_tokens = self._find_cut_tokens(context)
+        renderer = self._tail_renderer(context, check) if cut_tokens else None
+        cost = _CONTEXT_BYTES_PER_BODY_BYTE * size_bytes + _CONTEXT_OVERHEAD_BYTES
+        added = CachedContext(key, context, leading_messages, add_special_tokens, renderer, check, cut_tokens, cost)
+        with self._lock:
+            if key not in self._contexts and cost <= self._contexts_budget_bytes:
+                self._contexts[key] = added
+                self._contexts_bytes += cost
+                while self._contexts_bytes > self._contexts_budget_bytes:
+                    self._contexts_bytes -= self._contexts.popitem(last=False)[1].cost_bytes
+        return added
+
+    def _tail_check(self, template: ChatTemplate) -> TailCheck:
+        """Takes a second for a new template."""
+        check = self._tail_checks.get(template.source)
+        if check is None:
+            check = self._tail_checks[template.source] = TailCheck(template)
+        return check
+
+    def _tail_renderer(self, context: RenderContext, check: TailCheck) -> TailRenderer | None:
+        if not check.safe_for_clean_messages:
+            return None
+        try:
+            renderer = check.tail_renderer(context)
+        except TemplateRejected:
+            return None
+        if not context.tools and not context.variables and not context.documents:
+            return renderer
+        return renderer if check.passes_for(context) else None
+
+    def _find_cut_tokens(self, context: RenderContext) -> list[str]:
+        """Return the added tokens that the template prints between messages and after which text may be cut."""
+        try:
+            sample = context.render([context.text_message(role, "x") for role in ("user", "assistant", "user")])
+        except TemplateRejected:
+            return []
+        tokenizer = self._tokenizer
+        return [token for token in tokenizer.added_tokens if token in sample and tokenizer.can_cut_after(token)]
+
+    # ---- Tokenizing ----
+
+    def plan(self, context: CachedContext, messages: MessageList) -> ChatPlan:
+        """Find the longest cached prefix. Raises UnsupportedRequest."""
+        if context.can_render_tail():
+            key, tail, decoded_from = self._prefix_key(context), list[Message](), messages.count
+            for count in range(messages.count, max(0, messages.count - _MAX_NEW_MESSAGES), -1):
+                prefix = self.token_cache.get(key + messages.digest(count))
+                if prefix is None:
+                    continue
+                tail, decoded_from = messages.messages(count, decoded_from) + tail, count
+                if may_follow(prefix.ends_with_user, tail) and self._may_use(context, prefix, tail):
+                    return ChatPlan(context, messages, prefix, tail, messages.size_bytes(count, messages.count))
+        return ChatPlan(context, messages, None, [], messages.size_bytes(0, messages.count))
+
+    def tokenize(self, plan: ChatPlan) -> Tokenized:
+        """Raises UnsupportedRequest, TemplateRejected, UnicodeEncodeError."""
+        if plan.prefix is None:
+            result = self._tokenize_whole(plan)
+        else:
+            try:
+                result = self._tokenize_tail(plan, plan.prefix)
+            except TemplateRejected:
+                result = self._tokenize_whole(plan)
+        if plan.context.add_special_tokens:
+            before = len(self._tokenizer.special_prefix) // TOKEN_BYTES
+            result.tokens = self._tokenizer.special_prefix + result.tokens + self._tokenizer.special_suffix
+            all_tokens = len(result.tokens) // TOKEN_BYTES
+            result.exact_tokens = before + result.exact_tokens if result.inexact_reason else all_tokens
+            result.media = tuple((before + at, key) for at, key in result.media)
+        if plan.context.context.template.prints_time_of_day():
+            result.exact_tokens, result.inexact_reason = 0, "the chat template prints the time of day"
+        return result
+
+    def tokenize_without_cache(self, plan: ChatPlan) -> bytes:
+        """Return the tokens that `tokenize` must give. Raises the same exceptions."""
+        messages = plan.context.leading_messages + plan.messages.messages(0, plan.messages.count)
+        return self._tokenizer.encode(plan.context.context.render(messages), plan.context.add_special_tokens)
+
+    def _tokenize_whole(self, plan: ChatPlan) -> Tokenized:
+        cached, context = plan.context, plan.context.context
+        messages = cached.leading_messages + plan.messages.messages(0, plan.messages.count)
+        text = context.render(messages)
+        if MEDIA_MARK in text:
+            return self._tokenize_with_media(cached, messages, text)
+        prefix: CachedPrefix | None = None
+        renderer = cached.tail_renderer
+        if renderer is not None and cached.can_render_tail() and plan.messages.count:
+            mapped = list(context.map_developer_role(messages))
+            if may_be_prefix(mapped, renderer):
+                self._check_sometimes(context, renderer, cached.tail_check, mapped)
+                prefix = self._new_prefix(plan, None, text, mapped, mapped[0]["role"] == "system")
+        if prefix is None:
+            tokens = self._tokenizer.encode(text)
+            return Tokenized(tokens, len(tokens) // TOKEN_BYTES)
+        return self._encode_and_cache(plan, prefix, "", text)
+
+    def _tokenize_tail(self, plan: ChatPlan, prefix: CachedPrefix) -> Tokenized:
+        renderer = plan.context.tail_renderer
+        assert renderer is not None
+        tail_text = renderer.render_tail(prefix.starts_with_system, prefix.ends_with_user, plan.tail)
+        text = prefix.text_after_cut + tail_text
+        if MEDIA_MARK in text:
+            return self._tokenize_whole(plan)
+        new: CachedPrefix | None = None
+        if plan.tail and renderer.may_end_prefix(plan.tail[-1]) and self._last_user_asks(renderer, plan.tail):
+            new = self._new_prefix(plan, prefix, text, plan.tail, prefix.starts_with_system)
+        if new is None:
+            self.token_cache.touch(prefix)
+            encoded = self._tokenizer.encode(prefix.cut_token + text)
+            tokens = prefix.all_tokens() + self._without_first(prefix.cut_token, encoded)
+            return Tokenized(tokens, len(tokens) // TOKEN_BYTES, prefix.token_bytes // TOKEN_BYTES)
+        return self._encode_and_cache(plan, new, prefix.cut_token, text)
+
+    def _new_prefix(
+        self,
+        plan: ChatPlan,
+        parent: CachedPrefix | None,
+        text: str,
+        messages: Sequence[Message],
+        starts_with_system: bool,
+    ) -> CachedPrefix | None:
+        """Return a prefix whose tokens are still empty; None where its text contains no cut token."""
+        context, renderer = plan.context, plan.context.tail_renderer
+        assert renderer is not None
+        prefix_text = renderer.without_generation_prompt(text)
+        if prefix_text is None:
+            return None
+        cut_token, cut_at = "", 0
+        for token in context.cut_tokens:
+            end = prefix_text.rfind(token) + len(token)
+            if end >= len(token) and end > cut_at:
+                cut_token, cut_at = token, end
+        if not cut_token:
+            return None
+        clean = context.tail_check.safe_for_all_messages or (
+            (parent is None or parent.clean) and all(renderer.is_clean(message) for message in messages)
+        )
+        key = self._prefix_key(context)
+        if parent is not None and not parent.key.startswith(key):
+            return None  # the date that the template prints has changed since
+        key += plan.messages.digest(plan.messages.count)
+        ends_with_user = messages[-1]["role"] == "user"
+        return CachedPrefix(key, parent, cut_token, prefix_text[cut_at:], ends_with_user, starts_with_system, clean)
+
+    def _encode_and_cache(self, plan: ChatPlan, prefix: CachedPrefix, parent_cut_token: str, text: str) -> Tokenized:
+        """Encode the text after the parent, up to the new prefix's cut and after it, and cache the prefix."""
+        renderer = plan.context.tail_renderer
+        assert renderer is not None
+        at = len(text) - len(renderer.generation_prompt) - len(prefix.text_after_cut)
+        encoded = self._tokenizer.encode(parent_cut_token + text[:at])
+        prefix.tokens = self._without_first(parent_cut_token, encoded)
+        after_cut = self._tokenizer.encode_cached(prefix.cut_token + text[at:])
+        parent = prefix.parent
+        prefix.token_bytes = len(prefix.tokens) + (parent.token_bytes if parent else 0)
+        self.token_cache.add(prefix)
+        tokens = prefix.all_tokens() + self._without_first(prefix.cut_token, after_cut)
+        warm_tokens = parent.token_bytes // TOKEN_BYTES if parent else 0
+        return Tokenized(tokens, len(tokens) // TOKEN_BYTES, warm_tokens)
+
+    def _without_first(self, cut_token: str, tokens: bytes) -> bytes:
+        """Remove the cut token, which was put before the text to encode."""
+        if not cut_token:
+            return tokens
+        if not tokens.startswith(self._tokenizer.token_id(cut_token)):
+            raise UnsupportedRequest("the tokenizer did not find the cut token")
+        return tokens[TOKEN_BYTES:]
+
+    def _tokenize_with_media(self, cached: CachedContext, messages: Sequence[Message], text: str) -> Tokenized:
+        """Give no tokens to pictures; the tokens are sure up to the last cut before the first picture."""
+        first, *others = text.split(MEDIA_MARK)
+        unchanged = first
+        if cached.context.content_format == "openai":
+            # the template sees which messages have pictures, and may print another text from the start
+            unchanged = _common_prefix(first, cached.context.render(as_media_parts(messages)))
+        cuts = (unchanged.rfind(token) + len(token) for token in cached.cut_tokens if token in unchanged)
+        cut_at = max(cuts, default=0)
+        tokens = self._tokenizer.encode(first[:cut_at])
+        exact_tokens = len(tokens) // TOKEN_BYTES
+        tokens += self._tokenizer.encode(first[cut_at:])
+        media: list[tuple[int, bytes]] = []
+        digits = MEDIA_MARK_LENGTH - len(MEDIA_MARK)
+        for piece in others:
+            media.append((len(tokens) // TOKEN_BYTES, piece[:digits].encode("ascii", "replace")))
+            tokens += self._tokenizer.encode(piece[digits:])
+        reason = "only the engine knows how many tokens a picture takes"
+        return Tokenized(tokens, exact_tokens, media=tuple(media), inexact_reason=reason)
+
+    # ---- Checks ----
+
+    def disable_tail_rendering(self, check: TailCheck) -> None:
+        """Tokenize conversations with this template as a whole from now on."""
+        self.failed_checks += 1
+        check.disable()
+        self.token_cache.clear()
+
+    def _check_sometimes(
+        self, context: RenderContext, renderer: TailRenderer, check: TailCheck, messages: Sequence[Message]
+    ) -> None:
+        """Test tail rendering with some of the conversations that are rendered as a whole anyway."""
+        self._whole_renders += 1
+        if self._whole_renders > _CHECK_FIRST and self._whole_renders % _CHECK_EVERY:
+            return
+        if not check.safe_for_all_messages and not all(renderer.is_clean(message) for message in messages):
+            return
+        if differs_at_last_cut(context, renderer, messages):
+            self.disable_tail_rendering(check)
+
+    @staticmethod
+    def _may_use(context: CachedContext, prefix: CachedPrefix, tail: Sequence[Message]) -> bool:
+        if context.tail_check.safe_for_all_messages:
+            return True
+        renderer = context.tail_renderer
+        return prefix.clean and renderer is not None and all(renderer.is_clean(message) for message in tail)
+
+    @staticmethod
+    def _last_user_asks(renderer: TailRenderer, tail: Sequence[Message]) -> bool:
+        last = next((message for message in reversed(tail) if message["role"] == "user"), None)
+        return last is None or renderer.is_question(last)
+
+    @staticmethod
+    def _prefix_key(context: CachedContext) -> bytes:
+        return context.key + context.context.template.time_key().encode()
+
+
+def _common_prefix(one: str, other: str) -> str:
+    same, longest = 0, min(len(one), len(other))
+    while same < longest:
+        middle = (same + longest + 1) // 2
+        if one[:middle] == other[:middle]:
+            same = middle
+        else:
+            longest = middle - 1
+    return one[:same]

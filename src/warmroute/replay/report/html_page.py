@@ -1,0 +1,172 @@
+"""The report as one HTML page: no scripts, nothing to download, light or dark by the reader's own setting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from warmroute.replay.report import svg, svg_plots
+from warmroute.replay.report.table import Column, best_of, by_load, columns, ms
+from warmroute.replay.summary import Run
+
+# Okabe and Ito's colours, which most colour-blind readers can distinguish, darkened or lightened to be legible as text.
+_LIGHT = ("#0072b2", "#c44e00", "#00805d", "#b0417f", "#8a6d00", "#2f8fc4", "#5b4bb7", "#555555")
+_DARK = ("#5db3ec", "#ff9a56", "#3ecfa0", "#f09cc8", "#e8c547", "#9bd4f5", "#b1a5ff", "#bbbbbb")
+
+_STYLE = """
+:root { color-scheme: light dark; --paper: #fbfaf7; --card: #ffffff; --ink: #1d2126; --soft: #646b75;
+  --line: #e4e1da; --axis: #a5a39c; --good: #eaf4ee; @LIGHT@ }
+@media (prefers-color-scheme: dark) { :root { --paper: #14171b; --card: #1b1f25; --ink: #e8e6e1; --soft: #a0a7b1;
+  --line: #2d333b; --axis: #5c646e; --good: #1d3329; @DARK@ } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", "DejaVu Sans", sans-serif; }
+main { max-width: 1240px; margin: 0 auto; padding: 36px 24px 60px; }
+h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; letter-spacing: -0.01em; }
+h2 { font-size: 17px; margin: 0 0 2px; }
+p { margin: 0 0 14px; color: var(--soft); max-width: 96ch; }
+section { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 20px 22px;
+  margin: 20px 0; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 500px), 1fr)); gap: 20px; }
+.plots section { margin: 0; }
+section.bare { background: none; border: none; padding: 0; }
+.scroll { overflow-x: auto; margin: 0 -4px; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 13.5px; }
+th { text-align: right; font-weight: 600; color: var(--soft); border-bottom: 1px solid var(--axis);
+  white-space: nowrap; }
+th, td { padding: 6px 7px; }
+td { text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+tr.load td { padding-top: 20px; font-weight: 600; border-bottom-color: var(--axis); }
+p.lead { font-size: 16px; color: var(--ink); margin: 10px 0 0; }
+td.best { background: var(--good); font-weight: 650; border-radius: 4px; }
+td .key { display: inline-block; width: 10px; height: 10px; border-radius: 3px; margin-right: 8px;
+  background: currentColor; vertical-align: baseline; }
+td .meter { display: inline-block; width: 64px; height: 8px; border-radius: 4px; margin-right: 8px;
+  background: var(--line); overflow: hidden; }
+td .meter i { display: block; height: 100%; background: currentColor; }
+svg { width: 100%; height: auto; display: block; }
+svg text { font-size: 13px; fill: var(--soft); paint-order: stroke; stroke: var(--card); stroke-width: 3px; }
+svg text.name { font-size: 13px; }
+svg text.label { font-weight: 600; fill: var(--c); }
+.grid { stroke: var(--line); } .axis { stroke: var(--axis); }
+.level { stroke: var(--soft); stroke-dasharray: 3 4; }
+.pointer { stroke: var(--c); opacity: 0.45; }
+.curve { fill: none; stroke: var(--c); stroke-width: 2.2; stroke-linejoin: round; stroke-linecap: round; }
+.mark { fill: var(--c); stroke: var(--card); stroke-width: 1.5; } .bar { fill: var(--c); opacity: 0.88; }
+footer { color: var(--soft); font-size: 13px; }
+"""
+
+
+LOAD_COLUMNS = ("offered req/s", "clients", "threshold")
+ERROR_COLUMNS = ("preemptions", "rejected", "failed", "left", "retries")
+
+
+def page(runs: Sequence[Run], title: str) -> str:
+    series = {name: at for at, name in enumerate(dict.fromkeys(run["policy"] for run in runs))}
+    loads = sorted({load for run in runs if (load := svg_plots.load_of(run)) is not None})
+    last = [run for run in runs if svg_plots.load_of(run) == (loads[-1] if loads else None)]
+    at_last = f", at {loads[-1]:g} {_unit(runs)}" if len(loads) > 1 else ""
+    sections: list[str] = []
+    if len(loads) > 1:
+        name = _load_name(runs)
+        for percent, words in (("p50", "Half of the requests wait less."), ("p90", "One in ten waits longer.")):
+            drawn = svg_plots.time_against_load(runs, series, "ttft_ms", percent, name)
+            sections.append(_section(f"Time to first token, {percent}", f"{words} Lower is better.", drawn))
+    else:
+        words = "From a request's arrival to its first token: p50, p90 and p99 on a logarithmic scale. Lower is better."
+        sections.append(_section("Time to first token", words, svg_plots.time_ranges(runs, series, "ttft_ms")))
+        words = "Mean time between two tokens of a request: p50, p90 and p99. Lower is better."
+        sections.append(_section("Time per token", words, svg_plots.time_ranges(runs, series, "inter_token_ms")))
+    words = f"Nodes that serve requests{at_last}. The area under a line is the time paid for."
+    sections.append(_section("Nodes over time", words, svg_plots.nodes_over_time(last, series)))
+    words = f"Cached fraction of the prompt tokens, by the time of arrival{at_last}."
+    sections.append(_section("Hit rate over time", words, svg_plots.hits_over_time(last, series)))
+    words = f"Mean requests in flight on each node{at_last}. The dashed line is the mean of all nodes."
+    sections.append(_section("Load by node", words, svg_plots.load_by_node(last, series)))
+    style = _STYLE.replace("@LIGHT@", _colours(_LIGHT)).replace("@DARK@", _colours(_DARK))
+    style += "".join(f".c{at} {{ --c: var(--c{at}); }} " for at in range(svg.COLOURS))
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>Warmroute replay: {escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
+        f'<h1>{escape(title)}</h1>\n<p>{escape(_subtitle(runs))}</p>\n<p class="lead">{_lead(runs)}</p>\n'
+        f'<section class="bare plots">\n{"".join(sections)}</section>\n'
+        "<section>\n<h2>All numbers</h2>\n<p>The best value at each load is marked.</p>\n"
+        f'<div class="scroll">{_table(runs, series)}</div>\n</section>\n'
+        "<footer><p>Simulated engines in virtual time under the production router core. Hover over a mark for its "
+        "numbers.</p></footer>\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _colours(colours: Sequence[str]) -> str:
+    return " ".join(f"--c{at}: {colour};" for at, colour in enumerate(colours))
+
+
+def _section(title: str, words: str, drawn: str) -> str:
+    return f"<section>\n<h2>{escape(title)}</h2>\n<p>{escape(words)}</p>\n{drawn}\n</section>\n" if drawn else ""
+
+
+def _load_name(runs: Sequence[Run]) -> str:
+    if runs[0]["rate"] is not None:
+        return "requests per second"
+    return "concurrent clients" if runs[0]["concurrency"] is not None else "queue threshold"
+
+
+def _unit(runs: Sequence[Run]) -> str:
+    name = _load_name(runs)
+    return {"requests per second": "requests/s", "concurrent clients": "clients"}.get(name, name)
+
+
+def _subtitle(runs: Sequence[Run]) -> str:
+    policies = len({run["policy"] for run in runs})
+    fewest, most = (pick(run["requests"] for run in runs) for pick in (min, max))
+    requests = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
+    loads = len({svg_plots.load_of(run) for run in runs})
+    counts = f"{policies} {'policies' if policies > 1 else 'policy'}, {requests} requests"
+    return f"{counts} per run{f', {loads} loads' if loads > 1 else ''}, seed {runs[0]['seed']}."
+
+
+def _lead(runs: Sequence[Run]) -> str:
+    """Return the result in a sentence: which policy has the lowest TTFT at the highest load."""
+    loads = [load for run in runs if (load := svg_plots.load_of(run)) is not None]
+    top = [run for run in runs if svg_plots.load_of(run) == (max(loads) if loads else None) and run["ttft_ms"]["p90"]]
+    if len(top) < 2:
+        return "One policy: nothing to compare."
+    best, worst = (pick(top, key=lambda run: run["ttft_ms"]["p90"]) for pick in (min, max))
+    if best is worst:
+        return "All policies have the same TTFT."
+    times = worst["ttft_ms"]["p90"] / best["ttft_ms"]["p90"]
+    factor = f"{times:,.0f}" if times >= 20 else f"{times:.1f}"
+    where = f" at {max(loads):g} {_unit(runs)}" if len(set(loads)) > 1 else ""
+    return (
+        f"Lowest p90 time to first token{where}: <b>{escape(best['policy'])}</b> with {ms(best['ttft_ms']['p90'])}; "
+        f"{escape(worst['policy'])} takes {ms(worst['ttft_ms']['p90'])}, {factor} times as long."
+    )
+
+
+def _table(runs: Sequence[Run], series: dict[str, int]) -> str:
+    hidden = [head for head in ERROR_COLUMNS if not any(run.get(head) for run in runs)]
+    shown = [column for column in columns(runs) if column.head not in (*LOAD_COLUMNS, *hidden)]
+    head = "".join(f"<th>{escape(column.head)}</th>" for column in shown)
+    rows: list[str] = []
+    for group in by_load(runs):
+        best = [best_of(group, column) for column in shown]
+        load = svg_plots.load_of(group[0])
+        if load is not None:
+            rows.append(f'<tr class="load"><td colspan="{len(shown)}">{load:g} {_unit(runs)}</td></tr>')
+        for run in group:
+            cells = "".join(_cell(run, column, good, series) for column, good in zip(shown, best, strict=True))
+            rows.append(f"<tr>{cells}</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _cell(run: Run, column: Column, good: float | None, series: dict[str, int]) -> str:
+    colour = f'style="color: var(--c{series[run["policy"]] % svg.COLOURS})"'
+    words = escape(column.text(run))
+    if column.head == "policy":
+        words = f'<span class="key" {colour}></span>{words}'
+    elif column.head == "hit rate":
+        words = f'<span class="meter" {colour}><i style="width: {run["hit_rate"]:.1%}"></i></span>{words}'
+    best = good is not None and column.value is not None and run["policy"] != "oracle" and column.value(run) == good
+    return f'<td class="best">{words}</td>' if best else f"<td>{words}</td>"

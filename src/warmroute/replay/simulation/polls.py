@@ -1,0 +1,80 @@
+"""Polls the simulated nodes' health and load in virtual time. engines/node_updates.py decides what the responses do.
+
+One poll covers health and load here. A response is as old as the way back, and older if the conditions say so.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from warmroute.config import Health
+from warmroute.engines.load_report import LoadReport
+from warmroute.engines.node_updates import apply_health_pass, apply_load_report, drop_stale_load
+from warmroute.replay.simulation.conditions import Conditions
+from warmroute.replay.simulation.simulated_node import ProcessState, SimulatedNode
+
+if TYPE_CHECKING:
+    from warmroute.replay.simulation.world import World
+
+
+class Polls:
+    def __init__(self, world: World, conditions: Conditions, health: Health) -> None:
+        self._world = world
+        self._conditions = conditions
+        self._timeout_ms = health.timeout_s * 1000.0
+        self._random = Random(f"{conditions.seed} polls")
+
+    def begin(self, sim: SimulatedNode) -> None:
+        """Schedule the first poll somewhere within the first interval, so that nodes are not polled in step."""
+        self._world.calendar.after(self._random.random() * self._conditions.poll_interval_s * 1000.0, self._poll, sim)
+
+    def _poll(self, sim: SimulatedNode) -> None:
+        world, conditions = self._world, self._conditions
+        if sim.node.name not in world.nodes:
+            return
+        calendar = world.calendar
+        waited_ms = 0.0
+        if sim.state is ProcessState.SERVING:
+            if not conditions.poll_loss or self._random.random() >= conditions.poll_loss:
+                if sim.flights:
+                    world.advance(sim)
+                calendar.after(sim.one_way_ms + conditions.poll_lag_ms, self._respond, sim, _load_report(sim))
+        elif sim.state is ProcessState.DEAD:
+            calendar.after(sim.one_way_ms, self._refuse, sim)
+        else:
+            waited_ms = self._timeout_ms
+            calendar.after(waited_ms, self._time_out, sim)
+        drop_stale_load(sim.node, conditions.stale_s, calendar.now_s)
+        jitter = conditions.poll_jitter
+        pause_s = conditions.poll_interval_s * (1.0 - jitter + 2.0 * jitter * self._random.random())
+        calendar.after(waited_ms + pause_s * 1000.0, self._poll, sim)
+
+    def _respond(self, sim: SimulatedNode, report: LoadReport) -> None:
+        world = self._world
+        now_s = world.calendar.now_s
+        apply_health_pass(world.fleet, sim.node, 2.0 * sim.one_way_ms, now_s)
+        kv_events = world.listener.node_kv_events(sim.node) if world.listener is not None else None
+        apply_load_report(sim.node, report, kv_events, now_s)
+
+    def _refuse(self, sim: SimulatedNode) -> None:
+        self._world.fleet.check_failed(sim.node, self._world.calendar.now_s, "connection refused")
+
+    def _time_out(self, sim: SimulatedNode) -> None:
+        self._world.fleet.check_timed_out(sim.node, self._world.calendar.now_s)
+
+
+def _load_report(sim: SimulatedNode) -> LoadReport:
+    """What the node's metrics page would say now."""
+    engine, spec = sim.engine, sim.spec
+    idle = "load" in spec.misreports
+    return LoadReport(
+        running=0 if idle else engine.num_running,
+        waiting=0 if idle else engine.num_waiting,
+        kv_usage=0.0 if idle else engine.kv_usage,
+        incarnation=float(sim.incarnation),
+        block_size=spec.block_size,
+        capacity_tokens=(engine.config.num_blocks - 1) * spec.block_size,
+        adapters=tuple(engine.running_loras) if spec.adapters else (),
+        adapter_slots=spec.max_loras if spec.adapters else 0,
+    )

@@ -1,0 +1,218 @@
+"""The life of a simulated request: over the network to the router, to a node, through its engine, and back.
+
+Retries, tickets and usage are production's (routing/attempts.py). Here is only what happens when in virtual time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from warmroute.config.priority import NORMAL
+from warmroute.fake_engine.core.engine_request import EngineRequest, RequestTooLong
+from warmroute.fleet.node import Node, Outcome
+from warmroute.replay.simulation.flight import Flight
+from warmroute.replay.simulation.results import RequestResults
+from warmroute.replay.simulation.simulated_node import ProcessState, SimulatedNode
+from warmroute.replay.simulation.simulated_request import MODEL, SimulatedLookup, SimulatedRequest
+from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+from warmroute.routing.admission import TICK_S
+from warmroute.routing.attempts import Attempts, Dispatcher
+from warmroute.routing.route_matching import Routes
+from warmroute.routing.routing_errors import AllNodesFailed, RoutingError
+
+if TYPE_CHECKING:
+    from warmroute.replay.simulation.world import World
+
+PATH = "/v1/chat/completions"
+"""The path of every simulated request, as routes see it."""
+TICK_MS = 1000.0 * TICK_S
+
+
+class FlowCounters:
+    """Counted over the whole run, warm-up included."""
+
+    def __init__(self) -> None:
+        self.responses: Counter[int] = Counter()
+        self.interrupted = self.disconnects = self.retries = 0
+
+
+class RequestFlow:
+    def __init__(self, world: World, routes: Routes) -> None:
+        self._world = world
+        self.calendar = world.calendar
+        self._routes = routes
+        self.counters = FlowCounters()
+        self.dispatcher = Dispatcher(
+            world.fleet, world.router, world.admission, self.counters, None, world.conditions.attempts,
+            lambda: self.calendar.now_s, self._node_freed, self._ticket_closed,
+        )  # fmt: skip
+        self._ticking = False
+        self.arrivals = 0
+        self.inflight = 0
+        """Requests that have arrived and not ended."""
+
+    # At the router.
+
+    def arrive(self, prompt: WorkloadPrompt) -> Flight | None:
+        """A request reaches the router. Return None where it is rejected at once."""
+        world, now_ms = self._world, self.calendar.now_ms
+        number = self.arrivals
+        self.arrivals += 1
+        self.inflight += 1
+        world.results.arrived(prompt, now_ms)
+        route = self._routes.pick(MODEL, PATH, prompt.tenant, lambda _name: b"") if self._routes else None
+        request = SimulatedRequest(prompt, number, world.conditions.form, route, now_ms / 1000.0)
+        wanted = (
+            world.router.policy_of(request).wants_tokens
+            and request.prompt_tokens >= world.cache_view.config.min_prompt_tokens
+        )
+        flight = Flight(self, prompt, request, world.results)
+        try:
+            lookup = SimulatedLookup(request) if wanted else None
+            flight.attempts.enter(lookup, request.prompt_tokens, now_ms / 1000.0)
+        except RoutingError as why:
+            self.rejected(flight, why)
+            return None
+        if prompt.patience_ms is not None:
+            self.calendar.after(prompt.patience_ms, self._lose_patience, flight)
+        if world.admission.waiting and not self._ticking:
+            self._ticking = True
+            self.calendar.after(TICK_MS, self._tick)
+        return flight
+
+    def _tick(self) -> None:
+        world = self._world
+        self._ticking = world.admission.waiting > 0 or world.fleet.islands.has_queues
+        if self._ticking:
+            world.admission.tick((sim.node for sim in list(world.nodes.values())), self.calendar.now_s)
+            self.calendar.after(TICK_MS, self._tick)
+
+    def _node_freed(self, node: Node, now_s: float) -> None:
+        admission = self._world.admission
+        if admission.waiting:
+            admission.node_freed(node, now_s)
+
+    def sent(self, flight: Flight, node: Node) -> None:
+        """The router opened a ticket on the node and sends the request there."""
+        world, now_ms = self._world, self.calendar.now_ms
+        sim = world.nodes[node.name]
+        sim.account_inflight(now_ms)
+        sim.requests += 1
+        flight.node = sim
+        if flight.attempts.tried > 1:
+            flight.results.retries += 1
+        world.request_sent(flight)
+        self.calendar.at(now_ms + sim.one_way_ms, self._reach, flight, flight.attempts.tried)
+
+    def _ticket_closed(self, attempts: Attempts, now_s: float) -> None:
+        flight, listener = attempts.driver, self._world.listener
+        assert isinstance(flight, Flight)
+        flight.node.account_inflight(self.calendar.now_ms)
+        if listener is not None:
+            listener.request_ended(flight.request, flight.node.node, now_s)
+
+    def rejected(self, flight: Flight, why: RoutingError) -> None:
+        failed = isinstance(why, AllNodesFailed)
+        self._end(flight, RequestResults.failed if failed else RequestResults.rejected)
+
+    # At the node.
+
+    def _reach(self, flight: Flight, attempt: int) -> None:
+        if not flight.is_at(attempt):
+            return
+        sim, world = flight.node, self._world
+        if sim.state is ProcessState.DEAD:
+            self.calendar.after(sim.one_way_ms, self._connection_refused, flight, attempt)
+            return
+        if sim.state is ProcessState.HANGING:
+            self.time_out_later(flight)
+            return
+        prompt = flight.prompt
+        request = EngineRequest(
+            flight.request_id,
+            prompt.prompt_tokens,
+            prompt.output_tokens,
+            prompt.blocks.content(sim.spec.block_size),
+            flight.request.priority - NORMAL,
+            prompt.lora_name,
+            prompt.cache_salt,
+        )
+        try:
+            sim.engine.submit(request, self.calendar.now_ms)
+        except RequestTooLong:
+            self.calendar.after(sim.one_way_ms, self._too_long, flight, attempt)
+            return
+        sim.flights[flight.request_id] = flight
+        world.arm(sim)
+
+    # Back at the router.
+
+    def first_token(self, flight: Flight, attempt: int, cached_tokens: int) -> None:
+        if not flight.is_at(attempt):
+            return
+        now_ms, listener = self.calendar.now_ms, self._world.listener
+        flight.first_ms = now_ms
+        flight.cached_tokens = cached_tokens
+        flight.results.first_token(flight.prompt, flight.arrived_ms, cached_tokens, now_ms)
+        if listener is not None:
+            listener.first_token(flight.request, flight.node.node, cached_tokens, now_ms / 1000.0)
+        flight.attempts.response_started(200, None, now_ms / 1000.0)
+
+    def answered(self, flight: Flight, attempt: int) -> None:
+        if not flight.is_at(attempt):
+            return
+        prompt = flight.prompt
+        cached = prompt.prompt_tokens if "usage" in flight.node.spec.misreports else flight.cached_tokens
+        flight.attempts.response_ended((prompt.prompt_tokens, cached, prompt.output_tokens), self.calendar.now_s)
+        self._end(flight, None)
+
+    def _too_long(self, flight: Flight, attempt: int) -> None:
+        if flight.is_at(attempt):
+            now_s = self.calendar.now_s
+            flight.attempts.response_started(400, None, now_s)
+            flight.attempts.response_ended(None, now_s)
+            self._end(flight, RequestResults.rejected)
+
+    def _connection_refused(self, flight: Flight, attempt: int) -> None:
+        if flight.is_at(attempt):
+            flight.attempts.connection_refused("connection refused", self.calendar.now_s)
+
+    def time_out_later(self, flight: Flight) -> None:
+        timeout_ms = self._world.conditions.first_byte_timeout_s * 1000.0
+        self.calendar.after(timeout_ms, self.node_failed, flight, flight.attempts.tried, "the node does not answer")
+
+    def node_failed(self, flight: Flight, attempt: int, reason: str) -> None:
+        if not flight.is_at(attempt):
+            return
+        if flight.first_ms is None:
+            flight.attempts.node_failed(Outcome.FAILED, reason, self.calendar.now_s)
+        else:
+            flight.attempts.response_broke(reason, self.calendar.now_s)
+            self._end(flight, RequestResults.failed)
+
+    def _lose_patience(self, flight: Flight) -> None:
+        attempts = flight.attempts
+        if attempts.done or flight.first_ms is not None:
+            return
+        attempts.client_left(self.calendar.now_s)
+        self._end(flight, RequestResults.left)
+        if attempts.tried:
+            self.calendar.after(flight.node.one_way_ms, self._abort, flight, flight.node)
+
+    def _abort(self, flight: Flight, sim: SimulatedNode) -> None:
+        if sim.flights.get(flight.request_id) is flight:
+            sim.engine.abort(flight.request_id, self.calendar.now_ms)
+            self._world.arm(sim)
+
+    def _end(self, flight: Flight, record: Callable[[RequestResults, WorkloadPrompt, float], None] | None) -> None:
+        """The request has ended: with an answer (None), or as `record` says."""
+        self.inflight -= 1
+        now_ms = self.calendar.now_ms
+        if record is None:
+            assert flight.first_ms is not None
+            flight.results.finished(flight.prompt, flight.arrived_ms, flight.first_ms, now_ms)
+        else:
+            record(flight.results, flight.prompt, now_ms)
+        self._world.request_ended(flight, answered=record is None)

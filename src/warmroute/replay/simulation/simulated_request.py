@@ -1,0 +1,85 @@
+"""A simulated request: the router's RoutingRequest, filled from a workload's prompt instead of from HTTP bytes."""
+
+from __future__ import annotations
+
+from array import array
+
+from warmroute.config.priority import PRIORITY_NUMBERS
+from warmroute.index.lookup import Lookup
+from warmroute.prompt.routing_request import RoutingRequest
+from warmroute.replay.workloads.prompt_text import Form, leading_text
+from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+from warmroute.routing.route_matching import Route
+
+MODEL = "sim"
+"""The model that every simulated node serves."""
+
+
+class SimulatedLookup(Lookup):
+    """A lookup by the engine's own block hashes, because simulated prompts have no tokens."""
+
+    __slots__ = ("_request",)
+
+    def __init__(self, request: SimulatedRequest) -> None:
+        super().__init__(b"", request.prompt_tokens, request.prompt_tokens)
+        self._request = request
+
+    @property
+    def prompt(self) -> WorkloadPrompt:
+        return self._request.prompt
+
+    def prefix(self, tokens: int) -> SimulatedLookup:
+        return self
+
+    def blocks(self, model: str, lora: str, block_size: int) -> bytes:
+        key = (model, lora, block_size)
+        found = self._chains.get(key)
+        if found is None:
+            found = self._chains[key] = array("Q", self._request.blocks(block_size)).tobytes()
+        return found
+
+
+class SimulatedRequest(RoutingRequest):
+    __slots__ = ("_chains", "_form", "number", "prompt")
+
+    def __init__(
+        self, prompt: WorkloadPrompt, number: int, form: Form = "chat", route: Route | None = None, now_s: float = 0.0
+    ) -> None:
+        """A simulated client always states its priority, so a route does not set it."""
+        super().__init__(
+            prompt.lora_name or MODEL,
+            session=prompt.session,
+            tenant=prompt.tenant,
+            priority=PRIORITY_NUMBERS[prompt.priority],
+            arrived_s=now_s,
+            route=route.name if route is not None else "",
+            deadline_s=now_s + route.ttft_s if route is not None and route.ttft_s else 0.0,
+            total_deadline_s=now_s + route.total_s if route is not None and route.total_s else 0.0,
+        )
+        self.prompt = prompt
+        self.number = number
+        """The request's number in this run, which identifies it everywhere."""
+        self._form = form
+        self._chains: dict[int, list[int]] = {}
+
+    def prefix_key(self) -> bytes | None:
+        self.first_user_text()
+        return super().prefix_key()
+
+    def first_user_text(self) -> bytes:
+        """Return the leading text of the first user message. It is generated on first use: few policies need it."""
+        if self._user is None:
+            self._system, self._user = leading_text(self.prompt, self._form)
+        return self._user
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.prompt.prompt_tokens
+
+    def blocks(self, block_size: int) -> list[int]:
+        """Return the hashes of the prompt's full blocks, as in an engine with this block size."""
+        chain = self._chains.get(block_size)
+        if chain is None:
+            content = self.prompt.blocks.content(block_size)
+            chain = self._chains[block_size] = content.hashes(0, self.prompt.prompt_tokens // block_size)
+        return chain

@@ -1,0 +1,279 @@
+"""A simulated fleet in virtual time: fake engines behind production's Fleet, Router, Admission and Attempts.
+
+This file holds the fleet, its faults and the clock. request_flow.py holds the life of a request. Every event touches
+one node; only the router's own decision looks at the whole fleet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from warmroute.config import Config, Health, NodeConfig
+from warmroute.fake_engine.core.engine_request import EngineOutput, EngineRequest, Finished, FirstToken
+from warmroute.fleet.fleet import Fleet
+from warmroute.index.cache_view import CacheView
+from warmroute.replay.simulation.calendar import Calendar
+from warmroute.replay.simulation.clients import Clients
+from warmroute.replay.simulation.conditions import Conditions, NodeSpec
+from warmroute.replay.simulation.flight import Flight
+from warmroute.replay.simulation.index_updates import IndexUpdates
+from warmroute.replay.simulation.kv_event_delivery import KvEventDelivery
+from warmroute.replay.simulation.policy_listener import PolicyListener
+from warmroute.replay.simulation.polls import Polls
+from warmroute.replay.simulation.request_flow import RequestFlow
+from warmroute.replay.simulation.results import RequestResults
+from warmroute.replay.simulation.simulated_node import ProcessState, SimulatedNode
+from warmroute.replay.simulation.simulated_request import MODEL
+from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+from warmroute.routing.admission import Admission
+from warmroute.routing.decision import Policy
+from warmroute.routing.route_matching import Routes
+from warmroute.routing.router import Router
+
+DEFAULT_ISLAND = "local"
+"""The island of every node, where the router is told of none."""
+
+
+class World:
+    def __init__(
+        self,
+        specs: Iterable[NodeSpec],
+        conditions: Conditions | None = None,
+        config: Config | None = None,
+        *,
+        policy: Policy | None = None,
+        listener: PolicyListener | None = None,
+        health: Health | None = None,
+    ) -> None:
+        """`config` is the router's own; `policy` takes the place of the one that it names."""
+        self.conditions = conditions = conditions or Conditions()
+        self.calendar = Calendar()
+        self.results = RequestResults()
+        health = health or Health()
+        self.fleet = Fleet(health)
+        # A seed of 0 would make production's router take one from the system.
+        config = config or Config()
+        self.fleet.islands.reconfigure(config.islands, config.island_affinity)
+        self.cache_view = CacheView(config.index)
+        routing = msgspec.structs.replace(config.routing, seed=config.routing.seed or conditions.seed * 2 + 1)
+        self.router = Router(self.fleet, self.cache_view, routing, config.price, config.routes)
+        if policy is not None:
+            self.router.policy = policy
+        self.admission = Admission(self.router, config.admission, config.routes)
+        if listener is None and (self.router.policy.wants_tokens or (config.routes and config.uses_kv_events)):
+            listener = IndexUpdates(self.cache_view, lambda: self.calendar.now_s, events=config.uses_kv_events)
+        self.nodes: dict[str, SimulatedNode] = {}
+        """The fleet's nodes by name."""
+        self.departed: list[SimulatedNode] = []
+        """Nodes that have left, for their books."""
+        self.listener = listener
+        self._feed = (
+            KvEventDelivery(self.calendar, conditions, listener) if listener and listener.wants_kv_events else None
+        )
+        self.requests = RequestFlow(self, Routes(config.routes))
+        self._polls = Polls(self, conditions, health)
+        self._clients: Clients | None = None
+        self._warm_up = -1
+        self._measured_ms: float | None = None
+        self._prefills = 0
+        self._prefilling: dict[str, Callable[[], object]] = {}
+        """What is to happen when they are done, by the name of the request."""
+        for spec in specs:
+            self.fleet.check_passed(self.add(spec).node, 0.0)
+
+    # The fleet and what happens to it.
+
+    def add(self, spec: NodeSpec) -> SimulatedNode:
+        """A node joins, its engine up; it serves when its first health check has passed."""
+        config = NodeConfig(
+            url=f"http://{spec.name}:8000",
+            name=spec.name,
+            models=(MODEL, *spec.adapters),
+            island=spec.island if self.conditions.router_knows_islands else DEFAULT_ISLAND,
+            gpu=spec.profile.name,
+            usd_per_hour=spec.usd_per_hour,
+        )
+        node = self.fleet.add(config)
+        if spec.adapters:
+            cards: list[dict[str, object]] = [{"id": MODEL}]
+            cards += [{"id": name, "parent": MODEL} for name in spec.adapters]
+            self.fleet.update_models(node, config.models, cards)
+        sim = SimulatedNode(spec, node, self.conditions.island(spec.island).one_way_ms, self.calendar.now_ms)
+        self.nodes[spec.name] = sim
+        sim.start(self._feed.sink(sim) if self._feed else None)
+        if self.listener is not None:
+            self.listener.node_joined(node, spec.block_size, sim.engine.config.num_blocks)
+        self._polls.begin(sim)
+        return sim
+
+    def provision(self, spec: NodeSpec, delay_s: float) -> None:
+        """Asks for a node that joins after its provisioning delay."""
+        self.calendar.after(delay_s * 1000.0, self.add, spec)
+
+    def drain(self, name: str, then: Callable[[SimulatedNode], object] | None = None) -> None:
+        """No new requests; when the running ones have finished, the node leaves."""
+        self.fleet.drain(name)
+        self._leave_when_empty(self.nodes[name], then)
+
+    def _leave_when_empty(self, sim: SimulatedNode, then: Callable[[SimulatedNode], object] | None) -> None:
+        if sim.node.inflight:
+            self.calendar.after(100.0, self._leave_when_empty, sim, then)
+            return
+        if sim.node.name in self.nodes:
+            self.remove(sim.node.name)
+        if then is not None:
+            then(sim)
+
+    def remove(self, name: str) -> None:
+        """Takes a node out at once; what runs there finishes."""
+        sim = self.nodes.pop(name)
+        self.fleet.remove(name)
+        sim.record_departure(self.calendar.now_ms)
+        self.departed.append(sim)
+        if self.listener is not None:
+            self.listener.node_left(sim.node)
+
+    def fail(self, name: str) -> None:
+        """The node's process dies with everything it had."""
+        sim = self.nodes[name]
+        sim.state = ProcessState.DEAD
+        sim.wakes_at_ms = math.inf
+        lost, sim.flights = sim.flights, {}
+        for flight in lost.values():
+            self.calendar.after(
+                sim.one_way_ms, self.requests.node_failed, flight, flight.attempts.tried, "the node died"
+            )
+
+    def hang(self, name: str) -> None:
+        """The node answers nothing any more, and takes everything."""
+        sim = self.nodes[name]
+        sim.state = ProcessState.HANGING
+        sim.wakes_at_ms = math.inf
+        lost, sim.flights = sim.flights, {}
+        for flight in lost.values():
+            self.requests.time_out_later(flight)
+
+    def slow(self, name: str, times: float) -> None:
+        """All that the node's process does takes so many times as long from now on."""
+        sim = self.nodes[name]
+        sim.engine.change_timing(sim.spec.profile.timing.slowed_by(times), self.calendar.now_ms)
+        self.arm(sim)
+
+    def restart(self, name: str) -> None:
+        """A new process in the node's place, its cache empty."""
+        sim = self.nodes[name]
+        if sim.state is ProcessState.SERVING:
+            self.fail(name)
+        sim.start(self._feed.sink(sim) if self._feed else None)
+
+    # Time.
+
+    def run(
+        self,
+        prompts: Iterator[WorkloadPrompt],
+        *,
+        concurrency: int | None = None,
+        limit: int | None = None,
+        duration_s: float | None = None,
+        warm_up: int = 0,
+    ) -> None:
+        """Lives until every request of the workload has ended. The first `warm_up` of them do not count."""
+        self._warm_up = self.requests.arrivals + warm_up if warm_up else -1
+        self._measured_ms = None if duration_s is None else duration_s * 1000.0
+        clients = self._clients = Clients(self, prompts, concurrency, limit)
+        if not warm_up:
+            self._end_measuring_later()
+        clients.start()
+        self.calendar.run(lambda: self.inflight > 0 or clients.scheduled > 0)
+
+    def measure_from_now(self) -> None:
+        """What came before was to warm up: requests that arrived before now do not count."""
+        ceiling_ms = self.results.ceiling_ms
+        self.results = RequestResults(self.calendar.now_ms)
+        self.results.ceiling_ms = ceiling_ms
+        for sim in self.nodes.values():
+            sim.measure_from(self.calendar.now_ms)
+        self._end_measuring_later()
+
+    def _end_measuring_later(self) -> None:
+        if self._clients is not None and self._measured_ms is not None:
+            self._clients.until_ms = self.calendar.now_ms + self._measured_ms
+
+    # Requests.
+
+    def arrive(self, prompt: WorkloadPrompt) -> Flight | None:
+        """A request reaches the router. Return None where it is rejected at once."""
+        if self.requests.arrivals == self._warm_up:
+            self.measure_from_now()
+        return self.requests.arrive(prompt)
+
+    @property
+    def inflight(self) -> int:
+        """Requests that have arrived and not ended."""
+        return self.requests.inflight
+
+    def request_sent(self, flight: Flight) -> None:
+        """The router sends a request to a node."""
+        if self.listener is not None:
+            self.listener.request_sent(flight.request, flight.node.node, self.calendar.now_s)
+
+    def request_ended(self, flight: Flight, answered: bool) -> None:
+        if self._clients is not None:
+            self._clients.request_ended(flight.prompt, answered=answered)
+
+    # Engines.
+
+    def advance(self, sim: SimulatedNode) -> None:
+        """Lets an engine live up to now, and sends what came out on its way back."""
+        outputs = sim.engine.advance(self.calendar.now_ms)
+        if outputs:
+            one_way_ms, at = sim.one_way_ms, self.calendar.at
+            flights = sim.flights
+            for output in outputs:
+                if output.request_id not in flights:
+                    self._prefilled(output)
+                elif isinstance(output, FirstToken):
+                    flight = flights[output.request_id]
+                    at(
+                        output.at_ms + one_way_ms,
+                        self.requests.first_token,
+                        flight,
+                        flight.attempts.tried,
+                        output.cached_tokens,
+                    )
+                elif isinstance(output, Finished):
+                    flight = flights.pop(output.request_id)
+                    at(output.at_ms + one_way_ms, self.requests.answered, flight, flight.attempts.tried)
+        self.arm(sim)
+
+    def prefill(self, sim: SimulatedNode, prompt: WorkloadPrompt, tokens: int, then: Callable[[], object]) -> None:
+        """Puts the beginning of a prompt into a node's cache; nobody's request."""
+        self._prefills += 1
+        request_id = f"prefill {self._prefills}"
+        content = prompt.blocks.content(sim.spec.block_size)
+        self._prefilling[request_id] = then
+        sim.engine.submit(EngineRequest(request_id, tokens, 1, content), self.calendar.now_ms)
+        self.arm(sim)
+
+    def _prefilled(self, output: EngineOutput) -> None:
+        if isinstance(output, Finished):
+            then = self._prefilling.pop(output.request_id, None)
+            if then is not None:
+                self.calendar.at(max(output.at_ms, self.calendar.now_ms), then)
+
+    def arm(self, sim: SimulatedNode) -> None:
+        """Enters the moment at which the engine has to be looked at next."""
+        at_ms = sim.engine.next_event_at()
+        if at_ms is None:
+            sim.wakes_at_ms = math.inf
+        elif at_ms != sim.wakes_at_ms:
+            sim.wakes_at_ms = at_ms
+            self.calendar.at_end_of(max(at_ms, self.calendar.now_ms), self._wake, sim, at_ms)
+
+    def _wake(self, sim: SimulatedNode, at_ms: float) -> None:
+        if sim.wakes_at_ms == at_ms:
+            sim.wakes_at_ms = -1.0
+            self.advance(sim)

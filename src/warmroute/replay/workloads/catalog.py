@@ -1,0 +1,143 @@
+"""The catalog of workloads, by name: `parse_workload(["llm_d", "groups=40"])`, `parse_workload(["trace.jsonl.gz"])`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol
+
+import msgspec
+
+from warmroute.replay.workloads import trace
+from warmroute.replay.workloads.arrivals import at_trace_times, poisson
+from warmroute.replay.workloads.few_shot import FewShot
+from warmroute.replay.workloads.hot_prefix_storm import HotPrefixStorm
+from warmroute.replay.workloads.llm_d import LlmDBenchmark
+from warmroute.replay.workloads.multi_turn_chat import MultiTurnChat
+from warmroute.replay.workloads.priority_mix import PriorityMix
+from warmroute.replay.workloads.rag import Rag
+from warmroute.replay.workloads.shared_system_prompts import SharedSystemPrompts
+from warmroute.replay.workloads.tool_agents import ToolAgents
+from warmroute.replay.workloads.unique_batch import UniqueBatch
+from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+
+DEFAULT_REQUESTS = 2000
+"""Number of requests that a generator makes by default."""
+
+
+class BadWorkload(ValueError):
+    """What is wrong with a workload's name or parameters."""
+
+
+class Generator(Protocol):
+    @property
+    def rate(self) -> float: ...
+
+    def generate(self, random: Random) -> Iterator[WorkloadPrompt]:
+        """Return an endless sequence of prompts without arrival times."""
+
+
+GENERATORS: dict[str, type[Generator]] = {
+    "shared_system_prompts": SharedSystemPrompts,
+    "multi_turn_chat": MultiTurnChat,
+    "rag": Rag,
+    "few_shot": FewShot,
+    "tool_agents": ToolAgents,
+    "unique_batch": UniqueBatch,
+    "hot_prefix_storm": HotPrefixStorm,
+    "priority_mix": PriorityMix,
+    "llm_d": LlmDBenchmark,
+}
+
+
+class Workload(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def requests(self) -> int | None:
+        """Number of requests to replay; None for all of a trace."""
+
+    def arrivals(
+        self, seed: int, rate: float | None = None, burst: int = 1, limit: int | None = None
+    ) -> Iterator[WorkloadPrompt]:
+        """Return the prompts in the order of arrival, `rate` per second on average."""
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """A trace file. A rate scales its arrival times and keeps their pattern."""
+
+    path: Path
+    speed: float = 1.0
+    id_tokens: int | None = None
+    """Tokens that one hash id covers; None to infer it from the prompt lengths."""
+
+    @property
+    def name(self) -> str:
+        return self.path.name.removesuffix(".gz").removesuffix(".jsonl")
+
+    @property
+    def requests(self) -> int | None:
+        return None
+
+    def arrivals(
+        self, seed: int, rate: float | None = None, burst: int = 1, limit: int | None = None
+    ) -> Iterator[WorkloadPrompt]:
+        speed = self.speed if rate is None else rate / trace.mean_rate(self.path, limit)
+        return at_trace_times(trace.prompts(self.path, self.id_tokens), speed)
+
+
+class Generated(msgspec.Struct, frozen=True):
+    """A generator's prompts with Poisson arrivals, one at a time or in bursts."""
+
+    name: str
+    generator: Generator
+
+    @property
+    def requests(self) -> int | None:
+        return DEFAULT_REQUESTS
+
+    def arrivals(
+        self, seed: int, rate: float | None = None, burst: int = 1, limit: int | None = None
+    ) -> Iterator[WorkloadPrompt]:
+        prompts = self.generator.generate(Random(f"{seed} {self.name}"))
+        return poisson(prompts, rate or self.generator.rate, Random(f"{seed} arrivals"), burst)
+
+
+def parse_workload(words: Sequence[str], speed: float = 1.0) -> Workload:
+    """Parse a generator's name or a trace file, followed by parameters (key=value). Raises BadWorkload."""
+    name, *rest = words
+    parameters: dict[str, str] = {}
+    for word in rest:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise BadWorkload(f"{word!r} is not a parameter of the form key=value")
+        parameters[key] = value
+    if name in GENERATORS:
+        return Generated(name, _convert(parameters, GENERATORS[name], name))
+    path = Path(name)
+    if not path.exists():
+        near = difflib.get_close_matches(name, GENERATORS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"generators: {', '.join(GENERATORS)}"
+        raise BadWorkload(f"{name}: not a file and not a generator; {hint}")
+    options = _convert(parameters, _TraceOptions, name)
+    return Trace(path, speed, options.id_tokens)
+
+
+class _TraceOptions(msgspec.Struct, forbid_unknown_fields=True):
+    id_tokens: int | None = None
+
+
+def _convert(parameters: dict[str, str], kind: Any, name: str) -> Any:
+    fields = [field.name for field in msgspec.structs.fields(kind)]
+    for key in parameters:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"its parameters: {', '.join(fields)}"
+            raise BadWorkload(f"{name} has no parameter {key}; {hint}")
+    try:
+        return msgspec.convert(parameters, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise BadWorkload(f"{name}: {error}") from None

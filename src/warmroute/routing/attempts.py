@@ -1,0 +1,311 @@
+"""One request's attempts on nodes, from admission to its end: order, retries, ticket, usage, journal. No I/O.
+
+    queued      admission holds the request; it has no node
+    trying      it was sent to a node; the client has received nothing
+    answering   the node's response goes to the client
+    done        the ticket is closed, the rate limit is settled, the journal has the outcome
+
+Rules:
+1. A node that fails while the request is `trying` leads to the decision's next node, up to `max_attempts` nodes.
+2. From the first byte of the response on there is no retry: a failure then ends the request as broken.
+3. A ticket is open exactly while a node has the request. Whatever ends the request closes it.
+
+An `AttemptDriver` does the I/O: the HTTP edge over sockets, replay in virtual time. It calls the methods below when
+something happens, and the state machine calls the driver's `send` and `reject`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.node import Node, Outcome
+from warmroute.fleet.ticket import Ticket
+from warmroute.index.lookup import Lookup
+from warmroute.prompt.routing_request import RoutingRequest
+from warmroute.routing.admission import Admission
+from warmroute.routing.decision import Decision
+from warmroute.routing.dispatch import Dispatch
+from warmroute.routing.rate_limits import Charge
+from warmroute.routing.router import Router
+from warmroute.routing.routing_errors import AllNodesFailed, RoutingError
+
+Usage = tuple[int | None, int | None, int | None]
+"""Prompt tokens, cached prompt tokens and output tokens that a response reports; None where it does not."""
+
+
+class AttemptDriver(Protocol):
+    def send(self, node: Node) -> None:
+        """Send the request to this node. The ticket is open."""
+
+    def reject(self, why: RoutingError) -> int:
+        """End the request with this error: the client has received nothing. Return the HTTP status."""
+
+    def internal_error(self, error: Exception) -> None:
+        """The router itself failed while it let the request out of the queue."""
+
+
+class AttemptJournal(Protocol):
+    on: bool
+
+    def begin(self, attempts: Attempts, queued_ms: float) -> Any:
+        """Start the entry of a request that got a decision. Return it."""
+
+    def complete(self, entry: Any, attempts: Attempts, outcome: Outcome, now_s: float) -> None:
+        """Complete the entry."""
+
+
+class AttemptCounters(Protocol):
+    responses: Counter[int]
+    interrupted: int
+    disconnects: int
+    retries: int
+
+
+class Dispatcher:
+    """What the attempts of all requests share."""
+
+    __slots__ = (
+        "admission", "counters", "fleet", "journal", "max_attempts", "node_freed", "now", "router", "ticket_closed",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        router: Router,
+        admission: Admission,
+        counters: AttemptCounters,
+        journal: AttemptJournal | None,
+        max_attempts: int,
+        now: Callable[[], float],
+        node_freed: Callable[[Node, float], object],
+        ticket_closed: Callable[[Attempts, float], object] | None = None,
+    ) -> None:
+        """`node_freed` is called when a node may have room for a queued request, `ticket_closed` before that."""
+        self.fleet = fleet
+        self.router = router
+        self.admission = admission
+        self.counters = counters
+        self.journal = journal
+        self.max_attempts = max_attempts
+        self.now = now
+        self.node_freed = node_freed
+        self.ticket_closed = ticket_closed
+
+    def close_ticket(self, attempts: Attempts, outcome: Outcome, now_s: float, reason: str = "") -> None:
+        ticket = attempts.ticket
+        self.fleet.close_ticket(ticket, outcome, now_s, reason)
+        if self.ticket_closed is not None:
+            self.ticket_closed(attempts, now_s)
+        self.node_freed(ticket.node, now_s)
+
+
+class Attempts:
+    """The state machine of one request. Admission sees it as a PendingRequest."""
+
+    __slots__ = (
+        "_dispatcher",
+        "_entry",
+        "_fallbacks",
+        "_queued",
+        "_retry_after_s",
+        "answering",
+        "arrived_s",
+        "charge",
+        "decision",
+        "done",
+        "driver",
+        "entered_s",
+        "lookup",
+        "reported",
+        "request",
+        "request_id",
+        "status",
+        "ticket",
+        "tried",
+    )
+
+    def __init__(
+        self, dispatcher: Dispatcher, driver: AttemptDriver, request: RoutingRequest, request_id: bytes
+    ) -> None:
+        # for its whole life
+        self._dispatcher = dispatcher
+        self.driver = driver
+        self.request = request
+        self.request_id = request_id
+        self.arrived_s = self.entered_s = request.arrived_s
+        self.lookup: Lookup | None = None
+        self.charge: Charge | None = None
+        """What the request took of its tenant's rate limit."""
+        self.decision: Decision
+        self.tried = 0
+        """Number of nodes that the request was sent to. Also identifies the current attempt."""
+        self.done = False
+        self.reported: Usage | None = None
+        self._queued = False
+        self._entry: Any = None
+        self._fallbacks: list[Node] | None = None
+        """Nodes to try next, the best one last."""
+        self._retry_after_s: int | None = None
+        # at the current node
+        self.ticket: Ticket
+        self.answering = False
+        self.status = 0
+
+    # Admission.
+
+    def enter(self, lookup: Lookup | None, prompt_tokens: int | None, now_s: float) -> None:
+        """Charge the tenant's token limit and ask for a node. Raises RoutingError if the request is rejected at once.
+
+        `prompt_tokens` is None where the prompt was not read.
+        """
+        self.lookup = lookup
+        self.entered_s = now_s
+        dispatcher, charge = self._dispatcher, self.charge
+        try:
+            if charge is not None:
+                request = self.request
+                output = dispatcher.router.output_lengths.expected(
+                    request.model, request.tenant, request.max_output_tokens
+                )
+                charge.take_tokens(prompt_tokens, output, now_s)
+            dispatcher.admission.submit(self, now_s)
+        except RoutingError:
+            self.done = True
+            if charge is not None:
+                charge.cancel()
+            raise
+        self._queued = True
+
+    def on_admitted(self, decision: Decision) -> None:
+        """Admission sends the request to the decision's node."""
+        self.decision = decision
+        dispatcher = self._dispatcher
+        now_s = dispatcher.now()
+        try:
+            journal = dispatcher.journal
+            if journal is not None and journal.on:
+                self._entry = journal.begin(self, (now_s - self.entered_s) * 1000.0)
+            self._try(decision.node, now_s)
+        except Exception as error:
+            if not self._queued:  # the caller of `enter` handles it
+                raise
+            self.driver.internal_error(error)
+
+    def on_rejected(self, error: RoutingError) -> None:
+        """Admission rejects the request after it was queued."""
+        if not self.done:
+            self.done = True
+            if self.charge is not None:
+                self.charge.cancel()
+            self.driver.reject(error)
+
+    # One node after another.
+
+    def _try(self, node: Node, now_s: float) -> None:
+        self.ticket = self._dispatcher.router.dispatch(self.decision, node, now_s)
+        self.tried += 1
+        self.driver.send(node)
+
+    def connection_refused(self, reason: str, now_s: float) -> None:
+        """No process listens at the node's address."""
+        self._dispatcher.fleet.check_failed(self.ticket.node, now_s, reason)
+        self.node_failed(Outcome.FAILED, reason, now_s)
+
+    def node_failed(self, outcome: Outcome, reason: str, now_s: float) -> None:
+        """The node failed before the client received anything: try the next one, or reject the request."""
+        dispatcher = self._dispatcher
+        dispatcher.close_ticket(self, outcome, now_s, reason)
+        fallbacks = self._fallbacks
+        if fallbacks is None:
+            fallbacks = self._fallbacks = self.decision.fallbacks()
+            fallbacks.reverse()
+        while fallbacks and self.tried < dispatcher.max_attempts:
+            node = fallbacks.pop()
+            if node.draining or node.health.confirmed_down:
+                continue
+            dispatcher.counters.retries += 1
+            self._try(node, now_s)
+            return
+        self.done = True
+        if self.charge is not None:
+            self.charge.cancel()
+        self.status = self.driver.reject(AllNodesFailed(self.tried, self._retry_after_s))
+        self._complete_entry(outcome, now_s)
+
+    # The response.
+
+    def response_started(self, status: int, retry_after_s: int | None, now_s: float) -> bool:
+        """The node's first byte arrived. Return whether its response goes to the client; else the request moved on."""
+        if status >= 500 or status == 429:
+            if status in (429, 503):
+                self._retry_after_s = retry_after_s or self._retry_after_s or 1
+                self.node_failed(Outcome.BUSY, f"HTTP status {status}: the node is busy", now_s)
+            else:
+                self.node_failed(Outcome.FAILED, f"HTTP status {status}", now_s)
+            return False
+        self.answering = True
+        self.status = status
+        ticket = self.ticket
+        ticket.first_byte(now_s, status < 400)
+        self._dispatcher.node_freed(ticket.node, now_s)
+        return True
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether somebody uses the token counts that the response reports."""
+        charge = self.charge
+        return self.status < 400 and (isinstance(self.ticket, Dispatch) or (charge is not None and charge.wants_usage))
+
+    def response_ended(self, usage: Usage | None, now_s: float) -> None:
+        """The client has the whole response."""
+        self.done = True
+        charge, ticket, dispatcher = self.charge, self.ticket, self._dispatcher
+        if usage is not None:
+            self.reported = usage
+            prompt_tokens, cached_tokens, output_tokens = usage
+            if charge is not None:
+                charge.settle(prompt_tokens, output_tokens)
+            if isinstance(ticket, Dispatch):
+                ticket.record_usage(prompt_tokens, cached_tokens, output_tokens, now_s)
+        outcome, status = Outcome.OK, self.status
+        if status >= 400:
+            outcome = Outcome.REJECTED
+            if charge is not None:
+                charge.rejected_by_node()
+        dispatcher.close_ticket(self, outcome, now_s)
+        self._complete_entry(outcome, now_s)
+        dispatcher.counters.responses[status] += 1
+
+    def response_broke(self, reason: str, now_s: float) -> None:
+        """The node failed after the client received a part of the response."""
+        self.done = True
+        dispatcher = self._dispatcher
+        dispatcher.close_ticket(self, Outcome.BROKEN, now_s, reason)
+        self._complete_entry(Outcome.BROKEN, now_s)
+        dispatcher.counters.interrupted += 1
+
+    def client_left(self, now_s: float) -> None:
+        """The client disconnected."""
+        self.abandon(now_s)
+        self._dispatcher.counters.disconnects += 1
+
+    def abandon(self, now_s: float) -> None:
+        """Release what the request holds, in whatever state it is."""
+        self.done = True
+        dispatcher = self._dispatcher
+        if not self.tried:
+            dispatcher.admission.cancel(self)
+            if self.charge is not None:
+                self.charge.cancel()
+            return
+        dispatcher.close_ticket(self, Outcome.CANCELED, now_s)
+        self._complete_entry(Outcome.CANCELED, now_s)
+
+    def _complete_entry(self, outcome: Outcome, now_s: float) -> None:
+        if self._entry is not None:
+            journal = self._dispatcher.journal
+            assert journal is not None
+            journal.complete(self._entry, self, outcome, now_s)

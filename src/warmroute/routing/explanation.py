@@ -1,0 +1,191 @@
+"""Explains a decision in one sentence, from what the journal keeps of it.
+
+    node-3: 6,144 of 8,210 tokens cached, saves 410 ms; node-1 is idle but has none of them cached
+
+The sentence names the chosen node, what speaks for it, and the best rival with the price term that cost it the choice.
+The record does not have the nodes' loads, so "idle" is a node without queued prefill of this router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from warmroute.fleet.node import Node
+from warmroute.routing.decision_record import DecisionRecord
+from warmroute.routing.price import TERMS, TIE, Price
+
+NEGLIGIBLE_MS: Final = 1.0
+DERIVED_TERMS: Final = ("congestion", "risk")
+"""Terms that grow with the others. Another term is the cause, if it has at least CAUSE_SHARE of their difference."""
+CAUSE_SHARE: Final = 0.1
+
+
+def explain_decision(
+    record: DecisionRecord, *, queued_ms: float = 0.0, tried: int = 1, last: Node | None = None, failed: bool = False
+) -> str:
+    """`queued_ms`: time in the admission queue. `tried`: number of nodes tried, `last` of them last. `failed`: all
+    of them failed."""
+    text = f"{record.node.name}: {_why(record)}"
+    if queued_ms >= NEGLIGIBLE_MS:
+        text += f"; queued for {_ms(queued_ms)} first"
+    if failed:
+        return f"no node answered ({_number(tried, 'node')} tried); first choice was {text}"
+    if tried > 1 and last is not None:
+        others = "" if tried == 2 else f" and {_number(tried - 2, 'other')}"
+        return f"{last.name}: retry after {record.node.name}{others} failed; first choice was {text}"
+    return text
+
+
+def _why(record: DecisionRecord) -> str:
+    if record.policy == "half_open":
+        cheapest = record.ranked(1)
+        return "trial request to a half-open node after failures" + (
+            f"; the cheapest node is {cheapest[0][0].name}" if cheapest else ""
+        )
+    if record.considered == 1 and ((record.policy, record.reason) in _BY_POLICY or record.reason in _PRICE_REASONS):
+        return "the only available node" + (f"; {_cached(record, ())}" if record.tokens else "")
+    if record.price is None:
+        return _BY_POLICY.get((record.policy, record.reason), _by_reason)(record)
+    return _by_price(record, record.price)
+
+
+# The policy `price`.
+
+_PRICE_REASONS: Final = ("cheapest", "second home")
+"""Reasons of the policy itself. Other reasons come from island affinity and admission."""
+
+
+def _by_price(record: DecisionRecord, price: Price) -> str:
+    ranked = record.ranked()
+    others = [(node, other) for node, other in ranked if node is not record.node]
+    if record.reason == "second home":
+        home, home_price = ranked[0]
+        return (
+            f"second home for {_tokens(home_price.cached)} cached on {home.name}, which is crowded; "
+            f"costs {_ms(price.total - home_price.total)} more this time"
+        )
+    parts = [_cached(record, others)]
+    nearest = min(ranked, key=lambda one: one[1].distance)
+    if record.reason not in _PRICE_REASONS:
+        parts.append(record.reason)
+    elif price.distance - nearest[1].distance >= NEGLIGIBLE_MS and nearest[0].island != record.node.island:
+        parts.append(f"on {record.node.island or 'another island'}, {_ms(price.distance)} away")
+    if not others:
+        return "; ".join(parts)
+    tied = record.tied or sum(1 for _, other in ranked if other.total <= ranked[0][1].total * TIE)
+    if tied > 1 and price.total <= ranked[0][1].total * TIE:
+        equals = others[0][0].name if tied == 2 else f"{others[0][0].name} and {_number(tied - 2, 'other')}"
+        parts.append(f"same cost as {equals}, decided by load, then at random")
+        if not record.tokens or price.cached >= 1.0 or all(other.cached < 1.0 for _, other in others[tied - 1 :]):
+            return "; ".join(parts)
+        parts.append(_rival(record, price, others[tied - 1 :]))
+    else:
+        parts.append(_rival(record, price, others))
+    return "; ".join(parts)
+
+
+def _cached(record: DecisionRecord, others: Sequence[tuple[Node, Price]]) -> str:
+    price = record.price
+    if not record.tokens or not record.cache_counts:
+        queued = f"{_ms(price.wait)} of prefill" if price is not None and price.wait >= NEGLIGIBLE_MS else "no prefill"
+        why = "caches do not count (cache_weight = 0)" if record.tokens else "the prompt was not looked up"
+        return f"{why}, so load decided: {queued} queued"
+    if record.cached >= 1.0:
+        return f"{record.cached:,.0f} of {_tokens(record.tokens)} cached, saves {_ms(record.saved_ms)}"
+    excluded_some = record.reason not in _PRICE_REASONS  # nodes that may have the prefix cached
+    if excluded_some or not others or any(other.cached >= 1.0 for _, other in others):
+        return f"nothing cached, {_tokens(record.tokens)} to prefill"
+    return f"no node has any of its {_tokens(record.tokens)} cached"
+
+
+def _rival(record: DecisionRecord, price: Price, others: Sequence[tuple[Node, Price]]) -> str:
+    """Say why the cheapest other node lost. If the chosen one has nothing cached, prefer a rival that has."""
+    node, rival = others[0]
+    if record.tokens and price.cached < 1.0:
+        node, rival = next((other for other in others if other[1].cached >= 1.0), others[0])
+    term = _decisive_term(rival, price)
+    more_ms = getattr(rival, term) - getattr(price, term)
+    if more_ms < NEGLIGIBLE_MS:
+        return f"{node.name} costs {_ms(max(0.0, rival.total - price.total))} more"
+    drawback = _DRAWBACKS[term](rival, price) if term in _DRAWBACKS else f"costs {_ms(more_ms)} more for {term}"
+    advantage = ""
+    if rival.cached >= price.cached + 1.0:
+        advantage = f"has {_tokens(rival.cached)} cached"
+    elif rival.wait < NEGLIGIBLE_MS and term != "wait":
+        advantage = "is idle"
+    if advantage and drawback[:3] == advantage[:3]:  # "is idle but 40 ms away": not "is" twice
+        drawback = drawback.partition(" ")[2]
+    return f"{node.name} {advantage} but {drawback}" if advantage else f"{node.name} {drawback}"
+
+
+def _decisive_term(rival: Price, price: Price) -> str:
+    """Return the term by which the rival is the most expensive."""
+    more = {term: getattr(rival, term) - getattr(price, term) for term in TERMS}
+    causes = {term: more_ms for term, more_ms in more.items() if term not in DERIVED_TERMS}
+    cause, largest = max(causes, key=causes.__getitem__), max(more, key=more.__getitem__)
+    return cause if causes[cause] >= CAUSE_SHARE * more[largest] else largest
+
+
+def _prefill_drawback(rival: Price, price: Price) -> str:
+    if rival.cached < 1.0 and price.cached >= 1.0:
+        return "has none of them cached"
+    if rival.cached < price.cached - 1.0:
+        return f"has only {rival.cached:,.0f} of them cached"
+    return f"takes {_ms(rival.prefill - price.prefill)} longer to prefill"
+
+
+_DRAWBACKS: Final[dict[str, Callable[[Price, Price], str]]] = {
+    "wait": lambda rival, _: f"has {_ms(rival.wait)} of prefill queued",
+    "prefill": _prefill_drawback,
+    "room": lambda rival, _: f"is short of KV memory ({_ms(rival.room)} until enough is free)",
+    "contention": lambda _rival, _: "would decode more slowly in its larger batch",
+    "distance": lambda rival, _: f"is {_ms(rival.distance)} away",
+    "adapter": lambda rival, _: f"would have to load the LoRA adapter first ({_ms(rival.adapter)})",
+    "risk": lambda _rival, _: "would be more likely to miss the deadline",
+    "memory": lambda rival, _: f"would evict cached blocks that others are likely to need ({_ms(rival.memory)})",
+    "congestion": lambda rival, price: f"would delay other requests by {_ms(rival.congestion - price.congestion)} more",
+}
+
+
+# Other policies.
+
+
+def _by_reason(record: DecisionRecord) -> str:
+    return f"{record.reason} ({record.policy})"
+
+
+def _overlap(record: DecisionRecord) -> str:
+    return f"longest cached prefix, {record.cached:,.0f} of {_tokens(record.tokens)}, among nodes with room"
+
+
+_BY_POLICY: Final[dict[tuple[str, str], Callable[[DecisionRecord], str]]] = {
+    ("overlap", "longest overlap"): _overlap,
+    ("approximate", "longest overlap"): _overlap,
+    ("round_robin", "next in turn"): lambda _: "next in turn (round_robin)",
+    ("random", "random"): lambda _: "picked at random",
+    ("least_loaded", "fewest requests"): lambda _: "no node has fewer requests",
+    ("power_of_two", "less loaded of two"): lambda _: "no more requests than the other of two random nodes",
+    ("latency", "lowest load × latency"): lambda _: "lowest (requests + 1) × average latency",
+    ("session", "home"): lambda _: "home node of its session",
+    ("session", "home overloaded"): lambda _: "next in order: the home node of its session is overloaded",
+    ("prefix_hash", "home"): lambda _: "home node of its prefix",
+    ("prefix_hash", "home overloaded"): lambda _: "next in order: the home node of its prefix is overloaded",
+}
+
+
+# Numbers.
+
+
+def _ms(value: float) -> str:
+    if value >= 10_000.0:
+        return f"{value / 1000.0:,.1f} s"
+    return f"{value:,.0f} ms" if value >= 9.5 or value < 0.05 else f"{value:.1f} ms"
+
+
+def _tokens(count: float) -> str:
+    return _number(round(count), "token")
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -1,0 +1,141 @@
+"""price: the node where the request costs the least time, its own and that of other requests.
+
+    own      wait         prefill work queued ahead of it on the node
+           + prefill      of the tokens that are not cached with confidence, at the node's learned speed
+           + room         waiting for KV memory for its new tokens and its output
+           + contention   slower decoding in a large batch
+           + distance     round trip to the node's island, egress, and the queue for the island
+           + adapter      loading the LoRA adapter, if the node has not loaded it
+           + risk         probability of a late first token × penalty, if it has a deadline
+    others'  memory       prefilling again what its new blocks evict × the probability that it is used again
+           + congestion   its new work × the requests that wait behind it or arrive meanwhile
+
+All terms are in milliseconds. The kernel computes them for all nodes at once; tests/routing/price_reference.py defines
+each of them as a small Python function. Prices within TIE of the lowest are equal: the less loaded node wins, then
+chance.
+
+A prefix that crowds its node gets a second home if all of these hold:
+1. The cheapest node has the prefix cached, and has more than CROWDED × the mean number of requests and
+   CROWDED_REQUESTS more.
+2. Another node of the same island has at most the mean number of requests, serving the request there takes at most
+   `second_home_ms` longer, and with the prefix cached it would cost no more than the first node.
+3. The copy saves more time than it costs (see `_copy_pays_off`).
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Final
+
+from warmroute._kernel._price import CacheState, Prices, price_nodes
+from warmroute.config import Pricing
+from warmroute.fleet.group import Candidates
+from warmroute.fleet.node_speed import work
+from warmroute.index.cache_view import CacheView
+from warmroute.routing.decision import Decision
+from warmroute.routing.output_length import OutputLengthEstimate
+from warmroute.routing.price import ASSUMED_PROMPT_TOKENS, TIE, Price
+from warmroute.routing.query import Query
+
+BEHIND_SHARE: Final = 0.5
+"""Fraction of the queue assumed to be behind this request."""
+NO_DEADLINE: Final = (0.0, 0.0)
+CROWDED: Final = 1.25
+CROWDED_REQUESTS: Final = 3
+PAYBACK_S: Final = 10.0
+"""A second home has to pay for itself within this time."""
+COPY_SHARE: Final = 0.5
+"""Fraction of the coming requests for the prefix assumed to use the copy."""
+MIN_INTERVAL_S: Final = 0.01
+MAX_CACHE_LISTS: Final = 64
+"""Candidate lists whose caches are remembered. Some lists are used by one request only."""
+
+
+class PricePolicy:
+    name = "price"
+    wants_tokens = True
+    queues_at_router = True
+
+    def __init__(
+        self, cache_view: CacheView, output_lengths: OutputLengthEstimate, config: Pricing, random: Random
+    ) -> None:
+        self._cache_view = cache_view
+        self._output_lengths = output_lengths
+        self._second_home_ms = config.second_home_ms
+        self._late_penalty_ms = config.late_penalty_ms
+        self._settings = (config.max_saving_ms, config.cache_weight, config.room, config.memory, config.congestion)
+        self._cache_counts = config.cache_weight > 0.0
+        self._random = random
+        self._membership: object = None
+        self._caches: dict[Candidates, tuple[CacheState | None, ...]] = {}
+        """The caches of each candidate list. Cleared when a node joins or leaves the cache view."""
+
+    def decide(self, query: Query) -> Decision:
+        nodes = query.candidates.nodes
+        prices = self.prices(query)
+        reason = "cheapest"
+        index = prices.beyond_doubt(TIE, CROWDED, CROWDED_REQUESTS)
+        if index < 0:
+            index = self._cheapest(prices)
+            second = prices.second_home(index, CROWDED, CROWDED_REQUESTS, self._second_home_ms)
+            same_island = second != index and nodes[second].island == nodes[index].island
+            if same_island and self._copy_pays_off(query, prices, index, second):
+                index, reason = second, "second home"
+        return Decision(nodes[index], self.name, reason, None, prices, nodes, index, self._cache_counts)
+
+    def _cheapest(self, prices: Prices) -> int:
+        tied = prices.cheapest(TIE)
+        if len(tied) == 1:
+            return tied[0]
+        tied = prices.lightest(tied)
+        return tied[int(self._random.random() * len(tied))]
+
+    def _copy_pays_off(self, query: Query, prices: Prices, home_index: int, second_index: int) -> bool:
+        """Return whether copying this prefix to a second node saves more time than it costs.
+
+        A node can be crowded by requests that do not share this prefix. The time since the prefix was last used
+        estimates how many requests for it come within PAYBACK_S.
+        """
+        home, second = Price(*prices[home_index]), Price(*prices[second_index])
+        nodes, lookup = query.candidates.nodes, query.lookup
+        if lookup is None:
+            return True
+        used_s = self._cache_view.last_used_s(query.group.model, lookup, nodes[home_index].name, home.cached)
+        if used_s is None:  # this router sent no request for it
+            return True
+        uses = PAYBACK_S / max(query.now_s - used_s, MIN_INTERVAL_S)
+        extra_work = work(second.new, second.cached) - work(home.new, home.cached)
+        copy_ms = extra_work * nodes[second_index].speed.ms_per_token
+        saved_ms = home.own + home.contention - (second.own + second.contention - copy_ms)
+        return COPY_SHARE * uses * saved_ms >= second.total - home.total
+
+    def prices(self, query: Query) -> Prices:
+        """Return the price of each candidate."""
+        request, candidates, group, now_s = query.request, query.candidates, query.group, query.now_s
+        lookup, adapter, cache_view = query.lookup, group.adapter, self._cache_view
+        hits = query.known_hits
+        output = self._output_lengths.expected(request.model, request.tenant, request.max_output_tokens)
+        caches = self._caches.get(candidates)
+        if caches is None or self._membership is not cache_view.membership:
+            caches = self._caches_of(candidates)
+        return price_nodes(
+            candidates.nodes,
+            caches,
+            hits if hits is not None else query.hits(),
+            cache_view.reuse.chances,
+            adapter.load_ms(candidates) if adapter is not None else None,
+            now_s,
+            (lookup.token_count if lookup is not None else ASSUMED_PROMPT_TOKENS, output),
+            ((request.deadline_s - now_s) * 1000.0, self._late_penalty_ms) if request.deadline_s else NO_DEADLINE,
+            BEHIND_SHARE * group.waiting / candidates.shared_by,
+            group.decode_speed,
+            self._settings,
+        )
+
+    def _caches_of(self, candidates: Candidates) -> tuple[CacheState | None, ...]:
+        cache_view = self._cache_view
+        if self._membership is not cache_view.membership or len(self._caches) >= MAX_CACHE_LISTS:
+            self._membership = cache_view.membership
+            self._caches.clear()
+        found = self._caches[candidates] = tuple([cache_view.cache(node.name) for node in candidates.nodes])
+        return found

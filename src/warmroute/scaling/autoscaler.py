@@ -1,0 +1,101 @@
+"""The autoscaler without I/O: observes the fleet, decides, and selects the prefixes to prefill. node_controller.py
+carries out its decisions, for the service in real time and for replay in virtual time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from warmroute.config import Scaling
+from warmroute.fleet.demand import DemandMeter
+from warmroute.fleet.fleet import Fleet
+from warmroute.index.cache_view import CacheView
+from warmroute.index.hot_prefixes import HotPrefix, HotPrefixes
+from warmroute.scaling.fleet_observer import FleetObserver, FleetView
+from warmroute.scaling.metric_windows import MetricWindows
+from warmroute.scaling.node_lifecycle import LifecycleState, ManagedNodes
+from warmroute.scaling.offer_selection import OfferSelector
+from warmroute.scaling.scaler import Scaler
+from warmroute.scaling.scaling_decision import PaidNode, PendingNode, ScalingDecision
+
+HOT_PREFIXES_CHECKED: Final = 64
+MAX_PREFIXES_MOVED: Final = 8
+
+
+class Autoscaler:
+    def __init__(
+        self, config: Scaling, fleet: Fleet, cache_view: CacheView, demand_meter: DemandMeter,
+        hot: HotPrefixes | None, waiting: Callable[[], int],
+    ) -> None:  # fmt: skip
+        """`waiting` returns the number of requests that wait at the router."""
+        self._fleet = fleet
+        self._cache_view = cache_view
+        self._hot = hot
+        self.config = config
+        self.offers = OfferSelector(config)
+        self.managed = ManagedNodes(config)
+        self.scaler = Scaler(config, self.offers)
+        self._windows = MetricWindows(config)
+        self._observer = FleetObserver(fleet, cache_view, demand_meter, waiting)
+        self.last_decision: ScalingDecision | None = None
+
+    def reconfigure(self, config: Scaling) -> None:
+        self.config = config
+        self.managed.reconfigure(config)
+        self.scaler.reconfigure(config)
+        self._windows.reconfigure(config)
+
+    @property
+    def desired_nodes(self) -> int:
+        return self.last_decision.desired_nodes if self.last_decision is not None else len(self._fleet)
+
+    def observe(self, now_s: float) -> FleetView:
+        """Take a sample, and return the fleet's current state."""
+        windows = self._windows
+        windows.add(self._observer.sample(now_s))
+        return self._observer.view(now_s, windows.stable, windows.panic, windows.growth_per_s, self.managed)
+
+    @property
+    def pending(self) -> list[PendingNode]:
+        return [
+            PendingNode(offer=offer.key, island=offer.island, gpu=offer.gpu, usd_per_hour=offer.usd_per_hour)
+            for offer in (managed.offer for managed in self.managed if managed.pending)
+        ]
+
+    @property
+    def terminating(self) -> list[PaidNode]:
+        """Machines that are still paid for and are not in the fleet any more, or never were."""
+        in_fleet = {node.name for node in self._fleet}
+        return [
+            PaidNode(managed.offer.key, managed.offer.island, managed.offer.usd_per_hour)
+            for managed in self.managed
+            if not managed.pending and managed.name not in in_fleet
+        ]
+
+    def decide(self, now_s: float, wall_s: float = 0.0) -> ScalingDecision:
+        view = self.observe(now_s)
+        self.last_decision = self.scaler.decide(view, self.pending, wall_s, self.terminating)
+        return self.last_decision
+
+    @property
+    def draining_names(self) -> set[str]:
+        return {managed.name for managed in self.managed if managed.state is LifecycleState.DRAINING}
+
+    def prefixes_to_prewarm(self, now_s: float) -> list[HotPrefix]:
+        """Return the prefixes that a new node prefills before it serves, the hottest first."""
+        count = self.config.prewarm_prefixes
+        return self._hot.hottest(count, now_s) if self._hot is not None and count else []
+
+    def prefixes_to_move(self, name: str, now_s: float) -> list[HotPrefix]:
+        """Return the hot prefixes that only this node holds, which another node prefills before this one leaves."""
+        if self._hot is None:
+            return []
+        leaving = {name, *self.draining_names}
+        staying = {node.name for node in self._fleet if node.name not in leaving and not node.draining}
+        found = []
+        for prefix in self._hot.hottest(HOT_PREFIXES_CHECKED, now_s):
+            holders = self._cache_view.holders(prefix.chain)
+            if name in holders and not holders & staying:
+                found.append(prefix)
+        return found[:MAX_PREFIXES_MOVED]

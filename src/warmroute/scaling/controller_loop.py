@@ -1,0 +1,248 @@
+"""Runs the node controller in real time, with real provisioners.
+
+    every second    refresh the provisioners' reports; apply what changed to the managed nodes
+    every interval  decide, and request or remove nodes
+
+No turn waits for a provisioner: each call is a task with a time limit. A crash loses nothing: machines carry the
+deployment's name, and the next router adopts them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, Protocol
+
+from warmroute.config import NodeConfig
+from warmroute.event_log import EventLog
+from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.node import Node
+from warmroute.scaling.autoscaler import Autoscaler
+from warmroute.scaling.decision_log import DecisionLog
+from warmroute.scaling.machine_reconciler import CONSISTENCY_S, MachineReconciler
+from warmroute.scaling.node_controller import NodeController
+from warmroute.scaling.node_lifecycle import PREWARM_TIMEOUT_S, LifecycleEvent, LifecycleState, ManagedNode
+from warmroute.scaling.prewarm import PrefixPrefiller
+from warmroute.scaling.provisioner import Machine, NoCapacity, ProvisionerError, new_token
+from warmroute.scaling.provisioner_client import ProvisionerClient
+
+log = EventLog("warmroute.scaling")
+
+TURN_S: Final = 1.0
+RETRY_S: Final = 1.0
+MAX_RETRY_S: Final = 60.0
+"""Termination is retried until it succeeds, ever more slowly: a machine that runs is paid for."""
+
+
+class NodeRegistry(Protocol):
+    """Adds nodes to the service and removes them."""
+
+    def add_node(self, config: NodeConfig) -> Node: ...
+    def remove_node(self, name: str) -> Node: ...
+
+
+class ControllerLoop:
+    """The controller's Actuator."""
+
+    def __init__(
+        self,
+        autoscaler: Autoscaler,
+        clients: Sequence[ProvisionerClient],
+        fleet: Fleet,
+        nodes: NodeRegistry,
+        prefiller: PrefixPrefiller,
+        now: Callable[[], float] = time.monotonic,
+        is_leader: Callable[[], bool] = lambda: True,
+        on_leader_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`is_leader`: whether this process scales the fleet."""
+        self.autoscaler = autoscaler
+        self.clients = {client.name: client for client in clients}
+        self.controller = NodeController(autoscaler, fleet, self, now)
+        self._reconciler = MachineReconciler(self.controller, self.clients, fleet, nodes.add_node, now)
+        self._nodes = nodes
+        self._prefiller = prefiller
+        self._now = now
+        self._is_leader = is_leader
+        self._on_leader_change = on_leader_change
+        self.leading = False
+        self._decided_s = float("-inf")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._refreshing: set[str] = set()
+        """Provisioners whose report is being refreshed."""
+        self._duplicates: set[tuple[str, str]] = set()
+        """Duplicate machines that are being terminated."""
+        self._decision_log = DecisionLog()
+
+    async def run(self) -> None:
+        while True:
+            try:
+                self.turn()
+            except Exception:
+                log.exception("scaling_turn_failed", "The autoscaler tries again.")
+            await asyncio.sleep(min(TURN_S, self.autoscaler.config.interval_s))
+
+    def turn(self) -> None:
+        now_s = self._now()
+        leading = self._is_leader()
+        if leading != self.leading:
+            self.leading = leading
+            sentence = "This process scales the fleet." if leading else "Another process scales the fleet."
+            log.info("scaling_leader_changed", sentence, leading=leading)
+            self._on_leader_change()
+        if not leading:
+            return
+        for client in self.clients.values():
+            if client.name not in self._refreshing and now_s >= client.next_refresh_s:
+                self._refreshing.add(client.name)
+                self._start(self._refresh(client))
+        self.controller.check_timeouts(now_s)
+        self.controller.check_nodes(now_s)
+        due = now_s - self._decided_s >= self.autoscaler.config.interval_s
+        if due and all(client.answered for client in self.clients.values()):
+            self._decided_s = now_s
+            decision = self.autoscaler.decide(now_s, time.time())
+            self._decision_log.log(decision, now_s, has_provisioners=bool(self.clients))
+            self.controller.execute(decision)
+
+    async def close(self) -> None:
+        """Leave all machines as they are: the next router adopts them."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for client in self.clients.values():
+            await client.close()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(_logged(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # Reports.
+
+    async def _refresh(self, client: ProvisionerClient) -> None:
+        try:
+            succeeded = await client.refresh()
+        finally:
+            self._refreshing.discard(client.name)
+        self._reconciler.update_offers(client)
+        if succeeded:
+            self._reconciler.reconcile(client)
+            if not self.autoscaler.config.dry_run:
+                self._terminate_duplicates(client)
+
+    def _terminate_duplicates(self, client: ProvisionerClient) -> None:
+        for machine in client.duplicates:
+            key = client.name, machine.id
+            if key not in self._duplicates:
+                self._duplicates.add(key)
+                log.warning(
+                    "duplicate_machine",
+                    "Another machine has the same token. The router terminates this one.",
+                    provisioner=client.name,
+                    machine=machine.id,
+                )
+                self._start(self._terminate_duplicate(client, machine, key))
+
+    async def _terminate_duplicate(self, client: ProvisionerClient, machine: Machine, key: tuple[str, str]) -> None:
+        try:
+            await client.terminate(machine)
+        finally:
+            self._duplicates.discard(key)
+
+    # Actions.
+
+    def new_token(self) -> str:
+        return new_token()
+
+    def request_machine(self, managed: ManagedNode, reason: str) -> None:
+        log.info("node_requested", node=managed.log_name, reason=reason)
+        self._start(self._provision(self.clients[managed.offer.provisioner], managed))
+
+    async def _provision(self, client: ProvisionerClient, managed: ManagedNode) -> None:
+        try:
+            await client.provision(managed.offer, managed.token)
+        except NoCapacity as error:
+            if managed.state is LifecycleState.REQUESTED:
+                self.controller.apply(managed, LifecycleEvent.GONE, str(error))
+        except TimeoutError:
+            log.warning(
+                "provision_timeout",
+                "The provisioner's next report shows whether the machine was created.",
+                node=managed.log_name,
+                provisioner=client.name,
+            )
+            self.autoscaler.offers.back_off(managed.offer.key, "no response in time", self._now())
+        except Exception as error:  # the machine may have been created all the same, so it is terminated
+            reason = str(error) if isinstance(error, ProvisionerError) else f"{type(error).__name__}: {error}"
+            if managed.state is LifecycleState.REQUESTED:
+                self.controller.offer_failed(managed, reason)
+                self.controller.apply(managed, LifecycleEvent.REMOVE, reason)
+        else:
+            self.controller.apply(managed, LifecycleEvent.ACCEPTED)
+
+    def prewarm(self, managed: ManagedNode) -> None:
+        self._start(self._prewarm(managed))
+
+    async def _prewarm(self, managed: ManagedNode) -> None:
+        for node, prefix in self.controller.prewarm_prefills(managed):
+            await self._prefiller.prefill(node, prefix)
+        self.controller.apply(managed, LifecycleEvent.PREWARMED)
+
+    def drain(self, managed: ManagedNode) -> None:
+        self._start(self._drain(managed))
+
+    async def _drain(self, managed: ManagedNode) -> None:
+        try:
+            async with asyncio.timeout(PREWARM_TIMEOUT_S):
+                for node, prefix in self.controller.drain_prefills(managed):
+                    await self._prefiller.prefill(node, prefix)
+        except TimeoutError:
+            log.info("prefix_move_timeout", "The node drains without moving all its prefixes.", node=managed.log_name)
+        finally:
+            self.controller.stop_routing(managed)
+
+    def terminate(self, managed: ManagedNode) -> None:
+        self._start(self._terminate(managed))
+
+    async def _terminate(self, managed: ManagedNode) -> None:
+        """Try until the machine is terminated, or its provisioner does not report it."""
+        client = self.clients.get(managed.offer.provisioner)
+        retry_s = RETRY_S
+        while client is not None and managed.state is LifecycleState.TERMINATING:
+            machine = client.machines.get(managed.token)
+            if machine is not None and await client.terminate(machine):
+                self._reconciler.machine_terminated(client.name, managed.token)
+                break
+            reported_after_s = client.status_s - managed.state_since_s if client.status_s is not None else 0.0
+            if machine is None and reported_after_s > CONSISTENCY_S:
+                break
+            await asyncio.sleep(retry_s)
+            retry_s = min(MAX_RETRY_S, 2.0 * retry_s) if machine is not None else RETRY_S
+        self.controller.apply(managed, LifecycleEvent.GONE)
+
+    def remove_node(self, name: str) -> None:
+        self._nodes.remove_node(name)
+
+    # Events.
+
+    def state_changed(self, managed: ManagedNode, before: LifecycleState, event: LifecycleEvent) -> None:
+        fields = {"node": managed.log_name, "state": managed.state.value, "previous_state": before.value}
+        if event is LifecycleEvent.TIMED_OUT:
+            log.warning("node_state_timeout", **fields, reason=managed.reason)
+        elif event is LifecycleEvent.GONE and before in (LifecycleState.SERVING, LifecycleState.DRAINING):
+            log.warning("node_lost", "The autoscaler did not remove it.", **fields, reason=managed.reason)
+        else:
+            log.info("node_state_changed", **fields, reason=managed.reason)
+
+    def offer_failed(self, managed: ManagedNode, reason: str) -> None:
+        offer = f"{managed.offer.provisioner}/{managed.offer.name}"
+        log.warning("offer_failed", "The autoscaler does not use it for a while.", offer=offer, reason=reason)
+
+
+async def _logged(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await work
+    except Exception:
+        log.exception("scaling_task_failed")

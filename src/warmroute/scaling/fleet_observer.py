@@ -1,0 +1,250 @@
+"""Collects what a scaling decision is made from: the demand meter once an interval, and the fleet's current state.
+
+    DemandMeter (only grows)  ── read once an interval ──> Sample ── the samples of a window ──> WindowMetrics
+    Fleet, CacheView          ── current state ──────────> NodeView, one for each node
+
+The service and replay both use it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from math import inf
+
+import msgspec
+
+from warmroute.fleet.decode_speed import DEFAULT_SLOPE_MS
+from warmroute.fleet.demand import DemandMeter, percentile_ms
+from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.health import HealthState
+from warmroute.fleet.node import Node
+from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN
+from warmroute.index.cache_view import CacheView
+from warmroute.scaling.node_lifecycle import LifecycleState, ManagedNode
+from warmroute.scaling.offer import OfferKey
+
+COUNTERS = (
+    "arrived", "shed", "sent", "prompt_tokens", "cached_tokens", "prefill_work", "prefill_squares", "answers",
+    "decode_context",
+)  # fmt: skip
+"""Those of the demand meter that a sample has."""
+
+
+class NodeView(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of one node."""
+
+    name: str
+    island: str = "local"
+    gpu: str = ""
+    offer: OfferKey | None = None
+    """The offer it came from; None for a node that somebody else added, which the autoscaler never removes."""
+    usd_per_hour: float = 0.0
+    removable: bool = True
+    """Whether its provisioner could terminate it now."""
+    serving: bool = True
+    """Whether it accepts requests. A draining or unreachable node does not."""
+    draining: bool = False
+    unchecked: bool = False
+    """No health check has ended yet, so it counts as a pending node."""
+    reclaimed: bool = False
+    """Its cloud takes the machine back, whatever the autoscaler does."""
+    load: int = 0
+    queued: int = 0
+    """Requests that wait at the node."""
+    kv_usage: float = 0.0
+    """Fraction of its KV memory that running requests hold."""
+    ms_per_token: float = DEFAULT_MS_PER_TOKEN
+    learned: bool = False
+    """Whether its speed was measured."""
+    cache_blocks: int = 0
+    """Capacity of its cache; 0 if unknown."""
+    held_blocks: int = 0
+    oldest_age_s: float = 0.0
+    """Time since the last use of the block that it would evict next."""
+
+
+class Sample(msgspec.Struct):
+    """What happened within one interval."""
+
+    at_s: float
+    span_s: float
+    counts: list[float]
+    """Increase of each of COUNTERS."""
+    ttft: array[int]
+    latency: array[int]
+    waiting: int = 0
+    """Requests that wait at the router or at nodes, at its end."""
+    kv_usage: float = 0.0
+    """Fraction of the serving nodes' KV memory that running requests hold, at its end."""
+
+
+class WindowMetrics(msgspec.Struct, kw_only=True):
+    """What happened within a window; None for unknown values."""
+
+    span_s: float = 0.0
+    arrivals_per_s: float = 0.0
+    shed_per_s: float = 0.0
+    hit_ratio: float | None = None
+    prefill_work: float | None = None
+    """Mean prefill work of a request, in tokens of a short prompt."""
+    variation: float = 0.0
+    """Variance of that work divided by the square of its mean."""
+    decode_context: float | None = None
+    """Mean of output tokens × context of a request."""
+    ttft_p99_ms: float | None = None
+    latency_p99_ms: float | None = None
+    first_tokens: int = 0
+    arrivals: int = 0
+    waiting: float = 0.0
+    """Mean number of requests that wait at the router or at nodes."""
+    kv_usage: float = 0.0
+    """Mean fraction of the serving nodes' KV memory that running requests hold."""
+
+
+class FleetView(msgspec.Struct, kw_only=True):
+    """Everything that a decision is made from."""
+
+    now_s: float
+    stable: WindowMetrics
+    panic: WindowMetrics
+    nodes: tuple[NodeView, ...] = ()
+    waiting: int = 0
+    """Requests that wait at the router now, also for the first node."""
+    slope_ms: float = DEFAULT_SLOPE_MS
+    """Additional decode time per output token for each token of context (fleet/decode_speed.py)."""
+    idle_s: float = 0.0
+    """Time since the last request, or since the autoscaler started."""
+    reuse_within: Callable[[float], float] = lambda _age_s: 0.0
+    """Fraction of block uses that follow an earlier use within this many seconds (index/reuse.py)."""
+    reuse_chance: Callable[[float], float] = lambda _age_s: 0.0
+    """Probability that a block unused for this many seconds is used again."""
+    growth_per_s: float = 0.0
+    """Relative growth of the load per second; negative if it falls."""
+
+
+def summarize(samples: Iterable[Sample]) -> WindowMetrics:
+    """Return the metrics of a window."""
+    window = list(samples)
+    span_s = sum(sample.span_s for sample in window)
+    if span_s <= 0:
+        return WindowMetrics()
+    totals = [sum(column) for column in zip(*(sample.counts for sample in window), strict=True)]
+    total = dict(zip(COUNTERS, totals, strict=True))
+    ttft, latency = (
+        [sum(column) for column in zip(*(getattr(sample, name) for sample in window), strict=True)]
+        for name in ("ttft", "latency")
+    )
+    sent, answers = total["sent"], total["answers"]
+    work = total["prefill_work"] / sent if sent > 0 else 0.0
+    return WindowMetrics(
+        span_s=span_s,
+        arrivals=int(total["arrived"]),
+        arrivals_per_s=total["arrived"] / span_s,
+        shed_per_s=total["shed"] / span_s,
+        hit_ratio=total["cached_tokens"] / total["prompt_tokens"] if total["prompt_tokens"] > 0 else None,
+        prefill_work=work if sent > 0 else None,
+        variation=max(0.0, total["prefill_squares"] / sent / work**2 - 1.0) if work > 0 else 0.0,
+        decode_context=total["decode_context"] / answers if answers > 0 else None,
+        ttft_p99_ms=percentile_ms(ttft, 0.99),
+        latency_p99_ms=percentile_ms(latency, 0.99),
+        first_tokens=sum(ttft),
+        waiting=sum(sample.waiting * sample.span_s for sample in window) / span_s,
+        kv_usage=sum(sample.kv_usage * sample.span_s for sample in window) / span_s,
+    )
+
+
+class FleetObserver:
+    def __init__(
+        self, fleet: Fleet, cache_view: CacheView, demand_meter: DemandMeter, waiting: Callable[[], int]
+    ) -> None:
+        """`waiting` returns the number of requests that wait at the router."""
+        self._fleet = fleet
+        self._cache_view = cache_view
+        self._meter = demand_meter
+        self._waiting = waiting
+        self._counts = self._read()
+        self._ttft, self._latency = demand_meter.ttft_counts[:], demand_meter.latency_counts[:]
+        self._read_s: float | None = None
+        self._busy_s = inf
+        """Time of the last request. Idle time starts with the first sample."""
+
+    def _read(self) -> list[float]:
+        return [float(getattr(self._meter, name)) for name in COUNTERS]
+
+    def sample(self, now_s: float) -> Sample:
+        """Return what happened since the last sample."""
+        meter, fleet = self._meter, self._fleet
+        counts, ttft, latency = self._read(), meter.ttft_counts[:], meter.latency_counts[:]
+        span_s = max(0.0, now_s - self._read_s) if self._read_s is not None else 0.0
+        waiting = self._waiting()
+        usages = [node.kv_usage for node in fleet if not node.draining and node.health.state is HealthState.UP]
+        sample = Sample(
+            now_s,
+            span_s,
+            [after - before for after, before in zip(counts, self._counts, strict=True)],
+            _difference(ttft, self._ttft),
+            _difference(latency, self._latency),
+            waiting + sum(node.queued for node in fleet),
+            sum(usages) / len(usages) if usages else 0.0,
+        )
+        if self._read_s is None or sample.counts[0] or waiting or any(node.load for node in fleet):
+            self._busy_s = now_s
+        self._counts, self._ttft, self._latency, self._read_s = counts, ttft, latency, now_s
+        return sample
+
+    def view(
+        self, now_s: float, stable: WindowMetrics, panic: WindowMetrics, growth_per_s: float = 0.0,
+        managed: Iterable[ManagedNode] = (),
+    ) -> FleetView:  # fmt: skip
+        """Return the fleet's current state, without nodes that do not serve yet."""
+        fleet = self._fleet
+        slopes = [group.decode_speed.slope_ms for group in fleet.groups]
+        by_name: dict[str, ManagedNode] = {}
+        for one in managed:
+            by_name.setdefault(one.name, one)
+        managed_nodes = [(node, by_name.get(node.name)) for node in fleet]
+        return FleetView(
+            now_s=now_s,
+            stable=stable,
+            panic=panic,
+            nodes=tuple(self._node(node, one, now_s) for node, one in managed_nodes if one is None or not one.pending),
+            waiting=self._waiting(),
+            slope_ms=slopes[0] if slopes else DEFAULT_SLOPE_MS,
+            idle_s=max(0.0, now_s - self._busy_s),
+            reuse_within=self._cache_view.reuse.share_within,
+            reuse_chance=self._cache_view.reuse.chance,
+            growth_per_s=growth_per_s,
+        )
+
+    def _node(self, node: Node, managed: ManagedNode | None, now_s: float) -> NodeView:
+        cache = self._cache_view.cache(node.name)
+        capacity = cache.capacity_blocks if cache is not None else 0
+        held = max(0, cache.recency.capacity - cache.free_blocks) if cache is not None else 0
+        oldest_s = cache.oldest_s if cache is not None else now_s
+        # A node that is to be removed still accepts requests until its hot prefixes are on another node.
+        leaving = managed is not None and managed.state is LifecycleState.DRAINING
+        return NodeView(
+            name=node.name,
+            island=node.island,
+            gpu=node.config.gpu,
+            offer=managed.offer.key if managed is not None else None,
+            usd_per_hour=node.config.usd_per_hour,
+            removable=managed is None or managed.removable,
+            serving=not node.draining and not leaving and node.health.state is HealthState.UP,
+            draining=node.draining or leaving,
+            unchecked=not node.draining and node.health.state is HealthState.UNKNOWN,
+            reclaimed=managed is not None and managed.reclaimed,
+            load=node.load,
+            queued=node.queued,
+            kv_usage=node.kv_usage,
+            ms_per_token=node.speed.ms_per_token,
+            learned=node.speed.answers > 0,
+            cache_blocks=capacity,
+            held_blocks=held,
+            oldest_age_s=max(0.0, now_s - oldest_s) if oldest_s == oldest_s else 0.0,
+        )
+
+
+def _difference(after: array[int], before: array[int]) -> array[int]:
+    return array("q", [a - b for a, b in zip(after, before, strict=True)])

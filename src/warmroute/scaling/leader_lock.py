@@ -1,0 +1,47 @@
+"""A lock that decides which one of several processes on a machine scales the fleet. One process needs no lock."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+
+class LeaderLock:
+    """A locked file. The process holds it until it ends, however it ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+
+    def is_leader(self) -> bool:
+        """Return whether this process holds the lock; each call tries to get it. Raises OSError."""
+        if self._file is not None:
+            if self._is_current(self._file):
+                return True
+            self.release()  # somebody removed the file; the process that locks the new file leads
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(file)
+            if isinstance(error, BlockingIOError):
+                return False
+            raise
+        self._file = file
+        return self._is_current(file)
+
+    def _is_current(self, file: int) -> bool:
+        """Return whether the open file is still the one at the path."""
+        held = os.fstat(file)
+        try:
+            current = self._path.stat()
+        except FileNotFoundError:
+            return False
+        return (held.st_dev, held.st_ino) == (current.st_dev, current.st_ino)
+
+    def release(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None

@@ -1,0 +1,215 @@
+"""Carries out scaling decisions without I/O: it moves each managed node through its lifecycle and starts the action of
+each state through an Actuator. The service (controller_loop.py) and replay both drive it.
+
+    decision     add      request a machine                                       → REQUESTED
+                 remove                                                           → DRAINING, or TERMINATING
+    WARMING               prewarm: prefill the hot prefixes on the new node, then PREWARMED
+    SERVING               the router sends it requests
+    DRAINING              drain: prefill on other nodes what only this node holds, then stop routing, then DRAINED
+    TERMINATING           stop routing; terminate the machine, then GONE
+    TERMINATED            remove the node from the fleet
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import nan
+from typing import Protocol
+
+from warmroute.fleet.fleet import Fleet, UnknownNode
+from warmroute.fleet.health import HealthState
+from warmroute.fleet.node import Node
+from warmroute.index.hot_prefixes import HotPrefix
+from warmroute.scaling.autoscaler import Autoscaler
+from warmroute.scaling.node_lifecycle import LifecycleEvent, LifecycleState, ManagedNode
+from warmroute.scaling.offer import Offer
+from warmroute.scaling.scaling_decision import ScalingDecision
+
+IN_FLEET = (LifecycleState.LOADING, LifecycleState.WARMING, LifecycleState.SERVING)
+
+
+class Actuator(Protocol):
+    """The actions that need I/O or virtual time. A method starts its action and returns at once."""
+
+    def new_token(self) -> str: ...
+
+    def request_machine(self, managed: ManagedNode, reason: str) -> None:
+        """Then apply ACCEPTED, or GONE if the provisioner refuses."""
+
+    def prewarm(self, managed: ManagedNode) -> None:
+        """Do each of `prewarm_prefills`, then apply PREWARMED."""
+
+    def drain(self, managed: ManagedNode) -> None:
+        """Do each of `drain_prefills`, then call `stop_routing`, then apply DRAINED when the last request has ended."""
+
+    def terminate(self, managed: ManagedNode) -> None:
+        """Then apply GONE."""
+
+    def remove_node(self, name: str) -> object:
+        """Take the node out of the fleet."""
+
+    def state_changed(self, managed: ManagedNode, before: LifecycleState, event: LifecycleEvent) -> None: ...
+
+    def offer_failed(self, managed: ManagedNode, reason: str) -> None: ...
+
+
+class NodeController:
+    def __init__(
+        self, autoscaler: Autoscaler, fleet: Fleet, actuator: Actuator, now: Callable[[], float], *,
+        retry_at_once: bool = True,
+    ) -> None:  # fmt: skip
+        """`retry_at_once`: a failed request ends the cooldown, so that the next decision may request another node."""
+        self.autoscaler = autoscaler
+        self._fleet = fleet
+        self._actuator = actuator
+        self._now = now
+        self._retry_at_once = retry_at_once
+        self.added = self.removed = self.refused = self.lost = 0
+        """Nodes that began to serve, that were removed, whose request failed, that went without being removed."""
+
+    def execute(self, decision: ScalingDecision) -> None:
+        if decision.dry_run:
+            return
+        for addition in decision.additions:
+            self._request(addition.offer, addition.reason)
+        for removal in decision.removals:
+            managed = self.autoscaler.managed.named(removal.node)
+            if managed is not None:
+                self.apply(managed, LifecycleEvent.REMOVE, removal.reason)
+
+    def _request(self, offer: Offer, reason: str) -> None:
+        managed = self.autoscaler.managed.add(self._actuator.new_token(), offer, self._now())
+        self._actuator.request_machine(managed, reason)
+
+    def apply(self, managed: ManagedNode, event: LifecycleEvent, reason: str = "") -> None:
+        """Apply an event, and start what the new state requires. All state changes happen here."""
+        before, failed_before = managed.state, managed.failed_to_start
+        if not self.autoscaler.managed.apply(managed, event, self._now(), reason):
+            return
+        self._actuator.state_changed(managed, before, event)
+        if managed.failed_to_start and not failed_before:
+            refused = before is LifecycleState.REQUESTED
+            self.offer_failed(managed, managed.reason if refused else f"its node did not start: {managed.reason}")
+        match managed.state:
+            case LifecycleState.WARMING:
+                self._actuator.prewarm(managed)
+            case LifecycleState.SERVING:
+                self._start_routing(managed)
+            case LifecycleState.DRAINING:
+                self._actuator.drain(managed)
+            case LifecycleState.TERMINATING:
+                self.stop_routing(managed)
+                self._actuator.terminate(managed)
+            case LifecycleState.TERMINATED:
+                self._remove(managed, before)
+
+    def offer_failed(self, managed: ManagedNode, reason: str) -> None:
+        """The request for this node failed: its offer backs off."""
+        self.refused += 1
+        self._actuator.offer_failed(managed, reason)
+        self.autoscaler.offers.back_off(managed.offer.key, reason, self._now())
+        if self._retry_at_once:
+            self.autoscaler.scaler.request_failed()
+
+    def join(self, managed: ManagedNode, node: Node, url: str) -> None:
+        """The node has an address and is in the fleet, which checks its health from now on."""
+        managed.node, managed.url = node, url
+        self.apply(managed, LifecycleEvent.HAS_ADDRESS)
+
+    def fleet_node(self, managed: ManagedNode) -> Node | None:
+        """Return its node in the fleet; None if somebody removed it there, or added another one of the same name."""
+        try:
+            node = self._fleet.node(managed.name)
+        except UnknownNode:
+            return None
+        return node if node is managed.node else None
+
+    # Prefills.
+
+    def prewarm_prefills(self, managed: ManagedNode) -> Iterator[tuple[Node, HotPrefix]]:
+        """Yield what to prefill before the node serves, one after the other."""
+        node = self.fleet_node(managed)
+        for prefix in self.autoscaler.prefixes_to_prewarm(self._now()):
+            if node is None or managed.state is not LifecycleState.WARMING:
+                return
+            yield node, prefix
+
+    def drain_prefills(self, managed: ManagedNode) -> Iterator[tuple[Node, HotPrefix]]:
+        """Yield the hot prefixes that only this node holds, each with the least loaded node that stays. A machine that
+        its cloud reclaims has no time for it."""
+        if managed.reclaimed or self.fleet_node(managed) is None:
+            return
+        for prefix in self.autoscaler.prefixes_to_move(managed.name, self._now()):
+            leaving = self.autoscaler.draining_names
+            staying = [
+                node
+                for node in self._fleet
+                if not node.draining and node.health.state is HealthState.UP and node.name not in leaving
+            ]
+            if staying:
+                yield min(staying, key=lambda node: node.pending_work), prefix
+
+    # Routing.
+
+    def _start_routing(self, managed: ManagedNode) -> None:
+        node = self.fleet_node(managed)
+        if node is None:
+            return  # check_nodes removes it
+        self._fleet.drain(node.name, False)
+        self.added += 1
+        start_s = nan if managed.adopted else self._now() - managed.requested_s
+        self.autoscaler.offers.node_started(managed.offer.key, start_s)
+
+    def stop_routing(self, managed: ManagedNode) -> None:
+        """Send the node no new requests; running ones finish."""
+        node = self.fleet_node(managed)
+        if node is not None and managed.state is not LifecycleState.TERMINATED and not node.draining:
+            self._fleet.drain(node.name)
+        managed.routing_stopped = True
+
+    def _remove(self, managed: ManagedNode, before: LifecycleState) -> None:
+        if self.fleet_node(managed) is not None:
+            self._actuator.remove_node(managed.name)
+        if before is LifecycleState.TERMINATING and managed.serving_since_s is not None:
+            self.removed += 1
+        elif before in (LifecycleState.SERVING, LifecycleState.DRAINING):
+            self.lost += 1
+
+    # Checks.
+
+    def check_timeouts(self, now_s: float) -> None:
+        for managed in self.autoscaler.managed.timed_out(now_s):
+            self.apply(managed, LifecycleEvent.TIMED_OUT, f"it was {managed.state.value} for too long")
+
+    def check_nodes(self, now_s: float) -> None:
+        """Apply what the fleet shows of each node: loaded, unhealthy, drained, or removed by somebody."""
+        for managed in self.autoscaler.managed:
+            node = self.fleet_node(managed)
+            drains = managed.state is LifecycleState.DRAINING and managed.routing_stopped
+            if node is None:
+                if managed.state in IN_FLEET:
+                    self.apply(managed, LifecycleEvent.REMOVE, "somebody removed it from the fleet")
+                elif drains and (managed.node is None or not managed.node.inflight):
+                    self.apply(managed, LifecycleEvent.DRAINED)
+            elif managed.state is LifecycleState.LOADING and node.health.state is HealthState.UP and node.models:
+                self.apply(managed, LifecycleEvent.CHECK_PASSED)
+            elif managed.state is LifecycleState.SERVING:
+                self._check_health(managed, node, now_s)
+            elif drains:
+                if not node.draining:  # somebody ended the drain through the admin API
+                    self._fleet.drain(node.name)
+                if not node.load:
+                    self.apply(managed, LifecycleEvent.DRAINED)
+
+    def _check_health(self, managed: ManagedNode, node: Node, now_s: float) -> None:
+        """Remove a node that has been down for as long as loading may take: its machine is paid for. A half-open node
+        counts as down until its trial request passes, because an engine may pass all checks and fail all requests."""
+        if node.health.state is HealthState.HALF_OPEN:
+            return
+        if node.health.state is not HealthState.DOWN:
+            managed.unhealthy_since_s = None
+            return
+        if managed.unhealthy_since_s is None:
+            managed.unhealthy_since_s = now_s
+        if now_s - managed.unhealthy_since_s > self.autoscaler.config.load_timeout_s:
+            self.apply(managed, LifecycleEvent.REMOVE, f"it does not answer any more: {node.health.reason}")

@@ -1,0 +1,150 @@
+"""Selects the offer for the next node: the cheapest for its speed, of those that are available and start fast enough.
+
+    cost = usd_per_hour / weight · (1 + start_s / STAY_S)
+
+A machine costs money while it boots, so its start time counts against the time that it will stay. In panic mode the
+autoscaler skips offers that start more than twice as slowly as the fastest. An offer that was refused, or whose node
+failed to start, backs off: for `offer_backoff_s`, twice as long each time, until one of its nodes serves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import inf, isfinite
+from typing import Final
+
+import msgspec
+
+from warmroute.config import Scaling
+from warmroute.scaling.capacity import GpuSpeeds
+from warmroute.scaling.offer import Offer, OfferKey
+from warmroute.scaling.scaling_decision import PaidNode
+from warmroute.scaling.validate_offers import is_quantity, price_problem
+
+STAY_S: Final = 3600.0
+MAX_BACKOFF_S: Final = 3600.0
+"""Maximum time for which a failed offer is not used."""
+START_WEIGHT: Final = 0.3
+"""Weight of the latest measured start time against earlier ones."""
+PANIC_START_RATIO: Final = 2.0
+MIN_START_S: Final = 5.0
+
+
+class _Backoff(msgspec.Struct):
+    until_s: float
+    duration_s: float
+    reason: str
+
+
+class OfferSelector:
+    """All current offers, and how requests for them ended."""
+
+    def __init__(self, config: Scaling) -> None:
+        self._config = config
+        self._offers: tuple[Offer, ...] = ()
+        self._backoffs: dict[OfferKey, _Backoff] = {}
+        self._start_s: dict[OfferKey, float] = {}
+        self.problems: tuple[str, ...] = ()
+        """Why some offers are ignored."""
+
+    def reconfigure(self, config: Scaling) -> None:
+        self._config = config
+
+    def update_offers(self, offers: Iterable[Offer]) -> None:
+        """Replace the offers by these: all of all provisioners. Offers with impossible values are ignored."""
+        valid: dict[OfferKey, Offer] = {}
+        problems: list[str] = []
+        for offer in offers:
+            problem = price_problem(offer.usd_per_hour)
+            if not is_quantity(offer.start_s):
+                problem = f"has start_s {offer.start_s}"
+            if problem:
+                problems.append(f"ignoring offer {offer.provisioner}/{offer.name}: it {problem}")
+            else:
+                valid[offer.key] = offer
+        self._offers, self.problems = tuple(valid.values()), tuple(problems)
+
+    def back_off(self, key: OfferKey, reason: str, now_s: float) -> None:
+        """The request for a node of this offer failed: no capacity, no quota, an error, or it did not start."""
+        before = self._backoffs.get(key)
+        duration_s = min(MAX_BACKOFF_S, before.duration_s * 2.0) if before else self._config.offer_backoff_s
+        self._backoffs[key] = _Backoff(now_s + duration_s, duration_s, reason)
+
+    def node_started(self, key: OfferKey, start_s: float) -> None:
+        """A node of this offer serves, after this time (NaN where unknown)."""
+        self._backoffs.pop(key, None)
+        if is_quantity(start_s):
+            before = self._start_s.get(key, start_s)
+            self._start_s[key] = before + START_WEIGHT * (start_s - before)
+
+    @property
+    def offers(self) -> tuple[Offer, ...]:
+        return self._offers
+
+    def start_s(self, offer: Offer) -> float:
+        """Return the time from the request until the node serves: measured, or else the provisioner's estimate."""
+        return self._start_s.get(offer.key, offer.start_s)
+
+    def backing_off(self, now_s: float) -> dict[OfferKey, tuple[float, str]]:
+        """Return the offers that back off: until when, and why."""
+        return {key: (one.until_s, one.reason) for key, one in self._backoffs.items() if one.until_s > now_s}
+
+    def select(
+        self, paid: Sequence[PaidNode], speeds: GpuSpeeds, now_s: float, *, prefill_work: float = 0.0,
+        panicking: bool = False, island: str | None = None,
+    ) -> tuple[Offer | None, str]:  # fmt: skip
+        """Return the best offer, or None, and why. `island`: only offers there. `prefill_work`: that of an average
+        request, which the node has to finish within the TTFT limit."""
+        if not self._offers:
+            return None, "no provisioner offers nodes"
+        skipped: Counter[str] = Counter()
+        available: list[Offer] = []
+        limits = _Limits(self._config, paid)
+        for offer in self._offers:
+            backoff = self._backoffs.get(offer.key)
+            ms_per_token = speeds.ms_per_token(offer.gpu)
+            if island is not None and offer.island != island:
+                reason = f"not on island {island}"
+            elif backoff is not None and backoff.until_s > now_s:
+                reason = "backing off after a failure"
+            else:
+                reason = limits.reason_against(offer)
+                if not reason and ms_per_token and 0 < self._config.max_ttft_p99_ms < prefill_work * ms_per_token:
+                    reason = "too slow for max_ttft_p99_ms"
+            if reason:
+                skipped[reason] += 1
+            else:
+                available.append(offer)
+        if not available:
+            return None, "no offer is available: " + ", ".join(f"{n} × {why}" for why, n in skipped.most_common())
+        if panicking:
+            fastest_s = min(self.start_s(offer) for offer in available)
+            limit_s = PANIC_START_RATIO * max(MIN_START_S, fastest_s)
+            available = [offer for offer in available if self.start_s(offer) <= limit_s]
+        best = min(available, key=lambda offer: (self._cost(offer, speeds), self.start_s(offer), offer.key))
+        price = f"{best.usd_per_hour:g} USD/hour for {speeds.weight(best.gpu):.2g} × the usual speed"
+        return best, f"{best.provisioner}/{best.name}: cheapest of {len(available)} ({price})"
+
+    def _cost(self, offer: Offer, speeds: GpuSpeeds) -> float:
+        return offer.usd_per_hour / speeds.weight(offer.gpu) * (1.0 + self.start_s(offer) / STAY_S)
+
+
+class _Limits:
+    """What the configuration and the offers still allow beside the machines that are paid for."""
+
+    def __init__(self, config: Scaling, paid: Sequence[PaidNode]) -> None:
+        self._budget_usd_per_hour = config.budget_usd_per_hour
+        self._max_by_island = {one.island: one.max_nodes for one in config.islands}
+        self._by_island = Counter(one.island for one in paid if one.counts_toward_limit)
+        self._by_offer = Counter(one.offer for one in paid)
+        self._usd_per_hour = sum(one.usd_per_hour for one in paid if isfinite(one.usd_per_hour))
+
+    def reason_against(self, offer: Offer) -> str:
+        if self._by_island[offer.island] >= self._max_by_island.get(offer.island, inf):
+            return "island is full"
+        if offer.max_nodes is not None and self._by_offer[offer.key] >= offer.max_nodes:
+            return "offer is used up"
+        if self._budget_usd_per_hour and self._usd_per_hour + offer.usd_per_hour > self._budget_usd_per_hour:
+            return "over the budget"
+        return ""

@@ -1,0 +1,111 @@
+"""SkyPilot's catalog: a CSV file for each cloud with the price of each instance type by region. A price of 0 stands for
+an unknown one, and some spot prices are bid floors. Of several prices the lowest plausible one counts.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from warmroute.scaling.provisioner import ProvisionerError
+
+COLUMNS = ("InstanceType", "AcceleratorName", "AcceleratorCount", "Region", "Price", "SpotPrice")
+
+
+class CatalogRow(NamedTuple):
+    cloud: str
+    region: str
+    instance_type: str
+    gpu: str
+    gpus: int
+    spot: bool
+    usd_per_hour: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.cloud}/{self.region}/{self.instance_type}" + ("/spot" if self.spot else "")
+
+
+class CatalogFilter(NamedTuple):
+    gpu: str
+    """Empty: any."""
+    regions: frozenset[str]
+    instance_types: frozenset[str]
+    spot: tuple[bool, ...]
+    min_usd_per_gpu_hour: float
+    """A lower price is not plausible."""
+
+
+def catalog_folder(catalog_dir: str) -> Path:
+    """Return the folder with one folder for each cloud: that of the newest version, if there are versions."""
+    folder = Path(catalog_dir).expanduser()
+    versions = [one for one in folder.glob("v*") if re.fullmatch(r"v[0-9]+", one.name)]
+    return max(versions, key=lambda one: int(one.name[1:])) if versions else folder
+
+
+def read_catalog(path: Path, cloud: str, wanted: CatalogFilter) -> tuple[list[CatalogRow], list[str]]:
+    """Return the wanted rows of a cloud's file, one for each offer, and its problems. Raises ProvisionerError."""
+    best: dict[str, CatalogRow] = {}
+    without_type = invalid = 0
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            missing = set(COLUMNS) - set(reader.fieldnames or ())
+            if missing:
+                raise ProvisionerError(f"{path} is not a catalog of instances: no column {', '.join(sorted(missing))}")
+            for line in reader:
+                gpu, instance_type, region = (
+                    line["AcceleratorName"] or "",
+                    line["InstanceType"] or "",
+                    line["Region"] or "",
+                )
+                if not gpu or (wanted.gpu and gpu.lower() != wanted.gpu.lower()):
+                    continue
+                if wanted.regions and region not in wanted.regions:
+                    continue
+                if not instance_type:
+                    without_type += 1
+                    continue
+                if wanted.instance_types and instance_type not in wanted.instance_types:
+                    continue
+                try:
+                    gpus = int(float(line["AcceleratorCount"] or 1))
+                    prices = [(spot, line["SpotPrice" if spot else "Price"] or "") for spot in wanted.spot]
+                    rows = [
+                        CatalogRow(cloud, region, instance_type, gpu, gpus, spot, float(price))
+                        for spot, price in prices
+                        if price
+                    ]
+                except (ValueError, TypeError):
+                    invalid += 1
+                    continue
+                for row in rows:
+                    before = best.get(row.name)
+                    best[row.name] = row if before is None else _better((before, row), wanted.min_usd_per_gpu_hour)
+    except FileNotFoundError:
+        raise ProvisionerError(f"{path} does not exist: download it with `sky show-gpus --cloud {cloud}`") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ProvisionerError(f"cannot read {path}: {error}") from None
+    problems = []
+    if without_type:
+        problems.append(
+            f"{path}: ignoring {without_type} rows without an instance type (the cloud sells GPUs separately); "
+            "name the instance type in provisioners.prices"
+        )
+    if invalid:
+        problems.append(f"{path}: ignoring {invalid} rows whose prices or counts are not numbers")
+    return list(best.values()), problems
+
+
+def _better(rows: Iterable[CatalogRow], min_usd_per_gpu_hour: float) -> CatalogRow:
+    """Return the cheapest row with a plausible price, else any, whose price the validation then reports."""
+
+    def rank(row: CatalogRow) -> tuple[bool, float]:
+        usd = row.usd_per_hour
+        return not (math.isfinite(usd) and usd > 0 and usd >= min_usd_per_gpu_hour * row.gpus), usd
+
+    return min(rows, key=rank)

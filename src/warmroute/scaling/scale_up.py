@@ -1,0 +1,160 @@
+"""How many nodes the fleet needs in addition, and why.
+
+    reason                                                                                     nodes
+    ----------------------------------------------------------------------------------------   -----------------
+    requests wait and no node serves                                                           1, at once
+    utilisation is above `target_utilisation`, or the estimated wait above `max_mean_wait_ms`  as many as it takes
+    running requests fill more of the KV memory than `max_kv_usage`                            as many as it takes
+    `max_queue_per_node` requests wait per node, TTFT or latency is above its limit,           1 at a time
+    or the router rejects requests
+    the hit ratio is below `min_hit_ratio`, and more cache would raise it                      1 at a time
+
+Pending nodes count as if they served, except where requests wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil
+from typing import Final
+
+from warmroute.config import LOW_QUEUE_PER_NODE
+from warmroute.scaling.capacity import Demand, FleetSize
+from warmroute.scaling.scaling_decision import count_of_nodes
+from warmroute.scaling.scaling_inputs import ScalingInputs
+
+MIN_FIRST_TOKENS: Final = 20
+"""A p99 of fewer first tokens is unknown."""
+CACHE_FACTOR: Final = 1.5
+MIN_HIT_GAIN: Final = 0.02
+"""More cache helps if CACHE_FACTOR times as much raises the hit ratio by MIN_HIT_GAIN."""
+HEADROOM: Final = 0.85
+"""Where a limit is broken, nodes are added until the estimate is below this fraction of it."""
+MISSES_SAVED: Final = 0.1
+CACHE_STEP: Final = 0.2
+"""Where response times are over a limit and CACHE_FACTOR times the cache would save this fraction of the misses, the
+fleet lacks cache: it grows by CACHE_STEP instead of one node."""
+MIN_BUSY: Final = 0.5
+"""Fraction of `max_mean_wait_ms`. If the estimated wait is below it and no requests wait, more nodes would not help."""
+MAX_NODES: Final = 1024
+
+
+def nodes_needed(inputs: ScalingInputs) -> tuple[int, list[str]]:
+    """Return how many nodes to add, and the reasons."""
+    if not inputs.serving:
+        return _first_node(inputs)
+    config, size, demand = inputs.config, inputs.size, inputs.demand
+    weight, blocks = size.weight / inputs.node_count, size.blocks / inputs.node_count
+    needed, reasons = 0, []
+    windows = [("", demand)] + ([(" in the panic window", inputs.panic_demand)] if inputs.panicking else [])
+    for where, window in windows:
+        reason = _over_capacity(inputs, window, where)
+        if reason:
+            max_wait_ms = inputs.max_wait_ms(window, size)
+            needed = max(needed, _for_work(inputs, window, max_wait_ms, weight, blocks))
+            reasons.append(reason)
+    kv_usage = demand.kv_usage(size)
+    if kv_usage > config.max_kv_usage:
+        needed = max(needed, _until(lambda s: demand.kv_usage(s) <= config.max_kv_usage, size, weight, blocks))
+        reasons.append(f"running requests fill {kv_usage:.0%} of KV memory, limit {config.max_kv_usage:.0%}")
+    symptoms = _symptoms(inputs)
+    if symptoms:
+        reasons.extend(symptoms)
+        if not inputs.pending:
+            needed = max(needed, _for_symptoms(inputs))
+    hit_reason, more_cache_helps = _low_hit_ratio(inputs)
+    if hit_reason:
+        reasons.append(hit_reason)
+        if more_cache_helps and not inputs.pending:
+            needed = max(needed, 1)
+    return needed, reasons
+
+
+def _first_node(inputs: ScalingInputs) -> tuple[int, list[str]]:
+    view, pending = inputs.view, len(inputs.pending)
+    scaled_to_zero = 0 < inputs.config.scale_to_zero_after_s <= view.idle_s
+    if not view.waiting and (scaled_to_zero or not view.stable.arrivals_per_s):
+        return 0, []
+    if pending:
+        return 0, [f"{view.waiting} requests wait for the first node; {count_of_nodes(pending)} starting"]
+    return 1, [f"{view.waiting} requests wait and no node serves"]
+
+
+def _over_capacity(inputs: ScalingInputs, demand: Demand, where: str) -> str:
+    """Return what the work exceeds, or an empty string."""
+    limit, growth = inputs.config.target_utilisation, inputs.growth
+    used = demand.utilisation(inputs.size, growth)
+    wait_ms = demand.wait_ms(inputs.size, growth)
+    max_wait_ms = inputs.max_wait_ms(demand, inputs.size)
+    forecast = f" (forecast: {growth:.0%} of the current load when a new node serves)" if growth > 1.005 else ""
+    if used > limit:
+        return f"utilisation{where} is {used:.0%}, limit {limit:.0%}{forecast}"
+    if wait_ms > max_wait_ms:
+        return f"estimated wait{where} is {wait_ms:,.0f} ms, limit {max_wait_ms:,.0f} ms{forecast}"
+    return ""
+
+
+def _symptoms(inputs: ScalingInputs) -> list[str]:
+    """Return what clients notice, whatever the utilisation is."""
+    config, stable, demand, size = inputs.config, inputs.view.stable, inputs.demand, inputs.size
+    found = []
+    queue = stable.waiting / len(inputs.serving)
+    if queue > config.max_queue_per_node:
+        found.append(f"{queue:.1f} requests wait per node, limit {config.max_queue_per_node:g}")
+    busy = queue > LOW_QUEUE_PER_NODE or demand.wait_ms(size) > MIN_BUSY * inputs.max_wait_ms(demand, size)
+    for name, value, limit in (
+        ("TTFT", stable.ttft_p99_ms, config.max_ttft_p99_ms),
+        ("latency", stable.latency_p99_ms, config.max_latency_p99_ms),
+    ):
+        if limit and value is not None and value > limit and stable.first_tokens >= MIN_FIRST_TOKENS and busy:
+            found.append(f"{name} p99 is {value:,.0f} ms, limit {limit:,.0f} ms")
+    if stable.shed_per_s > 0:
+        found.append(f"the router rejects {stable.shed_per_s:.2g} requests/s")
+    return found
+
+
+def _low_hit_ratio(inputs: ScalingInputs) -> tuple[str, bool]:
+    """Return why the hit ratio is too low, or an empty string, and whether more cache would raise it."""
+    stable, minimum = inputs.view.stable, inputs.config.min_hit_ratio
+    ratio = stable.hit_ratio
+    if ratio is None or ratio >= minimum or stable.arrivals_per_s <= 0 or stable.first_tokens < MIN_FIRST_TOKENS:
+        return "", False
+    reason = f"hit ratio is {ratio:.0%}, minimum {minimum:.0%}"
+    now, then = _hit_ratios(inputs)
+    if now is None or then is None or then - now < MIN_HIT_GAIN:
+        return f"{reason}; more cache would not help, because few blocks are reused", False
+    return f"{reason}; {CACHE_FACTOR:g} × the cache would raise it to {then:.0%}", True
+
+
+def _for_symptoms(inputs: ScalingInputs) -> int:
+    """Return how many nodes to try where the utilisation does not explain the symptoms."""
+    now, then = _hit_ratios(inputs)
+    if now is None or then is None or 1.0 - then > (1.0 - MISSES_SAVED) * (1.0 - now):
+        return 1
+    return max(1, ceil(CACHE_STEP * len(inputs.serving)))
+
+
+def _hit_ratios(inputs: ScalingInputs) -> tuple[float | None, float | None]:
+    """Return the hit ratio with the current cache, and with CACHE_FACTOR times as much."""
+    size = inputs.size
+    larger = FleetSize(CACHE_FACTOR * size.weight, CACHE_FACTOR * size.blocks)
+    return inputs.demand.hit_ratio(size), inputs.demand.hit_ratio(larger)
+
+
+def _for_work(inputs: ScalingInputs, demand: Demand, max_wait_ms: float, weight: float, blocks: float) -> int:
+    growth, limit = inputs.growth, inputs.config.target_utilisation
+
+    def enough(larger: FleetSize) -> bool:
+        fast = demand.wait_ms(larger, growth) <= HEADROOM * max_wait_ms
+        return fast and demand.utilisation(larger, growth) <= HEADROOM * limit
+
+    return _until(enough, inputs.size, weight, blocks)
+
+
+def _until(enough: Callable[[FleetSize], bool], size: FleetSize, weight: float, blocks: float) -> int:
+    """Return how many average nodes to add until the fleet is large enough."""
+    for count in range(1, MAX_NODES + 1):
+        size = size.plus(weight, blocks)
+        if enough(size):
+            return count
+    return MAX_NODES

@@ -1,0 +1,243 @@
+"""Decides once an interval whether to add or remove nodes. No I/O.
+
+scale_up.py says how many nodes the demand needs, scale_down.py which nodes the fleet could do without. This module adds
+the limits: minimums by configuration, schedule and island, `max_nodes`, the budget, step sizes and cooldowns.
+
+All machines that are paid for count toward `max_nodes` and the budget, also those that do not answer, drain or
+terminate. A machine that its cloud reclaims does not count.
+
+The demand includes its trend until a node that is requested now would serve. In panic mode (the short window needs
+PANIC_RATIO times the current nodes) the short window counts too, and no node is removed. After a change, no node is
+added for `cooldown_up_s` and none is removed for `cooldown_down_s`. A node is removed only if it was spare for all of
+`cooldown_down_s`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Final
+
+from warmroute.config import LOW_QUEUE_PER_NODE, Scaling
+from warmroute.scaling.fleet_observer import FleetView
+from warmroute.scaling.node_schedule import scheduled_min_nodes
+from warmroute.scaling.offer_selection import OfferSelector
+from warmroute.scaling.sanitize_metrics import sanitize
+from warmroute.scaling.scale_down import RemovalCandidate, exchange_candidate, paid_node, removable_nodes
+from warmroute.scaling.scale_up import nodes_needed
+from warmroute.scaling.scaling_decision import (
+    AddNode,
+    PaidNode,
+    PendingNode,
+    RemoveNode,
+    ScalingDecision,
+    count_of_nodes,
+)
+from warmroute.scaling.scaling_inputs import ScalingInputs
+
+PANIC_RATIO: Final = 1.5
+"""Panic mode starts if the panic window needs this many times the current nodes."""
+MIN_PANIC_ARRIVALS: Final = 8
+"""Fewer arrivals cause no panic: one long prompt is none."""
+MAX_GROWTH: Final = 2.0
+
+
+class Scaler:
+    def __init__(self, config: Scaling, offers: OfferSelector) -> None:
+        self._offers = offers
+        self._added_s = self._removed_s = float("-inf")
+        """When nodes were last added and removed."""
+        self._panic_until_s = float("-inf")
+        self._desired_elsewhere: int | None = None
+        """The last changed number of desired nodes, where somebody else adds and removes nodes."""
+        self._spare: deque[tuple[float, int]] = deque()
+        """How many nodes were spare at each decision within the last `cooldown_down_s`."""
+        self.reconfigure(config)
+
+    def reconfigure(self, config: Scaling) -> None:
+        self._config = config
+        self._offers.reconfigure(config)
+
+    def request_failed(self) -> None:
+        """A requested node does not come: the next request need not wait for the cooldown."""
+        self._added_s = float("-inf")
+
+    def decide(
+        self, view: FleetView, pending: Sequence[PendingNode] = (), wall_s: float = 0.0,
+        terminating: Sequence[PaidNode] = (),
+    ) -> ScalingDecision:  # fmt: skip
+        """`wall_s`: seconds since 1970, for the schedule. `terminating`: machines that are paid for and not in the
+        view."""
+        config = self._config
+        problems: list[str] = [*self._offers.problems]
+        view = sanitize(view, problems)
+        inputs = ScalingInputs(config, view, pending, self._growth(view))
+        inputs.panicking = self._panicking(inputs)
+        decision = ScalingDecision(
+            at_s=view.now_s,
+            desired_nodes=inputs.node_count,
+            nodes=inputs.node_count,
+            dry_run=config.dry_run,
+            utilisation=inputs.demand.utilisation(inputs.serving_size),
+            panicking=inputs.panicking,
+            invalid_inputs=tuple(problems),
+        )
+        missing, not_offered = self._missing_by_island(inputs)
+        any_island = max(config.min_nodes, scheduled_min_nodes(config.hours, wall_s))
+        by_island = sum(one.min_nodes for one in config.islands) - sum(not_offered.values())
+        minimum = self._minimum(inputs, min(max(any_island, by_island), config.max_nodes))
+        needed, reasons = nodes_needed(inputs)
+        if inputs.node_count < minimum:
+            needed = max(needed, min(any_island, minimum) - inputs.node_count)
+            running = "running or starting" if inputs.pending else "running"
+            reasons.append(f"{count_of_nodes(inputs.node_count)} {running}, minimum is {minimum}")
+        obstacles = [
+            f"island {island} needs {count_of_nodes(count)} more, and no provisioner offers nodes there"
+            for island, count in not_offered.items()
+        ]
+        paid = _paid_nodes(inputs, terminating)
+        blocked = False
+        if needed > 0 or missing:
+            blocked = self._add(decision, inputs, paid, needed, missing, reasons, obstacles)
+        if needed > 0 or (missing and not blocked):
+            self._spare.clear()
+        else:  # also where only an island misses nodes, and none is available for it
+            candidates, reason = removable_nodes(inputs, minimum, any_node=not self._offers.offers)
+            exchange = missing and not candidates and not inputs.pending and len(inputs.serving) > 1
+            if exchange and not inputs.panicking:
+                candidates, reason = exchange_candidate(inputs, paid, missing, self._offers)
+            if reason:
+                reasons.append(reason)
+            self._remove(decision, candidates, minimum, reasons)
+        if not self._offers.offers:
+            self._hold_desired(decision)
+        decision.reasons, decision.obstacles = (*reasons, *obstacles), tuple(obstacles)
+        return decision
+
+    def _hold_desired(self, decision: ScalingDecision) -> None:
+        """Without offers somebody else scales the fleet by `desired_nodes`: keep it until the fleet has reached it, or
+        until the cooldown ends."""
+        changed_s = max(self._added_s, self._removed_s)
+        if decision.desired_nodes != decision.nodes:
+            self._desired_elsewhere = decision.desired_nodes
+        elif decision.at_s - changed_s < self._config.cooldown_down_s and self._desired_elsewhere is not None:
+            decision.desired_nodes = self._desired_elsewhere
+        else:
+            self._desired_elsewhere = None
+
+    def _growth(self, view: FleetView) -> float:
+        """Return the load when a node that is requested now would serve, relative to the current load."""
+        starts_s = [self._offers.start_s(offer) for offer in self._offers.offers]
+        ahead_s = min(starts_s, default=0.0) + self._config.interval_s
+        return min(MAX_GROWTH, max(1.0, 1.0 + view.growth_per_s * ahead_s))
+
+    def _panicking(self, inputs: ScalingInputs) -> bool:
+        config, view, demand = self._config, inputs.view, inputs.panic_demand
+        limit = config.target_utilisation * PANIC_RATIO
+        over = demand.utilisation(inputs.size, inputs.growth) > limit and demand.known
+        queued = view.panic.waiting > LOW_QUEUE_PER_NODE * max(1, len(view.nodes))
+        if over and queued and view.panic.arrivals >= MIN_PANIC_ARRIVALS:
+            self._panic_until_s = view.now_s + config.stable_window_s
+        return view.now_s < self._panic_until_s
+
+    def _minimum(self, inputs: ScalingInputs, minimum: int) -> int:
+        config, view = self._config, inputs.view
+        idle = config.scale_to_zero_after_s > 0 and view.idle_s >= config.scale_to_zero_after_s
+        if minimum == 0 and not (idle and not view.waiting) and (view.waiting or inputs.serving):
+            return 1
+        return minimum
+
+    def _missing_by_island(self, inputs: ScalingInputs) -> tuple[dict[str, int], dict[str, int]]:
+        """Return how many nodes islands miss: those with offers, and those without. The latter block nothing. Where
+        there are no offers at all, somebody else adds nodes."""
+        current = Counter(node.island for node in inputs.serving) + Counter(one.island for one in inputs.pending)
+        offered = {offer.island for offer in self._offers.offers}
+        missing: dict[str, int] = {}
+        not_offered: dict[str, int] = {}
+        for one in self._config.islands:
+            if current[one.island] < one.min_nodes:
+                found = missing if not offered or one.island in offered else not_offered
+                found[one.island] = one.min_nodes - current[one.island]
+        return missing, not_offered
+
+    def _add(
+        self, decision: ScalingDecision, inputs: ScalingInputs, paid: list[PaidNode], needed: int,
+        missing: dict[str, int], reasons: list[str], obstacles: list[str],
+    ) -> bool:  # fmt: skip
+        """Add `needed` nodes; those that islands miss come first and count among them. Return whether no node is
+        available, for another reason than a cooldown."""
+        config, view = self._config, inputs.view
+        desired = min(decision.nodes + max(needed, sum(missing.values())), config.max_nodes)
+        decision.desired_nodes = max(decision.nodes, desired)
+        if desired <= decision.nodes:
+            obstacles.append(f"maximum of {count_of_nodes(config.max_nodes)} reached")
+            return True
+        paid = list(paid)
+        machines = sum(one.counts_toward_limit for one in paid)
+        if machines >= config.max_nodes and self._offers.offers:
+            unused = machines - decision.nodes
+            obstacles.append(
+                f"maximum of {count_of_nodes(config.max_nodes)} reached; {unused} of them do not answer or are leaving"
+            )
+            return True
+        no_nodes = inputs.node_count == 0
+        wait_s = config.cooldown_up_s - (view.now_s - max(self._added_s, self._removed_s))
+        if wait_s > 0 and not no_nodes:
+            reasons.append(f"cooldown: the last change was less than {config.cooldown_up_s:g} s ago")
+            return False
+        additions: list[AddNode] = []
+        at_once = min(desired - decision.nodes, config.max_nodes - machines, config.max_step_up)
+
+        def add(count: int, island: str | None) -> None:
+            for _ in range(count):
+                offer, reason = self._offers.select(
+                    paid,
+                    inputs.speeds,
+                    view.now_s,
+                    prefill_work=view.stable.prefill_work or 0.0,
+                    panicking=inputs.panicking or no_nodes,
+                    island=island,
+                )
+                if offer is None:
+                    if reason not in obstacles:
+                        obstacles.append(reason)
+                    return
+                additions.append(AddNode(offer, reason))
+                paid.append(PaidNode(offer.key, offer.island, offer.usd_per_hour))
+
+        for island, count in missing.items():
+            add(min(count, at_once - len(additions)), island)
+        add(min(needed, at_once) - len(additions), None)
+        if additions:
+            self._added_s = view.now_s
+            decision.additions = tuple(additions)
+        return not additions
+
+    def _remove(
+        self, decision: ScalingDecision, candidates: Sequence[RemovalCandidate], minimum: int, reasons: list[str]
+    ) -> None:
+        """Remove those candidates that were spare for the whole cooldown."""
+        config, now_s, spare = self._config, decision.at_s, self._spare
+        spare.append((now_s, len(candidates)))
+        while spare and spare[0][0] < now_s - config.cooldown_down_s:
+            spare.popleft()
+        always_spare = min(count for _, count in spare)
+        if not always_spare:
+            return
+        if now_s - max(self._added_s, self._removed_s) < config.cooldown_down_s:
+            reasons.append(f"cooldown: the last change was less than {config.cooldown_down_s:g} s ago")
+            return
+        if now_s - spare[0][0] < config.cooldown_down_s - 1.5 * config.interval_s and minimum:
+            reasons.append(f"nodes have to be spare for {config.cooldown_down_s:g} s")
+            return
+        chosen = candidates[: min(always_spare, config.max_step_down)]
+        decision.removals = tuple(RemoveNode(one.node.name, one.reason) for one in chosen)
+        decision.desired_nodes = decision.nodes - len(chosen)
+        self._removed_s = now_s
+        spare.clear()
+
+
+def _paid_nodes(inputs: ScalingInputs, terminating: Sequence[PaidNode]) -> list[PaidNode]:
+    current = [paid_node(node) for node in inputs.view.nodes if not node.unchecked]
+    pending = [PaidNode(one.offer, one.island, one.usd_per_hour) for one in inputs.pending]
+    return [*current, *pending, *terminating]

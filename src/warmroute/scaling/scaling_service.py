@@ -1,0 +1,196 @@
+"""Scaling in the service: creates the autoscaler, its control loop, the provisioners and KEDA's scaler from the
+configuration, and describes their state for the admin API and the metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from warmroute.config import Config, ConfigError
+from warmroute.event_log import EventLog
+from warmroute.fleet.demand import DemandMeter
+from warmroute.fleet.fleet import Fleet
+from warmroute.index.cache_view import CacheView
+from warmroute.index.hot_prefixes import HotPrefixes
+from warmroute.scaling.autoscaler import Autoscaler
+from warmroute.scaling.controller_loop import ControllerLoop, NodeRegistry
+from warmroute.scaling.leader_lock import LeaderLock
+from warmroute.scaling.node_lifecycle import LifecycleState
+from warmroute.scaling.prewarm import Post, PrefixPrefiller
+from warmroute.scaling.provisioner_client import ProvisionerClient
+from warmroute.scaling.provisioners import create_provisioner
+
+log = EventLog("warmroute.scaling")
+
+
+class ScalingStats(msgspec.Struct, frozen=True):
+    """For the metrics."""
+
+    desired_nodes: int
+    states: dict[str, int]
+    usd_per_hour: float
+    utilisation: float
+    added: int
+    removed: int
+    refused: int
+    lost: int
+    leading: bool
+
+
+class ScalingService:
+    def __init__(
+        self, config: Config, fleet: Fleet, cache_view: CacheView, nodes: NodeRegistry, post: Post,
+        waiting: Callable[[], int], set_first_node_wait: Callable[[float], None],
+    ) -> None:  # fmt: skip
+        """`waiting`: number of requests that wait at the router. Raises ConfigError if a provisioner cannot be
+        created."""
+        self._config = config
+        self._fleet = fleet
+        self.demand_meter = DemandMeter()
+        self.hot = HotPrefixes() if config.scaling.prewarm_prefixes else None
+        self._waiting = waiting
+        self._set_first_node_wait = set_first_node_wait
+        self.autoscaler = Autoscaler(config.scaling, fleet, cache_view, self.demand_meter, self.hot, waiting)
+        now = time.monotonic
+        clients = [
+            ProvisionerClient(create_provisioner(one), one.timeout_s, now, one.api_key_env)
+            for one in config.provisioners
+        ]
+        lock_file = config.scaling.lock_file
+        self._lock = LeaderLock(Path(lock_file).expanduser()) if lock_file else None
+        is_leader = self._lock.is_leader if self._lock is not None else lambda: True
+        self.loop = ControllerLoop(
+            self.autoscaler, clients, fleet, nodes, PrefixPrefiller(post), now, is_leader, self._update_first_node_wait
+        )
+        self._update_first_node_wait()
+        self._task: asyncio.Task[None] | None = None
+        self._keda: Any = None
+
+    @property
+    def first_node_wait_s(self) -> float:
+        """How long a request waits at this process for the first node; 0 if none would come. None comes in a dry run,
+        or if another process leads and its provisioners add nodes to its own fleet. Without provisioners somebody else
+        adds nodes, to every process."""
+        scaling = self.autoscaler.config
+        nodes_come = self._lock is None or self.loop.leading or not self.loop.clients
+        return scaling.first_node_wait_s if nodes_come and not scaling.dry_run else 0.0
+
+    def _update_first_node_wait(self) -> None:
+        self._set_first_node_wait(self.first_node_wait_s)
+
+    async def start(self) -> None:
+        """Raises ConfigError if the lock file cannot be opened, or if KEDA's port is taken."""
+        scaling = self._config.scaling
+        if self._lock is not None:
+            try:
+                self._lock.is_leader()
+            except OSError as error:
+                raise ConfigError(f"scaling.lock_file: {scaling.lock_file}: {error.strerror}") from None
+        if scaling.keda_port:
+            try:
+                from warmroute.scaling.keda import KedaScaler
+            except ImportError as error:
+                raise ConfigError(f"scaling.keda_port needs {error.name}: install warmroute[keda]") from None
+            self._keda = KedaScaler(lambda: self.autoscaler.desired_nodes)
+            await self._keda.start(scaling.keda_host, scaling.keda_port)
+            log.info("keda_listening", address=f"{scaling.keda_host}:{self._keda.port}")
+        self._task = asyncio.get_running_loop().create_task(self.loop.run())
+        log.info(
+            "scaling_started",
+            min_nodes=scaling.min_nodes,
+            max_nodes=scaling.max_nodes,
+            provisioners=",".join(self.loop.clients) or "none",
+            dry_run=scaling.dry_run,
+        )
+
+    def reconfigure(self, config: Config) -> None:
+        before, after = self._config.scaling, config.scaling
+        changed = ["[[provisioners]]"] if config.provisioners != self._config.provisioners else []
+        fixed = ("lock_file", "keda_host", "keda_port")
+        changed += [f"scaling.{name}" for name in fixed if getattr(before, name) != getattr(after, name)]
+        if changed:
+            log.warning("restart_needed", "These settings change only after a restart.", settings=", ".join(changed))
+        self._config = config
+        self.autoscaler.reconfigure(config.scaling)
+        self._update_first_node_wait()
+
+    async def close(self) -> None:
+        """Leave all nodes as they are: the next router adopts them."""
+        if self._task is not None:
+            self._task.cancel()
+        await self.loop.close()
+        if self._keda is not None:
+            await self._keda.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def stats(self) -> ScalingStats:
+        autoscaler, controller = self.autoscaler, self.loop.controller
+        last = autoscaler.last_decision
+        states = Counter(managed.state for managed in autoscaler.managed)
+        return ScalingStats(
+            desired_nodes=autoscaler.desired_nodes,
+            states={state.value: states[state] for state in LifecycleState if state is not LifecycleState.TERMINATED},
+            usd_per_hour=sum(node.config.usd_per_hour for node in self._fleet),
+            utilisation=last.utilisation if last is not None else 0.0,
+            added=controller.added,
+            removed=controller.removed,
+            refused=controller.refused,
+            lost=controller.lost,
+            leading=self.loop.leading,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Return the state for the admin API."""
+        autoscaler, now_s = self.autoscaler, time.monotonic()
+        last = autoscaler.last_decision
+        backing_off = autoscaler.offers.backing_off(now_s)
+        return {
+            "enabled": True,
+            "leading": self.loop.leading,
+            "dry_run": autoscaler.config.dry_run,
+            "desired_nodes": autoscaler.desired_nodes,
+            "waiting_requests": self._waiting(),
+            "last_decision": None
+            if last is None
+            else {
+                "age_s": round(now_s - last.at_s, 1),
+                "nodes": last.nodes,
+                "utilisation": round(last.utilisation, 3),
+                "panicking": last.panicking,
+                "reasons": last.reasons,
+                "invalid_inputs": last.invalid_inputs,
+            },
+            "nodes": [
+                {
+                    "node": managed.name,
+                    "token": managed.token,
+                    "state": managed.state.value,
+                    "state_age_s": round(now_s - managed.state_since_s, 1),
+                    "offer": f"{managed.offer.provisioner}/{managed.offer.name}",
+                    "reason": managed.reason,
+                }
+                for managed in autoscaler.managed
+            ],
+            "offers": [
+                {
+                    "offer": f"{offer.provisioner}/{offer.name}",
+                    "island": offer.island,
+                    "gpu": offer.gpu,
+                    "spot": offer.spot,
+                    "usd_per_hour": offer.usd_per_hour,
+                    "start_s": round(autoscaler.offers.start_s(offer), 1),
+                    "backoff_s": round(backing_off[offer.key][0] - now_s, 1) if offer.key in backing_off else 0.0,
+                    "reason": backing_off[offer.key][1] if offer.key in backing_off else "",
+                }
+                for offer in autoscaler.offers.offers
+            ],
+            "errors": {name: client.error for name, client in self.loop.clients.items() if client.error},
+        }

@@ -1,0 +1,102 @@
+"""Reloads the configuration of the running service: on SIGHUP, on POST /admin/reload, and when the file changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from warmroute.config import Config, ConfigError, keys_needing_restart
+from warmroute.event_log import EventLog
+from warmroute.telemetry import log as logs
+
+if TYPE_CHECKING:
+    from warmroute.service.service import Service
+
+log = EventLog("warmroute.service")
+FILE_CHECK_S = 0.5
+
+
+class ConfigReload:
+    def __init__(self, service: Service, read_config: Callable[[], Config]) -> None:
+        self._service = service
+        self.read_config = read_config
+        self.started_with = self.current = read_config()
+
+    def reload(self) -> str | None:
+        """Apply a changed configuration. Running requests continue. Return the error if the configuration is invalid:
+        then the previous one stays."""
+        service, before = self._service, self.current
+        try:
+            config = self.read_config()
+            if config.upstream != before.upstream:
+                service.pools.reconfigure(config.upstream)
+        except ConfigError as error:
+            log.error("config_rejected", "The router keeps the previous configuration.", reason=error)
+            return str(error)
+        if config == before:
+            return None
+        self.current = config
+        if keys := self.needs_restart():
+            log.warning("restart_required", "These changes take effect after a restart.", keys=",".join(keys))
+        added, removed = self._apply(config, before)
+        log.info("config_reloaded", nodes_added=added, nodes_removed=removed)
+        return None
+
+    def _apply(self, config: Config, before: Config) -> tuple[int, int]:
+        service = self._service
+        service.listener.limits = service.admin_listener.limits = config.limits
+        routes_changed = config.routes != before.routes
+        if config.routing != before.routing or config.price != before.price or routes_changed:
+            service.router.reconfigure(config.routing, config.price, config.routes)
+        if config.admission != before.admission or routes_changed:
+            service.admission.reconfigure(config.admission, config.routes)
+        if config.index != before.index:
+            service.cache_view.reconfigure(config.index)
+        if config.prompts != before.prompts or config.models != before.models:
+            service.prompt_reader.reconfigure(config.prompts)
+            service.tokenizer_registry.reconfigure(config.prompts, config.models)
+        if config.log != before.log:
+            logs.set_up(config.log)
+        service.journal.reconfigure(config.journal)
+        if config.islands != before.islands or config.island_affinity != before.island_affinity:
+            service.fleet.islands.reconfigure(config.islands, config.island_affinity)
+        if config.scaling.enabled and service.scaling is not None:
+            service.scaling.reconfigure(config)
+        service.proxy.reconfigure(config)
+        service.watcher.reconfigure(config)
+        changed = service.nodes.reconfigure(config.nodes, config.health)
+        service.pools.drop_changed_keys()
+        return changed
+
+    def needs_restart(self) -> list[str]:
+        """Return the changed keys that take effect only after a restart."""
+        return keys_needing_restart(self.started_with, self.current)
+
+    def api_key_envs(self) -> set[str]:
+        """Return the environment variables with API keys. Provisioners do not change until a restart."""
+        provisioners = (*self.current.provisioners, *self.started_with.provisioners)
+        return {node.api_key_env for node in self.current.nodes} | {one.api_key_env for one in provisioners}
+
+    async def watch_file(self, path: Path) -> None:
+        """Reload when the file has changed and then stayed the same for FILE_CHECK_S: it may be half written before."""
+        loaded = previous = _file_version(path)
+        while True:
+            await asyncio.sleep(FILE_CHECK_S)
+            version = _file_version(path)
+            settled, previous = version == previous, version
+            if version != loaded and settled:
+                loaded = version
+                try:
+                    self.reload()
+                except Exception:
+                    log.exception("config_reload_failed", file=path)
+
+
+def _file_version(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,0 +1,56 @@
+"""Work that the router does every few milliseconds, apart from requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from warmroute.event_log import EventLog
+from warmroute.fleet.fleet import Fleet
+from warmroute.index.cache_view import CacheView
+from warmroute.prompt.tokenizer_registry import TokenizerRegistry
+from warmroute.routing.admission import TICK_S, Admission
+
+log = EventLog("warmroute.service")
+CLEAN_UP_S = 0.25
+
+
+async def run_admission(admission: Admission, fleet: Fleet) -> None:
+    """Send waiting requests to nodes that got room without an event: after a poll, or because they are new."""
+    while True:
+        await asyncio.sleep(TICK_S)
+        try:
+            admission.tick(list(fleet), time.monotonic())
+        except Exception:
+            log.exception("admission_tick_failed", "The router tries again.")
+
+
+async def run_clean_up(cache_view: CacheView, tokenizer_registry: TokenizerRegistry) -> None:
+    """Expire old entries of the cache index, verify tokenizers, and log nodes whose KV events are unusable."""
+    token_mismatch: set[str] = set()
+    missing_events: set[str] = set()
+    while True:
+        await asyncio.sleep(CLEAN_UP_S)
+        try:
+            cache_view.tidy(time.monotonic())
+            before, missing_events = missing_events, {cache.name for cache in cache_view.nodes_missing_events()}
+            for name in sorted(missing_events - before):
+                log.warning(
+                    "kv_events_missing",
+                    "The node sends no KV events although it prefilled prompts. Until events arrive, the router infers "
+                    "its cache from routed requests.",
+                    node=name,
+                )
+            for cache in cache_view.nodes_with_token_mismatch():
+                if cache.name not in token_mismatch:
+                    token_mismatch.add(cache.name)
+                    log.warning(
+                        "token_mismatch",
+                        "The node's tokens differ from the router's. The router infers its cache from routed requests. "
+                        "Set tokenizer and chat_template in [[models]] to those of the engine.",
+                        node=cache.name,
+                        model=cache.model,
+                    )
+            await tokenizer_registry.verify_samples()
+        except Exception:
+            log.exception("clean_up_failed", "The router tries again.")

@@ -1,0 +1,269 @@
+"""The service: one router process. It builds all parts, connects them, starts and stops them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from warmroute.config import Config, is_loopback
+from warmroute.console.admin import AdminApi
+from warmroute.console.decisions import Decisions
+from warmroute.edge.async_handler import AsyncHandler
+from warmroute.edge.connection_pool import ConnectionPools
+from warmroute.edge.listener import Listener
+from warmroute.edge.listening_sockets import listen_tcp, listen_unix, server_tls
+from warmroute.edge.node_client import NodeClient
+from warmroute.edge.prompt_reader import PromptReader
+from warmroute.edge.proxy import Proxy
+from warmroute.edge.timer_wheel import TimerWheel
+from warmroute.engines.node_watcher import NodeWatcher
+from warmroute.engines.remote_tokenizer import RemoteTokenizer
+from warmroute.event_log import EventLog
+from warmroute.fleet.fleet import Fleet
+from warmroute.index.cache_view import CacheView
+from warmroute.prompt.tokenizer_registry import TokenizerRegistry
+from warmroute.routing.admission import Admission
+from warmroute.routing.router import Router
+from warmroute.scaling.scaling_service import ScalingService
+from warmroute.service.config_reload import ConfigReload
+from warmroute.service.node_set import NodeSet, log_health_change
+from warmroute.service.periodic_tasks import run_admission, run_clean_up
+from warmroute.telemetry.counters import Counters
+from warmroute.telemetry.journal import Journal
+from warmroute.telemetry.loop_delay import watch_loop_delay
+from warmroute.telemetry.prometheus import MetricsPage
+
+log = EventLog("warmroute.service")
+SWITCH_INTERVAL_S = 0.0005
+"""Longest time for which a thread that tokenizes a prompt keeps the interpreter lock from the event loop."""
+
+
+class Service:
+    """Create it, call `start` in a running event loop, and `stop` at the end."""
+
+    def __init__(self, read_config: Callable[[], Config], config_file: Path | None = None) -> None:
+        self.config_reload = ConfigReload(self, read_config)
+        self._config_file = config_file
+        config, now = self.config, time.monotonic
+        self.counters = Counters()
+        self.fleet = Fleet(config.health, log_health_change)
+        self.fleet.islands.reconfigure(config.islands, config.island_affinity)
+        self.cache_view = CacheView(config.index)
+        self.tokenizer_registry = TokenizerRegistry(config.prompts, config.models)
+        self.prompt_reader = PromptReader(self.tokenizer_registry, config.prompts, self.counters, self._fetch_tokens)
+        self.router = Router(self.fleet, self.cache_view, config.routing, config.price, config.routes)
+        self.admission = Admission(self.router, config.admission, config.routes)
+        self.timers = TimerWheel(now)
+        self.pools = ConnectionPools(config.upstream, self.timers)
+        self.journal = Journal(config.journal, self.counters, now)
+        self.proxy = Proxy(
+            config,
+            self.fleet,
+            self.router,
+            self.admission,
+            self.prompt_reader,
+            self.pools,
+            self.counters,
+            self.journal,
+            now,
+        )
+        self.listener = Listener(self.proxy, config.limits, self.timers)
+        node_client = NodeClient(self.pools)
+        self.watcher = NodeWatcher(
+            self.fleet,
+            config,
+            node_client.get,
+            lambda node: self.pools.for_node(node).last_byte_s,
+            now,
+            cache_view=self.cache_view,
+            post=node_client.post,
+            on_models=lambda node, cards: self.tokenizer_registry.set_model_cards(node.name, cards),
+        )
+        self._remote_tokenizer = RemoteTokenizer(node_client.post)
+        self.nodes = NodeSet(
+            self.fleet,
+            self.cache_view,
+            self.watcher,
+            self.tokenizer_registry,
+            self._remote_tokenizer,
+            self.pools,
+            self.config_reload.api_key_envs,
+        )
+        self.scaling = self._create_scaling(config, node_client) if config.scaling.enabled else None
+        page = MetricsPage(
+            self.fleet,
+            self.cache_view,
+            self.counters,
+            lambda: (len(self.listener.connections), self.listener.accepted),
+            lambda: (self.admission.waiting, self.admission.queued_total),
+            now,
+            lambda: self.scaling.stats() if self.scaling is not None else None,
+        )
+        decisions = Decisions(self.journal, self.proxy)
+        admin = AdminApi(self.fleet, self.cache_view, page, decisions, self, config.admin.token_sha256)
+        self.admin_listener = Listener(AsyncHandler(admin.answer, admin.admit), config.limits, self.timers)
+        self.add_node, self.remove_node = self.nodes.add_node, self.nodes.remove_node
+        self.reload, self.needs_restart = self.config_reload.reload, self.config_reload.needs_restart
+        self.readiness = self.proxy.own_endpoints.readiness
+        self._servers: list[asyncio.Server] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stop_now = asyncio.Event()
+        self.port = 0
+        self.admin_port = 0
+
+    @property
+    def config(self) -> Config:
+        return self.config_reload.current
+
+    def _create_scaling(self, config: Config, node_client: NodeClient) -> ScalingService:
+        def set_first_node_wait(seconds: float) -> None:
+            self.admission.first_node_wait_s = seconds
+
+        scaling = ScalingService(
+            config,
+            self.fleet,
+            self.cache_view,
+            self.nodes,
+            node_client.post,
+            lambda: self.admission.waiting,
+            set_first_node_wait,
+        )
+        self.router.demand_meter, self.router.hot = scaling.demand_meter, scaling.hot
+        self.router.may_serve = self._may_serve
+        return scaling
+
+    def _may_serve(self, model: str) -> bool:
+        """Return whether a new node might serve this model. All nodes of a scaled fleet serve the same models: those
+        served before and those configured. Before the first node, every model is possible."""
+        served = self.fleet.models_ever_served
+        return not served or model in served or any(one.name == model for one in self.config.models)
+
+    def describe_scaling(self) -> dict[str, Any]:
+        return self.scaling.describe() if self.scaling is not None else {"enabled": False}
+
+    async def _fetch_tokens(self, model: str, path: bytes, body: bytes) -> bytes | None:
+        """Return the tokens of a prompt, from the least loaded vLLM node of its model."""
+        group = self.fleet.group(model)
+        remote = self._remote_tokenizer
+        up = group.up.nodes if group else ()
+        nodes = [node for node in up if node.engine == "vllm" and not remote.is_paused(node)]
+        return await remote.tokenize(min(nodes, key=lambda node: node.load), path, body) if nodes else None
+
+    # Start.
+
+    async def start(self) -> None:
+        """Raises ConfigError if an address cannot be used or a tokenizer cannot be loaded."""
+        config = self.config
+        await self.tokenizer_registry.load_configured()
+        address = await self._listen()
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(self.timers.run()),
+            loop.create_task(watch_loop_delay(self.counters)),
+            loop.create_task(run_clean_up(self.cache_view, self.tokenizer_registry)),
+            loop.create_task(run_admission(self.admission, self.fleet)),
+            loop.create_task(self.journal.run()),
+        ]
+        if self._config_file is not None:
+            self._tasks.append(loop.create_task(self.config_reload.watch_file(self._config_file)))
+        self.nodes.reconfigure(config.nodes, config.health)
+        if self.scaling is not None:
+            await self.scaling.start()
+        admin = f"http://{_url_host(config.admin.host)}:{self.admin_port}" if config.admin.enabled else "off"
+        log.info("service_started", address=address, admin=admin, nodes=len(self.fleet), policy=config.routing.policy)
+        if not config.keys and not config.listen.unix_socket and not is_loopback(config.listen.host):
+            log.warning(
+                "no_api_keys", "Everybody who reaches this address can use the fleet. Add [[keys]].", address=address
+            )
+        if not config.nodes and not config.provisioners:
+            log.warning("no_nodes", "Add [[nodes]] to the configuration, use --node URL, or POST /admin/nodes.")
+
+    async def _listen(self) -> str:
+        """Open the listeners. Return the address for clients."""
+        listen, admin = self.config.listen, self.config.admin
+        tls = server_tls(listen.tls_cert, listen.tls_key)
+        if listen.unix_socket:
+            self._servers.append(await listen_unix(self.listener, listen.unix_socket, tls))
+            address = f"unix:{listen.unix_socket}"
+        else:
+            server = await listen_tcp(self.listener, listen.host, listen.port, tls)
+            self._servers.append(server)
+            self.port = server.sockets[0].getsockname()[1]
+            address = f"{'https' if tls else 'http'}://{_url_host(listen.host)}:{self.port}"
+        if admin.enabled:
+            server = await listen_tcp(self.admin_listener, admin.host, admin.port)
+            self._servers.append(server)
+            self.admin_port = server.sockets[0].getsockname()[1]
+        return address
+
+    # Stop.
+
+    async def stop(self) -> None:
+        """Report not ready, stop accepting connections, let running requests finish, and close everything."""
+        shutdown = self.config.shutdown
+        self.proxy.own_endpoints.stopping = True
+        try:
+            async with asyncio.timeout(shutdown.delay_s):
+                await self._stop_now.wait()
+        except TimeoutError:
+            pass
+        for server in self._servers[:1]:
+            server.close()
+        self.listener.close_idle()
+        try:
+            async with asyncio.timeout(0 if self._stop_now.is_set() else shutdown.deadline_s):
+                await self.listener.until_empty()
+        except TimeoutError:
+            log.warning(
+                "requests_cut_off",
+                "They did not finish before shutdown.deadline_s.",
+                requests=self.listener.busy,
+                deadline_s=shutdown.deadline_s,
+            )
+            self.listener.abort_all()
+        self.admin_listener.abort_all()
+        for server in self._servers:
+            server.close()
+        if self.scaling is not None:
+            await self.scaling.close()
+        self.watcher.close()
+        self.prompt_reader.close()
+        self.tokenizer_registry.close()
+        self.pools.close()
+        for task in self._tasks:
+            task.cancel()
+        await self.journal.close()
+        await asyncio.sleep(0)
+
+    def stop_now(self) -> None:
+        """Cut off running requests, so that `stop` ends at once."""
+        self._stop_now.set()
+        self.listener.abort_all()
+
+    async def run_until_signal(self) -> None:
+        """Start, serve until SIGTERM or SIGINT, and stop. A second signal cuts off running requests."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        loop = asyncio.get_running_loop()
+        signaled = asyncio.Event()
+        await self.start()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, signaled.set)
+        loop.add_signal_handler(signal.SIGHUP, self.reload)
+        gc.collect()
+        gc.freeze()
+        await signaled.wait()
+        log.info("service_stopping", "Running requests finish first.", deadline_s=self.config.shutdown.deadline_s)
+        stopping = loop.create_task(self.stop())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop_now)
+        await stopping
+
+
+def _url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,152 @@
+"""All metrics of the router: name, type, help text and labels. `warmroute metrics-reference` prints them.
+
+Label values are bounded: nodes, islands, routes, outcomes, statuses and error codes, never anything a client sends.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, NamedTuple
+
+
+class Metric(NamedTuple):
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+METRICS: Final[list[Metric]] = []
+"""In the order of the metrics page."""
+
+LABELS: Final = {
+    "change": "`added`, `removed`, `refused` (the provisioner refused the request) or `lost` (the machine disappeared)",
+    "code": "error code of the response body",
+    "island": "name of the island; for moved conversations, the island they left",
+    "node": "name of the node",
+    "outcome": "`ok`, `rejected` (4xx), `busy` (429 or 503), `failed` (before the first byte), `broken` (after it) or "
+    "`canceled` (the client disconnected)",
+    "priority": "`high`, `normal` or `low`",
+    "reason": "why admission rejected the request, or why the conversation moved",
+    "route": "name of the route",
+    "state": "health or lifecycle state of the node",
+    "status": "HTTP status",
+    "to": "island that the conversation moved to",
+    "version": "version of Warmroute",
+}
+
+
+def _add(kind: Literal["counter", "gauge", "histogram"], name: str, text: str, labels: tuple[str, ...]) -> Metric:
+    metric = Metric(f"warmroute_{name}", kind, text, labels)
+    METRICS.append(metric)
+    return metric
+
+
+def _counter(name: str, text: str, *labels: str) -> Metric:
+    return _add("counter", f"{name}_total", text, labels)
+
+
+def _gauge(name: str, text: str, *labels: str) -> Metric:
+    return _add("gauge", name, text, labels)
+
+
+BUILD_INFO: Final = _gauge("build_info", "Always 1. The label is the running version.", "version")
+
+RESPONSES: Final = _counter("responses", "Complete responses of nodes.", "status")
+ERRORS: Final = _counter("errors", "Error responses of the router itself.", "code", "status")
+REQUESTS_REJECTED: Final = _counter("requests_rejected", "Requests that admission rejected.", "priority", "reason")
+REQUESTS_WAITING: Final = _gauge("requests_waiting", "Requests that wait in the router for a node.")
+REQUESTS_QUEUED: Final = _counter("requests_queued", "Requests that had to wait in the router.")
+ROUTE_REQUESTS: Final = _counter("route_requests", "Requests by route.", "route")
+RESPONSES_INTERRUPTED: Final = _counter("responses_interrupted", "Responses that failed after their first byte.")
+CLIENT_DISCONNECTS: Final = _counter(
+    "client_disconnects", "Clients that disconnected before the end of their response."
+)
+RETRIES: Final = _counter("retries", "Attempts on another node after a failed one.")
+CLIENT_CONNECTIONS: Final = _gauge("client_connections", "Open client connections.")
+CLIENT_CONNECTIONS_ACCEPTED: Final = _counter("client_connections_accepted", "Accepted client connections.")
+NODE_CONNECTIONS_STALE: Final = _counter(
+    "node_connections_stale", "Requests sent again because the node had closed the kept-alive connection."
+)
+PROMPTS_IN_THREADS: Final = _counter("prompts_tokenized_in_thread", "Prompts that a thread tokenized.")
+PROMPTS_NOT_TOKENIZED: Final = _counter(
+    "prompts_not_tokenized", "Prompts routed by load because too many prompts waited for a thread."
+)
+JOURNAL_WRITTEN: Final = _counter("journal_decisions_written", "Decisions written to the journal file.")
+JOURNAL_DROPPED: Final = _counter(
+    "journal_decisions_dropped", "Decisions that could not be written to the journal file."
+)
+LOOP_DELAY_MAX: Final = _gauge("event_loop_delay_max_seconds", "Longest delay of the event loop since the last scrape.")
+
+NODE_REQUESTS: Final = _counter("node_requests", "Requests sent to the node, by how they ended.", "node", "outcome")
+NODE_STATE: Final = _gauge("node_state", "1 for the node's current state, 0 for all others.", "node", "state")
+NODE_IN_FLIGHT: Final = _gauge("node_requests_in_flight", "Requests of this router on the node.", "node")
+NODE_OTHER_REQUESTS: Final = _gauge("node_other_requests", "Requests of other clients on the node.", "node")
+NODE_WAITING: Final = _gauge("node_requests_waiting", "Requests in the engine's own queue.", "node")
+NODE_KV_USAGE: Final = _gauge("node_kv_usage_ratio", "Fraction of the KV blocks in use.", "node")
+NODE_FIRST_BYTE: Final = _add(
+    "histogram", "node_first_byte_seconds", "Time to the first byte of a response.", ("node",)
+)
+NODE_LATENCY: Final = _gauge("node_latency_seconds", "Moving average of the response time.", "node")
+NODE_PREFILL: Final = _gauge(
+    "node_prefill_seconds_per_token", "Learned time to prefill a token of a short prompt.", "node"
+)
+NODE_DECODE: Final = _gauge(
+    "node_decode_seconds_per_token", "Learned time between two output tokens, at the current load.", "node"
+)
+NODE_LORA_ADAPTERS: Final = _gauge("node_lora_adapters", "LoRA adapters that the node probably has loaded.", "node")
+NODE_LORA_LOADS: Final = _counter("node_lora_loads", "Requests for which the node had to load an adapter.", "node")
+
+INDEX_BYTES: Final = _gauge("index_bytes", "Memory of the cache index.")
+INDEX_MAX_BYTES: Final = _gauge("index_max_bytes", "Maximum memory of the cache index.")
+INDEX_BLOCKS: Final = _gauge("index_blocks", "Distinct blocks in the cache index.")
+INDEX_BLOCK_COPIES: Final = _gauge("index_block_copies", "Blocks in the cache index, once for each node and rank.")
+INDEX_EVICTIONS: Final = _counter("index_evictions", "Block copies evicted from the index to stay below its maximum.")
+
+CACHE_EVENTS_COMPLETE: Final = _gauge(
+    "node_cache_events_complete", "1 if the router receives the node's KV events and missed none.", "node"
+)
+CACHE_TOKEN_MISMATCH: Final = _gauge(
+    "node_cache_token_mismatch", "1 if the node's tokens differ from the router's for the same prompts.", "node"
+)
+CACHE_CONFIDENCE: Final = _gauge("node_cache_confidence_ratio", "Weight of predicted cache hits on the node.", "node")
+CACHE_AGREEMENT: Final = _gauge(
+    "node_cache_prediction_agreement_ratio",
+    "Cached tokens both predicted and reported, as a fraction of those predicted or reported.",
+    "node",
+)
+CACHE_EVENT_LAG: Final = _gauge("node_cache_event_lag_seconds", "Delay of the node's KV events.", "node")
+CACHE_PREDICTED: Final = _counter(
+    "node_cache_predicted_tokens", "Cached tokens that the router predicted for responses that report them.", "node"
+)
+CACHE_REPORTED: Final = _counter("node_cache_reported_tokens", "Cached tokens that the node reported.", "node")
+CACHE_PREDICTIONS: Final = _counter(
+    "node_cache_predictions", "Predictions that could be compared with a report of the node.", "node"
+)
+CACHE_EXACT: Final = _counter("node_cache_exact_predictions", "Predictions equal to the node's report.", "node")
+CACHE_EVENT_GAPS: Final = _counter("node_cache_event_gaps", "Times that KV events were lost for good.", "node")
+
+ISLAND_ROUND_TRIP: Final = _gauge(
+    "island_round_trip_seconds", "Configured or measured round trip to the island.", "island"
+)
+ISLAND_DISTANCE: Final = _gauge(
+    "island_distance_seconds", "Cost of the island's distance in a price: network, egress and queue.", "island"
+)
+ISLAND_QUEUE: Final = _gauge(
+    "island_queue_seconds", "Time for which requests waiting in the router will occupy the island's nodes.", "island"
+)
+CONVERSATIONS_STARTED: Final = _counter("conversations_started", "New conversations.", "island")
+TURNS_AT_HOME: Final = _counter("conversation_turns_at_home", "Turns served on their conversation's island.", "island")
+TURNS_AWAY: Final = _counter("conversation_turns_away", "Turns served on another island.", "island")
+CONVERSATIONS_RETURNED: Final = _counter(
+    "conversations_returned", "Conversations that returned to their island.", "island"
+)
+CONVERSATIONS_MOVED: Final = _counter(
+    "conversations_moved", "Conversations that left their island.", "island", "reason", "to"
+)
+
+SCALING_DESIRED_NODES: Final = _gauge("scaling_desired_nodes", "Number of nodes that the fleet should have.")
+SCALING_UTILISATION: Final = _gauge("scaling_utilisation_ratio", "Fraction of the fleet's time that its load takes.")
+SCALING_COST: Final = _gauge("scaling_cost_usd_per_hour", "Cost of all nodes with a known price.")
+SCALING_LEADER: Final = _gauge("scaling_leader", "1 if this process scales the fleet.")
+SCALING_NODES: Final = _gauge("scaling_nodes", "Nodes of provisioners by lifecycle state.", "state")
+SCALING_CHANGES: Final = _counter("scaling_changes", "Changes of the fleet.", "change")

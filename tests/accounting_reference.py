@@ -1,0 +1,210 @@
+"""The kernel's accounting of nodes and tickets in plain Python, as simple as possible.
+
+The kernel updates a node's counters, its speed and its model's decode speed when a request is sent, at its first byte,
+with its reported usage, and at its end. tests/routing/test_accounting.py compares the two.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from math import exp
+from typing import Final
+
+from warmroute.fleet.arrival_rate import DECAY_S
+from warmroute.fleet.decode_speed import MIN_SHARE, DecodeSpeed
+from warmroute.fleet.node import FIRST_BYTE_BOUNDS_MS, LATENCY_WEIGHT, Outcome
+from warmroute.fleet.node_speed import NodeSpeed
+
+STEPS: Final = 1.5
+"""Steps of the batch before a first token, without its own prefill: half of the running step, and the next one."""
+STEP_WORK: Final = 300.0
+"""Tokens that take about as long as a step without any."""
+SPEED_DECAY_S: Final = 15.0
+"""A first token this long ago counts 1/e. But one first token never reduces the weight of the earlier ones below
+MIN_KEPT."""
+MIN_KEPT: Final = 0.7
+MAX_FACTOR: Final = 4.0
+"""One response counts as at most this many times slower than estimated. The next ones may confirm it."""
+MIN_PREFILL_SHARE: Final = 0.5
+"""At least this share of the time counts as prefill. If first tokens come with every step, nothing would be left after
+subtracting the steps, and a busy node would appear infinitely fast."""
+FACTOR_WEIGHT: Final = 0.05
+DECODE_WEIGHT: Final = 0.03
+
+
+def record_first_token(speed: NodeSpeed, work: float, token_ms: float, sent_s: float, now_s: float) -> None:
+    """Update the prefill speed. `work`: of the prompt; `token_ms`: time of a decode step on the node."""
+    since_ms = (now_s - max(sent_s, speed._last_first_s)) * 1000.0
+    took_ms = max(since_ms - STEPS * token_ms, MIN_PREFILL_SHARE * since_ms)
+    speed._last_first_s = now_s
+    expected_ms = work * speed.ms_per_token
+    kept = max(MIN_KEPT, exp(min(0.0, speed._at_s - now_s) / SPEED_DECAY_S))
+    speed._at_s = now_s
+    weight = work / (work + STEP_WORK)
+    speed._work = speed._work * kept + weight * work
+    speed._ms = speed._ms * kept + weight * min(max(took_ms, 0.0), MAX_FACTOR * expected_ms)
+    speed.ms_per_token = max(1e-4, speed._ms / max(1.0, speed._work))
+    speed.answers += 1
+
+
+def record_decode_factor(speed: NodeSpeed, factor: float) -> None:
+    """Update the node's decode factor. `factor`: how much slower a response was than the model's decode speed."""
+    before = speed.factor
+    limit = MAX_FACTOR * before
+    speed.factor = before + FACTOR_WEIGHT * ((factor if factor < limit else limit) - before)
+
+
+def record_token_ms(decode_speed: DecodeSpeed, token_ms: float, context: float) -> None:
+    """Update the model's decode speed with the time per token on a node with factor 1 and this much context."""
+    decode_speed.answers += 1
+    weight = max(DECODE_WEIGHT, 1.0 / (decode_speed.answers + 1))
+    limit_ms = MAX_FACTOR * decode_speed.token_ms(context)
+    dx = context - decode_speed.mean_context
+    dy = (token_ms if token_ms < limit_ms else limit_ms) - decode_speed.mean_ms
+    decode_speed.mean_context += weight * dx
+    decode_speed.mean_ms += weight * dy
+    xx = decode_speed._xx = decode_speed._xx + DECODE_WEIGHT * (dx * dx - decode_speed._xx)
+    xy = decode_speed._xy = decode_speed._xy + DECODE_WEIGHT * (dx * dy - decode_speed._xy)
+    slope_ms = xy / (xx if xx > 1.0 else 1.0)
+    decode_speed.slope_ms = slope_ms if slope_ms > 0.0 else 0.0
+    decode_speed.least_ms = MIN_SHARE * decode_speed.mean_ms
+
+
+class ReferenceNode:
+    def __init__(self, round_trip_ms: float, other_load: int) -> None:
+        self.speed = NodeSpeed()
+        self.round_trip_ms = round_trip_ms
+        self.other_load = other_load
+        self.pending_work = self.kv_delta = 0.0
+        self.context = self.kv_new = self.inflight = self.unstarted = self.polls = 0
+        self.arrival_rate = self.arrival_s = self.latency_ms = self.first_byte_sum_ms = 0.0
+        self.polled_s = self.last_ticket_s = -1e9
+        self.outcomes = [0] * len(Outcome)
+        self.first_byte_counts = [0] * (len(FIRST_BYTE_BOUNDS_MS) + 1)
+        self.unstreamed: dict[ReferenceTicket, float] = {}
+        """When the prefill of requests without streaming is expected to be done: their first token is not visible."""
+
+    @property
+    def unseen(self) -> int:
+        return len(self.unstreamed)
+
+    def polled(self, now_s: float) -> None:
+        self.polls += 1
+        self.polled_s = now_s
+        self.unstarted = 0
+        self.kv_delta = 0.0
+
+    def expect_prefilled(self, now_s: float) -> None:
+        while self.unstreamed:
+            ticket, due_s = next(iter(self.unstreamed.items()))
+            if due_s > now_s:
+                return
+            ticket.prefilled()
+
+
+class ReferenceTicket:
+    """`decode_speed` is None for a prompt that was not looked up."""
+
+    def __init__(
+        self,
+        node: ReferenceNode,
+        now_s: float,
+        decode_speed: DecodeSpeed | None,
+        streams: bool,
+        tokens: int,
+        new: int,
+        prefill: float,
+    ) -> None:
+        self.node, self.opened_s, self.first_byte_s, self.open, self.polls = node, now_s, 0.0, True, node.polls
+        self.decode_speed, self.streams, self.tokens, self.new, self.output = decode_speed, streams, tokens, new, 0
+        self.prefill = self.work = prefill
+        node.inflight += 1
+        node.unstarted += 1
+        node.arrival_rate = node.arrival_rate * exp((node.arrival_s - now_s) / DECAY_S) + 0.001 / DECAY_S
+        node.arrival_s = node.last_ticket_s = now_s
+        if decode_speed is None:
+            return
+        node.pending_work += prefill
+        node.kv_delta += new
+        node.kv_new += new
+        node.context += tokens
+        if not streams:
+            node.expect_prefilled(now_s)
+            self.due_s = now_s + (node.pending_work * node.speed.ms_per_token + node.round_trip_ms) / 1000.0
+            node.unstreamed[self] = self.due_s
+
+    def prefilled(self) -> None:
+        self.node.pending_work -= self.work
+        self.work = 0.0
+        self.node.unstreamed.pop(self, None)
+
+    def first_byte(self, now_s: float, served: bool) -> None:
+        node = self.node
+        if not self.first_byte_s and self.polls == node.polls:
+            node.unstarted -= 1
+        self.first_byte_s = now_s
+        after_ms = (now_s - self.opened_s) * 1000.0
+        node.first_byte_counts[bisect_left(FIRST_BYTE_BOUNDS_MS, after_ms)] += 1
+        node.first_byte_sum_ms += after_ms
+        if self.decode_speed is None:
+            return
+        self.prefilled()
+        if served and (self.streams or after_ms < self.prefill * node.speed.ms_per_token):
+            self._record_first_token(self.decode_speed, now_s)
+            self.prefill = 0.0
+
+    def _record_first_token(self, decode_speed: DecodeSpeed, now_s: float) -> None:
+        node = self.node
+        busy = node.inflight + node.other_load > 1
+        step_ms = decode_speed.token_ms(node.context) * node.speed.factor if busy else 0.0
+        arrived_s = self.opened_s + node.round_trip_ms / 1000.0
+        if arrived_s >= now_s:
+            arrived_s = self.opened_s
+        record_first_token(node.speed, self.prefill, step_ms, arrived_s, now_s)
+
+    def _record_decode(self, decode_speed: DecodeSpeed, took_ms: float, steps: int) -> None:
+        node = self.node
+        token_ms = took_ms / steps
+        record_decode_factor(node.speed, token_ms / decode_speed.token_ms(node.context))
+        record_token_ms(decode_speed, token_ms / node.speed.factor, node.context)
+
+    def learn(self, output: int | None, now_s: float) -> None:
+        decode_speed, speed = self.decode_speed, self.node.speed
+        if output is not None:
+            self.output = output
+        if not self.first_byte_s or decode_speed is None:
+            return
+        steps = max(0, (output or 0) - 1)
+        if self.streams:
+            if steps:
+                self._record_decode(decode_speed, (now_s - self.first_byte_s) * 1000.0, steps)
+            return
+        decode_ms = steps * decode_speed.token_ms(self.node.context) * speed.factor
+        if decode_ms > self.prefill * speed.ms_per_token and now_s > self.due_s:
+            self._record_decode(decode_speed, (now_s - self.due_s) * 1000.0, steps)
+        elif self.prefill:
+            self._record_first_token(decode_speed, max(self.opened_s, now_s - decode_ms / 1000.0))
+
+    def leave(self, outcome: Outcome, now_s: float) -> bool:
+        if not self.open:
+            return False
+        self.open = False
+        node = self.node
+        if self.decode_speed is not None:
+            if not self.first_byte_s:
+                self.prefilled()
+            node.kv_delta -= self.new
+            if node.polled_s > self.opened_s:
+                node.kv_delta -= self.output
+            node.kv_new -= self.new
+            node.context -= self.tokens
+        node.inflight -= 1
+        if not node.inflight:
+            node.pending_work = 0.0
+        if not self.first_byte_s and self.polls == node.polls:
+            node.unstarted -= 1
+        node.outcomes[outcome] += 1
+        if outcome is Outcome.OK:
+            mean_ms, took_ms = node.latency_ms, (now_s - self.opened_s) * 1000.0
+            node.latency_ms = mean_ms + (took_ms - mean_ms) * LATENCY_WEIGHT if mean_ms else took_ms
+        return True

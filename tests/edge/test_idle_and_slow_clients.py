@@ -1,0 +1,116 @@
+"""Thousands of idle or slow clients do not delay the others."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+
+import pytest
+from support.polling import until
+from support.raw_client import RawConnection, chat, get, post
+from support.running_router import router
+from support.scripted_engine import engines
+
+IDLE_CONNECTIONS = 3000
+
+
+async def test_an_idle_connection_is_closed_after_the_idle_timeout() -> None:
+    async with engines() as [engine], router(engine, limits={"idle_timeout_s": 0.3}) as r:
+        fresh, used = await r.connect(), await r.connect()
+        used.write(post())
+        await used.response()
+        assert await fresh.is_closed() and await used.is_closed()
+
+
+async def test_a_connection_that_waits_for_its_response_is_not_idle() -> None:
+    from support.engine_scripts import http_response, script
+
+    async with (
+        engines() as [engine],
+        router(engine, limits={"idle_timeout_s": 0.2, "header_timeout_s": 0.2, "body_timeout_s": 0.2}) as r,
+    ):
+        engine.behave = script(1.0, http_response())
+        assert (await r.request()).status == 200
+
+
+async def test_the_idle_timeout_applies_after_a_slow_body() -> None:
+    limits = {"idle_timeout_s": 0.4, "body_timeout_s": 8.0}
+    async with engines() as [engine], router(engine, limits=limits) as r:
+        peer = await r.connect()
+        request = post(chat("x" * 100))
+        await peer.send(request[:-10])
+        await asyncio.sleep(1.0)
+        await peer.send(request[-10:])
+        assert (await peer.response()).status == 200
+        assert await peer.is_closed(3.0)
+
+
+async def test_hundreds_of_slow_senders_time_out_while_others_are_served() -> None:
+    """Slowloris: heads and bodies that arrive a byte now and then."""
+    limits = {"header_timeout_s": 1.0, "body_timeout_s": 1.0}
+    async with engines() as [engine], router(engine, limits=limits) as r:
+        slow = [await r.connect() for _ in range(300)]
+        for number, peer in enumerate(slow):
+            if number % 2:
+                peer.write(b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nX: ")
+            else:
+                peer.write(b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: 1000\r\n\r\n")
+        timeouts = asyncio.gather(*(peer.response() for peer in slow))
+
+        async def drip() -> None:
+            while True:
+                for peer in slow:
+                    if not peer.writer.is_closing():
+                        peer.write(b"x")
+                await asyncio.sleep(0.1)
+
+        dripping = asyncio.ensure_future(drip())
+        try:
+            worst_s = 0.0
+            while not timeouts.done():
+                started_s = time.monotonic()
+                assert (await r.request()).status == 200
+                worst_s = max(worst_s, time.monotonic() - started_s)
+                await asyncio.sleep(0.02)
+            assert {response.status for response in await timeouts} == {408}
+        finally:
+            dripping.cancel()
+        print(f"slowest response meanwhile: {worst_s * 1000:.0f} ms")
+        assert worst_s < 3
+        await until(lambda: len(r.service.listener.connections) <= 1)
+
+
+async def test_thousands_of_idle_connections_do_not_delay_others_and_are_closed() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * IDLE_CONNECTIONS + 500
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        pytest.skip(f"only {hard} files may be open")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    try:
+        async with engines() as [engine], router(engine, limits={"idle_timeout_s": 5.0}) as r:
+            idle: list[RawConnection] = []
+            for _ in range(IDLE_CONNECTIONS // 100):
+                idle += await asyncio.gather(*(r.connect() for _ in range(100)))
+            await until(lambda: r.service.listener.accepted >= IDLE_CONNECTIONS)
+            opened_s = time.monotonic()
+            worst_s = 0.0
+            for _ in range(50):
+                started_s = time.monotonic()
+                assert (await r.request()).status == 200
+                worst_s = max(worst_s, time.monotonic() - started_s)
+            print(f"slowest response with {IDLE_CONNECTIONS} idle connections: {worst_s * 1000:.0f} ms")
+            assert worst_s < 2
+            await until(lambda: not r.service.listener.connections, patience_s=25)
+            print(f"all closed after {time.monotonic() - opened_s:.1f} s")
+            assert all([await peer.is_closed() for peer in idle[::100]])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_head_that_arrives_byte_by_byte_in_time_is_served() -> None:
+    async with engines() as [engine], router(engine) as r:
+        peer = await r.connect()
+        for byte in get("/health"):
+            await peer.send(bytes([byte]))
+        assert (await peer.response()).status == 200

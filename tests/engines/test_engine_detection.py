@@ -1,0 +1,121 @@
+"""Engine detection and load reports from metrics pages."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from support.engine_scripts import vllm_metrics
+
+from warmroute.engines import sglang, vllm
+from warmroute.engines.engine_detection import detect_engine, load_parser
+from warmroute.engines.load_report import mean, samples, total
+
+SGLANG = b"""\
+# HELP sglang:num_running_reqs The number of running requests.
+# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{model_name="m"} 7.0
+sglang:num_running_reqs_offline_batch{model_name="m"} 100.0
+# TYPE sglang:num_queue_reqs gauge
+sglang:num_queue_reqs{model_name="m"} 2.0
+sglang:token_usage{model_name="m"} 0.28
+process_start_time_seconds 1.75e+09
+"""
+
+
+def test_a_vllm_page_is_parsed() -> None:
+    report = vllm.parse_load(vllm_metrics(running=3, waiting=2, kv_usage=0.5, started_s=1.7e9))
+    assert (report.running, report.waiting, report.kv_usage, report.incarnation) == (3, 2, 0.5, 1.7e9)
+
+
+def test_a_page_of_vllm_before_v1_is_parsed() -> None:
+    page = (
+        vllm_metrics(1, 1)
+        .replace(b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")
+        .replace(b"} 0.0", b"} 0.75")
+    )
+    assert vllm.parse_load(page).kv_usage == 0.75
+
+
+def test_an_sglang_page_is_parsed() -> None:
+    report = sglang.parse_load(SGLANG)
+    assert (report.running, report.waiting, report.kv_usage, report.incarnation) == (7, 2, 0.28, 1.75e9)
+
+
+def test_block_size_and_cache_capacity_are_parsed() -> None:
+    page = vllm_metrics() + (
+        b'vllm:cache_config_info{_block_size_resolved="x",block_size="32",engine="0",kv_cache_size_tokens="2048"} 1\n'
+        b'vllm:cache_config_info{block_size="32",engine="1",kv_cache_size_tokens="None",num_gpu_blocks="10"} 1.0\n'
+    )
+    report = vllm.parse_load(page)
+    assert (report.block_size, report.capacity_tokens) == (32, 2368)
+    page = SGLANG + b'sglang:max_total_num_tokens{m="x"} 400000.0\nsglang:cache_config_info{page_size="64"} 1.0\n'
+    report = sglang.parse_load(page)
+    assert (report.block_size, report.capacity_tokens) == (64, 400_000)
+    assert vllm.parse_load(b"").block_size == sglang.parse_load(SGLANG).block_size == 0
+
+
+def test_engines_are_detected_by_their_metrics() -> None:
+    assert detect_engine(vllm_metrics()) == "vllm" and detect_engine(SGLANG) == "sglang"
+    assert detect_engine(b"") is None and detect_engine(b"go_goroutines 5\n") is None
+    assert load_parser("trtllm") is None and load_parser("auto") is None
+
+
+def test_loads_of_ranks_are_summed_and_usages_averaged() -> None:
+    page = b'vllm:num_requests_running{engine="0"} 2\nvllm:num_requests_running{engine="1"} 3\n'
+    page += b'vllm:kv_cache_usage_perc{engine="0"} 0.2\nvllm:kv_cache_usage_perc{engine="1"} 0.4\n'
+    report = vllm.parse_load(page)
+    assert report.running == 5 and report.kv_usage == pytest.approx(0.3)
+
+
+def test_a_page_without_the_metrics_means_no_load() -> None:
+    report = vllm.parse_load(b"")
+    assert (report.running, report.waiting, report.kv_usage, report.incarnation) == (0, 0, 0.0, 0.0)
+
+
+def test_only_samples_of_the_metric_itself_count() -> None:
+    page = b'# a b 5\na_total 9\na 1\nb a 7\nxa 8\na{l="a 3"} 2 1700000000\na'
+    assert samples(page, b"a") == [1.0, 2.0]
+    assert total(page, b"none", b"a") == 3 and mean(page, b"none") == 0.0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["a", "ab", "a:b"]),
+            st.dictionaries(
+                st.sampled_from(["x", "y"]),
+                st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), max_size=5),
+            ),
+            st.floats(allow_nan=False, allow_infinity=False),
+        ),
+        max_size=8,
+    )
+)
+def test_samples_match_the_prometheus_parser(lines: list[tuple[str, dict[str, str], float]]) -> None:
+    page = ""
+    for name, labels, value in lines:
+        shown = ",".join(
+            '{}="{}"'.format(key, text.replace("\\", "\\\\").replace('"', '\\"')) for key, text in labels.items()
+        )
+        page += f"{name}{{{shown}}} {value!r}\n" if labels else f"{name} {value!r}\n"
+    for name in ("a", "ab", "a:b"):
+        expected = [
+            s.value for family in text_string_to_metric_families(page) for s in family.samples if s.name == name
+        ]
+        assert sorted(samples(page.encode(), name.encode())) == pytest.approx(sorted(expected))
+
+
+def test_an_infinite_value_is_ignored() -> None:
+    total(b"a 1e999\n", b"a")
+
+
+@pytest.mark.parametrize("odd", [b"a NaN\n", b"a +Inf\n", b"a -\n", b"a e\n", b"a\n", b"a{\n", b'a{x="}\n'])
+def test_malformed_values_are_ignored(odd: bytes) -> None:
+    try:
+        assert math.isfinite(total(odd, b"a"))
+    except ValueError:
+        pass  # the node watcher skips the page

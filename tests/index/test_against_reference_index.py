@@ -1,0 +1,351 @@
+"""The compiled index against the reference index, over random sequences of operations."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from reference_index import ReferenceIndex, chain
+
+from warmroute.index import NO_PARENT, PARENT_LOST, BlockIndex, Recency, Tier
+
+BLOCK = 2
+tiers = st.sampled_from([Tier.GPU, Tier.GPU, Tier.GPU, *Tier])
+few_tokens = st.integers(1, 6).flatmap(lambda n: st.lists(st.integers(0, 1), min_size=n * BLOCK, max_size=n * BLOCK))
+engine_hashes = st.integers(-8, 12) | st.sampled_from([b"a" * 32, b"b" * 32, 2**64 - 1, 2**63])
+own_hashes = st.lists(st.integers(0, 9), max_size=8)
+which = st.integers(0, 50)
+
+
+def in_order(rows):
+    return sorted(rows)
+
+
+def packed(hashes):
+    return struct.pack(f"={len(hashes)}Q", *hashes)
+
+
+def unpacked(hashes):
+    return list(struct.unpack(f"={len(hashes) // 8}Q", hashes))
+
+
+class SameAsReference(RuleBasedStateMachine):
+    """Few places, few tokens, few hashes: duplicates, aliases, conflicts and shared blocks happen often."""
+
+    budget_bytes = 1 << 24
+
+    @initialize(extra_places=st.sampled_from([0, 2, 5]))
+    def begin(self, extra_places):
+        self.index, self.reference = BlockIndex(self.budget_bytes), ReferenceIndex()
+        self.open: list[int] = []
+        self.mirrored: dict[int, tuple[Recency, Recency]] = {}
+        """Place → its mirror, and that of the reference."""
+        for _ in range(2 + extra_places):
+            self.open_place()
+
+    @rule()
+    def open_place(self):
+        if len(self.open) < 12:
+            place = self.index.open_place()
+            assert place not in self.open
+            self.open.append(place)
+            self.reference.open_place(place)
+
+    @precondition(lambda self: len(self.open) > 1)
+    @rule(at=which)
+    def close_place(self, at):
+        place = self.open.pop(at % len(self.open))
+        self.index.close_place(place)
+        self.reference.close_place(place)
+
+    @rule(at=which)
+    def clear(self, at):
+        place = self.open[at % len(self.open)]
+        self.index.clear(place)
+        self.reference.clear(place)
+
+    @rule(
+        at=which,
+        namespace=st.integers(0, 1),
+        parent=st.none() | engine_hashes,
+        tokens=few_tokens,
+        tier=tiers,
+        salted=st.booleans(),
+        data=st.data(),
+    )
+    def store(self, at, namespace, parent, tokens, tier, salted, data):
+        place = self.open[at % len(self.open)]
+        n = len(tokens) // BLOCK
+        hashes = data.draw(st.lists(engine_hashes, min_size=n, max_size=n))
+        extra = [b"salt", *[None] * (n - 1)] if salted else None
+        arguments = (place, namespace, parent, hashes, tokens, BLOCK, tier, extra)
+        assert self.index.store(*arguments) == self.reference.store(*arguments)
+
+    @rule(at=which, hashes=st.lists(engine_hashes, max_size=5), tier=tiers)
+    def store_known(self, at, hashes, tier):
+        place = self.open[at % len(self.open)]
+        assert self.index.store_known(place, hashes, tier) == self.reference.store_known(place, hashes, tier)
+
+    @rule(at=which, hashes=own_hashes, tier=tiers, named=st.booleans())
+    def store_chain(self, at, hashes, tier, named):
+        place = self.open[at % len(self.open)]
+        names = [hash + 3 for hash in hashes] if named else None
+        assert self.index.store_chain(place, hashes, tier, names) == self.reference.store_chain(
+            place, hashes, tier, names
+        )
+
+    @rule(hashes=own_hashes, tier=tiers)
+    def store_chain_everywhere(self, hashes, tier):
+        for place in self.open:
+            self.index.store_chain(place, hashes, tier)
+            self.reference.store_chain(place, hashes, tier)
+
+    @rule(at=which, hashes=st.lists(engine_hashes, max_size=8), tier=tiers)
+    def remove(self, at, hashes, tier):
+        place = self.open[at % len(self.open)]
+        assert self.index.remove(place, hashes, tier) == self.reference.remove(place, hashes, tier)
+
+    @rule(at=which, hashes=own_hashes, tier=tiers)
+    def remove_chain(self, at, hashes, tier):
+        place = self.open[at % len(self.open)]
+        assert self.index.remove_chain(place, hashes, tier) == self.reference.remove_chain(place, hashes, tier)
+
+    @rule(capacity=st.integers(1, 9))
+    def open_mirrored(self, capacity):
+        if len(self.mirrored) < 4:
+            mirror, reference = Recency(capacity), Recency(capacity)
+            place = self.index.open_place(mirror)
+            assert place not in self.open and place not in self.mirrored
+            self.reference.open_place(place, reference)
+            self.mirrored[place] = (mirror, reference)
+
+    @precondition(lambda self: self.mirrored)
+    @rule(at=which)
+    def close_mirrored(self, at):
+        place = list(self.mirrored)[at % len(self.mirrored)]
+        del self.mirrored[place]
+        self.index.close_place(place)
+        self.reference.close_place(place)
+
+    @precondition(lambda self: self.mirrored)
+    @rule(at=which, tokens=few_tokens, namespace=st.integers(0, 1), stamp=st.integers(0, 9))
+    def keep(self, at, tokens, namespace, stamp):
+        place = list(self.mirrored)[at % len(self.mirrored)]
+        hashes = chain(namespace, None, tokens, BLOCK)
+        assert unpacked(self.index.keep(place, packed(hashes), stamp)) == self.reference.keep(place, hashes, stamp)
+
+    @precondition(lambda self: self.mirrored)
+    @rule(at=which, capacity=st.integers(1, 9), answer=st.integers(0, 2))
+    def change_a_mirror(self, at, capacity, answer):
+        place = list(self.mirrored)[at % len(self.mirrored)]
+        mirror, reference = self.mirrored[place]
+        for one, other in zip(
+            (mirror.push(answer, 1.0), mirror.resize(capacity)),
+            (reference.push(answer, 1.0), reference.resize(capacity)),
+            strict=True,
+        ):
+            known = self.reference.remove_chain(place, unpacked(other), Tier.GPU)
+            assert self.index.remove_chain(place, one, Tier.GPU) == known == len(one) // 8
+
+    @precondition(lambda self: self.mirrored)
+    @rule(at=which, tokens=few_tokens, namespace=st.integers(0, 1), first=st.integers(0, 5))
+    def undo_routed(self, at, tokens, namespace, first):
+        place = list(self.mirrored)[at % len(self.mirrored)]
+        hashes = chain(namespace, None, tokens, BLOCK)
+        for recency in self.mirrored[place]:
+            recency.drop(packed(hashes), packed(hashes[first:]))
+        known = self.reference.remove_chain(place, hashes[first:], Tier.GPU)
+        assert self.index.remove_chain(place, hashes[first:], Tier.GPU) == known
+
+    @rule(tokens=few_tokens, namespace=st.integers(0, 1))
+    def match_a_prompt(self, tokens, namespace):
+        hashes = chain(namespace, None, tokens, BLOCK)
+        assert in_order(self.index.match(hashes)) == in_order(self.reference.match(hashes))
+
+    @rule(hashes=own_hashes)
+    def match(self, hashes):
+        assert in_order(self.index.match(hashes)) == in_order(self.reference.match(hashes))
+
+    @rule(pairs=st.integers(0, 3))
+    def sweep(self, pairs):
+        self.index.sweep(pairs)
+
+    @invariant()
+    def same_holdings(self):
+        for place in (*self.open, *self.mirrored):
+            assert Counter(self.index.holdings(place)) == Counter(self.reference.holdings(place))
+            assert self.index.pairs_of(place) == len(self.reference.holdings(place))
+        stats = self.index.stats()
+        assert stats["pairs"] == sum(map(self.index.pairs_of, (*self.open, *self.mirrored)))
+        assert stats["bytes"] <= stats["charged_bytes"] <= stats["budget_bytes"]
+        assert stats["evicted"] == stats["refused"] == 0
+        if not stats["unswept_pairs"]:
+            places = (*self.open, *self.mirrored)
+            blocks = {row[0] for place in places for row in self.reference.holdings(place)}
+            assert stats["blocks"] == len(blocks)
+
+    def teardown(self):
+        if not hasattr(self, "index"):
+            return
+        for place in (*self.open, *self.mirrored):
+            self.index.close_place(place)
+        self.index.sweep(1 << 40)
+        stats = self.index.stats()
+        assert stats["pairs"] == stats["blocks"] == stats["sets"] == stats["aliases"] == stats["unswept_pairs"] == 0
+        assert stats["bytes"] == stats["charged_bytes"]
+
+
+TestSameAsReference = SameAsReference.TestCase
+TestSameAsReference.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+@given(st.integers(0, 2**32), st.integers(2, 40), st.integers(1, 4))
+@settings(max_examples=25, deadline=None)
+def test_many_blocks_on_many_places(seed, n_places, turns):
+    """Large enough for pages to split and merge, and for sets to be shared and split."""
+    source = random.Random(seed)
+    index, reference = BlockIndex(1 << 26), ReferenceIndex()
+    places = [index.open_place() for _ in range(n_places)]
+    for place in places:
+        reference.open_place(place)
+    prompts = [[source.getrandbits(64) for _ in range(source.randrange(1, 120))] for _ in range(6)]
+    for _ in range(turns):
+        for _ in range(40):
+            place, prompt = source.choice(places), source.choice(prompts)
+            part = prompt[: source.randrange(len(prompt) + 1)]
+            tier = source.choice([Tier.GPU, Tier.GPU, Tier.CPU, Tier.REMOTE])
+            for side in (index, reference):
+                side.store_chain(place, part, tier, [hash ^ place for hash in part])
+        for _ in range(20):
+            place, prompt = source.choice(places), source.choice(prompts)
+            gone = source.sample(prompt, source.randrange(len(prompt) + 1))
+            tier = source.choice([Tier.GPU, Tier.CPU])
+            names = [hash ^ place for hash in gone]
+            assert index.remove(place, names, tier) == reference.remove(place, names, tier)
+        cleared = source.choice(places)
+        index.clear(cleared)
+        reference.clear(cleared)
+        for prompt in prompts:
+            assert sorted(index.match(prompt)) == sorted(reference.match(prompt))
+    for place in places:
+        assert Counter(index.holdings(place)) == Counter(reference.holdings(place))
+
+
+@given(st.integers(0, 2**32), st.integers(65_536, 300_000))
+@settings(max_examples=25, deadline=None)
+def test_at_the_budget_blocks_are_evicted_and_never_invented(seed, budget_bytes):
+    """A small index holds a subset of what an unbounded one holds, and its bytes stay within the budget."""
+    source = random.Random(seed)
+    index, reference = BlockIndex(budget_bytes), ReferenceIndex()
+    places = [index.open_place() for _ in range(source.randrange(1, 9))]
+    for place in places:
+        reference.open_place(place)
+    prompts = [[source.getrandbits(64) for _ in range(60)] for _ in range(60)]
+    for _ in range(200):
+        place, prompt = source.choice(places), source.choice(prompts)
+        names = [hash ^ place for hash in prompt]
+        tier = source.choice([Tier.GPU, Tier.GPU, Tier.CPU])
+        action = source.random()
+        if action < 0.7:
+            reference.store_chain(place, prompt, tier, names)
+            index.store_chain(place, prompt, tier, names)
+        elif action < 0.95:
+            for side in (index, reference):
+                side.remove(place, names[:20], tier)
+        else:
+            for side in (index, reference):
+                side.clear(place)
+        stats = index.stats()
+        assert stats["bytes"] <= stats["charged_bytes"] <= budget_bytes
+        if action < 0.1:
+            depths = {row[0]: row[1:] for row in reference.match(prompt)}
+            for row in index.match(prompt):
+                assert all(ours <= all_ for ours, all_ in zip(row[1:], depths[row[0]], strict=True))
+    for place in places:
+        known = {row[0]: row[1:] for row in reference.holdings(place)}
+        for block, *counts in index.holdings(place):
+            assert all(ours <= all_ for ours, all_ in zip(counts, known[block], strict=True))
+    stats = index.stats()
+    lost = stats["evicted"] + stats["refused"]
+    assert lost or all(Counter(index.holdings(place)) == Counter(reference.holdings(place)) for place in places)
+    for place in places:
+        index.close_place(place)
+    index.sweep(1 << 40)
+    assert index.stats()["blocks"] == index.stats()["sets"] == index.stats()["aliases"] == 0
+    assert index.stats()["bytes"] == index.stats()["charged_bytes"]
+
+
+def test_a_parent_evicted_at_the_budget_is_no_gap():
+    index = BlockIndex(65_536)
+    place = index.open_place()
+    assert index.store(place, 1, 5, [6], [1, 2], 2, Tier.GPU) == NO_PARENT
+    for n in range(10_000):
+        index.store(place, 1, None, [n], [n, n], 2, Tier.GPU)
+    assert index.stats()["evicted"] > 0
+    assert index.store(place, 1, 1 << 60, [1 << 61], [1, 2], 2, Tier.GPU) == PARENT_LOST
+    index.remove(place, list(range(10_000)), Tier.GPU)
+    assert index.pairs_of(place) == 0
+    index.clear(place)
+    assert index.store(place, 1, 1 << 60, [1 << 61], [1, 2], 2, Tier.GPU) == NO_PARENT
+
+
+def test_a_store_refused_half_way_leaves_nothing_behind():
+    """The places leave few bytes for blocks: the budgets cover every way to run out of them."""
+    crowded = BlockIndex(1 << 24)
+    for _ in range(2000):
+        crowded.open_place()
+    refused = 0
+    for spare_bytes in range(0, 3000, 16):
+        index = BlockIndex(crowded.stats()["charged_bytes"] + spare_bytes)
+        places = [index.open_place() for _ in range(2000)][:6]
+        for place in places:
+            for tier in (Tier.GPU, Tier.CPU):
+                index.store_chain(place, [1, 2, 3], tier, [place + 100, place + 200, place + 300])
+        stats = index.stats()
+        assert stats["charged_bytes"] <= stats["budget_bytes"]
+        refused += stats["refused"]
+        for block in (1, 2, 3):
+            holders = {row[0] for row in index.match([block])}
+            assert holders == {place for place in places if block in [row[0] for row in index.holdings(place)]}
+        for place in places:
+            index.close_place(place)
+        assert index.stats()["blocks"] == index.stats()["sets"] == 0
+    assert refused > 100
+
+
+@given(st.integers(0, 2**32), st.integers(1, 9), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_long_prompts_at_mirrored_places(seed, n_places, events):
+    """If few places hold a long prompt, the index asks their mirrors how deep they hold it."""
+    source = random.Random(seed)
+    index, reference = BlockIndex(1 << 26), ReferenceIndex()
+    mirrors = {}
+    for _ in range(n_places):
+        pair = Recency(150), Recency(150)
+        place = index.open_place(pair[0])
+        reference.open_place(place, pair[1])
+        mirrors[place] = pair
+    other = index.open_place()
+    reference.open_place(other)
+    trunk = [source.getrandbits(64) for _ in range(80)]
+    prompts = [trunk[: source.randrange(81)] + [source.getrandbits(64) for _ in range(40)] for _ in range(5)]
+    for stamp in range(30):
+        place, prompt = source.choice(list(mirrors)), source.choice(prompts)
+        part = prompt[: source.randrange(1, len(prompt) + 1)]
+        if source.random() < 0.7:
+            assert unpacked(index.keep(place, packed(part), stamp)) == reference.keep(place, part, stamp)
+        else:
+            first = source.randrange(len(part))
+            for recency in mirrors[place]:
+                recency.drop(packed(part), packed(part[first:]))
+            for side in (index, reference):
+                side.remove_chain(place, part[first:], Tier.GPU)
+        if events and source.random() < 0.3:
+            for side in (index, reference):
+                side.store_chain(other, part, Tier.CPU)
+        for prompt in prompts:
+            assert in_order(index.match(packed(prompt))) == in_order(reference.match(prompt))

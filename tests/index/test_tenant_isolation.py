@@ -1,0 +1,170 @@
+"""Tenants see each other's cache hits only if they share: some cases by hand, then random ones."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from cache_fixtures import (
+    MODEL,
+    SIZE,
+    cache_of,
+    cache_view_of,
+    hit_tokens,
+    lookup,
+    prompt,
+    report_stored,
+    route,
+    tokens,
+    with_events,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from warmroute.index import BlockIndex, Tier, tenant_isolation
+from warmroute.index.tenant_isolation import UNLIMITED, TenantIsolation
+
+
+@pytest.mark.parametrize("events", [True, False])
+def test_a_tenant_gets_no_hits_from_prompts_of_another(events):
+    cache_view = cache_view_of("a")
+    cache = cache_of(cache_view, "a")
+    if events:
+        with_events(cache)
+    route(cache_view, "a", prompt(1, 2, 3, sharing_group="x"))
+    if events:
+        report_stored(cache, 1, 2, 3)
+    assert hit_tokens(cache_view, "a", prompt(1, 2, 3, sharing_group="x")) == 48
+    assert hit_tokens(cache_view, "a", prompt(1, 2, 3, sharing_group="y")) == 0
+
+
+def test_tenants_of_one_group_share_hits():
+    cache_view = cache_view_of("a")
+    route(cache_view, "a", prompt(1, 2, 3, sharing_group="shared g"))
+    assert hit_tokens(cache_view, "a", prompt(1, 2, 3, sharing_group="shared g")) == 48
+    assert hit_tokens(cache_view, "a", prompt(1, 2, 3, sharing_group="only g")) == 0
+
+
+def test_without_tenants_all_requests_share_hits():
+    cache_view = cache_view_of("a")
+    route(cache_view, "a", prompt(1, 2, 3))
+    assert hit_tokens(cache_view, "a", prompt(1, 2, 3)) == 48
+
+
+def test_a_hit_is_as_deep_as_the_blocks_that_the_tenant_sent_itself():
+    cache_view = cache_view_of("a", "b")
+    for cache in cache_view:
+        with_events(cache)
+        report_stored(cache, 1, 2, 3, 4)
+    route(cache_view, "a", prompt(1, 2, 3, 4, sharing_group="x"))
+    route(cache_view, "b", prompt(1, 9, sharing_group="y"))
+    assert hit_tokens(cache_view, "a", prompt(1, 2, 3, 4, sharing_group="y")) == 16
+    hit_on_another_node = hit_tokens(cache_view, "b", prompt(1, 2, 3, 4, sharing_group="x"))
+    assert hit_on_another_node == 64
+
+
+def test_response_blocks_count_if_no_other_tenant_sent_the_same_first_block():
+    cache_view = cache_view_of("a")
+    cache = with_events(cache_of(cache_view, "a"))
+    route(cache_view, "a", prompt(1, 2, sharing_group="x"))
+    report_stored(cache, 1, 2, 30, 31)
+    assert hit_tokens(cache_view, "a", prompt(1, 2, 30, 31, 5, sharing_group="x")) == 64
+    route(cache_view, "a", prompt(1, 9, sharing_group="y"))
+    # The response may have gone to y.
+    assert hit_tokens(cache_view, "a", prompt(1, 2, 30, 31, 5, sharing_group="x")) == 32
+
+
+def test_guessing_the_start_of_a_response_does_not_reveal_its_end():
+    cache_view = cache_view_of("a")
+    cache = with_events(cache_of(cache_view, "a"))
+    route(cache_view, "a", prompt(1, 2, sharing_group="x"))
+    report_stored(cache, 1, 2, 30, 31)
+    route(cache_view, "a", prompt(1, 2, 30, 77, sharing_group="y"))
+    assert hit_tokens(cache_view, "a", prompt(1, 2, 30, 31, sharing_group="y")) == 48
+
+
+def test_a_failed_request_still_counts_as_sent():
+    cache_view = cache_view_of("a")
+    report_stored(with_events(cache_of(cache_view, "a")), 1, 2, 3)
+    assert hit_tokens(cache_view, "a", prompt(1, 2, 3, sharing_group="y")) == 0
+    route(cache_view, "a", prompt(1, 2, sharing_group="y")).withdraw()
+    route(cache_view, "a", prompt(1, 5, sharing_group="x"))
+    assert hit_tokens(cache_view, "a", prompt(1, 2, 3, sharing_group="y")) == 32
+
+
+def test_memory_is_bounded_and_the_largest_tenant_loses_blocks(monkeypatch):
+    monkeypatch.setattr(tenant_isolation, "MAX_BLOCKS", 100)
+    index = BlockIndex(1 << 22)
+    tenants = TenantIsolation(index)
+    chains = {
+        number: lookup(tokens(*range(10 * number, 10 * number + 10))).blocks("m", "", SIZE) for number in range(40)
+    }
+    tenants.record("small", chains[0], 0.0)
+    for number in range(1, 40):
+        tenants.record("large", chains[number], float(number))
+        assert index.stats()["pairs"] <= 100
+    assert tenants.visible_depth("small", index.match(chains[0])) == UNLIMITED
+    assert tenants.visible_depth("large", index.match(chains[1])) == 0
+    assert tenants.visible_depth("large", index.match(chains[39])) == UNLIMITED
+    assert tenants.visible_depth("nobody", index.match(chains[0])) == 0
+
+
+def test_a_single_tenant_may_use_the_whole_memory(monkeypatch):
+    monkeypatch.setattr(tenant_isolation, "MAX_BLOCKS", 8)
+    index = BlockIndex(1 << 22)
+    tenants = TenantIsolation(index)
+    for number in range(20):
+        chain = lookup(tokens(*range(100 * number, 100 * number + 12))).blocks("m", "", SIZE)
+        tenants.record("x", chain, float(number))
+        assert index.stats()["pairs"] == 8
+        assert tenants.visible_depth("x", [(0, 8, 8, 8, 8)]) == UNLIMITED
+
+
+# Random cases. Two blocks and short prompts: most prompts share prefixes, and guesses are often right.
+
+blocks = st.lists(st.integers(1, 2), min_size=1, max_size=4)
+requests = st.lists(
+    st.tuples(st.sampled_from("xyz"), st.sampled_from("ab"), blocks, st.lists(st.integers(1, 2), max_size=2)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(requests, st.sampled_from(["events", "routed", "both"]))
+@settings(max_examples=300)
+def test_hits_are_limited_to_own_prompts_and_own_responses(requests, source):
+    """x and y are tenants of their own; z shares with x."""
+    cache_view = cache_view_of("a", "b")
+    caches = {name: cache_of(cache_view, name) for name in "ab"}
+    if source != "routed":
+        for cache in caches.values():
+            cache.add_rank(0)
+            cache.set_complete(0, source == "events")
+            cache.heard_s = 0.0
+    group = {"x": "shared g", "y": "only y", "z": "shared g"}
+    owners: dict[tuple[int, ...], set[str]] = defaultdict(set)
+    """Prefix of a prompt or response → the groups that caused it."""
+    sent: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    names: dict[tuple[int, ...], int] = {}
+    stored: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for tenant, node, wanted, answer in requests:
+        mine = group[tenant]
+        request = prompt(*wanted, sharing_group=mine)
+        for one in cache_view.hits(MODEL, request, 0.0).values():
+            depth = one.tokens // SIZE
+            for at in range(1, depth + 1):
+                prefix = tuple(wanted[:at])
+                assert prefix in sent[mine] or owners[prefix] == {mine}, (prefix, dict(owners))
+        prediction = route(cache_view, node, request)
+        cache_view.first_token(prediction, 0.0)
+        whole = (*wanted, *answer)
+        for at in range(1, len(whole) + 1):
+            prefix = whole[:at]
+            owners[prefix].add(mine)
+            if at <= len(wanted):
+                sent[mine].add(prefix)
+            if source != "routed" and prefix not in stored[node]:
+                stored[node].add(prefix)
+                name = names.setdefault(prefix, len(names) + 1)
+                parent = names[prefix[:-1]] if at > 1 else None
+                assert caches[node].blocks_stored(0, parent, [name], tokens(prefix[-1], more=0), SIZE, Tier.GPU)

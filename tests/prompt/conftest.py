@@ -1,0 +1,112 @@
+"""Fixtures: a small tokenizer with any of the test templates."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from warmroute.prompt import chat_tokenizer, tokenizer_loader
+from warmroute.prompt.chat_template import ChatTemplate
+from warmroute.prompt.prompt_tokenizer import PromptTokenizer
+from warmroute.prompt.tail_check import TailCheck
+from warmroute.prompt.tokenizer import Tokenizer, load_tokenizer
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from prompt_data import template_text  # noqa: E402
+
+MakePromptTokenizer = Callable[..., PromptTokenizer]
+
+
+@pytest.fixture(scope="session")
+def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Creates a directory with the small tokenizer and a template."""
+
+    def make(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        shutil.copytree(HERE / "small-model", folder, dirs_exist_ok=True)
+        (folder / "chat_template.jinja").write_text(template_text(name))
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def small_tokenizer(small_folder: Callable[[str], Path]) -> Callable[[str], Tokenizer]:
+    loaded: dict[str, Tokenizer] = {}
+
+    def make(name: str = "thinking") -> Tokenizer:
+        if name not in loaded:
+            loaded[name] = load_tokenizer(small_folder(name))
+        return loaded[name]
+
+    return make
+
+
+@pytest.fixture(scope="session", autouse=True)
+def check_each_template_once() -> Iterator[None]:
+    """A check takes half a second, and the tests create many tokenizers with few templates."""
+    checks: dict[str, TailCheck] = {}
+
+    def cached_check(template: ChatTemplate | None) -> TailCheck:
+        if template is None:
+            return TailCheck(None)
+        if template.source not in checks:
+            checks[template.source] = TailCheck(template)
+        return copy.copy(checks[template.source])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_tokenizer, "TailCheck", cached_check)
+        yield
+
+
+@pytest.fixture(scope="session")
+def new_prompt_tokenizer(small_tokenizer: Callable[[str], Tokenizer]) -> MakePromptTokenizer:
+    def make(name: str = "thinking", **options: object) -> PromptTokenizer:
+        return PromptTokenizer(small_tokenizer(name), **options)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def thinking_folder(small_folder: Callable[[str], Path]) -> Path:
+    return small_folder("thinking")
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths of tokenizers that were loaded."""
+    paths: list[str] = []
+
+    def load(path: str) -> Tokenizer:
+        assert threading.current_thread() is not threading.main_thread()
+        paths.append(str(path))
+        return load_tokenizer(path)
+
+    monkeypatch.setattr(tokenizer_loader, "load_tokenizer", load)
+    return paths
+
+
+@pytest.fixture
+def copy_model(tmp_path: Path) -> Callable[..., Path]:
+    """Copies a model's files; with one more added token, the tokenizer is another one."""
+
+    def make(source: Path, name: str, added: str = "") -> Path:
+        target = tmp_path / name
+        shutil.copytree(source, target)
+        if added:
+            tree = json.loads((target / "tokenizer.json").read_text())
+            last = max(token["id"] for token in tree["added_tokens"])
+            tree["added_tokens"].append({**tree["added_tokens"][-1], "id": last + 1, "content": added})
+            (target / "tokenizer.json").write_text(json.dumps(tree))
+        return target
+
+    return make

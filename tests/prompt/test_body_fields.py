@@ -1,0 +1,312 @@
+"""The C scan and the JSON parser read the same fields from every body."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from json_bodies import (
+    ACCEPTED_NUMBERS,
+    BODIES,
+    NUMBERS,
+    REFUSED_NUMBERS,
+    SAMPLES,
+    VALUES,
+    WHITESPACE,
+    chat,
+)
+
+from warmroute._kernel._scan import scan
+from warmroute.prompt.body_fields import KEY_CHARACTERS, BodyFields, NotJson, read_json, read_json_with_parser
+from warmroute.prompt.routing_request import RoutingRequest
+
+CHATS = Path(__file__).parents[3] / "shared/data/chats"
+Fields = tuple[str, bytes | None, bytes | None, bytes]
+
+
+def fields_of(read: Callable[[bytes], BodyFields], body: bytes) -> Fields | None:
+    try:
+        model, system, user, session, _outline = read(body)
+    except NotJson:
+        return None
+    return model, system, user, session
+
+
+def assert_equal_fields(body: bytes) -> None:
+    scanned, parsed = fields_of(read_json, body), fields_of(read_json_with_parser, body)
+    if scanned is not None and parsed is None:
+        # the scan accepts invalid UTF-8 in text that it skips, but nothing else that the parser refuses
+        assert not is_utf8(body), body
+        repaired = body.decode("utf-8", "replace_but_surrogates").encode("utf-8", "surrogatepass")
+        parsed = fields_of(read_json_with_parser, repaired)
+    assert scanned == parsed, body
+
+
+def request_of(body: bytes, **more: Any) -> RoutingRequest:
+    return RoutingRequest(*read_json(body)[:4], **more)
+
+
+def replace_but_surrogates(error: UnicodeError) -> tuple[str | bytes, int]:
+    try:
+        return codecs.lookup_error("surrogatepass")(error)
+    except UnicodeDecodeError:
+        return codecs.lookup_error("replace")(error)
+
+
+codecs.register_error("replace_but_surrogates", replace_but_surrogates)
+
+
+def is_utf8(body: bytes) -> bool:
+    try:
+        body.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+# What the routing request contains.
+
+
+def test_the_prefix_key_contains_the_model_and_both_starts() -> None:
+    request = request_of(json.dumps(chat("S" * 300, "é" * 300)).encode())
+    assert request.model == "some/model-7b"
+    assert request.prefix_key() == b"some/model-7b\0" + b"S" * KEY_CHARACTERS + b"\0" + "é".encode() * KEY_CHARACTERS
+
+
+def test_a_session_header_takes_precedence_over_the_body() -> None:
+    assert request_of(b'{"user":"ann"}').session() == b"ann"
+    assert request_of(b'{"user":"ann"}', session_header=b"from-header").session() == b"from-header"
+
+
+def test_session_fields_have_an_order_and_empty_ones_are_skipped() -> None:
+    assert request_of(b'{"user":"u","conversation_id":"c","session_id":""}').session() == b"c"
+    assert request_of(b'{"user":7,"prompt_cache_key":null,"session_id":1.5}').session() == b"7"
+
+
+def test_a_body_without_a_prompt_has_no_prefix_key() -> None:
+    assert request_of(b'{"model":"m"}').prefix_key() is None
+    assert request_of(b'{"model":"m","messages":[{"role":"user"}]}').prefix_key() == b"m\0\0"
+
+
+def test_of_two_fields_with_one_name_the_last_counts() -> None:
+    body = b'{"model":"a","messages":[{"role":"user","content":"1"}],"model":"b","messages":[{"role":"system"}]}'
+    assert (request_of(body).model, request_of(body).prefix_key()) == ("b", b"b\0\0")
+    assert_equal_fields(body)
+
+
+def test_names_nested_in_other_values_do_not_count() -> None:
+    body = b'{"tools":[{"model":"no","messages":[]}],"messages":[{"role":"tool","content":[{"role":"user"}]}]}'
+    assert request_of(body).model == ""
+    assert request_of(body).prefix_key() is None
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b" ", b"{", b"[]", b'"a"', b"{} {}", b'{"a":1,}', b"{'a':1}", b"\xff", b'{"a":\xa0}']
+)
+def test_a_body_that_is_not_an_object_is_refused_with_a_reason(body: bytes) -> None:
+    with pytest.raises(NotJson, match=r"\w"):
+        read_json(body)
+
+
+def test_a_number_too_long_for_python_is_refused() -> None:
+    assert_equal_fields(b'{"seed":%b}' % (b"9" * 5000))
+    with pytest.raises(NotJson, match="digits"):
+        read_json(b'{"seed":%b}' % (b"9" * 5000))
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: "-".join(sample) or "empty")
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_common_bodies_need_no_parser(sample: dict[str, Any], indent: int | None, ascii_only: bool) -> None:
+    body = json.dumps(sample, ensure_ascii=ascii_only, indent=indent).encode()
+    assert scan(body) is not None
+    assert_equal_fields(body)
+
+
+def test_only_bytes_are_scanned() -> None:
+    with pytest.raises(TypeError):
+        scan("{}")  # type: ignore[arg-type]
+
+
+# The scan compared with the parser.
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"user":-0}',
+        b'{"user":"\\ud83d\\ude00\\ud83d"}',
+        b'{"prompt":"\\ud83d\\ud83d\\ude00\\ude00\\ude00\\u0041"}',
+        b'{"prompt":[true,false,null,-0]}',
+        b'{"prompt":[true,false,null,1,1.5,"a",[2,["b"]],{"text":"c"}]}',
+        b'{"prompt":[[[[[["deep"]]]]]]}',
+        b'{"prompt":{"content":"a","text":"b","text":null}}',
+        b'{"prompt":{"text":"a","content":"b"}}',
+        b'{"prompt":{"te\\u0078t":"a","content":"b"}}',
+        b'{"mod\\u0065l":"m"}',
+        b'{"messages":[{"role":"us\\u0065r","content":"c"},{"role":"user","content":"d"}]}',
+        b'{"messages":[{"rol\\u0065":"user","content":"c"},{"role":"user","content":"d"}]}',
+        b'{"messages":[{"role":"system","content":"1"},{"role":"developer","content":"2"},{"role":"user"}]}',
+        b'{"messages":[{"role":"user","content":"1"},{"role":"system","content":"2"}]}',
+        b'{"messages":[{"role":"user","content":"1"}],"prompt":"2","system":"3","instructions":"4"}',
+        b'{"messages":[{"role":"user","content":"1","role":"tool"}],"input":"2","prompt":null}',
+        b'{"messages":[{"role":"user","content":"1"}],"messages":{"role":"user"}}',
+        b'{"messages":[{"role":"user","content":"\xed\xa0\xbd\xed\xb8\x80"}],"model":"\xed\xa0\xbd\xed\xb8\x80"}',
+        b'{"model":"\xc0\x80"}',
+        b'{"other":"\xa9","model":"\xed\xa0\xbd"}',
+        b'{"model":7,"session_id":[],"conversation_id":true,"prompt_cache_key":{},"user":"\\u0000"}',
+        b'\xef\xbb\xbf{"model":"bom"}',
+        '{"model":"utf-16"}'.encode("utf-16"),
+        '{"model":"utf-16"}'.encode("utf-16-le"),
+        '{"model":"utf-32"}'.encode("utf-32-le"),
+        b'{"model":"m"}\0',
+        b'{"model":"m"} \n\r\t',
+        b'{"model":"m"}\x0b',
+    ],
+)
+def test_unusual_bodies(body: bytes) -> None:
+    assert_equal_fields(body)
+
+
+@pytest.mark.parametrize("number", ACCEPTED_NUMBERS + REFUSED_NUMBERS)
+def test_numbers(number: str) -> None:
+    for text in (
+        f'{{"a":{number}}}',
+        f'{{"prompt":[{number} ]}}',
+        f'{{"user":{number},"model":"m"}}',
+        f'{{"a":{number}',
+    ):
+        assert_equal_fields(text.encode())
+
+
+@given(BODIES)
+@settings(max_examples=300, deadline=None)
+def test_generated_bodies(body: bytes) -> None:
+    assert_equal_fields(body)
+
+
+@given(BODIES, st.data())
+@settings(max_examples=300, deadline=None)
+def test_generated_bodies_with_bytes_changed(body: bytes, data: st.DataObject) -> None:
+    changed = bytearray(body)
+    for _change in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(changed)))
+        width = data.draw(st.sampled_from([0, 1, 1, 2]))
+        changed[at : at + width] = data.draw(
+            st.binary(max_size=2)
+            | st.sampled_from([b'"', b"\\", b"\\u", b"{", b"}", b"[", b"]", b",", b":", b"0", b"-"])
+        )
+    assert_equal_fields(bytes(changed))
+
+
+@given(st.one_of(VALUES, NUMBERS), WHITESPACE, st.one_of(st.just(""), VALUES))
+@settings(max_examples=300, deadline=None)
+def test_generated_values(value: str, space: str, after: str) -> None:
+    for text in (f"{space}{value}{space}{after}", f'{{"model":{value}{space}}}{after}', f'{{"a":[{value},{value}]}}'):
+        assert_equal_fields(text.encode("utf-8", "surrogatepass"))
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: "-".join(sample) or "empty")
+def test_truncated_bodies(sample: dict[str, Any]) -> None:
+    for ascii_only in (True, False):
+        body = json.dumps(sample, ensure_ascii=ascii_only).encode()
+        for end in range(len(body)):
+            assert scan(body[:end]) is None
+        assert_equal_fields(body[: len(body) // 2])
+
+
+def test_bodies_with_one_byte_changed() -> None:
+    rng = random.Random(7)
+    for sample in SAMPLES[:3]:
+        body = json.dumps(sample).encode()
+        for at in range(len(body)):
+            for byte in (*b'"\\u}]', rng.randrange(256)):
+                assert_equal_fields(body[:at] + bytes((byte,)) + body[at + 1 :])
+
+
+def test_rows_of_backslashes_at_every_position() -> None:
+    """The scan reads strings in blocks of 16, 32 and 64 bytes."""
+    for at in range(140):
+        for row in (1, 2, 3, 4, 63, 64, 65):
+            for after in (b'"', b"n", b"u00e9", b"u00g9", b"x", b"\n", b""):
+                text = b"a" * at + b"\\" * row + after
+                for rest in (b'"}', b"b" * 70 + b'"}'):
+                    assert_equal_fields(b'{"prompt":"' + text + rest)
+
+
+def test_control_characters_and_quotes_at_every_position() -> None:
+    for at in range(140):
+        for byte in (0x00, 0x1F, 0x20, 0x21, 0x22, 0x23, 0x5C, 0x7F, 0x80, 0xC3, 0xFF):
+            text = b"a" * at + bytes((byte,)) + b"b" * (139 - at)
+            assert_equal_fields(b'{"prompt":"' + text + b'"}')
+            assert_equal_fields(b'{"other":"' + text + b'"}')
+
+
+def test_every_byte_after_a_backslash_or_quote() -> None:
+    for one in range(256):
+        assert_equal_fields(b'{"prompt":"' + b"a" * 70 + b"\\" + bytes((one,)) + b"0041" + b"a" * 70 + b'"}')
+        assert_equal_fields(b'{"prompt":"\\u' + bytes((one,)) + b'041"}')
+        assert_equal_fields(b'{"prompt":"a"' + bytes((one,)) + b"}")
+        for two in (0x00, 0x7F, 0x80, 0x9F, 0xA0, 0xBF, 0xC0):
+            assert_equal_fields(b'{"prompt":"' + bytes((one, two, 0x80, 0x80)) + b'"}')
+
+
+def test_texts_about_as_long_as_the_key() -> None:
+    for length in range(KEY_CHARACTERS - 20, KEY_CHARACTERS + 20):
+        for end in ("", "é", "🌍", "\ud83d", "\n", '"', "\\"):
+            for parts in (False, True):
+                text = "a" * length + end + "b"
+                value = [{"text": text[:200]}, {"text": text[200:]}] if parts else text
+                assert_equal_fields(json.dumps({"prompt": value}).encode())
+                assert_equal_fields(json.dumps({"prompt": value}, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+
+
+def test_values_of_many_lengths() -> None:
+    for length in [*range(80), *range(1000, 1050)]:
+        for character in ("a", "é", '"'):
+            assert_equal_fields(json.dumps({"model": character * length, "user": character * length}).encode())
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":', '{"text":', '[{"content":'])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 6, 100, 127, 128, 129, 253, 254, 255, 256, 257, 300, 5000, 100_000])
+def test_deep_nesting(opening: str, depth: int) -> None:
+    closing = opening.translate({ord("["): "]", ord("{"): "}"})
+    closing = "".join(character for character in reversed(closing) if character in "]}")
+    for name in ("prompt", "other"):
+        assert_equal_fields(f'{{"model":"m","{name}":{opening * depth}"x"{closing * depth}}}'.encode())
+        assert_equal_fields(f'{{"model":"m","{name}":{opening * depth}'.encode())
+
+
+def chats() -> Iterator[dict[str, Any]]:
+    if not CHATS.is_dir():
+        pytest.skip(f"there are no real chats at {CHATS}")
+    for path in sorted(CHATS.glob("*.jsonl.gz")):
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            texts: dict[str, str] = {}
+            for line in lines:
+                record = json.loads(line)
+                if "messages" in record:
+                    yield {"model": path.stem, **record}
+                elif "append" in record:
+                    session = record["session"]
+                    texts[session] = texts.get(session, "")[: record["keep"]] + record["append"]
+                    yield {"model": path.stem, "session_id": session, **chat("You help.", texts[session])}
+
+
+def test_real_chats() -> None:
+    count = 0
+    for body in chats():
+        count += 1
+        for ascii_only in (True, False):
+            data = json.dumps(body, ensure_ascii=ascii_only).encode()
+            assert scan(data) is not None
+            assert_equal_fields(data)
+    assert count > 100

@@ -1,0 +1,199 @@
+"""The outline of a body agrees with a JSON parser, and equal message lists have equal digests."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from warmroute._kernel._messages import digest, digests
+from warmroute._kernel._scan import Outline, outline_of, scan
+from warmroute.prompt.prompt import Prompt
+from warmroute.prompt.request_body import Endpoint, RequestBody, generation_options, read_request_body, text_prompt
+
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=6), inner, max_size=4)),
+    max_leaves=12,
+)
+names = st.one_of(st.just("messages"), st.text("abcdefg_é", max_size=6))
+
+
+def items(body: bytes, spans: bytes) -> list[Any]:
+    ends = memoryview(spans).cast("I")
+    return [json.loads(body[ends[i] : ends[i + 1]]) for i in range(0, len(ends), 2)]
+
+
+@given(st.dictionaries(names, values, max_size=20), st.booleans(), st.sampled_from([None, 2]))
+def test_the_outline_has_the_position_of_every_field(tree, ascii_only, indent):
+    body = json.dumps(tree, ensure_ascii=ascii_only, indent=indent).encode("utf-8", "surrogatepass")
+    found = outline_of(body)
+    if found is None:
+        assert b"\\" in body  # an escaped name
+        return
+    assert {name: json.loads(body[start:end]) for name, (start, end) in found.fields.items()} == {
+        name: value for name, value in tree.items() if name.isascii()
+    }
+    assert items(body, found.spans) == (tree["messages"] if isinstance(tree.get("messages"), list) else [])
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 16, 17, 1000])
+def test_any_number_of_fields_and_messages_is_found(count):
+    tree = {"messages": [{"role": "tool", "content": n} for n in range(count)], **{f"f{n}": n for n in range(count)}}
+    body = json.dumps(tree).encode()
+    found = outline_of(body)
+    assert items(body, found.spans) == tree["messages"]
+    assert {name: json.loads(body[slice(*where)]) for name, where in found.fields.items()} == tree
+    assert found.fields is found.fields, "created once"
+
+
+@given(st.binary(max_size=40), st.integers(0, 39), st.sampled_from(b'{}[],:"\\ 01e.-nulltru'))
+def test_a_body_that_the_parser_refuses_has_no_outline(noise, at, byte):
+    for body in (noise, b'{"messages": [{"a": "b"}, 1.5, null], "x": {"y": []}}'):
+        changed = body[:at] + bytes([byte]) + body[at + 1 :]
+        found = outline_of(changed)
+        if found is not None:
+            tree = json.loads(changed.decode("utf-8", "replace"))
+            assert isinstance(tree, dict) and set(found.fields) <= set(tree)
+
+
+@given(st.lists(values, min_size=1, max_size=5), st.lists(values, max_size=3), st.lists(values, max_size=3))
+def test_message_lists_have_equal_digests_exactly_as_far_as_they_are_equal(start, one, other):
+    def digests_of(messages: list[Any], indent: int | None) -> list[bytes]:
+        body = json.dumps({"messages": messages}, indent=indent).encode()
+        found = outline_of(body)
+        assert found is not None
+        packed = digests(body, found.spans)
+        return [packed[i : i + 16] for i in range(0, len(packed), 16)]
+
+    first, second = digests_of(start + one, None), digests_of(start + other, None)
+    assert len(first) == len(start + one)
+    for i, (a, b) in enumerate(zip(first, second, strict=False)):
+        same = json.dumps((start + one)[: i + 1]) == json.dumps((start + other)[: i + 1])
+        assert (a == b) == same
+    assert len(set(first)) == len(first)
+
+
+def test_a_digest_depends_on_every_byte():
+    text = bytes(range(100))
+    whole = digest(text, 0, 100)
+    assert len({digest(text[:i] + b"\xff" + text[i + 1 :], 0, 100) for i in range(100)} | {whole}) == 101
+    assert len({digest(bytes(n), 0, n) for n in range(100)}) == 100
+    assert digest(b"xx" + text, 2, 102) == whole
+
+
+def test_of_fields_with_equal_names_the_last_counts():
+    body = b'{"messages": [1, 2], "a": 1, "messages": [3], "a": 2, "stream": true, "stream": 0, "priority": 1}'
+    found = outline_of(body)
+    assert items(body, found.spans) == [3]
+    assert body[slice(*found.fields["a"])] == b"2"
+    assert found.about(None) == ("", None, 1, "", False)
+    assert found.stand_in() == b"[3\0\0"
+
+
+def test_wrong_arguments_are_errors():
+    for call in (scan, outline_of):
+        with pytest.raises(TypeError):
+            call("{}")
+    with pytest.raises(TypeError):
+        Outline()
+    with pytest.raises(ValueError):
+        digest(b"abc", 2, 5)
+    for arguments in [("{}", b""), (b"{}",), (b"{}", "x")]:
+        with pytest.raises(TypeError):
+            digests(*arguments)
+    for spans in [(2, 5), (2, 1), (0, 1, 4, 4)]:
+        with pytest.raises(ValueError):
+            digests(b"abc", b"".join(at.to_bytes(4, "little") for at in spans))
+
+
+# Options and text prompts, compared with plain Python.
+
+texts = st.one_of(
+    st.sampled_from(
+        [b'"m"', b'""', b'"org/Model-7b"', b'"\\u00e9\\n"', b'"\\ud83d"', '"é"'.encode(), b'"\xed\xa0\xbd"', b'"\xff"']
+    ),
+    st.text(max_size=12).map(lambda text: json.dumps(text, ensure_ascii=False).encode("utf-8", "surrogatepass")),
+    st.just(b'"' + b"x" * 1023 + b'"'),
+)
+numbers = st.one_of(
+    st.sampled_from(
+        [b"0", b"-0", b"7", b"-1", b"1.0", b"1e3", b"-0.0", b"1e999", b"9" * 17, b"9" * 18, b"9" * 19, b"-" + b"9" * 18]
+    ),
+    st.integers().map(lambda number: b"%d" % number),
+)
+scalars = st.one_of(texts, numbers, st.sampled_from([b"true", b"false", b"null"]))
+nested = st.sampled_from(
+    [b"[]", b"{}", b"[1]", b'[{"role":"user","content":"hi"}]', b'["\xff"]', b' [ "a" , {} ] ', b"[" * 99 + b"]" * 99]
+)
+fields = st.sampled_from(
+    b"model cache_salt stream priority max_completion_tokens max_tokens max_output_tokens"
+    b" system instructions tools prompt input messages other".split()
+)
+members = st.tuples(fields, st.one_of(scalars, scalars, nested))
+bodies = st.lists(members, max_size=10).map(lambda all: b"{" + b",".join(b'"%b": %b' % one for one in all) + b"}")
+
+
+def text_tokens(request: RequestBody) -> bytes:
+    """The reference of Outline.stand_in: the bytes of the prompt's fields, padded to four bytes a token.
+
+    Closing brackets and quotes at the end are dropped, so that a prompt and its continuation start with the same
+    tokens.
+    """
+    names = ("system", "instructions", "tools", "prompt", "input", "messages")
+    pieces = [request.body[slice(*request.fields[name])] for name in names if name in request.fields]
+    text = b"".join(pieces).rstrip(b']}" \r\n\t')
+    return text + bytes(-len(text) % 4)
+
+
+@given(bodies, st.sampled_from(Endpoint))
+@settings(max_examples=500, deadline=None)
+def test_options_and_text_prompts_equal_those_of_a_json_parser(body, endpoint):
+    request = read_request_body(endpoint.value, body)
+    assert request is not None
+    _model, max_output_tokens, priority, salt, stream = options = request.parse_options()
+    default = 16 if endpoint is Endpoint.COMPLETION else None
+    assert request.outline.about(default) in (options, None)
+    assert request.cache_salt() == salt
+    assert request.outline.stand_in() == text_tokens(request)
+    expected = Prompt(text_tokens(request), 0, False, "no tokenizer for this model", (), salt)
+    assert text_prompt(endpoint.value, body) == expected
+    assert generation_options(endpoint.value, body, None) == (max_output_tokens, priority, stream)
+    scanned = scan(body)
+    if scanned is not None:
+        assert text_prompt(endpoint.value, body, scanned[4]) == expected
+        assert generation_options(endpoint.value, body, scanned[4]) == (max_output_tokens, priority, stream)
+        assert RequestBody(endpoint, body, scanned[4]).fields == request.fields
+
+
+def test_generation_options_come_from_the_fields_of_each_endpoint():
+    def options(path: bytes, **fields: Any) -> tuple[int | None, int, bool]:
+        return generation_options(path, json.dumps(fields).encode(), None)
+
+    many = {"stream": True, "max_tokens": 5, "max_completion_tokens": 7, "priority": -3}
+    assert options(b"/v1/chat/completions", **many) == (7, -3, True)
+    assert options(b"/v1/completions", prompt="x") == (16, 0, False)
+    assert options(b"/v1/responses", input="x", max_output_tokens=9) == (9, 0, False)
+    assert options(b"/v1/chat/completions", stream="yes", max_tokens="many", priority=None) == (None, 0, False)
+    assert options(b"/v1/rerank", stream=False) == (None, 0, True)
+
+
+def test_common_bodies_need_no_json_parser():
+    body = b'{"model":"m","messages":[{"role":"user","content":"hi"}],"stream":true,"max_tokens":500,"priority":-1}'
+    assert scan(body)[4].about(None) == ("m", 500, -1, "", True)
+    assert outline_of(b'{"prompt":"a","max_completion_tokens":null,"cache_salt":"s"}').about(16) == (
+        "",
+        16,
+        0,
+        "s",
+        False,
+    )
+    assert outline_of(b'{"max_tokens":null}').about(16) == ("", None, 0, "", False)
+
+
+def test_paths_without_prompts_and_invalid_bodies_have_no_prompt():
+    assert read_request_body(b"/v1/rerank", b"{}") is None and text_prompt(b"/v1/rerank", b"{}") is None
+    assert read_request_body(Endpoint.CHAT.value, b"{") is None and text_prompt(Endpoint.CHAT.value, b"{") is None

@@ -1,0 +1,60 @@
+"""Which chat templates allow tail rendering, and which depend on messages far back."""
+
+from __future__ import annotations
+
+import pytest
+from prompt_data import template_text
+
+from warmroute.prompt.chat_template import ChatTemplate
+from warmroute.prompt.tail_check import TailCheck
+
+TOKENS = {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
+
+
+def check(source: str) -> TailCheck:
+    return TailCheck(ChatTemplate(source, TOKENS))
+
+
+@pytest.mark.parametrize("name", ["thinking", "parts", "dated", "alternating"])
+def test_a_template_that_depends_on_near_messages_only_is_safe(name):
+    assert check(template_text(name)).safe_for_all_messages
+
+
+@pytest.mark.parametrize("name", ["far_tools", "far_counts", "far_first_question", "far_system_last", "far_shortens"])
+def test_a_template_that_depends_on_far_messages_is_not_safe(name):
+    assert not check(template_text(name)).safe_for_clean_messages
+
+
+MESSAGES = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "far",
+    [
+        "{{ messages | length }}",
+        "{% if messages | selectattr('role', 'eq', 'tool') | list | length > 1 %}tools were used{% endif %}",
+        "{% for m in messages if m.role == 'user' %}{{ m.content[:1] }}{% endfor %}",
+        "{% if messages | length > 12 %}it was long{% endif %}",
+        "{% for m in messages %}{% if '/quiet' in m.content %}quiet{% endif %}{% endfor %}",
+    ],
+)
+@pytest.mark.parametrize("at_the_start", [True, False])
+def test_dependence_on_far_messages_is_found_anywhere_in_the_template(far, at_the_start):
+    source = far + MESSAGES + PROMPT if at_the_start else MESSAGES + far + PROMPT
+    assert check(MESSAGES + PROMPT).safe_for_all_messages
+    assert not check(source).safe_for_all_messages
+
+
+def test_dependence_on_the_first_message_is_harmless_only_at_the_start():
+    first = "{{ messages[0].content | length }}"
+    assert check(first + MESSAGES + PROMPT).safe_for_all_messages
+    assert not check(MESSAGES + first + PROMPT).safe_for_all_messages
+
+
+def test_dependence_that_only_the_templates_own_strings_trigger_is_found():
+    found = check(
+        MESSAGES + "{% for m in messages %}{% if '/quiet' in m.content %}quiet{% endif %}{% endfor %}" + PROMPT
+    )
+    assert found.safe_for_clean_messages
+    assert not found.safe_for_all_messages

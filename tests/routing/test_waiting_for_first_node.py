@@ -1,0 +1,120 @@
+"""Requests that wait for a first node of an autoscaled fleet: they behave like those that wait for room on a node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from routing_harness import MODEL, RoutingHarness
+
+from warmroute.config import Admission as AdmissionConfig
+from warmroute.config.priority import HIGH, LOW
+from warmroute.routing.routing_errors import DeadlineUnreachable, Displaced, NoNodeAvailable, QueueFull, QueueTimeout
+
+
+def empty_fleet(**admission: Any) -> RoutingHarness:
+    harness = RoutingHarness(0, admission=AdmissionConfig(**admission))
+    harness.admission.first_node_wait_s = 60.0
+    return harness
+
+
+def test_the_first_request_is_admitted_when_a_node_joins_and_the_others_after_it() -> None:
+    harness = empty_fleet()
+    first, second = harness.submit(), harness.submit()
+    harness.tick()
+    assert first.queued and second.queued and harness.admission.waiting == harness.admission.queued_total == 2
+    node = harness.add("n0")
+    harness.group = node.groups[0]
+    harness.tick()
+    assert first.node is node and second.queued
+    assert harness.admission.waiting == harness.group.waiting == 1 and harness.admission.queued_total == 2
+    first.finish()
+    assert second.node is node
+    second.finish()
+    harness.assert_all_counters_are_zero()
+
+
+def test_without_autoscaling_no_request_waits_for_a_node() -> None:
+    harness = empty_fleet()
+    harness.admission.first_node_wait_s = 0.0
+    with pytest.raises(NoNodeAvailable):
+        harness.submit()
+
+
+def test_a_request_that_must_not_queue_is_rejected() -> None:
+    harness = empty_fleet()
+    with pytest.raises(NoNodeAvailable):
+        harness.submit(may_queue=False)
+    assert harness.admission.waiting == 0
+
+
+def test_a_canceled_request_is_removed() -> None:
+    harness = empty_fleet()
+    request = harness.submit()
+    request.cancel()
+    assert harness.admission.waiting == 0
+    harness.add("n0")
+    harness.tick()
+    assert request.events == ["canceled"]
+
+
+def test_a_request_is_rejected_after_first_node_wait_s() -> None:
+    harness = empty_fleet()
+    request = harness.submit()
+    harness.advance(harness.admission.first_node_wait_s + 1.0)
+    harness.tick()
+    assert isinstance(request.error, QueueTimeout) and harness.admission.waiting == 0
+
+
+def test_a_request_past_its_deadline_is_not_sent_to_the_new_node() -> None:
+    harness = empty_fleet()
+    late = harness.submit(deadline_s=harness.now_s + 5.0)
+    early = harness.submit(total_deadline_s=harness.now_s + 500.0)
+    harness.advance(5.5)
+    harness.add("n0")
+    harness.tick()
+    assert late.events == ["rejected"] and isinstance(late.error, DeadlineUnreachable)
+    assert early.events == ["admitted"] and harness.admission.waiting == 0
+
+
+def test_a_low_priority_request_is_displaced() -> None:
+    harness = empty_fleet(max_waiting=2)
+    low, normal, another = harness.submit(priority=LOW), harness.submit(), harness.submit()
+    assert isinstance(low.error, Displaced), "no request is rejected in favor of a low-priority one"
+    assert normal.queued and another.queued and harness.admission.waiting == 2
+    with pytest.raises(QueueFull):
+        harness.submit()
+    assert harness.submit(priority=HIGH).queued, "high priority has no limit"
+
+
+def test_queued_requests_continue_to_wait_when_the_last_node_leaves() -> None:
+    harness = RoutingHarness(1)
+    harness.admission.first_node_wait_s = 60.0
+    ticket = harness.busy(harness.nodes[0], 16_000)
+    request = harness.submit()
+    group = harness.group
+    harness.fleet.remove("n0")
+    harness.tick()
+    harness.close(ticket)
+    assert request.queued and harness.admission.waiting == 1 and group.waiting == 0
+    node = harness.add("n1")
+    harness.tick()
+    assert request.node is node and harness.fleet.group(MODEL) is not group
+    request.finish()
+    assert harness.admission.waiting == 0 and harness.admission.queued_total == 1
+
+
+def test_a_queued_request_counts_for_the_current_group_of_its_model() -> None:
+    harness = RoutingHarness(1)
+    harness.busy(harness.nodes[0], 16_000)
+    request = harness.submit()
+    before = harness.group
+    harness.fleet.remove("n0")
+    node = harness.add("n1")  # before the next tick
+    harness.busy(node, 16_000)
+    harness.tick()
+    group = harness.fleet.group(MODEL)
+    assert request.queued and group is not None and group is not before
+    assert (before.waiting, group.waiting) == (0, 1)
+    request.cancel()
+    assert (before.waiting, group.waiting, harness.admission.waiting) == (0, 0, 0)

@@ -1,0 +1,259 @@
+"""A stand-in for an API server, for where no real one can be had: NOT Kubernetes, and no proof of it. It has what the
+provisioner relies on, written after the real one's behaviour: resource versions and 409, merge and strategic patches,
+the status subresource, label selectors, Pods that the controllers make, and the order in which a ReplicaSet ends them.
+The same tests run against a real API server with `make test-real-kubernetes` (real_kubernetes.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import re
+import threading
+import uuid
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+Object = dict[str, Any]
+
+WORKLOADS = ("deployments", "statefulsets", "leaderworkersets")
+HASH = "5d4f8c7b9"
+"""Of every Pod template."""
+
+
+class Refused(Exception):
+    def __init__(self, code: int, message: str) -> None:
+        self.code, self.message = code, message
+
+
+class StandIn:
+    real = False
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._things: dict[tuple[str, str], Object] = {}
+        self._version = itertools.count(1)
+        self._at_work = False
+        stand_in = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self) -> None:
+                length = int(self.headers.get("content-length") or 0)
+                body = json.loads(self.rfile.read(length)) if length else None
+                try:
+                    code, said = 200, stand_in.handle(self.command, self.path, body, self.headers["content-type"] or "")
+                except Refused as refused:
+                    code = refused.code
+                    said = {"kind": "Status", "status": "Failure", "code": code, "message": refused.message}
+                data = json.dumps(said).encode()
+                self.send_response(code)
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_GET = do_POST = do_PATCH = do_DELETE = answer
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def kubeconfig(self, user: str) -> str:
+        path = self.folder / f"{user}.conf"
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{self._server.server_port}"}}],
+            "users": [{"name": user, "user": {"token": user}}],
+            "contexts": [{"name": "c", "context": {"cluster": "c", "user": user, "namespace": "default"}}],
+            "current-context": "c",
+        }
+        path.write_text(json.dumps(config))
+        return str(path)
+
+    def ask(self, method: str, path: str, body: Any = None, kind: str = "application/json") -> Any:
+        try:
+            return self.handle(method, path, copy.deepcopy(body), kind)
+        except Refused as refused:
+            raise AssertionError(f"{method} {path}: {refused.code}: {refused.message}") from None
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def handle(self, method: str, target: str, body: Any, kind: str) -> Object:
+        url = urlsplit(target)
+        parts = re.sub(r"^/(api/v1|apis/[^/]+/[^/]+)/(namespaces/[^/]+/)?", "", url.path).split("/")
+        sort, name, sub = (*parts, "", "")[:3]
+        with self._lock:
+            if method == "POST" and sub == "binding":
+                return self._write(sort, name, {"spec": {"nodeName": body["target"]["name"]}})
+            if method == "POST":
+                return self._create(sort, body)
+            if method == "GET" and not name:
+                selector = parse_qs(url.query).get("labelSelector", [""])[0]
+                found = [one for one in self._all(sort) if matches(unquote(selector), _labels(one))]
+                return {"kind": "List", "metadata": {"resourceVersion": "1"}, "items": copy.deepcopy(found)}
+            if (sort, name) not in self._things:
+                raise Refused(404, f'{sort} "{name}" not found')
+            if method == "GET":
+                return copy.deepcopy(self._things[sort, name])
+            if method == "DELETE":
+                return self._delete(sort, name)
+            assert method == "PATCH", method
+            if kind == "application/strategic-merge-patch+json":
+                self._merge_conditions(sort, name, body)
+            else:
+                assert kind == "application/merge-patch+json", kind
+            # Without its subresource, status is not written; with it, nothing else is.
+            kept = {
+                key: value for key, value in body.items() if (key == "status") == (sub == "status") or key == "metadata"
+            }
+            return self._write(sort, name, kept)
+
+    def _all(self, sort: str) -> Iterator[Object]:
+        return (one for (kind, _name), one in list(self._things.items()) if kind == sort)
+
+    def _create(self, sort: str, thing: Object) -> Object:
+        meta = thing["metadata"]
+        if (sort, meta["name"]) in self._things:
+            raise Refused(409, f"{sort} {meta['name']!r} already exists")
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        meta |= {"uid": str(uuid.uuid4()), "creationTimestamp": now, "namespace": "default"}
+        thing.setdefault("status", {"phase": "Pending"} if sort == "pods" else {"replicas": 0})
+        self._things[sort, meta["name"]] = thing
+        thing["serial"] = next(self._version)  # finer than its time, for the controllers' order
+        return self._write(sort, meta["name"], {})
+
+    def _write(self, sort: str, name: str, patch: Object) -> Object:
+        thing = self._things[sort, name]
+        expected = patch.get("metadata", {}).pop("resourceVersion", None)
+        if expected is not None and expected != thing["metadata"]["resourceVersion"]:
+            raise Refused(409, "the object has been modified; please apply your changes to the latest version")
+        merge(thing, patch)
+        thing["metadata"]["resourceVersion"] = str(next(self._version))
+        self._reconcile()
+        return copy.deepcopy(thing)
+
+    def _merge_conditions(self, sort: str, name: str, patch: Object) -> None:
+        """Of a strategic patch: conditions are merged by their type."""
+        told = patch.get("status", {}).get("conditions")
+        if told:
+            kept = {one["type"]: one for one in self._things[sort, name]["status"].get("conditions", [])}
+            for one in told:
+                kept[one["type"]] = kept.get(one["type"], {}) | one
+            patch["status"]["conditions"] = list(kept.values())
+
+    def _delete(self, sort: str, name: str) -> Object:
+        thing = self._things[sort, name]
+        if sort == "pods" and thing["spec"].get("nodeName"):
+            # Its kubelet would end it within its grace period; until then it is there.
+            thing["metadata"]["deletionTimestamp"] = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        else:
+            del self._things[sort, name]
+        self._reconcile()
+        return copy.deepcopy(thing)
+
+    def _reconcile(self) -> None:
+        """What the controllers do, at once."""
+        if self._at_work:
+            return
+        self._at_work = True
+        for sort in WORKLOADS[:2]:
+            for workload in self._all(sort):
+                labels = dict(workload["spec"]["selector"]["matchLabels"])
+                owner = _owner(workload, sort)
+                if sort == "deployments":
+                    labels["pod-template-hash"] = HASH
+                pods = [pod for pod in self._all("pods") if owner in _owners(pod) and _live(pod)]
+                wanted = workload["spec"].get("replicas", 1)
+                for _ in range(wanted - len(pods)):
+                    name = f"{workload['metadata']['name']}-{uuid.uuid4().hex[:5]}"
+                    if sort == "statefulsets":
+                        name = f"{workload['metadata']['name']}-{len(pods)}"
+                    spec = copy.deepcopy(workload["spec"]["template"]["spec"])
+                    pods.append(
+                        self._create(
+                            "pods",
+                            {"metadata": {"name": name, "labels": labels, "ownerReferences": [owner]}, "spec": spec},
+                        )
+                    )
+                order = (lambda pod: -_ordinal(pod)) if sort == "statefulsets" else deletion_order
+                for pod in sorted(pods, key=order)[: max(0, len(pods) - wanted)]:
+                    self._delete("pods", pod["metadata"]["name"])
+        self._at_work = False
+
+
+def deletion_order(pod: Object) -> tuple[Any, ...]:
+    """Whom a ReplicaSet ends first: without a node, pending, unknown, not ready, cheapest, latest ready, newest."""
+    status = pod.get("status", {})
+    said = [one for one in status.get("conditions", ()) if one["type"] == "Ready" and one["status"] == "True"]
+    ready, since = bool(said), said[0].get("lastTransitionTime") if said else None
+    since_s = datetime.fromisoformat(since.replace("Z", "+00:00")).timestamp() if since else 0.0
+    cost = int(pod["metadata"].get("annotations", {}).get("controller.kubernetes.io/pod-deletion-cost", 0))
+    phase = {"Pending": 0, "Unknown": 1}.get(status.get("phase", "Pending"), 2)
+    return bool(pod["spec"].get("nodeName")), phase, ready, cost, -since_s, -pod.get("serial", 0)
+
+
+def merge(thing: Object, patch: Object) -> None:
+    """RFC 7386."""
+    for key, value in patch.items():
+        if value is None:
+            thing.pop(key, None)
+        elif isinstance(value, dict):
+            if not isinstance(thing.get(key), dict):
+                thing[key] = {}
+            merge(thing[key], value)
+        else:
+            thing[key] = value
+
+
+def matches(selector: str, labels: dict[str, str]) -> bool:
+    for part in re.split(r",(?![^()]*\))", selector) if selector else ():
+        among = re.fullmatch(r"(\S+) (in|notin) \((.*)\)", part)
+        if among:
+            good = (labels.get(among[1]) in among[3].split(",")) == (among[2] == "in")
+        elif "=" in part:
+            key, _, value = part.partition("=")
+            good = labels.get(key) == value
+        else:
+            good = part in labels if not part.startswith("!") else part[1:] not in labels
+        if not good:
+            return False
+    return True
+
+
+def _labels(one: Object) -> dict[str, str]:
+    return one["metadata"].get("labels") or {}
+
+
+def _owner(workload: Object, sort: str) -> Object:
+    """What its Pods say of whom they belong to. (A Deployment's belong to its ReplicaSet, which is not played.)"""
+    meta = workload["metadata"]
+    said = {"apiVersion": "apps/v1", "controller": True}
+    if sort == "deployments":
+        return said | {"kind": "ReplicaSet", "name": f"{meta['name']}-{HASH}", "uid": f"rs-{meta['uid']}"}
+    return said | {"kind": "StatefulSet", "name": meta["name"], "uid": meta["uid"]}
+
+
+def _owners(pod: Object) -> list[Object]:
+    return pod["metadata"].get("ownerReferences") or []
+
+
+def _live(pod: Object) -> bool:
+    return "deletionTimestamp" not in pod["metadata"] and pod["status"].get("phase") not in ("Succeeded", "Failed")
+
+
+def _ordinal(pod: Object) -> int:
+    return int(pod["metadata"]["name"].rpartition("-")[2])

@@ -1,0 +1,136 @@
+"""Offers that cannot be true are dropped and said; and what a provisioner's configuration may say."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import textwrap
+import tomllib
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from warmroute.config import ConfigError, ProvisionerConfig, from_table
+from warmroute.scaling.offer import Offer
+from warmroute.scaling.provisioners import create_provisioner
+from warmroute.scaling.validate_offers import LONGEST_START_S, OfferValidator
+
+GOOD = Offer(provisioner="p", name="a", island="i", gpu="L4", usd_per_hour=1.0)
+
+
+def check(offer: Offer, **limits: Any) -> tuple[list[Offer], tuple[str, ...]]:
+    sanity = OfferValidator("p", **{"min_usd_per_gpu_hour": 0.02, "max_usd_per_hour": 500.0, **limits})
+    return sanity.check([offer]), sanity.said
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"usd_per_hour": 0.0}, "costs $0, which stands for a price that is not known"),
+        ({"usd_per_hour": -0.5}, "costs $-0.5 an hour, which is below 0"),
+        ({"usd_per_hour": nan}, "costs nan, which is no price"),
+        ({"usd_per_hour": inf}, "costs inf, which is no price"),
+        ({"usd_per_hour": 0.01}, "a bid floor, no price"),
+        ({"usd_per_hour": 0.1, "gpus": 8}, "below min_usd_per_gpu_hour ($0.02 × 8)"),
+        ({"usd_per_hour": 501.0}, "above max_usd_per_hour ($500)"),
+        ({"gpus": 0}, "has 0 GPUs"),
+        ({"gpu": ""}, "does not say its GPU"),
+        ({"name": ""}, "has no name"),
+    ],
+)
+def test_an_impossible_offer_is_dropped_and_reported(change: dict[str, Any], words: str) -> None:
+    kept, said = check(msgspec.structs.replace(GOOD, **change))
+    assert kept == [] and len(said) == 1 and words in said[0] and "dropped" in said[0]
+
+
+def test_a_valid_offer_is_unchanged() -> None:
+    assert check(GOOD) == ([GOOD], ())
+    free = msgspec.structs.replace(GOOD, usd_per_hour=0.0)
+    assert check(free, free=True) == ([free], ())
+
+
+@pytest.mark.parametrize(("start_s", "taken_s"), [(nan, 0.0), (-1.0, 0.0), (inf, LONGEST_START_S)])
+def test_an_impossible_start_time_is_repaired_and_reported(start_s: float, taken_s: float) -> None:
+    (kept,), said = check(msgspec.structs.replace(GOOD, start_s=start_s, most=-3))
+    assert (kept.start_s, kept.most) == (taken_s, 0) and len(said) == 2
+
+
+def test_the_same_problem_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    sanity = OfferValidator("p")
+    bad = msgspec.structs.replace(GOOD, usd_per_hour=-1.0)
+    with caplog.at_level(logging.WARNING, "warmroute.scaling"):
+        for _ in range(3):
+            assert sanity.check([GOOD, bad, GOOD]) == [GOOD]
+    assert len(caplog.records) == 2  # the price, and the name that stands there twice
+    assert "stands there twice" in sanity.said[1]
+
+
+def refused(**table: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        from_table({"provisioners": [table]})
+    return str(error.value)
+
+
+def test_a_configuration_that_does_not_fit_its_kind_is_rejected() -> None:
+    assert refused(kind="nebula").startswith("provisioners[0].kind: 'nebula' is none of its values")
+    assert refused(kind="process") == "provisioners.gpu is needed with kind 'process' (process)"
+    assert refused(kind="process", gpu="L4", regions=["x"]).startswith("provisioners.regions means nothing to kind")
+    assert "workload_name is needed" in refused(kind="kubernetes", gpu="L4")
+    assert "launch_template, or images" in refused(kind="ec2", regions=["r"], instance_types=["t"])
+    assert "url is needed" in refused(kind="webhook")
+    assert "whole catalogue" in refused(kind="skypilot", task_file="t.yaml", clouds=["aws"])
+    assert refused(kind="process", gpus=0, gpu="x").startswith("provisioners[0].gpus: ")
+    assert "did you mean provisioners.workload_name" in refused(kind="kubernetes", workload_nam="x")
+    assert "is no price" in refused(
+        kind="ec2", regions=["r"], instance_types=["t"], launch_template="l", prices={"t": float("nan")}
+    )
+
+
+def test_two_provisioners_with_one_name_are_rejected() -> None:
+    one = {"kind": "process", "gpu": "L4"}
+    with pytest.raises(ConfigError, match="two are named 'process'"):
+        from_table({"provisioners": [one, one]})
+    assert len(from_table({"provisioners": [one, one | {"name": "second"}]}).provisioners) == 2
+
+
+EC2 = {"kind": "ec2", "regions": ["a", "b"], "instance_types": ["t"], "launch_template": "l"}
+SKY = {"kind": "skypilot", "task_file": "t.yaml", "clouds": ["aws"], "gpu": "L4"}
+KUBERNETES = {"kind": "kubernetes", "workload_name": "vllm", "gpu": "L4"}
+
+
+@pytest.mark.parametrize(
+    ("one", "same", "apart"),
+    [
+        (EC2, {"regions": ["b", "c"]}, {"regions": ["c"]}),
+        (EC2, {"instance_types": ["u"]}, {"deployment": "other"}),
+        (SKY, {"clouds": ["gcp"]}, {"deployment": "other"}),
+        (KUBERNETES, {"gpu": "H100"}, {"workload_name": "sglang"}),
+        (KUBERNETES, {"deployment": "other"}, {"context": "elsewhere"}),
+    ],
+)
+def test_two_provisioners_that_would_share_machines_are_rejected(
+    one: dict[str, Any], same: dict[str, Any], apart: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=r"would see, and end, each other's machines: (give|scale) each"):
+        from_table({"provisioners": [one, one | {"name": "second"} | same]})
+    assert len(from_table({"provisioners": [one, one | {"name": "second"} | apart]}).provisioners) == 2
+
+
+@pytest.mark.parametrize(("kind", "library"), [("ec2", "boto3"), ("kubernetes", "lightkube")])
+def test_a_missing_extra_is_a_configuration_error(kind: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("warmroute.scaling.provisioners.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ConfigError, match=rf"kind '{kind}' needs .*{library}.*install warmroute\[{kind}\]"):
+        create_provisioner(ProvisionerConfig(kind=kind))  # type: ignore[arg-type]
+
+
+def test_the_configurations_in_the_docs_are_valid() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "provisioners.md").read_text()
+    shown = re.findall(r"^    \[\[provisioners\]\]\n(?:(?:    .*)?\n)+", text, re.MULTILINE)
+    kinds = [from_table(tomllib.loads(textwrap.dedent(one))).provisioners[0].kind for one in shown]
+    assert kinds == ["process", "kubernetes", "ec2", "skypilot", "command", "webhook"]

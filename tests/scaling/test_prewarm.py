@@ -1,0 +1,116 @@
+"""Hot prefixes in real, simulated engines: what many prompts share is in a new node's cache before it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_processes import Engine as SimulatedEngine
+from support.raw_client import post
+from support.running_router import RunningRouter, router
+
+from warmroute.config import NodeConfig
+from warmroute.demo.child_processes import Children
+from warmroute.edge.node_client import NodeClient
+from warmroute.fleet.node import Node
+from warmroute.index.hot_prefixes import HotPrefix
+from warmroute.index.lookup import Lookup
+from warmroute.scaling.prewarm import PrefixPrefiller, completion_body
+
+SMALL_MODEL = Path(__file__).parents[1] / "prompt" / "small-model"
+SHARED = list(range(100, 356))
+"""What all prompts begin with."""
+SCALED: dict[str, Any] = {"scaling": {"enabled": True, "dry_run": True}, "routing": {"policy": "price"}}
+
+
+@pytest.fixture(scope="module")
+def trio() -> Iterator[list[SimulatedEngine]]:
+    with Children() as children:
+        known = ("--tokenizer", str(SMALL_MODEL))
+        yield [SimulatedEngine(children, *flags) for flags in (known, known, ())]
+
+
+async def ask(one: RunningRouter, prompt: object) -> None:
+    body = {"model": "sim", "prompt": prompt, "max_tokens": 1}
+    answer = await one.request(post(json.dumps(body).encode(), "/v1/completions"))
+    assert answer.status == 200, answer.body
+
+
+async def warmed(one: RunningRouter, engine: SimulatedEngine) -> PrefixPrefiller:
+    """Puts what is hot into a new node."""
+    service = one.service
+    assert service.scaling is not None
+    prefixes = service.scaling.core.prefixes_to_prewarm(time.monotonic())
+    assert prefixes
+    node = service.add_node(NodeConfig(url=engine.url, name="new"))
+    service.fleet.drain("new")
+    warmer = PrefixPrefiller(NodeClient(service.pools).post)
+    for prefix in prefixes:
+        assert await warmer.put(node, prefix) == (completion_body(prefix) is not None)
+    service.remove_node("new")
+    return warmer
+
+
+async def test_a_new_node_has_hot_prefixes_cached_before_its_first_request(trio: list[SimulatedEngine]) -> None:
+    old, new, _ = trio
+    models = [{"name": "sim", "tokenizer": str(SMALL_MODEL)}]
+    async with router({"url": old.url}, models=models, **SCALED) as one:
+        for number in range(6):
+            await ask(one, SHARED + [50 + number] * 40)
+        warmer = await warmed(one, new)
+    assert warmer.prefilled == 1
+    assert await asyncio.to_thread(new.cached, [*SHARED, *[9] * 40]) == len(SHARED)
+    assert await asyncio.to_thread(old.cached, [8] * 100) == 0
+
+
+async def test_prompts_without_exact_tokens_are_not_prefilled(trio: list[SimulatedEngine]) -> None:
+    *_, plain = trio
+    async with router({"url": plain.url}, **SCALED) as one:  # no tokenizer: text stands in for tokens
+        for number in range(6):
+            await ask(one, SHARED + [50 + number] * 40)
+        before = await asyncio.to_thread(plain.metric, "vllm:request_success_total")
+        warmer = await warmed(one, plain)
+    assert warmer.prefilled == 0
+    assert await asyncio.to_thread(plain.metric, "vllm:request_success_total") == before == 6
+
+
+def example(exact_tokens: int, **more: object) -> HotPrefix:
+    tokens = array("I", SHARED).tobytes()
+    lookup = Lookup(tokens, len(SHARED), exact_tokens, **more)  # type: ignore[arg-type]
+    return HotPrefix(lookup.blocks("m", "", 16), 9.0, lookup, len(SHARED))
+
+
+def test_only_prefixes_of_exact_tokens_have_a_completion_body() -> None:
+    whole = completion_body(example(len(SHARED)))
+    assert whole is not None
+    assert json.loads(whole) == {"model": "m", "prompt": SHARED, "max_tokens": 1, "temperature": 0}
+    assert completion_body(example(len(SHARED) - 1)) is None
+    assert completion_body(example(0)) is None
+    assert completion_body(example(len(SHARED), text=True)) is None
+    assert completion_body(example(len(SHARED), media=((32, b"a picture"),))) is None
+    salted = completion_body(example(len(SHARED), salt="tenant"))
+    assert salted is not None and json.loads(salted)["cache_salt"] == "tenant"
+    other = array("I", [7] * 256).tobytes()
+    stranger = HotPrefix(Lookup(other, 256, 256).blocks("m", "", 16), 9.0, example(256).example, 256)
+    assert completion_body(stranger) is None
+
+
+@pytest.mark.parametrize("trouble", [ConnectionRefusedError("nobody listens"), TimeoutError(), OSError("no sockets")])
+async def test_a_failed_prefill_is_not_an_error(trouble: Exception) -> None:
+    async def failing(_node: Node, _path: str, _body: bytes, _timeout_s: float) -> tuple[int, bytes]:
+        raise trouble
+
+    async def refusing(_node: Node, _path: str, _body: bytes, _timeout_s: float) -> tuple[int, bytes]:
+        return 503, b""
+
+    node = Node.__new__(Node)
+    node.name = "n"
+    for post_somehow in (failing, refusing):
+        warmer = PrefixPrefiller(post_somehow)
+        assert await warmer.put(node, example(len(SHARED))) is False and warmer.prefilled == 0

@@ -1,6 +1,0 @@
-"""Lets the tests here import what they share (naive_engine, schedules), however pytest was started."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
