@@ -18,9 +18,9 @@ from pathlib import Path
 import msgspec
 
 from warmroute.config import Admission, Config, ConfigError, Polling, Pricing, from_table
-from warmroute.demo.chat_client import Unanswered, send_request
 from warmroute.demo.child_processes import Child, Children
-from warmroute.demo.load_generator.load_run import LoadRun, LoadOptions
+from warmroute.demo.load_generator.load_run import LoadOptions, LoadRun
+from warmroute.demo.router_process import send_request
 from warmroute.fake_engine.profiles import profile
 from warmroute.replay.simulation import Conditions, Island, NodeSpec, World
 from warmroute.replay.summary import Run, summary
@@ -93,7 +93,9 @@ def _config(trial: Trial) -> Config:
 async def run_live(trial: Trial) -> Run:
     """Run the trial with real processes. Raises ConfigError if one does not start."""
     async with _fleet(trial) as url:
-        load = LoadOptions(url=url, form=trial.form, concurrency=trial.concurrency, limit=trial.limit, speed=trial.speed)
+        load = LoadOptions(
+            url=url, form=trial.form, concurrency=trial.concurrency, limit=trial.limit, speed=trial.speed
+        )
         return await LoadRun(load, trial.prompts()).run()
 
 
@@ -154,8 +156,8 @@ async def _wait_until_up(router: Child, admin_port: int) -> None:
             if router.has_ended():
                 raise ConfigError(router.start_error())
             try:
-                status, body = await send_request(HOST, admin_port, "GET", "/admin/nodes")
-            except (OSError, Unanswered):
+                status, body = await send_request("GET", f"http://{HOST}:{admin_port}/admin/nodes")
+            except OSError:
                 continue
             if status == 200 and all(node["state"] == "up" for node in json.loads(body)["nodes"]):
                 return
@@ -165,7 +167,7 @@ async def _wait_for_kv_events(admin_port: int) -> None:
     """Wait until the router receives the KV events of every node."""
     async with asyncio.timeout(READY_WITHIN_S):
         while True:
-            _, page = await send_request(HOST, admin_port, "GET", "/metrics")
+            _, page = await send_request("GET", f"http://{HOST}:{admin_port}/metrics")
             complete = re.findall(rb"^warmroute_node_cache_events_complete\{.*\} (\S+)$", page, re.MULTILINE)
             if complete and all(float(value) for value in complete):
                 return

@@ -2,8 +2,8 @@
 
     python bench/index_throughput.py --data DIR
 
-docs/index.md defines the operations. The last line is `N M block operations/s`. Dynamo's RadixTree runs the same
-operations if `dynamo` can be imported, by this interpreter or by the one that DYNAMO_PYTHON names.
+docs/concepts/cache-index.md defines the operations. The last line is `N M block operations/s`. Dynamo's RadixTree runs
+the same operations if `dynamo` can be imported, by this interpreter or by the one that DYNAMO_PYTHON names.
 """
 
 from __future__ import annotations

@@ -166,6 +166,6 @@ def test_serve_reports_an_address_of_another_machine() -> None:
 
 
 def test_serve_reports_a_port_in_use() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        message = serve_fails("--port", str(taken.getsockname()[1]))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        message = serve_fails("--port", str(listening.getsockname()[1]))
     assert "another process may use the port: choose another port" in message

@@ -1,19 +1,25 @@
-"""The documentation says what the code does: the reference is the code's own, and every name in it exists."""
+"""The documentation is true for the code: generated pages are current, and every name, link and example in a page works."""
 
 from __future__ import annotations
 
+import ast
 import re
+import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from warmroute.cli.config_reference import reference
-from warmroute.cli.main import COMMANDS
-from warmroute.config import Config, from_table
-from warmroute.edge import errors
+from warmroute.cli import config_reference, metrics_reference
+from warmroute.cli.main import COMMANDS, main
+from warmroute.config import Config, from_table, tables
+from warmroute.config.section import keys_of
 from warmroute.fleet.fleet import Fleet
 from warmroute.index.cache_view import CacheView
 from warmroute.scaling.scaling_service import ScalingStats
@@ -21,56 +27,283 @@ from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.prometheus import MetricsPage
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SOURCES = ROOT / "src" / "warmroute"
+REFERENCE = ROOT / "docs" / "reference"
+PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMMAND_MODULES = {command.__name__.rpartition(".")[2].replace("_", "-"): command for command in COMMANDS}
 
 
-def test_the_configuration_reference_is_that_of_the_code() -> None:
-    assert (ROOT / "docs" / "configuration.md").read_text() == reference(), "run `make docs`"
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
-def test_every_metric_that_the_docs_name_is_exported_and_the_other_way_round() -> None:
+every_page = pytest.mark.parametrize("page", PAGES, ids=page_id)
+
+
+# Generated pages.
+
+
+def test_the_configuration_reference_is_generated() -> None:
+    assert (REFERENCE / "configuration.md").read_text() == config_reference.reference(), "run `make docs`"
+
+
+def test_the_metrics_reference_is_generated() -> None:
+    assert (REFERENCE / "metrics.md").read_text() == metrics_reference.reference(), "run `make docs`"
+
+
+# Names.
+
+
+def exported_metrics() -> set[str]:
     fleet = Fleet(Config().health)
     fleet.add(from_table({"nodes": [{"url": "http://a:1"}]}).nodes[0])
     cache_view = CacheView(Config().index)
     cache_view.add_node("a:1")
-    figures = ScalingStats(
+    stats = ScalingStats(
         desired_nodes=1, states={"serving": 1}, usd_per_hour=1.0, utilisation=0.5, added=1, removed=0, refused=0,
         lost=0, leading=True,
     )  # fmt: skip
-    page = MetricsPage(fleet, cache_view, Counters(), lambda: (0, 0), lambda: (0, 0), scaling=lambda: figures)
-    page_text = page.render().decode()
-    exported = {line.split()[2] for line in page_text.splitlines() if line.startswith("# TYPE warmroute_")}
-    text = (ROOT / "docs" / "operations.md").read_text()
-    table = text[text.index("## Metrics") : text.index("What to be woken by")]
-    named = set(re.findall(r"`(warmroute_\w+)`", table))
-    named |= {f"warmroute_node{tail}" for tail in re.findall(r"`(_\w+)`", table)}
-    assert named == exported - {"warmroute_build_info"}
+    page = MetricsPage(fleet, cache_view, Counters(), lambda: (0, 0), lambda: (0, 0), scaling=lambda: stats)
+    lines = page.render().decode().splitlines()
+    return {line.split()[2] for line in lines if line.startswith("# TYPE warmroute_")}
 
 
-def test_every_error_code_stands_in_the_docs() -> None:
-    text = (ROOT / "docs" / "operations.md").read_text()
-    codes = set(re.findall(r'code="(\w+)"', Path(errors.__file__).read_text()))
-    assert not {code for code in codes if f"`{code}`" not in text}
+def test_the_metrics_reference_lists_exactly_the_exported_metrics() -> None:
+    assert set(re.findall(r"^\| `(warmroute_\w+)`", (REFERENCE / "metrics.md").read_text(), re.M)) == exported_metrics()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} → {target}"
+@every_page
+def test_every_metric_in_a_page_is_exported(page: Path) -> None:
+    exported = exported_metrics()
+    for name, wildcard in re.findall(r"\b(warmroute_[a-z0-9_]+)(\*?)", page.read_text()):
+        found = any(metric.startswith(name) for metric in exported) if wildcard else name in exported
+        assert found, f"{page_id(page)}: {name}{wildcard}"
 
 
-def test_commands_in_the_docs_are_commands() -> None:
-    known = {command.__name__.rpartition(".")[2].replace("_", "-") for command in COMMANDS}
-    for page in PAGES:
-        for name in re.findall(r"(?:^    |`)warmroute ([a-z-]+)", page.read_text(), re.MULTILINE):
-            assert name in known, f"{page.name}: warmroute {name}"
+@every_page
+def test_every_configuration_key_in_a_page_exists(page: Path) -> None:
+    keys = {name: keys_of(section) for name, section, _ in tables()}
+    for table, key in re.findall(r"`((?:scaling\.)?[a-z_]+)\.([a-z_0-9]+)(?: = [^`]*)?`", page.read_text()):
+        if table in keys and key not in ("md", "py", "c", "pyi"):
+            assert key in keys[table], f"{page_id(page)}: {table}.{key}"
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__.rpartition(".")[2])
-def test_every_command_explains_itself(command: object) -> None:
-    name = command.__name__.rpartition(".")[2].replace("_", "-")  # type: ignore[attr-defined]
-    said = subprocess.run(
-        [sys.executable, "-m", "warmroute.cli.main", *shlex.split(name), "--help"], capture_output=True, text=True
+@every_page
+def test_every_source_file_in_a_page_exists(page: Path) -> None:
+    folders = (ROOT, SOURCES, ROOT / "tests")
+    names = {
+        path.name for folder in (SOURCES, ROOT / "tests", ROOT / "bench", ROOT / "tools") for path in folder.rglob("*")
+    }
+    for path in re.findall(r"`([\w./-]+\.(?:py|c|h|toml|gz))(?:::\w+)?`", page.read_text()):
+        if path.startswith(("/", "~")) or path in ("warmroute.toml",):
+            continue  # an example on the reader's machine
+        found = any((folder / path).exists() for folder in folders) if "/" in path else path in names
+        assert found, f"{page_id(page)}: {path}"
+
+
+def test_the_page_on_architecture_lists_the_rooms_and_what_they_import() -> None:
+    rooms = runpy.run_path(str(ROOT / "tools" / "check_rooms.py"))["MAY_KNOW"]
+    rows = re.findall(
+        r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|$", (ROOT / "docs/concepts/architecture.md").read_text(), re.M
     )
-    assert said.returncode == 0 and "usage: warmroute" in said.stdout
+    assert {room: set(re.findall(r"`(\w+)`", imports)) for room, imports in rows} == rooms
+
+
+# Error codes.
+
+
+def test_every_error_code_is_documented_and_exists() -> None:
+    codes: set[str] = set()
+    for path in (*(SOURCES / "edge").glob("*.py"), *(SOURCES / "console").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                codes |= {_text(word.value) for word in node.keywords if word.arg == "code"}
+                if isinstance(node.func, ast.Attribute) and node.func.attr == "error_body":
+                    codes.add(_text(node.args[2]))
+    text = (REFERENCE / "errors.md").read_text()
+    documented = set(re.findall(r"^\| \d{3} \| `(\w+)` \|", text, re.M)) | set(re.findall(r"the code `(\w+)`", text))
+    assert documented == codes - {""}
+
+
+def _text(node: ast.expr) -> str:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+# Log events.
+
+FORMATTED_EVENTS = {"node_{}": ("node_up", "node_half_open")}
+"""Events whose name is an f-string, and the names that it gives."""
+LEVELS = {"debug": "debug", "info": "info", "warning": "warning", "error": "error", "exception": "error"}
+
+
+def logged_events() -> dict[str, set[str]]:
+    """Return the levels of each event that the code logs."""
+    events: dict[str, set[str]] = defaultdict(set)
+    for path in SOURCES.rglob("*.py"):
+        if path.name == "event_log.py":
+            continue
+        module = ast.parse(path.read_text(), str(path))
+        constants, logs = _module_values(module)
+        for node in ast.walk(module):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if isinstance(node.func.value, ast.Name) and node.func.value.id in logs and node.func.attr in LEVELS:
+                names = _event_names(node.args[0], constants)
+                assert names, f"{path}:{node.lineno}: an event needs a name that this test can read"
+                for name in names:
+                    events[name].add(LEVELS[node.func.attr])
+    return events
+
+
+def _module_values(module: ast.Module) -> tuple[dict[str, str], set[str]]:
+    """Return the module's text constants, and the names of its EventLogs."""
+    constants, logs = {}, set()
+    for statement in module.body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        if isinstance(statement, ast.AnnAssign):
+            targets = [statement.target]
+        value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
+        for target in targets:
+            if isinstance(target, ast.Name) and value is not None:
+                if _text(value):
+                    constants[target.id] = _text(value)
+                if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "EventLog":
+                    logs.add(target.id)
+    return constants, logs
+
+
+def _event_names(node: ast.expr, constants: dict[str, str]) -> tuple[str, ...]:
+    if isinstance(node, ast.JoinedStr):
+        return FORMATTED_EVENTS.get("".join(_text(part) or "{}" for part in node.values), ())
+    name = constants.get(node.id, "") if isinstance(node, ast.Name) else _text(node)
+    return (name,) if name else ()
+
+
+def test_every_log_event_is_documented_with_its_level_and_exists() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([a-z ]+) \|", (REFERENCE / "log-events.md").read_text(), re.M)
+    assert len(rows) == len(dict(rows)), "an event is listed twice"
+    assert {name: set(levels.split(" or ")) for name, levels in rows} == logged_events()
+
+
+@every_page
+def test_every_log_event_in_a_page_exists(page: Path) -> None:
+    events = logged_events()
+    for line in page.read_text().splitlines():
+        for name in re.findall(r"(?:logs|log event|logged as|event) `(\w+)`", line):
+            assert name in events, f"{page_id(page)}: {name}"
+
+
+# Links.
+
+
+@every_page
+def test_links_and_anchors_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page_id(page)}: {target}"
+        if anchor:
+            assert anchor in anchors(linked), f"{page_id(page)}: {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("folder", ["src", "tests", "bench", "docs", "README.md"])
+def test_nothing_names_a_path_outside_the_repository(folder: str) -> None:
+    outside = re.compile("|".join((r"\.\./" + "shared", "/work" + "/")))
+    for path in [ROOT / folder] if (ROOT / folder).is_file() else sorted((ROOT / folder).rglob("*")):
+        if path.is_file() and path.suffix in (".py", ".pyi", ".c", ".h", ".md", ".sh", ".toml", ".json"):
+            found = outside.search(path.read_text(errors="replace"))
+            assert found is None, f"{path.relative_to(ROOT)}: {found[0] if found else ''}"
+
+
+# Examples.
+
+
+def shown_commands(page: Path) -> Iterator[list[str]]:
+    """Yield the arguments of each `warmroute` command in a page's indented and fenced blocks."""
+    for command in re.findall(r"^(?:    )?warmroute ((?:.*\\\n)*.*)$", page.read_text(), re.M):
+        yield shlex.split(command.replace("\\\n", " "), comments=True)
+
+
+@every_page
+def test_commands_in_a_page_exist(page: Path) -> None:
+    for name in re.findall(r"(?:^    |`)warmroute ([a-z][a-z-]*)", page.read_text(), re.M):
+        assert name in COMMAND_MODULES, f"{page_id(page)}: warmroute {name}"
+
+
+@every_page
+def test_commands_in_a_page_have_valid_options(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in COMMANDS:
+        monkeypatch.setattr(module, "run", lambda _args: 0)
+    for arguments in shown_commands(page):
+        try:
+            assert main(arguments) == 0
+        except SystemExit:
+            pytest.fail(f"{page_id(page)}: warmroute {shlex.join(arguments)}")
+
+
+RUN_ALONE = ("replay", "plan", "hash-key", "check-config", "config-reference", "metrics-reference")
+"""Commands that need neither a network nor a running router."""
+SAMPLE_CONFIG = '[[nodes]]\nurl = "http://10.0.0.11:8000"\n'
+
+
+@every_page
+def test_commands_in_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Replays stop after a few requests. A name in capitals stands for a file of the reader."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "warmroute.toml").write_text(SAMPLE_CONFIG)
+    monkeypatch.chdir(tmp_path)
+    for arguments in shown_commands(page):
+        if arguments[0] not in RUN_ALONE or any(word.isupper() and word.isalpha() for word in arguments):
+            continue
+        shorten = ["--limit", "20", "--quiet"] if arguments[0] in ("replay", "plan") else []
+        assert main([*arguments, *shorten]) == 0, f"warmroute {shlex.join(arguments)}\n{capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("module", COMMANDS, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_every_command_explains_its_options(module: ModuleType) -> None:
+    name = module.__name__.rpartition(".")[2].replace("_", "-")
+    result = subprocess.run(
+        [sys.executable, "-m", "warmroute.cli.main", name, "--help"], capture_output=True, text=True
+    )  # fmt: skip
+    assert result.returncode == 0 and "usage: warmroute" in result.stdout
+
+
+def test_the_page_on_commands_has_a_section_for_each() -> None:
+    text = (REFERENCE / "cli.md").read_text()
+    assert set(re.findall(r"^\| \[`warmroute ([a-z-]+)`\]", text, re.M)) == set(COMMAND_MODULES)
+
+
+@every_page
+def test_configuration_examples_are_valid(page: Path) -> None:
+    for example in re.findall(r"^```toml\n(.*?)^```", page.read_text(), re.M | re.S):
+        table = tomllib.loads(example.replace('sha256 = "…"', f'sha256 = "{"0" * 64}"'))
+        if "offers" not in table:  # the file of `replay --offers`
+            from_table(table)
+
+
+# Plain words.
+
+DIALECT = (
+    r"whoever", r"of late", r"so many", r"(?:is|are|was|were|be) told", r"believed?", r"beliefs?", r"stands? in (?!front)",
+    r"stood in", r"(?:comes?|came|coming) home", r"the books", r"homeless", r"what lacks", r"passed over", r"dearer",
+    r"\w+ is said", r"heard of", r"tells? of", r"told of", r"no more than so", r"unbegun", r"guests?",
+)  # fmt: skip
+"""Words of an older private dialect. Each has a plain form: "the router estimates", "recently", "the queue"."""
+
+
+@every_page
+def test_pages_are_written_in_plain_words(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    found = re.findall(rf"\b(?:{'|'.join(DIALECT)})\b", text, re.I)
+    assert not found, f"{page_id(page)}: {found}"

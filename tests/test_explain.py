@@ -26,7 +26,7 @@ from warmroute.edge.api_keys import hash_key
 HERE = Path(__file__).parent
 sys.path.append(str(HERE / "fake_engine"))
 
-from engine_processes import Engine  # noqa: E402
+from support.engine_processes import FakeEngine  # noqa: E402
 
 SMALL_MODEL = HERE / "prompt" / "small-model"
 SYSTEM = "You answer questions about the routing of requests to engines, whose caches hold what they have seen before. "
@@ -43,7 +43,7 @@ def children() -> Iterator[Children]:
 @asynccontextmanager
 async def live(children: Children, count: int = 3, **tables: Any) -> AsyncIterator[RunningRouter]:
     """A router over simulated engines with KV events and a known tokenizer."""
-    nodes = [Engine(children, "--tokenizer", str(SMALL_MODEL), blocks=4000) for _ in range(count)]
+    nodes = [FakeEngine(children, "--tokenizer", str(SMALL_MODEL), blocks=4000) for _ in range(count)]
     models = [{"name": "sim", "tokenizer": str(SMALL_MODEL)}]
     named = [{"url": node.url, "name": f"gpu-{number}"} for number, node in enumerate(nodes)]
     async with router(*named, routing=PRICE, index={"min_prompt_tokens": 32}, models=models, **tables) as r:
@@ -286,12 +286,12 @@ async def test_the_headers_change_nothing_else_in_the_response() -> None:
             engine.behave = behave
             plain = await r.request(post(headers=["X-Request-Id: 7"]))
             zero = await r.request(post(headers=["X-Request-Id: 7", "X-Warmroute-Explain: 0"]))
-            asked = await r.request(post(headers=["X-Request-Id: 7", *ASK]))
+            explained = await r.request(post(headers=["X-Request-Id: 7", *ASK]))
             assert zero.head == plain.head and b"warmroute" not in plain.head.lower()
-            assert asked.head.replace(b"X-Warmroute-Node: node0\r\n", b"") == plain.head
-            assert (asked.body, asked.chunks) == (plain.body, plain.chunks)
-            assert asked.all("x-request-id") == ["7"]
-            assert asked.get("x-warmroute-hit") is None, "round robin does not look at prompts"
+            assert explained.head.replace(b"X-Warmroute-Node: node0\r\n", b"") == plain.head
+            assert (explained.body, explained.chunks) == (plain.body, plain.chunks)
+            assert explained.all("x-request-id") == ["7"]
+            assert explained.get("x-warmroute-hit") is None, "round robin does not look at prompts"
 
 
 async def test_the_headers_name_the_node_of_the_retry() -> None:
@@ -337,15 +337,15 @@ async def test_the_openai_client_can_read_the_headers(children: Children) -> Non
         live(children, 2, journal={"response_headers": "on_request"}) as r,
         openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{r.port}/v1", api_key="sk-none", max_retries=0) as client,
     ):
-        asked = {"X-Warmroute-Explain": "1"}
-        first = await client.chat.completions.with_raw_response.create(**question("Why?"), extra_headers=asked)
+        explained = {"X-Warmroute-Explain": "1"}
+        first = await client.chat.completions.with_raw_response.create(**question("Why?"), extra_headers=explained)
         node, hit = first.headers["x-warmroute-node"], first.headers["x-warmroute-hit"]
         assert node in ("gpu-0", "gpu-1") and hit.startswith("0/")
         await wait_for_events(r)
         usage = first.parse().usage
         assert usage is not None and hit == f"0/{usage.prompt_tokens}"
         streamed = await client.chat.completions.with_raw_response.create(
-            **question("Why?"), stream=True, stream_options={"include_usage": True}, extra_headers=asked
+            **question("Why?"), stream=True, stream_options={"include_usage": True}, extra_headers=explained
         )
         assert streamed.headers["x-warmroute-node"] == node
         chunks = [chunk async for chunk in streamed.parse()]

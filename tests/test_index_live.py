@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.engine_processes import FakeEngine
 from support.polling import until
 from support.raw_client import Response, post
 from support.running_router import RunningRouter, router
@@ -27,9 +28,6 @@ from warmroute.index.prediction import Prediction
 from warmroute.prompt.tokenizer import pack_token_ids
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE / "fake_engine"))
-
-from engine_processes import Engine  # noqa: E402
 
 SMALL_MODEL = HERE / "prompt" / "small-model"
 SYSTEM = "You answer questions about the routing of requests to engines, whose caches hold what they have seen before. "
@@ -91,7 +89,7 @@ class LiveRouter:
 
 
 @asynccontextmanager
-async def live(*engines: Engine, with_events: bool = True, **tables: Any) -> AsyncIterator[LiveRouter]:
+async def live(*engines: FakeEngine, with_events: bool = True, **tables: Any) -> AsyncIterator[LiveRouter]:
     models = [{"name": "sim", "tokenizer": str(SMALL_MODEL)}]
     tables = {
         "routing": {"policy": "overlap", "seed": 7},
@@ -112,8 +110,8 @@ def conversation(number: int) -> list[dict[str, str]]:
     return [{"role": "system", "content": f"Conversation number {number}. {SYSTEM * 3}"}]
 
 
-def start(children: Children, *flags: str, blocks: int = 2000) -> Engine:
-    return Engine(children, "--tokenizer", str(SMALL_MODEL), *flags, blocks=blocks)
+def start(children: Children, *flags: str, blocks: int = 2000) -> FakeEngine:
+    return FakeEngine(children, "--tokenizer", str(SMALL_MODEL), *flags, blocks=blocks)
 
 
 async def test_a_turn_goes_to_the_node_of_the_turns_before_it(children: Children) -> None:
@@ -153,7 +151,7 @@ async def test_prompts_sent_directly_to_an_engine_are_hits(children: Children) -
             messages = [*conversation(number), {"role": "user", "content": "Hello?"}]
             body = {"messages": messages, "max_tokens": 1}
             before = r.cache_view.index.pairs_of(r.cache(number).ranks[0])
-            status, _ = await asyncio.to_thread(engine.ask, "/v1/chat/completions", body)
+            status, _ = await asyncio.to_thread(engine.request, "/v1/chat/completions", body)
             assert status == 200
             place = r.cache(number).ranks[0]
             await until(lambda place=place, before=before: r.cache_view.index.pairs_of(place) > before)
@@ -169,7 +167,7 @@ async def test_two_block_sizes_in_one_fleet(children: Children) -> None:
         for number, (engine, size) in enumerate(zip(nodes, (16, 64), strict=True)):
             messages = conversation(number)
             body = {"messages": [*messages, {"role": "user", "content": "Hello?"}], "max_tokens": 1}
-            assert (await asyncio.to_thread(engine.ask, "/v1/chat/completions", body))[0] == 200
+            assert (await asyncio.to_thread(engine.request, "/v1/chat/completions", body))[0] == 200
             place = r.cache(number).ranks[0]
             await until(lambda place=place: r.cache_view.index.pairs_of(place))
             for question in ("Hello?", "Is it so?", "And what else?"):
@@ -221,8 +219,9 @@ def test_a_block_reported_and_then_evicted_is_no_longer_pending() -> None:
 # Tenants.
 
 
-def keys(**shares: str) -> list[dict[str, str]]:
-    return [{"sha256": hash_key(name), "tenant": name, "shares": word} for name, word in shares.items()]
+def keys(**groups: str) -> list[dict[str, str]]:
+    """Return keys of tenants with their cache groups."""
+    return [{"sha256": hash_key(name), "tenant": name, "cache_group": group} for name, group in groups.items()]
 
 
 async def test_tenants_get_no_hits_from_each_other(children: Children) -> None:
@@ -258,7 +257,7 @@ async def test_hits_are_unlimited_if_all_keys_share(children: Children) -> None:
     async with live(engine, keys=keys(ann="all", bob="all")) as r:
         messages = [*conversation(1), {"role": "user", "content": "Hello?"}]
         body = {"messages": messages, "max_tokens": 1}
-        assert (await asyncio.to_thread(engine.ask, "/v1/chat/completions", body))[0] == 200
+        assert (await asyncio.to_thread(engine.request, "/v1/chat/completions", body))[0] == 200
         await until(lambda: r.cache_view.index.pairs_of(r.cache(0).ranks[0]))
         await r.request(messages, "bob")
         assert r.predictions[-1].tokens > 0
@@ -268,7 +267,7 @@ async def test_hits_are_unlimited_if_all_keys_share(children: Children) -> None:
 
 
 async def test_a_node_with_another_tokenizer_is_detected(children: Children, caplog: pytest.LogCaptureFixture) -> None:
-    nodes = [start(children), Engine(children)]  # the second has the simulator's own tokenizer
+    nodes = [start(children), FakeEngine(children)]  # the second has the simulator's own tokenizer
     caplog.set_level(logging.WARNING)
     async with live(*nodes) as r:
 
@@ -282,7 +281,7 @@ async def test_a_node_with_another_tokenizer_is_detected(children: Children, cap
                 break
             await r.request([*conversation(number), {"role": "user", "content": "Hello?"}])
         assert r.cache(1).doubted and not r.cache(0).doubted
-        await until(lambda: "node node1 reads prompts of model sim in other tokens than this router" in caplog.text)
+        await until(lambda: "token_mismatch node=node1 model=sim" in caplog.text)
         assert "node0" not in caplog.text
         assert await mismatches() == [b'warmroute_node_cache_token_mismatch{node="node%d"} %d' % (n, n) for n in (0, 1)]
         assert not r.cache(1).complete
@@ -323,7 +322,7 @@ for number in range(PROMPTS):
     now_s += STEP_S
     tokens = array("I", random.randbytes(4 * (BLOCKS * 16 + 1)))
     group = f"tenant {number % tenants}" if tenants else ""
-    lookup = Lookup(tokens.tobytes(), len(tokens), len(tokens), sharing_group=group)
+    lookup = Lookup(tokens.tobytes(), len(tokens), len(tokens), cache_group=group)
     hits = cache_view.hits("m", lookup, now_s)
     assert not hits
     cache = caches[number % 4]

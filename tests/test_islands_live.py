@@ -18,7 +18,7 @@ from warmroute.demo.child_processes import Children
 HERE = Path(__file__).parent
 sys.path.append(str(HERE / "fake_engine"))
 
-from engine_processes import Engine  # noqa: E402
+from support.engine_processes import FakeEngine  # noqa: E402
 
 SMALL_MODEL = HERE / "prompt" / "small-model"
 PRICED: dict[str, Any] = {"routing": {"policy": "price", "seed": 7}}
@@ -55,7 +55,7 @@ async def island(r: RunningRouter, name: str) -> dict[str, Any]:
 
 async def test_a_conversation_leaves_an_island_that_is_gone_and_comes_home(children: Children) -> None:
     flags = ("--tokenizer", str(SMALL_MODEL))
-    near, far = Engine(children, *flags), Engine(children, *flags)
+    near, far = FakeEngine(children, *flags), FakeEngine(children, *flags)
     nodes = [{"url": near.url, "name": "near-0", "island": "near"}, {"url": far.url, "name": "far-0", "island": "far"}]
     tables: dict[str, Any] = {
         **PRICED,
@@ -91,7 +91,7 @@ async def test_a_conversation_leaves_an_island_that_is_gone_and_comes_home(child
 
 
 async def test_a_named_conversation_stays_though_its_prompts_are_too_short_to_be_read(children: Children) -> None:
-    near, far = Engine(children), Engine(children)
+    near, far = FakeEngine(children), FakeEngine(children)
     nodes = [{"url": near.url, "name": "near-0", "island": "near"}, {"url": far.url, "name": "far-0", "island": "far"}]
     islands = [{"name": "near", "round_trip_ms": 1.0}, {"name": "far", "round_trip_ms": 50.0}]
     async with router(*nodes, islands=islands, health={"slow_start_s": 0.0, "interval_s": 0.1}, **PRICED) as r:
@@ -103,7 +103,7 @@ async def test_a_named_conversation_stays_though_its_prompts_are_too_short_to_be
 
 
 async def test_a_named_conversation_stays_on_an_island_that_came_at_run_time(children: Children) -> None:
-    near, far = Engine(children), Engine(children)
+    near, far = FakeEngine(children), FakeEngine(children)
     here, there = {"url": near.url, "name": "near-0"}, {"url": far.url, "name": "far-0", "island": "far"}
     async with router(here, health={"slow_start_s": 0.0, "interval_s": 0.1}, **PRICED) as r:
         assert (await r.admin("POST", "/admin/nodes", json.dumps(there).encode())).status in (200, 201)
@@ -118,7 +118,7 @@ async def test_a_named_conversation_stays_on_an_island_that_came_at_run_time(chi
 
 async def test_requests_for_an_adapter_go_where_it_is_loaded(children: Children) -> None:
     flags = ("--lora", "first", "--lora", "second", "--max-loras", "1")
-    nodes = [Engine(children, *flags) for _ in range(2)]
+    nodes = [FakeEngine(children, *flags) for _ in range(2)]
     async with router(*({"url": engine.url} for engine in nodes), health={"slow_start_s": 0.0}, **PRICED) as r:
         fleet = r.service.fleet
         await until(

@@ -73,9 +73,9 @@ async def test_a_running_request_survives_a_reload() -> None:
 
 
 async def test_an_unchanged_node_stays_up_after_a_reload() -> None:
-    async with engines(2) as [kept, added], router(kept) as r:
+    async with engines(2) as [unchanged, added], router(unchanged) as r:
         before = r.node(0)
-        await reload_with(r, [kept, added])
+        await reload_with(r, [unchanged, added])
         assert r.node(0) is before and before.health.state.value == "up"
         assert (await r.request()).status == 200
         await until(lambda: r.node(1).health.state.value == "up")
@@ -114,8 +114,8 @@ async def test_a_half_written_file_is_not_loaded(tmp_path: Path) -> None:
             await asyncio.sleep(0.7)
             path.write_text(listen + node)
             await asyncio.sleep(0.3)
-            path.write_text(listen + node + keys + "[log]\nlevel = 'warning'\n")
-            await until(lambda: service.config.log.level == "warning")
+            path.write_text(listen + node + keys + "[shutdown]\ndelay_s = 0.01\n")
+            await until(lambda: service.config.shutdown.delay_s == 0.01)
             assert service.config.keys and service.fleet.node("node0").health.state.value == "up"
         finally:
             await service.stop()
@@ -362,8 +362,8 @@ async def test_a_start_error_is_one_sentence(arguments: tuple[str, ...], words: 
 
 
 async def test_a_port_in_use_is_reported() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
         async with serve("--port", str(port), "--admin-port", "0") as command:
             assert await asyncio.wait_for(command.process.wait(), 20) == 2
             await asyncio.sleep(0.05)

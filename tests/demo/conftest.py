@@ -1,7 +1,6 @@
-"""Lets the tests here import the helpers of tests/fake_engine and tests/replay."""
+"""Lets the tests here import small_worlds."""
 
 import sys
 from pathlib import Path
 
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "fake_engine"), str(TESTS / "replay")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "replay"))

@@ -1,4 +1,4 @@
-"""`warmroute demo` shows that warm caches are found, and leaves nothing behind."""
+"""`warmroute demo` shows more cache hits than round robin, and leaves no processes behind."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import time
 from pathlib import Path
 
 import pytest
-from engine_processes import until
+from support.engine_processes import wait_until
 
-from warmroute.demo.show_scaling import curve
+from warmroute.demo.show_scaling import sparkline
 
 DEMO = [sys.executable, "-m", "warmroute.cli.main", "demo"]
 
 
-def its_own(folder: Path) -> dict[str, str]:
-    """An environment in which what a demo that is killed leaves behind is swept away."""
+def with_temp_dir(folder: Path) -> dict[str, str]:
+    """Return an environment in which a killed demo leaves its files in `folder`."""
     return {**os.environ, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
 
 
@@ -37,101 +37,101 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_the_demo_finds_more_in_the_caches_than_round_robin_does() -> None:
+def test_price_has_more_cache_hits_than_round_robin() -> None:
     done = subprocess.run(
         [*DEMO, "--only", "compare", "--exit", "--speed", "4"], capture_output=True, text=True, timeout=90
     )
     assert done.returncode == 0, done.stderr
-    found = re.search(r"from cache\D+([\d.]+)%\D+([\d.]+)%", done.stdout.partition("Side by side")[2])
+    found = re.search(r"cached prompt tokens\D+([\d.]+)%\D+([\d.]+)%", done.stdout.partition("Results")[2])
     assert found is not None, done.stdout
     assert float(found[2]) > float(found[1]) + 10
     assert "failed" not in done.stdout
-    assert re.search(r"node-\d: [\d,]+ of [\d,]+ tokens warm, saves [\d,.]+ ms", done.stdout), done.stdout
+    assert re.search(r"node-\d: [\d,]+ of [\d,]+ tokens cached, saves [\d,.]+ ms", done.stdout), done.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_child_outlives_the_demo(number: signal.Signals, tmp_path: Path) -> None:
     demo = subprocess.Popen(
-        [*DEMO, "--only", "compare"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=its_own(tmp_path)
+        [*DEMO, "--only", "compare"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=with_temp_dir(tmp_path)
     )
-    until(lambda: len(children_of(demo.pid)) >= 4, 60)
+    wait_until(lambda: len(children_of(demo.pid)) >= 4, 60)
     time.sleep(0.3)
     children = children_of(demo.pid)
     os.kill(demo.pid, number)
     demo.wait(30)
-    until(lambda: not any(alive(child) for child in children))
+    wait_until(lambda: not any(alive(child) for child in children))
 
 
 def engines_of(demo: int) -> list[int]:
-    """Those that its router has started: they are no children of the demo's."""
-    tied = f"warmroute.demo.die_with_parent\0{demo}\0".encode()
+    """Return the engines that the demo's router has started. They are not children of the demo."""
+    wrapper = f"warmroute.demo.die_with_parent\0{demo}\0".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = path.read_bytes()
-            if tied in command and b"\0engine\0" in command:
+            if wrapper in command and b"\0engine\0" in command:
                 found.append(int(path.parent.name))
         except OSError:
-            continue  # gone meanwhile
+            continue  # it has ended
     return found
 
 
-@pytest.mark.parametrize("what", ["SIGINT", "SIGKILL", "its router crashes"])
-def test_no_engine_that_was_scaled_outlives_the_demo(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cause", ["SIGINT", "SIGKILL", "router crash"])
+def test_no_autoscaled_engine_outlives_the_demo(cause: str, tmp_path: Path) -> None:
     demo = subprocess.Popen(
         [*DEMO, "--only", "scale"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=its_own(tmp_path),
+        env=with_temp_dir(tmp_path),
     )
     try:
         assert demo.stdout is not None and demo.stderr is not None
         while line := demo.stdout.readline():
-            if "2 serve" in line:
+            if "2 serving" in line:
                 break
         engines, children = engines_of(demo.pid), children_of(demo.pid)
         assert len(engines) >= 2
         assert len(children) == 1
-        if what == "its router crashes":
+        if cause == "router crash":
             os.kill(children[0], signal.SIGKILL)
         else:
-            os.kill(demo.pid, signal.Signals[what])
+            os.kill(demo.pid, signal.Signals[cause])
         demo.wait(30)
-        until(lambda: not any(alive(one) for one in (*engines_of(demo.pid), *engines, *children)), 10)
-        if what == "its router crashes":
+        wait_until(lambda: not any(alive(one) for one in (*engines_of(demo.pid), *engines, *children)), 10)
+        if cause == "router crash":
             assert demo.returncode == 2
-            assert "the router has ended" in demo.stderr.read()
+            assert "the router exited with status" in demo.stderr.read()
     finally:
         demo.kill()
         demo.communicate()
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (("--speed", "0"), "--speed must be above 0"),
-        (("--only", "scale", "--speed", "2"), "--speed is for the comparison"),
+        (("--only", "scale", "--speed", "2"), "--speed applies to the comparison"),
     ],
 )
-def test_what_cannot_be_is_said(flags: tuple[str, ...], said: str) -> None:
+def test_invalid_flags_are_rejected(flags: tuple[str, ...], message: str) -> None:
     done = subprocess.run([*DEMO, *flags], capture_output=True, text=True, timeout=30)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
 
 
-def test_curves_show_the_highest_of_each_stretch() -> None:
-    assert curve([1, 1, 5, 1], [0.0, 1.0, 2.0, 3.0], 5.0) == "▂▂█▂"
-    assert curve([2.0] * 100 + [4.0] * 100, [float(s) for s in range(200)], 4.0, width=10) == "▄" * 5 + "█" * 5
-    assert curve([2.0], [0.0], 4.0) == "▄"
-    assert curve([], [], 4.0) == ""
+def test_a_sparkline_shows_the_highest_value_of_each_interval() -> None:
+    assert sparkline([1, 1, 5, 1], [0.0, 1.0, 2.0, 3.0], 5.0) == "▂▂█▂"
+    assert sparkline([2.0] * 100 + [4.0] * 100, [float(s) for s in range(200)], 4.0, width=10) == "▄" * 5 + "█" * 5
+    assert sparkline([2.0], [0.0], 4.0) == "▄"
+    assert sparkline([], [], 4.0) == ""
 
 
-def test_a_taken_port_is_said() -> None:
+def test_a_port_in_use_is_reported() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         done = subprocess.run([*DEMO, "--port", str(port)], capture_output=True, text=True, timeout=30)
     assert done.returncode == 2
-    assert f"port {port} is taken" in done.stderr
+    assert f"port {port} is in use" in done.stderr

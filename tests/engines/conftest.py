@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from support.engine_processes import FakeEngine, StartEngine
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "fake_engine")]
-
-from engine_processes import Engine, StartEngine  # noqa: E402
-
-from warmroute.demo.child_processes import Children  # noqa: E402
+from warmroute.demo.child_processes import Children
 
 
 @pytest.fixture
 def start_engine() -> Iterator[StartEngine]:
     with Children() as children:
 
-        def start(*flags: str, speed: float = 20, blocks: int = 1000) -> Engine:
-            return Engine(children, *flags, speed=speed, blocks=blocks)
+        def start(*flags: str, speed: float = 20, blocks: int = 1000) -> FakeEngine:
+            return FakeEngine(children, *flags, speed=speed, blocks=blocks)
 
         yield start

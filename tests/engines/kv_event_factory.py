@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +16,8 @@ from warmroute.index.lookup import Lookup
 from warmroute.index.node_cache import NodeCache
 
 MODEL = "m"
+RECORDED_PAYLOADS = Path(__file__).parents[1] / "fixtures" / "vllm-0.32" / "frames"
+"""KV event messages that vLLM 0.32 published."""
 
 
 def one_node(model: str = MODEL) -> tuple[CacheView, NodeCache]:
@@ -46,3 +49,7 @@ def stored(
 
 def payload(*events: Any, sent_s: float = 1.0, rank: int = 0) -> bytes:
     return msgspec.msgpack.encode([sent_s, list(events), rank])
+
+
+def recorded(name: str) -> bytes:
+    return (RECORDED_PAYLOADS / f"{name}.payload").read_bytes()

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from engine_processes import Engine, StartEngine
 from kv_event_factory import hit, lookup, prompt
+from support.engine_processes import FakeEngine, StartEngine
 from support.polling import until
 
 from warmroute.config import from_table
@@ -82,7 +82,7 @@ class WatchedFleet:
 
 
 @asynccontextmanager
-async def watching(*nodes: Engine | dict[str, Any], **more: Any) -> AsyncIterator[WatchedFleet]:
+async def watching(*nodes: FakeEngine | dict[str, Any], **more: Any) -> AsyncIterator[WatchedFleet]:
     listed = [
         {"name": f"node{number}", **(node if isinstance(node, dict) else {"url": node.url}), **more}
         for number, node in enumerate(nodes)
@@ -95,15 +95,15 @@ async def watching(*nodes: Engine | dict[str, Any], **more: Any) -> AsyncIterato
         fleet.watcher.close()
 
 
-async def complete(engine: Engine, tokens: list[int], rank: int | None = None, **more: Any) -> None:
+async def complete(engine: FakeEngine, tokens: list[int], rank: int | None = None, **more: Any) -> None:
     """Request a completion with one more token than the blocks, since the last one is always computed."""
     headers = {} if rank is None else {"X_data_parallel_rank": str(rank)}
     body = {"prompt": [*tokens, 7], "max_tokens": 1, **more}
-    status, answer = await asyncio.to_thread(engine.ask, "/v1/completions", body, **headers)
+    status, answer = await asyncio.to_thread(engine.request, "/v1/completions", body, **headers)
     assert status == 200, answer
 
 
-def without_replay(engine: Engine) -> dict[str, Any]:
+def without_replay(engine: FakeEngine) -> dict[str, Any]:
     return {"url": engine.url, "kv_events": f"tcp://127.0.0.1:{engine.event_ports[0]}"}
 
 
@@ -173,7 +173,7 @@ async def test_lost_events_without_replay_forget_the_cache(start_engine: StartEn
         await complete(engine, prompt(2))
         await until(lambda: [r.hit(prompt(seed)) for seed in range(3)] == [0, 0, 64])
         assert not r.cache().complete and r.cache().gaps == 1
-        assert (await asyncio.to_thread(engine.ask, "/reset_prefix_cache", b"", "POST"))[0] == 200
+        assert (await asyncio.to_thread(engine.request, "/reset_prefix_cache", b"", "POST"))[0] == 200
         await complete(engine, prompt(3))
         await until(lambda: r.cache().complete, "complete again after the reset")
         assert [r.hit(prompt(seed)) for seed in range(4)] == [0, 0, 0, 64]
@@ -184,7 +184,7 @@ async def test_a_reset_prefix_cache_is_empty(start_engine: StartEngine) -> None:
     async with watching(engine) as r:
         await complete(engine, prompt(1))
         await until(lambda: r.hit(prompt(1)) == 64)
-        await asyncio.to_thread(engine.ask, "/reset_prefix_cache", b"", "POST")
+        await asyncio.to_thread(engine.request, "/reset_prefix_cache", b"", "POST")
         await complete(engine, prompt(2))
         await until(lambda: r.hit(prompt(2)) == 64 and r.hit(prompt(1)) == 0)
 

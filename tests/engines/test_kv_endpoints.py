@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,9 @@ from warmroute.engines.kv_endpoints import (
     parse_server_info,
     reachable_endpoint,
 )
-from warmroute.engines.model_cards import ServedModels, parse_model_cards
+from warmroute.engines.served_models import ServedModels, parse_model_cards
 
-SHARED = Path(os.environ.get("WARMROUTE_SHARED", Path(__file__).parents[3] / "shared"))
-RECORDED = SHARED / "data" / "vllm-0.32"
-recorded = pytest.mark.skipif(not RECORDED.exists(), reason=f"nothing recorded from vLLM at {RECORDED}")
+RECORDED = Path(__file__).parents[1] / "fixtures" / "vllm-0.32"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +47,6 @@ def test_an_ipv6_host_gets_brackets() -> None:
     assert reachable_endpoint("tcp://*:5557", "fd00::7", 2) == "tcp://[fd00::7]:5559"
 
 
-@recorded
 def test_a_recorded_vllm_list_is_parsed() -> None:
     [endpoint] = parse_event_sources((RECORDED / "kv_event_sources.json").read_bytes(), "gpu7")
     assert endpoint == KvEndpoint(0, "tcp://gpu7:5557", "tcp://gpu7:5558")
@@ -122,7 +118,6 @@ def test_an_invalid_configured_endpoint_is_rejected(value: str) -> None:
 # Models.
 
 
-@recorded
 def test_recorded_vllm_cards_are_parsed() -> None:
     cards = json.loads((RECORDED / "v1_models.json").read_bytes())["data"]
     assert parse_model_cards(cards) == ServedModels("tiny", (), ())

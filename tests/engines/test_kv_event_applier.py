@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kv_event_factory import MODEL, hit, one_node, prompt, stored
+from kv_event_factory import MODEL, RECORDED_PAYLOADS, hit, one_node, prompt, recorded, stored
 
 from warmroute.engines.kv_event_applier import Applied, KvEventApplier, tier_of
 from warmroute.engines.kv_events import (
@@ -20,8 +20,6 @@ from warmroute.engines.kv_events import (
 from warmroute.index.cache_view import CacheView
 from warmroute.index.node_cache import NodeCache
 from warmroute.index.tiers import Tier
-
-FRAMES = Path(__file__).parent / "frames"
 
 
 def with_applier() -> tuple[CacheView, NodeCache, KvEventApplier]:
@@ -190,7 +188,7 @@ def test_blocks_of_another_size_are_ignored() -> None:
 # Recorded messages.
 
 
-@pytest.mark.parametrize("path", sorted(FRAMES.glob("*.bin")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(RECORDED_PAYLOADS.glob("*.payload")), ids=lambda path: path.name)
 def test_prompts_of_recorded_messages_are_found(path: Path) -> None:
     cache_view, cache, applier = with_applier()
     cache_view.set_models(cache, MODEL, (), ("ad1",))
@@ -209,7 +207,7 @@ def test_prompts_of_recorded_messages_are_found(path: Path) -> None:
 def test_a_recorded_second_turn_extends_the_first() -> None:
     cache_view, _, applier = with_applier()
     events = [
-        decode_batch((FRAMES / f"{name}.frame2.bin").read_bytes()).events[0]
+        decode_batch(recorded(name)).events[0]
         for name in ("chat_first_prompt_5_blocks_int_hashes", "shared_prefix_only_new_tail_block_parent_set")
     ]
     first, tail = events

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from kv_event_factory import payload as encoded
+from kv_event_factory import recorded
 
 from warmroute.engines.kv_events import (
     AllBlocksCleared,
@@ -18,14 +19,11 @@ from warmroute.engines.kv_events import (
     sent_time_s,
 )
 
-FRAMES = Path(__file__).parent / "frames"
+PAYLOADS_BY_RELEASE = Path(__file__).parent / "payloads_by_release"
+"""The same events in the format of each vLLM release."""
 
 
-def recorded(name: str) -> bytes:
-    return (FRAMES / name).read_bytes()
-
-
-@pytest.mark.parametrize("path", sorted(FRAMES.glob("synthetic_*")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(PAYLOADS_BY_RELEASE.glob("synthetic_*")), ids=lambda path: path.name)
 def test_all_releases_decode_to_the_same_events(path: Path) -> None:
     stored, removed, cleared = decode_batch(path.read_bytes()).events
     assert (
@@ -37,23 +35,23 @@ def test_all_releases_decode_to_the_same_events(path: Path) -> None:
 
 
 def test_recorded_vllm_messages_are_decoded() -> None:
-    first = decode_batch(recorded("chat_first_prompt_5_blocks_int_hashes.frame2.bin"))
+    first = decode_batch(recorded("chat_first_prompt_5_blocks_int_hashes"))
     assert first.rank == 0
     [stored] = first.events
     assert isinstance(stored, BlockStored)
     assert len(stored.block_hashes) == 5 and len(stored.token_ids) == 5 * stored.block_size
-    [tail] = decode_batch(recorded("shared_prefix_only_new_tail_block_parent_set.frame2.bin")).events
+    [tail] = decode_batch(recorded("shared_prefix_only_new_tail_block_parent_set")).events
     assert isinstance(tail, BlockStored) and tail.parent_block_hash in stored.block_hashes
-    assert decode_batch(recorded("data_parallel_rank_1.frame2.bin")).rank == 1
-    assert decode_batch(recorded("all_blocks_cleared.frame2.bin")).events == [AllBlocksCleared()]
+    assert decode_batch(recorded("data_parallel_rank_1")).rank == 1
+    assert decode_batch(recorded("all_blocks_cleared")).events == [AllBlocksCleared()]
 
 
 def test_byte_hashes_salts_and_adapters_are_decoded() -> None:
-    [stored] = decode_batch(recorded("bytes_lora_and_salt.frame2.bin")).events
+    [stored] = decode_batch(recorded("bytes_lora_and_salt")).events
     assert isinstance(stored, BlockStored)
     assert all(isinstance(name, bytes) and len(name) == 32 for name in stored.block_hashes)
     assert stored.lora_name == "ad1" and cache_salt(stored) == "SALT"
-    [salted] = decode_batch(recorded("cache_salt_s1_first_block_extra_key.frame2.bin")).events
+    [salted] = decode_batch(recorded("cache_salt_s1_first_block_extra_key")).events
     assert isinstance(salted, BlockStored) and cache_salt(salted) == "s1"
 
 
@@ -71,5 +69,5 @@ def test_garbage_raises(payload: bytes) -> None:
 
 def test_the_send_time_is_read_without_decoding_the_payload() -> None:
     assert sent_time_s(encoded(sent_s=1794709587.25)) == 1794709587.25
-    assert sent_time_s(recorded("data_parallel_rank_1.frame2.bin")) == pytest.approx(1794710455.0231237)
+    assert sent_time_s(recorded("data_parallel_rank_1")) == pytest.approx(1794710455.0231237)
     assert sent_time_s(b"") is None and sent_time_s(b"\x93\xcb") is None and sent_time_s(b"\x93\x01") is None

@@ -62,7 +62,7 @@ def test_a_lower_number_means_a_restart() -> None:
         subscriber.sequence.receive(*engine.publish())
     engine = Engine()
     subscriber.sequence.receive(*engine.publish())
-    assert subscriber.applied == [b"0"] and subscriber.sequence.restarts == 1
+    assert subscriber.applied == [b"0"]
 
 
 def test_a_gap_without_replay_forgets_earlier_messages() -> None:
@@ -92,9 +92,9 @@ def test_a_live_message_that_a_replay_brought_first_is_no_restart() -> None:
     for number, payload in messages[4:]:
         subscriber.sequence.receive(number, payload)
     subscriber.sequence.receive(*engine.publish())
-    assert subscriber.applied == engine.buffer and subscriber.sequence.restarts == 0
+    assert subscriber.applied == engine.buffer
     subscriber.sequence.receive(2, b"another process")
-    assert subscriber.sequence.restarts == 1
+    assert subscriber.applied == []
 
 
 def test_live_messages_during_a_replay_are_applied_once_after_it() -> None:

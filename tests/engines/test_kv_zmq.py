@@ -120,7 +120,7 @@ async def test_a_gap_is_filled_by_replay() -> None:
         publisher.publish(lost=True)
         publisher.publish()
         await until(lambda: rank.applied == publisher.messages)
-        assert rank.sequence.gaps == 1 and not rank.sequence.incomplete
+        assert rank.sequence.complete
 
 
 async def test_a_gap_without_replay_forgets_earlier_messages() -> None:
@@ -140,7 +140,6 @@ async def test_a_restart_forgets_earlier_messages() -> None:
         publisher.messages.clear()
         publisher.publish()
         await until(lambda: rank.applied == publisher.messages)
-        assert rank.sequence.restarts == 1
         publisher.messages.clear()
         rank.sequence.restart()
         subscription.read_from_start()
@@ -173,7 +172,7 @@ async def test_messages_sent_while_subscribing_are_replayed() -> None:
         await until(lambda: not rank.sequence.replaying)
         publisher.publish(lost=True)
         await until(lambda: rank.applied == publisher.messages, patience_s=3)
-        assert rank.sequence.complete and rank.sequence.gaps == 0
+        assert rank.sequence.complete
 
 
 async def test_all_subscriptions_share_one_slice_of_each_loop_iteration() -> None:

@@ -357,7 +357,7 @@ asyncio.run(main())
 """Prints the tokens of our /tokenize request, those of the client's request, and our fields that vLLM does not know."""
 
 
-@pytest.mark.skipif(vllm_python() is None, reason="no environment with vLLM (make test-real makes one)")
+@pytest.mark.real
 def test_vllm_returns_the_tokens_that_it_prefills() -> None:
     lines = []
     for path, fields in SAMPLE_REQUESTS:

@@ -1,4 +1,4 @@
-"""Engines for these tests."""
+"""Fixtures that start simulated engines and subscribe to their KV events."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine_processes import Engine, StartEngine, Subscribe, Subscriber
+from support.engine_processes import FakeEngine, StartEngine, Subscribe, Subscriber
 
 from warmroute.demo.child_processes import Children
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 
 @pytest.fixture(scope="module")
-def shared_engine() -> Iterator[Engine]:
-    """One engine for all tests of a file that do not mind each other's traffic."""
+def shared_engine() -> Iterator[FakeEngine]:
+    """One engine for the tests of a file that do not disturb each other."""
     with Children() as children:
-        yield Engine(children)
+        yield FakeEngine(children)
 
 
 @pytest.fixture
 def start_engine() -> Iterator[StartEngine]:
     with Children() as children:
 
-        def start(*flags: str, speed: float = 20, blocks: int = 1000) -> Engine:
-            return Engine(children, *flags, speed=speed, blocks=blocks)
+        def start(*flags: str, speed: float = 20, blocks: int = 1000) -> FakeEngine:
+            return FakeEngine(children, *flags, speed=speed, blocks=blocks)
 
         yield start
 

@@ -1,10 +1,12 @@
-"""The same engine written the obvious way, to check the fast one against: vLLM's scheduler loop, token by token.
+"""A naive implementation of the simulated engine, to compare the fast one with: vLLM's scheduler loop, token by token.
 
-One queue of free block objects, a length that is counted up, every waiting request looked at in every step, step
-times added up. Shares with the real core only its values (requests, outputs, events, timing).
+It has one queue of free block objects, counts tokens in each step, and looks at every waiting request in every step. It
+shares only the value types (requests, outputs, events, timing) with the engine core.
 """
 
 from __future__ import annotations
+
+from step_durations import decode_ms
 
 from warmroute.fake_engine.core import (
     AllBlocksCleared,
@@ -117,18 +119,18 @@ class NaiveEngine:
             if self.running or self.waiting:
                 self.ends_at = due + self.schedule(due)
 
-    def take(self, count: int) -> list[Block]:
-        taken = [self.free.pop(0) for _ in range(count)]
-        for block in taken:
+    def allocate(self, count: int) -> list[Block]:
+        blocks = [self.free.pop(0) for _ in range(count)]
+        for block in blocks:
             if block.content is not None:
                 self.cached[block.content].remove(block)
                 self.events.append(BlockRemoved([block.content], "GPU", 0))
                 block.content = None
             assert block.references == 0
             block.references = 1
-        return taken
+        return blocks
 
-    def give_back(self, one: Request) -> None:
+    def release(self, one: Request) -> None:
         blank: list[Block] = []
         cached: list[Block] = []
         for block in reversed(one.blocks):
@@ -170,15 +172,15 @@ class NaiveEngine:
             count = min(one.tokens - one.computed, budget)
             if count == 0:
                 continue
-            wanted = -(-(one.computed + count) // size) - len(one.blocks)
-            while wanted > len(self.free):
+            needed = -(-(one.computed + count) // size) - len(one.blocks)
+            while needed > len(self.free):
                 preempted = True
                 victim = self.running[-1]
                 if config.by_priority:
                     victim = max(self.running, key=lambda r: (r.request.priority, r.arrival))
                 self.running.remove(victim)
                 budget += self.scheduled.pop(victim.arrival, 0)
-                self.give_back(victim)
+                self.release(victim)
                 victim.computed = 0
                 victim.decoding = False
                 victim.preemptions += 1
@@ -186,8 +188,8 @@ class NaiveEngine:
                 if victim is one:
                     break
             if one not in self.running:
-                break  # as vLLM does: those behind it are left out of this step
-            one.blocks += self.take(wanted)
+                break  # as vLLM does: the sequences behind it skip this step
+            one.blocks += self.allocate(needed)
             self.store(one, (one.computed + count) // size)
             self.scheduled[one.arrival] = count
             budget -= count
@@ -237,7 +239,7 @@ class NaiveEngine:
                     self.resident_loras.remove(name)
                 self.resident_loras.append(name)
             count = min(one.tokens - one.computed, budget)
-            one.blocks += self.take(-(-(one.computed + count) // size) - len(hits))
+            one.blocks += self.allocate(-(-(one.computed + count) // size) - len(hits))
             self.store(one, (one.computed + count) // size)
             self.scheduled[one.arrival] = count
             budget -= count
@@ -251,7 +253,7 @@ class NaiveEngine:
         if not decodes and not prefills:
             return timing.overhead_ms
         if not prefills:
-            return timing.decode_ms(len(decodes), context) + timing.overhead_ms
+            return decode_ms(timing, len(decodes), context) + timing.overhead_ms
         attention = sum(timing.attention_ms(self.scheduled[r.arrival], r.computed) for r in prefills)
         new = sum(self.scheduled[r.arrival] for r in prefills)
         return timing.mixed_ms(new, attention, len(decodes), context) + timing.overhead_ms
@@ -259,7 +261,7 @@ class NaiveEngine:
     def update(self, at_ms: float) -> None:
         for one in self.aborting:
             self.running.remove(one)
-            self.give_back(one)
+            self.release(one)
             self.end(one, at_ms, "abort")
         self.aborting.clear()
         for one in list(self.running):
@@ -276,7 +278,7 @@ class NaiveEngine:
                 self.outputs.append(FirstToken(one.request.request_id, at_ms, one.cached_tokens))
             if one.emitted == one.request.output_tokens:
                 self.running.remove(one)
-                self.give_back(one)
+                self.release(one)
                 self.end(one, at_ms, "length")
         if self.events:
             events, self.events = self.events, []

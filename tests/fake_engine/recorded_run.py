@@ -1,7 +1,7 @@
-"""What a real vLLM was asked and what it told of its cache, and the same asked of the simulated engine.
+"""Recordings of requests to a real vLLM with its KV events, and the same requests to the simulated engine.
 
-Hashes differ between the two, so a block goes by a name made of its tokens, its parent's name and its extra keys, all
-as the event that stored it told them. Recorded by tests/real/test_engine_like_vllm.py; files are gzipped JSON.
+The hashes of the two differ. So a block is named after the tokens, the parent's name and the extra keys of the event
+that stored it. tests/real/test_engine_like_vllm.py makes the recordings. They are gzipped JSON files.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
+from support.engine_invariants import check_engine
 
 from warmroute.engines.kv_events import BlockRemoved, BlockStored, EngineHash, Event, decode_batch
 from warmroute.fake_engine.core import (
@@ -22,15 +23,15 @@ from warmroute.fake_engine.core import (
     Finished,
     KvEvent,
     TokenContent,
+    wire_events,
 )
-from warmroute.fake_engine.core import wire_events as as_vllm_sends_them
 from warmroute.fake_engine.profiles import profile
 
 RECORDED = Path(__file__).parents[1] / "real" / "recorded"
 
 
 class RecordedRequest(msgspec.Struct, omit_defaults=True):
-    """One completion."""
+    """One completion request with its response."""
 
     prompt: list[int]
     max_tokens: int
@@ -38,7 +39,7 @@ class RecordedRequest(msgspec.Struct, omit_defaults=True):
     priority: int = 0
     answer: list[int] = []
     cached_tokens: int = 0
-    """As the engine reported them."""
+    """As the engine reports them."""
 
     @property
     def tokens(self) -> list[int]:
@@ -46,24 +47,24 @@ class RecordedRequest(msgspec.Struct, omit_defaults=True):
 
 
 class RecordedRound(msgspec.Struct, omit_defaults=True):
-    """Requests that were all waiting, in this order, when the engine took its next step; it was idle before."""
+    """Requests that all waited, in this order, when an idle engine began its next step."""
 
     requests: list[RecordedRequest]
     late: list[RecordedRequest] = []
-    """Further ones, which came in when the first of all had been given this many tokens, one in each step:"""
+    """Requests that arrived after the first request had got `late_after` tokens, one in each step."""
     late_after: int = 0
     reset_before: bool = False
-    """The prefix cache was reset just before."""
+    """Whether the prefix cache was reset before this round."""
     steps: list[list[str]] = []
-    """Each batch of KV events, in order: `Blocks.changes`."""
+    """The batches of KV events in order, as `BlockNames.changes` describes them."""
 
     @property
-    def everybody(self) -> list[RecordedRequest]:
+    def all_requests(self) -> list[RecordedRequest]:
         return [*self.requests, *self.late]
 
 
 class Totals(msgspec.Struct):
-    """Of the whole run, from the engine's metrics."""
+    """The engine's counters at the end of the run."""
 
     preemptions: int
     prefix_cache_queries: int
@@ -77,9 +78,9 @@ class Recording(msgspec.Struct):
     totals: Totals
 
     def counts(self) -> dict[str, int]:
-        """How much there is in it."""
+        """Return the size of the recording."""
         changes = [change.split() for one in self.rounds for step in one.steps for change in step]
-        requests = [request for one in self.rounds for request in one.everybody]
+        requests = [request for one in self.rounds for request in one.all_requests]
         return {
             "requests": len(requests),
             "prompt_tokens": sum(len(request.prompt) for request in requests),
@@ -101,14 +102,14 @@ def load(path: Path) -> Recording:
     return msgspec.json.decode(gzip.decompress(path.read_bytes()), type=Recording)
 
 
-class Blocks:
-    """Names for the blocks of one engine, whatever it calls them."""
+class BlockNames:
+    """Names the blocks of one engine independently of its hashes."""
 
     def __init__(self) -> None:
         self._names: dict[EngineHash, str] = {}
 
     def changes(self, payload: bytes) -> list[str]:
-        """One batch of events, in words: `stored NAME… after PARENT`, `removed NAME`, `cleared`."""
+        """Describe a batch of events: `stored NAME… after PARENT`, `removed NAME`, `cleared`."""
         return [self._change(event) for event in decode_batch(payload).events]
 
     def _change(self, event: Event) -> str:
@@ -127,38 +128,41 @@ class Blocks:
         rest = (event.lora_id, event.medium, event.lora_name, event.group_idx, event.kv_cache_spec_kind)
         names: list[str] = []
         for index, block in enumerate(event.block_hashes):
-            told = (
+            identity = (
                 names[-1] if names else parent,
                 event.token_ids[index * size : (index + 1) * size],
                 keys[index],
                 rest,
             )
-            name = blake2b(repr(told).encode(), digest_size=5).hexdigest()
-            assert self._names.setdefault(block, name) == name, "one hash for two contents"
+            name = blake2b(repr(identity).encode(), digest_size=5).hexdigest()
+            assert self._names.setdefault(block, name) == name, "two contents have the same hash"
             names.append(name)
         return f"stored {' '.join(names)} after {parent}"
 
 
-class Replay:
-    """A simulated engine that is asked what a real one was, and gives the real answers."""
+class SimulatedRun:
+    """A simulated engine that gets the recorded requests and generates the recorded outputs."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.core = EngineCore(config, profile("h200-1.5b").timing, self._sink)
-        self._blocks = Blocks()
+        self._blocks = BlockNames()
         self._steps: list[list[str]] = []
         self._cached: dict[str, int] = {}
 
     def _sink(self, at_ms: float, events: Iterable[KvEvent]) -> None:
-        batch = EventBatch(at_ms, list(as_vllm_sends_them(events)), 0)
+        batch = EventBatch(at_ms, list(wire_events(events)), 0)
         self._steps.append(self._blocks.changes(msgspec.msgpack.encode(batch)))
 
     def serve(self, one: RecordedRound, at_ms: float, late_at_ms: float | None) -> tuple[RecordedRound, float]:
-        """What came of a round, and when the late ones came in: at the end of a step, which is found if not given."""
+        """Return the round as the simulated engine served it, and when its late requests arrived.
+
+        Late requests arrive at the end of a step. If `late_at_ms` is None, this finds it by counting steps.
+        """
         core = self.core
         if one.reset_before:
             assert core.reset_prefix_cache(at_ms)
-        for asked in one.requests:
-            self._submit(asked, at_ms)
+        for request in one.requests:
+            self._submit(request, at_ms)
         if one.late:
             steps = core.stats.steps + one.late_after
             core.advance(at_ms)
@@ -167,29 +171,29 @@ class Replay:
                     self._advance(core.next_event_at())
                 late_at_ms = core.next_event_at()
                 assert late_at_ms is not None
-            for asked in one.late:
-                self._submit(asked, late_at_ms)
+            for request in one.late:
+                self._submit(request, late_at_ms)
         while (next_ms := core.next_event_at()) is not None:
             self._advance(next_ms)
-        core.check()
+        check_engine(core)
         steps_of_round, self._steps = self._steps, []
         cached, self._cached = self._cached, {}
         served = [
-            msgspec.structs.replace(asked, cached_tokens=cached[str(index)])
-            for index, asked in enumerate(one.everybody)
+            msgspec.structs.replace(request, cached_tokens=cached[str(index)])
+            for index, request in enumerate(one.all_requests)
         ]
         count = len(one.requests)
         result = RecordedRound(served[:count], served[count:], one.late_after, one.reset_before, steps_of_round)
         return result, late_at_ms or at_ms
 
-    def _submit(self, asked: RecordedRequest, at_ms: float) -> None:
-        content = TokenContent(asked.tokens, self.core.config.block_size, cache_salt=asked.salt)
+    def _submit(self, request: RecordedRequest, at_ms: float) -> None:
+        content = TokenContent(request.tokens, self.core.config.block_size, cache_salt=request.salt)
         name = str(len(self._cached))
         self._cached[name] = -1
-        request = EngineRequest(
-            name, len(asked.prompt), asked.max_tokens, content, asked.priority, cache_salt=asked.salt
+        submitted = EngineRequest(
+            name, len(request.prompt), request.max_tokens, content, request.priority, cache_salt=request.salt
         )
-        self.core.submit(request, at_ms)
+        self.core.submit(submitted, at_ms)
 
     def _advance(self, to_ms: float | None) -> None:
         assert to_ms is not None
@@ -198,29 +202,29 @@ class Replay:
                 self._cached[output.request_id] = output.cached_tokens
 
 
-def simulated(recording: Recording, **settings: bool) -> Recording:
-    """The same rounds served by the simulated engine, with the real answers."""
-    # Steps can be counted where they are taken one by one; when they end is the same in any case.
-    finder = Replay(msgspec.structs.replace(recording.config, fast_forward=False))
-    replay = Replay(msgspec.structs.replace(recording.config, **settings))
+def simulate(recording: Recording, **settings: bool) -> Recording:
+    """Serve the recorded rounds with the simulated engine."""
+    # Without fast-forwarding the engine takes steps one by one, so that they can be counted. The times are the same.
+    step_counter = SimulatedRun(msgspec.structs.replace(recording.config, fast_forward=False))
+    simulated = SimulatedRun(msgspec.structs.replace(recording.config, **settings))
     rounds: list[RecordedRound] = []
     for number, one in enumerate(recording.rounds):
         at_ms = 1e6 * number
-        _, late_at_ms = finder.serve(one, at_ms, None)
-        rounds.append(replay.serve(one, at_ms, late_at_ms)[0])
-    stats = replay.core.stats
+        _, late_at_ms = step_counter.serve(one, at_ms, None)
+        rounds.append(simulated.serve(one, at_ms, late_at_ms)[0])
+    stats = simulated.core.stats
     totals = Totals(stats.preemptions, stats.prefix_cache_queries, stats.prefix_cache_hits)
-    return Recording("simulated", replay.core.config, rounds, totals)
+    return Recording("simulated", simulated.core.config, rounds, totals)
 
 
-def differences(real: Recording, ours: Recording) -> list[str]:
-    """Where two runs of the same rounds part, round by round and in words; empty if they are the same."""
+def differences(real: Recording, simulated: Recording) -> list[str]:
+    """Describe where two runs of the same rounds differ. Empty if they are equal."""
     found: list[str] = []
-    for number, (theirs, mine) in enumerate(zip(real.rounds, ours.rounds, strict=True)):
-        for index, (one, other) in enumerate(zip(theirs.everybody, mine.everybody, strict=True)):
+    for number, (theirs, mine) in enumerate(zip(real.rounds, simulated.rounds, strict=True)):
+        for index, (one, other) in enumerate(zip(theirs.all_requests, mine.all_requests, strict=True)):
             if one.cached_tokens != other.cached_tokens:
                 found.append(
-                    f"round {number}, request {index}: {one.cached_tokens} tokens hit, ours {other.cached_tokens}"
+                    f"round {number}, request {index}: {one.cached_tokens} tokens hit, simulated {other.cached_tokens}"
                 )
         if theirs.steps != mine.steps:
             pairs = zip(theirs.steps, mine.steps, strict=False)
@@ -228,9 +232,9 @@ def differences(real: Recording, ours: Recording) -> list[str]:
                 (i for i, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(theirs.steps), len(mine.steps))
             )
             found.append(
-                f"round {number}, batch {at} of {len(theirs.steps)} (ours {len(mine.steps)}): "
-                f"{theirs.steps[at : at + 1]}, ours {mine.steps[at : at + 1]}"
+                f"round {number}, batch {at} of {len(theirs.steps)} (simulated {len(mine.steps)}): "
+                f"{theirs.steps[at : at + 1]}, simulated {mine.steps[at : at + 1]}"
             )
-    if real.totals != ours.totals:
-        found.append(f"{real.totals}, ours {ours.totals}")
+    if real.totals != simulated.totals:
+        found.append(f"{real.totals}, simulated {simulated.totals}")
     return found

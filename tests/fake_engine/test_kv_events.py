@@ -1,4 +1,4 @@
-"""KV events over real ZMQ sockets: what vLLM says, when it says it, and again on request."""
+"""KV events over real ZMQ sockets: the engine publishes them as vLLM does, and replays them on request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import time
 
 import msgspec
 import pytest
-from engine_processes import BLOCK, CAPTURES, StartEngine, Subscribe, replay
+from support.engine_processes import BLOCK, StartEngine, Subscribe, replay_events
+from support.vllm_recordings import TOPIC, event_payload
 
 from warmroute.demo.child_processes import free_port
 from warmroute.fake_engine.core import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
@@ -21,11 +22,11 @@ def stored(event: object) -> BlockStored:
     return event
 
 
-def test_a_subscriber_hears_of_new_blocks_only(start_engine: StartEngine, subscribe: Subscribe) -> None:
+def test_a_subscriber_receives_only_new_blocks(start_engine: StartEngine, subscribe: Subscribe) -> None:
     engine = start_engine()
-    heard = subscribe(engine.event_ports[0])
+    subscriber = subscribe(engine.event_ports[0])
     engine.complete(prompt(1))
-    topic, sequence, batch = heard.next()
+    topic, sequence, batch = subscriber.next()
     port = engine.url.rpartition(":")[2]
     assert (topic.decode(), sequence, batch.data_parallel_rank) == (f"kv@127.0.0.1:{port}@sim", 0, 0)
     assert abs(batch.ts - time.time()) < 5
@@ -34,14 +35,13 @@ def test_a_subscriber_hears_of_new_blocks_only(start_engine: StartEngine, subscr
     assert len(first.block_hashes) == 4
     assert (first.medium, first.group_idx, first.kv_cache_spec_kind) == ("GPU", 0, "full_attention")
     engine.complete(prompt(1))
-    assert heard.is_silent()
+    assert subscriber.is_silent()
     engine.complete(prompt(1)[:-1] + prompt(2, 1))
-    _, sequence, batch = heard.next()
+    _, sequence, batch = subscriber.next()
     tail = stored(batch.events[0])
     assert (sequence, tail.parent_block_hash, tail.token_ids) == (1, first.block_hashes[-1], prompt(2, 1)[:-1])
 
 
-@pytest.mark.skipif(not CAPTURES.exists(), reason=f"no recorded vLLM frames at {CAPTURES}")
 @pytest.mark.parametrize(
     ("name", "flags", "body"),
     [
@@ -50,57 +50,57 @@ def test_a_subscriber_hears_of_new_blocks_only(start_engine: StartEngine, subscr
         ("data_parallel_rank_1", ("--data-parallel-size", "2"), {}),
     ],
 )
-def test_frames_are_those_of_vllm_but_for_time_and_hashes(
+def test_frames_equal_those_of_vllm_except_for_time_and_hashes(
     start_engine: StartEngine, subscribe: Subscribe, name: str, flags: tuple[str, ...], body: dict[str, str]
 ) -> None:
-    """The recorded prompts to an engine of the recorded set-up: the same bytes, once our hashes stand in for vLLM's."""
-    topic, payload = (CAPTURES / "frames" / f"{name}.frame{part}.bin" for part in (0, 2))
-    recorded = msgspec.msgpack.decode(payload.read_bytes(), type=EventBatch)
-    theirs = stored(recorded.events[0])
-    engine = start_engine("--block-size", "32", "--model", "tiny", "--events-topic", topic.read_text(), *flags)
+    recorded = msgspec.msgpack.decode(event_payload(name), type=EventBatch)
+    event = stored(recorded.events[0])
+    engine = start_engine("--block-size", "32", "--model", "tiny", "--events-topic", TOPIC, *flags)
     rank = recorded.data_parallel_rank
     assert rank is not None
-    heard = subscribe(engine.event_ports[rank])
-    asked = {"prompt": [*theirs.token_ids, 5], "max_tokens": 1, **body}
-    assert engine.ask("/v1/completions", asked, X_data_parallel_rank=str(rank))[0] == 200
-    frames = heard.raw()
-    ours = msgspec.msgpack.decode(frames[2], type=EventBatch)
-    recorded.ts = ours.ts
-    theirs.block_hashes[:] = stored(ours.events[0]).block_hashes
-    assert frames == [topic.read_bytes(), bytes(8), msgspec.msgpack.encode(recorded)]
+    subscriber = subscribe(engine.event_ports[rank])
+    request = {"prompt": [*event.token_ids, 5], "max_tokens": 1, **body}
+    assert engine.request("/v1/completions", request, X_data_parallel_rank=str(rank))[0] == 200
+    frames = subscriber.next_frames()
+    received = msgspec.msgpack.decode(frames[2], type=EventBatch)
+    recorded.ts = received.ts
+    event.block_hashes[:] = stored(received.events[0]).block_hashes
+    assert frames == [TOPIC.encode(), bytes(8), msgspec.msgpack.encode(recorded)]
 
 
-def test_generated_tokens_fill_blocks_that_are_told(start_engine: StartEngine, subscribe: Subscribe) -> None:
+def test_blocks_that_the_output_fills_are_published(start_engine: StartEngine, subscribe: Subscribe) -> None:
     engine = start_engine()
-    heard = subscribe(engine.event_ports[0])
+    subscriber = subscribe(engine.event_ports[0])
     text = engine.complete(prompt(1, 1), max_tokens=2 * BLOCK)["choices"][0]["text"]
     hashes: list[int] = []
     tokens: list[int] = []
     while len(hashes) < 3:
-        event = stored(heard.events()[0])
+        event = stored(subscriber.events()[0])
         assert event.parent_block_hash == (hashes[-1] if hashes else None)
         hashes += event.block_hashes
         tokens += event.token_ids
-    _, said = engine.ask("/detokenize", {"tokens": tokens[BLOCK + 1 :]})
-    assert text.startswith(said["prompt"])
-    assert len(said["prompt"]) > 20
+    _, detokenized = engine.request("/detokenize", {"tokens": tokens[BLOCK + 1 :]})
+    assert text.startswith(detokenized["prompt"])
+    assert len(detokenized["prompt"]) > 20
 
 
-def test_evictions_are_told_one_by_one(start_engine: StartEngine, subscribe: Subscribe) -> None:
+def test_each_evicted_block_has_its_own_event(start_engine: StartEngine, subscribe: Subscribe) -> None:
     engine = start_engine(blocks=9)  # one of them the null block
-    heard = subscribe(engine.event_ports[0])
+    subscriber = subscribe(engine.event_ports[0])
     engine.complete(prompt(1))
-    known = stored(heard.events()[0]).block_hashes
+    known = stored(subscriber.events()[0]).block_hashes
     engine.complete(prompt(2))
-    events = heard.events()
+    events = subscriber.events()
     removed = [event for event in events if isinstance(event, BlockRemoved)]
     assert removed
     assert all(len(event.block_hashes) == 1 and event.block_hashes[0] in known for event in removed)
 
 
-def test_salt_and_adapter_keep_blocks_apart_and_are_told(start_engine: StartEngine, subscribe: Subscribe) -> None:
+def test_a_salt_or_an_adapter_has_its_own_blocks_and_extra_keys(
+    start_engine: StartEngine, subscribe: Subscribe
+) -> None:
     engine = start_engine("--lora", "ad1", "--lora", "ad2")
-    heard = subscribe(engine.event_ports[0])
+    subscriber = subscribe(engine.event_ports[0])
     seen: set[int] = set()
     for body, keys in (
         ({}, [None, None]),
@@ -110,94 +110,93 @@ def test_salt_and_adapter_keep_blocks_apart_and_are_told(start_engine: StartEngi
         ({"model": "ad2"}, [["ad2"], ["ad2"]]),
     ):
         assert engine.cached(prompt(1, 2), **body) == 0
-        event = stored(heard.events()[0])
+        event = stored(subscriber.events()[0])
         assert event.extra_keys == keys
         assert (event.lora_name, event.lora_id) == ((body["model"], 1) if "model" in body else (None, None))
         assert seen.isdisjoint(event.block_hashes)
         seen.update(event.block_hashes)
         assert engine.cached(prompt(1, 2), **body) == 2 * BLOCK
-    _, models = engine.ask("/v1/models")
+    _, models = engine.request("/v1/models")
     assert [card["id"] for card in models["data"]] == ["sim", "ad1", "ad2"]
     assert models["data"][1]["parent"] == "sim"
-    assert 'running_lora_adapters=""' in engine.ask("/metrics")[1]
+    assert 'running_lora_adapters=""' in engine.request("/metrics")[1]
 
 
-def test_what_was_lost_can_be_had_again(start_engine: StartEngine, subscribe: Subscribe) -> None:
+def test_lost_batches_can_be_replayed(start_engine: StartEngine, subscribe: Subscribe) -> None:
     engine = start_engine()
-    heard = subscribe(engine.event_ports[0])
+    subscriber = subscribe(engine.event_ports[0])
     engine.complete(prompt(0))
     engine.fail("drop_events", share=1)
     for seed in (1, 2):
         engine.complete(prompt(seed))
     engine.fail("none")
     engine.complete(prompt(3))
-    assert [heard.next()[1] for _ in range(2)] == [0, 3]
-    again = replay(engine.replay_ports[0], 1)
-    assert [sequence for _, sequence, _ in again] == [1, 2, 3]
-    assert [stored(batch.events[0]).token_ids for _, _, batch in again] == [prompt(seed)[:-1] for seed in (1, 2, 3)]
-    assert again[0][0].startswith(b"kv@")
-    assert len(replay(engine.replay_ports[0], 0)) == 4
-    assert replay(engine.replay_ports[0], 4) == []
+    assert [subscriber.next()[1] for _ in range(2)] == [0, 3]
+    replayed = replay_events(engine.replay_ports[0], 1)
+    assert [sequence for _, sequence, _ in replayed] == [1, 2, 3]
+    assert [stored(batch.events[0]).token_ids for _, _, batch in replayed] == [prompt(seed)[:-1] for seed in (1, 2, 3)]
+    assert replayed[0][0].startswith(b"kv@")
+    assert len(replay_events(engine.replay_ports[0], 0)) == 4
+    assert replay_events(engine.replay_ports[0], 4) == []
 
 
-def test_the_last_ten_thousand_batches_are_held(start_engine: StartEngine, subscribe: Subscribe) -> None:
-    """All of them come, though they are far above a ROUTER's usual high-water mark."""
+def test_a_replay_may_exceed_the_usual_high_water_mark(start_engine: StartEngine, subscribe: Subscribe) -> None:
     engine = start_engine("--max-num-seqs", "64", speed=1000, blocks=2000)
     for index in range(2):
         engine.complete([2000 + index], max_tokens=16_000)
-    batches = replay(engine.replay_ports[0], 0)
+    batches = replay_events(engine.replay_ports[0], 0)
     sequences = [sequence for _, sequence, _ in batches]
     assert len(sequences) > 1500
     assert sequences == list(range(len(sequences)))
 
 
-def test_a_restart_in_place_begins_at_zero_with_nothing_cached(start_engine: StartEngine, subscribe: Subscribe) -> None:
+def test_a_restart_in_place_resets_the_sequence_and_the_cache(start_engine: StartEngine, subscribe: Subscribe) -> None:
     engine = start_engine()
-    heard = subscribe(engine.event_ports[0])
+    subscriber = subscribe(engine.event_ports[0])
     for seed in range(3):
         engine.complete(prompt(seed))
-    assert [heard.next()[1] for _ in range(3)] == [0, 1, 2]
+    assert [subscriber.next()[1] for _ in range(3)] == [0, 1, 2]
     started = engine.metric("process_start_time_seconds")
     engine.fail("restart")
     assert engine.metric("process_start_time_seconds") > started
     assert engine.metric("vllm:prompt_tokens_total") == 0
-    assert heard.is_silent()
-    assert replay(engine.replay_ports[0], 0) == []
+    assert subscriber.is_silent()
+    assert replay_events(engine.replay_ports[0], 0) == []
     assert engine.cached(prompt(0)) == 0
-    assert heard.next()[1] == 0
+    assert subscriber.next()[1] == 0
 
 
-def test_an_emptied_cache_is_told_with_the_next_request(start_engine: StartEngine, subscribe: Subscribe) -> None:
+def test_a_cache_reset_is_published_with_the_next_request(start_engine: StartEngine, subscribe: Subscribe) -> None:
     engine = start_engine()
-    heard = subscribe(engine.event_ports[0])
+    subscriber = subscribe(engine.event_ports[0])
     engine.complete(prompt(1))
-    heard.next()
-    assert engine.ask("/reset_prefix_cache", b"", "POST") == (200, {"success": True})
-    assert heard.is_silent()
+    subscriber.next()
+    assert engine.request("/reset_prefix_cache", b"", "POST") == (200, {"success": True})
+    assert subscriber.is_silent()
     assert engine.cached(prompt(1)) == 0
-    assert isinstance(heard.events()[0], AllBlocksCleared)
+    assert isinstance(subscriber.events()[0], AllBlocksCleared)
 
 
 def test_each_rank_has_its_own_cache_port_and_metrics(start_engine: StartEngine, subscribe: Subscribe) -> None:
     engine = start_engine("--data-parallel-size", "2")
-    heard = [subscribe(port) for port in engine.event_ports]
+    subscriber = [subscribe(port) for port in engine.event_ports]
     for rank in (1, 0):
-        status, answer = engine.ask(
+        status, response = engine.request(
             "/v1/completions", {"prompt": prompt(1), "max_tokens": 1}, X_data_parallel_rank=str(rank)
         )
         assert status == 200
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        assert heard[rank].next()[2].data_parallel_rank == rank
-        assert heard[1 - rank].is_silent(100)
-    status, answer = engine.ask("/v1/completions", {"prompt": prompt(1)}, X_data_parallel_rank="2")
-    assert (status, answer["error"]["type"]) == (400, "BadRequestError")
-    _, page = engine.ask("/metrics")
+        assert response["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert subscriber[rank].next()[2].data_parallel_rank == rank
+        assert subscriber[1 - rank].is_silent(100)
+    status, response = engine.request("/v1/completions", {"prompt": prompt(1)}, X_data_parallel_rank="2")
+    assert (status, response["error"]["type"]) == (400, "BadRequestError")
+    _, page = engine.request("/metrics")
     assert 'vllm:prompt_tokens_total{engine="1",model_name="sim"} 65.0' in page
-    _, sources = engine.ask("/kv_event_sources")
+    _, sources = engine.request("/kv_event_sources")
     assert [sources[rank]["endpoint"] for rank in "01"] == [f"tcp://*:{port}" for port in engine.event_ports]
 
 
-def test_ranks_count_up_from_the_given_ports(start_engine: StartEngine) -> None:
+def test_each_rank_takes_the_next_port(start_engine: StartEngine) -> None:
     base = free_port(23_410)
     engine = start_engine("--data-parallel-size", "2", "--events-port", str(base), "--replay-port", str(base + 10))
     assert engine.event_ports == [base, base + 1]

@@ -254,7 +254,7 @@ def test_the_index_stays_within_its_memory_budget():
     with_events(caches[0])
     source = random.Random(4)
     for number in range(400):
-        request = lookup(source.choices(range(1 << 17), k=1600), sharing_group=source.choice(["x", "y"]))
+        request = lookup(source.choices(range(1 << 17), k=1600), cache_group=source.choice(["x", "y"]))
         name = source.choice("abcdefgh")
         prediction = route(cache_view, name, request, float(number))
         if source.random() < 0.9:

@@ -31,18 +31,18 @@ def test_a_tenant_gets_no_hits_from_prompts_of_another(events):
     cache = cache_of(cache_view, "a")
     if events:
         with_events(cache)
-    route(cache_view, "a", prompt(1, 2, 3, sharing_group="x"))
+    route(cache_view, "a", prompt(1, 2, 3, cache_group="x"))
     if events:
         report_stored(cache, 1, 2, 3)
-    assert hit_tokens(cache_view, "a", prompt(1, 2, 3, sharing_group="x")) == 48
-    assert hit_tokens(cache_view, "a", prompt(1, 2, 3, sharing_group="y")) == 0
+    assert hit_tokens(cache_view, "a", prompt(1, 2, 3, cache_group="x")) == 48
+    assert hit_tokens(cache_view, "a", prompt(1, 2, 3, cache_group="y")) == 0
 
 
 def test_tenants_of_one_group_share_hits():
     cache_view = cache_view_of("a")
-    route(cache_view, "a", prompt(1, 2, 3, sharing_group="shared g"))
-    assert hit_tokens(cache_view, "a", prompt(1, 2, 3, sharing_group="shared g")) == 48
-    assert hit_tokens(cache_view, "a", prompt(1, 2, 3, sharing_group="only g")) == 0
+    route(cache_view, "a", prompt(1, 2, 3, cache_group="shared g"))
+    assert hit_tokens(cache_view, "a", prompt(1, 2, 3, cache_group="shared g")) == 48
+    assert hit_tokens(cache_view, "a", prompt(1, 2, 3, cache_group="only g")) == 0
 
 
 def test_without_tenants_all_requests_share_hits():
@@ -56,40 +56,40 @@ def test_a_hit_is_as_deep_as_the_blocks_that_the_tenant_sent_itself():
     for cache in cache_view:
         with_events(cache)
         report_stored(cache, 1, 2, 3, 4)
-    route(cache_view, "a", prompt(1, 2, 3, 4, sharing_group="x"))
-    route(cache_view, "b", prompt(1, 9, sharing_group="y"))
-    assert hit_tokens(cache_view, "a", prompt(1, 2, 3, 4, sharing_group="y")) == 16
-    hit_on_another_node = hit_tokens(cache_view, "b", prompt(1, 2, 3, 4, sharing_group="x"))
+    route(cache_view, "a", prompt(1, 2, 3, 4, cache_group="x"))
+    route(cache_view, "b", prompt(1, 9, cache_group="y"))
+    assert hit_tokens(cache_view, "a", prompt(1, 2, 3, 4, cache_group="y")) == 16
+    hit_on_another_node = hit_tokens(cache_view, "b", prompt(1, 2, 3, 4, cache_group="x"))
     assert hit_on_another_node == 64
 
 
 def test_response_blocks_count_if_no_other_tenant_sent_the_same_first_block():
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
-    route(cache_view, "a", prompt(1, 2, sharing_group="x"))
+    route(cache_view, "a", prompt(1, 2, cache_group="x"))
     report_stored(cache, 1, 2, 30, 31)
-    assert hit_tokens(cache_view, "a", prompt(1, 2, 30, 31, 5, sharing_group="x")) == 64
-    route(cache_view, "a", prompt(1, 9, sharing_group="y"))
+    assert hit_tokens(cache_view, "a", prompt(1, 2, 30, 31, 5, cache_group="x")) == 64
+    route(cache_view, "a", prompt(1, 9, cache_group="y"))
     # The response may have gone to y.
-    assert hit_tokens(cache_view, "a", prompt(1, 2, 30, 31, 5, sharing_group="x")) == 32
+    assert hit_tokens(cache_view, "a", prompt(1, 2, 30, 31, 5, cache_group="x")) == 32
 
 
 def test_guessing_the_start_of_a_response_does_not_reveal_its_end():
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
-    route(cache_view, "a", prompt(1, 2, sharing_group="x"))
+    route(cache_view, "a", prompt(1, 2, cache_group="x"))
     report_stored(cache, 1, 2, 30, 31)
-    route(cache_view, "a", prompt(1, 2, 30, 77, sharing_group="y"))
-    assert hit_tokens(cache_view, "a", prompt(1, 2, 30, 31, sharing_group="y")) == 48
+    route(cache_view, "a", prompt(1, 2, 30, 77, cache_group="y"))
+    assert hit_tokens(cache_view, "a", prompt(1, 2, 30, 31, cache_group="y")) == 48
 
 
 def test_a_failed_request_still_counts_as_sent():
     cache_view = cache_view_of("a")
     report_stored(with_events(cache_of(cache_view, "a")), 1, 2, 3)
-    assert hit_tokens(cache_view, "a", prompt(1, 2, 3, sharing_group="y")) == 0
-    route(cache_view, "a", prompt(1, 2, sharing_group="y")).withdraw()
-    route(cache_view, "a", prompt(1, 5, sharing_group="x"))
-    assert hit_tokens(cache_view, "a", prompt(1, 2, 3, sharing_group="y")) == 32
+    assert hit_tokens(cache_view, "a", prompt(1, 2, 3, cache_group="y")) == 0
+    route(cache_view, "a", prompt(1, 2, cache_group="y")).withdraw()
+    route(cache_view, "a", prompt(1, 5, cache_group="x"))
+    assert hit_tokens(cache_view, "a", prompt(1, 2, 3, cache_group="y")) == 32
 
 
 def test_memory_is_bounded_and_the_largest_tenant_loses_blocks(monkeypatch):
@@ -149,7 +149,7 @@ def test_hits_are_limited_to_own_prompts_and_own_responses(requests, source):
     stored: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     for tenant, node, wanted, answer in requests:
         mine = group[tenant]
-        request = prompt(*wanted, sharing_group=mine)
+        request = prompt(*wanted, cache_group=mine)
         for one in cache_view.hits(MODEL, request, 0.0).values():
             depth = one.tokens // SIZE
             for at in range(1, depth + 1):

@@ -26,7 +26,7 @@ import zmq
 from real_engine import RECIPE, VENV, RealEngine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "fake_engine"))
-from recorded_run import RECORDED, RecordedRequest, Blocks, Recording, RecordedRound, Totals, differences, save, simulated
+from recorded_run import RECORDED, RecordedRequest, BlockNames, Recording, RecordedRound, Totals, differences, save, simulate
 
 from warmroute.engines.kv_events import decode_batch
 from warmroute.fake_engine.core import EngineConfig
@@ -237,7 +237,7 @@ def recorded_from(name: str, engine: FlaggedEngine, events: Events) -> Recording
         rounds.append(one)
     events.wait_until_quiet()
     assert [number for number, _ in events.batches] == list(range(len(events.batches)))
-    blocks = Blocks()
+    blocks = BlockNames()
     began.append(float("inf"))
     at = 0
     for _, payload in events.batches:
@@ -316,4 +316,4 @@ def test_the_same_blocks_are_stored_removed_and_hit(name: str, tmp_path: Path) -
     if os.environ.get("WARMROUTE_RECORD"):
         RECORDED.mkdir(exist_ok=True)
         save(recording, RECORDED / f"{name}.json.gz")
-    assert differences(recording, simulated(recording)) == []
+    assert differences(recording, simulate(recording)) == []

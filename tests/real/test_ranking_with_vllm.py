@@ -147,7 +147,7 @@ def test_a_decision_says_what_the_engine_then_finds_cached(real_engines: list[Re
                 assert abs(did["cached_tokens"] - found.cached_tokens) <= BLOCK, did
                 if did["cached_tokens"]:
                     warm += 1
-                    assert f"{did['cached_tokens']:,} of {len(tokens):,} tokens warm" in did["explanation"]
+                    assert f"{did['cached_tokens']:,} of {len(tokens):,} tokens cached" in did["explanation"]
                     assert would["node"] == did["node"]
                     assert abs(would["cached_tokens"] - found.cached_tokens) <= BLOCK, would
                 print(f"{did['sentence']}; {found.cached_tokens} were cached")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from support.engine_invariants import check_engine
+
 from warmroute.fake_engine.core.step_timing import Timing
 from warmroute.fake_engine.profiles import Profile
 from warmroute.fleet.node import Node
@@ -47,7 +49,7 @@ def assert_all_requests_ended(world: World) -> None:
         assert not sim.flights
         assert sim.node.outcomes[0] >= 0
         if sim.node.name in world.nodes and sim.state.value == "serving":
-            sim.engine.check()
+            check_engine(sim.engine)
             assert sim.engine.num_running == sim.engine.num_waiting == 0
     for model in world.fleet.models:
         group = world.fleet.group(model)

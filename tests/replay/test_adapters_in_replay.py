@@ -55,7 +55,7 @@ def test_the_router_knows_which_adapters_the_engines_have_loaded() -> None:
     world = simulate(200.0, adapter_prompts(300, 3))
     for sim in world.nodes.values():
         assert sim.node.loaded_adapters.slots == 3
-        assert list(sim.node.loaded_adapters) == list(sim.engine._lora._resident)
+        assert list(sim.node.loaded_adapters) == list(sim.engine.scheduler.lora._resident)
         assert sim.node.loaded_adapters.load_count == sum(stats.lora_loads for stats in sim.incarnation_stats)
 
 

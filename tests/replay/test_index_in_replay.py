@@ -46,7 +46,7 @@ def assert_cache_view_is_exact(world: World) -> None:
     for cache in world.cache_view:
         assert not cache.doubted
         stored = {row[0] for row in world.cache_view.index.holdings(cache.ranks[0])}
-        assert stored == set(world.nodes[cache.name].engine._pool._cached)
+        assert stored == set(world.nodes[cache.name].engine.scheduler.pool._cached)
         assert world.cache_view.index.pairs_of(cache.pending_place) == 0
 
 

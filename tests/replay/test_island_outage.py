@@ -49,9 +49,7 @@ def test_conversations_stay_on_their_island_until_it_fails() -> None:
 
 def test_the_router_measures_the_round_trips_of_islands() -> None:
     world = simulate("islands", outage=False)
-    for name, round_trip_ms in CLOUDS.items():
-        island = world.fleet.islands.get(name)
-        assert island is not None and island.round_trip_ms == pytest.approx(round_trip_ms)
+    assert {island.name: island.round_trip_ms for island in world.fleet.islands} == pytest.approx(CLOUDS)
     speeds = [sim.node.speed for sim in world.nodes.values() if sim.node.speed.answers > 20]
     assert len(speeds) > 3
     assert max(speed.ms_per_token for speed in speeds) < 2.0 * min(speed.ms_per_token for speed in speeds)

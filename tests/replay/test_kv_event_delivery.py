@@ -52,7 +52,7 @@ def test_all_events_together_give_the_content_of_each_cache() -> None:
     world.run(rag.arrivals(3), limit=150)
     world.calendar.run(until_ms=world.calendar.now_ms + 5000)
     for name, sim in world.nodes.items():
-        pool = sim.engine._pool
+        pool = sim.engine.scheduler.pool
         assert held_blocks(recorder, name) == set(pool._cached)
         sequences = [sequence for node, _, sequence, _, _ in recorder.received if node == name]
         assert sequences == list(range(len(sequences)))

@@ -7,7 +7,12 @@ from typing import get_args
 
 import pytest
 
-from warmroute.demo.load_generator.prompt_requests import ConversationHistory, body, extend_history, messages
+from warmroute.demo.load_generator.prompt_requests import (
+    ConversationHistory,
+    build_request,
+    chat_messages,
+    extend_history,
+)
 from warmroute.prompt.body_fields import read_json
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.replay.simulation import MODEL, SimulatedRequest
@@ -16,10 +21,10 @@ from warmroute.replay.workloads.prompt_text import Form, leading_text
 from warmroute.replay.workloads.trace import TraceBlocks
 
 
-def assert_same_keys(prompt: WorkloadPrompt, form: Form, talk: ConversationHistory) -> None:
+def assert_same_keys(prompt: WorkloadPrompt, form: Form, history: ConversationHistory) -> None:
     simulated = SimulatedRequest(prompt, 0, form)
-    sent = messages(prompt, talk) if form == "chat" else ()
-    real = RoutingRequest(*read_json(body(prompt, sent, MODEL, form)[1])[:4])
+    sent = chat_messages(prompt, history) if form == "chat" else ()
+    real = RoutingRequest(*read_json(build_request(prompt, sent, MODEL, form)[1])[:4])
     assert simulated.prefix_key() == real.prefix_key() is not None
     assert simulated.session() == real.session()
 
@@ -34,11 +39,11 @@ def test_a_body_has_the_key_of_its_simulated_request(name: str, form: Form) -> N
 @pytest.mark.parametrize("message_tokens", [10, 300])
 def test_a_conversation_keeps_its_key_in_every_turn(message_tokens: int) -> None:
     prompt = next(iter(parse_workload(["multi_turn_chat", f"message_tokens={message_tokens}"]).arrivals(1)))
-    talk, keys = ConversationHistory(), set()
+    history, keys = ConversationHistory(), set()
     while True:
-        assert_same_keys(prompt, "chat", talk)
+        assert_same_keys(prompt, "chat", history)
         keys.add(SimulatedRequest(prompt, 0).prefix_key())
-        talk = extend_history(prompt, messages(prompt, talk), "well said")
+        history = extend_history(prompt, chat_messages(prompt, history), "well said")
         follow_up = prompt.next_turn() if prompt.next_turn else None
         if follow_up is None:
             break

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 from random import Random
 
 import pytest
@@ -50,10 +50,10 @@ def test_a_long_prompt_does_not_starve() -> None:
 
 def admitted_work_by_tenant(
     harness: RoutingHarness, running: Ticket, requests: list[FakeRequest], rounds: int
-) -> Counter[str]:
+) -> dict[str, float]:
     """Free the node and finish `rounds` requests. Return their prefill work by tenant."""
     harness.free(running)
-    work_ms: Counter[str] = Counter()
+    work_ms: defaultdict[str, float] = defaultdict(float)
     for _ in range(rounds):
         harness.advance(0.3)
         admitted = next(request for request in requests if not request.queued)
@@ -87,7 +87,7 @@ def test_a_tenant_with_one_request_at_a_time_is_not_always_first() -> None:
     requests = [harness.submit(6000, tenant="many") for _ in range(300)]
     single = harness.submit(40_000, tenant="single")
     harness.free(running)
-    work_ms: Counter[str] = Counter()
+    work_ms: defaultdict[str, float] = defaultdict(float)
     for _ in range(120):
         harness.advance(0.3)
         admitted = next(request for request in (single, *requests) if not request.queued)

@@ -65,14 +65,14 @@ def test_a_rival_with_a_cached_prefix_that_is_too_busy() -> None:
 
 def test_without_any_cached_prefix_load_decides() -> None:
     harness = RoutingHarness(3)
-    said = explain(harness, prompt(8210, 1))
-    name, _, rest = said.partition(": ")
+    sentence = explain(harness, prompt(8210, 1))
+    name, _, rest = sentence.partition(": ")
     first = next(node.name for node in harness.nodes if node.name != name)
     assert rest == f"no node has any of its 8,210 tokens cached; same cost as {first} and 1 other, {TIED}"
     two = RoutingHarness(2)
-    said = explain(two, prompt(8210, 1))
-    other = "n1" if said.startswith("n0") else "n0"
-    assert said.endswith(f"; same cost as {other}, {TIED}")
+    sentence = explain(two, prompt(8210, 1))
+    other = "n1" if sentence.startswith("n0") else "n0"
+    assert sentence.endswith(f"; same cost as {other}, {TIED}")
 
 
 def test_a_tie_without_cached_prefixes_still_names_the_node_that_has_one() -> None:
@@ -144,10 +144,10 @@ def test_each_term_of_the_price_has_its_own_words(term: str, words: str) -> None
     harness = RoutingHarness(2)
     zero = dict.fromkeys(Price._fields, 0.0)
     cheap = Price(**{**zero, "total": 50.0, "new": 1000.0, "output": 100.0})
-    dear = cheap._replace(total=350.0, **{term: 300.0})
+    expensive = cheap._replace(total=350.0, **{term: 300.0})
     a, b = harness.nodes
     a.island, b.island = "here", "there"
-    record = DecisionRecord(a, "price", "cheapest", 1000, 0.0, 0, ([cheap, dear], (a, b)), 2, a.speed.ms_per_token)
+    record = DecisionRecord(a, "price", "cheapest", 1000, 0.0, 0, ([cheap, expensive], (a, b)), 2, a.speed.ms_per_token)
     assert explain_decision(record) == f"n0: no node has any of its 1,000 tokens cached; {words}"
 
 
@@ -162,8 +162,8 @@ def test_a_term_that_follows_from_another_is_not_the_cause() -> None:
     for _ in range(200):
         harness.nodes[1].saw_arrival(harness.now_s)
     decision = harness.decide(prompt(8210, 1))
-    dear = Price(*decision.prices[1])  # type: ignore[index]
-    assert dear.congestion > dear.prefill
+    expensive = Price(*decision.prices[1])  # type: ignore[index]
+    assert expensive.congestion > expensive.prefill
     assert explained(decision).endswith("n1 is idle but has none of them cached")
 
 
@@ -216,9 +216,9 @@ def test_nodes_over_the_queue_threshold(count: int) -> None:
     harness.nodes[0].update_load(8, 6, 0.1, harness.now_s)
     request = FakeRequest(harness, prompt(8210, 1))
     request.submit()
-    said = explained(request.decision)
+    sentence = explained(request.decision)
     assert request.node is not harness.nodes[0]
-    assert said.startswith(f"{request.node.name}: nothing cached, 8,210 tokens to prefill; other nodes are over the ")
+    assert sentence.startswith(f"{request.node.name}: nothing cached, 8,210 tokens to prefill; other nodes are over ")
     request.finish()
     decision, queues = harness.admission.dry_run(RoutingRequest(MODEL), prompt(8210, 1), harness.now_s)
     assert decision.reason == "other nodes are over the queue threshold" and not queues
@@ -407,8 +407,8 @@ def test_the_chosen_node_is_always_among_the_best() -> None:
 def test_with_cache_weight_0_caches_are_not_mentioned() -> None:
     harness = RoutingHarness(2, pricing=Pricing(cache_weight=0.0))
     harness.warm(harness.nodes[1], prompt(6144, 1))
-    said = explain(harness, prompt(8210, 1))
-    assert "caches do not count (cache_weight = 0), so load decided: no prefill queued" in said
-    assert "cached" not in said
+    sentence = explain(harness, prompt(8210, 1))
+    assert "caches do not count (cache_weight = 0), so load decided: no prefill queued" in sentence
+    assert "cached" not in sentence
     alone = RoutingHarness(1, pricing=Pricing(cache_weight=0.0))
     assert "the only available node; caches do not count" in explain(alone, prompt(8210, 1))

@@ -36,8 +36,8 @@ def reference_hits(
         cache, rank = owners[place]
         if (rank == ROUTED and is_sure and cache.complete) or (rank >= 0 and cache.doubted):
             continue
-        told = cache.event_confidence(now_s, stale_s, gone_s)
-        limit, confidence = (sure, told) if rank >= 0 else (most, cache.accuracy.trust(now_s))
+        event_confidence = cache.event_confidence(now_s, stale_s, gone_s)
+        limit, confidence = (sure, event_confidence) if rank >= 0 else (most, cache.accuracy.trust(now_s))
         gpu, cpu, disk, remote = (min(depth, limit) for depth in depths)
         if not remote:
             continue
@@ -90,12 +90,12 @@ def test_matched_hits_equal_the_hits_of_the_rows(kept, prompt: int, length: int,
         caches[node].record_routed(chains[which][: 8 * blocks], 0, float(at))
         if node == 3:
             cache_view.index.store_chain(caches[3].ranks[0], chains[which][: 8 * (blocks // 2)], 1)
-    asked = chains[prompt][: 8 * length]
+    looked_up = chains[prompt][: 8 * length]
     common = (cache_view._owners, 16, (39, sure // 16, False), NOW_S, (1.0, 2.0), SAVED_SHARE[1:])
     by_rows: dict[str, Hit] = {}
-    add_hits(by_rows, cache_view.index.match(asked), *common)
+    add_hits(by_rows, cache_view.index.match(looked_up), *common)
     matched: dict[str, Hit] = {}
-    match_hits(matched, cache_view.index, asked, *common)
+    match_hits(matched, cache_view.index, looked_up, *common)
     assert {name: repr(hit) for name, hit in matched.items()} == {name: repr(hit) for name, hit in by_rows.items()}
 
 

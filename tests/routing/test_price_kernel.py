@@ -28,8 +28,7 @@ from warmroute.index.node_cache import ROUTED, NodeCache
 from warmroute.index.reuse import BUCKETS, Reuse
 from warmroute.index.tiers import SAVED_SHARE
 from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.policies.price_policy import TIE
-from warmroute.routing.price import Price
+from warmroute.routing.price import TIE, Price
 from warmroute.routing.router import Router
 
 NOW_S = 10_000.0

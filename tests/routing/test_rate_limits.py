@@ -180,9 +180,9 @@ def test_a_reload_keeps_the_usage() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 30.0), st.integers(1, 40)), max_size=60))
-def test_no_more_passes_than_the_capacity_and_the_refill(asked: list[tuple[float, int]]) -> None:
+def test_no_more_passes_than_the_capacity_and_the_refill(amounts: list[tuple[float, int]]) -> None:
     bucket, now_s, taken = Bucket(100, 0.0), 0.0, 0
-    for pause_s, amount in asked:
+    for pause_s, amount in amounts:
         now_s += pause_s
         wait_s = bucket.wait_s(amount, now_s)
         if not wait_s:

@@ -1,7 +1,7 @@
-"""A stand-in for an API server, for where no real one can be had: NOT Kubernetes, and no proof of it. It has what the
-provisioner relies on, written after the real one's behaviour: resource versions and 409, merge and strategic patches,
-the status subresource, label selectors, Pods that the controllers make, and the order in which a ReplicaSet ends them.
-The same tests run against a real API server with `make test-real-kubernetes` (real_kubernetes.py).
+"""A fake API server with the behaviour that the provisioner relies on: resource versions and 409, merge and strategic
+patches, the status subresource, label selectors, Pods that controllers create, and the order in which a ReplicaSet ends
+them. It proves nothing about Kubernetes: the same tests run against a real API server with `make test-real-kubernetes`
+(real_kubernetes.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Object = dict[str, Any]
 
 WORKLOADS = ("deployments", "statefulsets", "leaderworkersets")
 HASH = "5d4f8c7b9"
-"""Of every Pod template."""
+"""The hash of every Pod template."""
 
 
 class Refused(Exception):
@@ -31,7 +31,7 @@ class Refused(Exception):
         self.code, self.message = code, message
 
 
-class StandIn:
+class FakeCluster:
     real = False
 
     def __init__(self, folder: Path) -> None:
@@ -39,8 +39,8 @@ class StandIn:
         self._lock = threading.Lock()
         self._things: dict[tuple[str, str], Object] = {}
         self._version = itertools.count(1)
-        self._at_work = False
-        stand_in = self
+        self._reconciling = False
+        cluster = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -49,11 +49,14 @@ class StandIn:
                 length = int(self.headers.get("content-length") or 0)
                 body = json.loads(self.rfile.read(length)) if length else None
                 try:
-                    code, said = 200, stand_in.handle(self.command, self.path, body, self.headers["content-type"] or "")
+                    code, answer = (
+                        200,
+                        cluster.handle(self.command, self.path, body, self.headers["content-type"] or ""),
+                    )
                 except Refused as refused:
                     code = refused.code
-                    said = {"kind": "Status", "status": "Failure", "code": code, "message": refused.message}
-                data = json.dumps(said).encode()
+                    answer = {"kind": "Status", "status": "Failure", "code": code, "message": refused.message}
+                data = json.dumps(answer).encode()
                 self.send_response(code)
                 self.send_header("content-type", "application/json")
                 self.send_header("content-length", str(len(data)))
@@ -82,7 +85,7 @@ class StandIn:
         path.write_text(json.dumps(config))
         return str(path)
 
-    def ask(self, method: str, path: str, body: Any = None, kind: str = "application/json") -> Any:
+    def request(self, method: str, path: str, body: Any = None, kind: str = "application/json") -> Any:
         try:
             return self.handle(method, path, copy.deepcopy(body), kind)
         except Refused as refused:
@@ -116,7 +119,7 @@ class StandIn:
                 self._merge_conditions(sort, name, body)
             else:
                 assert kind == "application/merge-patch+json", kind
-            # Without its subresource, status is not written; with it, nothing else is.
+            # Only the status subresource writes the status, and it writes nothing else.
             kept = {
                 key: value for key, value in body.items() if (key == "status") == (sub == "status") or key == "metadata"
             }
@@ -147,18 +150,18 @@ class StandIn:
         return copy.deepcopy(thing)
 
     def _merge_conditions(self, sort: str, name: str, patch: Object) -> None:
-        """Of a strategic patch: conditions are merged by their type."""
-        told = patch.get("status", {}).get("conditions")
-        if told:
+        """A strategic patch merges conditions by type."""
+        patched = patch.get("status", {}).get("conditions")
+        if patched:
             kept = {one["type"]: one for one in self._things[sort, name]["status"].get("conditions", [])}
-            for one in told:
+            for one in patched:
                 kept[one["type"]] = kept.get(one["type"], {}) | one
             patch["status"]["conditions"] = list(kept.values())
 
     def _delete(self, sort: str, name: str) -> Object:
         thing = self._things[sort, name]
         if sort == "pods" and thing["spec"].get("nodeName"):
-            # Its kubelet would end it within its grace period; until then it is there.
+            # Its kubelet would end it within its grace period.
             thing["metadata"]["deletionTimestamp"] = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         else:
             del self._things[sort, name]
@@ -166,10 +169,10 @@ class StandIn:
         return copy.deepcopy(thing)
 
     def _reconcile(self) -> None:
-        """What the controllers do, at once."""
-        if self._at_work:
+        """Do what the controllers do, at once."""
+        if self._reconciling:
             return
-        self._at_work = True
+        self._reconciling = True
         for sort in WORKLOADS[:2]:
             for workload in self._all(sort):
                 labels = dict(workload["spec"]["selector"]["matchLabels"])
@@ -192,14 +195,14 @@ class StandIn:
                 order = (lambda pod: -_ordinal(pod)) if sort == "statefulsets" else deletion_order
                 for pod in sorted(pods, key=order)[: max(0, len(pods) - wanted)]:
                     self._delete("pods", pod["metadata"]["name"])
-        self._at_work = False
+        self._reconciling = False
 
 
 def deletion_order(pod: Object) -> tuple[Any, ...]:
-    """Whom a ReplicaSet ends first: without a node, pending, unknown, not ready, cheapest, latest ready, newest."""
+    """Sort key of a ReplicaSet's deletions: without a node, pending, unknown, not ready, cheapest, newest."""
     status = pod.get("status", {})
-    said = [one for one in status.get("conditions", ()) if one["type"] == "Ready" and one["status"] == "True"]
-    ready, since = bool(said), said[0].get("lastTransitionTime") if said else None
+    found = [one for one in status.get("conditions", ()) if one["type"] == "Ready" and one["status"] == "True"]
+    ready, since = bool(found), found[0].get("lastTransitionTime") if found else None
     since_s = datetime.fromisoformat(since.replace("Z", "+00:00")).timestamp() if since else 0.0
     cost = int(pod["metadata"].get("annotations", {}).get("controller.kubernetes.io/pod-deletion-cost", 0))
     phase = {"Pending": 0, "Unknown": 1}.get(status.get("phase", "Pending"), 2)
@@ -239,12 +242,12 @@ def _labels(one: Object) -> dict[str, str]:
 
 
 def _owner(workload: Object, sort: str) -> Object:
-    """What its Pods say of whom they belong to. (A Deployment's belong to its ReplicaSet, which is not played.)"""
+    """Return the owner reference of its Pods. A Deployment's Pods name its ReplicaSet, which does not exist here."""
     meta = workload["metadata"]
-    said = {"apiVersion": "apps/v1", "controller": True}
+    owner = {"apiVersion": "apps/v1", "controller": True}
     if sort == "deployments":
-        return said | {"kind": "ReplicaSet", "name": f"{meta['name']}-{HASH}", "uid": f"rs-{meta['uid']}"}
-    return said | {"kind": "StatefulSet", "name": meta["name"], "uid": meta["uid"]}
+        return owner | {"kind": "ReplicaSet", "name": f"{meta['name']}-{HASH}", "uid": f"rs-{meta['uid']}"}
+    return owner | {"kind": "StatefulSet", "name": meta["name"], "uid": meta["uid"]}
 
 
 def _owners(pod: Object) -> list[Object]:

@@ -54,7 +54,7 @@ def window(arrivals_per_s: float, **more: Any) -> WindowMetrics:
 
 
 def view(now_s: float, count: int, arrivals_per_s: float, **more: Any) -> FleetView:
-    """Return a view of `count` nodes with `arrivals_per_s` · 0.5 s of work; `stable` and `panic` may hold more metrics."""
+    """Return a view of nodes with `arrivals_per_s` · 0.5 s of work; `stable` and `panic` may hold more metrics."""
     stable = window(arrivals_per_s, **more.pop("stable", {}))
     panic = window(arrivals_per_s, **more.pop("panic", {}))
     fields: dict[str, Any] = {"nodes": nodes(count), **more}

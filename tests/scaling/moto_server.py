@@ -1,5 +1,5 @@
-"""moto's server on loopback: AWS as far as it goes, in as many regions as you like. Before it stands a gate that plays
-what moto has not: regions without capacity, quotas that are used up, calls that fail or hang.
+"""moto's server on loopback: AWS in any number of regions. A gate in front of it adds what moto lacks: regions without
+capacity, used-up quotas, calls that fail or hang.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
 IMAGE = "ami-12c6146b"
-"""One that moto has everywhere; asking for the list of them takes it ten seconds."""
+"""An image that moto has in every region."""
 
 
 class Moto:
@@ -26,10 +26,10 @@ class Moto:
         """By region and action: HTTP status, AWS's code, message."""
         self.hang_s: dict[str, float] = {}
         self.calls: list[tuple[str, str]] = []
-        """Region and action of each."""
-        self.asked: list[dict[str, list[str]]] = []
+        """Region and action of each call."""
+        self.requests: list[dict[str, list[str]]] = []
         self.session = boto3.session.Session()
-        """For all: reading AWS's description of itself takes a second."""
+        """Shared, because reading AWS's API description takes a second."""
         self._clients: dict[str, Any] = {}
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._gate, threaded=True)
@@ -41,7 +41,7 @@ class Moto:
         self._server.server_close()
 
     def client(self, region: str) -> Any:
-        """One that sees what the cloud has, apart from what is being tested."""
+        """Return a client to inspect the cloud, independent of the tested code."""
         if region not in self._clients:
             self._clients[region] = self.session.client("ec2", region_name=region, endpoint_url=self.url)
         return self._clients[region]
@@ -54,10 +54,10 @@ class Moto:
         self.refuse.clear()
         self.hang_s.clear()
         self.calls.clear()
-        self.asked.clear()
+        self.requests.clear()
 
     def full(self, region: str) -> None:
-        """No capacity there any more."""
+        """The region has no capacity from now on."""
         message = "We currently do not have sufficient capacity in the Availability Zone you requested."
         self.refuse[region, "RunInstances"] = (500, "InsufficientInstanceCapacity", message)
 
@@ -65,10 +65,10 @@ class Moto:
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         environ["wsgi.input"] = io.BytesIO(body)
         scope = re.search(r"Credential=[^/]+/\d+/([^/]+)/", environ.get("HTTP_AUTHORIZATION", ""))
-        asked = parse_qs(body.decode())
-        region, action = scope[1] if scope else "", asked.get("Action", [""])[0]
+        request = parse_qs(body.decode())
+        region, action = scope[1] if scope else "", request.get("Action", [""])[0]
         self.calls.append((region, action))
-        self.asked.append(asked)
+        self.requests.append(request)
         time.sleep(self.hang_s.get(region, 0.0))
         if (region, action) in self.refuse:
             status, code, message = self.refuse[region, action]

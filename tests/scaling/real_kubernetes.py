@@ -1,5 +1,5 @@
 """A real API server: etcd, kube-apiserver and kube-controller-manager as processes on loopback, with RBAC on. There are
-no nodes and no kubelet: whoever uses it says what a kubelet would say of its Pods.
+no nodes and no kubelet: a test writes what a kubelet would write about its Pods.
 
 `make test-real-kubernetes` builds them from Debian's sources (tools/build_kubernetes.sh).
 """
@@ -77,7 +77,7 @@ class RealCluster:
         path.write_text(json.dumps(config))
         return str(path)
 
-    def ask(self, method: str, path: str, body: Any = None, kind: str = "application/json") -> Any:
+    def request(self, method: str, path: str, body: Any = None, kind: str = "application/json") -> Any:
         """As the administrator."""
         import ssl
 
@@ -113,7 +113,7 @@ class RealCluster:
         while time.monotonic() < until_s:
             assert all(child.poll() is None for child in self._children), self._logs()
             try:
-                self.ask("GET", path)
+                self.request("GET", path)
             except (AssertionError, OSError):
                 time.sleep(0.2)
             else:

@@ -20,7 +20,7 @@ from warmroute.scaling.controller_loop import ControllerLoop
 from warmroute.scaling.node_lifecycle import LifecycleState, ManagedNode
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.prewarm import Post, PrefixPrefiller
-from warmroute.scaling.provisioner import Machine, MachineState
+from warmroute.scaling.provisioner import Machine, MachineState, Provisioner
 from warmroute.scaling.provisioner_client import ProvisionerClient
 
 LOOP_TURNS = 30
@@ -131,7 +131,7 @@ class Harness:
 
     def __init__(
         self,
-        *provisioners: ScriptedProvisioner,
+        *provisioners: Provisioner,
         timeout_s: float = 30.0,
         clock: Clock | None = None,
         post: Post = accept_prefill,
@@ -218,7 +218,7 @@ class Harness:
 
 
 @asynccontextmanager
-async def running(*provisioners: ScriptedProvisioner, **more: Any) -> AsyncIterator[Harness]:
+async def running(*provisioners: Provisioner, **more: Any) -> AsyncIterator[Harness]:
     harness = Harness(*provisioners, **more)
     try:
         yield harness

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_provisioner import Clock, Harness, ScriptedProvisioner, running
+from scripted_provisioner import Harness, ScriptedProvisioner, running
 
 from warmroute.config import Config, IslandLimits, NodeConfig, Scaling
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.scaling import node_lifecycle
-from warmroute.scaling.leader_lock import LeaderLock
 from warmroute.scaling.node_lifecycle import LifecycleState
 from warmroute.scaling.provisioner import MachineState, NoCapacity, ProvisionerError
 from warmroute.service.node_set import log_health_change
@@ -39,11 +37,9 @@ async def test_a_node_is_requested_checked_serves_and_is_removed() -> None:
         await harness.want_serving(2)
         assert len(provisioner.requested) == 2 and len(harness.routable()) == 2
         await harness.want_serving(1)
-        assert (
-            len(provisioner.terminated) == 1
-            and len(provisioner.running) == len(harness.fleet) == 1
-            and harness.controller.removed == 1
-        )
+        assert len(provisioner.terminated) == 1
+        assert len(provisioner.running) == len(harness.fleet) == 1
+        assert harness.controller.removed == 1
         await harness.ticks(100)
         assert len(provisioner.requested) == 2 and len(provisioner.terminated) == 1 and harness.controller.lost == 0
 
@@ -91,10 +87,8 @@ async def test_a_request_that_timed_out_may_have_created_a_machine_which_is_used
         provisioner.reported = None
         await harness.until(lambda: harness.states == ["serving"])
         await harness.ticks(50)
-        assert (
-            len(provisioner.requested) == len(provisioner.machines) == len(harness.fleet) == 1
-            and not provisioner.terminated
-        )
+        assert len(provisioner.requested) == len(provisioner.machines) == len(harness.fleet) == 1
+        assert not provisioner.terminated
 
 
 async def test_a_request_that_timed_out_without_a_machine_ends_after_its_time_limit(
@@ -295,7 +289,7 @@ def test_a_draining_node_that_goes_down_is_logged_as_info(
     assert down.levelno == level
 
 
-# Dry run, reload, lock.
+# Dry run and reload.
 
 
 async def test_a_dry_run_requests_and_adopts_nothing() -> None:
@@ -304,11 +298,9 @@ async def test_a_dry_run_requests_and_adopts_nothing() -> None:
     async with running(provisioner, min_nodes=3, dry_run=True) as harness:
         await harness.ticks(60)
         assert set(provisioner.calls) == {"offers", "status"} and not harness.managed and not len(harness.fleet)
-        assert (
-            harness.autoscaler.last_decision is not None
-            and harness.autoscaler.desired_nodes == 3
-            and len(harness.autoscaler.last_decision.reasons) > 0
-        )
+        assert harness.autoscaler.last_decision is not None
+        assert harness.autoscaler.desired_nodes == 3
+        assert len(harness.autoscaler.last_decision.reasons) > 0
 
 
 async def test_a_dry_run_that_starts_later_lets_pending_nodes_finish() -> None:
@@ -340,41 +332,6 @@ async def test_changed_limits_apply_from_the_next_decision() -> None:
         await harness.until(lambda: len(provisioner.requested) == 5)
         await harness.ticks(15)
         assert len(provisioner.terminated) == 1
-
-
-async def test_only_one_of_two_processes_scales_and_the_other_succeeds_it(tmp_path: Path) -> None:
-    provisioner, clock = ScriptedProvisioner(), Clock()
-    first, second = LeaderLock(tmp_path / "deep" / "lock"), LeaderLock(tmp_path / "deep" / "lock")
-    async with (
-        running(provisioner, clock=clock, is_leader=first.is_leader, min_nodes=2) as harness,
-        running(provisioner, clock=clock, is_leader=second.is_leader, min_nodes=2) as two,
-    ):
-        for _ in range(10):
-            await harness.tick()
-            await two.tick()
-        assert harness.loop.leading and not two.loop.leading
-        assert len(harness.serving()) == 2 and not two.managed and len(provisioner.requested) == 2
-        first.release()
-        for _ in range(10):
-            await two.tick()
-        assert (
-            two.loop.leading
-            and len(two.serving()) == 2
-            and len(provisioner.requested) == 2
-            and not provisioner.terminated
-        )
-        await harness.tick()
-        assert not harness.loop.leading
-
-
-def test_a_removed_lock_file_leaves_only_one_leader(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    first, second = LeaderLock(path), LeaderLock(path)
-    assert first.is_leader() and not second.is_leader()
-    path.unlink()
-    assert second.is_leader() and not first.is_leader()
-    second.release()
-    assert first.is_leader()
 
 
 async def test_closing_does_not_wait_for_a_provisioner_that_hangs() -> None:

@@ -1,5 +1,5 @@
-"""A load rises and falls in front of a real router that starts and ends real processes: the fleet grows and shrinks,
-and no request is lost on the way, nor any engine ended that still had one.
+"""A rising and falling load on a real router that starts and ends real processes: the fleet follows the load, no
+request is lost, and no engine ends while it has requests.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from warmroute.demo.child_processes import Children, free_port
-from warmroute.demo.variable_load import VariableLoad
-from warmroute.demo.scaling_demo import LoadPlan, ScalingDemo, ScalingResult
 from warmroute.demo.autoscaled_fleet import AutoscaledFleet, FleetOptions
+from warmroute.demo.child_processes import Children, free_port
+from warmroute.demo.scaling_demo import LoadPlan, ScalingDemo, ScalingResult
+from warmroute.demo.variable_load import VariableLoad
 
-SHAPE = FleetOptions(least=2, most=5)
-PLOT = LoadPlan(calm_s=1.0, ramp_s=2.0, busy_s=2.0, limit_s=90.0)
+OPTIONS = FleetOptions(min_nodes=2, max_nodes=5)
+PLAN = LoadPlan(low_s=1.0, ramp_s=2.0, peak_s=2.0, timeout_s=90.0)
 
 
-async def live(children: Children, folder: Path) -> tuple[ScalingResult, VariableLoad, str]:
-    """What came of it, what was sent, and the router's log."""
-    async with AutoscaledFleet(children, folder, free_port(18080), SHAPE) as fleet:
+async def run_demo(children: Children, folder: Path) -> tuple[ScalingResult, VariableLoad, str]:
+    """Return the result, the load, and the router's log."""
+    async with AutoscaledFleet(children, folder, free_port(18080), OPTIONS) as fleet:
         load = VariableLoad(fleet.router.url)
-        story = await ScalingDemo(fleet, load, PLOT).run()
-        log = fleet.router.child.said()
-    return story, load, log
+        result = await ScalingDemo(fleet, load, PLAN).run()
+        log = fleet.router.child.stderr_text()
+    return result, load, log
 
 
 def processes_with(words: str) -> list[str]:
@@ -35,29 +35,29 @@ def processes_with(words: str) -> list[str]:
             if words in path.read_text():
                 found.append(path.parent.name)
         except OSError:
-            continue  # gone meanwhile
+            continue  # it has ended
     return found
 
 
 @pytest.mark.timeout(280)
 def test_a_fleet_follows_its_load_and_loses_no_request(tmp_path: Path) -> None:
     with asyncio.Runner() as runner, Children() as children:
-        story, load, log = runner.run(live(children, tmp_path))
+        result, load, log = runner.run(run_demo(children, tmp_path))
 
-    assert story.most == SHAPE.most, log
-    assert story.last == SHAPE.least, log
-    assert max(moment.look.serving + moment.look.coming for moment in story.moments) == SHAPE.most
+    assert result.max_serving == OPTIONS.max_nodes, log
+    assert result.final_serving == OPTIONS.min_nodes, log
+    assert max(sample.fleet.serving + sample.fleet.starting for sample in result.samples) == OPTIONS.max_nodes
 
     assert load.sent > 50
-    assert load.whole == load.sent, (load.failed, load.short)
+    assert load.completed == load.sent, (load.failed, load.truncated)
     assert not load.failed
-    assert not load.short
+    assert not load.truncated
 
-    ended = re.findall(r"node \S+: (\w+) → ending \((.*)\)", log)
-    removed = SHAPE.most - SHAPE.least
+    ended = re.findall(r'state=terminating previous_state=(\w+) reason="(.*?)"', log)
+    removed = OPTIONS.max_nodes - OPTIONS.min_nodes
     assert len(ended) >= removed, log
-    assert set(ended) == {("draining", "nothing runs there")}, log
-    assert len(story.endings) == len(ended)
-    assert set(story.endings.values()) == {0}, story.endings
-    assert "went by itself" not in log
+    assert set(ended) == {("draining", "no requests left")}, log
+    assert len(result.requests_at_stop) == len(ended)
+    assert set(result.requests_at_stop.values()) == {0}, result.requests_at_stop
+    assert "node_lost" not in log
     assert not processes_with(str(tmp_path))

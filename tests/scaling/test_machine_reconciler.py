@@ -102,8 +102,8 @@ async def test_a_machine_missing_from_one_report_is_kept_but_one_missing_for_lon
         await harness.want_serving(2)
         before = harness.routable()
         there = list(provisioner.machines.values())
-        for told in ([], there[:1], there, there[1:], there):
-            provisioner.reported = told
+        for reported in ([], there[:1], there, there[1:], there):
+            provisioner.reported = reported
             await harness.ticks(3)
         assert harness.routable() == before and len(provisioner.requested) == 2 and harness.controller.lost == 0
         del provisioner.machines[there[0].id]
@@ -131,11 +131,9 @@ async def test_a_replaced_machine_becomes_a_new_node() -> None:
         (node,) = await harness.want_serving(1)
         provisioner.change(provisioner.running[0], url="http://10.9.9.9:8000")
         await harness.until(lambda: bool(harness.serving()) and harness.serving()[0] is not node)
-        assert (
-            [each.url for each in harness.fleet] == ["http://10.9.9.9:8000"]
-            and len(provisioner.requested) == 1
-            and not provisioner.terminated
-        )
+        assert [each.url for each in harness.fleet] == ["http://10.9.9.9:8000"]
+        assert len(provisioner.requested) == 1
+        assert not provisioner.terminated
 
 
 async def test_an_address_can_be_reused_when_its_last_node_is_gone() -> None:

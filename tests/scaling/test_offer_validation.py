@@ -1,4 +1,4 @@
-"""Offers that cannot be true are dropped and said; and what a provisioner's configuration may say."""
+"""Validation of offers and of provisioner configurations."""
 
 from __future__ import annotations
 
@@ -17,82 +17,82 @@ import pytest
 from warmroute.config import ConfigError, ProvisionerConfig, from_table
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioners import create_provisioner
-from warmroute.scaling.validate_offers import LONGEST_START_S, OfferValidator
+from warmroute.scaling.validate_offers import MAX_START_S, OfferValidator
 
 GOOD = Offer(provisioner="p", name="a", island="i", gpu="L4", usd_per_hour=1.0)
 
 
 def check(offer: Offer, **limits: Any) -> tuple[list[Offer], tuple[str, ...]]:
-    sanity = OfferValidator("p", **{"min_usd_per_gpu_hour": 0.02, "max_usd_per_hour": 500.0, **limits})
-    return sanity.check([offer]), sanity.said
+    validator = OfferValidator(ProvisionerConfig(kind="command", name="p", **limits))
+    return validator.validate([offer]), validator.problems
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"usd_per_hour": 0.0}, "costs $0, which stands for a price that is not known"),
-        ({"usd_per_hour": -0.5}, "costs $-0.5 an hour, which is below 0"),
-        ({"usd_per_hour": nan}, "costs nan, which is no price"),
-        ({"usd_per_hour": inf}, "costs inf, which is no price"),
-        ({"usd_per_hour": 0.01}, "a bid floor, no price"),
+        ({"usd_per_hour": 0.0}, "costs $0, which stands for an unknown price"),
+        ({"usd_per_hour": -0.5}, "costs $-0.5/hour, which is below 0"),
+        ({"usd_per_hour": nan}, "costs nan, which is not a price"),
+        ({"usd_per_hour": inf}, "costs inf, which is not a price"),
+        ({"usd_per_hour": 0.01}, "a bid floor, not a price"),
         ({"usd_per_hour": 0.1, "gpus": 8}, "below min_usd_per_gpu_hour ($0.02 × 8)"),
-        ({"usd_per_hour": 501.0}, "above max_usd_per_hour ($500)"),
+        ({"usd_per_hour": 501.0}, "above the maximum of $500"),
         ({"gpus": 0}, "has 0 GPUs"),
-        ({"gpu": ""}, "does not say its GPU"),
+        ({"gpu": ""}, "has no GPU name"),
         ({"name": ""}, "has no name"),
     ],
 )
 def test_an_impossible_offer_is_dropped_and_reported(change: dict[str, Any], words: str) -> None:
-    kept, said = check(msgspec.structs.replace(GOOD, **change))
-    assert kept == [] and len(said) == 1 and words in said[0] and "dropped" in said[0]
+    kept, problems = check(msgspec.structs.replace(GOOD, **change))
+    assert kept == [] and len(problems) == 1 and words in problems[0] and "dropped" in problems[0]
 
 
 def test_a_valid_offer_is_unchanged() -> None:
     assert check(GOOD) == ([GOOD], ())
     free = msgspec.structs.replace(GOOD, usd_per_hour=0.0)
-    assert check(free, free=True) == ([free], ())
+    assert check(free, allow_free=True) == ([free], ())
 
 
-@pytest.mark.parametrize(("start_s", "taken_s"), [(nan, 0.0), (-1.0, 0.0), (inf, LONGEST_START_S)])
-def test_an_impossible_start_time_is_repaired_and_reported(start_s: float, taken_s: float) -> None:
-    (kept,), said = check(msgspec.structs.replace(GOOD, start_s=start_s, most=-3))
-    assert (kept.start_s, kept.most) == (taken_s, 0) and len(said) == 2
+@pytest.mark.parametrize(("start_s", "used_s"), [(nan, 0.0), (-1.0, 0.0), (inf, MAX_START_S)])
+def test_an_impossible_start_time_is_repaired_and_reported(start_s: float, used_s: float) -> None:
+    (kept,), problems = check(msgspec.structs.replace(GOOD, start_s=start_s, max_nodes=-3))
+    assert (kept.start_s, kept.max_nodes) == (used_s, 0) and len(problems) == 2
 
 
 def test_the_same_problem_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    sanity = OfferValidator("p")
-    bad = msgspec.structs.replace(GOOD, usd_per_hour=-1.0)
+    validator = OfferValidator(ProvisionerConfig(kind="command", name="p"))
+    invalid = msgspec.structs.replace(GOOD, usd_per_hour=-1.0)
     with caplog.at_level(logging.WARNING, "warmroute.scaling"):
         for _ in range(3):
-            assert sanity.check([GOOD, bad, GOOD]) == [GOOD]
-    assert len(caplog.records) == 2  # the price, and the name that stands there twice
-    assert "stands there twice" in sanity.said[1]
+            assert validator.validate([GOOD, invalid, GOOD]) == [GOOD]
+    assert len(caplog.records) == 2  # the price, and the repeated name
+    assert "is listed twice" in validator.problems[1]
 
 
-def refused(**table: Any) -> str:
+def rejection(**table: Any) -> str:
     with pytest.raises(ConfigError) as error:
         from_table({"provisioners": [table]})
     return str(error.value)
 
 
 def test_a_configuration_that_does_not_fit_its_kind_is_rejected() -> None:
-    assert refused(kind="nebula").startswith("provisioners[0].kind: 'nebula' is none of its values")
-    assert refused(kind="process") == "provisioners.gpu is needed with kind 'process' (process)"
-    assert refused(kind="process", gpu="L4", regions=["x"]).startswith("provisioners.regions means nothing to kind")
-    assert "workload_name is needed" in refused(kind="kubernetes", gpu="L4")
-    assert "launch_template, or images" in refused(kind="ec2", regions=["r"], instance_types=["t"])
-    assert "url is needed" in refused(kind="webhook")
-    assert "whole catalogue" in refused(kind="skypilot", task_file="t.yaml", clouds=["aws"])
-    assert refused(kind="process", gpus=0, gpu="x").startswith("provisioners[0].gpus: ")
-    assert "did you mean provisioners.workload_name" in refused(kind="kubernetes", workload_nam="x")
-    assert "is no price" in refused(
+    assert rejection(kind="nebula").startswith("provisioners[0].kind: unknown value 'nebula'")
+    assert rejection(kind="process") == "provisioners.gpu: kind 'process' requires it (process)"
+    assert "kind 'process' does not have this key" in rejection(kind="process", gpu="L4", regions=["x"])
+    assert "provisioners.workload_name: kind" in rejection(kind="kubernetes", gpu="L4")
+    assert "launch_template, or images" in rejection(kind="ec2", regions=["r"], instance_types=["t"])
+    assert "provisioners.url: kind 'webhook' requires it" in rejection(kind="webhook")
+    assert "whole catalog" in rejection(kind="skypilot", task_file="t.yaml", clouds=["aws"])
+    assert rejection(kind="process", gpus=0, gpu="x").startswith("provisioners[0].gpus: ")
+    assert "did you mean provisioners.workload_name" in rejection(kind="kubernetes", workload_nam="x")
+    assert "is not a valid price" in rejection(
         kind="ec2", regions=["r"], instance_types=["t"], launch_template="l", prices={"t": float("nan")}
     )
 
 
 def test_two_provisioners_with_one_name_are_rejected() -> None:
     one = {"kind": "process", "gpu": "L4"}
-    with pytest.raises(ConfigError, match="two are named 'process'"):
+    with pytest.raises(ConfigError, match="two have the name 'process'"):
         from_table({"provisioners": [one, one]})
     assert len(from_table({"provisioners": [one, one | {"name": "second"}]}).provisioners) == 2
 
@@ -115,7 +115,7 @@ KUBERNETES = {"kind": "kubernetes", "workload_name": "vllm", "gpu": "L4"}
 def test_two_provisioners_that_would_share_machines_are_rejected(
     one: dict[str, Any], same: dict[str, Any], apart: dict[str, Any]
 ) -> None:
-    with pytest.raises(ConfigError, match=r"would see, and end, each other's machines: (give|scale) each"):
+    with pytest.raises(ConfigError, match=r"would end each other's machines: (give|scale) each"):
         from_table({"provisioners": [one, one | {"name": "second"} | same]})
     assert len(from_table({"provisioners": [one, one | {"name": "second"} | apart]}).provisioners) == 2
 
@@ -130,7 +130,7 @@ def test_a_missing_extra_is_a_configuration_error(kind: str, library: str, monke
 
 
 def test_the_configurations_in_the_docs_are_valid() -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs" / "provisioners.md").read_text()
+    text = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "provisioners.md").read_text()
     shown = re.findall(r"^    \[\[provisioners\]\]\n(?:(?:    .*)?\n)+", text, re.MULTILINE)
     kinds = [from_table(tomllib.loads(textwrap.dedent(one))).provisioners[0].kind for one in shown]
     assert kinds == ["process", "kubernetes", "ec2", "skypilot", "command", "webhook"]

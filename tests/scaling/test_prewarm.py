@@ -1,4 +1,4 @@
-"""Hot prefixes in real, simulated engines: what many prompts share is in a new node's cache before it serves."""
+"""Prewarming with simulated engines: a new node has hot prefixes cached before it serves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_processes import Engine as SimulatedEngine
+from support.engine_processes import FakeEngine as SimulatedEngine
 from support.raw_client import post
 from support.running_router import RunningRouter, router
 
@@ -25,58 +25,58 @@ from warmroute.scaling.prewarm import PrefixPrefiller, completion_body
 
 SMALL_MODEL = Path(__file__).parents[1] / "prompt" / "small-model"
 SHARED = list(range(100, 356))
-"""What all prompts begin with."""
+"""The prefix of all prompts."""
 SCALED: dict[str, Any] = {"scaling": {"enabled": True, "dry_run": True}, "routing": {"policy": "price"}}
 
 
 @pytest.fixture(scope="module")
-def trio() -> Iterator[list[SimulatedEngine]]:
+def engines() -> Iterator[list[SimulatedEngine]]:
     with Children() as children:
         known = ("--tokenizer", str(SMALL_MODEL))
         yield [SimulatedEngine(children, *flags) for flags in (known, known, ())]
 
 
-async def ask(one: RunningRouter, prompt: object) -> None:
+async def send(router_: RunningRouter, prompt: object) -> None:
     body = {"model": "sim", "prompt": prompt, "max_tokens": 1}
-    answer = await one.request(post(json.dumps(body).encode(), "/v1/completions"))
+    answer = await router_.request(post(json.dumps(body).encode(), "/v1/completions"))
     assert answer.status == 200, answer.body
 
 
-async def warmed(one: RunningRouter, engine: SimulatedEngine) -> PrefixPrefiller:
-    """Puts what is hot into a new node."""
-    service = one.service
+async def prewarm(running: RunningRouter, engine: SimulatedEngine) -> PrefixPrefiller:
+    """Prefill the hot prefixes on a new node."""
+    service = running.service
     assert service.scaling is not None
-    prefixes = service.scaling.core.prefixes_to_prewarm(time.monotonic())
+    prefixes = service.scaling.autoscaler.prefixes_to_prewarm(time.monotonic())
     assert prefixes
     node = service.add_node(NodeConfig(url=engine.url, name="new"))
     service.fleet.drain("new")
-    warmer = PrefixPrefiller(NodeClient(service.pools).post)
+    prefiller = PrefixPrefiller(NodeClient(service.pools).post)
     for prefix in prefixes:
-        assert await warmer.put(node, prefix) == (completion_body(prefix) is not None)
+        assert await prefiller.prefill(node, prefix) == (completion_body(prefix) is not None)
     service.remove_node("new")
-    return warmer
+    return prefiller
 
 
-async def test_a_new_node_has_hot_prefixes_cached_before_its_first_request(trio: list[SimulatedEngine]) -> None:
-    old, new, _ = trio
+async def test_a_new_node_has_hot_prefixes_cached_before_its_first_request(engines: list[SimulatedEngine]) -> None:
+    old, new, _ = engines
     models = [{"name": "sim", "tokenizer": str(SMALL_MODEL)}]
-    async with router({"url": old.url}, models=models, **SCALED) as one:
+    async with router({"url": old.url}, models=models, **SCALED) as running:
         for number in range(6):
-            await ask(one, SHARED + [50 + number] * 40)
-        warmer = await warmed(one, new)
-    assert warmer.prefilled == 1
+            await send(running, SHARED + [50 + number] * 40)
+        prefiller = await prewarm(running, new)
+    assert prefiller.prefilled == 1
     assert await asyncio.to_thread(new.cached, [*SHARED, *[9] * 40]) == len(SHARED)
     assert await asyncio.to_thread(old.cached, [8] * 100) == 0
 
 
-async def test_prompts_without_exact_tokens_are_not_prefilled(trio: list[SimulatedEngine]) -> None:
-    *_, plain = trio
-    async with router({"url": plain.url}, **SCALED) as one:  # no tokenizer: text stands in for tokens
+async def test_prompts_without_exact_tokens_are_not_prefilled(engines: list[SimulatedEngine]) -> None:
+    *_, plain = engines
+    async with router({"url": plain.url}, **SCALED) as running:  # without a tokenizer the router matches text
         for number in range(6):
-            await ask(one, SHARED + [50 + number] * 40)
+            await send(running, SHARED + [50 + number] * 40)
         before = await asyncio.to_thread(plain.metric, "vllm:request_success_total")
-        warmer = await warmed(one, plain)
-    assert warmer.prefilled == 0
+        prefiller = await prewarm(running, plain)
+    assert prefiller.prefilled == 0
     assert await asyncio.to_thread(plain.metric, "vllm:request_success_total") == before == 6
 
 
@@ -101,7 +101,9 @@ def test_only_prefixes_of_exact_tokens_have_a_completion_body() -> None:
     assert completion_body(stranger) is None
 
 
-@pytest.mark.parametrize("trouble", [ConnectionRefusedError("nobody listens"), TimeoutError(), OSError("no sockets")])
+@pytest.mark.parametrize(
+    "trouble", [ConnectionRefusedError("connection refused"), TimeoutError(), OSError("no sockets")]
+)
 async def test_a_failed_prefill_is_not_an_error(trouble: Exception) -> None:
     async def failing(_node: Node, _path: str, _body: bytes, _timeout_s: float) -> tuple[int, bytes]:
         raise trouble
@@ -112,5 +114,5 @@ async def test_a_failed_prefill_is_not_an_error(trouble: Exception) -> None:
     node = Node.__new__(Node)
     node.name = "n"
     for post_somehow in (failing, refusing):
-        warmer = PrefixPrefiller(post_somehow)
-        assert await warmer.put(node, example(len(SHARED))) is False and warmer.prefilled == 0
+        prefiller = PrefixPrefiller(post_somehow)
+        assert await prefiller.prefill(node, example(len(SHARED))) is False and prefiller.prefilled == 0

@@ -1,4 +1,4 @@
-"""Fleets that grow and shrink in virtual time, and the report of it."""
+"""Autoscaling in virtual time, and its report."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from warmroute.replay.summary import summary
 from warmroute.replay.workloads import Segments, WorkloadPrompt, parse_workload
 from warmroute.replay.workloads.daily_curve import DEPTH, follow_daily_curve
 from warmroute.replay.workloads.segments import segment_id
+from warmroute.scaling.node_lifecycle import LifecycleEvent, ManagedNode
 from warmroute.scaling.offer import Offer
 
-# A prefill takes 1 ms a token, a decode step 10 ms: a node does about one request of 500 tokens a second.
+# A prefill takes 1 ms per token, a decode step 10 ms: a node serves about one request of 500 tokens per second.
 PLAIN = Profile(
     name="plain",
     timing=Timing(m=0, a=0, b=1.0, d=0, h=0, e=10.0, f=0, e2=0, f2=0, g=0, overhead_ms=0),
@@ -38,16 +39,16 @@ CONDITIONS = Conditions(islands={"local": Island(0.0)}, seed=5)
 SHARED = Segments().followed_by(segment_id("system"), 256)
 
 
-def update_offers(name: str = "plain", **more: Any) -> SimulatedOffer:
+def sim_offer(name: str = "plain", **more: Any) -> SimulatedOffer:
     quota = more.pop("quota", None)
-    told: dict[str, Any] = {"island": "local", "gpu": "plain", "usd_per_hour": 2.0, "start_s": 20.0, **more}
-    return SimulatedOffer(offer=Offer(provisioner="sim", name=name, **told), profile=PLAIN, quota=quota)
+    fields: dict[str, Any] = {"island": "local", "gpu": "plain", "usd_per_hour": 2.0, "start_s": 20.0, **more}
+    return SimulatedOffer(offer=Offer(provisioner="sim", name=name, **fields), profile=PLAIN, quota=quota)
 
 
 def scaling(*offers: SimulatedOffer, decision_maker: Any = None, **config: Any) -> ScalingSetup:
-    told = {"max_nodes": 8, "interval_s": 5.0, "cooldown_up_s": 10.0, "cooldown_down_s": 60.0, **config}
+    settings = {"max_nodes": 8, "interval_s": 5.0, "cooldown_up_s": 10.0, "cooldown_down_s": 60.0, **config}
     return ScalingSetup(
-        config=Scaling(enabled=True, **told), offers=offers or (update_offers(),), decision_maker=decision_maker
+        config=Scaling(enabled=True, **settings), offers=offers or (sim_offer(),), decision_maker=decision_maker
     )
 
 
@@ -58,11 +59,11 @@ def world_of(autoscale: ScalingSetup, count: int = 2) -> tuple[World, SimulatedS
 
 
 def prompt(number: int, at_ms: float, tokens: int = 500) -> WorkloadPrompt:
-    asked = SHARED.followed_by(segment_id("question", number), tokens - 256)
-    return WorkloadPrompt(tokens, 4, asked.followed_by(segment_id("answer", number), 4), at_ms=at_ms)
+    blocks = SHARED.followed_by(segment_id("question", number), tokens - 256)
+    return WorkloadPrompt(tokens, 4, blocks.followed_by(segment_id("answer", number), 4), at_ms=at_ms)
 
 
-def swell(seconds: float, most_per_s: float, tokens: int = 500) -> Iterator[WorkloadPrompt]:
+def rising_and_falling(seconds: float, most_per_s: float, tokens: int = 500) -> Iterator[WorkloadPrompt]:
     """A load that rises and falls."""
     at_s, number = 0.0, 0
     while at_s < seconds:
@@ -80,31 +81,31 @@ def assert_all_requests_ended(world: World) -> None:
 
 def test_a_fleet_follows_its_load_and_no_request_is_cut() -> None:
     world, scaled = world_of(scaling())
-    left_with_work: list[str] = []
+    removed_with_requests: list[str] = []
     remove = world.remove
 
     def watched(name: str) -> None:
         if world.nodes[name].flights:
-            left_with_work.append(name)
+            removed_with_requests.append(name)
         remove(name)
 
     world.remove = watched  # type: ignore[method-assign]
-    world.run(swell(1200.0, 4.0, 1200))
+    world.run(rising_and_falling(1200.0, 4.0, 1200))
     world.calendar.run(until_ms=world.calendar.now_ms + 900_000.0)
     counts = [serving for _, serving, _ in scaled.counts]
     assert max(counts) >= 4 and counts[-1] <= 2
     assert world.results.total("finished") == world.results.total("arrived") > 2500
-    assert not left_with_work and world.departed
+    assert not removed_with_requests and world.departed
     assert_all_requests_ended(world)
-    for step in scaled.decisions:
-        assert step.reasons and all(isinstance(why, str) for why in step.reasons)
+    for decision in scaled.decisions:
+        assert decision.reasons and all(isinstance(reason, str) for reason in decision.reasons)
 
 
 def test_the_same_seed_gives_the_same_fleet() -> None:
     found = []
     for _ in range(2):
         world, scaled = world_of(scaling())
-        world.run(swell(400.0, 5.0))
+        world.run(rising_and_falling(400.0, 5.0))
         found.append((scaled.counts, scaled.totals(), list(world.results.ttft_ms)))
     assert found[0] == found[1]
 
@@ -123,7 +124,7 @@ def test_the_first_request_waits_for_a_node_and_is_answered() -> None:
 
 
 def test_a_request_does_not_wait_forever_for_the_first_node() -> None:
-    world, _ = world_of(scaling(update_offers(quota=0), min_nodes=0, first_node_wait_s=30.0), count=0)
+    world, _ = world_of(scaling(sim_offer(quota=0), min_nodes=0, first_node_wait_s=30.0), count=0)
     world.run(iter([prompt(0, 1000.0)]))
     assert world.results.total("rejected") == 1
     assert 30_000.0 <= world.calendar.now_ms <= 40_000.0
@@ -131,48 +132,50 @@ def test_a_request_does_not_wait_forever_for_the_first_node() -> None:
 
 
 def test_an_offer_whose_quota_is_used_up_backs_off_and_the_next_is_used() -> None:
-    world, scaled = world_of(scaling(update_offers(quota=3), update_offers("dear", usd_per_hour=9.0)))
-    world.run(swell(600.0, 7.0))
-    taken = [up.offer.name for step in scaled.decisions for up in step.additions]
-    assert scaled.refusals >= 1 and "dear" in taken
-    assert sum(life.offer.name == "plain" for life in scaled.core.lives) <= 3
+    world, scaled = world_of(scaling(sim_offer(quota=3), sim_offer("expensive", usd_per_hour=9.0)))
+    world.run(rising_and_falling(600.0, 7.0))
+    used = [one.offer.name for decision in scaled.decisions for one in decision.additions]
+    assert scaled.controller.refused >= 1 and "expensive" in used
+    assert sum(managed.offer.name == "plain" for managed in scaled.autoscaler.managed) <= 3
     assert_all_requests_ended(world)
 
 
 def test_a_new_node_has_hot_prefixes_before_it_serves() -> None:
     for moves_prefixes in (True, False):
         world, scaled = world_of(
-            ScalingSetup(config=scaling().config, offers=(update_offers(),), moves_prefixes=moves_prefixes)
+            ScalingSetup(config=scaling().config, offers=(sim_offer(),), moves_prefixes=moves_prefixes)
         )
-        prefilled: list[tuple[int, int]] = []
+        prefilled: list[int] = []
         serve = scaled._serve
 
         def watched(
-            token: str, world: World = world, serve: Any = serve, prefilled: list[tuple[int, int]] = prefilled
+            managed: ManagedNode, world: World = world, serve: Any = serve, prefilled: list[int] = prefilled
         ) -> None:
-            sim = world.nodes[token]
-            assert sim.node.draining and not sim.requests  # nobody was sent there before
-            prefilled.append((sim.engine.stats.prompt_tokens_computed, sim.requests))
-            serve(token)
+            sim = world.nodes[managed.token]
+            assert sim.node.draining and not sim.requests
+            prefilled.append(sim.engine.stats.prompt_tokens_computed)
+            serve(managed)
 
         scaled._serve = watched  # type: ignore[method-assign]
-        world.run(swell(500.0, 6.0))
+        world.run(rising_and_falling(500.0, 6.0))
         assert prefilled
-        assert all((computed >= 256) == moves_prefixes for computed, _ in prefilled)
+        assert all((computed >= 256) == moves_prefixes for computed in prefilled)
         assert_all_requests_ended(world)
 
 
 def test_prefixes_of_a_leaving_node_are_moved_first() -> None:
     world, scaled = world_of(scaling(max_nodes=2))
     world.run(iter([prompt(number, number * 2000.0) for number in range(20)]))
-    chain = next(prefix.chain for prefix in scaled.core.prefixes_to_prewarm(world.calendar.now_s))
+    chain = next(prefix.chain for prefix in scaled.autoscaler.prefixes_to_prewarm(world.calendar.now_s))
     name = next(iter(world.cache_view.holders(chain)))
     (other,) = set(world.nodes) - {name}
     world.restart(other)  # with an empty cache
     world.calendar.run(until_ms=world.calendar.now_ms + 5000.0)
     assert world.cache_view.holders(chain) == {name}
-    assert [prefix.chain for prefix in scaled.core.prefixes_to_move(name, world.calendar.now_s)]
-    scaled._give_back(name)
+    assert [prefix.chain for prefix in scaled.autoscaler.prefixes_to_move(name, world.calendar.now_s)]
+    managed = scaled.autoscaler.managed.named(name)
+    assert managed is not None
+    scaled.controller.apply(managed, LifecycleEvent.REMOVE)
     world.calendar.run(until_ms=world.calendar.now_ms + 30_000.0)
     assert name not in world.nodes
     (left,) = world.nodes
@@ -181,11 +184,11 @@ def test_prefixes_of_a_leaving_node_are_moved_first() -> None:
 
 def test_machines_are_paid_for_from_request_to_termination() -> None:
     world, scaled = world_of(scaling())
-    world.run(swell(800.0, 5.0))
+    world.run(rising_and_falling(800.0, 5.0))
     hours = 0.0
     counts = [*scaled.counts, (world.calendar.now_s, 0, 0)]
-    for (at_s, serving, coming), (next_s, _, _) in pairwise(counts):
-        hours += (serving + coming) * (next_s - at_s) / 3600.0
+    for (at_s, serving, pending), (next_s, _, _) in pairwise(counts):
+        hours += (serving + pending) * (next_s - at_s) / 3600.0
     paid = scaled.totals()
     assert paid["node_hours"] >= hours * 0.999  # draining is paid for, too
     assert paid["node_hours"] == pytest.approx(hours, rel=0.05)
@@ -195,16 +198,16 @@ def test_machines_are_paid_for_from_request_to_termination() -> None:
 @pytest.mark.parametrize("peer", [Threshold, Hpa])
 def test_other_scalers_scale_too(peer: Any) -> None:
     world, scaled = world_of(scaling(decision_maker=peer))
-    world.run(swell(1200.0, 6.0))
+    world.run(rising_and_falling(1200.0, 6.0))
     assert max(serving for _, serving, _ in scaled.counts) > 2
     assert_all_requests_ended(world)
-    told = {**summary(world), **scaling_summary(world, scaled)}
-    assert told["most_nodes"] > 2 and told["gpu_hours"] > 0
+    run = {**summary(world), **scaling_summary(world, scaled)}
+    assert run["most_nodes"] > 2 and run["gpu_hours"] > 0
 
 
 def test_a_dry_run_changes_nothing() -> None:
     world, scaled = world_of(scaling(dry_run=True))
-    world.run(swell(400.0, 8.0))
+    world.run(rising_and_falling(400.0, 8.0))
     assert scaled.decisions and {serving for _, serving, _ in scaled.counts} == {2}
 
 
@@ -249,10 +252,10 @@ def test_a_replay_reports_nodes_cost_and_time_over_the_ttft_limit(tmp_path: Path
         "price, fixed",
     ]
     for run in (ours, hpa):
-        told = run["scaling"]
-        assert told["usd"] == pytest.approx(1.5 * told["node_hours"], rel=1e-3)
-        assert len(told["timeline"]["serving"]) > 10
-        assert all(step["why"] for step in told["decisions"])
+        report = run["scaling"]
+        assert report["usd"] == pytest.approx(1.5 * report["node_hours"], rel=1e-3)
+        assert len(report["timeline"]["serving"]) > 10
+        assert all(decision["reasons"] for decision in report["decisions"])
     for run in (ours, hpa, fixed):
         assert run["ceiling"]["ms"] == 1000.0 and run["ceiling"]["seconds_over"] >= 0
     assert "scaling" not in fixed
@@ -276,7 +279,7 @@ def test_offers_come_from_a_file(tmp_path: Path) -> None:
         start_s = 5
         quota = 2
         [[offers]]
-        name = "dear"
+        name = "expensive"
         profile = "l4-1.5b"
         usd_per_hour = 1.4
         start_s = 5
@@ -297,17 +300,20 @@ def test_offers_come_from_a_file(tmp_path: Path) -> None:
     assert main([*command, "--autoscale", "--offers", str(offers), "--json", str(numbers), "--quiet"]) == 0
     (run,) = json.loads(numbers.read_text())["runs"]
     assert run["scaling"]["most_nodes"] == 3 and run["scaling"]["refusals"] >= 1
-    assert {name for step in run["scaling"]["decisions"] for name in step["add"]} == {"replay/cheap", "replay/dear"}
+    assert {name for decision in run["scaling"]["decisions"] for name in decision["add"]} == {
+        "replay/cheap",
+        "replay/expensive",
+    }
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--scaler", "magic"], "there are warmroute, threshold, hpa, fixed"),
+        (["--scaler", "magic"], "choose one of warmroute, threshold, hpa, fixed"),
         (["--scaler", "hpa:tagret=1"], "hpa takes target"),
-        (["--autoscale", "--offers", "/nowhere.toml"], "cannot be read"),
+        (["--autoscale", "--offers", "/nowhere.toml"], "cannot read it"),
         (["--autoscale", "--nodes", "4", "--max-nodes", "2"], "--nodes 4 is above --max-nodes 2"),
-        (["--usd", "2"], "--usd counts only with --autoscale"),
+        (["--usd", "2"], "--usd: only with --autoscale"),
         (["--start", "20", "--quota", "3"], "--start, --quota: only with --autoscale"),
         (["--autoscale", "--min-nodes", "9", "--max-nodes", "3"], "above scaling.max_nodes"),
     ],

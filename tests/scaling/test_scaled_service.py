@@ -1,4 +1,4 @@
-"""Scaling as the service puts it together: who waits for a first node, for which models, and who may come in."""
+"""Scaling in the service: which requests wait for the first node, for which models, and which nodes may join."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from warmroute.routing.routing_errors import NoNodeAvailable, UnknownModel
 from warmroute.scaling.leader_lock import LeaderLock
 from warmroute.service import Service
 
-HOLD_S = 77.0
+WAIT_S = 77.0
 
 
 def scaled(folder: Path, provisioner: dict[str, Any] | None = None, **scaling: Any) -> Config:
-    told = {"enabled": True, "min_nodes": 0, "first_node_wait_s": HOLD_S, **scaling}
+    settings = {"enabled": True, "min_nodes": 0, "first_node_wait_s": WAIT_S, **scaling}
     one = {"kind": "process", "gpu": "L4", "state_dir": str(folder), "port": 9650, **(provisioner or {})}
-    return from_table(quick_table([], scaling=told, provisioners=[one] if provisioner != {} else []))
+    return from_table(quick_table([], scaling=settings, provisioners=[one] if provisioner != {} else []))
 
 
 async def test_no_request_waits_for_the_first_node_in_a_dry_run(tmp_path: Path) -> None:
     now = scaled(tmp_path)
     service = Service(lambda: now)
-    assert service.admission.first_node_wait_s == HOLD_S
+    assert service.admission.first_node_wait_s == WAIT_S
     now = scaled(tmp_path, dry_run=True)
     service.reload()
     assert service.admission.first_node_wait_s == 0.0
@@ -41,11 +41,11 @@ async def test_requests_do_not_wait_at_a_process_that_is_not_the_leader(tmp_path
     assert other.is_leader()
     service = Service(lambda: scaled(tmp_path, lock_file=str(tmp_path / "lock")))
     assert service.scaling is not None
-    service.scaling.driver.turn()
+    service.scaling.loop.turn()
     assert service.admission.first_node_wait_s == 0.0
     other.release()
-    service.scaling.driver.turn()
-    assert service.admission.first_node_wait_s == HOLD_S
+    service.scaling.loop.turn()
+    assert service.admission.first_node_wait_s == WAIT_S
     await asyncio.sleep(0)
     await service.scaling.close()
 
@@ -55,8 +55,8 @@ async def test_without_provisioners_requests_wait_at_every_process(tmp_path: Pat
     assert other.is_leader()
     service = Service(lambda: scaled(tmp_path, {}, lock_file=str(tmp_path / "lock")))
     assert service.scaling is not None
-    service.scaling.driver.turn()
-    assert service.admission.first_node_wait_s == HOLD_S
+    service.scaling.loop.turn()
+    assert service.admission.first_node_wait_s == WAIT_S
     other.release()
 
 
@@ -81,7 +81,7 @@ async def test_requests_wait_for_the_first_node_only_for_models_it_may_serve(tmp
             service.router.decide(RoutingRequest(model), 1.0)
         return why.type
 
-    assert refused("nonsense") is NoNodeAvailable  # nobody has served yet: it may be one of theirs
+    assert refused("nonsense") is NoNodeAvailable  # no node has served yet, so it may serve this model
     node = service.fleet.add(NodeConfig(url="http://127.0.0.1:9", name="was"))
     service.fleet.update_models(node, ["m", "alias"], [])
     service.fleet.remove("was")
@@ -91,11 +91,11 @@ async def test_requests_wait_for_the_first_node_only_for_models_it_may_serve(tmp
 
 def test_the_metrics_may_iterate_while_nodes_join() -> None:
     service = Service(lambda: from_table(quick_table([])))
-    books: tuple[Any, ...] = (service.fleet, service.fleet.islands, service.cache_view)
+    collections: tuple[Any, ...] = (service.fleet, service.fleet.islands, service.cache_view)
     for name in "ab":
         service.fleet.add(NodeConfig(url=f"http://{name}:1", name=name, island=name))
         service.cache_view.add_node(name, ["m"])
-    begun = [iter(each) for each in books]
+    iterators = [iter(each) for each in collections]
     service.fleet.add(NodeConfig(url="http://c:1", name="c", island="c"))
     service.cache_view.add_node("c", ["m"])
-    assert [len(list(each)) for each in begun] == [2, 2, 2]
+    assert [len(list(each)) for each in iterators] == [2, 2, 2]

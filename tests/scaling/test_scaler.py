@@ -125,16 +125,14 @@ def test_spare_nodes_are_removed_after_a_cooldown() -> None:
 
 
 def test_no_node_is_removed_whose_load_or_cache_the_rest_could_not_hold() -> None:
-    for more in (
+    full = nodes(4, held_blocks=10_000, oldest_age_s=300.0)
+    views: tuple[dict[str, Any], ...] = (
         {"stable": {"waiting": 20.0}},
         {"stable": {"kv_usage": 0.75}},
-        {
-            "nodes": nodes(4, held_blocks=10_000, oldest_age_s=300.0),
-            "reuse_within": lambda age_s: min(0.9, age_s / 500.0),
-        },
-    ):
+        {"nodes": full, "reuse_within": lambda age_s: min(0.9, age_s / 500.0)},
+    )
+    for more in views:
         scaler, _ = create_scaler(min_hit_ratio=0.75, cooldown_down_s=60.0)
-        more: dict[str, Any] = more
         assert not any(scaler.decide(view(at * 5.0, 4, 2.0, **more)).removals for at in range(60))
     scaler, _ = create_scaler(cooldown_down_s=60.0)
     assert any(scaler.decide(view(at * 5.0, 4, 2.0)).removals for at in range(60))
@@ -147,19 +145,24 @@ def test_nodes_without_a_provisioner_are_never_removed() -> None:
 
 
 def test_the_most_expensive_node_is_removed_first_then_the_one_with_the_least_valuable_cache() -> None:
-    fleet = (node("dear", usd_per_hour=3.0), node("cold", held_blocks=10), node("warm"), node("hot", held_blocks=9000))
+    fleet = (
+        node("expensive", usd_per_hour=3.0),
+        node("cold", held_blocks=10),
+        node("warm"),
+        node("hot", held_blocks=9000),
+    )
     scaler, _ = create_scaler(cooldown_down_s=60.0, max_step_down=2)
     more: dict[str, Any] = {"nodes": fleet, "reuse_chance": lambda _age_s: 0.5}
     decision = next(
         decision for at in range(60) if (decision := scaler.decide(view(at * 5.0, 4, 0.2, **more))).removals
     )
-    assert [one.node for one in decision.removals] == ["dear", "cold"]
+    assert [one.node for one in decision.removals] == ["expensive", "cold"]
 
 
 def test_the_short_window_starts_panic_mode_in_which_no_node_is_removed() -> None:
     scaler, _ = create_scaler(target_utilisation=0.6, stable_window_s=60.0, cooldown_down_s=30.0)
-    calm, mad = window(1.0), window(20.0, waiting=30.0)
-    decision = scaler.decide(FleetView(now_s=1000.0, stable=calm, panic=mad, nodes=nodes(4)))
+    calm, rush = window(1.0), window(20.0, waiting=30.0)
+    decision = scaler.decide(FleetView(now_s=1000.0, stable=calm, panic=rush, nodes=nodes(4)))
     assert decision.panicking and len(decision.additions) == 8
     for at in range(11):
         later = scaler.decide(FleetView(now_s=1005.0 + 5.0 * at, stable=calm, panic=calm, nodes=nodes(12)))
@@ -255,10 +258,10 @@ BAD = st.sampled_from([nan, inf, -inf, -1.0, 0.0, 1e300])
 @pytest.mark.parametrize("ms_per_token", [1e308, 1e-308])
 def test_an_impossible_speed_is_ignored(ms_per_token: float) -> None:
     scaler, _ = create_scaler(max_nodes=2, cooldown_down_s=10.0)
-    fleet = (*nodes(3, ms_per_token=1e-6), node("mad", gpu="X", ms_per_token=ms_per_token))
+    fleet = (*nodes(3, ms_per_token=1e-6), node("broken", gpu="X", ms_per_token=ms_per_token))
     decisions = [scaler.decide(view(at * 5.0, 0, 0.01, nodes=fleet)) for at in range(8)]
     assert any(decision.removals for decision in decisions)
-    assert any(problem.endswith("of node mad") for problem in decisions[0].invalid_inputs)
+    assert any(problem.endswith("of node broken") for problem in decisions[0].invalid_inputs)
 
 
 @settings(max_examples=60, deadline=None)
@@ -314,8 +317,8 @@ def test_noise_changes_the_fleet_at_most_once_per_cooldown(
 
 def test_an_island_without_offers_does_not_block_other_changes() -> None:
     moon = (IslandLimits("moon", min_nodes=3),)
-    nobody, _ = create_scaler(islands=moon, max_step_up=2)
-    decision = nobody.decide(view(1000.0, 0, 0.0, waiting=5))
+    empty, _ = create_scaler(islands=moon, max_step_up=2)
+    decision = empty.decide(view(1000.0, 0, 0.0, waiting=5))
     assert len(decision.additions) == 1 and decision.obstacles == (
         "island moon needs 3 nodes more, and no provisioner offers nodes there",
     )
@@ -329,8 +332,8 @@ def test_an_island_without_offers_does_not_block_other_changes() -> None:
 def test_an_island_whose_offers_are_used_up_does_not_block_other_changes() -> None:
     full = (offer("here"), offer("there", island="moon", max_nodes=0))
     moon = (IslandLimits("moon", min_nodes=3),)
-    nobody, _ = create_scaler(*full, islands=moon, max_step_up=2)
-    decision = nobody.decide(view(1000.0, 0, 0.0, waiting=5))
+    empty, _ = create_scaler(*full, islands=moon, max_step_up=2)
+    decision = empty.decide(view(1000.0, 0, 0.0, waiting=5))
     assert [up.offer.name for up in decision.additions] == ["here"]
     assert any("no offer is available" in reason for reason in decision.obstacles)
     spare, _ = create_scaler(*full, islands=moon, cooldown_down_s=60.0)
@@ -349,10 +352,10 @@ def test_nodes_for_islands_count_toward_the_needed_nodes() -> None:
 
 
 def test_machines_that_do_not_answer_or_are_leaving_count_toward_the_maximum() -> None:
-    ill: dict[str, Any] = {"serving": False}
+    down: dict[str, Any] = {"serving": False}
     for fleet, ending in (
-        ((*nodes(1), *(node(f"ill{at}", **ill) for at in range(3))), 0),
-        ((*nodes(2), node("goes", draining=True, **ill), node("ill", **ill)), 0),
+        ((*nodes(1), *(node(f"down{at}", **down) for at in range(3))), 0),
+        ((*nodes(2), node("leaving", draining=True, **down), node("down", **down)), 0),
         (nodes(2), 2),
     ):
         scaler, _ = create_scaler(min_nodes=4, max_nodes=4)

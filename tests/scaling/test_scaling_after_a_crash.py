@@ -1,4 +1,4 @@
-"""A router as a process that scales simulated engines, killed while they boot: none is lost, none comes twice."""
+"""A router process that scales simulated engines and is killed while they boot: none is lost or started twice."""
 
 from __future__ import annotations
 
@@ -52,13 +52,22 @@ command = [{command}]
 
 
 class Place:
-    """A folder with a configuration, and the engines that carry its name."""
+    """A folder with a configuration, and the engines of its deployment."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.deployment = f"live-{folder.name[-12:].lower().replace('_', '-').strip('-')}"
         self.port = free_port()
-        self.command = (sys.executable, "-m", "warmroute.cli.main", "engine", "--port", "{port}", "--speed", "20")
+        self.command: tuple[str, ...] = (
+            sys.executable,
+            "-m",
+            "warmroute.cli.main",
+            "engine",
+            "--port",
+            "{port}",
+            "--speed",
+            "20",
+        )
         self.file = folder / "warmroute.toml"
 
     def write(self, nodes: int, more: str = "") -> None:
@@ -70,7 +79,7 @@ class Place:
         )
 
     def processes(self) -> list[int]:
-        """Engines of this place that run, by pid."""
+        """Return the pids of its running engines."""
         mark = f"{TOKEN_VARIABLE}={self.deployment}/".encode()
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
@@ -83,14 +92,14 @@ class Place:
         return found
 
     async def end_all(self) -> None:
-        cloud = ProcessProvisioner(
+        provisioner = ProcessProvisioner(
             ProvisionerConfig(
                 kind="process", deployment=self.deployment, state_dir=str(self.folder / "state"), stop_grace_s=2.0
             )
         )
-        for machine in await cloud.status():
-            await cloud.terminate(machine)
-        await cloud.close()
+        for machine in await provisioner.status():
+            await provisioner.terminate(machine)
+        await provisioner.close()
 
 
 @pytest.fixture
@@ -139,7 +148,7 @@ async def test_a_killed_router_is_followed_by_one_that_adopts_its_engines(place:
         async with serve("--config", place.file) as second:
             found = await until_serving(second, 2)
             assert sorted(place.processes()) == before
-            assert found["leading"] and found["desired_nodes"] == 2 and found["last"]["nodes"] == 2
+            assert found["leading"] and found["desired_nodes"] == 2 and found["last_decision"]["nodes"] == 2
             (offer,) = found["offers"]
             assert (offer["offer"], offer["usd_per_hour"], offer["gpu"]) == ("process/process", 1.5, "sim")
             names = {node["node"] for node in found["nodes"]}
@@ -148,14 +157,14 @@ async def test_a_killed_router_is_followed_by_one_that_adopts_its_engines(place:
             answer = await second.request(post(chat(model="sim", max_tokens=2)))
             assert answer.status == 200
             page = (await second.request(admin("/metrics"), second.admin_port)).body.decode()
-            told = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
-            assert float(told["warmroute_scaling_desired_nodes"]) == 2
-            assert float(told['warmroute_scaling_nodes{state="serving"}']) == 2
-            assert float(told['warmroute_scaling_nodes{state="booting"}']) == 0
-            assert float(told['warmroute_scaling_changes_total{change="added"}']) == 2
-            assert float(told["warmroute_scaling_cost_usd_per_hour"]) == 3.0
-            assert float(told["warmroute_scaling_leader"]) == 1
-            # A changed file is taken while it runs: one goes, and only when it is empty.
+            metrics = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+            assert float(metrics["warmroute_scaling_desired_nodes"]) == 2
+            assert float(metrics['warmroute_scaling_nodes{state="serving"}']) == 2
+            assert float(metrics['warmroute_scaling_nodes{state="booting"}']) == 0
+            assert float(metrics['warmroute_scaling_changes_total{change="added"}']) == 2
+            assert float(metrics["warmroute_scaling_cost_usd_per_hour"]) == 3.0
+            assert float(metrics["warmroute_scaling_leader"]) == 1
+            # A reloaded configuration removes a node, once it has no requests.
             place.write(nodes=1)
             await until_serving(second, 1)
             await until(lambda: len(place.processes()) == 1, patience_s=PATIENCE_S)
@@ -183,12 +192,12 @@ async def test_an_offer_whose_engines_cannot_start_backs_off(place: Place) -> No
     place.write(nodes=1, more="offer_backoff_s = 600.0")
     async with nothing_left_of(place), serve("--config", place.file) as router:
         async with asyncio.timeout(PATIENCE_S):
-            while not (found := await scaling(router))["offers"] or not found["offers"][0]["rests_for_s"]:  # noqa: ASYNC110
+            while not (found := await scaling(router))["offers"] or not found["offers"][0]["backoff_s"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-        assert found["offers"][0]["why"] == "its node never came up: no GPU here"
+        assert found["offers"][0]["reason"] == "its node did not start: no GPU here"
         await asyncio.sleep(1.0)
         again = await scaling(router)
-        assert again["nodes"] == [] and "1 × resting after a refusal" in again["last"]["reasons"][-1]
+        assert again["nodes"] == [] and "1 × backing off after a failure" in again["last_decision"]["reasons"][-1]
 
 
 async def test_an_unusable_lock_file_is_a_configuration_error(place: Place) -> None:

@@ -1,7 +1,7 @@
-"""The whole of it on moto's EC2: a router, the loop, two regions, and instances whose engines are simulated ones here.
+"""Scaling on moto's EC2: a router with two regions, and instances whose engines are simulated.
 
-What moto cannot do is run something on an instance. So an engine is started on loopback for each one that runs, and its
-address is put in place of the instance's own.
+moto cannot run anything on an instance. So the tests start an engine on loopback for each running instance, and put its
+address in place of the instance's own.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from engine_processes import Engine as SimulatedEngine
 from moto_server import IMAGE, Moto
+from support.engine_processes import FakeEngine as SimulatedEngine
 from support.polling import until
 from support.raw_client import chat, post
 from support.running_router import RunningRouter, router
 
 from warmroute.config import ProvisionerConfig
 from warmroute.demo.child_processes import Children
-from warmroute.scaling import scaling_service as live
+from warmroute.scaling import scaling_service
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import Machine, MachineState
 from warmroute.scaling.provisioners.ec2 import Ec2Provisioner
@@ -45,7 +45,7 @@ def moto() -> Iterator[Moto]:
 
 
 class Instances:
-    """The engines of instances, by id: started when an instance is first seen to run."""
+    """The engines of instances by id, started when the instance is first reported as running."""
 
     def __init__(self, children: Children) -> None:
         self._children = children
@@ -59,7 +59,7 @@ class Instances:
 
 
 class OnLoopback(Ec2Provisioner):
-    """Real in all but the addresses. `crashes`: what was started is never heard of."""
+    """Ec2Provisioner with other addresses. `crashes`: the router never learns of what it requested."""
 
     instances: Instances
     crashes = False
@@ -70,20 +70,20 @@ class OnLoopback(Ec2Provisioner):
             await asyncio.Event().wait()
 
     async def status(self) -> list[Machine]:
-        told = await super().status()
+        machines = await super().status()
         if self.crashes:
             return []
         return [
             msgspec.structs.replace(one, url=await asyncio.to_thread(self.instances.url_of, one))
             if one.state is MachineState.RUNNING
             else one
-            for one in told
+            for one in machines
         ]
 
 
 @asynccontextmanager
 async def scaled(moto: Moto, instances: Instances, deployment: str, **scaling: Any) -> AsyncIterator[RunningRouter]:
-    def made(config: ProvisionerConfig) -> OnLoopback:
+    def create(config: ProvisionerConfig) -> OnLoopback:
         cloud = OnLoopback(msgspec.structs.replace(config, endpoint_url=moto.url), moto.session)
         cloud.instances = instances
         cloud.crashes = crashes
@@ -91,7 +91,7 @@ async def scaled(moto: Moto, instances: Instances, deployment: str, **scaling: A
 
     crashes = scaling.pop("crashes", False)
     patch = pytest.MonkeyPatch()
-    patch.setattr(live, "provisioner_named", made)
+    patch.setattr(scaling_service, "create_provisioner", create)
     provisioner = {
         "kind": "ec2",
         "regions": [EAST, WEST],
@@ -116,7 +116,7 @@ async def scaled(moto: Moto, instances: Instances, deployment: str, **scaling: A
 
 
 def instances_of(moto: Moto, region: str, deployment: str) -> list[dict[str, Any]]:
-    """Those that are paid for."""
+    """Return those that are paid for."""
     filters = [
         {"Name": "tag:warmroute:deployment", "Values": [deployment]},
         {"Name": "instance-state-name", "Values": ["pending", "running"]},
@@ -132,50 +132,55 @@ async def counted(moto: Moto, deployment: str) -> dict[str, int]:
 def states(running: RunningRouter) -> list[str]:
     scaling = running.service.scaling
     assert scaling is not None
-    return sorted(life.state.value for life in scaling.core.lives)
+    return sorted(managed.state.value for managed in scaling.autoscaler.managed)
 
 
 async def test_from_zero_to_the_region_with_capacity_and_back_to_zero(moto: Moto) -> None:
     moto.reset()
-    moto.full(EAST)  # the cheaper one
+    moto.full(EAST)  # the cheaper region
     with Children() as children:
         instances = Instances(children)
         to_zero = {"min_nodes": 0, "max_nodes": 1, "scale_to_zero_after_s": 2.0}
         async with scaled(moto, instances, "full", **to_zero) as running:
             scaling = running.service.scaling
             assert scaling is not None
-            # A request comes when there is no node: it is held until the first one serves.
+            # A request that arrives without a node waits until the first one serves.
             peer = await running.connect()
             peer.write(post(chat(model="sim", max_tokens=2)))
             answer = await peer.response(patience_s=PATIENCE_S)
             assert answer.status == 200 and answer.json["usage"]["completion_tokens"] == 2
             (instance,) = await asyncio.to_thread(instances_of, moto, WEST, "full")
             tags = {tag["Key"]: tag["Value"] for tag in instance["Tags"]}
-            (life,) = scaling.core.lives
-            assert tags["warmroute:token"] == life.token and tags["warmroute:offer"] == f"{WEST}/g4dn.xlarge"
-            assert running.service.fleet.node(life.name).island == f"aws/{WEST}"
-            shown = scaling.describe()
-            east = next(one for one in shown["offers"] if one["island"] == f"aws/{EAST}")
-            assert east["rests_for_s"] > 0 and "InsufficientInstanceCapacity" in east["why"]
-            assert ("us-east-1", "RunInstances") in moto.calls and scaling.driver.refusals == 1
-            # The cloud takes it back while a long answer is under way: no new request goes there, and none is cut.
+            (managed,) = scaling.autoscaler.managed
+            assert tags["warmroute:token"] == managed.token and tags["warmroute:offer"] == f"{WEST}/g4dn.xlarge"
+            assert running.service.fleet.node(managed.name).island == f"aws/{WEST}"
+            described = scaling.describe()
+            east = next(one for one in described["offers"] if one["island"] == f"aws/{EAST}")
+            assert east["backoff_s"] > 0 and "InsufficientInstanceCapacity" in east["reason"]
+            assert ("us-east-1", "RunInstances") in moto.calls and scaling.loop.controller.refused == 1
+            # The cloud reclaims it during a long response: no new request goes there, and the response is complete.
             peer.write(post(chat(model="sim", max_tokens=150, stream=True)))
             await peer.head()
-            node, note = running.service.fleet.node(life.name), {"Key": "warmroute:reclaimed", "Value": "two minutes"}
+            node, note = (
+                running.service.fleet.node(managed.name),
+                {"Key": "warmroute:reclaimed", "Value": "two minutes"},
+            )
             await asyncio.to_thread(moto.client(WEST).create_tags, Resources=[instance["InstanceId"]], Tags=[note])
             await until(lambda: node.draining, patience_s=PATIENCE_S)
-            there = await asyncio.to_thread(instances_of, moto, WEST, "full")
-            assert not node.inflight or instance["InstanceId"] in [one["InstanceId"] for one in there]
+            running_instances = await asyncio.to_thread(instances_of, moto, WEST, "full")
+            assert not node.inflight or instance["InstanceId"] in [one["InstanceId"] for one in running_instances]
             body = b""
             while b"[DONE]" not in body:
                 read = await peer.reader.read(65536)
-                assert read, "it was cut"
+                assert read, "the response was cut"
                 body += read
-            # Nobody asks any more: what is left goes, too.
+            # Without requests the fleet scales to zero.
             await until(lambda: states(running) == [], patience_s=PATIENCE_S)
-            assert not len(running.service.fleet) and scaling.driver.removed >= 1 and scaling.driver.lost == 0
+            assert not len(running.service.fleet)
+            assert scaling.loop.controller.removed >= 1
+            assert scaling.loop.controller.lost == 0
             assert await counted(moto, "full") == {EAST: 0, WEST: 0}
-            assert scaling.core.desired_nodes == 0
+            assert scaling.autoscaler.desired_nodes == 0
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -195,9 +200,9 @@ async def test_a_crash_between_request_and_registration_leaves_no_orphan(moto: M
         async with scaled(
             moto, instances, deployment, min_nodes=least, max_nodes=1, scale_to_zero_after_s=0.5
         ) as second:
-            driver = second.service.scaling.driver  # type: ignore[union-attr]
+            controller = second.service.scaling.loop.controller  # type: ignore[union-attr]
             await until(
-                lambda: states(second) == ["serving"] * least and driver.removed == 2 - least,
+                lambda: states(second) == ["serving"] * least and controller.removed == 2 - least,
                 patience_s=PATIENCE_S,
             )
             assert await counted(moto, deployment) == {EAST: least, WEST: 0}

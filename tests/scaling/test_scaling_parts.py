@@ -1,4 +1,4 @@
-"""The parts of the scaling core: offers, lives, windows, what is observed, capacity, hours, hot prefixes."""
+"""The parts of the autoscaler: offers, lifecycle, windows, observation, capacity, schedule, hot prefixes."""
 
 from __future__ import annotations
 
@@ -8,79 +8,87 @@ from random import Random
 from typing import Any
 
 import pytest
-from fleet_views import node, nodes, offer, seen, view
+from fleet_views import node, nodes, offer, view, window
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from warmroute.scaling.removal_candidates import only_here, rank_candidates
 
 from warmroute.config import ConfigError, Health, Hours, Index, IslandLimits, NodeConfig, Scaling, from_table
-from warmroute.fleet.demand import DemandMeter, percentile_ms
+from warmroute.fleet.demand import TIME_BOUNDS_MS, DemandMeter, percentile_ms
 from warmroute.fleet.fleet import Fleet
 from warmroute.index.cache_view import CacheView
 from warmroute.index.hot_prefixes import MAX_COUNTS, MAX_EXAMPLES, HotPrefixes
 from warmroute.index.lookup import Lookup
 from warmroute.scaling import node_lifecycle, offer_selection
+from warmroute.scaling.autoscaler import Autoscaler
 from warmroute.scaling.capacity import Demand, FleetSize, GpuSpeeds, size_of
-from warmroute.scaling.fleet_observer import COUNTERS, FleetObserver, Sample, WindowMetrics, no_times
+from warmroute.scaling.fleet_observer import COUNTERS, FleetObserver, Sample, WindowMetrics
 from warmroute.scaling.metric_windows import MetricWindows
-from warmroute.scaling.node_lifecycle import PENDING_STATES, LifecycleEvent, LifecycleState, ManagedNodes
+from warmroute.scaling.node_lifecycle import (
+    PENDING_STATES,
+    LifecycleEvent,
+    LifecycleState,
+    ManagedNode,
+    ManagedNodes,
+)
 from warmroute.scaling.node_schedule import scheduled_min_nodes
-from warmroute.scaling.offer_selection import OfferSelector, PaidNode
+from warmroute.scaling.offer_selection import OfferSelector
+from warmroute.scaling.scale_down import rank_candidates
+from warmroute.scaling.scaling_decision import PaidNode
+from warmroute.scaling.scaling_inputs import ScalingInputs
 
 CONFIG = Scaling(enabled=True)
 
 PROMPT = Lookup(bytes(4096), 1024, 1024)
 
 
-def market(*offers: Any, **config: Any) -> OfferSelector:
+def selector(*offers: Any, **config: Any) -> OfferSelector:
     made = OfferSelector(Scaling(enabled=True, **config))
     made.update_offers(offers)
     return made
 
 
-def held(count: int, **more: Any) -> list[PaidNode]:
-    told: dict[str, Any] = {"offer": ("cloud", "small"), "island": "local", "usd_per_hour": 1.0, **more}
-    return [PaidNode(**told) for _ in range(count)]
+def paid(count: int) -> list[PaidNode]:
+    return [PaidNode(("cloud", "small"), "local", 1.0)] * count
 
 
-# Which offer.
+# Offers.
 
 
 def test_the_cheapest_offer_for_its_speed_is_selected() -> None:
     speeds = GpuSpeeds((node("a", gpu="L4", ms_per_token=0.1), node("b", gpu="H100", ms_per_token=0.02)))
-    found, why = market(offer("slow", gpu="L4", usd_per_hour=1.0), offer("fast", gpu="H100", usd_per_hour=4.0)).select(
-        (), speeds, 0.0
-    )
-    assert found is not None and found.name == "fast" and "cheapest" in why
+    found, reason = selector(
+        offer("slow", gpu="L4", usd_per_hour=1.0), offer("fast", gpu="H100", usd_per_hour=4.0)
+    ).select((), speeds, 0.0)
+    assert found is not None and found.name == "fast" and "cheapest" in reason
 
 
 def test_start_time_adds_to_the_cost_and_panic_mode_skips_slow_starts() -> None:
     speeds = GpuSpeeds(())
-    asked = market(offer("slow", usd_per_hour=1.0, start_s=900.0), offer("quick", usd_per_hour=1.5, start_s=30.0))
-    assert asked.select((), speeds, 0.0)[0].name == "slow"  # type: ignore[union-attr]
-    assert asked.select((), speeds, 0.0, panicking=True)[0].name == "quick"  # type: ignore[union-attr]
-    asked.node_started(("cloud", "slow"), 4000.0)  # what is seen counts more than what is said
-    assert asked.select((), speeds, 0.0)[0].name == "quick"  # type: ignore[union-attr]
+    offers = selector(offer("slow", usd_per_hour=1.0, start_s=900.0), offer("quick", usd_per_hour=1.5, start_s=30.0))
+    assert offers.select((), speeds, 0.0)[0].name == "slow"  # type: ignore[union-attr]
+    assert offers.select((), speeds, 0.0, panicking=True)[0].name == "quick"  # type: ignore[union-attr]
+    offers.node_started(("cloud", "slow"), 4000.0)  # the measured time replaces the estimate
+    assert offers.select((), speeds, 0.0)[0].name == "quick"  # type: ignore[union-attr]
 
 
 def test_the_backoff_of_an_offer_doubles_until_a_node_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offer_selection, "MAX_BACKOFF_S", 200.0)
-    asked = market(offer(), offer("dear", usd_per_hour=9.0), offer_backoff_s=60.0)
+    offers = selector(offer(), offer("expensive", usd_per_hour=9.0), offer_backoff_s=60.0)
     speeds = GpuSpeeds(())
 
     def name(now_s: float) -> str:
-        found, _ = asked.select((), speeds, now_s)
+        found, _ = offers.select((), speeds, now_s)
         assert found is not None
         return found.name
 
-    asked.refused(("cloud", "small"), "no capacity", 0.0)
-    assert name(59.0) == "dear" and name(61.0) == "small"
-    asked.refused(("cloud", "small"), "no capacity", 61.0)
-    assert name(180.0) == "dear" and name(182.0) == "small"
-    asked.refused(("cloud", "small"), "no capacity", 182.0)
-    assert asked.backing_off(182.0)[("cloud", "small")] == (382.0, "no capacity")
-    asked.node_started(("cloud", "small"), 10.0)
-    asked.refused(("cloud", "small"), "no capacity", 500.0)
+    offers.back_off(("cloud", "small"), "no capacity", 0.0)
+    assert name(59.0) == "expensive" and name(61.0) == "small"
+    offers.back_off(("cloud", "small"), "no capacity", 61.0)
+    assert name(180.0) == "expensive" and name(182.0) == "small"
+    offers.back_off(("cloud", "small"), "no capacity", 182.0)
+    assert offers.backing_off(182.0)[("cloud", "small")] == (382.0, "no capacity")
+    offers.node_started(("cloud", "small"), 10.0)
+    offers.back_off(("cloud", "small"), "no capacity", 500.0)
     assert name(561.0) == "small"
 
 
@@ -88,59 +96,63 @@ def test_the_backoff_of_an_offer_doubles_until_a_node_starts(monkeypatch: pytest
     ("limits", "words"),
     [
         ({"budget_usd_per_hour": 3.5}, "over the budget"),
-        ({"islands": (IslandLimits(island="local", max_nodes=3),)}, "its island is full"),
+        ({"islands": (IslandLimits(island="local", max_nodes=3),)}, "island is full"),
     ],
 )
 def test_budget_and_island_limits_are_reasons_against_an_offer(limits: dict[str, Any], words: str) -> None:
-    found, why = market(offer(), **limits).select(held(3), GpuSpeeds(()), 0.0)
-    assert found is None and words in why
-    found, _ = market(offer(), **limits).select(held(2), GpuSpeeds(()), 0.0)
+    found, reason = selector(offer(), **limits).select(paid(3), GpuSpeeds(()), 0.0)
+    assert found is None and words in reason
+    found, _ = selector(offer(), **limits).select(paid(2), GpuSpeeds(()), 0.0)
     assert found is not None
 
 
 def test_used_up_and_too_slow_offers_are_skipped() -> None:
-    found, why = market(offer(most=3)).select(held(3), GpuSpeeds(()), 0.0)
-    assert found is None and "no more of them" in why
+    found, reason = selector(offer(max_nodes=3)).select(paid(3), GpuSpeeds(()), 0.0)
+    assert found is None and "offer is used up" in reason
     speeds = GpuSpeeds((node("a", gpu="T4", ms_per_token=1.0),))
-    found, why = market(offer(gpu="T4"), max_ttft_p99_ms=5000.0).select((), speeds, 0.0, work=10_000.0)
-    assert found is None and "too slow" in why
+    found, reason = selector(offer(gpu="T4"), max_ttft_p99_ms=5000.0).select((), speeds, 0.0, prefill_work=10_000.0)
+    assert found is None and "too slow" in reason
 
 
 @pytest.mark.parametrize("price", [nan, inf, -1.0, 1e9])
 def test_an_impossible_price_is_ignored_and_reported(price: float) -> None:
-    asked = market(offer("bad", usd_per_hour=price), offer("good", usd_per_hour=2.0))
-    assert [one.name for one in asked.offers] == ["good"]
-    assert len(asked.said) == 1 and "bad" in asked.said[0]
+    offers = selector(offer("bad", usd_per_hour=price), offer("good", usd_per_hour=2.0))
+    assert [one.name for one in offers.offers] == ["good"]
+    assert len(offers.problems) == 1 and "bad" in offers.problems[0]
 
 
-# Which node goes.
+# Removal.
 
 
 def test_removal_respects_the_minimum_of_an_island() -> None:
     fleet = (node("far-1", island="far"), node("far-2", island="far"), node("near"))
     limits = Scaling(enabled=True, islands=(IslandLimits(island="far", min_nodes=2),))
-    assert [one.node.name for one in rank_candidates(fleet, GpuSpeeds(fleet), limits, lambda _age_s: 0.5)] == ["near"]
+    inputs = ScalingInputs(limits, view(0.0, 0, 1.0, nodes=fleet), (), 1.0)
+    assert [one.node.name for one in rank_candidates(inputs)] == ["near"]
 
 
 def test_prefixes_that_only_one_node_holds_are_found() -> None:
-    cache_view, hot = CacheView(Index()), HotPrefixes()
+    fleet, cache_view, hot = Fleet(Health()), CacheView(Index()), HotPrefixes()
+    autoscaler = Autoscaler(CONFIG, fleet, cache_view, DemandMeter(), hot, lambda: 0)
     chain = bytes(range(64))
+    for name in "ab":
+        fleet.add(NodeConfig(url=f"http://{name}:1", name=name))
     a, b = cache_view.add_node("a", ["m"]), cache_view.add_node("b", ["m"])
-    a.keep(chain, 0.0)
+    a.record_routed(chain, 128, 0.0)
     for at in range(10):
         hot.record(chain, 16, PROMPT, float(at))
-    found = only_here(hot, cache_view, "a", ["b"], 10.0)
+    found = autoscaler.prefixes_to_move("a", 10.0)
     assert [(prefix.chain, prefix.tokens) for prefix in found] == [(chain, 8 * 16)]
-    assert not only_here(hot, cache_view, "b", ["a"], 10.0)
-    b.keep(chain, 11.0)
-    assert not only_here(hot, cache_view, "a", ["b"], 11.0)
+    assert not autoscaler.prefixes_to_move("b", 10.0)
+    b.record_routed(chain, 128, 11.0)
+    assert not autoscaler.prefixes_to_move("a", 11.0)
 
 
 # Hot prefixes.
 
 
 def test_only_the_hot_prefix_of_a_prompt_is_kept() -> None:
-    """A long conversation behind a system prompt is no part of what is put into other caches, and takes no memory."""
+    """A long conversation behind a system prompt is not part of the prefix, and takes no memory."""
     hot, random = HotPrefixes(), Random(5)
     shared = array("I", [random.randrange(50_000) for _ in range(512)]).tobytes()
     for at in range(20):
@@ -163,7 +175,7 @@ def test_the_longest_shared_prefix_is_hot() -> None:
         hot.record(random.randbytes(8 * 40), 16, PROMPT, at * 0.5)
     (found,) = hot.hottest(8, 25.0)
     assert found.chain == shared and found.tokens == 32 * 16
-    assert not hot.hottest(8, 25.0 + 1200.0)  # it has cooled down
+    assert not hot.hottest(8, 25.0 + 1200.0)  # its uses have decayed
 
 
 def test_hot_prefixes_are_bounded() -> None:
@@ -176,16 +188,16 @@ def test_hot_prefixes_are_bounded() -> None:
     assert len(hot.hottest(10_000, 30.0)) <= MAX_EXAMPLES
 
 
-# The life of a node.
+# The lifecycle of a node.
 
 OFFER = offer()
 
 
 def test_the_lifecycle_from_request_to_termination() -> None:
-    changes: list[LifecycleState] = []
-    lives = ManagedNodes(CONFIG, lambda life, _was: changes.append(life.state))
-    lives.ask("t", OFFER, 0.0)
-    assert lives.ask("t", OFFER, 5.0).asked_s == 0.0  # asked again: the same
+    states: list[LifecycleState] = []
+    nodes_ = ManagedNodes(CONFIG)
+    managed = nodes_.add("t", OFFER, 0.0)
+    assert nodes_.add("t", OFFER, 5.0) is managed
     for at, event in enumerate(
         (
             LifecycleEvent.ACCEPTED,
@@ -197,52 +209,59 @@ def test_the_lifecycle_from_request_to_termination() -> None:
             LifecycleEvent.GONE,
         )
     ):
-        assert lives.take("t", event, float(at)) is not None
-        assert lives.take("t", event, float(at)) is None  # told twice: nothing changes
-    assert changes == [
-        LifecycleState.BOOTING, LifecycleState.LOADING, LifecycleState.WARMING, LifecycleState.SERVING, LifecycleState.DRAINING, LifecycleState.TERMINATING, LifecycleState.TERMINATED,
-    ]  # fmt: skip
-    assert not len(lives)
+        assert nodes_.apply(managed, event, float(at))
+        assert not nodes_.apply(managed, event, float(at))  # a repeated event changes nothing
+        states.append(managed.state)
+    assert states == [
+        LifecycleState.BOOTING,
+        LifecycleState.LOADING,
+        LifecycleState.WARMING,
+        LifecycleState.SERVING,
+        LifecycleState.DRAINING,
+        LifecycleState.TERMINATING,
+        LifecycleState.TERMINATED,
+    ]
+    assert not len(nodes_)
 
 
 def test_a_node_that_does_not_start_is_terminated_and_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_lifecycle, "PREWARM_TIMEOUT_S", 10.0)
-    lives = ManagedNodes(Scaling(enabled=True, boot_timeout_s=100.0))
-    lives.ask("never", OFFER, 0.0)
-    lives.ask("slow to warm", OFFER, 0.0)
+    nodes_ = ManagedNodes(Scaling(enabled=True, boot_timeout_s=100.0))
+    never, slow = nodes_.add("never", OFFER, 0.0), nodes_.add("slow to warm", OFFER, 0.0)
     for event in (LifecycleEvent.ACCEPTED, LifecycleEvent.HAS_ADDRESS, LifecycleEvent.CHECK_PASSED):
-        lives.take("slow to warm", event, 0.0)
-    lives.take("never", LifecycleEvent.ACCEPTED, 0.0)
-    assert {life.token for life in lives.overdue(50.0)} == {"slow to warm"}
-    late = lives.take("slow to warm", LifecycleEvent.TIMED_OUT, 50.0)
-    assert late is not None and late.state is LifecycleState.SERVING and not late.never_came_up
-    (overdue,) = lives.overdue(101.0)
-    found = lives.take(overdue.token, LifecycleEvent.TIMED_OUT, 101.0)
-    assert found is not None and found.state is LifecycleState.TERMINATING and found.never_came_up
+        nodes_.apply(slow, event, 0.0)
+    nodes_.apply(never, LifecycleEvent.ACCEPTED, 0.0)
+    assert nodes_.timed_out(50.0) == [slow]
+    nodes_.apply(slow, LifecycleEvent.TIMED_OUT, 50.0)
+    assert slow.state is LifecycleState.SERVING and not slow.failed_to_start
+    assert nodes_.timed_out(101.0) == [never]
+    nodes_.apply(never, LifecycleEvent.TIMED_OUT, 101.0)
+    assert never.state is LifecycleState.TERMINATING and never.failed_to_start
 
 
 @settings(max_examples=200, deadline=None)
 @given(events=st.lists(st.sampled_from(list(LifecycleEvent)), max_size=30))
 def test_a_lifecycle_never_goes_back_whatever_a_provisioner_reports(events: list[LifecycleEvent]) -> None:
     order = list(LifecycleState)
-    lives = ManagedNodes(CONFIG)
-    life = lives.ask("t", OFFER, 0.0)
-    before = life.state
+    nodes_ = ManagedNodes(CONFIG)
+    managed = nodes_.add("t", OFFER, 0.0)
+    before = managed.state
     for at, event in enumerate(events):
-        lives.take("t", event, float(at))
-        assert order.index(life.state) >= order.index(before)
-        before = life.state
-    assert (life.state is LifecycleState.TERMINATED) == (lives.get("t") is None)
-    assert not (life.never_came_up and life.serving_s is not None)
-    assert life.coming == (life.state in PENDING_STATES)
+        nodes_.apply(managed, event, float(at))
+        assert order.index(managed.state) >= order.index(before)
+        before = managed.state
+    assert (managed.state is LifecycleState.TERMINATED) == (nodes_.get("t") is None)
+    assert not (managed.failed_to_start and managed.serving_since_s is not None)
+    assert managed.pending == (managed.state in PENDING_STATES)
 
 
-# What is seen.
+# Observation.
 
 
-def sample(at_s: float, arrived: float, span_s: float = 5.0, **sums: float) -> Sample:
-    told = {"arrived": arrived, **sums}
-    return Sample(at_s, span_s, [told.get(name, 0.0) for name in COUNTERS], no_times(), no_times())
+def sample(at_s: float, arrived: float) -> Sample:
+    counts = [arrived if name == "arrived" else 0.0 for name in COUNTERS]
+    no_times = array("q", bytes(8 * (len(TIME_BOUNDS_MS) + 1)))
+    return Sample(at_s, 5.0, counts, no_times, no_times)
 
 
 def test_windows_hold_exactly_their_time() -> None:
@@ -274,19 +293,22 @@ def test_a_sample_covers_the_time_since_the_last_one() -> None:
     observer = FleetObserver(fleet, cache_view, demand_meter, lambda: waiting)
     observer.sample(0.0)
     demand_meter.arrived += 4
-    demand_meter.record_sent(100.0, 60.0, 40.0, 0.05)
+    demand_meter.record_sent(100.0, 60.0, 40.0)
     demand_meter.record_ttft(250.0)
     first = observer.sample(10.0)
-    assert (first.span_s, first.sums[0], sum(first.ttft), first.waiting) == (10.0, 4.0, 1, 3)
-    assert observer.sample(20.0).sums[0] == 0.0
-    seen_ = MetricWindows(CONFIG)
-    seen_.add(first)
-    told = observer.view(20.0, seen_.stable, seen_.panic, 0.0, lambda _node: ("cloud", "small"))
-    assert told.stable.hit_ratio == pytest.approx(0.6) and told.stable.work == pytest.approx(40.0)
-    (node_,) = told.nodes
+    assert (first.span_s, first.counts[0], sum(first.ttft), first.waiting) == (10.0, 4.0, 1, 3)
+    assert observer.sample(20.0).counts[0] == 0.0
+    windows = MetricWindows(CONFIG)
+    windows.add(first)
+    managed = ManagedNode("t", OFFER, 0.0)
+    managed.node, managed.state = one, LifecycleState.SERVING
+    observed = observer.view(20.0, windows.stable, windows.panic, 0.0, [managed])
+    assert observed.stable.hit_ratio == pytest.approx(0.6)
+    assert observed.stable.prefill_work == pytest.approx(40.0)
+    (node_,) = observed.nodes
     assert (node_.gpu, node_.usd_per_hour, node_.serving, node_.offer) == ("L4", 2.0, True, ("cloud", "small"))
     fleet.drain("a")
-    assert not observer.view(20.0, seen_.stable, seen_.panic, 0.0, lambda _node: None).nodes[0].serving
+    assert not observer.view(20.0, windows.stable, windows.panic).nodes[0].serving
 
 
 def test_idle_time_starts_with_the_first_sample() -> None:
@@ -295,7 +317,7 @@ def test_idle_time_starts_with_the_first_sample() -> None:
 
     def idle_s(now_s: float) -> float:
         observer.sample(now_s)
-        return observer.view(now_s, WindowMetrics(), WindowMetrics(), 0.0, lambda _node: None).idle_s
+        return observer.view(now_s, WindowMetrics(), WindowMetrics()).idle_s
 
     assert [idle_s(now_s) for now_s in (5000.0, 5010.0)] == [0.0, 10.0]
     demand_meter.arrived += 1
@@ -304,14 +326,14 @@ def test_idle_time_starts_with_the_first_sample() -> None:
 
 def test_an_unchecked_node_differs_from_one_that_is_down() -> None:
     fleet = Fleet(Health())
-    new, ill, drained = (fleet.add(NodeConfig(url=f"http://{name}:1", name=name)) for name in "abc")
-    fleet.check_failed(ill, 1.0, "nobody listens")
+    new, down, drained = (fleet.add(NodeConfig(url=f"http://{name}:1", name=name)) for name in "abc")
+    fleet.check_failed(down, 1.0, "connection refused")
     fleet.drain(drained.name)
     observer = FleetObserver(fleet, CacheView(Index()), DemandMeter(), lambda: 0)
-    told = observer.view(2.0, WindowMetrics(), WindowMetrics(), 0.0, lambda _node: None).nodes
-    assert [(node_.unchecked, node_.serving) for node_ in told] == [(True, False), (False, False), (False, False)]
+    observed = observer.view(2.0, WindowMetrics(), WindowMetrics()).nodes
+    assert [(node_.unchecked, node_.serving) for node_ in observed] == [(True, False), (False, False), (False, False)]
     fleet.check_passed(new, 3.0)
-    assert observer.view(4.0, WindowMetrics(), WindowMetrics(), 0.0, lambda _node: None).nodes[0].unchecked is False
+    assert observer.view(4.0, WindowMetrics(), WindowMetrics()).nodes[0].unchecked is False
 
 
 @given(times=st.lists(st.floats(2.0, 400_000.0), min_size=1, max_size=300), share=st.sampled_from([0.5, 0.9, 0.99]))
@@ -333,28 +355,28 @@ def test_there_is_no_percentile_without_times() -> None:
 
 def test_half_the_fleet_has_twice_the_load_per_node_and_less_cache() -> None:
     reuse = {"reuse_within": lambda age_s: min(0.8, age_s / 1000.0)}
-    told: dict[str, Any] = {"nodes": nodes(4, held_blocks=10_000, oldest_age_s=600.0), **reuse}
-    asked = view(0.0, 4, 4.0, **told)
-    speeds = GpuSpeeds(asked.nodes)
-    demand, whole = Demand(asked, asked.stable, speeds), size_of(asked.nodes, speeds)
+    more: dict[str, Any] = {"nodes": nodes(4, held_blocks=10_000, oldest_age_s=600.0), **reuse}
+    observed = view(0.0, 4, 4.0, **more)
+    speeds = GpuSpeeds(observed.nodes)
+    demand, whole = Demand(observed, observed.stable, speeds), size_of(observed.nodes, speeds)
     half = FleetSize(whole.weight / 2, whole.blocks / 2)
-    assert demand.kept_s(whole) == pytest.approx(600.0) and demand.kept_s(half) == pytest.approx(300.0)
-    assert demand.hit(whole) == pytest.approx(0.8) and demand.hit(half) == pytest.approx(0.4)
+    assert demand.retention_s(whole) == pytest.approx(600.0) and demand.retention_s(half) == pytest.approx(300.0)
+    assert demand.hit_ratio(whole) == pytest.approx(0.8) and demand.hit_ratio(half) == pytest.approx(0.4)
     assert demand.utilisation(half) == pytest.approx(2 * 3 * demand.utilisation(whole))
 
 
 def test_unique_traffic_has_the_same_load_on_any_fleet() -> None:
-    asked = view(0.0, 4, 4.0, nodes=nodes(4, held_blocks=10_000), stable={"hit_ratio": 0.0})
-    speeds = GpuSpeeds(asked.nodes)
-    demand, whole = Demand(asked, asked.stable, speeds), size_of(asked.nodes, speeds)
+    observed = view(0.0, 4, 4.0, nodes=nodes(4, held_blocks=10_000), stable={"hit_ratio": 0.0})
+    speeds = GpuSpeeds(observed.nodes)
+    demand, whole = Demand(observed, observed.stable, speeds), size_of(observed.nodes, speeds)
     assert demand.load(FleetSize(2.0, 20_000)) == pytest.approx(demand.load(whole))
 
 
 @settings(max_examples=100, deadline=None)
 @given(weight=st.floats(1.0, 50.0), arrivals=st.floats(0.01, 50.0), variation=st.floats(0.0, 100.0))
 def test_more_nodes_never_wait_longer(weight: float, arrivals: float, variation: float) -> None:
-    asked = view(0.0, 4, arrivals, stable={"variation": variation})
-    demand = Demand(asked, asked.stable, GpuSpeeds(asked.nodes))
+    observed = view(0.0, 4, arrivals, stable={"variation": variation})
+    demand = Demand(observed, observed.stable, GpuSpeeds(observed.nodes))
     less, more = demand.wait_ms(FleetSize(weight, 1e4)), demand.wait_ms(FleetSize(weight + 1.0, 1e4))
     assert more <= less
 
@@ -363,10 +385,10 @@ def test_an_unknown_gpu_has_the_usual_speed() -> None:
     speeds = GpuSpeeds((node("a", gpu="L4", ms_per_token=0.1), node("b", gpu="L4", ms_per_token=0.1)))
     assert speeds.weight("B200") == 1.0 and speeds.ms_per_token("B200") is None
     assert GpuSpeeds(()).weight("L4") == 1.0
-    assert seen(1.0).work is not None
+    assert window(1.0).prefill_work is not None
 
 
-# Hours.
+# Schedule.
 
 
 @pytest.mark.parametrize(

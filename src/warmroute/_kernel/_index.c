@@ -16,7 +16,7 @@
  * A mirrored place has none: its blocks are those of a Recency, once each and on the GPU, and when some must go, that says
  * which.
  *
- * index/plain.py says the same in plain Python; tests/index holds the two equal.
+ * tests/index/reference_index.py is the same in plain Python; the tests compare the two.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

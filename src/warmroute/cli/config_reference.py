@@ -1,4 +1,4 @@
-"""warmroute config-reference: prints the configuration reference, generated from the code (docs/configuration.md)."""
+"""warmroute config-reference: prints the configuration reference (docs/reference/configuration.md)."""
 
 from __future__ import annotations
 

@@ -27,12 +27,12 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from warmroute import demo
     from warmroute.config import ConfigError
+    from warmroute.demo.demo_run import DemoOptions, run_demo
 
     if args.speed <= 0:
         raise ConfigError("--speed must be above 0")
     if args.only == "scale" and args.speed != 1.0:
         raise ConfigError("--speed applies to the comparison; it cannot be used with --only scale")
-    options = demo.DemoOptions(port=args.port, speed=args.speed, leave=args.exit, only=args.only)
-    return demo.run(options, Console())
+    options = DemoOptions(port=args.port, speed=args.speed, exit=args.exit, only=args.only)
+    return run_demo(options, Console())

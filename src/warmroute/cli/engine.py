@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     from warmroute.fake_engine.core import EngineConfig
     from warmroute.fake_engine.profiles import profile
     from warmroute.fake_engine.server.engine_server import EngineServer, ServerConfig
-    from warmroute.fake_engine.server.model_tokenizer import ModelTokenizer
     from warmroute.fake_engine.server.fake_tokenizer import FakeTokenizer
+    from warmroute.fake_engine.server.model_tokenizer import ModelTokenizer
     from warmroute.telemetry import log as logs
 
     logs.set_up(Log())
@@ -97,11 +97,11 @@ def run(args: argparse.Namespace) -> int:
         ranks=args.data_parallel_size,
         speed=args.speed,
         seed=args.seed,
-        answer_tokens=args.answer_tokens,
+        mean_output_tokens=args.answer_tokens,
     )
 
     async def serve() -> None:
-        await EngineServer(config).run_until_told()
+        await EngineServer(config).serve_until_signal()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())

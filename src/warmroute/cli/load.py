@@ -43,10 +43,10 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from warmroute.demo.load_generator.prompt_requests import Form
-    from warmroute.demo.load_generator.load_run import LoadRun, LoadOptions
+    from warmroute.demo.load_generator.load_run import LoadOptions, LoadRun
     from warmroute.replay.report.table import table
     from warmroute.replay.workloads import BadTrace, BadWorkload, parse_workload
+    from warmroute.replay.workloads.prompt_text import Form
 
     assert args.form in get_args(Form)
     try:
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         if measured["rejected"]:
             errors["status 429"] = measured["rejected"]
         for reason, count in errors.items():
-            message = drive.said.get(reason)
+            message = drive.error_messages.get(reason)
             line = f"{count} × {reason}" + (f": {message}" if message else "")
             out.print(line, markup=False, highlight=False, soft_wrap=True)
     if measured["requests"] and not measured["finished"]:

@@ -18,7 +18,7 @@ EPILOG = """\
 WORKLOAD is a trace (.jsonl or .jsonl.gz in Mooncake's format) or a generator, followed by its parameters as key=value:
 shared_system_prompts, multi_turn_chat, rag, few_shot, tool_agents, unique_batch, hot_prefix_storm, priority_mix, llm_d.
 Policies can have parameters: prefix_hash:load_factor=2. Policies of other routers: sglang, llm_d, llm_d_precise,
-dynamo, kubeai, aibrix. `oracle` is the hit rate of one cache as large as the fleet's. See docs/simulation.md.
+dynamo, kubeai, aibrix. `oracle` is the hit rate of one cache as large as the fleet's. See docs/lab/simulation.md.
 """
 
 

@@ -19,7 +19,9 @@ from warmroute.telemetry import log as logs
 
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser("serve", help="run the router")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file (docs/configuration.md)")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="configuration file (docs/reference/configuration.md)"
+    )
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (default: 8080)")
     parser.add_argument("--admin-port", type=int, help="port of the admin listener (default: 8081)")

@@ -1,7 +1,7 @@
 """The configuration: every key has a type, one default and a description.
 
 The router reads it from one TOML file. An unknown key is an error that names the nearest known key.
-`warmroute config-reference` generates docs/configuration.md from this package.
+`warmroute config-reference` generates docs/reference/configuration.md from this package.
 """
 
 from warmroute.config.config import Config, check, from_table, is_loopback, keys_needing_restart, load, tables

@@ -15,7 +15,7 @@ Market = Literal["on_demand", "spot"]
 
 
 class ProvisionerConfig(Section, frozen=True):
-    """A source of nodes. Each kind takes only some of the keys (docs/provisioners.md)."""
+    """A source of nodes. Each kind takes only some of the keys (docs/reference/provisioners.md)."""
 
     kind: Annotated[Kind, Meta(description="Kind of provisioner.")]
     name: Annotated[str, Meta(description="Name in metrics, logs and the admin API. Empty: the kind.")] = ""

@@ -48,9 +48,7 @@ class Decisions:
         """Return the latest decisions, newest first, up to `limit`."""
         limit = parse_qs(query).get("limit", [str(DEFAULT_LIMIT)])[-1]
         if not limit.isascii() or not limit.isdigit() or not 0 < len(limit) < 10 or not int(limit):
-            raise HttpError(
-                400, f"limit must be above 0, not {limit[:40]!r}.", code="bad_limit", param="limit"
-            )
+            raise HttpError(400, f"limit must be above 0, not {limit[:40]!r}.", code="bad_limit", param="limit")
         entries = self._journal.latest(int(limit))
 
         def describe_all() -> list[dict[str, Any]]:

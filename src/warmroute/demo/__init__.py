@@ -1,16 +1,11 @@
-"""`warmroute demo`: what the router does, for people to see, with simulated engines.
+"""`warmroute demo` and `warmroute load`: the router in front of simulated engines, as real processes and sockets.
 
-    acts.py              one act after the other, then a router that stays up
-    compare.py           the same conversations through three engines twice: in turn, then by price
-    scale.py             a load that rises and falls, and a fleet that follows it
-      scaled_fleet.py    the router with its scaling, the engines that it starts, and their certain end
-      rising_load.py     requests at a rate that may change, and what became of each
-    routers.py           the router as a child process
-    show_comparison.py, show_scaling.py    what is seen of it on a terminal
-
-What runs is real: processes, sockets, the whole router. Only the engines' GPUs are simulated.
+demo_run.py              runs the two parts of the demo, then leaves the router running
+routing_comparison.py    part 1: the same conversations with round_robin and with price
+scaling_demo.py          part 2: a load that rises and falls, and a fleet that follows it
+  autoscaled_fleet.py    a router that starts and stops engines
+  variable_load.py       requests at a rate that changes
+show_comparison.py, show_scaling.py    the output on the terminal
+router_process.py, child_processes.py, die_with_parent.py    processes
+load_generator/          `warmroute load`
 """
-
-from warmroute.demo.demo_run import DemoPart, DemoOptions, run
-
-__all__ = ["Act", "DemoOptions", "run"]

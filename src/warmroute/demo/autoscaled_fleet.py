@@ -1,4 +1,4 @@
-"""A router that scales simulated engines on this machine. Nothing of it is left when its context is left."""
+"""A router that autoscales simulated engines on this machine. When its context ends, all its processes have ended."""
 
 from __future__ import annotations
 
@@ -16,100 +16,95 @@ import msgspec
 from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.demo.child_processes import Children, free_port
 from warmroute.demo.router_process import RouterProcess, start_router
-from warmroute.fake_engine.server.engine_server import LAST_WORDS
-from warmroute.scaling.provisioner import ProvisionerError, MachineState
+from warmroute.fake_engine.server.engine_server import STOP_EVENT
+from warmroute.scaling.provisioner import MachineState, ProvisionerError
 from warmroute.scaling.provisioners.process import ProcessProvisioner
 
-COMING = ("requested", "booting", "loading", "warming")
-LEAVING = ("draining", "terminating")
-START_LIMIT_S = 60.0
-END_LIMIT_S = 20.0
-LOOK_S = 0.25
+STARTING_STATES = ("requested", "booting", "loading", "warming")
+STOPPING_STATES = ("draining", "terminating")
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 20.0
+POLL_S = 0.25
+
+_DECISION = re.compile(r'scaling_decision nodes=(\d+) desired_nodes=(\d+) reason=("(?:[^"\\]|\\.)*"|\S+)')
+_STOP = re.compile(rf"{STOP_EVENT} requests_in_flight=(\d+)")
 
 
 class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How large it may be, and what its engines are."""
-
-    least: int = 2
-    most: int = 5
+    min_nodes: int = 2
+    max_nodes: int = 5
     profile: str = "l4-8b"
     speed: float = 4.0
-    """How many times faster than life engines run, so that a day's swing takes a minute."""
+    """The engines' speed. It shortens the demo to about a minute."""
 
 
 class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The fleet at one moment, by the router's own account."""
+    """The state of the fleet, as the router's admin API reports it."""
 
     serving: int
-    coming: int
-    leaving: int
-    waiting: int
-    desired: int
+    starting: int
+    stopping: int
+    waiting_requests: int
     reasons: tuple[str, ...]
+    """The reasons of the last scaling decision."""
 
     @property
-    def settled(self) -> bool:
-        return not self.coming and not self.leaving
+    def is_stable(self) -> bool:
+        return not self.starting and not self.stopping
 
 
 class ScalingChange(msgspec.Struct, frozen=True):
-    """A decision that the router has logged."""
+    """A scaling decision that the router logged."""
 
     nodes: int
-    desired: int
-    why: str
+    desired_nodes: int
+    reason: str
 
 
 class AutoscaledFleet:
-    def __init__(self, children: Children, folder: Path, port: int, shape: FleetOptions) -> None:
-        """`folder`: for what is written down of the engines; empty, and its own."""
+    def __init__(self, children: Children, folder: Path, port: int, options: FleetOptions) -> None:
+        """`folder`: an empty directory for configuration, logs and process states."""
         self._children = children
         self._folder = folder
         self._port = port
-        self.shape = shape
-        engine = ["engine", "--port", "{port}", "--profile", shape.profile, "--speed", f"{shape.speed:g}"]
-        tied = [
-            sys.executable,
-            "-m",
-            "warmroute.demo.die_with_parent",
-            str(os.getpid()),
-            str(folder / "engine-{token}.log"),
-        ]
+        self.options = options
+        command = [sys.executable, "-m", "warmroute.demo.die_with_parent", str(os.getpid())]
+        command += [str(folder / "engine-{token}.log"), "engine", "--port", "{port}", "--profile", options.profile]
+        command += ["--speed", f"{options.speed:g}", "--events-port", "0", "--replay-port", "0"]
         self._provisioner = ProvisionerConfig(
             kind="process",
             deployment=f"demo-{os.getpid()}",
             gpu="L4",
             usd_per_hour=0.7,
             port=free_port(20_000 + os.getpid() % 10_000),
-            command=(*tied, *engine, "--events-port", "0", "--replay-port", "0"),
+            command=tuple(command),
             state_dir=str(folder / "processes"),
             stop_grace_s=5.0,
         )
         self.router: RouterProcess
 
     async def __aenter__(self) -> AutoscaledFleet:
-        """Returns when the least number of engines serves. Raises ConfigError."""
+        """Start the router and wait until `min_nodes` engines serve. Raises ConfigError."""
         try:
-            self.router = await start_router(self._children, self._folder, self._port, self._tables())
-            await self._until_least()
+            self.router = await start_router(self._children, self._folder, self._port, self._router_config())
+            await self._wait_for_min_nodes()
         except BaseException:
-            await self._end()
+            await self._stop()
             raise
         return self
 
     async def __aexit__(
         self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        await self._end()
+        await self._stop()
 
-    def _tables(self) -> dict[str, Any]:
-        own = self._provisioner
-        chosen = ("kind", "deployment", "gpu", "usd_per_hour", "port", "command", "state_dir")
+    def _router_config(self) -> dict[str, Any]:
+        settings = ("kind", "deployment", "gpu", "usd_per_hour", "port", "command", "state_dir")
         return {
             "scaling": {
                 "enabled": True,
-                "min_nodes": self.shape.least,
-                "max_nodes": self.shape.most,
+                "min_nodes": self.options.min_nodes,
+                "max_nodes": self.options.max_nodes,
                 "interval_s": 1.0,
                 "stable_window_s": 10.0,
                 "panic_window_s": 4.0,
@@ -118,51 +113,56 @@ class AutoscaledFleet:
                 "cooldown_down_s": 8.0,
             },
             "prompts": {"remote_tokenize": True},
-            "provisioners": [{name: getattr(own, name) for name in chosen}],
+            "provisioners": [{name: getattr(self._provisioner, name) for name in settings}],
         }
 
-    async def _until_least(self) -> None:
+    async def _wait_for_min_nodes(self) -> None:
         try:
-            async with asyncio.timeout(START_LIMIT_S):
-                while (await self.look()).serving < self.shape.least:  # noqa: ASYNC110 (it is asked)
-                    await asyncio.sleep(LOOK_S)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while (await self.status()).serving < self.options.min_nodes:  # noqa: ASYNC110 (polls over HTTP)
+                    await asyncio.sleep(POLL_S)
         except TimeoutError:
-            raise ConfigError(f"{self.shape.least} engines did not serve within {START_LIMIT_S:g} s") from None
+            raise ConfigError(
+                f"{self.options.min_nodes} engines were not serving within {START_TIMEOUT_S:g} s"
+            ) from None
 
-    async def look(self) -> FleetStatus:
-        """Raises ConfigError where the router does not answer."""
-        told = await self.router.tell("/admin/scaling")
-        states = Counter(node["state"] for node in told["nodes"])
+    async def status(self) -> FleetStatus:
+        """Raises ConfigError if the router does not answer."""
+        scaling = await self.router.admin_get("/admin/scaling")
+        states = Counter(node["state"] for node in scaling["nodes"])
+        last = scaling["last_decision"]
         return FleetStatus(
             serving=states["serving"],
-            coming=sum(states[state] for state in COMING),
-            leaving=sum(states[state] for state in LEAVING),
-            waiting=told["waiting"],
-            desired=told["desired_nodes"],
-            reasons=tuple(told["last"]["reasons"]) if told["last"] else (),
+            starting=sum(states[state] for state in STARTING_STATES),
+            stopping=sum(states[state] for state in STOPPING_STATES),
+            waiting_requests=scaling["waiting_requests"],
+            reasons=tuple(last["reasons"]) if last else (),
         )
 
     def changes(self) -> list[ScalingChange]:
-        """What the router has decided so far, and why, by its log."""
-        lines = re.findall(r"INFO +(\d+) nodes, (\d+) desired: (.+)", self.router.child.said())
-        return [ScalingChange(int(nodes), int(desired), why) for nodes, desired, why in lines]
+        """Return the scaling decisions in the router's log."""
+        found = _DECISION.findall(self.router.child.stderr_text())
+        return [
+            ScalingChange(int(nodes), int(desired), msgspec.json.decode(reason) if reason[0] == '"' else reason)
+            for nodes, desired, reason in found
+        ]
 
-    def endings(self) -> dict[str, int]:
-        """Requests that were under way on each engine when it was told to end, by the engines' own account."""
-        pattern = re.compile(re.escape(LAST_WORDS).replace("%d", r"(\d+)"))
-        said = {file.stem: pattern.search(file.read_text()) for file in self._folder.glob("engine-*.log")}
-        return {name.removeprefix("engine-"): int(found[1]) for name, found in said.items() if found}
+    def requests_at_stop(self) -> dict[str, int]:
+        """Return how many requests each stopped engine still had, from the engines' logs."""
+        found = {file.stem: _STOP.search(file.read_text()) for file in self._folder.glob("engine-*.log")}
+        return {name.removeprefix("engine-"): int(match[1]) for name, match in found.items() if match}
 
-    async def _end(self) -> None:
-        """The router, which would start new ones; then its engines, which outlive it, also where it has crashed."""
+    async def _stop(self) -> None:
+        """Stop the router first, because it would start new engines, then its engines, which outlive it."""
         if hasattr(self, "router") and not self.router.child.has_ended():
             await asyncio.to_thread(self._children.end, self.router.child)
-        cloud = ProcessProvisioner(self._provisioner)
+        provisioner = ProcessProvisioner(self._provisioner)
         try:
-            async with asyncio.timeout(END_LIMIT_S):
-                machines = [machine for machine in await cloud.status() if machine.state is not MachineState.TERMINATED]
-                await asyncio.gather(*(cloud.terminate(machine) for machine in machines))
-        except (ProvisionerError, TimeoutError) as error:  # they end with this process all the same
-            raise ConfigError(f"engines of the demo could not be ended: {error or 'they took too long'}") from None
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                machines = await provisioner.status()
+                running = [machine for machine in machines if machine.state is not MachineState.TERMINATED]
+                await asyncio.gather(*(provisioner.terminate(machine) for machine in running))
+        except (ProvisionerError, TimeoutError) as error:  # the engines end with this process in any case
+            raise ConfigError(f"cannot stop the demo's engines: {error or 'timeout'}") from None
         finally:
-            await cloud.close()
+            await provisioner.close()

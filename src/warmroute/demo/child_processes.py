@@ -17,21 +17,21 @@ GRACE_S = 3.0
 
 
 class Child:
-    """One `warmroute …` process. Ctrl-C in the terminal does not reach it: its parent ends it."""
+    """One `warmroute …` process. Ctrl-C in the terminal does not reach it: its parent stops it."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
         self.name = f"warmroute {arguments[0]}"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "warmroute.demo.die_with_parent", str(os.getpid()), "-", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._stderr,
             start_new_session=True,
         )
 
     def first_line(self) -> bytes:
-        """What it says first on standard output; blocks. Raises ConfigError where it ends instead."""
+        """Wait for the first line on standard output. Raises ConfigError if the process ends before."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -42,25 +42,26 @@ class Child:
     def has_ended(self) -> bool:
         return self.process.poll() is not None
 
-    def said(self) -> str:
-        """All that it has written to standard error so far."""
-        file = self._said.fileno()  # read at a place of our own: the child writes at the one that both share
+    def stderr_text(self) -> str:
+        """Return what the process has written to standard error so far."""
+        file = self._stderr.fileno()  # pread, because the child writes at the file's own position
         return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
     def start_error(self) -> str:
-        lines = self.said().strip().splitlines()
-        reason = lines[-1].removeprefix("warmroute: ") if lines else f"it said nothing (exit {self.process.returncode})"
+        """Return why the process did not start, from its last line on standard error."""
+        lines = self.stderr_text().strip().splitlines()
+        reason = lines[-1].removeprefix("warmroute: ") if lines else f"exit status {self.process.returncode}"
         return f"{self.name} did not start: {reason}"
 
     def close(self) -> None:
-        """After it has ended."""
+        """Close the files of a process that has ended."""
         if self.process.stdout is not None:
             self.process.stdout.close()
-        self._said.close()
+        self._stderr.close()
 
 
 class Children:
-    """Those that are running; leaving the context ends them all, whatever happened."""
+    """The running child processes. Leaving the context stops them all."""
 
     def __init__(self) -> None:
         self._running: list[Child] = []
@@ -79,7 +80,7 @@ class Children:
         return child
 
     def end(self, *children: Child) -> None:
-        """Asks them to end, then makes them."""
+        """Terminate processes, and kill those that are still running after GRACE_S."""
         for child in children:
             child.process.terminate()
         deadline_s = time.monotonic() + GRACE_S
@@ -94,7 +95,7 @@ class Children:
 
 
 def free_port(first: int, host: str = "127.0.0.1", tries: int = 50) -> int:
-    """The first port from there on that nobody listens on. Raises ConfigError."""
+    """Return the first free port from `first` on. Raises ConfigError."""
     for port in range(first, first + tries):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -103,4 +104,4 @@ def free_port(first: int, host: str = "127.0.0.1", tries: int = 50) -> int:
             except OSError:
                 continue
             return port
-    raise ConfigError(f"the ports {first} to {first + tries - 1} are all taken")
+    raise ConfigError(f"the ports {first} to {first + tries - 1} are all in use")

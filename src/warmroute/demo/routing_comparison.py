@@ -1,13 +1,11 @@
-"""The first act: three simulated engines, the router in front, and conversations sent through it twice.
+"""Part 1 of the demo: conversations through three simulated engines, first with round_robin, then with price.
 
-The engines are small on purpose: together they hold all conversations, but only if each lives on one of them. First
-round robin shares the requests out, then the caches are emptied and the same conversations go by price, with the
-engines' own tokens and KV events. What is shown is what the engines themselves report (`usage` of every answer, their
-metrics) and what the clients measured.
+The engines' caches are small on purpose: together they hold all conversations, if each one stays on one engine. The
+engines clear their caches before the second run. The results are what the engines report (`usage` in the responses,
+metrics) and what the clients measure.
 
-A demonstration, not a benchmark: the workload was picked, out of several that were tried, to let the difference be
-seen. Where conversations are short beside a system prompt that all share, or begin all at once, round robin finds much
-of it too.
+This is a demonstration, not a benchmark: the workload was chosen to show the difference. With short conversations and a
+common system prompt, or if all conversations begin at once, round_robin finds much of the cache too.
 """
 
 from __future__ import annotations
@@ -19,15 +17,20 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
 from warmroute.config import ConfigError
-from warmroute.demo.chat_client import ChatOutcome, Unanswered, chat, send_request
 from warmroute.demo.child_processes import Child, Children, free_port
-from warmroute.demo.router_process import HOST, RouterProcess, start_router
+from warmroute.demo.load_generator.streaming_client import (
+    RequestFailed,
+    RequestRefused,
+    StreamedResponse,
+    send_streaming,
+)
+from warmroute.demo.router_process import RouterProcess, send_request, start_router
 from warmroute.fake_engine.server.word_list import WORDS
+from warmroute.replay.summary import percentile
 
 MODEL = "sim"
 ENGINES = 3
@@ -39,152 +42,160 @@ TURNS = 5
 SYSTEM_PROMPTS = 4
 SYSTEM_WORDS = 300
 DOCUMENT_WORDS = 1800
-"""What a conversation is about: comes with its first question."""
+"""The document of a conversation is in its first message."""
 QUESTION_WORDS = 60
-ANSWER_TOKENS = 12
-ARRIVAL_S = 6.0
-"""Over which the conversations begin."""
+OUTPUT_TOKENS = 12
+ARRIVALS_S = 6.0
+"""The conversations begin within this time."""
 PAUSE_S = (0.1, 0.6)
-"""Between an answer and the next question."""
-BEFORE, AFTER = "round_robin", "price"
+"""Range of the time between a response and the next question."""
+TIMEOUT_S = 120.0
+POLICIES = ("round_robin", "price")
 
 
-class NodeShare(msgspec.Struct, frozen=True):
-    """What one engine did in one pass, by its own metrics."""
+class EngineTotals(msgspec.Struct, frozen=True):
+    """Counters of one engine, from its metrics."""
 
     requests: int
     prompt_tokens: int
     cached_tokens: int
 
-    def since(self, before: NodeShare) -> NodeShare:
-        return NodeShare(
+    def since(self, before: EngineTotals) -> EngineTotals:
+        return EngineTotals(
             self.requests - before.requests,
             self.prompt_tokens - before.prompt_tokens,
             self.cached_tokens - before.cached_tokens,
         )
 
 
-class Pass(msgspec.Struct, frozen=True):
+class PolicyRun(msgspec.Struct, frozen=True):
+    """The results of all conversations with one policy."""
+
     policy: str
-    outcomes: list[ChatOutcome]
+    responses: list[StreamedResponse]
     failed: int
     seconds: float
-    shares: list[NodeShare]
+    engines: list[EngineTotals]
 
     @property
     def hit_rate(self) -> float:
-        asked = sum(outcome.prompt_tokens for outcome in self.outcomes)
-        return sum(outcome.cached_tokens for outcome in self.outcomes) / max(1, asked)
+        prompt_tokens = sum(response.prompt_tokens for response in self.responses)
+        return sum(response.cached_tokens for response in self.responses) / max(1, prompt_tokens)
 
-    def ttft_ms(self, quantile: float) -> float:
-        times = sorted(outcome.ttft_s for outcome in self.outcomes)
-        return times[min(len(times) - 1, int(quantile * len(times)))] * 1000 if times else 0.0
+    def ttft_ms(self, fraction: float) -> float:
+        return percentile(sorted(one.ttft_ms for one in self.responses if one.times_s), fraction) or 0.0
 
 
-class Comparison:
+class RoutingComparison:
     def __init__(self, children: Children, folder: Path, speed: float) -> None:
         self._children = children
         self._folder = folder
         self._speed = speed
         self._engines: list[Child] = []
-        self._ports: list[int] = []
+        self._engine_urls: list[str] = []
         self.router: RouterProcess
-        """The one that is up; the last one in the end."""
+        """The running router. The one of the last run keeps running."""
 
     async def start_engines(self) -> None:
         flags = ["--port", "0", "--profile", PROFILE, "--blocks", str(BLOCKS), "--block-size", str(BLOCK_SIZE)]
         flags += ["--model", MODEL, "--speed", str(self._speed), "--events-port", "0", "--replay-port", "0"]
         self._engines = [self._children.start("engine", *flags) for _ in range(ENGINES)]
         for engine in self._engines:
-            told = msgspec.json.decode(await asyncio.to_thread(engine.first_line))
-            self._ports.append(urlsplit(told["url"]).port or 0)
+            started = msgspec.json.decode(await asyncio.to_thread(engine.first_line))
+            self._engine_urls.append(started["url"])
 
-    async def run(self, port: int, advance: Callable[[str], None]) -> list[Pass]:
-        """Both passes; the router of the last one stays up on `port`."""
-        passes = []
-        for policy in (BEFORE, AFTER):
-            await self._empty_caches()
-            at = port if policy == AFTER else free_port(port + 1)
-            self.router = await start_router(self._children, self._folder, at, self._tables(policy))
-            passes.append(await self._send(policy, at, partial(advance, policy)))
-            if policy != AFTER:
+    async def run(self, port: int, advance: Callable[[str], None]) -> list[PolicyRun]:
+        """Run both policies. The last router listens on `port`. `advance` is called with the policy of each request."""
+        runs = []
+        for policy in POLICIES:
+            is_last = policy == POLICIES[-1]
+            await self._clear_caches()
+            router_port = port if is_last else free_port(port + 1)
+            tables = self._router_config(policy)
+            self.router = await start_router(self._children, self._folder, router_port, tables)
+            runs.append(await self._send(policy, partial(advance, policy)))
+            if not is_last:
                 self._children.end(self.router.child)
-        return passes
+        return runs
 
-    async def why(self) -> str:
-        """Of the last pass, the decision that tells most: the one with the most tokens warm, and a cold rival."""
-        told = await self.router.tell(f"/admin/decisions?limit={CONVERSATIONS * TURNS}")
-        decisions: list[dict[str, Any]] = told["decisions"]
-        return str(max(decisions, key=_telling)["explanation"]) if decisions else ""
+    async def example_decision(self) -> str:
+        """Return the explanation of the decision of the last run that used the most cached tokens."""
+        listed = await self.router.admin_get(f"/admin/decisions?limit={CONVERSATIONS * TURNS}")
+        decisions: list[dict[str, Any]] = listed["decisions"]
+        return str(max(decisions, key=_cached_and_idle_rival)["explanation"]) if decisions else ""
 
-    def end(self) -> None:
+    def stop(self) -> None:
         self._children.end(self.router.child, *self._engines)
 
-    def _tables(self, policy: str) -> dict[str, Any]:
-        nodes = [{"url": f"http://{HOST}:{port}", "name": f"node-{n}"} for n, port in enumerate(self._ports, 1)]
+    def _router_config(self, policy: str) -> dict[str, Any]:
+        nodes = [{"url": url, "name": f"node-{number}"} for number, url in enumerate(self._engine_urls, 1)]
         return {"routing": {"policy": policy}, "prompts": {"remote_tokenize": True}, "nodes": nodes}
 
-    async def _empty_caches(self) -> None:
-        for port in self._ports:
-            status, body = await send_request(HOST, port, "POST", "/reset_prefix_cache")
+    async def _clear_caches(self) -> None:
+        for url in self._engine_urls:
+            status, body = await send_request("POST", f"{url}/reset_prefix_cache")
             if status != 200 or b"true" not in body:
-                raise ConfigError("an engine did not empty its cache")
+                raise ConfigError("an engine did not clear its cache")
 
-    async def _send(self, policy: str, port: int, advance: Callable[[], None]) -> Pass:
-        before = [await _share(engine) for engine in self._ports]
+    async def _send(self, policy: str, advance: Callable[[], None]) -> PolicyRun:
+        before = [await _engine_totals(url) for url in self._engine_urls]
         loop = asyncio.get_running_loop()
-        began_s = loop.time()
+        started_s = loop.time()
         results = await asyncio.gather(
-            *(_converse(number, port, self._speed, advance) for number in range(CONVERSATIONS))
+            *(_converse(number, self.router.url, self._speed, advance) for number in range(CONVERSATIONS))
         )
-        seconds = loop.time() - began_s
-        after = [await _share(engine) for engine in self._ports]
-        return Pass(
+        seconds = loop.time() - started_s
+        after = [await _engine_totals(url) for url in self._engine_urls]
+        responses = [response for conversation in results for response in conversation]
+        return PolicyRun(
             policy,
-            [outcome for outcomes, _ in results for outcome in outcomes],
-            sum(failed for _, failed in results),
+            responses,
+            CONVERSATIONS * TURNS - len(responses),
             seconds,
             [late.since(early) for late, early in zip(after, before, strict=True)],
         )
 
 
-def _telling(decision: dict[str, Any]) -> tuple[bool, int]:
-    return "free but cold" in decision["explanation"], decision["cached_tokens"] or 0
+def _cached_and_idle_rival(decision: dict[str, Any]) -> tuple[bool, int]:
+    """Sort decisions by how well they show the point: an idle rival lost, and many tokens are cached."""
+    return "is idle but" in decision["explanation"], decision["cached_tokens"] or 0
 
 
-async def _converse(number: int, port: int, speed: float, advance: Callable[[], None]) -> tuple[list[ChatOutcome], int]:
-    """One conversation to its end: each answer goes back with the next question. What came of it, and what failed."""
+async def _converse(number: int, url: str, speed: float, advance: Callable[[], None]) -> list[StreamedResponse]:
+    """Send one conversation, each question after the previous response. Return the complete responses."""
     random = Random(number)
     system = _words(Random(1000 + number % SYSTEM_PROMPTS), SYSTEM_WORDS)
     messages = [{"role": "system", "content": system}]
-    outcomes: list[ChatOutcome] = []
-    failed = 0
-    await asyncio.sleep(number * ARRIVAL_S / CONVERSATIONS / speed)
+    responses: list[StreamedResponse] = []
+    await asyncio.sleep(number * ARRIVALS_S / CONVERSATIONS / speed)
     for turn in range(TURNS):
         if turn:
             await asyncio.sleep(random.uniform(*PAUSE_S) / speed)
         words = QUESTION_WORDS if turn else DOCUMENT_WORDS + QUESTION_WORDS
         messages.append({"role": "user", "content": _words(random, words)})
+        fields = {"model": MODEL, "messages": messages, "max_tokens": OUTPUT_TOKENS, "stream": True}
+        body = msgspec.json.encode({**fields, "stream_options": {"include_usage": True}})
+        text = ""
         try:
-            outcome = await chat(HOST, port, {"model": MODEL, "messages": messages, "max_tokens": ANSWER_TOKENS})
-        except (OSError, Unanswered):
-            failed += 1
-            messages.append({"role": "assistant", "content": ""})
+            response = await send_streaming(url, "/v1/chat/completions", body, {}, TIMEOUT_S)
+        except (RequestRefused, RequestFailed):
+            pass
         else:
-            outcomes.append(outcome)
-            messages.append({"role": "assistant", "content": outcome.text})
+            responses.append(response)
+            text = "".join(response.texts)
+        messages.append({"role": "assistant", "content": text})
         advance()
-    return outcomes, failed
+    return responses
 
 
 def _words(random: Random, count: int) -> str:
     return " ".join(random.choices(WORDS, k=count))
 
 
-async def _share(port: int) -> NodeShare:
-    _, page = await send_request(HOST, port, "GET", "/metrics")
+async def _engine_totals(url: str) -> EngineTotals:
+    _, page = await send_request("GET", f"{url}/metrics")
     names = ("request_success", "prefix_cache_queries", "prefix_cache_hits")
-    return NodeShare(*(_metric(page.decode(), f"vllm:{name}_total") for name in names))
+    return EngineTotals(*(_metric(page.decode(), f"vllm:{name}_total") for name in names))
 
 
 def _metric(page: str, name: str) -> int:

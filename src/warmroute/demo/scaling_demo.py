@@ -1,142 +1,149 @@
-"""The second act: a load that rises and falls, and a fleet that follows it.
+"""Part 2 of the demo: a load that rises and falls, and a fleet that follows it.
 
-    calm    a little to do for the fewest engines
-    rise    the rate goes up; more engines come, until all that there may be serve
-    busy    the most engines have the most to do
-    fall    hardly anybody asks any more; engines go, until the fewest are left
+    low     a low rate for the smallest fleet
+    rise    the rate rises; the router adds engines up to the largest fleet
+    peak    the largest fleet at the highest rate
+    fall    almost no requests; the router removes engines down to the smallest fleet
 
-Each part ends when the fleet is where it should be, or when its time is over: how long that takes is the machine's.
+`rise` and `fall` end when the fleet has its size, or after a timeout. How long that takes depends on the machine.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
 from warmroute.config import ConfigError
+from warmroute.demo.autoscaled_fleet import POLL_S, AutoscaledFleet, FleetStatus, ScalingChange
 from warmroute.demo.variable_load import VariableLoad
-from warmroute.demo.autoscaled_fleet import LOOK_S, ScalingChange, FleetStatus, AutoscaledFleet
 
-PATIENCE = 3
-"""Looks at the router's account that may fail in a row, on a machine that is busy with other things."""
+STATUS_TRIES = 3
+"""A busy machine may miss a status request. The demo fails after this many in a row."""
+
+Phase = Literal["low", "rise", "peak", "fall"]
 
 
 class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How it goes. Rates are requests a second, as they are sent."""
+    """The phases of the load. Rates are requests per second."""
 
-    calm_rate: float = 2.0
+    low_rate: float = 2.0
     peak_rate: float = 14.0
-    quiet_rate: float = 1.0
-    calm_s: float = 4.0
+    idle_rate: float = 1.0
+    """The rate of the phase `fall`."""
+    low_s: float = 4.0
     ramp_s: float = 8.0
-    """In which the rate rises to its peak."""
-    busy_s: float = 5.0
-    limit_s: float = 60.0
-    """For engines to come, and again for them to go."""
+    """Time in which the rate rises to its peak."""
+    peak_s: float = 5.0
+    timeout_s: float = 60.0
+    """Maximum duration of `rise` and of `fall`."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """What could be seen at one time."""
+    """The state of the load and the fleet at one time."""
 
     at_s: float
-    part: str
+    phase: Phase
     rate: float
-    look: FleetStatus
-    under_way: int
+    fleet: FleetStatus
+    in_flight: int
     ttft_ms: float | None
 
 
 class ScalingResult(msgspec.Struct, kw_only=True):
-    """What came of it."""
-
-    moments: list[Sample] = msgspec.field(default_factory=list)
+    samples: list[Sample] = msgspec.field(default_factory=list)
     changes: list[ScalingChange] = msgspec.field(default_factory=list)
-    endings: dict[str, int] = msgspec.field(default_factory=dict)
-    """Requests under way on each engine that was given back, when it was told to end."""
+    requests_at_stop: dict[str, int] = msgspec.field(default_factory=dict)
+    """How many requests each removed engine still had when it was stopped."""
 
     @property
-    def most(self) -> int:
-        return max((moment.look.serving for moment in self.moments), default=0)
+    def max_serving(self) -> int:
+        return max((sample.fleet.serving for sample in self.samples), default=0)
 
     @property
-    def last(self) -> int:
-        return self.moments[-1].look.serving if self.moments else 0
+    def final_serving(self) -> int:
+        return self.samples[-1].fleet.serving if self.samples else 0
 
     @property
-    def seconds(self) -> float:
-        return self.moments[-1].at_s if self.moments else 0.0
+    def duration_s(self) -> float:
+        return self.samples[-1].at_s if self.samples else 0.0
 
 
 class ScalingDemo:
     def __init__(
-        self, fleet: AutoscaledFleet, load: VariableLoad, plot: LoadPlan, show: Callable[[Sample], None] = lambda _moment: None
+        self,
+        fleet: AutoscaledFleet,
+        load: VariableLoad,
+        plan: LoadPlan,
+        show: Callable[[Sample], None] = lambda _sample: None,
     ) -> None:
         self._fleet = fleet
         self._load = load
-        self._plot = plot
+        self._plan = plan
         self._show = show
-        self._began_s = 0.0
-        self.story = ScalingResult()
+        self._started_s = 0.0
+        self._result = ScalingResult()
 
     async def run(self) -> ScalingResult:
-        """Returns when everything that was sent is answered. Raises ConfigError where the router has ended."""
-        self._began_s = asyncio.get_running_loop().time()
+        """Run all phases and wait for all responses. Raises ConfigError if the router ends."""
+        self._started_s = asyncio.get_running_loop().time()
         sending = asyncio.get_running_loop().create_task(self._load.run())
         try:
-            await self._parts()
-            self._load.ending = True
+            await self._run_phases()
+            self._load.stopped = True
             await sending
         finally:
             sending.cancel()
-        self.story.changes = self._fleet.changes()
-        self.story.endings = self._fleet.endings()
-        return self.story
+        self._result.changes = self._fleet.changes()
+        self._result.requests_at_stop = self._fleet.requests_at_stop()
+        return self._result
 
-    async def _parts(self) -> None:
-        plot, least, most = self._plot, self._fleet.shape.least, self._fleet.shape.most
-        await self._part("calm", lambda _s: plot.calm_rate, plot.calm_s)
-        await self._part("rise", self._rising, plot.limit_s, lambda look: look.serving == most)
-        await self._part("busy", lambda _s: plot.peak_rate, plot.busy_s)
-        await self._part(
-            "fall", lambda _s: plot.quiet_rate, plot.limit_s, lambda look: look.serving == least and look.settled
+    async def _run_phases(self) -> None:
+        plan, options = self._plan, self._fleet.options
+        await self._run_phase("low", lambda _s: plan.low_rate, plan.low_s)
+        await self._run_phase("rise", self._rising_rate, plan.timeout_s, lambda f: f.serving == options.max_nodes)
+        await self._run_phase("peak", lambda _s: plan.peak_rate, plan.peak_s)
+        await self._run_phase(
+            "fall", lambda _s: plan.idle_rate, plan.timeout_s, lambda f: f.serving == options.min_nodes and f.is_stable
         )
 
-    def _rising(self, since_s: float) -> float:
-        plot = self._plot
-        return plot.calm_rate + (plot.peak_rate - plot.calm_rate) * min(1.0, since_s / plot.ramp_s)
+    def _rising_rate(self, phase_s: float) -> float:
+        plan = self._plan
+        return plan.low_rate + (plan.peak_rate - plan.low_rate) * min(1.0, phase_s / plan.ramp_s)
 
-    async def _part(
+    async def _run_phase(
         self,
-        name: str,
+        phase: Phase,
         rate: Callable[[float], float],
         limit_s: float,
-        ends: Callable[[FleetStatus], bool] = lambda _look: False,
+        is_over: Callable[[FleetStatus], bool] = lambda _fleet: False,
     ) -> None:
+        """`rate`: takes the seconds since the phase began. `is_over`: ends the phase before its limit."""
         loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        while (since_s := loop.time() - began_s) < limit_s:
-            self._load.rate = rate(since_s)
-            look = await self._look()
-            moment = Sample(
-                at_s=loop.time() - self._began_s,
-                part=name,
+        started_s = loop.time()
+        while (phase_s := loop.time() - started_s) < limit_s:
+            self._load.rate = rate(phase_s)
+            fleet = await self._fleet_status()
+            sample = Sample(
+                at_s=loop.time() - self._started_s,
+                phase=phase,
                 rate=self._load.rate,
-                look=look,
-                under_way=self._load.under_way,
+                fleet=fleet,
+                in_flight=self._load.in_flight,
                 ttft_ms=self._load.recent_ttft_ms(),
             )
-            self.story.moments.append(moment)
-            self._show(moment)
-            if ends(look):
+            self._result.samples.append(sample)
+            self._show(sample)
+            if is_over(fleet):
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
-    async def _look(self) -> FleetStatus:
-        for _ in range(PATIENCE - 1):
+    async def _fleet_status(self) -> FleetStatus:
+        for _ in range(STATUS_TRIES - 1):
             try:
-                return await self._fleet.look()
+                return await self._fleet.status()
             except ConfigError:
-                await asyncio.sleep(LOOK_S)
-        return await self._fleet.look()
+                await asyncio.sleep(POLL_S)
+        return await self._fleet.status()

@@ -1,4 +1,4 @@
-"""The first act on a terminal."""
+"""Part 1 of the demo on a terminal."""
 
 from __future__ import annotations
 
@@ -6,86 +6,89 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from warmroute.demo.routing_comparison import (
-    AFTER,
-    BEFORE,
     BLOCK_SIZE,
     BLOCKS,
     CONVERSATIONS,
     ENGINES,
+    POLICIES,
     PROFILE,
     TURNS,
-    Pass,
+    PolicyRun,
 )
 
 
 def introduce(console: Console) -> None:
     console.print(
-        f"[bold]Where it is warm[/]: Warmroute in front of {ENGINES} simulated engines ({PROFILE}, "
-        f"{BLOCKS * BLOCK_SIZE:,} KV tokens each).\n{CONVERSATIONS} conversations of {TURNS} turns, each about a "
-        f"document of its own, are sent twice: in turn, then by price.\n"
-        f"No GPU is needed: the engines take the time that real ones would.\n",
-        soft_wrap=True,
+        f"[bold]1. Cache-aware routing[/]\n"
+        f"Warmroute routes to {ENGINES} simulated engines ({PROFILE}, {BLOCKS * BLOCK_SIZE:,} KV tokens each).\n"
+        f"They take as long as real engines and need no GPU. {CONVERSATIONS} conversations\n"
+        f"of {TURNS} turns, each about its own document, run twice: with the policy\n"
+        f"{POLICIES[0]}, then with price.\n",
+        highlight=False,
     )
 
 
-class Bars:
+class ProgressBars:
     def __init__(self, bars: Progress) -> None:
         self._bars = bars
-        self._tasks = {policy: bars.add_task(policy, total=CONVERSATIONS * TURNS) for policy in (BEFORE, AFTER)}
+        self._tasks = {policy: bars.add_task(policy, start=False, total=CONVERSATIONS * TURNS) for policy in POLICIES}
 
     def advance(self, policy: str) -> None:
+        self._bars.start_task(self._tasks[policy])  # has no effect after the first call
         self._bars.advance(self._tasks[policy])
 
 
 @contextmanager
-def progress(console: Console) -> Iterator[Bars]:
+def progress(console: Console) -> Iterator[ProgressBars]:
     with Progress(
         SpinnerColumn(),
         TextColumn("{task.description:<12}"),
-        BarColumn(bar_width=40),
+        BarColumn(bar_width=30),
         MofNCompleteColumn(),
         TextColumn("requests"),
         TimeElapsedColumn(),
         console=console,
     ) as bars:
-        yield Bars(bars)
+        yield ProgressBars(bars)
 
 
-def conclude(console: Console, passes: list[Pass], why: str) -> None:
-    console.print(_where_it_went(passes), _compared(passes))
-    if why:
-        console.print("Why one of them went where it went, in the router's words:")
-        console.print(f"  {why}\n", style="cyan", markup=False, highlight=False, soft_wrap=True)
+def conclude(console: Console, runs: list[PolicyRun], example_decision: str) -> None:
+    console.print(_engines_table(runs), _results_table(runs))
+    if example_decision:
+        console.print("One decision, as the router explains it:")
+        console.print(Padding(Text(example_decision, "cyan"), (0, 0, 1, 2), expand=False))
 
 
-def _where_it_went(passes: list[Pass]) -> Table:
-    table = Table(title="What went where", title_justify="left")
+def _engines_table(runs: list[PolicyRun]) -> Table:
+    table = Table(title="Requests and cached prompt tokens of each engine", title_justify="left")
     table.add_column("engine")
-    for one in passes:
-        table.add_column(f"{one.policy}\nrequests", justify="right", no_wrap=True)
-        table.add_column("\nfrom cache", justify="right")
+    for run in runs:
+        table.add_column(f"{run.policy}\nrequests", justify="right", no_wrap=True)
+        table.add_column("\ncached", justify="right")
     for index in range(ENGINES):
         row = [f"node-{index + 1}"]
-        for one in passes:
-            share = one.shares[index]
-            row += [str(share.requests), f"{share.cached_tokens / max(1, share.prompt_tokens):.0%}"]
+        for run in runs:
+            engine = run.engines[index]
+            row += [str(engine.requests), f"{engine.cached_tokens / max(1, engine.prompt_tokens):.0%}"]
         table.add_row(*row)
     return table
 
 
-def _compared(passes: list[Pass]) -> Table:
-    table = Table(title="Side by side", title_justify="left")
+def _results_table(runs: list[PolicyRun]) -> Table:
+    table = Table(title="Results", title_justify="left")
     table.add_column("")
-    for one in passes:
-        table.add_column(one.policy, justify="right")
-    table.add_row("prompt tokens from cache", *(f"{one.hit_rate:.1%}" for one in passes))
-    for name, quantile in (("p50", 0.5), ("p90", 0.9)):
-        table.add_row(f"time to first token, {name}", *(f"{one.ttft_ms(quantile):,.0f} ms" for one in passes))
-    table.add_row("all done after", *(f"{one.seconds:.1f} s" for one in passes))
-    if any(one.failed for one in passes):
-        table.add_row("[red]failed", *(str(one.failed) for one in passes))
+    for run in runs:
+        table.add_column(run.policy, justify="right")
+    table.add_row("cached prompt tokens", *(f"{run.hit_rate:.1%}" for run in runs))
+    for name, fraction in (("p50", 0.5), ("p90", 0.9)):
+        table.add_row(f"time to first token, {name}", *(f"{run.ttft_ms(fraction):,.0f} ms" for run in runs))
+    table.add_row("total time", *(f"{run.seconds:.1f} s" for run in runs))
+    if any(run.failed for run in runs):
+        table.add_row("[red]failed requests", *(str(run.failed) for run in runs))
     return table

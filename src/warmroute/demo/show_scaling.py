@@ -1,4 +1,4 @@
-"""The second act on a terminal: a few lines that change while it runs, then a table, two curves and the reasons."""
+"""Part 2 of the demo on a terminal: a live view, then a table, two sparklines and the router's reasons."""
 
 from __future__ import annotations
 
@@ -7,44 +7,42 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from warmroute.demo.variable_load import VariableLoad
-from warmroute.demo.scaling_demo import Sample, LoadPlan, ScalingResult
 from warmroute.demo.autoscaled_fleet import FleetOptions
+from warmroute.demo.scaling_demo import LoadPlan, Phase, Sample, ScalingResult
+from warmroute.demo.variable_load import VariableLoad
+from warmroute.replay.summary import percentile
 
 LEVELS = "▁▂▃▄▅▆▇█"
-CURVE = 54
-BAR = 30
-PARTS = {
-    "calm": "a little to do",
-    "rise": "the load rises",
-    "busy": "as much as it gets",
-    "fall": "hardly anybody asks any more",
-}
+SPARKLINE_WIDTH = 50
+BAR_WIDTH = 30
+PHASES: dict[Phase, str] = {"low": "low load", "rise": "rising load", "peak": "peak load", "fall": "almost no load"}
 
 
-def introduce(console: Console, shape: FleetOptions) -> None:
+def introduce(console: Console, options: FleetOptions) -> None:
     console.print(
-        f"[bold]As many as it takes[/]: the load rises and falls, and the fleet follows, from {shape.least} to "
-        f"{shape.most} engines and back.\nThe router starts and ends them itself: processes here, machines of a cloud "
-        f"elsewhere. They are {shape.profile}, {shape.speed:g} times as fast as life.\n",
-        soft_wrap=True,
+        f"[bold]2. Autoscaling[/]\n"
+        f"The load rises and falls. Warmroute starts and stops engines to match it, from\n"
+        f"{options.min_nodes} to {options.max_nodes} and back. Here engines are processes ({options.profile}, "
+        f"{options.speed:g} times as fast as\nreal ones). In production they are cloud machines or Kubernetes pods.\n",
+        highlight=False,
     )
 
 
-class Screen:
-    """What is going on just now. Where there is no terminal, a line for each change."""
+class LiveView:
+    """Shows the current sample. Without a terminal, it prints a line for each change."""
 
-    def __init__(self, console: Console, shape: FleetOptions, plot: LoadPlan) -> None:
+    def __init__(self, console: Console, options: FleetOptions, plan: LoadPlan) -> None:
         self._console = console
-        self._shape = shape
-        self._plot = plot
-        self._moments: list[Sample] = []
+        self._options = options
+        self._plan = plan
+        self._samples: list[Sample] = []
         self._live = Live(console=console, refresh_per_second=8, transient=True)
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> LiveView:
         if self._console.is_terminal:
             self._live.start()
         return self
@@ -55,52 +53,55 @@ class Screen:
         if self._console.is_terminal:
             self._live.stop()
 
-    def show(self, moment: Sample) -> None:
-        before = self._moments[-1] if self._moments else None
-        self._moments.append(moment)
+    def show(self, sample: Sample) -> None:
+        previous = self._samples[-1] if self._samples else None
+        self._samples.append(sample)
         if self._console.is_terminal:
-            self._live.update(self._lines(moment))
-        elif before is None or (before.part, _engines(before)) != (moment.part, _engines(moment)):
+            self._live.update(self._table(sample))
+        elif previous is None or (previous.phase, _engines(previous)) != (sample.phase, _engines(sample)):
             self._console.print(
-                f"{moment.at_s:5.1f} s  {PARTS[moment.part]:<28}  {moment.rate:4.1f} requests/s  {_engines(moment)}",
+                f"{sample.at_s:5.1f} s  {PHASES[sample.phase]:<14}  {sample.rate:4.1f} requests/s  {_engines(sample)}",
                 highlight=False,
             )
 
-    def _lines(self, moment: Sample) -> Table:
-        look = moment.look
+    def _table(self, sample: Sample) -> Table:
+        fleet = sample.fleet
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")
         table.add_column()
-        full = round(BAR * moment.rate / self._plot.peak_rate)
-        bar = Text("━" * full, "magenta").append("━" * (BAR - full), "bright_black")
-        table.add_row("load", bar.append(f"  {moment.rate:.1f} requests/s, {PARTS[moment.part]}", "default"))
-        lamps = (
-            Text("● " * look.serving, "green").append("◌ " * look.coming, "yellow").append("● " * look.leaving, "red")
-        )
-        free = max(0, self._shape.most - look.serving - look.coming - look.leaving)
-        table.add_row("engines", lamps.append("· " * free, "bright_black").append(f" {_engines(moment)}", "default"))
-        ttft = "" if moment.ttft_ms is None else f", first token after {moment.ttft_ms:,.0f} ms"
-        table.add_row("requests", f"{moment.under_way} under way, {look.waiting} of them wait for an engine{ttft}")
-        table.add_row("", f"{_rates(self._moments, self._plot)}  requests/s")
-        table.add_row("", f"{_nodes(self._moments, self._shape)}  engines, {moment.at_s:.0f} s so far")
-        table.add_row("why", "; ".join(look.reasons) or "so many are enough")
+        filled = round(BAR_WIDTH * sample.rate / self._plan.peak_rate)
+        bar = Text("━" * filled, "magenta").append("━" * (BAR_WIDTH - filled), "bright_black")
+        table.add_row("load", bar.append(f"  {sample.rate:.1f} requests/s, {PHASES[sample.phase]}", "default"))
+        lamps = Text("● " * fleet.serving, "green")
+        lamps.append("◌ " * fleet.starting, "yellow").append("● " * fleet.stopping, "red")
+        unused = max(0, self._options.max_nodes - fleet.serving - fleet.starting - fleet.stopping)
+        table.add_row("engines", lamps.append("· " * unused, "bright_black").append(f" {_engines(sample)}", "default"))
+        ttft = "" if sample.ttft_ms is None else f", TTFT {sample.ttft_ms:,.0f} ms"
+        table.add_row("requests", f"{sample.in_flight} in flight, {fleet.waiting_requests} queued{ttft}")
+        table.add_row("", f"{_rate_line(self._samples, self._plan)}  requests/s")
+        table.add_row("", f"{_engine_line(self._samples, self._options)}  engines, {sample.at_s:.0f} s")
+        table.add_row("reason", "; ".join(fleet.reasons) or "the fleet has the right size")
         return table
 
 
-def conclude(console: Console, shape: FleetOptions, load: VariableLoad, story: ScalingResult) -> bool:
-    """Shows what came of it; whether everything is as it should be."""
-    busy = sum(1 for under_way in story.endings.values() if under_way)
+def conclude(
+    console: Console, options: FleetOptions, plan: LoadPlan, load: VariableLoad, result: ScalingResult
+) -> bool:
+    """Show the results. Return whether they are as they should be."""
+    busy = sum(1 for requests in result.requests_at_stop.values() if requests)
     failed = sum(load.failed.values())
+    followed = result.max_serving == options.max_nodes and result.final_serving == options.min_nodes
+    ttft_ms = [percentile(sorted(load.ttft_ms), fraction) or 0.0 for fraction in (0.5, 0.9)]
     rows = [
-        ("requests answered whole", f"{load.whole} of {load.sent}", load.whole == load.sent),
-        ("failed, or cut short", f"{failed}, {load.short}", not failed and not load.short),
-        ("engines at most, and in the end", f"{story.most}, {story.last}", _grew_and_shrank(shape, story)),
-        ("engines ended with a request on them", f"{busy} of {len(story.endings)}", not busy),
-        ("time to first token, p50 and p90", f"{_quantile(load, 0.5):,.0f} ms, {_quantile(load, 0.9):,.0f} ms", True),
-        ("prompt tokens from cache", f"{load.cached_tokens / max(1, load.prompt_tokens):.1%}", True),
-        (f"engine time, and with {shape.most} all along", _engine_time(shape, story), True),
+        ("requests completed", f"{load.completed} of {load.sent}", load.completed == load.sent),
+        ("requests failed / truncated", f"{failed} / {load.truncated}", not failed and not load.truncated),
+        ("engines, maximum / at the end", f"{result.max_serving} / {result.final_serving}", followed),
+        ("engines stopped with requests", f"{busy} of {len(result.requests_at_stop)}", not busy),
+        ("time to first token, p50 / p90", f"{ttft_ms[0]:,.0f} / {ttft_ms[1]:,.0f} ms", True),
+        ("cached prompt tokens", f"{load.cached_tokens / max(1, load.prompt_tokens):.1%}", True),
+        (f"engine time / with {options.max_nodes} all the time", _engine_time(options, result), True),
     ]
-    table = Table(title="What came of it", title_justify="left", show_header=False)
+    table = Table(title="Results", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for name, value, good in rows:
@@ -108,74 +109,61 @@ def conclude(console: Console, shape: FleetOptions, load: VariableLoad, story: S
     console.print(table)
     for reason, count in load.failed.items():
         console.print(f"  {count} × {reason}", style="red", markup=False)
-    plot = LoadPlan()
-    console.print(f"{_rates(story.moments, plot)}  requests/s, up to {plot.peak_rate:g}", highlight=False)
-    console.print(f"{_nodes(story.moments, shape)}  engines, in {story.seconds:.0f} s\n", highlight=False)
-    console.print("Why, in the router's words:")
-    for change in story.changes:
+    rates, engines = _rate_line(result.samples, plan), _engine_line(result.samples, options)
+    console.print(f"{rates}  requests/s, up to {plan.peak_rate:g}", highlight=False)
+    console.print(f"{engines}  engines, in {result.duration_s:.0f} s\n", highlight=False)
+    console.print("Scaling decisions, with the router's reasons:")
+    for change in result.changes:
+        text = Text(f"{change.nodes} → {change.desired_nodes} engines: {change.reason}", "cyan")
+        console.print(Padding(text, (0, 0, 0, 2), expand=False))
+    if not followed:
         console.print(
-            f"  {change.nodes} → {change.desired}: {change.why}",
-            style="cyan",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
-    if not _grew_and_shrank(shape, story):
-        console.print(
-            f"The fleet did not come to {shape.most} engines and back to {shape.least} in its time. "
-            "This machine may be busy with other things.",
+            f"The fleet did not grow to {options.max_nodes} engines and shrink to {options.min_nodes} in time. "
+            "This machine may be busy.",
             style="red",
         )
     return all(good for _, _, good in rows)
 
 
-def _engines(moment: Sample) -> str:
-    look = moment.look
-    parts = [f"{look.serving} serve"]
-    parts += [f"{look.coming} start"] if look.coming else []
-    parts += [f"{look.leaving} finish"] if look.leaving else []
+def _engines(sample: Sample) -> str:
+    fleet = sample.fleet
+    parts = [f"{fleet.serving} serving"]
+    parts += [f"{fleet.starting} starting"] if fleet.starting else []
+    parts += [f"{fleet.stopping} stopping"] if fleet.stopping else []
     return ", ".join(parts)
 
 
-def _grew_and_shrank(shape: FleetOptions, story: ScalingResult) -> bool:
-    return story.most == shape.most and story.last == shape.least
+def _engine_time(options: FleetOptions, result: ScalingResult) -> str:
+    """Add up the time of all engines, including those that start or stop."""
+    used_s = previous_s = 0.0
+    for sample in result.samples:
+        fleet = sample.fleet
+        used_s += (fleet.serving + fleet.starting + fleet.stopping) * (sample.at_s - previous_s)
+        previous_s = sample.at_s
+    return f"{used_s:.0f} / {options.max_nodes * result.duration_s:.0f} s"
 
 
-def _quantile(load: VariableLoad, quantile: float) -> float:
-    times = sorted(load.ttft_ms)
-    return times[min(len(times) - 1, int(quantile * len(times)))] if times else 0.0
+def _rate_line(samples: Sequence[Sample], plan: LoadPlan) -> str:
+    return sparkline([sample.rate for sample in samples], [sample.at_s for sample in samples], plan.peak_rate)
 
 
-def _engine_time(shape: FleetOptions, story: ScalingResult) -> str:
-    """All that are paid for: those that start and those that finish, too."""
-    used_s = before_s = 0.0
-    for moment in story.moments:
-        look = moment.look
-        used_s += (look.serving + look.coming + look.leaving) * (moment.at_s - before_s)
-        before_s = moment.at_s
-    return f"{used_s:.0f} s, {shape.most * story.seconds:.0f} s"
+def _engine_line(samples: Sequence[Sample], options: FleetOptions) -> str:
+    serving = [sample.fleet.serving for sample in samples]
+    return sparkline(serving, [sample.at_s for sample in samples], options.max_nodes)
 
 
-def _rates(moments: Sequence[Sample], plot: LoadPlan) -> str:
-    return curve([moment.rate for moment in moments], [moment.at_s for moment in moments], plot.peak_rate)
-
-
-def _nodes(moments: Sequence[Sample], shape: FleetOptions) -> str:
-    return curve([moment.look.serving for moment in moments], [moment.at_s for moment in moments], shape.most)
-
-
-def curve(values: Sequence[float], at_s: Sequence[float], most: float, width: int = CURVE) -> str:
-    """A character for each stretch of time: the largest value in it, or that before where there is none."""
+def sparkline(values: Sequence[float], at_s: Sequence[float], highest: float, width: int = SPARKLINE_WIDTH) -> str:
+    """Draw one character per time interval: the largest value in it, or the previous one if it has none."""
     if not values:
         return ""
     width = min(width, len(values))
-    stretch_s = (at_s[-1] - at_s[0]) / width or 1.0
+    interval_s = (at_s[-1] - at_s[0]) / width or 1.0
     heights: list[float | None] = [None] * width
     for value, s in zip(values, at_s, strict=True):
-        place = min(width - 1, int((s - at_s[0]) / stretch_s))
-        heights[place] = max(value, heights[place] or 0.0)
+        index = min(width - 1, int((s - at_s[0]) / interval_s))
+        heights[index] = max(value, heights[index] or 0.0)
     drawn, last = [], values[0]
     for height in heights:
         last = last if height is None else height
-        drawn.append(LEVELS[min(len(LEVELS) - 1, max(0, round(last / most * len(LEVELS)) - 1))])
+        drawn.append(LEVELS[min(len(LEVELS) - 1, max(0, round(last / highest * len(LEVELS)) - 1))])
     return "".join(drawn)

@@ -1,4 +1,4 @@
-"""Requests at a rate that may change while they are sent, and what became of each. Nobody waits for another."""
+"""Sends requests at a rate that may change, and counts their outcomes. Requests do not wait for each other."""
 
 from __future__ import annotations
 
@@ -7,53 +7,54 @@ import time
 from collections import Counter, deque
 from random import Random
 
-from warmroute.demo.load_generator.prompt_requests import ConversationHistory, body, messages
-from warmroute.demo.load_generator.streaming_client import RequestFailed, RequestRefused, send_request
+from warmroute.demo.load_generator.prompt_requests import ConversationHistory, build_request, chat_messages
+from warmroute.demo.load_generator.streaming_client import RequestFailed, RequestRefused, send_streaming
 from warmroute.replay.workloads.rag import Rag
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
-ANSWER_TOKENS = 60
+OUTPUT_TOKENS = 60
 TIMEOUT_S = 60.0
 RECENT_S = 5.0
-TURN_S = 0.2
-"""At least so often it is looked whether the rate has changed."""
+RATE_CHECK_S = 0.2
+"""Maximum time until a changed rate takes effect."""
 
 
 class VariableLoad:
-    """Questions over common documents, at `rate` a second."""
+    """Questions about common documents, at `rate` requests per second."""
 
     def __init__(self, url: str, model: str = "sim", seed: int = 1) -> None:
         self._url = url
         self._model = model
         self._random = Random(seed)
-        self._prompts = Rag(output_tokens=ANSWER_TOKENS).generate(Random(f"{seed} prompts"))
+        self._prompts = Rag(output_tokens=OUTPUT_TOKENS).generate(Random(f"{seed} prompts"))
         self._tasks: set[asyncio.Task[None]] = set()
         self._recent: deque[tuple[float, float]] = deque()
+        """When a response ended (s), and its time to first token (ms)."""
         self.rate = 0.0
-        """Requests a second from now on."""
-        self.ending = False
+        self.stopped = False
+        """Set it to send no more requests."""
         self.sent = 0
-        self.whole = 0
-        """Answered to the last token that was asked for."""
-        self.short = 0
-        """Answered, with fewer tokens."""
+        self.completed = 0
+        """Responses with all tokens of the request."""
+        self.truncated = 0
+        """Responses with fewer tokens."""
         self.failed: Counter[str] = Counter()
-        """Refused, never answered, or broken off; by reason."""
+        """Requests without a complete response, by reason."""
         self.ttft_ms: list[float] = []
         self.prompt_tokens = self.cached_tokens = 0
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         return len(self._tasks)
 
     def recent_ttft_ms(self) -> float | None:
-        """Median of the last seconds; None where nothing was answered."""
-        self._forget()
+        """Return the median of the last seconds, or None without responses."""
+        self._drop_old()
         times = sorted(ms for _, ms in self._recent)
         return times[len(times) // 2] if times else None
 
     async def run(self) -> None:
-        """Until it is told to end, and all that was sent is answered."""
+        """Send requests until `stopped` is set, then wait for all responses."""
         try:
             await self._send_all()
             while self._tasks:
@@ -64,39 +65,38 @@ class VariableLoad:
 
     async def _send_all(self) -> None:
         loop = asyncio.get_running_loop()
-        left = self._random.expovariate(1.0)  # requests that should have come until the next one is sent
-        looked_s = loop.time()
-        while not self.ending:
-            await asyncio.sleep(min(TURN_S, left / self.rate) if self.rate else TURN_S)
+        until_next = self._random.expovariate(1.0)  # in mean intervals, so that it does not depend on the rate
+        last_s = loop.time()
+        while not self.stopped:
+            await asyncio.sleep(min(RATE_CHECK_S, until_next / self.rate) if self.rate else RATE_CHECK_S)
             now_s = loop.time()
-            left -= self.rate * (now_s - looked_s)
-            looked_s = now_s
-            while left <= 0:
-                left += self._random.expovariate(1.0)
+            until_next -= self.rate * (now_s - last_s)
+            last_s = now_s
+            while until_next <= 0:
+                until_next += self._random.expovariate(1.0)
                 task = loop.create_task(self._send(next(self._prompts)))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
     async def _send(self, prompt: WorkloadPrompt) -> None:
-        path, asked = body(prompt, messages(prompt, ConversationHistory()), self._model, "chat")
+        path, body = build_request(prompt, chat_messages(prompt, ConversationHistory()), self._model, "chat")
         self.sent += 1
         try:
-            answer = await send_request(self._url, path, asked, {}, TIMEOUT_S)
-        except (RequestRefused, RequestFailed) as why:
-            self.failed[str(why)] += 1
+            response = await send_streaming(self._url, path, body, {}, TIMEOUT_S)
+        except (RequestRefused, RequestFailed) as reason:
+            self.failed[str(reason)] += 1
             return
-        if answer.output_tokens == prompt.output_tokens and answer.times_s:
-            self.whole += 1
+        if response.output_tokens == prompt.output_tokens and response.times_s:
+            self.completed += 1
         else:
-            self.short += 1
-        self.prompt_tokens += answer.prompt_tokens
-        self.cached_tokens += answer.cached_tokens
-        if answer.times_s:
-            ms = (answer.times_s[0] - answer.sent_s) * 1000.0
-            self.ttft_ms.append(ms)
-            self._recent.append((time.monotonic(), ms))
-            self._forget()
+            self.truncated += 1
+        self.prompt_tokens += response.prompt_tokens
+        self.cached_tokens += response.cached_tokens
+        if response.times_s:
+            self.ttft_ms.append(response.ttft_ms)
+            self._recent.append((time.monotonic(), response.ttft_ms))
+            self._drop_old()
 
-    def _forget(self) -> None:
+    def _drop_old(self) -> None:
         while self._recent and self._recent[0][0] < time.monotonic() - RECENT_S:
             self._recent.popleft()

@@ -13,8 +13,8 @@ from urllib.parse import quote
 
 from warmroute._kernel._http import read_usage
 from warmroute.edge import errors
-from warmroute.edge.http1 import CHUNKED, UNTIL_CLOSE, ChunkFrames, RequestHead, ResponseHead
 from warmroute.edge.connection_pool import ConnectionPool
+from warmroute.edge.http1 import CHUNKED, UNTIL_CLOSE, ChunkFrames, RequestHead, ResponseHead
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
 from warmroute.fleet.node import Node, Outcome
 from warmroute.prompt.prompt import Prompt
@@ -34,7 +34,7 @@ _BROKEN_EVENT: Final = (
     + b"\n\n"
 )
 TAIL_PIECES: Final = 8
-"""Pieces kept from the end of a response: the usage, the [DONE] behind it and the last chunk's end may come separately."""
+"""Pieces kept from the end of a response: the usage, the [DONE] after it and the last chunk's end may come apart."""
 EXPLAIN_HEADER: Final = b"x-warmroute-explain"
 _NAME_CHARACTERS: Final = " !#$&'()*+,/:;<=>?@[]^`{|}"
 """Characters of a node's name that need no escape in a header, beside letters and digits."""

@@ -66,9 +66,7 @@ def _advice(error: OSError, host: str) -> str:
     if isinstance(error, socket.gaierror):
         return f"the name {host} cannot be resolved; use an address of this machine"
     if error.errno == errno.EADDRNOTAVAIL:
-        return (
-            f"this machine has no address {host}; use 127.0.0.1 for local clients, 0.0.0.0 or :: for all addresses"
-        )
+        return f"this machine has no address {host}; use 127.0.0.1 for local clients, 0.0.0.0 or :: for all addresses"
     if error.errno == errno.EACCES:
         return "this user has no permission for that port; use a port above 1023"
     return f"{error.strerror or error}; another process may use the port: choose another port"

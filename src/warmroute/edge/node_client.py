@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Final
 
 from warmroute.edge.connection_pool import ConnectionPool, ConnectionPools
 from warmroute.edge.http1 import CHUNKED, BadChunk, ChunkFrames, ResponseHead
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
 from warmroute.fleet.node import Node
+
+MAX_GET_BYTES: Final = 8_388_608
+MAX_POST_BYTES: Final = 33_554_432
+"""The largest response that the router reads."""
 
 
 class NodeClient:
@@ -22,21 +27,19 @@ class NodeClient:
     def __init__(self, pools: ConnectionPools) -> None:
         self._pools = pools
 
-    async def get(self, node: Node, path: str, timeout_s: float, limit_bytes: int = 8_388_608) -> tuple[int, bytes]:
+    async def get(self, node: Node, path: str, timeout_s: float) -> tuple[int, bytes]:
         pool = self._pools.for_node(node)
         head = b"GET %b HTTP/1.1\r\n%b%bAccept: */*\r\n\r\n" % (path.encode(), pool.host_line, pool.authorization_line)
-        return await _fetch(pool, head, b"", timeout_s, limit_bytes)
+        return await _fetch(pool, head, b"", timeout_s, MAX_GET_BYTES)
 
-    async def post(
-        self, node: Node, path: str, body: bytes, timeout_s: float, limit_bytes: int = 33_554_432
-    ) -> tuple[int, bytes]:
+    async def post(self, node: Node, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         """The body is JSON."""
         pool = self._pools.for_node(node)
         head = (
             b"POST %b HTTP/1.1\r\n%b%bAccept: */*\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
             % (path.encode(), pool.host_line, pool.authorization_line, len(body))
         )
-        return await _fetch(pool, head, body, timeout_s, limit_bytes)
+        return await _fetch(pool, head, body, timeout_s, MAX_POST_BYTES)
 
 
 async def _fetch(

@@ -1,4 +1,4 @@
-"""Builds the RoutingRequest of an HTTP request from its head, its body, its key and its route: the one place that does."""
+"""Builds the RoutingRequest of an HTTP request from its head, its body, its key and its route. Nothing else builds one."""
 
 from __future__ import annotations
 

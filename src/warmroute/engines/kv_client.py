@@ -52,7 +52,7 @@ class KvEventClient:
         context: Context,
         scheduler: SliceScheduler,
         get: Get,
-        post: Post | None,
+        post: Post,
         now: Callable[[], float] = time.monotonic,
         enabled: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -74,7 +74,7 @@ class KvEventClient:
 
     @property
     def block_size(self) -> int:
-        """As its events or its description say; 0 if neither does."""
+        """From its events or its /server_info; 0 if neither contains it."""
         return self._events.block_size or self._page_size
 
     @property
@@ -137,8 +137,8 @@ class KvEventClient:
         setting = node.config.kv_events if self._enabled() else "off"
         if node.engine == "trtllm" and setting == "auto":
             self._subscribe([])
-            self._polls = self._post is not None
-            return self._polls
+            self._polls = True
+            return True
         self._stop_polling()
         if setting == "off":
             found: list[KvEndpoint] | None = []
@@ -185,7 +185,7 @@ class KvEventClient:
             log.warning(
                 "kv_replay_absent",
                 "The router cannot learn what the node cached before, and forgets its cache when one event is lost. "
-                "docs/events.md names the flag that turns replay on.",
+                "docs/reference/kv-events.md names the flag that turns replay on.",
                 node=name,
             )
 
@@ -225,13 +225,11 @@ class KvEventClient:
 
     async def _poll(self) -> float:
         """Poll until the node fails or discovery is due. Return how long to wait then."""
-        post = self._post
-        assert post is not None
         while not self._wake.is_set():
             if self._node.health.state is HealthState.DOWN:
                 return FIRST_RETRY_S
             try:
-                status, body = await post(self._node, trtllm.PATH, b"", TIMEOUT_S)
+                status, body = await self._post(self._node, trtllm.PATH, b"", TIMEOUT_S)
                 if status != 200:
                     self._stop_polling()
                     return LAST_RETRY_S

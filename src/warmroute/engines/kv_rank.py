@@ -21,7 +21,7 @@ from warmroute.index.node_cache import NEVER_S, NodeCache
 log = EventLog("warmroute.engines")
 
 EVENTS_PER_CHECK: Final = 16
-"""Events applied between two looks at the clock."""
+"""Events applied between two readings of the clock."""
 REREAD_INTERVAL_S: Final = 60.0
 """Minimum time between two rereads of a stream whose events contradict each other, and between two warnings."""
 
@@ -108,7 +108,7 @@ class RankEvents(Generic[Payload]):
                     node=self._cache.name, rank=self._rank, reason=str(error),
                 )  # fmt: skip
             after = list(self._queue)
-            self.sequence.skip_unreadable()
+            self.sequence.lose()
             self._queue.extend(after)
             return iter(())
 

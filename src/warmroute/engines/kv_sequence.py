@@ -41,8 +41,6 @@ class EventSequence(Generic[Payload]):
         self._replay_cut_off = False
         """The last replay brought messages, but not its end."""
         self.replaying = False
-        self.gaps = 0
-        self.restarts = 0
         self.incomplete = False
         """Messages were lost for good since the cache was last empty or the engine started."""
 
@@ -71,10 +69,8 @@ class EventSequence(Generic[Payload]):
         if number == self._next and not self._held and not self._reread:
             self._replayed.clear()
             self._take(number, payload)
-            return
-        if self._started and not (self.replaying or self._held or self._reread):
-            self.gaps += 1
-        self._hold(number, payload)
+        else:
+            self._hold(number, payload)
 
     def start_replay(self) -> None:
         self.replaying = True
@@ -94,13 +90,13 @@ class EventSequence(Generic[Payload]):
             if not is_first:
                 self._hold(number, payload)  # the engine's socket dropped messages in the middle of the replay
                 return
-            self._lose()
+            self.lose()
             self._next = number
         self._replayed[number] = hash(payload)
         self._take(number, payload)
 
     def end_replay(self, finished: bool = False) -> None:
-        """Go on with the messages there are. `finished`: the engine said that the replay has brought everything."""
+        """Continue with the messages there are. `finished`: the engine sent the end of the replay."""
         self.replaying = False
         self._replay_cut_off = not finished and self._next > self._replay_start
         if finished and self._next == 0:
@@ -108,7 +104,7 @@ class EventSequence(Generic[Payload]):
         self._held = {number: payload for number, payload in self._held.items() if number >= self._next}
         self._take_held()
         while self._held and self._next == self._replay_start:
-            self._lose()  # the replay brought none of the missing messages, and never will
+            self.lose()  # the replay brought none of the missing messages, and never will
             self._replay_start = self._next = min(self._held)
             self._take_held()
 
@@ -124,7 +120,6 @@ class EventSequence(Generic[Payload]):
         self._restart()
 
     def _restart(self) -> None:
-        self.restarts += 1
         self._held.clear()
         self._replayed.clear()
         self._next = 0
@@ -138,18 +133,13 @@ class EventSequence(Generic[Payload]):
 
     def reread(self) -> None:
         """Forget everything and read all messages that a replay still has: events contradict earlier ones."""
-        self.gaps += 1
         self.incomplete = True
         self._from_start = False
         self._reread = True
         self._forget()
 
-    def skip_unreadable(self) -> None:
-        """Count a message that cannot be decoded as lost."""
-        self.gaps += 1
-        self._lose()
-
-    def _lose(self) -> None:
+    def lose(self) -> None:
+        """Note that messages are lost for good, and forget everything before them."""
         self.incomplete = True
         if self._started:
             self._forget()

@@ -1,5 +1,5 @@
-"""The load report: what an engine's metrics page says of its load and cache, in one form for every engine. And the
-functions that read a Prometheus page without parsing all of it.
+"""The load report: load and cache of an engine, in one form for all engines, and functions that read them from a
+Prometheus page without parsing all of it.
 """
 
 from __future__ import annotations

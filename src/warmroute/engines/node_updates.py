@@ -58,7 +58,7 @@ def apply_load_report(node: Node, report: LoadReport, kv_events: KvEvents | None
     cache.lag_s *= 0.5  # no late event has arrived since
     block_size = kv_events.block_size
     if not block_size and (kv_events.is_connected or not cache.has_events):
-        block_size = report.block_size  # unless somebody else reports the node's blocks, and knows their size better
+        block_size = report.block_size  # unless block reports to the admin API give another size
     cache.set_size(block_size, report.capacity_tokens)
 
 

@@ -15,9 +15,9 @@ from warmroute.config import Config
 from warmroute.engines.engine_detection import detect_engine, load_parser
 from warmroute.engines.kv_client import KvEventClient
 from warmroute.engines.kv_zmq import Context, SliceScheduler
-from warmroute.engines.model_cards import ServedModels, parse_model_cards
 from warmroute.engines.node_http import Get, Post
 from warmroute.engines.node_updates import apply_health_pass, apply_load_report, drop_stale_load
+from warmroute.engines.served_models import ServedModels, parse_model_cards
 from warmroute.event_log import EventLog
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import HealthState

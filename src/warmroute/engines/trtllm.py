@@ -15,7 +15,7 @@ from warmroute.engines.kv_events import BlockRemoved, BlockStored, EngineHash, E
 
 PATH: Final = "/kv_cache_events"
 COMMON_BLOCK_SIZES: Final = (32, 64, 128)
-"""Block sizes that the converter believes from a single block."""
+"""Block sizes that the converter accepts from a single block."""
 _MEDIA: Final = ("GPU", "CPU")
 
 WireHash = int | str

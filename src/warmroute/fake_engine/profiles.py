@@ -1,28 +1,28 @@
 """Timing and memory of a model on a GPU: `profile("l4-1.5b")`, `profile("2xh100-32b")`.
 
-Three profiles are measured: h200-1.5b, h200-8b and h200-32b are the fits of shared/data/h200_timing.json (bf16, one
-H200; prefill_roofline_form and decode_two_regime_form). The others are scaled from them, by what each term stands for:
+Three profiles were measured on one H200 in bf16: h200-1.5b, h200-8b and h200-32b. Their coefficients are fits to these
+measurements (step_timing.py has the formulas). The other profiles are scaled from them, each term by its cause:
 
-- computing (b, d, f2): by the ratio of sustained fp16 TFLOPs: data sheet × `Gpu.efficiency`.
-- reading memory (h, f, g, and of m and e the time to read the weights once at MEMORY_EFFICIENCY): by the ratio of
+- Computation (b, d, f2): by the ratio of sustained fp16 TFLOPs, which is the data sheet × `Gpu.efficiency`.
+- Memory reads (h, f, g, and the part of m and e that reads the weights once at MEMORY_EFFICIENCY): by the ratio of
   memory bandwidths.
-- latency (a, and what is left of m and e): not at all. Over the three measured shapes a is 0.050 to 0.055 ms a layer,
-  the rest of m 0.039 to 0.058 and of e 0.027 to 0.035, though the widest is 20 times the smallest: kernels that start
-  and end, not work. It would be wrong to make a T4 pay for it by the ratio of TFLOPs.
-- e2 follows: the batch at which decoding turns from memory to compute bound moves with the ratio of the two.
-- to 70 B: from 32 B; what runs over the weights by the ratio of parameters, attention and KV by layers (both have 64
-  heads and 8 KV heads of 128), latency and the cost of a sequence (f) by layers.
-- to several GPUs (tensor parallel): work is divided by n · PARALLEL_EFFICIENCY^log2(n), latency is not. Calibrated: two
-  H100s prefill 7,200 cold tokens of the 32 B at the 15,900 tokens/s that llm-d's published workload shows for its
-  pods. It stands for NVLink; cards on PCIe do worse.
+- Latency (a, and the rest of m and e): not scaled. Over the three measured models, a is 0.050 to 0.055 ms per layer,
+  the rest of m is 0.039 to 0.058 and that of e 0.027 to 0.035, although the largest model has 20 times the parameters
+  of the smallest. This is time to launch kernels, so a T4 does not take longer for it.
+- e2 follows from the batch size at which decoding turns from memory bound to compute bound.
+- 70 B: scaled from 32 B. Work on the weights grows with the parameters; attention, KV (both models have 64 heads and 8
+  KV heads of 128), latency and the cost per sequence (f) grow with the layers.
+- Several GPUs (tensor parallel): work is divided by n · PARALLEL_EFFICIENCY^log2(n), latency is not divided. With this
+  efficiency two H100s prefill 7,200 cold tokens of the 32 B at 15,900 tokens/s, as llm-d's published workload shows for
+  its pods. It assumes NVLink. GPUs on PCIe are slower.
 
-How far to trust it: an A100 with 40 GB (1,555 GB/s) would decode the 8 B at 12.8 ms a token, 13.3 ms were measured (75
-tokens/s with vLLM 0.23, johnmusgrave.com/p/vllm-throughput-latency-sweep-on); llm-d's pods show 15.8 to 16.1 ms at
-least (guides/inference-scheduling), 2xh100-32b gives 15.2. T4 and L4 are held back by their power limits, by how much
-depends on what else they do: their efficiencies below are those of GEMMs without a pause.
+Accuracy: the model gives 12.8 ms per token for the 8 B on an A100 with 40 GB (1,555 GB/s); 13.3 ms were measured (75
+tokens/s with vLLM 0.23, johnmusgrave.com/p/vllm-throughput-latency-sweep-on). llm-d's pods show at least 15.8 to 16.1
+ms (guides/inference-scheduling); 2xh100-32b gives 15.2. The power limits of T4 and L4 slow them down by an amount that
+depends on the load: their efficiencies below are those of GEMMs without a pause.
 
-A name without a count means the fewest GPUs (1, 2, 4, 8, 16) that hold the weights and 32,768 tokens of KV cache: one
-H100 holds a 32 B model but only 29 k tokens beside it, so `h100-32b` is `2xh100-32b`; `1xh100-32b` is the one card.
+A name without a count means the smallest number of GPUs (1, 2, 4, 8, 16) that holds the weights and 32,768 tokens of KV
+cache. One H100 holds a 32 B model and only 29 k KV tokens, so `h100-32b` is `2xh100-32b`. `1xh100-32b` is one GPU.
 """
 
 from math import log2
@@ -35,11 +35,11 @@ MEMORY_UTILISATION = 0.9
 """vLLM's default gpu_memory_utilization."""
 
 ACTIVATION_BYTES_PER_BATCHED_TOKEN = 479_200
-"""What a GPU keeps for activations and graphs, by token of the step budget. Calibrated: with it two H100s hold
-llm-d's 307,328 KV tokens of the 32 B."""
+"""Memory for activations and graphs, per token of the step budget. Calibrated so that two H100s hold the 307,328 KV
+tokens of the 32 B that llm-d published."""
 
 PARALLEL_EFFICIENCY = 0.8852
-"""Of each doubling of the GPUs; calibrated on 15,900 prefill tokens/s, see above."""
+"""For each doubling of the GPUs. Calibrated on 15,900 prefill tokens/s, see above."""
 
 MEMORY_EFFICIENCY = 0.89
 """Measured on the H200: copies read and write 4,272 of its 4,800 GB/s."""
@@ -47,28 +47,28 @@ MEMORY_EFFICIENCY = 0.89
 LINK_EFFICIENCY = 0.88
 """Measured on the H200: 55.4 GB/s of PCIe 5.0 x16's 63."""
 
-WANTED_KV_TOKENS = 32_768
+MIN_KV_TOKENS = 32_768
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """A card, by its data sheet."""
+    """A GPU, from its data sheet."""
 
     tflops: float
     """Dense fp16/bf16 tensor TFLOPs."""
     efficiency: float
-    """Share of them that large GEMMs sustain, measured; each with its source."""
+    """The fraction of `tflops` that large GEMMs sustain, measured. The sources are below."""
     memory_gb_per_s: float
     memory_mib: int
     """As nvidia-smi reports it."""
     link_gb_per_s: float
-    """PCIe, one way."""
+    """PCIe, in one direction."""
     max_num_batched_tokens: int
     """vLLM's default for an API server on this card (arg_utils.py: 8192 from 70 GiB on, the A100 excepted)."""
     max_num_seqs: int
 
 
 class Model(msgspec.Struct, frozen=True):
-    """A model's shape, as far as it costs time or memory."""
+    """What a model costs in time and memory."""
 
     timing: Timing
     """On one H200."""
@@ -76,11 +76,11 @@ class Model(msgspec.Struct, frozen=True):
     kv_bytes_per_token: int
 
 
-# "torch-perf" is github.com/zzc0721/torch-performance-test-data: square fp16/bf16 matmuls by one script on many cards.
+# "torch-perf" is github.com/zzc0721/torch-performance-test-data: square fp16/bf16 matmuls by one script on many GPUs.
 GPUS = {
     # NVIDIA T4 data sheet: 65 TFLOPs fp16 (no bf16), 320 GB/s GDDR6, 16 GB, PCIe 3.0 x16. Efficiency: 24 TFLOPs in 100
-    # cuBLAS GEMMs of 4096, by the 70 W power limit (forums.developer.nvidia.com/t/264462, answered by NVIDIA); in short
-    # runs up to 42.7 (torch-perf, Kaggle; Colab 41.9), so 0.65 would be the other end.
+    # cuBLAS GEMMs of 4096, because of the 70 W power limit (forums.developer.nvidia.com/t/264462, answered by NVIDIA).
+    # In short runs it reaches 42.7 (torch-perf, Kaggle; Colab 41.9), which would be 0.65.
     "t4": Gpu(65, 0.37, 320, 15_360, 15.75, 2048, 256),
     # NVIDIA L4 data sheet: 242 TFLOPs with sparsity, so 121 dense; 300 GB/s GDDR6, 24 GB, PCIe 4.0 x16. Efficiency: 55
     # to 59 TFLOPs bf16 from 4096 on, 71 at best (torch-perf, issue 120).
@@ -90,12 +90,12 @@ GPUS = {
     # NVIDIA H100 SXM data sheet: 1,979 TFLOPs with sparsity, so 989 dense; 3,350 GB/s HBM3, 80 GB, PCIe 5.0 x16.
     # Efficiency: 784, 789 and 798 bf16 in three reports (torch-perf; issues 39 and 79)
     "h100": Gpu(989, 0.80, 3350, 81_559, 63.0, 8192, 1024),
-    # NVIDIA H200 SXM data sheet: as the H100, with 4,800 GB/s HBM3e and 141 GB. Efficiency: 784 to 804 in
-    # h200_timing.json, GEMMs of 8192 (torch-perf: 790)
+    # NVIDIA H200 SXM data sheet: as the H100, with 4,800 GB/s HBM3e and 141 GB. Efficiency: 784 to 804 measured, GEMMs
+    # of 8192 (torch-perf: 790)
     "h200": Gpu(989, 0.80, 4800, 143_771, 63.0, 8192, 1024),
 }
 
-# qwen3-32b in h200_timing.json: prefill_roofline_form, decode_two_regime_form
+# Qwen3 32B
 _H200_32B = Timing(
     m=19.061,
     a=3.3045,
@@ -113,7 +113,7 @@ _PARAMETERS_70B_TO_32B = 70.55e9 / 32.76e9  # Llama 3.1 70B against Qwen3 32B
 _LAYERS_70B_TO_32B = 80 / 64
 
 MODELS = {
-    # qwen2.5-1.5b in h200_timing.json
+    # Qwen2.5 1.5B
     "1.5b": Model(
         Timing(
             m=1.809,
@@ -130,7 +130,7 @@ MODELS = {
         3.09e9,
         28_672,
     ),
-    # llama-3.1-8b in h200_timing.json
+    # Llama 3.1 8B
     "8b": Model(
         Timing(
             m=5.0552,
@@ -151,8 +151,10 @@ MODELS = {
 }
 
 
-def _larger(model: Model, parameters: float, layers: float, weight_bytes: float, kv_bytes_per_token: int) -> Model:
-    """A model of the same shape with this many times the parameters and the layers; not measured."""
+def _larger_model(
+    model: Model, parameters: float, layers: float, weight_bytes: float, kv_bytes_per_token: int
+) -> Model:
+    """Scale a model to `parameters` times its parameters and `layers` times its layers."""
     base, work_ms = model.timing, _weights_ms(model)
     e, f, f2 = work_ms * parameters + (base.e - work_ms) * layers, base.f * layers, base.f2 * parameters
     timing = Timing(
@@ -163,7 +165,7 @@ def _larger(model: Model, parameters: float, layers: float, weight_bytes: float,
         h=base.h * layers,
         e=e,
         f=f,
-        e2=e - (f2 - f) * _turn(base),
+        e2=e - (f2 - f) * _compute_bound_batch(base),
         f2=f2,
         g=base.g * layers,
     )
@@ -171,55 +173,55 @@ def _larger(model: Model, parameters: float, layers: float, weight_bytes: float,
 
 
 def _weights_ms(model: Model) -> float:
-    """Of m and e: reading the weights once on an H200."""
+    """The part of m and e that reads the weights once on an H200."""
     return model.weight_bytes / (GPUS["h200"].memory_gb_per_s * MEMORY_EFFICIENCY * 1e6)
 
 
-def _turn(timing: Timing) -> float:
-    """The batch at which decoding turns from memory to compute bound."""
+def _compute_bound_batch(timing: Timing) -> float:
+    """The batch size at which decoding turns from memory bound to compute bound."""
     return (timing.e - timing.e2) / (timing.f2 - timing.f)
 
 
 # Llama 3.1 70B
-MODELS["70b"] = _larger(MODELS["32b"], _PARAMETERS_70B_TO_32B, _LAYERS_70B_TO_32B, 141.1e9, 327_680)
+MODELS["70b"] = _larger_model(MODELS["32b"], _PARAMETERS_70B_TO_32B, _LAYERS_70B_TO_32B, 141.1e9, 327_680)
 
 PROFILE_NAMES = tuple(f"{gpu}-{model}" for gpu in GPUS for model in MODELS)
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that a simulated engine needs to know of its hardware and model. Make one to use your own coefficients."""
+    """The hardware and model of a simulated engine. Construct one to use other coefficients."""
 
     name: str
     timing: Timing
     kv_tokens: int
-    """KV cache on the GPUs."""
+    """Capacity of the KV cache on the GPUs."""
     kv_bytes_per_token: int
     gpus: int = 1
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 1024
 
     def num_blocks(self, block_size: int) -> int:
-        """Blocks of the KV cache, the null block among them."""
+        """Return the blocks of the KV cache, including the null block."""
         return max(2, self.kv_tokens // block_size)
 
 
 def profile(name: str) -> Profile:
-    """The profile of that name: `gpu-model`, or `NxGPU-model` for a number of GPUs of one's own choice."""
+    """Return the profile with this name: `gpu-model`, or `NxGPU-model` to choose the number of GPUs."""
     count, _, rest = name.partition("x") if name[:1].isdigit() else ("", "", name)
     gpu_name, _, model_name = rest.partition("-")
     gpu, model = GPUS.get(gpu_name), MODELS.get(model_name)
     if gpu is None or model is None or (count and (not count.isdigit() or int(count) < 1)):
-        raise ValueError(f"no profile {name!r}; there are {', '.join(PROFILE_NAMES)}, and NxGPU-model for more GPUs")
+        raise ValueError(f"no profile {name!r}; choose {', '.join(PROFILE_NAMES)}, or NxGPU-model for N GPUs")
     if count:
         gpus = int(count)
     else:
-        gpus = next((n for n in (1, 2, 4, 8, 16) if _kv_tokens(gpu, model, n) >= WANTED_KV_TOKENS), 16)
+        gpus = next((n for n in (1, 2, 4, 8, 16) if _kv_tokens(gpu, model, n) >= MIN_KV_TOKENS), 16)
     kv_tokens = _kv_tokens(gpu, model, gpus)
     if kv_tokens < 1024:
-        raise ValueError(f"{name!r}: the model does not fit {gpus} of these GPUs")
+        raise ValueError(f"profile {name!r}: the model does not fit into {gpus} of these GPUs")
     return Profile(
         name=name,
-        timing=_scaled(model, gpu, gpus),
+        timing=_scale_timing(model, gpu, gpus),
         kv_tokens=kv_tokens,
         kv_bytes_per_token=model.kv_bytes_per_token,
         gpus=gpus,
@@ -234,22 +236,22 @@ def _kv_tokens(gpu: Gpu, model: Model, gpus: int) -> int:
     return max(0, int(room / model.kv_bytes_per_token)) // 16 * 16
 
 
-def _scaled(model: Model, gpu: Gpu, gpus: int) -> Timing:
+def _scale_timing(model: Model, gpu: Gpu, gpus: int) -> Timing:
     base, h200 = model.timing, GPUS["h200"]
     speed_up = gpus * PARALLEL_EFFICIENCY ** log2(gpus)
     compute = h200.tflops * h200.efficiency / (gpu.tflops * gpu.efficiency) / speed_up
     memory = h200.memory_gb_per_s / gpu.memory_gb_per_s / speed_up
-    more_weights_ms = _weights_ms(model) * (memory - 1)
-    e, f, f2 = base.e + more_weights_ms, base.f * memory, base.f2 * compute
+    added_weights_ms = _weights_ms(model) * (memory - 1)
+    e, f, f2 = base.e + added_weights_ms, base.f * memory, base.f2 * compute
     return Timing(
-        m=base.m + more_weights_ms,
+        m=base.m + added_weights_ms,
         a=base.a,
         b=base.b * compute,
         d=base.d * compute,
         h=base.h * memory,
         e=e,
         f=f,
-        e2=e - (f2 - f) * _turn(base) * memory / compute,
+        e2=e - (f2 - f) * _compute_bound_batch(base) * memory / compute,
         f2=f2,
         g=base.g * memory,
         overhead_ms=base.overhead_ms,

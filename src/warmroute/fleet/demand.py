@@ -1,7 +1,7 @@
 """The demand meter: cumulative counters of the requests the fleet received and of how it served them.
 
 Counters only grow; the autoscaler computes rates from two readings. Work is counted independently of the hardware:
-prefill in tokens of a short prompt (see node_speed.py), decode in tokens and in tokens × context.
+prefill in tokens of a short prompt (see node_speed.py), decode in output tokens × context.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ TIME_BOUNDS_MS: Final = tuple(2.0 * 1.15**step for step in range(90))
 
 class DemandMeter:
     __slots__ = (
-        "answers",
         "arrived",
         "cached_tokens",
         "decode_context",
-        "decode_tokens",
         "latency_counts",
-        "prefill_ms",
         "prefill_squares",
         "prefill_work",
         "prompt_tokens",
+        "responses",
         "sent",
         "shed",
         "ttft_counts",
@@ -43,30 +41,25 @@ class DemandMeter:
         """Work of the other prompt tokens."""
         self.prefill_squares = 0.0
         """Sum of the squared work per request: how much requests vary."""
-        self.prefill_ms = 0.0
-        """`prefill_work` at the speed of the nodes it was sent to."""
-        self.answers = 0
-        self.decode_tokens = 0.0
+        self.responses = 0
         self.decode_context = 0.0
         """Output tokens × the mean context of their own request."""
         self.ttft_counts = array("q", bytes(8 * (len(TIME_BOUNDS_MS) + 1)))
         self.latency_counts = array("q", bytes(8 * (len(TIME_BOUNDS_MS) + 1)))
 
-    def record_sent(self, tokens: float, cached: float, work: float, ms_per_token: float) -> None:
+    def record_sent(self, tokens: float, cached: float, work: float) -> None:
         self.sent += 1
         self.prompt_tokens += tokens
         self.cached_tokens += cached
         self.prefill_work += work
         self.prefill_squares += work * work
-        self.prefill_ms += work * ms_per_token
 
     def record_ttft(self, ttft_ms: float) -> None:
         """`ttft_ms` counts from the request's arrival at the router, queueing included."""
         self.ttft_counts[bisect_left(TIME_BOUNDS_MS, ttft_ms)] += 1
 
     def record_output(self, prompt_tokens: float, output_tokens: float) -> None:
-        self.answers += 1
-        self.decode_tokens += output_tokens
+        self.responses += 1
         self.decode_context += output_tokens * (prompt_tokens + 0.5 * output_tokens)
 
     def record_latency(self, latency_ms: float) -> None:

@@ -114,12 +114,6 @@ class IslandRegistry:
     def __iter__(self) -> Iterator[Island]:
         return iter(list(self._islands.values()))  # a copy: a thread renders the metrics page
 
-    def __len__(self) -> int:
-        return len(self._islands)
-
-    def get(self, name: str) -> Island | None:
-        return self._islands.get(name)
-
     def reconfigure(self, config: Sequence[IslandConfig], affinity: IslandAffinity) -> None:
         self.affinity = affinity
         self._configured: Mapping[str, IslandConfig] = {island.name: island for island in config}

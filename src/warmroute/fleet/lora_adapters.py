@@ -45,9 +45,6 @@ class LoadedAdapters:
         self.load_count = 0
         """Requests that needed an adapter which was not loaded."""
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
     def __len__(self) -> int:
         return len(self._names)
 

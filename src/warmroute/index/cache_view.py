@@ -114,8 +114,8 @@ class CacheView:
                 continue
             most = (tokens - 1) // size  # engines compute at least one token
             limits = (most, min(most, exact_tokens // size) if exact_tokens else 0, exact_tokens == tokens)
-            if lookup.sharing_group:
-                self._add_isolated(found, chain, size, lookup.sharing_group, limits, now_s)
+            if lookup.cache_group:
+                self._add_isolated(found, chain, size, lookup.cache_group, limits, now_s)
             else:
                 match_hits(
                     found, self.index, chain, self._owners, size, limits, now_s, EVENT_AGES_S, LOWER_TIERS
@@ -164,8 +164,8 @@ class CacheView:
         if not chain:
             return None
         self.reuse.record(chain, now_s)
-        if lookup.sharing_group:
-            self.tenants.record(lookup.sharing_group, chain, now_s)
+        if lookup.cache_group:
+            self.tenants.record(lookup.cache_group, chain, now_s)
         exact = lookup.exact_tokens == lookup.token_count
         tokens, rank = (hit.tokens, hit.rank) if hit is not None else (0, ROUTED)
         return Prediction(cache, chain, lookup.token_count, tokens, rank, exact, now_s)

@@ -16,7 +16,7 @@ TEXT: Final = "text"
 class Lookup:
     """One prompt to look up. Its first `exact_tokens` tokens are those that the engine will compute."""
 
-    __slots__ = ("_chains", "_media", "_text", "_tokens", "exact_tokens", "salt", "sharing_group", "token_count")
+    __slots__ = ("_chains", "_media", "_text", "_tokens", "exact_tokens", "salt", "cache_group", "token_count")
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class Lookup:
         token_count: int,
         exact_tokens: int,
         salt: str = "",
-        sharing_group: str = "",
+        cache_group: str = "",
         media: tuple[tuple[int, bytes], ...] = (),
         text: bool = False,
     ) -> None:
@@ -32,7 +32,7 @@ class Lookup:
         self.token_count = token_count
         self.exact_tokens = exact_tokens
         self.salt = salt
-        self.sharing_group = sharing_group
+        self.cache_group = cache_group
         """The tenant, or the group of tenants it shares caches with; empty where all tenants share."""
         self._media = media
         self._text = text
@@ -55,7 +55,7 @@ class Lookup:
             min(tokens, self.token_count),
             min(tokens, self.exact_tokens),
             salt=self.salt,
-            sharing_group=self.sharing_group,
+            cache_group=self.cache_group,
             media=tuple([one for one in self._media if one[0] < tokens]),
             text=self._text,
         )

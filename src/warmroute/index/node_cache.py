@@ -4,8 +4,8 @@
     routed       the prompts that this router sent to the node: a place that evicts as the node's LRU would
     pending      the prompts that the node is prefilling now: a place that holds them until events report them
 
-`complete` says whether the events cover everything in the cache. Then routed prompts count only for requests that
-events cannot match. They are recorded all the same, for the time when events are lost.
+If the events cover everything in the cache (`complete`), routed prompts count only for requests that events cannot
+match. They are recorded all the same, for the time when events are lost.
 """
 
 from __future__ import annotations

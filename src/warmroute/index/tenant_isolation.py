@@ -1,11 +1,11 @@
 """Limits what a tenant can learn from cache hits to prompts that it sent itself.
 
-Engines do not know tenants: a block that an engine reports may be anybody's. So each tenant, or group of tenants that
+Engines do not know tenants: a block that an engine reports may be any tenant's. So each tenant, or group of tenants that
 share, has a place of its own in the index with the blocks of the prompts it sent through this router. A match counts
 for a tenant
 
 - as deep as the tenant has sent these blocks itself;
-- beyond that (blocks of responses, which nobody has sent yet) only if no other tenant has sent even the first block,
+- beyond that (blocks of responses, which no tenant has sent yet) only if no other tenant has sent even the first block,
   since only then the response must have gone to this tenant.
 
     A's prompt      [b1 b2 b3 b4 | a5 a6]        a node reports b1 … a6 (a5, a6: blocks of the response)

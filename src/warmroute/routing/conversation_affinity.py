@@ -49,13 +49,13 @@ class ConversationAffinity:
         key = hash((tenant, model, session))
         return self._new.get(key) or self._old.get(key)
 
-    def by_prompt(self, chain: bytes, blocks: int, sharing_group: str) -> ConversationIslands | None:
+    def by_prompt(self, chain: bytes, blocks: int, cache_group: str) -> ConversationIslands | None:
         """Return the islands of the conversation that this prompt continues. `blocks`: see `stable_blocks`."""
         if blocks < 2:
             return None
         ends = array("Q", chain[max(0, blocks - 1 - SEARCHED_BLOCKS) * 8 : (blocks - 1) * 8]).tolist()
-        if sharing_group:
-            salt = hash(sharing_group)
+        if cache_group:
+            salt = hash(cache_group)
             ends = [end ^ salt for end in ends]
         for known in (self._new, self._old):
             if not known.keys().isdisjoint(ends):
@@ -66,11 +66,11 @@ class ConversationAffinity:
         self._remember(hash((tenant, model, session)), islands, now_s)
 
     def remember_prompt(
-        self, chain: bytes, blocks: int, sharing_group: str, islands: tuple[str, str], now_s: float
+        self, chain: bytes, blocks: int, cache_group: str, islands: tuple[str, str], now_s: float
     ) -> None:
         if blocks:
             (end,) = array("Q", chain[(blocks - 1) * 8 : blocks * 8])
-            self._remember(end ^ hash(sharing_group) if sharing_group else end, islands, now_s)
+            self._remember(end ^ hash(cache_group) if cache_group else end, islands, now_s)
 
     def _remember(self, key: int, islands: tuple[str, str], now_s: float) -> None:
         if now_s - self._generation_s > REMEMBERED_S / 2 or len(self._new) >= MAX_ENTRIES:

@@ -18,7 +18,7 @@ class MeteredTicket(Ticket):
         super().__init__(node, now_s)
         self._demand_meter = demand_meter
         self._arrived_s = arrived_s
-        demand_meter.record_sent(ASSUMED_PROMPT_TOKENS, 0.0, ASSUMED_PROMPT_TOKENS, node.speed.ms_per_token)
+        demand_meter.record_sent(ASSUMED_PROMPT_TOKENS, 0.0, ASSUMED_PROMPT_TOKENS)
 
     def first_byte(self, now_s: float, served: bool = True) -> None:
         super().first_byte(now_s, served)
@@ -37,7 +37,7 @@ class MeteredDispatch(Dispatch):
     def start(self, demand_meter: DemandMeter, arrived_s: float) -> None:
         self._demand_meter = demand_meter
         self._arrived_s = arrived_s
-        demand_meter.record_sent(self.tokens, self.cached, self._work, self.node.speed.ms_per_token)
+        demand_meter.record_sent(self.tokens, self.cached, self._work)
 
     def first_byte(self, now_s: float, served: bool = True) -> None:
         super().first_byte(now_s, served)

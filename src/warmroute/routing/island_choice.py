@@ -99,7 +99,7 @@ class IslandChoice:
         chain, block_size = self._cache_view.chain(query.group.model, lookup)
         if not chain:
             return None
-        return self._affinity.by_prompt(chain, stable_blocks(lookup.token_count, block_size), lookup.sharing_group)
+        return self._affinity.by_prompt(chain, stable_blocks(lookup.token_count, block_size), lookup.cache_group)
 
     def _on_islands(self, query: Query, *islands: str) -> Candidates:
         if query.candidates is query.group.up:
@@ -151,7 +151,7 @@ class IslandChoice:
             chain, block_size = self._cache_view.chain(query.group.model, lookup)
             if chain:
                 blocks = stable_blocks(lookup.token_count, block_size)
-                self._affinity.remember_prompt(chain, blocks, lookup.sharing_group, islands, now_s)
+                self._affinity.remember_prompt(chain, blocks, lookup.cache_group, islands, now_s)
         if lookup is not None:
             output = self._output_lengths.expected(request.model, request.tenant, request.max_output_tokens)
             self._islands.record_request_size(PROMPT_TOKEN_BYTES * lookup.token_count + OUTPUT_TOKEN_BYTES * output)

@@ -24,7 +24,7 @@ from warmroute.scaling.machine_reconciler import CONSISTENCY_S, MachineReconcile
 from warmroute.scaling.node_controller import NodeController
 from warmroute.scaling.node_lifecycle import PREWARM_TIMEOUT_S, LifecycleEvent, LifecycleState, ManagedNode
 from warmroute.scaling.prewarm import PrefixPrefiller
-from warmroute.scaling.provisioner import Machine, NoCapacity, ProvisionerError, new_token
+from warmroute.scaling.provisioner import Machine, NoCapacity, ProvisionerError
 from warmroute.scaling.provisioner_client import ProvisionerClient
 
 log = EventLog("warmroute.scaling")
@@ -152,9 +152,6 @@ class ControllerLoop:
             self._duplicates.discard(key)
 
     # Actions.
-
-    def new_token(self) -> str:
-        return new_token()
 
     def request_machine(self, managed: ManagedNode, reason: str) -> None:
         log.info("node_requested", node=managed.log_name, reason=reason)

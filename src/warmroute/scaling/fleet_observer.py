@@ -25,7 +25,7 @@ from warmroute.scaling.node_lifecycle import LifecycleState, ManagedNode
 from warmroute.scaling.offer import OfferKey
 
 COUNTERS = (
-    "arrived", "shed", "sent", "prompt_tokens", "cached_tokens", "prefill_work", "prefill_squares", "answers",
+    "arrived", "shed", "sent", "prompt_tokens", "cached_tokens", "prefill_work", "prefill_squares", "responses",
     "decode_context",
 )  # fmt: skip
 """Those of the demand meter that a sample has."""
@@ -135,7 +135,7 @@ def summarize(samples: Iterable[Sample]) -> WindowMetrics:
         [sum(column) for column in zip(*(getattr(sample, name) for sample in window), strict=True)]
         for name in ("ttft", "latency")
     )
-    sent, answers = total["sent"], total["answers"]
+    sent, responses = total["sent"], total["responses"]
     work = total["prefill_work"] / sent if sent > 0 else 0.0
     return WindowMetrics(
         span_s=span_s,
@@ -145,7 +145,7 @@ def summarize(samples: Iterable[Sample]) -> WindowMetrics:
         hit_ratio=total["cached_tokens"] / total["prompt_tokens"] if total["prompt_tokens"] > 0 else None,
         prefill_work=work if sent > 0 else None,
         variation=max(0.0, total["prefill_squares"] / sent / work**2 - 1.0) if work > 0 else 0.0,
-        decode_context=total["decode_context"] / answers if answers > 0 else None,
+        decode_context=total["decode_context"] / responses if responses > 0 else None,
         ttft_p99_ms=percentile_ms(ttft, 0.99),
         latency_p99_ms=percentile_ms(latency, 0.99),
         first_tokens=sum(ttft),

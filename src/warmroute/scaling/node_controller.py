@@ -23,6 +23,7 @@ from warmroute.index.hot_prefixes import HotPrefix
 from warmroute.scaling.autoscaler import Autoscaler
 from warmroute.scaling.node_lifecycle import LifecycleEvent, LifecycleState, ManagedNode
 from warmroute.scaling.offer import Offer
+from warmroute.scaling.provisioner import new_token
 from warmroute.scaling.scaling_decision import ScalingDecision
 
 IN_FLEET = (LifecycleState.LOADING, LifecycleState.WARMING, LifecycleState.SERVING)
@@ -30,8 +31,6 @@ IN_FLEET = (LifecycleState.LOADING, LifecycleState.WARMING, LifecycleState.SERVI
 
 class Actuator(Protocol):
     """The actions that need I/O or virtual time. A method starts its action and returns at once."""
-
-    def new_token(self) -> str: ...
 
     def request_machine(self, managed: ManagedNode, reason: str) -> None:
         """Then apply ACCEPTED, or GONE if the provisioner refuses."""
@@ -55,14 +54,15 @@ class Actuator(Protocol):
 
 class NodeController:
     def __init__(
-        self, autoscaler: Autoscaler, fleet: Fleet, actuator: Actuator, now: Callable[[], float], *,
-        retry_at_once: bool = True,
+        self, autoscaler: Autoscaler, fleet: Fleet, actuator: Actuator, now: Callable[[], float],
+        create_token: Callable[[], str] = new_token, *, retry_at_once: bool = True,
     ) -> None:  # fmt: skip
         """`retry_at_once`: a failed request ends the cooldown, so that the next decision may request another node."""
         self.autoscaler = autoscaler
         self._fleet = fleet
         self._actuator = actuator
         self._now = now
+        self._create_token = create_token
         self._retry_at_once = retry_at_once
         self.added = self.removed = self.refused = self.lost = 0
         """Nodes that began to serve, that were removed, whose request failed, that went without being removed."""
@@ -78,7 +78,7 @@ class NodeController:
                 self.apply(managed, LifecycleEvent.REMOVE, removal.reason)
 
     def _request(self, offer: Offer, reason: str) -> None:
-        managed = self.autoscaler.managed.add(self._actuator.new_token(), offer, self._now())
+        managed = self.autoscaler.managed.add(self._create_token(), offer, self._now())
         self._actuator.request_machine(managed, reason)
 
     def apply(self, managed: ManagedNode, event: LifecycleEvent, reason: str = "") -> None:

@@ -85,26 +85,6 @@ TRANSITIONS: dict[tuple[LifecycleState, LifecycleEvent], LifecycleState] = {
 class ManagedNode:
     """A node that the autoscaler requested, or adopted from an earlier router process."""
 
-    __slots__ = (
-        "adopted",
-        "failed_to_start",
-        "missing_since_s",
-        "node",
-        "offer",
-        "offer_known",
-        "reason",
-        "reclaimed",
-        "removable",
-        "requested_s",
-        "routing_stopped",
-        "serving_since_s",
-        "state",
-        "state_since_s",
-        "token",
-        "unhealthy_since_s",
-        "url",
-    )
-
     def __init__(self, token: str, offer: Offer, now_s: float) -> None:
         self.token = token
         """Identifies the request for this node for good, so that a repeated request creates nothing new."""

@@ -44,8 +44,6 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Where its engine will listen, once known."""
     reclaimed: bool = False
     """The cloud will take it back soon, or it has stopped and is still paid for: drain and terminate it now."""
-    started_s: float = 0.0
-    """When it was requested, in seconds since 1970; 0 if unknown."""
     reason: str = ""
     """Why it is in this state, in the provider's words."""
     island: str = ""

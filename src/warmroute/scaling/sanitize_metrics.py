@@ -4,18 +4,19 @@ treats such a value as unknown and reports it.
 
 from __future__ import annotations
 
-from math import isfinite
-from typing import Any, Final
+from collections.abc import Iterable
+from math import inf, isfinite
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from warmroute.scaling.fleet_observer import FleetView, NodeView, WindowMetrics
 from warmroute.scaling.validate_offers import is_quantity
 
-MIN_MS_PER_TOKEN: Final = 1e-6
-MAX_MS_PER_TOKEN: Final = 1e6
-_UNKNOWN_WINDOW: Final = WindowMetrics()
-_UNKNOWN_NODE: Final = NodeView(name="")
+T = TypeVar("T", WindowMetrics, NodeView)
+
+_LIMITS: Final = {"hit_ratio": (0.0, 1.0), "ms_per_token": (1e-6, 1e6)}
+"""The possible range of a field, where 0 to infinity is too wide."""
 _NODE_FIELDS: Final = (
     "usd_per_hour", "kv_usage", "ms_per_token", "cache_blocks", "held_blocks", "oldest_age_s", "queued",
 )  # fmt: skip
@@ -34,22 +35,23 @@ def sanitize(view: FleetView, problems: list[str]) -> FleetView:
 
 
 def _window(window: WindowMetrics, problems: list[str]) -> WindowMetrics:
-    changed: dict[str, Any] = {}
-    for field in WindowMetrics.__struct_fields__:
-        value = getattr(window, field)
-        if value is not None and (not is_quantity(value) or (field == "hit_ratio" and value > 1)):
-            changed[field] = getattr(_UNKNOWN_WINDOW, field)
-            problems.append(f"ignoring {field} {value}")
-    return msgspec.structs.replace(window, **changed) if changed else window
+    return _replace_impossible(window, WindowMetrics(), WindowMetrics.__struct_fields__, "", problems)
 
 
 def _node(node: NodeView, problems: list[str]) -> NodeView:
+    sanitized = _replace_impossible(node, NodeView(name=""), _NODE_FIELDS, f" of node {node.name}", problems)
+    if sanitized.ms_per_token != node.ms_per_token:
+        return msgspec.structs.replace(sanitized, learned=False)
+    return sanitized
+
+
+def _replace_impossible(values: T, unknown: T, fields: Iterable[str], whose: str, problems: list[str]) -> T:
     changed: dict[str, Any] = {}
-    for field in _NODE_FIELDS:
-        value = getattr(node, field)
-        if not is_quantity(value) or (field == "ms_per_token" and not MIN_MS_PER_TOKEN <= value <= MAX_MS_PER_TOKEN):
-            changed[field] = getattr(_UNKNOWN_NODE, field)
-            problems.append(f"ignoring {field} {value} of node {node.name}")
-    if "ms_per_token" in changed:
-        changed["learned"] = False
-    return msgspec.structs.replace(node, **changed) if changed else node
+    for field in fields:
+        value = getattr(values, field)
+        least, most = _LIMITS.get(field, (0.0, inf))
+        if value is None or (is_quantity(value) and least <= value <= most):
+            continue
+        changed[field] = getattr(unknown, field)
+        problems.append(f"ignoring {field} {value}{whose}")
+    return msgspec.structs.replace(values, **changed) if changed else values

@@ -111,13 +111,7 @@ class ScalingService:
         )
 
     def reconfigure(self, config: Config) -> None:
-        before, after = self._config.scaling, config.scaling
-        changed = ["[[provisioners]]"] if config.provisioners != self._config.provisioners else []
-        fixed = ("lock_file", "keda_host", "keda_port")
-        changed += [f"scaling.{name}" for name in fixed if getattr(before, name) != getattr(after, name)]
-        if changed:
-            log.warning("restart_needed", "These settings change only after a restart.", settings=", ".join(changed))
-        self._config = config
+        """Provisioners, the lock file and KEDA's address stay as they are until a restart."""
         self.autoscaler.reconfigure(config.scaling)
         self._update_first_node_wait()
 

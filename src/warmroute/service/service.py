@@ -63,16 +63,9 @@ class Service:
         self.pools = ConnectionPools(config.upstream, self.timers)
         self.journal = Journal(config.journal, self.counters, now)
         self.proxy = Proxy(
-            config,
-            self.fleet,
-            self.router,
-            self.admission,
-            self.prompt_reader,
-            self.pools,
-            self.counters,
-            self.journal,
-            now,
-        )
+            config, self.fleet, self.router, self.admission, self.prompt_reader, self.pools, self.counters,
+            self.journal, now,
+        )  # fmt: skip
         self.listener = Listener(self.proxy, config.limits, self.timers)
         node_client = NodeClient(self.pools)
         self.watcher = NodeWatcher(
@@ -85,16 +78,8 @@ class Service:
             post=node_client.post,
             on_models=lambda node, cards: self.tokenizer_registry.set_model_cards(node.name, cards),
         )
-        self._remote_tokenizer = RemoteTokenizer(node_client.post)
-        self.nodes = NodeSet(
-            self.fleet,
-            self.cache_view,
-            self.watcher,
-            self.tokenizer_registry,
-            self._remote_tokenizer,
-            self.pools,
-            self.config_reload.api_key_envs,
-        )
+        self.remote_tokenizer = RemoteTokenizer(node_client.post)
+        self.nodes = NodeSet(self)
         self.scaling = self._create_scaling(config, node_client) if config.scaling.enabled else None
         page = MetricsPage(
             self.fleet,
@@ -126,14 +111,9 @@ class Service:
             self.admission.first_node_wait_s = seconds
 
         scaling = ScalingService(
-            config,
-            self.fleet,
-            self.cache_view,
-            self.nodes,
-            node_client.post,
-            lambda: self.admission.waiting,
+            config, self.fleet, self.cache_view, self.nodes, node_client.post, lambda: self.admission.waiting,
             set_first_node_wait,
-        )
+        )  # fmt: skip
         self.router.demand_meter, self.router.hot = scaling.demand_meter, scaling.hot
         self.router.may_serve = self._may_serve
         return scaling
@@ -150,7 +130,7 @@ class Service:
     async def _fetch_tokens(self, model: str, path: bytes, body: bytes) -> bytes | None:
         """Return the tokens of a prompt, from the least loaded vLLM node of its model."""
         group = self.fleet.group(model)
-        remote = self._remote_tokenizer
+        remote = self.remote_tokenizer
         up = group.up.nodes if group else ()
         nodes = [node for node in up if node.engine == "vllm" and not remote.is_paused(node)]
         return await remote.tokenize(min(nodes, key=lambda node: node.load), path, body) if nodes else None

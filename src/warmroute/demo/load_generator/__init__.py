@@ -1,1 +1,1 @@
-"""The load generator: the simulator's workloads, sent to a real endpoint, measured from outside."""
+"""The load generator: sends replay's workloads to a real endpoint and measures the responses as a client sees them."""

@@ -1,4 +1,4 @@
-"""Drives an endpoint with a workload, open or closed loop, and measures what its clients would see."""
+"""Sends a workload to an endpoint, in an open or closed loop, and measures the responses."""
 
 from __future__ import annotations
 
@@ -11,9 +11,20 @@ from itertools import pairwise
 
 import msgspec
 
-from warmroute.demo.load_generator.prompt_requests import Message, ConversationHistory, body, extend_history, messages
-from warmroute.demo.load_generator.streaming_client import RequestFailed, RequestRefused, send_request
-from warmroute.replay.summary import Run, rounded, percentiles
+from warmroute.demo.load_generator.prompt_requests import (
+    ConversationHistory,
+    Message,
+    build_request,
+    chat_messages,
+    extend_history,
+)
+from warmroute.demo.load_generator.streaming_client import (
+    RequestFailed,
+    RequestRefused,
+    StreamedResponse,
+    send_streaming,
+)
+from warmroute.replay.summary import Run, percentiles, rounded
 from warmroute.replay.workloads.prompt_text import Form
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
@@ -23,32 +34,38 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: str = "sim"
     form: Form = "chat"
     concurrency: int | None = None
-    """Clients of the closed loop; None for the workload's own times."""
+    """Number of clients of the closed loop. None: open loop, with the workload's arrival times."""
     limit: int | None = None
     duration_s: float | None = None
     speed: float = 1.0
-    """How many times faster than life the engines run: times are sent faster and told slower by it."""
+    """The speed of the simulated engines. Requests are sent at this speed, and measured times are multiplied by it."""
     timeout_s: float = 600.0
     headers: dict[str, str] = {}
 
 
-class _Request(msgspec.Struct):
-    """A request, ready to be sent: made before its time has come, since making a long one takes milliseconds."""
+class _PreparedRequest(msgspec.Struct):
+    """A request that is built before it is due, because building a long one takes milliseconds."""
 
     prompt: WorkloadPrompt
-    asked: tuple[Message, ...]
+    messages: tuple[Message, ...]
     path: str
     body: bytes
 
 
 class LoadRun:
-    """One run. All times that it tells are those of life."""
+    """One run of a workload. All its times are in ms at speed 1."""
 
-    def __init__(self, load: LoadOptions, prompts: Iterator[WorkloadPrompt], progress: Callable[[int], object] | None = None) -> None:
-        self._load = load
+    def __init__(
+        self,
+        options: LoadOptions,
+        prompts: Iterator[WorkloadPrompt],
+        progress: Callable[[int], object] = lambda _finished: None,
+    ) -> None:
+        """`progress` gets the number of finished requests after each one."""
+        self._options = options
         self._prompts = prompts
         self._progress = progress
-        self._left = load.limit if load.limit is not None else -1
+        self._requests_left = options.limit if options.limit is not None else -1
         self._tasks: set[asyncio.Task[None]] = set()
         self._start_s = 0.0
         self._ended_ms = 0.0
@@ -56,37 +73,38 @@ class LoadRun:
         self._finished = 0
         self._rejected = 0
         self._errors: Counter[str] = Counter()
-        self.said: dict[str, str] = {}
-        """What the server said of a status, the first time."""
+        self.error_messages: dict[str, str] = {}
+        """The server's first error message for each status."""
         self._ttft_ms = array("d")
         self._inter_token_ms = array("d")
-        """Every gap between two tokens, unlike the replay's mean of each request."""
+        """Each gap between two tokens. Replay has the mean of each request instead."""
         self._latency_ms = array("d")
         self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
 
     async def run(self) -> Run:
         self._start_s = time.monotonic()
-        if self._load.concurrency is None:
+        if self._options.concurrency is None:
             await self._open_loop()
         else:
-            await asyncio.gather(*(self._client() for _ in range(self._load.concurrency)))
+            await asyncio.gather(*(self._client() for _ in range(self._options.concurrency)))
         while self._tasks:
             await asyncio.gather(*self._tasks)
         return self._summary()
 
     def _now_ms(self) -> float:
-        return (time.monotonic() - self._start_s) * 1000.0 * self._load.speed
+        return (time.monotonic() - self._start_s) * 1000.0 * self._options.speed
 
     def _may_send(self) -> bool:
-        over = self._load.duration_s is not None and self._now_ms() >= self._load.duration_s * 1000.0
-        if over or self._left == 0:
+        duration_s = self._options.duration_s
+        is_over = duration_s is not None and self._now_ms() >= duration_s * 1000.0
+        if is_over or self._requests_left == 0:
             return False
-        self._left -= 1
+        self._requests_left -= 1
         return True
 
     async def _open_loop(self) -> None:
         for prompt in self._prompts:
-            request = self._ready(prompt, ConversationHistory())
+            request = self._prepare(prompt, ConversationHistory())
             await self._pause(prompt.at_ms - self._now_ms())
             if not self._may_send():
                 return
@@ -98,67 +116,69 @@ class LoadRun:
         for prompt in self._prompts:
             if not self._may_send():
                 return
-            await self._converse(self._ready(prompt, ConversationHistory()))
+            await self._converse(self._prepare(prompt, ConversationHistory()))
 
     async def _pause(self, ms: float) -> None:
         if ms > 0:
-            await asyncio.sleep(ms / 1000.0 / self._load.speed)
+            await asyncio.sleep(ms / 1000.0 / self._options.speed)
 
-    def _ready(self, prompt: WorkloadPrompt, talk: ConversationHistory) -> _Request:
-        asked = messages(prompt, talk) if self._load.form == "chat" else ()
-        return _Request(prompt, asked, *body(prompt, asked, self._load.model, self._load.form))
+    def _prepare(self, prompt: WorkloadPrompt, history: ConversationHistory) -> _PreparedRequest:
+        options = self._options
+        messages = chat_messages(prompt, history) if options.form == "chat" else ()
+        return _PreparedRequest(prompt, messages, *build_request(prompt, messages, options.model, options.form))
 
-    async def _converse(self, request: _Request) -> None:
-        """A request and those that follow from its answer."""
+    async def _converse(self, request: _PreparedRequest) -> None:
+        """Send a request and the next turns of its conversation."""
         while True:
-            talk = await self._send(request)
-            then = request.prompt.next_turn
-            follow_up = then() if talk is not None and then is not None else None
-            if follow_up is None or talk is None:
+            response = await self._send(request)
+            next_turn = request.prompt.next_turn
+            follow_up = next_turn() if response is not None and next_turn is not None else None
+            if follow_up is None or response is None:
                 return
             due_ms = self._now_ms() + follow_up.think_ms
-            request = self._ready(follow_up.prompt, talk)
+            history = ConversationHistory()
+            if self._options.form == "chat":
+                history = extend_history(request.prompt, request.messages, "".join(response.texts))
+            request = self._prepare(follow_up.prompt, history)
             await self._pause(due_ms - self._now_ms())
             if not self._may_send():
                 return
 
-    async def _send(self, request: _Request) -> ConversationHistory | None:
-        """What was said with its answer; None where there is none."""
-        load, prompt = self._load, request.prompt
+    async def _send(self, request: _PreparedRequest) -> StreamedResponse | None:
+        """Send a request and measure its response. Return None if it failed."""
+        options, prompt = self._options, request.prompt
         self._sent += 1
-        headers = {"X-Priority": prompt.priority, **load.headers}
+        headers = {"X-Priority": prompt.priority, **options.headers}
         if prompt.session:
             headers["X-Session-Id"] = prompt.session.decode()
         try:
-            answer = await send_request(load.url, request.path, request.body, headers, load.timeout_s)
+            response = await send_streaming(options.url, request.path, request.body, headers, options.timeout_s)
         except RequestRefused as refused:
             self._rejected += refused.status == 429
-            self.said.setdefault(f"status {refused.status}", refused.said)
+            self.error_messages.setdefault(f"status {refused.status}", refused.message)
             if refused.status != 429:
                 self._errors[f"status {refused.status}"] += 1
-            if load.concurrency is not None:
-                await asyncio.sleep(min(refused.retry_after_s, 5.0) / load.speed)
+            if options.concurrency is not None:
+                await asyncio.sleep(min(refused.retry_after_s, 5.0) / options.speed)
             return None
-        except RequestFailed as broken:
-            self._errors[str(broken)] += 1
+        except RequestFailed as failed:
+            self._errors[str(failed)] += 1
             return None
         ended_s = time.monotonic()
         self._ended_ms = self._now_ms()
-        times_s = answer.times_s
+        times_s = response.times_s
         if not times_s:
-            self._errors["an answer without text"] += 1
+            self._errors["a response without text"] += 1
             return None
-        to_ms = 1000.0 * load.speed
         self._finished += 1
-        self._ttft_ms.append((times_s[0] - answer.sent_s) * to_ms)
-        self._latency_ms.append((ended_s - answer.sent_s) * to_ms)
-        self._inter_token_ms.extend((b - a) * to_ms for a, b in pairwise(times_s))
-        self._prompt_tokens += answer.prompt_tokens
-        self._cached_tokens += answer.cached_tokens
-        self._output_tokens += answer.output_tokens or len(times_s)
-        if self._progress is not None:
-            self._progress(self._finished)
-        return extend_history(prompt, request.asked, "".join(answer.texts)) if load.form == "chat" else ConversationHistory()
+        self._ttft_ms.append(response.ttft_ms * options.speed)
+        self._latency_ms.append((ended_s - response.sent_s) * 1000.0 * options.speed)
+        self._inter_token_ms.extend((b - a) * 1000.0 * options.speed for a, b in pairwise(times_s))
+        self._prompt_tokens += response.prompt_tokens
+        self._cached_tokens += response.cached_tokens
+        self._output_tokens += response.output_tokens or len(times_s)
+        self._progress(self._finished)
+        return response
 
     def _summary(self) -> Run:
         duration_s = max(1e-9, self._ended_ms / 1000.0)

@@ -1,7 +1,7 @@
-"""Requests as bytes: a workload's prompt as messages, text or token ids (`sim.workloads.text`).
+"""Converts a workload's prompts to HTTP requests, as messages, text or token ids.
 
-A chat's system message is the workload's system prompt, the rest is the user's. A conversation goes on with what the
-endpoint really answered, so that the next turn finds this turn's blocks in the engine's cache.
+The system message of a chat is the workload's system prompt. The next turn of a conversation contains what the endpoint
+really answered, so that it finds this turn's blocks in the engine's cache.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import msgspec
 from warmroute.replay.workloads.prompt_text import Form, system_end, token_ids, words
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
-__all__ = ["Form", "Message", "Talk", "body", "carried_on", "messages"]
-
 
 class Message(msgspec.Struct, frozen=True):
     role: str
@@ -20,27 +18,29 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class ConversationHistory(msgspec.Struct, frozen=True):
-    """What was said before the next prompt of a conversation: its messages, and how many tokens they stand for."""
+    """The messages before the next prompt of a conversation, and how many of the prompt's tokens they represent."""
 
     messages: tuple[Message, ...] = ()
     tokens: int = 0
 
 
-def messages(prompt: WorkloadPrompt, talk: ConversationHistory) -> tuple[Message, ...]:
-    """All messages of the prompt, those that were said before as they were said."""
-    said, start = talk.messages, talk.tokens
-    if not said and prompt.system_tokens:
+def chat_messages(prompt: WorkloadPrompt, history: ConversationHistory) -> tuple[Message, ...]:
+    """Return all messages of a prompt: the history, and a new user message."""
+    earlier, start = history.messages, history.tokens
+    if not earlier and prompt.system_tokens:
         start = system_end(prompt)
-        said = (Message("system", words(prompt, 0, start)),)
-    return (*said, Message("user", words(prompt, start, prompt.prompt_tokens)))
+        earlier = (Message("system", words(prompt, 0, start)),)
+    return (*earlier, Message("user", words(prompt, start, prompt.prompt_tokens)))
 
 
-def extend_history(prompt: WorkloadPrompt, asked: tuple[Message, ...], answer: str) -> ConversationHistory:
-    return ConversationHistory((*asked, Message("assistant", answer)), prompt.prompt_tokens + prompt.output_tokens)
+def extend_history(prompt: WorkloadPrompt, messages: tuple[Message, ...], response_text: str) -> ConversationHistory:
+    """Return the history after a response to `messages`."""
+    tokens = prompt.prompt_tokens + prompt.output_tokens
+    return ConversationHistory((*messages, Message("assistant", response_text)), tokens)
 
 
-def body(prompt: WorkloadPrompt, asked: tuple[Message, ...], model: str, form: Form) -> tuple[str, bytes]:
-    """The path and the body of the request: streamed, with usage, of exactly the planned length."""
+def build_request(prompt: WorkloadPrompt, messages: tuple[Message, ...], model: str, form: Form) -> tuple[str, bytes]:
+    """Return path and body of a streaming request with usage. The output has exactly the workload's length."""
     fields: dict[str, object] = {
         "model": model,
         "stream": True,
@@ -54,6 +54,6 @@ def body(prompt: WorkloadPrompt, asked: tuple[Message, ...], model: str, form: F
     if prompt.cache_salt:
         fields["cache_salt"] = prompt.cache_salt
     if form == "chat":
-        return "/v1/chat/completions", msgspec.json.encode({**fields, "messages": asked})
+        return "/v1/chat/completions", msgspec.json.encode({**fields, "messages": messages})
     text = words if form == "completion" else token_ids
     return "/v1/completions", msgspec.json.encode({**fields, "prompt": text(prompt, 0, prompt.prompt_tokens)})

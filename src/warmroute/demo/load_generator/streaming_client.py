@@ -1,33 +1,33 @@
-"""A minimal streaming HTTP client: one POST, its answer as server-sent events with the time of each."""
+"""Sends one streaming request, and records the time of each piece of text in its response."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from urllib.parse import urlsplit
+from typing import Final
+from urllib.parse import urljoin
 
 import msgspec
 
-LIMIT_BYTES = 2**20
-REASON_BYTES = 4096
-REASON_S = 2.0
-"""How much of an error is read, and for how long."""
+from warmroute.http_client import BrokenResponse, Response, open_response
+
+_MAX_ERROR_BYTES: Final = 4096
+_ERROR_TIMEOUT_S: Final = 2.0
 
 
 class RequestRefused(Exception):
-    """An answer other than 200."""
+    """The response has a status other than 200."""
 
-    def __init__(self, status: int, retry_after_s: float, said: str = "") -> None:
+    def __init__(self, status: int, retry_after_s: float, message: str = "") -> None:
         super().__init__(f"status {status}")
         self.status = status
         self.retry_after_s = retry_after_s
-        self.said = said
-        """Why, as the server says it."""
+        self.message = message
+        """The error message of the server."""
 
 
 class RequestFailed(Exception):
-    """No answer, or one that did not end as it should. The message is a short reason to count by."""
+    """No response, or an incomplete one. The message is a short reason to count by."""
 
 
 class _Details(msgspec.Struct):
@@ -56,127 +56,108 @@ class _Event(msgspec.Struct):
     error: msgspec.Raw | None = None
 
 
-class _Told(msgspec.Struct):
+class _ErrorDetails(msgspec.Struct):
     message: str = ""
 
 
 class _Error(msgspec.Struct):
-    error: _Told | str = ""
+    error: _ErrorDetails | str = ""
     message: str = ""
 
 
 _decoder = msgspec.json.Decoder(_Event)
 
 
-class Answer(msgspec.Struct):
-    """What came back, with the moments (s, monotonic) at which text arrived."""
+class StreamedResponse(msgspec.Struct):
+    """A complete response. Times are monotonic seconds."""
 
     sent_s: float
     times_s: list[float] = []
+    """When each of `texts` arrived."""
     texts: list[str] = []
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
 
+    @property
+    def ttft_ms(self) -> float:
+        """Time to the first text. There must be one."""
+        return (self.times_s[0] - self.sent_s) * 1000.0
 
-async def send_request(url: str, path: str, body: bytes, headers: dict[str, str], timeout_s: float) -> Answer:
-    """Raises Refused or Broken."""
-    parts = urlsplit(url)
-    host, port = parts.hostname or "127.0.0.1", parts.port or (443 if parts.scheme == "https" else 80)
-    answer = Answer(time.monotonic())
-    writer: asyncio.StreamWriter | None = None
+
+async def send_streaming(
+    url: str, path: str, body: bytes, headers: dict[str, str], timeout_s: float
+) -> StreamedResponse:
+    """Send a request and read the whole response. Raises RequestRefused, RequestFailed."""
+    result = StreamedResponse(time.monotonic())
     try:
-        async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(
-                host, port, ssl=True if parts.scheme == "https" else None, limit=LIMIT_BYTES
-            )
-            extra = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-            head = f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-            writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n{extra}\r\n".encode() + body)
-            await _read(reader, answer)
+        async with (
+            asyncio.timeout(timeout_s),
+            open_response("POST", urljoin(url, path), body, headers.items()) as response,
+        ):
+            if response.status != 200:
+                after = response.head.retry_after
+                message = await _error_message(response)
+                raise RequestRefused(response.status, float(after) if after.isdigit() else 1.0, message)
+            await _read_events(response, result)
     except TimeoutError:
-        raise RequestFailed("timed out") from None
-    except asyncio.IncompleteReadError:
-        raise RequestFailed("the answer broke off") from None
-    except (OSError, asyncio.LimitOverrunError) as error:
+        raise RequestFailed("timeout") from None
+    except BrokenResponse:
+        raise RequestFailed("the response broke off") from None
+    except OSError as error:
         raise RequestFailed(type(error).__name__) from None
-    finally:
-        if writer is not None:
-            writer.close()
-    return answer
+    return result
 
 
-async def _read(reader: asyncio.StreamReader, answer: Answer) -> None:
-    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-    status_line, *lines = head.split("\r\n")
-    fields = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
-    words = status_line.split(" ", 2)
-    status = int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
-    if status != 200:
-        after = fields.get("retry-after", "")
-        raise RequestRefused(status, float(after) if after.isdigit() else 1.0, await _reason(reader, fields))
-    chunked = "chunked" in fields.get("transfer-encoding", "").lower()
-    done = False
-    # Read to its end: whoever asks again at [DONE] may be there before the router has closed the books on this one.
-    async for line in _lines(reader, chunked):
-        if line == b"data: [DONE]":
-            done = True
-        elif line.startswith(b"data: "):
-            _take(line[6:], answer)
-    if not done:
-        raise RequestFailed("the answer ended without [DONE]")
-
-
-async def _reason(reader: asyncio.StreamReader, fields: dict[str, str]) -> str:
-    """The sentence of an error's JSON, else how its body begins."""
-    length = fields.get("content-length", "")
+async def _error_message(response: Response) -> str:
+    """Return the message of an error's JSON, or else the beginning of its body."""
+    body = b""
     try:
-        async with asyncio.timeout(REASON_S):
-            body = await reader.readexactly(min(int(length), REASON_BYTES) if length.isdigit() else REASON_BYTES)
-    except asyncio.IncompleteReadError as error:
-        body = error.partial
-    except (TimeoutError, OSError):
+        async with asyncio.timeout(_ERROR_TIMEOUT_S):
+            async for piece in response.pieces():
+                body += piece
+                if len(body) >= _MAX_ERROR_BYTES:
+                    break
+    except OSError:
         return ""
-    text = body.decode("utf-8", "replace")
-    start, end = text.find("{"), text.rfind("}")  # chunked or not
     try:
-        told = msgspec.json.decode(text[start : end + 1], type=_Error)
+        decoded = msgspec.json.decode(body, type=_Error)
     except (msgspec.ValidationError, msgspec.DecodeError):
-        return " ".join(text.split())[:200]
-    return told.error.message if isinstance(told.error, _Told) else told.message
+        return " ".join(body.decode("utf-8", "replace").split())[:200]
+    return decoded.error.message if isinstance(decoded.error, _ErrorDetails) else decoded.message
 
 
-async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
+async def _read_events(response: Response, result: StreamedResponse) -> None:
+    done = False
     rest = b""
-    while True:
-        if chunked:
-            size = int((await reader.readuntil(b"\r\n")).split(b";")[0], 16)
-            data = await reader.readexactly(size + 2)
-            piece = data[:-2]
-        else:
-            piece = await reader.read(65_536)
-        if not piece:
-            return
-        *whole, rest = (rest + piece).split(b"\n")
-        for line in whole:
-            yield line.rstrip(b"\r")
+    # Read beyond [DONE] to the end, so that the router has closed this request before the client sends the next one.
+    async for piece in response.pieces():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            line = line.rstrip(b"\r")
+            if line == b"data: [DONE]":
+                done = True
+            elif line.startswith(b"data: "):
+                _add_event(line[6:], result)
+    if not done:
+        raise RequestFailed("the response ended without [DONE]")
 
 
-def _take(data: bytes, answer: Answer) -> None:
+def _add_event(data: bytes, result: StreamedResponse) -> None:
     try:
         event = _decoder.decode(data)
     except (msgspec.ValidationError, msgspec.DecodeError):
-        raise RequestFailed("an event that is not a chunk") from None
+        raise RequestFailed("an event is not a valid chunk") from None
     if event.error is not None:
-        raise RequestFailed("an error within the answer")
+        raise RequestFailed("an error event in the response")
     for choice in event.choices:
         delta = choice.delta
         text = choice.text if delta is None else delta.content or delta.reasoning_content
         if text:
-            answer.times_s.append(time.monotonic())
-            answer.texts.append(text)
+            result.times_s.append(time.monotonic())
+            result.texts.append(text)
     usage = event.usage
     if usage is not None:
-        answer.prompt_tokens, answer.output_tokens = usage.prompt_tokens, usage.completion_tokens
+        result.prompt_tokens, result.output_tokens = usage.prompt_tokens, usage.completion_tokens
         details = usage.prompt_tokens_details
-        answer.cached_tokens = (details.cached_tokens or 0) if details else 0
+        result.cached_tokens = (details.cached_tokens or 0) if details else 0

@@ -1,8 +1,8 @@
-"""What a request is made of, block by block: the hash of each full block of its prompt and of its answer.
+"""The content of a request as block hashes: one for each full block of its prompt and its output.
 
-The core never sees tokens. It asks a request's content for hashes by block index, as far as it needs them. The same
-hash means the same tokens after the same prefix, in the same namespace. Blocks past what the content knows (answers
-that nobody will send back) get hashes that no other request has, derived from the content's seed.
+The core does not read tokens. It asks a request's content for hashes by block index when it needs them. Two equal
+hashes mean the same tokens after the same prefix in the same namespace. Blocks that the content does not know (outputs
+that no later prompt contains) get unique hashes, derived from the content's seed.
 """
 
 from array import array
@@ -14,15 +14,16 @@ _MASK64 = (1 << 64) - 1
 
 
 class BlockContent(Protocol):
-    """Hashes, and where there are any tokens, of full blocks [start, stop)."""
+    """The hashes and tokens of the full blocks [start, stop)."""
 
     def hashes(self, start: int, stop: int) -> list[int]: ...
 
-    def token_ids(self, start: int, stop: int) -> list[int]: ...
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Return the tokens, or an empty list if the content has only hashes."""
 
 
 def mix64(seed: int, index: int) -> int:
-    """A well-spread 64-bit value from two integers (splitmix64)."""
+    """Hash two integers to 64 bits (splitmix64)."""
     z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & _MASK64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -30,50 +31,23 @@ def mix64(seed: int, index: int) -> int:
 
 
 def seed64(text: str) -> int:
-    """The same 64-bit seed for the same text, in every process."""
+    """Hash a text to a 64-bit seed, the same one in every process."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def namespace_offset(lora_name: str | None, cache_salt: str | None) -> int:
-    """What keeps the abstract hashes of a LoRA or a salt apart from everybody else's; 0 without either."""
+    """Return the number that is added to trace hashes to separate a LoRA or a salt from others; 0 without either."""
     if lora_name is None and cache_salt is None:
         return 0
-    return seed64(f"{lora_name!r}\x00{cache_salt!r}") >> 1  # leaves room above it for a trace's dense ids
-
-
-class ChainContent:
-    """Blocks given as hashes at the engine's own block size.
-
-    The chain may run on into the answer, which is how the next turn of a conversation finds this one's blocks: give
-    both turns the same chain.
-    """
-
-    __slots__ = ("_chain", "_namespace", "_seed")
-
-    def __init__(
-        self, chain: Sequence[int], *, seed: int, lora_name: str | None = None, cache_salt: str | None = None
-    ) -> None:
-        self._chain = chain
-        self._seed = seed
-        self._namespace = namespace_offset(lora_name, cache_salt)
-
-    def hashes(self, start: int, stop: int) -> list[int]:
-        known = list(self._chain[start:stop])
-        if self._namespace:
-            known = [(value + self._namespace) & _MASK64 for value in known]
-        known.extend(mix64(self._seed, index) for index in range(start + len(known), stop))
-        return known
-
-    def token_ids(self, start: int, stop: int) -> list[int]:
-        return []
+    return seed64(f"{lora_name!r}\x00{cache_salt!r}") >> 1  # leaves room for a trace's ids, which are added to it
 
 
 class TraceContent:
     """A prompt of a Mooncake-format trace: hash ids, chained over their prefix, each for `id_tokens` tokens.
 
-    An engine block inside an id's tokens is that id's n-th part; one that spans several ids is known by the last of
-    them. A last id that covers a partial stretch still names its content, so its full engine blocks count. What the
-    ids do not cover (a trace that leaves out the partial last one, and the answer) is nobody else's.
+    An engine block that is smaller than an id is the id's n-th part. An engine block that spans several ids is
+    identified by the last of them. If the last id covers fewer than `id_tokens` tokens, the full engine blocks within
+    it count. Tokens without an id (the output, and the end of the prompt in some traces) are unique to this request.
     """
 
     __slots__ = ("_covered", "_ids", "_namespace", "_parts", "_seed", "_span")
@@ -94,7 +68,7 @@ class TraceContent:
         elif block_size % id_tokens == 0:
             self._parts, self._span = 1, block_size // id_tokens
         else:
-            raise ValueError(f"blocks of {block_size} tokens do not line up with hash ids of {id_tokens}")
+            raise ValueError(f"block size {block_size} is no multiple or divisor of {id_tokens} tokens per hash id")
         self._ids = hash_ids
         self._covered = min(prompt_tokens, len(hash_ids) * id_tokens) // block_size
         self._seed = seed
@@ -123,9 +97,9 @@ class TraceContent:
 
 
 class TokenContent:
-    """Real tokens, prompt and planned answer; the hash chains over tokens, LoRA name and salt as vLLM's does.
+    """Real tokens of the prompt and the planned output. Hashes chain over tokens, LoRA name and salt, as in vLLM.
 
-    The hash function is not vLLM's (which is the operator's choice there, and opaque to everybody else).
+    The hash function is not vLLM's: there the operator chooses it, and readers of KV events cannot compute it.
     """
 
     __slots__ = ("_block_size", "_known", "_lora_name", "_salt", "_tokens")

@@ -1,16 +1,16 @@
-"""The paged KV cache of one engine: which blocks are in use, which are reusable, which go next.
+"""The paged KV cache of one engine: which blocks are in use, which are reusable, which are evicted next.
 
-A block is always in exactly one place: block 0 is the null block and is never handed out; a block in use belongs to
-one request or, when its content was hit, to several (`_shared` counts the holders beyond the first); any other block
-is free. Free blocks are taken in vLLM's order, which its one queue amounts to:
+Block 0 is the null block and is never allocated. A block in use belongs to one request, or to several after a cache hit
+(`_shared` counts the holders beyond the first). All other blocks are free. Allocation takes free blocks in the order
+that vLLM's free queue has:
 
 1. blocks without content (the unfinished last block of a request), the latest freed first;
-2. blocks never used yet;
-3. cached blocks, the least recently freed first. Taking one evicts its content, to the CPU tier where there is one.
+2. blocks that were never used;
+3. cached blocks, the least recently freed first. This evicts their content, to the CPU tier if there is one.
 
-A request's blocks are freed tail first, so a prefix outlives what follows it. Two blocks may hold the same content
-(a prompt that ends on a block boundary recomputes its last block): the first is the one that is hit, and each is
-removed on its own.
+A request's blocks are freed tail first, so that a prefix stays longer than its continuation. Two blocks can have the
+same content, because a prompt that ends on a block boundary recomputes its last block. Then lookups find the first one,
+and each of them is evicted separately.
 """
 
 from collections import OrderedDict, deque
@@ -23,7 +23,7 @@ _FIRST, _SECOND = itemgetter(0), itemgetter(1)
 
 
 class BlockPool:
-    """Block ids in, block ids out; contents are hashes. Appends what happened to `events` where that is a list."""
+    """Allocates and frees blocks by id. Contents are hashes. Appends KV events to `events`, unless that is None."""
 
     __slots__ = (
         "_blank",
@@ -40,21 +40,21 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, cpu_blocks: int = 0, events: list[KvEvent] | None = None) -> None:
         if num_blocks < 2:
-            raise ValueError("an engine needs two blocks at least: block 0 is the null block")
+            raise ValueError("an engine needs at least two blocks: block 0 is the null block")
         self.num_blocks = num_blocks
         self.cpu_blocks = cpu_blocks
         self.events = events
         self._blank: list[int] = []  # free, without content; a stack
         self._never_used = 1  # this id and all above it are free
-        self._idle: OrderedDict[int, int] = OrderedDict()  # free, cached: block → hash, next to go first
-        self._cached: dict[int, int] = {}  # hash → the block that is hit
+        self._idle: OrderedDict[int, int] = OrderedDict()  # free, cached: block → hash, next to evict first
+        self._cached: dict[int, int] = {}  # hash → the block that lookups find
         self._duplicates: dict[int, list[int]] = {}  # hash → further blocks with that content
         self._shared: dict[int, int] = {}  # block in use → holders beyond the first
-        self._cpu: OrderedDict[int, None] = OrderedDict()  # hashes in host memory, next to go first
+        self._cpu: OrderedDict[int, None] = OrderedDict()  # hashes in host memory, next to evict first
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that an allocation may take, cached ones included."""
+        """Blocks that can be allocated, including cached ones."""
         return len(self._blank) + self.num_blocks - self._never_used + len(self._idle)
 
     @property
@@ -62,21 +62,13 @@ class BlockPool:
         """Blocks that running requests hold."""
         return self.num_blocks - 1 - self.free_blocks
 
-    @property
-    def cached_hashes(self) -> int:
-        """Distinct contents on the GPU."""
-        return len(self._cached)
-
-    def holds(self, block_hash: int) -> bool:
-        return block_hash in self._cached
-
     def match(self, hashes: list[int], limit: int) -> list[int]:
-        """The blocks that hold the leading hashes, at most `limit`."""
+        """Return the blocks of the leading hashes that are cached, at most `limit`."""
         cached = self._cached
         hits: list[int] = []
         start = 0
         while start < limit:
-            # Growing strides: a miss at the first block is cheap, a long hit runs in C.
+            # Slices of growing length: a miss at the first block is cheap, a long hit runs in C.
             stop = min(limit, 2 * start + 8)
             found = list(map(cached.get, hashes[start:stop], repeat(0)))
             if 0 in found:
@@ -87,7 +79,7 @@ class BlockPool:
         return hits
 
     def match_cpu(self, hashes: list[int], start: int, limit: int) -> int:
-        """How many hashes from `start` on lie in host memory, at most up to `limit`."""
+        """Return how many consecutive hashes from `start` up to `limit` are in host memory."""
         cpu = self._cpu
         stop = start
         while stop < limit and hashes[stop] in cpu:
@@ -95,13 +87,13 @@ class BlockPool:
             stop += 1
         return stop - start
 
-    def idle_among(self, blocks: list[int]) -> int:
-        """How many of these cached blocks nobody holds: hitting them takes them out of the free ones."""
+    def count_idle(self, blocks: list[int]) -> int:
+        """Return how many of these cached blocks are free. Acquiring those lowers `free_blocks`."""
         idle = self._idle
         return sum(map(idle.__contains__, blocks))
 
-    def hold(self, blocks: list[int]) -> None:
-        """Takes blocks that were matched."""
+    def acquire(self, blocks: list[int]) -> None:
+        """Add a holder to cached blocks, which `match` returned."""
         idle, shared = self._idle, self._shared
         for block in blocks:
             if block in idle:
@@ -110,7 +102,7 @@ class BlockPool:
                 shared[block] = shared.get(block, 0) + 1
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` free blocks, evicting what the cached ones among them held. The caller has seen they fit."""
+        """Allocate `count` free blocks and evict the content of cached ones. The caller has checked `free_blocks`."""
         blank = self._blank
         if count == 1 and blank:
             return [blank.pop()]
@@ -138,13 +130,13 @@ class BlockPool:
             deque(map(cached.__delitem__, gone), maxlen=0)  # a loop that runs in C
         else:
             for block, block_hash in pairs:
-                self._forget(block, block_hash)
+                self._uncache(block, block_hash)
         if self.events is not None:
             self.events.append(BlockRemoved(gone, GPU, 0))
         if self.cpu_blocks:
-            self._fall_to_cpu(gone)
+            self._offload_to_cpu(gone)
 
-    def _forget(self, block: int, block_hash: int) -> None:
+    def _uncache(self, block: int, block_hash: int) -> None:
         others = self._duplicates.get(block_hash)
         if others is None:
             del self._cached[block_hash]
@@ -156,7 +148,7 @@ class BlockPool:
         if not others:
             del self._duplicates[block_hash]
 
-    def _fall_to_cpu(self, hashes: list[int]) -> None:
+    def _offload_to_cpu(self, hashes: list[int]) -> None:
         cpu, events = self._cpu, self.events
         new = [block_hash for block_hash in hashes if block_hash not in cpu]
         cpu.update(zip(hashes, repeat(None), strict=False))
@@ -175,7 +167,7 @@ class BlockPool:
                 events.append(BlockStored(kept, None, [], 0, None, CPU, None, group_idx=0))
 
     def store(self, blocks: list[int], hashes: list[int]) -> None:
-        """Makes the content of held blocks known, so that others may hit it."""
+        """Make blocks in use reusable under these hashes."""
         cached = self._cached
         if cached.keys().isdisjoint(hashes):
             cached.update(zip(hashes, blocks, strict=True))
@@ -187,7 +179,7 @@ class BlockPool:
                 cached[block_hash] = block
 
     def free(self, blocks: list[int], hashes: list[int]) -> None:
-        """Gives up a request's blocks; `hashes` are those of its leading, stored ones, the others have no content."""
+        """Free a request's blocks. `hashes` belong to its leading, stored blocks. The other blocks have no content."""
         stored = len(hashes)
         self._blank.extend(blocks[stored:])
         if not stored:
@@ -195,7 +187,7 @@ class BlockPool:
         tail_first = blocks[stored - 1 :: -1]
         shared, idle = self._shared, self._idle
         held_by_others = list(map(shared.__contains__, tail_first)) if shared else []
-        # What is shared is the head of a prompt, as a rule; the tail before it goes in one piece.
+        # Usually only the head of a prompt is shared, so the tail is freed in one piece.
         alone = held_by_others.index(True) if True in held_by_others else stored
         head_last = hashes[::-1]
         idle.update(zip(tail_first[:alone], head_last[:alone], strict=True))
@@ -209,7 +201,7 @@ class BlockPool:
                 shared[block] = holders - 1
 
     def reset(self) -> bool:
-        """Forgets all content; refused, as vLLM does, while any block is in use."""
+        """Clear the prefix cache. Return False, as vLLM does, if a block is in use."""
         if self.used_blocks:
             return False
         self._blank[:0] = reversed(self._idle)
@@ -220,29 +212,3 @@ class BlockPool:
         if self.events is not None:
             self.events.append(AllBlocksCleared())
         return True
-
-    def check(self, held: list[list[int]]) -> None:
-        """Raises unless every block is in one place; `held` is every request's blocks. For tests: slow."""
-        holders: dict[int, int] = {}
-        for blocks in held:
-            if len(set(blocks)) != len(blocks):
-                raise AssertionError("a request holds a block twice")
-            for block in blocks:
-                holders[block] = holders.get(block, 0) + 1
-        free = [*self._blank, *self._idle, *range(self._never_used, self.num_blocks)]
-        if len(set(free)) != len(free) or set(free) & holders.keys():
-            raise AssertionError("a block is in two places")
-        if len(free) + len(holders) != self.num_blocks - 1 or 0 in holders or 0 in free:
-            raise AssertionError("a block is lost, or the null block was given out")
-        if {block: count - 1 for block, count in holders.items() if count > 1} != self._shared:
-            raise AssertionError("references do not add up")
-        contents = [*self._cached.items(), *((h, b) for h, blocks in self._duplicates.items() for b in blocks)]
-        if len({block for _, block in contents}) != len(contents):
-            raise AssertionError("a block has two contents")
-        by_block = {block: block_hash for block_hash, block in contents}
-        if any(by_block.get(block) != block_hash for block, block_hash in self._idle.items()):
-            raise AssertionError("an idle block is not cached under its content")
-        if any(block not in holders and block not in self._idle for block in by_block):
-            raise AssertionError("a cached block is neither held nor idle")
-        if len(self._cpu) > self.cpu_blocks:
-            raise AssertionError("the CPU tier holds too much")

@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out: plain values. Times are in ms on the driver's clock."""
+"""Inputs and outputs of an engine core, as plain values. Times are in ms on the driver's clock."""
 
 import msgspec
 
@@ -6,21 +6,21 @@ from warmroute.fake_engine.core.block_content import BlockContent
 
 
 class EngineRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request. How long its answer will be is decided by whoever submits it."""
+    """One request. The driver decides the length of its output."""
 
     request_id: str
     prompt_tokens: int
     output_tokens: int
     content: BlockContent
     priority: int = 0
-    """Lower is earlier, where the engine schedules by priority."""
+    """A lower number is served first, if the engine schedules by priority."""
     lora_name: str | None = None
     cache_salt: str | None = None
     session_id: str | None = None
 
 
 class FirstToken(msgspec.Struct, frozen=True, gc=False):
-    """The first token of an answer."""
+    """The first output token of a request."""
 
     request_id: str
     at_ms: float
@@ -28,24 +28,24 @@ class FirstToken(msgspec.Struct, frozen=True, gc=False):
 
 
 class Token(msgspec.Struct, frozen=True, gc=False):
-    """A further token (only from an engine that tells every token)."""
+    """A further output token. Only engines with `every_token` emit it."""
 
     request_id: str
     at_ms: float
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False):
-    """The end of a request, with the story of its life. Times that were never reached are None."""
+    """The end of a request, with its statistics. A time that the request did not reach is None."""
 
     request_id: str
     at_ms: float
     reason: str
-    """`length`, or `abort`."""
+    """`length` or `abort`."""
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens that were not computed, from the GPU's cache or from the CPU tier."""
+    """Prompt tokens that were not computed, from the GPU cache or the CPU tier."""
     reloaded_tokens: int
-    """Those of them that came from the CPU tier."""
+    """Those of `cached_tokens` that came from the CPU tier."""
     output_tokens: int
     preemptions: int
     arrived_ms: float
@@ -57,4 +57,4 @@ EngineOutput = FirstToken | Token | Finished
 
 
 class RequestTooLong(ValueError):
-    """The request could not be served even by an empty engine."""
+    """The request does not fit even into an empty engine."""

@@ -1,8 +1,8 @@
-"""Running totals of one engine, for its metrics. Gauges are read off the engine itself."""
+"""Counters of one engine, for its metrics. Gauges are properties of the engine core."""
 
 
 class EngineStats:
-    """Tokens and requests since the start; named after the vLLM metric that each one feeds."""
+    """Totals since the start, named after the vLLM metric that each one feeds."""
 
     __slots__ = (
         "busy_ms",
@@ -26,8 +26,8 @@ class EngineStats:
         self.requests_aborted = 0
         self.steps = 0
         self.busy_ms = 0.0
-        self.prompt_tokens = 0  # of prompts that were prefilled to their end
-        self.prompt_tokens_computed = 0  # what prefill steps computed, recomputation after preemption included
+        self.prompt_tokens = 0  # of prompts whose prefill is complete
+        self.prompt_tokens_computed = 0  # by prefill, including recomputation after preemption
         self.generation_tokens = 0
         self.prefix_cache_queries = 0  # tokens, at first admission only
         self.prefix_cache_hits = 0  # tokens, GPU cache only

@@ -1,8 +1,8 @@
-"""What an engine says of its KV cache, in vLLM 0.32's own words and field order.
+"""The KV events of an engine, with vLLM 0.32's names and field order.
 
-Encoded with msgspec's msgpack these are the bytes that vLLM publishes, with two steps left to the publisher: it wraps
-a step's events in an `EventBatch`, and passes them through `wire_events`, since the core puts all blocks that one
-allocation pushed out into one event and vLLM sends one event a block.
+Encoded with msgspec's msgpack, they are the bytes that vLLM publishes. Two steps are left to the publisher: it wraps
+the events of a step in an `EventBatch`, and it splits them with `wire_events`, because the core reports all blocks that
+one allocation evicts in one event and vLLM sends one event for each block.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +14,7 @@ CPU = "CPU"
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Consecutive blocks of one request that became reusable, the first one's parent named."""
+    """Consecutive blocks of one request that became reusable. `parent_block_hash` precedes the first of them."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -33,7 +33,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Blocks that were pushed out of one medium, in the order in which they went."""
+    """Blocks that were evicted from one medium, in the order of eviction."""
 
     block_hashes: list[int]
     medium: str | None
@@ -43,13 +43,13 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """The whole prefix cache was dropped."""
+    """The engine cleared its whole prefix cache."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 KvEventSink = Callable[[float, list[KvEvent]], None]
-"""Takes the time (ms) at which a step ended and the events of that step; never called with an empty list."""
+"""Takes the time (ms) at which a step ended and the events of that step. The list is never empty."""
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -61,7 +61,7 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 def wire_events(events: Iterable[KvEvent]) -> Iterator[KvEvent]:
-    """The events as vLLM sends them: one `BlockRemoved` a block, one `BlockStored` a block of the CPU tier."""
+    """Split events as vLLM sends them: one `BlockRemoved` per block, one `BlockStored` per block of the CPU tier."""
     for event in events:
         if isinstance(event, BlockRemoved):
             for block_hash in event.block_hashes:

@@ -1,4 +1,4 @@
-"""LoRA adapters on the GPU: at most `slots` of them in one batch, the least recently used one makes way for another."""
+"""LoRA adapters on the GPU: at most `slots` in one batch. Loading another one evicts the least recently used."""
 
 
 class LoraSlots:
@@ -17,8 +17,8 @@ class LoraSlots:
     def admits(self, name: str | None) -> bool:
         return name is None or name in self._running or len(self._running) < self.slots
 
-    def enter(self, name: str | None) -> float:
-        """A request joins the batch; the time (ms) it takes to load its adapter."""
+    def add_request(self, name: str | None) -> float:
+        """Count a request that joins the batch. Return the time (ms) to load its adapter."""
         if name is None:
             return 0.0
         self._running[name] = self._running.get(name, 0) + 1
@@ -31,7 +31,7 @@ class LoraSlots:
         self._resident[name] = None
         return self.load_ms
 
-    def leave(self, name: str | None) -> None:
+    def remove_request(self, name: str | None) -> None:
         if name is None:
             return
         count = self._running[name] - 1

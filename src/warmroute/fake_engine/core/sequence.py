@@ -1,4 +1,4 @@
-"""A request inside the engine: the scheduler's notes on it."""
+"""A request inside the engine, with the scheduler's state of it."""
 
 from enum import IntEnum
 
@@ -9,12 +9,15 @@ class State(IntEnum):
     WAITING = 0
     PREFILLING = 1
     DECODING = 2
-    GONE = 3
+    FINISHED = 3
 
 
 class Sequence:
-    """Mutable, one for each request. While it decodes, its length is a function of the step number alone:
-    `token_offset + step` tokens exist when that step begins, so that nothing needs to be written each step."""
+    """The mutable state of one request.
+
+    A decoding sequence gains one token in each step: it has `token_offset + step` tokens when that step begins. So the
+    engine does not have to write to each sequence in each step.
+    """
 
     __slots__ = (
         "aborting",
@@ -40,21 +43,21 @@ class Sequence:
     )
 
     def __init__(self, request: EngineRequest, arrival: int, arrived_ms: float) -> None:
-        # for its whole life
+        # for the whole request
         self.request = request
         self.arrival = arrival
         self.arrived_ms = arrived_ms
         self.state = State.WAITING
-        self.tokens = request.prompt_tokens  # prompt and answer so far; kept while not decoding
-        self.emitted = 0  # tokens of the answer; kept while not decoding
-        self.hashes: list[int] = []  # of its full blocks, as far as they were needed
+        self.tokens = request.prompt_tokens  # prompt and output so far; not updated while decoding
+        self.emitted = 0  # output tokens; not updated while decoding
+        self.hashes: list[int] = []  # of its leading full blocks, computed on demand
         self.cached_tokens = -1
         self.reloaded_tokens = 0
         self.preemptions = 0
         self.admitted_ms: float | None = None
         self.first_token_ms: float | None = None
         self.aborting = False
-        # from one admission to its end or preemption
+        # from an admission to the end or a preemption
         self.admission = 0  # the order in the running batch
         self.blocks: list[int] = []
         self.stored_blocks = 0
@@ -64,8 +67,8 @@ class Sequence:
         self.finish_step = 0
         self.due_step = 0  # the next step in which its blocks change
 
-    def know_hashes(self, count: int) -> None:
-        """Asks the content for the hashes of the first `count` blocks."""
+    def compute_hashes(self, count: int) -> None:
+        """Make sure that `hashes` has the first `count` blocks."""
         known = len(self.hashes)
         if known < count:
             self.hashes.extend(self.request.content.hashes(known, count))

@@ -1,6 +1,6 @@
-"""The queue in front of the batch: first come first served, or by priority with arrival breaking ties.
+"""The queue of waiting requests: first come first served, or by priority with ties broken by arrival.
 
-Requests that leave from the middle are only marked, and skipped when they come to the front.
+A request that leaves from the middle is only marked. The queue drops it when it reaches the front.
 """
 
 import heapq
@@ -24,7 +24,8 @@ class WaitingQueue(Protocol):
 
     def pop(self) -> Sequence: ...
 
-    def forget_one(self) -> None: ...
+    def count_removed(self) -> None:
+        """Count one request less. The caller then changes the state of that request."""
 
 
 class ArrivalQueue:
@@ -58,8 +59,7 @@ class ArrivalQueue:
         self._length -= 1
         return self._queue.popleft()
 
-    def forget_one(self) -> None:
-        """One that waits here is about to be marked as gone."""
+    def count_removed(self) -> None:
         self._length -= 1
 
 
@@ -93,6 +93,5 @@ class PriorityQueue:
         self._length -= 1
         return heapq.heappop(self._heap)[2]
 
-    def forget_one(self) -> None:
-        """One that waits here is about to be marked as gone."""
+    def count_removed(self) -> None:
         self._length -= 1

@@ -1,4 +1,4 @@
-"""The engine's clock: real time, run faster or slower, and held still."""
+"""The engine's clock: real time, faster or slower, or stopped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class EngineClock:
-    """Engine milliseconds that pass `speed` times as fast as real ones; 0 holds it still."""
+    """Counts engine milliseconds, which pass `speed` times as fast as real ones. Speed 0 stops the clock."""
 
     def __init__(self, speed: float, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -21,18 +21,14 @@ class EngineClock:
     def _at(self, real_s: float) -> float:
         return self._engine_ms + (real_s - self._real_s) * 1000 * self._speed
 
-    @property
-    def speed(self) -> float:
-        return self._speed
-
-    def run_at(self, speed: float) -> None:
+    def set_speed(self, speed: float) -> None:
         real_s = self._now()
         self._engine_ms, self._real_s, self._speed = self._at(real_s), real_s, speed
 
     def seconds_until(self, at_ms: float) -> float | None:
-        """Real seconds from now, None while the clock stands still."""
+        """Return real seconds from now, or None while the clock is stopped."""
         return (at_ms - self.now_ms()) / (1000 * self._speed) if self._speed else None
 
     def real_seconds(self, span_ms: float) -> float:
-        """How long an engine time span takes at the present speed."""
+        """Convert a duration to real seconds at the current speed."""
         return span_ms / (1000 * self._speed) if self._speed else 0.0

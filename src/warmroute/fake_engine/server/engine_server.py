@@ -1,10 +1,9 @@
-"""The simulated engine's server: what it answers on which path, and its life from start to stop."""
+"""The simulated engine's HTTP server: its endpoints, its start and its stop."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
 import signal
 import time
@@ -14,32 +13,33 @@ from typing import Any
 import msgspec
 
 from warmroute.config import Limits
-from warmroute.edge.timer_wheel import TimerWheel
-from warmroute.edge.listening_sockets import listen_tcp
 from warmroute.edge.async_handler import AsyncHandler, Request, Responder
 from warmroute.edge.listener import Listener
+from warmroute.edge.listening_sockets import listen_tcp
+from warmroute.edge.timer_wheel import TimerWheel
+from warmroute.event_log import EventLog
 from warmroute.fake_engine.core import EngineConfig, Timing
-from warmroute.fake_engine.server import metrics_page
-from warmroute.fake_engine.server import generation as generate
-from warmroute.fake_engine.server import vllm_errors as errors
-from warmroute.fake_engine.server import request_bodies as bodies
+from warmroute.fake_engine.server import metrics_page, request_bodies, vllm_errors
 from warmroute.fake_engine.server.engine_clock import EngineClock
-from warmroute.fake_engine.server.vllm_errors import ApiError
-from warmroute.fake_engine.server.kv_event_publisher import BUFFER_BATCHES, HIGH_WATER_MARK, EventPublisher
-from warmroute.fake_engine.server.faults import Fault, Faults
-from warmroute.fake_engine.server.rank import Rank
 from warmroute.fake_engine.server.fake_tokenizer import Tokenizer
+from warmroute.fake_engine.server.faults import Fault, Faults
+from warmroute.fake_engine.server.generation import PlannedResponse, ResponsePlanner, respond
+from warmroute.fake_engine.server.kv_event_publisher import BUFFER_BATCHES, HIGH_WATER_MARK, EventPublisher
+from warmroute.fake_engine.server.rank import Rank
+from warmroute.fake_engine.server.request_bodies import decode_body
+from warmroute.fake_engine.server.vllm_errors import ApiError
 
-log = logging.getLogger("warmroute.sim")
+log = EventLog("warmroute.fake_engine")
 
 VERSION = "0.32.0"
 IDLE_TIMEOUT_S = 5.0
-"""After which vLLM closes an idle connection."""
-LAST_WORDS = "told to end with %d requests under way"
+"""vLLM closes a connection that was idle for this time."""
+STOP_EVENT = "engine_stopping"
+"""The log event of a stop. Its field `requests_in_flight` is 0 if the engine was drained."""
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One simulated engine process."""
+    """The settings of one simulated engine process."""
 
     engine: EngineConfig
     timing: Timing
@@ -48,7 +48,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     events_port: int | None = None
-    """None for no events; 0 takes a free port, as for the others."""
+    """None: no events. 0: a free port, as for the other ports."""
     replay_port: int | None = None
     topic: str | None = None
     model: str = "sim"
@@ -56,15 +56,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 1
     speed: float = 1.0
     seed: int = 0
-    answer_tokens: int = 128
-    """Mean length of answers that end of themselves."""
+    mean_output_tokens: int = 128
+    """Mean length of outputs without max_tokens."""
 
 
-Handle = Callable[[Request, Responder], Awaitable[None] | None]
+Endpoint = Callable[[Request, Responder], Awaitable[None] | None]
 
 
 class EngineServer:
-    """Build it within a running loop, `start` it, `stop` it."""
+    """Needs a running event loop. Call `start`, then `stop`."""
 
     def __init__(self, config: ServerConfig) -> None:
         # for its whole life
@@ -73,21 +73,21 @@ class EngineServer:
         self.faults = Faults(config.seed)
         self.clock = EngineClock(config.speed)
         self.ranks: list[Rank] = []
-        self._planner = generate.Planner(
+        self._planner = ResponsePlanner(
             config.tokenizer,
             config.model,
             config.loras,
             config.engine.capacity_tokens,
             config.seed,
-            config.answer_tokens,
+            config.mean_output_tokens,
         )
         self._deadlines = TimerWheel(time.monotonic)
         limits = msgspec.structs.replace(Limits(), idle_timeout_s=IDLE_TIMEOUT_S)
-        self._listener = Listener(AsyncHandler(self._answer), limits, self._deadlines)
+        self._listener = Listener(AsyncHandler(self._handle), limits, self._deadlines)
         self._server: asyncio.Server | None = None
-        self._sweeper: asyncio.Task[None] | None = None
-        self._turn = 0
-        self._routes: dict[str, dict[str, Handle]] = {
+        self._timer_task: asyncio.Task[None] | None = None
+        self._next_rank = 0
+        self._routes: dict[str, dict[str, Endpoint]] = {
             "/v1/chat/completions": {"POST": self._chat},
             "/v1/completions": {"POST": self._completion},
             "/v1/models": {"GET": self._models},
@@ -104,26 +104,26 @@ class EngineServer:
             "/sleep": {"POST": self._sleep},
             "/wake_up": {"POST": self._wake_up},
             "/is_sleeping": {"GET": self._is_sleeping},
-            "/_sim/fail": {"POST": self._fail, "GET": self._tell_fault},
+            "/_sim/fail": {"POST": self._set_fault, "GET": self._get_fault},
         }
         # from one restart in place to the next
-        self._identity = metrics_page.Identity(config.model, config.loras, config.engine, time.time(), {})
+        self._process = metrics_page.ProcessInfo(config.model, config.loras, config.engine, time.time(), {})
 
-    # Its life.
+    # ---- start and stop
 
     async def start(self) -> None:
-        """Raises ConfigError where a port can't be had."""
+        """Raises ConfigError if a port is not available."""
         config = self.config
         self._server = await listen_tcp(self._listener, config.host, config.port)
         self.port = self._server.sockets[0].getsockname()[1]
-        self._sweeper = asyncio.get_running_loop().create_task(self._deadlines.run())
+        self._timer_task = asyncio.get_running_loop().create_task(self._deadlines.run())
         topic = f"kv@{config.host}:{self.port}@{config.model}" if config.topic is None else config.topic
         for number in range(config.ranks):
             events = None
             if config.events_port is not None:
-                events = EventPublisher(topic, number, self.faults.loses_event)
-                replay_port = None if config.replay_port is None else _offset(config.replay_port, number)
-                events.listen(config.host, _offset(config.events_port, number), replay_port)
+                events = EventPublisher(topic, number, self.faults.drops_event)
+                replay_port = None if config.replay_port is None else _port_of_rank(config.replay_port, number)
+                events.listen(config.host, _port_of_rank(config.events_port, number), replay_port)
             self.ranks.append(Rank(number, config.engine, config.timing, self.clock, events))
 
     async def stop(self) -> None:
@@ -135,23 +135,23 @@ class EngineServer:
             rank.stop()
             if rank.events is not None:
                 rank.events.close()
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+        if self._timer_task is not None:
+            self._timer_task.cancel()
         await asyncio.sleep(0)
 
-    async def run_until_told(self) -> None:
-        """Starts, says so on standard output, serves until SIGTERM or SIGINT."""
+    async def serve_until_signal(self) -> None:
+        """Start, print the URL and ports as JSON, and serve until SIGTERM or SIGINT."""
         loop = asyncio.get_running_loop()
-        told = asyncio.Event()
+        signalled = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, told.set)
+            loop.add_signal_handler(number, signalled.set)
         try:
             await self.start()
             gc.collect()
             gc.freeze()
             print(msgspec.json.encode(self.describe()).decode(), flush=True)
-            await told.wait()
-            log.info(LAST_WORDS, self._under_way())
+            await signalled.wait()
+            log.info(STOP_EVENT, requests_in_flight=self._requests_in_flight())
         finally:
             await self.stop()
 
@@ -168,22 +168,22 @@ class EngineServer:
             "replay": [rank.events.replay_port for rank in self.ranks if rank.events is not None],
         }
 
-    # Every request.
+    # ---- dispatch
 
-    async def _answer(self, request: Request, responder: Responder) -> None:
+    async def _handle(self, request: Request, responder: Responder) -> None:
         methods = self._routes.get(request.path)
         if not request.path.startswith("/_sim"):
-            await self.faults.pass_by(request.path)
+            await self.faults.wait_while_hanging(request.path)
         status = 200
         try:
             if methods is None:
                 raise _PlainError(404, "Not Found")
-            handle = methods.get(request.method)
-            if handle is None:
+            endpoint = methods.get(request.method)
+            if endpoint is None:
                 raise _PlainError(405, "Method Not Allowed")
-            waiting = handle(request, responder)
-            if waiting is not None:
-                await waiting
+            pending = endpoint(request, responder)
+            if pending is not None:
+                await pending
         except ApiError as error:
             status = error.status
             responder.reply(status, error.body())
@@ -193,56 +193,57 @@ class EngineServer:
         finally:
             if methods is not None:
                 key = (request.path, request.method, f"{status // 100}xx")
-                counts = self._identity.http_requests
+                counts = self._process.http_requests
                 counts[key] = counts.get(key, 0) + 1
 
-    # Generation.
+    # ---- generation
 
     def _chat(self, request: Request, responder: Responder) -> Awaitable[None]:
-        self._refuse_by_fault()
-        return self._generate(self._planner.chat(bodies.read(request.body, bodies.Chat)), request, responder)
+        self._raise_fault()
+        body = decode_body(request.body, request_bodies.ChatRequest)
+        return self._generate(self._planner.chat(body), request, responder)
 
     def _completion(self, request: Request, responder: Responder) -> Awaitable[None]:
-        self._refuse_by_fault()
-        body = bodies.read(request.body, bodies.Completion)
+        self._raise_fault()
+        body = decode_body(request.body, request_bodies.CompletionRequest)
         return self._generate(self._planner.completion(body), request, responder)
 
-    def _generate(self, planned: generate.Planned, request: Request, responder: Responder) -> Awaitable[None]:
+    def _generate(self, planned: PlannedResponse, request: Request, responder: Responder) -> Awaitable[None]:
         rank = self._rank_for(request)
         request_id = request.head.request_id.decode("ascii", "replace") or os.urandom(8).hex()
-        return generate.answer(planned, rank, request_id, responder, self.config.engine.block_size)
+        return respond(planned, rank, request_id, responder, self.config.engine.block_size)
 
-    def _refuse_by_fault(self) -> None:
-        match self.faults.refuses():
+    def _raise_fault(self) -> None:
+        match self.faults.next_error():
             case "error500":
-                raise errors.engine_failed()
+                raise vllm_errors.engine_failed()
             case "busy503":
-                raise errors.overloaded()
+                raise vllm_errors.overloaded()
 
     def _rank_for(self, request: Request) -> Rank:
-        """The rank that the request names, or the least loaded one, equals by turns."""
+        """Return the rank that the request names, or the least loaded one, with ties in turn."""
         named = request.head.get(b"x-data-parallel-rank")
         if named:
             if not named.isdigit() or int(named) >= len(self.ranks):
                 shown = named.decode("ascii", "replace")[:20]
-                raise errors.bad_request(f"data_parallel_rank {shown} is out of range [0, {len(self.ranks)}).")
+                raise vllm_errors.bad_request(f"data_parallel_rank {shown} is out of range [0, {len(self.ranks)}).")
             return self.ranks[int(named)]
-        self._turn += 1
+        self._next_rank += 1
         count = len(self.ranks)
-        return min((self.ranks[(self._turn + step) % count] for step in range(count)), key=lambda rank: rank.load)
+        return min((self.ranks[(self._next_rank + step) % count] for step in range(count)), key=lambda rank: rank.load)
 
-    # What it tells of itself.
+    # ---- information
 
     def _empty(self, _request: Request, responder: Responder) -> None:
         responder.reply(200, b"", "text/plain")
 
     def _models(self, _request: Request, responder: Responder) -> None:
         config = self.config
-        cards = [self._card(config.model, config.model, None)]
-        cards += [self._card(name, f"adapters/{name}", config.model) for name in config.loras]
+        cards = [self._model_card(config.model, config.model, None)]
+        cards += [self._model_card(name, f"adapters/{name}", config.model) for name in config.loras]
         _reply(responder, {"object": "list", "data": cards})
 
-    def _card(self, name: str, root: str, parent: str | None) -> dict[str, Any]:
+    def _model_card(self, name: str, root: str, parent: str | None) -> dict[str, Any]:
         created = int(time.time())
         permission = {
             "id": f"modelperm-{os.urandom(8).hex()}",
@@ -270,34 +271,34 @@ class EngineServer:
         }
 
     def _tokenize(self, request: Request, responder: Responder) -> None:
-        body = bodies.read(request.body, bodies.Tokenize)
+        body = decode_body(request.body, request_bodies.TokenizeRequest)
         if body.messages:
             tokens = self._planner.chat_tokens(body.messages, body.tools, body.add_generation_prompt)
         elif body.prompt is not None:
             tokens = self.config.tokenizer.encode(body.prompt, body.add_special_tokens)
         else:
-            raise errors.bad_body("Either `prompt` or `messages` is needed.")
+            raise vllm_errors.bad_body("Either `prompt` or `messages` is needed.")
         limit = self._planner.max_model_len
         _reply(responder, {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None})
 
     def _detokenize(self, request: Request, responder: Responder) -> None:
-        body = bodies.read(request.body, bodies.Detokenize)
+        body = decode_body(request.body, request_bodies.DetokenizeRequest)
         _reply(responder, {"prompt": self.config.tokenizer.decode(body.tokens)})
 
     def _metrics(self, _request: Request, responder: Responder) -> None:
-        responder.reply(200, metrics_page.render(self._identity, self.ranks), metrics_page.CONTENT_TYPE)
+        responder.reply(200, metrics_page.render(self._process, self.ranks), metrics_page.CONTENT_TYPE)
 
     def _version(self, _request: Request, responder: Responder) -> None:
         _reply(responder, {"version": VERSION})
 
     def _load(self, _request: Request, responder: Responder) -> None:
-        _reply(responder, {"server_load": self._under_way()})
+        _reply(responder, {"server_load": self._requests_in_flight()})
 
-    def _under_way(self) -> int:
+    def _requests_in_flight(self) -> int:
         return sum(rank.core.num_running + rank.core.num_waiting for rank in self.ranks)
 
     def _event_sources(self, _request: Request, responder: Responder) -> None:
-        """vLLM tells what it was told to bind to, which is every address, whatever the HTTP server listens on."""
+        """vLLM returns the address it binds event sockets to, which is a wildcard, unlike that of the HTTP server."""
         sources: dict[str, Any] = {}
         config = self.config
         for rank in self.ranks:
@@ -319,7 +320,7 @@ class EngineServer:
     def _server_info(self, _request: Request, responder: Responder) -> None:
         _reply(responder, {"simulated_by": "warmroute", "vllm_version": VERSION, **self.describe()})
 
-    # What it is told to do.
+    # ---- commands
 
     def _reset_prefix_cache(self, _request: Request, responder: Responder) -> None:
         done = [rank.reset_prefix_cache() for rank in self.ranks]
@@ -338,26 +339,26 @@ class EngineServer:
     def _is_sleeping(self, _request: Request, responder: Responder) -> None:
         _reply(responder, {"is_sleeping": all(rank.core.is_asleep for rank in self.ranks)})
 
-    def _fail(self, request: Request, responder: Responder) -> None:
-        fault = bodies.read(request.body, Fault)
-        log.warning("fault: %s", msgspec.json.encode(fault).decode())
+    def _set_fault(self, request: Request, responder: Responder) -> None:
+        fault = decode_body(request.body, Fault)
+        log.warning("fault_injected", **msgspec.to_builtins(fault))
         self.faults.set(fault)
-        self.clock.run_at(0.0 if fault.mode == "hang" else self.config.speed / self.faults.slowness)
+        self.clock.set_speed(0.0 if fault.mode == "hang" else self.config.speed / self.faults.slowdown)
         if fault.mode == "restart":
-            self._identity = msgspec.structs.replace(self._identity, started=time.time(), http_requests={})
+            self._process = msgspec.structs.replace(self._process, started=time.time(), http_requests={})
         for rank in self.ranks:
             if fault.mode == "restart":
                 rank.restart()
             else:
-                rank.live()
+                rank.run_until_now()
         _reply(responder, self.faults.fault)
 
-    def _tell_fault(self, _request: Request, responder: Responder) -> None:
+    def _get_fault(self, _request: Request, responder: Responder) -> None:
         _reply(responder, self.faults.fault)
 
 
 class _PlainError(Exception):
-    """FastAPI's own errors, in its own form."""
+    """An error of FastAPI itself, with its response format."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -368,6 +369,6 @@ def _reply(responder: Responder, value: Any) -> None:
     responder.reply(200, msgspec.json.encode(value))
 
 
-def _offset(port: int, rank: int) -> int:
-    """Each rank has its own port, counted up from the first one's; 0 is any free one for all of them."""
+def _port_of_rank(port: int, rank: int) -> int:
+    """Rank n has the n-th port after the first one. 0 stays 0: every rank takes a free port."""
     return port + rank if port else port

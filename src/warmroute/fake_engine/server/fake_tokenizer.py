@@ -1,13 +1,13 @@
-"""A stand-in for a tokenizer and a chat template: no files, about 0.3 µs a token, the same in every process.
+"""A simulated tokenizer and chat template: no files, about 0.3 µs per token, the same in every process.
 
-Text is cut into pieces (up to six letters with the space before them, up to three digits, a newline, one or two other
-characters) and each piece has an id: characters and the words of the simulated model have their own, all others are
-hashed into the rest of a vocabulary of Qwen's size, where two of them may meet. So
+The tokenizer splits text into pieces: up to six letters with the space before them, up to three digits, a newline, or
+one or two other characters. Each piece has an id. Single characters and the words of the simulated model have ids of
+their own. All other pieces are hashed into the rest of a vocabulary of Qwen's size, so two of them can share an id.
 
-- the tokens of a text's beginning are the beginning of the text's tokens, but for the last word;
-- special tokens and newlines stand alone, so a chat that grows by a message grows by that message's tokens;
-- what the model says is read back as the tokens it was said in, so a next turn finds this turn's blocks;
-- ids are turned back into the text that they were last seen for, if they were ever seen.
+- The tokens of a prefix are a prefix of the text's tokens, except for the last word.
+- Special tokens and newlines are separate pieces, so a new message appends tokens and changes none.
+- The simulated model's output is encoded to the tokens it was generated from, so the next turn finds its blocks.
+- An id is decoded to the piece that it was last seen for.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ _FIRST_WORD: Final = 256
 _PIECE: Final = re.compile(
     r"<\|(?:im_start|im_end|endoftext)\|>| {2,16}| ?[A-Za-z]{1,6}| ?[0-9]{1,3}|\n| ?[^\sA-Za-z0-9<]{1,2}|.", re.DOTALL
 )
-_KNOWN_PIECES: Final = 400_000
-"""Pieces remembered with their id; then it starts anew."""
+_MAX_CACHED_PIECES: Final = 400_000
 
 
 Messages = Sequence[dict[str, Any]]
-"""Of a chat, as the client sent them."""
+"""The messages of a chat, as the client sent them."""
 
 
-def message_text(message: dict[str, Any], calls: bool = True) -> str:
-    """A message's content as templates write it: parts a line each, images by their hash, then calls of tools."""
+def message_text(message: dict[str, Any], with_tool_calls: bool = True) -> str:
+    """Return a message's content as templates write it: one line per part, images as hashes, then tool calls."""
     content = message.get("content")
     text = content if isinstance(content, str) else "\n".join(_part_text(part) for part in content or ())
-    for call in (message.get("tool_calls") or ()) if calls else ():
+    for call in (message.get("tool_calls") or ()) if with_tool_calls else ():
         text += f"\n<tool_call>\n{msgspec.json.encode(call).decode()}\n</tool_call>"
     return text
 
@@ -54,36 +53,36 @@ def _part_text(part: Any) -> str:
 
 
 class Tokenizer(Protocol):
-    """What the server needs of a tokenizer."""
+    """A tokenizer with its chat template and the outputs of its simulated model."""
 
     vocabulary: int
     end_of_turn: int
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """`add_special_tokens` puts the model's beginning of text before it, where it has one."""
+        """Encode a text. `add_special_tokens` puts the model's beginning-of-text token before it, if it has one."""
 
     def decode(self, tokens: Iterable[int]) -> str: ...
     def render(self, messages: Messages, tools: Any, generation_prompt: bool) -> str: ...
-    def answer(self, random: Random, count: int) -> tuple[list[int], list[str]]:
-        """Tokens of an answer, and the text of each: joined, the texts are read as these tokens again."""
+    def generate(self, random: Random, count: int) -> tuple[list[int], list[str]]:
+        """Return random output tokens and the text of each. The joined texts are encoded to the same tokens."""
 
 
-class _Ids(dict[str, int]):
-    """Piece → id; what is missing is hashed."""
+class _PieceIds(dict[str, int]):
+    """Maps pieces to ids, and hashes pieces that have no id of their own."""
 
     def __init__(self, pieces: dict[int, str]) -> None:
         super().__init__()
         self._pieces = pieces
-        self._fixed: dict[str, int] = {}
+        self._own: dict[str, int] = {}
 
-    def fix(self, piece: str, token: int) -> None:
-        self._fixed[piece] = self[piece] = token
+    def add_own(self, piece: str, token: int) -> None:
+        self._own[piece] = self[piece] = token
         self._pieces[token] = piece
 
     def __missing__(self, piece: str) -> int:
-        if len(self) > _KNOWN_PIECES:
+        if len(self) > _MAX_CACHED_PIECES:
             self.clear()
-            self.update(self._fixed)
+            self.update(self._own)
         first = _FIRST_WORD + 4 * len(WORDS)
         token = first + crc32(piece.encode("utf-8", "surrogatepass")) % (_SPECIALS["<|endoftext|>"] - first)
         self[piece] = token
@@ -98,16 +97,16 @@ class FakeTokenizer:
         self.vocabulary = VOCABULARY
         self.end_of_turn = _SPECIALS["<|im_end|>"]
         self._pieces: dict[int, str] = {}
-        self._ids = ids = _Ids(self._pieces)
+        self._ids = ids = _PieceIds(self._pieces)
         for token in range(_FIRST_WORD):
-            ids.fix(chr(token), token)
+            ids.add_own(chr(token), token)
         for index, word in enumerate(WORDS):
             for form, text in enumerate((word, " " + word, word.capitalize(), " " + word.capitalize())):
                 if text not in ids:
-                    ids.fix(text, _FIRST_WORD + 4 * index + form)
+                    ids.add_own(text, _FIRST_WORD + 4 * index + form)
         for text, token in _SPECIALS.items():
-            ids.fix(text, token)
-        self._said = [(ids[" " + word], " " + word) for word in WORDS]
+            ids.add_own(text, token)
+        self._output_words = [(ids[" " + word], " " + word) for word in WORDS]
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         ids = self._ids
@@ -118,7 +117,7 @@ class FakeTokenizer:
         return "".join([pieces.get(token) or f" t{token}" for token in tokens])
 
     def render(self, messages: Messages, tools: Any, generation_prompt: bool) -> str:
-        """ChatML, tools in front."""
+        """Render ChatML, with the tools first."""
         parts: list[str] = []
         if tools:
             parts += ("<|im_start|>tools\n", msgspec.json.encode(tools).decode(), "<|im_end|>\n")
@@ -128,9 +127,9 @@ class FakeTokenizer:
             parts.append("<|im_start|>assistant\n")
         return "".join(parts)
 
-    def answer(self, random: Random, count: int) -> tuple[list[int], list[str]]:
-        said = random.choices(self._said, k=count)
+    def generate(self, random: Random, count: int) -> tuple[list[int], list[str]]:
+        words = random.choices(self._output_words, k=count)
         if count:
-            first = said[0][1].strip().capitalize()
-            said[0] = (self._ids[first], first)
-        return [token for token, _ in said], [text for _, text in said]
+            first = words[0][1].strip().capitalize()
+            words[0] = (self._ids[first], first)
+        return [token for token, _ in words], [text for _, text in words]

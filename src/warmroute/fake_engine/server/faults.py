@@ -1,18 +1,18 @@
-"""Faults that a simulated engine is told to have while it runs: POST /_sim/fail with one of
+"""Faults that a running simulated engine has on command. POST /_sim/fail takes one of:
 
-    {"mode": "die"}                          the process ends at once, as by kill -9
-    {"mode": "hang"}                         nothing is answered and running answers stand still, as in a deadlock
+    {"mode": "die"}                          the process exits at once, as with kill -9
+    {"mode": "hang"}                         the engine answers nothing and running responses stop, as in a deadlock
     {"mode": "hang", "health": true}         the same, but /health and /metrics answer, as when only the GPU hangs
-    {"mode": "error500", "share": 0.5}       that share of new generations fails with 500 (1 where not given)
-    {"mode": "busy503", "share": 0.5}        the same with 503
+    {"mode": "error500", "share": 0.5}       this fraction of new generations fails with 500 (default: 1)
+    {"mode": "busy503", "share": 0.5}        this fraction of new generations fails with 503 (default: 1)
     {"mode": "slow", "factor": 4}            the engine runs at a quarter of its speed
-    {"mode": "drop_events", "share": 0.1}    that share of event batches is lost; replay still has them
-    {"mode": "restart"}                      in place: cache empty, sequence back to 0, new process start time, counters
-                                             at zero, running requests cut
-    {"mode": "none"}                         all well again; what hung goes on
+    {"mode": "drop_events", "share": 0.1}    this fraction of event batches is lost; replay still has them
+    {"mode": "restart"}                      restart in place: empty cache, event sequence from 0, new process start
+                                             time, counters at zero, running responses broken off
+    {"mode": "none"}                         no fault; responses that hung continue
 
-One mode is in force at a time, and a new one ends the one before; `restart` is over once it is done. GET /_sim/fail
-tells the one in force, and /_sim answers in every mode.
+A new mode replaces the previous one. `restart` ends by itself. GET /_sim/fail returns the current mode. /_sim answers
+in every mode.
 """
 
 from __future__ import annotations
@@ -35,42 +35,42 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     health: bool = False
 
 
-WELL = Fault("none")
+NO_FAULT = Fault("none")
 
 
 class Faults:
-    """The fault in force."""
+    """The current fault of one engine."""
 
     def __init__(self, seed: int) -> None:
-        self.fault = WELL
+        self.fault = NO_FAULT
         self._random = Random(seed)
-        self._moving = asyncio.Event()
-        self._moving.set()
+        self._not_hanging = asyncio.Event()
+        self._not_hanging.set()
 
     def set(self, fault: Fault) -> None:
         if fault.mode == "die":
             os._exit(137)
-        self.fault = WELL if fault.mode == "restart" else fault
+        self.fault = NO_FAULT if fault.mode == "restart" else fault
         if self.fault.mode == "hang":
-            self._moving.clear()
+            self._not_hanging.clear()
         else:
-            self._moving.set()
+            self._not_hanging.set()
 
-    def loses_event(self) -> bool:
+    def drops_event(self) -> bool:
+        """Return whether the next event batch is lost."""
         return self.fault.mode == "drop_events" and self._random.random() < self.fault.share
 
-    def refuses(self) -> Literal["error500", "busy503"] | None:
-        """Whether the next generation is refused, and how."""
+    def next_error(self) -> Literal["error500", "busy503"] | None:
+        """Return how the next generation fails, or None."""
         mode = self.fault.mode
         if (mode == "error500" or mode == "busy503") and self._random.random() < self.fault.share:
             return mode
         return None
 
-    async def pass_by(self, path: str) -> None:
-        """Waits while the engine hangs."""
-        while not self._moving.is_set() and not (self.fault.health and path in ("/health", "/metrics")):
-            await self._moving.wait()
+    async def wait_while_hanging(self, path: str) -> None:
+        while not self._not_hanging.is_set() and not (self.fault.health and path in ("/health", "/metrics")):
+            await self._not_hanging.wait()
 
     @property
-    def slowness(self) -> float:
+    def slowdown(self) -> float:
         return self.fault.factor if self.fault.mode == "slow" else 1.0

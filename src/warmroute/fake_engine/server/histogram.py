@@ -22,7 +22,7 @@ CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 def up_to(limit: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50… as far as `limit`."""
+    """Return 1, 2, 5, 10, 20, 50… up to `limit`."""
     bounds = (factor * 10**power for power in range(len(str(limit))) for factor in (1, 2, 5))
     return tuple(float(bound) for bound in bounds if bound <= limit)
 

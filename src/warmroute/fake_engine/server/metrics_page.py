@@ -1,6 +1,6 @@
 """GET /metrics as vLLM 0.32 writes it: the same names, types, labels and bucket bounds, for every rank.
 
-What a simulation has nothing to say on (floating point operations, multimodal and external caches) stands at 0.
+Metrics of what is not simulated (floating point operations, multimodal and external caches) are 0.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import msgspec
 
 from warmroute.fake_engine.core import EngineConfig
 from warmroute.fake_engine.server.histogram import Histogram
-from warmroute.fake_engine.server.rank_metrics import RankMetrics
 from warmroute.fake_engine.server.rank import Rank
+from warmroute.fake_engine.server.rank_metrics import RankMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PAGE_BYTES = resource.getpagesize()
 
 
-class Identity(msgspec.Struct):
-    """What the page says of the process itself."""
+class ProcessInfo(msgspec.Struct):
+    """The parts of the page that describe the process."""
 
     model: str
     loras: tuple[str, ...]
     engine: EngineConfig
     started: float
-    """Process start time, of the last restart in place if there was one."""
+    """Start time of the process, or of its last restart in place."""
     http_requests: dict[tuple[str, str, str], int]
     """(handler, method, status class) → requests."""
 
@@ -46,7 +46,7 @@ def _labels(*pairs: tuple[str, str]) -> str:
 
 
 Samples = Sequence[tuple[str, float]]
-"""Labels, and the value."""
+"""Labels and values."""
 
 
 class _Page:
@@ -62,15 +62,15 @@ class _Page:
         self.gauge(f"{name}_created", text, [(labels, created) for labels, _ in samples])
 
 
-def render(identity: Identity, ranks: Sequence[Rank]) -> bytes:
+def render(process: ProcessInfo, ranks: Sequence[Rank]) -> bytes:
     page = _Page()
-    _process(page, identity)
-    _RankFamilies(page, identity, ranks).write()
-    _http(page, identity)
+    _write_process(page, process)
+    _RankFamilies(page, process, ranks).write()
+    _write_http(page, process)
     return ("\n".join(page.lines) + "\n").encode()
 
 
-def _process(page: _Page, identity: Identity) -> None:
+def _write_process(page: _Page, process: ProcessInfo) -> None:
     version = platform.python_version_tuple()
     labels = _labels(
         ("implementation", platform.python_implementation()),
@@ -86,7 +86,7 @@ def _process(page: _Page, identity: Identity) -> None:
     for name, text, value in (
         ("virtual_memory_bytes", "Virtual memory size in bytes.", float(virtual) * _PAGE_BYTES),
         ("resident_memory_bytes", "Resident memory size in bytes.", float(resident) * _PAGE_BYTES),
-        ("start_time_seconds", "Start time of the process since unix epoch in seconds.", identity.started),
+        ("start_time_seconds", "Start time of the process since unix epoch in seconds.", process.started),
     ):
         page.gauge(f"process_{name}", text, [("", value)])
     text = "Total user and system CPU time spent in seconds."
@@ -96,29 +96,29 @@ def _process(page: _Page, identity: Identity) -> None:
     page.gauge("process_max_fds", "Maximum number of open file descriptors.", [("", limit)])
 
 
-def _http(page: _Page, identity: Identity) -> None:
+def _write_http(page: _Page, process: ProcessInfo) -> None:
     samples = [
         (_labels(("handler", handler), ("method", method), ("status", status)), float(count))
-        for (handler, method, status), count in identity.http_requests.items()
+        for (handler, method, status), count in process.http_requests.items()
     ]
     text = "Total number of requests by method, status and handler."
-    page.counter("http_requests", text, samples, identity.started)
+    page.counter("http_requests", text, samples, process.started)
 
 
 class _RankFamilies:
-    """The families that have an `engine` label."""
+    """Writes the metric families that have an `engine` label."""
 
-    def __init__(self, page: _Page, identity: Identity, ranks: Sequence[Rank]) -> None:
+    def __init__(self, page: _Page, process: ProcessInfo, ranks: Sequence[Rank]) -> None:
         self._page = page
-        self._identity = identity
+        self._process = process
         self._ranks = ranks
-        self._base = [(("engine", str(rank.number)), ("model_name", identity.model)) for rank in ranks]
+        self._base = [(("engine", str(rank.number)), ("model_name", process.model)) for rank in ranks]
         self._created = ranks[0].metrics.created
 
-    def _each(self, value: Callable[[Rank], float]) -> list[tuple[str, float]]:
+    def _per_rank(self, value: Callable[[Rank], float]) -> list[tuple[str, float]]:
         return [(_labels(*base), value(rank)) for base, rank in zip(self._base, self._ranks, strict=True)]
 
-    def _split(self, label: str, values: Callable[[Rank], Mapping[str, float]]) -> list[tuple[str, float]]:
+    def _by_label(self, label: str, values: Callable[[Rank], Mapping[str, float]]) -> list[tuple[str, float]]:
         return [
             (_labels(*base, (label, key)), value)
             for base, rank in zip(self._base, self._ranks, strict=True)
@@ -126,20 +126,22 @@ class _RankFamilies:
         ]
 
     def _gauge(self, name: str, text: str, value: Callable[[Rank], float]) -> None:
-        self._page.gauge(f"vllm:{name}", text, self._each(value))
+        self._page.gauge(f"vllm:{name}", text, self._per_rank(value))
 
     def _counter(self, name: str, text: str, value: Callable[[Rank], float]) -> None:
-        self._page.counter(f"vllm:{name}", text, self._each(value), self._created)
+        self._page.counter(f"vllm:{name}", text, self._per_rank(value), self._created)
 
-    def _split_counter(self, name: str, text: str, label: str, values: Callable[[Rank], Mapping[str, float]]) -> None:
-        self._page.counter(f"vllm:{name}", text, self._split(label, values), self._created)
+    def _counter_by_label(
+        self, name: str, text: str, label: str, values: Callable[[Rank], Mapping[str, float]]
+    ) -> None:
+        self._page.counter(f"vllm:{name}", text, self._by_label(label, values), self._created)
 
-    def _histogram(self, name: str, text: str, of: Callable[[Rank], Histogram]) -> None:
+    def _histogram(self, name: str, text: str, histogram_of: Callable[[Rank], Histogram]) -> None:
         name = f"vllm:{name}"
         lines = self._page.lines
         lines += (f"# HELP {name} {text}", f"# TYPE {name} histogram")
         for base, rank in zip(self._base, self._ranks, strict=True):
-            histogram = of(rank)
+            histogram = histogram_of(rank)
             total = 0
             for bound, count in zip((*histogram.bounds, inf), histogram.counts, strict=True):
                 total += count
@@ -147,7 +149,7 @@ class _RankFamilies:
             labels = _labels(*base)
             lines.append(f"{name}_count{labels} {float(total)}")
             lines.append(f"{name}_sum{labels} {_number(histogram.sum)}")
-        self._page.gauge(f"{name}_created", text, self._each(lambda _: self._created))
+        self._page.gauge(f"{name}_created", text, self._per_rank(lambda _: self._created))
 
     def write(self) -> None:
         self._estimates()
@@ -178,13 +180,13 @@ class _RankFamilies:
             "'deferred' = deferred by transient constraints (LoRA budget, KV transfer, blocked status). "
             "Sum of all reasons equals vllm:num_requests_waiting."
         )
-        reasons = self._split("reason", lambda r: {"capacity": r.core.num_waiting, "deferred": 0})
+        reasons = self._by_label("reason", lambda r: {"capacity": r.core.num_waiting, "deferred": 0})
         self._page.gauge("vllm:num_requests_waiting_by_reason", text, reasons)
         text = (
             "Engine sleep state; awake = 0 means engine is sleeping; awake = 1 means engine is awake; "
             "weights_offloaded = 1 means sleep level 1; discard_all = 1 means sleep level 2."
         )
-        states = self._split("sleep_state", lambda r: _sleep_states(r.core.is_asleep))
+        states = self._by_label("sleep_state", lambda r: _sleep_states(r.core.is_asleep))
         self._page.gauge("vllm:engine_sleep_state", text, states)
         self._gauge("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", lambda r: r.core.kv_usage)
 
@@ -210,7 +212,7 @@ class _RankFamilies:
         self._counter("num_preemptions", text, lambda r: r.core.stats.preemptions)
         text = "Number of prefill tokens processed."
         self._counter("prompt_tokens", text, lambda r: r.core.stats.prompt_tokens)
-        self._split_counter("prompt_tokens_by_source", "Number of prompt tokens by source.", "source", _sources)
+        self._counter_by_label("prompt_tokens_by_source", "Number of prompt tokens by source.", "source", _sources)
         text = "Number of cached prompt tokens (local + external)."
         self._counter("prompt_tokens_cached", text, lambda r: sum(_tiers(r).values()))
         text = (
@@ -218,15 +220,15 @@ class _RankFamilies:
             "DRAM), disk, p2p (transferred from another vLLM instance) or external_unspecified. Counted at admission; "
             "sums to vllm:prefix_cache_hits + vllm:external_prefix_cache_hits."
         )
-        self._split_counter("prompt_tokens_cached_by_source", text, "source", _tiers)
+        self._counter_by_label("prompt_tokens_cached_by_source", text, "source", _tiers)
         text = "Number of generation tokens processed."
         self._counter("generation_tokens", text, lambda r: r.core.stats.generation_tokens)
 
     def _outcomes(self) -> None:
         text = "Count of successfully processed requests."
-        self._split_counter("request_success", text, "finished_reason", lambda r: r.metrics.request_success)
+        self._counter_by_label("request_success", text, "finished_reason", lambda r: r.metrics.request_success)
         rejections = [
-            (_labels(("model_name", self._identity.model), ("reason", reason)), 0.0)
+            (_labels(("model_name", self._process.model), ("reason", reason)), 0.0)
             for reason in ("max_num_queued_reqs", "max_num_queued_tokens")
         ]
         text = "Number of admission attempts rejected by a queue limit, by reason."
@@ -293,29 +295,26 @@ class _RankFamilies:
             ("request_prefill_time", phase.format("PREFILL"), lambda m: m.request_prefill_time),
             ("request_decode_time", phase.format("DECODE"), lambda m: m.request_decode_time),
         )
-        for name, text, of in families:
-            self._histogram(f"{name}_seconds", text, self._of_metrics(of))
+        for name, text, histogram_of in families:
+            self._histogram(f"{name}_seconds", text, self._of_metrics(histogram_of))
 
     @staticmethod
-    def _of_metrics(of: Callable[[RankMetrics], Histogram]) -> Callable[[Rank], Histogram]:
-        return lambda rank: of(rank.metrics)
+    def _of_metrics(histogram_of: Callable[[RankMetrics], Histogram]) -> Callable[[Rank], Histogram]:
+        return lambda rank: histogram_of(rank.metrics)
 
     def _configuration(self) -> None:
-        engine = self._identity.engine
+        engine = self._process.engine
         settings = _cache_config(engine)
         samples = [(_labels(("engine", str(rank.number)), *settings.items()), 1.0) for rank in self._ranks]
         self._page.gauge("vllm:cache_config_info", "Information of the LLMEngine CacheConfig", samples)
-        if not self._identity.loras:
+        if not self._process.loras:
             return
         running = sorted({name for rank in self._ranks for name in rank.core.running_loras})
         waiting = sorted({name for rank in self._ranks for name in rank.core.waiting_loras})
-        labels = (
-            "{"
-            + (
-                f'max_lora="{engine.max_loras}",running_lora_adapters="{",".join(running)}",'
-                f'waiting_lora_adapters="{",".join(waiting)}"'
-            )
-            + "}"
+        labels = _labels(
+            ("max_lora", str(engine.max_loras)),
+            ("running_lora_adapters", ",".join(running)),
+            ("waiting_lora_adapters", ",".join(waiting)),
         )
         self._page.gauge("vllm:lora_requests_info", "Running stats on lora requests.", [(labels, time.time())])
 
@@ -345,7 +344,7 @@ def _tiers(rank: Rank) -> dict[str, float]:
 
 
 def _cache_config(engine: EngineConfig) -> dict[str, str]:
-    """vLLM's own labels; those that describe what is not modelled say what a plain CPU build of 0.32 says."""
+    """Return vLLM's labels. Those of features that are not simulated have the values of a CPU build of vLLM 0.32."""
     held = engine.num_blocks * engine.block_size
     return {
         "_block_size_resolved": "True",

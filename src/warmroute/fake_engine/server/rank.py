@@ -1,8 +1,8 @@
-"""One data-parallel rank: an engine core, driven by the clock, with those who listen to its requests.
+"""One data-parallel rank: an engine core in real time, and the requests that wait for its tokens.
 
-The core is asked when it next has something to say, and a timer is set for then; between two timers nothing runs. The
-event loop's timers count whole milliseconds, so an output may come up to 1 ms late, but never early, and lateness does
-not add up: the core lives by the engine's clock, not by when it is called.
+The rank asks the core when its next output comes, and sets a timer for then. The event loop's timers count whole
+milliseconds, so an output may be up to 1 ms late but never early. Delays do not add up, because the core runs on the
+engine's clock, whenever it is called.
 """
 
 from __future__ import annotations
@@ -11,25 +11,20 @@ import asyncio
 import math
 from typing import Protocol
 
-from warmroute.fake_engine.core import EngineConfig, EngineCore, EngineRequest, Finished, FirstToken, Timing
-from warmroute.fake_engine.core.kv_event_types import KvEvent
+from warmroute.fake_engine.core import EngineConfig, EngineCore, EngineRequest, Finished, FirstToken, KvEvent, Timing
 from warmroute.fake_engine.server.engine_clock import EngineClock
 from warmroute.fake_engine.server.kv_event_publisher import EventPublisher
 from warmroute.fake_engine.server.rank_metrics import RankMetrics
 
 
 class TokenSink(Protocol):
-    """Whoever waits for one request's answer."""
+    """Receives the tokens of one request."""
 
-    def began(self, cached_tokens: int) -> None:
-        """The first token is there."""
-
-    def token(self) -> None:
-        """One more token is there."""
-
+    def first_token(self, cached_tokens: int) -> None: ...
+    def next_token(self) -> None: ...
     def finished(self, outcome: Finished) -> None: ...
-    def cut(self) -> None:
-        """The engine is gone, and the answer with it."""
+    def engine_restarted(self) -> None:
+        """The engine has lost the request."""
 
 
 class Rank:
@@ -47,7 +42,7 @@ class Rank:
         # from one restart to the next
         self.core = self._new_core()
         self.metrics = RankMetrics(clock, config)
-        self._hearers: dict[str, TokenSink] = {}
+        self._sinks: dict[str, TokenSink] = {}
 
     def _new_core(self) -> EngineCore:
         return EngineCore(self._config, self._timing, self._publish if self.events is not None else None)
@@ -56,81 +51,77 @@ class Rank:
         if self.events is not None:
             self.events.publish(events)
 
-    # What the server calls.
-
     @property
     def load(self) -> int:
-        """What vLLM's own balancer goes by: those waiting count four times."""
+        """The load as vLLM's own balancer counts it: a waiting request counts four times."""
         return 4 * self.core.num_waiting + self.core.num_running
 
-    def submit(self, request: EngineRequest, max_tokens: int, ends_by: str, hearer: TokenSink) -> None:
-        """The hearer may be told of tokens before this returns. Raises ValueError as the core does."""
+    def submit(self, request: EngineRequest, max_tokens: int, finish_reason: str, sink: TokenSink) -> None:
+        """Submit a request. The sink may get tokens before this returns. Raises ValueError as the core does."""
         now_ms = self._clock.now_ms()
         self.core.submit(request, now_ms)
-        self.metrics.submitted(request.request_id, now_ms, max_tokens, ends_by)
-        self._hearers[request.request_id] = hearer
-        self.live()
+        self.metrics.submitted(request.request_id, now_ms, max_tokens, finish_reason)
+        self._sinks[request.request_id] = sink
+        self.run_until_now()
 
     def abort(self, request_id: str) -> None:
-        """The client has left; nobody hears of the request any more."""
-        if self._hearers.pop(request_id, None) is not None:
+        """Abort a request, for example because its client disconnected. Its sink gets nothing more."""
+        if self._sinks.pop(request_id, None) is not None:
             self.core.abort(request_id, self._clock.now_ms())
-            self.live()
+            self.run_until_now()
 
     def reset_prefix_cache(self) -> bool:
         return self.core.reset_prefix_cache(self._clock.now_ms())
 
     def sleep(self) -> None:
         self.core.sleep(self._clock.now_ms())
-        self.live()
+        self.run_until_now()
 
     def wake_up(self) -> None:
         self.core.wake_up(self._clock.now_ms())
-        self.live()
+        self.run_until_now()
 
     def restart(self) -> None:
-        """In place, as a new process with the same sockets."""
-        hearers, self._hearers = self._hearers, {}
+        """Restart in place, like a new process with the same sockets."""
+        sinks, self._sinks = self._sinks, {}
         self.core = self._new_core()
         self.metrics = RankMetrics(self._clock, self._config)
         if self.events is not None:
             self.events.restart()
-        for hearer in hearers.values():
-            hearer.cut()
-        self.live()
+        for sink in sinks.values():
+            sink.engine_restarted()
+        self.run_until_now()
 
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
-    # Time.
-
-    def live(self) -> None:
-        """Lives up to now, tells what came out, and sets the timer for what comes next."""
+    def run_until_now(self) -> None:
+        """Advance the core to the current time, pass on its outputs, and set the timer for the next one."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        core, hearers, metrics = self.core, self._hearers, self.metrics
+        core, sinks, metrics = self.core, self._sinks, self.metrics
         for output in core.advance(self._clock.now_ms()):
             if isinstance(output, Finished):
                 metrics.finished(output)
-                hearer = hearers.pop(output.request_id, None)
-                if hearer is not None:
-                    hearer.finished(output)
+                sink = sinks.pop(output.request_id, None)
+                if sink is not None:
+                    sink.finished(output)
                 continue
-            hearer = hearers.get(output.request_id)
+            sink = sinks.get(output.request_id)
             if isinstance(output, FirstToken):
-                metrics.began(output)
-                if hearer is not None:
-                    hearer.began(output.cached_tokens)
+                metrics.first_token(output)
+                if sink is not None:
+                    sink.first_token(output.cached_tokens)
             else:
-                metrics.token(output)
-                if hearer is not None:
-                    hearer.token()
-        metrics.stepped(core.stats)
+                metrics.next_token(output)
+                if sink is not None:
+                    sink.next_token()
+        metrics.count_steps(core.stats)
         next_ms = core.next_event_at()
         if next_ms is None or self._timer is not None:
             return
         wait_s = self._clock.seconds_until(next_ms)
         if wait_s is not None:
-            self._timer = self._loop.call_later(max(1, math.ceil(wait_s * 1000)) / 1000, self.live)
+            self._timer = self._loop.call_later(max(1, math.ceil(wait_s * 1000)) / 1000, self.run_until_now)

@@ -1,6 +1,6 @@
-"""What one rank measures of itself, for the histograms and counters that the engine core does not keep.
+"""Histograms and counters of one rank, in addition to the engine core's own counters.
 
-Times are in the seconds that an observer would measure: an engine that runs ten times faster than life says so.
+Times are real seconds: an engine at ten times the speed reports a tenth of the time.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from warmroute.fake_engine.server.engine_clock import EngineClock
 from warmroute.fake_engine.server.histogram import Histogram
 
 
-class _Life:
-    """One request under way."""
+class _Request:
+    """One request in flight."""
 
     __slots__ = ("last_ms", "max_tokens", "reason")
 
     def __init__(self, arrived_ms: float, max_tokens: int, reason: str) -> None:
-        self.last_ms = arrived_ms  # of its arrival, then of its last token
+        self.last_ms = arrived_ms  # when it arrived, or when its last token came
         self.max_tokens = max_tokens
         self.reason = reason
 
 
 class RankMetrics:
-    """Named as vLLM names them."""
+    """The attributes have vLLM's metric names."""
 
     def __init__(self, clock: EngineClock, config: EngineConfig) -> None:
         self._clock = clock
-        self._lives: dict[str, _Life] = {}
+        self._requests: dict[str, _Request] = {}
         self._steps = 0
         self._step_tokens = 0
         self.created = time.time()
@@ -53,31 +53,31 @@ class RankMetrics:
         self.request_decode_time = Histogram(buckets.REQUEST_S)
 
     def submitted(self, request_id: str, at_ms: float, max_tokens: int, reason: str) -> None:
-        """`reason` is how the answer will end, if it does."""
-        self._lives[request_id] = _Life(at_ms, max_tokens, reason)
+        """`reason`: the finish reason, unless the request is aborted."""
+        self._requests[request_id] = _Request(at_ms, max_tokens, reason)
 
-    def began(self, first: FirstToken) -> None:
-        life = self._lives.get(first.request_id)
-        if life is not None:
-            self.time_to_first_token.observe(self._clock.real_seconds(first.at_ms - life.last_ms))
-            life.last_ms = first.at_ms
+    def first_token(self, first: FirstToken) -> None:
+        request = self._requests.get(first.request_id)
+        if request is not None:
+            self.time_to_first_token.observe(self._clock.real_seconds(first.at_ms - request.last_ms))
+            request.last_ms = first.at_ms
 
-    def token(self, token: Token) -> None:
-        life = self._lives.get(token.request_id)
-        if life is not None:
-            self.inter_token_latency.observe(self._clock.real_seconds(token.at_ms - life.last_ms))
-            life.last_ms = token.at_ms
+    def next_token(self, token: Token) -> None:
+        request = self._requests.get(token.request_id)
+        if request is not None:
+            self.inter_token_latency.observe(self._clock.real_seconds(token.at_ms - request.last_ms))
+            request.last_ms = token.at_ms
 
     def finished(self, done: Finished) -> None:
-        life = self._lives.pop(done.request_id, None)
-        if life is None:
+        request = self._requests.pop(done.request_id, None)
+        if request is None:
             return
         seconds = self._clock.real_seconds
-        self.request_success["abort" if done.reason == "abort" else life.reason] += 1
+        self.request_success["abort" if done.reason == "abort" else request.reason] += 1
         self.request_prompt_tokens.observe(done.prompt_tokens)
         self.request_generation_tokens.observe(done.output_tokens)
         self.request_max_num_generation_tokens.observe(done.output_tokens)
-        self.request_params_max_tokens.observe(life.max_tokens)
+        self.request_params_max_tokens.observe(request.max_tokens)
         self.request_params_n.observe(1)
         self.request_num_preemptions.observe(done.preemptions)
         self.e2e_request_latency.observe(seconds(done.at_ms - done.arrived_ms))
@@ -94,8 +94,8 @@ class RankMetrics:
         if done.output_tokens > 1:
             self.request_time_per_output_token.observe(decode_s / (done.output_tokens - 1))
 
-    def stepped(self, stats: EngineStats) -> None:
-        """Called after each advance, which is one step or, where the process was late, a few of the same kind."""
+    def count_steps(self, stats: EngineStats) -> None:
+        """Observe the tokens per step since the last call, which was one step ago, or a few if the process was late."""
         steps = stats.steps - self._steps
         if not steps:
             return

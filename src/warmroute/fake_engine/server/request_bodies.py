@@ -1,4 +1,4 @@
-"""Request bodies of the OpenAI API, as far as a simulated engine heeds them. Fields it does not know pass unread."""
+"""Request bodies of the OpenAI API. The simulated engine ignores fields that are not listed here."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class StreamOptions(Struct):
     include_usage: bool = False
 
 
-class Generate(Struct, kw_only=True):
-    """What chat and completions have in common."""
+class GenerationRequest(Struct, kw_only=True):
+    """The common fields of chat and completion requests."""
 
     model: str | None = None
     stream: bool | None = False
@@ -30,20 +30,20 @@ class Generate(Struct, kw_only=True):
     cache_salt: str | None = None
 
 
-class Chat(Generate, kw_only=True):
+class ChatRequest(GenerationRequest, kw_only=True):
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     tools: list[dict[str, Any]] | None = None
     max_completion_tokens: MaxTokens | None = None
     add_generation_prompt: bool = True
 
 
-class Completion(Generate, kw_only=True):
+class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[Any]
-    """A text or tokens, or a list of such."""
+    """A text, a list of token ids, or a list of texts or token lists."""
     max_tokens: MaxTokens | None = 16
 
 
-class Tokenize(Struct):
+class TokenizeRequest(Struct):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -52,7 +52,7 @@ class Tokenize(Struct):
     add_special_tokens: bool = True
 
 
-class Detokenize(Struct):
+class DetokenizeRequest(Struct):
     tokens: list[int]
     model: str | None = None
 
@@ -60,16 +60,16 @@ class Detokenize(Struct):
 Body = TypeVar("Body", bound=Struct)
 
 
-def read(body: bytes, kind: type[Body]) -> Body:
+def decode_body(body: bytes, kind: type[Body]) -> Body:
     """Raises ApiError 400."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise bad_body(f"The request body can't be used: {error}") from None
+        raise bad_body(f"The request body is invalid: {error}") from None
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:
-    """Raises ApiError 400 for a message that no template could write."""
+    """Raises ApiError 400 for a message that no template can render."""
     for number, message in enumerate(messages):
         if not isinstance(message.get("role"), str):
             raise bad_body(f"messages[{number}].role is missing or not a string")

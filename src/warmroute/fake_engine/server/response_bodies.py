@@ -1,6 +1,6 @@
-"""The shapes of vLLM 0.32's answers, field by field in its order (shared/data/vllm-0.32 has recorded ones).
+"""Response bodies with vLLM 0.32's fields in its order (tests/fixtures/vllm-0.32 has recorded ones).
 
-What is the same for every event of a stream is written once; an event is that, the token's text, and an end.
+The parts that all events of a stream share are encoded once. An event is these parts around the token's text.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     cached_tokens: int
     created_cache_tokens: int | None
-    """Tokens of full blocks of the prompt that were not cached; only chat says so."""
+    """Tokens in full blocks of the prompt that were not cached. Only chat responses have it."""
 
 
-def _usage(usage: Usage, whole: bool) -> dict[str, Any]:
-    """`whole` answers name what they do not know as null; streams leave it out."""
+def _usage_fields(usage: Usage, with_nulls: bool) -> dict[str, Any]:
+    """`with_nulls`: include unknown fields as null, as vLLM does unless it streams."""
     details: dict[str, Any] = {"cached_tokens": usage.cached_tokens}
-    if whole or usage.created_cache_tokens is not None:
+    if with_nulls or usage.created_cache_tokens is not None:
         details["created_cache_tokens"] = usage.created_cache_tokens
-    if whole:
+    if with_nulls:
         details["multimodal_tokens"] = None
     fields: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
@@ -35,22 +35,22 @@ def _usage(usage: Usage, whole: bool) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "prompt_tokens_details": details,
     }
-    if whole:
+    if with_nulls:
         fields["completion_tokens_details"] = None
     return fields
 
 
 def json_text(text: str) -> bytes:
-    """A string as it stands within JSON quotes."""
+    """Encode a string as JSON, without the quotes."""
     return _encode(text)[1:-1]
 
 
-class StreamForm:
-    """The events of one stream."""
+class StreamEvents:
+    """Encodes the server-sent events of one response."""
 
-    def __init__(self, chat: bool, answer_id: str, created: int, model: str) -> None:
+    def __init__(self, chat: bool, response_id: str, created: int, model: str) -> None:
         kind = "chat.completion.chunk" if chat else "text_completion"
-        self._head = b"data: " + _encode({"id": answer_id, "object": kind, "created": created, "model": model})[:-1]
+        self._head = b"data: " + _encode({"id": response_id, "object": kind, "created": created, "model": model})[:-1]
         before = b'"delta":{"content":"' if chat else b'"text":"'
         self._before = self._head + b',"choices":[{"index":0,' + before
         if chat:
@@ -60,8 +60,8 @@ class StreamForm:
             self._after = b'","logprobs":null,' + _encode(rest)[1:] + b"]}\n\n"
         self._chat = chat
 
-    def opening(self) -> bytes:
-        """What comes with the first token, before it."""
+    def start(self) -> bytes:
+        """The event before the first token. Completions have none."""
         if not self._chat:
             return b""
         return self._head + (
@@ -84,11 +84,12 @@ class StreamForm:
         return self._before + text + fields + end + b"}\n\n"
 
     def usage(self, usage: Usage) -> bytes:
-        tail = _encode({"choices": [], "usage": _usage(usage, False), "system_fingerprint": FINGERPRINT})
+        fields = _usage_fields(usage, with_nulls=False)
+        tail = _encode({"choices": [], "usage": fields, "system_fingerprint": FINGERPRINT})
         return self._head + b"," + tail[1:] + b"\n\n"
 
 
-def whole_chat(answer_id: str, created: int, model: str, text: str, reason: str, usage: Usage) -> bytes:
+def chat_response(response_id: str, created: int, model: str, text: str, reason: str, usage: Usage) -> bytes:
     message = {
         "role": "assistant",
         "content": text,
@@ -100,7 +101,7 @@ def whole_chat(answer_id: str, created: int, model: str, text: str, reason: str,
     }
     return _encode(
         {
-            "id": answer_id,
+            "id": response_id,
             "object": "chat.completion",
             "created": created,
             "model": model,
@@ -117,7 +118,7 @@ def whole_chat(answer_id: str, created: int, model: str, text: str, reason: str,
             ],
             "service_tier": None,
             "system_fingerprint": FINGERPRINT,
-            "usage": _usage(usage, True),
+            "usage": _usage_fields(usage, with_nulls=True),
             "prompt_logprobs": None,
             "prompt_token_ids": None,
             "prompt_text": None,
@@ -128,10 +129,10 @@ def whole_chat(answer_id: str, created: int, model: str, text: str, reason: str,
     )
 
 
-def whole_completion(answer_id: str, created: int, model: str, text: str, reason: str, usage: Usage) -> bytes:
+def completion_response(response_id: str, created: int, model: str, text: str, reason: str, usage: Usage) -> bytes:
     return _encode(
         {
-            "id": answer_id,
+            "id": response_id,
             "object": "text_completion",
             "created": created,
             "model": model,
@@ -150,7 +151,7 @@ def whole_completion(answer_id: str, created: int, model: str, text: str, reason
             ],
             "service_tier": None,
             "system_fingerprint": FINGERPRINT,
-            "usage": _usage(usage, True),
+            "usage": _usage_fields(usage, with_nulls=True),
             "kv_transfer_params": None,
             "ec_transfer_params": None,
             "metrics": None,

@@ -1,4 +1,4 @@
-"""Errors as vLLM 0.32 words them."""
+"""Error responses with the texts of vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class ApiError(Exception):
-    """A request that is answered with an error."""
+    """A request whose response is an error."""
 
     def __init__(self, status: int, kind: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -24,7 +24,7 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 
 def bad_body(detail: str) -> ApiError:
-    """vLLM says 400 where FastAPI by itself would say 422."""
+    """vLLM's error for an invalid body. Plain FastAPI would return 422."""
     return ApiError(400, "Bad Request", detail)
 
 

@@ -1,4 +1,4 @@
-"""What the simulated model says: words of at most six letters, each of them one token wherever it stands."""
+"""The words that the simulated model generates. Each has at most six letters and is one token."""
 
 _TEXT = """
     the of and to in is it that was for on are as with at this have from or one had by word but not what all

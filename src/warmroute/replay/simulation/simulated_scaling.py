@@ -86,7 +86,12 @@ class SimulatedScaling:
         )
         self.autoscaler.offers.update_offers(one.offer for one in setup.offers)
         self.controller = NodeController(
-            self.autoscaler, world.fleet, self, lambda: world.calendar.now_s, retry_at_once=False
+            self.autoscaler,
+            world.fleet,
+            self,
+            lambda: world.calendar.now_s,
+            lambda: f"scaled-{self._started + 1}",
+            retry_at_once=False,  # as in published results; production requests the next node at once
         )
         self._busy_ms: dict[str, tuple[float, float]] = {}
         self._decision_maker: DecisionMaker | None = None
@@ -134,9 +139,6 @@ class SimulatedScaling:
         return shares
 
     # The simulated provisioner.
-
-    def new_token(self) -> str:
-        return f"scaled-{self._started + 1}"
 
     def request_machine(self, managed: ManagedNode, reason: str) -> None:
         sim_offer, calendar = self._offers[managed.offer.key], self._world.calendar

@@ -60,11 +60,7 @@ def _run(
 ) -> CommandResult:  # fmt: skip
     try:
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
     except OSError as error:
         raise ProvisionerError(f"{provisioner}: cannot run {command[0]!r}: {error.strerror}") from None

@@ -322,7 +322,6 @@ class Ec2Provisioner:
             state=state,
             url=f"http://{address}:{self._config.port}" if address else "",
             reclaimed=bool(reclaim_reason or stopped) or RECLAIMED in tags,
-            started_s=instance["LaunchTime"].timestamp(),
             reason=reclaim_reason or tags.get(RECLAIMED, "") or instance.get("StateTransitionReason", "") or stopped,
             island=self._config.island or f"aws/{region}",
         )

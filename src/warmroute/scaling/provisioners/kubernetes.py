@@ -37,7 +37,7 @@ from warmroute.scaling.provisioners.kubernetes_pods import (
     DELETION_COST,
     TOKEN,
     Object,
-    annotations,
+    annotations_of,
     belongs_to,
     condition,
     created_s,
@@ -68,11 +68,7 @@ NOT_READY_S = 0.2
 VERIFY_S = 5.0
 """How long to watch which Pod the controller ends."""
 LeaderWorkerSet = create_namespaced_resource("leaderworkerset.x-k8s.io", "v1", "LeaderWorkerSet", "leaderworkersets")
-KINDS: dict[str, Any] = {
-    "deployment": Deployment,
-    "statefulset": StatefulSet,
-    "leaderworkerset": LeaderWorkerSet,
-}
+KINDS: dict[str, Any] = {"deployment": Deployment, "statefulset": StatefulSet, "leaderworkerset": LeaderWorkerSet}
 
 
 class KubernetesProvisioner:
@@ -169,10 +165,10 @@ class KubernetesProvisioner:
         ended = _ended(workload)
         nodes = await self._nodes_of(pods)
         last = max((ordinal_of(pod) for pod in pods if is_live(pod)), default=-1)
-        live_tokens = {annotations(pod).get(TOKEN) for pod in pods if is_live(pod)}
+        live_tokens = {annotations_of(pod).get(TOKEN) for pod in pods if is_live(pod)}
         machines = []
         for pod in pods:
-            token = annotations(pod).get(TOKEN)
+            token = annotations_of(pod).get(TOKEN)
             if not token or (not is_live(pod) and token in live_tokens):  # another Pod has replaced it
                 token = f"pod-{_uid(pod)}"
             state, node = state_of(pod), nodes.get((pod.get("spec") or {}).get("nodeName") or "")
@@ -189,7 +185,6 @@ class KubernetesProvisioner:
                     url=url_of(pod, self._config.port),
                     # Somebody else ends it: an eviction, a drain of its node, a rollout.
                     reclaimed=bool(reclaimed) or (state is MachineState.TERMINATING and not removed_by_us),
-                    started_s=created_s(pod),
                     reason=reclaimed or reason_of(pod),
                     island=self._config.island or island_of(node),
                     removable=self._config.workload == "deployment" or ordinal_of(pod) == last,
@@ -223,10 +218,10 @@ class KubernetesProvisioner:
     async def _assign(self, tokens: dict[str, str], replicas: int, pods: list[Object]) -> None:
         """Write on each new Pod the token of its request. The oldest Pods without one are older than all tokens."""
         pods = [pod for pod in pods if is_live(pod)]
-        taken = {annotations(pod).get(TOKEN) for pod in pods}
+        taken = {annotations_of(pod).get(TOKEN) for pod in pods}
         free_tokens = [token for token in tokens if token not in taken]
         without_token = sorted(
-            (pod for pod in pods if annotations(pod).get(TOKEN) not in tokens),
+            (pod for pod in pods if annotations_of(pod).get(TOKEN) not in tokens),
             # Times are in whole seconds: of Pods created in the same second, a starting one is the newest.
             key=lambda pod: (created_s(pod), is_starting(pod), ordinal_of(pod)),
         )
@@ -268,8 +263,10 @@ class KubernetesProvisioner:
         pods = await self._pods(workload)
         live = [pod for pod in pods if is_live(pod)]
         others = _tokens(workload).keys() - {machine.token}
-        named = [pod for pod in live if meta(pod)["name"] == machine.id and annotations(pod).get(TOKEN) not in others]
-        holders = [pod for pod in live if annotations(pod).get(TOKEN) == machine.token]
+        named = [
+            pod for pod in live if meta(pod)["name"] == machine.id and annotations_of(pod).get(TOKEN) not in others
+        ]
+        holders = [pod for pod in live if annotations_of(pod).get(TOKEN) == machine.token]
         if not named and not holders:
             # The Pod is gone, or never existed: only its token is left.
             await self._change(lambda now: self._remove_replica(now, machine.token, None, pods))
@@ -364,11 +361,11 @@ def _replicas(workload: Object) -> int:
 
 
 def _tokens(workload: Object) -> dict[str, str]:
-    return msgspec.json.decode(annotations(workload).get(TOKENS) or "{}", type=dict[str, str])
+    return msgspec.json.decode(annotations_of(workload).get(TOKENS) or "{}", type=dict[str, str])
 
 
 def _ended(workload: Object) -> list[str]:
-    return msgspec.json.decode(annotations(workload).get(ENDED) or "[]", type=list[str])
+    return msgspec.json.decode(annotations_of(workload).get(ENDED) or "[]", type=list[str])
 
 
 def _patch(workload: Object, replicas: int, values: dict[str, Any]) -> Object:

@@ -34,7 +34,7 @@ def meta(one: Object) -> Object:
     return found
 
 
-def annotations(one: Object) -> dict[str, str]:
+def annotations_of(one: Object) -> dict[str, str]:
     return meta(one).get("annotations") or {}
 
 

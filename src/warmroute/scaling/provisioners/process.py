@@ -47,7 +47,6 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     offer: str
     port: int
-    requested_s: float
     pid: int = 0
     """0: an intent, written before the process started."""
     start_id: str = ""
@@ -102,7 +101,7 @@ class ProcessProvisioner:
         if self._config.max_nodes and len(alive) >= self._config.max_nodes:
             raise NoCapacity(f"{self.name}: {len(alive)} running, maximum is {self._config.max_nodes}")
         port = self._free_port({record.port for record in alive})
-        record = ProcessRecord(token=token, offer=offer.name, port=port, requested_s=time.time())
+        record = ProcessRecord(token=token, offer=offer.name, port=port)
         self._write(record)
         values = {"{port}": str(port), "{token}": token, "{name}": f"{self._config.deployment}-{token}"}
         command = [_fill(word, values) for word in self._command]
@@ -142,7 +141,6 @@ class ProcessProvisioner:
                     offer=record.offer,
                     state=state,
                     url=f"http://{HOST}:{record.port}",
-                    started_s=record.requested_s,
                     reason=reason,
                 )
             )

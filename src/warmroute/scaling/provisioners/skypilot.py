@@ -22,25 +22,14 @@ import msgspec
 from warmroute.blocking import run_in_thread
 from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.scaling.offer import Offer
-from warmroute.scaling.provisioner import (
-    TOKEN,
-    Machine,
-    MachineState,
-    NoCapacity,
-    ProvisionerError,
-    ProvisionerTimeout,
-)
+from warmroute.scaling.provisioner import TOKEN, Machine, MachineState, NoCapacity, ProvisionerError, ProvisionerTimeout
 from warmroute.scaling.provisioners.command_runner import CommandResult, run_command
 from warmroute.scaling.provisioners.configured_offer import configured_offer
 from warmroute.scaling.provisioners.json_protocol import excerpt
 from warmroute.scaling.provisioners.skypilot_catalog import CatalogFilter, CatalogRow, catalog_folder, read_catalog
 from warmroute.scaling.validate_offers import OfferValidator
 
-STATES = {
-    "INIT": MachineState.PENDING,
-    "PENDING": MachineState.PENDING,
-    "UP": MachineState.RUNNING,
-}
+STATES = {"INIT": MachineState.PENDING, "PENDING": MachineState.PENDING, "UP": MachineState.RUNNING}
 STOPPED = ("AUTOSTOPPING", "STOPPING", "STOPPED")
 UNHEALTHY_S = 60.0
 """SkyPilot also reports a cluster as unhealthy that it cannot reach for a moment. It may recover for this time."""
@@ -87,7 +76,7 @@ class SkyPilotProvisioner:
         self._urls: dict[_LaunchKey, str] = {}
         self._lookups: dict[_LaunchKey, asyncio.Task[None]] = {}
         self._lookup_slots = asyncio.Semaphore(MAX_ENDPOINT_LOOKUPS)
-        self._unhealthy_since_since_s: dict[_LaunchKey, float] = {}
+        self._unhealthy_since_s: dict[_LaunchKey, float] = {}
 
     async def offers(self) -> list[Offer]:
         rows, problems = await run_in_thread(self._read_catalog, self.name, self._catalog_slot)
@@ -150,23 +139,13 @@ class SkyPilotProvisioner:
         self._failed = {
             token: one for token, one in self._failed.items() if token in seen or now_s - one.when_s < FORGET_S
         }
-        for token, (offer, _launch) in self._launching.items():
-            if token not in seen:
-                machines.append(
-                    Machine(id=self._cluster(token), token=token, offer=offer.name, state=MachineState.PENDING)
-                )
-        for token, failed in self._failed.items():
-            if token not in seen:
-                machines.append(
-                    Machine(
-                        id=self._cluster(token),
-                        token=token,
-                        offer=failed.offer,
-                        state=MachineState.TERMINATED,
-                        reason=failed.reason,
-                    )
-                )
-        return machines
+        pending = [(token, MachineState.PENDING, one[0].name, "") for token, one in self._launching.items()]
+        failed = [(token, MachineState.TERMINATED, one.offer, one.reason) for token, one in self._failed.items()]
+        return machines + [
+            Machine(id=self._cluster(token), token=token, offer=offer, state=state, reason=reason)
+            for token, state, offer, reason in (*pending, *failed)
+            if token not in seen
+        ]
 
     async def terminate(self, machine: Machine) -> None:
         """After a canceled call, the next one waits for the same `sky down`."""
@@ -240,7 +219,8 @@ class SkyPilotProvisioner:
         ]
 
     def _machine(self, cluster: dict[str, Any]) -> Machine:
-        name, launched_s = key = _launch_key(cluster)
+        key = _launch_key(cluster)
+        name = key[0]
         token = name.removeprefix(f"{self._config.deployment}-")
         status, down = str(cluster.get("status")), self._ending.get(name)
         state, url = STATES.get(status, MachineState.PENDING), ""
@@ -259,7 +239,6 @@ class SkyPilotProvisioner:
             state=state,
             url=url,
             reclaimed=bool(reclaim_reason),
-            started_s=launched_s,
             reason=reason or reclaim_reason,
             island=self._config.island or _island_of(cluster),
         )

@@ -49,12 +49,13 @@ def webhook_provisioner(config: ProvisionerConfig) -> JsonProvisioner:
             raise ProvisionerTimeout(f"{name}: {call} took longer than {timeout_s:g} s") from None
         except OSError as error:
             raise ProvisionerError(f"{name}: {call} failed: {error or type(error).__name__}") from None
-        error = _error_in(answer)
-        if 200 <= status < 300 and not error:
+        reason = _error_in(answer)
+        if 200 <= status < 300 and not reason:
             return answer
-        if isinstance(error, dict):
-            error = error.get("message")
-        reason = error if isinstance(error, str) else excerpt(answer)
+        if isinstance(reason, dict):
+            reason = reason.get("message")
+        if not isinstance(reason, str):
+            reason = excerpt(answer)
         kind = NoCapacity if call == "provision" and status in NO_CAPACITY else ProvisionerError
         raise kind(f"{name}: {call} returned status {status}: {reason}")
 
