@@ -1,15 +1,38 @@
-"""The compiled part; everything else about the package stands in pyproject.toml."""
+"""Builds the compiled part of the package; pyproject.toml has everything else.
+
+WARMROUTE_DEV=1        compiler warnings are errors (the Makefile sets it)
+WARMROUTE_SANITIZE=1   with AddressSanitizer and UndefinedBehaviorSanitizer (tools/sanitize.py sets it)
+"""
+
+import os
+from glob import glob
 
 from setuptools import Extension, setup
+
+KERNEL = "src/warmroute/_kernel"
+
+
+def enabled(variable: str) -> bool:
+    return os.environ.get(variable, "0") not in ("", "0")
+
+
+compile_args = ["-O3", "-fvisibility=hidden"]
+link_args = []
+if enabled("WARMROUTE_DEV"):
+    compile_args += ["-Wall", "-Wextra", "-Werror"]
+if enabled("WARMROUTE_SANITIZE"):
+    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    compile_args = [*compile_args, *sanitizers, "-O1", "-g", "-fno-omit-frame-pointer"]
+    link_args = sanitizers
 
 setup(
     ext_modules=[
         Extension(
-            f"warmroute._kernel.{name}",
-            [f"src/warmroute/_kernel/{name}.c"],
-            depends=[f"src/warmroute/_kernel/{header}.h" for header in ("_books", "_json", "_match", "_mirror")],
-            extra_compile_args=["-O3"],
+            "warmroute._kernel._native",
+            sorted(glob(f"{KERNEL}/*.c")),
+            depends=sorted(glob(f"{KERNEL}/*.h")),
+            extra_compile_args=compile_args,
+            extra_link_args=link_args,
         )
-        for name in ("_books", "_hash", "_http", "_index", "_messages", "_price", "_recency", "_scan")
     ]
 )

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from random import Random
 
 import msgspec
+from record import Report, add_record_option
 
 from warmroute.config import from_table
 from warmroute.fake_engine.profiles import profile
@@ -36,7 +37,7 @@ def prompts(args: argparse.Namespace, adapters: tuple[str, ...]) -> Iterator[Wor
         yield WorkloadPrompt(text.tokens, 60, answered, at_ms=at_ms, lora_name=adapter)
 
 
-def run(priced_ms: float, args: argparse.Namespace) -> str:
+def run(priced_ms: float, args: argparse.Namespace, report: Report) -> None:
     adapters = tuple(f"adapter-{number}" for number in range(args.adapters))
     spec = NodeSpec("", profile(args.profile), adapters=adapters, max_loras=args.slots, lora_load_ms=args.load_ms)
     specs = [msgspec.structs.replace(spec, name=f"node-{at}") for at in range(args.nodes)]
@@ -46,7 +47,7 @@ def run(priced_ms: float, args: argparse.Namespace) -> str:
     ordered = sorted(world.results.ttft_ms)
     p50, p95 = percentile(ordered, 0.5) or 0.0, percentile(ordered, 0.95) or 0.0
     hit_rate = world.results.cached_tokens / max(1, world.results.prompt_tokens)
-    return f"{priced_ms:10.0f} {loads:8} {p50:8.0f} {p95:8.0f} {hit_rate:6.1%}"
+    report.row(f"{priced_ms:.0f}", loads, f"{p50:.0f}", f"{p95:.0f}", f"{hit_rate:.1%}")
 
 
 def main() -> None:
@@ -59,10 +60,13 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=8.0, help="requests per second (8)")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
+    add_record_option(parser)
     args = parser.parse_args()
-    print(f"{'priced ms':>10} {'loads':>8} {'p50 ms':>8} {'p95 ms':>8} {'hit':>6}")
+    report = Report()
+    report.table("adapters", "`price.adapter_load_ms`", "adapters loaded", "TTFT p50, ms", "p95", "hit rate")
     for priced_ms in (0.0, args.load_ms / 2, args.load_ms):
-        print(run(priced_ms, args), flush=True)
+        run(priced_ms, args, report)
+    report.record(args.record)
 
 
 if __name__ == "__main__":

@@ -169,9 +169,9 @@ class RoutedFleet:
         """Store the conversation on eight nodes and its first block on all; advance the clock."""
         self._now_s += 5.0
         for number, cache in enumerate(self.cache_view):
-            cache.heard_s = self._now_s
+            cache.last_contact_s = self._now_s
             stored = hashes if number < HOLDERS else hashes[:8]
-            self.cache_view.index.store_chain(cache.ranks[0], stored, Tier.GPU)
+            self.cache_view.index.store_hashes(cache.ranks[0], stored, Tier.GPU)
         self.cache_view.tidy(self._now_s)
 
     def decide(self, body: bytes) -> Decision:

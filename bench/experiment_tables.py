@@ -1,4 +1,4 @@
-"""What the experiments on `price` share: a command line with one subcommand each, parallel replays, Markdown tables."""
+"""What the experiments on `price` share: a command line with one subcommand each, parallel replays, means and ratios."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+from record import Report, add_record_option
 from rich.progress import track
 
 from warmroute.fake_engine.profiles import profile
@@ -21,8 +22,7 @@ HARDWARE = "2xh100-32b"
 
 
 class Experiment(NamedTuple):
-    run: Callable[[argparse.Namespace], Iterable[str]]
-    """Returns the lines of its tables."""
+    run: Callable[[argparse.Namespace, Report], None]
     seeds: int
     limit: int = 0
     """Requests per run; 0 if the experiment sets them itself."""
@@ -45,10 +45,12 @@ def run_experiments(description: str, experiments: dict[str, Experiment], data: 
             command.add_argument("--nodes", type=int, default=one.nodes, help=f"({one.nodes})")
         if data:
             command.add_argument("--data", metavar="DIR", help=data)
+        add_record_option(command)
         command.set_defaults(experiment=one)
     args = parser.parse_args()
-    for line in args.experiment.run(args):
-        print(line, flush=True)
+    report = Report()
+    args.experiment.run(args, report)
+    report.record(args.record)
 
 
 def fleet(count: int) -> tuple[NodeSpec, ...]:
@@ -67,14 +69,6 @@ def run_jobs(do: Callable[[Any], Run], jobs: Sequence[Any], args: argparse.Names
 def selected(names: Iterable[str], args: argparse.Namespace) -> list[str]:
     """Return the names that --only selects."""
     return [name for name in names if not args.only or any(word in name for word in args.only)]
-
-
-def table(*titles: str) -> list[str]:
-    return ["| " + " | ".join(titles) + " |", "| --- " * len(titles) + "|"]
-
-
-def row(*cells: object) -> str:
-    return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
 
 def mean_of(runs: Sequence[Run], *path: str) -> float:

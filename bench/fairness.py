@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from random import Random
 
 import msgspec
+from record import Report, add_record_option
 
 from warmroute.config import Admission, Config, Index, Routing
 from warmroute.config.priority import LOW
@@ -136,10 +137,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=3000)
+    add_record_option(parser)
     args = parser.parse_args()
-    print(f"priority_mix, two L4, price, max_waiting = {MAX_WAITING}, {args.requests:,} requests, seed 1\n")
-    print("| requests/s | high: served, TTFT p90 | normal | low | rejected while low waits | while low runs |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    report = Report()
+    columns = ("high: served, TTFT p90", "normal", "low", "rejected while low waits", "while low runs")
+    report.table("priorities", "requests/s", *columns)
     for rate in RATES:
         result = run_priorities(rate=rate, requests=args.requests, max_waiting=MAX_WAITING)
         cells = [
@@ -147,16 +149,15 @@ def main() -> None:
             + (f", {result.ttft_p90_ms[name] / 1000.0:.2f} s" if result.served[name] else "")
             for name in ("high", "normal", "low")
         ]
-        unfair = f"{result.rejected_while_low_waits} | {result.rejected_while_low_runs}"
-        print(f"| {rate:g} | {' | '.join(cells)} | {unfair} |", flush=True)
-    print(f"\nfour tenants, two L4, price, {args.requests:,} requests, {FLOOD_FACTOR:g} times as many of the first\n")
-    print("| seed | uncached tokens: the first | second | third | fourth | largest difference from the mean |")
-    print("| --- | --- | --- | --- | --- | --- |")
+        report.row(f"{rate:g}", *cells, result.rejected_while_low_waits, result.rejected_while_low_runs)
+    columns = ("uncached tokens: the first", "second", "third", "fourth", "largest difference from the mean")
+    report.table("tenants", "seed", *columns)
     for seed in range(1, args.seeds + 1):
         served = list(run_flood(rate=TENANT_RATE, factor=FLOOD_FACTOR, requests=args.requests, seed=seed).values())
         mean = sum(served) / len(served)
         difference = max(abs(tokens - mean) for tokens in served) / mean
-        print(f"| {seed} | {' | '.join(f'{tokens:,}' for tokens in served)} | {difference:.1%} |", flush=True)
+        report.row(seed, *(f"{tokens:,}" for tokens in served), f"{difference:.1%}")
+    report.record(args.record)
 
 
 if __name__ == "__main__":

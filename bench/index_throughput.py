@@ -31,13 +31,13 @@ from external_data import add_data_option, data_files
 TRACES = ("traces/mooncake_synthetic.jsonl.gz", "traces/mooncake_arxiv_first1000.jsonl.gz")
 PLACES = 64
 KV_TOKENS = 307_328
-"""KV cache of one place, as of one pod in llm-d's published benchmark."""
+"""KV cache of one holder, as of one pod in llm-d's published benchmark."""
 TRACE_BLOCK_TOKENS = 512
 GPU = 0
 MATCH, STORE, REMOVE = range(3)
 
 Operation = tuple[int, int, bytes, list[int], int]
-"""Kind, place, our hashes, engine hashes, engine hash of the parent (0 for none)."""
+"""Kind, holder, our hashes, engine hashes, engine hash of the parent (0 for none)."""
 
 
 def prompts(path: Path) -> list[list[int]]:
@@ -48,49 +48,49 @@ def prompts(path: Path) -> list[list[int]]:
 def make_operations(paths: list[Path], blocks_per_id: int) -> list[Operation]:
     """Return the operations of a router: a match for each request, and the stores and removes of the engine it goes to.
 
-    A prompt goes to the place that holds at least half of it, else to the next place in turn. A place evicts LRU, the
+    A prompt goes to the holder that holds at least half of it, else to the next holder in turn. A holder evicts LRU, the
     tail of a prompt first, as vLLM does. In the end everything is removed.
     """
-    from warmroute.index import chain, namespace_seed
+    from warmroute.index import hash_blocks, namespace_seed
 
     capacity = KV_TOKENS // (TRACE_BLOCK_TOKENS // blocks_per_id)
     operations: list[Operation] = []
     for path in paths:
         namespace = namespace_seed(path.name, "", 1)
         caches: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(PLACES)]
-        next_place = 0
+        next_holder = 0
         for ids in prompts(path):
             tokens = array("I", [i * blocks_per_id + k for i in ids for k in range(blocks_per_id)])
-            packed = chain(namespace, None, tokens, 1)
+            packed = hash_blocks(namespace, None, tokens, 1)
             hashes = array("Q", packed).tolist()
             operations.append((MATCH, 0, packed, [], 0))
-            place, depth = max(
+            holder, depth = max(
                 ((p, depth_in(cache, hashes)) for p, cache in enumerate(caches)), key=lambda pair: pair[1]
             )
             if depth * 2 < len(hashes):
-                place = next_place = (next_place + 1) % PLACES
-                depth = depth_in(caches[place], hashes)
-            held, salt = caches[place], salt_of(place)
+                holder = next_holder = (next_holder + 1) % PLACES
+                depth = depth_in(caches[holder], hashes)
+            held, salt = caches[holder], salt_of(holder)
             new = hashes[depth:]
             for block in reversed(hashes):
                 held[block] = None
                 held.move_to_end(block)
             if new:
                 parent = hashes[depth - 1] ^ salt if depth else 0
-                operations.append((STORE, place, packed[8 * depth :], [h ^ salt for h in new], parent))
+                operations.append((STORE, holder, packed[8 * depth :], [h ^ salt for h in new], parent))
             evicted = [held.popitem(last=False)[0] for _ in range(max(0, len(held) - capacity))]
             if evicted:
-                operations.append((REMOVE, place, b"", [h ^ salt for h in evicted], 0))
-        for place, held in enumerate(caches):
+                operations.append((REMOVE, holder, b"", [h ^ salt for h in evicted], 0))
+        for holder, held in enumerate(caches):
             if held:
-                operations.append((REMOVE, place, b"", [h ^ salt_of(place) for h in held], 0))
+                operations.append((REMOVE, holder, b"", [h ^ salt_of(holder) for h in held], 0))
     return operations
 
 
 @cache
-def salt_of(place: int) -> int:
-    """Return the place's salt: engines seed their hash chains randomly, so each has its own hash for a block."""
-    return random.Random(place).getrandbits(64)
+def salt_of(holder: int) -> int:
+    """Return the holder's salt: engines seed their hash chains randomly, so each has its own hash for a block."""
+    return random.Random(holder).getrandbits(64)
 
 
 def depth_in(held: OrderedDict[int, None], hashes: list[int]) -> int:
@@ -103,14 +103,14 @@ def depth_in(held: OrderedDict[int, None], hashes: list[int]) -> int:
 def count_blocks(operations: list[Operation]) -> tuple[int, int]:
     """Return the number of blocks walked, stored and removed, and the same with every block of a prompt as walked.
 
-    A match walks the leading blocks that some place holds, and the first one that no place holds.
+    A match walks the leading blocks that some holder holds, and the first one that no holder holds.
     """
     from warmroute.index import BlockIndex
 
     index = BlockIndex(1 << 30)
-    places = [index.open_place() for _ in range(PLACES)]
+    holders = [index.add_holder() for _ in range(PLACES)]
     walked = with_all_matched = 0
-    for kind, place, packed, engine_hashes, _ in operations:
+    for kind, holder, packed, engine_hashes, _ in operations:
         if kind == MATCH:
             n = len(packed) // 8
             depth = max((row[-1] for row in index.match(packed)), default=0)
@@ -120,9 +120,9 @@ def count_blocks(operations: list[Operation]) -> tuple[int, int]:
             walked += len(engine_hashes)
             with_all_matched += len(engine_hashes)
             if kind == STORE:
-                index.store_chain(places[place], packed, GPU, engine_hashes)
+                index.store_hashes(holders[holder], packed, GPU, engine_hashes)
             else:
-                index.remove(places[place], engine_hashes, GPU)
+                index.remove(holders[holder], engine_hashes, GPU)
     stats = index.stats()
     assert stats["pairs"] == stats["blocks"] == stats["unknown_removes"] == 0, stats
     return walked, with_all_matched
@@ -133,17 +133,17 @@ def run_operations(operations: list[Operation]) -> float:
     from warmroute.index import BlockIndex
 
     index = BlockIndex(1 << 30)
-    places = [index.open_place() for _ in range(PLACES)]
-    match, store, remove = index.match, index.store_chain, index.remove
+    holders = [index.add_holder() for _ in range(PLACES)]
+    match, store, remove = index.match, index.store_hashes, index.remove
     gc.disable()
     start = time.process_time()
-    for kind, place, packed, engine_hashes, _ in operations:
+    for kind, holder, packed, engine_hashes, _ in operations:
         if kind == MATCH:
             match(packed)
         elif kind == STORE:
-            store(places[place], packed, GPU, engine_hashes)
+            store(holders[holder], packed, GPU, engine_hashes)
         else:
-            remove(places[place], engine_hashes, GPU)
+            remove(holders[holder], engine_hashes, GPU)
     seconds = time.process_time() - start
     gc.enable()
     assert index.stats()["pairs"] == 0
@@ -164,7 +164,7 @@ def throughput(title: str, operations: list[Operation], rounds: int) -> float:
 
 
 def bytes_per_pair() -> None:
-    """Print the bytes per pair over all fill levels from 100,000 pairs on, by how many places hold each block."""
+    """Print the bytes per pair over all fill levels from 100,000 pairs on, by how many holders hold each block."""
     from warmroute.index import BlockIndex, Tier
 
     print("bytes per pair, highest and lowest between 100,000 and 1,000,000 pairs:")
@@ -179,28 +179,28 @@ def bytes_per_pair() -> None:
         (2, 4096, 1, Tier.CPU),
     ):
         index = BlockIndex(1 << 30)
-        places = [index.open_place() for _ in range(n_places)]
+        holders = [index.add_holder() for _ in range(n_places)]
         source = random.Random(5)
         seen: list[float] = []
         pairs = 0
         while pairs < 1_000_000:
             blocks = array("Q", source.randbytes(8 * run))
-            for place in source.sample(places, holders):
+            for holder in source.sample(holders, holders):
                 salt = source.getrandbits(64)
-                index.store_chain(place, blocks, tier, [b ^ salt for b in blocks])
+                index.store_hashes(holder, blocks, tier, [b ^ salt for b in blocks])
             pairs += run * holders
             if pairs > 100_000 and pairs % 64 == 0:
                 seen.append(index.stats()["bytes"] / pairs)
         print(
-            f"  {holders:2} of {n_places} places hold a block on the {tier.name}, the same {run} blocks in a row: "
+            f"  {holders:2} of {n_places} holders hold a block on the {tier.name}, the same {run} blocks in a row: "
             f"{max(seen):.1f} and {min(seen):.1f}"
         )
 
 
 def match_latency() -> None:
-    from warmroute.index import BlockIndex, chain
+    from warmroute.index import BlockIndex, hash_blocks
 
-    hashes = chain(1, None, array("I", range(512)), 1)
+    hashes = hash_blocks(1, None, array("I", range(512)), 1)
     for title, depths in (
         ("all hold it", [512] * 64),
         ("64 depths", [8 * (i + 1) for i in range(64)]),
@@ -209,19 +209,19 @@ def match_latency() -> None:
         index = BlockIndex(1 << 30)
         source = random.Random(3)
         for depth in depths:
-            place = index.open_place()
-            index.store_chain(place, hashes[: 8 * depth], GPU)
+            holder = index.add_holder()
+            index.store_hashes(holder, hashes[: 8 * depth], GPU)
             if "CPU" in title:
                 for k in range(depth):
                     if source.random() < 0.5:
-                        index.store_chain(place, hashes[8 * k : 8 * k + 8], 1)
+                        index.store_hashes(holder, hashes[8 * k : 8 * k + 8], 1)
         took = []
         for _ in range(2000):
             start = time.perf_counter_ns()
             index.match(hashes)
             took.append((time.perf_counter_ns() - start) / 1e3)
         took.sort()
-        print(f"match of 512 blocks, 64 places, {title}: p50 {took[1000]:.1f} µs, p99 {took[1980]:.1f} µs")
+        print(f"match of 512 blocks, 64 holders, {title}: p50 {took[1000]:.1f} µs, p99 {took[1980]:.1f} µs")
 
 
 def longest_call() -> None:
@@ -229,7 +229,7 @@ def longest_call() -> None:
     from warmroute.index import BlockIndex
 
     index = BlockIndex(1 << 30)
-    place = index.open_place()
+    holder = index.add_holder()
     source = random.Random(9)
     batches = []
     for _ in range(500):
@@ -239,7 +239,7 @@ def longest_call() -> None:
         ]
         start = time.process_time_ns()
         for parent, engine_hashes, tokens in events:
-            index.store(place, 1, parent, engine_hashes, tokens, 16, GPU)
+            index.store(holder, 1, parent, engine_hashes, tokens, 16, GPU)
         batches.append((time.process_time_ns() - start) / 1e6)
     batches.sort()
     print(
@@ -247,19 +247,19 @@ def longest_call() -> None:
         f"p50 {batches[250]:.2f} ms, longest {batches[-1]:.2f} ms"
     )
     start = time.process_time_ns()
-    index.clear(place)
+    index.clear(holder)
     print(f"clear of 2 M pairs: {(time.process_time_ns() - start) / 1e6:.2f} ms, later calls sweep the rest")
 
 
 def hashing() -> None:
-    from warmroute.index import chain
+    from warmroute.index import hash_blocks
 
     for block_size in (16, 64, 512):
         tokens = array("I", [random.getrandbits(17) for _ in range(1 << 18)])
         took = []
         for _ in range(50):
             start = time.perf_counter()
-            chain(1, None, tokens, block_size)
+            hash_blocks(1, None, tokens, block_size)
             took.append(time.perf_counter() - start)
         print(f"chain, blocks of {block_size} tokens: {4 * len(tokens) / statistics.median(took) / 1e9:.1f} GB/s")
 
@@ -274,36 +274,36 @@ def dynamo_replay(path: str) -> None:
     with open(path, "rb") as file:
         operations: list[Operation] = pickle.load(file)
     calls: list[tuple[int, int, Any]] = []
-    for number, (kind, place, packed, engine_hashes, parent) in enumerate(operations):
+    for number, (kind, holder, packed, engine_hashes, parent) in enumerate(operations):
         hashes = array("Q", packed).tolist()
-        names = [e ^ salt_of(place) for e in engine_hashes]
+        names = [e ^ salt_of(holder) for e in engine_hashes]
         data: dict[str, Any]
         if kind == MATCH:
             calls.append((MATCH, 0, hashes))
             continue
         if kind == STORE:
             blocks = [{"block_hash": e, "tokens_hash": h} for e, h in zip(names, hashes, strict=True)]
-            data = {"stored": {"parent_hash": parent ^ salt_of(place) if parent else None, "blocks": blocks}}
+            data = {"stored": {"parent_hash": parent ^ salt_of(holder) if parent else None, "blocks": blocks}}
         else:
             data = {"removed": {"block_hashes": names}}
-        calls.append((kind, place, json.dumps({"event_id": number, "data": data, "dp_rank": 0}).encode()))
+        calls.append((kind, holder, json.dumps({"event_id": number, "data": data, "dp_rank": 0}).encode()))
     took = []
     for _ in range(3):
         tree = RadixTree()
         find, apply = tree.find_matches, tree.apply_event
         cpu, start = time.process_time(), time.perf_counter()
-        for kind, place, argument in calls:
+        for kind, holder, argument in calls:
             if kind == MATCH:
                 find(argument)
             else:
-                apply(place, argument)
+                apply(holder, argument)
         took.append((time.perf_counter() - start, time.process_time() - cpu))
     prompt = list(range(512))
     tree = RadixTree()
     blocks = [{"block_hash": 1000 + h, "tokens_hash": h} for h in prompt]
     data = {"stored": {"parent_hash": None, "blocks": blocks}}
-    for place in range(PLACES):
-        tree.apply_event(place, json.dumps({"event_id": place, "data": data, "dp_rank": 0}).encode())
+    for holder in range(PLACES):
+        tree.apply_event(holder, json.dumps({"event_id": holder, "data": data, "dp_rank": 0}).encode())
     matches = []
     for _ in range(500):
         start = time.perf_counter()
@@ -335,7 +335,7 @@ def beside_dynamo(operations: list[Operation]) -> None:
         f"Dynamo's RadixTree, same operations through its Python API (events as JSON, its own thread): "
         f"{walked / figures['wall_s'] / 1e6:.2f} M/s of wall time, "
         f"{walked / figures['cpu_s'] / 1e6:.2f} M/s of CPU time; "
-        f"match of 512 blocks, 64 places: p50 {figures['match_us']:.1f} µs"
+        f"match of 512 blocks, 64 holders: p50 {figures['match_us']:.1f} µs"
     )
 
 

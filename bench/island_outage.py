@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from record import Report, add_record_option
+
 from warmroute.config import Config, from_table
 from warmroute.fake_engine.profiles import profile
 from warmroute.replay.simulation import Conditions, Island, NodeSpec, ProcessState, World
@@ -153,7 +155,7 @@ def run(rule: str, args: argparse.Namespace) -> dict[str, Any]:
         "returned": sum(moves.returned.values()),
         "egress_gb": sum(log.bytes_sent.values()) * 1e-9,
         "egress_usd": sum(size * 1e-9 * CLOUDS[island][1] for island, size in log.bytes_sent.items()),
-        "served": "/".join(f"{log.requests[cloud] / max(1, sum(log.requests.values())):.0%}" for cloud in CLOUDS),
+        "served": " / ".join(f"{log.requests[cloud] / max(1, sum(log.requests.values())):.0%}" for cloud in CLOUDS),
     }
 
 
@@ -168,23 +170,24 @@ def main() -> int:
     parser.add_argument("--surviving", type=int, default=0, help="nodes of the failing cloud that survive (0)")
     parser.add_argument("--max-delay-ms", type=float, help="overrides island_affinity.max_delay_ms")
     parser.add_argument("--rules", default=",".join(RULES), help="comma-separated")
+    add_record_option(parser)
     args = parser.parse_args()
-    print(
-        f"{'':12} {'requests':>8} {'lost':>5} {'p50 ms':>8} {'p95 ms':>8} {'p99 ms':>8} {'hit':>6} {'stayed':>7} "
-        f"{'served':>11} {'back':>5} {'GB':>6} {'USD':>7}  moved, by reason"
-    )
+    report = Report()
+    columns = ("requests", "lost", "TTFT p50, ms", "p95", "p99", "hit rate", "stayed", "served near / far / farther")
+    report.table("rules", "", *columns, "moved", "came back", "egress, GB", "USD")
     rows = {}
     for rule in args.rules.split(","):
         row = rows[rule] = run(rule, args)
         moved: Counter[str] = Counter()
         for (_, _, reason), count in row["moved"].items():
             moved[reason] += count
-        print(
-            f"{rule:12} {row['requests']:8} {row['lost']:5} {row['p50']:8.0f} {row['p95']:8.0f} {row['p99']:8.0f} "
-            f"{row['hit']:6.1%} {row['stayed']:7.2%} {row['served']:>11} {row['returned']:5} {row['egress_gb']:6.3f} "
-            f"{row['egress_usd']:7.4f}  {', '.join(f'{reason} {count}' for reason, count in moved.items()) or '-'}",
-            flush=True,
-        )
+        times = (f"{row[key]:,.0f}" for key in ("p50", "p95", "p99"))
+        reasons = ", ".join(f"{count} `{reason}`" for reason, count in moved.items()) or "–"
+        report.row(
+            rule, f"{row['requests']:,}", row["lost"], *times, f"{row['hit']:.1%}", f"{row['stayed']:.2%}",
+            row["served"], reasons, row["returned"], f"{row['egress_gb']:.3f}", f"{row['egress_usd']:.4f}",
+        )  # fmt: skip
+    report.record(args.record)
     ours, others = rows["islands"], [row for rule, row in rows.items() if rule != "islands"]
     passed = ours["stayed"] >= MIN_STAYED and all(ours["p95"] < other["p95"] for other in others)
     print("passed" if passed else "FAILED: stayed ≥ 99 %, p95 below both others")

@@ -12,13 +12,13 @@ whose first token came within 2 s + 0.5 ms for each token of the prompt.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from experiment_tables import Experiment, fleet, mean_of, ratio, row, run_experiments, run_jobs, selected, table
+from experiment_tables import Experiment, fleet, mean_of, ratio, run_experiments, run_jobs, selected
 from external_data import data_files
+from record import Report
 
 from warmroute.fake_engine.profiles import profile
 from warmroute.replay import Run, Setup, parse_policy, replay
@@ -47,17 +47,17 @@ PARTS = {
     ),
 }
 WORKLOADS = (
-    ("weka_60sessions_mooncake_format", 0.4, "agentic trace, near the knee"),
-    ("weka_60sessions_mooncake_format", 0.9, "agentic trace, beyond"),
-    ("llm_d", 25.0, "llm_d, beyond"),
-    ("mooncake_synthetic", 6.0, "mooncake_synthetic, near the knee"),
-    ("hot_prefix_storm", 80.0, "hot_prefix_storm, beyond"),
-    ("rag", 40.0, "rag, beyond"),
+    ("weka_60sessions_mooncake_format", 0.4, "agentic_knee"),
+    ("weka_60sessions_mooncake_format", 0.9, "agentic_beyond"),
+    ("llm_d", 25.0, "llm_d_beyond"),
+    ("mooncake_synthetic", 6.0, "mooncake_synthetic_knee"),
+    ("hot_prefix_storm", 80.0, "hot_prefix_storm_beyond"),
+    ("rag", 40.0, "rag_beyond"),
 )
-"""Workload and requests per second for 8 nodes, as in bench/policy_comparison.py."""
+"""Workload, requests per second for 8 nodes, and the name of the table, as in bench/policy_comparison.py."""
 
 
-def ablation(args: argparse.Namespace) -> Iterable[str]:
+def ablation(args: argparse.Namespace, report: Report) -> None:
     names = selected([name for _, _, name in WORKLOADS], args)
     cells = [(workload, rate, name) for workload, rate, name in WORKLOADS if name in names]
     traces = [workload for workload in dict.fromkeys(cell[0] for cell in cells) if workload in TRACES]
@@ -70,8 +70,8 @@ def ablation(args: argparse.Namespace) -> Iterable[str]:
         for seed in range(1, (1 if part == "oracle" else args.seeds) + 1)
     ]
     runs = run_jobs(_run_ablation, jobs, args)
-    yield from table("workload", "", "hit", "hit / oracle", "TTFT p50", "p90", "p99", "good/s", "load CV")
     for workload, rate, name in cells:
+        report.table(name, "", "hit rate", "/ oracle", "TTFT p50, ms", "p90", "p99", "goodput/s", "load CV")
         oracle = runs[words[workload], rate, "oracle", 1, args.nodes, args.limit]["hit_rate"]
         for title, part in PARTS.items():
             found = [run for job, run in runs.items() if job[:3] == (words[workload], rate, part)]
@@ -79,7 +79,7 @@ def ablation(args: argparse.Namespace) -> Iterable[str]:
             times = [f"{mean_of(found, 'ttft_ms', key):,.0f}" for key in ("p50", "p90", "p99")]
             good, variation = mean_of(found, "good_per_s"), mean_of(found, "load_variation")
             fraction = f"{hit / oracle:.1%}" if oracle else "–"
-            yield row(name, title, f"{hit:.1%}", fraction, *times, f"{good:.2f}", f"{variation:.2f}")
+            report.row(title, f"{hit:.1%}", fraction, *times, f"{good:.2f}", f"{variation:.2f}")
 
 
 def _run_ablation(job: tuple[str, float, str, int, int, int]) -> Run:
@@ -104,7 +104,7 @@ EVEN = 0.25
 """A lower coefficient of variation of the load is bold."""
 
 
-def storm(args: argparse.Namespace) -> Iterable[str]:
+def storm(args: argparse.Namespace, report: Report) -> None:
     jobs = [
         (rate, policy, seed, args.nodes, args.limit)
         for rate in STORM_RATES
@@ -112,7 +112,7 @@ def storm(args: argparse.Namespace) -> Iterable[str]:
         for seed in range(1, args.seeds + 1)
     ]
     runs = run_jobs(_run_storm, jobs, args)
-    yield from table("requests/s", "policy", "load CV", "hit", "TTFT p50", "p90", "p99", "req/s")
+    report.table("policies", "requests/s", "policy", "load CV", "hit rate", "TTFT p50, ms", "p90", "p99", "served/s")
     for rate in STORM_RATES:
         for policy in selected(STORM_POLICIES, args):
             found = [run for job, run in runs.items() if job[:2] == (rate, policy)]
@@ -120,7 +120,7 @@ def storm(args: argparse.Namespace) -> Iterable[str]:
             variation = mean_of(found, "load_variation")
             cell = f"**{variation:.2f}**" if variation < EVEN else f"{variation:.2f}"
             hit, per_s = mean_of(found, "hit_rate"), mean_of(found, "requests_per_s")
-            yield row(f"{rate:g}", policy, cell, f"{hit:.1%}", *times, f"{per_s:.1f}")
+            report.row(f"{rate:g}", policy, cell, f"{hit:.1%}", *times, f"{per_s:.1f}")
 
 
 def _run_storm(job: tuple[float, str, int, int, int]) -> Run:
@@ -166,7 +166,7 @@ ROBUST_LOADS = (
 events do no harm where nothing is evicted, and metrics are not needed where memory is never short."""
 
 
-def robust(args: argparse.Namespace) -> Iterable[str]:
+def robust(args: argparse.Namespace, report: Report) -> None:
     troubles = selected([*CONDITIONS, *MISREPORTS, SLOW_NODE], args)
     jobs = [
         (workload, rate, blocks, trouble, policy, seed, args.nodes, args.limit)
@@ -176,7 +176,9 @@ def robust(args: argparse.Namespace) -> Iterable[str]:
         for seed in range(1, args.seeds + 1)
     ]
     runs = run_jobs(_run_robust, jobs, args)
-    yield from table("trouble", "workload", "TTFT p50", "p90", "p99", "goodput", "hit", "worse?")
+    columns = ("fault", "workload", "TTFT p50", "p90", "p99", "goodput", "hit rates", "worse in")
+    report.table("faults", *columns)
+    rows = worse_rows = 0
     for trouble in troubles:
         for workload, rate, blocks in ROBUST_LOADS:
             ours, theirs = (
@@ -196,7 +198,11 @@ def robust(args: argparse.Namespace) -> Iterable[str]:
                 if name != "p99" and loss > TOLERANCE - 1.0 and loss > 2.0 * error:
                     worse.append(name)
             hits = f"{mean_of(ours, 'hit_rate'):.0%} / {mean_of(theirs, 'hit_rate'):.0%}"
-            yield row(trouble, workload, *cells, hits, ", ".join(worse) or "no")
+            report.row(trouble, workload, *cells, hits, ", ".join(worse) or "–")
+            rows += 1
+            worse_rows += bool(worse)
+    report.value("rows", rows)
+    report.value("worse", worse_rows)
 
 
 def _run_robust(job: tuple[str, float, int, str, str, int, int, int]) -> Run:
@@ -226,7 +232,7 @@ UNEQUAL = ("t4-1.5b", "l4-1.5b")
 UNEQUAL_POLICIES = ("session:load_factor=inf", "round_robin", "price")
 
 
-def affinity(args: argparse.Namespace) -> Iterable[str]:
+def affinity(args: argparse.Namespace, report: Report) -> None:
     jobs = [
         (clients, policy, seed, args.limit)
         for clients in (1, 2, 4, 8, 16, 32)
@@ -234,9 +240,7 @@ def affinity(args: argparse.Namespace) -> Iterable[str]:
         for seed in range(1, args.seeds + 1)
     ]
     runs = run_jobs(_run_unequal, jobs, args)
-    yield from table(
-        "clients", "", "pure affinity", "round robin", "price", "price against affinity", "against round robin"
-    )
+    report.table("clients", "clients", "", "affinity", "round_robin", "price", "price / affinity", "price / round_robin")
     for clients in (1, 2, 4, 8, 16, 32):
         found = [[run for job, run in runs.items() if job[:2] == (clients, policy)] for policy in UNEQUAL_POLICIES]
         for title, path in (
@@ -246,7 +250,7 @@ def affinity(args: argparse.Namespace) -> Iterable[str]:
         ):
             means = [f"{mean_of(one, *path):,.1f}" for one in found]
             against = [ratio(found[2], other, *path) for other in found[:2]]
-            yield row(clients, title, *means, *(f"{factor - 1.0:+.1%} ± {error:.1%}" for factor, error in against))
+            report.row(clients, title, *means, *(f"{factor - 1.0:+.1%} ± {error:.1%}" for factor, error in against))
 
 
 def _run_unequal(job: tuple[int, str, int, int]) -> Run:

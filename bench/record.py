@@ -1,34 +1,70 @@
-"""Writes a benchmark's figures to bench/results/NAME.json, from where the docs take them (tools/docs_figures.py).
+"""Prints a benchmark's figures as Markdown tables and, with `--record NAME`, writes them to bench/results/NAME.json.
 
-A result file holds the command, the date and the machine, `values` (name → number or text, quoted inline by the docs)
-and `tables` (name → columns and rows, as the docs print them).
+The docs take their figures from these files (tools/docs_figures.py). A file holds the command, the date, the machine,
+`values` (name → number or text, quoted inline by the docs) and `tables` (name → columns and rows, as the docs print
+them).
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
 Cell = str | int | float
+Table = tuple[Sequence[str], Sequence[Sequence[Cell]]]
+
+
+def add_record_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--record", metavar="NAME", help="write the figures to bench/results/NAME.json")
+
+
+class Report:
+    """Prints rows as they are measured, and keeps them for the result file."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Cell] = {}
+        self.tables: dict[str, tuple[list[str], list[list[Cell]]]] = {}
+
+    def table(self, name: str, *columns: str) -> None:
+        """Begin a table. Rows follow until the next one."""
+        self.tables[name] = (list(columns), [])
+        print(f"\n{name}\n\n{_markdown(columns)}\n{_markdown(['---'] * len(columns))}", flush=True)
+
+    def row(self, *cells: Cell) -> None:
+        rows = next(reversed(self.tables.values()))[1]
+        rows.append(list(cells))
+        print(_markdown(cells), flush=True)
+
+    def value(self, name: str, value: Cell) -> None:
+        self.values[name] = value
+        print(f"{name}: {value}", flush=True)
+
+    def record(self, name: str | None) -> None:
+        """Write the result file, if `--record` named one."""
+        if name:
+            record(name, values=self.values, tables=self.tables)
 
 
 def record(
     name: str,
     *,
     values: Mapping[str, Cell] | None = None,
-    tables: Mapping[str, tuple[Sequence[str], Sequence[Sequence[Cell]]]] | None = None,
+    tables: Mapping[str, Table] | None = None,
     command: str = "",
 ) -> Path:
     """Write the result file and return its path. `command` defaults to this process's own."""
     path = RESULTS / f"{name}.json"
     content = {
-        "command": command or " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "command": command or _command(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": f"{os.cpu_count()} cores, {_processor()}, Linux {platform.release().split('-')[0]}, "
         f"Python {platform.python_version()}",
@@ -41,6 +77,21 @@ def record(
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     return path
+
+
+def load_average() -> str:
+    """Return the machine's load. Figures of CPU time are better on an idle machine."""
+    return f"{os.getloadavg()[0]:.1f}"
+
+
+def _markdown(cells: Sequence[Cell]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _command() -> str:
+    """Return this process's command. Directories outside the repository become DIR."""
+    words = [os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]
+    return shlex.join(["python", *("DIR" if os.path.isabs(word) else word for word in words)])
 
 
 def _processor() -> str:

@@ -14,7 +14,7 @@ from random import Random
 
 from warmroute.config import Health, Index, NodeConfig, Routing
 from warmroute.config import Journal as JournalConfig
-from warmroute.edge.http1 import ChunkFrames, read_request_head, read_response_head
+from warmroute.edge.http1 import ChunkReader, read_request_head, read_response_head
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Outcome
 from warmroute.fleet.ticket import Ticket
@@ -136,7 +136,7 @@ def read_key(body: bytes) -> bytes | None:
 def main() -> None:
     end = REQUEST.index(b"\r\n\r\n")
     answer_end = RESPONSE.index(b"\r\n\r\n")
-    frames = ChunkFrames()
+    frames = ChunkReader()
     rows: list[tuple[str, float]] = [
         (f"request head, {len(REQUEST)} bytes", cost_us(lambda: read_request_head(REQUEST, end))),
         (f"response head, {len(RESPONSE)} bytes", cost_us(lambda: read_response_head(RESPONSE, answer_end))),

@@ -14,7 +14,8 @@ from functools import cache
 from statistics import fmean
 from typing import Any
 
-from experiment_tables import Experiment, fleet, mean_of, ratio, row, run_experiments, run_jobs, selected, table
+from experiment_tables import Experiment, fleet, mean_of, ratio, run_experiments, run_jobs, selected
+from record import Report
 
 from warmroute.fake_engine.profiles import profile
 from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN
@@ -41,7 +42,7 @@ SETTLED_S = 60.0
 MEASURED_S = 90.0
 
 
-def mixed(args: argparse.Namespace) -> Iterable[str]:
+def mixed(args: argparse.Namespace, report: Report) -> None:
     guesses = ["known", *selected(list(GUESSES)[1:], args)]
     jobs = [
         (workload, rate, guess, seed)
@@ -50,7 +51,8 @@ def mixed(args: argparse.Namespace) -> Iterable[str]:
         for seed in range(1, args.seeds + 1)
     ]
     runs = run_jobs(_run_guess, jobs, args)
-    yield from table("workload", "initial speeds", "first minute: mean", "after it: TTFT mean", "p50", "p90", "good/s")
+    columns = ("first minute: TTFT mean, ms", "after it: TTFT mean", "p50", "p90", "goodput/s")
+    report.table("speeds", "workload", "initial speeds", *columns)
     for workload, rate in MIXED_LOADS:
         for guess in guesses:
             ours, known = (
@@ -62,7 +64,7 @@ def mixed(args: argparse.Namespace) -> Iterable[str]:
                 value = mean_of(ours, *path)
                 text = f"{value:,.0f}" if path[0] == "ttft_ms" else f"{value:.2f}"
                 cells.append(text if guess == "known" else f"{text} ({factor - 1.0:+.1%} ± {error:.1%})")
-            yield row(f"{workload}, {rate:g}/s", guess, *cells)
+            report.row(f"{workload}, {rate:g}/s", guess, *cells)
 
 
 def _run_guess(job: tuple[str, float, str, int]) -> Run:
@@ -141,7 +143,7 @@ NOTICED = 1.5
 """A node estimated to be this many times slower than before gets few requests."""
 
 
-def slowdown(args: argparse.Namespace) -> Iterable[str]:
+def slowdown(args: argparse.Namespace, report: Report) -> None:
     jobs = [
         (workload, rate, policy, seed, args.nodes)
         for workload, rate in SLOW_LOADS
@@ -149,10 +151,9 @@ def slowdown(args: argparse.Namespace) -> Iterable[str]:
         for seed in range(1, args.seeds + 1)
     ]
     runs = run_jobs(_run_slowdown, jobs, args)
-    yield from table(
-        "workload", "policy", "estimated 1.5 × slower after", "its share of requests, before",
-        *(f"{a:g} to {b:g} s" for a, b in SPANS_S[1:]), "TTFT p90 after it",
-    )  # fmt: skip
+    spans = (f"{a:g} to {b:g} s" for a, b in SPANS_S[1:])
+    columns = ("estimated 1.5 × slower after", "share of requests before", *spans, "TTFT p90, ms")
+    report.table("shares", "workload", "policy", *columns)
     for workload, rate in SLOW_LOADS:
         for policy in ("price", "least_loaded"):
             found = [run for job, run in runs.items() if job[:3] == (workload, rate, policy)]
@@ -163,7 +164,8 @@ def slowdown(args: argparse.Namespace) -> Iterable[str]:
                 there = sum(run["spans"][at][0] for run in found)
                 everywhere = sum(run["spans"][at][1] for run in found)
                 shares.append(f"{there / everywhere:.0%} of {everywhere:,}" if everywhere else "–")
-            yield row(f"{workload}, {rate:g}/s", policy, noticed, *shares, f"{mean_of(found, 'ttft_ms', 'p90'):,.0f}")
+            p90 = f"{mean_of(found, 'ttft_ms', 'p90'):,.0f}"
+            report.row(f"{workload}, {rate:g}/s", policy, noticed, *shares, p90)
 
 
 def _run_slowdown(job: tuple[str, float, str, int, int]) -> Run:

@@ -34,9 +34,9 @@ DECODE_WEIGHT: Final = 0.03
 
 def record_first_token(speed: NodeSpeed, work: float, token_ms: float, sent_s: float, now_s: float) -> None:
     """Update the prefill speed. `work`: of the prompt; `token_ms`: time of a decode step on the node."""
-    since_ms = (now_s - max(sent_s, speed._last_first_s)) * 1000.0
+    since_ms = (now_s - max(sent_s, speed._last_first_token_s)) * 1000.0
     took_ms = max(since_ms - STEPS * token_ms, MIN_PREFILL_SHARE * since_ms)
-    speed._last_first_s = now_s
+    speed._last_first_token_s = now_s
     expected_ms = work * speed.ms_per_token
     kept = max(MIN_KEPT, exp(min(0.0, speed._at_s - now_s) / SPEED_DECAY_S))
     speed._at_s = now_s
@@ -76,7 +76,7 @@ class ReferenceNode:
         self.round_trip_ms = round_trip_ms
         self.other_load = other_load
         self.pending_work = self.kv_delta = 0.0
-        self.context = self.kv_new = self.inflight = self.unstarted = self.polls = 0
+        self.context_tokens = self.kv_new = self.inflight = self.unstarted = self.polls = 0
         self.arrival_rate = self.arrival_s = self.latency_ms = self.first_byte_sum_ms = 0.0
         self.polled_s = self.last_ticket_s = -1e9
         self.outcomes = [0] * len(Outcome)
@@ -85,7 +85,7 @@ class ReferenceNode:
         """When the prefill of requests without streaming is expected to be done: their first token is not visible."""
 
     @property
-    def unseen(self) -> int:
+    def unstreamed_prefills(self) -> int:
         return len(self.unstreamed)
 
     def polled(self, now_s: float) -> None:
@@ -94,7 +94,7 @@ class ReferenceNode:
         self.unstarted = 0
         self.kv_delta = 0.0
 
-    def expect_prefilled(self, now_s: float) -> None:
+    def assume_prefilled(self, now_s: float) -> None:
         while self.unstreamed:
             ticket, due_s = next(iter(self.unstreamed.items()))
             if due_s > now_s:
@@ -127,9 +127,9 @@ class ReferenceTicket:
         node.pending_work += prefill
         node.kv_delta += new
         node.kv_new += new
-        node.context += tokens
+        node.context_tokens += tokens
         if not streams:
-            node.expect_prefilled(now_s)
+            node.assume_prefilled(now_s)
             self.due_s = now_s + (node.pending_work * node.speed.ms_per_token + node.round_trip_ms) / 1000.0
             node.unstreamed[self] = self.due_s
 
@@ -156,7 +156,7 @@ class ReferenceTicket:
     def _record_first_token(self, decode_speed: DecodeSpeed, now_s: float) -> None:
         node = self.node
         busy = node.inflight + node.other_load > 1
-        step_ms = decode_speed.token_ms(node.context) * node.speed.factor if busy else 0.0
+        step_ms = decode_speed.token_ms(node.context_tokens) * node.speed.factor if busy else 0.0
         arrived_s = self.opened_s + node.round_trip_ms / 1000.0
         if arrived_s >= now_s:
             arrived_s = self.opened_s
@@ -165,10 +165,10 @@ class ReferenceTicket:
     def _record_decode(self, decode_speed: DecodeSpeed, took_ms: float, steps: int) -> None:
         node = self.node
         token_ms = took_ms / steps
-        record_decode_factor(node.speed, token_ms / decode_speed.token_ms(node.context))
-        record_token_ms(decode_speed, token_ms / node.speed.factor, node.context)
+        record_decode_factor(node.speed, token_ms / decode_speed.token_ms(node.context_tokens))
+        record_token_ms(decode_speed, token_ms / node.speed.factor, node.context_tokens)
 
-    def learn(self, output: int | None, now_s: float) -> None:
+    def record_answer(self, output: int | None, now_s: float) -> None:
         decode_speed, speed = self.decode_speed, self.node.speed
         if output is not None:
             self.output = output
@@ -179,13 +179,13 @@ class ReferenceTicket:
             if steps:
                 self._record_decode(decode_speed, (now_s - self.first_byte_s) * 1000.0, steps)
             return
-        decode_ms = steps * decode_speed.token_ms(self.node.context) * speed.factor
+        decode_ms = steps * decode_speed.token_ms(self.node.context_tokens) * speed.factor
         if decode_ms > self.prefill * speed.ms_per_token and now_s > self.due_s:
             self._record_decode(decode_speed, (now_s - self.due_s) * 1000.0, steps)
         elif self.prefill:
             self._record_first_token(decode_speed, max(self.opened_s, now_s - decode_ms / 1000.0))
 
-    def leave(self, outcome: Outcome, now_s: float) -> bool:
+    def release(self, outcome: Outcome, now_s: float) -> bool:
         if not self.open:
             return False
         self.open = False
@@ -197,7 +197,7 @@ class ReferenceTicket:
             if node.polled_s > self.opened_s:
                 node.kv_delta -= self.output
             node.kv_new -= self.new
-            node.context -= self.tokens
+            node.context_tokens -= self.tokens
         node.inflight -= 1
         if not node.inflight:
             node.pending_work = 0.0

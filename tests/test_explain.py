@@ -68,7 +68,7 @@ async def ask(r: RunningRouter, request_id: str, text: str = "What is a block?",
 async def wait_for_events(r: RunningRouter) -> None:
     index = r.service.cache_view.index
     places = [place for cache in r.service.cache_view for place in cache.ranks.values()]
-    await until(lambda: any(index.pairs_of(place) for place in places), "events")
+    await until(lambda: any(index.pair_count(place) for place in places), "events")
 
 
 async def explain(r: RunningRouter, *arguments: str, **env: str) -> tuple[int, str, str]:
@@ -88,7 +88,7 @@ def state_of(r: RunningRouter) -> dict[str, Any]:
     return {
         "arrivals": [(node.arrival_rate, node.arrival_s, node.last_ticket_s) for node in service.fleet],
         "index": service.cache_view.index.stats(),
-        "inflight": [(node.name, node.inflight, node.pending_work, node.context) for node in service.fleet],
+        "inflight": [(node.name, node.inflight, node.pending_work, node.context_tokens) for node in service.fleet],
         "outcomes": [tuple(node.outcomes) for node in service.fleet],
         "ranks": [list(cache.ranks) for cache in service.cache_view],
         "reuse": bytes(service.cache_view.reuse.chances),

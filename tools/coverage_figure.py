@@ -31,7 +31,9 @@ def main() -> int:
         total = rooms.setdefault(room, [0, 0])
         total[0] += covered
         total[1] += statements
-    rows = [[room, lines, f"{100 * covered / max(1, lines):.0f} %"] for room, (covered, lines) in sorted(rooms.items())]
+    rows: list[list[str | int | float]] = [
+        [room, lines, f"{100 * covered / max(1, lines):.0f} %"] for room, (covered, lines) in sorted(rooms.items())
+    ]
     share = f"{found['totals']['percent_covered']:.1f} %"
     record("coverage", values={"total": share}, tables={"rooms": (["room", "statements", "run by tests"], rows)},
            command="make coverage")  # fmt: skip

@@ -4,7 +4,7 @@
     log.warning("node_down", "The router sends it no requests.", node=node.name, reason="connection refused")
 
 As text: `node_down node=gpu-a reason="connection refused": The router sends it no requests.`
-As JSON (`log.format = "json"`): the event's name under `event`, each field under its own key, the sentence under `message`.
+As JSON (`log.format = "json"`): the event's name is `event`, each field has its own key, the sentence is `message`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 from urllib.parse import urlsplit
 
-from warmroute._kernel._http import BadChunk, ChunkFrames, ResponseHead, read_response_head
+from warmroute._kernel import BadChunk, ChunkReader, ResponseHead, read_response_head
 
 _CHUNKED: Final = -1
 _READ_BYTES: Final = 65_536
@@ -41,7 +41,7 @@ class Response:
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yield the body as it arrives. Raises BrokenResponse."""
         if self.head.length == _CHUNKED:
-            frames, payload, end = ChunkFrames(), list[bytes](), -1
+            frames, payload, end = ChunkReader(), list[bytes](), -1
             while end < 0:
                 data = await self._reader.read(_READ_BYTES)
                 if not data:

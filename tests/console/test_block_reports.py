@@ -54,7 +54,7 @@ def blocks(first: int, tokens: list[int], **more: Any) -> dict[str, Any]:
 async def test_a_snapshot_and_further_reports_are_applied() -> None:
     reporter = Reporter()
     assert await reporter.send(7, snapshot=True, stored=[blocks(1, prompt(1))]) == {"sequence": 7, "blocks": 2}
-    assert reporter.hit(prompt(1)) == 32 and reporter.cache.complete and reporter.cache.heard_s == 5.0
+    assert reporter.hit(prompt(1)) == 32 and reporter.cache.complete and reporter.cache.last_contact_s == 5.0
     stored = [blocks(11, prompt(2), parent=2), blocks(21, prompt(3), salt="s"), blocks(31, prompt(4), lora="ad1")]
     assert await reporter.send(8, stored=stored) == {"sequence": 8, "blocks": 8}
     assert reporter.hit(prompt(1) + prompt(2)) == 64

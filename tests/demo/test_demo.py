@@ -128,10 +128,10 @@ def test_a_sparkline_shows_the_highest_value_of_each_interval() -> None:
 
 
 def test_a_port_in_use_is_reported() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         done = subprocess.run([*DEMO, "--port", str(port)], capture_output=True, text=True, timeout=30)
     assert done.returncode == 2
     assert f"port {port} is in use" in done.stderr

@@ -1,4 +1,4 @@
-"""The reference for the HTTP parsers of `_kernel/_http.c`, in Python. Property tests compare the two.
+"""The reference for the HTTP parsers of `_kernel/http_head.c`, in Python. Property tests compare the two.
 
 A head is accepted only if the grammar of RFC 9112, without its obsolete parts, covers every byte. The reason of a
 rejection is the first error from left to right.
@@ -48,7 +48,7 @@ class Rejected(Exception):
 class RequestHead:
     method: bytes
     target: bytes
-    minor: int
+    minor_version: int
     length: int = 0
     chunked: bool = False
     keep_alive: bool = True
@@ -58,8 +58,8 @@ class RequestHead:
     request_id: bytes = b""
     forwarded_for: bytes = b""
     content_type: bytes = b""
-    wishes: bool = False
-    passing: bytes = b""
+    has_routing_headers: bool = False
+    forwarded_fields: bytes = b""
     fields: list[tuple[bytes, bytes]] = field(default_factory=list)
 
     def get(self, name: bytes) -> bytes:
@@ -74,7 +74,7 @@ class ResponseHead:
     keep_alive: bool = True
     content_type: bytes = b""
     retry_after: bytes = b""
-    passing: bytes = b""
+    forwarded_fields: bytes = b""
 
 
 @dataclass
@@ -139,7 +139,7 @@ def _read_request_head(data: bytes, end: int, max_fields: int) -> RequestHead:
     length: int | None = None
     hosts = 0
     connection = _Connection()
-    passing: list[tuple[bytes, bytes]] = []
+    forwarded_fields: list[tuple[bytes, bytes]] = []
     for number, each in enumerate(_fields(data, line.end(), end + 2), 1):
         if each is None:
             raise Rejected(BAD_FIELD)
@@ -164,7 +164,7 @@ def _read_request_head(data: bytes, end: int, max_fields: int) -> RequestHead:
         elif name == b"expect":
             if value.lower() != b"100-continue":
                 raise Rejected(BAD_EXPECT)
-            head.expects_continue = head.minor == 1
+            head.expects_continue = head.minor_version == 1
         elif name == b"authorization":
             head.authorization = value
         elif name == b"x-api-key":
@@ -178,17 +178,17 @@ def _read_request_head(data: bytes, end: int, max_fields: int) -> RequestHead:
             if name == b"content-type":
                 head.content_type = value
             if name in (b"x-priority", b"x-queue", b"x-deadline-ttft-ms", b"x-deadline-ms"):
-                head.wishes = True
-            passing.append((name, text))
-    if hosts != 1 and (hosts or head.minor):
+                head.has_routing_headers = True
+            forwarded_fields.append((name, text))
+    if hosts != 1 and (hosts or head.minor_version):
         raise Rejected(BAD_HOST)
     if head.chunked and length is not None:
         raise Rejected(LENGTH_AND_CODING)
-    if head.chunked and not head.minor:
+    if head.chunked and not head.minor_version:
         raise Rejected(CODING_IN_1_0)
     head.length = CHUNKED if head.chunked else length or 0
-    head.keep_alive = not connection.close and (head.minor == 1 or connection.keep)
-    head.passing = connection.left_of(passing)
+    head.keep_alive = not connection.close and (head.minor_version == 1 or connection.keep)
+    head.forwarded_fields = connection.left_of(forwarded_fields)
     return head
 
 
@@ -205,7 +205,7 @@ def _read_response_head(data: bytes, end: int) -> ResponseHead:
         raise Rejected(BAD_LINE)
     head = ResponseHead(int(line[2]), b"HTTP/1.1" + line[0][8:])
     connection = _Connection()
-    passing: list[tuple[bytes, bytes]] = []
+    forwarded_fields: list[tuple[bytes, bytes]] = []
     for each in _fields(data, line.end(), end + 2):
         if each is None:
             raise Rejected(BAD_FIELD)
@@ -227,12 +227,12 @@ def _read_response_head(data: bytes, end: int) -> ResponseHead:
                 head.content_type = value
             elif name == b"retry-after":
                 head.retry_after = value
-            passing.append((name, text))
+            forwarded_fields.append((name, text))
     if head.status in (204, 304) or head.status < 200:
         head.length = 0
     # HTTP/1.0 needs keep-alive to keep a connection open; close overrides keep-alive (RFC 9112, 9.3).
     head.keep_alive = not connection.close and (line[1] == b"1" or connection.keep) and head.length != UNTIL_CLOSE
-    head.passing = connection.left_of(passing)
+    head.forwarded_fields = connection.left_of(forwarded_fields)
     return head
 
 
@@ -252,7 +252,7 @@ class BadChunk(Exception):
     """The chunked encoding is malformed."""
 
 
-class ChunkFrames:
+class ChunkReader:
     """Follows the chunks in a stream of bytes. Raises BadChunk at the first wrong byte."""
 
     def __init__(self) -> None:
@@ -326,7 +326,7 @@ class ChunkFrames:
                 return True
         return False
 
-    def rest_of_chunk(self) -> bytes | None:
+    def padding_to_chunk_end(self) -> bytes | None:
         """Return blank text that completes the current chunk, so that another may follow; None if impossible."""
         if self._state == "after data":
             return b"\r\n"[len(self._line) :]

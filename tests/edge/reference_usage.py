@@ -1,4 +1,4 @@
-"""The reference for `read_usage` of `_kernel/_http.c`, in Python. A property test compares the two."""
+"""The reference for `read_usage` of `_kernel/http_head.c`, in Python. A property test compares the two."""
 
 from __future__ import annotations
 

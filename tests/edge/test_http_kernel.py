@@ -14,13 +14,13 @@ import reference_usage
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from warmroute._kernel import _http
+from warmroute import _kernel
 
 REQUEST_VALUES = (
-    "method", "target", "minor", "length", "chunked", "keep_alive", "expects_continue", "authorization", "api_key",
-    "request_id", "forwarded_for", "content_type", "wishes", "passing",
+    "method", "target", "minor_version", "length", "chunked", "keep_alive", "expects_continue", "authorization", "api_key",
+    "request_id", "forwarded_for", "content_type", "has_routing_headers", "forwarded_fields",
 )  # fmt: skip
-RESPONSE_VALUES = ("status", "status_line", "length", "keep_alive", "content_type", "retry_after", "passing")
+RESPONSE_VALUES = ("status", "status_line", "length", "keep_alive", "content_type", "retry_after", "forwarded_fields")
 
 
 @functools.cache
@@ -28,7 +28,7 @@ def joins_forwarded_for() -> bool:
     """Whether a head with two X-Forwarded-For can be read at all: it has been seen to crash."""
     head = b"GET / HTTP/1.1\\r\\nHost: a\\r\\nX-Forwarded-For: 1\\r\\nX-Forwarded-For: 2\\r\\n\\r\\n"
     code = f"""if 1:
-        from warmroute._kernel._http import read_request_head
+        from warmroute._kernel import read_request_head
         data = b"{head.decode()}"
         assert read_request_head(data, len(data) - 4, 9).forwarded_for == b"1, 2"
     """
@@ -169,7 +169,7 @@ def test_request_heads_are_read_as_the_reference_reads_them(head: bytes, max_fie
     data = head + after
     end = first_blank_line(data)
     assume(end >= 0 and readable(head))
-    kernel = _http.read_request_head(data, end, max_fields)
+    kernel = _kernel.read_request_head(data, end, max_fields)
     reference = reference_http.read_request_head(data, end, max_fields)
     if isinstance(kernel, int) or isinstance(reference, int):
         assert kernel == reference
@@ -188,7 +188,7 @@ def test_response_heads_are_read_as_the_reference_reads_them(head: bytes, after:
     data = head + after
     end = first_blank_line(data)
     assume(end >= 0)
-    kernel = _http.read_response_head(data, end)
+    kernel = _kernel.read_response_head(data, end)
     reference = reference_http.read_response_head(data, end)
     if isinstance(kernel, int) or isinstance(reference, int):
         assert kernel == reference
@@ -203,25 +203,25 @@ def test_arbitrary_bytes_are_read_as_the_reference_reads_them(noise: bytes) -> N
     data = noise + b"\r\n\r\n"
     end = first_blank_line(data)
     for kernel, reference in (
-        (_http.read_request_head(data, end, 10), reference_http.read_request_head(data, end, 10)),
-        (_http.read_response_head(data, end), reference_http.read_response_head(data, end)),
+        (_kernel.read_request_head(data, end, 10), reference_http.read_request_head(data, end, 10)),
+        (_kernel.read_response_head(data, end), reference_http.read_response_head(data, end)),
     ):
         if isinstance(kernel, int) or isinstance(reference, int):
             assert kernel == reference
         else:  # random bytes that happen to be a head
-            assert kernel.passing == reference.passing
+            assert kernel.forwarded_fields == reference.forwarded_fields
 
 
 def test_an_end_outside_of_the_data_is_an_error_not_a_crash() -> None:
     for end in (-1, 1, 10**9, -(10**9)):
         with pytest.raises(ValueError):
-            _http.read_request_head(b"GET ", end, 1)
+            _kernel.read_request_head(b"GET ", end, 1)
         with pytest.raises(ValueError):
-            _http.read_response_head(b"HTTP", end)
+            _kernel.read_response_head(b"HTTP", end)
     with pytest.raises(TypeError):
-        _http.read_request_head("GET / HTTP/1.1\r\n\r\n", 14, 1)  # type: ignore[arg-type]
+        _kernel.read_request_head("GET / HTTP/1.1\r\n\r\n", 14, 1)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
-        _http.ChunkFrames().feed(b"0\r\n\r\n", ())  # type: ignore[arg-type]
+        _kernel.ChunkReader().feed(b"0\r\n\r\n", ())  # type: ignore[arg-type]
 
 
 # h11.
@@ -261,7 +261,7 @@ def test_what_the_kernel_accepts_h11_accepts_and_reads_the_same(head: bytes) -> 
     end = first_blank_line(head)
     assume(end >= 0 and readable(head))
     head = head[: end + 4]
-    kernel = _http.read_request_head(head, end, 100)
+    kernel = _kernel.read_request_head(head, end, 100)
     by_h11 = read_with_h11(head)
     if isinstance(kernel, int):
         if by_h11 is not None:
@@ -269,7 +269,7 @@ def test_what_the_kernel_accepts_h11_accepts_and_reads_the_same(head: bytes) -> 
         return
     assert by_h11 is not None, head
     assert (kernel.method, kernel.target) == (by_h11.method, by_h11.target)
-    assert kernel.minor == int(by_h11.http_version[-1:])
+    assert kernel.minor_version == int(by_h11.http_version[-1:])
     fields = [(name, value) for name, value in by_h11.headers]
     lengths = [value for name, value in fields if name == b"content-length"]
     codings = [value for name, value in fields if name == b"transfer-encoding"]
@@ -318,7 +318,7 @@ def frames(draw: st.DrawFn) -> bytes:
 @settings(max_examples=1500)
 @given(st.one_of(damaged(frames()), st.lists(SIZE_LINE).map(b"".join)), st.lists(st.integers(0, 60), max_size=30))
 def test_chunks_are_read_as_the_reference_reads_them_in_any_pieces(data: bytes, cuts: list[int]) -> None:
-    kernel, reference = _http.ChunkFrames(), reference_http.ChunkFrames()
+    kernel, reference = _kernel.ChunkReader(), reference_http.ChunkReader()
     kernel_pieces: list[bytes] = []
     reference_pieces: list[bytes] = []
     at = 0
@@ -328,15 +328,17 @@ def test_chunks_are_read_as_the_reference_reads_them_in_any_pieces(data: bytes, 
         result = feed_result(kernel, piece, kernel_pieces)
         assert result == feed_result(reference, piece, reference_pieces)
         assert b"".join(kernel_pieces) == b"".join(reference_pieces)
-        assert kernel.rest_of_chunk() == reference.rest_of_chunk()
+        assert kernel.padding_to_chunk_end() == reference.padding_to_chunk_end()
         if result != -1:
             return
 
 
-def feed_result(frames: _http.ChunkFrames | reference_http.ChunkFrames, data: bytes, pieces: list[bytes]) -> int | str:
+def feed_result(
+    frames: _kernel.ChunkReader | reference_http.ChunkReader, data: bytes, pieces: list[bytes]
+) -> int | str:
     try:
         return frames.feed(data, pieces)
-    except (_http.BadChunk, reference_http.BadChunk):
+    except (_kernel.BadChunk, reference_http.BadChunk):
         return "bad"
 
 
@@ -350,7 +352,7 @@ def test_the_payload_and_the_end_are_found_however_the_bytes_are_cut(
 ) -> None:
     message = b"".join(b"%X\r\n%b\r\n" % (len(each), each) for each in chunks) + b"0\r\n\r\n"
     data = message + after
-    reader = _http.ChunkFrames()
+    reader = _kernel.ChunkReader()
     pieces: list[bytes] = []
     at = 0
     for cut in [*cuts, len(data)]:
@@ -363,16 +365,16 @@ def test_the_payload_and_the_end_are_found_however_the_bytes_are_cut(
 
 
 def test_an_enormous_chunk_is_not_completed() -> None:
-    reader = _http.ChunkFrames()
+    reader = _kernel.ChunkReader()
     assert reader.feed(b"7fffffffffffff\r\nabc") == -1
-    assert reader.rest_of_chunk() is None
+    assert reader.padding_to_chunk_end() is None
 
 
 @pytest.mark.parametrize("so_far", [b"0\r", b"0\r\n", b"0;a", b"0 ", b"0\r\nA: b", b"0\r\n\r\n"])
 def test_no_chunk_can_follow_once_the_last_chunk_has_started(so_far: bytes) -> None:
-    reader = _http.ChunkFrames()
+    reader = _kernel.ChunkReader()
     reader.feed(so_far)
-    assert reader.rest_of_chunk() is None
+    assert reader.padding_to_chunk_end() is None
 
 
 @given(st.binary(min_size=1, max_size=50), st.sampled_from([b"", b";a=b", b" ; x", b"\t;"]), st.booleans(), st.data())
@@ -381,9 +383,9 @@ def test_the_rest_of_a_chunk_completes_it_wherever_it_was_cut(
 ) -> None:
     frame = b"%b%x%b\r\n%b\r\n" % (b"00" if zeros else b"", len(payload), extension, payload)
     cut = data.draw(st.integers(0, len(frame)))
-    reader = _http.ChunkFrames()
+    reader = _kernel.ChunkReader()
     assert reader.feed(frame[:cut]) == -1
-    rest = reader.rest_of_chunk()
+    rest = reader.padding_to_chunk_end()
     assert rest is not None
     pieces: list[bytes] = []
     assert reader.feed(rest + b"2\r\nok\r\n0\r\n\r\n", pieces) >= 0
@@ -409,15 +411,15 @@ USAGE_PIECES = st.one_of(
 @example(b'"prompt_tokens":123456789', b'{"usage":')
 @example(b'"prompt_\r\n5\r\ntokens":1\r\n5\r\n5\r\n', b'{"usage":')
 def test_usage_is_read_as_the_reference_reads_it(data: bytes, before: bytes) -> None:
-    assert _http.read_usage(before + data) == reference_usage.read_usage(before + data)
+    assert _kernel.read_usage(before + data) == reference_usage.read_usage(before + data)
 
 
 @pytest.mark.parametrize("after", range(16_330, 16_390))
 def test_usage_far_from_the_end_is_not_found(after: int) -> None:
     data = b'{"usage": {"prompt_tokens": 12, "completion_tokens": 34}' + b"\r\n" * (after % 2) + b"x" * after
-    assert _http.read_usage(data) == reference_usage.read_usage(data)
+    assert _kernel.read_usage(data) == reference_usage.read_usage(data)
 
 
 def test_usage_is_read_from_bytes_only() -> None:
     with pytest.raises(TypeError):
-        _http.read_usage("usage")  # type: ignore[arg-type]
+        _kernel.read_usage("usage")  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from support.raw_client import chat, get, post
 from support.running_router import RunningRouter
 from support.scripted_engine import engines
 
-from warmroute._kernel._scan import Outline
+from warmroute._kernel import Outline
 from warmroute.edge import prompt_reader
 from warmroute.prompt.prompt_tokenizer import TokenizeJob
 
@@ -66,7 +66,7 @@ async def test_short_bodies_are_not_read() -> None:
             assert (await r.request(post(body))).status == 200
         assert read == [middling, long]
         assert len(middling) > 200 > tokens_in(r, middling)
-        kept = [r.service.cache_view.index.pairs_of(cache_of(r, n).routed_place) for n in (0, 1)]
+        kept = [r.service.cache_view.index.pair_count(cache_of(r, n).routed_holder) for n in (0, 1)]
         assert sorted(kept) == [0, tokens_in(r, long) // BLOCK], "the others are too short for a lookup"
 
 
@@ -110,7 +110,10 @@ async def test_a_prompt_read_in_a_thread_is_routed_by_its_cache() -> None:
             assert (await r.request(post(body))).status == 200
         assert sorted(len(engine.seen) for engine in nodes) == [0, 4], "the same node each time"
         blocks = tokens_in(r, body) // BLOCK
-        assert sorted(r.service.cache_view.index.pairs_of(cache_of(r, n).routed_place) for n in (0, 1)) == [0, blocks]
+        assert sorted(r.service.cache_view.index.pair_count(cache_of(r, n).routed_holder) for n in (0, 1)) == [
+            0,
+            blocks,
+        ]
 
 
 @pytest.mark.parametrize("pipelined", [False, True])

@@ -22,7 +22,7 @@ from support.raw_client import chat, post
 from support.running_router import router
 from support.scripted_engine import engines
 
-from warmroute._kernel._http import read_usage
+from warmroute._kernel import read_usage
 from warmroute.routing.dispatch import Dispatch
 
 CHAT_USAGE = {"prompt_tokens": 900, "total_tokens": 940, "completion_tokens": 40}
@@ -174,7 +174,7 @@ async def test_the_reported_cached_tokens_are_compared_with_the_prediction(form:
         await until(lambda: accuracy.compared == 10)
         assert accuracy.exact == 10
         assert accuracy.reported_tokens == accuracy.predicted_tokens == 9 * cached
-        assert cache_of(r).token_mismatches == 0 and not cache_of(r).doubted
+        assert cache_of(r).token_mismatches == 0 and not cache_of(r).token_mismatch
 
 
 async def test_text_of_the_model_is_not_read_as_usage() -> None:

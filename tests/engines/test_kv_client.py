@@ -117,7 +117,7 @@ async def test_prefilled_prompts_are_hits(start_engine: StartEngine) -> None:
         cache = r.cache()
         assert cache.complete and cache.gaps == 0 and cache.model == MODEL and cache.block_size == 16
         await until(lambda: cache.capacity_blocks == 1000)
-        assert cache.heard_s > 0 and cache.lag_s < 1.0
+        assert cache.last_contact_s > 0 and cache.event_lag_s < 1.0
         assert r.hit(prompt(2)) == 0
 
 
@@ -130,7 +130,7 @@ async def test_evicted_blocks_are_no_hits(start_engine: StartEngine) -> None:
         for seed in range(2, 5):
             await complete(engine, prompt(seed))
         await until(lambda: r.hit(prompt(4)) == 64 and r.hit(prompt(1)) == 0)
-        assert r.cache_view.index.pairs_of(r.cache().ranks[0]) <= 8
+        assert r.cache_view.index.pair_count(r.cache().ranks[0]) <= 8
 
 
 async def test_salted_prompts_and_adapters_match_only_themselves(start_engine: StartEngine) -> None:
@@ -325,7 +325,7 @@ async def test_tensorrt_llm_is_polled() -> None:
         await until(lambda: r.hit(tokens) == 64)
         node.bodies.append(json.dumps([{"event_id": 2, "data": {"type": "removed", "block_hashes": [2]}}]).encode())
         await until(lambda: r.hit(tokens) == 32)
-        assert r.cache().complete and r.cache().heard_s > 0
+        assert r.cache().complete and r.cache().last_contact_s > 0
 
 
 async def test_sglang_endpoints_are_discovered(start_engine: StartEngine) -> None:

@@ -186,10 +186,10 @@ def test_a_replay_with_gaps_is_repeated_while_it_brings_messages() -> None:
 def test_lag_is_measured_against_the_fastest_message() -> None:
     subscriber, engine = Subscriber(), Engine()
     subscriber.receive(*engine.publish())
-    assert subscriber.cache.lag_s == 0 and subscriber.cache.heard_s == 0
+    assert subscriber.cache.event_lag_s == 0 and subscriber.cache.last_contact_s == 0
     subscriber.now_s = 4.0
     subscriber.receive(*engine.publish())
-    assert subscriber.cache.lag_s == pytest.approx(3.0) and subscriber.cache.heard_s == 4.0
+    assert subscriber.cache.event_lag_s == pytest.approx(3.0) and subscriber.cache.last_contact_s == 4.0
 
 
 def test_a_node_restart_keeps_ranks_that_have_reported_since() -> None:
@@ -243,5 +243,5 @@ def test_no_event_is_lost_between_two_slices() -> None:
     while rank.work(0.0):
         slices += 1
     assert slices > 5
-    assert cache_view.index.pairs_of(cache.ranks[0]) == 1
+    assert cache_view.index.pair_count(cache.ranks[0]) == 1
     assert hit(cache_view, prompt(3, 1)) == 16 and hit(cache_view, prompt(4, 1)) == 0

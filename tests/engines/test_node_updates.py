@@ -36,7 +36,7 @@ def test_a_load_report_sets_load_adapters_and_cache_size() -> None:
     report = load_report(block_size=32, capacity_tokens=3200, adapters=("ad1",), adapter_slots=2)
     apply_load_report(node, report, NodeKvEvents(cache), 5.0)
     assert (node.running, node.waiting, node.kv_usage, node.incarnation) == (3, 2, 0.5, 100.0)
-    assert "ad1" in node.loaded_adapters and cache.heard_s == 5.0
+    assert "ad1" in node.loaded_adapters and cache.last_contact_s == 5.0
     assert (cache.block_size, cache.capacity_blocks) == (32, 100)
 
 

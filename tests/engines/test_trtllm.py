@@ -50,7 +50,7 @@ async def test_full_blocks_are_hits_and_a_partial_last_block_is_not() -> None:
     tokens = prompt(1, 3, SIZE)
     await engine.publish(CREATED, chain(1, [*tokens, 5, 6]))
     assert engine.hit([*tokens, 5, 6]) == 96
-    assert engine.cache.complete and engine.cache.block_size == SIZE and engine.cache.heard_s == 3.0
+    assert engine.cache.complete and engine.cache.block_size == SIZE and engine.cache.last_contact_s == 3.0
     await engine.publish(chain(50, prompt(2, 1, SIZE), parent=3))
     assert engine.hit(tokens + prompt(2, 1, SIZE)) == 128
     await engine.publish({"type": "removed", "block_hashes": [2]})

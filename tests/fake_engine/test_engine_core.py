@@ -282,8 +282,10 @@ def test_the_cpu_tier_evicts_its_oldest_block() -> None:
     driver = Driver(num_blocks=4, cpu_blocks=2)
     for number in range(1, 5):
         driver.serve(str(number), [number * 10, number * 10 + 1], 9)
-    gone = [event.block_hashes for event in driver.events if isinstance(event, BlockRemoved) and event.medium == "CPU"]
-    assert gone[:2] == [[11], [10]]
+    evicted = [
+        event.block_hashes for event in driver.events if isinstance(event, BlockRemoved) and event.medium == "CPU"
+    ]
+    assert evicted[:2] == [[11], [10]]
 
 
 def test_a_request_that_cannot_fit_is_refused() -> None:

@@ -76,8 +76,8 @@ def assert_equal_but_for_hashes(event: KvEvent, recorded: dict[str, Any], hashes
     """Compare field by field. `hashes` maps vLLM's hashes to the simulated engine's, and grows."""
     simulated = msgspec.to_builtins(event)
     assert len(simulated["block_hashes"]) == len(recorded["block_hashes"])
-    for real_hash, our_hash in zip(recorded["block_hashes"], simulated["block_hashes"], strict=True):
-        assert hashes.setdefault(real_hash, our_hash) == our_hash
+    for real_hash, block_hash in zip(recorded["block_hashes"], simulated["block_hashes"], strict=True):
+        assert hashes.setdefault(real_hash, block_hash) == block_hash
     if recorded.get("parent_block_hash") is not None:
         assert hashes[recorded["parent_block_hash"]] == simulated["parent_block_hash"]
     same_hashes = {name: simulated[name] for name in ("block_hashes", "parent_block_hash") if name in simulated}

@@ -47,7 +47,7 @@ def with_events(cache: NodeCache, *ranks: int, now_s: float = 0.0) -> NodeCache:
     for rank in ranks or (0,):
         cache.add_rank(rank)
         cache.set_complete(rank, True)
-    cache.heard_s = now_s
+    cache.last_contact_s = now_s
     return cache
 
 

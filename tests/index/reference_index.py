@@ -1,14 +1,14 @@
-"""A reference implementation of `_kernel/_index.c` in plain Python, as simple as possible and without its budget."""
+"""A reference implementation of `_kernel/index.h` in plain Python, as simple as possible and without its budget."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
 
-from warmroute._kernel._recency import Recency
+from warmroute._kernel import Recency
 from warmroute.index.tiers import Tier
 
-NO_PARENT = -1
+UNKNOWN_PARENT = -1
 COUNT_MAX = {Tier.GPU: 16383, Tier.CPU: 15, Tier.DISK: 15, Tier.REMOTE: 15}
 
 MASK = (1 << 64) - 1
@@ -48,7 +48,7 @@ def content(seed: int, data: bytes) -> int:
     return fold(a ^ K[6], K[7])
 
 
-def chain(
+def hash_blocks(
     namespace: int,
     parent: int | None,
     token_ids: Sequence[int],
@@ -73,7 +73,7 @@ def engine_hash(hash: int | bytes) -> int:
 
 
 class Pair:
-    """One engine hash at one place: its block, and for each tier the stores that were not removed."""
+    """One engine hash at one holder: its block, and for each tier the stores that were not removed."""
 
     def __init__(self, block: int) -> None:
         self.block = block
@@ -86,40 +86,40 @@ Key = tuple[str, int]
 
 class ReferenceIndex:
     def __init__(self) -> None:
-        self.places: dict[int, dict[Key, Pair]] = {}
+        self.holders: dict[int, dict[Key, Pair]] = {}
         self.mirrors: dict[int, Recency] = {}
 
-    def open_place(self, place: int, mirror: Recency | None = None) -> None:
-        self.places[place] = {}
+    def add_holder(self, holder: int, mirror: Recency | None = None) -> None:
+        self.holders[holder] = {}
         if mirror is not None:
-            self.mirrors[place] = mirror
+            self.mirrors[holder] = mirror
 
-    def close_place(self, place: int) -> None:
-        del self.places[place]
-        self.mirrors.pop(place, None)
+    def remove_holder(self, holder: int) -> None:
+        del self.holders[holder]
+        self.mirrors.pop(holder, None)
 
-    def clear(self, place: int) -> None:
-        self.places[place] = {}
+    def clear(self, holder: int) -> None:
+        self.holders[holder] = {}
 
-    def _store(self, place: int, key: Key, block: int, tier: Tier) -> None:
-        pairs = self.places[place]
+    def _store(self, holder: int, key: Key, block: int, tier: Tier) -> None:
+        pairs = self.holders[holder]
         if key not in pairs or pairs[key].block != block:
             pairs[key] = Pair(block)
         counts = pairs[key].counts
         counts[tier] = min(counts[tier] + 1, COUNT_MAX[tier])
 
-    def _remove(self, place: int, key: Key, tier: Tier) -> bool:
-        pair = self.places[place].get(key)
+    def _remove(self, holder: int, key: Key, tier: Tier) -> bool:
+        pair = self.holders[holder].get(key)
         if pair is None or not pair.counts[tier]:
             return False
         pair.counts[tier] -= 1
         if not any(pair.counts.values()):
-            del self.places[place][key]
+            del self.holders[holder][key]
         return True
 
     def store(
         self,
-        place: int,
+        holder: int,
         namespace: int,
         parent_engine_hash: int | bytes | None,
         engine_hashes: Sequence[int | bytes],
@@ -130,52 +130,52 @@ class ReferenceIndex:
     ) -> int:
         parent = None
         if parent_engine_hash is not None:
-            pair = self.places[place].get(("engine", engine_hash(parent_engine_hash)))
+            pair = self.holders[holder].get(("engine", engine_hash(parent_engine_hash)))
             if pair is None:
-                return NO_PARENT
+                return UNKNOWN_PARENT
             parent = pair.block
-        self.store_chain(place, chain(namespace, parent, token_ids, block_size, extra), tier, engine_hashes)
+        self.store_hashes(holder, hash_blocks(namespace, parent, token_ids, block_size, extra), tier, engine_hashes)
         return len(engine_hashes)
 
-    def store_known(self, place: int, engine_hashes: Sequence[int | bytes], tier: Tier) -> int:
-        keys = [key for hash in engine_hashes if (key := ("engine", engine_hash(hash))) in self.places[place]]
+    def store_known(self, holder: int, engine_hashes: Sequence[int | bytes], tier: Tier) -> int:
+        keys = [key for hash in engine_hashes if (key := ("engine", engine_hash(hash))) in self.holders[holder]]
         for key in keys:
-            self._store(place, key, self.places[place][key].block, tier)
+            self._store(holder, key, self.holders[holder][key].block, tier)
         return len(keys)
 
-    def store_chain(
-        self, place: int, hashes: Sequence[int], tier: Tier, engine_hashes: Sequence[int | bytes] | None = None
+    def store_hashes(
+        self, holder: int, hashes: Sequence[int], tier: Tier, engine_hashes: Sequence[int | bytes] | None = None
     ) -> int:
         for number, block in enumerate(hashes):
             key = ("engine", engine_hash(engine_hashes[number])) if engine_hashes is not None else ("own", block)
-            self._store(place, key, block, tier)
+            self._store(holder, key, block, tier)
         return len(hashes)
 
-    def keep(self, place: int, hashes: Sequence[int], stamp: float) -> list[int]:
+    def touch(self, holder: int, hashes: Sequence[int], stamp: float) -> list[int]:
         """Store what is new in the mirror, and remove what it evicted."""
         size = len(hashes)
-        changes = self.mirrors[place].touch(struct.pack(f"={size}Q", *hashes), stamp)
+        changes = self.mirrors[holder].touch(struct.pack(f"={size}Q", *hashes), stamp)
         new, evicted = (list(struct.unpack(f"={len(part) // 8}Q", part)) for part in changes)
-        self.remove_chain(place, evicted, Tier.GPU)
-        self.store_chain(place, new, Tier.GPU)
+        self.remove_hashes(holder, evicted, Tier.GPU)
+        self.store_hashes(holder, new, Tier.GPU)
         return new
 
-    def remove(self, place: int, engine_hashes: Sequence[int | bytes], tier: Tier) -> int:
-        return sum(self._remove(place, ("engine", engine_hash(hash)), tier) for hash in engine_hashes)
+    def remove(self, holder: int, engine_hashes: Sequence[int | bytes], tier: Tier) -> int:
+        return sum(self._remove(holder, ("engine", engine_hash(hash)), tier) for hash in engine_hashes)
 
-    def remove_chain(self, place: int, hashes: Sequence[int], tier: Tier) -> int:
-        return sum(self._remove(place, ("own", hash), tier) for hash in hashes)
+    def remove_hashes(self, holder: int, hashes: Sequence[int], tier: Tier) -> int:
+        return sum(self._remove(holder, ("own", hash), tier) for hash in hashes)
 
     def match(self, hashes: Sequence[int]) -> list[tuple[int, int, int, int, int]]:
         rows = []
-        for place, pairs in self.places.items():
+        for holder, pairs in self.holders.items():
             nearest: dict[int, Tier] = {}
             for pair in pairs.values():
                 held = min(tier for tier, count in pair.counts.items() if count)
                 nearest[pair.block] = min(held, nearest.get(pair.block, held))
             depths = [self._depth(nearest, hashes, tier) for tier in Tier]
             if depths[Tier.REMOTE]:
-                rows.append((place, depths[0], depths[1], depths[2], depths[3]))
+                rows.append((holder, depths[0], depths[1], depths[2], depths[3]))
         return rows
 
     @staticmethod
@@ -185,8 +185,8 @@ class ReferenceIndex:
                 return depth
         return len(hashes)
 
-    def holdings(self, place: int) -> list[tuple[int, int, int, int, int]]:
+    def holdings(self, holder: int) -> list[tuple[int, int, int, int, int]]:
         return [
             (pair.block, pair.counts[Tier.GPU], pair.counts[Tier.CPU], pair.counts[Tier.DISK], pair.counts[Tier.REMOTE])
-            for pair in self.places[place].values()
+            for pair in self.holders[holder].values()
         ]

@@ -9,9 +9,9 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from reference_index import ReferenceIndex, chain
+from reference_index import ReferenceIndex, hash_blocks
 
-from warmroute.index import NO_PARENT, PARENT_LOST, BlockIndex, Recency, Tier
+from warmroute.index import EVICTED_PARENT, UNKNOWN_PARENT, BlockIndex, Recency, Tier
 
 BLOCK = 2
 tiers = st.sampled_from([Tier.GPU, Tier.GPU, Tier.GPU, *Tier])
@@ -34,7 +34,7 @@ def unpacked(hashes):
 
 
 class SameAsReference(RuleBasedStateMachine):
-    """Few places, few tokens, few hashes: duplicates, aliases, conflicts and shared blocks happen often."""
+    """Few holders, few tokens, few hashes: duplicates, aliases, conflicts and shared blocks happen often."""
 
     budget_bytes = 1 << 24
 
@@ -43,30 +43,30 @@ class SameAsReference(RuleBasedStateMachine):
         self.index, self.reference = BlockIndex(self.budget_bytes), ReferenceIndex()
         self.open: list[int] = []
         self.mirrored: dict[int, tuple[Recency, Recency]] = {}
-        """Place → its mirror, and that of the reference."""
+        """Holder → its mirror, and that of the reference."""
         for _ in range(2 + extra_places):
-            self.open_place()
+            self.add_holder()
 
     @rule()
-    def open_place(self):
+    def add_holder(self):
         if len(self.open) < 12:
-            place = self.index.open_place()
-            assert place not in self.open
-            self.open.append(place)
-            self.reference.open_place(place)
+            holder = self.index.add_holder()
+            assert holder not in self.open
+            self.open.append(holder)
+            self.reference.add_holder(holder)
 
     @precondition(lambda self: len(self.open) > 1)
     @rule(at=which)
-    def close_place(self, at):
-        place = self.open.pop(at % len(self.open))
-        self.index.close_place(place)
-        self.reference.close_place(place)
+    def remove_holder(self, at):
+        holder = self.open.pop(at % len(self.open))
+        self.index.remove_holder(holder)
+        self.reference.remove_holder(holder)
 
     @rule(at=which)
     def clear(self, at):
-        place = self.open[at % len(self.open)]
-        self.index.clear(place)
-        self.reference.clear(place)
+        holder = self.open[at % len(self.open)]
+        self.index.clear(holder)
+        self.reference.clear(holder)
 
     @rule(
         at=which,
@@ -78,92 +78,92 @@ class SameAsReference(RuleBasedStateMachine):
         data=st.data(),
     )
     def store(self, at, namespace, parent, tokens, tier, salted, data):
-        place = self.open[at % len(self.open)]
+        holder = self.open[at % len(self.open)]
         n = len(tokens) // BLOCK
         hashes = data.draw(st.lists(engine_hashes, min_size=n, max_size=n))
         extra = [b"salt", *[None] * (n - 1)] if salted else None
-        arguments = (place, namespace, parent, hashes, tokens, BLOCK, tier, extra)
+        arguments = (holder, namespace, parent, hashes, tokens, BLOCK, tier, extra)
         assert self.index.store(*arguments) == self.reference.store(*arguments)
 
     @rule(at=which, hashes=st.lists(engine_hashes, max_size=5), tier=tiers)
     def store_known(self, at, hashes, tier):
-        place = self.open[at % len(self.open)]
-        assert self.index.store_known(place, hashes, tier) == self.reference.store_known(place, hashes, tier)
+        holder = self.open[at % len(self.open)]
+        assert self.index.store_known(holder, hashes, tier) == self.reference.store_known(holder, hashes, tier)
 
     @rule(at=which, hashes=own_hashes, tier=tiers, named=st.booleans())
-    def store_chain(self, at, hashes, tier, named):
-        place = self.open[at % len(self.open)]
+    def store_hashes(self, at, hashes, tier, named):
+        holder = self.open[at % len(self.open)]
         names = [hash + 3 for hash in hashes] if named else None
-        assert self.index.store_chain(place, hashes, tier, names) == self.reference.store_chain(
-            place, hashes, tier, names
+        assert self.index.store_hashes(holder, hashes, tier, names) == self.reference.store_hashes(
+            holder, hashes, tier, names
         )
 
     @rule(hashes=own_hashes, tier=tiers)
     def store_chain_everywhere(self, hashes, tier):
-        for place in self.open:
-            self.index.store_chain(place, hashes, tier)
-            self.reference.store_chain(place, hashes, tier)
+        for holder in self.open:
+            self.index.store_hashes(holder, hashes, tier)
+            self.reference.store_hashes(holder, hashes, tier)
 
     @rule(at=which, hashes=st.lists(engine_hashes, max_size=8), tier=tiers)
     def remove(self, at, hashes, tier):
-        place = self.open[at % len(self.open)]
-        assert self.index.remove(place, hashes, tier) == self.reference.remove(place, hashes, tier)
+        holder = self.open[at % len(self.open)]
+        assert self.index.remove(holder, hashes, tier) == self.reference.remove(holder, hashes, tier)
 
     @rule(at=which, hashes=own_hashes, tier=tiers)
-    def remove_chain(self, at, hashes, tier):
-        place = self.open[at % len(self.open)]
-        assert self.index.remove_chain(place, hashes, tier) == self.reference.remove_chain(place, hashes, tier)
+    def remove_hashes(self, at, hashes, tier):
+        holder = self.open[at % len(self.open)]
+        assert self.index.remove_hashes(holder, hashes, tier) == self.reference.remove_hashes(holder, hashes, tier)
 
     @rule(capacity=st.integers(1, 9))
     def open_mirrored(self, capacity):
         if len(self.mirrored) < 4:
             mirror, reference = Recency(capacity), Recency(capacity)
-            place = self.index.open_place(mirror)
-            assert place not in self.open and place not in self.mirrored
-            self.reference.open_place(place, reference)
-            self.mirrored[place] = (mirror, reference)
+            holder = self.index.add_holder(mirror)
+            assert holder not in self.open and holder not in self.mirrored
+            self.reference.add_holder(holder, reference)
+            self.mirrored[holder] = (mirror, reference)
 
     @precondition(lambda self: self.mirrored)
     @rule(at=which)
     def close_mirrored(self, at):
-        place = list(self.mirrored)[at % len(self.mirrored)]
-        del self.mirrored[place]
-        self.index.close_place(place)
-        self.reference.close_place(place)
+        holder = list(self.mirrored)[at % len(self.mirrored)]
+        del self.mirrored[holder]
+        self.index.remove_holder(holder)
+        self.reference.remove_holder(holder)
 
     @precondition(lambda self: self.mirrored)
     @rule(at=which, tokens=few_tokens, namespace=st.integers(0, 1), stamp=st.integers(0, 9))
     def keep(self, at, tokens, namespace, stamp):
-        place = list(self.mirrored)[at % len(self.mirrored)]
-        hashes = chain(namespace, None, tokens, BLOCK)
-        assert unpacked(self.index.keep(place, packed(hashes), stamp)) == self.reference.keep(place, hashes, stamp)
+        holder = list(self.mirrored)[at % len(self.mirrored)]
+        hashes = hash_blocks(namespace, None, tokens, BLOCK)
+        assert unpacked(self.index.touch(holder, packed(hashes), stamp)) == self.reference.touch(holder, hashes, stamp)
 
     @precondition(lambda self: self.mirrored)
     @rule(at=which, capacity=st.integers(1, 9), answer=st.integers(0, 2))
     def change_a_mirror(self, at, capacity, answer):
-        place = list(self.mirrored)[at % len(self.mirrored)]
-        mirror, reference = self.mirrored[place]
+        holder = list(self.mirrored)[at % len(self.mirrored)]
+        mirror, reference = self.mirrored[holder]
         for one, other in zip(
-            (mirror.push(answer, 1.0), mirror.resize(capacity)),
-            (reference.push(answer, 1.0), reference.resize(capacity)),
+            (mirror.add_anonymous(answer, 1.0), mirror.resize(capacity)),
+            (reference.add_anonymous(answer, 1.0), reference.resize(capacity)),
             strict=True,
         ):
-            known = self.reference.remove_chain(place, unpacked(other), Tier.GPU)
-            assert self.index.remove_chain(place, one, Tier.GPU) == known == len(one) // 8
+            known = self.reference.remove_hashes(holder, unpacked(other), Tier.GPU)
+            assert self.index.remove_hashes(holder, one, Tier.GPU) == known == len(one) // 8
 
     @precondition(lambda self: self.mirrored)
     @rule(at=which, tokens=few_tokens, namespace=st.integers(0, 1), first=st.integers(0, 5))
     def undo_routed(self, at, tokens, namespace, first):
-        place = list(self.mirrored)[at % len(self.mirrored)]
-        hashes = chain(namespace, None, tokens, BLOCK)
-        for recency in self.mirrored[place]:
+        holder = list(self.mirrored)[at % len(self.mirrored)]
+        hashes = hash_blocks(namespace, None, tokens, BLOCK)
+        for recency in self.mirrored[holder]:
             recency.drop(packed(hashes), packed(hashes[first:]))
-        known = self.reference.remove_chain(place, hashes[first:], Tier.GPU)
-        assert self.index.remove_chain(place, hashes[first:], Tier.GPU) == known
+        known = self.reference.remove_hashes(holder, hashes[first:], Tier.GPU)
+        assert self.index.remove_hashes(holder, hashes[first:], Tier.GPU) == known
 
     @rule(tokens=few_tokens, namespace=st.integers(0, 1))
     def match_a_prompt(self, tokens, namespace):
-        hashes = chain(namespace, None, tokens, BLOCK)
+        hashes = hash_blocks(namespace, None, tokens, BLOCK)
         assert in_order(self.index.match(hashes)) == in_order(self.reference.match(hashes))
 
     @rule(hashes=own_hashes)
@@ -176,23 +176,23 @@ class SameAsReference(RuleBasedStateMachine):
 
     @invariant()
     def same_holdings(self):
-        for place in (*self.open, *self.mirrored):
-            assert Counter(self.index.holdings(place)) == Counter(self.reference.holdings(place))
-            assert self.index.pairs_of(place) == len(self.reference.holdings(place))
+        for holder in (*self.open, *self.mirrored):
+            assert Counter(self.index.holdings(holder)) == Counter(self.reference.holdings(holder))
+            assert self.index.pair_count(holder) == len(self.reference.holdings(holder))
         stats = self.index.stats()
-        assert stats["pairs"] == sum(map(self.index.pairs_of, (*self.open, *self.mirrored)))
+        assert stats["pairs"] == sum(map(self.index.pair_count, (*self.open, *self.mirrored)))
         assert stats["bytes"] <= stats["charged_bytes"] <= stats["budget_bytes"]
         assert stats["evicted"] == stats["refused"] == 0
         if not stats["unswept_pairs"]:
-            places = (*self.open, *self.mirrored)
-            blocks = {row[0] for place in places for row in self.reference.holdings(place)}
+            holders = (*self.open, *self.mirrored)
+            blocks = {row[0] for holder in holders for row in self.reference.holdings(holder)}
             assert stats["blocks"] == len(blocks)
 
     def teardown(self):
         if not hasattr(self, "index"):
             return
-        for place in (*self.open, *self.mirrored):
-            self.index.close_place(place)
+        for holder in (*self.open, *self.mirrored):
+            self.index.remove_holder(holder)
         self.index.sweep(1 << 40)
         stats = self.index.stats()
         assert stats["pairs"] == stats["blocks"] == stats["sets"] == stats["aliases"] == stats["unswept_pairs"] == 0
@@ -209,30 +209,30 @@ def test_many_blocks_on_many_places(seed, n_places, turns):
     """Large enough for pages to split and merge, and for sets to be shared and split."""
     source = random.Random(seed)
     index, reference = BlockIndex(1 << 26), ReferenceIndex()
-    places = [index.open_place() for _ in range(n_places)]
-    for place in places:
-        reference.open_place(place)
+    holders = [index.add_holder() for _ in range(n_places)]
+    for holder in holders:
+        reference.add_holder(holder)
     prompts = [[source.getrandbits(64) for _ in range(source.randrange(1, 120))] for _ in range(6)]
     for _ in range(turns):
         for _ in range(40):
-            place, prompt = source.choice(places), source.choice(prompts)
+            holder, prompt = source.choice(holders), source.choice(prompts)
             part = prompt[: source.randrange(len(prompt) + 1)]
             tier = source.choice([Tier.GPU, Tier.GPU, Tier.CPU, Tier.REMOTE])
             for side in (index, reference):
-                side.store_chain(place, part, tier, [hash ^ place for hash in part])
+                side.store_hashes(holder, part, tier, [hash ^ holder for hash in part])
         for _ in range(20):
-            place, prompt = source.choice(places), source.choice(prompts)
+            holder, prompt = source.choice(holders), source.choice(prompts)
             gone = source.sample(prompt, source.randrange(len(prompt) + 1))
             tier = source.choice([Tier.GPU, Tier.CPU])
-            names = [hash ^ place for hash in gone]
-            assert index.remove(place, names, tier) == reference.remove(place, names, tier)
-        cleared = source.choice(places)
+            names = [hash ^ holder for hash in gone]
+            assert index.remove(holder, names, tier) == reference.remove(holder, names, tier)
+        cleared = source.choice(holders)
         index.clear(cleared)
         reference.clear(cleared)
         for prompt in prompts:
             assert sorted(index.match(prompt)) == sorted(reference.match(prompt))
-    for place in places:
-        assert Counter(index.holdings(place)) == Counter(reference.holdings(place))
+    for holder in holders:
+        assert Counter(index.holdings(holder)) == Counter(reference.holdings(holder))
 
 
 @given(st.integers(0, 2**32), st.integers(65_536, 300_000))
@@ -241,39 +241,39 @@ def test_at_the_budget_blocks_are_evicted_and_never_invented(seed, budget_bytes)
     """A small index holds a subset of what an unbounded one holds, and its bytes stay within the budget."""
     source = random.Random(seed)
     index, reference = BlockIndex(budget_bytes), ReferenceIndex()
-    places = [index.open_place() for _ in range(source.randrange(1, 9))]
-    for place in places:
-        reference.open_place(place)
+    holders = [index.add_holder() for _ in range(source.randrange(1, 9))]
+    for holder in holders:
+        reference.add_holder(holder)
     prompts = [[source.getrandbits(64) for _ in range(60)] for _ in range(60)]
     for _ in range(200):
-        place, prompt = source.choice(places), source.choice(prompts)
-        names = [hash ^ place for hash in prompt]
+        holder, prompt = source.choice(holders), source.choice(prompts)
+        names = [hash ^ holder for hash in prompt]
         tier = source.choice([Tier.GPU, Tier.GPU, Tier.CPU])
         action = source.random()
         if action < 0.7:
-            reference.store_chain(place, prompt, tier, names)
-            index.store_chain(place, prompt, tier, names)
+            reference.store_hashes(holder, prompt, tier, names)
+            index.store_hashes(holder, prompt, tier, names)
         elif action < 0.95:
             for side in (index, reference):
-                side.remove(place, names[:20], tier)
+                side.remove(holder, names[:20], tier)
         else:
             for side in (index, reference):
-                side.clear(place)
+                side.clear(holder)
         stats = index.stats()
         assert stats["bytes"] <= stats["charged_bytes"] <= budget_bytes
         if action < 0.1:
             depths = {row[0]: row[1:] for row in reference.match(prompt)}
             for row in index.match(prompt):
                 assert all(ours <= all_ for ours, all_ in zip(row[1:], depths[row[0]], strict=True))
-    for place in places:
-        known = {row[0]: row[1:] for row in reference.holdings(place)}
-        for block, *counts in index.holdings(place):
+    for holder in holders:
+        known = {row[0]: row[1:] for row in reference.holdings(holder)}
+        for block, *counts in index.holdings(holder):
             assert all(ours <= all_ for ours, all_ in zip(counts, known[block], strict=True))
     stats = index.stats()
     lost = stats["evicted"] + stats["refused"]
-    assert lost or all(Counter(index.holdings(place)) == Counter(reference.holdings(place)) for place in places)
-    for place in places:
-        index.close_place(place)
+    assert lost or all(Counter(index.holdings(holder)) == Counter(reference.holdings(holder)) for holder in holders)
+    for holder in holders:
+        index.remove_holder(holder)
     index.sweep(1 << 40)
     assert index.stats()["blocks"] == index.stats()["sets"] == index.stats()["aliases"] == 0
     assert index.stats()["bytes"] == index.stats()["charged_bytes"]
@@ -281,38 +281,38 @@ def test_at_the_budget_blocks_are_evicted_and_never_invented(seed, budget_bytes)
 
 def test_a_parent_evicted_at_the_budget_is_no_gap():
     index = BlockIndex(65_536)
-    place = index.open_place()
-    assert index.store(place, 1, 5, [6], [1, 2], 2, Tier.GPU) == NO_PARENT
+    holder = index.add_holder()
+    assert index.store(holder, 1, 5, [6], [1, 2], 2, Tier.GPU) == UNKNOWN_PARENT
     for n in range(10_000):
-        index.store(place, 1, None, [n], [n, n], 2, Tier.GPU)
+        index.store(holder, 1, None, [n], [n, n], 2, Tier.GPU)
     assert index.stats()["evicted"] > 0
-    assert index.store(place, 1, 1 << 60, [1 << 61], [1, 2], 2, Tier.GPU) == PARENT_LOST
-    index.remove(place, list(range(10_000)), Tier.GPU)
-    assert index.pairs_of(place) == 0
-    index.clear(place)
-    assert index.store(place, 1, 1 << 60, [1 << 61], [1, 2], 2, Tier.GPU) == NO_PARENT
+    assert index.store(holder, 1, 1 << 60, [1 << 61], [1, 2], 2, Tier.GPU) == EVICTED_PARENT
+    index.remove(holder, list(range(10_000)), Tier.GPU)
+    assert index.pair_count(holder) == 0
+    index.clear(holder)
+    assert index.store(holder, 1, 1 << 60, [1 << 61], [1, 2], 2, Tier.GPU) == UNKNOWN_PARENT
 
 
 def test_a_store_refused_half_way_leaves_nothing_behind():
-    """The places leave few bytes for blocks: the budgets cover every way to run out of them."""
+    """The holders leave few bytes for blocks: the budgets cover every way to run out of them."""
     crowded = BlockIndex(1 << 24)
     for _ in range(2000):
-        crowded.open_place()
+        crowded.add_holder()
     refused = 0
     for spare_bytes in range(0, 3000, 16):
         index = BlockIndex(crowded.stats()["charged_bytes"] + spare_bytes)
-        places = [index.open_place() for _ in range(2000)][:6]
-        for place in places:
+        holders = [index.add_holder() for _ in range(2000)][:6]
+        for holder in holders:
             for tier in (Tier.GPU, Tier.CPU):
-                index.store_chain(place, [1, 2, 3], tier, [place + 100, place + 200, place + 300])
+                index.store_hashes(holder, [1, 2, 3], tier, [holder + 100, holder + 200, holder + 300])
         stats = index.stats()
         assert stats["charged_bytes"] <= stats["budget_bytes"]
         refused += stats["refused"]
         for block in (1, 2, 3):
             holders = {row[0] for row in index.match([block])}
-            assert holders == {place for place in places if block in [row[0] for row in index.holdings(place)]}
-        for place in places:
-            index.close_place(place)
+            assert holders == {holder for holder in holders if block in [row[0] for row in index.holdings(holder)]}
+        for holder in holders:
+            index.remove_holder(holder)
         assert index.stats()["blocks"] == index.stats()["sets"] == 0
     assert refused > 100
 
@@ -320,32 +320,32 @@ def test_a_store_refused_half_way_leaves_nothing_behind():
 @given(st.integers(0, 2**32), st.integers(1, 9), st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_long_prompts_at_mirrored_places(seed, n_places, events):
-    """If few places hold a long prompt, the index asks their mirrors how deep they hold it."""
+    """If few holders hold a long prompt, the index asks their mirrors how deep they hold it."""
     source = random.Random(seed)
     index, reference = BlockIndex(1 << 26), ReferenceIndex()
     mirrors = {}
     for _ in range(n_places):
         pair = Recency(150), Recency(150)
-        place = index.open_place(pair[0])
-        reference.open_place(place, pair[1])
-        mirrors[place] = pair
-    other = index.open_place()
-    reference.open_place(other)
+        holder = index.add_holder(pair[0])
+        reference.add_holder(holder, pair[1])
+        mirrors[holder] = pair
+    other = index.add_holder()
+    reference.add_holder(other)
     trunk = [source.getrandbits(64) for _ in range(80)]
     prompts = [trunk[: source.randrange(81)] + [source.getrandbits(64) for _ in range(40)] for _ in range(5)]
     for stamp in range(30):
-        place, prompt = source.choice(list(mirrors)), source.choice(prompts)
+        holder, prompt = source.choice(list(mirrors)), source.choice(prompts)
         part = prompt[: source.randrange(1, len(prompt) + 1)]
         if source.random() < 0.7:
-            assert unpacked(index.keep(place, packed(part), stamp)) == reference.keep(place, part, stamp)
+            assert unpacked(index.touch(holder, packed(part), stamp)) == reference.touch(holder, part, stamp)
         else:
             first = source.randrange(len(part))
-            for recency in mirrors[place]:
+            for recency in mirrors[holder]:
                 recency.drop(packed(part), packed(part[first:]))
             for side in (index, reference):
-                side.remove_chain(place, part[first:], Tier.GPU)
+                side.remove_hashes(holder, part[first:], Tier.GPU)
         if events and source.random() < 0.3:
             for side in (index, reference):
-                side.store_chain(other, part, Tier.CPU)
+                side.store_hashes(other, part, Tier.CPU)
         for prompt in prompts:
             assert in_order(index.match(packed(prompt))) == in_order(reference.match(prompt))

@@ -10,7 +10,7 @@ import reference_index
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmroute.index import chain, engine_hash, namespace_seed
+from warmroute.index import engine_hash, hash_blocks, namespace_seed
 
 tokens_lists = st.lists(st.integers(0, 2**32 - 1), max_size=80)
 extras = st.one_of(st.none(), st.binary(max_size=70))
@@ -24,7 +24,7 @@ def unpacked(hashes: bytes) -> list[int]:
 def test_chain_matches_the_reference(namespace, parent, tokens, block_size, data):
     n = len(tokens) // block_size
     extra = data.draw(st.none() | st.lists(extras, min_size=n, max_size=n))
-    assert unpacked(chain(namespace, parent, tokens, block_size, extra)) == reference_index.chain(
+    assert unpacked(hash_blocks(namespace, parent, tokens, block_size, extra)) == reference_index.hash_blocks(
         namespace, parent, tokens, block_size, extra
     )
 
@@ -37,7 +37,7 @@ def test_engine_hash_matches_the_reference(hash):
 def test_all_token_containers_give_the_same_hashes():
     source = random.Random(1)
     tokens = [source.randrange(200_000) for _ in range(70)]
-    expected = chain(1, None, tokens, 16)
+    expected = hash_blocks(1, None, tokens, 16)
     assert len(expected) == 4 * 8
     as_bytes = array("I", tokens).tobytes()
     for given_ in (
@@ -51,27 +51,27 @@ def test_all_token_containers_give_the_same_hashes():
         bytearray(as_bytes),
         memoryview(b"x" + as_bytes)[1:],
     ):
-        assert chain(1, None, given_, 16) == expected
+        assert hash_blocks(1, None, given_, 16) == expected
 
 
 def test_a_chain_continues_from_its_last_hash():
     tokens = list(range(100, 228))
-    whole = chain(9, None, tokens, 16)
-    first = chain(9, None, tokens[:48], 16)
-    assert first + chain(9, unpacked(first)[-1], tokens[48:], 16) == whole
+    whole = hash_blocks(9, None, tokens, 16)
+    first = hash_blocks(9, None, tokens[:48], 16)
+    assert first + hash_blocks(9, unpacked(first)[-1], tokens[48:], 16) == whole
 
 
 def test_a_block_depends_on_everything_before_it():
     source = random.Random(2)
     tokens = [source.randrange(50_000) for _ in range(64)]
-    base_chain = unpacked(chain(1, None, tokens, 16))
-    assert not set(base_chain) & set(unpacked(chain(2, None, tokens, 16)))
-    assert not set(base_chain) & set(unpacked(chain(1, None, tokens[16:], 16)))
-    changed = unpacked(chain(1, None, [*tokens[:20], tokens[20] ^ 1, *tokens[21:]], 16))
+    base_chain = unpacked(hash_blocks(1, None, tokens, 16))
+    assert not set(base_chain) & set(unpacked(hash_blocks(2, None, tokens, 16)))
+    assert not set(base_chain) & set(unpacked(hash_blocks(1, None, tokens[16:], 16)))
+    changed = unpacked(hash_blocks(1, None, [*tokens[:20], tokens[20] ^ 1, *tokens[21:]], 16))
     assert changed[0] == base_chain[0] and not set(changed[1:]) & set(base_chain)
-    salted = unpacked(chain(1, None, tokens, 16, [None, b"image", None, None]))
+    salted = unpacked(hash_blocks(1, None, tokens, 16, [None, b"image", None, None]))
     assert salted[0] == base_chain[0] and not set(salted[1:]) & set(base_chain)
-    assert chain(1, None, tokens, 16, [b"", None, b"", None]) == chain(1, None, tokens, 16)
+    assert hash_blocks(1, None, tokens, 16, [b"", None, b"", None]) == hash_blocks(1, None, tokens, 16)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 33])
@@ -83,12 +83,12 @@ def test_every_input_bit_flips_half_of_the_output_bits(block_size):
         for _ in range(rounds):
             tokens = [source.getrandbits(32) for _ in range(block_size)]
             seeds = [source.getrandbits(64), source.getrandbits(64)]
-            before = int.from_bytes(chain(*seeds, tokens, block_size), "little")
+            before = int.from_bytes(hash_blocks(*seeds, tokens, block_size), "little")
             if position < 32 * block_size:
                 tokens[position // 32] ^= 1 << position % 32
             else:
                 seeds[(position - 32 * block_size) // 64] ^= 1 << position % 64
-            moved = before ^ int.from_bytes(chain(*seeds, tokens, block_size), "little")
+            moved = before ^ int.from_bytes(hash_blocks(*seeds, tokens, block_size), "little")
             for bit in range(64):
                 flips[bit] += moved >> bit & 1
         assert 0.47 < sum(flips) / (64 * rounds) < 0.53
@@ -100,7 +100,7 @@ def test_similar_blocks_collide_no_more_than_random_ones(shift):
     """Of 500,000 blocks that differ in a few bits of one token, about 29 should collide in 32 bits."""
     n = 500_000 if not shift else 1 << 8 if shift == 24 else 1 << 16
     blocks = array("I", [token for i in range(n) for token in (7, i << shift, 0, 0)])
-    heads = [int.from_bytes(chain(3, None, blocks[4 * i : 4 * i + 4], 4), "little") for i in range(n)]
+    heads = [int.from_bytes(hash_blocks(3, None, blocks[4 * i : 4 * i + 4], 4), "little") for i in range(n)]
     assert len(set(heads)) == n
     if not shift:
         for cut in ([h >> 32 for h in heads], [h & 0xFFFFFFFF for h in heads]):
@@ -108,7 +108,7 @@ def test_similar_blocks_collide_no_more_than_random_ones(shift):
 
 
 def test_zero_blocks_of_different_lengths_differ():
-    hashes = {chain(1, None, [0] * n, n) for n in range(1, 200)}
+    hashes = {hash_blocks(1, None, [0] * n, n) for n in range(1, 200)}
     assert len(hashes) == 199
 
 
@@ -143,7 +143,7 @@ def test_every_field_makes_another_namespace():
 )
 def test_values_out_of_range_are_rejected(arguments):
     with pytest.raises(ValueError):
-        chain(*arguments)
+        hash_blocks(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -164,4 +164,4 @@ def test_values_out_of_range_are_rejected(arguments):
 )
 def test_values_of_the_wrong_type_are_rejected(arguments):
     with pytest.raises(TypeError):
-        chain(*arguments)
+        hash_blocks(*arguments)

@@ -93,7 +93,7 @@ def test_tidy_expires_pending_blocks_without_a_lookup():
     prediction = route(cache_view, "a", prompt(1, 2), 0.0)
     cache_view.first_token(prediction, 1.0)
     cache_view.tidy(9.0)
-    assert cache_view.index.pairs_of(cache.pending_place) == 0
+    assert cache_view.index.pair_count(cache.pending_holder) == 0
 
 
 def test_complete_events_override_routed_prompts():
@@ -123,7 +123,7 @@ def test_routed_prompts_count_beside_incomplete_events():
     cache_view = cache_view_of("a")
     cache = cache_of(cache_view, "a")
     cache.add_rank(0)
-    cache.heard_s = 0.0
+    cache.last_contact_s = 0.0
     route(cache_view, "a", prompt(1, 2), 0.0)
     report_stored(cache, 1, 2, 3)
     report_stored(cache, 7)

@@ -109,7 +109,7 @@ def test_hits_of_a_node_with_wrong_predictions_count_less_until_time_passes():
         route(cache_view, "b", request, 0.0).check_cached_tokens(1600, 0.0)
 
     def expected(name, at_s):
-        cache_of(cache_view, name).heard_s = at_s
+        cache_of(cache_view, name).last_contact_s = at_s
         found = hit(cache_view, name, prompt(*range(100)), at_s)
         assert found is not None
         return found.expected

@@ -1,4 +1,4 @@
-"""Mirrored places of the block index: a place holds what its recency list, the mirror, holds."""
+"""Mirrored holders of the block index: a holder holds what its recency list, the mirror, holds."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from warmroute.index import MIN_BUDGET_BYTES, BlockIndex, Recency, Tier
 def test_eviction_at_the_budget_also_removes_blocks_from_the_mirror():
     index = BlockIndex(MIN_BUDGET_BYTES * 2)
     mirror = Recency(100_000)
-    place = index.open_place(mirror)
+    holder = index.add_holder(mirror)
     source = random.Random(1)
     prompts = [source.randbytes(8 * 100) for _ in range(300)]
     for stamp, prompt in enumerate(prompts):
-        assert index.keep(place, prompt, float(stamp)) == prompt
+        assert index.touch(holder, prompt, float(stamp)) == prompt
         stats = index.stats()
         assert stats["bytes"] <= stats["budget_bytes"]
-        assert index.match(prompt) == [(place, 100, 100, 100, 100)], "never the prompt that is being stored"
-        assert stats["pairs"] == index.pairs_of(place) == len(mirror)
+        assert index.match(prompt) == [(holder, 100, 100, 100, 100)], "never the prompt that is being stored"
+        assert stats["pairs"] == index.pair_count(holder) == len(mirror)
     assert index.stats()["evicted"] > 0 and index.stats()["refused"] == 0
-    held = [mirror.held(prompt) for prompt in prompts]
+    held = [mirror.match(prompt) for prompt in prompts]
     assert held == sorted(held) and held[0] == 0 and held[-1] == 100
     assert [sum(row[1] for row in index.match(prompt)) for prompt in prompts] == held
 
@@ -33,12 +33,12 @@ def test_eviction_at_the_budget_also_removes_blocks_from_the_mirror():
 def test_the_larger_place_is_evicted_from_mirrored_or_not():
     index = BlockIndex(MIN_BUDGET_BYTES * 4)
     mirror = Recency(100_000)
-    small, large = index.open_place(mirror), index.open_place()
+    small, large = index.add_holder(mirror), index.add_holder()
     source = random.Random(2)
     kept = source.randbytes(8 * 500)
-    index.keep(small, kept, 0.0)
+    index.touch(small, kept, 0.0)
     for _ in range(200):
-        index.store_chain(large, source.randbytes(8 * 100), Tier.GPU)
+        index.store_hashes(large, source.randbytes(8 * 100), Tier.GPU)
     assert index.stats()["evicted"] > 0
     assert len(mirror) == 500 and index.match(kept)[0][1] == 500
 
@@ -46,11 +46,11 @@ def test_the_larger_place_is_evicted_from_mirrored_or_not():
 def test_a_closed_mirrored_place_is_swept_in_steps():
     index = BlockIndex(1 << 24)
     mirror = Recency(100_000)
-    place = index.open_place(mirror)
+    holder = index.add_holder(mirror)
     prompt = random.Random(3).randbytes(8 * 20_000)
-    index.keep(place, prompt, 0.0)
-    mirror.push(10, 1.0)
-    index.close_place(place)
+    index.touch(holder, prompt, 0.0)
+    mirror.add_anonymous(10, 1.0)
+    index.remove_holder(holder)
     assert index.match(prompt) == []
     left = index.stats()["unswept_pairs"]
     assert 0 < left < 20_000 and index.stats()["pairs"] == 0
@@ -61,118 +61,118 @@ def test_a_closed_mirrored_place_is_swept_in_steps():
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda index, place: index.open_place(1), TypeError),
-        (lambda index, place: index.open_place(Recency(1), 2), TypeError),
-        (lambda index, place: index.clear(place), ValueError),
-        (lambda index, place: index.store_chain(place, [1], Tier.GPU), ValueError),
-        (lambda index, place: index.store(place, 1, None, [7], [1, 2], 2, Tier.GPU), ValueError),
-        (lambda index, place: index.store_known(place, [7], Tier.GPU), ValueError),
-        (lambda index, place: index.keep(index.open_place(), b"", 1.0), ValueError),
-        (lambda index, place: index.keep(99, b"", 1.0), ValueError),
-        (lambda index, place: index.keep(place, b"1", 1.0), ValueError),
-        (lambda index, place: index.keep(place, [1], 1.0), TypeError),
-        (lambda index, place: index.keep(place, b"12345678", "1"), TypeError),
-        (lambda index, place: index.keep(place, b"12345678"), TypeError),
+        (lambda index, holder: index.add_holder(1), TypeError),
+        (lambda index, holder: index.add_holder(Recency(1), 2), TypeError),
+        (lambda index, holder: index.clear(holder), ValueError),
+        (lambda index, holder: index.store_hashes(holder, [1], Tier.GPU), ValueError),
+        (lambda index, holder: index.store(holder, 1, None, [7], [1, 2], 2, Tier.GPU), ValueError),
+        (lambda index, holder: index.store_known(holder, [7], Tier.GPU), ValueError),
+        (lambda index, holder: index.touch(index.add_holder(), b"", 1.0), ValueError),
+        (lambda index, holder: index.touch(99, b"", 1.0), ValueError),
+        (lambda index, holder: index.touch(holder, b"1", 1.0), ValueError),
+        (lambda index, holder: index.touch(holder, [1], 1.0), TypeError),
+        (lambda index, holder: index.touch(holder, b"12345678", "1"), TypeError),
+        (lambda index, holder: index.touch(holder, b"12345678"), TypeError),
     ],
 )
 def test_calls_that_a_mirrored_place_does_not_support_are_rejected(call, error):
     index = BlockIndex(1 << 20)
     mirror = Recency(4)
-    place = index.open_place(mirror)
-    index.keep(place, b"abcdefgh", 1.0)
+    holder = index.add_holder(mirror)
+    index.touch(holder, b"abcdefgh", 1.0)
     with pytest.raises(error):
-        call(index, place)
+        call(index, holder)
     with pytest.raises(ValueError):
-        index.open_place(mirror)  # it is not empty
-    assert index.match(b"abcdefgh") == [(place, 1, 1, 1, 1)] and len(mirror) == 1
+        index.add_holder(mirror)  # it is not empty
+    assert index.match(b"abcdefgh") == [(holder, 1, 1, 1, 1)] and len(mirror) == 1
 
 
 @pytest.mark.parametrize(("budget_bytes", "blocks"), [(MIN_BUDGET_BYTES, 20_000), (1 << 20, 200_000)])
 def test_blocks_refused_at_the_budget_are_not_in_the_mirror(budget_bytes, blocks):
     index = BlockIndex(budget_bytes)
     mirror = Recency(1_000_000)
-    place, other = index.open_place(mirror), index.open_place()
+    holder, other = index.add_holder(mirror), index.add_holder()
     prompt = random.Random(4).randbytes(8 * blocks)
-    assert index.keep(place, prompt, 1.0) == prompt
-    held = mirror.held(prompt)
-    assert blocks / 40 < held == len(mirror) == index.pairs_of(place) == len(index.holdings(place)) < blocks
-    assert index.match(prompt) == [(place, held, held, held, held)] and index.stats()["refused"] > 0
+    assert index.touch(holder, prompt, 1.0) == prompt
+    held = mirror.match(prompt)
+    assert blocks / 40 < held == len(mirror) == index.pair_count(holder) == len(index.holdings(holder)) < blocks
+    assert index.match(prompt) == [(holder, held, held, held, held)] and index.stats()["refused"] > 0
     for first in range(0, 800, 8):
-        assert index.store_chain(other, list(range(first, first + 8)), Tier.GPU) == 8
-    held = mirror.held(prompt)
-    again = index.keep(place, prompt, 2.0)
+        assert index.store_hashes(other, list(range(first, first + 8)), Tier.GPU) == 8
+    held = mirror.match(prompt)
+    again = index.touch(holder, prompt, 2.0)
     assert prompt.endswith(again) and len(again) >= len(prompt) - 8 * held, "blocks that were not held are new again"
-    assert mirror.held(prompt) == len(mirror) == len(index.holdings(place)) > blocks / 40
+    assert mirror.match(prompt) == len(mirror) == len(index.holdings(holder)) > blocks / 40
 
 
 @pytest.mark.parametrize(("n_places", "shared"), [(1, 0), (8, 600), (40, 600)])
 def test_a_prompt_that_needs_more_than_is_left_is_stored_whole(n_places, shared):
-    """Long prompts at the budget, some of them held by many places."""
+    """Long prompts at the budget, some of them held by many holders."""
     index = BlockIndex(1 << 20)
     mirrors = [Recency(200_000) for _ in range(n_places)]
-    places = [index.open_place(mirror) for mirror in mirrors]
+    holders = [index.add_holder(mirror) for mirror in mirrors]
     source = random.Random(5)
     roots = [source.randbytes(8 * shared) for _ in range(4)]
     for stamp in range(150):
         at = source.randrange(n_places)
         prompt = source.choice(roots) + source.randbytes(8 * source.randrange(8000))
-        index.keep(places[at], prompt, float(stamp))
-        assert mirrors[at].held(prompt) == len(prompt) // 8
+        index.touch(holders[at], prompt, float(stamp))
+        assert mirrors[at].match(prompt) == len(prompt) // 8
     stats = index.stats()
     assert stats["refused"] == 0 < stats["evicted"] and stats["charged_bytes"] <= stats["budget_bytes"]
-    for place, mirror in zip(places, mirrors, strict=True):
-        assert index.pairs_of(place) == len(mirror) == len(index.holdings(place))
+    for holder, mirror in zip(holders, mirrors, strict=True):
+        assert index.pair_count(holder) == len(mirror) == len(index.holdings(holder))
 
 
 @pytest.mark.parametrize(
     "change",
     [
         lambda mirror: mirror.resize(100),
-        lambda mirror: mirror.push(19_000, 2.0),
+        lambda mirror: mirror.add_anonymous(19_000, 2.0),
         lambda mirror: mirror.clear(),
         lambda mirror: mirror.touch(random.Random(7).randbytes(8 * 20_000), 2.0),
     ],
 )
 def test_the_mirror_of_a_closed_place_may_be_changed(change):
-    """It is empty then. The index sweeps its former blocks, and the next place with this number holds none of them."""
+    """It is empty then. The index sweeps its former blocks, and the next holder with this number holds none of them."""
     index = BlockIndex(1 << 24)
     mirror = Recency(20_000)
-    place = index.open_place(mirror)
+    holder = index.add_holder(mirror)
     prompt = random.Random(6).randbytes(8 * 20_000)
-    index.keep(place, prompt, 1.0)
-    index.close_place(place)
+    index.touch(holder, prompt, 1.0)
+    index.remove_holder(holder)
     assert len(mirror) == 0 and mirror.capacity == 20_000 and index.stats()["unswept_pairs"] > 0
     change(mirror)
     assert index.sweep(1 << 40) == index.stats()["blocks"] == 0
-    again = index.open_place(Recency(20_000))
-    index.keep(again, prompt[: 8 * 10], 2.0)
+    again = index.add_holder(Recency(20_000))
+    index.touch(again, prompt[: 8 * 10], 2.0)
     assert index.match(prompt) == [(again, 10, 10, 10, 10)] and len(index.holdings(again)) == 10
 
 
 def test_a_mirror_belongs_to_one_place():
     index, mirror = BlockIndex(1 << 20), Recency(4)
-    place = index.open_place(mirror)
+    holder = index.add_holder(mirror)
     for other in (index, BlockIndex(1 << 20)):
         with pytest.raises(ValueError):
-            other.open_place(mirror)
-    index.close_place(place)
-    assert index.open_place(mirror) == place
+            other.add_holder(mirror)
+    index.remove_holder(holder)
+    assert index.add_holder(mirror) == holder
     del index
-    assert BlockIndex(1 << 20).open_place(mirror) == 0
+    assert BlockIndex(1 << 20).add_holder(mirror) == 0
 
 
 def test_after_a_failed_allocation_a_place_holds_what_its_mirror_holds(failing):
     old, new = array("Q", range(100, 120)).tobytes(), array("Q", range(200, 238)).tobytes()
     for number in range(60):
         index, mirror = BlockIndex(1 << 20), Recency(40)
-        place = index.open_place(mirror)
-        mirror.push(20, 0.0)
-        index.keep(place, old, 1.0)
-        failing(number, lambda index=index, place=place: index.keep(place, new, 2.0))
+        holder = index.add_holder(mirror)
+        mirror.add_anonymous(20, 0.0)
+        index.touch(holder, old, 1.0)
+        failing(number, lambda index=index, holder=holder: index.touch(holder, new, 2.0))
         for prompt in (old, new):
-            assert sum(row[1] for row in index.match(prompt)) == mirror.held(prompt)
-        assert len(index.holdings(place)) == index.pairs_of(place)
-        failing(number, lambda index=index, place=place: index.close_place(place))
+            assert sum(row[1] for row in index.match(prompt)) == mirror.match(prompt)
+        assert len(index.holdings(holder)) == index.pair_count(holder)
+        failing(number, lambda index=index, holder=holder: index.remove_holder(holder))
         assert index.sweep(1 << 40) == index.stats()["blocks"] == 0
 
 
@@ -180,30 +180,30 @@ COLLECTION_SCRIPT = """
 import gc
 from warmroute.index import BlockIndex, Recency
 index = BlockIndex(1 << 22)
-stored, routed = index.open_place(), index.open_place(Recency(9))
-index.store_chain(stored, list(range(3000)), 0)
-index.keep(routed, bytes(8), 1.0)
+stored, routed = index.add_holder(), index.add_holder(Recency(9))
+index.store_hashes(stored, list(range(3000)), 0)
+index.touch(routed, bytes(8), 1.0)
 class Last:
     def __init__(self): self.itself = self
     def __del__(self):
-        for place in (stored, routed): index.close_place(place)
+        for holder in (stored, routed): index.remove_holder(holder)
         index.sweep(1 << 40)
-        for _ in range(200): index.open_place()
+        for _ in range(200): index.add_holder()
 gc.disable()
 used = [[] for _ in range(500)]  # uses up the free lists
 Last()
 gc.set_threshold(1, 1, 1)
 read = index.holdings
-place = PLACE
+holder = PLACE
 gc.enable()
-rows = read(place)
+rows = read(holder)
 gc.disable()
 print(len(rows))
 """
 
 
-@pytest.mark.parametrize(("place", "rows"), [("stored", 3000), ("routed", 1)])
-def test_a_garbage_collection_that_changes_places_during_holdings_is_safe(place, rows):
-    code = COLLECTION_SCRIPT.replace("PLACE", place)
+@pytest.mark.parametrize(("holder", "rows"), [("stored", 3000), ("routed", 1)])
+def test_a_garbage_collection_that_changes_places_during_holdings_is_safe(holder, rows):
+    code = COLLECTION_SCRIPT.replace("PLACE", holder)
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(ran.stdout) == rows

@@ -97,7 +97,7 @@ def test_inconsistent_events_raise_and_change_nothing():
     cache = with_events(cache_of(cache_view, "a"))
     with pytest.raises(ValueError):
         cache.blocks_stored(0, None, [1, 2, 3], [1] * 16, 16)
-    assert cache_view.index.pairs_of(cache.ranks[0]) == 0
+    assert cache_view.index.pair_count(cache.ranks[0]) == 0
 
 
 # Late and missing events.
@@ -110,7 +110,7 @@ def test_blocks_from_events_count_less_while_the_node_is_silent():
     found = [hit(cache_view, "a", request, at_s) for at_s in (5.0, 17.5, 29.9, 30.0, 1e6)]
     assert [one and one.expected for one in found] == [48.0, 24.0, pytest.approx(0.192), 0.0, 0.0]
     assert [one and one.tokens for one in found] == [48] * 5  # the blocks are kept: the node may come back
-    cache_of(cache_view, "a").heard_s = 40.0
+    cache_of(cache_view, "a").last_contact_s = 40.0
     assert hit_tokens(cache_view, "a", request, 41.0) == 48
 
 
@@ -125,7 +125,7 @@ def test_late_events_count_less():
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
     report_stored(cache, 1, 2)
-    cache.lag_s = 17.5
+    cache.event_lag_s = 17.5
     found = hit(cache_view, "a", prompt(1, 2), 1.0)
     assert found is not None and found.expected == 16.0
 
@@ -151,14 +151,14 @@ def test_a_node_that_reports_other_blocks_has_another_tokenizer(length):
     cache = with_events(cache_of(cache_view, "a"))
     for number in range(7):
         prefill_other_tokens(cache_view, cache, 10 * number, 3.0 * number, prompt_tokens=length)
-    assert not cache.doubted
+    assert not cache.token_mismatch
     prefill_other_tokens(cache_view, cache, 70, 21.0, prompt_tokens=length)
-    assert cache.doubted and cache_view.nodes_with_token_mismatch() == [cache] and not cache.complete
+    assert cache.token_mismatch and cache_view.nodes_with_token_mismatch() == [cache] and not cache.complete
     assert hit_tokens(cache_view, "a", prompt(500_000), 22.0) == 0  # its events match no prompt
     found = hit(cache_view, "a", prompt(70, 71), 99.0)  # routed prompts still match
     assert found is not None and (found.tokens, found.rank) == (32, ROUTED)
     cache.restarted()
-    assert not cache.doubted and cache.complete and cache_view.nodes_with_token_mismatch() == []
+    assert not cache.token_mismatch and cache.complete and cache_view.nodes_with_token_mismatch() == []
 
 
 def test_one_matching_prompt_resets_the_count_of_mismatches():
@@ -168,7 +168,7 @@ def test_one_matching_prompt_resets_the_count_of_mismatches():
         if number % 7 == 6:
             report_stored(cache, 10 * number, 10 * number + 1)
         prefill_other_tokens(cache_view, cache, 10 * number, 3.0 * number)
-    assert not cache.doubted
+    assert not cache.token_mismatch
 
 
 def test_missing_events_are_no_sign_of_another_tokenizer():
@@ -176,7 +176,7 @@ def test_missing_events_are_no_sign_of_another_tokenizer():
     cache = with_events(cache_of(cache_view, "a"))
     for number in range(20):
         prefill_other_tokens(cache_view, cache, 10 * number, 3.0 * number, events=False)
-    assert not cache.doubted
+    assert not cache.token_mismatch
 
 
 def test_a_node_without_events_is_matched_with_routed_prompts_until_events_arrive():
@@ -224,16 +224,16 @@ def test_rejected_prompts_are_no_sign_of_another_tokenizer():
         prediction.withdraw()
         report_stored(cache, 10 * number + 5)
         cache_view.tidy(number + 2.0)
-    assert not cache.doubted and cache.token_mismatches == 0
+    assert not cache.token_mismatch and cache.token_mismatches == 0
 
 
 def test_prompt_lengths_show_another_tokenizer_without_events():
     cache_view = cache_view_of("a")
     cache = cache_of(cache_view, "a")
     for number in range(8):
-        assert not cache.doubted
+        assert not cache.token_mismatch
         route(cache_view, "a", prompt(number)).check_prompt_tokens(18)
-    assert cache.doubted
+    assert cache.token_mismatch
     assert hit_tokens(cache_view, "a", prompt(3)) == 16  # routed prompts still count
 
 
@@ -283,9 +283,9 @@ def test_a_block_takes_at_most_48_bytes_with_events_and_24_without(events, most)
         )
         cache_view.first_token(prediction, float(number))
         if events:
-            place = prediction.cache.ranks[0]
-            cache_view.index.store_chain(
-                place, prediction.chain, Tier.GPU, [source.getrandbits(63) for _ in range(100)]
+            holder = prediction.cache.ranks[0]
+            cache_view.index.store_hashes(
+                holder, prediction.chain, Tier.GPU, [source.getrandbits(63) for _ in range(100)]
             )
     cache_view.tidy(1e6)
     stats = cache_view.index.stats()
@@ -295,7 +295,7 @@ def test_a_block_takes_at_most_48_bytes_with_events_and_24_without(events, most)
 
 
 def test_evicted_routed_blocks_leave_the_index():
-    """The routed place holds what its recency list holds, whatever the order of calls."""
+    """The routed holder holds what its recency list holds, whatever the order of calls."""
     cache_view = cache_view_of("a", assumed_cache_tokens=64 * SIZE)
     cache = with_events(cache_of(cache_view, "a"))
     source = random.Random(7)
@@ -303,7 +303,7 @@ def test_evicted_routed_blocks_leave_the_index():
     whole = {}
 
     def is_held(cache, chain):
-        uses = cache.recency.uses(chain, len(chain) // 8, inf)
+        uses = cache.recency.last_uses(chain, len(chain) // 8, inf)
         return bool(uses) and uses[-1][1] == len(chain) // 8
 
     for number in range(2000):
@@ -327,10 +327,10 @@ def test_evicted_routed_blocks_leave_the_index():
             cache.set_complete(0, source.random() < 0.5)
         if number % 400 == 399:
             cache.set_size(16, source.choice([30, 64, 100]) * SIZE)
-        routed = [array("Q", [row[0]]).tobytes() for row in cache_view.index.holdings(cache.routed_place)]
+        routed = [array("Q", [row[0]]).tobytes() for row in cache_view.index.holdings(cache.routed_holder)]
         assert all(is_held(cache, whole[block]) for block in routed)
         assert len(routed) <= len(cache.recency)
     for prediction in inflight:
         prediction.withdraw()
     cache_view.tidy(1e6)
-    assert cache_view.index.pairs_of(cache.pending_place) == 0
+    assert cache_view.index.pair_count(cache.pending_holder) == 0

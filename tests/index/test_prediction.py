@@ -130,7 +130,7 @@ def test_a_smaller_capacity_evicts_at_once():
         prefilled(cache_view, "a", prompt(2 * number, 2 * number + 1), float(number))
     cache_of(cache_view, "a").set_size(SIZE, 4 * SIZE)
     assert [hit_tokens(cache_view, "a", prompt(2 * n, 2 * n + 1), 20.0) for n in range(10)] == [0] * 8 + [32] * 2
-    assert cache_view.index.pairs_of(cache_of(cache_view, "a").routed_place) == 4
+    assert cache_view.index.pair_count(cache_of(cache_view, "a").routed_holder) == 4
 
 
 def test_an_evicted_block_evicts_all_older_ones():
@@ -162,7 +162,7 @@ def test_one_response_evicts_a_bounded_number_of_blocks():
         prefilled(cache_view, "a", prompt(*range(100 * number, 100 * number + 100)), float(number))
     prefilled(cache_view, "a", prompt(*range(2900, 3000)), 30.0, cached=0)
     assert len(cache.recency) == 3000 - MAX_EVICTED_AT_ONCE
-    assert cache_view.index.pairs_of(cache.routed_place) == len(cache.recency)
+    assert cache_view.index.pair_count(cache.routed_holder) == len(cache.recency)
 
 
 def test_a_prefix_that_was_still_being_prefilled_evicts_nothing():

@@ -58,7 +58,7 @@ class ReferenceRecency:
             self.stamps.move_to_end(hash)
         return new, self.evict()
 
-    def push(self, n, stamp):
+    def add_anonymous(self, n, stamp):
         for _ in range(min(n, self.capacity)):
             self.stamps[next(self.anonymous)] = stamp
         return self.evict()
@@ -71,7 +71,7 @@ class ReferenceRecency:
         self.capacity = capacity
         return self.evict()
 
-    def held(self, hashes):
+    def match(self, hashes):
         return next((at for at, hash in enumerate(hashes) if hash not in self.stamps), len(hashes))
 
     def stamps_of(self, hashes):
@@ -96,7 +96,7 @@ def touched(recency, hashes, stamp):
 
 def drained(recency):
     """Evict and return all hashes, the oldest first."""
-    return unpacked(recency.push(recency.capacity, 0))
+    return unpacked(recency.add_anonymous(recency.capacity, 0))
 
 
 few_blocks = st.lists(st.integers(0, 1), max_size=12)
@@ -106,7 +106,7 @@ capacities = st.integers(1, 10)
 
 def stamped(recency, hashes, depth=inf, latest=inf):
     """Return (number, stamp) of the held blocks."""
-    uses = recency.uses(packed(*hashes), min(depth, len(hashes)), latest)
+    uses = recency.last_uses(packed(*hashes), min(depth, len(hashes)), latest)
     assert all(before[1] <= after[0] for before, after in pairwise(uses))
     return [(at, stamp) for first, end, stamp in uses for at in range(first, end)]
 
@@ -135,8 +135,8 @@ class SameAsReference(RuleBasedStateMachine):
         assert touched(self.recency, hashes, stamp) == self.reference.touch(hashes, stamp)
 
     @rule(n=st.integers(0, 4) | st.integers(0, 2**62), stamp=stamps)
-    def push(self, n, stamp):
-        assert unpacked(self.recency.push(n, stamp)) == self.reference.push(n, stamp)
+    def add_anonymous(self, n, stamp):
+        assert unpacked(self.recency.add_anonymous(n, stamp)) == self.reference.add_anonymous(n, stamp)
 
     @rule(which=st.integers(0, 1000), dropped=st.lists(st.booleans(), min_size=12, max_size=12))
     def drop(self, which, dropped):
@@ -156,7 +156,7 @@ class SameAsReference(RuleBasedStateMachine):
     @rule(blocks=few_blocks)
     def held(self, blocks):
         hashes = self.prompt(blocks)
-        assert self.recency.held(packed(*hashes)) == self.reference.held(hashes)
+        assert self.recency.match(packed(*hashes)) == self.reference.match(hashes)
 
     @rule(which=st.integers(0, 1000), depth=st.integers(0, 13), latest=stamps)
     def uses(self, which, depth, latest):
@@ -208,7 +208,7 @@ def test_many_blocks_in_any_order_of_calls(seed, capacity, piece):
         action = source.random()
         if action < 0.2:
             n = source.choice([1, 5, 200])
-            assert unpacked(recency.push(n, stamp)) == reference.push(n, stamp)
+            assert unpacked(recency.add_anonymous(n, stamp)) == reference.add_anonymous(n, stamp)
         elif action < 0.5:
             gone = some[source.randrange(len(some) + 1) :]
             assert recency.drop(packed(*some), packed(*gone)) == reference.drop(some, gone)
@@ -223,7 +223,7 @@ def test_many_blocks_in_any_order_of_calls(seed, capacity, piece):
             reference.stamps.clear()
         assert len(recency) == len(reference.stamps)
         assert recency.oldest == reference.oldest
-        assert recency.held(packed(*some)) == reference.held(some)
+        assert recency.match(packed(*some)) == reference.match(some)
         assert recency.bytes <= 80_000 + 48 * len(recency)
     for blocks in known[::17]:
         assert stamped(recency, tree.prompt(blocks)) == reference.stamps_of(tree.prompt(blocks))
@@ -241,7 +241,7 @@ def test_hashes_that_are_no_prompt_stay_within_the_capacity(calls, capacity):
         assert len(recency) <= capacity
         if stamp % 3 == 2:
             recency.drop(packed(*hashes), packed(*hashes[::2]))
-        assert recency.held(packed(*hashes)) <= len(hashes)
+        assert recency.match(packed(*hashes)) <= len(hashes)
     assert set(drained(recency)) <= set(range(6))
     assert recency.drop(packed(*range(6)), packed(*range(6))) == 0
 
@@ -266,7 +266,7 @@ def test_a_prompt_beyond_the_capacity_keeps_its_first_blocks():
     recency = Recency(3)
     touched(recency, [5, 6], 1.0)
     assert touched(recency, [1, 2, 3, 7, 8, 4], 2.0) == ([1, 2, 3], [6, 5])
-    assert len(recency) == recency.held(packed(1, 2, 3)) == 3
+    assert len(recency) == recency.match(packed(1, 2, 3)) == 3
 
 
 def test_blocks_after_a_gap_are_still_held():
@@ -281,12 +281,12 @@ def test_blocks_after_a_gap_are_still_held():
 def test_anonymous_blocks_take_room_and_are_evicted_silently():
     recency = Recency(5)
     touched(recency, [1, 2], 1.0)
-    assert recency.push(3, 2.0) == b""
+    assert recency.add_anonymous(3, 2.0) == b""
     assert len(recency) == 5
-    assert recency.push(1, 3.0) == packed(2)
+    assert recency.add_anonymous(1, 3.0) == packed(2)
     assert touched(recency, [8, 9], 4.0) == ([8, 9], [1])
     assert recency.oldest == 2.0
-    assert recency.push(10**18, 5.0) == packed(9, 8)
+    assert recency.add_anonymous(10**18, 5.0) == packed(9, 8)
     assert len(recency) == 5
     assert recency.resize(1) == b""
     assert len(recency) == 1
@@ -298,8 +298,8 @@ def test_an_empty_list_holds_nothing():
     assert recency.oldest is None
     assert recency.capacity == 1
     assert recency.touch(b"", 1.0) == (b"", b"")
-    assert recency.push(0, 1.0) == b""
-    assert recency.drop(packed(1), packed(1)) == recency.held(packed(1)) == recency.held(b"") == 0
+    assert recency.add_anonymous(0, 1.0) == b""
+    assert recency.drop(packed(1), packed(1)) == recency.match(packed(1)) == recency.match(b"") == 0
     assert stamped(recency, [1]) == []
     assert recency.resize(9) == b""
     assert recency.bytes < 256
@@ -316,7 +316,7 @@ def test_hashes_may_be_in_any_buffer():
     recency = Recency(9)
     for kind in (bytes, bytearray, memoryview):
         assert recency.touch(kind(packed(1, 2)), 1)[1] == b""
-    assert recency.held(array("Q", [1, 2, 3])) == 2
+    assert recency.match(array("Q", [1, 2, 3])) == 2
     assert recency.drop(array("Q", [1, 2]), memoryview(packed(1, 2))[8:]) == 1
 
 
@@ -340,22 +340,22 @@ def test_hashes_may_be_in_any_buffer():
         (lambda r: r.touch(packed(7), float("nan")), ValueError),
         (lambda r: r.touch(packed(7), float("inf")), ValueError),
         (lambda r: r.touch(packed(7), 10**400), ValueError),
-        (lambda r: r.push(-1, 1.0), ValueError),
-        (lambda r: r.push(2**64, 1.0), ValueError),
-        (lambda r: r.push(1.0, 1.0), TypeError),
-        (lambda r: r.push(1, float("nan")), ValueError),
-        (lambda r: r.push(1), TypeError),
+        (lambda r: r.add_anonymous(-1, 1.0), ValueError),
+        (lambda r: r.add_anonymous(2**64, 1.0), ValueError),
+        (lambda r: r.add_anonymous(1.0, 1.0), TypeError),
+        (lambda r: r.add_anonymous(1, float("nan")), ValueError),
+        (lambda r: r.add_anonymous(1), TypeError),
         (lambda r: r.drop(b"1", b""), ValueError),
         (lambda r: r.drop(packed(1), b"1"), ValueError),
         (lambda r: r.drop(packed(1)), TypeError),
         (lambda r: r.drop(packed(1), None), TypeError),
-        (lambda r: r.held(b"123456789"), ValueError),
-        (lambda r: r.held(1), TypeError),
-        (lambda r: r.uses(b"1", 1, 1.0), ValueError),
-        (lambda r: r.uses(packed(1), 1), TypeError),
-        (lambda r: r.uses(packed(1), "1", 1.0), TypeError),
-        (lambda r: r.uses(packed(1), 1, None), TypeError),
-        (lambda r: r.uses(1, 1, 1.0), TypeError),
+        (lambda r: r.match(b"123456789"), ValueError),
+        (lambda r: r.match(1), TypeError),
+        (lambda r: r.last_uses(b"1", 1, 1.0), ValueError),
+        (lambda r: r.last_uses(packed(1), 1), TypeError),
+        (lambda r: r.last_uses(packed(1), "1", 1.0), TypeError),
+        (lambda r: r.last_uses(packed(1), 1, None), TypeError),
+        (lambda r: r.last_uses(1, 1, 1.0), TypeError),
         (lambda r: r.resize(0), ValueError),
         (lambda r: r.resize("3"), TypeError),
     ],
@@ -390,7 +390,7 @@ def test_a_failed_allocation_changes_nothing(failing):
     prompts = [packed(*range(900), *range(2000, 2600)), packed(*range(5000)), packed(*range(7000, 7100))]
     calls = [
         *(lambda recency, prompt=prompt: recency.touch(prompt, 2.0) for prompt in prompts),
-        lambda recency: recency.push(700, 2.0),
+        lambda recency: recency.add_anonymous(700, 2.0),
         lambda recency: recency.resize(90),
     ]
 
@@ -399,7 +399,7 @@ def test_a_failed_allocation_changes_nothing(failing):
         for first in range(0, 400, 4):
             touched(recency, [*range(10_000 + first, 10_004 + first)], 0.5)
         touched(recency, [*range(1000)], 1.0)
-        recency.push(300, 1.0)
+        recency.add_anonymous(300, 1.0)
         return recency
 
     for call in calls:
@@ -423,7 +423,7 @@ def test_no_leaks_and_bytes_match_the_allocated_memory():
         recency = Recency(5000)
         for n in range(20):
             recency.touch(source.randbytes(8 * 900), n)
-            recency.push(10, n)
+            recency.add_anonymous(10, n)
             with pytest.raises(ValueError):
                 recency.touch(b"1", n)
         some = source.randbytes(800)

@@ -140,7 +140,7 @@ def test_hits_are_limited_to_own_prompts_and_own_responses(requests, source):
         for cache in caches.values():
             cache.add_rank(0)
             cache.set_complete(0, source == "events")
-            cache.heard_s = 0.0
+            cache.last_contact_s = 0.0
     group = {"x": "shared g", "y": "only y", "z": "shared g"}
     owners: dict[tuple[int, ...], set[str]] = defaultdict(set)
     """Prefix of a prompt or response → the groups that caused it."""

@@ -24,7 +24,7 @@ from json_bodies import (
     chat,
 )
 
-from warmroute._kernel._scan import scan
+from warmroute._kernel import scan_body
 from warmroute.prompt.body_fields import KEY_CHARACTERS, BodyFields, NotJson, read_json, read_json_with_parser
 from warmroute.prompt.routing_request import RoutingRequest
 
@@ -127,13 +127,13 @@ def test_a_number_too_long_for_python_is_refused() -> None:
 @pytest.mark.parametrize("ascii_only", [True, False])
 def test_common_bodies_need_no_parser(sample: dict[str, Any], indent: int | None, ascii_only: bool) -> None:
     body = json.dumps(sample, ensure_ascii=ascii_only, indent=indent).encode()
-    assert scan(body) is not None
+    assert scan_body(body) is not None
     assert_equal_fields(body)
 
 
 def test_only_bytes_are_scanned() -> None:
     with pytest.raises(TypeError):
-        scan("{}")  # type: ignore[arg-type]
+        scan_body("{}")  # type: ignore[arg-type]
 
 
 # The scan compared with the parser.
@@ -219,7 +219,7 @@ def test_truncated_bodies(sample: dict[str, Any]) -> None:
     for ascii_only in (True, False):
         body = json.dumps(sample, ensure_ascii=ascii_only).encode()
         for end in range(len(body)):
-            assert scan(body[:end]) is None
+            assert scan_body(body[:end]) is None
         assert_equal_fields(body[: len(body) // 2])
 
 
@@ -307,6 +307,6 @@ def test_real_chats() -> None:
         count += 1
         for ascii_only in (True, False):
             data = json.dumps(body, ensure_ascii=ascii_only).encode()
-            assert scan(data) is not None
+            assert scan_body(data) is not None
             assert_equal_fields(data)
     assert count > 100

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warmroute._kernel._messages import digest, digests
-from warmroute._kernel._scan import Outline, outline_of, scan
+from warmroute._kernel import Outline, digest, outline_body, prefix_digests, scan_body
 from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.request_body import Endpoint, RequestBody, generation_options, read_request_body, text_prompt
 
@@ -30,22 +29,22 @@ def items(body: bytes, spans: bytes) -> list[Any]:
 @given(st.dictionaries(names, values, max_size=20), st.booleans(), st.sampled_from([None, 2]))
 def test_the_outline_has_the_position_of_every_field(tree, ascii_only, indent):
     body = json.dumps(tree, ensure_ascii=ascii_only, indent=indent).encode("utf-8", "surrogatepass")
-    found = outline_of(body)
+    found = outline_body(body)
     if found is None:
         assert b"\\" in body  # an escaped name
         return
     assert {name: json.loads(body[start:end]) for name, (start, end) in found.fields.items()} == {
         name: value for name, value in tree.items() if name.isascii()
     }
-    assert items(body, found.spans) == (tree["messages"] if isinstance(tree.get("messages"), list) else [])
+    assert items(body, found.message_spans) == (tree["messages"] if isinstance(tree.get("messages"), list) else [])
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 16, 17, 1000])
 def test_any_number_of_fields_and_messages_is_found(count):
     tree = {"messages": [{"role": "tool", "content": n} for n in range(count)], **{f"f{n}": n for n in range(count)}}
     body = json.dumps(tree).encode()
-    found = outline_of(body)
-    assert items(body, found.spans) == tree["messages"]
+    found = outline_body(body)
+    assert items(body, found.message_spans) == tree["messages"]
     assert {name: json.loads(body[slice(*where)]) for name, where in found.fields.items()} == tree
     assert found.fields is found.fields, "created once"
 
@@ -54,7 +53,7 @@ def test_any_number_of_fields_and_messages_is_found(count):
 def test_a_body_that_the_parser_refuses_has_no_outline(noise, at, byte):
     for body in (noise, b'{"messages": [{"a": "b"}, 1.5, null], "x": {"y": []}}'):
         changed = body[:at] + bytes([byte]) + body[at + 1 :]
-        found = outline_of(changed)
+        found = outline_body(changed)
         if found is not None:
             tree = json.loads(changed.decode("utf-8", "replace"))
             assert isinstance(tree, dict) and set(found.fields) <= set(tree)
@@ -64,9 +63,9 @@ def test_a_body_that_the_parser_refuses_has_no_outline(noise, at, byte):
 def test_message_lists_have_equal_digests_exactly_as_far_as_they_are_equal(start, one, other):
     def digests_of(messages: list[Any], indent: int | None) -> list[bytes]:
         body = json.dumps({"messages": messages}, indent=indent).encode()
-        found = outline_of(body)
+        found = outline_body(body)
         assert found is not None
-        packed = digests(body, found.spans)
+        packed = prefix_digests(body, found.message_spans)
         return [packed[i : i + 16] for i in range(0, len(packed), 16)]
 
     first, second = digests_of(start + one, None), digests_of(start + other, None)
@@ -87,15 +86,15 @@ def test_a_digest_depends_on_every_byte():
 
 def test_of_fields_with_equal_names_the_last_counts():
     body = b'{"messages": [1, 2], "a": 1, "messages": [3], "a": 2, "stream": true, "stream": 0, "priority": 1}'
-    found = outline_of(body)
-    assert items(body, found.spans) == [3]
+    found = outline_body(body)
+    assert items(body, found.message_spans) == [3]
     assert body[slice(*found.fields["a"])] == b"2"
-    assert found.about(None) == ("", None, 1, "", False)
-    assert found.stand_in() == b"[3\0\0"
+    assert found.parameters(None) == ("", None, 1, "", False)
+    assert found.text_as_tokens() == b"[3\0\0"
 
 
 def test_wrong_arguments_are_errors():
-    for call in (scan, outline_of):
+    for call in (scan_body, outline_body):
         with pytest.raises(TypeError):
             call("{}")
     with pytest.raises(TypeError):
@@ -104,10 +103,10 @@ def test_wrong_arguments_are_errors():
         digest(b"abc", 2, 5)
     for arguments in [("{}", b""), (b"{}",), (b"{}", "x")]:
         with pytest.raises(TypeError):
-            digests(*arguments)
+            prefix_digests(*arguments)
     for spans in [(2, 5), (2, 1), (0, 1, 4, 4)]:
         with pytest.raises(ValueError):
-            digests(b"abc", b"".join(at.to_bytes(4, "little") for at in spans))
+            prefix_digests(b"abc", b"".join(at.to_bytes(4, "little") for at in spans))
 
 
 # Options and text prompts, compared with plain Python.
@@ -156,13 +155,13 @@ def test_options_and_text_prompts_equal_those_of_a_json_parser(body, endpoint):
     assert request is not None
     _model, max_output_tokens, priority, salt, stream = options = request.parse_options()
     default = 16 if endpoint is Endpoint.COMPLETION else None
-    assert request.outline.about(default) in (options, None)
+    assert request.outline.parameters(default) in (options, None)
     assert request.cache_salt() == salt
-    assert request.outline.stand_in() == text_tokens(request)
+    assert request.outline.text_as_tokens() == text_tokens(request)
     expected = Prompt(text_tokens(request), 0, False, "no tokenizer for this model", (), salt)
     assert text_prompt(endpoint.value, body) == expected
     assert generation_options(endpoint.value, body, None) == (max_output_tokens, priority, stream)
-    scanned = scan(body)
+    scanned = scan_body(body)
     if scanned is not None:
         assert text_prompt(endpoint.value, body, scanned[4]) == expected
         assert generation_options(endpoint.value, body, scanned[4]) == (max_output_tokens, priority, stream)
@@ -183,15 +182,15 @@ def test_generation_options_come_from_the_fields_of_each_endpoint():
 
 def test_common_bodies_need_no_json_parser():
     body = b'{"model":"m","messages":[{"role":"user","content":"hi"}],"stream":true,"max_tokens":500,"priority":-1}'
-    assert scan(body)[4].about(None) == ("m", 500, -1, "", True)
-    assert outline_of(b'{"prompt":"a","max_completion_tokens":null,"cache_salt":"s"}').about(16) == (
+    assert scan_body(body)[4].parameters(None) == ("m", 500, -1, "", True)
+    assert outline_body(b'{"prompt":"a","max_completion_tokens":null,"cache_salt":"s"}').parameters(16) == (
         "",
         16,
         0,
         "s",
         False,
     )
-    assert outline_of(b'{"max_tokens":null}').about(16) == ("", None, 0, "", False)
+    assert outline_body(b'{"max_tokens":null}').parameters(16) == ("", None, 0, "", False)
 
 
 def test_paths_without_prompts_and_invalid_bodies_have_no_prompt():

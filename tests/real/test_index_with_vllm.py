@@ -100,7 +100,7 @@ class Watched:
         return found
 
     def told_blocks(self, number: int = 0) -> int:
-        return self.cache_view.index.pairs_of(self.cache(number).ranks[0])
+        return self.cache_view.index.pair_count(self.cache(number).ranks[0])
 
     def told(self, tokens: list[int], number: int = 0) -> int:
         """Leading tokens that a node told it holds; nothing that is merely expected. As a prompt of one token more."""
@@ -129,7 +129,11 @@ async def watched(*nodes: dict[str, Any], complete: bool = True) -> AsyncIterato
     async with running_router.router(*nodes, wait=0, check_leaks=False, **tables) as router:
         service = router.service
         await until(lambda: running_router.count_up(service) == len(nodes), "all nodes up", 60)
-        await until(lambda: service.tokenizer_registry.prompt_tokenizer(MODEL).tokenizer is not None, "the tokenizer is discovered", 60)
+        await until(
+            lambda: service.tokenizer_registry.prompt_tokenizer(MODEL).tokenizer is not None,
+            "the tokenizer is discovered",
+            60,
+        )
         await until(lambda: all(cache.has_events for cache in service.cache_view), "all events are followed", 60)
         if complete:
             await until(lambda: all(cache.complete for cache in service.cache_view), "the past is known", 60)
@@ -384,7 +388,7 @@ def test_nothing_is_believed_of_a_node_that_was_removed(real_engines: list[RealE
             await until(lambda: index.stats()["unswept_pairs"] == 0)
             owners = w.cache_view._owners
             assert {cache for cache, _rank in owners.values()} == {stays}
-            assert index.stats()["pairs"] == sum(index.pairs_of(place) for place in owners)
+            assert index.stats()["pairs"] == sum(index.pair_count(place) for place in owners)
             lookup = Lookup(pack_token_ids([*prompt(3), 7]), 4 * BLOCK + 1, 4 * BLOCK + 1)
             assert set(w.cache_view.hits(MODEL, lookup, time.monotonic())) == {"node1"}
             await conversation.turn(w, stream=False)

@@ -44,10 +44,10 @@ def assert_cache_view_is_exact(world: World) -> None:
     world.cache_view.tidy(world.calendar.now_s)
     assert {cache.name for cache in world.cache_view} == set(world.nodes)
     for cache in world.cache_view:
-        assert not cache.doubted
+        assert not cache.token_mismatch
         stored = {row[0] for row in world.cache_view.index.holdings(cache.ranks[0])}
         assert stored == set(world.nodes[cache.name].engine.scheduler.pool._cached)
-        assert world.cache_view.index.pairs_of(cache.pending_place) == 0
+        assert world.cache_view.index.pair_count(cache.pending_holder) == 0
 
 
 def compared(world: World) -> tuple[int, int]:

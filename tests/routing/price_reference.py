@@ -1,6 +1,6 @@
 """The definition of the price, one small function per term. All terms are in milliseconds.
 
-The router uses `_kernel/_price.c`, which computes the same for all nodes in one call; test_price_kernel.py compares the
+The router uses `_kernel/price.c`, which computes the same for all nodes in one call; test_price_kernel.py compares the
 two.
 """
 

@@ -121,7 +121,7 @@ class RoutingHarness:
     def assert_all_counters_are_zero(self) -> None:
         assert self.admission.waiting == self.group.waiting == 0
         for node in self.nodes:
-            assert (node.inflight, node.context, node.kv_new) == (0, 0, 0)
+            assert (node.inflight, node.context_tokens, node.kv_new) == (0, 0, 0)
             assert node.pending_work == pytest.approx(0.0, abs=1e-3)
 
 

@@ -10,17 +10,17 @@ from accounting_reference import ReferenceNode, ReferenceTicket
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmroute._kernel._books import NodeState, PaceState, SpeedState, TicketState
+from warmroute._kernel import DecodeSpeedState, NodeState, SpeedState, TicketState
 from warmroute.config import Health, NodeConfig
 from warmroute.fleet.decode_speed import DecodeSpeed
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 
 NODE_FIELDS = (
-    "pending_work", "kv_delta", "context", "kv_new", "inflight", "unstarted", "unseen", "arrival_rate", "arrival_s",
+    "pending_work", "kv_delta", "context_tokens", "kv_new", "inflight", "unstarted", "unstreamed_prefills", "arrival_rate", "arrival_s",
     "last_ticket_s", "latency_ms", "outcomes", "first_byte_counts", "first_byte_sum_ms",
 )  # fmt: skip
-SPEED_FIELDS = ("ms_per_token", "factor", "answers", "_work", "_ms", "_at_s", "_last_first_s")
+SPEED_FIELDS = ("ms_per_token", "factor", "answers", "_work", "_ms", "_at_s", "_last_first_token_s")
 DECODE_SPEED_FIELDS = ("least_ms", "mean_ms", "slope_ms", "mean_context", "answers", "_xx", "_xy")
 
 times = st.sampled_from([0.0, 0.001, 0.05, 0.7, 20.0]) | st.floats(0.0, 5.0)
@@ -28,8 +28,8 @@ events = st.one_of(
     st.tuples(st.just("send"), st.booleans(), st.integers(0, 50_000), st.floats(0.0, 1.0)),
     st.tuples(st.just("unread")),
     st.tuples(st.just("first"), st.integers(0, 99), st.booleans()),
-    st.tuples(st.just("learn"), st.integers(0, 99), st.none() | st.integers(0, 3000)),
-    st.tuples(st.just("leave"), st.integers(0, 99), st.sampled_from(Outcome)),
+    st.tuples(st.just("answer"), st.integers(0, 99), st.none() | st.integers(0, 3000)),
+    st.tuples(st.just("release"), st.integers(0, 99), st.sampled_from(Outcome)),
     st.tuples(st.just("expect")),
     st.tuples(st.just("poll")),
 )
@@ -51,12 +51,12 @@ class Both:
         new = tokens - int(tokens * cached)
         prompt = (streams, tokens, new, new * 1.25)
         ticket = TicketState()
-        ticket.enter(self.node, self.now_s, self.decode_speed, *prompt)
+        ticket.open(self.node, self.now_s, self.decode_speed, *prompt)
         self.tickets.append((ticket, ReferenceTicket(self.reference, self.now_s, self.reference_decode_speed, *prompt)))
 
     def unread(self) -> None:
         ticket = TicketState()
-        ticket.enter(self.node, self.now_s)
+        ticket.open(self.node, self.now_s)
         self.tickets.append((ticket, ReferenceTicket(self.reference, self.now_s, None, True, 0, 0, 0.0)))
 
     def first(self, at: int, served: bool) -> None:
@@ -65,18 +65,18 @@ class Both:
             reference.first_byte(self.now_s, served)
             assert ticket.first_byte_s == reference.first_byte_s
 
-    def learn(self, at: int, output: int | None) -> None:
+    def answer(self, at: int, output: int | None) -> None:
         for ticket, reference in self.tickets[at : at + 1]:
-            ticket.learn(output, self.now_s)
-            reference.learn(output, self.now_s)
+            ticket.record_answer(output, self.now_s)
+            reference.record_answer(output, self.now_s)
 
-    def leave(self, at: int, outcome: Outcome) -> None:
+    def release(self, at: int, outcome: Outcome) -> None:
         for ticket, reference in self.tickets[at : at + 1]:
-            assert ticket.leave(outcome, self.now_s) == reference.leave(outcome, self.now_s)
+            assert ticket.release(outcome, self.now_s) == reference.release(outcome, self.now_s)
 
     def expect(self) -> None:
-        self.node.expect_prefilled(self.now_s)
-        self.reference.expect_prefilled(self.now_s)
+        self.node.assume_prefilled(self.now_s)
+        self.reference.assume_prefilled(self.now_s)
 
     def poll(self) -> None:
         self.node.update_load(0, 0, 0.0, self.now_s)
@@ -92,7 +92,11 @@ class Both:
             for name in names:
                 assert getattr(one, name) == getattr(other, name), name
         for ticket, reference in self.tickets:
-            assert (ticket._open, ticket._work, ticket.tokens) == (reference.open, reference.work, reference.tokens)
+            assert (ticket._is_open, ticket._pending_work, ticket.tokens) == (
+                reference.open,
+                reference.work,
+                reference.tokens,
+            )
 
 
 @given(st.lists(st.tuples(times, events), max_size=60), st.sampled_from([0.0, 40.0]), st.integers(0, 2))
@@ -100,15 +104,15 @@ def test_the_kernel_equals_the_reference(steps, round_trip_ms: float, other_load
     both = Both(round_trip_ms, other_load)
     for after_s, (event, *details) in steps:
         both.now_s += after_s
-        if details and event in ("first", "learn", "leave") and both.tickets:
+        if details and event in ("first", "answer", "release") and both.tickets:
             details[0] %= len(both.tickets)
         getattr(both, event)(*details)
         both.assert_equal()
     for at in range(len(both.tickets)):
-        both.leave(at, Outcome.CANCELED)
+        both.release(at, Outcome.CANCELED)
     both.assert_equal()
     node = both.node
-    assert node.inflight == node.unseen == node.context == node.kv_new == 0 == node.pending_work
+    assert node.inflight == node.unstreamed_prefills == node.context_tokens == node.kv_new == 0 == node.pending_work
 
 
 def test_a_ticket_that_is_never_closed_is_no_leak() -> None:
@@ -118,12 +122,12 @@ def test_a_ticket_that_is_never_closed_is_no_leak() -> None:
         __slots__ = ("__weakref__",)
 
         def __init__(self, node: Node) -> None:
-            self.enter(node, 1.0, decode_speed, False, 100, 100, 100.0)
+            self.open(node, 1.0, decode_speed, False, 100, 100, 100.0)
 
     ticket = weakref.ref(UnstreamedTicket(node))
-    assert ticket() is not None and node.unseen == 1, "the node waits for its prefill"
-    node.expect_prefilled(1e9)
-    assert ticket() is None and node.unseen == 0
+    assert ticket() is not None and node.unstreamed_prefills == 1, "the node waits for its prefill"
+    node.assume_prefilled(1e9)
+    assert ticket() is None and node.unstreamed_prefills == 0
     ticket = weakref.ref(UnstreamedTicket(node))
     del node
     gc.collect()
@@ -133,16 +137,16 @@ def test_a_ticket_that_is_never_closed_is_no_leak() -> None:
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
-        (lambda ticket, node: ticket.enter(None, 1.0), TypeError),
-        (lambda ticket, node: ticket.enter(node), TypeError),
-        (lambda ticket, node: ticket.enter(), TypeError),
-        (lambda ticket, node: ticket.enter(node, "1"), TypeError),
-        (lambda ticket, node: ticket.enter(node, 1.0, DecodeSpeed(), True, 1), TypeError),
-        (lambda ticket, node: ticket.enter(node, 1.0, SpeedState(), True, 1, 1, 1.0), TypeError),
-        (lambda ticket, node: ticket.enter(NodeState(), 1.0), ValueError),
+        (lambda ticket, node: ticket.open(None, 1.0), TypeError),
+        (lambda ticket, node: ticket.open(node), TypeError),
+        (lambda ticket, node: ticket.open(), TypeError),
+        (lambda ticket, node: ticket.open(node, "1"), TypeError),
+        (lambda ticket, node: ticket.open(node, 1.0, DecodeSpeed(), True, 1), TypeError),
+        (lambda ticket, node: ticket.open(node, 1.0, SpeedState(), True, 1, 1, 1.0), TypeError),
+        (lambda ticket, node: ticket.open(NodeState(), 1.0), ValueError),
         (lambda ticket, node: ticket.first_byte(1.0), ValueError),
-        (lambda ticket, node: ticket.learn(1, 1.0), ValueError),
-        (lambda ticket, node: ticket.leave(0, 1.0), ValueError),
+        (lambda ticket, node: ticket.record_answer(1, 1.0), ValueError),
+        (lambda ticket, node: ticket.release(0, 1.0), ValueError),
     ],
 )
 def test_wrong_arguments_change_nothing(wrong, error: type[Exception]) -> None:
@@ -152,16 +156,16 @@ def test_wrong_arguments_change_nothing(wrong, error: type[Exception]) -> None:
     assert node.inflight == 0 and node.arrival_rate == 0.0
 
 
-def test_a_ticket_is_entered_once_and_left_with_a_valid_outcome() -> None:
+def test_a_ticket_is_opened_once_and_released_with_a_valid_outcome() -> None:
     node, ticket = make_node(), TicketState()
-    ticket.enter(node, 1.0)
-    with pytest.raises(ValueError, match="once"):
-        ticket.enter(node, 1.0)
+    ticket.open(node, 1.0)
+    with pytest.raises(ValueError, match="open already"):
+        ticket.open(node, 1.0)
     for outcome in (-1, len(Outcome)):
         with pytest.raises(ValueError, match="outcome"):
-            ticket.leave(outcome, 1.0)
+            ticket.release(outcome, 1.0)
     with pytest.raises(TypeError):
         ticket.first_byte()  # type: ignore[call-arg]
-    assert node.inflight == 1 and ticket.leave(Outcome.OK, 2.0) and not ticket.leave(Outcome.OK, 3.0)
+    assert node.inflight == 1 and ticket.release(Outcome.OK, 2.0) and not ticket.release(Outcome.OK, 3.0)
     assert node.outcomes == [1, 0, 0, 0, 0, 0]
-    assert isinstance(DecodeSpeed(), PaceState)
+    assert isinstance(DecodeSpeed(), DecodeSpeedState)

@@ -43,7 +43,7 @@ def test_a_long_prompt_does_not_starve() -> None:
         harness.advance(0.46)
         small.append(harness.submit())
         next(request for request in small if not request.queued).finish()
-        small = deque(request for request in small if request.queued or request.ticket._open)
+        small = deque(request for request in small if request.queued or request.ticket._is_open)
     assert large.events == ["admitted"]
     assert 50 < harness.now_s - large.request.arrived_s < 90
 
@@ -146,7 +146,7 @@ def test_a_low_priority_request_gets_its_turn_though_higher_ones_never_end(flood
         others.append(harness.submit(priority=flooding))
         next(request for request in others if not request.queued).finish()
         rounds += 1
-        others = deque(request for request in others if request.queued or request.ticket._open)
+        others = deque(request for request in others if request.queued or request.ticket._is_open)
     assert low.events == ["admitted"]
     waited_s = harness.now_s - low.request.arrived_s
     assert 10.0 <= waited_s < 10.0 + 17 * 0.46, "after ten seconds, with the next turn by waiting time"
@@ -161,5 +161,5 @@ def test_before_a_long_wait_turns_are_by_priority_alone() -> None:
         harness.advance(0.2)
         others.append(harness.submit())
         next(request for request in others if not request.queued).finish()
-        others = deque(request for request in others if request.queued or request.ticket._open)
+        others = deque(request for request in others if request.queued or request.ticket._is_open)
     assert low.queued

@@ -150,14 +150,14 @@ def test_every_request_is_admitted_rejected_or_canceled_exactly_once(events: lis
         open_ += [
             request
             for request in requests
-            if request.events == ["admitted"] and request.ticket._open and id(request) not in known
+            if request.events == ["admitted"] and request.ticket._is_open and id(request) not in known
         ]
         assert harness.admission.waiting == harness.group.waiting == sum(request.queued for request in requests)
     for node in harness.nodes:
         harness.fleet.check_passed(node, harness.now_s)
     for _ in range(len(requests) + 1):
         for request in requests:
-            if request.events == ["admitted"] and request.ticket._open:
+            if request.events == ["admitted"] and request.ticket._is_open:
                 request.finish()
         harness.tick()
     assert all(len(request.events) == 1 for request in requests)

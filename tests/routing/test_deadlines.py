@@ -183,11 +183,11 @@ def test_admitted_requests_meet_their_deadlines() -> None:
             pending.submit()
         except DeadlineUnreachable as error:  # because of the requests ahead of it
             pending.on_rejected(error)
-    while any(pending.queued or (pending.events == ["admitted"] and pending.ticket._open) for pending in requests):
+    while any(pending.queued or (pending.events == ["admitted"] and pending.ticket._is_open) for pending in requests):
         harness.advance(0.35)  # a prefill of 6,000 tokens
         harness.tick()
         for pending in requests:
-            if pending.events == ["admitted"] and pending.ticket._open:
+            if pending.events == ["admitted"] and pending.ticket._is_open:
                 pending.ticket.first_byte(harness.now_s)
                 harness.fleet.close_ticket(pending.ticket, Outcome.OK, harness.now_s)
                 assert harness.now_s <= pending.request.deadline_s + 0.1

@@ -160,7 +160,7 @@ def test_a_term_that_follows_from_another_is_not_the_cause() -> None:
     harness = RoutingHarness(2)
     harness.warm(harness.nodes[0], prompt(8210, 1))
     for _ in range(200):
-        harness.nodes[1].saw_arrival(harness.now_s)
+        harness.nodes[1].record_arrival(harness.now_s)
     decision = harness.decide(prompt(8210, 1))
     expensive = Price(*decision.prices[1])  # type: ignore[index]
     assert expensive.congestion > expensive.prefill

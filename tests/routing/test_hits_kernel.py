@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmroute._kernel._index import BlockIndex, chain
-from warmroute._kernel._price import Hit, add_hits, match_hits
+from warmroute._kernel import BlockIndex, Hit, add_hits, hash_blocks, match_hits
 from warmroute.config import Index
 from warmroute.index.cache_view import CacheView
 from warmroute.index.node_cache import PENDING, ROUTED, NodeCache
@@ -30,11 +29,11 @@ def reference_hits(
     rows, owners, size, most, sure, is_sure, now_s, stale_s, gone_s
 ) -> dict[str, tuple[int, float, int]]:
     found: dict[str, tuple[int, float, int]] = {}
-    for place, *depths in rows:
-        if place not in owners or owners[place][0].block_size != size:
+    for holder, *depths in rows:
+        if holder not in owners or owners[holder][0].block_size != size:
             continue
-        cache, rank = owners[place]
-        if (rank == ROUTED and is_sure and cache.complete) or (rank >= 0 and cache.doubted):
+        cache, rank = owners[holder]
+        if (rank == ROUTED and is_sure and cache.complete) or (rank >= 0 and cache.token_mismatch):
             continue
         event_confidence = cache.event_confidence(now_s, stale_s, gone_s)
         limit, confidence = (sure, event_confidence) if rank >= 0 else (most, cache.accuracy.trust(now_s))
@@ -57,15 +56,15 @@ def test_hits_equal_the_reference(data: st.DataObject) -> None:
     for number in range(draw(st.integers(1, 4))):
         cache = cache_view.add_node(f"n{number}", ["m"])
         cache.set_size(draw(st.sampled_from([16, 16, 16, 32])), 0)
-        cache.complete, cache.doubted = draw(st.booleans()), draw(st.integers(0, 5)) == 0
-        cache.heard_s, cache.lag_s = NOW_S - draw(floats(0.0, 50.0)), draw(floats(0.0, 20.0))
+        cache.complete, cache.token_mismatch = draw(st.booleans()), draw(st.integers(0, 5)) == 0
+        cache.last_contact_s, cache.event_lag_s = NOW_S - draw(floats(0.0, 50.0)), draw(floats(0.0, 20.0))
         for _ in range(draw(st.integers(0, 2))):
             cache.accuracy.compare(draw(st.integers(0, 5000)), draw(st.integers(0, 5000)), NOW_S - 60 * draw(shares))
         for rank in draw(st.lists(st.sampled_from([ROUTED, PENDING, 0, 1]), unique=True)):
             owners[len(owners) * 3] = (cache, rank)
     depths = st.lists(st.integers(0, 20), min_size=4, max_size=4).map(sorted)
-    places = draw(st.lists(st.integers(0, 50), unique=True, max_size=3)) + list(owners)
-    rows = [(place, *draw(depths)) for place in dict.fromkeys(places)]
+    holders = draw(st.lists(st.integers(0, 50), unique=True, max_size=3)) + list(owners)
+    rows = [(holder, *draw(depths)) for holder in dict.fromkeys(holders)]
     most = draw(st.integers(0, 20))
     sure, is_sure = draw(st.integers(0, most)), draw(st.booleans())
     stale_s, gone_s = draw(floats(0.0, 20.0)), draw(floats(0.0, 60.0))
@@ -85,11 +84,11 @@ def test_matched_hits_equal_the_hits_of_the_rows(kept, prompt: int, length: int,
     cache_view = CacheView(Index(assumed_cache_tokens=16 * 50))
     caches = [cache_view.add_node(f"n{number}", ["m"]) for number in range(4)]
     caches[3].add_rank(0)
-    chains = [chain(7, None, array("I", [0] * 160 + [number] * 480), 16) for number in range(4)]
+    chains = [hash_blocks(7, None, array("I", [0] * 160 + [number] * 480), 16) for number in range(4)]
     for at, (node, which, blocks) in enumerate(kept):
         caches[node].record_routed(chains[which][: 8 * blocks], 0, float(at))
         if node == 3:
-            cache_view.index.store_chain(caches[3].ranks[0], chains[which][: 8 * (blocks // 2)], 1)
+            cache_view.index.store_hashes(caches[3].ranks[0], chains[which][: 8 * (blocks // 2)], 1)
     looked_up = chains[prompt][: 8 * length]
     common = (cache_view._owners, 16, (39, sure // 16, False), NOW_S, (1.0, 2.0), SAVED_SHARE[1:])
     by_rows: dict[str, Hit] = {}
@@ -112,7 +111,7 @@ def test_wrong_arguments_to_match_are_rejected(wrong, error: type[Exception]) ->
 
 def test_of_equal_hits_the_rank_with_events_counts() -> None:
     cache = CacheView(Index()).add_node("n", ["m"])
-    cache.heard_s = NOW_S
+    cache.last_contact_s = NOW_S
     rows = [(1, 4, 4, 4, 4), (2, 4, 4, 4, 4), (3, 4, 4, 4, 4)]
     found: dict[str, Hit] = {}
     owners = {1: (cache, ROUTED), 2: (cache, 1), 3: (cache, 0)}
@@ -156,16 +155,19 @@ def test_the_state_of_a_cache_follows_its_recency_list(steps: list[tuple[int, in
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(0, 700), st.booleans()), max_size=20))
 def test_a_cache_records_prompts_and_outputs_like_its_recency_list_and_the_index(steps) -> None:
     cache, twin = (CacheView(Index(assumed_cache_tokens=1600)).add_node("n", ["m"]) for _ in range(2))
-    chains = [chain(7, None, array("I", [0] * 160 + [number] * 480), 16) for number in range(4)]
+    chains = [hash_blocks(7, None, array("I", [0] * 160 + [number] * 480), 16) for number in range(4)]
     for at, (which, blocks, tokens, prefilled) in enumerate(steps):
         prompt, now_s = chains[which][: 8 * blocks], float(at)
-        uses = twin.recency.uses(prompt, tokens // 16, twin.prefilled_s) if tokens >= 16 else None
-        assert cache.record_routed(prompt, tokens, now_s) == (twin._index.keep(twin.routed_place, prompt, now_s), uses)
+        uses = twin.recency.last_uses(prompt, tokens // 16, twin.prefilled_s) if tokens >= 16 else None
+        assert cache.record_routed(prompt, tokens, now_s) == (
+            twin._index.touch(twin.routed_holder, prompt, now_s),
+            uses,
+        )
         twin._update_room()
         assert (cache.free_blocks, cache.oldest_s) == (twin.free_blocks, twin.oldest_s)
         cache.record_output(tokens, now_s)
         if tokens >= 16:
-            twin._index.remove_chain(twin.routed_place, twin.recency.push(tokens // 16, now_s), 0)
+            twin._index.remove_hashes(twin.routed_holder, twin.recency.add_anonymous(tokens // 16, now_s), 0)
         assert (cache.free_blocks, cache.oldest_s) == twin.recency.room
         for other in chains:
             assert [row[1:] for row in cache._index.match(other)] == [row[1:] for row in twin._index.match(other)]

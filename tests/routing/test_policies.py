@@ -380,7 +380,7 @@ def test_latency_tries_a_slow_node_again() -> None:
     slow, fast = (fleet.add(NodeConfig(url=f"http://n{number}:1", models=("m",))) for number in range(2))
     for node, took_ms in ((slow, 1000.0), (fast, 10.0)):
         fleet.check_passed(node, 0.0)
-        node.saw_latency(took_ms)
+        node.record_latency(took_ms)
     router = Router(fleet, CacheView(Index()), Routing(policy="latency", seed=1))
     assert router.decide(RoutingRequest("m"), 1.0).node is fast
     for second in range(60):

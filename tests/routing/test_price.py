@@ -24,7 +24,7 @@ def record_arrivals(harness: RoutingHarness, *ages_s: float) -> None:
     """Record arrivals on each node, at these ages."""
     for age_s in sorted(ages_s, reverse=True):
         for node in harness.nodes:
-            node.saw_arrival(harness.now_s - age_s)
+            node.record_arrival(harness.now_s - age_s)
 
 
 def running(node: Node, count: int) -> list[Ticket]:
@@ -230,7 +230,7 @@ def test_long_prompts_go_where_few_requests_arrive() -> None:
     harness = RoutingHarness(3)
     for node, count in zip(harness.nodes, (40, 2, 40), strict=True):
         for number in range(count):
-            node.saw_arrival(harness.now_s - 4.0 + 4.0 * number / count)
+            node.record_arrival(harness.now_s - 4.0 + 4.0 * number / count)
     assert {harness.decide(prompt(30_000, number)).node for number in range(10)} == {harness.nodes[1]}
 
 

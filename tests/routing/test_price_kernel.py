@@ -15,8 +15,7 @@ from accounting_reference import record_token_ms
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmroute._kernel._books import NodeState, SpeedState
-from warmroute._kernel._price import CacheState, Hit, add_hits, price_nodes
+from warmroute._kernel import CacheState, Hit, NodeState, SpeedState, add_hits, price_nodes
 from warmroute.config import Health, Index, NodeConfig, Pricing, Routing
 from warmroute.fleet.decode_speed import DecodeSpeed
 from warmroute.fleet.fleet import Fleet
@@ -51,7 +50,7 @@ def fleets(draw: st.DrawFn) -> tuple[list[Node], list[NodeCache | None], CacheVi
     for number in range(draw(st.integers(1, 6))):
         node = Node(NodeConfig(url=f"http://n{number}:1"), Health())
         node.pending_work = draw(floats(-1e-6, 1e6))
-        node.context, node.kv_new = draw(st.integers(0, 10**7)), draw(st.integers(0, 10**6))
+        node.context_tokens, node.kv_new = draw(st.integers(0, 10**7)), draw(st.integers(0, 10**6))
         node.kv_usage, node.kv_delta = draw(shares), draw(floats(-1e6, 1e6))
         node.inflight, node.other_load = draw(counts), draw(counts)
         node.arrival_rate, node.arrival_s = draw(floats(0.0, 1.0)), NOW_S - draw(floats(0.0, 100.0))
@@ -117,7 +116,7 @@ def test_prices_equal_the_reference(
         decode_speed, settings,
     )  # fmt: skip
     assert len(prices) == len(nodes)
-    token_ms = [node.speed.factor * decode_speed.token_ms(node.context) for node in nodes]
+    token_ms = [node.speed.factor * decode_speed.token_ms(node.context_tokens) for node in nodes]
     reference = []
     for at, (node, cache, own_ms) in enumerate(zip(nodes, caches, token_ms, strict=True)):
         hit = hits.get(node.name)
@@ -146,14 +145,14 @@ def test_prices_equal_the_reference(
     tied = [at for at, price in enumerate(made) if price.total <= min(made).total * TIE]
     light = min(nodes[at].load for at in tied)
     assert prices.cheapest(TIE) == tied
-    assert prices.lightest(tied) == [at for at in tied if nodes[at].load == light]
+    assert prices.least_loaded(tied) == [at for at in tied if nodes[at].load == light]
     assert prices.mean_load == sum(node.load for node in nodes) / len(nodes)
 
     def is_crowded(at: int) -> bool:
         return made[at].cached > 0.0 and nodes[at].load > 1.25 * prices.mean_load + more
 
     first = min(range(len(made)), key=lambda at: made[at].total)
-    assert prices.beyond_doubt(TIE, 1.25, more) == (first if len(tied) == 1 and not is_crowded(first) else -1)
+    assert prices.clear_winner(TIE, 1.25, more) == (first if len(tied) == 1 and not is_crowded(first) else -1)
     most_own = made[0].own + extra_ms
     within = [at for at, price in enumerate(made) if price.own <= most_own]
     assert prices.cheapest_within(most_own) == min(within, key=lambda at: made[at].total, default=-1)
@@ -219,15 +218,15 @@ def test_arguments_of_a_wrong_type_are_rejected(given) -> None:
 
 COLLECTED = """
 import gc, struct
-from warmroute._kernel._books import NodeState, PaceState, SpeedState
-from warmroute._kernel._price import Hit, price_nodes
+from warmroute._kernel import NodeState, DecodeSpeedState, SpeedState
+from warmroute._kernel import Hit, price_nodes
 node = NodeState()
 node.name, node.speed = "n", SpeedState()
 class Last:
     def __init__(self): self.itself = self
     def __del__(self): del node.name
 chances, hits, settings = struct.pack("d", 0.1), {"n": Hit(1, 1.0, 0)}, (1e9, 1.0, True, True, True)
-given = (node,), (None,), hits, chances, None, 1.0, (100.0, 10.0), (0.0, 0.0), 0.0, PaceState(), settings
+given = (node,), (None,), hits, chances, None, 1.0, (100.0, 10.0), (0.0, 0.0), 0.0, DecodeSpeedState(), settings
 gc.disable()
 Last()
 gc.set_threshold(1, 1, 1)
@@ -273,13 +272,13 @@ def test_prices_that_are_nan_still_choose_a_node() -> None:
     node = make_node()
     node.pending_work = math.nan
     prices = price_nodes((node, node), (None, None), {}, CHANCES, *COMMON)
-    assert prices.cheapest(TIE) == [0, 1] and prices.beyond_doubt(TIE, 1.0, 0.0) == -1
+    assert prices.cheapest(TIE) == [0, 1] and prices.clear_winner(TIE, 1.0, 0.0) == -1
     with pytest.raises(TypeError):
-        prices.beyond_doubt(TIE, 1.0)  # type: ignore[call-arg]
+        prices.clear_winner(TIE, 1.0)  # type: ignore[call-arg]
     with pytest.raises(IndexError):
         prices[2]
     with pytest.raises(IndexError):
-        prices.lightest([2])
+        prices.least_loaded([2])
     with pytest.raises(IndexError):
         prices.second_home(2, 1.0, 0.0, 1.0)
 
@@ -294,7 +293,7 @@ def test_pricing_leaks_no_references() -> None:
         rows = [(number, 1, 1, 1, random.randrange(1, 9)) for number in range(20)]
         add_hits(found, rows, {3: (cache, ROUTED), 5: (cache, 0)}, 16, (9, 9, False), 0.0, (1.0, 2.0), SAVED_SHARE[1:])
         prices = price_nodes(nodes, (cache,) * 50, found, CHANCES, *COMMON)
-        prices.lightest(prices.cheapest(2.0))
+        prices.least_loaded(prices.cheapest(2.0))
         assert prices[0] and prices.mean_load == 0.0 and prices.cheapest_within(1e9) == 0
         with pytest.raises(TypeError):
             price_nodes((*nodes, None), (cache,) * 51, found, CHANCES, *COMMON)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmroute._kernel._hash import key_hash, rendezvous_home, rendezvous_order
+from warmroute._kernel import key_hash, rendezvous_home, rendezvous_order
 
 MASK = (1 << 64) - 1
 WORDS = st.integers(0, MASK)

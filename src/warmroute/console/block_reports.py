@@ -104,7 +104,10 @@ class BlockReports:
         async with self._lock:
             progress = self._check_sequence(cache, report)
             await self._apply(cache, progress, report)
-            return {"sequence": progress.sequence, "blocks": self._cache_view.index.pairs_of(cache.ranks[report.rank])}
+            return {
+                "sequence": progress.sequence,
+                "blocks": self._cache_view.index.pair_count(cache.ranks[report.rank]),
+            }
 
     def _check_sequence(self, cache: NodeCache, report: Report) -> _Progress:
         by_rank = self._progress.setdefault(cache, {})
@@ -149,7 +152,7 @@ class BlockReports:
             raise HttpError(400, f"The report is invalid: {error}. Send a snapshot.", code="bad_report") from None
         progress.sequence, progress.generation = report.sequence, cache.generation
         cache.set_complete(rank, True)
-        cache.heard_s = self._now()
+        cache.last_contact_s = self._now()
 
     def _discard(self, cache: NodeCache, rank: int) -> None:
         """Forget what was reported for this rank."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from warmroute.edge import errors
-from warmroute.edge.http1 import BadChunk, ChunkFrames
+from warmroute.edge.http1 import BadChunk, ChunkReader
 
 if TYPE_CHECKING:
     from warmroute.edge.listener import Listener
@@ -19,7 +19,7 @@ class BodyReader:
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._data = bytearray()
-        self._frames: ChunkFrames | None = None
+        self._frames: ChunkReader | None = None
         self._missing_bytes = 0
         """Of a chunked body: how many more bytes the limit allows."""
         self.held_bytes = 0
@@ -31,7 +31,7 @@ class BodyReader:
             self._frames = None
             self._missing_bytes = length
         else:
-            self._frames = ChunkFrames()
+            self._frames = ChunkReader()
             self._missing_bytes = self._listener.limits.body_bytes
 
     def feed(self, data: bytes) -> int:

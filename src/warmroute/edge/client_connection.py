@@ -306,13 +306,13 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def accepts_chunked(self) -> bool:
-        return self._head.minor == 1
+        return self._head.minor_version == 1
 
     def connection_line(self, keep_alive: bool) -> bytes:
         """Return the response's `Connection` line; empty if it would only repeat HTTP's default."""
         if not keep_alive:
             return CLOSE_LINE
-        return b"" if self._head.minor else _KEEP_ALIVE_LINE
+        return b"" if self._head.minor_version else _KEEP_ALIVE_LINE
 
     def response_sent(self, keep_alive: bool, now_s: float | None = None) -> None:
         """The exchange has written the whole response. `now_s` is the current time, if the caller has it."""

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
-from warmroute._kernel._http import read_usage
+from warmroute._kernel import read_usage
 from warmroute.edge import errors
 from warmroute.edge.connection_pool import ConnectionPool
-from warmroute.edge.http1 import CHUNKED, UNTIL_CLOSE, ChunkFrames, RequestHead, ResponseHead
+from warmroute.edge.http1 import CHUNKED, UNTIL_CLOSE, ChunkReader, RequestHead, ResponseHead
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
 from warmroute.fleet.node import Node, Outcome
 from warmroute.prompt.prompt import Prompt
@@ -83,7 +83,7 @@ class ProxyExchange:
         self._framing = 0
         self._events = False
         self._keep_alive = True
-        self._dechunk: ChunkFrames | None = None
+        self._dechunk: ChunkReader | None = None
         self._tail: deque[bytes] | bytes | None = None
         """The last pieces of the response, or all of it, where its usage is wanted."""
 
@@ -144,7 +144,7 @@ class ProxyExchange:
                 head.method,
                 head.target,
                 pool.host_line,
-                head.passing,
+                head.forwarded_fields,
                 authorization,
                 len(self._body),
                 self.attempts.request_id,
@@ -205,13 +205,13 @@ class ProxyExchange:
             self._events = head.content_type[:17].lower() == b"text/event-stream"
             if not client.accepts_chunked:
                 framing, keep_alive = b"", False
-                self._dechunk = ChunkFrames()
+                self._dechunk = ChunkReader()
                 write = self._write_dechunked
         else:
             framing = b""
             self._events = head.content_type[:17].lower() == b"text/event-stream"
         self._keep_alive = keep_alive
-        passing = head.passing
+        passing = head.forwarded_fields
         if 300 <= status < 400:
             passing = self._pool.own_address.sub(rb"\1", passing)
         response_head = b"%b%b%bX-Request-Id: %b\r\n%b%b\r\n" % (
@@ -220,7 +220,7 @@ class ProxyExchange:
             framing,
             attempts.request_id,
             self._node_lines() if proxy.node_headers else b"",
-            b"" if keep_alive and self._head.minor else client.connection_line(keep_alive),
+            b"" if keep_alive and self._head.minor_version else client.connection_line(keep_alive),
         )
         if self._dechunk is None:
             client.write(response_head + first)
@@ -272,7 +272,7 @@ class ProxyExchange:
         if proxy.log_requests:
             proxy.log_request(attempts, "complete")
 
-    def response_broke(self, reason: str, frames: ChunkFrames | None) -> None:
+    def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
         """The client has a part of the response: end it so that no client takes it for complete."""
         proxy, client = self._proxy, self._client
         self.attempts.response_broke(reason, proxy.now())
@@ -284,14 +284,14 @@ class ProxyExchange:
         if proxy.log_requests:
             proxy.log_request(self.attempts, "broken")
 
-    def _write_error_event(self, frames: ChunkFrames | None) -> None:
+    def _write_error_event(self, frames: ChunkReader | None) -> None:
         write = self._client.write
         if self._framing == UNTIL_CLOSE or self._dechunk is not None:
             write(b"\n\n" + _BROKEN_EVENT)
             return
         # Fill up the chunk that broke off and end its event, then send the error in a chunk of its own. The chunk of
         # length 0 that would end the response is never sent.
-        rest = frames.rest_of_chunk() if frames is not None else None
+        rest = frames.padding_to_chunk_end() if frames is not None else None
         if rest is not None:
             event = b"\n\n" + _BROKEN_EVENT if rest else _BROKEN_EVENT
             write(rest + b"%x\r\n%b\r\n" % (len(event), event))

@@ -1,15 +1,15 @@
-"""HTTP/1.1 parsing: request heads, response heads and chunked bodies, read strictly by `_kernel/_http.c`."""
+"""HTTP/1.1 parsing: request heads, response heads and chunked bodies, read strictly by `_kernel/_kernel.c`."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from warmroute._kernel import _http
-from warmroute._kernel._http import BadChunk, ChunkFrames, RequestHead, ResponseHead
+from warmroute import _kernel
+from warmroute._kernel import BadChunk, ChunkReader, RequestHead, ResponseHead
 from warmroute.edge import errors
 from warmroute.edge.errors import HttpError
 
-__all__ = ["CHUNKED", "UNTIL_CLOSE", "BadChunk", "BrokenResponse", "ChunkFrames", "RequestHead", "ResponseHead"]
+__all__ = ["CHUNKED", "UNTIL_CLOSE", "BadChunk", "BrokenResponse", "ChunkReader", "RequestHead", "ResponseHead"]
 
 CHUNKED: Final = -1
 UNTIL_CLOSE: Final = -2
@@ -26,7 +26,7 @@ _REJECTION_MESSAGES: Final = {
     12: "HTTP/1.0 does not allow `Transfer-Encoding`. Send `Content-Length` or use HTTP/1.1.",
     13: "The `Connection` header lists too many header names.",
 }
-"""By the reason that `_kernel/_http.c` returns."""
+"""By the reason that `_kernel/_kernel.c` returns."""
 
 MAX_HEADER_FIELDS: Final = 100
 """Maximum number of header fields in a request."""
@@ -38,7 +38,7 @@ class BrokenResponse(Exception):
 
 def read_request_head(data: bytes, end: int) -> RequestHead:
     """Parse data[:end + 4], where data[end:end + 4] is the blank line. Raises HttpError."""
-    head = _http.read_request_head(data, end, MAX_HEADER_FIELDS)
+    head = _kernel.read_request_head(data, end, MAX_HEADER_FIELDS)
     if isinstance(head, int):
         raise _to_error(head)
     return head
@@ -46,7 +46,7 @@ def read_request_head(data: bytes, end: int) -> RequestHead:
 
 def read_response_head(data: bytes, end: int) -> ResponseHead:
     """Parse data[:end + 4], where data[end:end + 4] is the blank line. Raises BrokenResponse."""
-    head = _http.read_response_head(data, end)
+    head = _kernel.read_response_head(data, end)
     if isinstance(head, int):
         raise BrokenResponse("malformed head")
     return head

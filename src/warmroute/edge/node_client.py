@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from warmroute.edge.connection_pool import ConnectionPool, ConnectionPools
-from warmroute.edge.http1 import CHUNKED, BadChunk, ChunkFrames, ResponseHead
+from warmroute.edge.http1 import CHUNKED, BadChunk, ChunkReader, ResponseHead
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
 from warmroute.fleet.node import Node
 
@@ -70,7 +70,7 @@ class _Fetch:
         self._limit_bytes = limit_bytes
         self._pieces: list[bytes] = []
         self._size = 0
-        self._frames: ChunkFrames | None = None
+        self._frames: ChunkReader | None = None
         self._status = 0
         self._connection: NodeConnection | None = None
         self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
@@ -94,7 +94,7 @@ class _Fetch:
     ) -> Callable[[bytes], object] | None:
         self._status = head.status
         if head.length == CHUNKED:
-            self._frames = ChunkFrames()
+            self._frames = ChunkReader()
         self._collect(first)
         return self._collect
 
@@ -124,7 +124,7 @@ class _Fetch:
         else:
             self._fail(ConnectionError(reason))
 
-    def response_broke(self, reason: str, frames: ChunkFrames | None) -> None:
+    def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
         self._fail(ConnectionError(reason))
 
     def _fail(self, error: OSError) -> None:

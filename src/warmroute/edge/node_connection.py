@@ -17,7 +17,7 @@ from warmroute.edge.http1 import (
     UNTIL_CLOSE,
     BadChunk,
     BrokenResponse,
-    ChunkFrames,
+    ChunkReader,
     ResponseHead,
     read_response_head,
 )
@@ -60,7 +60,7 @@ class ResponseHandler(Protocol):
     def response_failed(self, reason: str, stale: bool) -> None:
         """No byte of a response arrived. `stale`: the node closed a reused connection before it read the request."""
 
-    def response_broke(self, reason: str, frames: ChunkFrames | None) -> None:
+    def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
         """The response ended too early. `frames`: the position in a chunked body, up to the last byte passed on."""
 
 
@@ -99,7 +99,7 @@ class NodeConnection(asyncio.Protocol):
         self._buffer = b""
         self._held_head: ResponseHead | None = None
         """A head that arrived without a byte of its body."""
-        self._frames: ChunkFrames | None = None
+        self._frames: ChunkReader | None = None
         self._missing_bytes = 0
         self._keep_alive = True
         self._paused = False
@@ -223,7 +223,7 @@ class NodeConnection(asyncio.Protocol):
                     first = first[:length]
                 self._state = SIZED_BODY
             elif length == CHUNKED:
-                self._frames = frames = ChunkFrames()
+                self._frames = frames = ChunkReader()
                 at = frames.feed(first) if first else -1
                 whole = at >= 0
                 if whole and at != len(first):

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
-from warmroute._kernel._scan import Outline
+from warmroute._kernel import Outline
 from warmroute.config import Prompts
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.prompt.prompt import Prompt

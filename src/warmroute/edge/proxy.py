@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from itertools import count
 
-from warmroute._kernel._scan import Outline
+from warmroute._kernel import Outline
 from warmroute.config import Config
 from warmroute.edge import errors
 from warmroute.edge.admission_errors import to_error

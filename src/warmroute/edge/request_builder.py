@@ -1,11 +1,11 @@
-"""Builds the RoutingRequest of an HTTP request from its head, its body, its key and its route. Nothing else builds one."""
+"""Builds the RoutingRequest of an HTTP request from its head, body, key and route. Nothing else builds one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Final
 
-from warmroute._kernel._scan import Outline
+from warmroute._kernel import Outline
 from warmroute.config import Config
 from warmroute.config.priority import HIGH, LOW, NORMAL, PRIORITY_NUMBERS
 from warmroute.edge import errors
@@ -78,7 +78,7 @@ class RequestBuilder:
             max_output_tokens = None
         if body_priority:  # as vLLM reads it: a lower number is served first
             priority = HIGH if body_priority < 0 else LOW
-        if head.wishes:
+        if head.has_routing_headers:
             headers = read_routing_headers(head, now_s)
             if headers.priority is not None:
                 priority = headers.priority

@@ -243,7 +243,7 @@ class KvEventClient:
                 )  # fmt: skip
                 self._stop_polling()
                 return LAST_RETRY_S
-            self.cache.heard_s = self._now()
+            self.cache.last_contact_s = self._now()
             await apply_polled(self._events, events, self._now)
             await asyncio.sleep(POLL_S * (0.8 + 0.4 * self._random.random()))
         return FIRST_RETRY_S

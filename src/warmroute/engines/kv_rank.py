@@ -66,12 +66,12 @@ class RankEvents(Generic[Payload]):
 
     def receive(self, number: int, payload: Payload) -> None:
         """Handle a live message."""
-        self._cache.heard_s = self._now()
+        self._cache.last_contact_s = self._now()
         sent_s = self._sent_time_s(payload)
         if sent_s is not None:
             delay_s = self._wall() - sent_s
             self._least_delay_s = min(self._least_delay_s, delay_s)
-            self._cache.lag_s = delay_s - self._least_delay_s
+            self._cache.event_lag_s = delay_s - self._least_delay_s
         self.sequence.receive(number, payload)
 
     def work(self, until_s: float) -> bool:

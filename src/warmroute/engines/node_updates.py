@@ -54,8 +54,8 @@ def apply_load_report(node: Node, report: LoadReport, kv_events: KvEvents | None
     if restarted:
         log.info("node_restarted", "Its KV cache is empty.", node=node.name)
         kv_events.restarted(report.incarnation)
-    cache.heard_s = now_s
-    cache.lag_s *= 0.5  # no late event has arrived since
+    cache.last_contact_s = now_s
+    cache.event_lag_s *= 0.5  # no late event has arrived since
     block_size = kv_events.block_size
     if not block_size and (kv_events.is_connected or not cache.has_events):
         block_size = report.block_size  # unless block reports to the admin API give another size

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from math import exp
-from typing import Final
 
-DECAY_S: Final = 10.0
-"""An arrival this long ago counts 1/e. The kernel uses the same value for arrivals on a node."""
+from warmroute._kernel import ARRIVAL_DECAY_S
 
 
 class ArrivalRate:
@@ -17,9 +15,9 @@ class ArrivalRate:
         self._rate = 0.0
 
     def record(self, now_s: float) -> None:
-        self._rate = self.per_ms(now_s) + 0.001 / DECAY_S
+        self._rate = self.per_ms(now_s) + 0.001 / ARRIVAL_DECAY_S
         self._updated_s = now_s
 
     def per_ms(self, now_s: float) -> float:
         """Return arrivals per millisecond, averaged over about the last ten seconds."""
-        return self._rate * exp((self._updated_s - now_s) / DECAY_S)
+        return self._rate * exp((self._updated_s - now_s) / ARRIVAL_DECAY_S)

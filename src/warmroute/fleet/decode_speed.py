@@ -11,24 +11,22 @@ from __future__ import annotations
 
 from typing import Final
 
-from warmroute._kernel._books import PaceState
+from warmroute._kernel import DECODE_MIN_SHARE, DecodeSpeedState
 
 DEFAULT_BASE_MS: Final = 15.0
 DEFAULT_SLOPE_MS: Final = 3e-5
 PRIOR_CONTEXT: Final = 20_000.0
 """The default slope weighs as much as responses spread this far around the mean context [tokens]."""
-MIN_SHARE: Final = 0.2
-"""A token takes at least this share of the mean time."""
 
 
-class DecodeSpeed(PaceState):
-    """The learned line of one model. PaceState holds the fields for the kernel."""
+class DecodeSpeed(DecodeSpeedState):
+    """The learned line of one model. DecodeSpeedState holds the fields for the kernel."""
 
     __slots__ = ()
 
     def __init__(self) -> None:
         self.answers = 0
-        self.least_ms = MIN_SHARE * DEFAULT_BASE_MS
+        self.least_ms = DECODE_MIN_SHARE * DEFAULT_BASE_MS
         self.mean_ms = DEFAULT_BASE_MS
         self.slope_ms = DEFAULT_SLOPE_MS
         self.mean_context = 0.0

@@ -6,8 +6,7 @@ import enum
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
-from warmroute._kernel._books import NodeState
-from warmroute._kernel._hash import key_hash
+from warmroute._kernel import NodeState, key_hash
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig, node_name
 from warmroute.fleet.health import Health
@@ -108,7 +107,7 @@ class Node(NodeState):
         """Requests sent since the last poll that have no first byte yet."""
         self.pending_work = 0.0
         """Prefill work of the requests without a first token, in tokens (see node_speed.py)."""
-        self.context = 0
+        self.context_tokens = 0
         """Tokens of the requests: what each decode step attends to."""
         self.kv_new = 0
         """Uncached prompt tokens of the requests."""

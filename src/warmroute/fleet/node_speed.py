@@ -2,7 +2,7 @@
 
 Prefill work is counted in tokens of a short prompt. Attention makes a token more expensive the more tokens precede it:
 
-    work(new, cached) = new + ATTENTION · new · (cached + new / 2)
+    work(new, cached) = new + ATTENTION_WORK · new · (cached + new / 2)
     prefill           = 1.5 · token_ms + ms_per_token · work                          [ms]
 
 The kernel updates the speed at each first token; tests/accounting_reference.py has the same formulas in Python. A node
@@ -16,10 +16,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from warmroute._kernel._books import SpeedState
+from warmroute._kernel import ATTENTION_WORK, SpeedState
 
-ATTENTION: Final = 4e-5
-"""Extra cost of a token per token before it. Measured on an H200: 3.4e-5 (32 B), 4.0e-5 (8 B), 7.2e-5 (1.5 B)."""
 DEFAULT_MS_PER_TOKEN: Final = 0.05
 PRIOR_WORK: Final = 2000.0
 """An initial guess weighs as much as this many prefilled tokens."""
@@ -27,7 +25,7 @@ PRIOR_WORK: Final = 2000.0
 
 def work(new: float, cached: float) -> float:
     """Return the prefill work of `new` tokens behind `cached` ones, in tokens of a short prompt."""
-    return new * (1.0 + ATTENTION * (cached + 0.5 * new))
+    return new * (1.0 + ATTENTION_WORK * (cached + 0.5 * new))
 
 
 class NodeSpeed(SpeedState):
@@ -43,7 +41,7 @@ class NodeSpeed(SpeedState):
         self.factor = 1.0
         """Decode time per token, relative to the model's DecodeSpeed."""
         self._at_s = 0.0
-        self._last_first_s = 0.0
+        self._last_first_token_s = 0.0
         self.guess(DEFAULT_MS_PER_TOKEN)
 
     def guess(self, ms_per_token: float) -> None:

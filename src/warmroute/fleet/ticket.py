@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from warmroute._kernel._books import TicketState
+from warmroute._kernel import TicketState
 from warmroute.fleet.node import Node, Outcome
 
 
@@ -13,12 +13,12 @@ class Ticket(TicketState):
     __slots__ = ("_groups",)
 
     def __init__(self, node: Node, now_s: float) -> None:
-        self.enter(node, now_s)
+        self.open(node, now_s)
         groups = self._groups = node.groups
         for group in groups:
             group.inflight += 1
 
     def close(self, outcome: Outcome, now_s: float) -> None:
-        if self.leave(outcome, now_s):
+        if self.release(outcome, now_s):
             for group in self._groups:
                 group.inflight -= 1

@@ -6,9 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from warmroute._kernel._index import BlockIndex
-from warmroute._kernel._price import Hit as Hit
-from warmroute._kernel._price import add_hits, match_hits
+from warmroute._kernel import BlockIndex, add_hits, match_hits
+from warmroute._kernel import Hit as Hit
 from warmroute.config import Index as IndexConfig
 from warmroute.index.lookup import Lookup
 from warmroute.index.node_cache import DEFAULT_BLOCK_TOKENS, ROUTED, NodeCache
@@ -189,8 +188,8 @@ class CacheView:
 
     def _reported_by_events(self, cache: NodeCache, block: bytes) -> bool:
         """Return whether the node's events say that it holds this block."""
-        places = cache.ranks.values()
-        return any(place in places for place, *_ in self.index.match(block))
+        holders = cache.ranks.values()
+        return any(holder in holders for holder, *_ in self.index.match(block))
 
     def _end_pending(self, prediction: Prediction) -> None:
         if not prediction.pending:
@@ -218,4 +217,4 @@ class CacheView:
 
     def nodes_with_token_mismatch(self) -> Sequence[NodeCache]:
         """Return the nodes whose engine tokenizes prompts differently from this router."""
-        return [cache for cache in self._caches.values() if cache.doubted]
+        return [cache for cache in self._caches.values() if cache.token_mismatch]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from warmroute._kernel._price import AccuracyState
+from warmroute._kernel import AccuracyState
 
 PRIOR_TOKENS: Final = 4096.0
 """A new node is trusted as if this many predicted tokens had been confirmed."""
@@ -31,7 +31,7 @@ class Accuracy(AccuracyState):
 
     def __init__(self) -> None:
         self._predicted = 0.0
-        self._came_true = 0.0
+        self._confirmed = 0.0
         self._either = 0.0
         self._at_s = 0.0
         self.compared = 0
@@ -45,7 +45,7 @@ class Accuracy(AccuracyState):
         left = self._left(now_s) * FADE
         both = min(predicted, reported)
         self._predicted = self._predicted * left + predicted
-        self._came_true = self._came_true * left + both
+        self._confirmed = self._confirmed * left + both
         self._either = self._either * left + max(predicted, reported)
         self._at_s = now_s
         self.compared += 1
@@ -55,14 +55,14 @@ class Accuracy(AccuracyState):
 
     def trust(self, now_s: float) -> float:
         """Return the share of predicted tokens that engines confirm. More cached tokens than predicted cost nothing."""
-        if self._came_true == self._predicted:
+        if self._confirmed == self._predicted:
             return 1.0
         left = self._left(now_s)
-        return (PRIOR_TOKENS + self._came_true * left) / (PRIOR_TOKENS + self._predicted * left)
+        return (PRIOR_TOKENS + self._confirmed * left) / (PRIOR_TOKENS + self._predicted * left)
 
     def agreement(self) -> float:
         """Return tokens both predicted and reported, divided by tokens predicted or reported; 1 before the first."""
-        return self._came_true / self._either if self._either else 1.0
+        return self._confirmed / self._either if self._either else 1.0
 
     def _left(self, now_s: float) -> float:
         return float(0.5 ** (max(0.0, now_s - self._at_s) / HALF_LIFE_S))

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
-from warmroute._kernel._index import chain
+from warmroute._kernel import hash_blocks
 from warmroute.index.namespace import namespace_seed
 
 TEXT: Final = "text"
@@ -16,7 +16,7 @@ TEXT: Final = "text"
 class Lookup:
     """One prompt to look up. Its first `exact_tokens` tokens are those that the engine will compute."""
 
-    __slots__ = ("_chains", "_media", "_text", "_tokens", "exact_tokens", "salt", "cache_group", "token_count")
+    __slots__ = ("_chains", "_media", "_text", "_tokens", "cache_group", "exact_tokens", "salt", "token_count")
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Lookup:
         if found is None:
             extra = self._extra(block_size) if self._media or self.salt else None
             seed = namespace_seed(model, lora, block_size, TEXT if self._text else "")
-            found = self._chains[key] = chain(seed, None, self._tokens, block_size, extra)
+            found = self._chains[key] = hash_blocks(seed, None, self._tokens, block_size, extra)
         return found
 
     def prefix(self, tokens: int) -> Lookup:

@@ -1,8 +1,8 @@
 """What the router knows of one node's KV cache, from three sources:
 
-    from_events  the engine's KV events (or block reports to the admin API): a place in the index for each rank
-    routed       the prompts that this router sent to the node: a place that evicts as the node's LRU would
-    pending      the prompts that the node is prefilling now: a place that holds them until events report them
+    from_events  the engine's KV events (or block reports to the admin API): a holder in the index for each rank
+    routed       the prompts that this router sent to the node: a holder that evicts as the node's LRU would
+    pending      the prompts that the node is prefilling now: a holder that holds them until events report them
 
 If the events cover everything in the cache (`complete`), routed prompts count only for requests that events cannot
 match. They are recorded all the same, for the time when events are lost.
@@ -15,9 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from math import inf
 from typing import Final
 
-from warmroute._kernel._index import NO_PARENT, BlockIndex
-from warmroute._kernel._price import CacheState
-from warmroute._kernel._recency import Recency
+from warmroute._kernel import UNKNOWN_PARENT, BlockIndex, CacheState, Recency
 from warmroute.index.confidence import Accuracy, freshness
 from warmroute.index.lookup import salted
 from warmroute.index.namespace import namespace_seed
@@ -54,12 +52,12 @@ class NodeCache(CacheState):
         "gaps",
         "generation",
         "model",
-        "pending_place",
+        "pending_holder",
         "prefilled_s",
         "prompts_without_events",
         "ranks",
         "recency",
-        "routed_place",
+        "routed_holder",
         "store_events",
         "token_mismatches",
     )
@@ -77,25 +75,25 @@ class NodeCache(CacheState):
         self._on_block_size = on_block_size
         """Called when the block size changes."""
         self._owners = owners
-        """Place → its cache and rank."""
+        """Holder → its cache and rank."""
         self.model = ""
         """The base model that its blocks belong to."""
         self.block_size = DEFAULT_BLOCK_TOKENS
         self.capacity_blocks = 0
         """Blocks that its GPU cache holds; 0 until the node reports it."""
         self.ranks: dict[int, int] = {}
-        """Data-parallel rank → its place."""
+        """Data-parallel rank → its holder."""
         self._complete: dict[int, bool] = {}
         self.complete = False
         """Whether events cover everything it holds: no rank has lost events since it was empty, and the engine's tokens
         are those that this router computes."""
         self._open_routed(assumed_blocks)
-        self.pending_place = index.open_place()
-        owners[self.pending_place] = (self, PENDING)
+        self.pending_holder = index.add_holder()
+        owners[self.pending_holder] = (self, PENDING)
         self.accuracy = Accuracy()
-        self.heard_s = NEVER_S
+        self.last_contact_s = NEVER_S
         """When the node last sent an event or answered a poll."""
-        self.lag_s = 0.0
+        self.event_lag_s = 0.0
         """How much later its events arrive than the fastest of them."""
         self.generation = 0
         """Changes when everything routed is forgotten; below 0 when the node is gone."""
@@ -109,7 +107,7 @@ class NodeCache(CacheState):
         """Prompts in a row whose tokens the engine reported differently."""
         self.prompts_without_events = 0
         """Prompts in a row that the node prefilled without sending any event since their dispatch."""
-        self.doubted = False
+        self.token_mismatch = False
         """Whether the engine's tokens differ from the router's: its events cannot match any prompt."""
 
     # Size.
@@ -125,7 +123,7 @@ class NodeCache(CacheState):
         if capacity_tokens > 0:
             self.capacity_blocks = max(1, capacity_tokens // self.block_size)
             evicted = self.recency.resize(self.capacity_blocks)
-            self._index.remove_chain(self.routed_place, evicted, Tier.GPU)
+            self._index.remove_hashes(self.routed_holder, evicted, Tier.GPU)
         self._update_room()
 
     # From events.
@@ -135,19 +133,19 @@ class NodeCache(CacheState):
         return bool(self.ranks)
 
     def add_rank(self, rank: int) -> None:
-        """Open a place for a rank's events. They count as incomplete until `set_complete`."""
+        """Open a holder for a rank's events. They count as incomplete until `set_complete`."""
         if rank not in self.ranks:
-            place = self.ranks[rank] = self._index.open_place()
-            self._owners[place] = (self, rank)
+            holder = self.ranks[rank] = self._index.add_holder()
+            self._owners[holder] = (self, rank)
             self._complete[rank] = self.complete = False
 
     def remove_rank(self, rank: int) -> None:
         """Forget a rank: no more events will come."""
-        place = self.ranks.pop(rank, None)
+        holder = self.ranks.pop(rank, None)
         self._complete.pop(rank, None)
-        if place is not None:
-            del self._owners[place]
-            self._index.close_place(place)
+        if holder is not None:
+            del self._owners[holder]
+            self._index.remove_holder(holder)
             self._update_complete()
 
     def set_complete(self, rank: int, complete: bool) -> None:
@@ -158,7 +156,7 @@ class NodeCache(CacheState):
 
     def _update_complete(self) -> None:
         complete = bool(self._complete) and all(self._complete.values())
-        self.complete = complete and not self.doubted and not self.events_missing
+        self.complete = complete and not self.token_mismatch and not self.events_missing
 
     def blocks_stored(
         self,
@@ -177,9 +175,9 @@ class NodeCache(CacheState):
 
         Without token ids, only blocks count that the rank has stored before, in another tier. Raises ValueError or
         TypeError if hashes, tokens and block size do not fit together."""
-        place = self.ranks[rank]
+        holder = self.ranks[rank]
         if not token_ids:
-            self._index.store_known(place, hashes, tier)
+            self._index.store_known(holder, hashes, tier)
             return True
         self.store_events += 1
         if self.prompts_without_events:
@@ -189,19 +187,19 @@ class NodeCache(CacheState):
         if salt and parent is None:
             extra = salted(extra, len(hashes), salt)
         seed = namespace_seed(self.model, lora, block_size)
-        return self._index.store(place, seed, parent, hashes, token_ids, block_size, tier, extra) != NO_PARENT
+        return self._index.store(holder, seed, parent, hashes, token_ids, block_size, tier, extra) != UNKNOWN_PARENT
 
     def hashes_stored(self, rank: int, parent: int | None, hashes: list[int], tier: Tier = Tier.GPU) -> bool:
         """Store blocks whose engine hashes are the index's own, as those of replay's simulated engines are. Return
         False if their parent is unknown. Does not count in `store_events`."""
-        place = self.ranks[rank]
-        if parent is not None and self._index.our_hash(place, parent) is None:
+        holder = self.ranks[rank]
+        if parent is not None and self._index.block_hash(holder, parent) is None:
             return False
-        self._index.store_chain(place, array("Q", hashes), tier, hashes)
+        self._index.store_hashes(holder, array("Q", hashes), tier, hashes)
         return True
 
     def knows(self, rank: int, hash: EngineHash) -> bool:
-        return self._index.our_hash(self.ranks[rank], hash) is not None
+        return self._index.block_hash(self.ranks[rank], hash) is not None
 
     def blocks_removed(self, rank: int, hashes: list[EngineHash], tier: Tier = Tier.GPU) -> None:
         self._index.remove(self.ranks[rank], hashes, tier)
@@ -220,12 +218,12 @@ class NodeCache(CacheState):
 
     def restarted(self, current_ranks: Collection[int] = ()) -> None:
         """Empty the cache: the engine runs as a new process. `current_ranks` have reported its new blocks already."""
-        for rank, place in self.ranks.items():
+        for rank, holder in self.ranks.items():
             if rank not in current_ranks:
-                self._index.clear(place)
+                self._index.clear(holder)
         self._clear_routed()
         self.token_mismatches = self.prompts_without_events = 0
-        self.doubted = False
+        self.token_mismatch = False
         self._update_complete()
 
     # Checks of the events.
@@ -237,7 +235,7 @@ class NodeCache(CacheState):
             return
         self.token_mismatches += 1
         if self.token_mismatches == MAX_TOKEN_MISMATCHES:
-            self.doubted = True
+            self.token_mismatch = True
             self.complete = False
 
     @property
@@ -260,24 +258,24 @@ class NodeCache(CacheState):
         Return the blocks that are new there, and when the blocks of the first `tokens` tokens were last used. The
         latter covers only blocks that the node has prefilled: those of prompts that still wait there may be missing."""
         depth = tokens // self.block_size
-        return self._send(self._index, self.routed_place, chain, now_s, depth, self.prefilled_s)
+        return self._touch(self._index, self.routed_holder, chain, now_s, depth, self.prefilled_s)
 
     def last_used_s(self, chain: bytes, tokens: float) -> float | None:
         """Return when a prompt with the same first `tokens` tokens was last sent there; None if there was none."""
         depth = int(tokens) // self.block_size
-        uses = self.recency.uses(chain, depth, inf) if 0 < depth <= len(chain) // 8 else ()
+        uses = self.recency.last_uses(chain, depth, inf) if 0 < depth <= len(chain) // 8 else ()
         return uses[-1][2] if uses and uses[-1][1] == depth else None
 
     def undo_routed(self, chain: bytes, new: bytes) -> None:
         """Remove the new blocks that `record_routed` returned: the prompt never reached the node."""
         self.recency.drop(chain, new)
         self._update_room()
-        self._index.remove_chain(self.routed_place, new, Tier.GPU)
+        self._index.remove_hashes(self.routed_holder, new, Tier.GPU)
 
     def record_output(self, tokens: int, now_s: float) -> None:
         """Account for generated tokens, which take room in the node's cache."""
         if tokens >= self.block_size:
-            self._push(self._index, self.routed_place, tokens // self.block_size, now_s)
+            self._add_anonymous(self._index, self.routed_holder, tokens // self.block_size, now_s)
 
     def evict_older_than(self, stamp_s: float) -> None:
         """Evict what was last used up to `stamp_s`: the engine has evicted a block of that age."""
@@ -286,21 +284,21 @@ class NodeCache(CacheState):
         for _ in range(MAX_EVICTED_AT_ONCE):
             if len(recency) < 2 or (oldest := recency.oldest) is None or oldest > stamp_s:
                 break
-            self._index.remove_chain(self.routed_place, recency.resize(len(recency) - 1), Tier.GPU)
+            self._index.remove_hashes(self.routed_holder, recency.resize(len(recency) - 1), Tier.GPU)
         recency.resize(capacity)
         self._update_room()
 
     def _clear_routed(self) -> None:
         self.generation += 1
-        self._index.clear(self.pending_place)
-        del self._owners[self.routed_place]
-        self._index.close_place(self.routed_place)
+        self._index.clear(self.pending_holder)
+        del self._owners[self.routed_holder]
+        self._index.remove_holder(self.routed_holder)
         self._open_routed(self.recency.capacity)
 
     def _open_routed(self, blocks: int) -> None:
         self.recency = Recency(blocks)
-        self.routed_place = self._index.open_place(self.recency)
-        self._owners[self.routed_place] = (self, ROUTED)
+        self.routed_holder = self._index.add_holder(self.recency)
+        self._owners[self.routed_holder] = (self, ROUTED)
         self._update_room()
 
     def _update_room(self) -> None:
@@ -310,28 +308,28 @@ class NodeCache(CacheState):
     # Pending.
 
     def add_pending(self, chain: bytes) -> None:
-        self._index.store_chain(self.pending_place, chain, Tier.GPU)
+        self._index.store_hashes(self.pending_holder, chain, Tier.GPU)
 
     def remove_pending(self, chain: bytes) -> None:
-        self._index.remove_chain(self.pending_place, chain, Tier.GPU)
+        self._index.remove_hashes(self.pending_holder, chain, Tier.GPU)
 
     def close(self) -> None:
         """Forget everything: the node is gone."""
         self.generation = -1
         for rank in list(self.ranks):
             self.remove_rank(rank)
-        for place in (self.routed_place, self.pending_place):
-            del self._owners[place]
-            self._index.close_place(place)
+        for holder in (self.routed_holder, self.pending_holder):
+            del self._owners[holder]
+            self._index.remove_holder(holder)
 
     # Confidence.
 
     def event_confidence(self, now_s: float, stale_s: float, gone_s: float) -> float:
         """Return the confidence in hits that events report."""
         trust = self.accuracy.trust(now_s)
-        if now_s - self.heard_s <= stale_s and self.lag_s <= stale_s:
+        if now_s - self.last_contact_s <= stale_s and self.event_lag_s <= stale_s:
             return trust
-        return trust * freshness(max(now_s - self.heard_s, self.lag_s), stale_s, gone_s)
+        return trust * freshness(max(now_s - self.last_contact_s, self.event_lag_s), stale_s, gone_s)
 
     def confidence(self, now_s: float, stale_s: float, gone_s: float) -> float:
         """Return the confidence in the node's hits, whatever their source."""

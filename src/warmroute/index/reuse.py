@@ -11,7 +11,7 @@ from array import array
 from math import inf, log2
 from typing import Final
 
-from warmroute._kernel._recency import Recency
+from warmroute._kernel import Recency
 
 MAX_BLOCKS: Final = 1 << 16
 BUCKETS: Final = 32
@@ -48,7 +48,7 @@ class Reuse:
     def _record_blocks(self, sample: bytes, now_s: float) -> None:
         recency, reused = self._recency, self._reused
         blocks = len(sample) // 8
-        for first, end, stamp in recency.uses(sample, blocks, inf):
+        for first, end, stamp in recency.last_uses(sample, blocks, inf):
             reused[_bucket(now_s - stamp)] += end - first
         self._uses += blocks
         recency.touch(sample, now_s)

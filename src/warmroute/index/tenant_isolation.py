@@ -1,7 +1,7 @@
 """Limits what a tenant can learn from cache hits to prompts that it sent itself.
 
 Engines do not know tenants: a block that an engine reports may be any tenant's. So each tenant, or group of tenants that
-share, has a place of its own in the index with the blocks of the prompts it sent through this router. A match counts
+share, has a holder of its own in the index with the blocks of the prompts it sent through this router. A match counts
 for a tenant
 
 - as deep as the tenant has sent these blocks itself;
@@ -18,8 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from warmroute._kernel._index import BlockIndex
-from warmroute._kernel._recency import Recency
+from warmroute._kernel import BlockIndex, Recency
 from warmroute.index.tiers import Tier
 
 MAX_BLOCKS: Final = 1 << 20
@@ -34,11 +33,11 @@ Row = tuple[int, int, int, int, int]
 class _SentBlocks:
     """The blocks that one group of tenants sent."""
 
-    __slots__ = ("place", "recency")
+    __slots__ = ("holder", "recency")
 
     def __init__(self, index: BlockIndex, most_blocks: int) -> None:
         self.recency = Recency(most_blocks)
-        self.place = index.open_place(self.recency)
+        self.holder = index.add_holder(self.recency)
 
 
 class TenantIsolation:
@@ -46,7 +45,7 @@ class TenantIsolation:
         self._index = index
         self._max_blocks = min(MAX_BLOCKS, index.stats()["budget_bytes"] // BYTES_PER_BLOCK)
         self._sent: dict[str, _SentBlocks] = {}
-        self._places: set[int] = set()
+        self._holders: set[int] = set()
         self._blocks = 0
 
     def record(self, group: str, chain: bytes, now_s: float) -> None:
@@ -54,9 +53,9 @@ class TenantIsolation:
         sent = self._sent.get(group)
         if sent is None:
             sent = self._sent[group] = _SentBlocks(self._index, self._max_blocks)
-            self._places.add(sent.place)
+            self._holders.add(sent.holder)
         before = len(sent.recency)
-        self._index.keep(sent.place, chain, now_s)
+        self._index.touch(sent.holder, chain, now_s)
         self._blocks += len(sent.recency) - before
         if self._blocks > self._max_blocks:
             self._make_room()
@@ -69,7 +68,7 @@ class TenantIsolation:
         before = len(largest.recency)
         evicted = largest.recency.resize(max(1, before - (self._blocks - self._max_blocks)))
         largest.recency.resize(self._max_blocks)
-        self._index.remove_chain(largest.place, evicted, Tier.GPU)
+        self._index.remove_hashes(largest.holder, evicted, Tier.GPU)
         self._blocks += len(largest.recency) - before
 
     def visible_depth(self, group: str, rows: Sequence[Row]) -> int:
@@ -78,10 +77,10 @@ class TenantIsolation:
         if sent is None:
             return 0
         own_depth, alone = 0, True
-        places = self._places
-        for place, depth, *_ in rows:
-            if place == sent.place:
+        holders = self._holders
+        for holder, depth, *_ in rows:
+            if holder == sent.holder:
                 own_depth = depth
-            elif place in places:
+            elif holder in holders:
                 alone = False
         return UNLIMITED if own_depth and alone else own_depth

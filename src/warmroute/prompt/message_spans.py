@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from warmroute._kernel._messages import digest
+from warmroute._kernel import digest
 from warmroute.prompt.chat_template import Message
 from warmroute.prompt.template_messages import UnsupportedRequest
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Final
 
-from warmroute._kernel._messages import digest, digests
-from warmroute._kernel._scan import Outline
+from warmroute._kernel import Outline, digest, prefix_digests
 from warmroute.prompt import anthropic_messages, openai_responses
 from warmroute.prompt.chat_template import Message, TemplateRejected
 from warmroute.prompt.chat_tokenizer import CachedContext, ChatPlan, ChatTokenizer, Tokenized
@@ -172,8 +171,10 @@ class PromptTokenizer:
         convert: ConvertItem = partial(_convert_chat_message, format)
         if request.endpoint is Endpoint.MESSAGES:
             convert = partial(_convert_anthropic_message, format, self._moves_system_messages(context))
-        spans = request.outline.spans
-        return chats.plan(context, BodyMessages(request.body, span, spans, digests(request.body, spans), convert))
+        spans = request.outline.message_spans
+        return chats.plan(
+            context, BodyMessages(request.body, span, spans, prefix_digests(request.body, spans), convert)
+        )
 
     @staticmethod
     def _context_key(request: RequestBody) -> bytes:
@@ -242,7 +243,7 @@ class PromptTokenizer:
         request = job.request
         prompt = Prompt(cache_salt=request.cache_salt())
         if self.chats is None or self.tokenizer is None:
-            prompt.tokens, prompt.exact, prompt.inexact_reason = request.outline.stand_in(), False, NO_TOKENIZER
+            prompt.tokens, prompt.exact, prompt.inexact_reason = request.outline.text_as_tokens(), False, NO_TOKENIZER
             return prompt
         try:
             result = self._tokenize(self.chats, self.tokenizer, job)
@@ -261,7 +262,7 @@ class PromptTokenizer:
             if reason := self.tokenizer.inexact_reason:
                 prompt.exact, prompt.exact_tokens, prompt.inexact_reason = False, 0, reason
             return prompt
-        prompt.tokens, prompt.exact, prompt.inexact_reason = request.outline.stand_in(), False, reason
+        prompt.tokens, prompt.exact, prompt.inexact_reason = request.outline.text_as_tokens(), False, reason
         return prompt
 
     def _tokenize(self, chats: ChatTokenizer, tokenizer: Tokenizer, job: TokenizeJob) -> Tokenized:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Any, Final
 
-from warmroute._kernel._scan import Outline, outline_of
+from warmroute._kernel import Outline, outline_body
 from warmroute.prompt.body_fields import MAX_PARSED_BYTES
 from warmroute.prompt.message_spans import decode_json
 from warmroute.prompt.prompt import Prompt
@@ -55,7 +55,7 @@ class RequestBody:
         return {name: self.value(name) for name in names if name in self.fields}
 
     def cache_salt(self) -> str:
-        found = self.outline.about(None)
+        found = self.outline.parameters(None)
         return self.parse_options()[3] if found is None else found[3]
 
     def parse_options(self) -> tuple[str, int | None, int, str, bool]:
@@ -112,7 +112,7 @@ def read_request_body(path: bytes, body: bytes, outline: Outline | None = None) 
     if endpoint is None:
         return None
     if outline is None:
-        outline = outline_of(body)
+        outline = outline_body(body)
     return None if outline is None else RequestBody(endpoint, body, outline)
 
 
@@ -125,12 +125,12 @@ def text_prompt(path: bytes, body: bytes, outline: Outline | None = None) -> Pro
     if endpoint is None:
         return None
     if outline is None:
-        outline = outline_of(body)
+        outline = outline_body(body)
         if outline is None:
             return None
-    found = outline.about(None)
+    found = outline.parameters(None)
     salt = RequestBody(endpoint, body, outline).parse_options()[3] if found is None else found[3]
-    return Prompt(outline.stand_in(), 0, False, NO_TOKENIZER, (), salt)
+    return Prompt(outline.text_as_tokens(), 0, False, NO_TOKENIZER, (), salt)
 
 
 def generation_options(path: bytes, body: bytes, outline: Outline | None) -> tuple[int | None, int, bool]:
@@ -142,10 +142,10 @@ def generation_options(path: bytes, body: bytes, outline: Outline | None) -> tup
     if endpoint is None:
         return None, 0, True
     if outline is None:
-        outline = outline_of(body) if len(body) <= MAX_PARSED_BYTES else None
+        outline = outline_body(body) if len(body) <= MAX_PARSED_BYTES else None
         if outline is None:
             return None, 0, True
-    found = outline.about(_DEFAULT_COMPLETION_TOKENS if endpoint is _COMPLETION else None)
+    found = outline.parameters(_DEFAULT_COMPLETION_TOKENS if endpoint is _COMPLETION else None)
     if found is None:
         found = RequestBody(endpoint, body, outline).parse_options()
     return found[1], found[2], found[4]

@@ -322,8 +322,8 @@ class Admission:
         waited too long, will miss their deadline, or wait for a node that is gone."""
         nodes = tuple(nodes)
         for node in nodes:
-            if node.unseen:
-                node.expect_prefilled(now_s)
+            if node.unstreamed_prefills:
+                node.assume_prefilled(now_s)
         if self.queue.waiting_for_first_node:
             self._check_first_nodes(now_s)
         if self._router.island_choice.tracks_queues:

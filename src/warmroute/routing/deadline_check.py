@@ -53,4 +53,4 @@ def _decode_ms(decision: Decision) -> float:
     price, node, query = decision.price, decision.node, decision.query
     if price is None or query is None or not query.group.decode_speed.answers:
         return 0.0
-    return price.output * query.group.decode_speed.token_ms(node.context) * node.speed.factor
+    return price.output * query.group.decode_speed.token_ms(node.context_tokens) * node.speed.factor

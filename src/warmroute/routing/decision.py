@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from warmroute._kernel._price import Prices
+from warmroute._kernel import Prices
 from warmroute.fleet.node import Node
 from warmroute.routing.decision_record import DecisionRecord
 from warmroute.routing.price import Price

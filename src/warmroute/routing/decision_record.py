@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from warmroute._kernel._price import Prices
+from warmroute._kernel import Prices
 from warmroute.fleet.node import Node
 from warmroute.fleet.node_speed import work
 from warmroute.routing.price import TIE, Price

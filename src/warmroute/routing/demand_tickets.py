@@ -26,7 +26,7 @@ class MeteredTicket(Ticket):
             self._demand_meter.record_ttft((now_s - self._arrived_s) * 1000.0)
 
     def close(self, outcome: Outcome, now_s: float) -> None:
-        if self._open and outcome is Outcome.OK:
+        if self._is_open and outcome is Outcome.OK:
             self._demand_meter.record_latency((now_s - self._arrived_s) * 1000.0)
         super().close(outcome, now_s)
 
@@ -37,7 +37,7 @@ class MeteredDispatch(Dispatch):
     def start(self, demand_meter: DemandMeter, arrived_s: float) -> None:
         self._demand_meter = demand_meter
         self._arrived_s = arrived_s
-        demand_meter.record_sent(self.tokens, self.cached, self._work)
+        demand_meter.record_sent(self.tokens, self.cached, self._pending_work)
 
     def first_byte(self, now_s: float, served: bool = True) -> None:
         super().first_byte(now_s, served)
@@ -52,6 +52,6 @@ class MeteredDispatch(Dispatch):
             self._demand_meter.record_output(self.tokens, output_tokens)
 
     def close(self, outcome: Outcome, now_s: float) -> None:
-        if self._open and outcome is Outcome.OK:
+        if self._is_open and outcome is Outcome.OK:
             self._demand_meter.record_latency((now_s - self._arrived_s) * 1000.0)
         super().close(outcome, now_s)

@@ -11,7 +11,7 @@ and of its whole time the router learns the part that took longer: the prefill o
 
 from __future__ import annotations
 
-from warmroute._kernel._books import TicketState
+from warmroute._kernel import TicketState
 from warmroute.fleet.decode_speed import DecodeSpeed
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
@@ -34,7 +34,7 @@ class Dispatch(Ticket):
         self._cache_view = cache_view
         self._output_lengths = output_lengths
         self.prediction = prediction
-        self.enter(node, now_s, decode_speed, request.streams, tokens, new, work)
+        self.open(node, now_s, decode_speed, request.streams, tokens, new, work)
         groups = self._groups = node.groups
         for group in groups:
             group.inflight += 1
@@ -48,7 +48,7 @@ class Dispatch(Ticket):
     @property
     def cached(self) -> int:
         """Prompt tokens that the router expects to be cached on the node."""
-        return self.tokens - self._new
+        return self.tokens - self._new_tokens
 
     @property
     def rank(self) -> int | None:
@@ -69,14 +69,14 @@ class Dispatch(Ticket):
             prediction.check_prompt_tokens(prompt_tokens)
         if cached_tokens is not None:
             prediction.check_cached_tokens(cached_tokens, now_s)
-        self.learn(output_tokens, now_s)
+        self.record_answer(output_tokens, now_s)
         if output_tokens is not None:
             request = self.request
             self._output_lengths.record(request.model, request.tenant, output_tokens)
             prediction.record_output(output_tokens, now_s)
 
     def close(self, outcome: Outcome, now_s: float) -> None:
-        if self.leave(outcome, now_s):
+        if self.release(outcome, now_s):
             for group in self._groups:
                 group.inflight -= 1
             if self.prediction is not None and (not self.first_byte_s or outcome is Outcome.REJECTED):

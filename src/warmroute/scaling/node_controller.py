@@ -55,15 +55,13 @@ class Actuator(Protocol):
 class NodeController:
     def __init__(
         self, autoscaler: Autoscaler, fleet: Fleet, actuator: Actuator, now: Callable[[], float],
-        create_token: Callable[[], str] = new_token, *, retry_at_once: bool = True,
+        create_token: Callable[[], str] = new_token,
     ) -> None:  # fmt: skip
-        """`retry_at_once`: a failed request ends the cooldown, so that the next decision may request another node."""
         self.autoscaler = autoscaler
         self._fleet = fleet
         self._actuator = actuator
         self._now = now
         self._create_token = create_token
-        self._retry_at_once = retry_at_once
         self.added = self.removed = self.refused = self.lost = 0
         """Nodes that began to serve, that were removed, whose request failed, that went without being removed."""
 
@@ -108,8 +106,7 @@ class NodeController:
         self.refused += 1
         self._actuator.offer_failed(managed, reason)
         self.autoscaler.offers.back_off(managed.offer.key, reason, self._now())
-        if self._retry_at_once:
-            self.autoscaler.scaler.request_failed()
+        self.autoscaler.scaler.request_failed()  # ends the cooldown: the next decision may request another node
 
     def join(self, managed: ManagedNode, node: Node, url: str) -> None:
         """The node has an address and is in the fleet, which checks its health from now on."""

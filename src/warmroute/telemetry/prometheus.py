@@ -126,7 +126,7 @@ class MetricsPage:
             latency.add(node.latency_ms / 1000, name)
             prefill.add(node.speed.ms_per_token / 1000, name)
             for group in node.groups[:1]:
-                decode.add(node.speed.factor * group.decode_speed.token_ms(node.context) / 1000, name)
+                decode.add(node.speed.factor * group.decode_speed.token_ms(node.context_tokens) / 1000, name)
             adapters.add(len(node.loaded_adapters), name)
             adapter_loads.add(node.loaded_adapters.load_count, name)
             draining, current = node.draining, node.health.state
@@ -150,10 +150,10 @@ class MetricsPage:
         for cache in list(self._cache_view):
             node, accuracy = format_labels(node=cache.name), cache.accuracy
             page[metrics.CACHE_EVENTS_COMPLETE].add(cache.complete, node)
-            page[metrics.CACHE_TOKEN_MISMATCH].add(cache.doubted, node)
+            page[metrics.CACHE_TOKEN_MISMATCH].add(cache.token_mismatch, node)
             page[metrics.CACHE_CONFIDENCE].add(cache.confidence(now_s, *EVENT_AGES_S), node)
             page[metrics.CACHE_AGREEMENT].add(accuracy.agreement(), node)
-            page[metrics.CACHE_EVENT_LAG].add(cache.lag_s, node)
+            page[metrics.CACHE_EVENT_LAG].add(cache.event_lag_s, node)
             page[metrics.CACHE_PREDICTED].add(accuracy.predicted_tokens, node)
             page[metrics.CACHE_REPORTED].add(accuracy.reported_tokens, node)
             page[metrics.CACHE_PREDICTIONS].add(accuracy.compared, node)

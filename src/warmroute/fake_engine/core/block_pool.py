@@ -106,35 +106,35 @@ class BlockPool:
         blank = self._blank
         if count == 1 and blank:
             return [blank.pop()]
-        taken: list[int] = []
+        allocated: list[int] = []
         if blank:
             cut = max(0, len(blank) - count)
-            taken = blank[: cut - 1 if cut else None : -1]
+            allocated = blank[: cut - 1 if cut else None : -1]
             del blank[cut:]
-        wanted = count - len(taken)
-        if wanted and self._never_used < self.num_blocks:
+        missing = count - len(allocated)
+        if missing and self._never_used < self.num_blocks:
             first = self._never_used
-            self._never_used = min(first + wanted, self.num_blocks)
-            taken.extend(range(first, self._never_used))
-            wanted = count - len(taken)
-        if wanted:
-            self._evict(wanted, taken)
-        return taken
+            self._never_used = min(first + missing, self.num_blocks)
+            allocated.extend(range(first, self._never_used))
+            missing = count - len(allocated)
+        if missing:
+            self._evict(missing, allocated)
+        return allocated
 
-    def _evict(self, count: int, taken: list[int]) -> None:
+    def _evict(self, count: int, allocated: list[int]) -> None:
         pop, cached, duplicates = self._idle.popitem, self._cached, self._duplicates
         pairs = [pop(False) for _ in range(count)]
-        taken.extend(map(_FIRST, pairs))
-        gone = list(map(_SECOND, pairs))
-        if not duplicates or duplicates.keys().isdisjoint(gone):
-            deque(map(cached.__delitem__, gone), maxlen=0)  # a loop that runs in C
+        allocated.extend(map(_FIRST, pairs))
+        evicted = list(map(_SECOND, pairs))
+        if not duplicates or duplicates.keys().isdisjoint(evicted):
+            deque(map(cached.__delitem__, evicted), maxlen=0)  # a loop that runs in C
         else:
             for block, block_hash in pairs:
                 self._uncache(block, block_hash)
         if self.events is not None:
-            self.events.append(BlockRemoved(gone, GPU, 0))
+            self.events.append(BlockRemoved(evicted, GPU, 0))
         if self.cpu_blocks:
-            self._offload_to_cpu(gone)
+            self._offload_to_cpu(evicted)
 
     def _uncache(self, block: int, block_hash: int) -> None:
         others = self._duplicates.get(block_hash)
@@ -154,14 +154,14 @@ class BlockPool:
         cpu.update(zip(hashes, repeat(None), strict=False))
         for block_hash in hashes:
             cpu.move_to_end(block_hash)
-        gone: list[int] = []
+        evicted: list[int] = []
         while len(cpu) > self.cpu_blocks:
-            gone.append(cpu.popitem(last=False)[0])
+            evicted.append(cpu.popitem(last=False)[0])
         if events is not None:
-            if gone:
-                events.append(BlockRemoved(gone, CPU, 0))
-            dropped = set(gone)
-            kept = [block_hash for block_hash in new if block_hash not in dropped]
+            if evicted:
+                events.append(BlockRemoved(evicted, CPU, 0))
+            evicted_now = set(evicted)
+            kept = [block_hash for block_hash in new if block_hash not in evicted_now]
             if kept:
                 # As vLLM's offloading connector reports them: without parent or tokens.
                 events.append(BlockStored(kept, None, [], 0, None, CPU, None, group_idx=0))

@@ -91,7 +91,6 @@ class SimulatedScaling:
             self,
             lambda: world.calendar.now_s,
             lambda: f"scaled-{self._started + 1}",
-            retry_at_once=False,  # as in published results; production requests the next node at once
         )
         self._busy_ms: dict[str, tuple[float, float]] = {}
         self._decision_maker: DecisionMaker | None = None

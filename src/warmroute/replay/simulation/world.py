@@ -34,7 +34,7 @@ from warmroute.routing.route_matching import Routes
 from warmroute.routing.router import Router
 
 DEFAULT_ISLAND = "local"
-"""The island of every node, where the router is told of none."""
+"""The island of every node if the router does not know islands."""
 
 
 class World:
@@ -48,13 +48,13 @@ class World:
         listener: PolicyListener | None = None,
         health: Health | None = None,
     ) -> None:
-        """`config` is the router's own; `policy` takes the place of the one that it names."""
+        """`config` is the router's configuration. `policy` replaces the policy that it names."""
         self.conditions = conditions = conditions or Conditions()
         self.calendar = Calendar()
         self.results = RequestResults()
         health = health or Health()
         self.fleet = Fleet(health)
-        # A seed of 0 would make production's router take one from the system.
+        # With a seed of 0, production's router would take one from the operating system.
         config = config or Config()
         self.fleet.islands.reconfigure(config.islands, config.island_affinity)
         self.cache_view = CacheView(config.index)
@@ -68,7 +68,7 @@ class World:
         self.nodes: dict[str, SimulatedNode] = {}
         """The fleet's nodes by name."""
         self.departed: list[SimulatedNode] = []
-        """Nodes that have left, for their books."""
+        """Nodes that have left. Their results still count."""
         self.listener = listener
         self._feed = (
             KvEventDelivery(self.calendar, conditions, listener) if listener and listener.wants_kv_events else None
@@ -80,14 +80,14 @@ class World:
         self._measured_ms: float | None = None
         self._prefills = 0
         self._prefilling: dict[str, Callable[[], object]] = {}
-        """What is to happen when they are done, by the name of the request."""
+        """What to call when a prefill is done, by request id."""
         for spec in specs:
             self.fleet.check_passed(self.add(spec).node, 0.0)
 
-    # The fleet and what happens to it.
+    # The fleet and its faults.
 
     def add(self, spec: NodeSpec) -> SimulatedNode:
-        """A node joins, its engine up; it serves when its first health check has passed."""
+        """Add a node whose engine is up. It gets requests once its first health check has passed."""
         config = NodeConfig(
             url=f"http://{spec.name}:8000",
             name=spec.name,
@@ -110,11 +110,11 @@ class World:
         return sim
 
     def provision(self, spec: NodeSpec, delay_s: float) -> None:
-        """Asks for a node that joins after its provisioning delay."""
+        """Add a node after its provisioning delay."""
         self.calendar.after(delay_s * 1000.0, self.add, spec)
 
     def drain(self, name: str, then: Callable[[SimulatedNode], object] | None = None) -> None:
-        """No new requests; when the running ones have finished, the node leaves."""
+        """Send the node no new requests, and remove it when the running ones have finished."""
         self.fleet.drain(name)
         self._leave_when_empty(self.nodes[name], then)
 
@@ -128,7 +128,7 @@ class World:
             then(sim)
 
     def remove(self, name: str) -> None:
-        """Takes a node out at once; what runs there finishes."""
+        """Remove a node at once. Its running requests finish."""
         sim = self.nodes.pop(name)
         self.fleet.remove(name)
         sim.record_departure(self.calendar.now_ms)
@@ -137,7 +137,7 @@ class World:
             self.listener.node_left(sim.node)
 
     def fail(self, name: str) -> None:
-        """The node's process dies with everything it had."""
+        """Kill the node's process: its requests and its cache are lost."""
         sim = self.nodes[name]
         sim.state = ProcessState.DEAD
         sim.wakes_at_ms = math.inf
@@ -148,7 +148,7 @@ class World:
             )
 
     def hang(self, name: str) -> None:
-        """The node answers nothing any more, and takes everything."""
+        """Let the node accept connections and answer nothing."""
         sim = self.nodes[name]
         sim.state = ProcessState.HANGING
         sim.wakes_at_ms = math.inf
@@ -157,13 +157,13 @@ class World:
             self.requests.time_out_later(flight)
 
     def slow(self, name: str, times: float) -> None:
-        """All that the node's process does takes so many times as long from now on."""
+        """Make everything on the node take `times` as long from now on."""
         sim = self.nodes[name]
         sim.engine.change_timing(sim.spec.profile.timing.slowed_by(times), self.calendar.now_ms)
         self.arm(sim)
 
     def restart(self, name: str) -> None:
-        """A new process in the node's place, its cache empty."""
+        """Start a new process with an empty cache in the node's place."""
         sim = self.nodes[name]
         if sim.state is ProcessState.SERVING:
             self.fail(name)
@@ -180,7 +180,7 @@ class World:
         duration_s: float | None = None,
         warm_up: int = 0,
     ) -> None:
-        """Lives until every request of the workload has ended. The first `warm_up` of them do not count."""
+        """Run until every request of the workload has ended. The first `warm_up` requests are not measured."""
         self._warm_up = self.requests.arrivals + warm_up if warm_up else -1
         self._measured_ms = None if duration_s is None else duration_s * 1000.0
         clients = self._clients = Clients(self, prompts, concurrency, limit)
@@ -190,7 +190,7 @@ class World:
         self.calendar.run(lambda: self.inflight > 0 or clients.scheduled > 0)
 
     def measure_from_now(self) -> None:
-        """What came before was to warm up: requests that arrived before now do not count."""
+        """End the warm-up: requests that arrived before now are not measured."""
         ceiling_ms = self.results.ceiling_ms
         self.results = RequestResults(self.calendar.now_ms)
         self.results.ceiling_ms = ceiling_ms
@@ -227,7 +227,7 @@ class World:
     # Engines.
 
     def advance(self, sim: SimulatedNode) -> None:
-        """Lets an engine live up to now, and sends what came out on its way back."""
+        """Run the engine up to now, and send its outputs back over the network."""
         outputs = sim.engine.advance(self.calendar.now_ms)
         if outputs:
             one_way_ms, at = sim.one_way_ms, self.calendar.at
@@ -250,7 +250,7 @@ class World:
         self.arm(sim)
 
     def prefill(self, sim: SimulatedNode, prompt: WorkloadPrompt, tokens: int, then: Callable[[], object]) -> None:
-        """Puts the beginning of a prompt into a node's cache; nobody's request."""
+        """Prefill the first `tokens` of a prompt on a node, outside of any client's request."""
         self._prefills += 1
         request_id = f"prefill {self._prefills}"
         content = prompt.blocks.content(sim.spec.block_size)
@@ -265,7 +265,7 @@ class World:
                 self.calendar.at(max(output.at_ms, self.calendar.now_ms), then)
 
     def arm(self, sim: SimulatedNode) -> None:
-        """Enters the moment at which the engine has to be looked at next."""
+        """Schedule the engine's next event."""
         at_ms = sim.engine.next_event_at()
         if at_ms is None:
             sim.wakes_at_ms = math.inf

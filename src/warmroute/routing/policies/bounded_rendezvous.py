@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from warmroute._kernel._hash import key_hash, rendezvous_home, rendezvous_order
+from warmroute._kernel import key_hash, rendezvous_home, rendezvous_order
 from warmroute.fleet.group import Candidates, Group
 from warmroute.routing.decision import Decision
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 from random import Random
 from typing import Final
 
-from warmroute._kernel._price import CacheState, Prices, price_nodes
+from warmroute._kernel import CacheState, Prices, price_nodes
 from warmroute.config import Pricing
 from warmroute.fleet.group import Candidates
 from warmroute.fleet.node_speed import work
@@ -74,7 +74,7 @@ class PricePolicy:
         nodes = query.candidates.nodes
         prices = self.prices(query)
         reason = "cheapest"
-        index = prices.beyond_doubt(TIE, CROWDED, CROWDED_REQUESTS)
+        index = prices.clear_winner(TIE, CROWDED, CROWDED_REQUESTS)
         if index < 0:
             index = self._cheapest(prices)
             second = prices.second_home(index, CROWDED, CROWDED_REQUESTS, self._second_home_ms)
@@ -87,7 +87,7 @@ class PricePolicy:
         tied = prices.cheapest(TIE)
         if len(tied) == 1:
             return tied[0]
-        tied = prices.lightest(tied)
+        tied = prices.least_loaded(tied)
         return tied[int(self._random.random() * len(tied))]
 
     def _copy_pays_off(self, query: Query, prices: Prices, home_index: int, second_index: int) -> bool:

@@ -1,11 +1,9 @@
-/* Routing hashes: FNV-1a over the key's bytes, Murmur3's 64-bit finalizer, and rendezvous choice over nodes.
+/* Routing hashes: FNV-1a over the key's bytes, Murmur3's 64-bit finalizer, and rendezvous hashing over nodes.
  *
- * A node's score for a key is mix(key ^ seed of the node); the highest score is the key's home, and the order of scores
- * is the order in which others stand in for it. tests/routing/test_rendezvous.py holds this equal to plain Python.
+ * A node's score for a key is mix(key ^ seed of the node). The node with the highest score is the key's home. Where the
+ * home can't serve, the node with the next score does. tests/routing/test_rendezvous.py compares it with plain Python.
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
+#include "kernel.h"
 #include <stdlib.h>
 
 static inline uint64_t mix(uint64_t h) {
@@ -33,11 +31,9 @@ static PyObject *key_hash(PyObject *self, PyObject *key) {
 }
 
 /* Reads (hash: int, seeds: buffer of uint64). */
-static int read_args(PyObject *const *args, Py_ssize_t n, uint64_t *hash, Py_buffer *seeds) {
-    if (n != 2) {
-        PyErr_SetString(PyExc_TypeError, "expected (hash, seeds)");
+static int read_arguments(PyObject *const *args, Py_ssize_t n, uint64_t *hash, Py_buffer *seeds) {
+    if (check_signature(n, 2, 2, "(hash, seeds)") < 0)
         return -1;
-    }
     *hash = PyLong_AsUnsignedLongLong(args[0]);
     if (*hash == (uint64_t)-1 && PyErr_Occurred())
         return -1;
@@ -51,18 +47,21 @@ static int read_args(PyObject *const *args, Py_ssize_t n, uint64_t *hash, Py_buf
     return 0;
 }
 
+static always_inline uint64_t score(uint64_t hash, const Py_buffer *seeds, Py_ssize_t at) {
+    return mix(hash ^ read64((const uint8_t *)seeds->buf + 8 * at));
+}
+
 static PyObject *rendezvous_home(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     uint64_t hash, best_score = 0;
     Py_buffer seeds;
     (void)self;
-    if (read_args(args, n, &hash, &seeds) < 0)
+    if (read_arguments(args, n, &hash, &seeds) < 0)
         return NULL;
-    const uint64_t *seed = seeds.buf;
     Py_ssize_t count = seeds.len / 8, best = 0;
     for (Py_ssize_t i = 0; i < count; i++) {
-        uint64_t score = mix(hash ^ seed[i]);
-        if (score > best_score) {
-            best_score = score;
+        uint64_t scored = score(hash, &seeds, i);
+        if (scored > best_score) {
+            best_score = scored;
             best = i;
         }
     }
@@ -73,10 +72,10 @@ static PyObject *rendezvous_home(PyObject *self, PyObject *const *args, Py_ssize
 typedef struct {
     uint64_t score;
     Py_ssize_t at;
-} scored;
+} scored_seed;
 
-static int by_score(const void *a, const void *b) {
-    const scored *x = a, *y = b;
+static int by_falling_score(const void *a, const void *b) {
+    const scored_seed *x = a, *y = b;
     if (x->score != y->score)
         return x->score > y->score ? -1 : 1;
     return x->at < y->at ? -1 : x->at > y->at;
@@ -86,19 +85,18 @@ static PyObject *rendezvous_order(PyObject *self, PyObject *const *args, Py_ssiz
     uint64_t hash;
     Py_buffer seeds;
     (void)self;
-    if (read_args(args, n, &hash, &seeds) < 0)
+    if (read_arguments(args, n, &hash, &seeds) < 0)
         return NULL;
-    const uint64_t *seed = seeds.buf;
     Py_ssize_t count = seeds.len / 8;
-    scored *all = PyMem_Malloc(count * sizeof(scored));
+    scored_seed *all = PyMem_Malloc((size_t)count * sizeof(scored_seed));
     if (!all) {
         PyBuffer_Release(&seeds);
         return PyErr_NoMemory();
     }
     for (Py_ssize_t i = 0; i < count; i++)
-        all[i] = (scored){mix(hash ^ seed[i]), i};
+        all[i] = (scored_seed){score(hash, &seeds, i), i};
     PyBuffer_Release(&seeds);
-    qsort(all, count, sizeof(scored), by_score);
+    qsort(all, (size_t)count, sizeof(scored_seed), by_falling_score);
     PyObject *order = PyList_New(count);
     for (Py_ssize_t i = 0; order && i < count; i++) {
         PyObject *at = PyLong_FromSsize_t(all[i].at);
@@ -111,14 +109,10 @@ static PyObject *rendezvous_order(PyObject *self, PyObject *const *args, Py_ssiz
     return order;
 }
 
-static PyMethodDef methods[] = {
-    {"key_hash", key_hash, METH_O, "64-bit hash of a routing key: FNV-1a, then Murmur3's finalizer."},
-    {"rendezvous_home", (PyCFunction)(void (*)(void))rendezvous_home, METH_FASTCALL,
-     "Index of the seed with the highest score for this hash."},
-    {"rendezvous_order", (PyCFunction)(void (*)(void))rendezvous_order, METH_FASTCALL,
-     "Indices of all seeds by falling score for this hash."},
-    {NULL, NULL, 0, NULL}};
+static PyMethodDef functions[] = {
+    {"key_hash", key_hash, METH_O, "Return the 64-bit hash of a routing key: FNV-1a, then Murmur3's finalizer."},
+    {"rendezvous_home", FAST(rendezvous_home), "Return the index of the seed with the highest score for this hash."},
+    {"rendezvous_order", FAST(rendezvous_order), "Return the indices of all seeds by falling score for this hash."},
+    NO_METHOD};
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_hash", "Routing hashes.", -1, methods, NULL, NULL, NULL, NULL};
-
-PyMODINIT_FUNC PyInit__hash(void) { return PyModule_Create(&module); }
+int add_routing_hashes(PyObject *module) { return PyModule_AddFunctions(module, functions); }

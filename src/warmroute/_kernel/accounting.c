@@ -1,0 +1,460 @@
+/* The accounting of nodes: what a request changes in its node's figures from dispatch to end, and what the router learns
+ * from its answer.
+ *
+ * The rules:
+ * - A ticket is opened once and released once. When it is released, it takes back whatever it added to its node's figures.
+ * - Each formula is the one in tests/accounting_reference.py, operation by operation, so that results are equal bit by bit.
+ *   fleet/node_speed.py and fleet/decode_speed.py explain them.
+ * - Where an answer is not streamed, nobody sees its first token. Its ticket is in a list of its node, in the order in which
+ *   prefills are due, until its prefill is assumed to be done.
+ */
+#include "accounting.h"
+#include <math.h>
+
+/* ---- Speed ---- */
+
+/* A prompt with `done` tokens of work, sent at `sent_s`, got its first token now. `step_ms`: one step of the batch. */
+static void learn_prefill_speed(SpeedState *s, double done, double step_ms, double sent_s, double now_s) {
+    double since_ms = (now_s - larger(sent_s, s->last_first_token_s)) * 1000.0;
+    double took_ms = larger(since_ms - FIRST_TOKEN_STEPS * step_ms, PREFILL_MIN_SHARE * since_ms);
+    double estimate_ms = done * s->ms_per_token;
+    double kept = larger(SPEED_MIN_KEPT, exp(smaller(0.0, s->at_s - now_s) / SPEED_DECAY_S));
+    double weight = done / (done + STEP_WORK);
+    s->last_first_token_s = s->at_s = now_s;
+    s->work = s->work * kept + weight * done;
+    s->ms = s->ms * kept + weight * smaller(larger(took_ms, 0.0), SPEED_MAX_FACTOR * estimate_ms);
+    s->ms_per_token = larger(1e-4, s->ms / larger(1.0, s->work));
+    s->answers++;
+}
+
+/* An output token took `token_ms` beside this much context, where it takes `usual_ms` on a node like the others. */
+static void learn_decode_speed(SpeedState *s, DecodeSpeedState *d, double token_ms, double usual_ms, double context) {
+    s->factor += DECODE_FACTOR_WEIGHT * (smaller(token_ms / usual_ms, SPEED_MAX_FACTOR * s->factor) - s->factor);
+    d->answers++;
+    double weight = larger(DECODE_WEIGHT, 1.0 / (double)(d->answers + 1));
+    double dx = context - d->mean_context;
+    double dy = smaller(token_ms / s->factor, DECODE_MAX_FACTOR * decode_ms(d, context)) - d->mean_ms;
+    d->mean_context += weight * dx;
+    d->mean_ms += weight * dy;
+    d->xx += DECODE_WEIGHT * (dx * dx - d->xx);
+    d->xy += DECODE_WEIGHT * (dx * dy - d->xy);
+    d->slope_ms = larger(d->xy / larger(d->xx, 1.0), 0.0);
+    d->least_ms = DECODE_MIN_SHARE * d->mean_ms;
+}
+
+static PyMemberDef speed_members[] = {
+    {"ms_per_token", T_DOUBLE, offsetof(SpeedState, ms_per_token), 0, NULL},
+    {"factor", T_DOUBLE, offsetof(SpeedState, factor), 0, NULL},
+    {"_work", T_DOUBLE, offsetof(SpeedState, work), 0, NULL},
+    {"_ms", T_DOUBLE, offsetof(SpeedState, ms), 0, NULL},
+    {"_at_s", T_DOUBLE, offsetof(SpeedState, at_s), 0, NULL},
+    {"_last_first_token_s", T_DOUBLE, offsetof(SpeedState, last_first_token_s), 0, NULL},
+    {"answers", T_PYSSIZET, offsetof(SpeedState, answers), 0, NULL},
+    NO_MEMBER};
+
+PyTypeObject SpeedType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = MODULE "SpeedState",
+    .tp_doc = "The learned speed of a node.",
+    .tp_basicsize = sizeof(SpeedState),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .tp_new = PyType_GenericNew,
+    .tp_members = speed_members,
+};
+
+static PyMemberDef decode_speed_members[] = {
+    {"least_ms", T_DOUBLE, offsetof(DecodeSpeedState, least_ms), 0, NULL},
+    {"mean_ms", T_DOUBLE, offsetof(DecodeSpeedState, mean_ms), 0, NULL},
+    {"slope_ms", T_DOUBLE, offsetof(DecodeSpeedState, slope_ms), 0, NULL},
+    {"mean_context", T_DOUBLE, offsetof(DecodeSpeedState, mean_context), 0, NULL},
+    {"_xx", T_DOUBLE, offsetof(DecodeSpeedState, xx), 0, NULL},
+    {"_xy", T_DOUBLE, offsetof(DecodeSpeedState, xy), 0, NULL},
+    {"answers", T_PYSSIZET, offsetof(DecodeSpeedState, answers), 0, NULL},
+    NO_MEMBER};
+
+PyTypeObject DecodeSpeedType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = MODULE "DecodeSpeedState",
+    .tp_doc = "The learned decode speed of a model.",
+    .tp_basicsize = sizeof(DecodeSpeedState),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .tp_new = PyType_GenericNew,
+    .tp_members = decode_speed_members,
+};
+
+/* ---- Tickets of answers that are not streamed ---- */
+
+static void list_unstreamed(NodeState *node, TicketState *t) {
+    t->previous = node->last_unstreamed;
+    t->next = NULL;
+    *(t->previous ? &t->previous->next : &node->first_unstreamed) = t;
+    node->last_unstreamed = t;
+    node->unstreamed_prefills++;
+    t->is_unstreamed = 1;
+    Py_INCREF(t);
+}
+
+/* Gives up the list's reference, after which the ticket may be gone. */
+static void unlist_unstreamed(NodeState *node, TicketState *t) {
+    *(t->previous ? &t->previous->next : &node->first_unstreamed) = t->next;
+    *(t->next ? &t->next->previous : &node->last_unstreamed) = t->previous;
+    t->previous = t->next = NULL;
+    node->unstreamed_prefills--;
+    t->is_unstreamed = 0;
+    Py_DECREF(t);
+}
+
+/* Its prefill is done, as far as the router knows. */
+static void end_prefill(NodeState *node, TicketState *t) {
+    node->pending_work -= t->pending_work;
+    t->pending_work = 0.0;
+    if (t->is_unstreamed)
+        unlist_unstreamed(node, t);
+}
+
+static void assume_prefilled(NodeState *node, double now_s) {
+    while (node->first_unstreamed && node->first_unstreamed->prefill_due_s <= now_s)
+        end_prefill(node, node->first_unstreamed);
+}
+
+/* ---- Nodes ---- */
+
+static int node_traverse(NodeState *self, visitproc visit, void *arg) {
+    for (TicketState *t = self->first_unstreamed; t; t = t->next)
+        Py_VISIT(t);
+    return named_traverse(&self->named, visit, arg);
+}
+
+static int node_clear(NodeState *self) {
+    while (self->first_unstreamed)
+        unlist_unstreamed(self, self->first_unstreamed);
+    return named_clear(&self->named);
+}
+
+static void node_dealloc(NodeState *self) {
+    PyObject_GC_UnTrack(self);
+    node_clear(self);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static void record_arrival(NodeState *node, double now_s) {
+    node->arrival_rate =
+        node->arrival_rate * exp((node->arrival_s - now_s) / ARRIVAL_DECAY_S) + 0.001 / ARRIVAL_DECAY_S;
+    node->arrival_s = node->last_ticket_s = now_s;
+}
+
+static void record_latency(NodeState *node, double took_ms) {
+    double mean_ms = node->latency_ms;
+    node->latency_ms = mean_ms != 0.0 ? mean_ms + (took_ms - mean_ms) * LATENCY_WEIGHT : took_ms;
+}
+
+static void record_first_byte(NodeState *node, double after_ms) {
+    int bucket = 0;
+    while (bucket < FIRST_BYTE_BUCKETS - 1 && FIRST_BYTE_BOUNDS_MS[bucket] < after_ms)
+        bucket++;
+    node->first_byte_counts[bucket]++;
+    node->first_byte_sum_ms += after_ms;
+}
+
+/* Makes a method of a function that takes a node and a number. */
+#define METHOD_OF_NUMBER(name)                                                                                             \
+    static PyObject *node_##name(NodeState *node, PyObject *given) {                                                       \
+        double number;                                                                                                     \
+        if (as_double(given, &number) < 0)                                                                                 \
+            return NULL;                                                                                                   \
+        name(node, number);                                                                                                \
+        Py_RETURN_NONE;                                                                                                    \
+    }
+METHOD_OF_NUMBER(record_arrival)
+METHOD_OF_NUMBER(record_latency)
+METHOD_OF_NUMBER(assume_prefilled)
+
+static PyObject *as_list(const Py_ssize_t *numbers, Py_ssize_t n) {
+    PyObject *list = PyList_New(n);
+    for (Py_ssize_t at = 0; list && at < n; at++) {
+        PyObject *number = PyLong_FromSsize_t(numbers[at]);
+        if (number)
+            PyList_SET_ITEM(list, at, number);
+        else
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *node_outcomes(NodeState *node, void *unused) {
+    (void)unused;
+    return as_list(node->outcomes, OUTCOMES);
+}
+
+static PyObject *node_first_byte_counts(NodeState *node, void *unused) {
+    (void)unused;
+    return as_list(node->first_byte_counts, FIRST_BYTE_BUCKETS);
+}
+
+static PyMemberDef node_members[] = {
+    {"name", T_OBJECT_EX, offsetof(Named, name), 0, NULL},
+    {"pending_work", T_DOUBLE, offsetof(NodeState, pending_work), 0, NULL},
+    {"kv_usage", T_DOUBLE, offsetof(NodeState, kv_usage), 0, NULL},
+    {"kv_delta", T_DOUBLE, offsetof(NodeState, kv_delta), 0, NULL},
+    {"arrival_rate", T_DOUBLE, offsetof(NodeState, arrival_rate), 0, NULL},
+    {"arrival_s", T_DOUBLE, offsetof(NodeState, arrival_s), 0, NULL},
+    {"distance_ms", T_DOUBLE, offsetof(NodeState, distance_ms), 0, NULL},
+    {"round_trip_ms", T_DOUBLE, offsetof(NodeState, round_trip_ms), 0, NULL},
+    {"polled_s", T_DOUBLE, offsetof(NodeState, polled_s), 0, NULL},
+    {"last_ticket_s", T_DOUBLE, offsetof(NodeState, last_ticket_s), 0, NULL},
+    {"latency_ms", T_DOUBLE, offsetof(NodeState, latency_ms), 0, NULL},
+    {"first_byte_sum_ms", T_DOUBLE, offsetof(NodeState, first_byte_sum_ms), READONLY, NULL},
+    {"context_tokens", T_PYSSIZET, offsetof(NodeState, context_tokens), 0, NULL},
+    {"kv_new", T_PYSSIZET, offsetof(NodeState, kv_new), 0, NULL},
+    {"inflight", T_PYSSIZET, offsetof(NodeState, inflight), 0, NULL},
+    {"other_load", T_PYSSIZET, offsetof(NodeState, other_load), 0, NULL},
+    {"polls", T_PYSSIZET, offsetof(NodeState, polls), 0, NULL},
+    {"unstarted", T_PYSSIZET, offsetof(NodeState, unstarted), 0, NULL},
+    {"unstreamed_prefills", T_PYSSIZET, offsetof(NodeState, unstreamed_prefills), READONLY, NULL},
+    NO_MEMBER};
+
+static PyGetSetDef node_properties[] = {
+    {"speed", (getter)get_part, (setter)set_part, NULL, &SpeedType},
+    {"outcomes", (getter)node_outcomes, NULL, "Released tickets by outcome.", NULL},
+    {"first_byte_counts", (getter)node_first_byte_counts, NULL, "First bytes by bucket of FIRST_BYTE_BOUNDS_MS.", NULL},
+    NO_PROPERTY};
+
+static PyMethodDef node_methods[] = {
+    {"record_arrival", (PyCFunction)node_record_arrival, METH_O, "Count a request that is sent to the node now."},
+    {"record_latency", (PyCFunction)node_record_latency, METH_O, "Add a response's latency to the moving average."},
+    {"assume_prefilled", (PyCFunction)node_assume_prefilled, METH_O, "End the unstreamed prefills that are due by now."},
+    NO_METHOD};
+
+PyTypeObject NodeType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = MODULE "NodeState",
+    .tp_doc = "A node's figures, as tickets change them and prices read them.",
+    .tp_basicsize = sizeof(NodeState),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_traverse = (traverseproc)node_traverse,
+    .tp_clear = (inquiry)node_clear,
+    .tp_dealloc = (destructor)node_dealloc,
+    .tp_methods = node_methods,
+    .tp_members = node_members,
+    .tp_getset = node_properties,
+};
+
+/* ---- Tickets ---- */
+
+static int ticket_traverse(TicketState *self, visitproc visit, void *arg) {
+    Py_VISIT(self->node);
+    Py_VISIT(self->decode_speed);
+    return 0;
+}
+
+static int ticket_clear(TicketState *self) {
+    Py_CLEAR(self->node);
+    Py_CLEAR(self->decode_speed);
+    return 0;
+}
+
+static void ticket_dealloc(TicketState *self) {
+    PyObject_GC_UnTrack(self);
+    ticket_clear(self);
+    Py_TYPE(self)->tp_free(self);
+}
+
+/* The node of a ticket that was opened; NULL with an exception where it was not. */
+static always_inline NodeState *node_of(const TicketState *t) {
+    if (t->node)
+        return t->node;
+    PyErr_SetString(PyExc_ValueError, "the ticket is not open");
+    return NULL;
+}
+
+static void add_prompt(TicketState *t, NodeState *node, double now_s) {
+    node->pending_work += t->unlearned_work;
+    node->kv_delta += (double)t->new_tokens;
+    node->kv_new += t->new_tokens;
+    node->context_tokens += t->tokens;
+    if (t->streams)
+        return;
+    assume_prefilled(node, now_s);
+    t->prefill_due_s = now_s + (node->pending_work * speed_of(node)->ms_per_token + node->round_trip_ms) / 1000.0;
+    list_unstreamed(node, t);
+}
+
+static PyObject *ticket_open(TicketState *t, PyObject *const *args, Py_ssize_t count) {
+    double now_s, work = 0.0;
+    Py_ssize_t tokens = 0, new_tokens = 0;
+    int has_prompt = count != 2, streams = 0;
+    if ((has_prompt && check_count(count, 7) < 0) || check_type(args[0], &NodeType) < 0 || as_double(args[1], &now_s) < 0)
+        return NULL;
+    if (has_prompt && (check_type(args[2], &DecodeSpeedType) < 0 || (streams = PyObject_IsTrue(args[3])) < 0 ||
+                       as_size(args[4], &tokens) < 0 || as_size(args[5], &new_tokens) < 0 || as_double(args[6], &work) < 0))
+        return NULL;
+    NodeState *node = (NodeState *)args[0];
+    if (t->node || !speed_of(node)) {
+        PyErr_SetString(PyExc_ValueError, t->node ? "the ticket is open already" : "the node has no speed");
+        return NULL;
+    }
+    t->node = (NodeState *)Py_NewRef(node);
+    t->opened_s = now_s;
+    t->is_open = 1;
+    t->polls = node->polls;
+    node->inflight++;
+    node->unstarted++;
+    record_arrival(node, now_s);
+    if (has_prompt) {
+        t->decode_speed = (DecodeSpeedState *)Py_NewRef(args[2]);
+        t->streams = (char)streams;
+        t->tokens = tokens;
+        t->new_tokens = new_tokens;
+        t->unlearned_work = t->pending_work = work;
+        add_prompt(t, node, now_s);
+    }
+    Py_RETURN_NONE;
+}
+
+/* Learns from the time to its first token, which came now. */
+static void learn_prefill(TicketState *t, NodeState *node, double now_s) {
+    SpeedState *speed = speed_of(node);
+    double step_ms = load_of(node) > 1 ? decode_ms(t->decode_speed, (double)node->context_tokens) * speed->factor : 0.0;
+    double arrived_s = t->opened_s + node->round_trip_ms / 1000.0; /* the network's time is not the node's */
+    if (arrived_s >= now_s)                                        /* then the round trip is shorter than configured */
+        arrived_s = t->opened_s;
+    learn_prefill_speed(speed, t->unlearned_work, step_ms, arrived_s, now_s);
+}
+
+static PyObject *ticket_first_byte(TicketState *t, PyObject *const *args, Py_ssize_t count) {
+    double now_s;
+    int served = 1;
+    NodeState *node = node_of(t);
+    if (!node || (count != 1 && check_count(count, 2) < 0) || as_double(args[0], &now_s) < 0 ||
+        (count == 2 && (served = PyObject_IsTrue(args[1])) < 0))
+        return NULL;
+    if (t->first_byte_s == 0.0 && t->polls == node->polls)
+        node->unstarted--;
+    t->first_byte_s = now_s;
+    record_first_byte(node, (now_s - t->opened_s) * 1000.0);
+    if (!t->decode_speed)
+        Py_RETURN_NONE;
+    end_prefill(node, t);
+    /* An answer that is not streamed is an upper bound of its prefill's time. */
+    if (served && (t->streams || (now_s - t->opened_s) * 1000.0 < t->unlearned_work * speed_of(node)->ms_per_token)) {
+        learn_prefill(t, node, now_s);
+        t->unlearned_work = 0.0;
+    }
+    Py_RETURN_NONE;
+}
+
+/* Only the end of the answer was seen. Learns about the part that took most of the time: the prefill or the decode. */
+static void learn_from_end(TicketState *t, NodeState *node, double steps, double now_s) {
+    SpeedState *speed = speed_of(node);
+    double context = (double)node->context_tokens, usual_ms = decode_ms(t->decode_speed, context);
+    double expected_decode_ms = steps * usual_ms * speed->factor;
+    if (expected_decode_ms > t->unlearned_work * speed->ms_per_token && now_s > t->prefill_due_s)
+        learn_decode_speed(speed, t->decode_speed, (now_s - t->prefill_due_s) * 1000.0 / steps, usual_ms, context);
+    else if (t->unlearned_work != 0.0)
+        learn_prefill(t, node, larger(t->opened_s, now_s - expected_decode_ms / 1000.0));
+}
+
+static PyObject *ticket_record_answer(TicketState *t, PyObject *const *args, Py_ssize_t count) {
+    double output_tokens = 0.0, now_s;
+    NodeState *node = node_of(t);
+    if (!node || check_count(count, 2) < 0 || (args[0] != Py_None && as_double(args[0], &output_tokens) < 0) ||
+        as_double(args[1], &now_s) < 0)
+        return NULL;
+    if (args[0] != Py_None)
+        t->output_tokens = output_tokens;
+    if (t->first_byte_s == 0.0 || !t->decode_speed)
+        Py_RETURN_NONE;
+    double steps = larger(output_tokens - 1.0, 0.0), context = (double)node->context_tokens;
+    if (!t->streams)
+        learn_from_end(t, node, steps, now_s);
+    else if (steps > 0.0)
+        learn_decode_speed(speed_of(node), t->decode_speed, (now_s - t->first_byte_s) * 1000.0 / steps,
+                           decode_ms(t->decode_speed, context), context);
+    Py_RETURN_NONE;
+}
+
+static void remove_prompt(TicketState *t, NodeState *node) {
+    if (t->first_byte_s == 0.0)
+        end_prefill(node, t);
+    node->kv_delta -= (double)t->new_tokens;
+    if (node->polled_s > t->opened_s) /* the last poll counted some of its answer, too */
+        node->kv_delta -= t->output_tokens;
+    node->kv_new -= t->new_tokens;
+    node->context_tokens -= t->tokens;
+}
+
+static PyObject *ticket_release(TicketState *t, PyObject *const *args, Py_ssize_t count) {
+    Py_ssize_t outcome;
+    double now_s;
+    NodeState *node = node_of(t);
+    if (!node || check_count(count, 2) < 0 || as_size(args[0], &outcome) < 0 || as_double(args[1], &now_s) < 0)
+        return NULL;
+    if (outcome < 0 || outcome >= OUTCOMES) {
+        PyErr_SetString(PyExc_ValueError, "there is no such outcome");
+        return NULL;
+    }
+    if (!t->is_open)
+        Py_RETURN_FALSE;
+    if (t->decode_speed)
+        remove_prompt(t, node);
+    t->is_open = 0;
+    if (!--node->inflight)
+        node->pending_work = 0.0; /* removes the rounding errors of the sum */
+    if (t->first_byte_s == 0.0 && t->polls == node->polls)
+        node->unstarted--;
+    node->outcomes[outcome]++;
+    if (outcome == OUTCOME_OK)
+        record_latency(node, (now_s - t->opened_s) * 1000.0);
+    Py_RETURN_TRUE;
+}
+
+static PyMemberDef ticket_members[] = {
+    {"node", T_OBJECT_EX, offsetof(TicketState, node), READONLY, NULL},
+    {"opened_s", T_DOUBLE, offsetof(TicketState, opened_s), READONLY, NULL},
+    {"first_byte_s", T_DOUBLE, offsetof(TicketState, first_byte_s), READONLY, NULL},
+    {"tokens", T_PYSSIZET, offsetof(TicketState, tokens), READONLY, NULL},
+    {"_is_open", T_BOOL, offsetof(TicketState, is_open), READONLY, NULL},
+    {"_new_tokens", T_PYSSIZET, offsetof(TicketState, new_tokens), READONLY, NULL},
+    {"_pending_work", T_DOUBLE, offsetof(TicketState, pending_work), READONLY, NULL},
+    NO_MEMBER};
+
+static PyMethodDef ticket_methods[] = {
+    {"open", FAST(ticket_open), "Add the ticket to a node's figures, with its prompt's work if the prompt was looked up."},
+    {"first_byte", FAST(ticket_first_byte), "Record that the response began; served=False: with an error."},
+    {"record_answer", FAST(ticket_record_answer), "Learn from a response that has ended."},
+    {"release", FAST(ticket_release), "Remove the ticket from its node's figures; return False if that was done before."},
+    NO_METHOD};
+
+static PyTypeObject TicketType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = MODULE "TicketState",
+    .tp_doc = "One request in the accounting of one node.",
+    .tp_basicsize = sizeof(TicketState),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_traverse = (traverseproc)ticket_traverse,
+    .tp_clear = (inquiry)ticket_clear,
+    .tp_dealloc = (destructor)ticket_dealloc,
+    .tp_methods = ticket_methods,
+    .tp_members = ticket_members,
+};
+
+/* ---- Registration ---- */
+
+static int add_first_byte_bounds(PyObject *module) {
+    PyObject *bounds = PyTuple_New(FIRST_BYTE_BUCKETS - 1);
+    for (Py_ssize_t i = 0; bounds && i < FIRST_BYTE_BUCKETS - 1; i++) {
+        PyObject *bound = PyFloat_FromDouble(FIRST_BYTE_BOUNDS_MS[i]);
+        if (bound)
+            PyTuple_SET_ITEM(bounds, i, bound);
+        else
+            Py_CLEAR(bounds);
+    }
+    int failed = !bounds || PyModule_AddObjectRef(module, "FIRST_BYTE_BOUNDS_MS", bounds) < 0;
+    Py_XDECREF(bounds);
+    return failed ? -1 : 0;
+}
+
+int add_accounting(PyObject *module) {
+    if (add_first_byte_bounds(module) < 0 || add_type(module, "SpeedState", &SpeedType) < 0 ||
+        add_type(module, "DecodeSpeedState", &DecodeSpeedType) < 0 || add_type(module, "NodeState", &NodeType) < 0)
+        return -1;
+    return add_type(module, "TicketState", &TicketType);
+}

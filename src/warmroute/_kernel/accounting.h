@@ -1,0 +1,106 @@
+/* What the router knows of a node: plain structs that the Python classes inherit from. accounting.c and Python write them,
+ * price.c reads them. */
+#ifndef WARMROUTE_ACCOUNTING_H
+#define WARMROUTE_ACCOUNTING_H
+
+#include "kernel.h"
+
+/* fleet/node_speed.py inherits from it. */
+typedef struct {
+    PyObject_HEAD
+    double ms_per_token;                            /* of prefill */
+    double factor;                                  /* decode time relative to other nodes of the model */
+    double work, ms, at_s, last_first_token_s;      /* the sums that ms_per_token is learned from */
+    Py_ssize_t answers;
+} SpeedState;
+
+/* fleet/decode_speed.py inherits from it: time per output token as a line over the context, with a lower bound. */
+typedef struct {
+    PyObject_HEAD
+    double least_ms, mean_ms, slope_ms, mean_context;
+    double xx, xy; /* moving sums of the regression */
+    Py_ssize_t answers;
+} DecodeSpeedState;
+
+/* What NodeState and CacheState begin with: a name, and a part of one type. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *name, *part;
+} Named;
+
+typedef struct TicketState TicketState;
+
+/* fleet/node.py inherits from it, and says what each attribute means. */
+typedef struct {
+    Named named; /* its part: a SpeedState */
+    double pending_work, kv_usage, kv_delta, distance_ms, arrival_rate, arrival_s;
+    Py_ssize_t context_tokens, kv_new, inflight, other_load;
+    double round_trip_ms, polled_s, last_ticket_s, latency_ms, first_byte_sum_ms;
+    Py_ssize_t polls, unstarted;
+    /* Tickets of answers that are not streamed, whose prefill is not due yet: a list in the order they are due, which holds
+     * a reference to each. */
+    Py_ssize_t unstreamed_prefills;
+    TicketState *first_unstreamed, *last_unstreamed;
+    Py_ssize_t outcomes[OUTCOMES], first_byte_counts[FIRST_BYTE_BUCKETS];
+} NodeState;
+
+/* fleet/ticket.py inherits from it. */
+struct TicketState {
+    PyObject_HEAD
+    NodeState *node;
+    DecodeSpeedState *decode_speed;  /* of its model; NULL where its prompt was not looked up */
+    TicketState *previous, *next;    /* among the node's unstreamed tickets */
+    double opened_s, first_byte_s;
+    double unlearned_work;           /* its prefill's work, until the node's speed is learned from it */
+    double pending_work;             /* its prefill's work that is believed to be left */
+    double prefill_due_s;            /* where the answer is not streamed: when its prefill should be done */
+    double output_tokens;
+    Py_ssize_t tokens, new_tokens, polls;
+    char is_open, streams, is_unstreamed;
+};
+
+extern PyTypeObject SpeedType, DecodeSpeedType, NodeType;
+
+static always_inline SpeedState *speed_of(const NodeState *node) { return (SpeedState *)node->named.part; }
+
+static always_inline Py_ssize_t load_of(const NodeState *node) { return node->inflight + node->other_load; }
+
+/* Time per output token beside this much context, on a node like the others. */
+static always_inline double decode_ms(const DecodeSpeedState *d, double context) {
+    return larger(d->least_ms, d->mean_ms + d->slope_ms * (context - d->mean_context));
+}
+
+/* ---- A name and a part ---- */
+
+static inline int named_traverse(Named *self, visitproc visit, void *arg) {
+    Py_VISIT(self->name);
+    Py_VISIT(self->part);
+    return 0;
+}
+
+static inline int named_clear(Named *self) {
+    Py_CLEAR(self->name);
+    Py_CLEAR(self->part);
+    return 0;
+}
+
+/* Getter and setter of the part. `type` is the type that it has to have. */
+static inline PyObject *get_part(Named *self, void *type) {
+    if (self->part)
+        return Py_NewRef(self->part);
+    PyErr_Format(PyExc_AttributeError, "the %s is not set", ((PyTypeObject *)type)->tp_name);
+    return NULL;
+}
+
+static inline int set_part(Named *self, PyObject *part, void *type) {
+    if (!part) {
+        PyErr_SetString(PyExc_TypeError, "this attribute can't be deleted");
+        return -1;
+    }
+    if (check_type(part, type) < 0)
+        return -1;
+    Py_XSETREF(self->part, Py_NewRef(part));
+    return 0;
+}
+
+#endif

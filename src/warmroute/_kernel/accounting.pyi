@@ -1,0 +1,142 @@
+from typing import Final
+
+# How a ticket ended (fleet.node.Outcome).
+OUTCOME_OK: Final[int]
+OUTCOME_REJECTED: Final[int]
+OUTCOME_BUSY: Final[int]
+OUTCOME_FAILED: Final[int]
+OUTCOME_BROKEN: Final[int]
+OUTCOME_CANCELED: Final[int]
+
+FIRST_BYTE_BOUNDS_MS: Final[tuple[float, ...]]
+"""Upper bounds of the buckets of `NodeState.first_byte_counts`; the last bucket has none."""
+LATENCY_WEIGHT: Final[float]
+"""Weight of one response in the moving average of a node's latency."""
+ARRIVAL_DECAY_S: Final[float]
+"""A request that arrived this long ago counts 1/e in the arrival rate."""
+
+# Learning the speed of prefill (fleet/node_speed.py).
+ATTENTION_WORK: Final[float]
+"""Additional work of a token for each token before it. On an H200: 3.4e-5 (32 B), 4.0e-5 (8 B), 7.2e-5 (1.5 B)."""
+FIRST_TOKEN_STEPS: Final[float]
+"""Steps of the batch until a first token, without its own work: half of the running step, and the next one."""
+STEP_WORK: Final[float]
+"""Tokens whose prefill takes about as long as a step without any."""
+SPEED_DECAY_S: Final[float]
+"""An observation this old counts 1/e, but never less than SPEED_MIN_KEPT of its weight before the next one."""
+SPEED_MIN_KEPT: Final[float]
+SPEED_MAX_FACTOR: Final[float]
+"""One observation counts as at most this many times slower than the estimate. The next ones may confirm it."""
+PREFILL_MIN_SHARE: Final[float]
+"""At least this share of the time until a first token counts as prefill. On a busy node, first tokens come with every
+step; without this bound nothing would be left for the prefill, and the node would seem infinitely fast."""
+DECODE_FACTOR_WEIGHT: Final[float]
+"""Weight of one response in a node's decode factor."""
+
+# Learning the decode speed of a model (fleet/decode_speed.py).
+DECODE_WEIGHT: Final[float]
+"""Weight of one response."""
+DECODE_MIN_SHARE: Final[float]
+"""A token takes at least this share of the mean."""
+DECODE_MAX_FACTOR: Final[float]
+"""One response counts as at most this many times slower than the estimate."""
+
+class SpeedState:
+    """The learned speed of a node."""
+
+    ms_per_token: float
+    factor: float
+    answers: int
+    _work: float
+    _ms: float
+    _at_s: float
+    _last_first_token_s: float
+
+class DecodeSpeedState:
+    """The learned decode speed of a model."""
+
+    least_ms: float
+    mean_ms: float
+    slope_ms: float
+    mean_context: float
+    answers: int
+    _xx: float
+    _xy: float
+
+class NodeState:
+    """A node's figures, as tickets change them and prices read them. fleet.node.Node describes them."""
+
+    name: str
+    speed: SpeedState
+    pending_work: float
+    kv_usage: float
+    kv_delta: float
+    distance_ms: float
+    round_trip_ms: float
+    arrival_rate: float
+    arrival_s: float
+    polled_s: float
+    last_ticket_s: float
+    latency_ms: float
+    context_tokens: int
+    kv_new: int
+    inflight: int
+    other_load: int
+    polls: int
+    unstarted: int
+
+    @property
+    def unstreamed_prefills(self) -> int:
+        """Our requests without streaming whose prefill is not due yet."""
+    @property
+    def outcomes(self) -> list[int]:
+        """Released tickets by outcome."""
+    @property
+    def first_byte_counts(self) -> list[int]:
+        """First bytes by bucket of FIRST_BYTE_BOUNDS_MS."""
+    @property
+    def first_byte_sum_ms(self) -> float: ...
+    def record_arrival(self, now_s: float, /) -> None:
+        """Count a request that is sent to the node now."""
+    def record_latency(self, took_ms: float, /) -> None:
+        """Add a response's time from dispatch to end to the moving average."""
+    def assume_prefilled(self, now_s: float, /) -> None:
+        """End the unstreamed prefills that are due by now. To be called now and then while there are some."""
+
+class TicketState:
+    """One request in the accounting of one node. Opened once, and released once."""
+
+    _is_open: bool
+    _new_tokens: int
+    _pending_work: float
+
+    @property
+    def node(self) -> NodeState: ...
+    @property
+    def opened_s(self) -> float: ...
+    @property
+    def first_byte_s(self) -> float:
+        """0 before the first byte."""
+    @property
+    def tokens(self) -> int:
+        """Tokens of its prompt, if that was looked up."""
+    def open(
+        self,
+        node: NodeState,
+        now_s: float,
+        decode_speed: DecodeSpeedState = ...,
+        streams: bool = ...,
+        tokens: int = ...,
+        new_tokens: int = ...,
+        work: float = ...,
+        /,
+    ) -> None:
+        """Add the ticket to a node's figures. For a prompt that was looked up, all arguments are given: the decode
+        speed of its model, whether the response is streamed, the prompt's tokens, those of them that the node has to
+        prefill, and the work of that."""
+    def first_byte(self, now_s: float, served: bool = True, /) -> None:
+        """Record that the node began its response. `served`: it is not an error."""
+    def record_answer(self, output_tokens: int | None, now_s: float, /) -> None:
+        """Learn from a response that has ended. `output_tokens`: None if it did not report them."""
+    def release(self, outcome: int, now_s: float, /) -> bool:
+        """Remove the ticket from its node's figures; return False if that was done before."""

@@ -1,0 +1,95 @@
+/* Constants that the kernel and Python share. They are defined here and nowhere else: the module exports each of them
+ * under its name, Python imports it from `warmroute._kernel`, and `_native.pyi` says what it means.
+ */
+#ifndef WARMROUTE_CONSTANTS_H
+#define WARMROUTE_CONSTANTS_H
+
+#define SHARED_INTEGERS(X)                                                                                                 \
+    /* Length of a body whose head does not give one. */                                                                   \
+    X(CHUNKED, -1)                                                                                                         \
+    X(UNTIL_CLOSE, -2)                                                                                                     \
+    /* Why a head is rejected. */                                                                                          \
+    X(MALFORMED_START_LINE, 1)                                                                                             \
+    X(BAD_TARGET, 2)                                                                                                       \
+    X(UNSUPPORTED_VERSION, 3)                                                                                              \
+    X(MALFORMED_FIELD, 4)                                                                                                  \
+    X(TOO_MANY_FIELDS, 5)                                                                                                  \
+    X(BAD_CONTENT_LENGTH, 6)                                                                                               \
+    X(REPEATED_TRANSFER_ENCODING, 7)                                                                                       \
+    X(UNSUPPORTED_TRANSFER_ENCODING, 8)                                                                                    \
+    X(UNSUPPORTED_EXPECTATION, 9)                                                                                          \
+    X(BAD_HOST, 10)                                                                                                        \
+    X(LENGTH_AND_TRANSFER_ENCODING, 11)                                                                                    \
+    X(TRANSFER_ENCODING_IN_HTTP_1_0, 12)                                                                                   \
+    X(TOO_MANY_CONNECTION_OPTIONS, 13)                                                                                     \
+    /* Bodies and prompts. */                                                                                              \
+    X(KEY_CHARACTERS, 256)                                                                                                 \
+    X(TOKEN_BYTES, 4)                                                                                                      \
+    X(DIGEST_BYTES, 16)                                                                                                    \
+    X(USAGE_TAIL_BYTES, 16384)                                                                                             \
+    /* The index. */                                                                                                       \
+    X(MIN_BUDGET_BYTES, 65536)                                                                                             \
+    X(UNKNOWN_PARENT, -1)                                                                                                  \
+    X(EVICTED_PARENT, -2)                                                                                                  \
+    X(TIER_GPU, 0)                                                                                                         \
+    X(TIER_CPU, 1)                                                                                                         \
+    X(TIER_DISK, 2)                                                                                                        \
+    X(TIER_REMOTE, 3)                                                                                                      \
+    X(ROUTED_RANK, -1)                                                                                                     \
+    /* Outcomes of tickets. */                                                                                             \
+    X(OUTCOME_OK, 0)                                                                                                       \
+    X(OUTCOME_REJECTED, 1)                                                                                                 \
+    X(OUTCOME_BUSY, 2)                                                                                                     \
+    X(OUTCOME_FAILED, 3)                                                                                                   \
+    X(OUTCOME_BROKEN, 4)                                                                                                   \
+    X(OUTCOME_CANCELED, 5)
+
+#define SHARED_DOUBLES(X)                                                                                                  \
+    /* What the speed of a node's prefill is learned with. */                                                              \
+    X(ATTENTION_WORK, 4e-5)                                                                                                \
+    X(FIRST_TOKEN_STEPS, 1.5)                                                                                              \
+    X(STEP_WORK, 300.0)                                                                                                    \
+    X(SPEED_DECAY_S, 15.0)                                                                                                 \
+    X(SPEED_MIN_KEPT, 0.7)                                                                                                 \
+    X(SPEED_MAX_FACTOR, 4.0)                                                                                               \
+    X(PREFILL_MIN_SHARE, 0.5)                                                                                              \
+    X(DECODE_FACTOR_WEIGHT, 0.05)                                                                                          \
+    /* What the decode speed of a model is learned with. */                                                                \
+    X(DECODE_WEIGHT, 0.03)                                                                                                 \
+    X(DECODE_MIN_SHARE, 0.2)                                                                                               \
+    X(DECODE_MAX_FACTOR, 4.0)                                                                                              \
+    /* Averages of a node. */                                                                                              \
+    X(ARRIVAL_DECAY_S, 10.0)                                                                                               \
+    X(LATENCY_WEIGHT, 0.1)                                                                                                 \
+    /* Terms of the price. */                                                                                              \
+    X(KV_FULL_POWER, 8.0)                                                                                                  \
+    X(KV_FULL_SCALE, 0.1)                                                                                                  \
+    X(KV_FULL_MARGIN, 1.02)                                                                                                \
+    X(KV_MAX_FULL, 0.999)                                                                                                  \
+    X(KV_USABLE_SHARE, 0.98)                                                                                               \
+    X(KV_GROWTH_SHARE, 0.3)                                                                                                \
+    X(STREAMED_WEIGHT, 0.2)                                                                                                \
+    X(EVICTED_WEIGHT, 2.5)                                                                                                 \
+    X(RISK_POWER, 4.0)                                                                                                     \
+    /* Chance of reuse, and confidence in a cache. */                                                                      \
+    X(REUSE_FIRST_S, 0.25)                                                                                                 \
+    X(ACCURACY_PRIOR_TOKENS, 4096.0)                                                                                       \
+    X(ACCURACY_HALF_LIFE_S, 30.0)
+
+#define DEFINE(name, value) name = (value),
+enum { SHARED_INTEGERS(DEFINE) };
+#undef DEFINE
+
+#define DEFINE(name, value) static const double name __attribute__((unused)) = (value);
+SHARED_DOUBLES(DEFINE)
+#undef DEFINE
+
+#define TIERS 4
+#define OUTCOMES 6
+
+/* The upper bounds of the first-byte histogram's buckets; the last bucket has none. Exported as a tuple. */
+#define FIRST_BYTE_BUCKETS 14
+static const double FIRST_BYTE_BOUNDS_MS[FIRST_BYTE_BUCKETS - 1] __attribute__((unused)) = {
+    5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0};
+
+#endif

@@ -1,0 +1,66 @@
+from typing import Final
+
+CHUNKED: Final[int]
+"""As `ResponseHead.length`: the body is chunked."""
+UNTIL_CLOSE: Final[int]
+"""As `ResponseHead.length`: the body ends when the connection is closed."""
+
+# Why a head is rejected.
+MALFORMED_START_LINE: Final[int]
+BAD_TARGET: Final[int]
+UNSUPPORTED_VERSION: Final[int]
+MALFORMED_FIELD: Final[int]
+TOO_MANY_FIELDS: Final[int]
+BAD_CONTENT_LENGTH: Final[int]
+REPEATED_TRANSFER_ENCODING: Final[int]
+UNSUPPORTED_TRANSFER_ENCODING: Final[int]
+UNSUPPORTED_EXPECTATION: Final[int]
+BAD_HOST: Final[int]
+LENGTH_AND_TRANSFER_ENCODING: Final[int]
+TRANSFER_ENCODING_IN_HTTP_1_0: Final[int]
+TOO_MANY_CONNECTION_OPTIONS: Final[int]
+
+class RequestHead:
+    """A client's request head: what the router reads of it, and the lines that it forwards unchanged."""
+
+    method: bytes
+    target: bytes
+    minor_version: int
+    length: int
+    """Bytes of the body: 0 without a body, -1 if it is chunked."""
+    chunked: bool
+    keep_alive: bool
+    expects_continue: bool
+    authorization: bytes
+    api_key: bytes
+    """The X-Api-Key field, which Anthropic's clients use."""
+    request_id: bytes
+    """The client's X-Request-Id; empty if it sent none that can be used."""
+    forwarded_for: bytes
+    content_type: bytes
+    has_routing_headers: bool
+    """Whether it has one of the fields of edge/request_headers.py."""
+    forwarded_fields: bytes
+    """The header lines that go to the node unchanged."""
+
+    def get(self, name: bytes, /) -> bytes:
+        """Return the first value of a field, or b""."""
+
+class ResponseHead:
+    """A node's response head."""
+
+    status: int
+    status_line: bytes
+    length: int
+    """Bytes of the body, or CHUNKED, or UNTIL_CLOSE."""
+    keep_alive: bool
+    content_type: bytes
+    retry_after: bytes
+    forwarded_fields: bytes
+    """The header lines that go to the client unchanged."""
+
+def read_request_head(data: bytes, end: int, max_fields: int, /) -> RequestHead | int:
+    """Return the head in data[:end + 4], or why it is rejected. data[end:end + 4] is the blank line after it."""
+
+def read_response_head(data: bytes, end: int, /) -> ResponseHead | int:
+    """Return the head in data[:end + 4], or why it is rejected. data[end:end + 4] is the blank line after it."""
