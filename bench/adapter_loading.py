@@ -17,11 +17,11 @@ from record import Report, add_record_option
 
 from warmroute.config import from_table
 from warmroute.fake_engine.profiles import profile
-from warmroute.replay.simulation import Conditions, NodeSpec, World
+from warmroute.replay.simulation.conditions import Conditions, NodeSpec
+from warmroute.replay.simulation.world import World
 from warmroute.replay.summary import percentile
-from warmroute.replay.workloads import Segments, WorkloadPrompt
-from warmroute.replay.workloads.random_draws import Popularity
-from warmroute.replay.workloads.segments import segment_id
+from warmroute.replay.workloads.generators import Popularity
+from warmroute.replay.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
 
 
 def prompts(args: argparse.Namespace, adapters: tuple[str, ...]) -> Iterator[WorkloadPrompt]:

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 from collections.abc import Iterator
 from random import Random
 from statistics import fmean, stdev
 
 import uvloop
 from agreement_trials import Comparison, Trial, run_both, run_in_replay
+from record import Report, add_record_option, load_average
 
-from warmroute.replay.workloads import FollowUp, WorkloadPrompt
+from warmroute.replay.workloads.workload_prompt import FollowUp, WorkloadPrompt
 
 MAX_HIT_RATE_POINTS, MAX_TTFT_DIFFERENCE = 1.0, 0.10
 JITTER_MS = 50.0
@@ -56,9 +56,10 @@ def _add_jitter(prompt: WorkloadPrompt, random: Random) -> WorkloadPrompt:
     return prompt
 
 
-def print_replay_noise(args: argparse.Namespace) -> None:
-    """Print how much replays differ from each other when answers end a little later."""
+def replay_noise(args: argparse.Namespace, report: Report) -> None:
+    """Report how much replays differ from each other when answers end a little later."""
     words = tuple(CHATS.split())
+    report.table("noise", "multi_turn_chat", "hit rate, %", "σ, points", "TTFT p50, ms", "σ, %")
     for policy in POLICIES:
         runs = [
             run_in_replay(
@@ -68,23 +69,19 @@ def print_replay_noise(args: argparse.Namespace) -> None:
         ]
         hits = [100.0 * run["hit_rate"] for run in runs]
         p50 = [run["ttft_ms"]["p50"] for run in runs]
-        print(
-            f"multi_turn_chat {policy:12} hit rate {min(hits):.1f} to {max(hits):.1f} %, σ {stdev(hits):.1f} points;"
-            f" TTFT p50 {min(p50):.0f} to {max(p50):.0f} ms, σ {stdev(p50) / fmean(p50):.1%}"
-        )
+        ranges = f"{min(hits):.1f} to {max(hits):.1f}", f"{min(p50):.0f} to {max(p50):.0f}"
+        report.row(policy, ranges[0], f"{stdev(hits):.1f}", ranges[1], f"{100.0 * stdev(p50) / fmean(p50):.1f}")
 
 
-def judge(found: Comparison) -> tuple[str, bool]:
-    """Return a row of the table, and whether the runs agree."""
+def judge(found: Comparison) -> tuple[list[str], bool]:
+    """Return the cells of a row, and whether the runs agree."""
     live, replay = found.live, found.replay
     points, p50, p90 = found.hit_rate_points, found.ttft_difference("p50"), found.ttft_difference("p90")
-    line = (
-        f"{live['hit_rate']:7.2%} {replay['hit_rate']:7.2%} {points:+6.2f}"
-        f" {live['ttft_ms']['p50']:8.0f} {replay['ttft_ms']['p50']:8.0f} {p50:+7.1%}"
-        f" {live['ttft_ms']['p90']:8.0f} {replay['ttft_ms']['p90']:8.0f} {p90:+7.1%}"
-    )
+    cells = [f"{live['hit_rate']:.2%} / {replay['hit_rate']:.2%}", f"{points:+.2f}"]
+    for key, difference in (("p50", p50), ("p90", p90)):
+        cells += [f"{live['ttft_ms'][key]:,.0f} / {replay['ttft_ms'][key]:,.0f}", f"{difference:+.1%}"]
     complete = live["failed"] == live["rejected"] == 0 and live["finished"] == replay["finished"]
-    return line, complete and abs(points) <= MAX_HIT_RATE_POINTS and abs(p50) <= MAX_TTFT_DIFFERENCE
+    return cells, complete and abs(points) <= MAX_HIT_RATE_POINTS and abs(p50) <= MAX_TTFT_DIFFERENCE
 
 
 def main() -> int:
@@ -96,14 +93,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--attempts", type=int, default=3, metavar="N", help="runs until one agrees (3)")
     parser.add_argument("--noise", type=int, metavar="N", help="compare N replays with random jitter instead")
+    add_record_option(parser)
     args = parser.parse_args()
+    report = Report()
     if args.noise:
-        print_replay_noise(args)
+        replay_noise(args, report)
+        report.record(args.record)
         return 0
-    print(f"3 × {args.profile}, {args.limit} requests, speed {args.speed:g}, seed {args.seed}, chat")
-    print(f"{'':28}{'hit rate':>22} {'TTFT p50, ms':>25} {'TTFT p90, ms':>25}")
-    pair = f" {'live':>8} {'replay':>8} {'':>7}"
-    print(f"{'':28}{'live':>7} {'replay':>7} {'points':>6}{pair}{pair}")
+    columns = ("hit rate, live / replay", "points", "TTFT p50, ms", "", "TTFT p90, ms", "", "agree")
+    report.table("trials", "workload", "policy", *columns)
     agree = True
     for workload, policies in TRIALS.items():
         for policy in [one for one in policies if one in (args.policy or POLICIES)]:
@@ -118,13 +116,14 @@ def main() -> int:
             passed = False
             for _ in range(args.attempts):
                 with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                    line, passed = judge(runner.run(run_both(trial)))
-                remark = "" if passed else f"  differs (machine load {os.getloadavg()[0]:.1f})"
-                print(f"{trial.workload[0]:15} {policy:12}{line}{remark}", flush=True)
+                    cells, passed = judge(runner.run(run_both(trial)))
+                report.row(trial.workload[0], policy, *cells, "yes" if passed else f"no (load {load_average()})")
                 if passed:
                     break
             agree = agree and passed
-    print("They agree." if agree else "They do not agree.")
+    report.value("agree", "yes" if agree else "no")
+    report.value("load", load_average())
+    report.record(args.record)
     return 0 if agree else 1
 
 

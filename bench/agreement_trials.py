@@ -22,10 +22,12 @@ from warmroute.demo.child_processes import Child, Children
 from warmroute.demo.load_generator.load_run import LoadOptions, LoadRun
 from warmroute.demo.router_process import send_request
 from warmroute.fake_engine.profiles import profile
-from warmroute.replay.simulation import Conditions, Island, NodeSpec, World
+from warmroute.replay.simulation.conditions import Conditions, Island, NodeSpec
+from warmroute.replay.simulation.world import World
 from warmroute.replay.summary import Run, summary
-from warmroute.replay.workloads import WorkloadPrompt, parse_workload
+from warmroute.replay.workloads.catalog import parse_workload
 from warmroute.replay.workloads.prompt_text import Form
+from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 HOST = "127.0.0.1"
 READY_WITHIN_S = 30.0

@@ -31,14 +31,15 @@ from random import Random
 from typing import Any
 
 from external_data import add_data_option, data_files
+from record import Report, add_record_option, load_average
 
 from warmroute.config import Config, Health, Index, ModelConfig, NodeConfig, Routing
 from warmroute.edge.prompt_reader import PromptReader
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Outcome
-from warmroute.index import Tier
 from warmroute.index.cache_view import CacheView
 from warmroute.index.lookup import Lookup
+from warmroute.index.tiers import Tier
 from warmroute.prompt.body_fields import read_json
 from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.prompt_tokenizer import PromptTokenizer
@@ -46,7 +47,7 @@ from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.prompt.tokenizer_registry import TokenizerRegistry
 from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch
-from warmroute.routing.prompt_lookup import lookup_of
+from warmroute.routing.query import lookup_of
 from warmroute.routing.router import Router
 from warmroute.telemetry.counters import Counters
 
@@ -126,10 +127,11 @@ def turns(text: ChatText, tokens: int, agent: bool, offered: list[dict[str, Any]
         yield json.dumps(body).encode()
 
 
-def percentiles(samples: list[float]) -> str:
+def percentiles(samples: list[float]) -> tuple[str, str]:
+    """Return p50 and p99 in milliseconds."""
     ordered = sorted(samples)
     middle, late = ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
-    return f"p50 {middle * 1e3:6.3f}  p99 {late * 1e3:6.3f}"
+    return f"{middle * 1e3:.3f}", f"{late * 1e3:.3f}"
 
 
 class Stopwatch:
@@ -137,15 +139,15 @@ class Stopwatch:
         self.wall: list[float] = []
         self.cpu: list[float] = []
 
-    def time(self, work: Callable[[], Any]) -> Any:
+    def time(self, work: Callable[..., Any]) -> Any:
         wall, cpu = time.perf_counter(), time.thread_time()
         made = work()
         self.cpu.append(time.thread_time() - cpu)
         self.wall.append(time.perf_counter() - wall)
         return made
 
-    def report(self, what: str) -> None:
-        print(f"{what:<44} wall ms {percentiles(self.wall)}   CPU ms {percentiles(self.cpu)}")
+    def report(self, report: Report, what: str) -> None:
+        report.row(what, *percentiles(self.cpu), *percentiles(self.wall))
 
 
 class RoutedFleet:
@@ -175,8 +177,8 @@ class RoutedFleet:
         self.cache_view.tidy(self._now_s)
 
     def decide(self, body: bytes) -> Decision:
-        *fields, outline = read_json(body)
-        request = RoutingRequest(*fields)
+        model, system, user, session, outline = read_json(body)
+        request = RoutingRequest(model, system, user, session)
         prompt = self.prompt_reader.read(request.model, CHAT, body, lambda _: None, outline)
         assert isinstance(prompt, Prompt), "the body should be read without a thread"
         return self.router.decide(request, self._now_s, lookup_of(prompt, ""))
@@ -189,7 +191,12 @@ class RoutedFleet:
         ticket.close(Outcome.OK, self._now_s)
 
 
-def measure(registry: TokenizerRegistry, text: ChatText, tokens: int, agent: bool, conversations: int) -> None:
+COLUMNS = ("CPU p50, ms", "p99", "wall p50, ms", "p99")
+
+
+def measure(
+    report: Report, registry: TokenizerRegistry, text: ChatText, tokens: int, agent: bool, conversations: int
+) -> None:
     routed = RoutedFleet(registry, Config())
     reader = registry.prompt_tokenizer("m")
     offered = tools(text)
@@ -225,17 +232,17 @@ def measure(registry: TokenizerRegistry, text: ChatText, tokens: int, agent: boo
             routed.store(hashes)
     routed.prompt_reader.close()
     kind = "agent" if agent else "chat"
-    print(f"\n{kind} of {count} tokens, {size // 1000} KB")
-    begun.report("  begin only, warm")
-    warm.report("  body to tokens, warm")
-    matched.report("  body to match, warm")
-    decided.report(f"  body to decision by {routed.router.policy.name}, warm")
-    accounted.report("  accounting, dispatch to end")
-    cold.report("  body to tokens, cold")
+    report.table(f"{kind}_{tokens // 1000}k", f"{kind}, {count:,} tokens, {size // 1000} KB", *COLUMNS)
+    begun.report(report, "begin only, warm")
+    warm.report(report, "body to tokens, warm")
+    matched.report(report, "body to match, warm")
+    decided.report(report, f"body to decision by `{routed.router.policy.name}`, warm")
+    accounted.report(report, "accounting, dispatch to end")
+    cold.report(report, "body to tokens, cold")
 
 
-def longest_pause(reader: PromptTokenizer, text: ChatText, tokens: int) -> None:
-    """Print how long other threads wait while one reads cold prompts."""
+def longest_pause(report: Report, reader: PromptTokenizer, text: ChatText, tokens: int) -> None:
+    """Report how long other threads wait while one reads cold prompts."""
     pauses, size = [0.0], 0
     for _round in range(5):
         body = next(turns(text, tokens, agent=False, offered=[]))
@@ -249,11 +256,12 @@ def longest_pause(reader: PromptTokenizer, text: ChatText, tokens: int) -> None:
             last = now
             if not alive:
                 break
-    print(f"\ncold {size // 1000} KB in a thread: the event loop waits at most {max(pauses) * 1e3:.1f} ms at a time")
+    report.value("cold_kb", size // 1000)
+    report.value("longest_pause_ms", f"{max(pauses) * 1e3:.1f}")
 
 
-def price_decisions(count: int) -> None:
-    """Print the latency of a decision by price on `count` nodes."""
+def price_decisions(report: Report, count: int) -> None:
+    """Report the latency of a decision by price on `count` nodes."""
     fleet, cache_view = Fleet(Health(slow_start_s=0.0)), CacheView(Index())
     tokens = Random(1).randbytes(4 * 8_000)
     for number in range(count):
@@ -273,15 +281,17 @@ def price_decisions(count: int) -> None:
         lookup = Lookup(tokens, 8_000, 8_000)
         decision = decided.time(lambda lookup=lookup, now_s=now_s: router.decide(RoutingRequest("m"), now_s, lookup))
         again.time(lambda query=decision.query, now_s=now_s: router.decide_again(query, now_s))
-    decided.report(f"  decision by price, {count} nodes")
-    again.report("  the same, decided again")
+    decided.report(report, f"decision by `price`, {count:,} nodes")
+    again.report(report, "the same, decided again")
 
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_data_option(parser, CHATS, f"{TOKENIZER}/")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help=f"another tokenizer than {TOKENIZER}")
+    add_record_option(parser)
     args = parser.parse_args()
+    report = Report()
     chats, *tokenizer = data_files(args.data, CHATS, *([] if args.tokenizer else [TOKENIZER]))
     [folder] = tokenizer or [args.tokenizer]
     text = ChatText(chats)
@@ -291,16 +301,18 @@ async def main() -> None:
     reader = tokenizer_registry.prompt_tokenizer("m")
     print(f"{folder.name}: loaded in {time.perf_counter() - started:.1f} s")
     for agent in (False, True):
-        measure(tokenizer_registry, text, 8_000, agent, conversations=40)
-        measure(tokenizer_registry, text, 47_000, agent, conversations=20)
-    print()
-    price_decisions(64)
-    price_decisions(1_000)
-    longest_pause(reader, text, 47_000)
+        measure(report, tokenizer_registry, text, 8_000, agent, conversations=40)
+        measure(report, tokenizer_registry, text, 47_000, agent, conversations=20)
+    report.table("price", "8,000 tokens", *COLUMNS)
+    price_decisions(report, 64)
+    price_decisions(report, 1_000)
+    longest_pause(report, reader, text, 47_000)
     assert reader.chats is not None
     print(f"token cache: {len(reader.chats.token_cache)} prefixes in {reader.chats.used_bytes / 1e6:.1f} MB")
     print(f"sample verified: {reader.verify_sample()}, failed checks: {reader.chats.failed_checks}")
     tokenizer_registry.close()
+    report.value("load", load_average())
+    report.record(args.record)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the experiments on `price` share: a command line with one subcommand each, parallel replays, means and ratios."""
+"""What the experiments on `price` share: one subcommand each, parallel replays, means and ratios."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.progress import track
 
 from warmroute.fake_engine.profiles import profile
 from warmroute.replay import Run
-from warmroute.replay.simulation import NodeSpec
+from warmroute.replay.simulation.conditions import NodeSpec
 
 HARDWARE = "2xh100-32b"
 

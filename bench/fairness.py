@@ -1,13 +1,13 @@
 """Fairness of admission on an overloaded fleet, in virtual time under the production admission. Two tables:
 
-    python bench/fairness.py [--seeds 3] [--requests 3000]
+    python bench/fairness.py [--seeds 5] [--requests 3000]
 
 Priorities: high, normal and low requests at one to two times the load that two L4 can serve. The last columns count
 rejections of high and normal requests while a low one was waiting, or was being served. Both must be 0.
 
 Tenants: four, of which the first sends ten times as many requests; each of the others sends more than a quarter of
 the load that the fleet can serve. The table has the uncached tokens that each tenant was served while all tenants had
-requests waiting. None may differ from the mean by more than 10 %.
+requests waiting.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from warmroute.config import Admission, Config, Index, Routing
 from warmroute.config.priority import LOW
 from warmroute.fake_engine.profiles import profile
 from warmroute.replay.policy_spec import INDEX_BYTES
-from warmroute.replay.simulation import Conditions, NodeSpec, World
-from warmroute.replay.simulation.flight import Flight
-from warmroute.replay.workloads import WorkloadPrompt
+from warmroute.replay.simulation.conditions import Conditions, NodeSpec
+from warmroute.replay.simulation.request_flow import Flight
+from warmroute.replay.simulation.world import World
 from warmroute.replay.workloads.arrivals import poisson
-from warmroute.replay.workloads.priority_mix import PriorityMix
-from warmroute.replay.workloads.shared_system_prompts import SharedSystemPrompts
+from warmroute.replay.workloads.generators import PriorityMix, SharedSystemPrompts
+from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 RATES = (12.0, 16.0, 20.0, 24.0, 30.0)
 MAX_WAITING = 200
@@ -135,7 +135,7 @@ def _tenant_prompts(names: list[str], weights: list[float], rate: float, seed: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=3000)
     add_record_option(parser)
     args = parser.parse_args()

@@ -2,8 +2,8 @@
 
     python bench/index_throughput.py --data DIR
 
-docs/concepts/cache-index.md defines the operations. The last line is `N M block operations/s`. Dynamo's RadixTree runs
-the same operations if `dynamo` can be imported, by this interpreter or by the one that DYNAMO_PYTHON names.
+docs/concepts/cache-index.md defines the operations. Dynamo's RadixTree runs the same operations if `dynamo` can be
+imported, by this interpreter or by the one that DYNAMO_PYTHON names.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from external_data import add_data_option, data_files
+from record import Report, add_record_option, load_average
 
 TRACES = ("traces/mooncake_synthetic.jsonl.gz", "traces/mooncake_arxiv_first1000.jsonl.gz")
 PLACES = 64
@@ -48,10 +49,11 @@ def prompts(path: Path) -> list[list[int]]:
 def make_operations(paths: list[Path], blocks_per_id: int) -> list[Operation]:
     """Return the operations of a router: a match for each request, and the stores and removes of the engine it goes to.
 
-    A prompt goes to the holder that holds at least half of it, else to the next holder in turn. A holder evicts LRU, the
-    tail of a prompt first, as vLLM does. In the end everything is removed.
+    A prompt goes to the holder that holds at least half of it, else to the next holder in turn. A holder evicts the
+    least recently used blocks, the tail of a prompt first, as vLLM does. In the end everything is removed.
     """
-    from warmroute.index import hash_blocks, namespace_seed
+    from warmroute._kernel import hash_blocks
+    from warmroute.index.lookup import namespace_seed
 
     capacity = KV_TOKENS // (TRACE_BLOCK_TOKENS // blocks_per_id)
     operations: list[Operation] = []
@@ -105,7 +107,7 @@ def count_blocks(operations: list[Operation]) -> tuple[int, int]:
 
     A match walks the leading blocks that some holder holds, and the first one that no holder holds.
     """
-    from warmroute.index import BlockIndex
+    from warmroute._kernel import BlockIndex
 
     index = BlockIndex(1 << 30)
     holders = [index.add_holder() for _ in range(PLACES)]
@@ -130,7 +132,7 @@ def count_blocks(operations: list[Operation]) -> tuple[int, int]:
 
 def run_operations(operations: list[Operation]) -> float:
     """Return the CPU seconds of all operations on an empty index, one call each."""
-    from warmroute.index import BlockIndex
+    from warmroute._kernel import BlockIndex
 
     index = BlockIndex(1 << 30)
     holders = [index.add_holder() for _ in range(PLACES)]
@@ -150,25 +152,24 @@ def run_operations(operations: list[Operation]) -> float:
     return seconds
 
 
-def throughput(title: str, operations: list[Operation], rounds: int) -> float:
-    """Return the M block operations/s of the best round. Other processes can only slow a round down."""
+def throughput(report: Report, block_tokens: int, operations: list[Operation], rounds: int) -> None:
+    """Report the block operations per second of the best round. Other processes can only slow a round down."""
     walked, with_all_matched = count_blocks(operations)
     took = sorted(run_operations(operations) for _ in range(rounds))
     best, median = took[0], took[len(took) // 2]
-    print(
-        f"{title}: {len(operations):,} calls, {walked:,} block operations, "
-        f"best of {rounds} rounds {best * 1e3:.1f} ms: {walked / best / 1e6:.1f} M/s "
-        f"(median {walked / median / 1e6:.1f}; {with_all_matched / best / 1e6:.1f} with all blocks of a prompt counted)"
-    )
-    return walked / best / 1e6
+    name = f"Mooncake traces, blocks of {block_tokens} tokens: {walked:,} block operations in {len(operations):,} calls"
+    report.row(name, f"{walked / best / 1e6:.1f} M/s; median of {rounds} rounds {walked / median / 1e6:.1f}")
+    report.row("the same, all blocks of a prompt counted", f"{with_all_matched / best / 1e6:.1f} M/s")
+    report.values[f"operations_{block_tokens}"] = f"{walked / best / 1e6:.1f}"
 
 
-def bytes_per_pair() -> None:
-    """Print the bytes per pair over all fill levels from 100,000 pairs on, by how many holders hold each block."""
-    from warmroute.index import BlockIndex, Tier
+def bytes_per_pair(report: Report) -> None:
+    """Report the bytes per pair over all fill levels from 100,000 pairs on, by how many holders hold each block."""
+    from warmroute._kernel import BlockIndex
+    from warmroute.index.tiers import Tier
 
-    print("bytes per pair, highest and lowest between 100,000 and 1,000,000 pairs:")
-    for holders, n_places, run, tier in (
+    report.table("memory", "holders of a block", "of", "tier", "blocks in a row", "bytes per pair, highest", "lowest")
+    for sharing, count, run, tier in (
         (1, 64, 64, Tier.GPU),
         (1, 4096, 64, Tier.GPU),
         (2, 64, 64, Tier.GPU),
@@ -179,26 +180,23 @@ def bytes_per_pair() -> None:
         (2, 4096, 1, Tier.CPU),
     ):
         index = BlockIndex(1 << 30)
-        holders = [index.add_holder() for _ in range(n_places)]
+        holders = [index.add_holder() for _ in range(count)]
         source = random.Random(5)
         seen: list[float] = []
         pairs = 0
         while pairs < 1_000_000:
             blocks = array("Q", source.randbytes(8 * run))
-            for holder in source.sample(holders, holders):
+            for holder in source.sample(holders, sharing):
                 salt = source.getrandbits(64)
                 index.store_hashes(holder, blocks, tier, [b ^ salt for b in blocks])
-            pairs += run * holders
+            pairs += run * sharing
             if pairs > 100_000 and pairs % 64 == 0:
                 seen.append(index.stats()["bytes"] / pairs)
-        print(
-            f"  {holders:2} of {n_places} holders hold a block on the {tier.name}, the same {run} blocks in a row: "
-            f"{max(seen):.1f} and {min(seen):.1f}"
-        )
+        report.row(sharing, f"{count:,}", tier.name, run, f"{max(seen):.1f}", f"{min(seen):.1f}")
 
 
-def match_latency() -> None:
-    from warmroute.index import BlockIndex, hash_blocks
+def match_latency(report: Report) -> None:
+    from warmroute._kernel import BlockIndex, hash_blocks
 
     hashes = hash_blocks(1, None, array("I", range(512)), 1)
     for title, depths in (
@@ -221,12 +219,12 @@ def match_latency() -> None:
             index.match(hashes)
             took.append((time.perf_counter_ns() - start) / 1e3)
         took.sort()
-        print(f"match of 512 blocks, 64 holders, {title}: p50 {took[1000]:.1f} µs, p99 {took[1980]:.1f} µs")
+        report.row(f"match of 512 blocks, 64 holders: {title}", f"p50 {took[1000]:.1f} µs, p99 {took[1980]:.1f} µs")
 
 
-def longest_call() -> None:
-    """Print the CPU time of batches of 1,000 events of four blocks, while the index grows to two million pairs."""
-    from warmroute.index import BlockIndex
+def longest_call(report: Report) -> None:
+    """Report the CPU time of batches of 1,000 events of four blocks, while the index grows to two million pairs."""
+    from warmroute._kernel import BlockIndex
 
     index = BlockIndex(1 << 30)
     holder = index.add_holder()
@@ -242,17 +240,15 @@ def longest_call() -> None:
             index.store(holder, 1, parent, engine_hashes, tokens, 16, GPU)
         batches.append((time.process_time_ns() - start) / 1e6)
     batches.sort()
-    print(
-        f"1,000 store events (4,000 blocks of 16 tokens, as lists) while growing to 2 M pairs: "
-        f"p50 {batches[250]:.2f} ms, longest {batches[-1]:.2f} ms"
-    )
+    times = f"p50 {batches[250]:.2f} ms, longest {batches[-1]:.2f} ms"
+    report.row("1,000 store events of 4 blocks, while growing to 2 M pairs", times)
     start = time.process_time_ns()
     index.clear(holder)
-    print(f"clear of 2 M pairs: {(time.process_time_ns() - start) / 1e6:.2f} ms, later calls sweep the rest")
+    report.row("clear of 2 M pairs; later calls sweep the rest", f"{(time.process_time_ns() - start) / 1e6:.2f} ms")
 
 
-def hashing() -> None:
-    from warmroute.index import hash_blocks
+def hashing(report: Report) -> None:
+    from warmroute._kernel import hash_blocks
 
     for block_size in (16, 64, 512):
         tokens = array("I", [random.getrandbits(17) for _ in range(1 << 18)])
@@ -261,7 +257,8 @@ def hashing() -> None:
             start = time.perf_counter()
             hash_blocks(1, None, tokens, block_size)
             took.append(time.perf_counter() - start)
-        print(f"chain, blocks of {block_size} tokens: {4 * len(tokens) / statistics.median(took) / 1e9:.1f} GB/s")
+        speed = 4 * len(tokens) / statistics.median(took) / 1e9
+        report.row(f"hash chain, blocks of {block_size} tokens", f"{speed:.1f} GB/s")
 
 
 def dynamo_replay(path: str) -> None:
@@ -314,7 +311,7 @@ def dynamo_replay(path: str) -> None:
     print(json.dumps({"wall_s": wall, "cpu_s": cpu, "match_us": statistics.median(matches)}))
 
 
-def beside_dynamo(operations: list[Operation]) -> None:
+def beside_dynamo(report: Report, operations: list[Operation]) -> None:
     python = os.environ.get("DYNAMO_PYTHON", sys.executable)
     if subprocess.run([python, "-c", "import dynamo._core"], capture_output=True).returncode:
         print(
@@ -331,12 +328,11 @@ def beside_dynamo(operations: list[Operation]) -> None:
         return
     figures = json.loads(ran.stdout.splitlines()[-1])
     walked, _ = count_blocks(operations)
-    print(
-        f"Dynamo's RadixTree, same operations through its Python API (events as JSON, its own thread): "
-        f"{walked / figures['wall_s'] / 1e6:.2f} M/s of wall time, "
-        f"{walked / figures['cpu_s'] / 1e6:.2f} M/s of CPU time; "
-        f"match of 512 blocks, 64 holders: p50 {figures['match_us']:.1f} µs"
-    )
+    wall, cpu = (f"{walked / figures[key] / 1e6:.2f} M/s" for key in ("wall_s", "cpu_s"))
+    report.table("dynamo", "Dynamo's RadixTree, the same operations", "")
+    report.row("by wall time", wall)
+    report.row("by CPU time", cpu)
+    report.row("match of 512 blocks, 64 holders, p50", f"{figures['match_us']:.1f} µs")
 
 
 def main() -> int:
@@ -345,21 +341,25 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--quick", action="store_true", help="the headline figure only")
     parser.add_argument("--dynamo-replay", metavar="FILE", help=argparse.SUPPRESS)
+    add_record_option(parser)
     options = parser.parse_args()
     if options.dynamo_replay:
         dynamo_replay(options.dynamo_replay)
         return 0
     traces = data_files(options.data, *TRACES)
     operations = make_operations(traces, 1)
-    headline = throughput("Mooncake, blocks of 512 tokens as in the traces", operations, options.rounds)
+    report = Report()
+    report.table("speed", "operation", "one core")
+    throughput(report, TRACE_BLOCK_TOKENS, operations, options.rounds)
     if not options.quick:
-        throughput("Mooncake, blocks of 16 tokens", make_operations(traces, TRACE_BLOCK_TOKENS // 16), 5)
-        hashing()
-        bytes_per_pair()
-        match_latency()
-        longest_call()
-        beside_dynamo(operations)
-    print(f"{headline:.1f} M block operations/s")
+        throughput(report, 16, make_operations(traces, TRACE_BLOCK_TOKENS // 16), 5)
+        match_latency(report)
+        longest_call(report)
+        hashing(report)
+        bytes_per_pair(report)
+        beside_dynamo(report, operations)
+    report.value("load", load_average())
+    report.record(options.record)
     return 0
 
 

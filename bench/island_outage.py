@@ -1,6 +1,6 @@
 """Three clouds, one of which fails for a while: the island rules against a flat pool and against a single island.
 
-    python bench/island_outage.py
+    python bench/island_outage.py [--seeds 4]
 
 The router and its clients are in the first cloud; the others are 40 and 280 ms away. The first cloud can serve all
 requests. It fails after a third of the run and is back, with empty caches, a quarter of the run later.
@@ -9,8 +9,8 @@ requests. It fails after a third of the run and is back, with empty caches, a qu
     flat pool      `price`, but the router does not know which node is on which island
     nearest only   the router uses the nearest island only, and requests wait while it is down
 
-The exit code is 1 unless both hold: at least 99 % of the turns whose island is healthy stay on it, and the TTFT p95 is
-below that of both others.
+The figures are means over the seeds. The exit code is 1 unless both hold: at least 99 % of the turns whose island is
+healthy stay on it, and the TTFT p95 is below that of both others.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from statistics import fmean
 from typing import Any
 
 from record import Report, add_record_option
 
 from warmroute.config import Config, from_table
 from warmroute.fake_engine.profiles import profile
-from warmroute.replay.simulation import Conditions, Island, NodeSpec, ProcessState, World
-from warmroute.replay.simulation.flight import Flight
+from warmroute.replay.simulation.conditions import Conditions, Island, NodeSpec
+from warmroute.replay.simulation.request_flow import Flight
+from warmroute.replay.simulation.simulated_node import ProcessState
+from warmroute.replay.simulation.world import World
 from warmroute.replay.summary import percentile
-from warmroute.replay.workloads import parse_workload
+from warmroute.replay.workloads.catalog import parse_workload
 from warmroute.routing.decision import Decision, Policy
 from warmroute.routing.island_choice import OUTPUT_TOKEN_BYTES, PROMPT_TOKEN_BYTES, IslandChoice
 from warmroute.routing.query import Query
@@ -128,10 +131,10 @@ def config(max_delay_ms: float | None) -> Config:
     return from_table(table)
 
 
-def run(rule: str, args: argparse.Namespace) -> dict[str, Any]:
+def run(rule: str, args: argparse.Namespace, seed: int) -> dict[str, float]:
     specs = [NodeSpec(f"{cloud}-{at}", profile(args.profile), cloud) for cloud in CLOUDS for at in range(args.nodes)]
     conditions = Conditions(
-        seed=args.seed,
+        seed=seed,
         islands={name: Island(round_trip_ms) for name, (round_trip_ms, _) in CLOUDS.items()},
         router_knows_islands=rule != "flat pool",
     )
@@ -140,7 +143,7 @@ def run(rule: str, args: argparse.Namespace) -> dict[str, Any]:
     world.calendar.at(fails_ms, world.fail_island, "near", args.surviving)
     world.calendar.at(fails_ms + args.duration * 250.0, world.restore_island, "near")
     workload = parse_workload(args.workload.split())
-    world.run(workload.arrivals(args.seed, args.rate), duration_s=args.duration)
+    world.run(workload.arrivals(seed, args.rate), duration_s=args.duration)
     results, log, moves = world.results, world.conversation_log, world.fleet.islands.conversations
     ordered = sorted(results.ttft_ms)
     return {
@@ -151,11 +154,11 @@ def run(rule: str, args: argparse.Namespace) -> dict[str, Any]:
         "p99": percentile(ordered, 0.99) or 0.0,
         "hit": results.cached_tokens / max(1, results.prompt_tokens),
         "stayed": log.stayed_fraction,
-        "moved": dict(moves.moved),
+        "moved": sum(moves.moved.values()),
         "returned": sum(moves.returned.values()),
         "egress_gb": sum(log.bytes_sent.values()) * 1e-9,
         "egress_usd": sum(size * 1e-9 * CLOUDS[island][1] for island, size in log.bytes_sent.items()),
-        "served": " / ".join(f"{log.requests[cloud] / max(1, sum(log.requests.values())):.0%}" for cloud in CLOUDS),
+        **{cloud: log.requests[cloud] / max(1, sum(log.requests.values())) for cloud in CLOUDS},
     }
 
 
@@ -165,7 +168,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=4, help="nodes in each cloud (4)")
     parser.add_argument("--rate", type=float, default=6.0, help="new conversations per second (6)")
     parser.add_argument("--duration", type=float, default=200.0, help="seconds of virtual time (200)")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=4, metavar="N", help="runs of each rule (4)")
     parser.add_argument("--workload", default=WORKLOAD)
     parser.add_argument("--surviving", type=int, default=0, help="nodes of the failing cloud that survive (0)")
     parser.add_argument("--max-delay-ms", type=float, help="overrides island_affinity.max_delay_ms")
@@ -177,16 +180,13 @@ def main() -> int:
     report.table("rules", "", *columns, "moved", "came back", "egress, GB", "USD")
     rows = {}
     for rule in args.rules.split(","):
-        row = rows[rule] = run(rule, args)
-        moved: Counter[str] = Counter()
-        for (_, _, reason), count in row["moved"].items():
-            moved[reason] += count
-        times = (f"{row[key]:,.0f}" for key in ("p50", "p95", "p99"))
-        reasons = ", ".join(f"{count} `{reason}`" for reason, count in moved.items()) or "–"
-        report.row(
-            rule, f"{row['requests']:,}", row["lost"], *times, f"{row['hit']:.1%}", f"{row['stayed']:.2%}",
-            row["served"], reasons, row["returned"], f"{row['egress_gb']:.3f}", f"{row['egress_usd']:.4f}",
-        )  # fmt: skip
+        runs = [run(rule, args, seed) for seed in range(1, args.seeds + 1)]
+        row = rows[rule] = {key: fmean(one[key] for one in runs) for key in runs[0]}
+        counts = [f"{row[key]:,.0f}" for key in ("requests", "lost", "p50", "p95", "p99")]
+        served = " / ".join(f"{row[cloud]:.0%}" for cloud in CLOUDS)
+        moves = f"{row['moved']:.0f}", f"{row['returned']:.0f}"
+        egress = f"{row['egress_gb']:.3f}", f"{row['egress_usd']:.4f}"
+        report.row(rule, *counts, f"{row['hit']:.1%}", f"{row['stayed']:.2%}", served, *moves, *egress)
     report.record(args.record)
     ours, others = rows["islands"], [row for rule, row in rows.items() if rule != "islands"]
     passed = ours["stayed"] >= MIN_STAYED and all(ours["p95"] < other["p95"] for other in others)

@@ -16,8 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from warmroute.replay.workloads import WorkloadPrompt, parse_workload
 from warmroute.replay.workloads.arrivals import with_follow_ups
+from warmroute.replay.workloads.catalog import parse_workload
+from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 ID_TOKENS = 512
 

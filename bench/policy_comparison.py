@@ -1,6 +1,6 @@
 """All policies, ours and other routers', on all traces and generated workloads, at three loads, in virtual time:
 
-python bench/policy_comparison.py --data DIR [--workload NAME …] [--policy P …] [--nodes 8] [--seeds 1] [--out FILE]
+python bench/policy_comparison.py --data DIR [--workload NAME …] [--policy P …] [--nodes 8] [--seeds 1]
 
 Light is a load that every policy can serve. At the knee, load balancing alone begins to queue. Beyond is more than it
 can serve. Goodput counts answers whose first token came within 2 s + 0.5 ms for each token of the prompt. The tables
@@ -15,16 +15,16 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from external_data import add_data_option, data_files
+from record import Report, add_record_option
 from rich.progress import track
 
 from warmroute.fake_engine.profiles import profile
 from warmroute.replay import Setup, parse_policy, replay
-from warmroute.replay.simulation import Conditions, NodeSpec
-from warmroute.replay.workloads import parse_workload
+from warmroute.replay.simulation.conditions import Conditions, NodeSpec
+from warmroute.replay.workloads.catalog import parse_workload
 
 LOADS: dict[str, tuple[float, float, float]] = {
     "mooncake_arxiv_first1000": (1, 3, 6),
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=1, help="runs of each, averaged (1)")
     parser.add_argument("--limit", type=int, default=1200, help="requests per run (1200)")
-    parser.add_argument("--out", type=Path, help="the tables as Markdown")
+    add_record_option(parser)
     args = parser.parse_args()
     policies = [p for p in (args.policy or POLICIES) if p != "price"] + ["price"]
     workloads = args.workload or list(LOADS)
@@ -103,31 +103,16 @@ def main() -> None:
     ]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         done = list(track(pool.map(run, jobs), "replaying", len(jobs), disable=not sys.stderr.isatty()))
-    text = "\n".join(report(done, policies))
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    report = Report()
+    show(done, policies, report)
+    report.record(args.record)
 
 
-def report(done: list[tuple[str, int, str, int, dict[str, Any]]], policies: list[str]) -> list[str]:
+def show(done: list[tuple[str, int, str, int, dict[str, Any]]], policies: list[str], report: Report) -> None:
     cells = sorted({(name, load) for name, load, *_ in done}, key=lambda cell: (list(LOADS).index(cell[0]), cell[1]))
     shown = [policy for policy in policies if policy != "oracle"]
-    head = "| workload | load | " + " | ".join(shown) + " |"
-    line = "| --- " * (2 + len(shown)) + "|"
-    times = ["TTFT p50 / p90 in ms. Values within 3 % of the lowest are bold.", "", head, line]
-    goods = [
-        "Goodput in answers per second. Values within 3 % of the highest are bold.",
-        "",
-        head,
-        line,
-    ]
-    hits = [
-        "Hit rate. `oracle` is one cache as large as the fleet's.",
-        "",
-        "| workload | load | " + " | ".join(policies) + " |",
-        "| --- " * (2 + len(policies)) + "|",
-    ]
-    verdicts = ["| workload | load | p50 | p90 | p99 | goodput | hit rate / oracle |", "| --- " * 7 + "|"]
+    lists: list[list[list[str]]] = [[] for _ in range(5)]
+    times, goods, hits, verdicts, behind = lists
     counts = {policy: [0, 0, 0, 1.0, 1.0] for policy in shown}
     """For each policy: how often it is among the best in p50, p90 and goodput; its worst p50 and p90 / the best."""
     for name, load in cells:
@@ -137,14 +122,10 @@ def report(done: list[tuple[str, int, str, int, dict[str, Any]]], policies: list
         others = {policy: rows[policy] for policy in shown}
         least = {key: min(row[key] for row in others.values()) for key in ("p50", "p90", "p99")}
         most = max(row["good"] for row in others.values())
-        begin = f"| {name} | {LOAD_NAMES[load]} | "
-        times.append(begin + " | ".join(_times(row, least) for row in others.values()) + " |")
-        goods.append(
-            begin
-            + " | ".join(_bold(row["good"] * WITHIN >= most, f"{row['good']:.3g}") for row in others.values())
-            + " |"
-        )
-        hits.append(begin + " | ".join(f"{row['hit']:.1%}" for row in rows.values()) + " |")
+        cell = (name, LOAD_NAMES[load])
+        times.append([*cell, *(_times(row, least) for row in others.values())])
+        goods.append([*cell, *(_bold(row["good"] * WITHIN >= most, f"{row['good']:.3g}") for row in others.values())])
+        hits.append([*cell, *(f"{row['hit']:.1%}" for row in rows.values())])
         ours = rows["price"]
         p50, p90, p99 = (ours[key] / least[key] for key in ("p50", "p90", "p99"))
         good = most / max(1e-9, ours["good"])
@@ -157,24 +138,26 @@ def report(done: list[tuple[str, int, str, int, dict[str, Any]]], policies: list
             count[4] = max(count[4], row["p90"] / least["p90"])
         oracle = rows.get("oracle", {}).get("hit", 0.0)
         fraction = f"{ours['hit'] / oracle:.1%}" if oracle else "–"
-        verdicts.append(
-            f"| {name} | {LOAD_NAMES[load]} | {p50:.2f} | {p90:.2f} | {p99:.2f} | {1 / good:.2f} | {fraction} |"
-        )
-    summary = [f"| of {len(cells)} | p50 | p90 | goodput | worst p50 | worst p90 |", "| --- " * 6 + "|"]
-    summary += [
-        f"| {policy} | {p50} | {p90} | {good} | × {worst50:.3g} | × {worst90:.3g} |"
-        for policy, (p50, p90, good, worst50, worst90) in sorted(counts.items(), key=lambda item: -item[1][1])
+        verdicts.append([*cell, *(f"{ratio:.2f}" for ratio in (p50, p90, p99, 1 / good)), fraction])
+        worse = [f"{key} × {ratio:.2f}" for key, ratio in (("p50", p50), ("p90", p90)) if ratio > WITHIN]
+        worse += [f"goodput × {1 / good:.2f}"] if good > WITHIN else []
+        behind += [[*cell, ", ".join(worse)]] if worse else []
+    summary = [
+        [policy, *(f"{count:g}" for count in best), f"× {worst50:.3g}", f"× {worst90:.3g}"]
+        for policy, (*best, worst50, worst90) in sorted(counts.items(), key=lambda item: -item[1][1])
     ]
-    return [
-        *(
-            "How often each is within 3 % of the best, and its worst times relative to the best:",
-            "",
-            *summary,
-            "",
-        ),
-        *("`price` relative to the best, itself included:", "", *verdicts, ""),
-        *(*times, "", *goods, "", *hits),
-    ]
+    report.value("cells", len(cells))
+    for title, columns, lines in (
+        ("summary", ["policy", "best p50", "best p90", "best goodput", "worst p50", "worst p90"], summary),
+        ("behind", ["workload", "load", "`price` / best"], behind),
+        ("price", ["workload", "load", "p50", "p90", "p99", "goodput", "hit rate / oracle"], verdicts),
+        ("ttft", ["workload", "load", *shown], times),
+        ("goodput", ["workload", "load", *shown], goods),
+        ("hits", ["workload", "load", *policies], hits),
+    ):
+        report.table(title, *columns)
+        for line in lines:
+            report.row(*line)
 
 
 def _mean(found: list[dict[str, Any]]) -> dict[str, float]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -24,9 +23,10 @@ from statistics import fmean, stdev
 import uvloop
 from agreement import JITTER_MS, JitteredTrial
 from agreement_trials import Trial, run_in_replay, run_live
+from record import Report, add_record_option, load_average
 
 from warmroute.replay.summary import Run
-from warmroute.replay.workloads import WorkloadPrompt
+from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 POLICIES = ("round_robin", "least_loaded", "prefix_hash", "overlap", "price")
 TRIALS = {
@@ -55,9 +55,9 @@ class Measure:
         return abs(one - other) > max(least, 2.0 * noise)
 
 
-HITS = Measure("hit rate", ("hit_rate",), 1.0, more_is_better=True)
-MEAN = Measure("TTFT mean", ("ttft_ms", "mean"), 0.03)
-P50 = Measure("TTFT p50", ("ttft_ms", "p50"), 0.03)
+HITS = Measure("hit rate, %", ("hit_rate",), 1.0, more_is_better=True)
+MEAN = Measure("TTFT mean, ms", ("ttft_ms", "mean"), 0.03)
+P50 = Measure("TTFT p50, ms", ("ttft_ms", "p50"), 0.03)
 MEASURES = (HITS, MEAN, P50)
 
 
@@ -115,8 +115,8 @@ def in_order(measure: Measure, found: dict[str, float], noise: dict[str, float])
     return " ".join(words)
 
 
-def judge(measure: Measure, results: dict[str, Result]) -> bool:
-    """Print how the pairs rank that replay distinguishes. Return whether all of them rank the same live."""
+def judge(measure: Measure, results: dict[str, Result]) -> tuple[int, int]:
+    """Print how the pairs rank that replay distinguishes. Return their number, and how many rank the same live."""
     replay = {policy: result.replay[measure] for policy, result in results.items()}
     live = {policy: result.live[measure] for policy, result in results.items()}
     noise = {policy: result.noise[measure] for policy, result in results.items()}
@@ -130,7 +130,7 @@ def judge(measure: Measure, results: dict[str, Result]) -> bool:
           + "".join(f"; {a} and {b} the other way round" for a, b in reversed_pairs))  # fmt: skip
     print(f"    replay  {in_order(measure, replay, noise)}")
     print(f"    live    {in_order(measure, live, noise)}")
-    return not reversed_pairs
+    return len(clear), len(clear) - len(reversed_pairs)
 
 
 def main() -> int:
@@ -141,13 +141,14 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=150, metavar="N", help="requests per run (150)")
     parser.add_argument("--seeds", type=int, default=2, metavar="N", help="live runs of each policy (2)")
     parser.add_argument("--replays", type=int, default=6, metavar="N", help="replays of each live run (6)")
+    add_record_option(parser)
     args = parser.parse_args()
     policies = args.policy or POLICIES
-    agree = True
-    print(f"3 × {args.profile}, {args.limit} requests, {args.seeds} seeds, speed {args.speed:g}; ± is one σ of noise")
+    report = Report()
+    pairs = clear = same = 0
     for workload, blocks in TRIALS.items():
-        print(f"\n{workload}, {blocks} blocks")
-        print(f"{'':13}" + "".join(f"{each.name + ', live / replay':>32}" for each in MEASURES))
+        name = workload.split()[0]
+        report.table(name, f"{name}, {blocks:,} blocks", *(f"{each.name}, live / replay" for each in MEASURES), "load")
         results: dict[str, Result] = {}
         for policy in policies:
             found = results[policy] = result(workload, blocks, policy, args)
@@ -155,14 +156,16 @@ def main() -> int:
                 f"{found.live[each]:.{digits}f} / {found.replay[each]:.{digits}f} ± {found.noise[each]:.{digits}f}"
                 for each, digits in zip(MEASURES, (1, 0, 0), strict=True)
             ]
-            print(
-                f"{policy:13}" + "".join(f"{cell:>32}" for cell in cells) + f"   load {os.getloadavg()[0]:.1f}",
-                flush=True,
-            )
+            report.row(policy, *cells, load_average())
         for measure in MEASURES:
-            agree = judge(measure, results) and agree
-    print("\nThe ranking is the same." if agree else "\nThe ranking is not the same.")
-    return 0 if agree else 1
+            found_clear, found_same = judge(measure, results)
+            pairs += len(results) * (len(results) - 1) // 2
+            clear, same = clear + found_clear, same + found_same
+    report.value("pairs", pairs)
+    report.value("clear_pairs", clear)
+    report.value("same_order", same)
+    report.record(args.record)
+    return 0 if same == clear else 1
 
 
 if __name__ == "__main__":

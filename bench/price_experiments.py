@@ -22,9 +22,9 @@ from record import Report
 
 from warmroute.fake_engine.profiles import profile
 from warmroute.replay import Run, Setup, parse_policy, replay
-from warmroute.replay.simulation import Conditions, NodeSpec
+from warmroute.replay.simulation.conditions import Conditions, NodeSpec
 from warmroute.replay.simulation.fault_schedule import ScheduledFault
-from warmroute.replay.workloads import parse_workload
+from warmroute.replay.workloads.catalog import parse_workload
 
 TOLERANCE = 1.03
 """A result within this factor of another one is as good."""
@@ -240,7 +240,9 @@ def affinity(args: argparse.Namespace, report: Report) -> None:
         for seed in range(1, args.seeds + 1)
     ]
     runs = run_jobs(_run_unequal, jobs, args)
-    report.table("clients", "clients", "", "affinity", "round_robin", "price", "price / affinity", "price / round_robin")
+    report.table(
+        "clients", "clients", "", "affinity", "round_robin", "price", "price / affinity", "price / round_robin"
+    )
     for clients in (1, 2, 4, 8, 16, 32):
         found = [[run for job, run in runs.items() if job[:2] == (clients, policy)] for policy in UNEQUAL_POLICIES]
         for title, path in (

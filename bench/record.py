@@ -48,10 +48,10 @@ class Report:
         self.values[name] = value
         print(f"{name}: {value}", flush=True)
 
-    def record(self, name: str | None) -> None:
+    def record(self, name: str | None, command: str = "") -> None:
         """Write the result file, if `--record` named one."""
         if name:
-            record(name, values=self.values, tables=self.tables)
+            record(name, values=self.values, tables=self.tables, command=command)
 
 
 def record(
@@ -64,7 +64,7 @@ def record(
     """Write the result file and return its path. `command` defaults to this process's own."""
     path = RESULTS / f"{name}.json"
     content = {
-        "command": command or _command(),
+        "command": command or shell_command(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": f"{os.cpu_count()} cores, {_processor()}, Linux {platform.release().split('-')[0]}, "
         f"Python {platform.python_version()}",
@@ -88,10 +88,15 @@ def _markdown(cells: Sequence[Cell]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def _command() -> str:
-    """Return this process's command. Directories outside the repository become DIR."""
-    words = [os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]
-    return shlex.join(["python", *("DIR" if os.path.isabs(word) else word for word in words)])
+def shell_command(words: Sequence[str]) -> str:
+    """Return the command as a line. Directories outside the repository become DIR."""
+    return shlex.join(_without_directory(word) for word in words)
+
+
+def _without_directory(word: str) -> str:
+    if not os.path.isabs(word):
+        return word
+    return f"DIR/{Path(word).name}" if Path(word).is_file() else "DIR"
 
 
 def _processor() -> str:

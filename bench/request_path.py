@@ -5,12 +5,15 @@ python bench/request_path.py
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from array import array
 from collections.abc import Callable
 from functools import partial
 from random import Random
+
+from record import Report, add_record_option, load_average
 
 from warmroute.config import Health, Index, NodeConfig, Routing
 from warmroute.config import Journal as JournalConfig
@@ -134,29 +137,37 @@ def read_key(body: bytes) -> bytes | None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_record_option(parser)
+    args = parser.parse_args()
+    report = Report()
+    report.table("stages", "stage", "µs of CPU")
     end = REQUEST.index(b"\r\n\r\n")
     answer_end = RESPONSE.index(b"\r\n\r\n")
     frames = ChunkReader()
-    rows: list[tuple[str, float]] = [
-        (f"request head, {len(REQUEST)} bytes", cost_us(lambda: read_request_head(REQUEST, end))),
-        (f"response head, {len(RESPONSE)} bytes", cost_us(lambda: read_response_head(RESPONSE, answer_end))),
-        ("one chunk's frame", cost_us(lambda: frames.feed(CHUNK))),
-    ]
+
+    def stage(name: str, work: Callable[[], object]) -> None:
+        report.row(name, f"{cost_us(work):,.2f}")
+
+    stage(f"request head, {len(REQUEST)} bytes", lambda: read_request_head(REQUEST, end))
+    stage(f"response head, {len(RESPONSE)} bytes", lambda: read_response_head(RESPONSE, answer_end))
+    stage("one chunk's frame", lambda: frames.feed(CHUNK))
     for size in (1_024, 16_384, 131_072):
-        body = chat_body(size)
-        rows.append((f"body to request and key, {size // 1024} KiB", cost_us(partial(read_key, body))))
-    for count in (2, 64, 1_000):
-        fleet = fleet_of(count)
+        stage(f"body to request and key, {size // 1024} KiB", partial(read_key, chat_body(size)))
+    fleets = {count: fleet_of(count) for count in (2, 64, 1_000)}
+    for fleet in fleets.values():
         load(fleet)
-        for policy in ("round_robin", "least_loaded", "power_of_two", "prefix_hash"):
-            router = Router(fleet, CacheView(Index()), Routing(policy=policy))
-            request = read_request(chat_body(1_024)) if policy == "prefix_hash" else RoutingRequest("m")
-            rows.append((f"decision, {policy}, {count} nodes", cost_us(partial(router.decide, request, 1.0))))
-    rows.append(("ticket, opened to closed", cost_us(lambda: ticket_round(fleet))))
-    rows += [(f"journal, decided to ended, {count} nodes", cost_us(journal_round(count))) for count in (2, 64, 1_000)]
-    rows.append(("metrics page, 500 nodes", cost_us(metrics_page(500))))
-    for name, microseconds in rows:
-        print(f"{name:40s} {microseconds:9.2f} µs")
+    stage("ticket, opened to closed", lambda: ticket_round(fleets[1_000]))
+    for count in fleets:
+        stage(f"journal, decided to ended, {count:,} nodes", journal_round(count))
+    stage("metrics page, 500 nodes", metrics_page(500))
+    report.table("decisions", "decision, µs of CPU", *(f"{count:,} nodes" for count in fleets))
+    for policy in ("round_robin", "least_loaded", "power_of_two", "prefix_hash"):
+        request = read_request(chat_body(1_024)) if policy == "prefix_hash" else RoutingRequest("m")
+        routers = [Router(fleet, CacheView(Index()), Routing(policy=policy)) for fleet in fleets.values()]
+        report.row(policy, *(f"{cost_us(partial(router.decide, request, 1.0)):.2f}" for router in routers))
+    report.value("load", load_average())
+    report.record(args.record)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The production scaler against other scalers, in virtual time: GPU hours, TTFT p90, and time over the ceiling.
 
-python bench/scaler_comparison.py --data DIR [--load agentic|day …] [--scaler S …] [--jobs 2] [--out FILE]
+python bench/scaler_comparison.py --data DIR [--load agentic|day …] [--scaler S …] [--jobs 2]
 
 Two loads. `agentic`: the agentic trace at its own times, 60 coding sessions over four hours (needs --data). `day`:
 chats of six turns with long system prompts that follow a daily curve with a ratio of four between noon and night, a day
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -29,15 +30,16 @@ from pathlib import Path
 from typing import Any
 
 from external_data import add_data_option, data_files
+from record import Report, add_record_option
 
 from warmroute.config import Scaling
 from warmroute.fake_engine.profiles import profile
 from warmroute.replay import Setup, parse_policy, replay
 from warmroute.replay.peers.scalers import Hpa, Threshold
 from warmroute.replay.report.table import paid_gpu_hours
-from warmroute.replay.simulation import NodeSpec
+from warmroute.replay.simulation.conditions import NodeSpec
 from warmroute.replay.simulation.simulated_scaling import ScalingSetup, SimulatedOffer
-from warmroute.replay.workloads import parse_workload
+from warmroute.replay.workloads.catalog import parse_workload
 from warmroute.scaling.offer import Offer
 
 TRACE = "traces/weka_60sessions_mooncake_format.jsonl.gz"
@@ -74,11 +76,11 @@ def setup_of(load: str, trace: Path | None, text: str, max_nodes: int) -> Setup:
         nodes = int(rest)
     else:
         words = dict(word.split("=") for word in rest.split(",") if word)
-        numbers = {key: float(value) for key, value in words.items()}
+        numbers: dict[str, Any] = {key: float(value) for key, value in words.items()}
         config = Scaling(enabled=True, max_nodes=max_nodes, max_ttft_p99_ms=CEILING_MS)
-        decision_maker = None
+        decision_maker: Callable[..., Any] | None = None
         if name == "warmroute":
-            config = Scaling(enabled=True, max_nodes=max_nodes, max_ttft_p99_ms=CEILING_MS, **numbers)  # type: ignore[arg-type]
+            config = Scaling(enabled=True, max_nodes=max_nodes, max_ttft_p99_ms=CEILING_MS, **numbers)
         elif name == "hpa":
             decision_maker = partial(Hpa, **numbers)
         else:
@@ -129,38 +131,33 @@ def hours_at(points: list[tuple[float, float]], p90_ms: float) -> float | None:
     return best
 
 
-def report(done: list[tuple[str, str, dict[str, Any]]]) -> list[str]:
-    lines = [
-        "| load | scaler | GPU h | USD | nodes | changes | hit | TTFT p50 | p90 | p99 | s over 10 s | unanswered |",
-        "| --- " * 12 + "|",
-    ]
+def show(done: list[tuple[str, str, dict[str, Any]]], report: Report) -> None:
     points: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for load, text, one in done:
+        if load not in report.tables:
+            columns = ("hit rate", "TTFT p50, ms", "p90", "p99", "seconds over 10 s", "unanswered")
+            report.table(load, "scaler", "GPU hours", "USD", "nodes", "changes", *columns)
         hours, times, scaling = paid_gpu_hours(one) or 0.0, one["ttft_ms"], one.get("scaling")
         usd = scaling["usd"] if scaling else hours / profile(PROFILE).gpus * USD
         nodes = f"{scaling['least_nodes']}–{scaling['most_nodes']}" if scaling else str(one["node_count"])
-        lines.append(
-            f"| {load} | {text} | {hours:.1f} | {usd:.0f} | {nodes} | {scaling['changes'] if scaling else 0} "
-            f"| {one['hit_rate']:.1%} | {times['p50']:,.0f} | {times['p90']:,.0f} | {times['p99']:,.0f} "
-            f"| {one['ceiling']['seconds_over']:,.0f} | {one['requests'] - one['finished']} |"
-        )
+        report.row(
+            text, f"{hours:.1f}", f"{usd:.0f}", nodes, scaling["changes"] if scaling else 0, f"{one['hit_rate']:.1%}",
+            *(f"{times[key]:,.0f}" for key in ("p50", "p90", "p99")), f"{one['ceiling']['seconds_over']:,.0f}",
+            one["requests"] - one["finished"],
+        )  # fmt: skip
         scaler = "hpa on KV memory" if "kv=1" in text else text.partition(":")[0]
         points.setdefault(load, {}).setdefault(scaler, []).append((hours, times["p90"]))
-    comparison = []
+    report.table("same_p90", "load", "GPU hours", "TTFT p90, ms", "fewest GPU hours of another scaler", "ours / other")
     for load, scalers in points.items():
         for hours, p90 in sorted(scalers.get("warmroute", [])):
             others = {
                 name: found for name, at in scalers.items() if name != "warmroute" and (found := hours_at(at, p90))
             }
-            if not others:
-                comparison.append(f"{load}: {hours:.1f} GPU h, p90 {p90:,.0f} ms: no other scaler is as fast")
-                continue
-            best = min(others, key=others.__getitem__)
-            comparison.append(
-                f"{load}: {hours:.1f} GPU h, p90 {p90:,.0f} ms: {hours / others[best]:.0%} of the {others[best]:.1f} "
-                f"GPU h of the best other scaler ({best})"
+            best = min(others, key=others.__getitem__, default="")
+            cells = (
+                (f"{others[best]:.1f} ({best})", f"{hours / others[best]:.0%}") if best else ("none is as fast", "–")
             )
-    return [*lines, "", *comparison]
+            report.row(load, f"{hours:.1f}", f"{p90:,.0f}", *cells)
 
 
 def main() -> None:
@@ -170,7 +167,7 @@ def main() -> None:
     parser.add_argument("--scaler", action="append", help="repeatable")
     parser.add_argument("--max-nodes", type=int, default=24)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="the table as Markdown")
+    add_record_option(parser)
     args = parser.parse_args()
     jobs = []
     for load in args.load or SCALERS:
@@ -186,10 +183,9 @@ def main() -> None:
                 file=sys.stderr,
                 flush=True,
             )
-    table = "\n".join(report(done))
-    print(table)
-    if args.out:
-        args.out.write_text(table + "\n", encoding="utf-8")
+    report = Report()
+    show(done, report)
+    report.record(args.record)
 
 
 if __name__ == "__main__":

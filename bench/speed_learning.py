@@ -20,10 +20,13 @@ from record import Report
 from warmroute.fake_engine.profiles import profile
 from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN
 from warmroute.replay import Run, Setup, build_world, parse_policy
-from warmroute.replay.simulation import MODEL, Conditions, NodeSpec, SimulatedNode, World
+from warmroute.replay.simulation.conditions import Conditions, NodeSpec
 from warmroute.replay.simulation.fault_schedule import ScheduledFault
+from warmroute.replay.simulation.simulated_node import SimulatedNode
+from warmroute.replay.simulation.simulated_request import MODEL
+from warmroute.replay.simulation.world import World
 from warmroute.replay.summary import summary
-from warmroute.replay.workloads import parse_workload
+from warmroute.replay.workloads.catalog import parse_workload
 
 # Wrong initial speeds.
 

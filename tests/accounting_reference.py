@@ -8,41 +8,38 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from math import exp
-from typing import Final
 
-from warmroute.fleet.arrival_rate import DECAY_S
-from warmroute.fleet.decode_speed import MIN_SHARE, DecodeSpeed
-from warmroute.fleet.node import FIRST_BYTE_BOUNDS_MS, LATENCY_WEIGHT, Outcome
+from warmroute._kernel import (
+    ARRIVAL_DECAY_S,
+    DECODE_FACTOR_WEIGHT,
+    DECODE_MAX_FACTOR,
+    DECODE_MIN_SHARE,
+    DECODE_WEIGHT,
+    FIRST_BYTE_BOUNDS_MS,
+    FIRST_TOKEN_STEPS,
+    LATENCY_WEIGHT,
+    PREFILL_MIN_SHARE,
+    SPEED_DECAY_S,
+    SPEED_MAX_FACTOR,
+    SPEED_MIN_KEPT,
+    STEP_WORK,
+)
+from warmroute.fleet.decode_speed import DecodeSpeed
+from warmroute.fleet.node import Outcome
 from warmroute.fleet.node_speed import NodeSpeed
-
-STEPS: Final = 1.5
-"""Steps of the batch before a first token, without its own prefill: half of the running step, and the next one."""
-STEP_WORK: Final = 300.0
-"""Tokens that take about as long as a step without any."""
-SPEED_DECAY_S: Final = 15.0
-"""A first token this long ago counts 1/e. But one first token never reduces the weight of the earlier ones below
-MIN_KEPT."""
-MIN_KEPT: Final = 0.7
-MAX_FACTOR: Final = 4.0
-"""One response counts as at most this many times slower than estimated. The next ones may confirm it."""
-MIN_PREFILL_SHARE: Final = 0.5
-"""At least this share of the time counts as prefill. If first tokens come with every step, nothing would be left after
-subtracting the steps, and a busy node would appear infinitely fast."""
-FACTOR_WEIGHT: Final = 0.05
-DECODE_WEIGHT: Final = 0.03
 
 
 def record_first_token(speed: NodeSpeed, work: float, token_ms: float, sent_s: float, now_s: float) -> None:
     """Update the prefill speed. `work`: of the prompt; `token_ms`: time of a decode step on the node."""
     since_ms = (now_s - max(sent_s, speed._last_first_token_s)) * 1000.0
-    took_ms = max(since_ms - STEPS * token_ms, MIN_PREFILL_SHARE * since_ms)
+    took_ms = max(since_ms - FIRST_TOKEN_STEPS * token_ms, PREFILL_MIN_SHARE * since_ms)
     speed._last_first_token_s = now_s
     expected_ms = work * speed.ms_per_token
-    kept = max(MIN_KEPT, exp(min(0.0, speed._at_s - now_s) / SPEED_DECAY_S))
+    kept = max(SPEED_MIN_KEPT, exp(min(0.0, speed._at_s - now_s) / SPEED_DECAY_S))
     speed._at_s = now_s
     weight = work / (work + STEP_WORK)
     speed._work = speed._work * kept + weight * work
-    speed._ms = speed._ms * kept + weight * min(max(took_ms, 0.0), MAX_FACTOR * expected_ms)
+    speed._ms = speed._ms * kept + weight * min(max(took_ms, 0.0), SPEED_MAX_FACTOR * expected_ms)
     speed.ms_per_token = max(1e-4, speed._ms / max(1.0, speed._work))
     speed.answers += 1
 
@@ -50,15 +47,15 @@ def record_first_token(speed: NodeSpeed, work: float, token_ms: float, sent_s: f
 def record_decode_factor(speed: NodeSpeed, factor: float) -> None:
     """Update the node's decode factor. `factor`: how much slower a response was than the model's decode speed."""
     before = speed.factor
-    limit = MAX_FACTOR * before
-    speed.factor = before + FACTOR_WEIGHT * ((factor if factor < limit else limit) - before)
+    limit = SPEED_MAX_FACTOR * before
+    speed.factor = before + DECODE_FACTOR_WEIGHT * ((factor if factor < limit else limit) - before)
 
 
 def record_token_ms(decode_speed: DecodeSpeed, token_ms: float, context: float) -> None:
     """Update the model's decode speed with the time per token on a node with factor 1 and this much context."""
     decode_speed.answers += 1
     weight = max(DECODE_WEIGHT, 1.0 / (decode_speed.answers + 1))
-    limit_ms = MAX_FACTOR * decode_speed.token_ms(context)
+    limit_ms = DECODE_MAX_FACTOR * decode_speed.token_ms(context)
     dx = context - decode_speed.mean_context
     dy = (token_ms if token_ms < limit_ms else limit_ms) - decode_speed.mean_ms
     decode_speed.mean_context += weight * dx
@@ -67,7 +64,7 @@ def record_token_ms(decode_speed: DecodeSpeed, token_ms: float, context: float) 
     xy = decode_speed._xy = decode_speed._xy + DECODE_WEIGHT * (dx * dy - decode_speed._xy)
     slope_ms = xy / (xx if xx > 1.0 else 1.0)
     decode_speed.slope_ms = slope_ms if slope_ms > 0.0 else 0.0
-    decode_speed.least_ms = MIN_SHARE * decode_speed.mean_ms
+    decode_speed.least_ms = DECODE_MIN_SHARE * decode_speed.mean_ms
 
 
 class ReferenceNode:
@@ -120,7 +117,9 @@ class ReferenceTicket:
         self.prefill = self.work = prefill
         node.inflight += 1
         node.unstarted += 1
-        node.arrival_rate = node.arrival_rate * exp((node.arrival_s - now_s) / DECAY_S) + 0.001 / DECAY_S
+        node.arrival_rate = (
+            node.arrival_rate * exp((node.arrival_s - now_s) / ARRIVAL_DECAY_S) + 0.001 / ARRIVAL_DECAY_S
+        )
         node.arrival_s = node.last_ticket_s = now_s
         if decode_speed is None:
             return

@@ -33,7 +33,7 @@ def data_dir(request: pytest.FixtureRequest) -> Path:
     """The directory that `--data DIR` names."""
     found: Path | None = request.config.getoption("--data")
     if found is None or not found.is_dir():
-        pytest.fail("tests marked `data` need --data DIR, a directory with public data (traces/, chats/, tokenizers/)")
+        pytest.fail("tests marked `data` need --data DIR, a directory with public data (tests/README.md)")
     return found
 
 

@@ -352,7 +352,7 @@ async def _all_features(engines: list[EngineProcess], journal: Path, charges: li
         print(
             dict(load.outcomes),
             dict(load.rejected),
-            f"held {service.admission.queued_total}, waiting_for_first_node {waiting_for_first_node}",
+            f"held {service.admission.queue.queued_total}, waiting_for_first_node {waiting_for_first_node}",
         )
         assert load.lost == []
         assert load.outcomes["whole"] > 50 and load.outcomes["left"] > 10 and waiting_for_first_node > 0

@@ -1,25 +1,29 @@
-"""Clients of other projects, unchanged, against the router: the openai library, curl and wrk."""
+"""Clients of other projects, unchanged, against the router: the openai library, curl and Python's http.client."""
 
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import shutil
 import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolUnionParam
 
 from warmroute.demo.child_processes import Children, free_port
 
-MESSAGES = [
+MESSAGES: list[ChatCompletionMessageParam] = [
     {"role": "system", "content": "You are terse. " * 30},
     {"role": "user", "content": "What is a prefix cache?"},
 ]
-TOOLS = [
+TOOLS: list[ChatCompletionToolUnionParam] = [
     {
         "type": "function",
         "function": {
@@ -83,7 +87,10 @@ def test_openai_client_streams(client: openai.OpenAI) -> None:
 
 
 def test_openai_client_hits_the_cache_on_the_second_turn(client: openai.OpenAI) -> None:
-    conversation = [{"role": "system", "content": "a conversation of its own " * 60}, MESSAGES[1]]
+    conversation: list[ChatCompletionMessageParam] = [
+        {"role": "system", "content": "a conversation of its own " * 60},
+        MESSAGES[1],
+    ]
     first = client.chat.completions.create(model="m", messages=conversation, max_tokens=8)
     conversation += [
         {"role": "assistant", "content": first.choices[0].message.content or ""},
@@ -116,13 +123,13 @@ def test_openai_async_client(url: str) -> None:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="sk-none", max_retries=0) as client:
 
             async def whole(number: int) -> int:
-                messages = [{"role": "user", "content": f"number {number}"}]
+                messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": f"number {number}"}]
                 answer = await client.chat.completions.create(model="m", messages=messages, max_tokens=6)
                 assert answer.usage is not None
                 return answer.usage.completion_tokens
 
             async def streamed(number: int) -> int:
-                messages = [{"role": "user", "content": f"number {number}"}]
+                messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": f"number {number}"}]
                 stream = await client.chat.completions.create(
                     model="m", messages=messages, max_tokens=6, stream=True
                 )  # fmt: skip
@@ -134,16 +141,15 @@ def test_openai_async_client(url: str) -> None:
     asyncio.run(send_all())
 
 
-def _find_program(program: str) -> str:
-    found = shutil.which(program)
-    if found is None:
-        pytest.skip(f"{program} is not installed")
+def _curl() -> str:
+    found = shutil.which("curl")
+    assert found is not None, "the tests need curl"
     return found
 
 
 def test_curl_streams(url: str) -> None:
     body = json.dumps({"model": "m", "messages": MESSAGES, "max_tokens": 5, "stream": True})
-    command = [_find_program("curl"), "-sS", "-N", "--noproxy", "*", "-d", body, f"{url}/v1/chat/completions"]
+    command = [_curl(), "-sS", "-N", "--noproxy", "*", "-d", body, f"{url}/v1/chat/completions"]
     output = subprocess.run(command, capture_output=True, check=True, timeout=30).stdout
     assert output.endswith(b"data: [DONE]\n\n")
 
@@ -151,7 +157,7 @@ def test_curl_streams(url: str) -> None:
 def test_curl_uploads_a_large_body_in_chunks_with_expect(url: str) -> None:
     body = json.dumps({"model": "m", "prompt": "word " * 4000, "max_tokens": 2}).encode()
     command = [
-        _find_program("curl"),
+        _curl(),
         "-sS",
         "--noproxy",
         "*",
@@ -167,8 +173,19 @@ def test_curl_uploads_a_large_body_in_chunks_with_expect(url: str) -> None:
     assert json.loads(output)["usage"]["completion_tokens"] == 2
 
 
-def test_wrk_finds_no_errors(url: str) -> None:
-    command = [_find_program("wrk"), "-t1", "-c50", "-d1s", f"{url}/v1/models"]
-    output = subprocess.run(command, capture_output=True, check=True, timeout=30, text=True).stdout
-    assert "Socket errors" not in output
-    assert "Non-2xx" not in output
+def test_fifty_connections_of_http_client_find_no_errors(url: str) -> None:
+    address = urlsplit(url)
+
+    def statuses(_number: int) -> set[int]:
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=10)
+        found = set()
+        for _ in range(20):
+            connection.request("GET", "/v1/models")
+            response = connection.getresponse()
+            found.add(response.status)
+            assert not response.will_close and json.loads(response.read())["data"]
+        connection.close()
+        return found
+
+    with ThreadPoolExecutor(50) as threads:
+        assert set().union(*threads.map(statuses, range(50))) == {200}

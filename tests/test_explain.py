@@ -93,7 +93,7 @@ def state_of(r: RunningRouter) -> dict[str, Any]:
         "ranks": [list(cache.ranks) for cache in service.cache_view],
         "reuse": bytes(service.cache_view.reuse.chances),
         "journal": len(service.journal),
-        "waiting": service.admission.waiting,
+        "waiting": service.admission.queue.waiting,
         "responses": dict(service.counters.responses),
         "errors": dict(service.counters.errors),
     }
@@ -179,7 +179,9 @@ async def test_explain_reports_errors(children: Children, tmp_path: Path) -> Non
         assert "The journal has no request 'x'. It contains the last 1,000 requests" in await fails("x", **good)
         code, out, _ = await explain(r, "--request", str(body), **good)
         assert code == 0 and out.strip() == "node0: the only available node"
-        assert "give REQUEST_ID or --request FILE" in await fails()
+        code, out, _ = await explain(r, **good)
+        assert code == 0 and out.strip() == "no decisions yet"
+        assert "--journal needs a REQUEST_ID" in await fails("--journal", str(body))
         assert "not both" in await fails("x", "--request", str(body))
         assert "require --request" in await fails("x", "--tenant", "t")
         assert "not JSON" in await fails("--request", str(broken), **good)
@@ -295,7 +297,7 @@ async def test_the_headers_change_nothing_else_in_the_response() -> None:
 
 
 async def test_the_headers_name_the_node_of_the_retry() -> None:
-    tables = {"routing": PRICE, "journal": {"response_headers": "always"}}
+    tables: dict[str, Any] = {"routing": PRICE, "journal": {"response_headers": "always"}}
     async with engines(2) as both, router(*both, **tables) as r:
         prompt = chat("the same beginning " * 300)
         first = await r.request(post(prompt))

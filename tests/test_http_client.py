@@ -15,6 +15,7 @@ from support.engine_scripts import (
     Behaviour,
     chunk,
     http_response,
+    repeated,
     script,
     sse_event,
     stream,
@@ -77,7 +78,7 @@ async def test_the_timeout_covers_the_whole_request_however_slowly_bytes_arrive(
     start = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\nX: " + (b"\r\n\r\n" if where == "body" else b"")
     async with engines() as [engine]:
         with pytest.raises(TimeoutError):
-            await post(engine, script(start, *[b" ", 0.02] * 1000), timeout_s=0.2)
+            await post(engine, script(start, *repeated(1000, b" ", 0.02)), timeout_s=0.2)
         await until(lambda: engine.connections == 0)
 
 

@@ -46,7 +46,8 @@ name = "node0"
 async def reload_with(r: Any, nodes: list[Any], **tables: Any) -> str | None:
     changed: Config = from_table(quick_table(nodes, **tables))
     r.service.config_reload.read_config = lambda: changed
-    return r.service.reload()
+    problem: str | None = r.service.reload()
+    return problem
 
 
 async def test_a_running_request_survives_a_reload() -> None:

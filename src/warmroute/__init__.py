@@ -1,3 +1,3 @@
 """Warmroute: an OpenAI-compatible proxy that sends each request where it costs the least new GPU work."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

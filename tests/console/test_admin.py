@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import shutil
-import subprocess
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -226,7 +224,6 @@ async def test_the_metrics_page_is_valid_and_counts_requests() -> None:
         assert found["warmroute_node_first_byte_seconds_count", ("node", "node0")] == 8
         assert found["warmroute_client_connections_accepted_total",] >= 10
         assert "such" not in text, "labels contain nothing that a client sent"
-        check_by_promtool(text)
 
 
 async def test_clients_cannot_add_labels() -> None:
@@ -246,21 +243,12 @@ async def test_special_characters_in_a_node_name_are_escaped() -> None:
             sample.labels.get("node") for family in text_string_to_metric_families(text) for sample in family.samples
         }
         assert 'a"b\\c\nd é' in names
-        check_by_promtool(text)
 
 
 async def test_concurrent_scrapes_succeed() -> None:
     async with engines() as [engine], router(engine) as r:
         pages = await asyncio.gather(*(r.admin("GET", "/metrics") for _ in range(20)))
         assert {page.status for page in pages} == {200}
-
-
-def check_by_promtool(text: str) -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        return
-    checked = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False)
-    assert checked.returncode in (0, 3), checked.stderr  # 3: valid, but promtool suggests other names
 
 
 async def test_an_added_node_cannot_use_arbitrary_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,8 @@ USAGE = json.dumps(
 
 
 async def decisions(r: RunningRouter, limit: int = 100) -> list[dict[str, Any]]:
-    return (await r.admin("GET", f"/admin/decisions?limit={limit}")).json["decisions"]
+    found: list[dict[str, Any]] = (await r.admin("GET", f"/admin/decisions?limit={limit}")).json["decisions"]
+    return found
 
 
 async def send(r: RunningRouter, request_id: str, content: str = LONG, *headers: str, **more: Any) -> Response:
@@ -152,16 +153,16 @@ async def test_every_outcome_is_recorded() -> None:
 
 
 async def test_an_entry_has_the_time_in_the_queue() -> None:
-    tables = {"routing": PRICE, "admission": {"max_node_backlog_ms": 0.01}}
+    tables: dict[str, Any] = {"routing": PRICE, "admission": {"max_node_backlog_ms": 0.01}}
     async with engines() as [engine], router(engine, **tables) as r:
         gate = asyncio.Event()
         engine.behave = script(gate, http_response(USAGE))
         peers = [await r.connect() for _ in range(2)]
         for number, peer in enumerate(peers):
             peer.write(post(chat(f"{number}{LONG}", stream=True), headers=[f"X-Request-Id: n{number}"]))
-            await until(lambda number=number: len(engine.seen) + r.service.admission.waiting == number + 1)
+            await until(lambda number=number: len(engine.seen) + r.service.admission.queue.waiting == number + 1)
         await asyncio.sleep(0.05)
-        assert r.service.admission.waiting == 1 and len(r.service.journal) == 1
+        assert r.service.admission.queue.waiting == 1 and len(r.service.journal) == 1
         gate.set()
         for peer in peers:
             assert (await peer.response()).status == 200

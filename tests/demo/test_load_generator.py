@@ -9,7 +9,6 @@ from itertools import islice
 
 import msgspec
 import pytest
-from small_worlds import NEAR
 
 from warmroute.demo.load_generator.load_run import LoadOptions, LoadRun
 from warmroute.demo.load_generator.prompt_requests import (
@@ -24,11 +23,12 @@ from warmroute.fake_engine.profiles import profile
 from warmroute.fake_engine.server.engine_server import EngineServer, ServerConfig
 from warmroute.fake_engine.server.fake_tokenizer import FakeTokenizer
 from warmroute.replay import Setup, parse_policy, replay
-from warmroute.replay.simulation import NodeSpec
-from warmroute.replay.workloads import parse_workload
+from warmroute.replay.simulation.conditions import Conditions, Island, NodeSpec
+from warmroute.replay.workloads.catalog import parse_workload
 from warmroute.replay.workloads.prompt_text import words
 
 SPEED = 20.0
+SEED = 5
 
 
 @asynccontextmanager
@@ -87,13 +87,13 @@ async def test_a_live_run_and_a_replay_have_the_same_hit_rate() -> None:
     workload = ["shared_system_prompts", "system_tokens=500", "output_tokens=8"]
     async with engine() as server:
         load = LoadOptions(url=f"http://127.0.0.1:{server.port}", form="tokens", concurrency=1, limit=40, speed=SPEED)
-        live = await LoadRun(load, parse_workload(workload).arrivals(NEAR.seed)).run()
+        live = await LoadRun(load, parse_workload(workload).arrivals(SEED)).run()
     node = NodeSpec("node-0", profile("l4-1.5b"), blocks=2000)
     setup = Setup(
         workload=parse_workload(workload),
         nodes=(node,),
         policy=parse_policy("round_robin"),
-        conditions=NEAR,
+        conditions=Conditions(islands={"local": Island(0.0)}, seed=SEED),
         concurrency=1,
         limit=40,
     )

@@ -57,7 +57,7 @@ async def busy_engine(**tables: Any) -> AsyncIterator[tuple[RunningRouter, Respo
         gate.release(1000)
         for peer in r.peers:
             peer.disconnect()
-        await until(lambda: r.service.admission.waiting == 0)
+        await until(lambda: r.service.admission.queue.waiting == 0)
 
 
 async def send_long_prompt(r: RunningRouter, number: int) -> RawConnection:
@@ -67,4 +67,4 @@ async def send_long_prompt(r: RunningRouter, number: int) -> RawConnection:
 
 
 async def until_queued(r: RunningRouter, count: int) -> None:
-    await until(lambda: r.service.admission.waiting == count, f"{count} requests are queued")
+    await until(lambda: r.service.admission.queue.waiting == count, f"{count} requests are queued")

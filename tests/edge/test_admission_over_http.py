@@ -65,7 +65,9 @@ async def test_the_request_limit_counts_all_keys_of_a_tenant() -> None:
 async def test_an_impossible_max_tokens_refunds_no_tokens(max_tokens: int) -> None:
     async with engines() as [engine], router(engine, keys=keys(tokens_per_min=1000), routing=PRICE) as r:
         assert (await r.request(post_as("one", chat(LONG[:400], max_tokens=10)))).status == 200
-        bucket = r.service.proxy.rate_limits.of("a").tokens
+        limits = r.service.proxy.rate_limits.of("a")
+        assert limits is not None and limits.tokens is not None
+        bucket = limits.tokens
         before = bucket.level(r.service.proxy.now())
         engine.behave = hanging
         peer = await r.connect()
@@ -125,7 +127,7 @@ async def test_a_request_that_no_node_served_is_refunded() -> None:
 
 
 async def test_a_client_that_leaves_the_queue_gets_its_tokens_back() -> None:
-    tables = {"keys": keys(tokens_per_min=100_000), "admission": ONE_BY_ONE}
+    tables: dict[str, Any] = {"keys": keys(tokens_per_min=100_000), "admission": ONE_BY_ONE}
     async with engines() as [engine], router(engine, routing=PRICE, **tables) as r:
         gate = ResponseGate(engine)
         first = await r.connect()
@@ -194,7 +196,7 @@ async def test_x_queue_no_is_rejected_at_once_when_no_node_has_room() -> None:
     async with busy_engine(admission=ONE_BY_ONE) as (r, gate):
         rejected = await r.request(post(chat("1" * 8 + LONG, stream=True), headers=["x-queue: NO"]))
         assert rejected.status == 429 and rejected.error["code"] == "would_queue" and rejected.get("retry-after")
-        assert r.service.admission.queued_total == 0 and len(gate.engine.seen) == 1
+        assert r.service.admission.queue.queued_total == 0 and len(gate.engine.seen) == 1
         (await r.connect()).write(post(chat("2" * 8 + LONG, stream=True), headers=["X-Queue: yes"]))
         await until_queued(r, 1)
         assert await has_metric(r, 'warmroute_requests_rejected_total{priority="normal",reason="would_queue"} 1')
@@ -218,7 +220,7 @@ async def test_an_unreachable_deadline_is_rejected_with_the_estimate() -> None:
         await until_queued(r, 1)
         late = await peer.response()
         assert late.status == 429 and late.error["code"] == "deadline_unreachable"
-        assert r.service.admission.waiting == 0
+        assert r.service.admission.queue.waiting == 0
         assert await has_metric(r, 'warmroute_requests_rejected_total{priority="normal",reason="deadline_ttft"} 2')
 
 
@@ -340,7 +342,7 @@ async def test_headers_and_bodies_override_a_routes_priority_up_to_the_keys_limi
         ]
         for number, body in enumerate(requests):
             (await r.connect()).write(body)
-            await until(lambda number=number: r.service.admission.waiting + len(engine.seen) == number + 1)
+            await until(lambda number=number: r.service.admission.queue.waiting + len(engine.seen) == number + 1)
         response = sorted(
             (priority, len(tenant.waiting)) for (priority, _), tenant in r.service.admission.queue.tenants.items()
         )
@@ -360,7 +362,7 @@ async def test_a_reload_changes_the_routes() -> None:
         await service.start()
         r = RunningRouter(service)
         try:
-            await until(lambda: len(service.fleet.groups) and len(next(iter(service.fleet.groups)).up) == 2)
+            await until(lambda: [len(group.up) for group in service.fleet.groups][:1] == [2])
             for _ in range(4):
                 await r.request(post(headers=["X-Session-Id: s"]))
             assert [len(engine.seen) for engine in made] == [2, 2]

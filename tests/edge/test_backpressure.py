@@ -44,13 +44,13 @@ async def test_a_client_that_does_not_read_pauses_its_node(sized: bool) -> None:
         await r.request(get("/health"))
         before = rss_bytes()
         peer = await r.connect()
-        peer.writer.transport.pause_reading()
+        peer.pause_reading()
         peer.write(post())
         written = await settled(engine)
         assert written < total // 2, "the node was not paused"
         assert held_bytes(r) < HELD_LIMIT
         assert rss_bytes() - before < 40 * MB
-        peer.writer.transport.resume_reading()
+        peer.resume_reading()
         response = await peer.response()
         assert response.complete and len(response.body) == total
 
@@ -78,7 +78,7 @@ async def test_twenty_clients_that_do_not_read_do_not_delay_others() -> None:
         big.behave = huge(100 * MB)
         stuck = [await r.connect() for _ in range(20)]
         for peer in stuck:
-            peer.writer.transport.pause_reading()
+            peer.pause_reading()
             peer.write(post())
         await until(lambda: len(big.seen) == 20)
         await settled(big)
@@ -95,7 +95,7 @@ async def test_a_client_that_stops_reading_is_disconnected_and_its_node_freed() 
     async with engines() as [engine], router(engine, limits={"stall_timeout_s": 0.5}) as r:
         engine.behave = huge(100 * MB)
         peer = await r.connect()
-        peer.writer.transport.pause_reading()
+        peer.pause_reading()
         peer.write(post())
         await asyncio.wait_for(until(lambda: engine.seen), 5)
         await asyncio.wait_for(engine.seen[0].left.wait(), 10)
@@ -108,7 +108,7 @@ async def test_a_client_that_does_not_read_a_finished_response_is_disconnected()
         engine.behave = normal(b"x" * 300_000)
         for headers in ([], ["Connection: close"]):
             peer = await r.connect()
-            peer.writer.transport.pause_reading()
+            peer.pause_reading()
             for _ in range(40):
                 peer.write(post(headers=headers))
             await until(lambda: not r.service.listener.connections, patience_s=15)
@@ -118,17 +118,17 @@ async def test_a_client_that_resumes_reading_in_time_stays_connected() -> None:
     async with engines() as [engine], router(engine, limits={"stall_timeout_s": 5.0}) as r:
         engine.behave = huge(30 * MB)
         peer = await r.connect()
-        peer.writer.transport.pause_reading()
+        peer.pause_reading()
         peer.write(post())
         await settled(engine)
-        peer.writer.transport.resume_reading()
+        peer.resume_reading()
         assert (await peer.response()).complete
 
 
 async def test_a_client_that_sends_requests_and_never_reads_costs_bounded_memory() -> None:
     async with engines(1, *(f"model-{number}" for number in range(300))) as [engine], router(engine) as r:
         peer = await r.connect()
-        peer.writer.transport.pause_reading()
+        peer.pause_reading()
         for _ in range(30):
             try:
                 async with asyncio.timeout(1):
@@ -159,7 +159,7 @@ async def test_a_second_response_to_a_client_that_does_not_read_is_paused() -> N
 
         engine.behave = fill_up
         peer = await r.connect()
-        peer.writer.transport.pause_reading()
+        peer.pause_reading()
         peer.write(post())
         await until(lambda: engine.seen and engine.seen[0].ended)
         await until(lambda: r.node(0).inflight == 0)

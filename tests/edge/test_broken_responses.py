@@ -12,6 +12,7 @@ from support.engine_scripts import (
     RESET,
     SSE_HEAD,
     chunk,
+    repeated,
     script,
     sse_event,
 )
@@ -155,7 +156,7 @@ async def test_a_pause_shorter_than_the_timeout_is_allowed() -> None:
         engines() as [engine],
         router(engine, upstream={"between_chunks_timeout_s": 2.0, "first_byte_timeout_s": 2.0}) as r,
     ):
-        engine.behave = script(0.2, SSE_HEAD, *[chunk(sse_event(0)), 0.2] * 5, DONE)
+        engine.behave = script(0.2, SSE_HEAD, *repeated(5, chunk(sse_event(0)), 0.2), DONE)
         assert (await r.request()).complete
 
 

@@ -142,7 +142,7 @@ async def test_a_client_that_leaves_a_paused_response_frees_the_node() -> None:
     async with engines() as [engine], router(engine) as r:
         engine.behave = huge(200_000_000)
         peer = await r.connect()
-        peer.writer.transport.pause_reading()
+        peer.pause_reading()
         peer.write(post())
         await until(lambda: engine.seen and is_paused(engine))
         await asyncio.sleep(0.2)
@@ -196,7 +196,7 @@ async def test_a_client_that_half_closes_with_an_unread_response_is_disconnected
     async with engines() as [engine], router(engine, limits={"stall_timeout_s": 0.3}) as r:
         engine.behave = huge(30_000_000, sized=False)
         peer = await r.connect()
-        peer.writer.transport.pause_reading()
+        peer.pause_reading()
         peer.write(post())
         await until(lambda: engine.seen and engine.seen[0].written > 1_000_000)
         peer.writer.write_eof()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
+import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 from support.engine_scripts import (
     CLOSE,
     DONE,
@@ -101,14 +103,13 @@ async def test_a_clients_header_cannot_name_a_node() -> None:
 
 
 async def test_the_openai_client_works_unchanged() -> None:
-    openai = pytest.importorskip("openai")
     async with engines() as [engine], router(engine) as r:
         completion = {"id": "1", "object": "chat.completion", "created": 1, "model": "m",
                       "choices": [{"index": 0, "finish_reason": "stop",
                                    "message": {"role": "assistant", "content": "yes"}}]}  # fmt: skip
         engine.behave = normal(json.dumps(completion).encode())
         client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{r.port}/v1", api_key="x", max_retries=0)
-        messages = [{"role": "user", "content": "?"}]
+        messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "?"}]
         said = await client.chat.completions.create(model="m", messages=messages)
         assert said.choices[0].message.content == "yes"
         part = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "m",

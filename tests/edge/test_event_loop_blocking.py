@@ -111,7 +111,7 @@ async def test_no_prompt_blocks_the_event_loop(body_of: Callable[[int], tuple[st
             finally:
                 on_loop[0] = max(on_loop[0], (time.thread_time() - began_s) * 1000)
 
-        r.service.proxy.serve = timed  # type: ignore[method-assign]
+        r.service.proxy.serve = timed  # type: ignore[assignment, method-assign]
         await r.request(post(chat(LONG)))
         for attempt in range(8):
             path, body = body_of(attempt)

@@ -15,6 +15,7 @@ from support.engine_scripts import (
     failing,
     hanging,
     http_response,
+    repeated,
     script,
 )
 from support.polling import until
@@ -157,7 +158,7 @@ async def test_thousands_of_1xx_responses_are_ignored() -> None:
 
 async def test_endless_1xx_responses_time_out() -> None:
     async with engines(2) as [bad, good], router(bad, good, upstream={"first_byte_timeout_s": 0.5}) as r:
-        bad.behave = script(*[b"HTTP/1.1 102 Processing\r\n\r\n", 0.05] * 200, HANG)
+        bad.behave = script(*repeated(200, b"HTTP/1.1 102 Processing\r\n\r\n", 0.05), HANG)
         for _ in range(2):
             assert (await r.request()).status == 200
 

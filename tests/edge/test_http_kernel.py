@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from warmroute import _kernel
 
 REQUEST_VALUES = (
-    "method", "target", "minor_version", "length", "chunked", "keep_alive", "expects_continue", "authorization", "api_key",
-    "request_id", "forwarded_for", "content_type", "has_routing_headers", "forwarded_fields",
+    "method", "target", "minor_version", "length", "chunked", "keep_alive", "expects_continue", "authorization",
+    "api_key", "request_id", "forwarded_for", "content_type", "has_routing_headers", "forwarded_fields",
 )  # fmt: skip
 RESPONSE_VALUES = ("status", "status_line", "length", "keep_alive", "content_type", "retry_after", "forwarded_fields")
 
@@ -176,8 +176,8 @@ def test_request_heads_are_read_as_the_reference_reads_them(head: bytes, max_fie
         return
     for name in REQUEST_VALUES:
         assert getattr(kernel, name) == getattr(reference, name), name
-    for name, _ in [*reference.fields, (b"x-none", b""), (b"HOST", b"")]:
-        assert kernel.get(name) == reference.get(name)
+    for field, _ in [*reference.fields, (b"x-none", b""), (b"HOST", b"")]:
+        assert kernel.get(field) == reference.get(field)
 
 
 @settings(max_examples=1000)

@@ -6,7 +6,6 @@ import asyncio
 import resource
 import time
 
-import pytest
 from support.polling import until
 from support.raw_client import RawConnection, chat, get, post
 from support.running_router import router
@@ -82,24 +81,24 @@ async def test_hundreds_of_slow_senders_time_out_while_others_are_served() -> No
 
 
 async def test_thousands_of_idle_connections_do_not_delay_others_and_are_closed() -> None:
+    """Fewer where the limit of open files is low. Both ends of a connection are in this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * IDLE_CONNECTIONS + 500
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        pytest.skip(f"only {hard} files may be open")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    count = IDLE_CONNECTIONS if hard == resource.RLIM_INFINITY else min(IDLE_CONNECTIONS, (hard - 500) // 2)
+    assert count >= 200, f"only {hard} files may be open"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * count + 500), hard))
     try:
         async with engines() as [engine], router(engine, limits={"idle_timeout_s": 5.0}) as r:
             idle: list[RawConnection] = []
-            for _ in range(IDLE_CONNECTIONS // 100):
+            for _ in range(count // 100):
                 idle += await asyncio.gather(*(r.connect() for _ in range(100)))
-            await until(lambda: r.service.listener.accepted >= IDLE_CONNECTIONS)
+            await until(lambda: r.service.listener.accepted >= len(idle))
             opened_s = time.monotonic()
             worst_s = 0.0
             for _ in range(50):
                 started_s = time.monotonic()
                 assert (await r.request()).status == 200
                 worst_s = max(worst_s, time.monotonic() - started_s)
-            print(f"slowest response with {IDLE_CONNECTIONS} idle connections: {worst_s * 1000:.0f} ms")
+            print(f"slowest response with {len(idle)} idle connections: {worst_s * 1000:.0f} ms")
             assert worst_s < 2
             await until(lambda: not r.service.listener.connections, patience_s=25)
             print(f"all closed after {time.monotonic() - opened_s:.1f} s")

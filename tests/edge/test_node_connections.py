@@ -27,11 +27,12 @@ from support.raw_client import post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import ScriptedEngine, engines
 
-from warmroute.config import Upstream
+from warmroute.config import Health, NodeConfig, Upstream
 from warmroute.edge import connection_pool
 from warmroute.edge.connection_pool import ConnectionPool
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
 from warmroute.edge.timer_wheel import TimerWheel
+from warmroute.fleet.node import Node
 
 # Reuse.
 
@@ -175,11 +176,11 @@ async def test_a_connection_paused_at_the_end_of_a_response_is_reused() -> None:
 
         engine.behave = fill_up
         peer = await r.connect()
-        peer.writer.transport.pause_reading()
+        peer.pause_reading()
         peer.write(post())
         await until(lambda: engine.seen and engine.seen[0].ended)
         await until(lambda: r.node(0).inflight == 0)
-        peer.writer.transport.resume_reading()
+        peer.resume_reading()
         assert (await peer.response()).complete
         engine.behave = normal()
         for _ in range(2):
@@ -259,10 +260,14 @@ class _ConnectHandler:
         self.failed.set_result((failure, reason))
 
 
+def node_at(url: str) -> Node:
+    return Node(NodeConfig(url=url), Health())
+
+
 async def test_a_local_shortage_of_files_is_not_a_failure_of_the_node() -> None:
     async with engines() as [engine]:
         loop = asyncio.get_running_loop()
-        pool = ConnectionPool("http", "127.0.0.1", engine.port, Upstream(), TimerWheel(loop.time), None)
+        pool = ConnectionPool(node_at(f"http://127.0.0.1:{engine.port}"), Upstream(), TimerWheel(loop.time), None)
         handler = _ConnectHandler()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
@@ -278,7 +283,7 @@ async def test_a_local_shortage_of_files_is_not_a_failure_of_the_node() -> None:
 async def test_an_invalid_host_name_is_a_connect_failure() -> None:
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _loop, _context: None)
-    pool = ConnectionPool("http", "a" * 70 + ".example", 80, Upstream(), TimerWheel(loop.time), None)
+    pool = ConnectionPool(node_at("http://" + "a" * 70 + ".example"), Upstream(), TimerWheel(loop.time), None)
     handler = _ConnectHandler()
     pool.connect(handler)  # type: ignore[arg-type]
     await asyncio.wait_for(handler.failed, 3)
@@ -305,7 +310,7 @@ class _NoNameResolution:
 
 async def test_a_temporary_dns_failure_does_not_mark_the_node_down() -> None:
     loop = asyncio.get_running_loop()
-    pool = ConnectionPool("http", "node.example", 80, Upstream(), TimerWheel(loop.time), None)
+    pool = ConnectionPool(node_at("http://node.example"), Upstream(), TimerWheel(loop.time), None)
     handler = _ConnectHandler()
     with pytest.MonkeyPatch.context() as patch:
         resolver = _NoNameResolution(loop, socket.EAI_AGAIN)
@@ -321,14 +326,8 @@ async def test_a_connection_closed_during_the_tls_handshake_does_not_mark_the_no
 
     server = await asyncio.start_server(close_at_once, "127.0.0.1", 0)
     loop = asyncio.get_running_loop()
-    pool = ConnectionPool(
-        "https",
-        "127.0.0.1",
-        server.sockets[0].getsockname()[1],
-        Upstream(),
-        TimerWheel(loop.time),
-        ssl.create_default_context(),
-    )
+    node = node_at(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    pool = ConnectionPool(node, Upstream(), TimerWheel(loop.time), ssl.create_default_context())
     handler = _ConnectHandler()
     pool.connect(handler)  # type: ignore[arg-type]
     failure, reason = await asyncio.wait_for(handler.failed, 5)

@@ -30,7 +30,7 @@ async def test_requests_wait_in_the_router_while_the_engine_has_no_room() -> Non
             await until(lambda seen=seen: len(gate.engine.seen) == seen)
         gate.release()
         assert [(await peer.response()).status for peer in peers] == [200] * 3
-        assert r.service.admission.queued_total == 3 and r.service.admission.waiting == 0
+        assert r.service.admission.queue.queued_total == 3 and r.service.admission.queue.waiting == 0
 
 
 async def test_a_long_prompt_exceeds_the_node_backlog_and_a_response_corrects_the_estimate() -> None:
@@ -142,7 +142,7 @@ async def test_without_a_router_queue_the_engine_gets_every_request_at_once() ->
         for number in range(1, 4):
             await send_long_prompt(r, number)
         await until(lambda: len(gate.engine.seen) == 4)
-        assert r.service.admission.queued_total == 0
+        assert r.service.admission.queue.queued_total == 0
 
 
 async def test_metrics_count_queued_requests() -> None:
@@ -174,7 +174,7 @@ async def test_an_internal_error_fails_one_request_and_is_logged(
             failed = await queued.response()
             assert failed.status == 500 and failed.error["code"] == "internal_error"
             assert (await r.request(post(chat(LONG)))).status == 500, "also without waiting in the queue"
-        assert r.service.admission.waiting == 0 and r.node(0).inflight == 0
+        assert r.service.admission.queue.waiting == 0 and r.node(0).inflight == 0
         gate.release(1)
         peer = await send_long_prompt(r, 2)
         assert (await peer.response()).status == 200
@@ -232,7 +232,7 @@ async def test_queued_requests_are_disconnected_when_the_shutdown_deadline_passe
         await until_queued(r, 1)
         await asyncio.wait_for(r.service.stop(), 10)
         assert await peer.is_closed()
-        assert r.service.admission.waiting == 0 and len(gate.engine.seen) == 1
+        assert r.service.admission.queue.waiting == 0 and len(gate.engine.seen) == 1
 
 
 async def test_priority_from_header_or_body_decides_the_order() -> None:
@@ -267,7 +267,7 @@ async def test_a_key_caps_the_priority_of_its_requests() -> None:
         for number, key in enumerate(["big", "small", "small", "big"]):
             headers = [f"Authorization: Bearer {key}", "X-Priority: high"]
             (await r.connect()).write(post(chat(f"{number:08d}{LONG}", stream=True), headers=headers))
-            await until(lambda number=number: r.service.admission.waiting + len(engine.seen) == number + 1)
+            await until(lambda number=number: r.service.admission.queue.waiting + len(engine.seen) == number + 1)
         queued = sorted(key for key, tenant in r.service.admission.queue.tenants.items() if tenant.waiting)
         assert queued == [(0, "a"), (1, "b")]
         gate.release(4)

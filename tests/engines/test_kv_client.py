@@ -97,7 +97,7 @@ async def watching(*nodes: FakeEngine | dict[str, Any], **more: Any) -> AsyncIte
 
 async def complete(engine: FakeEngine, tokens: list[int], rank: int | None = None, **more: Any) -> None:
     """Request a completion with one more token than the blocks, since the last one is always computed."""
-    headers = {} if rank is None else {"X_data_parallel_rank": str(rank)}
+    headers: dict[str, Any] = {} if rank is None else {"X_data_parallel_rank": str(rank)}
     body = {"prompt": [*tokens, 7], "max_tokens": 1, **more}
     status, answer = await asyncio.to_thread(engine.request, "/v1/completions", body, **headers)
     assert status == 200, answer

@@ -124,7 +124,7 @@ def test_recorded_vllm_cards_are_parsed() -> None:
 
 
 def test_adapters_have_a_parent_and_aliases_share_the_root() -> None:
-    cards = [
+    cards: list[dict[str, Any]] = [
         {"id": "a", "root": "/models/a", "parent": None},
         {"id": "b", "root": "/models/a", "parent": None},
         {"id": "ad1", "root": "adapters/ad1", "parent": "a"},

@@ -166,10 +166,9 @@ def test_an_offloaded_block_without_a_known_parent_is_no_sign_of_loss() -> None:
 def test_only_the_full_attention_group_counts() -> None:
     cache_view, _, applier = with_applier()
     tokens = prompt(1, 2)
-    window, full = {"kv_cache_spec_kind": "sliding_window"}, {"kv_cache_spec_kind": "full_attention"}
-    applier.apply(stored([1, 2], tokens, group_idx=0, **window))
-    applier.apply(stored([1, 2], tokens, group_idx=1, **full))
-    applier.apply(stored([1, 2], tokens, group_idx=2, **full))
+    applier.apply(stored([1, 2], tokens, group_idx=0, kv_cache_spec_kind="sliding_window"))
+    applier.apply(stored([1, 2], tokens, group_idx=1, kv_cache_spec_kind="full_attention"))
+    applier.apply(stored([1, 2], tokens, group_idx=2, kv_cache_spec_kind="full_attention"))
     assert tiers(cache_view) == [(1, 0, 0, 0)] * 2
     applier.apply(BlockRemoved([1, 2], "GPU", group_idx=0))
     assert hit(cache_view, tokens) == 32

@@ -66,6 +66,7 @@ class RecordedRank:
         self.applied: list[bytes] = []
         self.sequence = EventSequence[bytes](self.applied.append, self.applied.clear)
         self.received = 0
+        self.log_fields = {"node": "node", "rank": 0}
 
     def receive(self, number: int, payload: bytes) -> None:
         self.received += 1
@@ -85,7 +86,7 @@ def subscribing(
     for _ in range(earlier):
         publisher.publish(lost=True)
     rank = RecordedRank()
-    subscription = KvSubscription(context, rank, publisher.endpoint, publisher.replay_endpoint, "node")  # type: ignore[arg-type]
+    subscription = KvSubscription(context, rank, publisher.endpoint, publisher.replay_endpoint)  # type: ignore[arg-type]
     try:
         yield publisher, subscription, rank
     finally:
@@ -148,8 +149,13 @@ async def test_a_restart_forgets_earlier_messages() -> None:
 
 async def test_a_flood_of_messages_does_not_block_the_event_loop() -> None:
     with subscribing() as (publisher, _subscription, rank):
+
+        def publish_many() -> None:
+            for _ in range(20_000):
+                publisher.publish()
+
         await subscribed(publisher, rank)
-        await asyncio.to_thread(lambda: [publisher.publish() for _ in range(20_000)])
+        await asyncio.to_thread(publish_many)
         longest_s = 0.0
         while len(rank.applied) != len(publisher.messages):
             before_s = time.thread_time()

@@ -8,7 +8,7 @@ from warmroute.config import Health, NodeConfig
 from warmroute.engines.kv_events import decode_batch, sent_time_s
 from warmroute.engines.kv_rank import NodeKvEvents, RankEvents
 from warmroute.engines.load_report import LoadReport
-from warmroute.engines.node_updates import apply_health_pass, apply_load_report, drop_stale_load
+from warmroute.engines.node_updates import apply_health_pass, apply_load_report
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node
@@ -66,7 +66,7 @@ def test_another_incarnation_empties_cache_and_adapters_once() -> None:
 def test_load_is_dropped_when_its_report_is_stale() -> None:
     node = a_node()
     apply_load_report(node, load_report(), None, 1.0)
-    drop_stale_load(node, 5.0, 6.0)
+    node.drop_stale_load(5.0, 6.0)
     assert node.running == 3
-    drop_stale_load(node, 5.0, 6.1)
+    node.drop_stale_load(5.0, 6.1)
     assert node.running == node.waiting == 0

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from support.engine_scripts import failing, hanging, http_response, script
 from support.scripted_engine import ScriptedEngine
+from support.vllm_environment import vllm_python
 
 from warmroute.config import Health, NodeConfig
 from warmroute.engines.remote_tokenizer import (
@@ -36,7 +37,6 @@ PROMPT_TESTS = Path(__file__).parent.parent / "prompt"
 sys.path.append(str(PROMPT_TESTS))
 
 from sample_requests import SAMPLE_REQUESTS, TOOL, assistant, user  # noqa: E402
-from vllm_reference import vllm_python  # noqa: E402
 
 CHAT, COMPLETIONS = b"/v1/chat/completions", b"/v1/completions"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -178,7 +178,7 @@ async def test_prompts_that_tokenize_may_render_differently_are_not_requested(
     with pytest.raises(NotTokenizable):
         tokenize_request(path, body(**fields))
     async with an_engine() as engine:
-        assert await RemoteTokenizer(post).tokenize(node_at(engine.port), path, body(**fields)) is None
+        assert await RemoteTokenizer(post, pack_token_ids).tokenize(node_at(engine.port), path, body(**fields)) is None
         assert not engine.seen
 
 
@@ -186,7 +186,7 @@ async def test_prompts_that_tokenize_may_render_differently_are_not_requested(
 async def test_an_invalid_body_has_no_tokens(broken: bytes) -> None:
     async with an_engine() as engine:
         for path in (CHAT, COMPLETIONS):
-            assert await RemoteTokenizer(post).tokenize(node_at(engine.port), path, broken) is None
+            assert await RemoteTokenizer(post, pack_token_ids).tokenize(node_at(engine.port), path, broken) is None
         assert not engine.seen
 
 
@@ -195,7 +195,7 @@ async def test_an_invalid_body_has_no_tokens(broken: bytes) -> None:
 
 async def test_tokens_are_packed_and_cached() -> None:
     async with an_engine() as engine, an_engine() as other:
-        remote = RemoteTokenizer(post)
+        remote = RemoteTokenizer(post, pack_token_ids)
         node = node_at(engine.port)
         assert await remote.tokenize(node, CHAT, body(messages=[user("hi")])) == pack_token_ids([1, 2, 70_000])
         (seen,) = engine.seen
@@ -210,7 +210,7 @@ async def test_tokens_are_packed_and_cached() -> None:
 
 async def test_token_ids_in_the_body_need_no_request() -> None:
     async with an_engine() as engine:
-        remote = RemoteTokenizer(post)
+        remote = RemoteTokenizer(post, pack_token_ids)
         assert await remote.tokenize(node_at(engine.port), COMPLETIONS, body(prompt=[3, 4])) == pack_token_ids([3, 4])
         assert await remote.tokenize(node_at(engine.port), COMPLETIONS, body(prompt=[-3, 1 << 40])) is None
         assert not engine.seen
@@ -220,14 +220,14 @@ async def test_token_ids_in_the_body_need_no_request() -> None:
 async def test_only_vllm_is_asked(engine_name: str) -> None:
     async with an_engine() as engine:
         node = node_at(engine.port, engine_name)
-        assert await RemoteTokenizer(post).tokenize(node, CHAT, body(messages=[user("hi")])) is None
+        assert await RemoteTokenizer(post, pack_token_ids).tokenize(node, CHAT, body(messages=[user("hi")])) is None
         assert not engine.seen
 
 
 async def test_the_cache_is_bounded_in_bytes_and_time() -> None:
     clock = Clock()
     async with an_engine() as engine:
-        remote = RemoteTokenizer(post, cache_bytes=4000, now=clock)
+        remote = RemoteTokenizer(post, pack_token_ids, cache_bytes=4000, now=clock)
         node = node_at(engine.port)
         engine.behave = script(http_response(tokenized(*range(100))))
         for number in range(20):
@@ -262,7 +262,7 @@ BROKEN = [
 async def test_requests_pause_after_repeated_failures(behaviour: Any, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     async with an_engine() as engine:
-        remote = RemoteTokenizer(post, timeout_s=0.05, now=clock)
+        remote = RemoteTokenizer(post, pack_token_ids, timeout_s=0.05, now=clock)
         node = node_at(engine.port)
         good, engine.behave = engine.behave, behaviour
         for number in range(10):
@@ -285,7 +285,7 @@ async def test_a_refused_connection_is_a_failure() -> None:
     async with an_engine() as engine:
         node = node_at(engine.port)
         await engine.refuse()
-        remote = RemoteTokenizer(post)
+        remote = RemoteTokenizer(post, pack_token_ids)
         assert await remote.tokenize(node, COMPLETIONS, body(prompt="x")) is None
         assert remote._failures == {node.name: 1}
         remote.reset(node)
@@ -294,7 +294,7 @@ async def test_a_refused_connection_is_a_failure() -> None:
 
 async def test_client_errors_do_not_count_as_failures() -> None:
     async with an_engine() as engine:
-        remote = RemoteTokenizer(post)
+        remote = RemoteTokenizer(post, pack_token_ids)
         node = node_at(engine.port)
         for status in (400, 422, 413):
             engine.behave = failing(status)
@@ -319,10 +319,11 @@ async def test_the_simulated_engine_returns_the_tokens_that_it_prefills() -> Non
     )
     await server.start()
     try:
-        remote, node = RemoteTokenizer(post), node_at(server.port)
-        chat = {"model": "sim", "messages": [user("Hello, you."), assistant("Hi!"), user("And now?")], "tools": [TOOL]}
+        remote, node = RemoteTokenizer(post, pack_token_ids), node_at(server.port)
+        messages = [user("Hello, you."), assistant("Hi!"), user("And now?")]
+        chat = {"model": "sim", "messages": messages, "tools": [TOOL]}
         tokens = await remote.tokenize(node, CHAT, json.dumps(chat).encode())
-        assert tokens == pack_token_ids(server._planner.chat_tokens(chat["messages"], chat["tools"], True))
+        assert tokens == pack_token_ids(server._planner.chat_tokens(messages, [TOOL], True))
         text = await remote.tokenize(node, COMPLETIONS, body(model="sim", prompt="Hello, you."))
         assert text == pack_token_ids(FakeTokenizer().encode("Hello, you.", True))
         assert not remote._failures

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from support.engine_invariants import check_engine
 
-from warmroute.engines.kv_events import BlockRemoved, BlockStored, EngineHash, Event, decode_batch
+from warmroute.engines.kv_events import BlockRemoved, BlockStored, Event, decode_batch
 from warmroute.fake_engine.core import (
     EngineConfig,
     EngineCore,
@@ -26,6 +26,7 @@ from warmroute.fake_engine.core import (
     wire_events,
 )
 from warmroute.fake_engine.profiles import profile
+from warmroute.index.node_cache import EngineHash
 
 RECORDED = Path(__file__).parents[1] / "real" / "recorded"
 

@@ -78,8 +78,9 @@ def assert_encodes_generated_text_to_its_tokens(path: Path) -> None:
     assert tokenizer.encode(next_turn)[: len(prompt) + 300] == prompt + tokens
 
 
-def test_a_models_own_tokenizer_encodes_generated_text_to_its_tokens() -> None:
-    assert_encodes_generated_text_to_its_tokens(Path(__file__).parents[1] / "prompt" / "small-model")
+@pytest.mark.parametrize("model", ["small-model", "small-llama"])
+def test_a_models_own_tokenizer_encodes_generated_text_to_its_tokens(model: str) -> None:
+    assert_encodes_generated_text_to_its_tokens(Path(__file__).parents[1] / "prompt" / model)
 
 
 @pytest.mark.data

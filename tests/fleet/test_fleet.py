@@ -252,7 +252,7 @@ def test_the_load_is_at_least_that_of_this_router() -> None:
 def test_outdated_metrics_are_cleared() -> None:
     node = fleet_of(config("a", "m")).node("a")
     node.update_load(5, 5, 0.9, 1)
-    node.clear_load()
+    node.drop_stale_load(0.0, node.polled_s + 1.0)
     assert (node.load, node.waiting, node.kv_usage) == (0, 0, 0.0)
 
 

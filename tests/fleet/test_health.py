@@ -196,6 +196,6 @@ def test_without_slow_start_a_recovered_node_gets_its_full_share() -> None:
 
 def test_a_reload_changes_the_limits() -> None:
     health = health_in(UP)
-    health.reconfigure(HealthConfig(consecutive_failures=1))
+    health.config = HealthConfig(consecutive_failures=1)
     health.request_failed(100, "x")
     assert health.state is DOWN

@@ -14,6 +14,7 @@ from support.engine_scripts import (
     hanging,
     http_response,
     normal,
+    repeated,
     script,
     sse_event,
     vllm_metrics,
@@ -69,7 +70,7 @@ async def test_the_last_node_still_serves_while_its_health_checks_time_out() -> 
 async def test_a_node_with_a_running_stream_stays_up_while_its_health_checks_time_out() -> None:
     health = {"timeout_s": 0.2, "consecutive_timeouts": 2}
     async with engines(2) as [busy, other], router(busy, other, health=health, health_checks_hang=True) as r:
-        busy.behave = script(SSE_HEAD, *[chunk(sse_event(0)), 0.05] * 60, b"0\r\n\r\n")
+        busy.behave = script(SSE_HEAD, *repeated(60, chunk(sse_event(0)), 0.05), b"0\r\n\r\n")
         peer = await r.connect()
         peer.write(post())
         await until(lambda: busy.seen)

@@ -5,31 +5,36 @@ from __future__ import annotations
 import random
 import struct
 from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from reference_index import ReferenceIndex, hash_blocks
 
-from warmroute.index import EVICTED_PARENT, UNKNOWN_PARENT, BlockIndex, Recency, Tier
+from warmroute._kernel import EVICTED_PARENT, UNKNOWN_PARENT, BlockIndex, Recency
+from warmroute.index.node_cache import EngineHash
+from warmroute.index.tiers import Tier
 
 BLOCK = 2
 tiers = st.sampled_from([Tier.GPU, Tier.GPU, Tier.GPU, *Tier])
 few_tokens = st.integers(1, 6).flatmap(lambda n: st.lists(st.integers(0, 1), min_size=n * BLOCK, max_size=n * BLOCK))
-engine_hashes = st.integers(-8, 12) | st.sampled_from([b"a" * 32, b"b" * 32, 2**64 - 1, 2**63])
+engine_hashes: st.SearchStrategy[EngineHash] = st.integers(-8, 12) | st.sampled_from(
+    [b"a" * 32, b"b" * 32, 2**64 - 1, 2**63]
+)
 own_hashes = st.lists(st.integers(0, 9), max_size=8)
 which = st.integers(0, 50)
 
 
-def in_order(rows):
+def in_order(rows: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return sorted(rows)
 
 
-def packed(hashes):
+def packed(hashes: Sequence[int]) -> bytes:
     return struct.pack(f"={len(hashes)}Q", *hashes)
 
 
-def unpacked(hashes):
+def unpacked(hashes: bytes) -> list[int]:
     return list(struct.unpack(f"={len(hashes) // 8}Q", hashes))
 
 
@@ -39,7 +44,7 @@ class SameAsReference(RuleBasedStateMachine):
     budget_bytes = 1 << 24
 
     @initialize(extra_places=st.sampled_from([0, 2, 5]))
-    def begin(self, extra_places):
+    def begin(self, extra_places: int) -> None:
         self.index, self.reference = BlockIndex(self.budget_bytes), ReferenceIndex()
         self.open: list[int] = []
         self.mirrored: dict[int, tuple[Recency, Recency]] = {}
@@ -48,7 +53,7 @@ class SameAsReference(RuleBasedStateMachine):
             self.add_holder()
 
     @rule()
-    def add_holder(self):
+    def add_holder(self) -> None:
         if len(self.open) < 12:
             holder = self.index.add_holder()
             assert holder not in self.open
@@ -57,13 +62,13 @@ class SameAsReference(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.open) > 1)
     @rule(at=which)
-    def remove_holder(self, at):
+    def remove_holder(self, at: int) -> None:
         holder = self.open.pop(at % len(self.open))
         self.index.remove_holder(holder)
         self.reference.remove_holder(holder)
 
     @rule(at=which)
-    def clear(self, at):
+    def clear(self, at: int) -> None:
         holder = self.open[at % len(self.open)]
         self.index.clear(holder)
         self.reference.clear(holder)
@@ -77,21 +82,30 @@ class SameAsReference(RuleBasedStateMachine):
         salted=st.booleans(),
         data=st.data(),
     )
-    def store(self, at, namespace, parent, tokens, tier, salted, data):
+    def store(
+        self,
+        at: int,
+        namespace: int,
+        parent: EngineHash | None,
+        tokens: list[int],
+        tier: Tier,
+        salted: bool,
+        data: st.DataObject,
+    ) -> None:
         holder = self.open[at % len(self.open)]
         n = len(tokens) // BLOCK
         hashes = data.draw(st.lists(engine_hashes, min_size=n, max_size=n))
-        extra = [b"salt", *[None] * (n - 1)] if salted else None
+        extra: list[bytes | None] | None = [b"salt", *[None] * (n - 1)] if salted else None
         arguments = (holder, namespace, parent, hashes, tokens, BLOCK, tier, extra)
         assert self.index.store(*arguments) == self.reference.store(*arguments)
 
     @rule(at=which, hashes=st.lists(engine_hashes, max_size=5), tier=tiers)
-    def store_known(self, at, hashes, tier):
+    def store_known(self, at: int, hashes: list[EngineHash], tier: Tier) -> None:
         holder = self.open[at % len(self.open)]
         assert self.index.store_known(holder, hashes, tier) == self.reference.store_known(holder, hashes, tier)
 
     @rule(at=which, hashes=own_hashes, tier=tiers, named=st.booleans())
-    def store_hashes(self, at, hashes, tier, named):
+    def store_hashes(self, at: int, hashes: list[int], tier: Tier, named: bool) -> None:
         holder = self.open[at % len(self.open)]
         names = [hash + 3 for hash in hashes] if named else None
         assert self.index.store_hashes(holder, hashes, tier, names) == self.reference.store_hashes(
@@ -99,23 +113,23 @@ class SameAsReference(RuleBasedStateMachine):
         )
 
     @rule(hashes=own_hashes, tier=tiers)
-    def store_chain_everywhere(self, hashes, tier):
+    def store_chain_everywhere(self, hashes: list[int], tier: Tier) -> None:
         for holder in self.open:
             self.index.store_hashes(holder, hashes, tier)
             self.reference.store_hashes(holder, hashes, tier)
 
     @rule(at=which, hashes=st.lists(engine_hashes, max_size=8), tier=tiers)
-    def remove(self, at, hashes, tier):
+    def remove(self, at: int, hashes: list[EngineHash], tier: Tier) -> None:
         holder = self.open[at % len(self.open)]
         assert self.index.remove(holder, hashes, tier) == self.reference.remove(holder, hashes, tier)
 
     @rule(at=which, hashes=own_hashes, tier=tiers)
-    def remove_hashes(self, at, hashes, tier):
+    def remove_hashes(self, at: int, hashes: list[int], tier: Tier) -> None:
         holder = self.open[at % len(self.open)]
         assert self.index.remove_hashes(holder, hashes, tier) == self.reference.remove_hashes(holder, hashes, tier)
 
     @rule(capacity=st.integers(1, 9))
-    def open_mirrored(self, capacity):
+    def open_mirrored(self, capacity: int) -> None:
         if len(self.mirrored) < 4:
             mirror, reference = Recency(capacity), Recency(capacity)
             holder = self.index.add_holder(mirror)
@@ -125,7 +139,7 @@ class SameAsReference(RuleBasedStateMachine):
 
     @precondition(lambda self: self.mirrored)
     @rule(at=which)
-    def close_mirrored(self, at):
+    def close_mirrored(self, at: int) -> None:
         holder = list(self.mirrored)[at % len(self.mirrored)]
         del self.mirrored[holder]
         self.index.remove_holder(holder)
@@ -133,14 +147,14 @@ class SameAsReference(RuleBasedStateMachine):
 
     @precondition(lambda self: self.mirrored)
     @rule(at=which, tokens=few_tokens, namespace=st.integers(0, 1), stamp=st.integers(0, 9))
-    def keep(self, at, tokens, namespace, stamp):
+    def keep(self, at: int, tokens: list[int], namespace: int, stamp: int) -> None:
         holder = list(self.mirrored)[at % len(self.mirrored)]
         hashes = hash_blocks(namespace, None, tokens, BLOCK)
         assert unpacked(self.index.touch(holder, packed(hashes), stamp)) == self.reference.touch(holder, hashes, stamp)
 
     @precondition(lambda self: self.mirrored)
     @rule(at=which, capacity=st.integers(1, 9), answer=st.integers(0, 2))
-    def change_a_mirror(self, at, capacity, answer):
+    def change_a_mirror(self, at: int, capacity: int, answer: int) -> None:
         holder = list(self.mirrored)[at % len(self.mirrored)]
         mirror, reference = self.mirrored[holder]
         for one, other in zip(
@@ -153,7 +167,7 @@ class SameAsReference(RuleBasedStateMachine):
 
     @precondition(lambda self: self.mirrored)
     @rule(at=which, tokens=few_tokens, namespace=st.integers(0, 1), first=st.integers(0, 5))
-    def undo_routed(self, at, tokens, namespace, first):
+    def undo_routed(self, at: int, tokens: list[int], namespace: int, first: int) -> None:
         holder = list(self.mirrored)[at % len(self.mirrored)]
         hashes = hash_blocks(namespace, None, tokens, BLOCK)
         for recency in self.mirrored[holder]:
@@ -162,20 +176,20 @@ class SameAsReference(RuleBasedStateMachine):
         assert self.index.remove_hashes(holder, hashes[first:], Tier.GPU) == known
 
     @rule(tokens=few_tokens, namespace=st.integers(0, 1))
-    def match_a_prompt(self, tokens, namespace):
+    def match_a_prompt(self, tokens: list[int], namespace: int) -> None:
         hashes = hash_blocks(namespace, None, tokens, BLOCK)
         assert in_order(self.index.match(hashes)) == in_order(self.reference.match(hashes))
 
     @rule(hashes=own_hashes)
-    def match(self, hashes):
+    def match(self, hashes: list[int]) -> None:
         assert in_order(self.index.match(hashes)) == in_order(self.reference.match(hashes))
 
     @rule(pairs=st.integers(0, 3))
-    def sweep(self, pairs):
+    def sweep(self, pairs: int) -> None:
         self.index.sweep(pairs)
 
     @invariant()
-    def same_holdings(self):
+    def same_holdings(self) -> None:
         for holder in (*self.open, *self.mirrored):
             assert Counter(self.index.holdings(holder)) == Counter(self.reference.holdings(holder))
             assert self.index.pair_count(holder) == len(self.reference.holdings(holder))
@@ -188,7 +202,7 @@ class SameAsReference(RuleBasedStateMachine):
             blocks = {row[0] for holder in holders for row in self.reference.holdings(holder)}
             assert stats["blocks"] == len(blocks)
 
-    def teardown(self):
+    def teardown(self) -> None:
         if not hasattr(self, "index"):
             return
         for holder in (*self.open, *self.mirrored):
@@ -205,7 +219,7 @@ TestSameAsReference.settings = settings(max_examples=150, stateful_step_count=60
 
 @given(st.integers(0, 2**32), st.integers(2, 40), st.integers(1, 4))
 @settings(max_examples=25, deadline=None)
-def test_many_blocks_on_many_places(seed, n_places, turns):
+def test_many_blocks_on_many_places(seed: int, n_places: int, turns: int) -> None:
     """Large enough for pages to split and merge, and for sets to be shared and split."""
     source = random.Random(seed)
     index, reference = BlockIndex(1 << 26), ReferenceIndex()
@@ -237,7 +251,7 @@ def test_many_blocks_on_many_places(seed, n_places, turns):
 
 @given(st.integers(0, 2**32), st.integers(65_536, 300_000))
 @settings(max_examples=25, deadline=None)
-def test_at_the_budget_blocks_are_evicted_and_never_invented(seed, budget_bytes):
+def test_at_the_budget_blocks_are_evicted_and_never_invented(seed: int, budget_bytes: int) -> None:
     """A small index holds a subset of what an unbounded one holds, and its bytes stay within the budget."""
     source = random.Random(seed)
     index, reference = BlockIndex(budget_bytes), ReferenceIndex()
@@ -279,7 +293,7 @@ def test_at_the_budget_blocks_are_evicted_and_never_invented(seed, budget_bytes)
     assert index.stats()["bytes"] == index.stats()["charged_bytes"]
 
 
-def test_a_parent_evicted_at_the_budget_is_no_gap():
+def test_a_parent_evicted_at_the_budget_is_no_gap() -> None:
     index = BlockIndex(65_536)
     holder = index.add_holder()
     assert index.store(holder, 1, 5, [6], [1, 2], 2, Tier.GPU) == UNKNOWN_PARENT
@@ -293,7 +307,7 @@ def test_a_parent_evicted_at_the_budget_is_no_gap():
     assert index.store(holder, 1, 1 << 60, [1 << 61], [1, 2], 2, Tier.GPU) == UNKNOWN_PARENT
 
 
-def test_a_store_refused_half_way_leaves_nothing_behind():
+def test_a_store_refused_half_way_leaves_nothing_behind() -> None:
     """The holders leave few bytes for blocks: the budgets cover every way to run out of them."""
     crowded = BlockIndex(1 << 24)
     for _ in range(2000):
@@ -309,9 +323,9 @@ def test_a_store_refused_half_way_leaves_nothing_behind():
         assert stats["charged_bytes"] <= stats["budget_bytes"]
         refused += stats["refused"]
         for block in (1, 2, 3):
-            holders = {row[0] for row in index.match([block])}
-            assert holders == {holder for holder in holders if block in [row[0] for row in index.holdings(holder)]}
-        for holder in holders:
+            matched = {row[0] for row in index.match([block])}
+            assert matched == {holder for holder in matched if block in [row[0] for row in index.holdings(holder)]}
+        for holder in matched:
             index.remove_holder(holder)
         assert index.stats()["blocks"] == index.stats()["sets"] == 0
     assert refused > 100
@@ -319,7 +333,7 @@ def test_a_store_refused_half_way_leaves_nothing_behind():
 
 @given(st.integers(0, 2**32), st.integers(1, 9), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_long_prompts_at_mirrored_places(seed, n_places, events):
+def test_long_prompts_at_mirrored_places(seed: int, n_places: int, events: bool) -> None:
     """If few holders hold a long prompt, the index asks their mirrors how deep they hold it."""
     source = random.Random(seed)
     index, reference = BlockIndex(1 << 26), ReferenceIndex()

@@ -8,13 +8,16 @@ import subprocess
 import sys
 import time
 from array import array
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from warmroute.index import MIN_BUDGET_BYTES, UNKNOWN_PARENT, BlockIndex, Tier, hash_blocks
+from warmroute._kernel import MIN_BUDGET_BYTES, UNKNOWN_PARENT, BlockIndex, hash_blocks
+from warmroute.index.tiers import Tier
 
 
-def test_a_block_stored_twice_must_be_removed_twice():
+def test_a_block_stored_twice_must_be_removed_twice() -> None:
     index = BlockIndex(1 << 20)
     holder = index.add_holder()
     hashes = hash_blocks(1, None, [1, 2, 3, 4], 2)
@@ -26,7 +29,7 @@ def test_a_block_stored_twice_must_be_removed_twice():
     assert index.match(hashes) == [(holder, 1, 1, 1, 1)]
 
 
-def test_lower_tiers_extend_a_match():
+def test_lower_tiers_extend_a_match() -> None:
     index = BlockIndex(1 << 20)
     holder = index.add_holder()
     tokens = list(range(8))
@@ -41,20 +44,24 @@ def test_lower_tiers_extend_a_match():
     assert index.stats()["unresolved"] == 1
 
 
-def test_a_block_with_two_engine_hashes_stays_until_both_are_removed():
+def test_a_block_with_two_engine_hashes_stays_until_both_are_removed() -> None:
     index = BlockIndex(1 << 20)
     holder = index.add_holder()
     index.store_hashes(holder, [5], Tier.GPU, [100])
     index.store_hashes(holder, [5], Tier.GPU, [200])
     index.store_hashes(holder, [5], Tier.GPU)
-    for gone in (lambda: index.remove(holder, [100], 0), lambda: index.remove_hashes(holder, [5], 0)):
-        assert gone() == 1
+    removals: list[Callable[[], int]] = [
+        lambda: index.remove(holder, [100], 0),
+        lambda: index.remove_hashes(holder, [5], 0),
+    ]
+    for remove in removals:
+        assert remove() == 1
         assert len(index.match([5])) == 1
     index.remove(holder, [200], Tier.GPU)
     assert index.match([5]) == []
 
 
-def test_an_engine_hash_reused_for_other_tokens_means_the_new_block():
+def test_an_engine_hash_reused_for_other_tokens_means_the_new_block() -> None:
     index = BlockIndex(1 << 20)
     holder = index.add_holder()
     index.store(holder, 1, None, [7], [1, 2], 2, Tier.GPU)
@@ -64,7 +71,7 @@ def test_an_engine_hash_reused_for_other_tokens_means_the_new_block():
     assert index.stats()["conflicts"] == 1
 
 
-def test_namespaces_share_no_blocks():
+def test_namespaces_share_no_blocks() -> None:
     index = BlockIndex(1 << 20)
     holder = index.add_holder()
     tokens = list(range(64))
@@ -73,7 +80,7 @@ def test_namespaces_share_no_blocks():
     assert index.match(hash_blocks(1, None, tokens, 16))
 
 
-def test_a_closed_place_is_gone_at_once_and_its_number_is_reused_empty():
+def test_a_closed_place_is_gone_at_once_and_its_number_is_reused_empty() -> None:
     index = BlockIndex(1 << 26)
     holder = index.add_holder()
     hashes = array("Q", range(50_000))
@@ -90,7 +97,7 @@ def test_a_closed_place_is_gone_at_once_and_its_number_is_reused_empty():
     assert index.stats()["blocks"] == 10
 
 
-def test_32767_places_can_be_open_and_one_more_is_rejected():
+def test_32767_places_can_be_open_and_one_more_is_rejected() -> None:
     index = BlockIndex(1 << 26)
     holders = [index.add_holder() for _ in range(32_767)]
     assert len(set(holders)) == 32_767
@@ -108,7 +115,7 @@ def test_32767_places_can_be_open_and_one_more_is_rejected():
     assert index.add_holder() == holders[5]
 
 
-def test_a_block_held_by_thousands_of_places_is_matched_for_all():
+def test_a_block_held_by_thousands_of_places_is_matched_for_all() -> None:
     index = BlockIndex(1 << 26)
     holders = [index.add_holder() for _ in range(3000)]
     for number, holder in enumerate(holders):
@@ -119,7 +126,7 @@ def test_a_block_held_by_thousands_of_places_is_matched_for_all():
 
 
 @pytest.mark.parametrize(("per_block", "n_holders"), [(1, 8), (1, 2048), (2, 64), (3, 64), (20, 64)])
-def test_a_pair_takes_at_most_48_bytes_at_any_fill(per_block, n_holders):
+def test_a_pair_takes_at_most_48_bytes_at_any_fill(per_block: int, n_holders: int) -> None:
     index = BlockIndex(1 << 28)
     holders = [index.add_holder() for _ in range(n_holders)]
     source = random.Random(per_block)
@@ -132,7 +139,7 @@ def test_a_pair_takes_at_most_48_bytes_at_any_fill(per_block, n_holders):
             assert index.stats()["bytes"] / index.stats()["pairs"] <= 48
 
 
-def test_a_pair_takes_at_most_48_bytes_while_blocks_come_and_go():
+def test_a_pair_takes_at_most_48_bytes_while_blocks_come_and_go() -> None:
     index = BlockIndex(1 << 28)
     holders = [index.add_holder() for _ in range(16)]
     source = random.Random(4)
@@ -148,7 +155,7 @@ def test_a_pair_takes_at_most_48_bytes_while_blocks_come_and_go():
         assert turn < 2600 or stats["bytes"] / stats["pairs"] <= 48
 
 
-def test_removed_blocks_free_their_memory():
+def test_removed_blocks_free_their_memory() -> None:
     index = BlockIndex(1 << 28)
     holder = index.add_holder()
     empty_bytes = index.stats()["bytes"]
@@ -164,7 +171,9 @@ def test_removed_blocks_free_their_memory():
 FLOOD_SCRIPT = """
 import random, resource, sys
 from array import array
-from warmroute.index import BlockIndex
+from collections.abc import Callable
+from typing import Any
+from warmroute._kernel import BlockIndex
 def rss(): return int(open("/proc/self/statm").read().split()[1]) * 4096
 budget = int(sys.argv[1])
 source = random.Random(1)
@@ -183,7 +192,7 @@ print(highest - before, stats["evicted"] + 0, stats["refused"], stats["pairs"])
 """
 
 
-def test_memory_is_flat_under_a_flood_of_unique_blocks():
+def test_memory_is_flat_under_a_flood_of_unique_blocks() -> None:
     budget = 4 << 20
     ran = subprocess.run(
         [sys.executable, "-c", FLOOD_SCRIPT, str(budget), "8000"], capture_output=True, text=True, check=True
@@ -194,7 +203,7 @@ def test_memory_is_flat_under_a_flood_of_unique_blocks():
     assert pairs > 0.5 * budget / 48
 
 
-def test_a_flood_on_one_place_evicts_nothing_from_smaller_places():
+def test_a_flood_on_one_place_evicts_nothing_from_smaller_places() -> None:
     index = BlockIndex(1 << 20)
     quiet, loud = index.add_holder(), index.add_holder()
     prompt = hash_blocks(1, None, array("I", range(1000)), 1)
@@ -206,7 +215,7 @@ def test_a_flood_on_one_place_evicts_nothing_from_smaller_places():
     assert index.match(prompt) == [(quiet, 1000, 1000, 1000, 1000)]
 
 
-def test_what_prompts_match_outlives_what_they_do_not():
+def test_what_prompts_match_outlives_what_they_do_not() -> None:
     index = BlockIndex(1 << 20)
     holder = index.add_holder()
     system_prompt = hash_blocks(1, None, array("I", range(200)), 1)
@@ -220,7 +229,7 @@ def test_what_prompts_match_outlives_what_they_do_not():
     assert sum(hash in held for hash in array("Q", system_prompt)) > 190
 
 
-def test_nothing_leaks():
+def test_nothing_leaks() -> None:
     def round_trip() -> None:
         index = BlockIndex(1 << 22)
         holders = [index.add_holder() for _ in range(5)]
@@ -231,6 +240,7 @@ def test_nothing_leaks():
                 index.store_hashes(holder, blocks, turn % 4)
             index.match(blocks)
             index.match(list(array("Q", blocks)))
+            bad: Any
             for bad in ([1.5], [b""], b"123", [1 << 65]):
                 with pytest.raises((TypeError, ValueError)):
                     index.store_hashes(holders[0], bad, 0)
@@ -249,7 +259,7 @@ def test_nothing_leaks():
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2048
 
 
-def test_no_call_takes_long_while_the_index_grows_and_is_cleared():
+def test_no_call_takes_long_while_the_index_grows_and_is_cleared() -> None:
     """A batch of 1,000 events takes a few ms whatever the tables do. Two batches may be slower on a busy machine."""
     index = BlockIndex(1 << 28)
     holder = index.add_holder()
@@ -294,7 +304,7 @@ def test_no_call_takes_long_while_the_index_grows_and_is_cleared():
         lambda index, holder: BlockIndex(MIN_BUDGET_BYTES - 1),
     ],
 )
-def test_values_out_of_range_are_rejected_and_change_nothing(call):
+def test_values_out_of_range_are_rejected_and_change_nothing(call: Callable[[Any, int], object]) -> None:
     index = BlockIndex(1 << 20)
     holder = index.add_holder()
     before = index.stats()
@@ -317,11 +327,11 @@ def test_values_out_of_range_are_rejected_and_change_nothing(call):
         lambda index, holder: index.remove(holder, None, 0),
         lambda index, holder: index.match(7),
         lambda index, holder: index.match(["1"]),
-        lambda index, holder: BlockIndex("1"),
-        lambda index, holder: BlockIndex(),
+        lambda index, holder: BlockIndex("1"),  # type: ignore[arg-type]
+        lambda index, holder: BlockIndex(),  # type: ignore[call-arg]
     ],
 )
-def test_values_of_the_wrong_type_are_rejected_and_change_nothing(call):
+def test_values_of_the_wrong_type_are_rejected_and_change_nothing(call: Callable[[Any, int], object]) -> None:
     index = BlockIndex(1 << 20)
     holder = index.add_holder()
     before = index.stats()
@@ -330,7 +340,7 @@ def test_values_of_the_wrong_type_are_rejected_and_change_nothing(call):
     assert index.stats() == before
 
 
-def test_an_empty_batch_changes_nothing():
+def test_an_empty_batch_changes_nothing() -> None:
     index = BlockIndex(1 << 20)
     holder = index.add_holder()
     assert index.store(holder, 1, None, [], [], 16, 0) == 0
@@ -339,7 +349,7 @@ def test_an_empty_batch_changes_nothing():
     assert index.match([]) == index.match(b"") == []
 
 
-def test_counts_saturate_and_the_stats_show_it():
+def test_counts_saturate_and_the_stats_show_it() -> None:
     index = BlockIndex(1 << 20)
     holder = index.add_holder()
     for _ in range(20):

@@ -18,21 +18,20 @@ from cache_fixtures import (
     with_events,
 )
 
-from warmroute.index import Tier
 from warmroute.index.node_cache import PENDING, ROUTED
-from warmroute.index.tiers import SAVED_SHARE
+from warmroute.index.tiers import SAVED_SHARE, Tier
 
 # Three sources.
 
 
-def test_blocks_from_events_are_a_hit_on_that_node_only():
+def test_blocks_from_events_are_a_hit_on_that_node_only() -> None:
     cache_view = cache_view_of("a", "b")
     report_stored(with_events(cache_of(cache_view, "a")), 1, 2, 3)
     found = cache_view.hits(MODEL, prompt(1, 2, 9), 0.0)
     assert {name: (one.tokens, one.expected, one.rank) for name, one in found.items()} == {"a": (32, 32.0, 0)}
 
 
-def test_routed_prompts_are_a_hit_without_events():
+def test_routed_prompts_are_a_hit_without_events() -> None:
     cache_view = cache_view_of("a", "b")
     route(cache_view, "a", prompt(1, 2, 3), 0.0)
     found = hit(cache_view, "a", prompt(1, 2, 9), 500.0)
@@ -40,7 +39,7 @@ def test_routed_prompts_are_a_hit_without_events():
     assert hit(cache_view, "b", prompt(1, 2, 9)) is None
 
 
-def test_last_use_of_a_prefix_is_when_a_prompt_with_it_was_last_routed():
+def test_last_use_of_a_prefix_is_when_a_prompt_with_it_was_last_routed() -> None:
     cache_view = cache_view_of("a", "b")
     for request, now_s in ((prompt(1, 2, 3), 5.0), (prompt(1, 7), 8.0)):
         route(cache_view, "a", request, now_s)
@@ -53,7 +52,7 @@ def test_last_use_of_a_prefix_is_when_a_prompt_with_it_was_last_routed():
     assert cache_view.last_used_s(MODEL, request, "c", SIZE) is None
 
 
-def test_pending_blocks_count_until_shortly_after_the_first_token():
+def test_pending_blocks_count_until_shortly_after_the_first_token() -> None:
     cache_view = cache_view_of("a")
     with_events(cache_of(cache_view, "a"))
     prediction = route(cache_view, "a", prompt(1, 2, 3), 0.0)
@@ -64,7 +63,7 @@ def test_pending_blocks_count_until_shortly_after_the_first_token():
     assert hit_tokens(cache_view, "a", prompt(1, 2, 3, 4), 61.0) == 0  # no event reported it
 
 
-def test_pending_blocks_that_events_report_stay():
+def test_pending_blocks_that_events_report_stay() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
     prediction = route(cache_view, "a", prompt(1, 2, 3), 0.0)
@@ -77,7 +76,7 @@ def test_pending_blocks_that_events_report_stay():
     )
 
 
-def test_blocks_of_two_equal_prompts_stay_pending_until_both_end():
+def test_blocks_of_two_equal_prompts_stay_pending_until_both_end() -> None:
     cache_view = cache_view_of("a")
     with_events(cache_of(cache_view, "a"))
     first, second = (route(cache_view, "a", prompt(1, 2), 0.0) for _ in range(2))
@@ -87,7 +86,7 @@ def test_blocks_of_two_equal_prompts_stay_pending_until_both_end():
     assert hit_tokens(cache_view, "a", prompt(1, 2), 3.0) == 0
 
 
-def test_tidy_expires_pending_blocks_without_a_lookup():
+def test_tidy_expires_pending_blocks_without_a_lookup() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
     prediction = route(cache_view, "a", prompt(1, 2), 0.0)
@@ -96,7 +95,7 @@ def test_tidy_expires_pending_blocks_without_a_lookup():
     assert cache_view.index.pair_count(cache.pending_holder) == 0
 
 
-def test_complete_events_override_routed_prompts():
+def test_complete_events_override_routed_prompts() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
     prediction = route(cache_view, "a", prompt(1, 2, 3), 0.0)
@@ -106,7 +105,7 @@ def test_complete_events_override_routed_prompts():
     assert hit_tokens(cache_view, "a", prompt(1, 2, 3, 4), 5.0) == 32
 
 
-def test_routed_prompts_count_when_events_are_lost():
+def test_routed_prompts_count_when_events_are_lost() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
     prediction = route(cache_view, "a", prompt(1, 2, 3), 0.0)
@@ -119,7 +118,7 @@ def test_routed_prompts_count_when_events_are_lost():
     assert found is not None and (found.tokens, found.rank) == (48, ROUTED)
 
 
-def test_routed_prompts_count_beside_incomplete_events():
+def test_routed_prompts_count_beside_incomplete_events() -> None:
     cache_view = cache_view_of("a")
     cache = cache_of(cache_view, "a")
     cache.add_rank(0)
@@ -134,7 +133,7 @@ def test_routed_prompts_count_beside_incomplete_events():
     assert hit_tokens(cache_view, "a", prompt(5, 6), 0.0) == 32
 
 
-def test_prompts_that_events_cannot_match_are_matched_with_routed_ones():
+def test_prompts_that_events_cannot_match_are_matched_with_routed_ones() -> None:
     """Without a tokenizer the router matches text, which no event contains."""
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
@@ -147,7 +146,7 @@ def test_prompts_that_events_cannot_match_are_matched_with_routed_ones():
     assert hit_tokens(cache_view, "a", prompt(1, 2, 3, 4)) == 48  # text matches no block of the engine
 
 
-def test_only_exact_tokens_match_events():
+def test_only_exact_tokens_match_events() -> None:
     cache_view = cache_view_of("a")
     report_stored(with_events(cache_of(cache_view, "a")), 1, 2, 3)
     assert hit_tokens(cache_view, "a", prompt(1, 2, 3, exact=47)) == 32
@@ -158,7 +157,7 @@ def test_only_exact_tokens_match_events():
 
 @pytest.mark.parametrize("events", [True, False])
 @pytest.mark.parametrize(("more", "cached"), [(0, 32), (1, 48), (15, 48)])
-def test_the_last_token_is_never_a_hit(events, more, cached):
+def test_the_last_token_is_never_a_hit(events: bool, more: int, cached: int) -> None:
     cache_view = cache_view_of("a")
     request = prompt(1, 2, 3, more=more)
     if events:
@@ -168,14 +167,14 @@ def test_the_last_token_is_never_a_hit(events, more, cached):
     assert hit_tokens(cache_view, "a", request) == cached == (request.token_count - 1) // SIZE * SIZE
 
 
-def test_a_prompt_shorter_than_a_block_has_no_hits():
+def test_a_prompt_shorter_than_a_block_has_no_hits() -> None:
     cache_view = cache_view_of("a")
     short = lookup(tokens(1, more=0)[:15])
     assert cache_view.hits(MODEL, short, 0.0) == {}
     assert cache_view.record_routed(MODEL, short, "a", None, 0.0) is None
 
 
-def test_blocks_in_lower_tiers_count_less():
+def test_blocks_in_lower_tiers_count_less() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
     report_stored(cache, 1, 2, 3, 4, 5)
@@ -192,7 +191,7 @@ def test_blocks_in_lower_tiers_count_less():
     assert found is not None and found.tokens == 48
 
 
-def test_the_last_token_is_no_hit_in_any_tier():
+def test_the_last_token_is_no_hit_in_any_tier() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
     report_stored(cache, 1, 2, 3)
@@ -202,7 +201,7 @@ def test_the_last_token_is_no_hit_in_any_tier():
     assert found is not None and (found.tokens, found.expected) == (32, 32.0)
 
 
-def test_a_hit_names_the_rank_that_holds_most():
+def test_a_hit_names_the_rank_that_holds_most() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"), 0, 1)
     report_stored(cache, 1, rank=0)
@@ -215,7 +214,7 @@ def test_a_hit_names_the_rank_that_holds_most():
     assert found is not None and (found.tokens, found.rank) == (16, 0)
 
 
-def test_clearing_one_rank_keeps_the_others_and_routed_prompts():
+def test_clearing_one_rank_keeps_the_others_and_routed_prompts() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"), 0, 1)
     route(cache_view, "a", prompt(5, 6))
@@ -225,7 +224,7 @@ def test_clearing_one_rank_keeps_the_others_and_routed_prompts():
     assert [hit_tokens(cache_view, "a", prompt(block)) for block in (1, 2, 5)] == [0, 16, 16]
 
 
-def test_a_removed_rank_is_forgotten():
+def test_a_removed_rank_is_forgotten() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"), 0, 1)
     report_stored(cache, 1, rank=0)
@@ -237,7 +236,7 @@ def test_a_removed_rank_is_forgotten():
     assert not cache.complete and not cache.has_events
 
 
-def test_nodes_with_different_block_sizes_are_all_matched():
+def test_nodes_with_different_block_sizes_are_all_matched() -> None:
     cache_view = cache_view_of("a", "b", "c")
     cache_of(cache_view, "b").set_size(32, 0)
     with_events(cache_of(cache_view, "c"))
@@ -256,7 +255,7 @@ def test_nodes_with_different_block_sizes_are_all_matched():
     assert {name: one.tokens for name, one in cache_view.hits(MODEL, request, 0.0).items()} == {"a": 48, "b": 32}
 
 
-def test_another_block_size_forgets_routed_prompts_and_keeps_the_capacity():
+def test_another_block_size_forgets_routed_prompts_and_keeps_the_capacity() -> None:
     cache_view = cache_view_of("a")
     cache = cache_of(cache_view, "a")
     cache.set_size(16, 64_000)
@@ -270,7 +269,7 @@ def test_another_block_size_forgets_routed_prompts_and_keeps_the_capacity():
 # Namespaces.
 
 
-def test_adapters_share_no_blocks_with_their_base_model():
+def test_adapters_share_no_blocks_with_their_base_model() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
     cache_view.set_models(cache, MODEL, ["alias"], ["fine", "other"])
@@ -283,7 +282,7 @@ def test_adapters_share_no_blocks_with_their_base_model():
     assert [hit_tokens(cache_view, "a", prompt(8, 9), model=model) for model in models] == [0, 0, 0, 32]
 
 
-def test_two_models_share_no_blocks():
+def test_two_models_share_no_blocks() -> None:
     cache_view = cache_view_of("a")
     other = cache_view.add_node("b", ["n"])
     report_stored(with_events(other), 1, 2)
@@ -292,7 +291,7 @@ def test_two_models_share_no_blocks():
     assert set(cache_view.hits("n", prompt(1, 2), 0.0)) == {"b"}
 
 
-def test_prompts_with_different_salts_share_no_blocks():
+def test_prompts_with_different_salts_share_no_blocks() -> None:
     cache_view = cache_view_of("a", "b")
     cache = with_events(cache_of(cache_view, "a"))
     report_stored(cache, 1, 2, salt="x")
@@ -307,25 +306,27 @@ def test_prompts_with_different_salts_share_no_blocks():
         )
 
 
-def test_prompts_with_different_images_share_no_blocks():
+def test_prompts_with_different_images_share_no_blocks() -> None:
     cache_view = cache_view_of("a", "b")
     report_stored(with_events(cache_of(cache_view, "a")), 1, 2, 3, extra=[None, b"cat", None])
-    cat, dog = ({"media": ((20, picture),)} for picture in (b"cat", b"dog"))
-    route(cache_view, "b", prompt(1, 2, 3, **cat))
+    cat, dog = (((20, picture),) for picture in (b"cat", b"dog"))
+    route(cache_view, "b", prompt(1, 2, 3, media=cat))
     for name in "ab":
-        assert hit_tokens(cache_view, name, prompt(1, 2, 3, **cat)) == 48
+        assert hit_tokens(cache_view, name, prompt(1, 2, 3, media=cat)) == 48
         assert (
-            hit_tokens(cache_view, name, prompt(1, 2, 3, **dog)) == hit_tokens(cache_view, name, prompt(1, 2, 3)) == 16
+            hit_tokens(cache_view, name, prompt(1, 2, 3, media=dog))
+            == hit_tokens(cache_view, name, prompt(1, 2, 3))
+            == 16
         )
 
 
-def test_an_image_after_the_last_full_block_changes_nothing():
+def test_an_image_after_the_last_full_block_changes_nothing() -> None:
     cache_view = cache_view_of("a")
     route(cache_view, "a", prompt(1, 2))
     assert hit_tokens(cache_view, "a", prompt(1, 2, more=5, media=((34, b"cat"),))) == 32
 
 
-def test_adding_a_node_again_changes_only_its_models():
+def test_adding_a_node_again_changes_only_its_models() -> None:
     cache_view = cache_view_of("a")
     route(cache_view, "a", prompt(1, 2))
     assert cache_view.add_node("a") is cache_view.add_node("a", [MODEL, "alias"]) is cache_of(cache_view, "a")

@@ -6,13 +6,16 @@ import random
 import subprocess
 import sys
 from array import array
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from warmroute.index import MIN_BUDGET_BYTES, BlockIndex, Recency, Tier
+from warmroute._kernel import MIN_BUDGET_BYTES, BlockIndex, Recency
+from warmroute.index.tiers import Tier
 
 
-def test_eviction_at_the_budget_also_removes_blocks_from_the_mirror():
+def test_eviction_at_the_budget_also_removes_blocks_from_the_mirror() -> None:
     index = BlockIndex(MIN_BUDGET_BYTES * 2)
     mirror = Recency(100_000)
     holder = index.add_holder(mirror)
@@ -30,7 +33,7 @@ def test_eviction_at_the_budget_also_removes_blocks_from_the_mirror():
     assert [sum(row[1] for row in index.match(prompt)) for prompt in prompts] == held
 
 
-def test_the_larger_place_is_evicted_from_mirrored_or_not():
+def test_the_larger_place_is_evicted_from_mirrored_or_not() -> None:
     index = BlockIndex(MIN_BUDGET_BYTES * 4)
     mirror = Recency(100_000)
     small, large = index.add_holder(mirror), index.add_holder()
@@ -43,7 +46,7 @@ def test_the_larger_place_is_evicted_from_mirrored_or_not():
     assert len(mirror) == 500 and index.match(kept)[0][1] == 500
 
 
-def test_a_closed_mirrored_place_is_swept_in_steps():
+def test_a_closed_mirrored_place_is_swept_in_steps() -> None:
     index = BlockIndex(1 << 24)
     mirror = Recency(100_000)
     holder = index.add_holder(mirror)
@@ -75,7 +78,9 @@ def test_a_closed_mirrored_place_is_swept_in_steps():
         (lambda index, holder: index.touch(holder, b"12345678"), TypeError),
     ],
 )
-def test_calls_that_a_mirrored_place_does_not_support_are_rejected(call, error):
+def test_calls_that_a_mirrored_place_does_not_support_are_rejected(
+    call: Callable[[Any, int], object], error: type[Exception]
+) -> None:
     index = BlockIndex(1 << 20)
     mirror = Recency(4)
     holder = index.add_holder(mirror)
@@ -88,7 +93,7 @@ def test_calls_that_a_mirrored_place_does_not_support_are_rejected(call, error):
 
 
 @pytest.mark.parametrize(("budget_bytes", "blocks"), [(MIN_BUDGET_BYTES, 20_000), (1 << 20, 200_000)])
-def test_blocks_refused_at_the_budget_are_not_in_the_mirror(budget_bytes, blocks):
+def test_blocks_refused_at_the_budget_are_not_in_the_mirror(budget_bytes: int, blocks: int) -> None:
     index = BlockIndex(budget_bytes)
     mirror = Recency(1_000_000)
     holder, other = index.add_holder(mirror), index.add_holder()
@@ -106,7 +111,7 @@ def test_blocks_refused_at_the_budget_are_not_in_the_mirror(budget_bytes, blocks
 
 
 @pytest.mark.parametrize(("n_places", "shared"), [(1, 0), (8, 600), (40, 600)])
-def test_a_prompt_that_needs_more_than_is_left_is_stored_whole(n_places, shared):
+def test_a_prompt_that_needs_more_than_is_left_is_stored_whole(n_places: int, shared: int) -> None:
     """Long prompts at the budget, some of them held by many holders."""
     index = BlockIndex(1 << 20)
     mirrors = [Recency(200_000) for _ in range(n_places)]
@@ -133,7 +138,7 @@ def test_a_prompt_that_needs_more_than_is_left_is_stored_whole(n_places, shared)
         lambda mirror: mirror.touch(random.Random(7).randbytes(8 * 20_000), 2.0),
     ],
 )
-def test_the_mirror_of_a_closed_place_may_be_changed(change):
+def test_the_mirror_of_a_closed_place_may_be_changed(change: Callable[[Recency], object]) -> None:
     """It is empty then. The index sweeps its former blocks, and the next holder with this number holds none of them."""
     index = BlockIndex(1 << 24)
     mirror = Recency(20_000)
@@ -149,7 +154,7 @@ def test_the_mirror_of_a_closed_place_may_be_changed(change):
     assert index.match(prompt) == [(again, 10, 10, 10, 10)] and len(index.holdings(again)) == 10
 
 
-def test_a_mirror_belongs_to_one_place():
+def test_a_mirror_belongs_to_one_place() -> None:
     index, mirror = BlockIndex(1 << 20), Recency(4)
     holder = index.add_holder(mirror)
     for other in (index, BlockIndex(1 << 20)):
@@ -161,7 +166,9 @@ def test_a_mirror_belongs_to_one_place():
     assert BlockIndex(1 << 20).add_holder(mirror) == 0
 
 
-def test_after_a_failed_allocation_a_place_holds_what_its_mirror_holds(failing):
+def test_after_a_failed_allocation_a_place_holds_what_its_mirror_holds(
+    failing: Callable[[int, Callable[..., object]], object],
+) -> None:
     old, new = array("Q", range(100, 120)).tobytes(), array("Q", range(200, 238)).tobytes()
     for number in range(60):
         index, mirror = BlockIndex(1 << 20), Recency(40)
@@ -178,7 +185,7 @@ def test_after_a_failed_allocation_a_place_holds_what_its_mirror_holds(failing):
 
 COLLECTION_SCRIPT = """
 import gc
-from warmroute.index import BlockIndex, Recency
+from warmroute._kernel import BlockIndex, Recency
 index = BlockIndex(1 << 22)
 stored, routed = index.add_holder(), index.add_holder(Recency(9))
 index.store_hashes(stored, list(range(3000)), 0)
@@ -203,7 +210,7 @@ print(len(rows))
 
 
 @pytest.mark.parametrize(("holder", "rows"), [("stored", 3000), ("routed", 1)])
-def test_a_garbage_collection_that_changes_places_during_holdings_is_safe(holder, rows):
+def test_a_garbage_collection_that_changes_places_during_holdings_is_safe(holder: str, rows: int) -> None:
     code = COLLECTION_SCRIPT.replace("PLACE", holder)
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(ran.stdout) == rows

@@ -21,13 +21,14 @@ from cache_fixtures import (
     with_events,
 )
 
-from warmroute.index import Tier
-from warmroute.index.node_cache import ROUTED
+from warmroute.index.cache_view import CacheView
+from warmroute.index.node_cache import ROUTED, NodeCache
+from warmroute.index.tiers import Tier
 
 # Forgetting.
 
 
-def test_a_removed_node_is_forgotten_and_comes_back_empty():
+def test_a_removed_node_is_forgotten_and_comes_back_empty() -> None:
     cache_view = cache_view_of("a", "b")
     cache = with_events(cache_of(cache_view, "a"))
     report_stored(cache, 1, 2)
@@ -51,7 +52,7 @@ def test_a_removed_node_is_forgotten_and_comes_back_empty():
 
 
 @pytest.mark.parametrize(("how", "events"), [("restarted", True), ("restarted", False), ("cleared", True)])
-def test_late_responses_from_before_a_restart_change_nothing(how, events):
+def test_late_responses_from_before_a_restart_change_nothing(how: str, events: bool) -> None:
     cache_view = cache_view_of("a")
     cache = cache_of(cache_view, "a")
     if events:
@@ -74,7 +75,7 @@ def test_late_responses_from_before_a_restart_change_nothing(how, events):
     assert hit_tokens(cache_view, "a", prompt(1, 2), 5.0) == 0
 
 
-def test_a_restart_forgets_all_ranks_except_current_ones():
+def test_a_restart_forgets_all_ranks_except_current_ones() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"), 0, 1)
     report_stored(cache, 1, rank=0)
@@ -83,7 +84,7 @@ def test_a_restart_forgets_all_ranks_except_current_ones():
     assert [hit_tokens(cache_view, "a", prompt(block)) for block in (1, 2)] == [0, 16]
 
 
-def test_an_unknown_parent_is_reported():
+def test_an_unknown_parent_is_reported() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
     assert report_stored(cache, 1)
@@ -92,7 +93,7 @@ def test_an_unknown_parent_is_reported():
     assert cache.knows(0, 2) and not cache.knows(0, 9)
 
 
-def test_inconsistent_events_raise_and_change_nothing():
+def test_inconsistent_events_raise_and_change_nothing() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
     with pytest.raises(ValueError):
@@ -103,7 +104,7 @@ def test_inconsistent_events_raise_and_change_nothing():
 # Late and missing events.
 
 
-def test_blocks_from_events_count_less_while_the_node_is_silent():
+def test_blocks_from_events_count_less_while_the_node_is_silent() -> None:
     cache_view = cache_view_of("a")
     report_stored(with_events(cache_of(cache_view, "a")), 1, 2, 3)
     request = prompt(1, 2, 3)
@@ -114,14 +115,14 @@ def test_blocks_from_events_count_less_while_the_node_is_silent():
     assert hit_tokens(cache_view, "a", request, 41.0) == 48
 
 
-def test_routed_prompts_do_not_age():
+def test_routed_prompts_do_not_age() -> None:
     cache_view = cache_view_of("a")
     route(cache_view, "a", prompt(1, 2), 0.0)
     found = hit(cache_view, "a", prompt(1, 2), 3600.0)
     assert found is not None and found.expected == 32.0
 
 
-def test_late_events_count_less():
+def test_late_events_count_less() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
     report_stored(cache, 1, 2)
@@ -133,7 +134,15 @@ def test_late_events_count_less():
 # Another tokenizer.
 
 
-def prefill_other_tokens(cache_view, cache, number, at_s, *, events=True, prompt_tokens=None):
+def prefill_other_tokens(
+    cache_view: CacheView,
+    cache: NodeCache,
+    number: int,
+    at_s: float,
+    *,
+    events: bool = True,
+    prompt_tokens: int | None = None,
+) -> None:
     """Let the node prefill a prompt and report other blocks than the router computed."""
     prediction = route(cache_view, cache.name, prompt(number, number + 1), at_s)
     cache_view.first_token(prediction, at_s)
@@ -145,7 +154,7 @@ def prefill_other_tokens(cache_view, cache, number, at_s, *, events=True, prompt
 
 
 @pytest.mark.parametrize("length", [None, 33])
-def test_a_node_that_reports_other_blocks_has_another_tokenizer(length):
+def test_a_node_that_reports_other_blocks_has_another_tokenizer(length: int | None) -> None:
     """Also if the length of the prompts is right (33), as with a date in the chat template."""
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
@@ -153,15 +162,15 @@ def test_a_node_that_reports_other_blocks_has_another_tokenizer(length):
         prefill_other_tokens(cache_view, cache, 10 * number, 3.0 * number, prompt_tokens=length)
     assert not cache.token_mismatch
     prefill_other_tokens(cache_view, cache, 70, 21.0, prompt_tokens=length)
-    assert cache.token_mismatch and cache_view.nodes_with_token_mismatch() == [cache] and not cache.complete
+    assert cache.token_mismatch and not cache.complete
     assert hit_tokens(cache_view, "a", prompt(500_000), 22.0) == 0  # its events match no prompt
     found = hit(cache_view, "a", prompt(70, 71), 99.0)  # routed prompts still match
     assert found is not None and (found.tokens, found.rank) == (32, ROUTED)
     cache.restarted()
-    assert not cache.token_mismatch and cache.complete and cache_view.nodes_with_token_mismatch() == []
+    assert not cache.token_mismatch and cache.complete
 
 
-def test_one_matching_prompt_resets_the_count_of_mismatches():
+def test_one_matching_prompt_resets_the_count_of_mismatches() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
     for number in range(20):
@@ -171,7 +180,7 @@ def test_one_matching_prompt_resets_the_count_of_mismatches():
     assert not cache.token_mismatch
 
 
-def test_missing_events_are_no_sign_of_another_tokenizer():
+def test_missing_events_are_no_sign_of_another_tokenizer() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
     for number in range(20):
@@ -179,43 +188,43 @@ def test_missing_events_are_no_sign_of_another_tokenizer():
     assert not cache.token_mismatch
 
 
-def test_a_node_without_events_is_matched_with_routed_prompts_until_events_arrive():
+def test_a_node_without_events_is_matched_with_routed_prompts_until_events_arrive() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
     report_stored(cache, 1, 2, 3)
     for number in range(7):
         prefill_other_tokens(cache_view, cache, 10 + 10 * number, 3.0 * number, events=False)
-    assert cache.complete and cache_view.nodes_missing_events() == []
+    assert cache.complete and not cache.events_missing
     prefill_other_tokens(cache_view, cache, 80, 21.0, events=False)
-    assert not cache.complete and cache_view.nodes_missing_events() == [cache]
+    assert not cache.complete and cache.events_missing
     found = hit(cache_view, "a", prompt(80, 81), 22.0)
     assert found is not None and (found.tokens, found.rank) == (32, ROUTED)
     assert hit_tokens(cache_view, "a", prompt(1, 2, 3), 22.0) == 48, "blocks that it reported still count"
     report_stored(cache, 90)
-    assert cache.complete and cache_view.nodes_missing_events() == []
+    assert cache.complete and not cache.events_missing
 
 
-def test_fully_cached_prompts_need_no_events():
+def test_fully_cached_prompts_need_no_events() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
     report_stored(cache, 1, 2, 3)
     for number in range(20):
         cache_view.first_token(route(cache_view, "a", prompt(1, 2, 3), 3.0 * number), 3.0 * number)
         cache_view.tidy(3.0 * number + 2.0)
-    assert cache.complete and cache_view.nodes_missing_events() == []
+    assert cache.complete and not cache.events_missing
 
 
-def test_a_restart_resets_missing_events():
+def test_a_restart_resets_missing_events() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
     for number in range(8):
         prefill_other_tokens(cache_view, cache, 10 * number, 3.0 * number, events=False)
     assert not cache.complete
     cache.restarted()
-    assert cache.complete and cache_view.nodes_missing_events() == []
+    assert cache.complete and not cache.events_missing
 
 
-def test_rejected_prompts_are_no_sign_of_another_tokenizer():
+def test_rejected_prompts_are_no_sign_of_another_tokenizer() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
     for number in range(20):
@@ -227,7 +236,7 @@ def test_rejected_prompts_are_no_sign_of_another_tokenizer():
     assert not cache.token_mismatch and cache.token_mismatches == 0
 
 
-def test_prompt_lengths_show_another_tokenizer_without_events():
+def test_prompt_lengths_show_another_tokenizer_without_events() -> None:
     cache_view = cache_view_of("a")
     cache = cache_of(cache_view, "a")
     for number in range(8):
@@ -237,7 +246,7 @@ def test_prompt_lengths_show_another_tokenizer_without_events():
     assert hit_tokens(cache_view, "a", prompt(3)) == 16  # routed prompts still count
 
 
-def test_lengths_of_inexact_prompts_are_ignored():
+def test_lengths_of_inexact_prompts_are_ignored() -> None:
     cache_view = cache_view_of("a")
     for number in range(20):
         route(cache_view, "a", prompt(number, exact=0)).check_prompt_tokens(99)
@@ -247,7 +256,7 @@ def test_lengths_of_inexact_prompts_are_ignored():
 # Bounds.
 
 
-def test_the_index_stays_within_its_memory_budget():
+def test_the_index_stays_within_its_memory_budget() -> None:
     budget = 1 << 20
     cache_view = cache_view_of(*"abcdefgh", memory_bytes=budget, assumed_cache_tokens=32_000)
     caches = list(cache_view)
@@ -271,7 +280,7 @@ def test_the_index_stays_within_its_memory_budget():
 
 
 @pytest.mark.parametrize(("events", "most"), [(True, 48), (False, 24)])
-def test_a_block_takes_at_most_48_bytes_with_events_and_24_without(events, most):
+def test_a_block_takes_at_most_48_bytes_with_events_and_24_without(events: bool, most: int) -> None:
     names = [str(number) for number in range(32)]
     cache_view = cache_view_of(*names, assumed_cache_tokens=20_000 * SIZE)
     source = random.Random(1)
@@ -294,7 +303,7 @@ def test_a_block_takes_at_most_48_bytes_with_events_and_24_without(events, most)
     assert sum(cache.recency.bytes for cache in cache_view) <= 9 * 100_000 + 32 * 30_000
 
 
-def test_evicted_routed_blocks_leave_the_index():
+def test_evicted_routed_blocks_leave_the_index() -> None:
     """The routed holder holds what its recency list holds, whatever the order of calls."""
     cache_view = cache_view_of("a", assumed_cache_tokens=64 * SIZE)
     cache = with_events(cache_of(cache_view, "a"))
@@ -302,7 +311,7 @@ def test_evicted_routed_blocks_leave_the_index():
     inflight = []
     whole = {}
 
-    def is_held(cache, chain):
+    def is_held(cache: NodeCache, chain: bytes) -> bool:
         uses = cache.recency.last_uses(chain, len(chain) // 8, inf)
         return bool(uses) and uses[-1][1] == len(chain) // 8
 

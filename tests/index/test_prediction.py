@@ -7,10 +7,13 @@ import random
 import pytest
 from cache_fixtures import SIZE, cache_of, cache_view_of, hit_tokens, prompt, report_stored, route, with_events
 
+from warmroute.index.cache_view import CacheView
+from warmroute.index.lookup import Lookup
 from warmroute.index.node_cache import MAX_EVICTED_AT_ONCE
+from warmroute.index.prediction import Prediction
 
 
-def prefilled(cache_view, name, request, now_s, cached=None):
+def prefilled(cache_view: CacheView, name: str, request: Lookup, now_s: float, cached: int | None = None) -> Prediction:
     """Route a prompt, get its first token, and report `cached` tokens if it is a number."""
     prediction = route(cache_view, name, request, now_s)
     cache_view.first_token(prediction, now_s)
@@ -23,7 +26,7 @@ def prefilled(cache_view, name, request, now_s, cached=None):
 
 
 @pytest.mark.parametrize("events", [True, False])
-def test_a_withdrawn_prediction_leaves_no_blocks(events):
+def test_a_withdrawn_prediction_leaves_no_blocks(events: bool) -> None:
     cache_view = cache_view_of("a")
     if events:
         with_events(cache_of(cache_view, "a"))
@@ -37,7 +40,7 @@ def test_a_withdrawn_prediction_leaves_no_blocks(events):
 
 
 @pytest.mark.parametrize("events", [True, False])
-def test_withdrawing_keeps_blocks_that_were_there_before(events):
+def test_withdrawing_keeps_blocks_that_were_there_before(events: bool) -> None:
     cache_view = cache_view_of("a")
     cache = cache_of(cache_view, "a")
     if events:
@@ -49,7 +52,7 @@ def test_withdrawing_keeps_blocks_that_were_there_before(events):
     assert hit_tokens(cache_view, "a", prompt(1, 2, 3), 6.0) == 32
 
 
-def test_an_error_after_the_first_byte_can_be_withdrawn():
+def test_an_error_after_the_first_byte_can_be_withdrawn() -> None:
     cache_view = cache_view_of("a")
     with_events(cache_of(cache_view, "a"))
     prediction = route(cache_view, "a", prompt(1, 2), 0.0)
@@ -63,7 +66,7 @@ def test_an_error_after_the_first_byte_can_be_withdrawn():
     assert hit_tokens(cache_view, "a", prompt(1, 2), 5.0) == 0
 
 
-def test_ending_pending_twice_removes_the_blocks_once():
+def test_ending_pending_twice_removes_the_blocks_once() -> None:
     cache_view = cache_view_of("a")
     with_events(cache_of(cache_view, "a"))
     first, second = (route(cache_view, "a", prompt(1, 2)) for _ in range(2))
@@ -77,7 +80,7 @@ def test_ending_pending_twice_removes_the_blocks_once():
 # Comparing.
 
 
-def test_a_prediction_is_the_hit_at_dispatch():
+def test_a_prediction_is_the_hit_at_dispatch() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
     report_stored(cache, 1, 2)
@@ -89,7 +92,7 @@ def test_a_prediction_is_the_hit_at_dispatch():
     assert cache.accuracy.predicted_tokens == cache.accuracy.reported_tokens == 32
 
 
-def test_a_correct_prediction_of_zero_counts_as_exact():
+def test_a_correct_prediction_of_zero_counts_as_exact() -> None:
     cache_view = cache_view_of("a")
     prediction = route(cache_view, "a", prompt(1, 2))
     assert prediction.tokens == 0
@@ -100,7 +103,7 @@ def test_a_correct_prediction_of_zero_counts_as_exact():
 # The estimate of the node's LRU.
 
 
-def test_the_least_recently_used_blocks_are_evicted_first():
+def test_the_least_recently_used_blocks_are_evicted_first() -> None:
     cache_view = cache_view_of("a")
     cache_of(cache_view, "a").set_size(SIZE, 6 * SIZE)
     prefilled(cache_view, "a", prompt(1, 2, 3), 0.0)
@@ -112,7 +115,7 @@ def test_the_least_recently_used_blocks_are_evicted_first():
     assert hit_tokens(cache_view, "a", prompt(7, 8), 4.0) == 32
 
 
-def test_output_tokens_take_room_in_the_cache():
+def test_output_tokens_take_room_in_the_cache() -> None:
     cache_view = cache_view_of("a")
     cache = cache_of(cache_view, "a")
     cache.set_size(SIZE, 6 * SIZE)
@@ -124,7 +127,7 @@ def test_output_tokens_take_room_in_the_cache():
     assert hit_tokens(cache_view, "a", prompt(1, 2, 3), 2.0) == 32
 
 
-def test_a_smaller_capacity_evicts_at_once():
+def test_a_smaller_capacity_evicts_at_once() -> None:
     cache_view = cache_view_of("a", assumed_cache_tokens=100 * SIZE)
     for number in range(10):
         prefilled(cache_view, "a", prompt(2 * number, 2 * number + 1), float(number))
@@ -133,7 +136,7 @@ def test_a_smaller_capacity_evicts_at_once():
     assert cache_view.index.pair_count(cache_of(cache_view, "a").routed_holder) == 4
 
 
-def test_an_evicted_block_evicts_all_older_ones():
+def test_an_evicted_block_evicts_all_older_ones() -> None:
     """The router assumes too large a cache; a response with fewer cached tokens shows it."""
     cache_view = cache_view_of("a", assumed_cache_tokens=1000 * SIZE)
     for number in range(20):
@@ -144,7 +147,7 @@ def test_an_evicted_block_evicts_all_older_ones():
     assert cache_of(cache_view, "a").recency.capacity == 1000
 
 
-def test_only_the_age_of_the_missing_blocks_counts():
+def test_only_the_age_of_the_missing_blocks_counts() -> None:
     """The first blocks were used later. Of the evicted blocks, the latest use counts."""
     cache_view = cache_view_of("a")
     prefilled(cache_view, "a", prompt(1, 2), 0.0)
@@ -155,7 +158,7 @@ def test_only_the_age_of_the_missing_blocks_counts():
     assert [hit_tokens(cache_view, "a", prompt(*blocks), 5.0) for blocks in ((1, 2), (7, 8), (3, 4, 9))] == [0, 32, 48]
 
 
-def test_one_response_evicts_a_bounded_number_of_blocks():
+def test_one_response_evicts_a_bounded_number_of_blocks() -> None:
     cache_view = cache_view_of("a", assumed_cache_tokens=4000 * SIZE)
     cache = cache_of(cache_view, "a")
     for number in range(30):
@@ -165,7 +168,7 @@ def test_one_response_evicts_a_bounded_number_of_blocks():
     assert cache_view.index.pair_count(cache.routed_holder) == len(cache.recency)
 
 
-def test_a_prefix_that_was_still_being_prefilled_evicts_nothing():
+def test_a_prefix_that_was_still_being_prefilled_evicts_nothing() -> None:
     """Two prompts with one prefix are sent at once: the second finds nothing cached, and nothing was evicted."""
     cache_view = cache_view_of("a")
     prefilled(cache_view, "a", prompt(1, 2), 0.0)
@@ -178,7 +181,7 @@ def test_a_prefix_that_was_still_being_prefilled_evicts_nothing():
     assert hit_tokens(cache_view, "a", prompt(1, 2), 4.0) == hit_tokens(cache_view, "a", prompt(5, 6), 4.0) == 32
 
 
-def test_a_report_of_at_least_the_prediction_evicts_nothing():
+def test_a_report_of_at_least_the_prediction_evicts_nothing() -> None:
     cache_view = cache_view_of("a")
     prefilled(cache_view, "a", prompt(1, 2), 0.0)
     prefilled(cache_view, "a", prompt(3, 4), 1.0)
@@ -187,10 +190,10 @@ def test_a_report_of_at_least_the_prediction_evicts_nothing():
     assert hit_tokens(cache_view, "a", prompt(1, 2), 4.0) == 32
 
 
-def test_reports_correct_a_capacity_that_is_far_too_large():
+def test_reports_correct_a_capacity_that_is_far_too_large() -> None:
     """The node has room for 40 blocks, the router assumes 4,000, and the prompts have 200."""
 
-    def wrong(reports):
+    def wrong(reports: bool) -> tuple[int, int]:
         cache_view = cache_view_of("a", assumed_cache_tokens=4000 * SIZE)
         real = cache_view_of("real", assumed_cache_tokens=40 * SIZE)
         source, count = random.Random(3), 0

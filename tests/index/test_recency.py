@@ -8,34 +8,37 @@ import struct
 import tracemalloc
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from itertools import count, pairwise
 from math import inf, isnan
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from warmroute.index import Recency
+from warmroute._kernel import Recency
 
 
-def packed(*hashes):
+def packed(*hashes: int) -> bytes:
     return struct.pack(f"={len(hashes)}Q", *hashes)
 
 
-def unpacked(hashes):
+def unpacked(hashes: bytes) -> list[int]:
     return list(struct.unpack(f"={len(hashes) // 8}Q", hashes))
 
 
 class Tree:
     """Makes prompts of block hashes. Two prompts share hashes exactly as far as their prefixes are equal."""
 
-    def __init__(self, hash_of=lambda number: number):
-        self.numbers = {}
+    def __init__(self, hash_of: Callable[[int], int] = lambda number: number) -> None:
+        self.numbers: dict[tuple[int | None, int], int] = {}
         self.hash_of = hash_of
 
-    def prompt(self, blocks):
-        prompt, before = [], None
+    def prompt(self, blocks: list[int]) -> list[int]:
+        prompt: list[int] = []
+        before: int | None = None
         for block in blocks:
             before = self.numbers.setdefault((before, block), self.hash_of(len(self.numbers)))
             prompt.append(before)
@@ -45,12 +48,12 @@ class Tree:
 class ReferenceRecency:
     """The oldest first. An anonymous block has a key that equals no hash."""
 
-    def __init__(self, capacity):
+    def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.stamps = OrderedDict()
+        self.stamps: OrderedDict[int | str, float] = OrderedDict()
         self.anonymous = (f"anonymous {n}" for n in count())
 
-    def touch(self, hashes, stamp):
+    def touch(self, hashes: list[int], stamp: float) -> tuple[list[int], list[int]]:
         kept = hashes[: self.capacity]
         new = [hash for hash in kept if hash not in self.stamps]
         for hash in reversed(kept):
@@ -58,43 +61,43 @@ class ReferenceRecency:
             self.stamps.move_to_end(hash)
         return new, self.evict()
 
-    def add_anonymous(self, n, stamp):
+    def add_anonymous(self, n: int, stamp: float) -> list[int]:
         for _ in range(min(n, self.capacity)):
             self.stamps[next(self.anonymous)] = stamp
         return self.evict()
 
-    def drop(self, hashes, dropped):
+    def drop(self, hashes: list[int], dropped: list[int]) -> int:
         assert set(dropped) <= set(hashes)
         return sum(self.stamps.pop(hash, None) is not None for hash in dropped)
 
-    def resize(self, capacity):
+    def resize(self, capacity: int) -> list[int]:
         self.capacity = capacity
         return self.evict()
 
-    def match(self, hashes):
+    def match(self, hashes: list[int]) -> int:
         return next((at for at, hash in enumerate(hashes) if hash not in self.stamps), len(hashes))
 
-    def stamps_of(self, hashes):
+    def stamps_of(self, hashes: list[int]) -> list[tuple[int, float]]:
         return [(at, self.stamps[hash]) for at, hash in enumerate(hashes) if hash in self.stamps]
 
-    def evict(self):
+    def evict(self) -> list[int]:
         gone = [self.stamps.popitem(last=False)[0] for _ in range(len(self.stamps) - self.capacity)]
         return [key for key in gone if isinstance(key, int)]
 
     @property
-    def oldest(self):
+    def oldest(self) -> float | None:
         return next(iter(self.stamps.values()), None)
 
-    def in_order(self):
+    def in_order(self) -> list[int]:
         return [key for key in self.stamps if isinstance(key, int)]
 
 
-def touched(recency, hashes, stamp):
+def touched(recency: Recency, hashes: list[int], stamp: float) -> tuple[list[int], list[int]]:
     new, evicted = recency.touch(packed(*hashes), stamp)
     return unpacked(new), unpacked(evicted)
 
 
-def drained(recency):
+def drained(recency: Recency) -> list[int]:
     """Evict and return all hashes, the oldest first."""
     return unpacked(recency.add_anonymous(recency.capacity, 0))
 
@@ -104,7 +107,7 @@ stamps = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-5, 2**4
 capacities = st.integers(1, 10)
 
 
-def stamped(recency, hashes, depth=inf, latest=inf):
+def stamped(recency: Recency, hashes: list[int], depth: int = 2**31, latest: float = inf) -> list[tuple[int, float]]:
     """Return (number, stamp) of the held blocks."""
     uses = recency.last_uses(packed(*hashes), min(depth, len(hashes)), latest)
     assert all(before[1] <= after[0] for before, after in pairwise(uses))
@@ -115,58 +118,58 @@ class SameAsReference(RuleBasedStateMachine):
     """Few blocks and little room: evictions, diverging prompts and prompts beyond the capacity happen often."""
 
     @initialize(capacity=capacities, high=st.booleans())
-    def begin(self, capacity, high):
+    def begin(self, capacity: int, high: bool) -> None:
         self.recency, self.reference = Recency(capacity), ReferenceRecency(capacity)
         self.tree = Tree(lambda number: 2**64 - 1 - number if high else number)
-        self.known = [[]]
+        self.known: list[list[int]] = [[]]
 
-    def prompt(self, blocks):
+    def prompt(self, blocks: list[int]) -> list[int]:
         self.known.append(self.tree.prompt(blocks))
         return self.known[-1]
 
     @rule(blocks=few_blocks, stamp=stamps)
-    def touch(self, blocks, stamp):
+    def touch(self, blocks: list[int], stamp: float) -> None:
         hashes = self.prompt(blocks)
         assert touched(self.recency, hashes, stamp) == self.reference.touch(hashes, stamp)
 
     @rule(which=st.integers(0, 1000), size=st.integers(0, 12), stamp=stamps)
-    def touch_again(self, which, size, stamp):
+    def touch_again(self, which: int, size: int, stamp: float) -> None:
         hashes = self.known[which % len(self.known)][:size]
         assert touched(self.recency, hashes, stamp) == self.reference.touch(hashes, stamp)
 
     @rule(n=st.integers(0, 4) | st.integers(0, 2**62), stamp=stamps)
-    def add_anonymous(self, n, stamp):
+    def add_anonymous(self, n: int, stamp: float) -> None:
         assert unpacked(self.recency.add_anonymous(n, stamp)) == self.reference.add_anonymous(n, stamp)
 
     @rule(which=st.integers(0, 1000), dropped=st.lists(st.booleans(), min_size=12, max_size=12))
-    def drop(self, which, dropped):
+    def drop(self, which: int, dropped: list[bool]) -> None:
         hashes = self.known[which % len(self.known)]
         some = [hash for hash, goes in zip(hashes, dropped, strict=False) if goes]
         assert self.recency.drop(packed(*hashes), packed(*some)) == self.reference.drop(hashes, some)
 
     @rule(capacity=capacities)
-    def resize(self, capacity):
+    def resize(self, capacity: int) -> None:
         assert unpacked(self.recency.resize(capacity)) == self.reference.resize(capacity)
 
     @rule()
-    def clear(self):
+    def clear(self) -> None:
         self.recency.clear()
         self.reference.stamps.clear()
 
     @rule(blocks=few_blocks)
-    def held(self, blocks):
+    def held(self, blocks: list[int]) -> None:
         hashes = self.prompt(blocks)
         assert self.recency.match(packed(*hashes)) == self.reference.match(hashes)
 
     @rule(which=st.integers(0, 1000), depth=st.integers(0, 13), latest=stamps)
-    def uses(self, which, depth, latest):
+    def uses(self, which: int, depth: int, latest: float) -> None:
         hashes = self.known[which % len(self.known)]
         found = self.reference.stamps_of(hashes)
         wanted = [(at, stamp) for at, stamp in found if at < depth and stamp <= latest]
         assert stamped(self.recency, hashes, depth, latest) == wanted
 
     @invariant()
-    def same_contents(self):
+    def same_contents(self) -> None:
         if not hasattr(self, "recency"):
             return
         assert len(self.recency) == len(self.reference.stamps) <= self.recency.capacity == self.reference.capacity
@@ -177,7 +180,7 @@ class SameAsReference(RuleBasedStateMachine):
         for hashes in self.known[-8:]:
             assert stamped(self.recency, hashes) == self.reference.stamps_of(hashes)
 
-    def teardown(self):
+    def teardown(self) -> None:
         if hasattr(self, "recency"):
             assert drained(self.recency) == self.reference.in_order()
 
@@ -188,13 +191,13 @@ TestSameAsReference.settings = settings(max_examples=150, stateful_step_count=50
 
 @given(st.integers(0, 2**32), st.sampled_from([700, 3000, 12_000]), st.sampled_from([1, 3, 40]))
 @settings(max_examples=20, deadline=None)
-def test_many_blocks_in_any_order_of_calls(seed, capacity, piece):
+def test_many_blocks_in_any_order_of_calls(seed: int, capacity: int, piece: int) -> None:
     """Large enough for chains to split and join, for entries to move, and for segments to be added and freed:
     conversations of a few pieces each, which diverge at the end of a piece or within it."""
     source = random.Random(seed)
     tree = Tree(lambda _: source.getrandbits(64))
     recency, reference = Recency(capacity), ReferenceRecency(capacity)
-    known = [[]]
+    known: list[list[int]] = [[]]
     for stamp in range(60):
         for _ in range(max(1, capacity // piece // 20)):
             blocks = source.choice(known)
@@ -232,7 +235,7 @@ def test_many_blocks_in_any_order_of_calls(seed, capacity, piece):
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=12), max_size=40), st.integers(1, 10))
 @settings(max_examples=200, deadline=None)
-def test_hashes_that_are_no_prompt_stay_within_the_capacity(calls, capacity):
+def test_hashes_that_are_no_prompt_stay_within_the_capacity(calls: list[list[int]], capacity: int) -> None:
     """Hashes in any order, or twice: blocks may be counted twice, but never beyond the capacity."""
     recency = Recency(capacity)
     for stamp, hashes in enumerate(calls):
@@ -246,7 +249,7 @@ def test_hashes_that_are_no_prompt_stay_within_the_capacity(calls, capacity):
     assert recency.drop(packed(*range(6)), packed(*range(6))) == 0
 
 
-def test_the_last_blocks_of_a_prompt_are_evicted_first():
+def test_the_last_blocks_of_a_prompt_are_evicted_first() -> None:
     recency = Recency(4)
     assert touched(recency, [1, 2, 3, 4], 1.0) == ([1, 2, 3, 4], [])
     assert touched(recency, [9], 2.0) == ([9], [4])
@@ -254,7 +257,7 @@ def test_the_last_blocks_of_a_prompt_are_evicted_first():
     assert drained(recency) == [9, 5, 2, 1]
 
 
-def test_a_touched_prefix_is_not_evicted_for_its_own_new_blocks():
+def test_a_touched_prefix_is_not_evicted_for_its_own_new_blocks() -> None:
     recency = Recency(3)
     touched(recency, [1], 1.0)
     touched(recency, [2], 2.0)
@@ -262,14 +265,14 @@ def test_a_touched_prefix_is_not_evicted_for_its_own_new_blocks():
     assert touched(recency, [1, 7], 4.0) == ([7], [2])
 
 
-def test_a_prompt_beyond_the_capacity_keeps_its_first_blocks():
+def test_a_prompt_beyond_the_capacity_keeps_its_first_blocks() -> None:
     recency = Recency(3)
     touched(recency, [5, 6], 1.0)
     assert touched(recency, [1, 2, 3, 7, 8, 4], 2.0) == ([1, 2, 3], [6, 5])
     assert len(recency) == recency.match(packed(1, 2, 3)) == 3
 
 
-def test_blocks_after_a_gap_are_still_held():
+def test_blocks_after_a_gap_are_still_held() -> None:
     recency = Recency(9)
     touched(recency, [1, 2, 3, 4, 5, 6], 1.0)
     assert recency.drop(packed(1, 2, 3, 4), packed(2, 3)) == 2
@@ -278,7 +281,7 @@ def test_blocks_after_a_gap_are_still_held():
     assert drained(recency) == [6, 5, 4, 3, 2, 1]
 
 
-def test_anonymous_blocks_take_room_and_are_evicted_silently():
+def test_anonymous_blocks_take_room_and_are_evicted_silently() -> None:
     recency = Recency(5)
     touched(recency, [1, 2], 1.0)
     assert recency.add_anonymous(3, 2.0) == b""
@@ -292,7 +295,7 @@ def test_anonymous_blocks_take_room_and_are_evicted_silently():
     assert len(recency) == 1
 
 
-def test_an_empty_list_holds_nothing():
+def test_an_empty_list_holds_nothing() -> None:
     recency = Recency(capacity=1)
     assert len(recency) == 0
     assert recency.oldest is None
@@ -305,14 +308,14 @@ def test_an_empty_list_holds_nothing():
     assert recency.bytes < 256
 
 
-def test_stamps_keep_their_precision():
+def test_stamps_keep_their_precision() -> None:
     recency = Recency(2)
     touched(recency, [1], 1_763_189_999.123456)
     assert recency.oldest == 1_763_189_999.123456
     assert stamped(recency, [1]) == [(0, 1_763_189_999.123456)]
 
 
-def test_hashes_may_be_in_any_buffer():
+def test_hashes_may_be_in_any_buffer() -> None:
     recency = Recency(9)
     for kind in (bytes, bytearray, memoryview):
         assert recency.touch(kind(packed(1, 2)), 1)[1] == b""
@@ -323,12 +326,12 @@ def test_hashes_may_be_in_any_buffer():
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda r: Recency(), TypeError),
+        (lambda r: Recency(), TypeError),  # type: ignore[call-arg]
         (lambda r: Recency(0), ValueError),
         (lambda r: Recency(-1), ValueError),
         (lambda r: Recency(2**31), ValueError),
         (lambda r: Recency(2**70), ValueError),
-        (lambda r: Recency(1.5), TypeError),
+        (lambda r: Recency(1.5), TypeError),  # type: ignore[arg-type]
         (lambda r: r.touch(b"1234567", 1.0), ValueError),
         (lambda r: r.touch(array("H", [1, 2, 3, 4]), 1.0), ValueError),
         (lambda r: r.touch("12345678", 1.0), TypeError),
@@ -360,7 +363,7 @@ def test_hashes_may_be_in_any_buffer():
         (lambda r: r.resize("3"), TypeError),
     ],
 )
-def test_invalid_input_changes_nothing(call, error):
+def test_invalid_input_changes_nothing(call: Callable[[Any], object], error: type[Exception]) -> None:
     recency = Recency(3)
     touched(recency, [1, 2, 3], 5.0)
     with pytest.raises(error):
@@ -371,7 +374,7 @@ def test_invalid_input_changes_nothing(call, error):
 
 
 @pytest.mark.parametrize(("blocks", "most"), [(500, 9), (16, 14), (2, 38), (1, 48)])
-def test_memory_per_block_by_blocks_per_prompt(blocks, most):
+def test_memory_per_block_by_blocks_per_prompt(blocks: int, most: int) -> None:
     recency = Recency(100_000)
     assert recency.bytes < 256
     source = random.Random(1)
@@ -385,16 +388,16 @@ def test_memory_per_block_by_blocks_per_prompt(blocks, most):
     assert recency.bytes < 256
 
 
-def test_a_failed_allocation_changes_nothing(failing):
+def test_a_failed_allocation_changes_nothing(failing: Callable[[int, Callable[..., object]], object]) -> None:
     """Each allocation of a call fails once. The call then does either everything or nothing."""
     prompts = [packed(*range(900), *range(2000, 2600)), packed(*range(5000)), packed(*range(7000, 7100))]
-    calls = [
+    calls: list[Callable[[Recency], object]] = [
         *(lambda recency, prompt=prompt: recency.touch(prompt, 2.0) for prompt in prompts),
         lambda recency: recency.add_anonymous(700, 2.0),
         lambda recency: recency.resize(90),
     ]
 
-    def filled():
+    def filled() -> Recency:
         recency = Recency(1500)
         for first in range(0, 400, 4):
             touched(recency, [*range(10_000 + first, 10_004 + first)], 0.5)
@@ -416,10 +419,10 @@ def test_a_failed_allocation_changes_nothing(failing):
         assert refused
 
 
-def test_no_leaks_and_bytes_match_the_allocated_memory():
+def test_no_leaks_and_bytes_match_the_allocated_memory() -> None:
     source = random.Random(2)
 
-    def use_once():
+    def use_once() -> Recency:
         recency = Recency(5000)
         for n in range(20):
             recency.touch(source.randbytes(8 * 900), n)

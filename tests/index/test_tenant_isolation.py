@@ -21,12 +21,14 @@ from cache_fixtures import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warmroute.index import BlockIndex, Tier, tenant_isolation
+from warmroute._kernel import BlockIndex
+from warmroute.index import tenant_isolation
 from warmroute.index.tenant_isolation import UNLIMITED, TenantIsolation
+from warmroute.index.tiers import Tier
 
 
 @pytest.mark.parametrize("events", [True, False])
-def test_a_tenant_gets_no_hits_from_prompts_of_another(events):
+def test_a_tenant_gets_no_hits_from_prompts_of_another(events: bool) -> None:
     cache_view = cache_view_of("a")
     cache = cache_of(cache_view, "a")
     if events:
@@ -38,20 +40,20 @@ def test_a_tenant_gets_no_hits_from_prompts_of_another(events):
     assert hit_tokens(cache_view, "a", prompt(1, 2, 3, cache_group="y")) == 0
 
 
-def test_tenants_of_one_group_share_hits():
+def test_tenants_of_one_group_share_hits() -> None:
     cache_view = cache_view_of("a")
     route(cache_view, "a", prompt(1, 2, 3, cache_group="shared g"))
     assert hit_tokens(cache_view, "a", prompt(1, 2, 3, cache_group="shared g")) == 48
     assert hit_tokens(cache_view, "a", prompt(1, 2, 3, cache_group="only g")) == 0
 
 
-def test_without_tenants_all_requests_share_hits():
+def test_without_tenants_all_requests_share_hits() -> None:
     cache_view = cache_view_of("a")
     route(cache_view, "a", prompt(1, 2, 3))
     assert hit_tokens(cache_view, "a", prompt(1, 2, 3)) == 48
 
 
-def test_a_hit_is_as_deep_as_the_blocks_that_the_tenant_sent_itself():
+def test_a_hit_is_as_deep_as_the_blocks_that_the_tenant_sent_itself() -> None:
     cache_view = cache_view_of("a", "b")
     for cache in cache_view:
         with_events(cache)
@@ -63,7 +65,7 @@ def test_a_hit_is_as_deep_as_the_blocks_that_the_tenant_sent_itself():
     assert hit_on_another_node == 64
 
 
-def test_response_blocks_count_if_no_other_tenant_sent_the_same_first_block():
+def test_response_blocks_count_if_no_other_tenant_sent_the_same_first_block() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
     route(cache_view, "a", prompt(1, 2, cache_group="x"))
@@ -74,7 +76,7 @@ def test_response_blocks_count_if_no_other_tenant_sent_the_same_first_block():
     assert hit_tokens(cache_view, "a", prompt(1, 2, 30, 31, 5, cache_group="x")) == 32
 
 
-def test_guessing_the_start_of_a_response_does_not_reveal_its_end():
+def test_guessing_the_start_of_a_response_does_not_reveal_its_end() -> None:
     cache_view = cache_view_of("a")
     cache = with_events(cache_of(cache_view, "a"))
     route(cache_view, "a", prompt(1, 2, cache_group="x"))
@@ -83,7 +85,7 @@ def test_guessing_the_start_of_a_response_does_not_reveal_its_end():
     assert hit_tokens(cache_view, "a", prompt(1, 2, 30, 31, cache_group="y")) == 48
 
 
-def test_a_failed_request_still_counts_as_sent():
+def test_a_failed_request_still_counts_as_sent() -> None:
     cache_view = cache_view_of("a")
     report_stored(with_events(cache_of(cache_view, "a")), 1, 2, 3)
     assert hit_tokens(cache_view, "a", prompt(1, 2, 3, cache_group="y")) == 0
@@ -92,7 +94,7 @@ def test_a_failed_request_still_counts_as_sent():
     assert hit_tokens(cache_view, "a", prompt(1, 2, 3, cache_group="y")) == 32
 
 
-def test_memory_is_bounded_and_the_largest_tenant_loses_blocks(monkeypatch):
+def test_memory_is_bounded_and_the_largest_tenant_loses_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenant_isolation, "MAX_BLOCKS", 100)
     index = BlockIndex(1 << 22)
     tenants = TenantIsolation(index)
@@ -109,7 +111,7 @@ def test_memory_is_bounded_and_the_largest_tenant_loses_blocks(monkeypatch):
     assert tenants.visible_depth("nobody", index.match(chains[0])) == 0
 
 
-def test_a_single_tenant_may_use_the_whole_memory(monkeypatch):
+def test_a_single_tenant_may_use_the_whole_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenant_isolation, "MAX_BLOCKS", 8)
     index = BlockIndex(1 << 22)
     tenants = TenantIsolation(index)
@@ -132,7 +134,9 @@ requests = st.lists(
 
 @given(requests, st.sampled_from(["events", "routed", "both"]))
 @settings(max_examples=300)
-def test_hits_are_limited_to_own_prompts_and_own_responses(requests, source):
+def test_hits_are_limited_to_own_prompts_and_own_responses(
+    requests: list[tuple[str, str, list[int], list[int]]], source: str
+) -> None:
     """x and y are tenants of their own; z shares with x."""
     cache_view = cache_view_of("a", "b")
     caches = {name: cache_of(cache_view, name) for name in "ab"}

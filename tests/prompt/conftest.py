@@ -1,4 +1,4 @@
-"""Fixtures: a small tokenizer with any of the test templates."""
+"""Fixtures: directories, tokenizers and prompt tokenizers of the models in prompt_data.py."""
 
 from __future__ import annotations
 
@@ -21,31 +21,27 @@ from warmroute.prompt.tokenizer import Tokenizer, load_tokenizer
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from prompt_data import template_text  # noqa: E402
-
-MakePromptTokenizer = Callable[..., PromptTokenizer]
+from prompt_data import PUBLIC_MODELS, MakePromptTokenizer, find_model  # noqa: E402
 
 
 @pytest.fixture(scope="session")
-def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Creates a directory with the small tokenizer and a template."""
+def model_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[[str], Path]:
+    """Returns the directory of the model with this name (prompt_data.py)."""
 
-    def make(name: str) -> Path:
-        folder = tmp_path_factory.mktemp(name)
-        shutil.copytree(HERE / "small-model", folder, dirs_exist_ok=True)
-        (folder / "chat_template.jinja").write_text(template_text(name))
-        return folder
+    def find(name: str) -> Path:
+        data = request.getfixturevalue("data_dir") if name in PUBLIC_MODELS else None
+        return find_model(name, tmp_path_factory.mktemp(name), data)
 
-    return make
+    return find
 
 
 @pytest.fixture(scope="session")
-def small_tokenizer(small_folder: Callable[[str], Path]) -> Callable[[str], Tokenizer]:
+def model_tokenizer(model_folder: Callable[[str], Path]) -> Callable[[str], Tokenizer]:
     loaded: dict[str, Tokenizer] = {}
 
     def make(name: str = "thinking") -> Tokenizer:
         if name not in loaded:
-            loaded[name] = load_tokenizer(small_folder(name))
+            loaded[name] = load_tokenizer(model_folder(name))
         return loaded[name]
 
     return make
@@ -69,16 +65,16 @@ def check_each_template_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def new_prompt_tokenizer(small_tokenizer: Callable[[str], Tokenizer]) -> MakePromptTokenizer:
+def new_prompt_tokenizer(model_tokenizer: Callable[[str], Tokenizer]) -> MakePromptTokenizer:
     def make(name: str = "thinking", **options: object) -> PromptTokenizer:
-        return PromptTokenizer(small_tokenizer(name), **options)  # type: ignore[arg-type]
+        return PromptTokenizer(model_tokenizer(name), **options)  # type: ignore[arg-type]
 
     return make
 
 
 @pytest.fixture
-def thinking_folder(small_folder: Callable[[str], Path]) -> Path:
-    return small_folder("thinking")
+def thinking_folder(model_folder: Callable[[str], Path]) -> Path:
+    return model_folder("thinking")
 
 
 @pytest.fixture

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import codecs
-import gzip
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,12 @@ from json_bodies import (
     WHITESPACE,
     chat,
 )
+from prompt_data import agent_chats, public_chats, small_chats
 
-from warmroute._kernel import scan_body
-from warmroute.prompt.body_fields import KEY_CHARACTERS, BodyFields, NotJson, read_json, read_json_with_parser
+from warmroute._kernel import KEY_CHARACTERS, scan_body
+from warmroute.prompt.body_fields import BodyFields, NotJson, read_json, read_json_with_parser
 from warmroute.prompt.routing_request import RoutingRequest
 
-CHATS = Path(__file__).parents[3] / "shared/data/chats"
 Fields = tuple[str, bytes | None, bytes | None, bytes]
 
 
@@ -82,13 +81,13 @@ def test_the_prefix_key_contains_the_model_and_both_starts() -> None:
 
 
 def test_a_session_header_takes_precedence_over_the_body() -> None:
-    assert request_of(b'{"user":"ann"}').session() == b"ann"
-    assert request_of(b'{"user":"ann"}', session_header=b"from-header").session() == b"from-header"
+    assert request_of(b'{"user":"ann"}').session_key() == b"ann"
+    assert request_of(b'{"user":"ann"}', session_header=b"from-header").session_key() == b"from-header"
 
 
 def test_session_fields_have_an_order_and_empty_ones_are_skipped() -> None:
-    assert request_of(b'{"user":"u","conversation_id":"c","session_id":""}').session() == b"c"
-    assert request_of(b'{"user":7,"prompt_cache_key":null,"session_id":1.5}').session() == b"7"
+    assert request_of(b'{"user":"u","conversation_id":"c","session_id":""}').session_key() == b"c"
+    assert request_of(b'{"user":7,"prompt_cache_key":null,"session_id":1.5}').session_key() == b"7"
 
 
 def test_a_body_without_a_prompt_has_no_prefix_key() -> None:
@@ -285,28 +284,19 @@ def test_deep_nesting(opening: str, depth: int) -> None:
         assert_equal_fields(f'{{"model":"m","{name}":{opening * depth}'.encode())
 
 
-def chats() -> Iterator[dict[str, Any]]:
-    if not CHATS.is_dir():
-        pytest.skip(f"there are no real chats at {CHATS}")
-    for path in sorted(CHATS.glob("*.jsonl.gz")):
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
-            texts: dict[str, str] = {}
-            for line in lines:
-                record = json.loads(line)
-                if "messages" in record:
-                    yield {"model": path.stem, **record}
-                elif "append" in record:
-                    session = record["session"]
-                    texts[session] = texts.get(session, "")[: record["keep"]] + record["append"]
-                    yield {"model": path.stem, "session_id": session, **chat("You help.", texts[session])}
+def test_chats() -> None:
+    assert_equal_fields_of_chats(small_chats())
 
 
-def test_real_chats() -> None:
-    count = 0
-    for body in chats():
-        count += 1
+@pytest.mark.data
+def test_public_chats(data_dir: Path) -> None:
+    assert_equal_fields_of_chats([*public_chats(data_dir), *agent_chats(data_dir)])
+
+
+def assert_equal_fields_of_chats(chats: list[dict[str, Any]]) -> None:
+    for body in chats:
         for ascii_only in (True, False):
-            data = json.dumps(body, ensure_ascii=ascii_only).encode()
+            data = json.dumps({"model": "m", **body}, ensure_ascii=ascii_only).encode()
             assert scan_body(data) is not None
             assert_equal_fields(data)
-    assert count > 100
+    assert len(chats) > 100

@@ -27,7 +27,9 @@ def items(body: bytes, spans: bytes) -> list[Any]:
 
 
 @given(st.dictionaries(names, values, max_size=20), st.booleans(), st.sampled_from([None, 2]))
-def test_the_outline_has_the_position_of_every_field(tree, ascii_only, indent):
+def test_the_outline_has_the_position_of_every_field(
+    tree: dict[str, Any], ascii_only: bool, indent: int | None
+) -> None:
     body = json.dumps(tree, ensure_ascii=ascii_only, indent=indent).encode("utf-8", "surrogatepass")
     found = outline_body(body)
     if found is None:
@@ -40,17 +42,18 @@ def test_the_outline_has_the_position_of_every_field(tree, ascii_only, indent):
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 16, 17, 1000])
-def test_any_number_of_fields_and_messages_is_found(count):
+def test_any_number_of_fields_and_messages_is_found(count: int) -> None:
     tree = {"messages": [{"role": "tool", "content": n} for n in range(count)], **{f"f{n}": n for n in range(count)}}
     body = json.dumps(tree).encode()
     found = outline_body(body)
+    assert found is not None
     assert items(body, found.message_spans) == tree["messages"]
     assert {name: json.loads(body[slice(*where)]) for name, where in found.fields.items()} == tree
     assert found.fields is found.fields, "created once"
 
 
 @given(st.binary(max_size=40), st.integers(0, 39), st.sampled_from(b'{}[],:"\\ 01e.-nulltru'))
-def test_a_body_that_the_parser_refuses_has_no_outline(noise, at, byte):
+def test_a_body_that_the_parser_refuses_has_no_outline(noise: bytes, at: int, byte: int) -> None:
     for body in (noise, b'{"messages": [{"a": "b"}, 1.5, null], "x": {"y": []}}'):
         changed = body[:at] + bytes([byte]) + body[at + 1 :]
         found = outline_body(changed)
@@ -60,7 +63,9 @@ def test_a_body_that_the_parser_refuses_has_no_outline(noise, at, byte):
 
 
 @given(st.lists(values, min_size=1, max_size=5), st.lists(values, max_size=3), st.lists(values, max_size=3))
-def test_message_lists_have_equal_digests_exactly_as_far_as_they_are_equal(start, one, other):
+def test_message_lists_have_equal_digests_exactly_as_far_as_they_are_equal(
+    start: list[Any], one: list[Any], other: list[Any]
+) -> None:
     def digests_of(messages: list[Any], indent: int | None) -> list[bytes]:
         body = json.dumps({"messages": messages}, indent=indent).encode()
         found = outline_body(body)
@@ -76,7 +81,7 @@ def test_message_lists_have_equal_digests_exactly_as_far_as_they_are_equal(start
     assert len(set(first)) == len(first)
 
 
-def test_a_digest_depends_on_every_byte():
+def test_a_digest_depends_on_every_byte() -> None:
     text = bytes(range(100))
     whole = digest(text, 0, 100)
     assert len({digest(text[:i] + b"\xff" + text[i + 1 :], 0, 100) for i in range(100)} | {whole}) == 101
@@ -84,26 +89,27 @@ def test_a_digest_depends_on_every_byte():
     assert digest(b"xx" + text, 2, 102) == whole
 
 
-def test_of_fields_with_equal_names_the_last_counts():
+def test_of_fields_with_equal_names_the_last_counts() -> None:
     body = b'{"messages": [1, 2], "a": 1, "messages": [3], "a": 2, "stream": true, "stream": 0, "priority": 1}'
     found = outline_body(body)
+    assert found is not None
     assert items(body, found.message_spans) == [3]
     assert body[slice(*found.fields["a"])] == b"2"
     assert found.parameters(None) == ("", None, 1, "", False)
     assert found.text_as_tokens() == b"[3\0\0"
 
 
-def test_wrong_arguments_are_errors():
+def test_wrong_arguments_are_errors() -> None:
     for call in (scan_body, outline_body):
         with pytest.raises(TypeError):
-            call("{}")
+            call("{}")  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         Outline()
     with pytest.raises(ValueError):
         digest(b"abc", 2, 5)
     for arguments in [("{}", b""), (b"{}",), (b"{}", "x")]:
         with pytest.raises(TypeError):
-            prefix_digests(*arguments)
+            prefix_digests(*arguments)  # type: ignore[arg-type]
     for spans in [(2, 5), (2, 1), (0, 1, 4, 4)]:
         with pytest.raises(ValueError):
             prefix_digests(b"abc", b"".join(at.to_bytes(4, "little") for at in spans))
@@ -150,7 +156,7 @@ def text_tokens(request: RequestBody) -> bytes:
 
 @given(bodies, st.sampled_from(Endpoint))
 @settings(max_examples=500, deadline=None)
-def test_options_and_text_prompts_equal_those_of_a_json_parser(body, endpoint):
+def test_options_and_text_prompts_equal_those_of_a_json_parser(body: bytes, endpoint: Endpoint) -> None:
     request = read_request_body(endpoint.value, body)
     assert request is not None
     _model, max_output_tokens, priority, salt, stream = options = request.parse_options()
@@ -168,7 +174,7 @@ def test_options_and_text_prompts_equal_those_of_a_json_parser(body, endpoint):
         assert RequestBody(endpoint, body, scanned[4]).fields == request.fields
 
 
-def test_generation_options_come_from_the_fields_of_each_endpoint():
+def test_generation_options_come_from_the_fields_of_each_endpoint() -> None:
     def options(path: bytes, **fields: Any) -> tuple[int | None, int, bool]:
         return generation_options(path, json.dumps(fields).encode(), None)
 
@@ -180,19 +186,16 @@ def test_generation_options_come_from_the_fields_of_each_endpoint():
     assert options(b"/v1/rerank", stream=False) == (None, 0, True)
 
 
-def test_common_bodies_need_no_json_parser():
+def test_common_bodies_need_no_json_parser() -> None:
     body = b'{"model":"m","messages":[{"role":"user","content":"hi"}],"stream":true,"max_tokens":500,"priority":-1}'
-    assert scan_body(body)[4].parameters(None) == ("m", 500, -1, "", True)
-    assert outline_body(b'{"prompt":"a","max_completion_tokens":null,"cache_salt":"s"}').parameters(16) == (
-        "",
-        16,
-        0,
-        "s",
-        False,
-    )
-    assert outline_body(b'{"max_tokens":null}').parameters(16) == ("", None, 0, "", False)
+    scanned = scan_body(body)
+    assert scanned is not None and scanned[4].parameters(None) == ("m", 500, -1, "", True)
+    outline = outline_body(b'{"prompt":"a","max_completion_tokens":null,"cache_salt":"s"}')
+    assert outline is not None and outline.parameters(16) == ("", 16, 0, "s", False)
+    outline = outline_body(b'{"max_tokens":null}')
+    assert outline is not None and outline.parameters(16) == ("", None, 0, "", False)
 
 
-def test_paths_without_prompts_and_invalid_bodies_have_no_prompt():
+def test_paths_without_prompts_and_invalid_bodies_have_no_prompt() -> None:
     assert read_request_body(b"/v1/rerank", b"{}") is None and text_prompt(b"/v1/rerank", b"{}") is None
     assert read_request_body(Endpoint.CHAT.value, b"{") is None and text_prompt(Endpoint.CHAT.value, b"{") is None

@@ -15,13 +15,13 @@ def check(source: str) -> TailCheck:
     return TailCheck(ChatTemplate(source, TOKENS))
 
 
-@pytest.mark.parametrize("name", ["thinking", "parts", "dated", "alternating"])
-def test_a_template_that_depends_on_near_messages_only_is_safe(name):
+@pytest.mark.parametrize("name", ["thinking", "parts", "dated", "alternating", "llama"])
+def test_a_template_that_depends_on_near_messages_only_is_safe(name: str) -> None:
     assert check(template_text(name)).safe_for_all_messages
 
 
 @pytest.mark.parametrize("name", ["far_tools", "far_counts", "far_first_question", "far_system_last", "far_shortens"])
-def test_a_template_that_depends_on_far_messages_is_not_safe(name):
+def test_a_template_that_depends_on_far_messages_is_not_safe(name: str) -> None:
     assert not check(template_text(name)).safe_for_clean_messages
 
 
@@ -40,19 +40,19 @@ PROMPT = "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
     ],
 )
 @pytest.mark.parametrize("at_the_start", [True, False])
-def test_dependence_on_far_messages_is_found_anywhere_in_the_template(far, at_the_start):
+def test_dependence_on_far_messages_is_found_anywhere_in_the_template(far: str, at_the_start: bool) -> None:
     source = far + MESSAGES + PROMPT if at_the_start else MESSAGES + far + PROMPT
     assert check(MESSAGES + PROMPT).safe_for_all_messages
     assert not check(source).safe_for_all_messages
 
 
-def test_dependence_on_the_first_message_is_harmless_only_at_the_start():
+def test_dependence_on_the_first_message_is_harmless_only_at_the_start() -> None:
     first = "{{ messages[0].content | length }}"
     assert check(first + MESSAGES + PROMPT).safe_for_all_messages
     assert not check(MESSAGES + first + PROMPT).safe_for_all_messages
 
 
-def test_dependence_that_only_the_templates_own_strings_trigger_is_found():
+def test_dependence_that_only_the_templates_own_strings_trigger_is_found() -> None:
     found = check(
         MESSAGES + "{% for m in messages %}{% if '/quiet' in m.content %}quiet{% endif %}{% endfor %}" + PROMPT
     )

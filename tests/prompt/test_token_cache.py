@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prompt_data import MakePromptTokenizer
 from sample_requests import BARE_TOOL, TOOL, assistant, system, tool, user
 
 from warmroute.prompt.prompt_tokenizer import PromptTokenizer
@@ -102,14 +103,16 @@ def is_warm(tokenizer: PromptTokenizer, path: bytes, body: dict[str, Any]) -> bo
     prompt = tokenizer.tokenize(path, data)
     assert prompt is not None and tokenizer.chats is not None
     plan = tokenizer.begin(path, data).plan  # type: ignore[union-attr]
-    if prompt.exact:
+    if prompt.exact and not prompt.media:  # a text can contain the mark that stands for a picture
         assert prompt.tokens == tokenizer.chats.tokenize_without_cache(plan)  # type: ignore[arg-type]
         assert prompt.exact_tokens == prompt.token_count
     return prompt.warm_tokens > 0
 
 
 @pytest.mark.parametrize("name", TAIL_SAFE + NOT_TAIL_SAFE)
-def test_any_history_of_edits_gives_the_tokens_of_the_whole_conversation(name, new_prompt_tokenizer):
+def test_any_history_of_edits_gives_the_tokens_of_the_whole_conversation(
+    name: str, new_prompt_tokenizer: MakePromptTokenizer
+) -> None:
     tokenizer = new_prompt_tokenizer(name)
     warm = 0
 
@@ -124,12 +127,12 @@ def test_any_history_of_edits_gives_the_tokens_of_the_whole_conversation(name, n
             warm += is_warm(tokenizer, CHAT, body)
 
     edit()
-    assert tokenizer.chats.failed_checks == 0
+    assert tokenizer.chats is not None and tokenizer.chats.failed_checks == 0
     assert (warm > 20) == (name in TAIL_SAFE), warm
 
 
 @pytest.mark.parametrize("name", ["thinking", "parts"])
-def test_a_conversation_is_warm_from_its_second_turn(name, new_prompt_tokenizer):
+def test_a_conversation_is_warm_from_its_second_turn(name: str, new_prompt_tokenizer: MakePromptTokenizer) -> None:
     tokenizer = new_prompt_tokenizer(name)
     body: dict[str, Any] = {"model": "m", "messages": [system("s"), user("hello there")], "tools": [TOOL]}
     assert not is_warm(tokenizer, CHAT, body)
@@ -138,7 +141,7 @@ def test_a_conversation_is_warm_from_its_second_turn(name, new_prompt_tokenizer)
         assert is_warm(tokenizer, CHAT, body)
 
 
-def test_an_agents_tool_calls_are_warm_at_every_step(new_prompt_tokenizer):
+def test_an_agents_tool_calls_are_warm_at_every_step(new_prompt_tokenizer: MakePromptTokenizer) -> None:
     tokenizer = new_prompt_tokenizer("thinking")
     call = {"id": "c", "type": "function", "function": {"name": "run", "arguments": '{"command": "ls"}'}}
     body: dict[str, Any] = {"model": "m", "messages": [system("s"), user("fix it")], "tools": [TOOL]}
@@ -153,7 +156,7 @@ def test_an_agents_tool_calls_are_warm_at_every_step(new_prompt_tokenizer):
     assert is_warm(tokenizer, CHAT, body)
 
 
-def test_a_claude_code_conversation_is_warm_too(new_prompt_tokenizer):
+def test_a_claude_code_conversation_is_warm_too(new_prompt_tokenizer: MakePromptTokenizer) -> None:
     tokenizer = new_prompt_tokenizer("thinking")
     tools = [{"name": "run", "description": "runs", "input_schema": {"type": "object"}}]
     body: dict[str, Any] = {"model": "m", "max_tokens": 5, "system": "be brief", "tools": tools}
@@ -166,7 +169,9 @@ def test_a_claude_code_conversation_is_warm_too(new_prompt_tokenizer):
         assert is_warm(tokenizer, ANTHROPIC, body)
 
 
-def test_prefixes_of_a_template_that_prints_the_date_are_valid_for_a_day(new_prompt_tokenizer, monkeypatch):
+def test_prefixes_of_a_template_that_prints_the_date_are_valid_for_a_day(
+    new_prompt_tokenizer: MakePromptTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = new_prompt_tokenizer("dated")
     body: dict[str, Any] = {"model": "m", "messages": [user("hello")]}
     is_warm(tokenizer, CHAT, body)
@@ -178,7 +183,9 @@ def test_prefixes_of_a_template_that_prints_the_date_are_valid_for_a_day(new_pro
     assert not is_warm(tokenizer, CHAT, body)
 
 
-def test_a_template_that_passes_the_check_wrongly_is_found_by_verify_sample(new_prompt_tokenizer):
+def test_a_template_that_passes_the_check_wrongly_is_found_by_verify_sample(
+    new_prompt_tokenizer: MakePromptTokenizer,
+) -> None:
     """It depends on the number of messages, but only in conversations that are longer than all probes."""
     tokenizer = new_prompt_tokenizer("thinking")
     template = tokenizer._templates.choose(None, has_tools=False)
@@ -187,7 +194,7 @@ def test_a_template_that_passes_the_check_wrongly_is_found_by_verify_sample(new_
     def render(messages: Any, **options: Any) -> str:
         return original(messages, **options) + ("!" if len(messages) > 40 else "")
 
-    template.render = render
+    template.render = render  # type: ignore[assignment, method-assign]
     try:
         body: dict[str, Any] = {"model": "m", "messages": [user("x")]}
         wrong = 0
@@ -197,13 +204,13 @@ def test_a_template_that_passes_the_check_wrongly_is_found_by_verify_sample(new_
             tokenizer.tokenize(CHAT, data)
             wrong += tokenizer.verify_sample() is False
         assert wrong == 1
-        assert tokenizer.chats.failed_checks == 1
+        assert tokenizer.chats is not None and tokenizer.chats.failed_checks == 1
         assert not is_warm(tokenizer, CHAT, body)
     finally:
         del template.render
 
 
-def test_the_cache_stays_within_its_memory_budget(new_prompt_tokenizer):
+def test_the_cache_stays_within_its_memory_budget(new_prompt_tokenizer: MakePromptTokenizer) -> None:
     tokenizer = new_prompt_tokenizer("thinking", cache_bytes=400_000)
     rng = random.Random(0)
     for number in range(300):
@@ -213,14 +220,15 @@ def test_the_cache_stays_within_its_memory_budget(new_prompt_tokenizer):
         for turn in range(rng.randint(1, 6)):
             tokenizer.tokenize(CHAT, json.dumps(body).encode())
             body["messages"] += [assistant("a " * turn), user("b " * turn)]
-            assert tokenizer.chats.used_bytes <= 400_000
+            assert tokenizer.chats is not None and tokenizer.chats.used_bytes <= 400_000
+    assert tokenizer.chats is not None
     cache = tokenizer.chats.token_cache
     assert 0 < cache.used_bytes == sum(prefix.cost_bytes() for prefix in cache._prefixes.values())
     for prefix in cache._prefixes.values():
         assert prefix.parent is None or cache.get(prefix.parent.key) is not None
 
 
-def test_several_threads_tokenize_at_the_same_time(new_prompt_tokenizer):
+def test_several_threads_tokenize_at_the_same_time(new_prompt_tokenizer: MakePromptTokenizer) -> None:
     tokenizer = new_prompt_tokenizer("thinking", cache_bytes=600_000)
     wrong: list[str] = []
 

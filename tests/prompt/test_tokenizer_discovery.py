@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prompt_data import SHARED
 from registry_harness import CHAT, HI, Clock, card, has_tokenizer, loading_done, new_registry, path_in_use, warnings
 from sample_requests import user
 
@@ -220,16 +219,21 @@ async def test_pipes_devices_and_weights_are_not_opened(tmp_path: Path, loads: l
             assert registry._entries["m"].failed and not loads
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="the shared tokenizers are not on this machine")
-async def test_real_tokenizers_are_discovered(caplog: pytest.LogCaptureFixture) -> None:
-    qwen, llama = SHARED / "tokenizers" / "qwen3-rebuilt", SHARED / "tokenizers" / "tinyllama"
+@pytest.mark.parametrize(
+    ("qwen_like", "llama_like"),
+    [("thinking", "llama"), pytest.param("qwen3", "tinyllama", marks=pytest.mark.data)],
+)
+async def test_tokenizers_of_different_kinds_are_discovered(
+    qwen_like: str, llama_like: str, model_folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    qwen, llama = str(model_folder(qwen_like)), str(model_folder(llama_like))
     async with new_registry() as registry:
-        registry.set_model_cards("a", [card("qwen", str(qwen))])
-        registry.set_model_cards("b", [card("llama", str(llama))])
-        registry.set_model_cards("c", [card("qwen", str(llama))])
+        registry.set_model_cards("a", [card("qwen", qwen)])
+        registry.set_model_cards("b", [card("llama", llama)])
+        registry.set_model_cards("c", [card("qwen", llama)])
         await loading_done(registry, patience_s=50)
         first, second = (registry.prompt_tokenizer(model).tokenizer for model in ("qwen", "llama"))
         assert first is not None and not first.inexact_reason and not first.slow_reason
         assert second is not None and not second.inexact_reason and second.slow_reason
-        assert first.fingerprint != second.fingerprint and path_in_use(registry, "qwen") == str(qwen)
+        assert first.fingerprint != second.fingerprint and path_in_use(registry, "qwen") == qwen
         assert [event for event, _fields in warnings(caplog)] == ["tokenizer_mismatch"]

@@ -1,10 +1,8 @@
-"""Tokenize requests with vLLM and transformers. Run by the Python of an environment that has them:
+"""Tokenize requests with vLLM's own request types and renderer, without an engine. Run by vLLM's Python:
 
     python vllm_reference_script.py < requests.jsonl > results.jsonl
 
-A request is {"tokenizer": directory, "path": …, "body": {…}}, tokenized by vLLM's own request types and renderer,
-without an engine; or {"tokenizer": directory, "chat": […], "tools": …}, tokenized by transformers' apply_chat_template.
-A result is a list of token ids, or an error message.
+A request is {"tokenizer": directory, "path": …, "body": {…}}. A result is a list of token ids, or {"error": message}.
 """
 
 import asyncio
@@ -12,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+from typing import Any
 
 os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -27,11 +26,10 @@ MODEL_CONFIG = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 1 << 20,
 }
-renderers = {}
-tokenizers = {}
+renderers: dict[str, Any] = {}
 
 
-def renderer(folder):
+def renderer(folder: str) -> Any:
     if folder not in renderers:
         from vllm.config import ModelConfig, VllmConfig
         from vllm.renderers import renderer_from_config
@@ -56,7 +54,7 @@ def renderer(folder):
     return renderers[folder]
 
 
-async def render(request):
+async def render(request: dict[str, Any]) -> Any:
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -82,32 +80,14 @@ async def render(request):
     return (await online.render_chat(chat))[1][0]["prompt_token_ids"]
 
 
-def tokenizer(folder):
-    """Return AutoTokenizer's tokenizer; vLLM's own if it is loaded already."""
-    from transformers import AutoTokenizer
-
-    if folder in renderers:
-        return renderers[folder].renderer.tokenizer
-    if folder not in tokenizers:
-        tokenizers[folder] = AutoTokenizer.from_pretrained(folder)
-    return tokenizers[folder]
-
-
-def apply_chat_template(request):
-    tokens = tokenizer(request["tokenizer"]).apply_chat_template(
-        request["chat"], tools=request.get("tools"), tokenize=True, add_generation_prompt=True, return_dict=False
-    )
-    return list(tokens)
-
-
-async def main():
+async def main() -> None:
     results, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            result = list(await render(request)) if "path" in request else apply_chat_template(request)
+            result: Any = list(await render(request))
         except Exception as error:
-            result = f"{type(error).__name__}: {error}"[:500]
+            result = {"error": f"{type(error).__name__}: {error}"[:500]}
         print(json.dumps(result), file=results, flush=True)
 
 

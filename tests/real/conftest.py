@@ -1,24 +1,17 @@
-"""Real vLLM engines on this CPU (see ../shared/real-vllm): `make test-real`."""
+"""Two real vLLM engines on this CPU: `make test-real`."""
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 
 import pytest
-from real_engine import RECIPE, VENV, RealEngine
+from real_engine import RealEngine, make_tiny_model
 
 
 @pytest.fixture(scope="session")
 def real_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealEngine]]:
-    if not RECIPE.exists():
-        pytest.skip("../shared/real-vllm is missing: no recipe for a real vLLM")
-    python = VENV / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"{VENV} is missing: run `make test-real`, which makes it")
     folder = tmp_path_factory.mktemp("vllm")
-    model = folder / "tiny-model"
-    subprocess.run([python, RECIPE / "make_tiny_model.py", str(model)], check=True, capture_output=True)
+    model = make_tiny_model(folder)
     engines = [RealEngine(name, model, folder) for name in ("a", "b")]
     try:
         for engine in engines:

@@ -54,7 +54,11 @@ async def routed(policy: str, *urls: str) -> AsyncIterator[running_router.Runnin
         service = router.service
         await until(lambda: running_router.count_up(service) == len(urls), "all nodes up", 60)
         if service.config.routing.uses_kv_events:
-            await until(lambda: service.tokenizer_registry.prompt_tokenizer(MODEL).tokenizer is not None, "the tokenizer is discovered", 60)
+            await until(
+                lambda: service.tokenizer_registry.prompt_tokenizer(MODEL).tokenizer is not None,
+                "the tokenizer is discovered",
+                60,
+            )
             await until(lambda: all(cache.complete for cache in service.cache_view), "all events are followed", 60)
             await until(lambda: all(cache.capacity_blocks for cache in service.cache_view), "metrics are read", 60)
         yield router

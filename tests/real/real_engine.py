@@ -1,7 +1,8 @@
-"""One real vLLM engine on this CPU, by the recipe in ../shared/real-vllm."""
+"""One real vLLM engine on this CPU, with a tiny model. `make test-real` installs vLLM."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -11,9 +12,22 @@ import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ROOT.parent / "shared" / "real-vllm"
-VENV = Path(os.environ.get("WARMROUTE_VLLM_VENV", ROOT / ".venv-vllm"))
+from support.vllm_environment import VENV, vllm_python
+
+HERE = Path(__file__).parent
+BLOCK, BLOCKS, MAX_LEN = 32, 64, 1024
+"""A CPU needs a multiple of 32 as block size. One block is the null block."""
+ENVIRONMENT = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+}
 START_S = 180.0
 
 
@@ -21,6 +35,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def make_tiny_model(folder: Path) -> Path:
+    """Make the model in a new directory in `folder`, and return the directory."""
+    model = folder / "tiny-model"
+    subprocess.run([vllm_python(), HERE / "make_tiny_model.py", model], check=True, capture_output=True)
+    return model
 
 
 @dataclass
@@ -35,20 +56,31 @@ class RealEngine:
     replay_port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
     flags: list[str] = field(default_factory=list)
-    """Those beyond the recipe's."""
+    """Flags of vLLM beside those that every engine here has."""
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        environment = os.environ | {"PATH": f"{VENV / 'bin'}:{os.environ['PATH']}", "MODEL": str(self.model)}
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{self.events_port}",
+            "replay_endpoint": f"tcp://*:{self.replay_port}",
+            "topic": f"kv@127.0.0.1:{self.port}@tiny",
+        }
+        command = [
+            str(vllm_python()), str(HERE / "serve_forked.py"),
+            "--model", str(self.model), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port),
+            "--dtype", "bfloat16", "--max-model-len", str(MAX_LEN), "--enforce-eager", "--enable-prefix-caching",
+            "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", "16",
+            "--enable-prompt-tokens-details", "--enable-request-id-headers", "--kv-events-config", json.dumps(events),
+            *self.flags,
+        ]  # fmt: skip
+        environment = os.environ | ENVIRONMENT | {"PATH": f"{VENV / 'bin'}:{os.environ['PATH']}"}
         with (self.folder / f"{self.name}.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [RECIPE / "start", self.name, str(self.port), str(self.events_port), str(self.replay_port),
-                 *self.flags],
-                stdout=log, stderr=log, env=environment, start_new_session=True,
-            )  # fmt: skip
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_S

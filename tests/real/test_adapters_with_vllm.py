@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 from real_asking import BLOCK, STREAM, body_of, made_up, routed, run, told
-from real_engine import VENV, RealEngine
+from real_engine import RealEngine
 from support import raw_client
 from support.polling import until
+from support.vllm_environment import vllm_python
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 ADAPTERS = ("one", "two")
@@ -38,7 +39,7 @@ def adapted(real_engines: list[RealEngine]) -> Iterator[list[RealEngine]]:
     """Two more engines, which serve both adapters."""
     model, folder = real_engines[0].model, real_engines[0].folder
     for seed, name in enumerate(ADAPTERS):
-        command = [VENV / "bin" / "python", "-c", MAKE_ADAPTER, str(folder / name), str(seed)]
+        command = [str(vllm_python()), "-c", MAKE_ADAPTER, str(folder / name), str(seed)]
         subprocess.run(command, check=True, capture_output=True)
     flags = ["--enable-lora", "--max-loras", "1", "--max-lora-rank", "8", "--lora-modules"]
     flags += [f"{name}={folder / name}" for name in ADAPTERS]

@@ -1,8 +1,8 @@
-"""The simulated engine against a real vLLM: the same prompts, the same blocks stored, removed and hit, step by step.
+"""The simulated engine and a real vLLM store, remove and hit the same blocks for the same prompts, step by step.
 
-Requests go one at a time, and then in groups that all wait in a paused engine, so that its steps do not depend on when
-they come in. `WARMROUTE_RECORD=1` writes what vLLM did to recorded/, which tests/fake_engine/test_like_recorded_vllm.py holds
-the simulated engine to without a vLLM.
+Requests go one at a time, and then in groups that wait in a paused engine, so that its steps do not depend on when they
+arrive. `WARMROUTE_RECORD=1` writes what vLLM did to recorded/. tests/fake_engine/test_like_recorded_vllm.py compares
+the simulated engine with these recordings, without a vLLM.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import http.client
 import json
 import os
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -23,17 +22,25 @@ from typing import Any, NamedTuple
 
 import pytest
 import zmq
-from real_engine import RECIPE, VENV, RealEngine
+from real_engine import BLOCK, BLOCKS, MAX_LEN, RealEngine, make_tiny_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "fake_engine"))
-from recorded_run import RECORDED, RecordedRequest, BlockNames, Recording, RecordedRound, Totals, differences, save, simulate
+from recorded_run import (
+    RECORDED,
+    BlockNames,
+    RecordedRequest,
+    RecordedRound,
+    Recording,
+    Totals,
+    differences,
+    save,
+    simulate,
+)
 
 from warmroute.engines.kv_events import decode_batch
 from warmroute.fake_engine.core import EngineConfig
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
-BLOCK = 32
-MAX_LEN = 1024
 VOCABULARY = range(100, 356)  # few enough that a recording stays small, and none is special
 ARRIVAL_GAP_S = 0.05
 
@@ -41,7 +48,7 @@ ARRIVAL_GAP_S = 0.05
 class Setup(NamedTuple):
     config: EngineConfig
     flags: list[str]
-    """Those beyond the recipe's (64 blocks, one of them the null block)."""
+    """Flags of vLLM beside those that every engine here has."""
     rounds: tuple[int, int]
     """Requests alone, and groups."""
     priorities: int = 1
@@ -49,7 +56,7 @@ class Setup(NamedTuple):
 
 def config(budget: int, by_priority: bool = False) -> EngineConfig:
     return EngineConfig(
-        64, BLOCK, max_num_batched_tokens=budget, max_num_seqs=16, max_model_len=MAX_LEN, by_priority=by_priority
+        BLOCKS, BLOCK, max_num_batched_tokens=budget, max_num_seqs=16, max_model_len=MAX_LEN, by_priority=by_priority
     )
 
 
@@ -202,7 +209,9 @@ class Prompts:
         """A prompt that begins as one that is being served."""
         draw = self.random
         shared = draw.randint(0, len(running.prompt))
-        return RecordedRequest(running.prompt[:shared] + self.fresh(draw.randint(1, 120)), draw.randint(1, 120), running.salt)
+        return RecordedRequest(
+            running.prompt[:shared] + self.fresh(draw.randint(1, 120)), draw.randint(1, 120), running.salt
+        )
 
 
 @contextmanager
@@ -307,10 +316,7 @@ def queued(engine: FlaggedEngine, asked: RecordedRequest) -> Answer:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_the_same_blocks_are_stored_removed_and_hit(name: str, tmp_path: Path) -> None:
-    python = VENV / "bin" / "python"
-    if not RECIPE.exists() or not python.exists():
-        pytest.skip("no recipe, or no environment, for a real vLLM")
-    subprocess.run([python, RECIPE / "make_tiny_model.py", tmp_path / "tiny-model"], check=True, capture_output=True)
+    make_tiny_model(tmp_path)
     with running(name, tmp_path) as (engine, events):
         recording = recorded_from(name, engine, events)
     if os.environ.get("WARMROUTE_RECORD"):

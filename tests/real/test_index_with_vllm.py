@@ -79,7 +79,7 @@ class Watched:
             self.sent.append(Sent(prediction, time.time(), self._next_number(prediction.cache.name)))
             return prediction
 
-        self.cache_view.record_routed = noted  # type: ignore[method-assign]
+        self.cache_view.record_routed = noted  # type: ignore[assignment, method-assign]
 
     def _next_number(self, name: str) -> int:
         service = self.router.service
@@ -232,7 +232,8 @@ def test_what_is_predicted_is_what_the_engines_report(real_engines: list[RealEng
                     reported.append(await chance.choice(conversations).turn(w, stream=number % 2 == 0))
                     assert len(w.sent) == number + 1
                     await w.is_told(w.sent[-1].prediction)
-                late, wrong = [], []
+                late: list[tuple[int, int, Sent]] = []
+                wrong: list[tuple[int, int, Sent]] = []
                 for sent, cached in zip(w.sent, reported, strict=True):
                     predicted, node = sent.prediction.tokens, int(sent.prediction.cache.name.removeprefix("node"))
                     if predicted != cached:

@@ -15,11 +15,12 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolUnionParam
 from real_engine import RealEngine, free_port
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
-LONG = [{"role": "user", "content": "tell me more about this " * 40}]
-SHORT = [{"role": "user", "content": "hello"}]
+LONG: list[ChatCompletionMessageParam] = [{"role": "user", "content": "tell me more about this " * 40}]
+SHORT: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 
 
 @dataclass
@@ -87,7 +88,7 @@ def test_many_async_streams_at_once(router: Router) -> None:
         async with openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0) as client:
 
             async def one(number: int) -> int:
-                messages = [{"role": "user", "content": f"count to {number}"}]
+                messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": f"count to {number}"}]
                 stream = await client.chat.completions.create(
                     model="tiny", messages=messages, max_tokens=16, stream=True, extra_body={"ignore_eos": True},
                     stream_options={"include_usage": True},
@@ -105,7 +106,11 @@ def test_many_async_streams_at_once(router: Router) -> None:
 
 
 def test_tools_pass_through(router: Router) -> None:
-    tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+    parameters: dict[str, object] = {"type": "object", "properties": {}}
+    tool: ChatCompletionToolUnionParam = {
+        "type": "function",
+        "function": {"name": "look_up", "parameters": parameters},
+    }
     answer = router.client().chat.completions.create(
         model="tiny", messages=SHORT, tools=[tool], tool_choice="none", max_tokens=4,
     )  # fmt: skip
@@ -135,7 +140,7 @@ def test_an_engine_killed_and_restarted_in_place(router: Router, real_engines: l
     client = router.client()
     real_engines[0].kill()
     for number in range(20):
-        prompt = [{"role": "user", "content": f"question {number}"}]
+        prompt: list[ChatCompletionMessageParam] = [{"role": "user", "content": f"question {number}"}]
         client.chat.completions.create(model="tiny", messages=prompt, max_tokens=2)
     real_engines[0].start()
     real_engines[0].wait_until_ready()

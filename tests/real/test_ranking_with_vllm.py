@@ -24,9 +24,11 @@ from support import raw_client, running_router
 from warmroute.config import from_table
 from warmroute.fake_engine.core.block_content import mix64
 from warmroute.fake_engine.profiles import profile
-from warmroute.replay.simulation import Conditions, Island, NodeSpec, World
+from warmroute.replay.simulation.conditions import Conditions, Island, NodeSpec
+from warmroute.replay.simulation.world import World
 from warmroute.replay.summary import summary
-from warmroute.replay.workloads import WorkloadPrompt, parse_workload
+from warmroute.replay.workloads.catalog import parse_workload
+from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 BLOCKS = 64
@@ -150,7 +152,7 @@ def test_a_decision_says_what_the_engine_then_finds_cached(real_engines: list[Re
                     assert f"{did['cached_tokens']:,} of {len(tokens):,} tokens cached" in did["explanation"]
                     assert would["node"] == did["node"]
                     assert abs(would["cached_tokens"] - found.cached_tokens) <= BLOCK, would
-                print(f"{did['sentence']}; {found.cached_tokens} were cached")
+                print(f"{did['explanation']}; {found.cached_tokens} were cached")
                 tokens += found.tokens
                 await asyncio.sleep(0.1)  # as long as somebody reads, and the events are there
             assert warm >= 17, "all but the first of each find their conversation; a busy machine may move one for 5 ms"
@@ -225,7 +227,9 @@ def test_wishes_reach_the_engine_and_change_nothing_there(real_engines: list[Rea
         plain = told(await post(engine, "/v1/completions", body))
         async with Tap(engine.port).open() as tap, routed("price", tap.url) as router:
             for name, (priority, sent, headers) in wishes.items():
-                answer = await router.request(raw_client.post(sent, "/v1/completions", [*headers, f"X-Request-Id: {name}"]))
+                answer = await router.request(
+                    raw_client.post(sent, "/v1/completions", [*headers, f"X-Request-Id: {name}"])
+                )
                 assert answer.status == 200 and told(answer.body).tokens == plain.tokens, answer.body
                 did = (await router.admin("GET", f"/admin/decisions/{name}")).json
                 assert (did["outcome"], did["priority"]) == ("ok", priority)

@@ -9,10 +9,10 @@ from support.engine_invariants import check_engine
 from warmroute.fake_engine.core.step_timing import Timing
 from warmroute.fake_engine.profiles import Profile
 from warmroute.fleet.node import Node
-from warmroute.replay.simulation import Conditions, Island, NodeSpec, World
-from warmroute.replay.workloads import Segments, WorkloadPrompt
+from warmroute.replay.simulation.conditions import Conditions, Island, NodeSpec
+from warmroute.replay.simulation.world import World
 from warmroute.replay.workloads.prompt_text import KEY_TOKENS
-from warmroute.replay.workloads.segments import segment_id
+from warmroute.replay.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
 
 # A prefill takes 1 ms per token, a decode step 10 ms, so that times can be computed by hand.
 PLAIN = Profile(

@@ -10,9 +10,9 @@ import pytest
 from small_worlds import PLAIN, assert_all_requests_ended
 
 from warmroute.config import Config, from_table
-from warmroute.replay.simulation import Conditions, NodeSpec, World
-from warmroute.replay.workloads import Segments, WorkloadPrompt
-from warmroute.replay.workloads.segments import segment_id
+from warmroute.replay.simulation.conditions import Conditions, NodeSpec
+from warmroute.replay.simulation.world import World
+from warmroute.replay.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
 
 ADAPTERS = tuple(f"adapter-{number}" for number in range(9))
 

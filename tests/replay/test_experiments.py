@@ -15,11 +15,15 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
     experiments.main()
 
 
+def table_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+
+
 def test_unequal_gpus_are_reported_with_standard_deviations(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(monkeypatch, "unequal", "--seeds", "2", "--clients", "1", "4")
-    lines = capsys.readouterr().out.splitlines()
+    lines = table_lines(capsys)
     assert len(lines) == 2 + 2 * 3
     assert all("±" in line for line in lines[2:])
 
@@ -31,7 +35,7 @@ def test_every_policy_runs_all_load_steps(
     page = tmp_path / "page.html"
     words = ["--policy", "random", "--policy", "session", "--html", str(page), "output_tokens=20", "groups=4"]
     run(monkeypatch, "llm_d", *words)
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 2 * 2
+    assert len(table_lines(capsys)) == 2 + 2 * 2
     assert "session" in page.read_text()
 
 

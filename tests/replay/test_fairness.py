@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from random import Random
 
 import pytest
@@ -9,10 +10,11 @@ from fairness import FairnessWorld, run_flood, run_priorities
 from small_worlds import NEAR, assert_all_requests_ended, prompt, specs
 
 from warmroute.config import Admission, from_table
-from warmroute.replay.simulation import World
-from warmroute.replay.simulation.flight import Flight
+from warmroute.replay.simulation.request_flow import Flight
+from warmroute.replay.simulation.world import World
 from warmroute.replay.workloads.arrivals import poisson
-from warmroute.replay.workloads.shared_system_prompts import SharedSystemPrompts
+from warmroute.replay.workloads.generators import SharedSystemPrompts
+from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 
 def test_no_high_or_normal_request_is_rejected_while_a_low_one_waits_or_runs() -> None:
@@ -43,7 +45,7 @@ def test_a_tenant_below_its_share_hardly_waits_while_another_floods() -> None:
     waits: dict[str, list[float]] = {"flood": [], "calm": []}
     requests = SharedSystemPrompts(prompts=40, system_tokens=1000, question_tokens=2000, output_tokens=40)
 
-    def prompts():  # type: ignore[no-untyped-def]
+    def prompts() -> Iterator[WorkloadPrompt]:
         for one in poisson(requests.generate(random), 30, Random(5)):
             one.tenant = "calm" if random.random() < 0.1 else "flood"
             yield one

@@ -10,9 +10,10 @@ from small_worlds import assert_all_requests_ended, specs
 
 from warmroute.config import Config, Routing
 from warmroute.fake_engine.profiles import profile
-from warmroute.replay.simulation import Conditions, World
+from warmroute.replay.simulation.conditions import Conditions
+from warmroute.replay.simulation.world import World
 from warmroute.replay.summary import summary
-from warmroute.replay.workloads import parse_workload
+from warmroute.replay.workloads.catalog import parse_workload
 
 CARD = profile("l4-8b")
 FEW_BLOCKS = 1200

@@ -8,7 +8,7 @@ from small_worlds import assert_all_requests_ended
 
 from warmroute.config import Config, from_table
 from warmroute.fake_engine.profiles import profile
-from warmroute.replay.simulation import Conditions, Island, NodeSpec
+from warmroute.replay.simulation.conditions import Conditions, Island, NodeSpec
 from warmroute.replay.summary import percentile
 from warmroute.replay.workloads.catalog import parse_workload
 

@@ -7,8 +7,10 @@ from small_worlds import prompt, specs
 from warmroute.config import Config, Routing
 from warmroute.fake_engine.core.kv_event_types import BlockRemoved, BlockStored, KvEvent
 from warmroute.fleet.node import Node
-from warmroute.replay.simulation import Conditions, Island, PolicyListener, World
-from warmroute.replay.workloads import parse_workload
+from warmroute.replay.simulation.conditions import Conditions, Island
+from warmroute.replay.simulation.policy_listener import PolicyListener
+from warmroute.replay.simulation.world import World
+from warmroute.replay.workloads.catalog import parse_workload
 
 
 class Recorder(PolicyListener):

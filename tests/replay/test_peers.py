@@ -16,8 +16,9 @@ from warmroute.replay.peers.kubeai_router import Kubeai
 from warmroute.replay.peers.llm_d_router import LlmD
 from warmroute.replay.peers.sglang_router import Sglang
 from warmroute.replay.peers.single_cache import single_cache_hit_rate
-from warmroute.replay.simulation import SimulatedRequest, World
-from warmroute.replay.workloads import parse_workload
+from warmroute.replay.simulation.simulated_request import SimulatedRequest
+from warmroute.replay.simulation.world import World
+from warmroute.replay.workloads.catalog import parse_workload
 from warmroute.routing.decision import Policy
 from warmroute.routing.query import Query
 
@@ -86,7 +87,7 @@ def test_routed_blocks_evict_the_tail_of_the_least_recent_prompt_first() -> None
     assert routed.size(node) == 6
     assert routed.depths([1, 2, 3], [node]) == [2]
     assert routed.depths([7, 8, 9], [node]) == [2]
-    routed.forget(node)
+    routed.clear(node)
     assert routed.size(node) == 0
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from warmroute.fake_engine.profiles import profile
 from warmroute.replay import Run, Setup, build_world, parse_policy, replay
-from warmroute.replay.simulation import Conditions, NodeSpec
+from warmroute.replay.simulation.conditions import Conditions, NodeSpec
 from warmroute.replay.simulation.fault_schedule import ScheduledFault, parse_fault
-from warmroute.replay.workloads import parse_workload
+from warmroute.replay.workloads.catalog import parse_workload
 
 FLEET = tuple(NodeSpec(f"node-{at}", profile("2xh100-32b")) for at in range(4))
 

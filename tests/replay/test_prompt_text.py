@@ -15,10 +15,11 @@ from warmroute.demo.load_generator.prompt_requests import (
 )
 from warmroute.prompt.body_fields import read_json
 from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.replay.simulation import MODEL, SimulatedRequest
-from warmroute.replay.workloads import GENERATORS, Segments, WorkloadPrompt, parse_workload
+from warmroute.replay.simulation.simulated_request import MODEL, SimulatedRequest
+from warmroute.replay.workloads.catalog import GENERATORS, parse_workload
 from warmroute.replay.workloads.prompt_text import Form, leading_text
 from warmroute.replay.workloads.trace import TraceBlocks
+from warmroute.replay.workloads.workload_prompt import Segments, WorkloadPrompt
 
 
 def assert_same_keys(prompt: WorkloadPrompt, form: Form, history: ConversationHistory) -> None:
@@ -26,7 +27,7 @@ def assert_same_keys(prompt: WorkloadPrompt, form: Form, history: ConversationHi
     sent = chat_messages(prompt, history) if form == "chat" else ()
     real = RoutingRequest(*read_json(build_request(prompt, sent, MODEL, form)[1])[:4])
     assert simulated.prefix_key() == real.prefix_key() is not None
-    assert simulated.session() == real.session()
+    assert simulated.session_key() == real.session_key()
 
 
 @pytest.mark.parametrize("form", get_args(Form))

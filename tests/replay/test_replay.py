@@ -14,10 +14,10 @@ from small_worlds import NEAR, assert_all_requests_ended, specs
 from warmroute.cli.main import main
 from warmroute.fake_engine.profiles import profile
 from warmroute.replay import POLICIES, BadPolicy, Setup, build_world, parse_policy, replay
-from warmroute.replay.simulation import Conditions, NodeSpec
+from warmroute.replay.simulation.conditions import Conditions, NodeSpec
 from warmroute.replay.simulation.results import TIMELINE_SPANS, Timeline
 from warmroute.replay.summary import percentile, variation
-from warmroute.replay.workloads import parse_workload
+from warmroute.replay.workloads.catalog import parse_workload
 
 TRACE = Path(__file__).parents[2] / "examples" / "trace.jsonl.gz"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -12,24 +13,19 @@ import pytest
 from small_worlds import NEAR, specs
 
 from warmroute.fleet.node import Node
-from warmroute.replay.simulation import PolicyListener, SimulatedRequest, World
-from warmroute.replay.workloads import (
-    GENERATORS,
-    BadTrace,
-    BadWorkload,
-    Generated,
-    Segments,
-    WorkloadPrompt,
-    parse_workload,
-)
+from warmroute.replay.simulation.policy_listener import PolicyListener
+from warmroute.replay.simulation.simulated_request import SimulatedRequest
+from warmroute.replay.simulation.world import World
 from warmroute.replay.workloads.arrivals import at_trace_times, poisson
+from warmroute.replay.workloads.catalog import GENERATORS, BadWorkload, Generated, parse_workload
 from warmroute.replay.workloads.prompt_text import leading_text
-from warmroute.replay.workloads.trace import mean_rate, prompts
+from warmroute.replay.workloads.trace import BadTrace, mean_rate, prompts
+from warmroute.replay.workloads.workload_prompt import Segments, WorkloadPrompt
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trace.jsonl.gz"
 
 
-def write_trace(path: Path, rows: list[dict[str, object]]) -> Path:
+def write_trace(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
     text = "".join(json.dumps(row) + "\n" for row in rows)
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(text.encode()))

@@ -7,32 +7,26 @@ two.
 from __future__ import annotations
 
 from math import exp
-from typing import Final
 
-from accounting_reference import STEPS
-
+from warmroute._kernel import (
+    ARRIVAL_DECAY_S,
+    EVICTED_WEIGHT,
+    FIRST_TOKEN_STEPS,
+    KV_FULL_MARGIN,
+    KV_FULL_POWER,
+    KV_FULL_SCALE,
+    KV_GROWTH_SHARE,
+    KV_MAX_FULL,
+    KV_USABLE_SHARE,
+    RISK_POWER,
+    STREAMED_WEIGHT,
+)
 from warmroute.config import Pricing
-from warmroute.fleet.arrival_rate import DECAY_S
 from warmroute.fleet.node import Node
 from warmroute.fleet.node_speed import work
 from warmroute.index.node_cache import NodeCache
 from warmroute.index.reuse import Reuse
 from warmroute.routing.price import Price
-
-FULL_POWER: Final = 8
-FULL_SCALE: Final = 0.1
-FULL_MARGIN: Final = 1.02
-USABLE_KV_SHARE: Final = 0.98
-"""Share of its KV memory that a node can use."""
-GROWTH_SHARE: Final = 0.3
-"""Share of their outputs that running requests still have to generate, beyond what ending requests free."""
-DECODE_WEIGHT: Final = 0.2
-"""A millisecond of decoding counts a tenth of one before the first token, since the output can be read meanwhile. The
-same again counts for the other requests of the batch, which the request slows down."""
-EVICTED_COST: Final = 2.5
-"""A block from within a long prompt costs this much more to prefill again than one of a short prompt."""
-RISK_POWER: Final = 4
-"""How reliable an expected time is: a request expected at half its deadline misses it once in 17 times."""
 
 
 def wait(pending_work: float, ms_per_token: float) -> float:
@@ -42,12 +36,12 @@ def wait(pending_work: float, ms_per_token: float) -> float:
 
 def prefill(work: float, ms_per_token: float, token_ms: float) -> float:
     """Return the work of the uncached tokens × the node's speed, plus the steps of a running batch [ms]."""
-    return STEPS * token_ms + work * ms_per_token
+    return FIRST_TOKEN_STEPS * token_ms + work * ms_per_token
 
 
 def contention(output: float, token_ms: float, fastest_ms: float) -> float:
     """Return how much longer decoding takes than on the fastest node, for this request and for its batch."""
-    return DECODE_WEIGHT * output * (token_ms - fastest_ms)
+    return STREAMED_WEIGHT * output * (token_ms - fastest_ms)
 
 
 def kv_used(node: Node, capacity: float, output: float) -> float:
@@ -68,9 +62,9 @@ def room(used: float, needed: float, growth: float, capacity: float, freed_per_m
 
         needed / freed · full(ρ) + max(0, used + needed − capacity) / freed     ρ = (used + needed + growth) / capacity
     """
-    share = min(0.999, (used + needed + growth) / capacity)
-    full = FULL_SCALE * share**FULL_POWER / (FULL_MARGIN - share)
-    missing = used + needed - USABLE_KV_SHARE * capacity
+    share = min(KV_MAX_FULL, (used + needed + growth) / capacity)
+    full: float = KV_FULL_SCALE * share**KV_FULL_POWER / (KV_FULL_MARGIN - share)
+    missing = used + needed - KV_USABLE_SHARE * capacity
     return (needed * full + (missing if missing > 0.0 else 0.0)) / freed_per_ms
 
 
@@ -81,13 +75,13 @@ def risk(own: float, due_ms: float, late_penalty_ms: float) -> float:
     """
     if due_ms < 1.0:
         return late_penalty_ms
-    power = min(own / due_ms, 1e6) ** RISK_POWER
+    power: float = min(own / due_ms, 1e6) ** RISK_POWER
     return late_penalty_ms * power / (1.0 + power)
 
 
 def memory(evicted: float, ms_per_token: float, chance: float) -> float:
     """Return the prefill time of the evicted tokens × the probability that they would be used again."""
-    return evicted * ms_per_token * EVICTED_COST * chance
+    return evicted * ms_per_token * EVICTED_WEIGHT * chance
 
 
 def congestion(own: float, service: float, rate: float, behind: float) -> float:
@@ -99,7 +93,7 @@ def congestion(own: float, service: float, rate: float, behind: float) -> float:
 
 
 def arrivals_per_ms(node: Node, now_s: float) -> float:
-    return node.arrival_rate * exp((node.arrival_s - now_s) / DECAY_S)
+    return node.arrival_rate * exp((node.arrival_s - now_s) / ARRIVAL_DECAY_S)
 
 
 def price(
@@ -127,7 +121,7 @@ def price(
         if capacity and config.room:
             used = kv_used(node, capacity, output)
             freed_per_ms = kv_freed_per_ms(used, output, token_ms)
-            room_ms = room(used, new + output, GROWTH_SHARE * output * node.inflight, capacity, freed_per_ms)
+            room_ms = room(used, new + output, KV_GROWTH_SHARE * output * node.inflight, capacity, freed_per_ms)
         recency = cache.recency
         evicted = new + output - (recency.capacity - len(recency)) * cache.block_size
         if evicted > 0.0 and config.memory and (oldest_s := recency.oldest) is not None:

@@ -119,7 +119,7 @@ class RoutingHarness:
         return pending
 
     def assert_all_counters_are_zero(self) -> None:
-        assert self.admission.waiting == self.group.waiting == 0
+        assert self.admission.queue.waiting == self.group.waiting == 0
         for node in self.nodes:
             assert (node.inflight, node.context_tokens, node.kv_new) == (0, 0, 0)
             assert node.pending_work == pytest.approx(0.0, abs=1e-3)
@@ -162,7 +162,7 @@ class FakeRequest:
 
     def cancel(self) -> None:
         self.events.append("canceled")
-        self.harness.admission.cancel(self)
+        self.harness.admission.queue.cancel(self)
 
     def finish(self) -> None:
         """The response has ended, so the node has more room."""

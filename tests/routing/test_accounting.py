@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from accounting_reference import ReferenceNode, ReferenceTicket
@@ -17,8 +19,8 @@ from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 
 NODE_FIELDS = (
-    "pending_work", "kv_delta", "context_tokens", "kv_new", "inflight", "unstarted", "unstreamed_prefills", "arrival_rate", "arrival_s",
-    "last_ticket_s", "latency_ms", "outcomes", "first_byte_counts", "first_byte_sum_ms",
+    "pending_work", "kv_delta", "context_tokens", "kv_new", "inflight", "unstarted", "unstreamed_prefills",
+    "arrival_rate", "arrival_s", "last_ticket_s", "latency_ms", "outcomes", "first_byte_counts", "first_byte_sum_ms",
 )  # fmt: skip
 SPEED_FIELDS = ("ms_per_token", "factor", "answers", "_work", "_ms", "_at_s", "_last_first_token_s")
 DECODE_SPEED_FIELDS = ("least_ms", "mean_ms", "slope_ms", "mean_context", "answers", "_xx", "_xy")
@@ -100,7 +102,9 @@ class Both:
 
 
 @given(st.lists(st.tuples(times, events), max_size=60), st.sampled_from([0.0, 40.0]), st.integers(0, 2))
-def test_the_kernel_equals_the_reference(steps, round_trip_ms: float, other_load: int) -> None:
+def test_the_kernel_equals_the_reference(
+    steps: list[tuple[float, tuple[Any, ...]]], round_trip_ms: float, other_load: int
+) -> None:
     both = Both(round_trip_ms, other_load)
     for after_s, (event, *details) in steps:
         both.now_s += after_s
@@ -149,7 +153,7 @@ def test_a_ticket_that_is_never_closed_is_no_leak() -> None:
         (lambda ticket, node: ticket.release(0, 1.0), ValueError),
     ],
 )
-def test_wrong_arguments_change_nothing(wrong, error: type[Exception]) -> None:
+def test_wrong_arguments_change_nothing(wrong: Callable[[Any, Any], object], error: type[Exception]) -> None:
     node = make_node()
     with pytest.raises(error):
         wrong(TicketState(), node)

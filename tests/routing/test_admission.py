@@ -19,7 +19,7 @@ def test_a_request_whose_node_has_room_is_admitted_at_once() -> None:
     harness = RoutingHarness(2)
     requests = [harness.submit() for _ in range(2)]
     assert {request.node.name for request in requests} == {"n0", "n1"}
-    assert harness.admission.queued_total == harness.admission.waiting == 0
+    assert harness.admission.queue.queued_total == harness.admission.queue.waiting == 0
 
 
 def test_an_idle_node_takes_a_prompt_of_any_length() -> None:
@@ -38,7 +38,7 @@ def test_a_request_is_queued_until_its_node_is_free() -> None:
     harness, running = one_busy_node()
     first, second = harness.submit(), harness.submit()
     assert first.queued and second.queued
-    assert harness.admission.waiting == harness.group.waiting == harness.admission.queued_total == 2
+    assert harness.admission.queue.waiting == harness.group.waiting == harness.admission.queue.queued_total == 2
     harness.tick()
     assert first.queued and second.queued
     harness.free(running)
@@ -47,7 +47,7 @@ def test_a_request_is_queued_until_its_node_is_free() -> None:
     assert second.node is harness.nodes[0]
     second.finish()
     harness.assert_all_counters_are_zero()
-    assert harness.admission.queued_total == 2, "the total does not go down"
+    assert harness.admission.queue.queued_total == 2, "the total does not go down"
 
 
 def test_a_first_byte_frees_the_node_for_the_next_prefill() -> None:
@@ -120,7 +120,7 @@ def test_a_reload_that_makes_room_admits_queued_requests(change: str) -> None:
             else AdmissionConfig(max_node_backlog_ms=1000.0)
         )
     harness.tick()
-    assert request.events == ["admitted"] and harness.admission.waiting == 0
+    assert request.events == ["admitted"] and harness.admission.queue.waiting == 0
 
 
 # The end of waiting.
@@ -131,7 +131,7 @@ def test_a_canceled_request_is_removed_from_the_queue() -> None:
     leaving, staying = harness.submit(tenant="a"), harness.submit(tenant="b")
     leaving.cancel()
     leaving.cancel()
-    assert harness.admission.waiting == harness.group.waiting == 1
+    assert harness.admission.queue.waiting == harness.group.waiting == 1
     harness.free(running)
     assert leaving.events == ["canceled", "canceled"] and staying.events == ["admitted"]
     staying.finish()
@@ -143,7 +143,7 @@ def test_canceling_an_admitted_request_leaves_the_queue_alone() -> None:
     admitted, waiting = harness.submit(), harness.submit()
     harness.free(running)
     admitted.cancel()
-    assert waiting.queued and harness.admission.waiting == 1
+    assert waiting.queued and harness.admission.queue.waiting == 1
 
 
 def test_a_request_is_rejected_after_max_wait_s() -> None:
@@ -154,7 +154,7 @@ def test_a_request_is_rejected_after_max_wait_s() -> None:
     harness.advance(2.5)
     harness.tick()
     assert early.events == ["rejected"] and isinstance(early.error, QueueTimeout)
-    assert late.queued and harness.admission.waiting == 1
+    assert late.queued and harness.admission.queue.waiting == 1
     harness.free(running)
     assert late.events == ["admitted"]
 
@@ -212,7 +212,7 @@ def test_queued_requests_are_rejected_when_no_node_is_left(way: str) -> None:
     harness.tick()
     assert [request.events for request in requests] == [["rejected"]] * 3
     assert all(isinstance(request.error, NoNodeAvailable) for request in requests)
-    assert harness.admission.waiting == harness.group.waiting == 0
+    assert harness.admission.queue.waiting == harness.group.waiting == 0
 
 
 def test_a_new_node_takes_queued_requests() -> None:

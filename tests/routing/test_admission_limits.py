@@ -25,11 +25,11 @@ def test_a_full_queue_rejects_low_priority_first_and_high_priority_never() -> No
         harness.submit()
     assert rejected.value.retry_after_s == 60, "no queued request was admitted yet"
     assert harness.submit(priority=HIGH).queued
-    assert harness.admission.waiting == harness.admission.queued_total == 5
+    assert harness.admission.queue.waiting == harness.admission.queue.queued_total == 5
     harness.free(running)
     with pytest.raises(QueueFull):
         harness.submit()
-    assert harness.admission.waiting == 4
+    assert harness.admission.queue.waiting == 4
 
 
 def test_retry_after_follows_from_the_rate_of_admission() -> None:
@@ -54,13 +54,13 @@ def test_a_full_queue_displaces_low_priority_requests() -> None:
     for _ in range(2):
         harness.submit()
     normal = harness.submit()
-    assert normal.queued and harness.admission.waiting == harness.group.waiting == 4
+    assert normal.queued and harness.admission.queue.waiting == harness.group.waiting == 4
     assert [request.events for request in low] == [[], ["rejected"]] and isinstance(low[1].error, Displaced)
     high = harness.submit(priority=HIGH)
-    assert high.queued and low[0].events == ["rejected"] and harness.admission.waiting == 4
+    assert high.queued and low[0].events == ["rejected"] and harness.admission.queue.waiting == 4
     with pytest.raises(QueueFull):
         harness.submit()
-    assert harness.submit(priority=HIGH).queued and harness.admission.waiting == 5, "high priority has no limit"
+    assert harness.submit(priority=HIGH).queued and harness.admission.queue.waiting == 5, "high priority has no limit"
 
 
 def test_the_newest_request_of_the_tenant_with_the_most_is_displaced_first() -> None:
@@ -81,7 +81,7 @@ def test_with_a_half_full_queue_low_priority_does_not_overtake_others() -> None:
     elsewhere = harness.busy(other, 40_000)
     for _ in range(2):
         FakeRequest(harness, mine).submit()
-    assert harness.admission.waiting == 2
+    assert harness.admission.queue.waiting == 2
     harness.close(elsewhere)
     with pytest.raises(QueueFull):
         harness.submit(300, priority=LOW)
@@ -98,7 +98,7 @@ def test_a_low_priority_request_whose_turn_would_not_come_is_rejected() -> None:
     assert low.queued
     harness.advance(2.0)
     harness.tick()
-    assert low.events == ["rejected"] and isinstance(low.error, Displaced) and harness.admission.waiting == 2
+    assert low.events == ["rejected"] and isinstance(low.error, Displaced) and harness.admission.queue.waiting == 2
 
 
 def test_low_priority_requests_are_admitted_if_no_others_wait() -> None:

@@ -26,7 +26,7 @@ def test_requests_that_free_their_node_at_once_are_admitted_one_after_the_other(
     requests = [FinishesAtOnce(harness, prompt(300)) for _ in range(500)]
     for request in requests:
         request.submit()
-    assert harness.admission.waiting == 500
+    assert harness.admission.queue.waiting == 500
     harness.free(running)
     assert all(request.events == ["admitted"] for request in requests)
     harness.assert_all_counters_are_zero()
@@ -63,7 +63,7 @@ def test_a_request_canceled_while_another_is_admitted_is_not_admitted() -> None:
         else:
             harness.free(running)
         assert first.events == ["rejected"] and other.events == ["canceled"]
-        assert harness.admission.waiting == 0
+        assert harness.admission.queue.waiting == 0
 
 
 def test_a_request_submitted_while_another_is_admitted_waits_its_turn() -> None:
@@ -77,7 +77,7 @@ def test_a_request_submitted_while_another_is_admitted_waits_its_turn() -> None:
 
     SubmitsAnother(harness, prompt(8000)).submit()
     harness.free(running)
-    assert [request.queued for request in submitted] == [True] and harness.admission.waiting == 1
+    assert [request.queued for request in submitted] == [True] and harness.admission.queue.waiting == 1
 
 
 def test_a_displaced_request_may_submit_another_at_once() -> None:
@@ -94,7 +94,7 @@ def test_a_displaced_request_may_submit_another_at_once() -> None:
     first.submit()
     harness.submit()
     harness.submit()
-    assert first.events == ["rejected"] and not again and harness.admission.waiting == 2
+    assert first.events == ["rejected"] and not again and harness.admission.queue.waiting == 2
 
 
 EVENTS = st.one_of(
@@ -152,7 +152,7 @@ def test_every_request_is_admitted_rejected_or_canceled_exactly_once(events: lis
             for request in requests
             if request.events == ["admitted"] and request.ticket._is_open and id(request) not in known
         ]
-        assert harness.admission.waiting == harness.group.waiting == sum(request.queued for request in requests)
+        assert harness.admission.queue.waiting == harness.group.waiting == sum(request.queued for request in requests)
     for node in harness.nodes:
         harness.fleet.check_passed(node, harness.now_s)
     for _ in range(len(requests) + 1):

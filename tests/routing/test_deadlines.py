@@ -64,7 +64,7 @@ def test_a_request_that_would_be_late_is_rejected_with_the_expected_time() -> No
     assert error.first_token and error.left_ms == pytest.approx(1500)
     assert 3000 < error.expected_ms < 5000 and 2 <= error.retry_after_s <= 4
     assert error.reason == "deadline_ttft"
-    assert harness.admission.waiting == 0 and harness.nodes[0].inflight == 1
+    assert harness.admission.queue.waiting == 0 and harness.nodes[0].inflight == 1
 
 
 def test_the_whole_response_has_its_own_deadline() -> None:
@@ -133,7 +133,7 @@ def test_a_queued_request_is_rejected_as_soon_as_it_would_be_late() -> None:
     assert hurried.events == ["rejected"] and isinstance(hurried.error, DeadlineUnreachable)
     waited_ms = (harness.now_s - hurried.request.arrived_s) * 1000.0
     assert 900 < waited_ms < 1600, "its own prefill and the one ahead of it take a second"
-    assert patient.queued and harness.admission.waiting == harness.group.waiting == 1
+    assert patient.queued and harness.admission.queue.waiting == harness.group.waiting == 1
     harness.free(running)
     assert patient.events == ["admitted"]
 
@@ -221,7 +221,7 @@ def test_a_request_that_would_be_late_because_of_the_queue_is_rejected_at_once()
     error = rejected.value
     assert error.reason == "deadline_ttft" and 8000 < error.expected_ms < 13_000, "40 × 0.5 s on two nodes, and its own"
     assert 5 <= error.retry_after_s <= 10
-    assert harness.admission.waiting == 40
+    assert harness.admission.queue.waiting == 40
     with pytest.raises(DeadlineUnreachable):
         harness.admission.dry_run(request(harness, ttft_ms=3000).request, prompt(8000), harness.now_s)
 

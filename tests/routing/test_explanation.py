@@ -230,7 +230,7 @@ def test_a_dry_run_returns_whether_the_request_would_queue() -> None:
     before = harness.nodes[0].arrival_rate
     decision, queues = harness.admission.dry_run(RoutingRequest(MODEL), prompt(8210, 1), harness.now_s)
     assert decision.node is harness.nodes[0] and queues
-    assert harness.admission.waiting == harness.admission.queued_total == 0
+    assert harness.admission.queue.waiting == harness.admission.queue.queued_total == 0
     assert harness.nodes[0].arrival_rate == before
     with pytest.raises(RoutingError):
         harness.admission.dry_run(RoutingRequest(MODEL, may_queue=False), prompt(8210, 1), harness.now_s)
@@ -248,7 +248,7 @@ def test_a_dry_run_is_rejected_like_the_request() -> None:
     with pytest.raises(QueueFull):
         harness.admission.dry_run(RoutingRequest(MODEL), prompt(800), harness.now_s)
     assert harness.admission.dry_run(high, prompt(800), harness.now_s)[1]
-    assert harness.admission.waiting == harness.admission.queued_total == 2
+    assert harness.admission.queue.waiting == harness.admission.queue.queued_total == 2
 
 
 def test_a_conversation_that_stays_on_its_island_and_one_that_moves() -> None:

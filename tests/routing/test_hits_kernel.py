@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,7 +27,15 @@ shares = floats(0.0, 1.0)
 
 
 def reference_hits(
-    rows, owners, size, most, sure, is_sure, now_s, stale_s, gone_s
+    rows: list[tuple[int, int, int, int, int]],
+    owners: dict[int, tuple[NodeCache, int]],
+    size: int,
+    most: int,
+    sure: int,
+    is_sure: bool,
+    now_s: float,
+    stale_s: float,
+    gone_s: float,
 ) -> dict[str, tuple[int, float, int]]:
     found: dict[str, tuple[int, float, int]] = {}
     for holder, *depths in rows:
@@ -64,7 +73,10 @@ def test_hits_equal_the_reference(data: st.DataObject) -> None:
             owners[len(owners) * 3] = (cache, rank)
     depths = st.lists(st.integers(0, 20), min_size=4, max_size=4).map(sorted)
     holders = draw(st.lists(st.integers(0, 50), unique=True, max_size=3)) + list(owners)
-    rows = [(holder, *draw(depths)) for holder in dict.fromkeys(holders)]
+    rows = []
+    for holder in dict.fromkeys(holders):
+        gpu, cpu, disk, remote = draw(depths)
+        rows.append((holder, gpu, cpu, disk, remote))
     most = draw(st.integers(0, 20))
     sure, is_sure = draw(st.integers(0, most)), draw(st.booleans())
     stale_s, gone_s = draw(floats(0.0, 20.0)), draw(floats(0.0, 60.0))
@@ -73,14 +85,17 @@ def test_hits_equal_the_reference(data: st.DataObject) -> None:
     reference = reference_hits(rows, owners, 16, most, sure, is_sure, NOW_S, stale_s, gone_s)
     assert set(found) == set(reference)
     for name, (tokens, expected, _rank) in reference.items():
-        assert (found[name].tokens, found[name].expected) == (tokens, pytest.approx(expected, rel=1e-12))
+        assert found[name].tokens == tokens
+        assert found[name].expected == pytest.approx(expected, rel=1e-12)
 
 
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 40)), max_size=12),
     st.integers(0, 3), st.integers(0, 40), st.sampled_from([0, 640]),
 )  # fmt: skip
-def test_matched_hits_equal_the_hits_of_the_rows(kept, prompt: int, length: int, sure: int) -> None:
+def test_matched_hits_equal_the_hits_of_the_rows(
+    kept: list[tuple[int, int, int]], prompt: int, length: int, sure: int
+) -> None:
     cache_view = CacheView(Index(assumed_cache_tokens=16 * 50))
     caches = [cache_view.add_node(f"n{number}", ["m"]) for number in range(4)]
     caches[3].add_rank(0)
@@ -102,7 +117,7 @@ def test_matched_hits_equal_the_hits_of_the_rows(kept, prompt: int, length: int,
     ("wrong", "error"),
     [((None, b""), TypeError), ((1, b""), TypeError), ((2, [1]), TypeError), ((2, b"1"), ValueError)],
 )
-def test_wrong_arguments_to_match_are_rejected(wrong, error: type[Exception]) -> None:
+def test_wrong_arguments_to_match_are_rejected(wrong: tuple[Any, Any], error: type[Exception]) -> None:
     index, hashes = wrong
     given = BlockIndex(1 << 20) if index == 2 else index
     with pytest.raises(error):
@@ -121,10 +136,9 @@ def test_of_equal_hits_the_rank_with_events_counts() -> None:
 
 def test_earlier_hits_must_be_hits() -> None:
     cache = CacheView(Index()).add_node("n", ["m"])
+    found: dict[str, Any] = {"n": 1.5}
     with pytest.raises(TypeError):
-        add_hits(
-            {"n": 1.5}, [(0, 3, 3, 4, 5)], {0: (cache, ROUTED)}, 16, (9, 9, False), 1.0, (1.0, 2.0), SAVED_SHARE[1:]
-        )
+        add_hits(found, [(0, 3, 3, 4, 5)], {0: (cache, ROUTED)}, 16, (9, 9, False), 1.0, (1.0, 2.0), SAVED_SHARE[1:])
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 400)), max_size=30))
@@ -153,7 +167,9 @@ def test_the_state_of_a_cache_follows_its_recency_list(steps: list[tuple[int, in
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(0, 700), st.booleans()), max_size=20))
-def test_a_cache_records_prompts_and_outputs_like_its_recency_list_and_the_index(steps) -> None:
+def test_a_cache_records_prompts_and_outputs_like_its_recency_list_and_the_index(
+    steps: list[tuple[int, int, int, bool]],
+) -> None:
     cache, twin = (CacheView(Index(assumed_cache_tokens=1600)).add_node("n", ["m"]) for _ in range(2))
     chains = [hash_blocks(7, None, array("I", [0] * 160 + [number] * 480), 16) for number in range(4)]
     for at, (which, blocks, tokens, prefilled) in enumerate(steps):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -39,8 +40,8 @@ class PolicyHarness:
     def nodes(self) -> list[Node]:
         return list(self.fleet)
 
-    def decide(self, text: str = "hi", now_s: float = 0.0, **fields: object) -> Decision:
-        return self.router.decide(request(text, **fields), now_s)  # type: ignore[arg-type]
+    def decide(self, text: str = "hi", now_s: float = 0.0, **fields: Any) -> Decision:
+        return self.router.decide(request(text, **fields), now_s)
 
     def send(self, text: str = "hi") -> Ticket:
         return Ticket(self.decide(text).node, 0)
@@ -193,11 +194,11 @@ def test_a_session_stays_on_its_node() -> None:
 @pytest.mark.parametrize("field", ["session_id", "conversation_id", "prompt_cache_key", "user"])
 def test_a_field_of_the_body_identifies_a_session(field: str) -> None:
     harness = PolicyHarness("session", 6)
-    homes = {harness.decide("x", **{field: f"s{number}"}).node for number in range(40)}
+    sessions: list[dict[str, Any]] = [{field: f"s{number}"} for number in range(40)]
+    same: dict[str, Any] = {field: "same"}
+    homes = {harness.decide("x", **session).node for session in sessions}
     assert len(homes) == 6
-    assert {harness.decide(str(turn), **{field: "same"}).node for turn in range(20)} == {
-        harness.decide("x", user="same").node
-    }
+    assert {harness.decide(str(turn), **same).node for turn in range(20)} == {harness.decide("x", user="same").node}
 
 
 def test_a_session_header_overrides_the_body() -> None:

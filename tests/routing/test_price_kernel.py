@@ -8,6 +8,7 @@ import subprocess
 import sys
 from array import array
 from random import Random
+from typing import Any
 
 import price_reference
 import pytest
@@ -101,8 +102,10 @@ pricings = st.builds(
     due=st.tuples(floats(-1e4, 1e6), st.sampled_from([0.0, 1e4])), more=st.integers(0, 50),
 )  # fmt: skip
 def test_prices_equal_the_reference(
-    fleet, reuse, decode_speed, config, tokens, held, output, behind, extra_ms, adapters, due, more
-) -> None:
+    fleet: tuple[list[Node], list[NodeCache | None], CacheView], reuse: Reuse, decode_speed: DecodeSpeed,
+    config: Pricing, tokens: int, held: list[float], output: float, behind: float, extra_ms: float,
+    adapters: list[float] | None, due: tuple[float, float], more: int,
+) -> None:  # fmt: skip
     nodes, caches, _ = fleet
     hits = {
         node.name: Hit(int(share * tokens), share * tokens, 0)
@@ -190,7 +193,7 @@ def test_prices_follow_caches_that_join_and_leave() -> None:
 
 # Wrong arguments and leaks.
 
-COMMON = (None, 1.0, (1.0, 1.0), (0.0, 0.0), 0.0, DecodeSpeed(), (1.0, 1.0, True, True, True))
+COMMON: tuple[Any, ...] = (None, 1.0, (1.0, 1.0), (0.0, 0.0), 0.0, DecodeSpeed(), (1.0, 1.0, True, True, True))
 CHANCES = array("d", [0.0])
 
 
@@ -211,7 +214,7 @@ def make_node() -> Node:
         ([make_node()], (None,), {}, CHANCES),
     ],
 )
-def test_arguments_of_a_wrong_type_are_rejected(given) -> None:
+def test_arguments_of_a_wrong_type_are_rejected(given: tuple[Any, ...]) -> None:
     with pytest.raises((TypeError, ValueError)):
         price_nodes(*given, *COMMON)
 
@@ -254,6 +257,7 @@ def test_fields_reject_values_of_a_wrong_type() -> None:
         cache.accuracy = SpeedState()  # type: ignore[assignment]
     with pytest.raises(AttributeError):
         print(cache.accuracy)
+    row: Any
     for row in ((1,), (0, 1, 1, 1, "1"), 5):
         with pytest.raises(TypeError):
             add_hits(
@@ -265,7 +269,7 @@ def test_fields_reject_values_of_a_wrong_type() -> None:
                 0.0,
                 (1.0, 2.0),
                 SAVED_SHARE[1:],
-            )  # type: ignore[list-item]
+            )
 
 
 def test_prices_that_are_nan_still_choose_a_node() -> None:

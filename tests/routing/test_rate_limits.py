@@ -103,7 +103,7 @@ def test_a_request_that_no_node_served_takes_nothing() -> None:
     assert tenant.tokens is not None and tenant.requests is not None
     begin(tenant, 0.0).cancel()
     assert (tenant.requests.level(0.0), tenant.tokens.level(0.0)) == (10, 1000)
-    begin(tenant, 0.0).rejected_by_node()
+    begin(tenant, 0.0).settle(0, 0)
     assert (tenant.requests.level(0.0), tenant.tokens.level(0.0)) == (9, 1000)
     with pytest.raises(RateLimited):
         begin(tenant, 0.0, 5000, 0) and begin(tenant, 0.0, 5000, 0)

@@ -7,12 +7,16 @@ costs the node nothing, so it says nothing about its speed.
 from __future__ import annotations
 
 import pytest
-from routing_harness import RoutingHarness, prompt
+from routing_harness import MODEL, RoutingHarness, prompt
 
 from warmroute.fleet.demand import DemandMeter
-from warmroute.fleet.node import Outcome
+from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN
+from warmroute.prompt.routing_request import RoutingRequest
+from warmroute.routing.attempts import Attempts, Dispatcher
 from warmroute.routing.dispatch import Dispatch
+from warmroute.routing.routing_errors import RoutingError
+from warmroute.telemetry.counters import Counters
 
 TOKEN_MS = 12.0
 
@@ -112,17 +116,41 @@ def test_a_node_that_rejects_long_prompts_at_once_does_not_appear_fast() -> None
     harness.assert_all_counters_are_zero()
 
 
+class SilentDriver:
+    """Drives attempts without sending anything."""
+
+    def send(self, node: Node) -> None:
+        pass
+
+    def reject(self, why: RoutingError) -> int:
+        raise why
+
+    def internal_error(self, error: Exception) -> None:
+        raise error
+
+
 def test_the_demand_meter_counts_neither_as_a_time_to_first_token() -> None:
     harness = RoutingHarness(1)
     harness.router.demand_meter = demand_meter = DemandMeter()
-    whole, rejected, streamed = (
-        send(harness, 1000),
-        send(harness, 1000, streams=True),
-        send(harness, 1000, streams=True),
-    )
+    dispatcher = Dispatcher(
+        harness.fleet, harness.router, harness.admission, Counters(), None, 3, lambda: harness.now_s,
+        harness.admission.node_freed,
+    )  # fmt: skip
+
+    def sent(streams: bool) -> Attempts:
+        request = RoutingRequest(MODEL, arrived_s=harness.now_s, streams=streams)
+        attempts = Attempts(dispatcher, SilentDriver(), request, b"")
+        attempts.enter(prompt(1000), 1000, harness.now_s)
+        return attempts
+
+    whole, rejected, streamed = sent(streams=False), sent(streams=True), sent(streams=True)
+    assert demand_meter.sent == 3 and demand_meter.prompt_tokens == 3000
     harness.advance(5.0)
-    finish(harness, whole, 100)
-    rejected.first_byte(harness.now_s, served=False)
+    whole.response_started(200, None, harness.now_s)
+    whole.response_ended((1000, 0, 100), harness.now_s)
+    assert demand_meter.responses == 1
+    rejected.response_started(400, None, harness.now_s)
+    rejected.response_ended(None, harness.now_s)
     assert sum(demand_meter.ttft_counts) == 0 and sum(demand_meter.latency_counts) == 1
-    streamed.first_byte(harness.now_s)
+    streamed.response_started(200, None, harness.now_s)
     assert sum(demand_meter.ttft_counts) == 1

@@ -22,12 +22,13 @@ def test_the_first_request_is_admitted_when_a_node_joins_and_the_others_after_it
     harness = empty_fleet()
     first, second = harness.submit(), harness.submit()
     harness.tick()
-    assert first.queued and second.queued and harness.admission.waiting == harness.admission.queued_total == 2
+    assert first.queued and second.queued
+    assert harness.admission.queue.waiting == harness.admission.queue.queued_total == 2
     node = harness.add("n0")
     harness.group = node.groups[0]
     harness.tick()
     assert first.node is node and second.queued
-    assert harness.admission.waiting == harness.group.waiting == 1 and harness.admission.queued_total == 2
+    assert harness.admission.queue.waiting == harness.group.waiting == 1 and harness.admission.queue.queued_total == 2
     first.finish()
     assert second.node is node
     second.finish()
@@ -45,14 +46,14 @@ def test_a_request_that_must_not_queue_is_rejected() -> None:
     harness = empty_fleet()
     with pytest.raises(NoNodeAvailable):
         harness.submit(may_queue=False)
-    assert harness.admission.waiting == 0
+    assert harness.admission.queue.waiting == 0
 
 
 def test_a_canceled_request_is_removed() -> None:
     harness = empty_fleet()
     request = harness.submit()
     request.cancel()
-    assert harness.admission.waiting == 0
+    assert harness.admission.queue.waiting == 0
     harness.add("n0")
     harness.tick()
     assert request.events == ["canceled"]
@@ -63,7 +64,7 @@ def test_a_request_is_rejected_after_first_node_wait_s() -> None:
     request = harness.submit()
     harness.advance(harness.admission.first_node_wait_s + 1.0)
     harness.tick()
-    assert isinstance(request.error, QueueTimeout) and harness.admission.waiting == 0
+    assert isinstance(request.error, QueueTimeout) and harness.admission.queue.waiting == 0
 
 
 def test_a_request_past_its_deadline_is_not_sent_to_the_new_node() -> None:
@@ -74,14 +75,14 @@ def test_a_request_past_its_deadline_is_not_sent_to_the_new_node() -> None:
     harness.add("n0")
     harness.tick()
     assert late.events == ["rejected"] and isinstance(late.error, DeadlineUnreachable)
-    assert early.events == ["admitted"] and harness.admission.waiting == 0
+    assert early.events == ["admitted"] and harness.admission.queue.waiting == 0
 
 
 def test_a_low_priority_request_is_displaced() -> None:
     harness = empty_fleet(max_waiting=2)
     low, normal, another = harness.submit(priority=LOW), harness.submit(), harness.submit()
     assert isinstance(low.error, Displaced), "no request is rejected in favor of a low-priority one"
-    assert normal.queued and another.queued and harness.admission.waiting == 2
+    assert normal.queued and another.queued and harness.admission.queue.waiting == 2
     with pytest.raises(QueueFull):
         harness.submit()
     assert harness.submit(priority=HIGH).queued, "high priority has no limit"
@@ -96,12 +97,12 @@ def test_queued_requests_continue_to_wait_when_the_last_node_leaves() -> None:
     harness.fleet.remove("n0")
     harness.tick()
     harness.close(ticket)
-    assert request.queued and harness.admission.waiting == 1 and group.waiting == 0
+    assert request.queued and harness.admission.queue.waiting == 1 and group.waiting == 0
     node = harness.add("n1")
     harness.tick()
     assert request.node is node and harness.fleet.group(MODEL) is not group
     request.finish()
-    assert harness.admission.waiting == 0 and harness.admission.queued_total == 1
+    assert harness.admission.queue.waiting == 0 and harness.admission.queue.queued_total == 1
 
 
 def test_a_queued_request_counts_for_the_current_group_of_its_model() -> None:
@@ -117,4 +118,4 @@ def test_a_queued_request_counts_for_the_current_group_of_its_model() -> None:
     assert request.queued and group is not None and group is not before
     assert (before.waiting, group.waiting) == (0, 1)
     request.cancel()
-    assert (before.waiting, group.waiting, harness.admission.waiting) == (0, 0, 0)
+    assert (before.waiting, group.waiting, harness.admission.queue.waiting) == (0, 0, 0)

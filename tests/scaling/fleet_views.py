@@ -9,7 +9,7 @@ from warmroute.scaling.fleet_observer import FleetView, NodeView, WindowMetrics
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.offer_selection import OfferSelector
 from warmroute.scaling.scaler import Scaler
-from warmroute.scaling.scaling_decision import PendingNode
+from warmroute.scaling.scaling_decision import PaidNode
 
 PREFILL_WORK = 10_000.0
 MS_PER_TOKEN = 0.05
@@ -68,6 +68,6 @@ def create_scaler(*offers: Offer, **config: Any) -> tuple[Scaler, OfferSelector]
     return Scaler(scaling, selector), selector
 
 
-def pending(count: int, **more: Any) -> list[PendingNode]:
+def pending(count: int, **more: Any) -> list[PaidNode]:
     fields: dict[str, Any] = {"offer": ("cloud", "small"), "island": "local", "gpu": "L4", "usd_per_hour": 1.0, **more}
-    return [PendingNode(**fields) for _ in range(count)]
+    return [PaidNode(**fields) for _ in range(count)]

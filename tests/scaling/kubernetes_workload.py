@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from warmroute.config import ProvisionerConfig
 from warmroute.scaling.provisioners.kubernetes import KubernetesProvisioner

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import boto3
-from moto.server import DomainDispatcherApplication, create_backend_app
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
 IMAGE = "ami-12c6146b"

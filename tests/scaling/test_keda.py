@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from grpc_tools import protoc
+from grpc_tools import protoc  # type: ignore[import-untyped]
 
 from warmroute.config import ConfigError
 from warmroute.scaling import keda
@@ -44,8 +44,8 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     assert protoc.main(made) == 0
     sys.path.insert(0, str(folder))
     try:
-        import keda_contract_pb2
-        import keda_contract_pb2_grpc
+        import keda_contract_pb2  # type: ignore[import-not-found]
+        import keda_contract_pb2_grpc  # type: ignore[import-not-found]
     finally:
         sys.path.remove(str(folder))
     return keda_contract_pb2, keda_contract_pb2_grpc

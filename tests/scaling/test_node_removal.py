@@ -289,7 +289,7 @@ async def test_a_half_open_node_is_kept_until_its_trial_request_fails() -> None:
             harness.fleet.close_ticket(Ticket(node, harness.clock.now_s), Outcome.FAILED, harness.clock.now_s, "500")
         assert node.health.state is HealthState.DOWN
         await harness.ticks(150)
-        assert node.health.state is HealthState.HALF_OPEN and not provisioner.terminated
+        assert node.health.state is HealthState.HALF_OPEN and not provisioner.terminated  # type: ignore[comparison-overlap]
         harness.fleet.close_ticket(Ticket(node, harness.clock.now_s), Outcome.OK, harness.clock.now_s)
         await harness.ticks(5)
         for _ in range(6):

@@ -15,9 +15,8 @@ import msgspec
 import pytest
 
 from warmroute.config import ConfigError, ProvisionerConfig, from_table
-from warmroute.scaling.offer import Offer
+from warmroute.scaling.offer import MAX_START_S, Offer, OfferValidator
 from warmroute.scaling.provisioners import create_provisioner
-from warmroute.scaling.validate_offers import MAX_START_S, OfferValidator
 
 GOOD = Offer(provisioner="p", name="a", island="i", gpu="L4", usd_per_hour=1.0)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.scaling.offer import Offer
@@ -29,7 +30,7 @@ from warmroute.scaling.provisioner import (
     ProvisionerTimeout,
 )
 from warmroute.scaling.provisioners import create_provisioner
-from warmroute.scaling.provisioners.command_runner import run_command
+from warmroute.scaling.provisioners.command import run_command
 
 OFFERS = {
     "offers": [
@@ -118,7 +119,6 @@ async def test_a_program_provisions_reports_and_terminates(program: Program) -> 
 @pytest.fixture
 def on_uvloop() -> Iterator[asyncio.Runner]:
     """The router's event loop."""
-    uvloop = pytest.importorskip("uvloop")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         yield runner
 
@@ -376,7 +376,7 @@ def test_a_program_with_endless_output_is_stopped(program: Program, tmp_path: Pa
     program.script("while True: sys.stdout.write('x' * (1 << 20))")
     script = f"""
         import asyncio, resource
-        from warmroute.scaling.provisioners.command_runner import run_command
+        from warmroute.scaling.provisioners.command import run_command
         resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
         try:
             asyncio.run(run_command(({str(program.path)!r}, "status"), "own", timeout_s=20.0, stdin=b"{{}}"))

@@ -1,4 +1,4 @@
-"""The `kubernetes` provisioner against a fake API server, and, if it has been built, against a real one with the rights
+"""The `kubernetes` provisioner against a fake API server and, in the suite `real`, against a real one with the rights
 that docs/reference/provisioners.md asks for.
 """
 
@@ -23,8 +23,7 @@ from warmroute.scaling.provisioners.kubernetes import KubernetesProvisioner
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cluster")
     if request.param == "real":
-        if missing():
-            pytest.skip(f"{', '.join(missing())} missing: run `make test-real-kubernetes`, which builds them")
+        assert not missing(), f"{', '.join(missing())} missing. `make test-real-kubernetes` builds them."
         created: Cluster = RealCluster(folder)
         grant_rights(created)
         define_leader_worker_sets(created)

@@ -18,13 +18,13 @@ from warmroute.fake_engine.profiles import Profile
 from warmroute.replay import Setup, parse_policy, replay
 from warmroute.replay.peers.scalers import Hpa, Threshold
 from warmroute.replay.report.table import columns, number, paid_gpu_hours
-from warmroute.replay.scaling_summary import scaling_summary
-from warmroute.replay.simulation import Conditions, Island, NodeSpec, World
+from warmroute.replay.simulation.conditions import Conditions, Island, NodeSpec
 from warmroute.replay.simulation.simulated_scaling import ScalingSetup, SimulatedOffer, SimulatedScaling
-from warmroute.replay.summary import summary
-from warmroute.replay.workloads import Segments, WorkloadPrompt, parse_workload
-from warmroute.replay.workloads.daily_curve import DEPTH, follow_daily_curve
-from warmroute.replay.workloads.segments import segment_id
+from warmroute.replay.simulation.world import World
+from warmroute.replay.summary import scaling_summary, summary
+from warmroute.replay.workloads.arrivals import DEPTH, follow_daily_curve
+from warmroute.replay.workloads.catalog import parse_workload
+from warmroute.replay.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
 from warmroute.scaling.node_lifecycle import LifecycleEvent, ManagedNode
 from warmroute.scaling.offer import Offer
 
@@ -73,7 +73,7 @@ def rising_and_falling(seconds: float, most_per_s: float, tokens: int = 500) -> 
 
 
 def assert_all_requests_ended(world: World) -> None:
-    assert world.inflight == 0 and world.admission.waiting == 0
+    assert world.inflight == 0 and world.admission.queue.waiting == 0
     assert world.results.ended == world.results.total("arrived")
     for sim in (*world.nodes.values(), *world.departed):
         assert sim.node.inflight == 0 and not sim.flights
@@ -259,7 +259,7 @@ def test_a_replay_reports_nodes_cost_and_time_over_the_ttft_limit(tmp_path: Path
     for run in (ours, hpa, fixed):
         assert run["ceiling"]["ms"] == 1000.0 and run["ceiling"]["seconds_over"] >= 0
     assert "scaling" not in fixed
-    assert fixed["usd"] == pytest.approx(1.5 * paid_gpu_hours(fixed), rel=1e-2)
+    assert fixed["usd"] == pytest.approx(1.5 * (paid_gpu_hours(fixed) or 0.0), rel=1e-2)
     usd = next(column for column in columns([ours, fixed]) if column.head == "USD")
     assert usd.text(fixed) == number(fixed["usd"])
     assert "Nodes over time" in page.read_text()

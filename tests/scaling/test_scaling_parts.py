@@ -20,7 +20,7 @@ from warmroute.index.hot_prefixes import MAX_COUNTS, MAX_EXAMPLES, HotPrefixes
 from warmroute.index.lookup import Lookup
 from warmroute.scaling import node_lifecycle, offer_selection
 from warmroute.scaling.autoscaler import Autoscaler
-from warmroute.scaling.capacity import Demand, FleetSize, GpuSpeeds, size_of
+from warmroute.scaling.capacity import Demand, FleetSize, GpuSpeeds, ScalingInputs, size_of
 from warmroute.scaling.fleet_observer import COUNTERS, FleetObserver, Sample, WindowMetrics
 from warmroute.scaling.metric_windows import MetricWindows
 from warmroute.scaling.node_lifecycle import (
@@ -30,11 +30,10 @@ from warmroute.scaling.node_lifecycle import (
     ManagedNode,
     ManagedNodes,
 )
-from warmroute.scaling.node_schedule import scheduled_min_nodes
 from warmroute.scaling.offer_selection import OfferSelector
 from warmroute.scaling.scale_down import rank_candidates
+from warmroute.scaling.scaler import scheduled_min_nodes
 from warmroute.scaling.scaling_decision import PaidNode
-from warmroute.scaling.scaling_inputs import ScalingInputs
 
 CONFIG = Scaling(enabled=True)
 

@@ -62,6 +62,10 @@ def script(*steps: Step) -> Behaviour:
     return play
 
 
+def repeated(count: int, *steps: Step) -> list[Step]:
+    return [*steps] * count
+
+
 def normal(body: bytes = b'{"ok":true}', headers: bytes = b"") -> Behaviour:
     return script(http_response(body, headers=headers))
 

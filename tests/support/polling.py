@@ -11,7 +11,7 @@ PATIENCE_S = 10.0
 """How long a test waits for what must happen, on a slow machine."""
 
 
-async def until(condition: Callable[[], Any], what: str = "", patience_s: float = PATIENCE_S) -> Any:
+async def until(condition: Callable[..., Any], what: str = "", patience_s: float = PATIENCE_S) -> Any:
     """Poll until the condition is true, and return its value."""
     deadline_s = time.monotonic() + patience_s
     while True:

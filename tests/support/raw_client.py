@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from support.polling import PATIENCE_S
 
@@ -64,7 +64,7 @@ class Response:
     def error(self) -> dict[str, Any]:
         """The OpenAI-style error. Fails if the response is not one."""
         assert self.get("content-type") == "application/json"
-        error = self.json["error"]
+        error: dict[str, Any] = self.json["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert isinstance(error["message"], str) and error["message"]
         assert isinstance(error["type"], str) and isinstance(error["code"], str)
@@ -82,6 +82,12 @@ class RawConnection:
 
     def write(self, data: bytes) -> None:
         self.writer.write(data)
+
+    def pause_reading(self) -> None:
+        cast(asyncio.Transport, self.writer.transport).pause_reading()
+
+    def resume_reading(self) -> None:
+        cast(asyncio.Transport, self.writer.transport).resume_reading()
 
     async def send(self, data: bytes) -> None:
         """Write, and wait until the kernel has taken most of it."""

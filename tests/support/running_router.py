@@ -33,7 +33,7 @@ def quick_table(nodes: Iterable[ScriptedEngine | BlackHole | dict[str, Any]] = (
     table: dict[str, Any] = {name: {**values, **tables.pop(name, {})} for name, values in QUICK.items()}
     listed = []
     for number, node in enumerate(nodes):
-        entry = node if isinstance(node, dict) else {"url": node.url}
+        entry: dict[str, Any] = node if isinstance(node, dict) else {"url": node.url}
         if isinstance(node, BlackHole):
             entry["models"] = ["m"]
         listed.append({"name": f"node{number}", **entry})
@@ -139,7 +139,7 @@ async def check_nothing_in_flight(service: Service) -> None:
         return (
             all(node.inflight == 0 for node in fleet)
             and all(group.inflight == 0 for group in groups)
-            and service.admission.waiting == 0
+            and service.admission.queue.waiting == 0
             and not any(group.waiting for group in service.fleet.groups)
             and listener.buffered_bytes == 0
             and not listener.connections

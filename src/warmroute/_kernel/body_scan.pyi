@@ -1,6 +1,4 @@
-from typing import Final, TypeVar
-
-_T = TypeVar("_T")
+from typing import Final
 
 KEY_CHARACTERS: Final[int]
 """How many characters of the system prompt, and of the first user message, are in the routing key."""
@@ -16,7 +14,7 @@ class Outline:
     @property
     def message_spans(self) -> bytes:
         """Where each item of the list `messages` begins and ends, as uint32."""
-    def parameters(self, default_max_tokens: _T, /) -> tuple[str, int | _T, int, str, bool] | None:
+    def parameters(self, default_max_tokens: int | None, /) -> tuple[str, int | None, int, str, bool] | None:
         """Return (model, max_tokens, priority, cache_salt, stream); None if a real parser has to read them.
 
         A value of the wrong type counts as missing. `default_max_tokens`: if the body gives none.

@@ -1,11 +1,9 @@
 /* The index's tables: allocation, and how pages are split and merged. index_table.h says what each function does. */
 #include "index_table.h"
 
-static const struct {
-    page head;
-    uint8_t tags[TAGS_AT_ONCE];
-} no_entries;
-page *const empty_page = (page *)&no_entries.head; /* nothing writes to a page without room */
+/* All zero: n, room, and the tags that find() reads anyway. Nothing writes to a page without room. */
+static const uint16_t no_entries[(sizeof(page) + TAGS_AT_ONCE) / sizeof(uint16_t)];
+page *const empty_page = (page *)no_entries;
 
 /* ---- Memory ---- */
 

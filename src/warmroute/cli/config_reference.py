@@ -64,4 +64,4 @@ def _toml(value: Any) -> str:
         return f'"{value}"'
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
-    return f"{value:_}" if isinstance(value, int) else str(value)
+    return f"{value:_}" if isinstance(value, int) and value > 65_535 else str(value)

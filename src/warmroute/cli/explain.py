@@ -1,4 +1,7 @@
-"""warmroute explain: why the router sent a request to its node, or where it would send a request now."""
+"""warmroute explain: why the router sent a request to its node, or where it would send a request now.
+
+Without arguments it lists the latest decisions.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,12 @@ def add_to(commands: Any) -> None:
         "explain", help="explain why a request went to its node, or where it would go now"
     )
     admin = f"http://{Config().admin.host}:{Config().admin.port}"
-    parser.add_argument("request_id", nargs="?", metavar="REQUEST_ID", help="id of a past request (X-Request-Id)")
+    parser.add_argument(
+        "request_id",
+        nargs="?",
+        metavar="REQUEST_ID",
+        help="id of a past request (X-Request-Id); without it, the latest decisions",
+    )
     parser.add_argument(
         "--request", metavar="FILE", help="JSON body of a request to explain without sending it (-: stdin)"
     )
@@ -55,7 +63,16 @@ def run(args: argparse.Namespace) -> int:
     if args.request_id and args.request:
         raise ConfigError("explain: give either REQUEST_ID or --request FILE, not both")
     if not args.request_id and not args.request:
-        raise ConfigError("explain: give REQUEST_ID or --request FILE")
+        if args.journal:
+            raise ConfigError("explain: --journal needs a REQUEST_ID")
+        decisions = _call_admin(args, "/admin/decisions", expect="decisions")["decisions"]
+        if args.json:
+            print(json.dumps(decisions, indent=2, ensure_ascii=False))
+        elif not decisions:
+            print("no decisions yet")
+        for decision in () if args.json else decisions:
+            print(f"{decision['request_id']}  {decision['explanation']}")
+        return 0
     if args.request:
         if args.journal:
             raise ConfigError("explain: --journal is for past requests; it cannot be used with --request")
@@ -99,7 +116,9 @@ def _explain_body(args: argparse.Namespace) -> bytes:
     return json.dumps(fields).encode()[:-1] + b', "body": ' + body + b"}"
 
 
-def _call_admin(args: argparse.Namespace, path: str, body: bytes | None = None) -> Decision:
+def _call_admin(
+    args: argparse.Namespace, path: str, body: bytes | None = None, expect: str = "explanation"
+) -> Decision:
     url = args.admin.rstrip("/")
     if "://" not in url:
         url = f"http://{url}"
@@ -110,7 +129,7 @@ def _call_admin(args: argparse.Namespace, path: str, body: bytes | None = None) 
             request.add_header("Authorization", f"Bearer {token}")
         with build_opener(ProxyHandler({})).open(request, timeout=TIMEOUT_S) as response:
             decision: Decision = json.load(response)
-        if "explanation" not in decision:
+        if expect not in decision:
             raise ValueError("unexpected response")
         return decision
     except HTTPError as error:

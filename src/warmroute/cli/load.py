@@ -45,8 +45,9 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from warmroute.demo.load_generator.load_run import LoadOptions, LoadRun
     from warmroute.replay.report.table import table
-    from warmroute.replay.workloads import BadTrace, BadWorkload, parse_workload
+    from warmroute.replay.workloads.catalog import BadWorkload, parse_workload
     from warmroute.replay.workloads.prompt_text import Form
+    from warmroute.replay.workloads.trace import BadTrace
 
     assert args.form in get_args(Form)
     try:

@@ -72,7 +72,8 @@ def parse_duration_ms(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     from warmroute.replay import BadPolicy
-    from warmroute.replay.workloads import BadTrace, BadWorkload
+    from warmroute.replay.workloads.catalog import BadWorkload
+    from warmroute.replay.workloads.trace import BadTrace
 
     try:
         results, limits = plan(args)
@@ -118,8 +119,8 @@ def plan(args: argparse.Namespace) -> tuple[list[NodesNeeded], Limits]:
 def _setup(args: argparse.Namespace) -> Setup:
     from warmroute.fake_engine.profiles import profile
     from warmroute.replay import Setup, parse_policy
-    from warmroute.replay.simulation import Conditions, NodeSpec
-    from warmroute.replay.workloads import parse_workload
+    from warmroute.replay.simulation.conditions import Conditions, NodeSpec
+    from warmroute.replay.workloads.catalog import parse_workload
 
     try:
         node = NodeSpec("node-0", profile(args.profile))

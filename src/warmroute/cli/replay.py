@@ -11,7 +11,7 @@ from warmroute.config import ConfigError
 
 if TYPE_CHECKING:
     from warmroute.replay import Run, Setup
-    from warmroute.replay.simulation import Conditions, NodeSpec
+    from warmroute.replay.simulation.conditions import Conditions, NodeSpec
     from warmroute.replay.simulation.simulated_scaling import ScalingSetup
 
 EPILOG = """\
@@ -123,7 +123,8 @@ def _add_scaling_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from warmroute.replay import BadPolicy
     from warmroute.replay.simulation.fault_schedule import BadFault
-    from warmroute.replay.workloads import BadTrace, BadWorkload
+    from warmroute.replay.workloads.catalog import BadWorkload
+    from warmroute.replay.workloads.trace import BadTrace
 
     try:
         runs = _replay_all(create_setups(args), args)
@@ -143,7 +144,7 @@ def create_setups(args: argparse.Namespace) -> list[Setup]:
     from warmroute.config import Scaling
     from warmroute.replay import Setup, parse_policy
     from warmroute.replay.simulation.fault_schedule import parse_fault
-    from warmroute.replay.workloads import parse_workload
+    from warmroute.replay.workloads.catalog import parse_workload
 
     workload = parse_workload(args.workload, args.scale_rate)
     policies = [parse_policy(text) for text in args.policy or ("price", "round_robin")]
@@ -232,7 +233,7 @@ def _reject_scaling_flags(args: argparse.Namespace) -> None:
 def _conditions(args: argparse.Namespace) -> Conditions:
     import msgspec
 
-    from warmroute.replay.simulation import Conditions, Island
+    from warmroute.replay.simulation.conditions import Conditions, Island
 
     values = {
         "poll_interval_s": args.poll_interval,
@@ -253,7 +254,7 @@ def _conditions(args: argparse.Namespace) -> Conditions:
 
 def _nodes(args: argparse.Namespace) -> tuple[NodeSpec, ...]:
     from warmroute.fake_engine.profiles import profile
-    from warmroute.replay.simulation import NodeSpec
+    from warmroute.replay.simulation.conditions import NodeSpec
 
     if args.nodes < 1:
         raise ConfigError("--nodes must be at least 1")

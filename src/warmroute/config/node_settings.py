@@ -86,7 +86,7 @@ class NodeConfig(Section, frozen=True):
         str, Meta(description="Island of the node: provider and region, for example `aws/us-east-1`.")
     ] = "local"
     gpu: Annotated[
-        str, Meta(description="GPU of the node, for example `L4`. Nodes with the same GPU share learned speeds.")
+        str, Meta(description="GPU of the node, for example `L4`. The autoscaler learns speeds by GPU.")
     ] = ""
     usd_per_hour: Annotated[float, Meta(ge=0, description="Cost of the node. 0: unknown.")] = 0.0
     api_key_env: Annotated[str, Meta(description="Environment variable with the API key that the node requires.")] = ""

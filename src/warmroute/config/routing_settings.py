@@ -50,7 +50,7 @@ class Pricing(Section, frozen=True):
         Meta(
             ge=0,
             description="Extra time a request may take on another node in order to cache a hot prefix there, too. "
-            "0: never.",
+            "0: only where it takes no longer.",
         ),
     ] = 250.0
     cache_weight: Annotated[

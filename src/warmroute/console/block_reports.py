@@ -28,7 +28,6 @@ MAX_BYTES: Final = 1_048_576
 """Parsing JSON blocks the event loop: larger caches are reported as a snapshot and further reports."""
 MAX_BLOCKING_S: Final = 0.002
 """Time after which other tasks get a turn."""
-_TIERS: Final = {"gpu": Tier.GPU, "cpu": Tier.CPU, "disk": Tier.DISK, "remote": Tier.REMOTE}
 
 Hash = int | Annotated[str, Meta(min_length=1, max_length=64)]
 """Text is for engines whose hashes are longer than 64 bits."""
@@ -67,14 +66,11 @@ class Report(_Part, frozen=True):
 _decode: Final = msgspec.json.Decoder(Report).decode
 
 
-class _Progress:
+class _Progress(msgspec.Struct):
     """The last report of a rank."""
 
-    __slots__ = ("generation", "sequence")
-
-    def __init__(self, generation: int) -> None:
-        self.generation = generation
-        self.sequence = -1
+    generation: int
+    sequence: int = -1
 
 
 class BlockReports:
@@ -111,11 +107,9 @@ class BlockReports:
 
     def _check_sequence(self, cache: NodeCache, report: Report) -> _Progress:
         by_rank = self._progress.setdefault(cache, {})
-        progress = by_rank.get(report.rank)
-        if progress is None or report.rank not in cache.ranks:
-            if report.rank in cache.ranks:
-                raise HttpError(409, "The router receives the KV events of this node.", code="has_events")
-            progress = None
+        progress = by_rank.get(report.rank) if report.rank in cache.ranks else None
+        if progress is None and report.rank in cache.ranks:
+            raise HttpError(409, "The router receives the KV events of this node.", code="has_events")
         if report.snapshot:
             cache.add_rank(report.rank)
             progress = by_rank[report.rank] = _Progress(cache.generation)
@@ -133,12 +127,12 @@ class BlockReports:
                 cache.all_blocks_cleared(rank)
             for part in report.removed:
                 removed = RemovedBlocks([part]) if isinstance(part, int | str) else part
-                cache.blocks_removed(rank, _engine_hashes(removed.hashes), _TIERS[removed.tier])
+                cache.blocks_removed(rank, _engine_hashes(removed.hashes), Tier[removed.tier.upper()])
             for blocks in report.stored:
                 parent = None if blocks.parent is None else _engine_hashes([blocks.parent])[0]
                 if not cache.blocks_stored(
                     rank, parent, _engine_hashes(blocks.hashes), blocks.token_ids, report.block_size,
-                    _TIERS[blocks.tier], lora=blocks.lora, salt=blocks.salt,
+                    Tier[blocks.tier.upper()], lora=blocks.lora, salt=blocks.salt,
                 ):  # fmt: skip
                     raise _snapshot_required("the parent of a block is unknown")
                 if time.monotonic() >= pause_s:
@@ -155,7 +149,6 @@ class BlockReports:
         cache.last_contact_s = self._now()
 
     def _discard(self, cache: NodeCache, rank: int) -> None:
-        """Forget what was reported for this rank."""
         self._progress.get(cache, {}).pop(rank, None)
         if rank in cache.ranks:
             cache.events_lost(rank)

@@ -69,7 +69,6 @@ class Decisions:
         return self._journal.describe(entry)
 
     async def explain(self, body: bytes) -> dict[str, Any]:
-        """Return the decision that the router would take now."""
         try:
             request = msgspec.json.decode(body, type=ExplainRequest)
         except msgspec.DecodeError as error:

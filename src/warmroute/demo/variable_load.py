@@ -9,7 +9,7 @@ from random import Random
 
 from warmroute.demo.load_generator.prompt_requests import ConversationHistory, build_request, chat_messages
 from warmroute.demo.load_generator.streaming_client import RequestFailed, RequestRefused, send_streaming
-from warmroute.replay.workloads.rag import Rag
+from warmroute.replay.workloads.generators import Rag
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 OUTPUT_TOKENS = 60

@@ -1,53 +1,83 @@
-"""Turns the reason why routing rejected a request into the error that its client gets."""
+"""Turns the reason why routing gives a request no node into the error that its client gets."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from warmroute.edge import errors
-from warmroute.edge.errors import HttpError
+from warmroute.edge.errors import RETRY, HttpError, model_not_found
 from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.routing_errors import (
-    AllNodesFailed,
-    DeadlineUnreachable,
-    Displaced,
-    MissingModel,
-    NodeQueuesFull,
-    NoNodeAvailable,
-    QueueFull,
-    QueueTimeout,
-    RateLimited,
-    RoutingError,
-    UnknownModel,
-    WouldQueue,
-)
+from warmroute.routing import routing_errors as reasons
 
 RETRY_AFTER_S: Final = 1
 """Sent where routing gives no estimate."""
+_NOT_ADMITTED: Final[dict[type[reasons.NotAdmitted], tuple[str, str]]] = {
+    reasons.QueueFull: (
+        "overloaded",
+        f"The router's queue is full: too many requests already wait for a node. {RETRY}",
+    ),
+    reasons.Displaced: (
+        "overloaded",
+        f"The queue is full, and a request with a higher priority took this request's place. {RETRY}",
+    ),
+    reasons.NodeQueuesFull: ("overloaded", f"Every node already has a long queue. {RETRY}"),
+    reasons.WouldQueue: (
+        "would_queue",
+        "No node has room for the request now, and its header `X-Queue: no` forbids queueing. "
+        "Retry after the time in the `Retry-After` header, or send `X-Queue: yes`.",
+    ),
+}
+"""Code and message of the errors with status 429 that need no further values."""
 
 
-def to_error(why: RoutingError, request: RoutingRequest) -> HttpError:
+def to_error(why: reasons.RoutingError, request: RoutingRequest) -> HttpError:
     match why:
-        case UnknownModel():
-            return errors.model_not_found(request.model)
-        case MissingModel():
-            return errors.missing_model()
-        case NoNodeAvailable():
-            return errors.no_node_available(request.model, RETRY_AFTER_S)
-        case AllNodesFailed():
-            return errors.all_nodes_failed(why.tried, why.retry_after_s)
-        case Displaced():
-            return errors.displaced(why.retry_after_s)
-        case NodeQueuesFull():
-            return errors.node_queues_full(why.retry_after_s)
-        case QueueFull():
-            return errors.queue_full(why.retry_after_s)
-        case WouldQueue():
-            return errors.would_queue(why.retry_after_s)
-        case DeadlineUnreachable():
-            return errors.deadline_unreachable(why.first_token, why.expected_ms, why.left_ms, why.retry_after_s)
-        case RateLimited():
-            return errors.rate_limited(why.what, why.limit, why.needed, why.retry_after_s, why.headers)
-        case QueueTimeout():
-            return errors.queue_timeout(RETRY_AFTER_S)
+        case reasons.UnknownModel():
+            return model_not_found(request.model)
+        case reasons.MissingModel():
+            message = (
+                "The request has no `model`, and the router serves several models. "
+                "Set `model` to one of the names that GET /v1/models lists."
+            )
+            return HttpError(400, message, code="missing_model", param="model")
+        case reasons.NoNodeAvailable():
+            what = f"the model `{request.model[:200]}`" if request.model else "this request"
+            return _unavailable(503, "no_node_available", f"No node can serve {what} now. {RETRY}", RETRY_AFTER_S)
+        case reasons.QueueTimeout():
+            message = f"The request waited in the router's queue, and no node had room for it in time. {RETRY}"
+            return _unavailable(503, "queue_timeout", message, RETRY_AFTER_S)
+        case reasons.AllNodesFailed():
+            nodes = "node" if why.tried == 1 else "nodes"
+            message = f"The router tried {why.tried} {nodes}, and none of them completed the request. Retry later."
+            return _unavailable(502, "upstream_failed", message, why.retry_after_s)
+        case reasons.DeadlineUnreachable():
+            return _too_many(why, "deadline_unreachable", _deadline_message(why))
+        case reasons.RateLimited():
+            needs = f", and this request needs about {why.needed:,}" if why.what == "tokens" and why.needed > 1 else ""
+            message = f"The rate limit of {why.limit:,} {why.what} per minute is reached{needs}."
+            return _too_many(why, "rate_limit_exceeded", f"{message} Retry in {why.retry_after_s:,} s.", why.headers)
+        case reasons.NotAdmitted():
+            return _too_many(why, *_NOT_ADMITTED[type(why)])
     raise why
+
+
+def _too_many(
+    why: reasons.NotAdmitted, code: str, message: str, headers: tuple[tuple[str, str], ...] = ()
+) -> HttpError:
+    return HttpError(
+        429, message, code=code, kind="rate_limit_error", retry_after_s=why.retry_after_s, headers=headers
+    )  # fmt: skip
+
+
+def _unavailable(status: int, code: str, message: str, retry_after_s: int | None) -> HttpError:
+    return HttpError(status, message, code=code, kind="server_error", retry_after_s=retry_after_s)
+
+
+def _deadline_message(why: reasons.DeadlineUnreachable) -> str:
+    what, header = ("first token", "X-Deadline-Ttft-Ms") if why.first_token else ("whole response", "X-Deadline-Ms")
+    if why.expected_ms > why.left_ms:
+        reason = f"is due in {why.left_ms:,.0f} ms, but the router expects it after {why.expected_ms:,.0f} ms"
+    else:
+        reason = "is due, but no node has had room for the request yet"
+    return (
+        f"The deadline cannot be met: the {what} {reason}. Retry later, or allow more time with the `{header}` header."
+    )

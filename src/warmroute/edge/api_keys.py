@@ -16,8 +16,7 @@ def hash_key(key: str) -> str:
 
 class ApiKeys:
     def __init__(self, keys: Sequence[KeyConfig]) -> None:
-        self._tenants = {bytes.fromhex(key.sha256): key.tenant for key in keys}
-        self._priorities = {bytes.fromhex(key.sha256): key.max_priority for key in keys}
+        self._keys = {bytes.fromhex(key.sha256): key for key in keys}
         by_tenant: dict[str, set[PriorityName]] = {}
         for key in keys:
             by_tenant.setdefault(key.tenant, set()).add(key.max_priority)
@@ -25,24 +24,23 @@ class ApiKeys:
         """The highest priority of each tenant whose keys all have the same one. Saves hashing the key again."""
 
     def __bool__(self) -> bool:
-        return bool(self._tenants)
+        return bool(self._keys)
 
     def tenant(self, head: RequestHead) -> str | None:
         """Return the tenant of the key in `Authorization: Bearer` or `X-Api-Key`; None without a valid key."""
-        digest = self._digest(head)
-        return self._tenants.get(digest) if digest is not None else None
+        key = self._keys.get(self._digest(head))
+        return key.tenant if key is not None else None
 
     def highest_priority(self, head: RequestHead, tenant: str) -> PriorityName:
-        """Return the highest priority that the request's key allows."""
         found = self._tenant_priority.get(tenant)
-        if found is None:
-            digest = self._digest(head)
-            found = self._priorities.get(digest, "high") if digest is not None else "high"
-        return found
+        if found is not None:
+            return found
+        key = self._keys.get(self._digest(head))
+        return key.max_priority if key is not None else "high"
 
     @staticmethod
-    def _digest(head: RequestHead) -> bytes | None:
+    def _digest(head: RequestHead) -> bytes:
         scheme, _, key = head.authorization.partition(b" ")
         if scheme.lower() != b"bearer":
             key = head.api_key
-        return sha256(key.strip()).digest() if key else None
+        return sha256(key.strip()).digest() if key else b""

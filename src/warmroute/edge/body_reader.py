@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 
 class BodyReader:
-    """The body of a connection's current request."""
-
     __slots__ = ("_data", "_frames", "_listener", "_missing_bytes", "held_bytes")
 
     def __init__(self, listener: Listener) -> None:

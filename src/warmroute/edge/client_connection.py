@@ -48,26 +48,10 @@ class Exchange(Protocol):
 
 class ClientConnection(asyncio.Protocol):
     __slots__ = (
-        "_body",
-        "_exchange",
-        "_head",
-        "_keep_alive",
-        "_listener",
-        "_paused",
-        "_pipelined_bytes",
-        "_pipelined_too_much",
-        "_searched_bytes",
-        "_state",
-        "_unparsed",
-        "_unread_bytes",
-        "bucket",
-        "deadline_s",
-        "peer",
-        "release_body",
-        "tenant",
-        "transport",
-        "write",
-    )
+        "_body", "_exchange", "_head", "_keep_alive", "_listener", "_paused", "_pipelined_bytes", "_pipelined_too_much",
+        "_searched_bytes", "_state", "_unparsed", "_unread_bytes", "bucket", "deadline_s", "peer", "release_body",
+        "tenant", "transport", "write",
+    )  # fmt: skip
 
     def __init__(self, listener: Listener) -> None:
         # per connection

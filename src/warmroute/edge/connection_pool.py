@@ -47,10 +47,7 @@ class ConnectionPools:
     def for_node(self, node: Node) -> ConnectionPool:
         pool = self._pools.get(node)
         if pool is None:
-            pool = ConnectionPool(
-                node.scheme, node.host, node.port, self._config, self._timers, self._tls, _api_key(node)
-            )
-            self._pools[node] = pool
+            pool = self._pools[node] = ConnectionPool(node, self._config, self._timers, self._tls)
         return pool
 
     def drop_changed_keys(self) -> None:
@@ -72,33 +69,24 @@ class ConnectionPools:
 class ConnectionPool:
     """The connections to one node. The idle connection that was used last is taken first."""
 
-    def __init__(
-        self,
-        scheme: str,
-        host: str,
-        port: int,
-        config: UpstreamConfig,
-        timers: TimerWheel,
-        tls: ssl.SSLContext | None,
-        api_key: str = "",
-    ) -> None:
+    def __init__(self, node: Node, config: UpstreamConfig, timers: TimerWheel, tls: ssl.SSLContext | None) -> None:
         self.config = config
         self.timers = timers
-        self._host, self._port = host, port
-        self._tls = tls if scheme == "https" else None
+        self._host, self._port = host, port = node.host, node.port
+        self._tls = tls if node.scheme == "https" else None
         self._idle: list[NodeConnection] = []
         self.busy: set[NodeConnection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
         self._closed = False
-        default_port = 443 if scheme == "https" else 80
+        default_port = 443 if node.scheme == "https" else 80
         shown_host = f"[{host}]" if ":" in host else host
         self.host_line = f"Host: {shown_host}{'' if port == default_port else f':{port}'}\r\n".encode()
         self.own_address = re.compile(
             rb"(?im)^((?:content-)?location:[ \t]*)https?://" + re.escape(self.host_line[6:-2]) + rb"(?=[/?\s])"
         )
         """Matches a redirect to the node itself. The router removes the address, so that clients come back to it."""
-        self.api_key = api_key
-        self.authorization_line = f"Authorization: Bearer {api_key}\r\n".encode() if api_key else b""
+        self.api_key = _api_key(node)
+        self.authorization_line = f"Authorization: Bearer {self.api_key}\r\n".encode() if self.api_key else b""
 
     def take_idle(self) -> NodeConnection | None:
         while self._idle:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
@@ -18,7 +19,6 @@ from warmroute.edge.http1 import CHUNKED, UNTIL_CLOSE, ChunkReader, RequestHead,
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
 from warmroute.fleet.node import Node, Outcome
 from warmroute.prompt.prompt import Prompt
-from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.attempts import Attempts
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.routing_errors import RoutingError
@@ -41,60 +41,32 @@ _NAME_CHARACTERS: Final = " !#$&'()*+,/:;<=>?@[]^`{|}"
 _CHUNKED_LINE: Final = b"Transfer-Encoding: chunked\r\n"
 
 
+@dataclass(slots=True, eq=False)
 class ProxyExchange:
-    __slots__ = (
-        "_body",
-        "_client",
-        "_connection",
-        "_dechunk",
-        "_events",
-        "_framing",
-        "_head",
-        "_keep_alive",
-        "_pending_prompt",
-        "_pool",
-        "_proxy",
-        "_retried_stale",
-        "_tail",
-        "attempts",
-    )
-
-    def __init__(
-        self,
-        proxy: Proxy,
-        client: ClientConnection,
-        head: RequestHead,
-        body: bytes,
-        request: RoutingRequest,
-        request_id: bytes,
-    ) -> None:
-        # for the whole request
-        self._proxy = proxy
-        self._client = client
-        self._head = head
-        self._body = body
-        self.attempts = Attempts(proxy.dispatcher, self, request, request_id)
-        self._pending_prompt: PendingPrompt | None = None
-        self._retried_stale = False
-        # at the current node
-        self._pool: ConnectionPool
-        self._connection: NodeConnection | None = None
-        # the response
-        self._framing = 0
-        self._events = False
-        self._keep_alive = True
-        self._dechunk: ChunkReader | None = None
-        self._tail: deque[bytes] | bytes | None = None
-        """The last pieces of the response, or all of it, where its usage is wanted."""
+    # for the whole request
+    _proxy: Proxy
+    _client: ClientConnection
+    _head: RequestHead
+    _body: bytes
+    attempts: Attempts = field(init=False)
+    pending_prompt: PendingPrompt | None = None
+    """Set while the prompt is being read in a thread or by a node."""
+    _retried_stale: bool = False
+    # at the current node
+    _pool: ConnectionPool = field(init=False)
+    _connection: NodeConnection | None = None
+    # the response
+    _framing: int = 0
+    _events: bool = False
+    _keep_alive: bool = True
+    _dechunk: ChunkReader | None = None
+    _tail: deque[bytes] | bytes | None = None
+    """The last pieces of the response, or all of it, where its usage is wanted."""
 
     # Before a node is chosen.
 
-    def wait_for(self, pending: PendingPrompt) -> None:
-        """The prompt is being read in a thread."""
-        self._pending_prompt = pending
-
     def prompt_read(self, prompt: Prompt | None) -> None:
-        self._pending_prompt = None
+        self.pending_prompt = None
         attempts = self.attempts
         if attempts.done:
             return
@@ -308,8 +280,8 @@ class ProxyExchange:
             proxy.log_request(attempts, "client_left")
 
     def _release(self) -> None:
-        if self._pending_prompt is not None:
-            self._pending_prompt.cancel()
+        if self.pending_prompt is not None:
+            self.pending_prompt.cancel()
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.cancel()

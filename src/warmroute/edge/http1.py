@@ -1,35 +1,74 @@
-"""HTTP/1.1 parsing: request heads, response heads and chunked bodies, read strictly by `_kernel/_kernel.c`."""
+"""HTTP/1.1 heads and chunked bodies, parsed strictly by `_kernel/http_head.c` and `_kernel/http_chunks.c`."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from warmroute import _kernel
-from warmroute._kernel import BadChunk, ChunkReader, RequestHead, ResponseHead
-from warmroute.edge import errors
+from warmroute._kernel import CHUNKED, UNTIL_CLOSE, BadChunk, ChunkReader, RequestHead, ResponseHead
 from warmroute.edge.errors import HttpError
 
 __all__ = ["CHUNKED", "UNTIL_CLOSE", "BadChunk", "BrokenResponse", "ChunkReader", "RequestHead", "ResponseHead"]
 
-CHUNKED: Final = -1
-UNTIL_CLOSE: Final = -2
-"""Values of a head's `length` where the head gives no number of bytes."""
-
-_REJECTION_MESSAGES: Final = {
-    1: "The request line is malformed. It must be `METHOD /path HTTP/1.1`.",
-    2: "The request target must be a path that begins with `/`.",
-    4: "A header line is malformed. Each one must be `Name: value` and end with CR LF.",
-    6: "The `Content-Length` header must be given once and be a decimal number.",
-    7: "The `Transfer-Encoding` header is given twice. Send it once.",
-    10: "A request must have exactly one `Host` header.",
-    11: "`Content-Length` and `Transfer-Encoding` must not be used together. Send only one of them.",
-    12: "HTTP/1.0 does not allow `Transfer-Encoding`. Send `Content-Length` or use HTTP/1.1.",
-    13: "The `Connection` header lists too many header names.",
-}
-"""By the reason that `_kernel/_kernel.c` returns."""
-
 MAX_HEADER_FIELDS: Final = 100
 """Maximum number of header fields in a request."""
+
+_REJECTIONS: Final = {
+    _kernel.MALFORMED_START_LINE: (
+        400,
+        "bad_request",
+        "The request line is malformed. It must be `METHOD /path HTTP/1.1`.",
+    ),
+    _kernel.BAD_TARGET: (400, "bad_request", "The request target must be a path that begins with `/`."),
+    _kernel.UNSUPPORTED_VERSION: (
+        505,
+        "unsupported_http_version",
+        "The router supports only HTTP/1.1 and HTTP/1.0. Use one of these versions.",
+    ),
+    _kernel.MALFORMED_FIELD: (
+        400,
+        "bad_request",
+        "A header line is malformed. Each one must be `Name: value` and end with CR LF.",
+    ),
+    _kernel.TOO_MANY_FIELDS: (
+        431,
+        "too_many_headers",
+        f"The request has more headers than the limit of {MAX_HEADER_FIELDS:,}. Send fewer headers.",
+    ),
+    _kernel.BAD_CONTENT_LENGTH: (
+        400,
+        "bad_request",
+        "The `Content-Length` header must be given once and be a decimal number.",
+    ),
+    _kernel.REPEATED_TRANSFER_ENCODING: (
+        400,
+        "bad_request",
+        "The `Transfer-Encoding` header is given twice. Send it once.",
+    ),
+    _kernel.UNSUPPORTED_TRANSFER_ENCODING: (
+        501,
+        "unsupported_transfer_encoding",
+        "The router supports only `Transfer-Encoding: chunked`. Send that value, or a `Content-Length` instead.",
+    ),
+    _kernel.UNSUPPORTED_EXPECTATION: (
+        417,
+        "expectation_failed",
+        "The router supports only `Expect: 100-continue`. Send that value, or no `Expect` header.",
+    ),
+    _kernel.BAD_HOST: (400, "bad_request", "A request must have exactly one `Host` header."),
+    _kernel.LENGTH_AND_TRANSFER_ENCODING: (
+        400,
+        "bad_request",
+        "`Content-Length` and `Transfer-Encoding` must not be used together. Send only one of them.",
+    ),
+    _kernel.TRANSFER_ENCODING_IN_HTTP_1_0: (
+        400,
+        "bad_request",
+        "HTTP/1.0 does not allow `Transfer-Encoding`. Send `Content-Length` or use HTTP/1.1.",
+    ),
+    _kernel.TOO_MANY_CONNECTION_OPTIONS: (400, "bad_request", "The `Connection` header lists too many header names."),
+}
+"""Status, code and message by the reason for which the kernel rejects a head."""
 
 
 class BrokenResponse(Exception):
@@ -40,7 +79,8 @@ def read_request_head(data: bytes, end: int) -> RequestHead:
     """Parse data[:end + 4], where data[end:end + 4] is the blank line. Raises HttpError."""
     head = _kernel.read_request_head(data, end, MAX_HEADER_FIELDS)
     if isinstance(head, int):
-        raise _to_error(head)
+        status, code, message = _REJECTIONS[head]
+        raise HttpError(status, message, code=code, close=True)
     return head
 
 
@@ -50,17 +90,3 @@ def read_response_head(data: bytes, end: int) -> ResponseHead:
     if isinstance(head, int):
         raise BrokenResponse("malformed head")
     return head
-
-
-def _to_error(reason: int) -> HttpError:
-    """Return the error for a head that the kernel rejected."""
-    match reason:
-        case 3:
-            return errors.unsupported_http_version()
-        case 5:
-            return errors.too_many_headers(MAX_HEADER_FIELDS)
-        case 8:
-            return errors.unsupported_transfer_encoding()
-        case 9:
-            return errors.expectation_failed()
-    return errors.bad_request(_REJECTION_MESSAGES[reason])

@@ -13,8 +13,6 @@ from warmroute.edge.timer_wheel import TimerWheel
 
 
 class Handler(Protocol):
-    """Serves the requests of a listener."""
-
     def admit(self, head: RequestHead) -> str:
         """Check a request's head before its body is read. Return the request's tenant. Raises HttpError."""
 
@@ -53,7 +51,6 @@ class Listener:
             client.close_if_idle()
 
     async def until_empty(self) -> None:
-        """Wait until the last connection has closed."""
         self._empty = asyncio.Event()
         if self.connections:
             await self._empty.wait()

@@ -8,7 +8,7 @@ import os
 import socket
 import ssl
 import stat
-from typing import Final
+from typing import Any, Final
 
 from warmroute.config import ConfigError
 from warmroute.edge.listener import Listener
@@ -34,30 +34,17 @@ def server_tls(cert: str, key: str) -> ssl.SSLContext | None:
 async def listen_tcp(listener: Listener, host: str, port: int, tls: ssl.SSLContext | None = None) -> asyncio.Server:
     """Raises ConfigError if the address is unusable."""
     loop = asyncio.get_running_loop()
-    handshake_s = listener.limits.header_timeout_s if tls else None
-    shutdown_s = TLS_SHUTDOWN_S if tls else None
+    options: dict[str, Any] = {"ssl": tls, "backlog": BACKLOG}
+    if tls is not None:
+        timeout_s = listener.limits.header_timeout_s
+        options |= {"ssl_handshake_timeout": timeout_s, "ssl_shutdown_timeout": TLS_SHUTDOWN_S}
     try:
         if host == "::":  # one socket for IPv4 and IPv6, which asyncio does not create by itself
             dual_stack = socket.create_server(
                 ("::", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=socket.has_dualstack_ipv6()
             )
-            return await loop.create_server(
-                listener.protocol,
-                sock=dual_stack,
-                ssl=tls,
-                backlog=BACKLOG,
-                ssl_handshake_timeout=handshake_s,
-                ssl_shutdown_timeout=shutdown_s,
-            )
-        return await loop.create_server(
-            listener.protocol,
-            host,
-            port,
-            ssl=tls,
-            backlog=BACKLOG,
-            ssl_handshake_timeout=handshake_s,
-            ssl_shutdown_timeout=shutdown_s,
-        )
+            return await loop.create_server(listener.protocol, sock=dual_stack, **options)
+        return await loop.create_server(listener.protocol, host, port, **options)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {_advice(error, host)}") from None
 

@@ -34,8 +34,6 @@ _JOIN_BYTES: Final = 65_536
 
 
 class ConnectFailure(enum.Enum):
-    """Why a connection could not be opened."""
-
     REFUSED = "refused"  # no process listens there, or its certificate is wrong
     TRANSIENT = "transient"  # a timeout, or a network error that may pass
     LOCAL = "local"  # this machine is out of files, ports or memory
@@ -66,23 +64,9 @@ class ResponseHandler(Protocol):
 
 class NodeConnection(asyncio.Protocol):
     __slots__ = (
-        "_buffer",
-        "_frames",
-        "_handler",
-        "_held_head",
-        "_keep_alive",
-        "_missing_bytes",
-        "_now",
-        "_paused",
-        "_pool",
-        "_served_before",
-        "_silence_timeout_s",
-        "_sink",
-        "_state",
-        "bucket",
-        "deadline_s",
-        "transport",
-    )
+        "_buffer", "_frames", "_handler", "_held_head", "_keep_alive", "_missing_bytes", "_now", "_paused", "_pool",
+        "_served_before", "_silence_timeout_s", "_sink", "_state", "bucket", "deadline_s", "transport",
+    )  # fmt: skip
 
     def __init__(self, pool: ConnectionPool) -> None:
         # per connection

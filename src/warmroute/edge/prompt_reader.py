@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Final
 
 from warmroute._kernel import Outline
@@ -30,13 +31,11 @@ FetchTokens = Callable[[str, bytes, bytes], Awaitable[bytes | None]]
 """Takes a request's model, path and body. Returns the prompt's tokens as a node of the model tokenizes it."""
 
 
+@dataclass(slots=True, eq=False)
 class PendingPrompt:
     """A prompt that is being read in a thread or by a node. `cancel` it when its request has ended."""
 
-    __slots__ = ("_on_read",)
-
-    def __init__(self, on_read: OnRead) -> None:
-        self._on_read: OnRead | None = on_read
+    _on_read: OnRead | None
 
     def cancel(self) -> None:
         self._on_read = None

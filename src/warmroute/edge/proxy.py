@@ -28,7 +28,7 @@ from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.admission import Admission
 from warmroute.routing.attempts import Attempts, Dispatcher
-from warmroute.routing.prompt_lookup import Lookup, lookup_of
+from warmroute.routing.query import Lookup, lookup_of
 from warmroute.routing.rate_limits import Charge, RateLimits
 from warmroute.routing.router import Router
 from warmroute.routing.routing_errors import NotAdmitted, RateLimited, RoutingError
@@ -109,12 +109,14 @@ class Proxy:
         if request.route:
             self.counters.route_requests[request.route] += 1
         charge = self._begin_charge(request, path, body) if self._limited else None
-        exchange = ProxyExchange(self, client, head, body, request, head.request_id or self.new_request_id())
+        exchange = ProxyExchange(self, client, head, body)
+        request_id = head.request_id or self.new_request_id()
+        exchange.attempts = Attempts(self.dispatcher, exchange, request, request_id)
         if charge is not None:
             exchange.attempts.charge = charge
         prompt = self.read_prompt(request, path, body, outline, exchange.prompt_read)
         if isinstance(prompt, PendingPrompt):
-            exchange.wait_for(prompt)
+            exchange.pending_prompt = prompt
         else:
             self.enter(exchange.attempts, prompt)
         return exchange

@@ -79,33 +79,15 @@ class RequestBuilder:
         if body_priority:  # as vLLM reads it: a lower number is served first
             priority = HIGH if body_priority < 0 else LOW
         if head.has_routing_headers:
-            headers = read_routing_headers(head, now_s)
-            if headers.priority is not None:
-                priority = headers.priority
-            if headers.may_queue is not None:
-                may_queue = headers.may_queue
-            if headers.deadline_s is not None:
-                deadline_s = headers.deadline_s
-            if headers.total_deadline_s is not None:
-                total_deadline_s = headers.total_deadline_s
+            priority, may_queue, deadline_s, total_deadline_s = read_routing_headers(
+                head, now_s, priority, deadline_s, total_deadline_s
+            )
         if self._keys is not None:
             priority = max(priority, PRIORITY_NUMBERS[self._keys.highest_priority(head, tenant)])
         return RoutingRequest(
-            model,
-            system,
-            user,
-            session,
-            tenant=tenant,
-            route=route_name,
-            priority=priority,
-            may_queue=may_queue,
-            arrived_s=now_s,
-            deadline_s=deadline_s,
-            total_deadline_s=total_deadline_s,
-            session_header=self._session_header(head),
-            streams=streams,
-            max_output_tokens=max_output_tokens,
-        ), outline
+            model, system, user, session, tenant, route_name, priority, may_queue, now_s, deadline_s, total_deadline_s,
+            self._session_header(head), streams, max_output_tokens,
+        ), outline  # fmt: skip
 
     def _session_header(self, head: RequestHead) -> bytes:
         if self._session_wanted or self._fleet.islands.several:

@@ -11,8 +11,6 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
-import msgspec
-
 from warmroute.config.priority import PRIORITY_NUMBERS
 from warmroute.edge import errors
 from warmroute.edge.http1 import RequestHead
@@ -23,39 +21,28 @@ DEADLINE_TTFT: Final = b"x-deadline-ttft-ms"
 DEADLINE: Final = b"x-deadline-ms"
 
 
-class RoutingHeaders(msgspec.Struct, frozen=True):
-    """None where the request has no such header."""
-
-    priority: int | None = None
-    may_queue: bool | None = None
-    deadline_s: float | None = None
-    total_deadline_s: float | None = None
-
-
-def read_routing_headers(head: RequestHead, now_s: float) -> RoutingHeaders:
-    """Raises HttpError for a value that is not understood."""
+def read_routing_headers(
+    head: RequestHead, now_s: float, priority: int, deadline_s: float, total_deadline_s: float
+) -> tuple[int, bool, float, float]:
+    """Return priority, whether the request may queue, and its two deadlines. The arguments are the values where the
+    request has no such header. Raises HttpError for a value that is not understood."""
     get = head.get
-    priority: int | None = None
-    may_queue: bool | None = None
     if value := get(PRIORITY):
-        priority = PRIORITY_NUMBERS.get(value.lower().decode("latin-1"))
-        if priority is None:
+        named = PRIORITY_NUMBERS.get(value.lower().decode("latin-1"))
+        if named is None:
             raise errors.invalid_header(PRIORITY.decode(), "high, normal or low")
-    if value := get(QUEUE):
-        if value.lower() not in (b"yes", b"no"):
-            raise errors.invalid_header(QUEUE.decode(), "yes or no")
-        may_queue = value.lower() == b"yes"
-    return RoutingHeaders(
-        priority,
-        may_queue,
-        _deadline_s(get(DEADLINE_TTFT), DEADLINE_TTFT, now_s),
-        _deadline_s(get(DEADLINE), DEADLINE, now_s),
-    )
+        priority = named
+    queue = get(QUEUE).lower()
+    if queue not in (b"", b"yes", b"no"):
+        raise errors.invalid_header(QUEUE.decode(), "yes or no")
+    if value := get(DEADLINE_TTFT):
+        deadline_s = _deadline_s(value, DEADLINE_TTFT, now_s)
+    if value := get(DEADLINE):
+        total_deadline_s = _deadline_s(value, DEADLINE, now_s)
+    return priority, queue != b"no", deadline_s, total_deadline_s
 
 
-def _deadline_s(value: bytes, name: bytes, now_s: float) -> float | None:
-    if not value:
-        return None
+def _deadline_s(value: bytes, name: bytes, now_s: float) -> float:
     try:
         after_ms = float(value)
     except ValueError:

@@ -7,17 +7,12 @@ from collections.abc import Callable
 from warmroute.engines import sglang, vllm
 from warmroute.engines.load_report import LoadReport
 
-ParseLoad = Callable[[bytes], LoadReport]
-_PARSERS: dict[str, ParseLoad] = {"vllm": vllm.parse_load, "sglang": sglang.parse_load}
+_ENGINES = {"vllm": vllm, "sglang": sglang}
 
 
 def detect_engine(page: bytes) -> str | None:
-    if vllm.MARKER in page:
-        return "vllm"
-    if sglang.MARKER in page:
-        return "sglang"
-    return None
+    return next((name for name, engine in _ENGINES.items() if engine.MARKER in page), None)
 
 
-def load_parser(engine: str) -> ParseLoad | None:
-    return _PARSERS.get(engine)
+def load_parser(engine: str) -> Callable[[bytes], LoadReport] | None:
+    return _ENGINES[engine].parse_load if engine in _ENGINES else None

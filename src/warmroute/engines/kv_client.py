@@ -10,20 +10,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from random import Random
 from typing import Final
 
 import msgspec
 import zmq
 
-from warmroute.engines import trtllm
-from warmroute.engines.kv_endpoints import (
-    KvEndpoint,
-    configured_endpoints,
-    parse_event_sources,
-    parse_server_info,
-    reachable_endpoint,
-)
+from warmroute.engines import kv_endpoints, trtllm
+from warmroute.engines.kv_endpoints import KvEndpoint
 from warmroute.engines.kv_events import decode_batch, sent_time_s
 from warmroute.engines.kv_rank import NodeKvEvents, RankEvents
 from warmroute.engines.kv_zmq import SLICE_S, Context, KvSubscription, SliceScheduler
@@ -44,33 +39,25 @@ POLL_S: Final = 0.15
 TIMEOUT_S: Final = 2.0
 
 
+@dataclass(eq=False)
 class KvEventClient:
-    def __init__(
-        self,
-        node: Node,
-        cache: NodeCache,
-        context: Context,
-        scheduler: SliceScheduler,
-        get: Get,
-        post: Post,
-        now: Callable[[], float] = time.monotonic,
-        enabled: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._node = node
-        self.cache = cache
-        self._context = context
-        self._scheduler = scheduler
-        self._get = get
-        self._post = post
-        self._now = now
-        self._enabled = enabled
-        self._random = Random()
-        self._wake = asyncio.Event()
-        self._events = NodeKvEvents(cache)
-        self._subscriptions: dict[int, KvSubscription] = {}
-        self._polls = False
-        self._page_size = 0
-        self._logged: list[KvEndpoint] | None = None
+    _node: Node
+    cache: NodeCache
+    _context: Context
+    _scheduler: SliceScheduler
+    _get: Get
+    _post: Post
+    _now: Callable[[], float] = time.monotonic
+    _enabled: Callable[[], bool] = lambda: True
+    _random: Random = field(default_factory=Random)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _subscriptions: dict[int, KvSubscription] = field(default_factory=dict)
+    _polls: bool = False
+    _page_size: int = 0
+    _logged: list[KvEndpoint] | None = None
+
+    def __post_init__(self) -> None:
+        self._events = NodeKvEvents(self.cache)
 
     @property
     def block_size(self) -> int:
@@ -82,7 +69,6 @@ class KvEventClient:
         return bool(self._events.ranks)
 
     def rediscover(self) -> None:
-        """Repeat discovery at once."""
         self._wake.set()
 
     def restarted(self, started_s: float) -> None:
@@ -145,7 +131,7 @@ class KvEventClient:
         elif setting == "auto":
             found = await self._ask_endpoints()
         else:
-            found = configured_endpoints(setting, node.config.kv_replay, node.host)
+            found = kv_endpoints.configured_endpoints(setting, node.config.kv_replay, node.host)
         if found is None:
             return False
         self._subscribe(found)
@@ -157,17 +143,17 @@ class KvEventClient:
         node = self._node
         try:
             status, body = await self._get(node, "/kv_event_sources", TIMEOUT_S)
-            endpoints = parse_event_sources(body, node.host) if status == 200 else []
+            endpoints = kv_endpoints.parse_event_sources(body, node.host) if status == 200 else []
             if not endpoints and node.engine != "vllm":
                 status, body = await self._get(node, "/server_info", TIMEOUT_S)
                 if status == 200:
-                    endpoints, self._page_size, capacity_tokens = parse_server_info(body, node.host)
+                    endpoints, self._page_size, capacity_tokens = kv_endpoints.parse_server_info(body, node.host)
                     self.cache.set_size(self._page_size, capacity_tokens)
         except (OSError, ValueError):
             return None
         replay = node.config.kv_replay
         return [
-            one if one.replay else one._replace(replay=reachable_endpoint(replay, node.host, one.rank))
+            one if one.replay else one._replace(replay=kv_endpoints.reachable_endpoint(replay, node.host, one.rank))
             for one in endpoints
         ]
 
@@ -206,18 +192,18 @@ class KvEventClient:
                 self._connect(endpoint)
 
     def _connect(self, endpoint: KvEndpoint) -> None:
-        rank, name = endpoint.rank, self._node.name
+        rank = endpoint.rank
         events = self._events.ranks[rank] = RankEvents(
             self.cache, rank, lambda: lambda payload: decode_batch(payload).events, sent_time_s, self._now
         )
         try:
             self._subscriptions[rank] = KvSubscription(
-                self._context, events, endpoint.endpoint, endpoint.replay, name, rank, self._scheduler
+                self._context, events, endpoint.endpoint, endpoint.replay, self._scheduler
             )
         except zmq.ZMQError as error:
             log.warning(
                 "kv_subscribe_failed", "The router infers the node's cache from routed requests.",
-                node=name, rank=rank, endpoint=endpoint.endpoint, reason=str(error),
+                **events.log_fields, endpoint=endpoint.endpoint, reason=str(error),
             )  # fmt: skip
             self._events.remove_rank(rank)
 

@@ -23,8 +23,6 @@ class KvEndpoint(NamedTuple):
 
 
 class ServerInfo(NamedTuple):
-    """SGLang's /server_info."""
-
     endpoints: list[KvEndpoint]
     block_size: int
     capacity_tokens: int

@@ -8,20 +8,21 @@ fields are ignored. Hashes are opaque: 64-bit integers, signed or unsigned, or 3
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import astuple
 
-EngineHash = int | bytes
-"""An engine's own hash of a block."""
+from warmroute.index.node_cache import EngineHash
 
 
 class BadPayload(ValueError):
     """Not a batch of KV events."""
 
 
-class BlockStored(Struct, tag="BlockStored", tag_field="type", gc=False):
+class _StoredFields(Struct, gc=False):
     block_hashes: list[EngineHash]
     parent_block_hash: EngineHash | None = None
     token_ids: list[int] = []
@@ -33,15 +34,21 @@ class BlockStored(Struct, tag="BlockStored", tag_field="type", gc=False):
     """For each block, what its hash covers besides its tokens; None for nothing."""
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
+
+
+class BlockStored(_StoredFields, tag="BlockStored", tag_field="type", gc=False):
     locality: str | None = None
     """LOCAL or REMOTE, as the engine sees it."""
     cache_salt: str | None = None
 
 
-class BlockRemoved(Struct, tag="BlockRemoved", tag_field="type", gc=False):
+class _RemovedFields(Struct, gc=False):
     block_hashes: list[EngineHash]
     medium: str | None = None
     group_idx: int | None = None
+
+
+class BlockRemoved(_RemovedFields, tag="BlockRemoved", tag_field="type", gc=False):
     locality: str | None = None
 
 
@@ -69,35 +76,27 @@ class Batch(Struct, array_like=True, gc=False):
 # The same as arrays.
 
 
-class _BlockStored(Struct, tag="BlockStored", array_like=True, gc=False):
-    block_hashes: list[EngineHash]
-    parent_block_hash: EngineHash | None = None
-    token_ids: list[int] = []
-    block_size: int = 0
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: list[Any] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
+class _StoredArray(_StoredFields, tag="BlockStored", array_like=True, gc=False):
+    pass
 
 
-class _BlockRemoved(Struct, tag="BlockRemoved", array_like=True, gc=False):
-    block_hashes: list[EngineHash]
-    medium: str | None = None
-    group_idx: int | None = None
+class _RemovedArray(_RemovedFields, tag="BlockRemoved", array_like=True, gc=False):
+    pass
 
 
-class _AllBlocksCleared(Struct, tag="AllBlocksCleared", array_like=True, gc=False):
+class _ClearedArray(Struct, tag="AllBlocksCleared", array_like=True, gc=False):
     pass
 
 
 class _Batch(Struct, array_like=True, gc=False):
     sent_s: float
-    events: list[_BlockStored | _BlockRemoved | _AllBlocksCleared]
+    events: list[_StoredArray | _RemovedArray | _ClearedArray]
     rank: int | None = None
 
 
+_AS_MAP: Final[dict[type[Struct], Callable[..., PublishedEvent]]] = {
+    _StoredArray: BlockStored, _RemovedArray: BlockRemoved, _ClearedArray: AllBlocksCleared,
+}  # fmt: skip
 _DOUBLE: Final = struct.Struct(">d")
 _maps: Final = msgspec.msgpack.Decoder(Batch)
 _arrays: Final = msgspec.msgpack.Decoder(_Batch)
@@ -115,18 +114,7 @@ def decode_batch(payload: bytes) -> Batch:
         batch = _arrays.decode(payload)
     except msgspec.DecodeError as error:
         raise BadPayload(str(error)) from None
-    return Batch(batch.sent_s, [_from_array(event) for event in batch.events], batch.rank)
-
-
-def _from_array(event: _BlockStored | _BlockRemoved | _AllBlocksCleared) -> PublishedEvent:
-    if isinstance(event, _BlockStored):
-        return BlockStored(
-            event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size, event.lora_id, event.medium,
-            event.lora_name, event.extra_keys, event.group_idx, event.kv_cache_spec_kind,
-        )  # fmt: skip
-    if isinstance(event, _BlockRemoved):
-        return BlockRemoved(event.block_hashes, event.medium, event.group_idx)
-    return AllBlocksCleared()
+    return Batch(batch.sent_s, [_AS_MAP[type(event)](*astuple(event)) for event in batch.events], batch.rank)
 
 
 def sent_time_s(payload: bytes) -> float | None:

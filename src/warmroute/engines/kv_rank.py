@@ -43,6 +43,7 @@ class RankEvents(Generic[Payload]):
         by the engine's clock."""
         self._cache = cache
         self._rank = rank
+        self.log_fields: dict[str, Any] = {"node": cache.name, "rank": rank}
         self._new_decoder = new_decoder
         self._sent_time_s = sent_time_s
         self._now = now
@@ -105,7 +106,7 @@ class RankEvents(Generic[Payload]):
                 self._warned_s = self._now()
                 log.warning(
                     "kv_events_unreadable", "The router forgets this node's cached blocks: events are lost.",
-                    node=self._cache.name, rank=self._rank, reason=str(error),
+                    **self.log_fields, reason=str(error),
                 )  # fmt: skip
             after = list(self._queue)
             self.sequence.lose()
@@ -123,7 +124,7 @@ class RankEvents(Generic[Payload]):
             self._reread_s = self._now()
             log.info(
                 "kv_events_reread", "A stored block has an unknown parent. The router reads this node's events again.",
-                node=self._cache.name, rank=self._rank,
+                **self.log_fields,
             )  # fmt: skip
             self.sequence.reread()
             return True
@@ -145,8 +146,6 @@ class RankEvents(Generic[Payload]):
 
 
 class NodeKvEvents:
-    """The KV events of one node: one stream for each rank."""
-
     def __init__(self, cache: NodeCache) -> None:
         self.cache = cache
         self.ranks: dict[int, RankEvents[Any]] = {}

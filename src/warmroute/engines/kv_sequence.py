@@ -26,7 +26,7 @@ class EventSequence(Generic[Payload]):
     def __init__(self, apply: Callable[[Payload], None], forget: Callable[[], None]) -> None:
         self._apply = apply
         self._forget = forget
-        self._next = 0
+        self.next_number = 0
         self._started = False
         self._from_start = False
         """Read from its first message on, or from a moment at which the cache was empty."""
@@ -50,23 +50,19 @@ class EventSequence(Generic[Payload]):
         return self._from_start and not self.incomplete
 
     @property
-    def next_number(self) -> int:
-        return self._next
-
-    @property
     def missing_from(self) -> int | None:
         """The number from which a replay is needed; None if nothing is missing or a replay is running."""
         if self.replaying:
             return None
-        return 0 if self._reread else self._next if self._held or self._replay_cut_off else None
+        return 0 if self._reread else self.next_number if self._held or self._replay_cut_off else None
 
     def receive(self, number: int, payload: Payload) -> None:
         """Handle a live message."""
-        if number < self._next:
+        if number < self.next_number:
             if number in self._replayed and self._replayed.pop(number) == hash(payload):
                 return  # the replay was ahead of it
             self._restart()
-        if number == self._next and not self._held and not self._reread:
+        if number == self.next_number and not self._held and not self._reread:
             self._replayed.clear()
             self._take(number, payload)
         else:
@@ -76,36 +72,36 @@ class EventSequence(Generic[Payload]):
         self.replaying = True
         if self._reread:
             self._reread = self._started = self.incomplete = False
-            self._next = 0
+            self.next_number = 0
             self._replayed.clear()
-        self._replay_start = self._next
+        self._replay_start = self.next_number
         self._replay_answered = self._replay_cut_off = False
 
     def receive_replayed(self, number: int, payload: Payload) -> None:
         """Handle a message of the requested replay."""
         is_first, self._replay_answered = not self._replay_answered, True
-        if number < self._next:
+        if number < self.next_number:
             return
-        if number > self._next:
+        if number > self.next_number:
             if not is_first:
                 self._hold(number, payload)  # the engine's socket dropped messages in the middle of the replay
                 return
             self.lose()
-            self._next = number
+            self.next_number = number
         self._replayed[number] = hash(payload)
         self._take(number, payload)
 
     def end_replay(self, finished: bool = False) -> None:
         """Continue with the messages there are. `finished`: the engine sent the end of the replay."""
         self.replaying = False
-        self._replay_cut_off = not finished and self._next > self._replay_start
-        if finished and self._next == 0:
+        self._replay_cut_off = not finished and self.next_number > self._replay_start
+        if finished and self.next_number == 0:
             self._from_start = True  # the engine has not sent anything yet
-        self._held = {number: payload for number, payload in self._held.items() if number >= self._next}
+        self._held = {number: payload for number, payload in self._held.items() if number >= self.next_number}
         self._take_held()
-        while self._held and self._next == self._replay_start:
+        while self._held and self.next_number == self._replay_start:
             self.lose()  # the replay brought none of the missing messages, and never will
-            self._replay_start = self._next = min(self._held)
+            self._replay_start = self.next_number = min(self._held)
             self._take_held()
 
     def skip_missing(self) -> None:
@@ -122,7 +118,7 @@ class EventSequence(Generic[Payload]):
     def _restart(self) -> None:
         self._held.clear()
         self._replayed.clear()
-        self._next = 0
+        self.next_number = 0
         self._started = self._from_start = self._reread = self._replay_cut_off = self.incomplete = False
         self._forget()
 
@@ -145,11 +141,11 @@ class EventSequence(Generic[Payload]):
             self._forget()
 
     def _take_held(self) -> None:
-        while self._next in self._held:
-            self._take(self._next, self._held.pop(self._next))
+        while self.next_number in self._held:
+            self._take(self.next_number, self._held.pop(self.next_number))
 
     def _take(self, number: int, payload: Payload) -> None:
-        self._next = number + 1
+        self.next_number = number + 1
         self._started = True
         self._from_start = self._from_start or number == 0
         self._apply(payload)

@@ -77,16 +77,12 @@ class KvSubscription:
         events: RankEvents[bytes],
         endpoint: str,
         replay_endpoint: str,
-        node: str,
-        rank: int = 0,
         scheduler: SliceScheduler | None = None,
     ) -> None:
         """Raises zmq.ZMQError."""
         self._context = context
         self._events = events
         self._sequence = events.sequence
-        self._node = node
-        self._rank = rank
         self.endpoints = (endpoint, replay_endpoint)
         self._replay_endpoint = replay_endpoint
         self._scheduler = scheduler or SliceScheduler()
@@ -171,7 +167,7 @@ class KvSubscription:
             try:
                 deliver(frames)
             except Exception:
-                log.exception("kv_events_failed", "The router skips this message.", node=self._node, rank=self._rank)
+                log.exception("kv_events_failed", "The router skips this message.", **self._events.log_fields)
             if source.closed:
                 return False
         return True
@@ -223,7 +219,7 @@ class KvSubscription:
     def _warn_of_replay(self, reason: str) -> None:
         log.warning(
             "kv_replay_failed", "The router knows only the blocks of KV events that it received live.",
-            node=self._node, rank=self._rank, endpoint=self._replay_endpoint, reason=reason,
+            **self._events.log_fields, endpoint=self._replay_endpoint, reason=reason,
         )  # fmt: skip
 
     def _give_up_replay(self) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import msgspec
@@ -48,7 +48,6 @@ def _labelled_samples(page: bytes, name: bytes) -> Iterator[tuple[bytes, Labels]
 
 
 def labels(page: bytes, name: bytes) -> list[Labels]:
-    """Return the labels of every sample of a metric."""
     return [found for _, found in _labelled_samples(page, name)]
 
 
@@ -93,17 +92,14 @@ def samples(page: bytes, name: bytes) -> list[float]:
 
 def total(page: bytes, *names: bytes) -> int:
     """Return the sum of the first of these metrics that is present, over all ranks."""
-    for name in names:
-        values = samples(page, name)
-        if values:
-            return max(0, int(sum(values)))
-    return 0
+    return max(0, int(sum(_first_present(page, names))))
 
 
 def mean(page: bytes, *names: bytes) -> float:
     """Return the mean of the first of these metrics that is present."""
-    for name in names:
-        values = samples(page, name)
-        if values:
-            return sum(values) / len(values)
-    return 0.0
+    values = _first_present(page, names)
+    return sum(values) / len(values) if values else 0.0
+
+
+def _first_present(page: bytes, names: Iterable[bytes]) -> list[float]:
+    return next(filter(None, (samples(page, name) for name in names)), [])

@@ -22,19 +22,13 @@ class KvEvents(Protocol):
     @property
     def cache(self) -> NodeCache: ...
     @property
-    def block_size(self) -> int:
-        """Block size of the events; 0 before the first."""
-
+    def block_size(self) -> int: ...
     @property
-    def is_connected(self) -> bool:
-        """Whether the router receives events of any rank."""
-
-    def restarted(self, started_s: float) -> object:
-        """Forget the blocks of the engine's previous process."""
+    def is_connected(self) -> bool: ...
+    def restarted(self, started_s: float) -> object: ...
 
 
 def apply_health_pass(fleet: Fleet, node: Node, round_trip_ms: float, now_s: float) -> None:
-    """Handle a health check that passed."""
     fleet.islands.record_round_trip(node, round_trip_ms, now_s)
     fleet.check_passed(node, now_s)
 
@@ -60,9 +54,3 @@ def apply_load_report(node: Node, report: LoadReport, kv_events: KvEvents | None
     if not block_size and (kv_events.is_connected or not cache.has_events):
         block_size = report.block_size  # unless block reports to the admin API give another size
     cache.set_size(block_size, report.capacity_tokens)
-
-
-def drop_stale_load(node: Node, stale_s: float, now_s: float) -> None:
-    """Forget a load report that is too old."""
-    if now_s - node.polled_s > stale_s:
-        node.clear_load()

@@ -16,7 +16,7 @@ from warmroute.engines.engine_detection import detect_engine, load_parser
 from warmroute.engines.kv_client import KvEventClient
 from warmroute.engines.kv_zmq import Context, SliceScheduler
 from warmroute.engines.node_http import Get, Post
-from warmroute.engines.node_updates import apply_health_pass, apply_load_report, drop_stale_load
+from warmroute.engines.node_updates import apply_health_pass, apply_load_report
 from warmroute.engines.served_models import ServedModels, parse_model_cards
 from warmroute.event_log import EventLog
 from warmroute.fleet.fleet import Fleet
@@ -187,7 +187,7 @@ class NodeWatcher:
             polling = self._config.polling
             if node.health.state is not HealthState.DOWN:
                 await self._request_load(node)
-            drop_stale_load(node, polling.stale_s, self._now())
+            node.drop_stale_load(polling.stale_s, self._now())
             node.decay_latency(self._now())
             await self._pause(polling.interval_s)
 

@@ -10,9 +10,7 @@ template.
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final
@@ -64,16 +62,17 @@ class NotTokenizable(Exception):
 
 
 class RemoteTokenizer:
-    """Requests tokens from nodes and caches them for a while."""
-
     def __init__(
         self,
         post: Post,
+        pack_token_ids: Callable[[list[int]], bytes],
         cache_bytes: int = CACHE_BYTES,
         timeout_s: float = TIMEOUT_S,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`pack_token_ids` raises OverflowError for an impossible token."""
         self._post = post
+        self._pack_token_ids = pack_token_ids
         self._timeout_s = timeout_s
         self._now = now
         self._budget_bytes = cache_bytes
@@ -92,7 +91,7 @@ class RemoteTokenizer:
         except (NotTokenizable, msgspec.DecodeError, UnicodeError, RecursionError):
             return None
         if isinstance(request, list):
-            return _packed(request)
+            return self._packed(request)
         key = hashlib.blake2b(request, digest_size=16).digest()
         tokens = self._look_up(key)
         if tokens is None and not self.is_paused(node):
@@ -109,12 +108,25 @@ class RemoteTokenizer:
             return None
         if status in _CLIENT_ERRORS:
             return None
-        tokens = _tokens_in(body) if status == 200 else None
+        tokens = self._tokens_in(body) if status == 200 else None
         if tokens is None:
             self._count_failure(node, "no list of tokens" if status == 200 else f"status {status}")
         else:
             self.reset(node)
         return tokens
+
+    def _tokens_in(self, body: bytes) -> bytes | None:
+        try:
+            response = msgspec.json.decode(body, type=_Response)
+        except msgspec.DecodeError:
+            return None
+        return self._packed(response.tokens) if len(response.tokens) == response.count else None
+
+    def _packed(self, ids: list[int]) -> bytes | None:
+        try:
+            return self._pack_token_ids(ids)
+        except OverflowError:
+            return None
 
     def _count_failure(self, node: Node, reason: str) -> None:
         failures = self._failures[node.name] = self._failures.get(node.name, 0) + 1
@@ -241,22 +253,3 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     if message["reasoning_content"] is not None and made.get("reasoning") is None:
         made["reasoning"] = message["reasoning_content"]
     return made
-
-
-def _tokens_in(body: bytes) -> bytes | None:
-    try:
-        response = msgspec.json.decode(body, type=_Response)
-    except msgspec.DecodeError:
-        return None
-    return _packed(response.tokens) if len(response.tokens) == response.count else None
-
-
-def _packed(ids: list[int]) -> bytes | None:
-    """Like prompt.tokenizer.pack_token_ids, which this room may not import; None for an impossible token."""
-    try:
-        tokens = array("I", ids)
-    except OverflowError:
-        return None
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    return tokens.tobytes()

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 import msgspec
 
-from warmroute.engines.kv_events import BlockRemoved, BlockStored, EngineHash, Event
+from warmroute.engines.kv_events import BlockRemoved, BlockStored, Event
+from warmroute.index.node_cache import EngineHash
 
 PATH: Final = "/kv_cache_events"
 COMMON_BLOCK_SIZES: Final = (32, 64, 128)
@@ -67,17 +68,11 @@ class PolledEvent(msgspec.Struct, gc=False):
     attention_dp_rank: int | None = None
 
 
-_decode: Final = msgspec.json.Decoder(list[PolledEvent]).decode
-
-
-def parse_events(body: bytes) -> list[PolledEvent]:
-    """Raises msgspec.DecodeError."""
-    return _decode(body)
+parse_events: Final = msgspec.json.Decoder(list[PolledEvent]).decode
+"""Raises msgspec.DecodeError."""
 
 
 class EventConverter:
-    """Converts the events of one rank."""
-
     def __init__(self) -> None:
         self._block_size = 0
         self._window = 0

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import exp
 
 from warmroute._kernel import ARRIVAL_DECAY_S
 
 
+@dataclass(slots=True, eq=False)
 class ArrivalRate:
-    __slots__ = ("_rate", "_updated_s")
-
-    def __init__(self) -> None:
-        self._updated_s = 0.0
-        self._rate = 0.0
+    _rate: float = 0.0
+    _updated_s: float = 0.0
 
     def record(self, now_s: float) -> None:
         self._rate = self.per_ms(now_s) + 0.001 / ARRIVAL_DECAY_S

@@ -9,43 +9,34 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 TIME_BOUNDS_MS: Final = tuple(2.0 * 1.15**step for step in range(90))
 """Histogram bounds from 2 ms to 8 minutes, 15 % apart, which is the precision of a percentile."""
 
 
-class DemandMeter:
-    __slots__ = (
-        "arrived",
-        "cached_tokens",
-        "decode_context",
-        "latency_counts",
-        "prefill_squares",
-        "prefill_work",
-        "prompt_tokens",
-        "responses",
-        "sent",
-        "shed",
-        "ttft_counts",
-    )
+def _empty_histogram() -> array[int]:
+    return array("q", bytes(8 * (len(TIME_BOUNDS_MS) + 1)))
 
-    def __init__(self) -> None:
-        self.arrived = 0
-        self.shed = 0
-        self.sent = 0
-        self.prompt_tokens = 0.0
-        self.cached_tokens = 0.0
-        """Prompt tokens that the router expected to be cached on the chosen node."""
-        self.prefill_work = 0.0
-        """Work of the other prompt tokens."""
-        self.prefill_squares = 0.0
-        """Sum of the squared work per request: how much requests vary."""
-        self.responses = 0
-        self.decode_context = 0.0
-        """Output tokens × the mean context of their own request."""
-        self.ttft_counts = array("q", bytes(8 * (len(TIME_BOUNDS_MS) + 1)))
-        self.latency_counts = array("q", bytes(8 * (len(TIME_BOUNDS_MS) + 1)))
+
+@dataclass(slots=True, eq=False)
+class DemandMeter:
+    arrived: int = 0
+    shed: int = 0
+    sent: int = 0
+    prompt_tokens: float = 0.0
+    cached_tokens: float = 0.0
+    """Prompt tokens that the router expected to be cached on the chosen node."""
+    prefill_work: float = 0.0
+    """Work of the other prompt tokens."""
+    prefill_squares: float = 0.0
+    """Sum of the squared work per request: how much requests vary."""
+    responses: int = 0
+    decode_context: float = 0.0
+    """Output tokens × the mean context of their own request."""
+    ttft_counts: array[int] = field(default_factory=_empty_histogram)
+    latency_counts: array[int] = field(default_factory=_empty_histogram)
 
     def record_sent(self, tokens: float, cached: float, work: float) -> None:
         self.sent += 1

@@ -31,7 +31,7 @@ class Fleet:
         self._health = health
         self._on_change = on_change
         self.islands = IslandRegistry()
-        self.adapters = FleetAdapters(0.0)
+        self.adapters = FleetAdapters()
         self._nodes: dict[str, Node] = {}
         self._groups: dict[str, Group] = {}
         self.models_ever_served: set[str] = set()
@@ -96,7 +96,7 @@ class Fleet:
         added = [self.add(config) for name, config in wanted.items() if name not in self._nodes]
         self._configured = set(wanted)
         for node in self:
-            node.health.reconfigure(health)
+            node.health.config = health
         return added, removed
 
     def update_config(self, node: Node, config: NodeConfig) -> None:
@@ -125,7 +125,6 @@ class Fleet:
 
     @property
     def all_models_known(self) -> bool:
-        """Whether every node has reported its models."""
         return all(node.models is not None for node in self)
 
     @property

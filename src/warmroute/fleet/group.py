@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from warmroute.fleet.decode_speed import DecodeSpeed
 from warmroute.fleet.health import HealthState
@@ -30,42 +31,27 @@ class Candidates:
         return len(self.nodes)
 
 
+@dataclass(slots=True, eq=False)
 class Group:
-    __slots__ = (
-        "_on_islands",
-        "adapter",
-        "decode_speed",
-        "half_open",
-        "inflight",
-        "last_resort",
-        "members",
-        "model",
-        "slow_start_until_s",
-        "spans_islands",
-        "up",
-        "waiting",
-    )
-
-    def __init__(self, model: str) -> None:
-        self.model = model
-        self.adapter: GroupAdapter | None = None
-        """Set if the model is a LoRA adapter."""
-        self.decode_speed = DecodeSpeed()
-        self.inflight = 0
-        """This router's requests on the group's nodes, for any model."""
-        self.waiting = 0
-        """Requests in the admission queue for this group."""
-        self.members: tuple[Node, ...] = ()
-        self.up = Candidates(())
-        self.last_resort = Candidates(())
-        """Suspected and half-open nodes: used while none is up."""
-        self.half_open: tuple[Node, ...] = ()
-        """Nodes that get one trial request at a time until one succeeds."""
-        self.slow_start_until_s = 0.0
-        """Until then at least one node gets less than its normal share of the traffic."""
-        self.spans_islands = False
-        """Whether the members are on more than one island."""
-        self._on_islands: dict[tuple[str, ...], Candidates] = {}
+    model: str
+    adapter: GroupAdapter | None = None
+    """Set if the model is a LoRA adapter."""
+    decode_speed: DecodeSpeed = field(default_factory=DecodeSpeed)
+    inflight: int = 0
+    """This router's requests on the group's nodes, for any model."""
+    waiting: int = 0
+    """Requests in the admission queue for this group."""
+    members: tuple[Node, ...] = ()
+    up: Candidates = field(default_factory=lambda: Candidates(()))
+    last_resort: Candidates = field(default_factory=lambda: Candidates(()))
+    """Suspected and half-open nodes: used while none is up."""
+    half_open: tuple[Node, ...] = ()
+    """Nodes that get one trial request at a time until one succeeds."""
+    slow_start_until_s: float = 0.0
+    """Until then at least one node gets less than its normal share of the traffic."""
+    spans_islands: bool = False
+    """Whether the members are on more than one island."""
+    _on_islands: dict[tuple[str, ...], Candidates] = field(default_factory=dict)
 
     def rebuild(self, members: Iterable[Node], slow_start_s: float) -> None:
         self.members = tuple(members)

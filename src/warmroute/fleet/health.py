@@ -21,6 +21,7 @@ a check that times out does not count while the node answers requests.
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 from warmroute.config import Health as HealthConfig
 
@@ -32,45 +33,28 @@ class HealthState(enum.Enum):
     HALF_OPEN = "half_open"
 
 
+@dataclass(slots=True, eq=False)
 class Health:
-    __slots__ = (
-        "_config",
-        "_consecutive_failures",
-        "_consecutive_timeouts",
-        "_ever_up",
-        "_failed_check_s",
-        "_first_timeout_s",
-        "_next_open_s",
-        "breaker_open_until_s",
-        "confirmed",
-        "half_open_s",
-        "last_response_s",
-        "reason",
-        "state",
-        "up_since_s",
-    )
+    config: HealthConfig
+    state: HealthState = HealthState.UNKNOWN
+    confirmed: bool = False
+    """DOWN because the connection was refused or the node said so, not on suspicion."""
+    reason: str = "not yet checked"
+    breaker_open_until_s: float = 0.0
+    up_since_s: float = -1e9
+    half_open_s: float = -1e9
+    last_response_s: float = -1e9
+    """When the node last answered anything."""
+    _consecutive_failures: int = 0
+    _consecutive_timeouts: int = 0
+    _first_timeout_s: float = 0.0
+    _failed_check_s: float = -1e9
+    _next_open_s: float = 0.0
+    """How long the breaker stays open the next time."""
+    _ever_up: bool = False
 
-    def __init__(self, config: HealthConfig) -> None:
-        self._config = config
-        self._consecutive_failures = 0
-        self._consecutive_timeouts = 0
-        self._first_timeout_s = 0.0
-        self._failed_check_s = -1e9
-        self._next_open_s = config.breaker_open_s
-        """How long the breaker stays open the next time."""
-        self._ever_up = False
-        self.state = HealthState.UNKNOWN
-        self.confirmed = False
-        """DOWN because the connection was refused or the node said so, not on suspicion."""
-        self.breaker_open_until_s = 0.0
-        self.up_since_s = -1e9
-        self.half_open_s = -1e9
-        self.last_response_s = -1e9
-        """When the node last answered anything."""
-        self.reason = "not yet checked"
-
-    def reconfigure(self, config: HealthConfig) -> None:
-        self._config = config
+    def __post_init__(self) -> None:
+        self._next_open_s = self.config.breaker_open_s
 
     def check_passed(self, now_s: float) -> None:
         if now_s < self._failed_check_s:
@@ -89,12 +73,12 @@ class Health:
         """`last_response_s`: when the node last sent a byte of any running response."""
         self.last_response_s = max(self.last_response_s, last_response_s)
         if not self._consecutive_timeouts:
-            self._first_timeout_s = now_s - self._config.timeout_s
+            self._first_timeout_s = now_s - self.config.timeout_s
         if self.last_response_s > self._first_timeout_s:
             self._consecutive_timeouts = 0
             return  # it answers other requests: busy, not dead
         self._consecutive_timeouts += 1
-        if self._consecutive_timeouts >= self._config.consecutive_timeouts and self.state is not HealthState.DOWN:
+        if self._consecutive_timeouts >= self.config.consecutive_timeouts and self.state is not HealthState.DOWN:
             self._mark_down(now_s, confirmed=False, reason="health checks time out")
         elif self.state is HealthState.UNKNOWN:
             self.reason = "health checks time out"
@@ -119,7 +103,7 @@ class Health:
     def request_failed(self, now_s: float, reason: str) -> None:
         self._consecutive_failures += 1
         if self.state is HealthState.HALF_OPEN or (
-            self.state is HealthState.UP and self._consecutive_failures >= self._config.consecutive_failures
+            self.state is HealthState.UP and self._consecutive_failures >= self.config.consecutive_failures
         ):
             self._mark_down(now_s, confirmed=False, reason=reason)
 
@@ -128,12 +112,12 @@ class Health:
         self.up_since_s = now_s
         self._ever_up = True
         self._consecutive_failures = 0
-        self._next_open_s = self._config.breaker_open_s
+        self._next_open_s = self.config.breaker_open_s
 
     def _mark_down(self, now_s: float, *, confirmed: bool, reason: str) -> None:
         self.state, self.confirmed, self.reason = HealthState.DOWN, confirmed, reason
         self.breaker_open_until_s = now_s + self._next_open_s
-        self._next_open_s = min(self._next_open_s * 2, self._config.breaker_open_max_s)
+        self._next_open_s = min(self._next_open_s * 2, self.config.breaker_open_max_s)
         self._consecutive_failures = 0
         self._consecutive_timeouts = 0
 
@@ -153,6 +137,6 @@ class Health:
 
     def traffic_share(self, now_s: float) -> float:
         """Return the share of its normal traffic that an UP node gets: below 1 during slow start."""
-        slow_start_s = self._config.slow_start_s
+        slow_start_s = self.config.slow_start_s
         age_s = now_s - self.up_since_s
         return 1.0 if age_s >= slow_start_s else max(0.1, age_s / slow_start_s)

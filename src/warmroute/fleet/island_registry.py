@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from warmroute.config import IslandAffinity, IslandConfig
@@ -32,29 +33,18 @@ QUEUE_WEIGHT: Final = 0.2
 HOUR_MS: Final = 3_600_000.0
 
 
+@dataclass(slots=True, eq=False)
 class Island:
-    __slots__ = (
-        "_fastest_ms",
-        "_previous_ms",
-        "_window_s",
-        "config",
-        "distance_ms",
-        "name",
-        "nodes",
-        "queue_ms",
-    )
-
-    def __init__(self, name: str, config: IslandConfig | None = None) -> None:
-        self.name = name
-        self.config = config or IslandConfig(name=name)
-        self.nodes: dict[Node, None] = {}
-        self.queue_ms = 0.0
-        """How long the queued requests for this island keep its nodes busy."""
-        self.distance_ms = 0.0
-        """The distance that its nodes have."""
-        self._window_s = -1e9
-        self._fastest_ms: float | None = None
-        self._previous_ms: float | None = None
+    name: str
+    config: IslandConfig
+    nodes: dict[Node, None] = field(default_factory=dict)
+    queue_ms: float = 0.0
+    """How long the queued requests for this island keep its nodes busy."""
+    distance_ms: float = 0.0
+    """The distance that its nodes have."""
+    _window_s: float = -1e9
+    _fastest_ms: float | None = None
+    _previous_ms: float | None = None
 
     @property
     def round_trip_ms(self) -> float:
@@ -77,27 +67,19 @@ class Island:
             self._fastest_ms = took_ms
         return self.measured_ms != before
 
-    def egress_ms(self, request_bytes: float, usd_per_hour: float) -> float:
-        """Return what the network costs for a request of this size, converted to time."""
-        return request_bytes * 1e-9 * self.config.egress_usd_per_gb / usd_per_hour * HOUR_MS
 
-
+@dataclass(slots=True, eq=False)
 class ConversationCounts:
-    """How conversations moved between islands."""
-
-    __slots__ = ("moved", "returned", "served_at_home", "served_away", "started")
-
-    def __init__(self) -> None:
-        self.moved: Counter[tuple[str, str, str]] = Counter()
-        """Times a conversation left its home island, by home, destination and reason."""
-        self.returned: Counter[str] = Counter()
-        """Times a conversation returned to its home, by home."""
-        self.served_at_home: Counter[str] = Counter()
-        """Turns of known conversations served at home, by home."""
-        self.served_away: Counter[str] = Counter()
-        """Turns served elsewhere, by home."""
-        self.started: Counter[str] = Counter()
-        """New conversations, by island."""
+    moved: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    """Times a conversation left its home island, by home, destination and reason."""
+    returned: Counter[str] = field(default_factory=Counter)
+    """Times a conversation returned to its home, by home."""
+    served_at_home: Counter[str] = field(default_factory=Counter)
+    """Turns of known conversations served at home, by home."""
+    served_away: Counter[str] = field(default_factory=Counter)
+    """Turns served elsewhere, by home."""
+    started: Counter[str] = field(default_factory=Counter)
+    """New conversations, by island."""
 
 
 class IslandRegistry:
@@ -119,8 +101,11 @@ class IslandRegistry:
         self._configured: Mapping[str, IslandConfig] = {island.name: island for island in config}
         self._has_egress_price = any(island.egress_usd_per_gb for island in config)
         for island in self._islands.values():
-            island.config = self._configured.get(island.name) or IslandConfig(name=island.name)
+            island.config = self._config_of(island.name)
             self._publish(island)
+
+    def _config_of(self, name: str) -> IslandConfig:
+        return self._configured.get(name) or IslandConfig(name=name)
 
     # Members.
 
@@ -131,7 +116,7 @@ class IslandRegistry:
             self.remove(node)
             island = self._islands.get(node.island)
         if island is None:
-            island = self._islands[node.island] = Island(node.island, self._configured.get(node.island))
+            island = self._islands[node.island] = Island(node.island, self._config_of(node.island))
         island.nodes[node] = None
         self.several = len(self._islands) > 1
         self._publish(island)
@@ -163,7 +148,9 @@ class IslandRegistry:
                 self._publish_if_changed(island)
 
     def egress_ms(self, island: Island) -> float:
-        return island.egress_ms(self._published_request_bytes, self.affinity.gpu_usd_per_hour)
+        """Return what the network costs for an average request, converted to time."""
+        usd = self._published_request_bytes * 1e-9 * island.config.egress_usd_per_gb
+        return usd / self.affinity.gpu_usd_per_hour * HOUR_MS
 
     def update_queues(self, work_ms: Mapping[str, float]) -> None:
         """Take a sample of the prefill work in the admission queue, by island."""

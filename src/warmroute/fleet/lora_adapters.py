@@ -7,6 +7,7 @@ from the requests it sent and from the engine's metrics. A restart empties a nod
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
@@ -19,31 +20,25 @@ DEFAULT_SLOTS: Final = 8
 """SGLang's default, for engines that do not report it. vLLM does."""
 
 
+@dataclass(slots=True, eq=False)
 class FleetAdapters:
     """Shared by all nodes: the cost of a load, and a counter of changes to what nodes have loaded."""
 
-    __slots__ = ("changes", "load_ms")
-
-    def __init__(self, load_ms: float) -> None:
-        self.load_ms = load_ms
-        self.changes = 0
+    load_ms: float = 0.0
+    changes: int = 0
 
     def reconfigure(self, load_ms: float) -> None:
         self.load_ms = load_ms
         self.changes += 1
 
 
+@dataclass(slots=True, eq=False)
 class LoadedAdapters:
-    """The adapters that one node has loaded."""
-
-    __slots__ = ("_fleet", "_names", "load_count", "slots")
-
-    def __init__(self, fleet: FleetAdapters) -> None:
-        self._fleet = fleet
-        self._names: dict[str, None] = {}  # least recently used first
-        self.slots = DEFAULT_SLOTS
-        self.load_count = 0
-        """Requests that needed an adapter which was not loaded."""
+    _fleet: FleetAdapters
+    _names: dict[str, None] = field(default_factory=dict)  # least recently used first
+    slots: int = DEFAULT_SLOTS
+    load_count: int = 0
+    """Requests that needed an adapter which was not loaded."""
 
     def __len__(self) -> int:
         return len(self._names)
@@ -53,15 +48,10 @@ class LoadedAdapters:
 
     def mark_used(self, name: str) -> None:
         """A request for this adapter was sent to the node, which loads it if needed."""
-        if name in self._names:
-            del self._names[name]
-        else:
-            self.load_count += 1
-            self._fleet.changes += 1
-        self._names[name] = None
-        self._evict()
+        self.load_count += name not in self._names
+        self.update_running((name,))
 
-    def update_running(self, names: Iterable[str], slots: int) -> None:
+    def update_running(self, names: Iterable[str], slots: int = 0) -> None:
         """Take over what the engine reports: adapters in use, and how many it can keep (0: not reported)."""
         if slots and slots != self.slots:
             self.slots = slots
@@ -72,7 +62,9 @@ class LoadedAdapters:
             else:
                 self._fleet.changes += 1
             self._names[name] = None
-        self._evict()
+        while len(self._names) > self.slots:
+            del self._names[next(iter(self._names))]
+            self._fleet.changes += 1
 
     def loads_needed(self, name: str) -> int:
         """Return how many loads a request for this adapter causes.
@@ -89,22 +81,14 @@ class LoadedAdapters:
             self._names.clear()
             self._fleet.changes += 1
 
-    def _evict(self) -> None:
-        names = self._names
-        while len(names) > self.slots:
-            del names[next(iter(names))]
-            self._fleet.changes += 1
 
-
+@dataclass(slots=True, eq=False)
 class GroupAdapter:
     """The adapter that a group serves, and what loading it costs on each candidate."""
 
-    __slots__ = ("_fleet", "_known", "name")
-
-    def __init__(self, name: str, fleet: FleetAdapters) -> None:
-        self.name = name
-        self._fleet = fleet
-        self._known: WeakKeyDictionary[Candidates, tuple[int, bytes]] = WeakKeyDictionary()
+    name: str
+    _fleet: FleetAdapters
+    _known: WeakKeyDictionary[Candidates, tuple[int, bytes]] = field(default_factory=WeakKeyDictionary)
 
     def load_ms(self, candidates: Candidates) -> bytes:
         """Return the cost for each candidate, as packed doubles. Cached until a node's adapters change."""

@@ -6,7 +6,18 @@ import enum
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
-from warmroute._kernel import NodeState, key_hash
+from warmroute._kernel import FIRST_BYTE_BOUNDS_MS as FIRST_BYTE_BOUNDS_MS
+from warmroute._kernel import (
+    LATENCY_WEIGHT,
+    OUTCOME_BROKEN,
+    OUTCOME_BUSY,
+    OUTCOME_CANCELED,
+    OUTCOME_FAILED,
+    OUTCOME_OK,
+    OUTCOME_REJECTED,
+    NodeState,
+    key_hash,
+)
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig, node_name
 from warmroute.fleet.health import Health
@@ -16,25 +27,19 @@ from warmroute.fleet.node_speed import NodeSpeed
 if TYPE_CHECKING:
     from warmroute.fleet.group import Group
 
-FIRST_BYTE_BOUNDS_MS: Final = (
-    5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10_000.0, 30_000.0, 60_000.0,
-)  # fmt: skip
-"""Bounds of `Node.first_byte_counts`. The kernel has the same values."""
 LATENCY_DECAY_AFTER_S: Final = 5.0
 """Without a new request for this time, the latency average decays."""
-LATENCY_WEIGHT: Final = 0.1
-"""Weight of one response in the latency average. The kernel has the same value."""
 
 
 class Outcome(enum.IntEnum):
-    """How a ticket ended. The values index `Node.outcomes`; the kernel knows their number, and OK."""
+    """How a ticket ended. The values index `Node.outcomes`."""
 
-    OK = 0
-    REJECTED = 1  # the node answered 4xx: the client's mistake
-    BUSY = 2  # the node answered 429 or 503
-    FAILED = 3  # connection error, timeout, other 5xx or an invalid response, before the first byte
-    BROKEN = 4  # the response broke off after its first byte
-    CANCELED = 5  # the client disconnected
+    OK = OUTCOME_OK
+    REJECTED = OUTCOME_REJECTED  # the node answered 4xx: the client's mistake
+    BUSY = OUTCOME_BUSY  # the node answered 429 or 503
+    FAILED = OUTCOME_FAILED  # connection error, timeout, other 5xx or an invalid response, before the first byte
+    BROKEN = OUTCOME_BROKEN  # the response broke off after its first byte
+    CANCELED = OUTCOME_CANCELED  # the client disconnected
 
 
 class Node(NodeState):
@@ -42,27 +47,10 @@ class Node(NodeState):
 
     speed: NodeSpeed
     __slots__ = (
-        "adapter_names",
-        "api_key_env",
-        "config",
-        "draining",
-        "engine",
-        "groups",
-        "health",
-        "host",
-        "incarnation",
-        "island",
-        "loaded_adapters",
-        "model_cards",
-        "models",
-        "port",
-        "role",
-        "running",
-        "scheme",
-        "seed",
-        "url",
+        "adapter_names", "api_key_env", "config", "draining", "engine", "groups", "health", "host", "incarnation",
+        "island", "loaded_adapters", "model_cards", "models", "port", "role", "running", "scheme", "seed", "url",
         "waiting",
-    )
+    )  # fmt: skip
 
     def __init__(self, config: NodeConfig, health: HealthConfig, adapters: FleetAdapters | None = None) -> None:
         parts = urlsplit(config.url)
@@ -81,7 +69,7 @@ class Node(NodeState):
         self.model_cards: tuple[dict[str, object], ...] = ()
         self.adapter_names: frozenset[str] = frozenset()
         """Those of `models` that are LoRA adapters."""
-        self.loaded_adapters = LoadedAdapters(adapters or FleetAdapters(0.0))
+        self.loaded_adapters = LoadedAdapters(adapters or FleetAdapters())
         self.incarnation = 0.0
         """Start time of the engine's process, as it reports it. It changes with a restart."""
 
@@ -160,11 +148,11 @@ class Node(NodeState):
         self.polled_s = now_s
         self.other_load = max(0, running + waiting - self.inflight)
 
-    def clear_load(self) -> None:
-        """Forget what the metrics reported: it is too old."""
-        self.running = self.waiting = self.other_load = 0
-        self.kv_usage = 0.0
-        self.kv_delta = 0.0
+    def drop_stale_load(self, stale_s: float, now_s: float) -> None:
+        """Forget what the metrics reported if it is too old."""
+        if now_s - self.polled_s > stale_s:
+            self.running = self.waiting = self.other_load = 0
+            self.kv_usage = self.kv_delta = 0.0
 
     def decay_latency(self, now_s: float) -> None:
         """Lower the latency average of a node without requests, so that policies try a slow node again."""

@@ -1,30 +1,6 @@
 """Which node holds which KV block.
 
-Prompts become chains of block hashes in a namespace (`hash_blocks`, `namespace_seed`). `BlockIndex` maps each block to the
-holders that hold it. A holder is a number for one cache, for example one data-parallel rank of a node; `CacheView` knows
-which node each holder belongs to. The index itself is compiled (`_kernel/index.h`).
+Prompts become chains of block hashes in a namespace (`hash_blocks`, `namespace_seed`). `BlockIndex` maps each block to
+the holders that hold it. A holder is a number for one cache, for example one data-parallel rank of a node; `CacheView`
+knows which node each holder belongs to. The index itself is compiled (`_kernel/index.h`).
 """
-
-from warmroute._kernel import (
-    EVICTED_PARENT,
-    MIN_BUDGET_BYTES,
-    UNKNOWN_PARENT,
-    BlockIndex,
-    Recency,
-    engine_hash,
-    hash_blocks,
-)
-from warmroute.index.namespace import namespace_seed
-from warmroute.index.tiers import Tier
-
-__all__ = [
-    "EVICTED_PARENT",
-    "MIN_BUDGET_BYTES",
-    "UNKNOWN_PARENT",
-    "BlockIndex",
-    "Recency",
-    "Tier",
-    "engine_hash",
-    "hash_blocks",
-    "namespace_seed",
-]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from warmroute._kernel import BlockIndex, add_hits, match_hits
@@ -210,11 +210,3 @@ class CacheView:
         """Expire pending blocks and sweep the index. Call it in idle moments."""
         self._expire_pending(now_s)
         self.index.sweep(4096)
-
-    def nodes_missing_events(self) -> Sequence[NodeCache]:
-        """Return the nodes whose events do not arrive although the router listens to them."""
-        return [cache for cache in self._caches.values() if cache.events_missing]
-
-    def nodes_with_token_mismatch(self) -> Sequence[NodeCache]:
-        """Return the nodes whose engine tokenizes prompts differently from this router."""
-        return [cache for cache in self._caches.values() if cache.token_mismatch]

@@ -8,26 +8,18 @@ from __future__ import annotations
 
 from typing import Final
 
-from warmroute._kernel import AccuracyState
+from warmroute._kernel import ACCURACY_HALF_LIFE_S, ACCURACY_PRIOR_TOKENS, AccuracyState
 
-PRIOR_TOKENS: Final = 4096.0
-"""A new node is trusted as if this many predicted tokens had been confirmed."""
 FADE: Final = 0.97
 """Weight that older responses keep with each new one."""
-HALF_LIFE_S: Final = 30.0
-"""Mistrust halves in this time without a response, so that a node gets another chance."""
 
 
 class Accuracy(AccuracyState):
     """Predicted against reported cached tokens, recent responses first."""
 
     __slots__ = (
-        "_either",
-        "compared",
-        "exact",
-        "predicted_tokens",
-        "reported_tokens",
-    )
+        "_either", "compared", "exact", "predicted_tokens", "reported_tokens",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._predicted = 0.0
@@ -58,14 +50,14 @@ class Accuracy(AccuracyState):
         if self._confirmed == self._predicted:
             return 1.0
         left = self._left(now_s)
-        return (PRIOR_TOKENS + self._confirmed * left) / (PRIOR_TOKENS + self._predicted * left)
+        return (ACCURACY_PRIOR_TOKENS + self._confirmed * left) / (ACCURACY_PRIOR_TOKENS + self._predicted * left)
 
     def agreement(self) -> float:
         """Return tokens both predicted and reported, divided by tokens predicted or reported; 1 before the first."""
         return self._confirmed / self._either if self._either else 1.0
 
     def _left(self, now_s: float) -> float:
-        return float(0.5 ** (max(0.0, now_s - self._at_s) / HALF_LIFE_S))
+        return float(0.5 ** (max(0.0, now_s - self._at_s) / ACCURACY_HALF_LIFE_S))
 
 
 def freshness(age_s: float, stale_s: float, gone_s: float) -> float:

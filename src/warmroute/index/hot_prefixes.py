@@ -35,17 +35,14 @@ class HotPrefix(msgspec.Struct, frozen=True):
     tokens: int
 
 
-class _Count:
-    __slots__ = ("at_s", "chain", "depth", "example", "size", "uses")
-
-    def __init__(self, at_s: float, depth: int, size: int) -> None:
-        self.uses = 1.0
-        self.at_s = at_s
-        self.depth = depth
-        self.size = size
-        self.chain = b""
-        """Set, like the example, only while the prefix is hot."""
-        self.example: Lookup | None = None
+class _Count(msgspec.Struct, eq=False):
+    at_s: float
+    depth: int
+    size: int
+    uses: float = 1.0
+    chain: bytes = b""
+    """Set, like the example, only while the prefix is hot."""
+    example: Lookup | None = None
 
     def now(self, now_s: float) -> float:
         return self.uses * exp(min(0.0, self.at_s - now_s) / DECAY_S)

@@ -4,71 +4,75 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
 from typing import Final
 
 from warmroute._kernel import hash_blocks
-from warmroute.index.namespace import namespace_seed
 
 TEXT: Final = "text"
 """The tokenizer name of prompts that are matched by text: they match each other and no engine's block."""
 
 
+@lru_cache(maxsize=65536)
+def namespace_seed(model: str, lora: str, block_size: int, tokenizer: str = "") -> int:
+    """Return the namespace, with which every chain of block hashes starts: 64 bits over all that must be equal for two
+    prompts to share KV blocks. Tenants are not part of it (see tenant_isolation.py). `tokenizer` is empty where the
+    tokens are those of the engine."""
+    digest = blake2b(digest_size=8, person=b"warmroute-blocks")
+    for part in (model, lora, str(block_size), tokenizer):
+        data = part.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return int.from_bytes(digest.digest(), "little")
+
+
+@dataclass(slots=True, eq=False)
 class Lookup:
     """One prompt to look up. Its first `exact_tokens` tokens are those that the engine will compute."""
 
-    __slots__ = ("_chains", "_media", "_text", "_tokens", "cache_group", "exact_tokens", "salt", "token_count")
-
-    def __init__(
-        self,
-        tokens: bytes,
-        token_count: int,
-        exact_tokens: int,
-        salt: str = "",
-        cache_group: str = "",
-        media: tuple[tuple[int, bytes], ...] = (),
-        text: bool = False,
-    ) -> None:
-        self._tokens = tokens
-        self.token_count = token_count
-        self.exact_tokens = exact_tokens
-        self.salt = salt
-        self.cache_group = cache_group
-        """The tenant, or the group of tenants it shares caches with; empty where all tenants share."""
-        self._media = media
-        self._text = text
-        self._chains: dict[tuple[str, str, int], bytes] = {}
+    tokens: bytes
+    token_count: int
+    exact_tokens: int
+    salt: str = ""
+    cache_group: str = ""
+    """The tenant, or the group of tenants it shares caches with; empty where all tenants share."""
+    media: tuple[tuple[int, bytes], ...] = ()
+    text: bool = False
+    """Whether `tokens` are bytes of the prompt's text."""
+    _chains: dict[tuple[str, str, int], bytes] = field(default_factory=dict)
 
     def blocks(self, model: str, lora: str, block_size: int) -> bytes:
         """Return the hashes of the prompt's full blocks, 8 bytes each. They are computed once for each block size."""
         key = (model, lora, block_size)
         found = self._chains.get(key)
         if found is None:
-            extra = self._extra(block_size) if self._media or self.salt else None
-            seed = namespace_seed(model, lora, block_size, TEXT if self._text else "")
-            found = self._chains[key] = hash_blocks(seed, None, self._tokens, block_size, extra)
+            extra = self._extra(block_size) if self.media or self.salt else None
+            seed = namespace_seed(model, lora, block_size, TEXT if self.text else "")
+            found = self._chains[key] = hash_blocks(seed, None, self.tokens, block_size, extra)
         return found
 
     def prefix(self, tokens: int) -> Lookup:
         """Return a lookup of the first `tokens` tokens. It keeps no reference to the rest of the prompt."""
-        first = Lookup(
-            self._tokens[: 4 * tokens],
+        return Lookup(
+            self.tokens[: 4 * tokens],
             min(tokens, self.token_count),
             min(tokens, self.exact_tokens),
-            salt=self.salt,
-            cache_group=self.cache_group,
-            media=tuple([one for one in self._media if one[0] < tokens]),
-            text=self._text,
+            self.salt,
+            self.cache_group,
+            tuple([one for one in self.media if one[0] < tokens]),
+            self.text,
+            {key: chain[: tokens // key[2] * 8] for key, chain in self._chains.items()},
         )
-        first._chains = {key: chain[: tokens // key[2] * 8] for key, chain in self._chains.items()}
-        return first
 
     def first_tokens(self, count: int) -> list[int]:
-        return array("I", self._tokens[: 4 * count]).tolist()
+        return array("I", self.tokens[: 4 * count]).tolist()
 
     def model_of(self, prefix: bytes) -> str | None:
         """Return the model or adapter whose blocks `prefix` is; None if this prompt does not start with them, or if
         it is more than tokens (media, text)."""
-        if self._media or self._text:
+        if self.media or self.text:
             return None
         return next(
             (lora or model for (model, lora, _), chain in self._chains.items() if chain.startswith(prefix)), None
@@ -79,7 +83,7 @@ class Lookup:
         if not blocks:
             return None
         extra: list[bytes | None] = [None] * blocks
-        for at, content in self._media:
+        for at, content in self.media:
             block = at // block_size
             if block < blocks:
                 extra[block] = (extra[block] or b"") + content

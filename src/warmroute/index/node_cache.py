@@ -15,16 +15,16 @@ from collections.abc import Callable, Collection, Sequence
 from math import inf
 from typing import Final
 
-from warmroute._kernel import UNKNOWN_PARENT, BlockIndex, CacheState, Recency
+from warmroute._kernel import ROUTED_RANK, UNKNOWN_PARENT, BlockIndex, CacheState, Recency
 from warmroute.index.confidence import Accuracy, freshness
-from warmroute.index.lookup import salted
-from warmroute.index.namespace import namespace_seed
+from warmroute.index.lookup import namespace_seed, salted
 from warmroute.index.tiers import Tier
 
 EngineHash = int | bytes
+"""An engine's own hash of a block."""
 Uses = list[tuple[int, int, float]]
 """(first, end, stamp) of blocks that were used together."""
-ROUTED: Final = -1
+ROUTED: Final = ROUTED_RANK
 """The rank of what was routed to a node."""
 PENDING: Final = -2
 """The rank of what a node is prefilling."""
@@ -44,23 +44,10 @@ class NodeCache(CacheState):
 
     accuracy: Accuracy
     __slots__ = (
-        "__weakref__",
-        "_complete",
-        "_index",
-        "_on_block_size",
-        "_owners",
-        "gaps",
-        "generation",
-        "model",
-        "pending_holder",
-        "prefilled_s",
-        "prompts_without_events",
-        "ranks",
-        "recency",
-        "routed_holder",
-        "store_events",
+        "__weakref__", "_complete", "_index", "_on_block_size", "_owners", "gaps", "generation", "model",
+        "pending_holder", "prefilled_s", "prompts_without_events", "ranks", "recency", "routed_holder", "store_events",
         "token_mismatches",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -205,7 +192,6 @@ class NodeCache(CacheState):
         self._index.remove(self.ranks[rank], hashes, tier)
 
     def all_blocks_cleared(self, rank: int) -> None:
-        """Empty a rank."""
         self._index.clear(self.ranks[rank])
         if len(self.ranks) == 1:
             self._clear_routed()
@@ -326,10 +312,8 @@ class NodeCache(CacheState):
 
     def event_confidence(self, now_s: float, stale_s: float, gone_s: float) -> float:
         """Return the confidence in hits that events report."""
-        trust = self.accuracy.trust(now_s)
-        if now_s - self.last_contact_s <= stale_s and self.event_lag_s <= stale_s:
-            return trust
-        return trust * freshness(max(now_s - self.last_contact_s, self.event_lag_s), stale_s, gone_s)
+        age_s = max(now_s - self.last_contact_s, self.event_lag_s)
+        return self.accuracy.trust(now_s) * freshness(age_s, stale_s, gone_s)
 
     def confidence(self, now_s: float, stale_s: float, gone_s: float) -> float:
         """Return the confidence in the node's hits, whatever their source."""

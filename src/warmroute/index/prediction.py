@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-from warmroute.index.node_cache import NodeCache
+import msgspec
+
+from warmroute.index.node_cache import NodeCache, Uses
 
 
-class Prediction:
-    __slots__ = (
-        "_generation",
-        "_new_blocks",
-        "_store_events",
-        "_uses",
-        "cache",
-        "chain",
-        "exact",
-        "pending",
-        "prompt_tokens",
-        "rank",
-        "sent_s",
-        "tokens",
-    )
+class Prediction(msgspec.Struct, eq=False):
+    cache: NodeCache
+    chain: bytes
+    prompt_tokens: int
+    tokens: int
+    """Cached tokens that the engine should report."""
+    rank: int
+    exact: bool
+    """Whether the blocks are those that the engine's events will contain."""
+    sent_s: float
+    pending: bool = False
+    """Whether the blocks count as pending; that ends shortly after the first token."""
+    _generation: int = 0
+    _store_events: int = 0
+    _new_blocks: bytes = b""
+    _uses: Uses | None = None
+    """When the cached blocks were last used, to learn how far back the node's LRU reaches."""
 
-    def __init__(
-        self, cache: NodeCache, chain: bytes, prompt_tokens: int, tokens: int, rank: int, exact: bool, now_s: float
-    ) -> None:
-        self.cache = cache
-        self.chain = chain
-        self.prompt_tokens = prompt_tokens
-        self.tokens = tokens
-        """Cached tokens that the engine should report."""
-        self.rank = rank
-        self.exact = exact
-        """Whether the blocks are those that the engine's events will contain."""
-        self.sent_s = now_s
+    def __post_init__(self) -> None:
+        cache, chain, tokens = self.cache, self.chain, self.tokens
         self._generation = cache.generation
         self._store_events = cache.store_events
-        self.pending = exact and cache.complete
-        """Whether the blocks count as pending; that ends shortly after the first token."""
-        if self.pending:
+        if self.exact and cache.complete:
+            self.pending = True
             cache.add_pending(chain)
             tokens = 0
-        self._new_blocks, self._uses = cache.record_routed(chain, tokens, now_s)
-        """`_uses`: when the cached blocks were last used, to learn how far back the node's LRU reaches."""
+        self._new_blocks, self._uses = cache.record_routed(chain, tokens, self.sent_s)
 
     @property
     def is_current(self) -> bool:

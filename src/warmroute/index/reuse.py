@@ -11,12 +11,10 @@ from array import array
 from math import inf, log2
 from typing import Final
 
-from warmroute._kernel import Recency
+from warmroute._kernel import REUSE_FIRST_S, Recency
 
 MAX_BLOCKS: Final = 1 << 16
 BUCKETS: Final = 32
-FIRST_S: Final = 0.25
-"""End of the first bucket. The end of each further bucket is √2 times that of the one before."""
 FADE: Final = 0.9998
 UPDATE_EVERY: Final = 32
 """Prompts between two updates of the probabilities."""
@@ -75,13 +73,13 @@ class Reuse:
             return 0.0
         bucket = _bucket(age_s)
         whole = sum(self._reused[:bucket])
-        first_s = FIRST_S * 2.0 ** ((bucket - 1) / 2.0) if bucket else 0.0
-        last_s = FIRST_S * 2.0 ** (bucket / 2.0)
+        first_s = REUSE_FIRST_S * 2.0 ** ((bucket - 1) / 2.0) if bucket else 0.0
+        last_s = REUSE_FIRST_S * 2.0 ** (bucket / 2.0)
         part = min(1.0, max(0.0, (age_s - first_s) / (last_s - first_s)))
         return float(min(1.0, (whole + self._reused[bucket] * part) / self._uses))
 
 
 def _bucket(age_s: float) -> int:
-    if age_s <= FIRST_S:
+    if age_s <= REUSE_FIRST_S:
         return 0
-    return min(BUCKETS - 1, int(2.0 * log2(age_s / FIRST_S)) + 1)
+    return min(BUCKETS - 1, int(2.0 * log2(age_s / REUSE_FIRST_S)) + 1)

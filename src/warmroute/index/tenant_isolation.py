@@ -1,8 +1,8 @@
 """Limits what a tenant can learn from cache hits to prompts that it sent itself.
 
-Engines do not know tenants: a block that an engine reports may be any tenant's. So each tenant, or group of tenants that
-share, has a holder of its own in the index with the blocks of the prompts it sent through this router. A match counts
-for a tenant
+Engines do not know tenants: a block that an engine reports may be any tenant's. So each tenant, or group of tenants
+that share, has a holder of its own in the index with the blocks of the prompts it sent through this router. A match
+counts for a tenant
 
 - as deep as the tenant has sent these blocks itself;
 - beyond that (blocks of responses, which no tenant has sent yet) only if no other tenant has sent even the first block,
@@ -16,7 +16,7 @@ for a tenant
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from warmroute._kernel import BlockIndex, Recency
 from warmroute.index.tiers import Tier
@@ -30,14 +30,11 @@ UNLIMITED: Final = 1 << 62
 Row = tuple[int, int, int, int, int]
 
 
-class _SentBlocks:
+class _SentBlocks(NamedTuple):
     """The blocks that one group of tenants sent."""
 
-    __slots__ = ("holder", "recency")
-
-    def __init__(self, index: BlockIndex, most_blocks: int) -> None:
-        self.recency = Recency(most_blocks)
-        self.holder = index.add_holder(self.recency)
+    recency: Recency
+    holder: int
 
 
 class TenantIsolation:
@@ -52,7 +49,8 @@ class TenantIsolation:
         """Remember that a tenant of `group` sent these blocks."""
         sent = self._sent.get(group)
         if sent is None:
-            sent = self._sent[group] = _SentBlocks(self._index, self._max_blocks)
+            recency = Recency(self._max_blocks)
+            sent = self._sent[group] = _SentBlocks(recency, self._index.add_holder(recency))
             self._holders.add(sent.holder)
         before = len(sent.recency)
         self._index.touch(sent.holder, chain, now_s)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final
 
+from warmroute._kernel import TIER_CPU, TIER_DISK, TIER_GPU, TIER_REMOTE
+
 
 class Tier(IntEnum):
-    GPU = 0
-    CPU = 1
-    DISK = 2
-    REMOTE = 3
+    GPU = TIER_GPU
+    CPU = TIER_CPU
+    DISK = TIER_DISK
+    REMOTE = TIER_REMOTE
 
 
 SAVED_SHARE: Final = (1.0, 0.9, 0.6, 0.5)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from warmroute.prompt.chat_template import ChatTemplate, Message, TemplateRejected
+from warmroute.prompt.chat_template import Message, TemplateRejected
 from warmroute.prompt.template_messages import BILLING_HEADER, UnsupportedRequest
 
 _EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
@@ -144,7 +145,8 @@ def _url(source: Any) -> str:
     return f"data:{source.get('media_type', 'image/jpeg')};base64,{source.get('data', '')}"
 
 
-def moves_system_messages(template: ChatTemplate) -> bool:
+@lru_cache(64)
+def moves_system_messages(template_source: str) -> bool:
     """Return whether vLLM moves system messages to the front, because the template refuses them elsewhere.
 
     vLLM checks that in a bare jinja2 sandbox, without the functions that templates can otherwise use.
@@ -152,7 +154,7 @@ def moves_system_messages(template: ChatTemplate) -> bool:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     messages = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
     try:
-        environment.from_string(template.source).render(messages=messages, add_generation_prompt=False)
+        environment.from_string(template_source).render(messages=messages, add_generation_prompt=False)
     except Exception:
         return True
     return False

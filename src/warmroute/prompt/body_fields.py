@@ -1,9 +1,9 @@
 """Read the fields of a JSON body that routing needs (model, start of the prompt, session) without parsing all of it.
 
-_kernel/body_scan.c scans the bytes once. It also returns the outline: the position of each field, for request_body.py. With
-the routing key this takes 1.1 µs for 1 KB, 2.5 µs for 16 KB, 10 µs for 128 KB (timeit, least of 80, on an EPYC core at
-2.6 GHz with AVX2; chats, the longer ones with an escape every 60 bytes). Where the scan cannot decide (malformed JSON,
-an escaped field name, a NaN, …), a JSON parser reads the body. Property tests compare both.
+_kernel/body_scan.c scans the bytes once. It also returns the outline: the position of each field, for request_body.py.
+With the routing key this takes 1.1 µs for 1 KB, 2.5 µs for 16 KB, 10 µs for 128 KB (timeit, least of 80, on an EPYC
+core at 2.6 GHz with AVX2; chats, the longer ones with an escape every 60 bytes). Where the scan cannot decide
+(malformed JSON, an escaped field name, a NaN, …), a JSON parser reads the body. Property tests compare both.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from typing import Any, Final
 
 import msgspec
 
-from warmroute._kernel import Outline, scan_body
+from warmroute._kernel import KEY_CHARACTERS, Outline, scan_body
 
 BodyFields = tuple[str, bytes | None, bytes | None, bytes, Outline | None]
 """Model (empty where the body names none), first characters of the system prompt and of the first user message, session
 (empty where the body names none), and the outline (None where a full parser read the body)."""
 
-KEY_CHARACTERS: Final = 256
-"""How much of the system prompt, and of the first user message, makes the routing key. body_scan.c has the same."""
 _PROMPT_FIELDS: Final = ("prompt", "input", "query", "text_1")
 _SESSION_FIELDS: Final = ("session_id", "conversation_id", "prompt_cache_key", "user")
 

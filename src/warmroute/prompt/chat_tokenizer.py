@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from warmroute._kernel import TOKEN_BYTES
 from warmroute.prompt.chat_template import ChatTemplate, Message, TemplateRejected
 from warmroute.prompt.message_spans import MessageList
+from warmroute.prompt.prompt import Prompt, exact_prompt
 from warmroute.prompt.render_context import RenderContext
 from warmroute.prompt.tail_check import TailCheck, differs_at_last_cut
 from warmroute.prompt.tail_rendering import TailRenderer, may_be_prefix, may_follow
 from warmroute.prompt.template_messages import MEDIA_MARK, MEDIA_MARK_LENGTH, UnsupportedRequest, as_media_parts
 from warmroute.prompt.token_cache import CachedPrefix, TokenCache
-from warmroute.prompt.tokenizer import TOKEN_BYTES, Tokenizer
+from warmroute.prompt.tokenizer import Tokenizer
 
 _CONTEXT_BUDGET_DIVISOR: Final = 8
 """One eighth of the memory budget is for render contexts, the rest for tokens."""
@@ -27,17 +29,6 @@ _MAX_NEW_MESSAGES: Final = 1024
 _CHECK_FIRST: Final = 8
 _CHECK_EVERY: Final = 32
 """Conversations that are rendered as a whole and checked: the first ones, then one of this many."""
-
-
-@dataclass(slots=True)
-class Tokenized:
-    """The tokens of a prompt. The fields have the meaning of those in Prompt."""
-
-    tokens: bytes
-    exact_tokens: int
-    warm_tokens: int = 0
-    media: tuple[tuple[int, bytes], ...] = ()
-    inexact_reason: str = ""
 
 
 @dataclass(slots=True)
@@ -162,7 +153,7 @@ class ChatTokenizer:
                     return ChatPlan(context, messages, prefix, tail, messages.size_bytes(count, messages.count))
         return ChatPlan(context, messages, None, [], messages.size_bytes(0, messages.count))
 
-    def tokenize(self, plan: ChatPlan) -> Tokenized:
+    def tokenize(self, plan: ChatPlan) -> Prompt:
         """Raises UnsupportedRequest, TemplateRejected, UnicodeEncodeError."""
         if plan.prefix is None:
             result = self._tokenize_whole(plan)
@@ -174,8 +165,7 @@ class ChatTokenizer:
         if plan.context.add_special_tokens:
             before = len(self._tokenizer.special_prefix) // TOKEN_BYTES
             result.tokens = self._tokenizer.special_prefix + result.tokens + self._tokenizer.special_suffix
-            all_tokens = len(result.tokens) // TOKEN_BYTES
-            result.exact_tokens = before + result.exact_tokens if result.inexact_reason else all_tokens
+            result.exact_tokens = before + result.exact_tokens if result.inexact_reason else result.token_count
             result.media = tuple((before + at, key) for at, key in result.media)
         if plan.context.context.template.prints_time_of_day():
             result.exact_tokens, result.inexact_reason = 0, "the chat template prints the time of day"
@@ -186,7 +176,7 @@ class ChatTokenizer:
         messages = plan.context.leading_messages + plan.messages.messages(0, plan.messages.count)
         return self._tokenizer.encode(plan.context.context.render(messages), plan.context.add_special_tokens)
 
-    def _tokenize_whole(self, plan: ChatPlan) -> Tokenized:
+    def _tokenize_whole(self, plan: ChatPlan) -> Prompt:
         cached, context = plan.context, plan.context.context
         messages = cached.leading_messages + plan.messages.messages(0, plan.messages.count)
         text = context.render(messages)
@@ -200,11 +190,10 @@ class ChatTokenizer:
                 self._check_sometimes(context, renderer, cached.tail_check, mapped)
                 prefix = self._new_prefix(plan, None, text, mapped, mapped[0]["role"] == "system")
         if prefix is None:
-            tokens = self._tokenizer.encode(text)
-            return Tokenized(tokens, len(tokens) // TOKEN_BYTES)
+            return exact_prompt(self._tokenizer.encode(text))
         return self._encode_and_cache(plan, prefix, "", text)
 
-    def _tokenize_tail(self, plan: ChatPlan, prefix: CachedPrefix) -> Tokenized:
+    def _tokenize_tail(self, plan: ChatPlan, prefix: CachedPrefix) -> Prompt:
         renderer = plan.context.tail_renderer
         assert renderer is not None
         tail_text = renderer.render_tail(prefix.starts_with_system, prefix.ends_with_user, plan.tail)
@@ -218,7 +207,7 @@ class ChatTokenizer:
             self.token_cache.touch(prefix)
             encoded = self._tokenizer.encode(prefix.cut_token + text)
             tokens = prefix.all_tokens() + self._without_first(prefix.cut_token, encoded)
-            return Tokenized(tokens, len(tokens) // TOKEN_BYTES, prefix.token_bytes // TOKEN_BYTES)
+            return exact_prompt(tokens, prefix.token_bytes // TOKEN_BYTES)
         return self._encode_and_cache(plan, new, prefix.cut_token, text)
 
     def _new_prefix(
@@ -252,7 +241,7 @@ class ChatTokenizer:
         ends_with_user = messages[-1]["role"] == "user"
         return CachedPrefix(key, parent, cut_token, prefix_text[cut_at:], ends_with_user, starts_with_system, clean)
 
-    def _encode_and_cache(self, plan: ChatPlan, prefix: CachedPrefix, parent_cut_token: str, text: str) -> Tokenized:
+    def _encode_and_cache(self, plan: ChatPlan, prefix: CachedPrefix, parent_cut_token: str, text: str) -> Prompt:
         """Encode the text after the parent, up to the new prefix's cut and after it, and cache the prefix."""
         renderer = plan.context.tail_renderer
         assert renderer is not None
@@ -265,7 +254,7 @@ class ChatTokenizer:
         self.token_cache.add(prefix)
         tokens = prefix.all_tokens() + self._without_first(prefix.cut_token, after_cut)
         warm_tokens = parent.token_bytes // TOKEN_BYTES if parent else 0
-        return Tokenized(tokens, len(tokens) // TOKEN_BYTES, warm_tokens)
+        return exact_prompt(tokens, warm_tokens)
 
     def _without_first(self, cut_token: str, tokens: bytes) -> bytes:
         """Remove the cut token, which was put before the text to encode."""
@@ -275,7 +264,7 @@ class ChatTokenizer:
             raise UnsupportedRequest("the tokenizer did not find the cut token")
         return tokens[TOKEN_BYTES:]
 
-    def _tokenize_with_media(self, cached: CachedContext, messages: Sequence[Message], text: str) -> Tokenized:
+    def _tokenize_with_media(self, cached: CachedContext, messages: Sequence[Message], text: str) -> Prompt:
         """Give no tokens to pictures; the tokens are sure up to the last cut before the first picture."""
         first, *others = text.split(MEDIA_MARK)
         unchanged = first
@@ -293,7 +282,7 @@ class ChatTokenizer:
             media.append((len(tokens) // TOKEN_BYTES, piece[:digits].encode("ascii", "replace")))
             tokens += self._tokenizer.encode(piece[digits:])
         reason = "only the engine knows how many tokens a picture takes"
-        return Tokenized(tokens, exact_tokens, media=tuple(media), inexact_reason=reason)
+        return Prompt(tokens, exact_tokens, media=tuple(media), inexact_reason=reason)
 
     # ---- Checks ----
 

@@ -43,19 +43,15 @@ def _derives_from(node: nodes.Node, name: str, field: str = "") -> bool:
 
 def _message_lists(tree: nodes.Template) -> list[str]:
     """Return `messages` and the variables that are set from it."""
-    found, at = ["messages"], 0
-    while at < len(found):
+    found = ["messages"]
+    for name in found:  # which grows meanwhile
         for assign in tree.find_all(nodes.Assign):
-            if _derives_from(assign.node, found[at]):
-                target = _target(assign.target)
-                if target != found[at] and target not in found:
-                    found.append(target)
-        at += 1
+            if _derives_from(assign.node, name) and (target := _target(assign.target)) not in found:
+                found.append(target)
     return found
 
 
 def _loop_variables(tree: nodes.Template) -> list[str]:
-    """Return the variables of loops over messages."""
     lists = _message_lists(tree)
     return [
         _target(loop.target)

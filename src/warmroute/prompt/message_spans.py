@@ -8,29 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any
 
 import msgspec
 
-from warmroute._kernel import digest
+from warmroute._kernel import DIGEST_BYTES, digest
 from warmroute.prompt.chat_template import Message
 from warmroute.prompt.template_messages import UnsupportedRequest
 
-DIGEST_BYTES: Final = 16
 ConvertItem = Callable[[Any], list[Message]]
 """Convert one item of the request's list to messages for the chat template. Raises UnsupportedRequest."""
-
-
-class MessageList(Protocol):
-    count: int
-
-    def digest(self, count: int) -> bytes:
-        """Return the digest of the first `count` items; `count` is at least 1."""
-
-    def messages(self, start: int, end: int) -> list[Message]:
-        """Return the template messages for these items. Raises UnsupportedRequest."""
-
-    def size_bytes(self, start: int, end: int) -> int: ...
 
 
 class BodyMessages:
@@ -47,9 +34,11 @@ class BodyMessages:
         self.count = len(digests) // DIGEST_BYTES
 
     def digest(self, count: int) -> bytes:
+        """Return the digest of the first `count` items; `count` is at least 1."""
         return self._digests[DIGEST_BYTES * (count - 1) : DIGEST_BYTES * count]
 
     def messages(self, start: int, end: int) -> list[Message]:
+        """Return the template messages for these items. Raises UnsupportedRequest."""
         if start == 0 and end == self.count:
             items = decode_json(self._body[slice(*self._list_span)])
         else:
@@ -84,6 +73,9 @@ class ConvertedMessages:
 
     def size_bytes(self, start: int, end: int) -> int:
         return self._sizes[end] - self._sizes[start]
+
+
+MessageList = BodyMessages | ConvertedMessages
 
 
 def decode_json(text: bytes) -> Any:

@@ -16,8 +16,6 @@ class ModelRoot:
 
 @dataclass(slots=True)
 class ListedModels:
-    """The models of one node."""
-
     roots: dict[str, ModelRoot] = field(default_factory=dict)
     """By model name, without adapters."""
     adapters: dict[str, str] = field(default_factory=dict)

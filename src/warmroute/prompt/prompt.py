@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from warmroute.prompt.tokenizer import TOKEN_BYTES
+from warmroute._kernel import TOKEN_BYTES
 
 
 class Prompt(msgspec.Struct, gc=False):
@@ -29,3 +29,8 @@ class Prompt(msgspec.Struct, gc=False):
     @property
     def token_count(self) -> int:
         return len(self.tokens) // TOKEN_BYTES
+
+
+def exact_prompt(tokens: bytes, warm_tokens: int = 0) -> Prompt:
+    """Return a prompt whose tokens are all certain."""
+    return Prompt(tokens, len(tokens) // TOKEN_BYTES, warm_tokens=warm_tokens)

@@ -13,17 +13,19 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Final
 
+import msgspec
+
 from warmroute._kernel import Outline, digest, prefix_digests
 from warmroute.prompt import anthropic_messages, openai_responses
 from warmroute.prompt.chat_template import Message, TemplateRejected
-from warmroute.prompt.chat_tokenizer import CachedContext, ChatPlan, ChatTokenizer, Tokenized
+from warmroute.prompt.chat_tokenizer import CachedContext, ChatPlan, ChatTokenizer
 from warmroute.prompt.content_format import ContentFormat
 from warmroute.prompt.message_spans import BodyMessages, ConvertedMessages, ConvertItem
-from warmroute.prompt.prompt import Prompt
+from warmroute.prompt.prompt import Prompt, exact_prompt
 from warmroute.prompt.render_context import EngineOptions, RenderContext, Templates, render_context
 from warmroute.prompt.request_body import NO_TOKENIZER, Endpoint, RequestBody, read_request_body
 from warmroute.prompt.template_messages import UnsupportedRequest, template_message
-from warmroute.prompt.tokenizer import TOKEN_BYTES, Tokenizer, pack_token_ids
+from warmroute.prompt.tokenizer import Tokenizer, pack_token_ids
 
 CACHE_BYTES: Final = 128 << 20
 _SAMPLE_EVERY: Final = 64
@@ -31,16 +33,12 @@ _SAMPLE_EVERY: Final = 64
 _LONG_FIELD_BYTES: Final = 64
 
 _CHAT_ENDPOINTS: Final = (Endpoint.CHAT, Endpoint.MESSAGES)
-_RENDER_FIELDS: Final = [
-    "chat_template",
-    "chat_template_kwargs",
-    "add_generation_prompt",
-    "continue_final_message",
-    "add_special_tokens",
-]
+_RENDER_FIELDS: Final = (
+    "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens",
+)  # fmt: skip
 _CONTEXT_FIELDS: Final = {
-    Endpoint.CHAT: ["tools", "tool_choice", "documents", "reasoning_effort", *_RENDER_FIELDS],
-    Endpoint.MESSAGES: ["system", "tools", "thinking", "output_config", "chat_template_kwargs"],
+    Endpoint.CHAT: ("tools", "tool_choice", "documents", "reasoning_effort", *_RENDER_FIELDS),
+    Endpoint.MESSAGES: ("system", "tools", "thinking", "output_config", "chat_template_kwargs"),
     Endpoint.EMBEDDING: _RENDER_FIELDS,
 }
 """Fields that change the text of a conversation, besides its messages."""
@@ -59,16 +57,13 @@ def max_text_prompt_bytes(max_ms: float) -> int:
     return int((max_ms - _COST_MS) / _COST_MS_PER_BODY_BYTE)
 
 
-class TokenizeJob:
+class TokenizeJob(msgspec.Struct, eq=False):
     """A request whose fields and cached prefix are known. `run()` makes its prompt."""
 
-    __slots__ = ("_tokenizer", "plan", "problem", "request")
-
-    def __init__(self, tokenizer: PromptTokenizer, request: RequestBody) -> None:
-        self._tokenizer = tokenizer
-        self.request = request
-        self.plan: ChatPlan | None = None
-        self.problem = ""
+    _tokenizer: PromptTokenizer
+    request: RequestBody
+    plan: ChatPlan | None = None
+    problem: str = ""
 
     @property
     def is_warm(self) -> bool:
@@ -104,7 +99,6 @@ class PromptTokenizer:
         self._warm_requests = 0
         self._sample: RequestBody | None = None
         self._effort_without_thinking: dict[str, str] = {}
-        self._moves_system: dict[str, bool] = {}
         if tokenizer is not None:
             self.chats = ChatTokenizer(tokenizer, cache_bytes)
             self._templates = Templates(tokenizer.templates, tokenizer.special_tokens, self._engine)
@@ -124,7 +118,6 @@ class PromptTokenizer:
         return None if request is None else self._begin(request)
 
     def tokenize(self, path: bytes, body: bytes, outline: Outline | None = None) -> Prompt | None:
-        """Begin and run a job."""
         job = self.begin(path, body, outline)
         return None if job is None else job.run()
 
@@ -170,7 +163,8 @@ class PromptTokenizer:
         format = context.context.content_format
         convert: ConvertItem = partial(_convert_chat_message, format)
         if request.endpoint is Endpoint.MESSAGES:
-            convert = partial(_convert_anthropic_message, format, self._moves_system_messages(context))
+            moves_system = anthropic_messages.moves_system_messages(context.context.template.source)
+            convert = partial(_convert_anthropic_message, format, moves_system)
         spans = request.outline.message_spans
         return chats.plan(
             context, BodyMessages(request.body, span, spans, prefix_digests(request.body, spans), convert)
@@ -195,7 +189,7 @@ class PromptTokenizer:
         context, leading_messages, special = self._build_context(request.endpoint, request.values(names))
         cached = chats.add_context(self._context_key(request), size, context, leading_messages, special)
         if request.endpoint is Endpoint.MESSAGES:
-            self._moves_system_messages(cached)
+            anthropic_messages.moves_system_messages(context.template.source)  # so that it is known on the event loop
         return cached
 
     def _build_context(self, endpoint: Endpoint, fields: dict[str, Any]) -> tuple[RenderContext, list[Message], bool]:
@@ -217,12 +211,6 @@ class PromptTokenizer:
             raise UnsupportedRequest(self.tokenizer.chat_inexact_reason)
         return render_context(fields, self._templates, self._engine)
 
-    def _moves_system_messages(self, context: CachedContext) -> bool:
-        template = context.context.template
-        if template.source not in self._moves_system:
-            self._moves_system[template.source] = anthropic_messages.moves_system_messages(template)
-        return self._moves_system[template.source]
-
     def _find_effort_without_thinking(self, fields: dict[str, Any]) -> str:
         thinking = fields.get("thinking")
         if not isinstance(thinking, dict) or thinking.get("type") != "disabled":
@@ -239,33 +227,26 @@ class PromptTokenizer:
     # ---- Running a job ----
 
     def finish(self, job: TokenizeJob) -> Prompt:
-        """Make the job's prompt."""
-        request = job.request
-        prompt = Prompt(cache_salt=request.cache_salt())
-        if self.chats is None or self.tokenizer is None:
-            prompt.tokens, prompt.exact, prompt.inexact_reason = request.outline.text_as_tokens(), False, NO_TOKENIZER
-            return prompt
-        try:
-            result = self._tokenize(self.chats, self.tokenizer, job)
-            truncated = request.may_be_truncated(len(result.tokens) // TOKEN_BYTES, self._engine.max_model_len)
-        except UnsupportedRequest as problem:
-            reason = str(problem)
-        except TemplateRejected:
-            reason = "the chat template rejects the conversation"
-        except UnicodeEncodeError:
-            reason = "the text cannot be encoded as UTF-8"
-        else:
-            prompt.tokens, prompt.media, prompt.warm_tokens = result.tokens, result.media, result.warm_tokens
-            prompt.exact_tokens, prompt.inexact_reason = result.exact_tokens, result.inexact_reason
-            if truncated:
-                prompt.exact_tokens, prompt.inexact_reason = 0, "the engine may truncate or pad the prompt"
-            if reason := self.tokenizer.inexact_reason:
-                prompt.exact, prompt.exact_tokens, prompt.inexact_reason = False, 0, reason
-            return prompt
-        prompt.tokens, prompt.exact, prompt.inexact_reason = request.outline.text_as_tokens(), False, reason
-        return prompt
+        request, reason = job.request, NO_TOKENIZER
+        if self.chats is not None and self.tokenizer is not None:
+            try:
+                prompt = self._tokenize(self.chats, self.tokenizer, job)
+                prompt.cache_salt = request.cache_salt()
+                if request.may_be_truncated(prompt.token_count, self._engine.max_model_len):
+                    prompt.exact_tokens, prompt.inexact_reason = 0, "the engine may truncate or pad the prompt"
+                if self.tokenizer.inexact_reason:
+                    prompt.exact, prompt.exact_tokens = False, 0
+                    prompt.inexact_reason = self.tokenizer.inexact_reason
+                return prompt
+            except UnsupportedRequest as problem:
+                reason = str(problem)
+            except TemplateRejected:
+                reason = "the chat template rejects the conversation"
+            except UnicodeEncodeError:
+                reason = "the text cannot be encoded as UTF-8"
+        return Prompt(request.outline.text_as_tokens(), 0, False, reason, (), request.cache_salt())
 
-    def _tokenize(self, chats: ChatTokenizer, tokenizer: Tokenizer, job: TokenizeJob) -> Tokenized:
+    def _tokenize(self, chats: ChatTokenizer, tokenizer: Tokenizer, job: TokenizeJob) -> Prompt:
         request, plan = job.request, job.plan
         if job.problem:
             raise UnsupportedRequest(job.problem)
@@ -309,7 +290,7 @@ class PromptTokenizer:
         return chats.plan(cached, ConvertedMessages(messages, convert))
 
 
-def _tokenize_text(tokenizer: Tokenizer, request: RequestBody, prompt: Any) -> Tokenized:
+def _tokenize_text(tokenizer: Tokenizer, request: RequestBody, prompt: Any) -> Prompt:
     """Tokenize a text or token ids; the first one of several."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
@@ -322,7 +303,7 @@ def _tokenize_text(tokenizer: Tokenizer, request: RequestBody, prompt: Any) -> T
             raise UnsupportedRequest("a token id is out of range") from None
     else:
         raise UnsupportedRequest("the prompt is neither text nor token ids")
-    return Tokenized(tokens, len(tokens) // TOKEN_BYTES)
+    return exact_prompt(tokens)
 
 
 def _convert_chat_message(format: ContentFormat, item: Any, sort_tool_calls: bool = True) -> list[Message]:

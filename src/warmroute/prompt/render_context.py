@@ -71,30 +71,25 @@ class Templates:
             raise UnsupportedRequest("the chat template cannot be compiled") from None
 
 
+@dataclass(slots=True, eq=False)
 class RenderContext:
     """Stays the same over a conversation. Built once, used by many requests."""
 
-    def __init__(
-        self,
-        template: ChatTemplate,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Any = None,
-        add_generation_prompt: bool = True,
-        continued_field: str = "",
-        variables: Mapping[str, Any] | None = None,
-        content_format: ContentFormat | None = None,
-        uses_model_template: bool = True,
-    ) -> None:
-        self.template = template
-        self.tools = tools
-        self.documents = documents
-        self.add_generation_prompt = add_generation_prompt
-        self.continued_field = continued_field
-        """The field of the last message that the model continues; empty where the model starts a new message."""
-        self.variables = variables or {}
-        self.content_format: ContentFormat = content_format or template.content_format
-        self.uses_model_template = uses_model_template
-        """False where the request brought its own template."""
+    template: ChatTemplate
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Any = None
+    add_generation_prompt: bool = True
+    continued_field: str = ""
+    """The field of the last message that the model continues; empty where the model starts a new message."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    engine_format: ContentFormat | None = None
+    """The content format that the engine was started with; None: it follows the template."""
+    uses_model_template: bool = True
+    """False where the request brought its own template."""
+
+    @property
+    def content_format(self) -> ContentFormat:
+        return self.engine_format or self.template.content_format
 
     def with_one_tool(self) -> RenderContext:
         """Return the same context with only the first tool."""

@@ -2,76 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Final
+from dataclasses import dataclass
 
 from warmroute.config.priority import NORMAL
 
 
+@dataclass(slots=True, eq=False)
 class RoutingRequest:
-    __slots__ = (
-        "_session",
-        "_system",
-        "_user",
-        "arrived_s",
-        "deadline_s",
-        "max_output_tokens",
-        "may_queue",
-        "model",
-        "priority",
-        "route",
-        "session_header",
-        "streams",
-        "tenant",
-        "total_deadline_s",
-    )
-
-    def __init__(
-        self,
-        model: str,
-        system: bytes | None = None,
-        user: bytes | None = None,
-        session: bytes = b"",
-        *,
-        tenant: str = "",
-        route: str = "",
-        priority: int = NORMAL,
-        may_queue: bool = True,
-        arrived_s: float = 0.0,
-        deadline_s: float = 0.0,
-        total_deadline_s: float = 0.0,
-        session_header: bytes = b"",
-        streams: bool = True,
-        max_output_tokens: int | None = None,
-    ) -> None:
-        self.model: Final = model
-        """Empty where the request names none and the fleet serves several."""
-        self.tenant: Final = tenant
-        """Empty where no keys are configured."""
-        self.route: Final = route
-        """The name of the route whose settings apply; empty where none matches."""
-        self.priority: Final = priority
-        self.may_queue: Final = may_queue
-        """False where the client prefers a 429 to waiting."""
-        self.arrived_s: Final = arrived_s
-        self.deadline_s: Final = deadline_s
-        """When the first token is due, on the router's clock; 0 without a deadline."""
-        self.total_deadline_s: Final = total_deadline_s
-        """When the whole response is due; 0 without a deadline."""
-        self.session_header: Final = session_header
-        self.streams: Final = streams
-        """Whether the first byte comes with the first token; else the whole response comes at its end."""
-        self.max_output_tokens: Final = max_output_tokens
-        """The limit that the request sets; None where it sets none."""
-        self._system = system
-        self._user = user
-        self._session: Final = session
+    model: str
+    """Empty where the request names none and the fleet serves several."""
+    system: bytes | None = None
+    """First characters of the system prompt."""
+    user: bytes | None = None
+    """First characters of the first user message."""
+    session: bytes = b""
+    """The conversation's name in a field of the body; empty where there is none."""
+    tenant: str = ""
+    """Empty where no keys are configured."""
+    route: str = ""
+    """The name of the route whose settings apply; empty where none matches."""
+    priority: int = NORMAL
+    may_queue: bool = True
+    """False where the client prefers a 429 to waiting."""
+    arrived_s: float = 0.0
+    deadline_s: float = 0.0
+    """When the first token is due, on the router's clock; 0 without a deadline."""
+    total_deadline_s: float = 0.0
+    """When the whole response is due; 0 without a deadline."""
+    session_header: bytes = b""
+    streams: bool = True
+    """Whether the first byte comes with the first token; else the whole response comes at its end."""
+    max_output_tokens: int | None = None
+    """The limit that the request sets; None where it sets none."""
 
     def prefix_key(self) -> bytes | None:
-        """Model, first characters of the system prompt and of the first user message; None where there is neither."""
-        if self._system is None and self._user is None:
+        """Return model, start of the system prompt and of the first user message; None where there is neither."""
+        if self.system is None and self.user is None:
             return None
-        return b"%b\0%b\0%b" % (self.model.encode("utf-8", "surrogatepass"), self._system or b"", self._user or b"")
+        return b"%b\0%b\0%b" % (self.model.encode("utf-8", "surrogatepass"), self.system or b"", self.user or b"")
 
-    def session(self) -> bytes:
-        """The conversation's name: from a header, else from a field of the body; empty where there is none."""
-        return self.session_header or self._session
+    def session_key(self) -> bytes:
+        """Return the conversation's name: from a header, else from the body; empty where there is none."""
+        return self.session_header or self.session

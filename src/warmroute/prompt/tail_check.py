@@ -12,16 +12,10 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Final
 
+from warmroute.prompt import template_probes
 from warmroute.prompt.chat_template import ChatTemplate, Message, TemplateRejected
 from warmroute.prompt.render_context import RenderContext
 from warmroute.prompt.tail_rendering import TailRenderer, may_be_prefix, may_follow
-from warmroute.prompt.template_probes import (
-    PLAIN_TEXTS,
-    conversations_with_each_text,
-    literal_texts,
-    probe_contexts,
-    random_conversations,
-)
 
 _DEFAULT_CONTEXT_PROBES, _OTHER_CONTEXT_PROBES, _REQUEST_PROBES = 300, 60, 4
 """Random conversations per check."""
@@ -42,7 +36,7 @@ class TailCheck:
         """The shortest stub can precede every tail."""
         if template is not None:
             self.non_question_literals = template.long_literals
-            self._run(probe_contexts(template), literal_texts(template))
+            self._run(template_probes.probe_contexts(template), template_probes.literal_texts(template))
 
     def _run(self, contexts: Sequence[RenderContext], texts: Sequence[str]) -> None:
         self.safe_for_clean_messages = self._passes(contexts, ())
@@ -58,16 +52,17 @@ class TailCheck:
 
     def _passes(self, contexts: Sequence[RenderContext], special_texts: Sequence[str]) -> bool:
         """A context that cannot render anything counts as passed, except for the default one."""
-        texts = [*PLAIN_TEXTS, *special_texts]
+        texts = [*template_probes.PLAIN_TEXTS, *special_texts]
         default = contexts[0]
         probes = chain(
-            conversations_with_each_text(default, special_texts),
-            random_conversations(default, texts, _DEFAULT_CONTEXT_PROBES),
+            template_probes.conversations_with_each_text(default, special_texts),
+            template_probes.random_conversations(default, texts, _DEFAULT_CONTEXT_PROBES),
         )
         if not self._compare(default, probes, _MIN_COMPARISONS):
             return False
         return all(
-            self._compare(context, random_conversations(context, texts, _OTHER_CONTEXT_PROBES), 0) is not False
+            self._compare(context, template_probes.random_conversations(context, texts, _OTHER_CONTEXT_PROBES), 0)
+            is not False
             for context in contexts[1:]
         )
 
@@ -77,7 +72,7 @@ class TailCheck:
         harmful = [
             text
             for text in texts
-            if self._compare(context, conversations_with_each_text(context, [text], "u"), 0) is False
+            if self._compare(context, template_probes.conversations_with_each_text(context, [text], "u"), 0) is False
         ]
         self.non_question_literals = every
         found: list[str] = []
@@ -92,8 +87,10 @@ class TailCheck:
 
     def passes_for(self, context: RenderContext) -> bool:
         """Run a short check with a request's own tools and variables."""
-        special_texts = literal_texts(context.template) if self.safe_for_all_messages else []
-        probes = random_conversations(context, [*PLAIN_TEXTS, *special_texts], _REQUEST_PROBES)
+        special_texts = template_probes.literal_texts(context.template) if self.safe_for_all_messages else []
+        probes = template_probes.random_conversations(
+            context, [*template_probes.PLAIN_TEXTS, *special_texts], _REQUEST_PROBES
+        )
         return bool(self._compare(context, probes, 1))
 
     def tail_renderer(self, context: RenderContext) -> TailRenderer:

@@ -24,8 +24,6 @@ _TOOL_CALL: Final = {"id": "call_1", "function": {"arguments": {}, "name": "f"},
 
 
 class TailRenderer:
-    """Renders the tails of conversations with one render context."""
-
     def __init__(
         self, context: RenderContext, non_question_literals: Collection[str], short_stub_suffices: bool = False
     ) -> None:

@@ -21,25 +21,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 _DICT_ATTRIBUTES: Final = frozenset(dir({}))
-_STRING_METHODS: Final = frozenset(
-    [
-        "startswith",
-        "endswith",
-        "strip",
-        "lstrip",
-        "rstrip",
-        "split",
-        "rsplit",
-        "splitlines",
-        "replace",
-        "lower",
-        "upper",
-        "title",
-        "capitalize",
-        "find",
-        "join",
-    ]
-)
+_STRING_METHODS: Final = frozenset((
+    "startswith", "endswith", "strip", "lstrip", "rstrip", "split", "rsplit", "splitlines", "replace", "lower", "upper",
+    "title", "capitalize", "find", "join",
+))  # fmt: skip
 
 
 class CachedJsonDict(dict[str, Any]):

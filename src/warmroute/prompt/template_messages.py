@@ -19,46 +19,15 @@ from warmroute.prompt.content_format import ContentFormat
 
 BILLING_HEADER: Final = "x-anthropic-billing-header"
 _TEXT_FIELDS: Final = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-    "thinking": "thinking",
-}
-_MEDIA_PARTS: Final = frozenset(
-    [
-        "image_url",
-        "input_image",
-        "image_embeds",
-        "audio_url",
-        "input_audio",
-        "audio_embeds",
-        "video_url",
-        "video_embeds",
-    ]
-)
-_KNOWN_PART_FIELDS: Final = frozenset(
-    [
-        "audio_embeds",
-        "audio_url",
-        "closed",
-        "data",
-        "file",
-        "image_embeds",
-        "image_pil",
-        "image_url",
-        "input_audio",
-        "name",
-        "prompt_cache_breakpoint",
-        "refusal",
-        "text",
-        "thinking",
-        "type",
-        "uuid",
-        "video_embeds",
-        "video_url",
-    ]
-)
+    "text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking",
+}  # fmt: skip
+_MEDIA_PARTS: Final = frozenset((
+    "image_url", "input_image", "image_embeds", "audio_url", "input_audio", "audio_embeds", "video_url", "video_embeds",
+))  # fmt: skip
+_KNOWN_PART_FIELDS: Final = frozenset((
+    "audio_embeds", "audio_url", "closed", "data", "file", "image_embeds", "image_pil", "image_url", "input_audio",
+    "name", "prompt_cache_breakpoint", "refusal", "text", "thinking", "type", "uuid", "video_embeds", "video_url",
+))  # fmt: skip
 MEDIA_MARK: Final = "\ue0f0warmroute-media:"
 """Start of the mark for a picture, sound or video; `i`, `a` or `v` and 32 hexadecimal digits follow. No vocabulary and
 no template contains it.
@@ -165,7 +134,6 @@ def _part(part: Any) -> dict[str, Any] | None:
 
 
 def media_mark(part: dict[str, Any]) -> str:
-    """Return the mark for a picture, sound or video."""
     content = json.dumps(part, sort_keys=True).encode()
     modality = "a" if "audio" in _kind(part) else "v" if "video" in _kind(part) else "i"
     return MEDIA_MARK + modality + hashlib.blake2b(content, digest_size=16).hexdigest()

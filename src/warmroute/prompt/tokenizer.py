@@ -19,10 +19,10 @@ from typing import Any, Final
 import fastokens  # type: ignore[import-untyped]
 import msgspec
 
+from warmroute._kernel import TOKEN_BYTES
 from warmroute.prompt.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
 SEGMENT_CACHE_BYTES: Final = 64 << 20
-TOKEN_BYTES: Final = 4
 _MAX_CACHED_TEXT, _MAX_CACHED_TEXTS = 200, 256
 """Bounds of the cache of `encode_cached`: characters of a text, and number of texts."""
 

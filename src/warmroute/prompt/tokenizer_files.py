@@ -21,13 +21,9 @@ def _words(text: str) -> frozenset[str]:
 
 
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_CLASSES_THAT_USE_THE_FILE: Final = {
-    "",
-    "TokenizersBackend",
-    "PreTrainedTokenizer",
-    "PreTrainedTokenizerFast",
-    "PythonBackend",
-}
+_CLASSES_THAT_USE_THE_FILE: Final = _words(
+    "TokenizersBackend PreTrainedTokenizer PreTrainedTokenizerFast PythonBackend"
+)
 
 _MODEL_TYPES_THAT_USE_THE_FILE: Final = _words(
     """arctic chameleon deepseek_ocr deepseek_ocr2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl
@@ -80,8 +76,6 @@ _QWEN3_5_SPLIT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """A model's tokenizer files as an engine reads them."""
-
     tokenizer: Tokenizer
     special_tokens: dict[str, str]
     """By name: bos_token, eos_token, … They are variables of a chat template."""
@@ -110,13 +104,8 @@ def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
     special_tokens = _add_tokens(tokenizer, cls, config)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return TokenizerFiles(
-        tokenizer,
-        special_tokens,
-        _templates(folder, config),
-        inexact_reason,
-        _chat_inexact_reason(folder, model_config),
-    )
+    chat_inexact_reason = _chat_inexact_reason(folder, model_config)
+    return TokenizerFiles(tokenizer, special_tokens, _templates(folder, config), inexact_reason, chat_inexact_reason)
 
 
 def _json_object(path: Path) -> dict[str, Any]:
@@ -139,7 +128,7 @@ def _class_of(config: dict[str, Any], model_config: dict[str, Any]) -> str:
 def _rebuild(definition: dict[str, Any], cls: str, config: dict[str, Any]) -> str:
     """Change the definition as the class does. Return why the result may differ, or an empty string."""
     model = definition["model"]
-    if cls in _CLASSES_THAT_USE_THE_FILE:
+    if not cls or cls in _CLASSES_THAT_USE_THE_FILE:
         return ""
     if cls in _UNSUPPORTED_CLASSES:
         return f"transformers changes a {cls} in a way that the router does not reproduce"
@@ -153,12 +142,8 @@ def _rebuild(definition: dict[str, Any], cls: str, config: dict[str, Any]) -> st
         scheme = "never" if prefix_space is False else "always" if config.get("legacy", False) else "first"
         definition["model"] = {**plain, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False}
         definition["normalizer"] = None
-        definition["pre_tokenizer"] = {
-            "type": "Metaspace",
-            "replacement": "▁",
-            "prepend_scheme": scheme,
-            "split": False,
-        }
+        metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
+        definition["pre_tokenizer"] = metaspace
     elif cls == "GemmaTokenizer":
         unknown = _content(config.get("unk_token", "<unk>"))
         definition["model"] = {**plain, "unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
@@ -173,10 +158,8 @@ def _rebuild(definition: dict[str, Any], cls: str, config: dict[str, Any]) -> st
         else:
             split = _split({"Regex": _QWEN2_SPLIT if cls == "Qwen2Tokenizer" else _QWEN3_5_SPLIT}, "Isolated")
             definition["normalizer"] = {"type": "NFC"}
-            definition["pre_tokenizer"] = {
-                "type": "Sequence",
-                "pretokenizers": [split, {**byte_level, "use_regex": False}],
-            }
+            parts = [split, {**byte_level, "use_regex": False}]
+            definition["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts}
     return ""
 
 

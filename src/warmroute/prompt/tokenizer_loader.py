@@ -14,7 +14,6 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from warmroute.config import ModelConfig
 from warmroute.prompt.chat_template import ChatTemplate, TemplateRejected
 from warmroute.prompt.content_format import ContentFormat
 from warmroute.prompt.prompt_tokenizer import PromptTokenizer
@@ -40,20 +39,6 @@ class TokenizerSpec:
     exclude_tools_when_tool_choice_none: bool
     max_model_len: int
     cache_bytes: int
-
-
-def tokenizer_spec(model: ModelConfig, path: str, max_model_len: int, cache_bytes: int) -> TokenizerSpec:
-    format = model.chat_template_content_format
-    return TokenizerSpec(
-        path,
-        model.chat_template,
-        None if format == "auto" else format,
-        msgspec.json.encode(model.default_chat_template_kwargs, order="deterministic"),
-        model.trust_request_chat_template,
-        model.exclude_tools_when_tool_choice_none,
-        max_model_len,
-        cache_bytes,
-    )
 
 
 class TokenizerLoader:

@@ -23,17 +23,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
+import msgspec
+
 from warmroute.config import ConfigError, ModelConfig, Prompts
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.prompt.model_cards import ListedModels, read_model_cards
 from warmroute.prompt.prompt_tokenizer import PromptTokenizer
-from warmroute.prompt.tokenizer_loader import (
-    TokenizerLoader,
-    TokenizerSpec,
-    load_error_reason,
-    read_template,
-    tokenizer_spec,
-)
+from warmroute.prompt.tokenizer_loader import TokenizerLoader, TokenizerSpec, load_error_reason, read_template
 
 log = EventLog("warmroute.prompt")
 Result = TypeVar("Result")
@@ -44,8 +40,6 @@ RETRY_S: Final = 300.0
 
 @dataclass(slots=True)
 class _Entry:
-    """The state of one model."""
-
     tokenizer: PromptTokenizer | None = None
     loaded: TokenizerSpec | None = None
     loading: TokenizerSpec | None = None
@@ -107,7 +101,6 @@ class TokenizerRegistry:
                 raise ConfigError(f"models: cannot load the tokenizer of {model.name!r}: {reason}") from None
 
     def set_model_cards(self, node: str, cards: Sequence[Mapping[str, object]]) -> None:
-        """Use the model cards in a node's latest /v1/models."""
         before, listed = self._listed.get(node), read_model_cards(cards, self._models)
         if listed == before:
             entries = ((model, self._entries.get(model)) for model in listed.roots)
@@ -144,7 +137,17 @@ class TokenizerRegistry:
         self._reconcile([*self._models, *self._entries, *listed])
 
     def _spec(self, model: ModelConfig, path: str, max_model_len: int) -> TokenizerSpec:
-        return tokenizer_spec(model, path, max_model_len, self._prompts.cache_bytes)
+        format = model.chat_template_content_format
+        return TokenizerSpec(
+            path,
+            model.chat_template,
+            None if format == "auto" else format,
+            msgspec.json.encode(model.default_chat_template_kwargs, order="deterministic"),
+            model.trust_request_chat_template,
+            model.exclude_tools_when_tool_choice_none,
+            max_model_len,
+            self._prompts.cache_bytes,
+        )
 
     def _desired(self, name: str) -> TokenizerSpec | None:
         model = self._models.get(name) or ModelConfig(name=name)

@@ -9,16 +9,14 @@ import msgspec
 
 from warmroute.replay.peers.single_cache import single_cache_hit_rate
 from warmroute.replay.policy_spec import ORACLE, PolicySpec
-from warmroute.replay.scaling_summary import fixed_fleet_usd, over_ttft_limit, scaling_summary
 from warmroute.replay.simulation.conditions import Conditions, NodeSpec
 from warmroute.replay.simulation.fault_schedule import ScheduledFault, schedule_fault
 from warmroute.replay.simulation.queue_threshold import QueueThresholdPolicy
 from warmroute.replay.simulation.simulated_scaling import ScalingSetup, SimulatedScaling
 from warmroute.replay.simulation.world import World
-from warmroute.replay.summary import Run, rounded, summary
-from warmroute.replay.workloads.arrivals import with_warm_up
+from warmroute.replay.summary import Run, over_ttft_limit, rounded, scaling_summary, summary
+from warmroute.replay.workloads.arrivals import follow_daily_curve, with_warm_up
 from warmroute.replay.workloads.catalog import Workload
-from warmroute.replay.workloads.daily_curve import follow_daily_curve
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 Progress = Callable[[int], object]
@@ -116,8 +114,8 @@ def replay(setup: Setup, progress: Progress | None = None) -> Run:
     if scaling is not None:
         run["scaling"] = scaling_summary(world, scaling)
     elif setup.fleet_usd_per_hour:
-        gpus = sum(spec.profile.gpus for spec in setup.nodes)
-        run["usd"] = fixed_fleet_usd(run, gpus, setup.fleet_usd_per_hour)
+        hours = run["gpu_seconds_held"] / sum(spec.profile.gpus for spec in setup.nodes) / 3600.0
+        run["usd"] = rounded(hours * setup.fleet_usd_per_hour)
     return run
 
 

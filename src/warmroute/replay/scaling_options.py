@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 import tomllib
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,18 +24,14 @@ import msgspec
 from warmroute.config import ConfigError, Scaling, from_table
 from warmroute.fake_engine.profiles import profile
 from warmroute.replay.peers.scalers import SCALERS
-from warmroute.replay.simulation.simulated_scaling import BusyShares, DecisionMaker, SimulatedOffer
-from warmroute.scaling.offer import Offer
-from warmroute.scaling.offer_selection import OfferSelector
-from warmroute.scaling.validate_offers import is_quantity
+from warmroute.replay.simulation.simulated_scaling import CreateDecisionMaker, SimulatedOffer
+from warmroute.scaling.offer import Offer, is_quantity
 
 OURS = "warmroute"
 FIXED = "fixed"
 """Not a scaler: the fleet stays as it is."""
 NAMES = (OURS, *SCALERS, FIXED)
 PROVISIONER = "replay"
-
-CreateDecisionMaker = Callable[[Scaling, OfferSelector, BusyShares], DecisionMaker]
 
 
 class OfferTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

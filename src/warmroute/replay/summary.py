@@ -9,13 +9,19 @@ from typing import Any
 
 from warmroute.replay.simulation.results import RequestResults
 from warmroute.replay.simulation.simulated_node import SimulatedNode
+from warmroute.replay.simulation.simulated_scaling import SimulatedScaling
 from warmroute.replay.simulation.world import World
 
 Run = dict[str, Any]
 """One row of a report; also one entry of `runs` in its JSON."""
 
+OUTCOMES = ("finished", "rejected", "failed", "left")
 MAX_NODE_ROWS = 64
 """A summary lists each node of a fleet up to this size."""
+TIMELINE_SPANS = 240
+OVER_LIMIT_SHARE = 0.1
+"""A span is over the limit if more than this fraction of its first tokens is."""
+MAX_DECISIONS = 200
 
 
 def percentile(ordered: Sequence[float], fraction: float) -> float | None:
@@ -50,10 +56,7 @@ def summary(world: World) -> Run:
     gpus = [sim.spec.profile.gpus for sim in nodes]
     run: Run = {
         "requests": results.total("arrived"),
-        "finished": results.total("finished"),
-        "rejected": results.total("rejected"),
-        "failed": results.total("failed"),
-        "left": results.total("left"),
+        **{name: results.total(name) for name in OUTCOMES},
         "retries": results.retries,
         "hit_rate": rounded(results.cached_tokens / results.prompt_tokens if results.prompt_tokens else 0.0),
         "ttft_ms": percentiles(results.ttft_ms, 50, 90, 99),
@@ -83,10 +86,7 @@ def _priority_row(results: RequestResults, name: str) -> Run:
     one = results.by_priority[name]
     return {
         "requests": one.arrived,
-        "finished": one.finished,
-        "rejected": one.rejected,
-        "failed": one.failed,
-        "left": one.left,
+        **{name: getattr(one, name) for name in OUTCOMES},
         "ttft_ms": percentiles(one.ttft_ms, 50, 90, 99),
     }
 
@@ -115,3 +115,55 @@ def _timeline(results: RequestResults) -> Run:
         "hit_rate": [rounded(span[2] / span[1]) if span[1] else None for span in timeline.sums],
         "ttft_ms": [rounded(span[3] / span[4]) if span[4] else None for span in timeline.sums],
     }
+
+
+def scaling_summary(world: World, scaling: SimulatedScaling) -> Run:
+    totals = scaling.totals()
+    counts = scaling.counts
+    return {
+        "node_hours": rounded(totals["node_hours"]),
+        "gpu_hours": rounded(totals["gpu_hours"]),
+        "usd": rounded(totals["usd"]),
+        "most_nodes": max(serving for _, serving, _ in counts),
+        "least_nodes": min(serving for _, serving, _ in counts),
+        "changes": len(scaling.decisions),
+        "refusals": scaling.controller.refused,
+        "timeline": nodes_over_time(scaling, world.calendar.now_s),
+        "decisions": [
+            {
+                "at_s": rounded(decision.at_s),
+                "desired_nodes": decision.desired_nodes,
+                "nodes": decision.nodes,
+                "add": [f"{one.offer.provisioner}/{one.offer.name}" for one in decision.additions],
+                "remove": [one.node for one in decision.removals],
+                "reasons": list(decision.reasons),
+            }
+            for decision in scaling.decisions[:MAX_DECISIONS]
+        ],
+    }
+
+
+def over_ttft_limit(world: World) -> Run:
+    """Return for how many seconds more than a tenth of the arriving requests had a TTFT over the limit, and how many
+    requests had."""
+    timeline = world.results.timeline
+    spans = [span for span in timeline.sums if span[4] and span[5] > OVER_LIMIT_SHARE * span[4]]
+    return {
+        "ms": world.results.ceiling_ms,
+        "seconds_over": rounded(len(spans) * timeline.span_ms / 1000.0),
+        "requests_over": int(sum(span[5] for span in timeline.sums)),
+    }
+
+
+def nodes_over_time(scaling: SimulatedScaling, end_s: float) -> Run:
+    """Return the numbers of serving and pending nodes at regular times."""
+    span_s = max(1.0, end_s / TIMELINE_SPANS)
+    serving: list[int] = []
+    pending: list[int] = []
+    at, counts = 0, scaling.counts
+    for span in range(int(end_s / span_s) + 1):
+        while at + 1 < len(counts) and counts[at + 1][0] <= span * span_s:
+            at += 1
+        serving.append(counts[at][1])
+        pending.append(counts[at][2])
+    return {"span_s": rounded(span_s), "serving": serving, "pending": pending}

@@ -28,16 +28,10 @@ from warmroute.fleet.arrival_rate import ArrivalRate
 from warmroute.fleet.node import Node
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
+from warmroute.routing import eligible_nodes
 from warmroute.routing.admission_queue import AGE_BONUS, LONG_WAIT_S, AdmissionQueue, Key, PendingRequest, QueuedRequest
 from warmroute.routing.deadline_check import check_deadlines
 from warmroute.routing.decision import Decision
-from warmroute.routing.eligible_nodes import (
-    below_queue_threshold,
-    check_deadlines_behind_queue,
-    queue_limit,
-    within_deadlines,
-    without_queue,
-)
 from warmroute.routing.router import Router
 from warmroute.routing.routing_errors import (
     Displaced,
@@ -84,14 +78,6 @@ class Admission:
                 self._by_route[route.name] = of_route
         self._has_threshold = any(one.queue_threshold for one in (config, *self._by_route.values()))
 
-    @property
-    def waiting(self) -> int:
-        return self.queue.waiting
-
-    @property
-    def queued_total(self) -> int:
-        return self.queue.queued_total
-
     def _config_of(self, request: RoutingRequest) -> AdmissionConfig:
         return self._by_route.get(request.route, self.config) if self._by_route else self.config
 
@@ -129,10 +115,6 @@ class Admission:
         if displaces:
             self._displace(now_s)
 
-    def cancel(self, pending: PendingRequest) -> None:
-        """The client has disconnected."""
-        self.queue.cancel(pending)
-
     def dry_run(self, request: RoutingRequest, lookup: Lookup | None, now_s: float) -> tuple[Decision, bool]:
         """Return what `submit` would decide, and whether it would queue the request. Raises RoutingError."""
         snapshot = copy(self)
@@ -163,13 +145,13 @@ class Admission:
         """Return a decision for a node whose queue is short enough and that meets the deadlines. Raises NotAdmitted."""
         if self._has_threshold and (threshold := self._config_of(request).queue_threshold):
             try:
-                decision = below_queue_threshold(self._router, request, decision, threshold)
+                decision = eligible_nodes.below_queue_threshold(self._router, request, decision, threshold)
             except NodeQueuesFull as full:
                 raise self._shed(full) from None
         if not request.may_queue:
-            decision = without_queue(self._router, decision)
+            decision = eligible_nodes.without_queue(self._router, decision)
         if request.deadline_s or request.total_deadline_s:
-            decision = within_deadlines(self._router, request, decision, now_s)
+            decision = eligible_nodes.within_deadlines(self._router, request, decision, now_s)
         return decision
 
     # Limits of the queue.
@@ -186,7 +168,7 @@ class Admission:
         if not request.may_queue:
             raise WouldQueue(decision.price.own / 1000.0 if decision.price is not None else 1.0)
         if (request.deadline_s or request.total_deadline_s) and self.queue.tenants:
-            check_deadlines_behind_queue(self.queue, request, decision, now_s)
+            eligible_nodes.check_deadlines_behind_queue(self.queue, request, decision, now_s)
         return self._check_queue_limit(request.priority, now_s)
 
     def _check_queue_limit(self, priority: int, now_s: float) -> bool:
@@ -215,7 +197,6 @@ class Admission:
         return error
 
     def _displace(self, now_s: float) -> None:
-        """Reject a queued low-priority request."""
         pending = self.queue.next_to_displace()
         if pending is not None:
             error = self._shed(Displaced(self._queue_s(now_s)))
@@ -288,7 +269,11 @@ class Admission:
 
     def _over_threshold(self, request: RoutingRequest, node: Node) -> bool:
         threshold = self._config_of(request).queue_threshold
-        return bool(threshold) and request.priority != HIGH and node.queued >= queue_limit(request, threshold)
+        return (
+            bool(threshold)
+            and request.priority != HIGH
+            and node.queued >= eligible_nodes.queue_limit(request, threshold)
+        )
 
     def _decide_again(self, key: Key, queued: QueuedRequest, now_s: float) -> bool:
         """Update the decision of a queued request. Return False if no node is available any more."""
@@ -311,7 +296,7 @@ class Admission:
             return False
         if self._has_threshold and (threshold := self._config_of(pending.request).queue_threshold):
             with suppress(NodeQueuesFull):  # it continues to wait
-                decision = below_queue_threshold(self._router, pending.request, decision, threshold)
+                decision = eligible_nodes.below_queue_threshold(self._router, pending.request, decision, threshold)
         self.queue.update_decision(key, queued, decision)
         return True
 

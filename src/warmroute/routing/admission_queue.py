@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final, Protocol
 
+import msgspec
+
 from warmroute.config.priority import LOW, PRIORITY_NAMES
 from warmroute.fleet.group import Group
 from warmroute.fleet.node import Node
@@ -32,8 +34,6 @@ Key = tuple[int, str]
 
 
 class PendingRequest(Protocol):
-    """A request that needs a node."""
-
     @property
     def request(self) -> RoutingRequest: ...
     @property
@@ -46,36 +46,30 @@ class PendingRequest(Protocol):
         """The request gets no node."""
 
 
-class QueuedRequest:
+class QueuedRequest(msgspec.Struct, eq=False):
     """A pending request in the queue, and the decision it would get."""
 
-    __slots__ = ("decision", "group", "pending", "version")
-
-    def __init__(self, pending: PendingRequest, decision: Decision, group: Group) -> None:
-        self.pending = pending
-        self.group = group
-        """The group that counts the request as waiting."""
-        self.decision = decision
-        self.version = 0
-        """The version of Admission's state that the decision is based on."""
+    pending: PendingRequest
+    decision: Decision
+    group: Group
+    """The group that counts the request as waiting."""
+    version: int = 0
+    """The version of Admission's state that the decision is based on."""
 
     def may_go_to(self, node: Node) -> bool:
         query = self.decision.query
         return query is not None and node.name in query.candidates.by_name
 
 
-class TenantQueue:
+class TenantQueue(msgspec.Struct, eq=False):
     """The queued requests of one tenant and priority."""
 
-    __slots__ = ("_by_node", "waiting", "work_ms")
-
-    def __init__(self, work_ms: float) -> None:
-        self.waiting: dict[int, QueuedRequest] = {}
-        """In order of arrival, by the pending request's id()."""
-        self._by_node: dict[Node, dict[int, QueuedRequest]] = {}
-        """The same, by the node of each decision."""
-        self.work_ms = work_ms
-        """Prefill work that was admitted."""
+    work_ms: float
+    """Prefill work that was admitted."""
+    waiting: dict[int, QueuedRequest] = {}
+    """In order of arrival, by the pending request's id()."""
+    _by_node: dict[Node, dict[int, QueuedRequest]] = {}
+    """The same, by the node of each decision."""
 
     def add(self, queued: QueuedRequest) -> None:
         key = id(queued.pending)

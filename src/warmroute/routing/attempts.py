@@ -18,7 +18,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import msgspec
 
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node, Outcome
@@ -64,35 +67,20 @@ class AttemptCounters(Protocol):
     retries: int
 
 
-class Dispatcher:
+class Dispatcher(msgspec.Struct, eq=False):
     """What the attempts of all requests share."""
 
-    __slots__ = (
-        "admission", "counters", "fleet", "journal", "max_attempts", "node_freed", "now", "router", "ticket_closed",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        fleet: Fleet,
-        router: Router,
-        admission: Admission,
-        counters: AttemptCounters,
-        journal: AttemptJournal | None,
-        max_attempts: int,
-        now: Callable[[], float],
-        node_freed: Callable[[Node, float], object],
-        ticket_closed: Callable[[Attempts, float], object] | None = None,
-    ) -> None:
-        """`node_freed` is called when a node may have room for a queued request, `ticket_closed` before that."""
-        self.fleet = fleet
-        self.router = router
-        self.admission = admission
-        self.counters = counters
-        self.journal = journal
-        self.max_attempts = max_attempts
-        self.now = now
-        self.node_freed = node_freed
-        self.ticket_closed = ticket_closed
+    fleet: Fleet
+    router: Router
+    admission: Admission
+    counters: AttemptCounters
+    journal: AttemptJournal | None
+    max_attempts: int
+    now: Callable[[], float]
+    node_freed: Callable[[Node, float], object]
+    """Called when a node may have room for a queued request."""
+    ticket_closed: Callable[[Attempts, float], object] | None = None
+    """Called before `node_freed` where a ticket was closed."""
 
     def close_ticket(self, attempts: Attempts, outcome: Outcome, now_s: float, reason: str = "") -> None:
         ticket = attempts.ticket
@@ -102,57 +90,33 @@ class Dispatcher:
         self.node_freed(ticket.node, now_s)
 
 
+@dataclass(slots=True, eq=False)
 class Attempts:
     """The state machine of one request. Admission sees it as a PendingRequest."""
 
-    __slots__ = (
-        "_dispatcher",
-        "_entry",
-        "_fallbacks",
-        "_queued",
-        "_retry_after_s",
-        "answering",
-        "arrived_s",
-        "charge",
-        "decision",
-        "done",
-        "driver",
-        "entered_s",
-        "lookup",
-        "reported",
-        "request",
-        "request_id",
-        "status",
-        "ticket",
-        "tried",
-    )
-
-    def __init__(
-        self, dispatcher: Dispatcher, driver: AttemptDriver, request: RoutingRequest, request_id: bytes
-    ) -> None:
-        # for its whole life
-        self._dispatcher = dispatcher
-        self.driver = driver
-        self.request = request
-        self.request_id = request_id
-        self.arrived_s = self.entered_s = request.arrived_s
-        self.lookup: Lookup | None = None
-        self.charge: Charge | None = None
-        """What the request took of its tenant's rate limit."""
-        self.decision: Decision
-        self.tried = 0
-        """Number of nodes that the request was sent to. Also identifies the current attempt."""
-        self.done = False
-        self.reported: Usage | None = None
-        self._queued = False
-        self._entry: Any = None
-        self._fallbacks: list[Node] | None = None
-        """Nodes to try next, the best one last."""
-        self._retry_after_s: int | None = None
-        # at the current node
-        self.ticket: Ticket
-        self.answering = False
-        self.status = 0
+    # for its whole life
+    _dispatcher: Dispatcher
+    driver: AttemptDriver
+    request: RoutingRequest
+    request_id: bytes
+    entered_s: float = field(init=False)
+    lookup: Lookup | None = None
+    charge: Charge | None = None
+    """What the request took of its tenant's rate limit."""
+    decision: Decision = field(init=False)
+    tried: int = 0
+    """Number of nodes that the request was sent to. Also identifies the current attempt."""
+    done: bool = False
+    reported: Usage | None = None
+    _queued: bool = False
+    _entry: Any = None
+    _fallbacks: list[Node] | None = None
+    """Nodes to try next, the best one last."""
+    _retry_after_s: int | None = None
+    # at the current node
+    ticket: Ticket = field(init=False)
+    answering: bool = False
+    status: int = 0
 
     # Admission.
 
@@ -250,6 +214,9 @@ class Attempts:
         self.status = status
         ticket = self.ticket
         ticket.first_byte(now_s, status < 400)
+        demand_meter = self._dispatcher.router.demand_meter
+        if demand_meter is not None and status < 400 and (self.request.streams or not isinstance(ticket, Dispatch)):
+            demand_meter.record_ttft((now_s - self.request.arrived_s) * 1000.0)
         self._dispatcher.node_freed(ticket.node, now_s)
         return True
 
@@ -263,6 +230,7 @@ class Attempts:
         """The client has the whole response."""
         self.done = True
         charge, ticket, dispatcher = self.charge, self.ticket, self._dispatcher
+        demand_meter = dispatcher.router.demand_meter
         if usage is not None:
             self.reported = usage
             prompt_tokens, cached_tokens, output_tokens = usage
@@ -270,11 +238,15 @@ class Attempts:
                 charge.settle(prompt_tokens, output_tokens)
             if isinstance(ticket, Dispatch):
                 ticket.record_usage(prompt_tokens, cached_tokens, output_tokens, now_s)
+                if demand_meter is not None and output_tokens is not None:
+                    demand_meter.record_output(ticket.tokens, output_tokens)
         outcome, status = Outcome.OK, self.status
         if status >= 400:
             outcome = Outcome.REJECTED
             if charge is not None:
-                charge.rejected_by_node()
+                charge.settle(0, 0)  # the request counts, but it used no tokens
+        elif demand_meter is not None:
+            demand_meter.record_latency((now_s - self.request.arrived_s) * 1000.0)
         dispatcher.close_ticket(self, outcome, now_s)
         self._complete_entry(outcome, now_s)
         dispatcher.counters.responses[status] += 1
@@ -288,7 +260,6 @@ class Attempts:
         dispatcher.counters.interrupted += 1
 
     def client_left(self, now_s: float) -> None:
-        """The client disconnected."""
         self.abandon(now_s)
         self._dispatcher.counters.disconnects += 1
 
@@ -297,7 +268,7 @@ class Attempts:
         self.done = True
         dispatcher = self._dispatcher
         if not self.tried:
-            dispatcher.admission.cancel(self)
+            dispatcher.admission.queue.cancel(self)
             if self.charge is not None:
                 self.charge.cancel()
             return

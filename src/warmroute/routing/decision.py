@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from warmroute._kernel import Prices
 from warmroute.fleet.node import Node
 from warmroute.routing.decision_record import DecisionRecord
@@ -12,41 +14,24 @@ from warmroute.routing.price import Price
 from warmroute.routing.query import Query
 
 
-class Decision:
+class Decision(msgspec.Struct, eq=False):
     """The price and the order of the fallbacks are computed when first needed."""
 
-    __slots__ = (
-        "_order",
-        "_price",
-        "cache_counts",
-        "candidates",
-        "index",
-        "node",
-        "policy",
-        "prices",
-        "query",
-        "reason",
-    )
-
-    def __init__(
-        self, node: Node, policy: str, reason: str, order: Callable[[], Sequence[Node]] | None = None,
-        prices: Prices | None = None, candidates: tuple[Node, ...] = (), index: int = -1, cache_counts: bool = True,
-    ) -> None:  # fmt: skip
-        """`order` returns all nodes, the best first; None: they are ordered by price."""
-        self.node = node
-        self.policy = policy
-        self.reason = reason
-        self._order = order
-        self.prices = prices
-        """One for each of the `candidates`; None if the policy has no prices."""
-        self.candidates = candidates
-        self.index = index
-        """The chosen node's index in `candidates`; -1 if it was not chosen by price."""
-        self._price: Price | None = None
-        self.cache_counts = cache_counts
-        """Whether cached prefixes lowered the prices."""
-        self.query: Query | None = None
-        """What the decision is based on."""
+    node: Node
+    policy: str
+    reason: str
+    order: Callable[[], Sequence[Node]] | None = None
+    """Returns all nodes, the best first; None: they are ordered by price."""
+    prices: Prices | None = None
+    """One for each of the `candidates`; None if the policy has no prices."""
+    candidates: tuple[Node, ...] = ()
+    index: int = -1
+    """The chosen node's index in `candidates`; -1 if it was not chosen by price."""
+    cache_counts: bool = True
+    """Whether cached prefixes lowered the prices."""
+    query: Query | None = None
+    """What the decision is based on."""
+    _price: Price | None = None
 
     @property
     def price(self) -> Price | None:
@@ -58,7 +43,7 @@ class Decision:
 
     def fallbacks(self) -> list[Node]:
         """Return the other candidates, the best first."""
-        order = self._order() if self._order is not None else self._by_price()
+        order = self.order() if self.order is not None else self._by_price()
         return [node for node in order if node is not self.node]
 
     def _by_price(self) -> list[Node]:
@@ -102,9 +87,9 @@ class Policy(Protocol):
     """Chooses a node. Each policy is one small file; it never gets an empty list of candidates."""
 
     name: str
-    queues_at_router: bool
+    queues_at_router: bool = False
     """Whether requests wait in the admission queue until the chosen node has room."""
-    wants_tokens: bool
+    wants_tokens: bool = False
     """Whether it looks up cached prefixes, so that prompts have to be tokenized."""
 
     def decide(self, query: Query) -> Decision: ...

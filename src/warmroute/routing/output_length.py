@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 DEFAULT_TOKENS: Final = 256.0
 WEIGHT: Final = 0.05
@@ -21,15 +21,14 @@ class OutputLengthEstimate:
         return min(mean, max_tokens) if max_tokens else mean
 
     def record(self, model: str, tenant: str, tokens: int) -> None:
-        mean = self._by_model.get(model)
-        if mean is not None:
-            self._by_model[model] = mean + WEIGHT * (tokens - mean)
-        elif len(self._by_model) < MAX_AVERAGES:
-            self._by_model[model] = float(tokens)
+        _update(self._by_model, model, tokens)
         if tenant:
-            key, by_tenant = (model, tenant), self._by_tenant
-            mean = by_tenant.get(key)
-            if mean is not None:
-                by_tenant[key] = mean + WEIGHT * (tokens - mean)
-            elif len(by_tenant) < MAX_AVERAGES:
-                by_tenant[key] = float(tokens)
+            _update(self._by_tenant, (model, tenant), tokens)
+
+
+def _update(means: dict[Any, float], key: object, tokens: int) -> None:
+    mean = means.get(key)
+    if mean is not None:
+        means[key] = mean + WEIGHT * (tokens - mean)
+    elif len(means) < MAX_AVERAGES:
+        means[key] = float(tokens)

@@ -6,7 +6,8 @@ import msgspec
 
 from warmroute.fleet.group import Candidates, Group
 from warmroute.index.cache_view import CacheView, Hit
-from warmroute.index.lookup import Lookup
+from warmroute.index.lookup import Lookup as Lookup
+from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.conversation_affinity import ConversationIslands
 
@@ -43,3 +44,12 @@ class Query(msgspec.Struct, eq=False):
             hits = self.cache_view.hits(self.group.model, lookup, self.now_s) if lookup is not None else {}
             self.known_hits = hits
         return hits
+
+
+def lookup_of(prompt: Prompt, cache_group: str) -> Lookup:
+    """Return the lookup of a tokenized prompt. `cache_group`: the tenant, or the tenants it shares caches with."""
+    exact = prompt.exact
+    exact_tokens = prompt.exact_tokens if exact else 0
+    return Lookup(
+        prompt.tokens, prompt.token_count, exact_tokens, prompt.cache_salt, cache_group, prompt.media, not exact
+    )

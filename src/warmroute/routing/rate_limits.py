@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 from warmroute.config import KeyConfig
 from warmroute.routing.routing_errors import RateLimited
 
@@ -43,17 +45,10 @@ class Bucket:
         """A negative amount is given back."""
         self._level -= amount
 
-    def resized(self, limit: int, now_s: float) -> Bucket:
-        """Return a bucket with another limit that is as full as this one."""
-        return Bucket(limit, now_s, self.level(now_s) * limit / self.limit)
 
-
-class TenantLimits:
-    __slots__ = ("requests", "tokens")
-
-    def __init__(self, requests: Bucket | None, tokens: Bucket | None) -> None:
-        self.requests = requests
-        self.tokens = tokens
+class TenantLimits(msgspec.Struct, eq=False):
+    requests: Bucket | None = None
+    tokens: Bucket | None = None
 
     def begin(self, now_s: float, body_bytes: int, has_output: bool) -> Charge:
         """Take a request from the limit. Raises RateLimited if no request, or not a single token, is left.
@@ -96,17 +91,15 @@ class TenantLimits:
         return tuple(found)
 
 
-class Charge:
+class Charge(msgspec.Struct, eq=False):
     """What one request has taken from its tenant's limits, until its usage is known."""
 
-    __slots__ = ("_assumed_prompt", "_has_output", "_limits", "_output", "_prompt", "_settled")
-
-    def __init__(self, limits: TenantLimits, assumed_prompt: float, has_output: bool) -> None:
-        self._limits = limits
-        self._assumed_prompt = assumed_prompt
-        self._has_output = has_output
-        self._prompt = self._output = 0.0
-        self._settled = False
+    _limits: TenantLimits
+    _assumed_prompt: float
+    _has_output: bool
+    _prompt: float = 0.0
+    _output: float = 0.0
+    _settled: bool = False
 
     def take_tokens(self, prompt: float | None, output: float, now_s: float) -> None:
         """Take the prompt's tokens (None: not tokenized) and the expected output. Raises RateLimited; then `cancel`."""
@@ -132,10 +125,6 @@ class Charge:
                 used = (self._prompt if prompt is None else prompt) + (self._output if output is None else output)
                 self._limits.tokens.take(used - self._prompt - self._output)
 
-    def rejected_by_node(self) -> None:
-        """The node answered 4xx: the request counts, but it used no tokens."""
-        self.settle(0, 0)
-
     def cancel(self) -> None:
         """No node served the request: it takes nothing."""
         if not self._settled:
@@ -145,8 +134,6 @@ class Charge:
 
 
 class RateLimits:
-    """The limits of all tenants that have any."""
-
     def __init__(self, keys: Sequence[KeyConfig], now_s: float) -> None:
         self._tenants: dict[str, TenantLimits] = {}
         self.reconfigure(keys, now_s)
@@ -167,7 +154,7 @@ class RateLimits:
         before, self._tenants = self._tenants, {}
         for tenant in requests:
             if requests[tenant] or tokens[tenant]:
-                limits = before.get(tenant) or TenantLimits(None, None)
+                limits = before.get(tenant) or TenantLimits()
                 limits.requests = _resize(limits.requests, requests[tenant], now_s)
                 limits.tokens = _resize(limits.tokens, tokens[tenant], now_s)
                 self._tenants[tenant] = limits
@@ -181,6 +168,6 @@ def _needed(prompt: float | None, output: float, assumed_prompt: float, has_outp
 def _resize(before: Bucket | None, limit: int, now_s: float) -> Bucket | None:
     if not limit:
         return None
-    if before is None:
-        return Bucket(limit, now_s)
-    return before if before.limit == limit else before.resized(limit, now_s)
+    if before is None or before.limit == limit:
+        return before or Bucket(limit, now_s)
+    return Bucket(limit, now_s, before.level(now_s) * limit / before.limit)  # as full as before

@@ -18,11 +18,11 @@ from warmroute.index.hot_prefixes import HotPrefixes
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.decision import Decision, Policy
-from warmroute.routing.demand_tickets import MeteredDispatch, MeteredTicket
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.island_choice import IslandChoice
 from warmroute.routing.output_length import OutputLengthEstimate
 from warmroute.routing.policies import make_policy
+from warmroute.routing.price import ASSUMED_PROMPT_TOKENS
 from warmroute.routing.query import Query
 from warmroute.routing.routing_errors import MissingModel, NoNodeAvailable, UnknownModel
 
@@ -60,7 +60,6 @@ class Router:
                 self._by_route[route.name] = make_policy(*of_route, self._cache_view, self.output_lengths, self._random)
 
     def policy_of(self, request: RoutingRequest) -> Policy:
-        """Return the policy of the request's route, or the default one."""
         return self._by_route.get(request.route, self.policy) if self._by_route else self.policy
 
     def snapshot(self) -> Router:
@@ -126,9 +125,10 @@ class Router:
                 self.island_choice.dispatched(query, node, now_s)
             if query.group.adapter is not None:
                 node.loaded_adapters.mark_used(query.group.model)
+        demand_meter = self.demand_meter
         if query is None or query.lookup is None:
-            if self.demand_meter is not None and query is not None:
-                return MeteredTicket(node, now_s, self.demand_meter, query.request.arrived_s)
+            if demand_meter is not None:
+                demand_meter.record_sent(ASSUMED_PROMPT_TOKENS, 0.0, ASSUMED_PROMPT_TOKENS)
             return Ticket(node, now_s)
         request, lookup, cache_view = query.request, query.lookup, self._cache_view
         hits = query.known_hits
@@ -137,25 +137,15 @@ class Router:
         tokens = lookup.token_count
         cached = hit.expected if hit is not None else 0.0
         new = tokens - cached
-        demand_meter = self.demand_meter
-        ticket = (Dispatch if demand_meter is None else MeteredDispatch)(
-            request,
-            node,
-            now_s,
-            cache_view,
-            self.output_lengths,
-            query.group.decode_speed,
-            prediction,
-            tokens,
-            int(new),
-            work(new, cached),
-        )
+        new_work = work(new, cached)
         if demand_meter is not None:
-            assert isinstance(ticket, MeteredDispatch)
-            ticket.start(demand_meter, request.arrived_s)
+            demand_meter.record_sent(tokens, tokens - int(new), new_work)
             if self.hot is not None and prediction is not None:
                 self.hot.record(prediction.chain, prediction.cache.block_size, lookup, now_s)
-        return ticket
+        return Dispatch(
+            request, node, now_s, cache_view, self.output_lengths, query.group.decode_speed, prediction, tokens,
+            int(new), new_work,
+        )  # fmt: skip
 
     def _group(self, request: RoutingRequest) -> Group:
         """Return the group of a request whose model has none by that name. Raises RoutingError."""

@@ -17,7 +17,7 @@ from warmroute.scaling.metric_windows import MetricWindows
 from warmroute.scaling.node_lifecycle import LifecycleState, ManagedNodes
 from warmroute.scaling.offer_selection import OfferSelector
 from warmroute.scaling.scaler import Scaler
-from warmroute.scaling.scaling_decision import PaidNode, PendingNode, ScalingDecision
+from warmroute.scaling.scaling_decision import PaidNode, ScalingDecision, paid_for
 
 HOT_PREFIXES_CHECKED: Final = 64
 MAX_PREFIXES_MOVED: Final = 8
@@ -41,10 +41,7 @@ class Autoscaler:
         self.last_decision: ScalingDecision | None = None
 
     def reconfigure(self, config: Scaling) -> None:
-        self.config = config
-        self.managed.reconfigure(config)
-        self.scaler.reconfigure(config)
-        self._windows.reconfigure(config)
+        self.config = self.managed.config = self.offers.config = self.scaler.config = self._windows.config = config
 
     @property
     def desired_nodes(self) -> int:
@@ -57,21 +54,15 @@ class Autoscaler:
         return self._observer.view(now_s, windows.stable, windows.panic, windows.growth_per_s, self.managed)
 
     @property
-    def pending(self) -> list[PendingNode]:
-        return [
-            PendingNode(offer=offer.key, island=offer.island, gpu=offer.gpu, usd_per_hour=offer.usd_per_hour)
-            for offer in (managed.offer for managed in self.managed if managed.pending)
-        ]
+    def pending(self) -> list[PaidNode]:
+        return [paid_for(managed.offer) for managed in self.managed if managed.pending]
 
     @property
     def terminating(self) -> list[PaidNode]:
         """Machines that are still paid for and are not in the fleet any more, or never were."""
         in_fleet = {node.name for node in self._fleet}
-        return [
-            PaidNode(managed.offer.key, managed.offer.island, managed.offer.usd_per_hour)
-            for managed in self.managed
-            if not managed.pending and managed.name not in in_fleet
-        ]
+        outside = [managed for managed in self.managed if not managed.pending and managed.name not in in_fleet]
+        return [paid_for(managed.offer) for managed in outside]
 
     def decide(self, now_s: float, wall_s: float = 0.0) -> ScalingDecision:
         view = self.observe(now_s)

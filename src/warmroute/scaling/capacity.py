@@ -28,8 +28,10 @@ from typing import Final
 
 import msgspec
 
+from warmroute.config import Scaling
 from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN
 from warmroute.scaling.fleet_observer import FleetView, NodeView, WindowMetrics
+from warmroute.scaling.scaling_decision import PaidNode
 
 MAX_RETENTION_S: Final = 86_400.0
 MIN_MISS_RATIO: Final = 0.02
@@ -40,6 +42,8 @@ MAX_UTILISATION: Final = 0.98
 """Above this utilisation the estimated wait is infinite."""
 MAX_VARIATION: Final = 25.0
 """A window has few requests; one very long prompt among them says little about the next."""
+WAIT_SHARE: Final = 0.3
+"""Requests may wait for `max_mean_wait_ms`, or for this fraction of their own service time if that is longer."""
 
 
 class FleetSize(msgspec.Struct, frozen=True):
@@ -168,3 +172,32 @@ class Demand:
 def size_of(nodes: Sequence[NodeView], speeds: GpuSpeeds) -> FleetSize:
     weight = sum(speeds.weight(node.gpu) for node in nodes)
     return FleetSize(weight, sum(node.cache_blocks or speeds.blocks(node.gpu) for node in nodes))
+
+
+class ScalingInputs:
+    """The inputs of one scaling decision: the fleet view with the demand and the fleet sizes that follow from it."""
+
+    def __init__(self, config: Scaling, view: FleetView, pending: Sequence[PaidNode], growth: float) -> None:
+        """`growth`: load when a node that is requested now would serve, relative to the current load."""
+        self.config = config
+        self.view = view
+        self.growth = growth
+        self.panicking = False
+        self.speeds = speeds = GpuSpeeds(view.nodes)
+        self.serving = [node for node in view.nodes if node.serving]
+        unchecked = [node for node in view.nodes if node.unchecked]
+        self.pending = [*pending, *(PaidNode(one.offer, one.island, one.usd_per_hour, one.gpu) for one in unchecked)]
+        self.demand = Demand(view, view.stable, speeds)
+        self.panic_demand = Demand(view, view.panic, speeds)
+        self.serving_size = size_of(self.serving, speeds)
+        self.size = self.serving_size
+        """The fleet's size once the pending nodes serve."""
+        for one in self.pending:
+            self.size = self.size.plus(speeds.weight(one.gpu), speeds.blocks(one.gpu))
+
+    @property
+    def node_count(self) -> int:
+        return len(self.serving) + len(self.pending)
+
+    def max_wait_ms(self, demand: Demand, size: FleetSize) -> float:
+        return max(self.config.max_mean_wait_ms, WAIT_SHARE * demand.service_ms(size))

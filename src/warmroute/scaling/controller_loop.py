@@ -19,13 +19,13 @@ from warmroute.event_log import EventLog
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node
 from warmroute.scaling.autoscaler import Autoscaler
-from warmroute.scaling.decision_log import DecisionLog
 from warmroute.scaling.machine_reconciler import CONSISTENCY_S, MachineReconciler
 from warmroute.scaling.node_controller import NodeController
 from warmroute.scaling.node_lifecycle import PREWARM_TIMEOUT_S, LifecycleEvent, LifecycleState, ManagedNode
 from warmroute.scaling.prewarm import PrefixPrefiller
 from warmroute.scaling.provisioner import Machine, NoCapacity, ProvisionerError
 from warmroute.scaling.provisioner_client import ProvisionerClient
+from warmroute.scaling.scaling_decision import DecisionLog
 
 log = EventLog("warmroute.scaling")
 

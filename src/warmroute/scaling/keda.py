@@ -80,21 +80,17 @@ class KedaScaler:
 
     async def start(self, host: str, port: int) -> None:
         """Listen. Port 0 takes a free one; `self.port` says which. Raises ConfigError if the port is taken."""
-        kinds = self._messages
         self._server = grpc.aio.server()
+        once, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        calls = (
+            ("IsActive", once, self._is_active, "ScaledObjectRef", "IsActiveResponse"),
+            ("StreamIsActive", stream, self._stream, "ScaledObjectRef", "IsActiveResponse"),
+            ("GetMetricSpec", once, self._spec, "ScaledObjectRef", "GetMetricSpecResponse"),
+            ("GetMetrics", once, self._metrics, "GetMetricsRequest", "GetMetricsResponse"),
+        )
         handlers = {
-            "IsActive": grpc.unary_unary_rpc_method_handler(
-                self._is_active, *_codecs(kinds, "ScaledObjectRef", "IsActiveResponse")
-            ),
-            "StreamIsActive": grpc.unary_stream_rpc_method_handler(
-                self._stream, *_codecs(kinds, "ScaledObjectRef", "IsActiveResponse")
-            ),
-            "GetMetricSpec": grpc.unary_unary_rpc_method_handler(
-                self._spec, *_codecs(kinds, "ScaledObjectRef", "GetMetricSpecResponse")
-            ),
-            "GetMetrics": grpc.unary_unary_rpc_method_handler(
-                self._metrics, *_codecs(kinds, "GetMetricsRequest", "GetMetricsResponse")
-            ),
+            name: handler(answer, self._messages[request].FromString, self._messages[response].SerializeToString)
+            for name, handler, answer, request, response in calls
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -108,17 +104,14 @@ class KedaScaler:
         if self._server is not None:
             await self._server.stop(grace=None)
 
-    def _active(self) -> Any:
+    async def _is_active(self, _request: Any, _context: Any) -> Any:
         return self._messages["IsActiveResponse"](result=self._desired_nodes() > 0)
 
-    async def _is_active(self, _request: Any, _context: Any) -> Any:
-        return self._active()
-
-    async def _stream(self, _request: Any, _context: Any) -> AsyncIterator[Any]:
+    async def _stream(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """Send whether it is active, at once and at each change."""
         sent = None
         while True:
-            active = self._active()
+            active = await self._is_active(request, context)
             if active != sent:
                 sent = active
                 yield active
@@ -132,7 +125,3 @@ class KedaScaler:
         desired = max(0, self._desired_nodes())
         value = self._messages["MetricValue"](metricName=METRIC, metricValue=desired, metricValueFloat=float(desired))
         return self._messages["GetMetricsResponse"](metricValues=[value])
-
-
-def _codecs(kinds: dict[str, Any], request: str, response: str) -> tuple[Any, Any]:
-    return kinds[request].FromString, kinds[response].SerializeToString

@@ -19,14 +19,11 @@ _ARRIVED: Final = COUNTERS.index("arrived")
 
 class MetricWindows:
     def __init__(self, config: Scaling) -> None:
-        self._config = config
+        self.config = config
         self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
 
-    def reconfigure(self, config: Scaling) -> None:
-        self._config = config
-
     def add(self, sample: Sample) -> None:
-        samples, config = self._samples, self._config
+        samples, config = self._samples, self.config
         if sample.span_s > 0:
             samples.append(sample)
         longest_s = max(config.stable_window_s, config.trend_window_s)
@@ -41,17 +38,17 @@ class MetricWindows:
 
     @property
     def stable(self) -> WindowMetrics:
-        return self._last(self._config.stable_window_s)
+        return self._last(self.config.stable_window_s)
 
     @property
     def panic(self) -> WindowMetrics:
-        return self._last(self._config.panic_window_s)
+        return self._last(self.config.panic_window_s)
 
     @property
     def growth_per_s(self) -> float:
         """The relative growth of the load per second: the slope of a line through the arrivals of `trend_window_s`. 0
         if chance alone could explain it."""
-        config, samples = self._config, self._samples
+        config, samples = self.config, self._samples
         if not config.trend_window_s or not samples:
             return 0.0
         since_s = samples[-1].at_s - config.trend_window_s

@@ -132,11 +132,8 @@ class ManagedNodes:
     """All managed nodes by token, except terminated ones."""
 
     def __init__(self, config: Scaling) -> None:
-        self._config = config
+        self.config = config
         self._nodes: dict[str, ManagedNode] = {}
-
-    def reconfigure(self, config: Scaling) -> None:
-        self._config = config
 
     def __iter__(self) -> Iterator[ManagedNode]:
         return iter(list(self._nodes.values()))
@@ -176,7 +173,7 @@ class ManagedNodes:
 
     def timed_out(self, now_s: float) -> list[ManagedNode]:
         """Those that have been in their state for longer than its time limit."""
-        config = self._config
+        config = self.config
         limits_s = {
             LifecycleState.REQUESTED: REQUEST_TIMEOUT_S,
             LifecycleState.BOOTING: config.boot_timeout_s,

@@ -1,9 +1,25 @@
-"""An offer: one kind of node that a provisioner can create somewhere, and its price."""
+"""An offer: one kind of node that a provisioner can create somewhere, and its price.
+
+Providers report impossible values: a price of 0 stands for an unknown price, a spot price may
+be a bid floor, fields are missing. The router drops offers with an impossible price and repairs what can be repaired.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import isfinite
+from typing import Any, Final
+
 import msgspec
 
+from warmroute.config import ProvisionerConfig
+from warmroute.event_log import EventLog
+
+log = EventLog("warmroute.scaling")
+
+MAX_USD_PER_HOUR: Final = 10_000.0
+"""No node costs more; a higher price is an error in a catalog."""
+MAX_START_S: Final = 6 * 3600.0
 OfferKey = tuple[str, str]
 """The names of the provisioner and of the offer."""
 
@@ -29,3 +45,94 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def key(self) -> OfferKey:
         return self.provisioner, self.name
+
+
+def configured_offer(config: ProvisionerConfig, name: str, island: str, **known: Any) -> Offer:
+    """Return an offer. `island` counts if the configuration names none; `known` replaces configured values."""
+    node = {"gpu": config.gpu, "gpus": config.gpus, "spot": config.spot, "usd_per_hour": config.usd_per_hour}
+    return Offer(
+        provisioner=config.label,
+        name=name,
+        island=config.island or island,
+        start_s=config.expected_start_s,
+        max_nodes=config.max_nodes or None,
+        **{**node, **known},
+    )
+
+
+def is_quantity(value: float) -> bool:
+    """Return whether a reported value is a number from 0 up: neither NaN nor infinite nor negative."""
+    return isfinite(value) and value >= 0
+
+
+def price_problem(usd_per_hour: float, max_usd_per_hour: float = MAX_USD_PER_HOUR) -> str:
+    """Return why a price is impossible, or an empty string."""
+    if not isfinite(usd_per_hour):
+        return f"costs {usd_per_hour}, which is not a price"
+    if usd_per_hour < 0:
+        return f"costs ${usd_per_hour:g}/hour, which is below 0"
+    if usd_per_hour > max_usd_per_hour:
+        return f"costs ${usd_per_hour:g}/hour, above the maximum of ${max_usd_per_hour:g}"
+    return ""
+
+
+class OfferValidator:
+    """Validates the offers of one provisioner. It logs a problem once, and again when it comes back."""
+
+    def __init__(self, config: ProvisionerConfig, *, free: bool = False) -> None:
+        """`free`: a price of 0 is a real price."""
+        self._name = config.label
+        self._free = free or config.allow_free
+        self._min_usd_per_gpu_hour = config.min_usd_per_gpu_hour
+        self._max_usd_per_hour = config.max_usd_per_hour
+        self.problems: tuple[str, ...] = ()
+        """Those of the last call."""
+
+    def validate(self, offers: Iterable[Offer], problems: Iterable[str] = ()) -> list[Offer]:
+        """Return the valid offers, one for each name. `problems`: those that were found before."""
+        valid: dict[str, Offer] = {}
+        found = list(problems)
+        for offer in offers:
+            problem = self._problem(offer)
+            if not problem and offer.name in valid:
+                problem = "is listed twice; using the first"
+            if problem:
+                found.append(f"offer {offer.name!r} {problem}")
+            else:
+                valid[offer.name] = self._repaired(offer, found)
+        for problem in found:
+            if problem not in self.problems:
+                log.warning("offer_problem", provisioner=self._name, reason=problem)
+        self.problems = tuple(found)
+        return list(valid.values())
+
+    def _problem(self, offer: Offer) -> str:
+        """Return why the offer is dropped, or an empty string."""
+        usd = offer.usd_per_hour
+        if not offer.name:
+            return "has no name: dropped"
+        if not offer.gpu:
+            return "has no GPU name: dropped"
+        if offer.gpus < 1:
+            return f"has {offer.gpus} GPUs: dropped"
+        problem = price_problem(usd, self._max_usd_per_hour)
+        if problem:
+            return f"{problem}: dropped"
+        if self._free:
+            return ""
+        if usd == 0:
+            return "costs $0, which stands for an unknown price: dropped (provisioners.allow_free accepts it)"
+        if usd < self._min_usd_per_gpu_hour * offer.gpus:
+            minimum = f"min_usd_per_gpu_hour (${self._min_usd_per_gpu_hour:g} × {offer.gpus})"
+            return f"costs ${usd:g}/hour, below {minimum}; this is a bid floor, not a price: dropped"
+        return ""
+
+    def _repaired(self, offer: Offer, problems: list[str]) -> Offer:
+        start_s, max_nodes = offer.start_s, offer.max_nodes
+        if not 0 <= start_s <= MAX_START_S:  # also where it is NaN
+            start_s = MAX_START_S if start_s > MAX_START_S else 0.0
+            problems.append(f"offer {offer.name!r} has start_s {offer.start_s}: using {start_s:g}")
+        if max_nodes is not None and max_nodes < 0:
+            max_nodes = 0
+            problems.append(f"offer {offer.name!r} has max_nodes {offer.max_nodes}: using 0")
+        return msgspec.structs.replace(offer, start_s=start_s, max_nodes=max_nodes)

@@ -18,9 +18,8 @@ import msgspec
 
 from warmroute.config import Scaling
 from warmroute.scaling.capacity import GpuSpeeds
-from warmroute.scaling.offer import Offer, OfferKey
+from warmroute.scaling.offer import Offer, OfferKey, is_quantity, price_problem
 from warmroute.scaling.scaling_decision import PaidNode
-from warmroute.scaling.validate_offers import is_quantity, price_problem
 
 STAY_S: Final = 3600.0
 MAX_BACKOFF_S: Final = 3600.0
@@ -41,15 +40,12 @@ class OfferSelector:
     """All current offers, and how requests for them ended."""
 
     def __init__(self, config: Scaling) -> None:
-        self._config = config
-        self._offers: tuple[Offer, ...] = ()
+        self.config = config
+        self.offers: tuple[Offer, ...] = ()
         self._backoffs: dict[OfferKey, _Backoff] = {}
         self._start_s: dict[OfferKey, float] = {}
         self.problems: tuple[str, ...] = ()
         """Why some offers are ignored."""
-
-    def reconfigure(self, config: Scaling) -> None:
-        self._config = config
 
     def update_offers(self, offers: Iterable[Offer]) -> None:
         """Replace the offers by these: all of all provisioners. Offers with impossible values are ignored."""
@@ -63,12 +59,12 @@ class OfferSelector:
                 problems.append(f"ignoring offer {offer.provisioner}/{offer.name}: it {problem}")
             else:
                 valid[offer.key] = offer
-        self._offers, self.problems = tuple(valid.values()), tuple(problems)
+        self.offers, self.problems = tuple(valid.values()), tuple(problems)
 
     def back_off(self, key: OfferKey, reason: str, now_s: float) -> None:
         """The request for a node of this offer failed: no capacity, no quota, an error, or it did not start."""
         before = self._backoffs.get(key)
-        duration_s = min(MAX_BACKOFF_S, before.duration_s * 2.0) if before else self._config.offer_backoff_s
+        duration_s = min(MAX_BACKOFF_S, before.duration_s * 2.0) if before else self.config.offer_backoff_s
         self._backoffs[key] = _Backoff(now_s + duration_s, duration_s, reason)
 
     def node_started(self, key: OfferKey, start_s: float) -> None:
@@ -77,10 +73,6 @@ class OfferSelector:
         if is_quantity(start_s):
             before = self._start_s.get(key, start_s)
             self._start_s[key] = before + START_WEIGHT * (start_s - before)
-
-    @property
-    def offers(self) -> tuple[Offer, ...]:
-        return self._offers
 
     def start_s(self, offer: Offer) -> float:
         """Return the time from the request until the node serves: measured, or else the provisioner's estimate."""
@@ -96,12 +88,12 @@ class OfferSelector:
     ) -> tuple[Offer | None, str]:  # fmt: skip
         """Return the best offer, or None, and why. `island`: only offers there. `prefill_work`: that of an average
         request, which the node has to finish within the TTFT limit."""
-        if not self._offers:
+        if not self.offers:
             return None, "no provisioner offers nodes"
         skipped: Counter[str] = Counter()
         available: list[Offer] = []
-        limits = _Limits(self._config, paid)
-        for offer in self._offers:
+        limits = _Limits(self.config, paid)
+        for offer in self.offers:
             backoff = self._backoffs.get(offer.key)
             ms_per_token = speeds.ms_per_token(offer.gpu)
             if island is not None and offer.island != island:
@@ -110,7 +102,7 @@ class OfferSelector:
                 reason = "backing off after a failure"
             else:
                 reason = limits.reason_against(offer)
-                if not reason and ms_per_token and 0 < self._config.max_ttft_p99_ms < prefill_work * ms_per_token:
+                if not reason and ms_per_token and 0 < self.config.max_ttft_p99_ms < prefill_work * ms_per_token:
                     reason = "too slow for max_ttft_p99_ms"
             if reason:
                 skipped[reason] += 1
@@ -122,12 +114,14 @@ class OfferSelector:
             fastest_s = min(self.start_s(offer) for offer in available)
             limit_s = PANIC_START_RATIO * max(MIN_START_S, fastest_s)
             available = [offer for offer in available if self.start_s(offer) <= limit_s]
-        best = min(available, key=lambda offer: (self._cost(offer, speeds), self.start_s(offer), offer.key))
+
+        def rank(offer: Offer) -> tuple[float, float, OfferKey]:
+            start_s = self.start_s(offer)
+            return offer.usd_per_hour / speeds.weight(offer.gpu) * (1.0 + start_s / STAY_S), start_s, offer.key
+
+        best = min(available, key=rank)
         price = f"{best.usd_per_hour:g} USD/hour for {speeds.weight(best.gpu):.2g} × the usual speed"
         return best, f"{best.provisioner}/{best.name}: cheapest of {len(available)} ({price})"
-
-    def _cost(self, offer: Offer, speeds: GpuSpeeds) -> float:
-        return offer.usd_per_hour / speeds.weight(offer.gpu) * (1.0 + self.start_s(offer) / STAY_S)
 
 
 class _Limits:

@@ -122,12 +122,9 @@ class ProvisionerClient:
 
     async def terminate(self, machine: Machine) -> bool:
         """Return whether the call succeeded."""
-
-        async def terminate() -> bool:
-            await self._provisioner.terminate(machine)
-            return True
-
-        return bool(await self._call(f"{_TERMINATE}{machine.id}", terminate()))
+        call = f"{_TERMINATE}{machine.id}"
+        await self._call(call, self._provisioner.terminate(machine))
+        return call not in self._errors
 
     async def close(self) -> None:
         if self._offers_task is not None:

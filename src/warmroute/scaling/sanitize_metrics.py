@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from warmroute.scaling.fleet_observer import FleetView, NodeView, WindowMetrics
-from warmroute.scaling.validate_offers import is_quantity
+from warmroute.scaling.offer import is_quantity
 
 T = TypeVar("T", WindowMetrics, NodeView)
 

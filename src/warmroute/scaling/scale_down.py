@@ -20,10 +20,10 @@ from typing import Final
 import msgspec
 
 from warmroute.config import LOW_QUEUE_PER_NODE, LOW_UTILISATION
+from warmroute.scaling.capacity import ScalingInputs
 from warmroute.scaling.fleet_observer import NodeView
 from warmroute.scaling.offer_selection import OfferSelector
 from warmroute.scaling.scaling_decision import PaidNode, count_of_nodes
-from warmroute.scaling.scaling_inputs import ScalingInputs
 
 STAY_S: Final = 600.0
 """How long a node that is not removed now is assumed to stay."""
@@ -134,4 +134,4 @@ def paid_node(node: NodeView) -> PaidNode:
     """A machine of a provisioner counts toward the limits until it is gone, whether it answers or not. A node that
     somebody else added counts only while it serves: the autoscaler could not remove it."""
     counts = not node.reclaimed and (node.serving or node.unchecked or node.offer is not None)
-    return PaidNode(node.offer, node.island, node.usd_per_hour, counts)
+    return PaidNode(node.offer, node.island, node.usd_per_hour, node.gpu, counts)

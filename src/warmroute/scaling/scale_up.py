@@ -19,9 +19,8 @@ from math import ceil
 from typing import Final
 
 from warmroute.config import LOW_QUEUE_PER_NODE
-from warmroute.scaling.capacity import Demand, FleetSize
+from warmroute.scaling.capacity import Demand, FleetSize, ScalingInputs
 from warmroute.scaling.scaling_decision import count_of_nodes
-from warmroute.scaling.scaling_inputs import ScalingInputs
 
 MIN_FIRST_TOKENS: Final = 20
 """A p99 of fewer first tokens is unknown."""

@@ -15,12 +15,14 @@ added for `cooldown_up_s` and none is removed for `cooldown_down_s`. A node is r
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from typing import Final
 
-from warmroute.config import LOW_QUEUE_PER_NODE, Scaling
+from warmroute.config import LOW_QUEUE_PER_NODE, Hours, Scaling
+from warmroute.config.scaling_settings import DAYS
+from warmroute.scaling.capacity import ScalingInputs
 from warmroute.scaling.fleet_observer import FleetView
-from warmroute.scaling.node_schedule import scheduled_min_nodes
 from warmroute.scaling.offer_selection import OfferSelector
 from warmroute.scaling.sanitize_metrics import sanitize
 from warmroute.scaling.scale_down import RemovalCandidate, exchange_candidate, paid_node, removable_nodes
@@ -28,12 +30,11 @@ from warmroute.scaling.scale_up import nodes_needed
 from warmroute.scaling.scaling_decision import (
     AddNode,
     PaidNode,
-    PendingNode,
     RemoveNode,
     ScalingDecision,
     count_of_nodes,
+    paid_for,
 )
-from warmroute.scaling.scaling_inputs import ScalingInputs
 
 PANIC_RATIO: Final = 1.5
 """Panic mode starts if the panic window needs this many times the current nodes."""
@@ -44,6 +45,7 @@ MAX_GROWTH: Final = 2.0
 
 class Scaler:
     def __init__(self, config: Scaling, offers: OfferSelector) -> None:
+        self.config = config
         self._offers = offers
         self._added_s = self._removed_s = float("-inf")
         """When nodes were last added and removed."""
@@ -52,23 +54,18 @@ class Scaler:
         """The last changed number of desired nodes, where somebody else adds and removes nodes."""
         self._spare: deque[tuple[float, int]] = deque()
         """How many nodes were spare at each decision within the last `cooldown_down_s`."""
-        self.reconfigure(config)
-
-    def reconfigure(self, config: Scaling) -> None:
-        self._config = config
-        self._offers.reconfigure(config)
 
     def request_failed(self) -> None:
         """A requested node does not come: the next request need not wait for the cooldown."""
         self._added_s = float("-inf")
 
     def decide(
-        self, view: FleetView, pending: Sequence[PendingNode] = (), wall_s: float = 0.0,
+        self, view: FleetView, pending: Sequence[PaidNode] = (), wall_s: float = 0.0,
         terminating: Sequence[PaidNode] = (),
     ) -> ScalingDecision:  # fmt: skip
         """`wall_s`: seconds since 1970, for the schedule. `terminating`: machines that are paid for and not in the
         view."""
-        config = self._config
+        config = self.config
         problems: list[str] = [*self._offers.problems]
         view = sanitize(view, problems)
         inputs = ScalingInputs(config, view, pending, self._growth(view))
@@ -95,7 +92,8 @@ class Scaler:
             f"island {island} needs {count_of_nodes(count)} more, and no provisioner offers nodes there"
             for island, count in not_offered.items()
         ]
-        paid = _paid_nodes(inputs, terminating)
+        current = [paid_node(node) for node in view.nodes if not node.unchecked]
+        paid = [*current, *inputs.pending, *terminating]
         blocked = False
         if needed > 0 or missing:
             blocked = self._add(decision, inputs, paid, needed, missing, reasons, obstacles)
@@ -120,7 +118,7 @@ class Scaler:
         changed_s = max(self._added_s, self._removed_s)
         if decision.desired_nodes != decision.nodes:
             self._desired_elsewhere = decision.desired_nodes
-        elif decision.at_s - changed_s < self._config.cooldown_down_s and self._desired_elsewhere is not None:
+        elif decision.at_s - changed_s < self.config.cooldown_down_s and self._desired_elsewhere is not None:
             decision.desired_nodes = self._desired_elsewhere
         else:
             self._desired_elsewhere = None
@@ -128,11 +126,11 @@ class Scaler:
     def _growth(self, view: FleetView) -> float:
         """Return the load when a node that is requested now would serve, relative to the current load."""
         starts_s = [self._offers.start_s(offer) for offer in self._offers.offers]
-        ahead_s = min(starts_s, default=0.0) + self._config.interval_s
+        ahead_s = min(starts_s, default=0.0) + self.config.interval_s
         return min(MAX_GROWTH, max(1.0, 1.0 + view.growth_per_s * ahead_s))
 
     def _panicking(self, inputs: ScalingInputs) -> bool:
-        config, view, demand = self._config, inputs.view, inputs.panic_demand
+        config, view, demand = self.config, inputs.view, inputs.panic_demand
         limit = config.target_utilisation * PANIC_RATIO
         over = demand.utilisation(inputs.size, inputs.growth) > limit and demand.known
         queued = view.panic.waiting > LOW_QUEUE_PER_NODE * max(1, len(view.nodes))
@@ -141,7 +139,7 @@ class Scaler:
         return view.now_s < self._panic_until_s
 
     def _minimum(self, inputs: ScalingInputs, minimum: int) -> int:
-        config, view = self._config, inputs.view
+        config, view = self.config, inputs.view
         idle = config.scale_to_zero_after_s > 0 and view.idle_s >= config.scale_to_zero_after_s
         if minimum == 0 and not (idle and not view.waiting) and (view.waiting or inputs.serving):
             return 1
@@ -154,7 +152,7 @@ class Scaler:
         offered = {offer.island for offer in self._offers.offers}
         missing: dict[str, int] = {}
         not_offered: dict[str, int] = {}
-        for one in self._config.islands:
+        for one in self.config.islands:
             if current[one.island] < one.min_nodes:
                 found = missing if not offered or one.island in offered else not_offered
                 found[one.island] = one.min_nodes - current[one.island]
@@ -166,7 +164,7 @@ class Scaler:
     ) -> bool:  # fmt: skip
         """Add `needed` nodes; those that islands miss come first and count among them. Return whether no node is
         available, for another reason than a cooldown."""
-        config, view = self._config, inputs.view
+        config, view = self.config, inputs.view
         desired = min(decision.nodes + max(needed, sum(missing.values())), config.max_nodes)
         decision.desired_nodes = max(decision.nodes, desired)
         if desired <= decision.nodes:
@@ -203,7 +201,7 @@ class Scaler:
                         obstacles.append(reason)
                     return
                 additions.append(AddNode(offer, reason))
-                paid.append(PaidNode(offer.key, offer.island, offer.usd_per_hour))
+                paid.append(paid_for(offer))
 
         for island, count in missing.items():
             add(min(count, at_once - len(additions)), island)
@@ -217,7 +215,7 @@ class Scaler:
         self, decision: ScalingDecision, candidates: Sequence[RemovalCandidate], minimum: int, reasons: list[str]
     ) -> None:
         """Remove those candidates that were spare for the whole cooldown."""
-        config, now_s, spare = self._config, decision.at_s, self._spare
+        config, now_s, spare = self.config, decision.at_s, self._spare
         spare.append((now_s, len(candidates)))
         while spare and spare[0][0] < now_s - config.cooldown_down_s:
             spare.popleft()
@@ -237,7 +235,23 @@ class Scaler:
         spare.clear()
 
 
-def _paid_nodes(inputs: ScalingInputs, terminating: Sequence[PaidNode]) -> list[PaidNode]:
-    current = [paid_node(node) for node in inputs.view.nodes if not node.unchecked]
-    pending = [PaidNode(one.offer, one.island, one.usd_per_hour) for one in inputs.pending]
-    return [*current, *pending, *terminating]
+def scheduled_min_nodes(hours: Iterable[Hours], wall_s: float) -> int:
+    """Return the highest minimum of the entries of `[[scaling.hours]]` that apply now, by the time and the day of the
+    week in UTC. `wall_s`: seconds since 1970."""
+    now = datetime.fromtimestamp(wall_s, UTC)
+    minute = now.hour * 60 + now.minute
+    today, yesterday = DAYS[now.weekday()], DAYS[now.weekday() - 1]
+    minimum = 0
+    for one in hours:
+        start, end = _minute(one.start), _minute(one.end)
+        overnight = end <= start
+        started_today = today in one.days and start <= minute and (overnight or minute < end)
+        started_yesterday = overnight and yesterday in one.days and minute < end
+        if started_today or started_yesterday:
+            minimum = max(minimum, one.min_nodes)
+    return minimum
+
+
+def _minute(clock: str) -> int:
+    hours, _, minutes = clock.partition(":")
+    return int(hours) * 60 + int(minutes)

@@ -1,30 +1,35 @@
-"""A scaling decision: which nodes to add and to remove, and why."""
+"""A scaling decision: which nodes to add and to remove, and why. And the log of decisions."""
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
+from warmroute.event_log import EventLog
 from warmroute.scaling.offer import Offer, OfferKey
 
+log = EventLog("warmroute.scaling")
 
-class PendingNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node that was requested and does not serve yet."""
-
-    offer: OfferKey | None
-    """None for a node that somebody else added to the fleet and that has not been checked yet."""
-    island: str
-    gpu: str
-    usd_per_hour: float
+REPEAT_AFTER_S: Final = 600.0
+"""An obstacle that was absent for this time is logged again."""
 
 
 class PaidNode(msgspec.Struct, frozen=True):
-    """A machine that costs money: serving, starting, not answering or terminating."""
+    """A machine that costs money: serving, starting (pending), not answering or terminating."""
 
     offer: OfferKey | None
+    """None for a node that somebody else added to the fleet."""
     island: str
     usd_per_hour: float
+    gpu: str = ""
     counts_toward_limit: bool = True
     """Whether it counts toward the limits of nodes. Its price always counts toward the budget."""
+
+
+def paid_for(offer: Offer) -> PaidNode:
+    """Return a machine of this offer."""
+    return PaidNode(offer.key, offer.island, offer.usd_per_hour, offer.gpu)
 
 
 class AddNode(msgspec.Struct, frozen=True):
@@ -64,3 +69,37 @@ class ScalingDecision(msgspec.Struct, kw_only=True):
 
 def count_of_nodes(count: int) -> str:
     return f"{count} node" if count == 1 else f"{count} nodes"
+
+
+class DecisionLog:
+    """Logs each decision that changes the fleet, and each new obstacle that prevents adding nodes."""
+
+    def __init__(self) -> None:
+        self._invalid_inputs: tuple[str, ...] = ()
+        self._obstacles_s: dict[str, float] = {}
+        """When each obstacle was last present."""
+
+    def log(self, decision: ScalingDecision, now_s: float, *, has_provisioners: bool) -> None:
+        """Without provisioners somebody else adds nodes, so obstacles are not logged."""
+        if decision.changes:
+            log.info("scaling_decision", **_fields(decision), reason="; ".join(decision.reasons))
+        if decision.invalid_inputs and decision.invalid_inputs != self._invalid_inputs:
+            self._invalid_inputs = decision.invalid_inputs
+            log.info("scaling_inputs_invalid", reason="; ".join(decision.invalid_inputs))
+        recent = {text: last_s for text, last_s in self._obstacles_s.items() if now_s - last_s <= REPEAT_AFTER_S}
+        new = [text for text in decision.obstacles if text not in recent]
+        self._obstacles_s = recent | dict.fromkeys(decision.obstacles, now_s)
+        if new and has_provisioners:
+            needed = "; ".join(reason for reason in decision.reasons if reason not in decision.obstacles)
+            log.warning(
+                "scaling_blocked",
+                "The autoscaler cannot add the nodes needed.",
+                **_fields(decision),
+                reason=needed,
+                obstacle="; ".join(new),
+            )
+
+
+def _fields(decision: ScalingDecision) -> dict[str, object]:
+    fields: dict[str, object] = {"nodes": decision.nodes, "desired_nodes": decision.desired_nodes}
+    return fields | ({"dry_run": True} if decision.dry_run else {})

@@ -33,7 +33,7 @@ async def run_clean_up(cache_view: CacheView, tokenizer_registry: TokenizerRegis
         await asyncio.sleep(CLEAN_UP_S)
         try:
             cache_view.tidy(time.monotonic())
-            before, missing_events = missing_events, {cache.name for cache in cache_view.nodes_missing_events()}
+            before, missing_events = missing_events, {cache.name for cache in cache_view if cache.events_missing}
             for name in sorted(missing_events - before):
                 log.warning(
                     "kv_events_missing",
@@ -41,8 +41,8 @@ async def run_clean_up(cache_view: CacheView, tokenizer_registry: TokenizerRegis
                     "its cache from routed requests.",
                     node=name,
                 )
-            for cache in cache_view.nodes_with_token_mismatch():
-                if cache.name not in token_mismatch:
+            for cache in cache_view:
+                if cache.token_mismatch and cache.name not in token_mismatch:
                     token_mismatch.add(cache.name)
                     log.warning(
                         "token_mismatch",

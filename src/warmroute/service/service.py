@@ -27,6 +27,7 @@ from warmroute.engines.remote_tokenizer import RemoteTokenizer
 from warmroute.event_log import EventLog
 from warmroute.fleet.fleet import Fleet
 from warmroute.index.cache_view import CacheView
+from warmroute.prompt.tokenizer import pack_token_ids
 from warmroute.prompt.tokenizer_registry import TokenizerRegistry
 from warmroute.routing.admission import Admission
 from warmroute.routing.router import Router
@@ -78,7 +79,7 @@ class Service:
             post=node_client.post,
             on_models=lambda node, cards: self.tokenizer_registry.set_model_cards(node.name, cards),
         )
-        self.remote_tokenizer = RemoteTokenizer(node_client.post)
+        self.remote_tokenizer = RemoteTokenizer(node_client.post, pack_token_ids)
         self.nodes = NodeSet(self)
         self.scaling = self._create_scaling(config, node_client) if config.scaling.enabled else None
         page = MetricsPage(
@@ -86,7 +87,7 @@ class Service:
             self.cache_view,
             self.counters,
             lambda: (len(self.listener.connections), self.listener.accepted),
-            lambda: (self.admission.waiting, self.admission.queued_total),
+            lambda: (self.admission.queue.waiting, self.admission.queue.queued_total),
             now,
             lambda: self.scaling.stats() if self.scaling is not None else None,
         )
@@ -111,7 +112,7 @@ class Service:
             self.admission.first_node_wait_s = seconds
 
         scaling = ScalingService(
-            config, self.fleet, self.cache_view, self.nodes, node_client.post, lambda: self.admission.waiting,
+            config, self.fleet, self.cache_view, self.nodes, node_client.post, lambda: self.admission.queue.waiting,
             set_first_node_wait,
         )  # fmt: skip
         self.router.demand_meter, self.router.hot = scaling.demand_meter, scaling.hot

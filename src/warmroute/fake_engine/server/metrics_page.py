@@ -18,10 +18,33 @@ import msgspec
 from warmroute.fake_engine.core import EngineConfig
 from warmroute.fake_engine.server.histogram import Histogram
 from warmroute.fake_engine.server.rank import Rank
-from warmroute.fake_engine.server.rank_metrics import RankMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PAGE_BYTES = resource.getpagesize()
+_PHASE = "Histogram of time spent in {} phase for request."
+
+HISTOGRAMS = (
+    ("request_prompt_tokens", "Number of prefill tokens processed."),
+    ("request_generation_tokens", "Number of generation tokens processed."),
+    ("iteration_tokens_total", "Histogram of number of tokens per engine_step."),
+    ("request_max_num_generation_tokens", "Histogram of maximum number of requested generation tokens."),
+    ("request_params_n", "Histogram of the n request parameter."),
+    ("request_params_max_tokens", "Histogram of the max_tokens request parameter."),
+    ("request_num_preemptions", "Histogram of the number of times a request was preempted."),
+    (
+        "request_prefill_kv_computed_tokens",
+        "Histogram of new KV tokens computed during prefill (excluding cached tokens).",
+    ),
+    ("time_to_first_token_seconds", "Histogram of time to first token in seconds."),
+    ("inter_token_latency_seconds", "Histogram of inter-token latency in seconds."),
+    ("request_time_per_output_token_seconds", "Histogram of time_per_output_token_seconds per request."),
+    ("e2e_request_latency_seconds", "Histogram of e2e request latency in seconds."),
+    ("request_queue_time_seconds", _PHASE.format("WAITING")),
+    ("request_inference_time_seconds", _PHASE.format("RUNNING")),
+    ("request_prefill_time_seconds", _PHASE.format("PREFILL")),
+    ("request_decode_time_seconds", _PHASE.format("DECODE")),
+)
+"""The histograms of RankMetrics, by their names there and in vLLM, with vLLM's help texts."""
 
 
 class ProcessInfo(msgspec.Struct):
@@ -136,12 +159,12 @@ class _RankFamilies:
     ) -> None:
         self._page.counter(f"vllm:{name}", text, self._by_label(label, values), self._created)
 
-    def _histogram(self, name: str, text: str, histogram_of: Callable[[Rank], Histogram]) -> None:
-        name = f"vllm:{name}"
+    def _histogram(self, attribute: str, text: str) -> None:
+        name = f"vllm:{attribute}"
         lines = self._page.lines
         lines += (f"# HELP {name} {text}", f"# TYPE {name} histogram")
         for base, rank in zip(self._base, self._ranks, strict=True):
-            histogram = histogram_of(rank)
+            histogram: Histogram = getattr(rank.metrics, attribute)
             total = 0
             for bound, count in zip((*histogram.bounds, inf), histogram.counts, strict=True):
                 total += count
@@ -157,8 +180,8 @@ class _RankFamilies:
         self._prefix_caches()
         self._tokens()
         self._outcomes()
-        self._request_histograms()
-        self._time_histograms()
+        for name, text in HISTOGRAMS:
+            self._histogram(name, text)
         self._configuration()
 
     def _estimates(self) -> None:
@@ -233,74 +256,6 @@ class _RankFamilies:
         ]
         text = "Number of admission attempts rejected by a queue limit, by reason."
         self._page.counter("vllm:admission_rejections", text, rejections, self._created)
-
-    def _request_histograms(self) -> None:
-        histogram = self._histogram
-        histogram(
-            "request_prompt_tokens", "Number of prefill tokens processed.", lambda r: r.metrics.request_prompt_tokens
-        )
-        histogram(
-            "request_generation_tokens",
-            "Number of generation tokens processed.",
-            lambda r: r.metrics.request_generation_tokens,
-        )
-        histogram(
-            "iteration_tokens_total",
-            "Histogram of number of tokens per engine_step.",
-            lambda r: r.metrics.iteration_tokens,
-        )
-        histogram(
-            "request_max_num_generation_tokens",
-            "Histogram of maximum number of requested generation tokens.",
-            lambda r: r.metrics.request_max_num_generation_tokens,
-        )
-        histogram("request_params_n", "Histogram of the n request parameter.", lambda r: r.metrics.request_params_n)
-        histogram(
-            "request_params_max_tokens",
-            "Histogram of the max_tokens request parameter.",
-            lambda r: r.metrics.request_params_max_tokens,
-        )
-        histogram(
-            "request_num_preemptions",
-            "Histogram of the number of times a request was preempted.",
-            lambda r: r.metrics.request_num_preemptions,
-        )
-        histogram(
-            "request_prefill_kv_computed_tokens",
-            "Histogram of new KV tokens computed during prefill (excluding cached tokens).",
-            lambda r: r.metrics.request_prefill_kv_computed_tokens,
-        )
-
-    def _time_histograms(self) -> None:
-        phase = "Histogram of time spent in {} phase for request."
-        families: tuple[tuple[str, str, Callable[[RankMetrics], Histogram]], ...] = (
-            (
-                "time_to_first_token",
-                "Histogram of time to first token in seconds.",
-                lambda m: m.time_to_first_token,
-            ),
-            ("inter_token_latency", "Histogram of inter-token latency in seconds.", lambda m: m.inter_token_latency),
-            (
-                "request_time_per_output_token",
-                "Histogram of time_per_output_token_seconds per request.",
-                lambda m: m.request_time_per_output_token,
-            ),
-            (
-                "e2e_request_latency",
-                "Histogram of e2e request latency in seconds.",
-                lambda m: m.e2e_request_latency,
-            ),
-            ("request_queue_time", phase.format("WAITING"), lambda m: m.request_queue_time),
-            ("request_inference_time", phase.format("RUNNING"), lambda m: m.request_inference_time),
-            ("request_prefill_time", phase.format("PREFILL"), lambda m: m.request_prefill_time),
-            ("request_decode_time", phase.format("DECODE"), lambda m: m.request_decode_time),
-        )
-        for name, text, histogram_of in families:
-            self._histogram(f"{name}_seconds", text, self._of_metrics(histogram_of))
-
-    @staticmethod
-    def _of_metrics(histogram_of: Callable[[RankMetrics], Histogram]) -> Callable[[Rank], Histogram]:
-        return lambda rank: histogram_of(rank.metrics)
 
     def _configuration(self) -> None:
         engine = self._process.engine

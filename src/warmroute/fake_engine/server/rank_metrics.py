@@ -42,15 +42,15 @@ class RankMetrics:
         self.request_prefill_kv_computed_tokens = Histogram(tokens)
         self.request_params_n = Histogram(buckets.CHOICES)
         self.request_num_preemptions = Histogram(buckets.PREEMPTIONS)
-        self.iteration_tokens = Histogram(buckets.STEP_TOKENS)
-        self.time_to_first_token = Histogram(buckets.TTFT_S)
-        self.inter_token_latency = Histogram(buckets.TOKEN_S)
-        self.request_time_per_output_token = Histogram(buckets.TOKEN_S)
-        self.e2e_request_latency = Histogram(buckets.REQUEST_S)
-        self.request_queue_time = Histogram(buckets.REQUEST_S)
-        self.request_inference_time = Histogram(buckets.REQUEST_S)
-        self.request_prefill_time = Histogram(buckets.REQUEST_S)
-        self.request_decode_time = Histogram(buckets.REQUEST_S)
+        self.iteration_tokens_total = Histogram(buckets.STEP_TOKENS)
+        self.time_to_first_token_seconds = Histogram(buckets.TTFT_S)
+        self.inter_token_latency_seconds = Histogram(buckets.TOKEN_S)
+        self.request_time_per_output_token_seconds = Histogram(buckets.TOKEN_S)
+        self.e2e_request_latency_seconds = Histogram(buckets.REQUEST_S)
+        self.request_queue_time_seconds = Histogram(buckets.REQUEST_S)
+        self.request_inference_time_seconds = Histogram(buckets.REQUEST_S)
+        self.request_prefill_time_seconds = Histogram(buckets.REQUEST_S)
+        self.request_decode_time_seconds = Histogram(buckets.REQUEST_S)
 
     def submitted(self, request_id: str, at_ms: float, max_tokens: int, reason: str) -> None:
         """`reason`: the finish reason, unless the request is aborted."""
@@ -59,13 +59,13 @@ class RankMetrics:
     def first_token(self, first: FirstToken) -> None:
         request = self._requests.get(first.request_id)
         if request is not None:
-            self.time_to_first_token.observe(self._clock.real_seconds(first.at_ms - request.last_ms))
+            self.time_to_first_token_seconds.observe(self._clock.real_seconds(first.at_ms - request.last_ms))
             request.last_ms = first.at_ms
 
     def next_token(self, token: Token) -> None:
         request = self._requests.get(token.request_id)
         if request is not None:
-            self.inter_token_latency.observe(self._clock.real_seconds(token.at_ms - request.last_ms))
+            self.inter_token_latency_seconds.observe(self._clock.real_seconds(token.at_ms - request.last_ms))
             request.last_ms = token.at_ms
 
     def finished(self, done: Finished) -> None:
@@ -80,19 +80,19 @@ class RankMetrics:
         self.request_params_max_tokens.observe(request.max_tokens)
         self.request_params_n.observe(1)
         self.request_num_preemptions.observe(done.preemptions)
-        self.e2e_request_latency.observe(seconds(done.at_ms - done.arrived_ms))
+        self.e2e_request_latency_seconds.observe(seconds(done.at_ms - done.arrived_ms))
         if done.admitted_ms is None:
             return
-        self.request_queue_time.observe(seconds(done.admitted_ms - done.arrived_ms))
-        self.request_inference_time.observe(seconds(done.at_ms - done.admitted_ms))
+        self.request_queue_time_seconds.observe(seconds(done.admitted_ms - done.arrived_ms))
+        self.request_inference_time_seconds.observe(seconds(done.at_ms - done.admitted_ms))
         self.request_prefill_kv_computed_tokens.observe(done.prompt_tokens - done.cached_tokens)
         if done.first_token_ms is None:
             return
-        self.request_prefill_time.observe(seconds(done.first_token_ms - done.admitted_ms))
+        self.request_prefill_time_seconds.observe(seconds(done.first_token_ms - done.admitted_ms))
         decode_s = seconds(done.at_ms - done.first_token_ms)
-        self.request_decode_time.observe(decode_s)
+        self.request_decode_time_seconds.observe(decode_s)
         if done.output_tokens > 1:
-            self.request_time_per_output_token.observe(decode_s / (done.output_tokens - 1))
+            self.request_time_per_output_token_seconds.observe(decode_s / (done.output_tokens - 1))
 
     def count_steps(self, stats: EngineStats) -> None:
         """Observe the tokens per step since the last call, which was one step ago, or a few if the process was late."""
@@ -102,4 +102,4 @@ class RankMetrics:
         tokens = stats.prompt_tokens_computed + stats.generation_tokens
         each, self._step_tokens, self._steps = (tokens - self._step_tokens) / steps, tokens, stats.steps
         for _ in range(steps):
-            self.iteration_tokens.observe(each)
+            self.iteration_tokens_total.observe(each)

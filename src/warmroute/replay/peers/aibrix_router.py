@@ -12,49 +12,29 @@ from __future__ import annotations
 from random import Random
 from statistics import fmean, pstdev
 
-from warmroute.fleet.node import Node
 from warmroute.replay.peers.block_holders import RoutedBlocks
-from warmroute.replay.peers.lowest_cost import pick_lowest, simulated
-from warmroute.replay.simulation.policy_listener import PolicyListener
-from warmroute.replay.simulation.simulated_request import SimulatedRequest
+from warmroute.replay.peers.peer_policy import PeerPolicy
 from warmroute.routing.decision import Decision
 from warmroute.routing.query import Query
 
 
-class Aibrix(PolicyListener):
-    name = "aibrix"
-    wants_tokens = False
-    queues_at_router = False
-
+class Aibrix(PeerPolicy):
     def __init__(self, random: Random, *, imbalance: int = 8, sigmas: float = 1.0) -> None:
-        self._random = random
+        super().__init__("aibrix", random, RoutedBlocks())
         self._imbalance = imbalance
         self._sigmas = sigmas
-        self._block_size = 16
-        self._routed = RoutedBlocks(0)
 
     def decide(self, query: Query) -> Decision:
         nodes = query.candidates.nodes
         loads = [node.inflight for node in nodes]
         if max(loads) - min(loads) <= self._imbalance:
-            depths = self._routed.depths(simulated(query.request).blocks(self._block_size), nodes)
+            _, depths = self._depths(query.request, nodes)
             bound = fmean(loads) + self._sigmas * pstdev(loads)
-            best = max((depth for depth, load in zip(depths, loads, strict=True) if load <= bound), default=0)
-            if best:
+            if any(depth and load <= bound for depth, load in zip(depths, loads, strict=True)):
                 # The longest match first, then the lowest load; overloaded nodes come last.
                 costs = [
                     (load - depth * 1e6) if load <= bound else 1e12 + load
                     for depth, load in zip(depths, loads, strict=True)
                 ]
-                return pick_lowest(nodes, costs, self._random, self.name, "longest match")
-        return pick_lowest(nodes, loads, self._random, self.name, "least loaded")
-
-    def node_joined(self, node: Node, block_size: int, num_blocks: int) -> None:
-        self._block_size = block_size
-        self._routed.capacity = max(self._routed.capacity, num_blocks)
-
-    def node_left(self, node: Node) -> None:
-        self._routed.forget(node)
-
-    def request_sent(self, request: SimulatedRequest, node: Node, now_s: float) -> None:
-        self._routed.add(node, request.blocks(self._block_size))
+                return self._pick_lowest(nodes, costs, "longest match")
+        return self._pick_lowest(nodes, loads, "least loaded")

@@ -13,7 +13,9 @@ from warmroute.fleet.node import Node
 
 
 class Holders:
-    def __init__(self) -> None:
+    def __init__(self, capacity: int = 0) -> None:
+        self.capacity = capacity
+        """Of each node in blocks, if it is estimated."""
         self._held: dict[int, int] = {}
         self._bits: dict[str, int] = {}
 
@@ -66,63 +68,47 @@ class Holders:
         return [depth_of.get(bit, depth) for bit in bits]
 
 
-class RoutedBlocks:
+class RoutedBlocks(Holders):
     """Estimate from routing alone: a node holds the prompts last sent to it, up to `capacity` blocks."""
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._holders = Holders()
+    def __init__(self, capacity: int = 0) -> None:
+        super().__init__(capacity)
         self._recent: dict[str, OrderedDict[int, None]] = {}
 
     def add(self, node: Node, chain: Sequence[int]) -> None:
         recent = self._recent.setdefault(node.name, OrderedDict())
-        new: list[int] = []
-        # The tail of a prompt is evicted first.
-        for block in reversed(chain):
-            if block in recent:
-                recent.move_to_end(block)
-            else:
-                recent[block] = None
-                new.append(block)
-        self._holders.store(node, new)
-        excess = len(recent) - self.capacity
-        if excess > 0:
-            self._holders.remove(node, [recent.popitem(last=False)[0] for _ in range(excess)])
+        new = [block for block in reversed(chain) if block not in recent]
+        for block in reversed(chain):  # the tail of a prompt is evicted first
+            recent[block] = None
+            recent.move_to_end(block)
+        self.store(node, new)
+        self.remove(node, [recent.popitem(last=False)[0] for _ in range(len(recent) - self.capacity)])
 
-    def forget(self, node: Node) -> None:
-        self._holders.remove(node, self._recent.pop(node.name, ()))
+    def clear(self, node: Node) -> None:
+        self.remove(node, self._recent.pop(node.name, ()))
 
     def size(self, node: Node) -> int:
         """Return the estimated number of blocks on the node."""
         return len(self._recent.get(node.name, ()))
 
-    def depths(self, chain: Sequence[int], nodes: Sequence[Node]) -> list[int]:
-        return self._holders.depths(chain, nodes)
 
-
-class EventBlocks:
+class EventBlocks(Holders):
     """Estimate from KV events. As in the routers simulated here, a restart is noticed and a gap is not."""
 
     def __init__(self) -> None:
-        self._holders = Holders()
+        super().__init__()
         self._incarnations: dict[str, int] = {}
 
     def apply(self, node: Node, incarnation: int, events: list[KvEvent]) -> None:
         if self._incarnations.setdefault(node.name, incarnation) != incarnation:
             self._incarnations[node.name] = incarnation
-            self._holders.clear(node)
+            self.clear(node)
         for event in events:
             if isinstance(event, AllBlocksCleared):
-                self._holders.clear(node)
+                self.clear(node)
             elif event.medium == CPU:
                 continue
             elif isinstance(event, BlockStored):
-                self._holders.store(node, event.block_hashes)
+                self.store(node, event.block_hashes)
             elif isinstance(event, BlockRemoved):
-                self._holders.remove(node, event.block_hashes)
-
-    def forget(self, node: Node) -> None:
-        self._holders.clear(node)
-
-    def depths(self, chain: Sequence[int], nodes: Sequence[Node]) -> list[int]:
-        return self._holders.depths(chain, nodes)
+                self.remove(node, event.block_hashes)

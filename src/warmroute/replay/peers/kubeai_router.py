@@ -17,7 +17,7 @@ from random import Random
 from warmroute.fake_engine.core.block_content import seed64
 from warmroute.fleet.group import Candidates
 from warmroute.fleet.node import Node
-from warmroute.replay.peers.lowest_cost import simulated
+from warmroute.replay.peers.peer_policy import simulated
 from warmroute.replay.simulation.policy_listener import PolicyListener
 from warmroute.routing.decision import Decision
 from warmroute.routing.query import Query

@@ -21,26 +21,25 @@ from warmroute.replay.simulation.simulated_scaling import BusyShares
 from warmroute.scaling.capacity import GpuSpeeds
 from warmroute.scaling.fleet_observer import FleetView
 from warmroute.scaling.offer_selection import OfferSelector
-from warmroute.scaling.scaling_decision import AddNode, PaidNode, PendingNode, RemoveNode, ScalingDecision
+from warmroute.scaling.scaling_decision import AddNode, PaidNode, RemoveNode, ScalingDecision, paid_for
 
 
 def _decision(
-    view: FleetView, pending: Sequence[PendingNode], wanted: int, reason: str, config: Scaling, offers: OfferSelector
+    view: FleetView, pending: Sequence[PaidNode], wanted: int, reason: str, config: Scaling, offers: OfferSelector
 ) -> ScalingDecision:
     serving = [node for node in view.nodes if node.serving]
     count = len(serving) + len(pending)
     wanted = min(config.max_nodes, max(config.min_nodes, wanted))
     decision = ScalingDecision(at_s=view.now_s, desired_nodes=wanted, nodes=count, reasons=(reason,))
     if wanted > count:
-        paid = [PaidNode(node.offer, node.island, node.usd_per_hour) for node in view.nodes]
-        paid += [PaidNode(one.offer, one.island, one.usd_per_hour) for one in pending]
+        paid = [*(PaidNode(node.offer, node.island, node.usd_per_hour) for node in view.nodes), *pending]
         additions = []
         for _ in range(wanted - count):
             offer, reason = offers.select(paid, GpuSpeeds(()), view.now_s)
             if offer is None:
                 break
             additions.append(AddNode(offer, reason))
-            paid.append(PaidNode(offer.key, offer.island, offer.usd_per_hour))
+            paid.append(paid_for(offer))
         decision.additions = tuple(additions)
     elif wanted < len(serving):
         ours = [node.name for node in serving if node.offer is not None]
@@ -58,7 +57,7 @@ class Threshold:
         self._cooldown_up_s, self._cooldown_down_s = cooldown_up_s, cooldown_down_s
         self._changed_s = float("-inf")
 
-    def decide(self, view: FleetView, pending: Sequence[PendingNode], wall_s: float = 0.0) -> ScalingDecision:
+    def decide(self, view: FleetView, pending: Sequence[PaidNode], wall_s: float = 0.0) -> ScalingDecision:
         serving = sum(node.serving for node in view.nodes)
         count = serving + len(pending)
         queue = view.stable.waiting / max(1, serving)
@@ -88,7 +87,7 @@ class Hpa:
         self._next_s = 0.0
         self._wanted: deque[tuple[float, int]] = deque()
 
-    def decide(self, view: FleetView, pending: Sequence[PendingNode], wall_s: float = 0.0) -> ScalingDecision:
+    def decide(self, view: FleetView, pending: Sequence[PaidNode], wall_s: float = 0.0) -> ScalingDecision:
         serving = [node for node in view.nodes if node.serving]
         count = len(serving) + len(pending)
         if view.now_s < self._next_s:

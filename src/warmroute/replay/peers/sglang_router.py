@@ -14,53 +14,33 @@ from random import Random
 
 from warmroute.fleet.node import Node
 from warmroute.replay.peers.block_holders import RoutedBlocks
-from warmroute.replay.peers.lowest_cost import pick_lowest, simulated
-from warmroute.replay.simulation.policy_listener import PolicyListener
-from warmroute.replay.simulation.simulated_request import SimulatedRequest
+from warmroute.replay.peers.peer_policy import PeerPolicy
 from warmroute.routing.decision import Decision
 from warmroute.routing.query import Query
 
 
-class Sglang(PolicyListener):
-    name = "sglang"
-    wants_tokens = False
-    queues_at_router = False
-
+class Sglang(PeerPolicy):
     def __init__(
-        self,
-        random: Random,
-        *,
-        cache_threshold: float = 0.3,
-        balance_abs: int = 64,
-        balance_rel: float = 1.5,
+        self, random: Random, *, cache_threshold: float = 0.3, balance_abs: int = 64, balance_rel: float = 1.5,
         tree_tokens: int = 2**26 // 4,
-    ) -> None:
-        self._random = random
+    ) -> None:  # fmt: skip
+        self._tree = RoutedBlocks()
+        super().__init__("sglang", random, self._tree)
         self._cache_threshold = cache_threshold
         self._balance_abs = balance_abs
         self._balance_rel = balance_rel
         self._tree_tokens = tree_tokens
-        self._block_size = 16
-        self._tree = RoutedBlocks(tree_tokens // self._block_size)
 
     def decide(self, query: Query) -> Decision:
         nodes = query.candidates.nodes
         loads = [node.inflight for node in nodes]
         if max(loads) - min(loads) > self._balance_abs and max(loads) > self._balance_rel * min(loads):
-            return pick_lowest(nodes, loads, self._random, self.name, "out of balance: least loaded")
-        chain = simulated(query.request).blocks(self._block_size)
-        depths = self._tree.depths(chain, nodes)
+            return self._pick_lowest(nodes, loads, "out of balance: least loaded")
+        chain, depths = self._depths(query.request, nodes)
         if chain and max(depths) / len(chain) > self._cache_threshold:
-            return pick_lowest(nodes, [-depth for depth in depths], self._random, self.name, "longest match")
-        sizes = [self._tree.size(node) for node in nodes]
-        return pick_lowest(nodes, sizes, self._random, self.name, "smallest tree")
+            return self._pick_lowest(nodes, [-depth for depth in depths], "longest match")
+        return self._pick_lowest(nodes, [self._tree.size(node) for node in nodes], "smallest tree")
 
     def node_joined(self, node: Node, block_size: int, num_blocks: int) -> None:
-        self._block_size = block_size
+        super().node_joined(node, block_size, num_blocks)
         self._tree.capacity = self._tree_tokens // block_size
-
-    def node_left(self, node: Node) -> None:
-        self._tree.forget(node)
-
-    def request_sent(self, request: SimulatedRequest, node: Node, now_s: float) -> None:
-        self._tree.add(node, request.blocks(self._block_size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
 from warmroute.replay.report import svg, svg_plots
 from warmroute.replay.report.table import Column, best_of, by_load, columns, ms
@@ -12,51 +13,6 @@ from warmroute.replay.summary import Run
 # Okabe and Ito's colours, which most colour-blind readers can distinguish, darkened or lightened to be legible as text.
 _LIGHT = ("#0072b2", "#c44e00", "#00805d", "#b0417f", "#8a6d00", "#2f8fc4", "#5b4bb7", "#555555")
 _DARK = ("#5db3ec", "#ff9a56", "#3ecfa0", "#f09cc8", "#e8c547", "#9bd4f5", "#b1a5ff", "#bbbbbb")
-
-_STYLE = """
-:root { color-scheme: light dark; --paper: #fbfaf7; --card: #ffffff; --ink: #1d2126; --soft: #646b75;
-  --line: #e4e1da; --axis: #a5a39c; --good: #eaf4ee; @LIGHT@ }
-@media (prefers-color-scheme: dark) { :root { --paper: #14171b; --card: #1b1f25; --ink: #e8e6e1; --soft: #a0a7b1;
-  --line: #2d333b; --axis: #5c646e; --good: #1d3329; @DARK@ } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", "DejaVu Sans", sans-serif; }
-main { max-width: 1240px; margin: 0 auto; padding: 36px 24px 60px; }
-h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; letter-spacing: -0.01em; }
-h2 { font-size: 17px; margin: 0 0 2px; }
-p { margin: 0 0 14px; color: var(--soft); max-width: 96ch; }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 20px 22px;
-  margin: 20px 0; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 500px), 1fr)); gap: 20px; }
-.plots section { margin: 0; }
-section.bare { background: none; border: none; padding: 0; }
-.scroll { overflow-x: auto; margin: 0 -4px; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 13.5px; }
-th { text-align: right; font-weight: 600; color: var(--soft); border-bottom: 1px solid var(--axis);
-  white-space: nowrap; }
-th, td { padding: 6px 7px; }
-td { text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-tr.load td { padding-top: 20px; font-weight: 600; border-bottom-color: var(--axis); }
-p.lead { font-size: 16px; color: var(--ink); margin: 10px 0 0; }
-td.best { background: var(--good); font-weight: 650; border-radius: 4px; }
-td .key { display: inline-block; width: 10px; height: 10px; border-radius: 3px; margin-right: 8px;
-  background: currentColor; vertical-align: baseline; }
-td .meter { display: inline-block; width: 64px; height: 8px; border-radius: 4px; margin-right: 8px;
-  background: var(--line); overflow: hidden; }
-td .meter i { display: block; height: 100%; background: currentColor; }
-svg { width: 100%; height: auto; display: block; }
-svg text { font-size: 13px; fill: var(--soft); paint-order: stroke; stroke: var(--card); stroke-width: 3px; }
-svg text.name { font-size: 13px; }
-svg text.label { font-weight: 600; fill: var(--c); }
-.grid { stroke: var(--line); } .axis { stroke: var(--axis); }
-.level { stroke: var(--soft); stroke-dasharray: 3 4; }
-.pointer { stroke: var(--c); opacity: 0.45; }
-.curve { fill: none; stroke: var(--c); stroke-width: 2.2; stroke-linejoin: round; stroke-linecap: round; }
-.mark { fill: var(--c); stroke: var(--card); stroke-width: 1.5; } .bar { fill: var(--c); opacity: 0.88; }
-footer { color: var(--soft); font-size: 13px; }
-"""
-
 
 LOAD_COLUMNS = ("offered req/s", "clients", "threshold")
 ERROR_COLUMNS = ("preemptions", "rejected", "failed", "left", "retries")
@@ -84,7 +40,8 @@ def page(runs: Sequence[Run], title: str) -> str:
     sections.append(_section("Hit rate over time", words, svg_plots.hits_over_time(last, series)))
     words = f"Mean requests in flight on each node{at_last}. The dashed line is the mean of all nodes."
     sections.append(_section("Load by node", words, svg_plots.load_by_node(last, series)))
-    style = _STYLE.replace("@LIGHT@", _colours(_LIGHT)).replace("@DARK@", _colours(_DARK))
+    style = "\n" + Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    style = style.replace("@LIGHT@", _colours(_LIGHT)).replace("@DARK@", _colours(_DARK))
     style += "".join(f".c{at} {{ --c: var(--c{at}); }} " for at in range(svg.COLOURS))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

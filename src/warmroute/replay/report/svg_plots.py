@@ -10,6 +10,8 @@ from warmroute.replay.summary import Run
 
 WIDTH = 600
 LABEL_ROOM = 118
+TIME_HEIGHT, TIME_BOX = 320, (54.0, 16.0, WIDTH - LABEL_ROOM, 268.0)
+"""Of the plots over time."""
 
 
 def load_of(run: Run) -> float | None:
@@ -79,8 +81,8 @@ def time_ranges(runs: Sequence[Run], series: dict[str, int], key: str) -> str:
     for value in x.ticks():
         parts.append(svg.rule(x(value), top - 12, x(value), bottom))
         parts.append(svg.text(x(value), bottom + 18, _round_ms(value), anchor="middle"))
-    for name, percent in (("p50", "p50"), ("p90", "p90"), ("p99", "p99")):
-        parts.append(svg.text(x(rows[0][1][percent]), top - 18, name, "name", "middle"))
+    percents = ("p50", "p90", "p99")
+    parts += [svg.text(x(rows[0][1][percent]), top - 18, percent, "name", "middle") for percent in percents]
     for index, (policy, row) in enumerate(rows):
         y, at = top + step * index, series[policy]
         parts.append(svg.text(left - 14, y + 4, policy, f"label c{at % svg.COLOURS}", "end"))
@@ -97,14 +99,11 @@ def hits_over_time(runs: Sequence[Run], series: dict[str, int]) -> str:
     if not lines:
         return ""
     end_s = max(len(line["hit_rate"]) * line["span_s"] for line in lines.values())
-    height, box = 320, (54.0, 16.0, WIDTH - LABEL_ROOM, 268.0)
     smooth = {policy: _smoothed(line["hit_rate"]) for policy, line in lines.items()}
     highest = max([value for line in smooth.values() for value in line if value is not None], default=0.0)
     highest = max(highest, level["hit_rate"] if level else 0.0, 0.05)
-    x = svg.Scale(0.0, end_s, box[0], box[2] - 6)
-    y = svg.Scale(0.0, min(1.0, highest * 1.08), box[3], box[1])
-    parts = svg.axes(x, y, box, _clock(end_s), lambda value: f"{value:.0%}")
-    parts.append(svg.text((box[0] + box[2]) / 2, height - 8, "time in the run", "name", "middle"))
+    x, y, parts = _time_axes(end_s, min(1.0, highest * 1.08), lambda value: f"{value:.0%}")
+    box = TIME_BOX
     if level:
         parts.append(svg.rule(box[0], y(level["hit_rate"]), box[2], y(level["hit_rate"]), "level"))
     ends: list[tuple[str, float, float]] = []
@@ -118,7 +117,16 @@ def hits_over_time(runs: Sequence[Run], series: dict[str, int]) -> str:
     if level:
         ends.append(("oracle", box[2] - 7, y(level["hit_rate"])))
     parts += _line_labels(ends, series, box)
-    return svg.picture(WIDTH, height, parts, "hit rate over time")
+    return svg.picture(WIDTH, TIME_HEIGHT, parts, "hit rate over time")
+
+
+def _time_axes(end_s: float, top: float, y_text: Callable[[float], str]) -> tuple[svg.Scale, svg.Scale, list[str]]:
+    """Return both scales of a plot over time, and its axes."""
+    left, upper, right, lower = TIME_BOX
+    x, y = svg.Scale(0.0, end_s, left, right - 6), svg.Scale(0.0, top, lower, upper)
+    parts = svg.axes(x, y, TIME_BOX, _clock(end_s), y_text)
+    parts.append(svg.text((left + right) / 2, TIME_HEIGHT - 8, "time in the run", "name", "middle"))
+    return x, y, parts
 
 
 def _smoothed(values: Sequence[float | None]) -> list[float | None]:
@@ -147,11 +155,8 @@ def nodes_over_time(runs: Sequence[Run], series: dict[str, int]) -> str:
     levels = {run["policy"]: run["node_count"] for run in runs if "scaling" not in run and run.get("duration_s")}
     end_s = max(len(line["serving"]) * line["span_s"] for line in scaled.values())
     most = max([*(max(line["serving"]) for line in scaled.values()), *levels.values()])
-    height, box = 320, (54.0, 16.0, WIDTH - LABEL_ROOM, 268.0)
-    x = svg.Scale(0.0, end_s, box[0], box[2] - 6)
-    y = svg.Scale(0.0, most * 1.08, box[3], box[1])
-    parts = svg.axes(x, y, box, _clock(end_s), number)
-    parts.append(svg.text((box[0] + box[2]) / 2, height - 8, "time in the run", "name", "middle"))
+    x, y, parts = _time_axes(end_s, most * 1.08, number)
+    box = TIME_BOX
     ends: list[tuple[str, float, float]] = []
     for policy, line in scaled.items():
         span, counts = line["span_s"], line["serving"]
@@ -164,7 +169,7 @@ def nodes_over_time(runs: Sequence[Run], series: dict[str, int]) -> str:
         parts.append(svg.curve([(x(0.0), y(count)), (x(end_s), y(count))], series[policy]))
         ends.append((policy, box[2] - 7, y(count)))
     parts += _line_labels(ends, series, box)
-    return svg.picture(WIDTH, height, parts, "nodes over time")
+    return svg.picture(WIDTH, TIME_HEIGHT, parts, "nodes over time")
 
 
 def load_by_node(runs: Sequence[Run], series: dict[str, int]) -> str:

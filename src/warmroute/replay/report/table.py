@@ -47,12 +47,12 @@ def columns(runs: Sequence[Run]) -> list[Column]:
     found.append(_amount("load_variation", "load CV", _fixed))
     found.append(_amount("gpu_seconds", "GPU s", number))
     if any("scaling" in run or "usd" in run for run in runs):
-        found.append(_scaled("nodes", _nodes))
-        found.append(_scaled("GPU h paid", lambda run: number(paid_gpu_hours(run)), paid_gpu_hours))
+        found.append(Column("nodes", _nodes))
+        found.append(Column("GPU h paid", lambda run: number(paid_gpu_hours(run)), paid_gpu_hours))
         if any(paid_usd(run) for run in runs):
-            found.append(_scaled("USD", lambda run: number(paid_usd(run))))
+            found.append(Column("USD", lambda run: number(paid_usd(run))))
     if any("ceiling" in run for run in runs):
-        found.append(_scaled("s over ceiling", lambda run: number(run.get("ceiling", {}).get("seconds_over"))))
+        found.append(Column("s over ceiling", lambda run: number(run.get("ceiling", {}).get("seconds_over"))))
     found.extend(_count(key, key) for key in ("preemptions", "rejected", "failed"))
     found.extend(_count(key, key) for key in ("left", "retries") if any(run.get(key) for run in runs))
     return found
@@ -77,10 +77,6 @@ def _nodes(run: Run) -> str:
     if scaling is None:
         return str(run["node_count"])
     return f"{scaling['least_nodes']}–{scaling['most_nodes']}"
-
-
-def _scaled(head: str, text: Callable[[Run], str], value: Callable[[Run], float | None] | None = None) -> Column:
-    return Column(head, text, value)
 
 
 def _time(key: str, percent: str, head: str) -> Column:

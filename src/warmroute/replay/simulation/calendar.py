@@ -15,8 +15,6 @@ _FIRST, _LAST = 0, 1
 
 
 class Calendar:
-    __slots__ = ("_count", "_heap", "now_ms")
-
     def __init__(self) -> None:
         self.now_ms = 0.0
         self._count = 0

@@ -19,11 +19,7 @@ class Clients:
     """Sends at most `limit` requests, none after `until_ms`. With `concurrency` None the loop is open."""
 
     def __init__(
-        self,
-        world: World,
-        prompts: Iterator[WorkloadPrompt],
-        concurrency: int | None = None,
-        limit: int | None = None,
+        self, world: World, prompts: Iterator[WorkloadPrompt], concurrency: int | None, limit: int | None
     ) -> None:
         self._world = world
         self._prompts = prompts

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from warmroute.config import Health
 from warmroute.engines.load_report import LoadReport
-from warmroute.engines.node_updates import apply_health_pass, apply_load_report, drop_stale_load
+from warmroute.engines.node_updates import apply_health_pass, apply_load_report
 from warmroute.replay.simulation.conditions import Conditions
 from warmroute.replay.simulation.simulated_node import ProcessState, SimulatedNode
 
@@ -41,11 +41,12 @@ class Polls:
                     world.advance(sim)
                 calendar.after(sim.one_way_ms + conditions.poll_lag_ms, self._respond, sim, _load_report(sim))
         elif sim.state is ProcessState.DEAD:
-            calendar.after(sim.one_way_ms, self._refuse, sim)
+            refused = "connection refused"
+            calendar.after(sim.one_way_ms, lambda: world.fleet.check_failed(sim.node, calendar.now_s, refused))
         else:
             waited_ms = self._timeout_ms
-            calendar.after(waited_ms, self._time_out, sim)
-        drop_stale_load(sim.node, conditions.stale_s, calendar.now_s)
+            calendar.after(waited_ms, lambda: world.fleet.check_timed_out(sim.node, calendar.now_s))
+        sim.node.drop_stale_load(conditions.stale_s, calendar.now_s)
         jitter = conditions.poll_jitter
         pause_s = conditions.poll_interval_s * (1.0 - jitter + 2.0 * jitter * self._random.random())
         calendar.after(waited_ms + pause_s * 1000.0, self._poll, sim)
@@ -54,14 +55,7 @@ class Polls:
         world = self._world
         now_s = world.calendar.now_s
         apply_health_pass(world.fleet, sim.node, 2.0 * sim.one_way_ms, now_s)
-        kv_events = world.listener.node_kv_events(sim.node) if world.listener is not None else None
-        apply_load_report(sim.node, report, kv_events, now_s)
-
-    def _refuse(self, sim: SimulatedNode) -> None:
-        self._world.fleet.check_failed(sim.node, self._world.calendar.now_s, "connection refused")
-
-    def _time_out(self, sim: SimulatedNode) -> None:
-        self._world.fleet.check_timed_out(sim.node, self._world.calendar.now_s)
+        apply_load_report(sim.node, report, world.listener.node_kv_events(sim.node), now_s)
 
 
 def _load_report(sim: SimulatedNode) -> LoadReport:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from warmroute.config.priority import NORMAL
 from warmroute.fake_engine.core.engine_request import EngineRequest, RequestTooLong
 from warmroute.fleet.node import Node, Outcome
-from warmroute.replay.simulation.flight import Flight
 from warmroute.replay.simulation.results import RequestResults
 from warmroute.replay.simulation.simulated_node import ProcessState, SimulatedNode
 from warmroute.replay.simulation.simulated_request import MODEL, SimulatedLookup, SimulatedRequest
@@ -25,9 +24,51 @@ from warmroute.routing.routing_errors import AllNodesFailed, RoutingError
 if TYPE_CHECKING:
     from warmroute.replay.simulation.world import World
 
+
 PATH = "/v1/chat/completions"
 """The path of every simulated request, as routes see it."""
 TICK_MS = 1000.0 * TICK_S
+
+
+class Flight:
+    """One simulated request, which drives its attempts in virtual time."""
+
+    __slots__ = (
+        "_flow", "arrived_ms", "attempts", "cached_tokens", "first_ms", "node", "prompt", "request", "request_id",
+        "results",
+    )  # fmt: skip
+
+    def __init__(
+        self, flow: RequestFlow, prompt: WorkloadPrompt, request: SimulatedRequest, results: RequestResults
+    ) -> None:
+        # for its whole life
+        self._flow = flow
+        self.prompt = prompt
+        self.request = request
+        self.request_id = str(request.number)
+        self.arrived_ms = flow.calendar.now_ms
+        self.results = results
+        self.attempts = Attempts(flow.dispatcher, self, request, self.request_id.encode())
+        # at the current node
+        self.node: SimulatedNode
+        self.first_ms: float | None = None
+        self.cached_tokens = 0
+
+    def is_at(self, attempt: int) -> bool:
+        """Whether this attempt is still the current one. What comes back from an earlier node is ignored."""
+        return not self.attempts.done and self.attempts.tried == attempt
+
+    # The driver of its attempts.
+
+    def send(self, node: Node) -> None:
+        self._flow.sent(self, node)
+
+    def reject(self, why: RoutingError) -> int:
+        self._flow.rejected(self, why)
+        return 0
+
+    def internal_error(self, error: Exception) -> None:
+        raise error
 
 
 class FlowCounters:
@@ -77,21 +118,21 @@ class RequestFlow:
             return None
         if prompt.patience_ms is not None:
             self.calendar.after(prompt.patience_ms, self._lose_patience, flight)
-        if world.admission.waiting and not self._ticking:
+        if world.admission.queue.waiting and not self._ticking:
             self._ticking = True
             self.calendar.after(TICK_MS, self._tick)
         return flight
 
     def _tick(self) -> None:
         world = self._world
-        self._ticking = world.admission.waiting > 0 or world.fleet.islands.has_queues
+        self._ticking = world.admission.queue.waiting > 0 or world.fleet.islands.has_queues
         if self._ticking:
             world.admission.tick((sim.node for sim in list(world.nodes.values())), self.calendar.now_s)
             self.calendar.after(TICK_MS, self._tick)
 
     def _node_freed(self, node: Node, now_s: float) -> None:
         admission = self._world.admission
-        if admission.waiting:
+        if admission.queue.waiting:
             admission.node_freed(node, now_s)
 
     def sent(self, flight: Flight, node: Node) -> None:
@@ -107,11 +148,10 @@ class RequestFlow:
         self.calendar.at(now_ms + sim.one_way_ms, self._reach, flight, flight.attempts.tried)
 
     def _ticket_closed(self, attempts: Attempts, now_s: float) -> None:
-        flight, listener = attempts.driver, self._world.listener
+        flight = attempts.driver
         assert isinstance(flight, Flight)
         flight.node.account_inflight(self.calendar.now_ms)
-        if listener is not None:
-            listener.request_ended(flight.request, flight.node.node, now_s)
+        self._world.listener.request_ended(flight.request, flight.node.node, now_s)
 
     def rejected(self, flight: Flight, why: RoutingError) -> None:
         failed = isinstance(why, AllNodesFailed)
@@ -152,12 +192,11 @@ class RequestFlow:
     def first_token(self, flight: Flight, attempt: int, cached_tokens: int) -> None:
         if not flight.is_at(attempt):
             return
-        now_ms, listener = self.calendar.now_ms, self._world.listener
+        now_ms = self.calendar.now_ms
         flight.first_ms = now_ms
         flight.cached_tokens = cached_tokens
         flight.results.first_token(flight.prompt, flight.arrived_ms, cached_tokens, now_ms)
-        if listener is not None:
-            listener.first_token(flight.request, flight.node.node, cached_tokens, now_ms / 1000.0)
+        self._world.listener.first_token(flight.request, flight.node.node, cached_tokens, now_ms / 1000.0)
         flight.attempts.response_started(200, None, now_ms / 1000.0)
 
     def answered(self, flight: Flight, attempt: int) -> None:

@@ -6,6 +6,8 @@ Memory grows by three floats a request. The timeline has a bounded length.
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
+from dataclasses import dataclass, field
 from math import inf
 
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
@@ -18,8 +20,6 @@ GOOD_MS_PER_TOKEN = 0.5
 
 class Timeline:
     """Sums over equal spans of time. A span doubles whenever the run needs more than TIMELINE_SPANS of them."""
-
-    __slots__ = ("span_ms", "sums")
 
     FIELDS = ("arrived", "prompt_tokens", "cached_tokens", "ttft_ms", "first_tokens", "over_ceiling")
 
@@ -39,24 +39,22 @@ class Timeline:
         return sums[span]
 
 
+@dataclass(slots=True)
 class PriorityResults:
     """Counts and TTFTs of the requests of one priority."""
 
-    __slots__ = ("arrived", "failed", "finished", "left", "rejected", "ttft_ms")
-
-    def __init__(self) -> None:
-        self.arrived = 0
-        self.finished = 0
-        self.rejected = 0
-        self.failed = 0
-        self.left = 0
-        self.ttft_ms = array("d")
+    arrived: int = 0
+    finished: int = 0
+    rejected: int = 0
+    failed: int = 0
+    left: int = 0
+    ttft_ms: array[float] = field(default_factory=lambda: array("d"))
 
 
 class RequestResults:
     def __init__(self, start_ms: float = 0.0) -> None:
         self._start_ms = start_ms
-        self.by_priority: dict[str, PriorityResults] = {}
+        self.by_priority: defaultdict[str, PriorityResults] = defaultdict(PriorityResults)
         self.timeline = Timeline()
         self.ttft_ms = array("d")
         self.inter_token_ms = array("d")
@@ -72,14 +70,8 @@ class RequestResults:
         self.ceiling_ms = inf
         """The timeline counts first tokens that take longer than this."""
 
-    def _priority(self, prompt: WorkloadPrompt) -> PriorityResults:
-        found = self.by_priority.get(prompt.priority)
-        if found is None:
-            found = self.by_priority[prompt.priority] = PriorityResults()
-        return found
-
     def arrived(self, prompt: WorkloadPrompt, now_ms: float) -> None:
-        self._priority(prompt).arrived += 1
+        self.by_priority[prompt.priority].arrived += 1
         self.timeline.at(now_ms - self._start_ms)[0] += 1
         if self.first_ms is None:
             self.first_ms = now_ms
@@ -88,7 +80,7 @@ class RequestResults:
         ttft_ms = now_ms - arrived_ms
         self.ttft_ms.append(ttft_ms)
         self.good_first_tokens += ttft_ms <= GOOD_MS + GOOD_MS_PER_TOKEN * prompt.prompt_tokens
-        self._priority(prompt).ttft_ms.append(ttft_ms)
+        self.by_priority[prompt.priority].ttft_ms.append(ttft_ms)
         self.prompt_tokens += prompt.prompt_tokens
         self.cached_tokens += cached_tokens
         span = self.timeline.at(arrived_ms - self._start_ms)
@@ -99,7 +91,7 @@ class RequestResults:
         span[5] += ttft_ms > self.ceiling_ms
 
     def finished(self, prompt: WorkloadPrompt, arrived_ms: float, first_ms: float, now_ms: float) -> None:
-        self._priority(prompt).finished += 1
+        self.by_priority[prompt.priority].finished += 1
         self.output_tokens += prompt.output_tokens
         self.latency_ms.append(now_ms - arrived_ms)
         if prompt.output_tokens > 1:
@@ -107,16 +99,16 @@ class RequestResults:
         self.last_ms = now_ms
 
     def rejected(self, prompt: WorkloadPrompt, now_ms: float) -> None:
-        self._priority(prompt).rejected += 1
+        self.by_priority[prompt.priority].rejected += 1
         self.last_ms = now_ms
 
     def failed(self, prompt: WorkloadPrompt, now_ms: float) -> None:
-        self._priority(prompt).failed += 1
+        self.by_priority[prompt.priority].failed += 1
         self.last_ms = now_ms
 
     def left(self, prompt: WorkloadPrompt, now_ms: float) -> None:
         """The client gave up before the first token."""
-        self._priority(prompt).left += 1
+        self.by_priority[prompt.priority].left += 1
         self.last_ms = now_ms
 
     def total(self, what: str) -> int:

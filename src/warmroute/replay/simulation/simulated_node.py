@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from warmroute.fake_engine.core.engine_core import EngineCore
 from warmroute.fake_engine.core.engine_stats import EngineStats
 from warmroute.fake_engine.core.kv_event_types import KvEventSink
 from warmroute.fleet.node import Node
 from warmroute.replay.simulation.conditions import NodeSpec
-from warmroute.replay.simulation.flight import Flight
+
+if TYPE_CHECKING:
+    from warmroute.replay.simulation.request_flow import Flight
 
 
 class ProcessState(enum.Enum):
@@ -31,26 +33,6 @@ class EngineTotals(NamedTuple):
 
 
 class SimulatedNode:
-    __slots__ = (
-        "_changed_ms",
-        "_discarded",
-        "_inflight",
-        "engine",
-        "flights",
-        "held_ms",
-        "incarnation",
-        "incarnation_stats",
-        "inflight_ms",
-        "joined_ms",
-        "next_event_sequence",
-        "node",
-        "one_way_ms",
-        "requests",
-        "spec",
-        "state",
-        "wakes_at_ms",
-    )
-
     def __init__(self, spec: NodeSpec, node: Node, one_way_ms: float, now_ms: float) -> None:
         self.spec = spec
         self.node = node
@@ -85,6 +67,12 @@ class SimulatedNode:
         self.wakes_at_ms = math.inf
         self.flights = {}
 
+    def stop(self, state: ProcessState) -> list[Flight]:
+        """Stop the process, and return the requests that it had."""
+        flights = list(self.flights.values())
+        self.state, self.wakes_at_ms, self.flights = state, math.inf, {}
+        return flights
+
     def account_inflight(self, now_ms: float) -> None:
         """Update `inflight_ms`. Call this after the router opened or closed a ticket on this node."""
         self.inflight_ms += self._inflight * (now_ms - self._changed_ms)
@@ -102,14 +90,7 @@ class SimulatedNode:
     @property
     def totals(self) -> EngineTotals:
         """What its engine did since `measure_from`."""
-        now, before = self._totals(), self._discarded
-        return EngineTotals(
-            now.busy_ms - before.busy_ms,
-            now.queried_tokens - before.queried_tokens,
-            now.hit_tokens - before.hit_tokens,
-            now.prefilled_tokens - before.prefilled_tokens,
-            now.preemptions - before.preemptions,
-        )
+        return EngineTotals._make(now - before for now, before in zip(self._totals(), self._discarded, strict=True))
 
     def _totals(self) -> EngineTotals:
         all_stats = self.incarnation_stats

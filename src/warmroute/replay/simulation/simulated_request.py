@@ -68,9 +68,9 @@ class SimulatedRequest(RoutingRequest):
 
     def first_user_text(self) -> bytes:
         """Return the leading text of the first user message. It is generated on first use: few policies need it."""
-        if self._user is None:
-            self._system, self._user = leading_text(self.prompt, self._form)
-        return self._user
+        if self.user is None:
+            self.system, self.user = leading_text(self.prompt, self._form)
+        return self.user
 
     @property
     def prompt_tokens(self) -> int:

@@ -25,7 +25,7 @@ from warmroute.scaling.node_controller import NodeController
 from warmroute.scaling.node_lifecycle import LifecycleEvent, LifecycleState, ManagedNode
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.offer_selection import OfferSelector
-from warmroute.scaling.scaling_decision import PendingNode, ScalingDecision
+from warmroute.scaling.scaling_decision import PaidNode, ScalingDecision
 
 DRAIN_POLL_MS = 100.0
 
@@ -42,11 +42,12 @@ class SimulatedOffer(msgspec.Struct, frozen=True, kw_only=True):
 class DecisionMaker(Protocol):
     """Decides instead of production's scaler, for comparisons."""
 
-    def decide(self, view: FleetView, pending: list[PendingNode], wall_s: float) -> ScalingDecision: ...
+    def decide(self, view: FleetView, pending: list[PaidNode], wall_s: float) -> ScalingDecision: ...
 
 
 BusyShares = Callable[[], dict[str, float]]
 """Returns the fraction of time that each node's engine was busy since the last call."""
+CreateDecisionMaker = Callable[[Scaling, OfferSelector, BusyShares], DecisionMaker]
 
 
 class ScalingSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +56,7 @@ class ScalingSetup(msgspec.Struct, frozen=True, kw_only=True):
     config: Scaling
     offers: tuple[SimulatedOffer, ...]
     """The fleet's first nodes come from the first of them."""
-    decision_maker: Callable[[Scaling, OfferSelector, BusyShares], DecisionMaker] | None = None
+    decision_maker: CreateDecisionMaker | None = None
     """Creates one to compare with; None for production's scaler."""
     moves_prefixes: bool = True
     """Whether hot prefixes are prefilled on new nodes, and moved before a node leaves."""
@@ -82,7 +83,7 @@ class SimulatedScaling:
         world.router.demand_meter, world.router.hot = demand_meter, hot
         world.admission.first_node_wait_s = config.first_node_wait_s
         self.autoscaler = Autoscaler(
-            config, world.fleet, world.cache_view, demand_meter, hot, lambda: world.admission.waiting
+            config, world.fleet, world.cache_view, demand_meter, hot, lambda: world.admission.queue.waiting
         )
         self.autoscaler.offers.update_offers(one.offer for one in setup.offers)
         self.controller = NodeController(
@@ -196,7 +197,7 @@ class SimulatedScaling:
             return
         world.fleet.check_passed(node, world.calendar.now_s)
         self._count()
-        if world.admission.waiting:
+        if world.admission.queue.waiting:
             world.admission.tick([node], world.calendar.now_s)
 
     def drain(self, managed: ManagedNode) -> None:

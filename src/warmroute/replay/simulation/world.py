@@ -18,12 +18,9 @@ from warmroute.index.cache_view import CacheView
 from warmroute.replay.simulation.calendar import Calendar
 from warmroute.replay.simulation.clients import Clients
 from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.simulation.flight import Flight
-from warmroute.replay.simulation.index_updates import IndexUpdates
-from warmroute.replay.simulation.kv_event_delivery import KvEventDelivery
-from warmroute.replay.simulation.policy_listener import PolicyListener
+from warmroute.replay.simulation.policy_listener import IndexUpdates, KvEventDelivery, PolicyListener
 from warmroute.replay.simulation.polls import Polls
-from warmroute.replay.simulation.request_flow import RequestFlow
+from warmroute.replay.simulation.request_flow import Flight, RequestFlow
 from warmroute.replay.simulation.results import RequestResults
 from warmroute.replay.simulation.simulated_node import ProcessState, SimulatedNode
 from warmroute.replay.simulation.simulated_request import MODEL
@@ -69,10 +66,8 @@ class World:
         """The fleet's nodes by name."""
         self.departed: list[SimulatedNode] = []
         """Nodes that have left. Their results still count."""
-        self.listener = listener
-        self._feed = (
-            KvEventDelivery(self.calendar, conditions, listener) if listener and listener.wants_kv_events else None
-        )
+        self.listener = listener = listener or PolicyListener()
+        self._feed = KvEventDelivery(self.calendar, conditions, listener) if listener.wants_kv_events else None
         self.requests = RequestFlow(self, Routes(config.routes))
         self._polls = Polls(self, conditions, health)
         self._clients: Clients | None = None
@@ -104,8 +99,7 @@ class World:
         sim = SimulatedNode(spec, node, self.conditions.island(spec.island).one_way_ms, self.calendar.now_ms)
         self.nodes[spec.name] = sim
         sim.start(self._feed.sink(sim) if self._feed else None)
-        if self.listener is not None:
-            self.listener.node_joined(node, spec.block_size, sim.engine.config.num_blocks)
+        self.listener.node_joined(node, spec.block_size, sim.engine.config.num_blocks)
         self._polls.begin(sim)
         return sim
 
@@ -113,19 +107,16 @@ class World:
         """Add a node after its provisioning delay."""
         self.calendar.after(delay_s * 1000.0, self.add, spec)
 
-    def drain(self, name: str, then: Callable[[SimulatedNode], object] | None = None) -> None:
+    def drain(self, name: str) -> None:
         """Send the node no new requests, and remove it when the running ones have finished."""
         self.fleet.drain(name)
-        self._leave_when_empty(self.nodes[name], then)
+        self._leave_when_empty(self.nodes[name])
 
-    def _leave_when_empty(self, sim: SimulatedNode, then: Callable[[SimulatedNode], object] | None) -> None:
+    def _leave_when_empty(self, sim: SimulatedNode) -> None:
         if sim.node.inflight:
-            self.calendar.after(100.0, self._leave_when_empty, sim, then)
-            return
-        if sim.node.name in self.nodes:
+            self.calendar.after(100.0, self._leave_when_empty, sim)
+        elif sim.node.name in self.nodes:
             self.remove(sim.node.name)
-        if then is not None:
-            then(sim)
 
     def remove(self, name: str) -> None:
         """Remove a node at once. Its running requests finish."""
@@ -133,27 +124,17 @@ class World:
         self.fleet.remove(name)
         sim.record_departure(self.calendar.now_ms)
         self.departed.append(sim)
-        if self.listener is not None:
-            self.listener.node_left(sim.node)
+        self.listener.node_left(sim.node)
 
     def fail(self, name: str) -> None:
         """Kill the node's process: its requests and its cache are lost."""
-        sim = self.nodes[name]
-        sim.state = ProcessState.DEAD
-        sim.wakes_at_ms = math.inf
-        lost, sim.flights = sim.flights, {}
-        for flight in lost.values():
-            self.calendar.after(
-                sim.one_way_ms, self.requests.node_failed, flight, flight.attempts.tried, "the node died"
-            )
+        node_failed, one_way_ms = self.requests.node_failed, self.nodes[name].one_way_ms
+        for flight in self.nodes[name].stop(ProcessState.DEAD):
+            self.calendar.after(one_way_ms, node_failed, flight, flight.attempts.tried, "the node died")
 
     def hang(self, name: str) -> None:
         """Let the node accept connections and answer nothing."""
-        sim = self.nodes[name]
-        sim.state = ProcessState.HANGING
-        sim.wakes_at_ms = math.inf
-        lost, sim.flights = sim.flights, {}
-        for flight in lost.values():
+        for flight in self.nodes[name].stop(ProcessState.HANGING):
             self.requests.time_out_later(flight)
 
     def slow(self, name: str, times: float) -> None:
@@ -216,9 +197,7 @@ class World:
         return self.requests.inflight
 
     def request_sent(self, flight: Flight) -> None:
-        """The router sends a request to a node."""
-        if self.listener is not None:
-            self.listener.request_sent(flight.request, flight.node.node, self.calendar.now_s)
+        self.listener.request_sent(flight.request, flight.node.node, self.calendar.now_s)
 
     def request_ended(self, flight: Flight, answered: bool) -> None:
         if self._clients is not None:
@@ -236,14 +215,8 @@ class World:
                 if output.request_id not in flights:
                     self._prefilled(output)
                 elif isinstance(output, FirstToken):
-                    flight = flights[output.request_id]
-                    at(
-                        output.at_ms + one_way_ms,
-                        self.requests.first_token,
-                        flight,
-                        flight.attempts.tried,
-                        output.cached_tokens,
-                    )
+                    flight, cached = flights[output.request_id], output.cached_tokens
+                    at(output.at_ms + one_way_ms, self.requests.first_token, flight, flight.attempts.tried, cached)
                 elif isinstance(output, Finished):
                     flight = flights.pop(output.request_id)
                     at(output.at_ms + one_way_ms, self.requests.answered, flight, flight.attempts.tried)

@@ -8,9 +8,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from math import pi, sin
 from random import Random
 
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+
+DEPTH = 0.6
+"""Of the daily curve: its peak is (1 + DEPTH) × mean, its lowest rate (1 − DEPTH) × mean, a ratio of four."""
 
 
 def at_trace_times(prompts: Iterable[WorkloadPrompt], speed: float = 1.0) -> Iterator[WorkloadPrompt]:
@@ -71,3 +75,27 @@ def with_follow_ups(
             scheduled += 1
             answered_ms = at_ms + prompt.output_tokens * answer_ms_per_token
             heapq.heappush(pending, (answered_ms + follow_up.think_ms, scheduled, follow_up.prompt))
+
+
+def follow_daily_curve(prompts: Iterable[WorkloadPrompt], day_s: float) -> Iterator[WorkloadPrompt]:
+    """Shift evenly spread arrivals within days of `day_s` seconds. Their number and order stay the same.
+
+    rate(t) = mean · (1 − DEPTH · cos(2π · t / day)); t = 0 is the quietest hour.
+    """
+    day_ms = day_s * 1000.0
+    for prompt in prompts:
+        days, even = divmod(prompt.at_ms / day_ms, 1.0)
+        prompt.at_ms = (days + _time_of(even)) * day_ms
+        yield prompt
+
+
+def _time_of(fraction: float) -> float:
+    """Return when in a day this fraction of its requests has arrived; both are from 0 to 1."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        if middle - DEPTH * sin(2 * pi * middle) / (2 * pi) < fraction:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2

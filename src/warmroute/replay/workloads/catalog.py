@@ -6,21 +6,22 @@ import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
 from warmroute.replay.workloads import trace
 from warmroute.replay.workloads.arrivals import at_trace_times, poisson
-from warmroute.replay.workloads.few_shot import FewShot
-from warmroute.replay.workloads.hot_prefix_storm import HotPrefixStorm
-from warmroute.replay.workloads.llm_d import LlmDBenchmark
-from warmroute.replay.workloads.multi_turn_chat import MultiTurnChat
-from warmroute.replay.workloads.priority_mix import PriorityMix
-from warmroute.replay.workloads.rag import Rag
-from warmroute.replay.workloads.shared_system_prompts import SharedSystemPrompts
-from warmroute.replay.workloads.tool_agents import ToolAgents
-from warmroute.replay.workloads.unique_batch import UniqueBatch
+from warmroute.replay.workloads.conversations import MultiTurnChat, ToolAgents
+from warmroute.replay.workloads.generators import (
+    FewShot,
+    HotPrefixStorm,
+    LlmDBenchmark,
+    PriorityMix,
+    Rag,
+    SharedSystemPrompts,
+    UniqueBatch,
+)
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 DEFAULT_REQUESTS = 2000
@@ -52,20 +53,6 @@ GENERATORS: dict[str, type[Generator]] = {
 }
 
 
-class Workload(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def requests(self) -> int | None:
-        """Number of requests to replay; None for all of a trace."""
-
-    def arrivals(
-        self, seed: int, rate: float | None = None, burst: int = 1, limit: int | None = None
-    ) -> Iterator[WorkloadPrompt]:
-        """Return the prompts in the order of arrival, `rate` per second on average."""
-
-
 class Trace(msgspec.Struct, frozen=True):
     """A trace file. A rate scales its arrival times and keeps their pattern."""
 
@@ -74,17 +61,17 @@ class Trace(msgspec.Struct, frozen=True):
     id_tokens: int | None = None
     """Tokens that one hash id covers; None to infer it from the prompt lengths."""
 
+    requests: ClassVar[int | None] = None
+    """Number of requests to replay; None for all of a trace."""
+
     @property
     def name(self) -> str:
         return self.path.name.removesuffix(".gz").removesuffix(".jsonl")
 
-    @property
-    def requests(self) -> int | None:
-        return None
-
     def arrivals(
         self, seed: int, rate: float | None = None, burst: int = 1, limit: int | None = None
     ) -> Iterator[WorkloadPrompt]:
+        """Return the prompts in the order of arrival, `rate` per second on average."""
         speed = self.speed if rate is None else rate / trace.mean_rate(self.path, limit)
         return at_trace_times(trace.prompts(self.path, self.id_tokens), speed)
 
@@ -94,16 +81,16 @@ class Generated(msgspec.Struct, frozen=True):
 
     name: str
     generator: Generator
-
-    @property
-    def requests(self) -> int | None:
-        return DEFAULT_REQUESTS
+    requests: ClassVar[int | None] = DEFAULT_REQUESTS
 
     def arrivals(
         self, seed: int, rate: float | None = None, burst: int = 1, limit: int | None = None
     ) -> Iterator[WorkloadPrompt]:
         prompts = self.generator.generate(Random(f"{seed} {self.name}"))
         return poisson(prompts, rate or self.generator.rate, Random(f"{seed} arrivals"), burst)
+
+
+Workload = Trace | Generated
 
 
 def parse_workload(words: Sequence[str], speed: float = 1.0) -> Workload:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
+from warmroute._kernel import KEY_CHARACTERS
 from warmroute.fake_engine.core.block_content import mix64
-from warmroute.prompt.body_fields import KEY_CHARACTERS
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 Form = Literal["chat", "completion", "tokens"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -60,13 +60,9 @@ def prompts(path: Path, id_tokens: int | None = None) -> Iterator[WorkloadPrompt
     rows = _rows(path, msgspec.json.Decoder(_Row))
     first = list(islice(rows, 64))
     size = id_tokens or tokens_per_id([(row.input_length, len(row.hash_ids)) for row in first], path)
-    number = 0
     sessions = _Sessions()
-    while first:
-        for row in first:
-            yield _prompt(row, number, size, sessions)
-            number += 1
-        first = list(islice(rows, 64))
+    for number, row in enumerate(chain(first, rows)):
+        yield _prompt(row, number, size, sessions)
 
 
 class _Sessions:
@@ -114,16 +110,10 @@ def tokens_per_id(lengths: list[tuple[int, int]], path: Path) -> int:
 
 def mean_rate(path: Path, limit: int | None = None) -> float:
     """Return the requests per second of the trace, or of its first `limit` requests. Reads the times only."""
-    first: float | None = None
-    last: float | None = None
-    count = 0
-    for row in islice(_rows(path, msgspec.json.Decoder(_Time)), limit):
-        first = row.timestamp if first is None else first
-        last = row.timestamp
-        count += 1
-    if first is None or last is None or last <= first:
+    times_ms: list[float] = [row.timestamp for row in islice(_rows(path, msgspec.json.Decoder(_Time)), limit)]
+    if not times_ms or times_ms[-1] <= times_ms[0]:
         raise BadTrace(f"{path}: cannot compute a rate: all requests have the same time")
-    return (count - 1) / (last - first) * 1000.0
+    return (len(times_ms) - 1) / (times_ms[-1] - times_ms[0]) * 1000.0
 
 
 def _rows(path: Path, decoder: msgspec.json.Decoder[Any]) -> Iterator[Any]:

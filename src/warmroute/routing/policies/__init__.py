@@ -22,24 +22,17 @@ from warmroute.routing.policies.session import Session
 def make_policy(
     config: Routing, pricing: Pricing, cache_view: CacheView, output_lengths: OutputLengthEstimate, random: Random
 ) -> Policy:
-    match config.policy:
-        case "round_robin":
-            return RoundRobin()
-        case "random":
-            return RandomChoice(random)
-        case "least_loaded":
-            return LeastLoaded(random)
-        case "power_of_two":
-            return PowerOfTwo(random)
-        case "latency":
-            return Latency(random)
-        case "session":
-            return Session(config.load_factor, LeastLoaded(random))
-        case "prefix_hash":
-            return PrefixHash(config.load_factor, LeastLoaded(random))
-        case "overlap":
-            return Overlap(LeastLoaded(random))
-        case "approximate":
-            return Approximate(LeastLoaded(random))
-        case "price":
-            return PricePolicy(cache_view, output_lengths, pricing, random)
+    least_loaded = LeastLoaded(random)
+    policies: dict[str, Policy] = {
+        "round_robin": RoundRobin(),
+        "random": RandomChoice(random),
+        "least_loaded": least_loaded,
+        "power_of_two": PowerOfTwo(random),
+        "latency": Latency(random),
+        "session": Session(config.load_factor, least_loaded),
+        "prefix_hash": PrefixHash(config.load_factor, least_loaded),
+        "overlap": Overlap(least_loaded),
+        "approximate": Approximate(least_loaded),
+        "price": PricePolicy(cache_view, output_lengths, pricing, random),
+    }
+    return policies[config.policy]

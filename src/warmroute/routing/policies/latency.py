@@ -9,14 +9,12 @@ from __future__ import annotations
 from random import Random
 
 from warmroute.fleet.node import Node
-from warmroute.routing.decision import Decision
+from warmroute.routing.decision import Decision, Policy
 from warmroute.routing.query import Query
 
 
-class Latency:
+class Latency(Policy):
     name = "latency"
-    wants_tokens = False
-    queues_at_router = False
 
     def __init__(self, random: Random) -> None:
         self._random = random

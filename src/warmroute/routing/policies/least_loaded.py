@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from random import Random
 
 from warmroute.fleet.node import Node
-from warmroute.routing.decision import Decision
+from warmroute.routing.decision import Decision, Policy
 from warmroute.routing.query import Query
 
 
-class LeastLoaded:
+class LeastLoaded(Policy):
     name = "least_loaded"
-    wants_tokens = False
-    queues_at_router = False
 
     def __init__(self, random: Random) -> None:
         self._random = random

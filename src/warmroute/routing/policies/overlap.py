@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 from warmroute.fleet.node import Node
-from warmroute.routing.decision import Decision
+from warmroute.routing.decision import Decision, Policy
 from warmroute.routing.policies.least_loaded import LeastLoaded
 from warmroute.routing.query import Query
 
@@ -21,10 +21,9 @@ OVERLOAD_REQUESTS: Final = 4
 """A node is overloaded with more requests than the factor × the mean, plus this number."""
 
 
-class Overlap:
+class Overlap(Policy):
     name = "overlap"
     wants_tokens = True
-    queues_at_router = False
 
     def __init__(self, without_hit: LeastLoaded) -> None:
         self._without_hit = without_hit

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from random import Random
 
-from warmroute.routing.decision import Decision
+from warmroute.routing.decision import Decision, Policy
 from warmroute.routing.policies.least_loaded import LeastLoaded
 from warmroute.routing.query import Query
 
 
-class PowerOfTwo:
+class PowerOfTwo(Policy):
     name = "power_of_two"
-    wants_tokens = False
-    queues_at_router = False
 
     def __init__(self, random: Random) -> None:
         self._random = random

@@ -32,7 +32,7 @@ from warmroute.config import Pricing
 from warmroute.fleet.group import Candidates
 from warmroute.fleet.node_speed import work
 from warmroute.index.cache_view import CacheView
-from warmroute.routing.decision import Decision
+from warmroute.routing.decision import Decision, Policy
 from warmroute.routing.output_length import OutputLengthEstimate
 from warmroute.routing.price import ASSUMED_PROMPT_TOKENS, TIE, Price
 from warmroute.routing.query import Query
@@ -51,7 +51,7 @@ MAX_CACHE_LISTS: Final = 64
 """Candidate lists whose caches are remembered. Some lists are used by one request only."""
 
 
-class PricePolicy:
+class PricePolicy(Policy):
     name = "price"
     wants_tokens = True
     queues_at_router = True
@@ -110,7 +110,6 @@ class PricePolicy:
         return COPY_SHARE * uses * saved_ms >= second.total - home.total
 
     def prices(self, query: Query) -> Prices:
-        """Return the price of each candidate."""
         request, candidates, group, now_s = query.request, query.candidates, query.group, query.now_s
         lookup, adapter, cache_view = query.lookup, group.adapter, self._cache_view
         hits = query.known_hits

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from warmroute.routing.decision import Decision
+from warmroute.routing.decision import Decision, Policy
 from warmroute.routing.query import Query
 
 
-class RoundRobin:
+class RoundRobin(Policy):
     name = "round_robin"
-    wants_tokens = False
-    queues_at_router = False
 
     def __init__(self) -> None:
         self._turns: dict[str, int] = {}

@@ -24,27 +24,21 @@ from botocore.exceptions import BotoCoreError, ClientError, ReadTimeoutError
 
 from warmroute.blocking import run_in_thread
 from warmroute.config import ConfigError, ProvisionerConfig
-from warmroute.scaling.offer import Offer
+from warmroute.scaling.offer import Offer, OfferValidator, configured_offer
 from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerError, ProvisionerTimeout
-from warmroute.scaling.provisioners.configured_offer import configured_offer
-from warmroute.scaling.validate_offers import OfferValidator
 
 T = TypeVar("T")
 
-DEPLOYMENT, TOKEN, OFFER, RECLAIMED = (
-    "warmroute:deployment",
-    "warmroute:token",
-    "warmroute:offer",
-    "warmroute:reclaimed",
-)
+DEPLOYMENT = "warmroute:deployment"
+TOKEN = "warmroute:token"
+OFFER = "warmroute:offer"
+RECLAIMED = "warmroute:reclaimed"
 STATES = {
-    "pending": MachineState.PENDING,
     "running": MachineState.RUNNING,
-    "stopping": MachineState.PENDING,
-    "stopped": MachineState.PENDING,
     "shutting-down": MachineState.TERMINATING,
     "terminated": MachineState.TERMINATED,
 }
+"""All other states are PENDING."""
 STOPPED = ("stopping", "stopped")
 MAX_CALLS_PER_REGION = 8
 """Concurrent calls, including those that timed out and have not returned yet."""
@@ -89,20 +83,16 @@ class Ec2Provisioner:
             raise ConfigError(f"provisioners.user_data_file: {config.user_data_file}: {error.strerror}") from None
 
     async def offers(self) -> list[Offer]:
-        results = await asyncio.gather(
-            *(self._call(region, "offers", self._offers) for region in self._config.regions), return_exceptions=True
-        )
+        results = await self._in_all_regions("offers", self._offers)
         offers: list[Offer] = []
         problems: list[str] = []
-        for region, result in zip(self._config.regions, results, strict=True):
+        for region, result in results.items():
             if isinstance(result, ProvisionerError):
                 problems.append(f"region {region} has no offers: {result}")
-            elif isinstance(result, BaseException):
-                raise result
             else:
                 offers += result[0]
                 problems += result[1]
-        if all(isinstance(result, ProvisionerError) for result in results):
+        if all(isinstance(result, ProvisionerError) for result in results.values()):
             raise ProvisionerError(f"{self.name}: {problems[0]}")
         return self._validator.validate(offers, problems)
 
@@ -113,19 +103,13 @@ class Ec2Provisioner:
         await self._call(region, "run instances", lambda region: self._provision(region, offer, token))
 
     async def status(self) -> list[Machine]:
-        results = await asyncio.gather(
-            *(self._call(region, "describe instances", self._status) for region in self._config.regions),
-            return_exceptions=True,
-        )
         machines: list[Machine] = []
-        for region, result in zip(self._config.regions, results, strict=True):
+        for region, result in (await self._in_all_regions("describe instances", self._status)).items():
             if isinstance(result, ProvisionerError):
                 if region not in self._last_status:
                     raise result
                 reason = f"last known state: {result}"
                 machines += [msgspec.structs.replace(one, reason=reason) for one in self._last_status[region]]
-            elif isinstance(result, BaseException):
-                raise result
             else:
                 self._last_status[region] = result
                 machines += result
@@ -139,6 +123,16 @@ class Ec2Provisioner:
 
     async def close(self) -> None:
         pass
+
+    async def _in_all_regions(self, action: str, call: Callable[[str], T]) -> dict[str, T | ProvisionerError]:
+        async def in_region(region: str) -> T | ProvisionerError:
+            try:
+                return await self._call(region, action, call)
+            except ProvisionerError as error:
+                return error
+
+        regions = self._config.regions
+        return dict(zip(regions, await asyncio.gather(*map(in_region, regions)), strict=True))
 
     async def _call(self, region: str, action: str, call: Callable[[str], T]) -> T:
         try:
@@ -171,6 +165,11 @@ class Ec2Provisioner:
                 )
             return client
 
+    def _list(self, region: str, operation: str, key: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+        """Yield the entries of all pages of an answer."""
+        for page in self._client(region).get_paginator(operation).paginate(**arguments):
+            yield from page[key]
+
     def _offers(self, region: str) -> tuple[list[Offer], list[str]]:
         """Return the region's offers, and a sentence for each instance type without a price."""
         config = self._config
@@ -201,64 +200,51 @@ class Ec2Provisioner:
         """Return the GPU and the number of GPUs of each instance type that the region has. The router asks once."""
         if region in self._gpus:
             return self._gpus[region]
-        client = self._client(region)
         wanted = [{"Name": "instance-type", "Values": list(self._config.instance_types)}]
-        available = {
-            one["InstanceType"]
-            for page in client.get_paginator("describe_instance_type_offerings").paginate(Filters=wanted)
-            for one in page["InstanceTypeOfferings"]
-        }
+        offerings = self._list(region, "describe_instance_type_offerings", "InstanceTypeOfferings", Filters=wanted)
+        names = sorted({one["InstanceType"] for one in offerings})
         found: dict[str, tuple[str, int]] = {}
-        if available:
-            for page in client.get_paginator("describe_instance_types").paginate(InstanceTypes=sorted(available)):
-                for one in page["InstanceTypes"]:
-                    gpus = one.get("GpuInfo", {}).get("Gpus", [])
-                    found[one["InstanceType"]] = (
-                        (gpus[0]["Name"], sum(gpu["Count"] for gpu in gpus)) if gpus else ("cpu", self._config.gpus)
-                    )
+        if names:
+            for one in self._list(region, "describe_instance_types", "InstanceTypes", InstanceTypes=names):
+                gpus = one.get("GpuInfo", {}).get("Gpus", [])
+                found[one["InstanceType"]] = (
+                    (gpus[0]["Name"], sum(gpu["Count"] for gpu in gpus)) if gpus else ("cpu", self._config.gpus)
+                )
         self._gpus[region] = found
         return found
 
     def _spot_prices(self, region: str) -> dict[str, float]:
         """Return the lowest of the zones' latest prices by instance type."""
         latest: dict[tuple[str, str], tuple[datetime, float]] = {}
-        pages = self._client(region).get_paginator("describe_spot_price_history")
-        for page in pages.paginate(
-            InstanceTypes=list(self._config.instance_types),
-            ProductDescriptions=["Linux/UNIX"],
-            StartTime=datetime.now(UTC) - timedelta(hours=1),
-        ):
-            for one in page["SpotPriceHistory"]:
-                try:
-                    usd = float(one["SpotPrice"])
-                except ValueError:
-                    continue
-                where = one["InstanceType"], one.get("AvailabilityZone", "")
-                if where not in latest or one["Timestamp"] > latest[where][0]:
-                    latest[where] = one["Timestamp"], usd
+        wanted = {"InstanceTypes": list(self._config.instance_types), "ProductDescriptions": ["Linux/UNIX"]}
+        since = datetime.now(UTC) - timedelta(hours=1)
+        for one in self._list(region, "describe_spot_price_history", "SpotPriceHistory", StartTime=since, **wanted):
+            try:
+                usd = float(one["SpotPrice"])
+            except ValueError:
+                continue
+            where = one["InstanceType"], one.get("AvailabilityZone", "")
+            if where not in latest or one["Timestamp"] > latest[where][0]:
+                latest[where] = one["Timestamp"], usd
         prices: dict[str, float] = {}
         for (instance_type, _zone), (_when, usd) in latest.items():
             prices[instance_type] = min(usd, prices.get(instance_type, usd))
         return prices
 
     def _provision(self, region: str, offer: Offer, token: str) -> None:
-        client = self._client(region)
         # AWS remembers a client token for a day; the tag stays as long as the instance.
         if any(True for _ in self._instances(region, token)):
             return
         _region, instance_type, *market = offer.name.split("/")
-        tags = [
-            {"Key": "Name", "Value": f"{self._config.deployment}-{token}"},
-            {"Key": DEPLOYMENT, "Value": self._config.deployment},
-            {"Key": TOKEN, "Value": token},
-            {"Key": OFFER, "Value": offer.name},
-        ]
+        deployment = self._config.deployment
+        tags = {"Name": f"{deployment}-{token}", DEPLOYMENT: deployment, TOKEN: token, OFFER: offer.name}
+        tag_list = [{"Key": key, "Value": value} for key, value in tags.items()]
         request: dict[str, Any] = {
             "MinCount": 1,
             "MaxCount": 1,
             "InstanceType": instance_type,
-            "ClientToken": hashlib.sha256(f"{self._config.deployment}/{token}".encode()).hexdigest(),
-            "TagSpecifications": [{"ResourceType": "instance", "Tags": tags}],
+            "ClientToken": hashlib.sha256(f"{deployment}/{token}".encode()).hexdigest(),
+            "TagSpecifications": [{"ResourceType": "instance", "Tags": tag_list}],
             "InstanceInitiatedShutdownBehavior": "terminate",
         }
         if self._config.launch_template:
@@ -274,16 +260,15 @@ class Ec2Provisioner:
                 "MarketType": "spot",
                 "SpotOptions": {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"},
             }
-        client.run_instances(**request)
+        self._client(region).run_instances(**request)
 
     def _instances(self, region: str, token: str = "") -> Iterator[dict[str, Any]]:
         """Yield the deployment's instances, or the one with this token. AWS lists terminated ones for about an hour."""
         filters = [{"Name": f"tag:{DEPLOYMENT}", "Values": [self._config.deployment]}]
         if token:
             filters.append({"Name": f"tag:{TOKEN}", "Values": [token]})
-        for page in self._client(region).get_paginator("describe_instances").paginate(Filters=filters):
-            for reservation in page["Reservations"]:
-                yield from reservation["Instances"]
+        for reservation in self._list(region, "describe_instances", "Reservations", Filters=filters):
+            yield from reservation["Instances"]
 
     def _status(self, region: str) -> list[Machine]:
         instances = list(self._instances(region))
@@ -300,11 +285,10 @@ class Ec2Provisioner:
         found: dict[str, str] = {}
         for at in range(0, len(requests), MAX_FILTER_VALUES):
             some = [{"Name": "spot-instance-request-id", "Values": requests[at : at + MAX_FILTER_VALUES]}]
-            for page in self._client(region).get_paginator("describe_spot_instance_requests").paginate(Filters=some):
-                for one in page["SpotInstanceRequests"]:
-                    status = one.get("Status") or {}
-                    if status.get("Code") in RECLAIM_CODES:
-                        found[one.get("InstanceId", "")] = status.get("Message") or status["Code"]
+            for one in self._list(region, "describe_spot_instance_requests", "SpotInstanceRequests", Filters=some):
+                status = one.get("Status") or {}
+                if status.get("Code") in RECLAIM_CODES:
+                    found[one.get("InstanceId", "")] = status.get("Message") or status["Code"]
         return found
 
     def _machine(self, region: str, instance: dict[str, Any], reclaim_reason: str) -> Machine:

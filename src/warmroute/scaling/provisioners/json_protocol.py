@@ -16,9 +16,8 @@ from typing import Any
 import msgspec
 
 from warmroute.config import ProvisionerConfig
-from warmroute.scaling.offer import Offer
+from warmroute.scaling.offer import Offer, OfferValidator
 from warmroute.scaling.provisioner import Machine, ProvisionerError
-from warmroute.scaling.validate_offers import OfferValidator
 
 Send = Callable[[str, bytes], Awaitable[bytes]]
 """Sends a call's name and body, and returns the answer. Raises ProvisionerError."""

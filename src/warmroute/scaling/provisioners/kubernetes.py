@@ -30,9 +30,8 @@ from lightkube.types import PatchType
 
 from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.event_log import EventLog
-from warmroute.scaling.offer import Offer
+from warmroute.scaling.offer import Offer, OfferValidator, configured_offer
 from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerError, ProvisionerTimeout
-from warmroute.scaling.provisioners.configured_offer import configured_offer
 from warmroute.scaling.provisioners.kubernetes_pods import (
     DELETION_COST,
     TOKEN,
@@ -52,7 +51,6 @@ from warmroute.scaling.provisioners.kubernetes_pods import (
     state_of,
     url_of,
 )
-from warmroute.scaling.validate_offers import OfferValidator
 
 log = EventLog("warmroute.scaling")
 
@@ -111,11 +109,7 @@ class KubernetesProvisioner:
         return await self._bounded(self._status(), "status")
 
     async def terminate(self, machine: Machine) -> None:
-        async def terminate() -> None:
-            async with self._terminate_lock:
-                await self._terminate(machine)
-
-        await self._bounded(terminate(), "scale down")
+        await self._bounded(self._terminate(machine), "scale down")
 
     async def close(self) -> None:
         await self._client.close()
@@ -208,35 +202,35 @@ class KubernetesProvisioner:
         return machines
 
     async def _assign_tokens(self) -> tuple[Object, list[Object]]:
-        """Return the workload and its Pods, each with its token."""
+        """Return the workload and its Pods. Write on each new Pod the token of its request: the oldest Pods without one
+        are older than all tokens."""
         workload = await self._workload()
         pods = await self._pods(workload)
-        ended = _ended(workload)
-        await self._assign(_tokens(workload), _replicas(workload), [pod for pod in pods if _uid(pod) not in ended])
-        return workload, pods
-
-    async def _assign(self, tokens: dict[str, str], replicas: int, pods: list[Object]) -> None:
-        """Write on each new Pod the token of its request. The oldest Pods without one are older than all tokens."""
-        pods = [pod for pod in pods if is_live(pod)]
-        taken = {annotations_of(pod).get(TOKEN) for pod in pods}
+        tokens, ended = _tokens(workload), _ended(workload)
+        live = [pod for pod in pods if is_live(pod) and _uid(pod) not in ended]
+        taken = {annotations_of(pod).get(TOKEN) for pod in live}
         free_tokens = [token for token in tokens if token not in taken]
         without_token = sorted(
-            (pod for pod in pods if annotations_of(pod).get(TOKEN) not in tokens),
+            (pod for pod in live if annotations_of(pod).get(TOKEN) not in tokens),
             # Times are in whole seconds: of Pods created in the same second, a starting one is the newest.
             key=lambda pod: (created_s(pod), is_starting(pod), ordinal_of(pod)),
         )
-        older = max(0, replicas - len(tokens))
+        older = max(0, _replicas(workload) - len(tokens))
         for pod, token in zip(without_token[older:], free_tokens, strict=False):
             await self._annotate(pod, {TOKEN: token})
+        return workload, pods
 
     async def _annotate(self, pod: Object, values: dict[str, str]) -> None:
-        name = meta(pod)["name"]
+        await self._patch_pod(Pod, pod, {"metadata": {"annotations": values}}, PatchType.MERGE)
+        meta(pod).setdefault("annotations", {}).update(values)
+
+    async def _patch_pod(self, kind: Any, pod: Object, patch: Object, patch_type: PatchType) -> None:
+        """Patch a Pod, unless it is gone."""
         try:
-            await self._client.patch(Pod, name, {"metadata": {"annotations": values}}, patch_type=PatchType.MERGE)
+            await self._client.patch(kind, meta(pod)["name"], patch, patch_type=patch_type)
         except ApiError as error:
             if error.status.code != 404:
                 raise
-        meta(pod).setdefault("annotations", {}).update(values)
 
     async def _nodes_of(self, pods: list[Object]) -> dict[str, Object]:
         """Return the Kubernetes nodes of the Pods, if the router may read them."""
@@ -259,6 +253,10 @@ class KubernetesProvisioner:
         return found
 
     async def _terminate(self, machine: Machine) -> None:
+        async with self._terminate_lock:
+            await self._terminate_pod(machine)
+
+    async def _terminate_pod(self, machine: Machine) -> None:
         workload = await self._workload()
         pods = await self._pods(workload)
         live = [pod for pod in pods if is_live(pod)]
@@ -301,19 +299,11 @@ class KubernetesProvisioner:
         """Make it the Pod that the controller ends: not ready, and with the lowest deletion cost."""
         await self._annotate(target, {DELETION_COST: "-2147483648"})
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        unready = {
-            "status": "False",
-            "lastTransitionTime": now,
-            "reason": "Warmroute",
-            "message": "Drained by the router",
-        }
+        unready = {"status": "False", "lastTransitionTime": now, "reason": "Warmroute"}
+        unready["message"] = "Drained by the router"
         gates = [gate["conditionType"] for gate in (target.get("spec") or {}).get("readinessGates") or ()]
         patch = {"status": {"conditions": [{"type": kind, **unready} for kind in ("Ready", *gates)]}}
-        try:
-            await self._client.patch(Pod.Status, meta(target)["name"], patch, patch_type=PatchType.STRATEGIC)
-        except ApiError as error:
-            if error.status.code != 404:
-                raise
+        await self._patch_pod(Pod.Status, target, patch, PatchType.STRATEGIC)
 
     def _remove_replica(self, workload: Object, token: str, uid: str | None, pods: list[Object]) -> Object | None:
         tokens, ended = _tokens(workload), _ended(workload)
@@ -337,7 +327,9 @@ class KubernetesProvisioner:
             ended.update(_ended(await self._workload()))  # several may end at once; each is recorded before
             others = [name for one, name in before.items() if one not in live and one not in ended]
             if others:
-                await self._change(lambda now: _without_ended(now, uid))
+                await self._change(
+                    lambda now: _patch(now, _replicas(now), {ENDED: [one for one in _ended(now) if one != uid]})
+                )
                 await self._annotate(target, {DELETION_COST: "0"})
                 await self._assign_tokens()
                 raise ProvisionerError(
@@ -372,8 +364,3 @@ def _patch(workload: Object, replicas: int, values: dict[str, Any]) -> Object:
     encoded = {key: msgspec.json.encode(value).decode() for key, value in values.items()}
     version = meta(workload)["resourceVersion"]
     return {"metadata": {"resourceVersion": version, "annotations": encoded}, "spec": {"replicas": replicas}}
-
-
-def _without_ended(workload: Object, uid: str) -> Object | None:
-    ended = [one for one in _ended(workload) if one != uid]
-    return _patch(workload, _replicas(workload), {ENDED: ended})

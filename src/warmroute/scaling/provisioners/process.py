@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
@@ -24,10 +25,8 @@ from urllib.parse import quote
 import msgspec
 
 from warmroute.config import ProvisionerConfig
-from warmroute.scaling.offer import Offer
+from warmroute.scaling.offer import Offer, OfferValidator, configured_offer
 from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerError
-from warmroute.scaling.provisioners.configured_offer import configured_offer
-from warmroute.scaling.validate_offers import OfferValidator
 
 T = TypeVar("T")
 
@@ -160,17 +159,10 @@ class ProcessProvisioner:
         now_s = time.time()
         if not record.stop_s:
             self._write(msgspec.structs.replace(record, stop_s=now_s))
-            self._signal(record.pid, signal.SIGTERM)
+            _signal_group(record.pid, signal.SIGTERM)
         elif now_s - record.stop_s >= self._config.stop_grace_s:
-            self._signal(record.pid, signal.SIGKILL)
+            _signal_group(record.pid, signal.SIGKILL)
         return True
-
-    @staticmethod
-    def _signal(pid: int, number: signal.Signals) -> None:
-        try:
-            os.killpg(pid, number)  # it leads its own session: its workers get the signal too
-        except ProcessLookupError:
-            pass
 
     def _is_alive(self, record: ProcessRecord) -> bool:
         child = self._children.get(record.pid)
@@ -260,6 +252,11 @@ def _fill(word: str, values: dict[str, str]) -> str:
     for placeholder, value in values.items():
         word = word.replace(placeholder, value)
     return word
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, number)  # it leads its own session: its workers get the signal too
 
 
 def _start_id(pid: int) -> str:

@@ -21,13 +21,11 @@ import msgspec
 
 from warmroute.blocking import run_in_thread
 from warmroute.config import ConfigError, ProvisionerConfig
-from warmroute.scaling.offer import Offer
+from warmroute.scaling.offer import Offer, OfferValidator, configured_offer
 from warmroute.scaling.provisioner import TOKEN, Machine, MachineState, NoCapacity, ProvisionerError, ProvisionerTimeout
-from warmroute.scaling.provisioners.command_runner import CommandResult, run_command
-from warmroute.scaling.provisioners.configured_offer import configured_offer
+from warmroute.scaling.provisioners.command import CommandResult, run_command
 from warmroute.scaling.provisioners.json_protocol import excerpt
-from warmroute.scaling.provisioners.skypilot_catalog import CatalogFilter, CatalogRow, catalog_folder, read_catalog
-from warmroute.scaling.validate_offers import OfferValidator
+from warmroute.scaling.provisioners.skypilot_catalog import CatalogRow, catalog_folder, read_catalog
 
 STATES = {"INIT": MachineState.PENDING, "PENDING": MachineState.PENDING, "UP": MachineState.RUNNING}
 STOPPED = ("AUTOSTOPPING", "STOPPING", "STOPPED")
@@ -89,18 +87,10 @@ class SkyPilotProvisioner:
             known = by_name.get(name)
             gpu, gpus = (known.gpu, known.gpus) if known else (self._config.gpu, self._config.gpus)
             by_name[name] = CatalogRow(cloud, region, instance_type, gpu, gpus, bool(market), usd)
-        offers = [
-            configured_offer(
-                self._config,
-                row.name,
-                f"{row.cloud}/{row.region}",
-                gpu=row.gpu,
-                gpus=row.gpus,
-                spot=row.spot,
-                usd_per_hour=row.usd_per_hour,
-            )
-            for row in by_name.values()
-        ]
+        offers = []
+        for row in by_name.values():
+            hardware = {"gpu": row.gpu, "gpus": row.gpus, "spot": row.spot, "usd_per_hour": row.usd_per_hour}
+            offers.append(configured_offer(self._config, row.name, f"{row.cloud}/{row.region}", **hardware))
         return self._validator.validate(offers, problems)
 
     async def provision(self, offer: Offer, token: str) -> None:
@@ -156,14 +146,12 @@ class SkyPilotProvisioner:
         down = self._ending.get(cluster)
         if down is None:
             command = [self._config.sky_command, "down", "-y", cluster]
-            down = self._ending[cluster] = asyncio.create_task(
-                run_command(command, self.name, timeout_s=DOWN_LIMIT_S), name=f"sky down {cluster}"
-            )
-        await asyncio.wait([down], timeout=self._config.timeout_s)
+            down = asyncio.create_task(run_command(command, self.name, timeout_s=DOWN_LIMIT_S))
+            self._ending[cluster] = down
+        timeout_s = self._config.timeout_s
+        await asyncio.wait([down], timeout=timeout_s)
         if not down.done():
-            raise ProvisionerTimeout(
-                f"{self.name}: sky down of {cluster} took longer than {self._config.timeout_s:g} s"
-            )
+            raise ProvisionerTimeout(f"{self.name}: sky down of {cluster} took longer than {timeout_s:g} s")
         self._ending.pop(cluster, None)
         result = down.result()
         not_found = NOT_FOUND.search(_output(result))
@@ -210,18 +198,12 @@ class SkyPilotProvisioner:
         found = _parse_clusters(result.out.decode(errors="replace"))
         if found is None:
             raise ProvisionerError(f"{self.name}: the output of sky status is not JSON: {excerpt(result.out)}")
-        prefix = f"{self._config.deployment}-"
-        names = [str(one.get("name", "")) for one in found]
-        return [
-            one
-            for name, one in zip(names, found, strict=True)
-            if name.startswith(prefix) and TOKEN.fullmatch(name.removeprefix(prefix))
-        ]
+        ours = re.compile(re.escape(self._cluster("")) + TOKEN.pattern)
+        return [one for one in found if ours.fullmatch(str(one.get("name", "")))]
 
     def _machine(self, cluster: dict[str, Any]) -> Machine:
-        key = _launch_key(cluster)
-        name = key[0]
-        token = name.removeprefix(f"{self._config.deployment}-")
+        key = name, _launched_s = _launch_key(cluster)
+        token = name.removeprefix(self._cluster(""))
         status, down = str(cluster.get("status")), self._ending.get(name)
         state, url = STATES.get(status, MachineState.PENDING), ""
         reason = str(cluster.get("init_status_reason") or cluster.get("last_event") or "")
@@ -298,13 +280,6 @@ class SkyPilotProvisioner:
     def _read_catalog(self) -> tuple[list[CatalogRow], list[str]]:
         """Runs in a thread. Read each file again when it has changed. A cloud whose file is invalid has no offers."""
         config = self._config
-        wanted = CatalogFilter(
-            gpu=config.gpu,
-            regions=frozenset(config.regions),
-            instance_types=frozenset(config.instance_types),
-            spot=tuple(market == "spot" for market in config.markets),
-            min_usd_per_gpu_hour=config.min_usd_per_gpu_hour,
-        )
         rows: list[CatalogRow] = []
         problems: list[str] = []
         invalid = 0
@@ -313,7 +288,7 @@ class SkyPilotProvisioner:
             try:
                 changed = path.stat().st_mtime if path.exists() else 0.0
                 if cloud not in self._catalog or self._catalog[cloud][0] != changed:
-                    self._catalog[cloud] = (changed, *read_catalog(path, cloud, wanted))
+                    self._catalog[cloud] = (changed, *read_catalog(path, cloud, config))
             except ProvisionerError as error:
                 invalid += 1
                 problems.append(str(error))

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from warmroute.config import ProvisionerConfig
 from warmroute.scaling.provisioner import ProvisionerError
 
 COLUMNS = ("InstanceType", "AcceleratorName", "AcceleratorCount", "Region", "Price", "SpotPrice")
@@ -30,16 +31,6 @@ class CatalogRow(NamedTuple):
         return f"{self.cloud}/{self.region}/{self.instance_type}" + ("/spot" if self.spot else "")
 
 
-class CatalogFilter(NamedTuple):
-    gpu: str
-    """Empty: any."""
-    regions: frozenset[str]
-    instance_types: frozenset[str]
-    spot: tuple[bool, ...]
-    min_usd_per_gpu_hour: float
-    """A lower price is not plausible."""
-
-
 def catalog_folder(catalog_dir: str) -> Path:
     """Return the folder with one folder for each cloud: that of the newest version, if there are versions."""
     folder = Path(catalog_dir).expanduser()
@@ -47,8 +38,9 @@ def catalog_folder(catalog_dir: str) -> Path:
     return max(versions, key=lambda one: int(one.name[1:])) if versions else folder
 
 
-def read_catalog(path: Path, cloud: str, wanted: CatalogFilter) -> tuple[list[CatalogRow], list[str]]:
-    """Return the wanted rows of a cloud's file, one for each offer, and its problems. Raises ProvisionerError."""
+def read_catalog(path: Path, cloud: str, wanted: ProvisionerConfig) -> tuple[list[CatalogRow], list[str]]:
+    """Return the rows of a cloud's file that the configuration wants, one for each offer, and the file's problems.
+    Raises ProvisionerError."""
     best: dict[str, CatalogRow] = {}
     without_type = invalid = 0
     try:
@@ -58,11 +50,8 @@ def read_catalog(path: Path, cloud: str, wanted: CatalogFilter) -> tuple[list[Ca
             if missing:
                 raise ProvisionerError(f"{path} is not a catalog of instances: no column {', '.join(sorted(missing))}")
             for line in reader:
-                gpu, instance_type, region = (
-                    line["AcceleratorName"] or "",
-                    line["InstanceType"] or "",
-                    line["Region"] or "",
-                )
+                gpu, instance_type = line["AcceleratorName"] or "", line["InstanceType"] or ""
+                region = line["Region"] or ""
                 if not gpu or (wanted.gpu and gpu.lower() != wanted.gpu.lower()):
                     continue
                 if wanted.regions and region not in wanted.regions:
@@ -74,18 +63,16 @@ def read_catalog(path: Path, cloud: str, wanted: CatalogFilter) -> tuple[list[Ca
                     continue
                 try:
                     gpus = int(float(line["AcceleratorCount"] or 1))
-                    prices = [(spot, line["SpotPrice" if spot else "Price"] or "") for spot in wanted.spot]
                     rows = [
-                        CatalogRow(cloud, region, instance_type, gpu, gpus, spot, float(price))
-                        for spot, price in prices
-                        if price
+                        CatalogRow(cloud, region, instance_type, gpu, gpus, market == "spot", float(price))
+                        for market in wanted.markets
+                        if (price := line["SpotPrice" if market == "spot" else "Price"])
                     ]
                 except (ValueError, TypeError):
                     invalid += 1
                     continue
                 for row in rows:
-                    before = best.get(row.name)
-                    best[row.name] = row if before is None else _better((before, row), wanted.min_usd_per_gpu_hour)
+                    best[row.name] = _better((best.get(row.name, row), row), wanted.min_usd_per_gpu_hour)
     except FileNotFoundError:
         raise ProvisionerError(f"{path} does not exist: download it with `sky show-gpus --cloud {cloud}`") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:

@@ -1,0 +1,100 @@
+/* Bodies: where the scan gives an outline, json.loads reads the same fields and values; positions lie within the body. */
+#include "harness.h"
+
+static PyObject *scan_body, *outline_body, *prefix_digests, *loads, *json_error;
+static long token_bytes, digest_bytes;
+
+void fuzz_setup(void) {
+    scan_body = kernel("scan_body");
+    outline_body = kernel("outline_body");
+    prefix_digests = kernel("prefix_digests");
+    token_bytes = PyLong_AsLong(kernel("TOKEN_BYTES"));
+    digest_bytes = PyLong_AsLong(kernel("DIGEST_BYTES"));
+    PyObject *json = PyImport_ImportModule("json");
+    CHECK(json);
+    loads = PyObject_GetAttrString(json, "loads");
+    json_error = PyObject_GetAttrString(json, "JSONDecodeError");
+    CHECK(loads && json_error);
+}
+
+/* What json.loads makes of these bytes; NULL where they are no UTF-8, which the scan does not check. */
+static PyObject *parsed(const char *at, Py_ssize_t size) {
+    PyObject *text = PyUnicode_DecodeUTF8(at, size, "surrogatepass");
+    if (!text) {
+        expect_error(PyExc_UnicodeDecodeError, NULL);
+        return NULL;
+    }
+    return must_call(loads, 1, text);
+}
+
+static void check_fields(PyObject *body, PyObject *outline) {
+    PyObject *fields = PyObject_GetAttrString(outline, "fields"), *key, *span;
+    PyObject *tree = parsed(PyBytes_AS_STRING(body), PyBytes_GET_SIZE(body));
+    Py_ssize_t at = 0;
+    CHECK(fields && PyDict_Check(fields) && (!tree || PyDict_Check(tree)));
+    while (PyDict_Next(fields, &at, &key, &span)) {
+        Py_ssize_t start = PyLong_AsSsize_t(PyTuple_GET_ITEM(span, 0)), end = PyLong_AsSsize_t(PyTuple_GET_ITEM(span, 1));
+        CHECK(start > 0 && start < end && end < PyBytes_GET_SIZE(body));
+        if (!tree)
+            continue;
+        PyObject *value = parsed(PyBytes_AS_STRING(body) + start, end - start), *expected = PyDict_GetItemWithError(tree, key);
+        CHECK(value && expected && PyObject_RichCompareBool(value, expected, Py_EQ) == 1);
+        Py_DECREF(value);
+    }
+    if (tree) {
+        PyObject *value;
+        at = 0;
+        while (PyDict_Next(tree, &at, &key, &value))
+            CHECK(!PyUnicode_IS_ASCII(key) || PyUnicode_GET_LENGTH(key) > 128 || PyDict_Contains(fields, key) == 1);
+    }
+    Py_DECREF(fields);
+    Py_XDECREF(tree);
+}
+
+static void check_messages(PyObject *body, PyObject *outline) {
+    PyObject *spans = PyObject_GetAttrString(outline, "message_spans");
+    CHECK(spans && PyBytes_GET_SIZE(spans) % 8 == 0);
+    uint32_t before = 0;
+    for (Py_ssize_t at = 0; at < PyBytes_GET_SIZE(spans); at += 4) {
+        uint32_t position;
+        memcpy(&position, PyBytes_AS_STRING(spans) + at, 4);
+        CHECK(position > before && position < PyBytes_GET_SIZE(body));
+        before = position;
+    }
+    PyObject *digests = must_call(prefix_digests, 2, Py_NewRef(body), Py_NewRef(spans));
+    CHECK(PyBytes_GET_SIZE(digests) == PyBytes_GET_SIZE(spans) / 8 * digest_bytes);
+    Py_DECREF(digests);
+    Py_DECREF(spans);
+}
+
+static void check_outline(PyObject *body, PyObject *outline) {
+    check_fields(body, outline);
+    check_messages(body, outline);
+    PyObject *tokens = must_call_method(outline, "text_as_tokens", 0);
+    CHECK(PyBytes_GET_SIZE(tokens) % token_bytes == 0 && PyBytes_GET_SIZE(tokens) < PyBytes_GET_SIZE(body) + token_bytes);
+    Py_DECREF(tokens);
+    PyObject *parameters = must_call_method(outline, "parameters", 1, none());
+    CHECK(parameters == Py_None || PyTuple_GET_SIZE(parameters) == 5);
+    Py_DECREF(parameters);
+}
+
+void fuzz_one(const uint8_t *data, size_t size) {
+    PyObject *body = bytes(data, size), *outline = must_call(outline_body, 1, Py_NewRef(body));
+    PyObject *scanned = must_call(scan_body, 1, Py_NewRef(body));
+    if (outline != Py_None)
+        check_outline(body, outline);
+    if (scanned != Py_None) {
+        CHECK(outline != Py_None && PyTuple_GET_SIZE(scanned) == 5);
+        PyObject *model = PyTuple_GET_ITEM(scanned, 0), *tree = parsed(PyBytes_AS_STRING(body), PyBytes_GET_SIZE(body));
+        PyObject *expected = tree ? PyDict_GetItemString(tree, "model") : NULL;
+        if (tree)
+            CHECK(expected && PyUnicode_Check(expected) ? PyObject_RichCompareBool(model, expected, Py_EQ) == 1
+                                                        : PyUnicode_GET_LENGTH(model) == 0);
+        for (int i = 1; i <= 3; i++)
+            CHECK(PyTuple_GET_ITEM(scanned, i) == Py_None || PyBytes_GET_SIZE(PyTuple_GET_ITEM(scanned, i)) <= 1024);
+        Py_XDECREF(tree);
+    }
+    Py_DECREF(scanned);
+    Py_DECREF(outline);
+    Py_DECREF(body);
+}

@@ -1,0 +1,89 @@
+/* Request and response heads: what is accepted, is accepted again after forwarding, and has no field that must stay here. */
+#include "harness.h"
+
+static PyObject *read_request_head, *read_response_head;
+
+void fuzz_setup(void) {
+    read_request_head = kernel("read_request_head");
+    read_response_head = kernel("read_response_head");
+}
+
+static const uint8_t *find_blank_line(const uint8_t *data, size_t size) { return memmem(data, size, "\r\n\r\n", 4); }
+
+/* Every line of the forwarded fields is `name: value CR LF`, without other control characters, and none of these names. */
+static void check_fields(PyObject *head, const char *const *stay_here) {
+    PyObject *fields = PyObject_GetAttrString(head, "forwarded_fields");
+    CHECK(fields && PyBytes_Check(fields));
+    const char *p = PyBytes_AS_STRING(fields), *end = p + PyBytes_GET_SIZE(fields);
+    while (p < end) {
+        const char *line_end = memmem(p, (size_t)(end - p), "\r\n", 2), *colon = memchr(p, ':', (size_t)(end - p));
+        CHECK(line_end && colon && colon > p && colon < line_end);
+        for (const char *c = p; c < line_end; c++)
+            CHECK(*c == '\t' || (unsigned char)*c >= 0x20);
+        for (const char *const *name = stay_here; *name; name++)
+            CHECK(strlen(*name) != (size_t)(colon - p) || strncasecmp(p, *name, strlen(*name)) != 0);
+        p = line_end + 2;
+    }
+    Py_DECREF(fields);
+}
+
+/* Reads a head that is made of a first line and forwarded fields. */
+static PyObject *read_again(PyObject *reader, const char *first, PyObject *head, PyObject *max_fields) {
+    PyObject *fields = PyObject_GetAttrString(head, "forwarded_fields"), *text = PyBytes_FromString(first);
+    PyBytes_Concat(&text, fields);
+    CHECK(text);
+    Py_ssize_t end = PyBytes_GET_SIZE(text) - 2;
+    PyObject *blank = PyBytes_FromString("\r\n");
+    PyBytes_ConcatAndDel(&text, blank);
+    PyObject *again = max_fields ? must_call(reader, 3, text, integer(end), max_fields) : must_call(reader, 2, text, integer(end));
+    CHECK(!PyLong_Check(again));
+    PyObject *same = PyObject_GetAttrString(again, "forwarded_fields");
+    CHECK(same && PyObject_RichCompareBool(fields, same, Py_EQ) == 1);
+    Py_DECREF(same);
+    Py_DECREF(fields);
+    return again;
+}
+
+static void check_request(PyObject *head) {
+    static const char *const stay_here[] = {"connection", "host", "content-length", "transfer-encoding", "te", "trailer",
+                                            "upgrade", "keep-alive", "proxy-connection", "proxy-authorization", "expect",
+                                            "x-api-key", "authorization", "x-request-id", "x-forwarded-for", NULL};
+    long length = attribute(head, "length");
+    CHECK(attribute(head, "chunked") ? length == -1 : length >= 0);
+    check_fields(head, stay_here);
+    Py_DECREF(read_again(read_request_head, "GET / HTTP/1.1\r\nHost: a\r\n", head, integer(1000000)));
+    Py_DECREF(must_call_method(head, "get", 1, PyBytes_FromString("host")));
+    Py_DECREF(must_call_method(head, "get", 1, PyBytes_FromString("no-such-field")));
+}
+
+static void check_response(PyObject *head) {
+    static const char *const stay_here[] = {"connection", "content-length", "transfer-encoding", "te", "trailer", "upgrade",
+                                            "keep-alive", "proxy-connection", "proxy-authenticate", "x-request-id", NULL};
+    CHECK(attribute(head, "length") >= -2 && attribute(head, "status") >= 100 && attribute(head, "status") <= 599);
+    CHECK(attribute(head, "length") != -2 || !attribute(head, "keep_alive"));
+    check_fields(head, stay_here);
+    Py_DECREF(read_again(read_response_head, "HTTP/1.1 200 OK\r\n", head, NULL));
+}
+
+static void check_result(PyObject *result, void (*check)(PyObject *)) {
+    if (PyLong_Check(result))
+        CHECK(PyLong_AsLong(result) >= 1 && PyLong_AsLong(result) <= 13);
+    else
+        check(result);
+    Py_DECREF(result);
+}
+
+void fuzz_one(const uint8_t *data, size_t size) {
+    const uint8_t *blank = find_blank_line(data, size);
+    PyObject *text = bytes(data, size);
+    Py_ssize_t end = blank ? blank - data : PyBytes_GET_SIZE(text);
+    if (!blank)
+        PyBytes_ConcatAndDel(&text, PyBytes_FromString("\r\n\r\n"));
+    CHECK(text);
+    long max_fields = size ? data[size - 1] : 0;
+    check_result(must_call(read_request_head, 3, Py_NewRef(text), integer(end), integer(max_fields)), check_request);
+    check_result(must_call(read_response_head, 2, Py_NewRef(text), integer(end)), check_response);
+    PyObject *outside = call(read_response_head, 2, text, integer(end + 5 + (Py_ssize_t)size));
+    CHECK(!outside);
+    expect_error(PyExc_ValueError, NULL);
+}

@@ -1,6 +1,0 @@
-"""Lets the tests here import small_worlds."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "replay"))
