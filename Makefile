@@ -36,7 +36,7 @@ lint: $(READY)
 	$(BIN)/python tools/docs_figures.py
 
 sanitize: $(READY)
-	sh fuzz/run.sh $(ARGS)
+	$(BIN)/python fuzz/sanitize.py $(ARGS)
 
 wheel: $(RUNTIME)
 	$(BIN)/python $(PIP) build

@@ -18,7 +18,9 @@ from warmroute.replay.report.table import columns, ms
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--columns", metavar="A,B", help="only these, comma-separated (all that are not 0)")
     add_record_option(parser)
     args, words = parser.parse_known_args()

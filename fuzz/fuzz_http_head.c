@@ -10,19 +10,29 @@ void fuzz_setup(void) {
 
 static const uint8_t *find_blank_line(const uint8_t *data, size_t size) { return memmem(data, size, "\r\n\r\n", 4); }
 
+/* Whether a field's name is this one, which is in lower case. */
+static int is_name(const char *at, size_t n, const char *name) {
+    for (size_t i = 0; i < n; i++)
+        if (!name[i] || (at[i] | 32) != name[i])
+            return 0;
+    return !name[n];
+}
+
 /* Every line of the forwarded fields is `name: value CR LF`, without other control characters, and none of these names. */
 static void check_fields(PyObject *head, const char *const *stay_here) {
     PyObject *fields = PyObject_GetAttrString(head, "forwarded_fields");
     CHECK(fields && PyBytes_Check(fields));
     const char *p = PyBytes_AS_STRING(fields), *end = p + PyBytes_GET_SIZE(fields);
     while (p < end) {
-        const char *line_end = memmem(p, (size_t)(end - p), "\r\n", 2), *colon = memchr(p, ':', (size_t)(end - p));
-        CHECK(line_end && colon && colon > p && colon < line_end);
-        for (const char *c = p; c < line_end; c++)
-            CHECK(*c == '\t' || (unsigned char)*c >= 0x20);
+        const char *line = p, *colon = NULL;
+        for (; p < end && *p != '\r'; p++) {
+            CHECK(*p == '\t' || (unsigned char)*p >= 0x20);
+            colon = !colon && *p == ':' ? p : colon;
+        }
+        CHECK(end - p >= 2 && p[1] == '\n' && colon && colon > line);
         for (const char *const *name = stay_here; *name; name++)
-            CHECK(strlen(*name) != (size_t)(colon - p) || strncasecmp(p, *name, strlen(*name)) != 0);
-        p = line_end + 2;
+            CHECK(!is_name(line, (size_t)(colon - line), *name));
+        p += 2;
     }
     Py_DECREF(fields);
 }

@@ -34,11 +34,9 @@ OPTIONS = {
 
 def build(target_names: list[str], libfuzzer: bool) -> Path:
     """Build the targets, as far as their sources have changed. Returns the folder that they are in."""
-    folder = (
-        ROOT / "build" / "fuzz" / f"{'clang' if libfuzzer else 'gcc'}-{sysconfig.get_config_var('py_version_short')}"
-    )
+    compiler = "clang" if libfuzzer else "gcc"
+    folder = ROOT / "build" / "fuzz" / f"{compiler}-{sysconfig.get_python_version()}"
     folder.mkdir(parents=True, exist_ok=True)
-    compiler = "clang" if libfuzzer else os.environ.get("CC", "gcc")
     coverage = ["-fsanitize=fuzzer-no-link"] if libfuzzer else []
     include = [f"-I{sysconfig.get_path('include')}", f"-I{HERE}", f"-I{KERNEL}"]
     headers = max(path.stat().st_mtime for path in [*KERNEL.glob("*.h"), *HERE.glob("*.h"), Path(__file__)])
@@ -115,9 +113,7 @@ def merge(folder: Path, target: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--target", action="append", choices=TARGETS, help="one of the targets; repeatable. All by default"
-    )
+    parser.add_argument("--target", action="append", choices=TARGETS, help="Repeatable. All by default.")
     parser.add_argument("--runs", type=int, default=20_000, help="inputs for each target")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--libfuzzer", action="store_true", help="use clang and libFuzzer")

@@ -65,8 +65,8 @@ def run_tests() -> dict[str, object]:
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
     }
     command = [
-        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "leak_check", "-k", MEASURES_MEMORY_OR_TIME,
-        "-o", "timeout=1200", *TESTS,
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "leak_check", "-o", "timeout=1200",
+        "-k", MEASURES_MEMORY_OR_TIME, *TESTS,
     ]  # fmt: skip
     started = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)

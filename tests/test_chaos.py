@@ -375,7 +375,7 @@ def _held(running: RunningRouter) -> list[str]:
         if (left := getattr(service.admission.queue, name))
     ]
     for node in service.fleet:
-        for name in ("inflight", "context", "kv_new", "pending_work", "unstarted"):
+        for name in ("inflight", "context_tokens", "kv_new", "pending_work", "unstarted"):
             left = getattr(node, name)
             held += [f"{name} of {node.name}: {left}"] if left else []
     for group in service.fleet.groups:

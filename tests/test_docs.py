@@ -26,7 +26,7 @@ from warmroute.fleet.fleet import Fleet
 from warmroute.index.cache_view import CacheView
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing import routing_errors
-from warmroute.routing.routing_errors import NotAdmitted
+from warmroute.routing.routing_errors import NotAdmitted, RoutingError
 from warmroute.scaling.scaling_service import ScalingStats
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.prometheus import MetricsPage
@@ -146,8 +146,10 @@ def errors_in_source() -> Iterator[tuple[int, str]]:
 
 
 def errors_of_routing() -> Iterator[tuple[int, str]]:
-    kinds = {*routing_errors.RoutingError.__subclasses__(), *routing_errors.NotAdmitted.__subclasses__()}
-    assert kinds | set(routing_errors.QueueFull.__subclasses__()) == {*map(type, ROUTING_ERRORS), NotAdmitted}
+    kinds = {
+        kind for kind in vars(routing_errors).values() if isinstance(kind, type) and issubclass(kind, RoutingError)
+    }
+    assert kinds == {*map(type, ROUTING_ERRORS), NotAdmitted, RoutingError}
     for error in ROUTING_ERRORS:
         sent = to_error(error, RoutingRequest("model"))
         yield sent.status, sent.code

@@ -1,7 +1,7 @@
 """Holds the arrows between the rooms: which room may import which. Run by `make lint`.
 
-The table is the architecture (docs/concepts/architecture.md). A line of code that needs an arrow that is not there is in
-the wrong room, or the rooms are wrong; either way it is a decision, not an import.
+The table is the architecture (docs/concepts/architecture.md). A line of code that needs an arrow that is not there is
+in the wrong room, or the rooms are wrong; either way it is a decision, not an import.
 """
 
 from __future__ import annotations

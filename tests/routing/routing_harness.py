@@ -22,7 +22,7 @@ from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.admission import Admission
 from warmroute.routing.decision import Decision
 from warmroute.routing.explanation import explain_decision
-from warmroute.routing.price import Price
+from warmroute.routing.price_terms import Price
 from warmroute.routing.router import Router
 from warmroute.routing.routing_errors import RoutingError
 

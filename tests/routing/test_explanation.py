@@ -24,7 +24,7 @@ from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing import decision_record
 from warmroute.routing.decision_record import KEEP_ALL_UP_TO, DecisionRecord
 from warmroute.routing.explanation import _DRAWBACKS, explain_decision
-from warmroute.routing.price import TERMS, Price
+from warmroute.routing.price_terms import TERMS, Price
 from warmroute.routing.router import Router
 from warmroute.routing.routing_errors import QueueFull, RoutingError
 

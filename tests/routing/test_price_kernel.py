@@ -10,7 +10,7 @@ from array import array
 from random import Random
 from typing import Any
 
-import price_reference
+import price_formulas
 import pytest
 from accounting_reference import record_token_ms
 from hypothesis import given
@@ -28,7 +28,7 @@ from warmroute.index.node_cache import ROUTED, NodeCache
 from warmroute.index.reuse import BUCKETS, Reuse
 from warmroute.index.tiers import SAVED_SHARE
 from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.price import TIE, Price
+from warmroute.routing.price_terms import TIE, Price
 from warmroute.routing.router import Router
 
 NOW_S = 10_000.0
@@ -125,7 +125,7 @@ def test_prices_equal_the_reference(
         hit = hits.get(node.name)
         cached = hit.expected if hit is not None else 0.0
         reference.append(
-            price_reference.price(
+            price_formulas.price(
                 node,
                 cache,
                 reuse,

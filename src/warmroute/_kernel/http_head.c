@@ -4,7 +4,7 @@
  * Whatever two parsers might read in two ways (a bare CR or LF, a folded line, a space before a colon, two lengths, a length
  * beside a transfer coding) is rejected, since request smuggling is made of such differences.
  *
- * A rejected head is returned as the number of the reason (constants.h); edge/head.py turns it into an error response.
+ * A rejected head is returned as the number of the reason (constants.h); edge/http1.py turns it into an error response.
  * tests/edge/reference_http.py is the same in plain Python; property tests compare the two.
  */
 #include "http_fields.h"

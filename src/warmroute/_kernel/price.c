@@ -2,13 +2,13 @@
  *
  * The rules:
  * - The state of nodes and caches is read here, and never written.
- * - The formulas are those of tests/routing/price_reference.py, operation by operation, so that prices are equal bit by bit;
+ * - The formulas are those of tests/routing/price_formulas.py, operation by operation, so that prices are equal bit by bit;
  *   tests/routing/test_price_kernel.py compares them.
  */
 #include "hits.h"
 #include <math.h>
 
-/* The fields of routing/price.py, in its order. */
+/* The fields of routing/price_terms.py, in its order. */
 typedef struct {
     double total, wait, prefill, room, contention, distance, adapter, risk, memory, congestion, cached, new, output;
 } price;

@@ -7,7 +7,7 @@ The router reads it from one TOML file. An unknown key is an error that names th
 from warmroute.config.config import Config, check, from_table, is_loopback, keys_needing_restart, load, tables
 from warmroute.config.island_settings import IslandAffinity, IslandConfig
 from warmroute.config.journal_settings import Journal
-from warmroute.config.node_settings import Health, NodeConfig, Polling, Upstream, node_name
+from warmroute.config.node_settings import NodeConfig, node_name
 from warmroute.config.priority import PriorityName
 from warmroute.config.prompt_settings import ModelConfig, Prompts
 from warmroute.config.provisioner_settings import ProvisionerConfig
@@ -16,6 +16,7 @@ from warmroute.config.routing_settings import Admission, Index, Pricing, Routing
 from warmroute.config.scaling_settings import LOW_QUEUE_PER_NODE, LOW_UTILISATION, Hours, IslandLimits, Scaling
 from warmroute.config.section import ConfigError, PolicyName, Section, describe_keys, parse_section
 from warmroute.config.serving_settings import Admin, KeyConfig, Limits, Listen, Log, Shutdown
+from warmroute.config.upstream_settings import Health, Polling, Upstream
 
 __all__ = [
     "LOW_QUEUE_PER_NODE",

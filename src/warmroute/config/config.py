@@ -10,7 +10,7 @@ from typing import Any, Final, get_origin
 
 from warmroute.config.island_settings import IslandAffinity, IslandConfig, check_islands
 from warmroute.config.journal_settings import Journal
-from warmroute.config.node_settings import Health, NodeConfig, Polling, Upstream, node_name
+from warmroute.config.node_settings import NodeConfig, node_name
 from warmroute.config.prompt_settings import ModelConfig, Prompts
 from warmroute.config.provisioner_settings import ProvisionerConfig, check_provisioners
 from warmroute.config.route_settings import RouteConfig
@@ -18,6 +18,7 @@ from warmroute.config.routing_settings import Admission, Index, Pricing, Routing
 from warmroute.config.scaling_settings import Scaling, check_scaling
 from warmroute.config.section import ConfigError, Section, convert_section, keys_of, parse_section, section_of
 from warmroute.config.serving_settings import Admin, KeyConfig, Limits, Listen, Log, Shutdown
+from warmroute.config.upstream_settings import Health, Polling, Upstream
 
 
 class Config(Section, frozen=True):

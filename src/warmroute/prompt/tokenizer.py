@@ -20,7 +20,7 @@ import fastokens  # type: ignore[import-untyped]
 import msgspec
 
 from warmroute._kernel import TOKEN_BYTES
-from warmroute.prompt.tokenizer_files import TokenizerFiles, read_tokenizer_files
+from warmroute.prompt.tokenizer_json import TokenizerFiles, read_tokenizer_files
 
 SEGMENT_CACHE_BYTES: Final = 64 << 20
 _MAX_CACHED_TEXT, _MAX_CACHED_TEXTS = 200, 256

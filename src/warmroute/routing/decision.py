@@ -10,7 +10,7 @@ import msgspec
 from warmroute._kernel import Prices
 from warmroute.fleet.node import Node
 from warmroute.routing.decision_record import DecisionRecord
-from warmroute.routing.price import Price
+from warmroute.routing.price_terms import Price
 from warmroute.routing.query import Query
 
 

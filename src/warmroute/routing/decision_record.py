@@ -11,7 +11,7 @@ import msgspec
 from warmroute._kernel import Prices
 from warmroute.fleet.node import Node
 from warmroute.fleet.node_speed import work
-from warmroute.routing.price import TIE, Price
+from warmroute.routing.price_terms import TIE, Price
 
 KEEP_ALL_UP_TO: Final = 128
 """With more candidates than this, the journal keeps only the best prices once the request has ended."""

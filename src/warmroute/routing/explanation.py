@@ -13,7 +13,7 @@ from typing import Final
 
 from warmroute.fleet.node import Node
 from warmroute.routing.decision_record import DecisionRecord
-from warmroute.routing.price import TERMS, TIE, Price
+from warmroute.routing.price_terms import TERMS, TIE, Price
 
 NEGLIGIBLE_MS: Final = 1.0
 DERIVED_TERMS: Final = ("congestion", "risk")

@@ -22,7 +22,7 @@ from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.island_choice import IslandChoice
 from warmroute.routing.output_length import OutputLengthEstimate
 from warmroute.routing.policies import make_policy
-from warmroute.routing.price import ASSUMED_PROMPT_TOKENS
+from warmroute.routing.price_terms import ASSUMED_PROMPT_TOKENS
 from warmroute.routing.query import Query
 from warmroute.routing.routing_errors import MissingModel, NoNodeAvailable, UnknownModel
 

@@ -33,7 +33,7 @@ from warmroute.fleet.ticket import Ticket
 from warmroute.routing.attempts import Attempts
 from warmroute.routing.decision_record import KEEP_ALL_UP_TO, DecisionRecord
 from warmroute.routing.explanation import explain_decision
-from warmroute.routing.price import TERMS
+from warmroute.routing.price_terms import TERMS
 from warmroute.telemetry.counters import Counters
 
 log = EventLog("warmroute.journal")

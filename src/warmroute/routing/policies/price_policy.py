@@ -10,7 +10,7 @@
     others'  memory       prefilling again what its new blocks evict × the probability that it is used again
            + congestion   its new work × the requests that wait behind it or arrive meanwhile
 
-All terms are in milliseconds. The kernel computes them for all nodes at once; tests/routing/price_reference.py defines
+All terms are in milliseconds. The kernel computes them for all nodes at once; tests/routing/price_formulas.py defines
 each of them as a small Python function. Prices within TIE of the lowest are equal: the less loaded node wins, then
 chance.
 
@@ -34,7 +34,7 @@ from warmroute.fleet.node_speed import work
 from warmroute.index.cache_view import CacheView
 from warmroute.routing.decision import Decision, Policy
 from warmroute.routing.output_length import OutputLengthEstimate
-from warmroute.routing.price import ASSUMED_PROMPT_TOKENS, TIE, Price
+from warmroute.routing.price_terms import ASSUMED_PROMPT_TOKENS, TIE, Price
 from warmroute.routing.query import Query
 
 BEHIND_SHARE: Final = 0.5

@@ -26,7 +26,7 @@ from warmroute.fleet.node import Node
 from warmroute.fleet.node_speed import work
 from warmroute.index.node_cache import NodeCache
 from warmroute.index.reuse import Reuse
-from warmroute.routing.price import Price
+from warmroute.routing.price_terms import Price
 
 
 def wait(pending_work: float, ms_per_token: float) -> float:

@@ -1,4 +1,8 @@
-"""The price of one node for one request. policies/price_policy.py defines its terms."""
+"""The terms of the price of one node for one request.
+
+policies/price_policy.py explains them, tests/routing/price_formulas.py has the formulas in Python, and
+_kernel/price.c computes them.
+"""
 
 from __future__ import annotations
 
