@@ -83,11 +83,13 @@ docs: $(READY)
 $(RUNTIME): requirements.lock pyproject.toml setup.py $(SOURCES_C)
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP) -r requirements.lock
-	WARMROUTE_DEV=1 $(BIN)/python $(PIP) --no-deps -e .
+	$(BIN)/python $(PIP) --no-deps -e .
 	touch $@
 
+# For development the C code is built again, with compiler warnings as errors.
 $(READY): requirements-dev.lock $(RUNTIME)
 	$(BIN)/python $(PIP) -r requirements-dev.lock
+	WARMROUTE_DEV=1 $(BIN)/python $(PIP) --no-deps -e .
 	touch $@
 
 lock: $(READY)

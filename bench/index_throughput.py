@@ -30,7 +30,7 @@ from external_data import add_data_option, data_files
 from record import Report, add_record_option, load_average
 
 TRACES = ("traces/mooncake_synthetic.jsonl.gz", "traces/mooncake_arxiv_first1000.jsonl.gz")
-PLACES = 64
+HOLDERS = 64
 KV_TOKENS = 307_328
 """KV cache of one holder, as of one pod in llm-d's published benchmark."""
 TRACE_BLOCK_TOKENS = 512
@@ -59,7 +59,7 @@ def make_operations(paths: list[Path], blocks_per_id: int) -> list[Operation]:
     operations: list[Operation] = []
     for path in paths:
         namespace = namespace_seed(path.name, "", 1)
-        caches: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(PLACES)]
+        caches: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(HOLDERS)]
         next_holder = 0
         for ids in prompts(path):
             tokens = array("I", [i * blocks_per_id + k for i in ids for k in range(blocks_per_id)])
@@ -70,7 +70,7 @@ def make_operations(paths: list[Path], blocks_per_id: int) -> list[Operation]:
                 ((p, depth_in(cache, hashes)) for p, cache in enumerate(caches)), key=lambda pair: pair[1]
             )
             if depth * 2 < len(hashes):
-                holder = next_holder = (next_holder + 1) % PLACES
+                holder = next_holder = (next_holder + 1) % HOLDERS
                 depth = depth_in(caches[holder], hashes)
             held, salt = caches[holder], salt_of(holder)
             new = hashes[depth:]
@@ -110,7 +110,7 @@ def count_blocks(operations: list[Operation]) -> tuple[int, int]:
     from warmroute._kernel import BlockIndex
 
     index = BlockIndex(1 << 30)
-    holders = [index.add_holder() for _ in range(PLACES)]
+    holders = [index.add_holder() for _ in range(HOLDERS)]
     walked = with_all_matched = 0
     for kind, holder, packed, engine_hashes, _ in operations:
         if kind == MATCH:
@@ -135,7 +135,7 @@ def run_operations(operations: list[Operation]) -> float:
     from warmroute._kernel import BlockIndex
 
     index = BlockIndex(1 << 30)
-    holders = [index.add_holder() for _ in range(PLACES)]
+    holders = [index.add_holder() for _ in range(HOLDERS)]
     match, store, remove = index.match, index.store_hashes, index.remove
     gc.disable()
     start = time.process_time()
@@ -299,14 +299,14 @@ def dynamo_replay(path: str) -> None:
     tree = RadixTree()
     blocks = [{"block_hash": 1000 + h, "tokens_hash": h} for h in prompt]
     data = {"stored": {"parent_hash": None, "blocks": blocks}}
-    for holder in range(PLACES):
+    for holder in range(HOLDERS):
         tree.apply_event(holder, json.dumps({"event_id": holder, "data": data, "dp_rank": 0}).encode())
     matches = []
     for _ in range(500):
         start = time.perf_counter()
         scores = tree.find_matches(prompt).scores
         matches.append((time.perf_counter() - start) * 1e6)
-    assert len(scores) == PLACES
+    assert len(scores) == HOLDERS
     wall, cpu = min(took)
     print(json.dumps({"wall_s": wall, "cpu_s": cpu, "match_us": statistics.median(matches)}))
 

@@ -26,6 +26,8 @@ KERNEL = ROOT / "src" / "warmroute" / "_kernel"
 TARGETS = sorted(path.stem.removeprefix("fuzz_") for path in HERE.glob("fuzz_*.c"))
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 FLAGS = ["-O1", "-g", "-fno-omit-frame-pointer", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"]
+MAX_BYTES = {"index": 512, "recency": 512}
+"""Each byte of these is an operation or a part of one."""
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=1:abort_on_error=1:detect_stack_use_after_return=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
@@ -44,8 +46,8 @@ def build(target_names: list[str], libfuzzer: bool) -> Path:
     def compile_file(source: Path) -> Path:
         out = folder / f"{source.parent.name}-{source.stem}.o"
         if not out.exists() or out.stat().st_mtime < max(source.stat().st_mtime, headers):
-            random = ["-Dgetrandom=fuzz_getrandom"] if source.parent == KERNEL else []
-            run([compiler, *FLAGS, *SANITIZERS, *coverage, *random, *include, "-c", str(source), "-o", str(out)])
+            own = [*coverage, "-Dgetrandom=fuzz_getrandom"] if source.parent == KERNEL else []
+            run([compiler, *FLAGS, *SANITIZERS, *own, *include, "-c", str(source), "-o", str(out)])
         return out
 
     shared = [*KERNEL.glob("*.c"), HERE / "harness.c", *HERE.glob("check_*.c")]
@@ -84,8 +86,9 @@ def fuzz(folder: Path, target: str, runs: int, seed: int, libfuzzer: bool) -> di
         found = folder / f"{target}.found"
         found.mkdir(exist_ok=True)
         command = [
-            str(folder / target), str(found), str(seeds), f"-runs={runs}", f"-seed={seed}", "-max_len=2048",
-            f"-artifact_prefix={folder}/{target}-", "-print_final_stats=1", "-verbosity=0", "-rss_limit_mb=4096",
+            str(folder / target), str(found), str(seeds), f"-runs={runs}", f"-seed={seed}",
+            f"-artifact_prefix={folder}/{target}-", "-print_final_stats=1",
+            "-verbosity=0", "-rss_limit_mb=4096", "-entropic=0", f"-max_len={MAX_BYTES.get(target, 2048)}",
         ]  # fmt: skip
     else:
         command = [str(folder / target), str(seeds), str(runs), str(seed)]

@@ -101,7 +101,7 @@ def test_every_source_file_in_a_page_exists(page: Path) -> None:
         path.name for folder in (SOURCES, ROOT / "tests", ROOT / "bench", ROOT / "tools") for path in folder.rglob("*")
     }
     for path in re.findall(r"`([\w./-]+\.(?:py|c|h|toml|gz))(?:::\w+)?`", page.read_text()):
-        if path.startswith(("/", "~")) or path in ("warmroute.toml",):
+        if path.startswith(("/", "~", ".")) or path in ("warmroute.toml",):
             continue  # an example on the reader's machine
         found = any((folder / path).exists() for folder in folders) or path in names
         assert found, f"{page_id(page)}: {path}"

@@ -8,6 +8,8 @@ In a page, a table or a single value stands between two comments:
     <!-- table peers.cpu -->            …the table `cpu` of bench/results/peers.json…       <!-- / -->
     <!-- value peers.price_1kb -->68<!-- / -->
     <!-- command peers -->              …the command that made it, its date and machine…    <!-- / -->
+
+A value may not begin a line: Markdown would read the line as HTML and end the paragraph.
 """
 
 from __future__ import annotations
@@ -54,6 +56,8 @@ def main(write: bool) -> int:
             except (OSError, KeyError, ValueError) as error:
                 wrong.append(f"{where}: {kind} {reference} is not in bench/results ({type(error).__name__})")
                 return match.group(0)
+            if kind == "value" and not text[text.rfind("\n", 0, match.start()) + 1 : match.start()].strip():
+                wrong.append(f"{where}: value {reference} begins a line")
             if found != wanted and not write:
                 wrong.append(f"{where}: {kind} {reference} differs from its result file")
             return f"<!-- {kind} {reference} -->{wanted}<!-- / -->"

@@ -10,15 +10,28 @@ import re
 from dataclasses import dataclass, field
 from typing import Final
 
-CHUNKED: Final = -1
-UNTIL_CLOSE: Final = -2
+from warmroute._kernel import (
+    BAD_CONTENT_LENGTH,
+    BAD_HOST,
+    BAD_TARGET,
+    CHUNKED,
+    LENGTH_AND_TRANSFER_ENCODING,
+    MALFORMED_FIELD,
+    MALFORMED_START_LINE,
+    REPEATED_TRANSFER_ENCODING,
+    TOO_MANY_CONNECTION_OPTIONS,
+    TOO_MANY_FIELDS,
+    TRANSFER_ENCODING_IN_HTTP_1_0,
+    UNSUPPORTED_EXPECTATION,
+    UNSUPPORTED_TRANSFER_ENCODING,
+    UNSUPPORTED_VERSION,
+    UNTIL_CLOSE,
+)
+
 MAX_DROPPED: Final = 16
 MAX_LINE_BYTES: Final = 4096
 MAX_TRAILERS: Final = 64
 MAX_FILLED_BYTES: Final = 65_536
-
-(BAD_LINE, BAD_TARGET, BAD_VERSION, BAD_FIELD, TOO_MANY_FIELDS, BAD_LENGTH, CODING_TWICE, BAD_CODING, BAD_EXPECT,
- BAD_HOST, LENGTH_AND_CODING, CODING_IN_1_0, BAD_CONNECTION) = range(1, 14)  # fmt: skip
 
 TOKEN: Final = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]"
 TEXT: Final = rb"[\t\x20-\x7e\x80-\xff]"
@@ -38,7 +51,7 @@ _DROPPED_FROM_RESPONSES: Final = {
 
 
 class Rejected(Exception):
-    """The head is rejected. `reason` is one of the numbers above."""
+    """The head is rejected. `reason` is one of the kernel's constants."""
 
     def __init__(self, reason: int) -> None:
         self.reason = reason
@@ -94,7 +107,7 @@ class _Connection:
                 self.keep = True
             elif option:
                 if len(self.names) == MAX_DROPPED:
-                    raise Rejected(BAD_CONNECTION)
+                    raise Rejected(TOO_MANY_CONNECTION_OPTIONS)
                 self.names.append(option)
 
     def left_of(self, lines: list[tuple[bytes, bytes]]) -> bytes:
@@ -116,7 +129,7 @@ def _fields(data: bytes, at: int, end: int) -> list[tuple[bytes, bytes, bytes] |
 
 def _length(value: bytes) -> int:
     if _LENGTH.fullmatch(value) is None:
-        raise Rejected(BAD_LENGTH)
+        raise Rejected(BAD_CONTENT_LENGTH)
     return int(value)
 
 
@@ -130,9 +143,9 @@ def read_request_head(data: bytes, end: int, max_fields: int) -> RequestHead | i
 def _read_request_head(data: bytes, end: int, max_fields: int) -> RequestHead:
     line = _REQUEST_LINE.match(data, 0, end + 2)
     if line is None:
-        raise Rejected(BAD_LINE)
+        raise Rejected(MALFORMED_START_LINE)
     if line[3] not in (b"1.0", b"1.1"):
-        raise Rejected(BAD_VERSION)
+        raise Rejected(UNSUPPORTED_VERSION)
     if not line[2].startswith(b"/") and line[2] != b"*":
         raise Rejected(BAD_TARGET)
     head = RequestHead(line[1], line[2], int(line[3][2:]))
@@ -142,7 +155,7 @@ def _read_request_head(data: bytes, end: int, max_fields: int) -> RequestHead:
     forwarded_fields: list[tuple[bytes, bytes]] = []
     for number, each in enumerate(_fields(data, line.end(), end + 2), 1):
         if each is None:
-            raise Rejected(BAD_FIELD)
+            raise Rejected(MALFORMED_FIELD)
         if number > max_fields:
             raise Rejected(TOO_MANY_FIELDS)
         text, name, value = each
@@ -151,19 +164,19 @@ def _read_request_head(data: bytes, end: int, max_fields: int) -> RequestHead:
             hosts += 1
         elif name == b"content-length":
             if length is not None:
-                raise Rejected(BAD_LENGTH)
+                raise Rejected(BAD_CONTENT_LENGTH)
             length = _length(value)
         elif name == b"transfer-encoding":
             if head.chunked:
-                raise Rejected(CODING_TWICE)
+                raise Rejected(REPEATED_TRANSFER_ENCODING)
             if value.lower() != b"chunked":
-                raise Rejected(BAD_CODING)
+                raise Rejected(UNSUPPORTED_TRANSFER_ENCODING)
             head.chunked = True
         elif name == b"connection":
             connection.read(value)
         elif name == b"expect":
             if value.lower() != b"100-continue":
-                raise Rejected(BAD_EXPECT)
+                raise Rejected(UNSUPPORTED_EXPECTATION)
             head.expects_continue = head.minor_version == 1
         elif name == b"authorization":
             head.authorization = value
@@ -183,9 +196,9 @@ def _read_request_head(data: bytes, end: int, max_fields: int) -> RequestHead:
     if hosts != 1 and (hosts or head.minor_version):
         raise Rejected(BAD_HOST)
     if head.chunked and length is not None:
-        raise Rejected(LENGTH_AND_CODING)
+        raise Rejected(LENGTH_AND_TRANSFER_ENCODING)
     if head.chunked and not head.minor_version:
-        raise Rejected(CODING_IN_1_0)
+        raise Rejected(TRANSFER_ENCODING_IN_HTTP_1_0)
     head.length = CHUNKED if head.chunked else length or 0
     head.keep_alive = not connection.close and (head.minor_version == 1 or connection.keep)
     head.forwarded_fields = connection.left_of(forwarded_fields)
@@ -202,23 +215,23 @@ def read_response_head(data: bytes, end: int) -> ResponseHead | int:
 def _read_response_head(data: bytes, end: int) -> ResponseHead:
     line = _STATUS_LINE.match(data, 0, end + 2)
     if line is None:
-        raise Rejected(BAD_LINE)
+        raise Rejected(MALFORMED_START_LINE)
     head = ResponseHead(int(line[2]), b"HTTP/1.1" + line[0][8:])
     connection = _Connection()
     forwarded_fields: list[tuple[bytes, bytes]] = []
     for each in _fields(data, line.end(), end + 2):
         if each is None:
-            raise Rejected(BAD_FIELD)
+            raise Rejected(MALFORMED_FIELD)
         text, name, value = each
         if name == b"content-length":
             if head.length != UNTIL_CLOSE:
-                raise Rejected(BAD_LENGTH)
+                raise Rejected(BAD_CONTENT_LENGTH)
             head.length = _length(value)
         elif name == b"transfer-encoding":
             if head.length != UNTIL_CLOSE:
-                raise Rejected(CODING_TWICE)
+                raise Rejected(REPEATED_TRANSFER_ENCODING)
             if value.lower() != b"chunked":
-                raise Rejected(BAD_CODING)
+                raise Rejected(UNSUPPORTED_TRANSFER_ENCODING)
             head.length = CHUNKED
         elif name == b"connection":
             connection.read(value)

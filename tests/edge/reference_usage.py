@@ -1,11 +1,12 @@
-"""The reference for `read_usage` of `_kernel/http_head.c`, in Python. A property test compares the two."""
+"""The reference for `read_usage` of `_kernel/usage.c`, in Python. A property test compares the two."""
 
 from __future__ import annotations
 
 import re
 from typing import Final
 
-USAGE_BYTES: Final = 16_384
+from warmroute._kernel import USAGE_TAIL_BYTES
+
 _NUMBER: Final = re.compile(
     rb'"(prompt_tokens|input_tokens|cached_tokens|cache_read_input_tokens|cache_creation_input_tokens|completion_tokens|'
     rb'output_tokens)"\s*:\s*([0-9]{1,9})\b'
@@ -16,7 +17,7 @@ _CHUNK_BOUNDARY: Final = re.compile(rb"\r\n[0-9A-Fa-f]{1,8}\r\n")
 
 def read_usage(last_bytes: bytes) -> tuple[int | None, int | None, int | None] | None:
     """Return the prompt, cached and output tokens; None if there is no usage."""
-    last_bytes = _CHUNK_BOUNDARY.sub(b"", last_bytes[-USAGE_BYTES:])
+    last_bytes = _CHUNK_BOUNDARY.sub(b"", last_bytes[-USAGE_TAIL_BYTES:])
     at = last_bytes.rfind(b'"usage"')
     if at < 0:
         return None

@@ -238,19 +238,19 @@ def read_with_h11(data: bytes) -> h11.Request | None:
 
 
 STRICTER: dict[int, bytes] = {
-    reference_http.BAD_LINE: rb"^[^\r]*\n|^[^\r]*\r[^\n]|^[^\r\n]*[^ !-~\r\n]",  # line ends, bytes beyond ASCII
-    reference_http.BAD_TARGET: rb"^\S+ [^/]",  # a path, and nothing else
-    reference_http.BAD_VERSION: rb"HTTP/(?!1\.[01]\r\n)",
-    reference_http.BAD_FIELD: rb"(?<!\r)\n|\r(?!\n)|\r\n[ \t]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]",  # folds, controls
-    reference_http.TOO_MANY_FIELDS: rb"",
-    reference_http.BAD_LENGTH: rb"(?i)content-length",  # equal lengths, in one field or two; 19 and 20 digits
-    reference_http.CODING_TWICE: rb"(?i)transfer-encoding",
-    reference_http.BAD_CODING: rb"(?i)transfer-encoding",
-    reference_http.BAD_EXPECT: rb"(?i)expect",
-    reference_http.BAD_HOST: rb"",
-    reference_http.LENGTH_AND_CODING: rb"(?i)content-length",
-    reference_http.CODING_IN_1_0: rb"HTTP/1\.0",
-    reference_http.BAD_CONNECTION: rb"(?i)connection",
+    _kernel.MALFORMED_START_LINE: rb"^[^\r]*\n|^[^\r]*\r[^\n]|^[^\r\n]*[^ !-~\r\n]",  # line ends, bytes beyond ASCII
+    _kernel.BAD_TARGET: rb"^\S+ [^/]",  # a path, and nothing else
+    _kernel.UNSUPPORTED_VERSION: rb"HTTP/(?!1\.[01]\r\n)",
+    _kernel.MALFORMED_FIELD: rb"(?<!\r)\n|\r(?!\n)|\r\n[ \t]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]",  # folds, controls
+    _kernel.TOO_MANY_FIELDS: rb"",
+    _kernel.BAD_CONTENT_LENGTH: rb"(?i)content-length",  # equal lengths, in one field or two; 19 and 20 digits
+    _kernel.REPEATED_TRANSFER_ENCODING: rb"(?i)transfer-encoding",
+    _kernel.UNSUPPORTED_TRANSFER_ENCODING: rb"(?i)transfer-encoding",
+    _kernel.UNSUPPORTED_EXPECTATION: rb"(?i)expect",
+    _kernel.BAD_HOST: rb"",
+    _kernel.LENGTH_AND_TRANSFER_ENCODING: rb"(?i)content-length",
+    _kernel.TRANSFER_ENCODING_IN_HTTP_1_0: rb"HTTP/1\.0",
+    _kernel.TOO_MANY_CONNECTION_OPTIONS: rb"(?i)connection",
 }
 """Every reason to reject what h11 accepts, with a pattern that the head must then match."""
 

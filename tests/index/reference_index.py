@@ -87,16 +87,16 @@ Key = tuple[str, int]
 class ReferenceIndex:
     def __init__(self) -> None:
         self.holders: dict[int, dict[Key, Pair]] = {}
-        self.mirrors: dict[int, Recency] = {}
+        self.recency: dict[int, Recency] = {}
 
-    def add_holder(self, holder: int, mirror: Recency | None = None) -> None:
+    def add_holder(self, holder: int, recency: Recency | None = None) -> None:
         self.holders[holder] = {}
-        if mirror is not None:
-            self.mirrors[holder] = mirror
+        if recency is not None:
+            self.recency[holder] = recency
 
     def remove_holder(self, holder: int) -> None:
         del self.holders[holder]
-        self.mirrors.pop(holder, None)
+        self.recency.pop(holder, None)
 
     def clear(self, holder: int) -> None:
         self.holders[holder] = {}
@@ -152,9 +152,9 @@ class ReferenceIndex:
         return len(hashes)
 
     def touch(self, holder: int, hashes: Sequence[int], stamp: float) -> list[int]:
-        """Store what is new in the mirror, and remove what it evicted."""
+        """Store what is new in the recency list, and remove what it evicted."""
         size = len(hashes)
-        changes = self.mirrors[holder].touch(struct.pack(f"={size}Q", *hashes), stamp)
+        changes = self.recency[holder].touch(struct.pack(f"={size}Q", *hashes), stamp)
         new, evicted = (list(struct.unpack(f"={len(part) // 8}Q", part)) for part in changes)
         self.remove_hashes(holder, evicted, Tier.GPU)
         self.store_hashes(holder, new, Tier.GPU)

@@ -43,13 +43,13 @@ class SameAsReference(RuleBasedStateMachine):
 
     budget_bytes = 1 << 24
 
-    @initialize(extra_places=st.sampled_from([0, 2, 5]))
-    def begin(self, extra_places: int) -> None:
+    @initialize(extra_holders=st.sampled_from([0, 2, 5]))
+    def begin(self, extra_holders: int) -> None:
         self.index, self.reference = BlockIndex(self.budget_bytes), ReferenceIndex()
         self.open: list[int] = []
-        self.mirrored: dict[int, tuple[Recency, Recency]] = {}
-        """Holder → its mirror, and that of the reference."""
-        for _ in range(2 + extra_places):
+        self.lru_holders: dict[int, tuple[Recency, Recency]] = {}
+        """Holder → its recency list, and that of the reference."""
+        for _ in range(2 + extra_holders):
             self.add_holder()
 
     @rule()
@@ -129,48 +129,48 @@ class SameAsReference(RuleBasedStateMachine):
         assert self.index.remove_hashes(holder, hashes, tier) == self.reference.remove_hashes(holder, hashes, tier)
 
     @rule(capacity=st.integers(1, 9))
-    def open_mirrored(self, capacity: int) -> None:
-        if len(self.mirrored) < 4:
-            mirror, reference = Recency(capacity), Recency(capacity)
-            holder = self.index.add_holder(mirror)
-            assert holder not in self.open and holder not in self.mirrored
+    def add_lru_holder(self, capacity: int) -> None:
+        if len(self.lru_holders) < 4:
+            recency, reference = Recency(capacity), Recency(capacity)
+            holder = self.index.add_holder(recency)
+            assert holder not in self.open and holder not in self.lru_holders
             self.reference.add_holder(holder, reference)
-            self.mirrored[holder] = (mirror, reference)
+            self.lru_holders[holder] = (recency, reference)
 
-    @precondition(lambda self: self.mirrored)
+    @precondition(lambda self: self.lru_holders)
     @rule(at=which)
-    def close_mirrored(self, at: int) -> None:
-        holder = list(self.mirrored)[at % len(self.mirrored)]
-        del self.mirrored[holder]
+    def remove_lru_holder(self, at: int) -> None:
+        holder = list(self.lru_holders)[at % len(self.lru_holders)]
+        del self.lru_holders[holder]
         self.index.remove_holder(holder)
         self.reference.remove_holder(holder)
 
-    @precondition(lambda self: self.mirrored)
+    @precondition(lambda self: self.lru_holders)
     @rule(at=which, tokens=few_tokens, namespace=st.integers(0, 1), stamp=st.integers(0, 9))
     def keep(self, at: int, tokens: list[int], namespace: int, stamp: int) -> None:
-        holder = list(self.mirrored)[at % len(self.mirrored)]
+        holder = list(self.lru_holders)[at % len(self.lru_holders)]
         hashes = hash_blocks(namespace, None, tokens, BLOCK)
         assert unpacked(self.index.touch(holder, packed(hashes), stamp)) == self.reference.touch(holder, hashes, stamp)
 
-    @precondition(lambda self: self.mirrored)
+    @precondition(lambda self: self.lru_holders)
     @rule(at=which, capacity=st.integers(1, 9), answer=st.integers(0, 2))
-    def change_a_mirror(self, at: int, capacity: int, answer: int) -> None:
-        holder = list(self.mirrored)[at % len(self.mirrored)]
-        mirror, reference = self.mirrored[holder]
+    def change_a_recency_list(self, at: int, capacity: int, answer: int) -> None:
+        holder = list(self.lru_holders)[at % len(self.lru_holders)]
+        recency, reference = self.lru_holders[holder]
         for one, other in zip(
-            (mirror.add_anonymous(answer, 1.0), mirror.resize(capacity)),
+            (recency.add_anonymous(answer, 1.0), recency.resize(capacity)),
             (reference.add_anonymous(answer, 1.0), reference.resize(capacity)),
             strict=True,
         ):
             known = self.reference.remove_hashes(holder, unpacked(other), Tier.GPU)
             assert self.index.remove_hashes(holder, one, Tier.GPU) == known == len(one) // 8
 
-    @precondition(lambda self: self.mirrored)
+    @precondition(lambda self: self.lru_holders)
     @rule(at=which, tokens=few_tokens, namespace=st.integers(0, 1), first=st.integers(0, 5))
     def undo_routed(self, at: int, tokens: list[int], namespace: int, first: int) -> None:
-        holder = list(self.mirrored)[at % len(self.mirrored)]
+        holder = list(self.lru_holders)[at % len(self.lru_holders)]
         hashes = hash_blocks(namespace, None, tokens, BLOCK)
-        for recency in self.mirrored[holder]:
+        for recency in self.lru_holders[holder]:
             recency.drop(packed(hashes), packed(hashes[first:]))
         known = self.reference.remove_hashes(holder, hashes[first:], Tier.GPU)
         assert self.index.remove_hashes(holder, hashes[first:], Tier.GPU) == known
@@ -190,22 +190,22 @@ class SameAsReference(RuleBasedStateMachine):
 
     @invariant()
     def same_holdings(self) -> None:
-        for holder in (*self.open, *self.mirrored):
+        for holder in (*self.open, *self.lru_holders):
             assert Counter(self.index.holdings(holder)) == Counter(self.reference.holdings(holder))
             assert self.index.pair_count(holder) == len(self.reference.holdings(holder))
         stats = self.index.stats()
-        assert stats["pairs"] == sum(map(self.index.pair_count, (*self.open, *self.mirrored)))
+        assert stats["pairs"] == sum(map(self.index.pair_count, (*self.open, *self.lru_holders)))
         assert stats["bytes"] <= stats["charged_bytes"] <= stats["budget_bytes"]
         assert stats["evicted"] == stats["refused"] == 0
         if not stats["unswept_pairs"]:
-            holders = (*self.open, *self.mirrored)
+            holders = (*self.open, *self.lru_holders)
             blocks = {row[0] for holder in holders for row in self.reference.holdings(holder)}
             assert stats["blocks"] == len(blocks)
 
     def teardown(self) -> None:
         if not hasattr(self, "index"):
             return
-        for holder in (*self.open, *self.mirrored):
+        for holder in (*self.open, *self.lru_holders):
             self.index.remove_holder(holder)
         self.index.sweep(1 << 40)
         stats = self.index.stats()
@@ -219,11 +219,11 @@ TestSameAsReference.settings = settings(max_examples=150, stateful_step_count=60
 
 @given(st.integers(0, 2**32), st.integers(2, 40), st.integers(1, 4))
 @settings(max_examples=25, deadline=None)
-def test_many_blocks_on_many_places(seed: int, n_places: int, turns: int) -> None:
+def test_many_blocks_on_many_holders(seed: int, n_holders: int, turns: int) -> None:
     """Large enough for pages to split and merge, and for sets to be shared and split."""
     source = random.Random(seed)
     index, reference = BlockIndex(1 << 26), ReferenceIndex()
-    holders = [index.add_holder() for _ in range(n_places)]
+    holders = [index.add_holder() for _ in range(n_holders)]
     for holder in holders:
         reference.add_holder(holder)
     prompts = [[source.getrandbits(64) for _ in range(source.randrange(1, 120))] for _ in range(6)]
@@ -333,28 +333,28 @@ def test_a_store_refused_half_way_leaves_nothing_behind() -> None:
 
 @given(st.integers(0, 2**32), st.integers(1, 9), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_long_prompts_at_mirrored_places(seed: int, n_places: int, events: bool) -> None:
-    """If few holders hold a long prompt, the index asks their mirrors how deep they hold it."""
+def test_long_prompts_at_lru_holders(seed: int, n_holders: int, events: bool) -> None:
+    """If few holders hold a long prompt, the index asks their recency lists how deep they hold it."""
     source = random.Random(seed)
     index, reference = BlockIndex(1 << 26), ReferenceIndex()
-    mirrors = {}
-    for _ in range(n_places):
+    lists = {}
+    for _ in range(n_holders):
         pair = Recency(150), Recency(150)
         holder = index.add_holder(pair[0])
         reference.add_holder(holder, pair[1])
-        mirrors[holder] = pair
+        lists[holder] = pair
     other = index.add_holder()
     reference.add_holder(other)
     trunk = [source.getrandbits(64) for _ in range(80)]
     prompts = [trunk[: source.randrange(81)] + [source.getrandbits(64) for _ in range(40)] for _ in range(5)]
     for stamp in range(30):
-        holder, prompt = source.choice(list(mirrors)), source.choice(prompts)
+        holder, prompt = source.choice(list(lists)), source.choice(prompts)
         part = prompt[: source.randrange(1, len(prompt) + 1)]
         if source.random() < 0.7:
             assert unpacked(index.touch(holder, packed(part), stamp)) == reference.touch(holder, part, stamp)
         else:
             first = source.randrange(len(part))
-            for recency in mirrors[holder]:
+            for recency in lists[holder]:
                 recency.drop(packed(part), packed(part[first:]))
             for side in (index, reference):
                 side.remove_hashes(holder, part[first:], Tier.GPU)

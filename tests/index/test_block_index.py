@@ -80,7 +80,7 @@ def test_namespaces_share_no_blocks() -> None:
     assert index.match(hash_blocks(1, None, tokens, 16))
 
 
-def test_a_closed_place_is_gone_at_once_and_its_number_is_reused_empty() -> None:
+def test_a_removed_holder_is_gone_at_once_and_its_number_is_reused_empty() -> None:
     index = BlockIndex(1 << 26)
     holder = index.add_holder()
     hashes = array("Q", range(50_000))
@@ -97,7 +97,7 @@ def test_a_closed_place_is_gone_at_once_and_its_number_is_reused_empty() -> None
     assert index.stats()["blocks"] == 10
 
 
-def test_32767_places_can_be_open_and_one_more_is_rejected() -> None:
+def test_32767_holders_can_be_open_and_one_more_is_rejected() -> None:
     index = BlockIndex(1 << 26)
     holders = [index.add_holder() for _ in range(32_767)]
     assert len(set(holders)) == 32_767
@@ -115,7 +115,7 @@ def test_32767_places_can_be_open_and_one_more_is_rejected() -> None:
     assert index.add_holder() == holders[5]
 
 
-def test_a_block_held_by_thousands_of_places_is_matched_for_all() -> None:
+def test_a_block_held_by_thousands_of_holders_is_matched_for_all() -> None:
     index = BlockIndex(1 << 26)
     holders = [index.add_holder() for _ in range(3000)]
     for number, holder in enumerate(holders):
@@ -203,7 +203,7 @@ def test_memory_is_flat_under_a_flood_of_unique_blocks() -> None:
     assert pairs > 0.5 * budget / 48
 
 
-def test_a_flood_on_one_place_evicts_nothing_from_smaller_places() -> None:
+def test_a_flood_on_one_holder_evicts_nothing_from_smaller_holders() -> None:
     index = BlockIndex(1 << 20)
     quiet, loud = index.add_holder(), index.add_holder()
     prompt = hash_blocks(1, None, array("I", range(1000)), 1)

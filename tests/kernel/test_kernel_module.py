@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -81,7 +82,7 @@ def test_header_names_do_not_depend_on_the_locale(tmp_path: Path) -> None:
     """Where LC_CTYPE is Turkish, strncasecmp finds TRANSFER-ENCODING and transfer-encoding different."""
     localedef = ["localedef", "-i", "tr_TR", "-f", "UTF-8", str(tmp_path / "tr_TR.UTF-8")]
     made = subprocess.run(localedef, capture_output=True)
-    environment = {"LOCPATH": str(tmp_path), "PYTHONPATH": str(KERNEL.parents[1])}
+    environment = {**os.environ, "LOCPATH": str(tmp_path), "PYTHONPATH": str(KERNEL.parents[1])}
     done = subprocess.run([sys.executable, "-c", TURKISH], env=environment)
     if made.returncode and done.returncode == 77:
         pytest.skip("this machine has no sources for a Turkish locale (package `locales`)")

@@ -47,8 +47,8 @@ static int read_arguments(PyObject *const *args, Py_ssize_t n, uint64_t *hash, P
     return 0;
 }
 
-static always_inline uint64_t score(uint64_t hash, const Py_buffer *seeds, Py_ssize_t at) {
-    return mix(hash ^ read64((const uint8_t *)seeds->buf + 8 * at));
+static always_inline uint64_t score(uint64_t hash, const uint8_t *seeds, Py_ssize_t at) {
+    return mix(hash ^ read64(seeds + 8 * at));
 }
 
 static PyObject *rendezvous_home(PyObject *self, PyObject *const *args, Py_ssize_t n) {
@@ -59,7 +59,7 @@ static PyObject *rendezvous_home(PyObject *self, PyObject *const *args, Py_ssize
         return NULL;
     Py_ssize_t count = seeds.len / 8, best = 0;
     for (Py_ssize_t i = 0; i < count; i++) {
-        uint64_t scored = score(hash, &seeds, i);
+        uint64_t scored = score(hash, seeds.buf, i);
         if (scored > best_score) {
             best_score = scored;
             best = i;
@@ -94,7 +94,7 @@ static PyObject *rendezvous_order(PyObject *self, PyObject *const *args, Py_ssiz
         return PyErr_NoMemory();
     }
     for (Py_ssize_t i = 0; i < count; i++)
-        all[i] = (scored_seed){score(hash, &seeds, i), i};
+        all[i] = (scored_seed){score(hash, seeds.buf, i), i};
     PyBuffer_Release(&seeds);
     qsort(all, (size_t)count, sizeof(scored_seed), by_falling_score);
     PyObject *order = PyList_New(count);
