@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -56,6 +57,8 @@ MAX_GROWTH_MB = 4.0
 """Growth of memory after the warm-up, by linear regression, that counts as flat: the larger of the two."""
 MAX_GROWTH_FILES = 8.0
 SETTLE_S = 60.0
+START_S = 60.0
+PROGRESS_S = 60.0
 
 
 class Engine:
@@ -82,13 +85,15 @@ class Engine:
         self.child.process.send_signal(number)
 
     async def wait_until_up(self) -> None:
-        while True:
-            try:
-                if (await request("GET", f"{self.url}/health"))[0] == 200:
-                    return
-            except OSError:
-                pass
-            await asyncio.sleep(0.1)
+        """Raises TimeoutError."""
+        async with asyncio.timeout(START_S):
+            while True:
+                try:
+                    if (await request("GET", f"{self.url}/health"))[0] == 200:
+                        return
+                except OSError:
+                    pass
+                await asyncio.sleep(0.1)
 
     async def fail(self, fault: dict[str, Any]) -> None:
         await request("POST", f"{self.url}/_sim/fail", fault)
@@ -253,6 +258,14 @@ class Samples:
         return found[min(len(found) - 1, int(share * len(found)))]
 
 
+async def show_progress(load: Load, chaos: Chaos, samples: Samples) -> None:
+    for minute in itertools.count(1):
+        await asyncio.sleep(PROGRESS_S)
+        requests, disturbances = sum(load.outcomes.values()), sum(chaos.counts.values())
+        done = f"{requests:,} requests, {len(load.lost)} lost, {disturbances} disturbances"
+        print(f"minute {minute}: {done}, {samples.rows[-1][1]:.0f} MB", file=sys.stderr, flush=True)
+
+
 def router_pid(parent: int) -> int:
     """Return the process that serves: `die_with_parent` replaces itself or starts it."""
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
@@ -288,10 +301,12 @@ async def soak(minutes: float, clients: int, children: Children, folder: Path, r
     chaos, samples = Chaos(engines, router, file, listen), Samples(router)
     sampling = asyncio.create_task(samples.run())
     loading = asyncio.create_task(load.run())
+    progress = asyncio.create_task(show_progress(load, chaos, samples))
     until_s = time.monotonic() + 60.0 * minutes
     await chaos.run(until_s)
-    await load.stop()
+    load.stop()
     await loading
+    progress.cancel()
     left: dict[str, float] = {}
     for _ in range(int(SETTLE_S / 0.5)):
         left = await left_over(router)

@@ -26,7 +26,7 @@ class Load:
     async def run(self) -> None:
         await asyncio.gather(*(self._client(number) for number in range(self._clients)))
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         self._active = False
 
     async def _client(self, number: int) -> None:

@@ -10,8 +10,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 
-class _Transport:
-    """A connection that writes nowhere."""
+class _Nothing:
+    """A connection that writes nowhere, and an event loop that runs nothing."""
 
     def get_extra_info(self, _name: str) -> None:
         return None
@@ -19,19 +19,12 @@ class _Transport:
     def is_closing(self) -> bool:
         return False
 
-    def __getattr__(self, _name: str) -> Any:
-        return lambda *_given, **_named: None
-
-
-class _Loop:
-    """An event loop that runs nothing."""
-
-    def create_task(self, coroutine: Any, **_named: Any) -> _Transport:
+    def create_task(self, coroutine: Any, **_named: Any) -> _Nothing:
         coroutine.close()
-        return _Transport()
+        return self
 
     def __getattr__(self, _name: str) -> Any:
-        return lambda *_given, **_named: _Transport()
+        return lambda *_given, **_named: self
 
 
 async def _app(_scope: Any, _receive: Any, _send: Any) -> None: ...
@@ -44,10 +37,10 @@ _config.load()
 def scopes(request: bytes) -> dict[str, dict[str, Any] | None]:
     """Return the ASGI scope of a request by implementation; None where that refuses it."""
     found: dict[str, dict[str, Any] | None] = {}
+    nothing: Any = _Nothing()
     for kind in (HttpToolsProtocol, H11Protocol):
-        protocol = kind(_config, ServerState(), {}, _Loop())
-        protocol.connection_made(_Transport())
+        protocol: Any = kind(_config, ServerState(), {}, nothing)
+        protocol.connection_made(nothing)
         protocol.data_received(request)
-        cycle = protocol.cycle
-        found[kind.__name__] = None if cycle is None else cycle.scope
+        found[kind.__name__] = None if protocol.cycle is None else protocol.cycle.scope
     return found

@@ -2,8 +2,11 @@
 
 A hedge is sent if all of these hold:
 1. The client has received nothing, and the request generates tokens or reads text: sending it twice changes nothing.
-2. Its first token is overdue: it takes longer than `factor` times what the router expected, and than `min_delay_s`.
-   Where the router has no estimate, or sees only the end of the response, the node also answered nobody meanwhile.
+2. Its first token is overdue: it takes longer than `min_delay_s`, and
+     streamed           longer than `factor` times what the router expected;
+     not streamed       the same for the whole response, and the node answered nobody meanwhile;
+     without estimate   the node answered nobody for `min_delay_s`, and its last health check timed out.
+   There is an estimate if the policy reads the prompt and the node has answered before.
 3. Another node is up and has room.
 4. The request has no hedge yet, and the budget allows one: `max_ratio` of all requests, and MAX_BURST at once.
 
@@ -38,31 +41,26 @@ class Hedging:
         self.budget = min(MAX_BURST, self.budget + self.config.max_ratio)
 
     def is_overdue(self, attempts: Attempts, now_s: float) -> bool:
-        if attempts.overdue_s == 0.0:
-            attempts.overdue_s = self._overdue_s(attempts)
-        if now_s < attempts.overdue_s:
+        ticket, min_delay_s = attempts.ticket, self.config.min_delay_s
+        if not attempts.hedgeable or now_s < ticket.opened_s + min_delay_s:
             return False
-        ticket = attempts.ticket
-        if attempts.request.streams and ticket.expected_ttft_ms:
-            return True
-        return now_s - ticket.node.last_answer_s >= attempts.overdue_s - ticket.opened_s
-
-    def _overdue_s(self, attempts: Attempts) -> float:
-        """Return when the first byte of a request is overdue at its node; inf: never."""
-        expected_ms = _expected_ms(attempts)
-        if not expected_ms or not attempts.hedgeable:
-            return inf
-        return attempts.ticket.opened_s + max(self.config.min_delay_s, self.config.factor * expected_ms / 1000.0)
+        node = ticket.node
+        silent_s = now_s - max(ticket.opened_s, node.last_answer_s)
+        if not attempts.overdue_s:
+            expected_ms = _expected_ms(attempts)
+            attempts.overdue_s = ticket.opened_s + self.config.factor * expected_ms / 1000.0 if expected_ms else inf
+        if attempts.overdue_s == inf:
+            return silent_s >= min_delay_s and node.health.check_has_timed_out
+        streams = attempts.request.streams
+        return now_s >= attempts.overdue_s and (streams or silent_s >= attempts.overdue_s - ticket.opened_s)
 
 
 def _expected_ms(attempts: Attempts) -> float:
-    """Return when the first byte was expected at dispatch; 0.0 if nobody knows."""
+    """Return when the router expected the first byte, after the dispatch; 0.0 without an estimate."""
     ticket, request, decision = attempts.ticket, attempts.request, attempts.decision
-    node = ticket.node
-    if not ticket.expected_ttft_ms or not node.speed.answers:
-        nodes = {node, *(other for group in node.groups for other in group.up.nodes)}
-        return max(other.latency_ms for other in nodes)
-    expected_ms = ticket.expected_ttft_ms
+    node, expected_ms = ticket.node, ticket.expected_ttft_ms
+    if not expected_ms or not node.speed.answers:
+        return 0.0
     if decision.node is node and decision.price is not None:
         expected_ms = max(expected_ms, decision.price.own)
     if not request.streams and (query := decision.query) is not None:
