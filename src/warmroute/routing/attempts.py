@@ -81,6 +81,8 @@ class Dispatcher(msgspec.Struct, eq=False):
     """Called when a node may have room for a queued request."""
     ticket_closed: Callable[[Attempts, float], object] | None = None
     """Called before `node_freed` where a ticket was closed."""
+    request_completed: Callable[[Attempts, float], object] | None = None
+    """Called after a complete response with a status below 400."""
 
     def close_ticket(self, attempts: Attempts, outcome: Outcome, now_s: float, reason: str = "") -> None:
         ticket = attempts.ticket
@@ -250,6 +252,8 @@ class Attempts:
         dispatcher.close_ticket(self, outcome, now_s)
         self._complete_entry(outcome, now_s)
         dispatcher.counters.responses[status] += 1
+        if dispatcher.request_completed is not None and outcome is Outcome.OK:
+            dispatcher.request_completed(self, now_s)
 
     def response_broke(self, reason: str, now_s: float) -> None:
         """The node failed after the client received a part of the response."""

@@ -14,6 +14,8 @@ from typing import Any
 from warmroute.config import Config, is_loopback
 from warmroute.console.admin import AdminApi
 from warmroute.console.decisions import Decisions
+from warmroute.console.live_feed import LiveFeed
+from warmroute.console.live_snapshot import LiveSnapshot
 from warmroute.edge.async_handler import AsyncHandler
 from warmroute.edge.connection_pool import ConnectionPools
 from warmroute.edge.listener import Listener
@@ -34,11 +36,15 @@ from warmroute.routing.router import Router
 from warmroute.scaling.scaling_service import ScalingService
 from warmroute.service.config_reload import ConfigReload
 from warmroute.service.node_set import NodeSet, log_health_change
-from warmroute.service.periodic_tasks import run_admission, run_clean_up
+from warmroute.service.periodic_tasks import run_admission, run_clean_up, run_history
+from warmroute.telemetry.alerts import Alerts
 from warmroute.telemetry.counters import Counters
+from warmroute.telemetry.fleet_alerts import FleetAlerts
+from warmroute.telemetry.history import History, ScalingChange
 from warmroute.telemetry.journal import Journal
 from warmroute.telemetry.loop_delay import watch_loop_delay
 from warmroute.telemetry.prometheus import MetricsPage
+from warmroute.telemetry.traffic import Traffic
 
 log = EventLog("warmroute.service")
 SWITCH_INTERVAL_S = 0.0005
@@ -67,6 +73,8 @@ class Service:
             config, self.fleet, self.router, self.admission, self.prompt_reader, self.pools, self.counters,
             self.journal, now,
         )  # fmt: skip
+        self.traffic = Traffic()
+        self.proxy.dispatcher.request_completed = self.traffic.request_completed
         self.listener = Listener(self.proxy, config.limits, self.timers)
         node_client = NodeClient(self.pools)
         self.watcher = NodeWatcher(
@@ -91,8 +99,18 @@ class Service:
             now,
             lambda: self.scaling.stats() if self.scaling is not None else None,
         )
+        queue = self.admission.queue
+        self.history = History(self.traffic, self.counters, self.fleet, lambda: queue.waiting, self._last_scaling)
+        self.alerts = Alerts(FleetAlerts(self.fleet, self.cache_view, self.counters))
+        snapshot = LiveSnapshot(
+            self.fleet, self.cache_view, queue, self.traffic, self.history, self.alerts, self.journal,
+            lambda: self.config.routing.policy, self.describe_scaling, now,
+        )  # fmt: skip
+        self.live_feed = LiveFeed(snapshot)
         decisions = Decisions(self.journal, self.proxy)
-        admin = AdminApi(self.fleet, self.cache_view, page, decisions, self, config.admin.token_sha256)
+        admin = AdminApi(
+            self.fleet, self.cache_view, page, decisions, self.live_feed, self, config.admin.token_sha256
+        )  # fmt: skip
         self.admin_listener = Listener(AsyncHandler(admin.answer, admin.admit), config.limits, self.timers)
         self.add_node, self.remove_node = self.nodes.add_node, self.nodes.remove_node
         self.reload, self.needs_restart = self.config_reload.reload, self.config_reload.needs_restart
@@ -128,6 +146,10 @@ class Service:
     def describe_scaling(self) -> dict[str, Any]:
         return self.scaling.describe() if self.scaling is not None else {"enabled": False}
 
+    def _last_scaling(self) -> ScalingChange | None:
+        last = self.scaling.autoscaler.last_decision if self.scaling is not None else None
+        return None if last is None else ScalingChange(last.at_s, last.nodes, last.desired_nodes, last.reasons)
+
     async def _fetch_tokens(self, model: str, path: bytes, body: bytes) -> bytes | None:
         """Return the tokens of a prompt, from the least loaded vLLM node of its model."""
         group = self.fleet.group(model)
@@ -150,6 +172,7 @@ class Service:
             loop.create_task(run_clean_up(self.cache_view, self.tokenizer_registry)),
             loop.create_task(run_admission(self.admission, self.fleet)),
             loop.create_task(self.journal.run()),
+            loop.create_task(run_history(self.history, self.alerts)),
         ]
         if self._config_file is not None:
             self._tasks.append(loop.create_task(self.config_reload.watch_file(self._config_file)))
