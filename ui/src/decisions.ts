@@ -1,9 +1,9 @@
 // Recent decisions. Each opens to the prices of its candidates, as stacked bars with one part for each term.
 import { byId, el, fill } from "./dom";
-import { count, ms, percent, plural } from "./format";
+import { clock, count, ms, percent, plural } from "./format";
 import type { Candidate, Decision } from "./types";
 
-const MAX_SHOWN = 40;
+const MAX_SHOWN = 20;
 const TERM_COLOURS: Record<string, string> = {
   wait: "c1",
   prefill: "c0",
@@ -63,7 +63,7 @@ function decisionRow(decision: Decision): HTMLElement {
   const summary = el(
     "summary",
     {},
-    el("time", { datetime: decision.time }, new Date(decision.time).toLocaleTimeString()),
+    el("time", { datetime: decision.time }, clock(Date.parse(decision.time) / 1000)),
     el("span", { class: `chip ${good ? "up" : "down"}` }, good ? percent(cached) : decision.outcome),
     el("span", { class: "why" }, decision.explanation),
     el("span", { class: "soft right" }, decision.first_byte_ms === null ? "" : ms(decision.first_byte_ms)),

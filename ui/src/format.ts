@@ -39,7 +39,8 @@ export function ago(unix_s: number): string {
 }
 
 export function clock(unix_s: number): string {
-  return new Date(unix_s * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+  const date = new Date(unix_s * 1000);
+  return [date.getHours(), date.getMinutes(), date.getSeconds()].map((part) => String(part).padStart(2, "0")).join(":");
 }
 
 export function plural(value: number, noun: string): string {

@@ -104,10 +104,10 @@ export function showRoutes(sections: Sections): void {
         { head: "Route", text: true },
         { head: "Requests" },
         { head: "Cached", title: "Cached fraction of the prompt tokens" },
-        { head: "Round robin, est.", title: "An estimate of the cached fraction under round robin" },
+        { head: "Est. round robin", title: "An estimate of the cached fraction under round robin" },
         { head: "TTFT p50" },
         { head: "p90" },
-        { head: "GPU time saved" },
+        { head: "Saved", title: "GPU time of prefill saved" },
       ],
       rows.map((route) => [
         route.model,
