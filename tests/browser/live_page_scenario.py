@@ -25,14 +25,7 @@ from warmroute.fake_engine.server.word_list import WORDS
 
 TOKEN = "open sesame"
 MODEL = "qwen3-8b"
-ENGINES = {
-    "eu-1": "eu-west",
-    "eu-2": "eu-west",
-    "eu-3": "eu-west",
-    "eu-4": "eu-west",
-    "us-1": "us-east",
-    "us-2": "us-east",
-}
+ENGINES = {f"eu-{number}": "eu-west" for number in range(1, 5)} | {f"us-{number}": "us-east" for number in range(1, 3)}
 KEYS = {"search": "search-key", "chat": "chat-key", "batch": "batch-key"}
 OUTPUT_TOKENS = 40
 
@@ -108,7 +101,7 @@ async def scenario() -> AsyncIterator[Scenario]:
         tables = {
             "admin": {"port": admin_port, "token_sha256": sha256(TOKEN)},
             "prompts": {"remote_tokenize": True},
-            "islands": [{"name": "eu-west"}, {"name": "us-east", "round_trip_ms": 90.0}],
+            "islands": [{"name": "eu-west"}, {"name": "us-east", "round_trip_ms": 3.0}],
             "nodes": [{"url": url, "name": name, "island": ENGINES[name]} for name, url in urls.items()],
             "keys": [
                 {"sha256": sha256(KEYS["search"]), "tenant": "search"},

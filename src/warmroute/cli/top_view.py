@@ -13,7 +13,7 @@ from rich.text import Text
 
 LEVELS: Final = " ▁▂▃▄▅▆▇█"
 SPARK_WIDTH: Final = 24
-KEPT_DECISIONS: Final = 12
+KEPT_DECISIONS: Final = 8
 STATE_STYLES: Final = {"up": "green", "draining": "yellow", "down": "bold red", "half_open": "red", "unknown": "dim"}
 SEVERITY_STYLES: Final = {"critical": "bold white on red", "warning": "bold black on yellow", "info": "bold"}
 TROUBLE: Final = ("up", "draining", "unknown", "half_open", "down")
@@ -132,7 +132,7 @@ def _overview(state: LiveState, width: int) -> list[Text]:
         ),
         (
             "saved", "saved_gpus", None,
-            f"{window['saved_s'] / seconds:.2g} GPUs' worth of prefill; "
+            f"{window['saved_s'] / seconds:.2g} GPUs of prefill; "
             f"round robin est. {window['round_robin_saved_s'] / seconds:.2g}",
         ),
         ("TTFT", "ttft_p90_ms", None, f"p50 {_ms(window['ttft_p50_ms'])}, p90 {_ms(window['ttft_p90_ms'])}"),
