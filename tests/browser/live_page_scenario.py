@@ -78,7 +78,7 @@ class Scenario:
     async def send_load(self) -> None:
         systems = {name: words(Random(name), 700) for name in ("search", "chat", "batch")}
         async with asyncio.TaskGroup() as tasks:
-            for tenant, clients, priority in (("search", 8, "normal"), ("chat", 8, "high"), ("batch", 3, "low")):
+            for tenant, clients, priority in (("search", 8, "normal"), ("chat", 8, "high"), ("batch", 5, "low")):
                 for number in range(clients):
                     tasks.create_task(self._converse(tenant, number, systems[tenant], priority))
 
@@ -106,7 +106,7 @@ async def scenario() -> AsyncIterator[Scenario]:
             "keys": [
                 {"sha256": sha256(KEYS["search"]), "tenant": "search"},
                 {"sha256": sha256(KEYS["chat"]), "tenant": "chat", "max_priority": "high"},
-                {"sha256": sha256(KEYS["batch"]), "tenant": "batch", "requests_per_min": 60},
+                {"sha256": sha256(KEYS["batch"]), "tenant": "batch", "requests_per_min": 30},
             ],
             "routes": [{"name": "interactive", "tenant": "chat"}, {"name": "nightly", "tenant": "batch"}],
         }

@@ -106,7 +106,7 @@ def test_a_node_that_is_down_is_an_alert_with_its_reason_until_it_is_up_again() 
     setting.alert_ids(10.0)
     assert setting.alert_ids(25.0) == ["node_down"]
     [alert] = setting.alerts.current
-    assert alert.title == "n1 is down" and "connection refused" in alert.cause and alert.nodes == ("n1",)
+    assert alert.title == "n1 is down" and "Connection refused." in alert.cause and alert.nodes == ("n1",)
     assert alert.since_s == 10.0 and alert.what_to_do
     setting.fleet.check_passed(node, 30.0)
     assert setting.alert_ids(30.0) == []

@@ -38,8 +38,8 @@ const SPECS: ChartSpec[] = [
     top: 1,
   },
   {
-    title: "GPUs' worth of prefill saved",
-    note: "GPU seconds per second",
+    title: "Prefill saved",
+    note: "GPU s per s",
     series: [
       { field: "saved_gpus", label: "this router", colour: "c2", fill: true },
       { field: "round_robin_saved_gpus", label: "round robin, estimated", colour: "c7", dashed: true },
@@ -49,7 +49,7 @@ const SPECS: ChartSpec[] = [
   },
   {
     title: "Time to first token",
-    note: "streamed responses; lower is better",
+    note: "lower is better",
     series: [
       { field: "ttft_p90_ms", label: "p90", colour: "c1" },
       { field: "ttft_p50_ms", label: "p50", colour: "c0" },
@@ -59,7 +59,7 @@ const SPECS: ChartSpec[] = [
   },
   {
     title: "Requests",
-    note: "per second; waiting in the router",
+    note: "and their queue",
     series: [
       { field: "requests_per_s", label: "completed/s", colour: "c0", fill: true },
       { field: "waiting", label: "waiting", colour: "c1" },

@@ -102,7 +102,7 @@ function decisionBody(decision: Decision): Node[] {
   const hidden = decision.candidate_count - decision.candidates.length;
   return [
     list,
-    el("h4", {}, "Price of each candidate, in milliseconds"),
+    el("h3", {}, "Price of each candidate, in milliseconds"),
     el("ul", { class: "legend" }, ...keys),
     el("ul", { class: "prices", "aria-label": "Candidates, the cheapest first" }, ...decision.candidates.map((one) => priceBar(one, highest, terms))),
     ...(hidden > 0 ? [el("p", { class: "soft" }, `and ${plural(hidden, "more expensive candidate")}`)] : []),

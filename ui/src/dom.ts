@@ -56,7 +56,7 @@ export function table(label: string, columns: Column[], rows: Child[][]): HTMLEl
     ),
   );
   const made = el("table", { "aria-label": label }, el("thead", {}, head), el("tbody", {}, ...body));
-  return el("div", { class: "scroll", role: "region", tabindex: 0, "aria-label": label }, made);
+  return el("div", { class: "scroll", role: "region", tabindex: 0, "aria-label": `Table: ${label}` }, made);
 }
 
 export function headCell(column: Column): HTMLElement {

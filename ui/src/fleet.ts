@@ -24,11 +24,11 @@ const COLUMNS = [
   { head: "Requests", title: "Requests on the node: of this router, and of others" },
   { head: "Engine queue", title: "Requests in the engine's own queue, as last polled" },
   { head: "KV memory", title: "Fraction of the KV blocks that running requests use" },
-  { head: "Prefill", title: "Learned time to prefill 1,000 tokens, and how it compares with the median node" },
+  { head: "Prefill /1k", title: "Learned time to prefill 1,000 tokens, and how it compares with the median node" },
   { head: "Backlog", title: "Prefill time of the requests that wait for their first token" },
   { head: "Failed", title: "Requests that failed, broke off or met a busy node, since the start" },
   { head: "Cache", text: true },
-  { head: "", text: true },
+  { head: "Action", text: true },
 ];
 
 class NodeRow {
@@ -175,7 +175,7 @@ export class Fleet {
           const table = el(
             "table",
             { class: "nodes", "aria-label": label },
-            el("thead", {}, el("tr", {}, ...COLUMNS.map((column) => (column.head ? headCell(column) : el("td"))))),
+            el("thead", {}, el("tr", {}, ...COLUMNS.map((column) => headCell(column)))),
             el("tbody", {}, ...rows.map((row) => row.element)),
           );
           const head = el("h3", { class: "island" }, el("span"), el("span", { class: "soft" }));

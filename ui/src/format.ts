@@ -14,7 +14,7 @@ export function rate(value: number): string {
 
 export function decimal(value: number): string {
   if (value === 0) return "0";
-  return value >= 100 ? whole.format(value) : value >= 1 ? one.format(value) : value.toPrecision(2);
+  return value >= 100 ? whole.format(value) : value >= 1 ? value.toFixed(1) : value.toPrecision(2);
 }
 
 export function percent(share: number | null): string {

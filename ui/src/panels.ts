@@ -23,13 +23,17 @@ export function verdict(window: Sums, policy: string): string {
       ? `Not measured: ${span.toLowerCase()} no prompt was long enough to look up, or no node reported its tokens.`
       : `No data yet: ${span.toLowerCase()} no request was completed.`;
   }
-  const gpus = (value: number) => `${decimal(value / Math.max(1, window.seconds))} GPUs' worth`;
-  const facts = `${span}, ${percent(cached_tokens / prompt_tokens)} of ${count(prompt_tokens)} prompt tokens were cached, which saved ${seconds(saved_s)} of prefill (${gpus(saved_s)}).`;
+  const gpus = (value: number) => gpuCount(value / Math.max(1, window.seconds));
+  const facts = `${span}, ${percent(cached_tokens / prompt_tokens)} of ${count(prompt_tokens)} prompt tokens were cached, which saved ${seconds(saved_s)} of prefill: the work of ${gpus(saved_s)}.`;
   const more_s = saved_s - random_s;
   if (more_s > 0.05 * Math.max(saved_s, 1e-9) && more_s > 0) {
-    return `Yes. ${facts} Round robin would have saved an estimated ${seconds(random_s)}: routing is worth ${gpus(more_s)}.`;
+    return `Yes. ${facts} Round robin would have saved an estimated ${seconds(random_s)}, so routing adds ${gpus(more_s)}.`;
   }
   return `Hardly. ${facts} Round robin would have saved about as much, by estimate: prompts share little beyond what every node has cached, or all nodes have it.`;
+}
+
+function gpuCount(value: number): string {
+  return `${decimal(value)} ${value === 1 ? "GPU" : "GPUs"}`;
 }
 
 export function showOverview(sections: Sections, charts: Charts): void {
@@ -46,7 +50,7 @@ export function showOverview(sections: Sections, charts: Charts): void {
       meter(window.hit_ratio ?? 0, "c0"),
       meter(window.round_robin_hit_ratio ?? 0, "c7"),
     ]),
-    tile("GPUs' worth of prefill saved", gpus(window.saved_s), `round robin, estimated: ${gpus(window.round_robin_saved_s)}`, [
+    tile("GPUs of prefill saved", gpus(window.saved_s), `round robin, estimated: ${gpus(window.round_robin_saved_s)}`, [
       meter(window.saved_s ? 1 : 0, "c2"),
       meter(window.saved_s ? window.round_robin_saved_s / window.saved_s : 0, "c7"),
     ]),
@@ -64,6 +68,7 @@ function tile(name: string, value: string, note: string, bars: HTMLElement[] = [
 // Alerts.
 
 let shownAlerts = "";
+let announcedAlerts: string[] = [];
 
 export function showAlerts(alerts: Alert[]): void {
   const key = JSON.stringify(alerts.map((alert) => [alert.id, alert.severity, alert.title, alert.cause]));
@@ -78,7 +83,7 @@ export function showAlerts(alerts: Alert[]): void {
           el("h2", {}, el("span", { class: "severity" }, alert.severity), " ", alert.title),
           el("p", {}, alert.cause),
           el("p", {}, el("b", {}, "What to do: "), alert.what_to_do),
-          el("p", { class: "soft since", "aria-live": "off" }),
+          el("p", { class: "soft since" }),
         ),
       ),
     );
@@ -87,6 +92,10 @@ export function showAlerts(alerts: Alert[]): void {
     const since = container.children[index]?.querySelector(".since");
     if (since) setText(since, `since ${clock(alert.since)}, ${ago(alert.since)}`);
   });
+  // Screen readers hear of an alert once, not whenever a number in it changes.
+  const fresh = alerts.filter((alert) => !announcedAlerts.includes(alert.id));
+  if (fresh.length) setText(byId("announcement"), fresh.map((alert) => `${alert.severity}: ${alert.title}`).join(". "));
+  announcedAlerts = alerts.map((alert) => alert.id);
   document.title = alerts.length ? `(${alerts.length}) Warmroute` : "Warmroute";
 }
 

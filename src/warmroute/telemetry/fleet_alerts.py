@@ -59,11 +59,11 @@ class FleetAlerts:
             )  # fmt: skip
         if down:
             names = tuple(node.name for node in down)
-            others = "" if len(down) == 1 else f" The first of {len(down)}:"
+            reasons = list(dict.fromkeys(node.health.reason for node in down))
             yield Alert(
                 id="node_down", severity="critical" if 2 * len(down) >= len(nodes) else "warning", nodes=names,
                 title=f"{_names(names)} {'is' if len(down) == 1 else 'are'} down",
-                cause=f"The circuit breaker is open.{others} {down[0].health.reason}.",
+                cause=_sentence("; ".join(reasons[:SHOWN_NAMES])),
                 what_to_do="Look at the engine's log and restart it. The router sends requests again, slowly at "
                 "first, once its health check passes.",
             )  # fmt: skip
@@ -145,3 +145,7 @@ def _slow(nodes: Sequence[Node]) -> Iterator[Alert]:
 def _names(names: Sequence[str]) -> str:
     shown = ", ".join(names[:SHOWN_NAMES])
     return shown if len(names) <= SHOWN_NAMES else f"{shown} and {len(names) - SHOWN_NAMES} more nodes"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
