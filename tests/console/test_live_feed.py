@@ -106,14 +106,23 @@ async def test_new_decisions_reach_the_viewer_once() -> None:
         watching = await viewer(r)
         await watching.next()
         ids = [f"r{number}" for number in range(3)]
+        seen: list[str] = []
         for request_id in ids:
             await r.request(post(headers=[f"X-Request-Id: {request_id}"]))
-        seen: list[str] = []
-        while len(seen) < 3:
-            seen += [one["request_id"] for one in (await watching.next())[1].get("decisions", ())]
+            while request_id not in seen:
+                seen += [one["request_id"] for one in (await watching.next())[1].get("decisions", ())]
         for _ in range(3):
             seen += [one["request_id"] for one in (await watching.next())[1].get("decisions", ())]
         assert seen == ids
+
+
+async def test_of_many_decisions_the_viewer_gets_a_few() -> None:
+    async with engines() as [engine], router(engine) as r:
+        for _ in range(20):
+            await r.request()
+        entries = r.service.live_feed._snapshot.ended_since(-1e9, 4)
+        assert len(entries) == 4 and len(set(map(id, entries))) == 4
+        assert r.service.live_feed._snapshot.ended_since(1e9, 4) == []
 
 
 async def test_nothing_is_rendered_without_viewers() -> None:

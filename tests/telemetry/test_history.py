@@ -29,13 +29,13 @@ class Setting:
 
     def serve(self, requests: int, cached: int = 60) -> None:
         """Count requests with prompts of 100 tokens."""
-        for sums in (self.traffic.total, self.traffic.by_route.setdefault(("m", "r"), RouteTraffic())):
-            sums.requests += requests
-            sums.prompt_tokens += 100 * requests
-            sums.cached_tokens += cached * requests
-            sums.round_robin_tokens += 20.0 * requests
-            sums.saved_ms += 500.0 * requests
-            sums.ttft_counts[20] += requests
+        sums = self.traffic.by_route.setdefault(("m", "r"), RouteTraffic())
+        sums.requests += requests
+        sums.prompt_tokens += 100 * requests
+        sums.cached_tokens += cached * requests
+        sums.round_robin_tokens += 20.0 * requests
+        sums.saved_ms += 500.0 * requests
+        sums.ttft_counts[20] += requests
 
     def alert_ids(self, now_s: float) -> list[str]:
         self.alerts.update(now_s)

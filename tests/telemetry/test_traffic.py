@@ -60,6 +60,15 @@ def test_a_complete_response_counts_its_tokens_and_its_time_to_first_token() -> 
     assert ttft_percentile(total.ttft_counts, 0.5) == pytest.approx(100.0, rel=0.25)
 
 
+def test_the_total_is_the_sum_over_all_routes() -> None:
+    harness = Harness(1)
+    for route in ("a", "b", "b"):
+        harness.serve(prompt(1000), (1000, 100, 5), route=route)
+    total = harness.traffic.total
+    assert (total.requests, total.prompt_tokens, total.cached_tokens, sum(total.ttft_counts)) == (3, 3000, 300, 3)
+    assert harness.traffic.by_route[MODEL, "b"].requests == 2
+
+
 def test_saved_time_is_the_prefill_time_of_the_cached_tokens() -> None:
     harness = Harness(1)
     lookup = prompt(4000, 7)

@@ -28,7 +28,8 @@ MAX_VIEWERS: Final = 16
 INTERVAL_S: Final = 1.0
 MAX_UNREAD_BYTES: Final = 1_048_576
 """What a viewer may leave unread before it is disconnected."""
-DECISIONS_PER_UPDATE: Final = 4
+DECISIONS_PER_UPDATE: Final = 2
+"""Describing one takes 0.15 ms in a fleet of 64 nodes: more than anything else in an update."""
 FIRST_DECISIONS: Final = 12
 HEADERS: Final = (("Cache-Control", "no-store"), ("X-Accel-Buffering", "no"))
 

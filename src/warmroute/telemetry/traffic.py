@@ -54,11 +54,13 @@ class RouteTraffic(msgspec.Struct, eq=False):
     """Streamed responses by time from arrival to first byte, in the buckets of TTFT_BOUNDS_MS."""
 
 
+SUMMED: Final = tuple(name for name in RouteTraffic.__struct_fields__ if name != "ttft_counts")
+
+
 class Traffic:
     def __init__(self) -> None:
         self.by_route: dict[tuple[str, str], RouteTraffic] = {}
         """By model and route. The route is empty for requests that match none."""
-        self.total = RouteTraffic()
         self.prefixes = PopularPrefixes()
 
     def request_completed(self, attempts: Attempts, now_s: float) -> None:
@@ -68,17 +70,13 @@ class Traffic:
         of_route = self.by_route.get(key)
         if of_route is None:
             of_route = self._add(key)
-        total = self.total
         of_route.requests += 1
-        total.requests += 1
         if request.streams:
-            bucket = bisect_left(TTFT_BOUNDS_MS, (ticket.first_byte_s - request.arrived_s) * 1000.0)
-            of_route.ttft_counts[bucket] += 1
-            total.ttft_counts[bucket] += 1
+            ttft_ms = (ticket.first_byte_s - request.arrived_s) * 1000.0
+            of_route.ttft_counts[bisect_left(TTFT_BOUNDS_MS, ttft_ms)] += 1
         prompt, cached, output = attempts.reported or (None, None, None)
         if output:
             of_route.output_tokens += output
-            total.output_tokens += output
         predicted = 0
         if isinstance(ticket, Dispatch):
             self.prefixes.sample(key, request.tenant, ticket.prediction, attempts.lookup, now_s)
@@ -90,22 +88,30 @@ class Traffic:
         if cached is not None:
             cached = min(max(0, cached), prompt)  # a node may report anything
             of_route.reported_tokens += cached
-            total.reported_tokens += cached
         else:
             cached = min(predicted, prompt)
+        of_route.prompt_tokens += prompt
+        of_route.cached_tokens += cached
+        of_route.predicted_tokens += predicted
         ms_per_token = ticket.node.speed.ms_per_token
-        saved_ms = ms_per_token * saved_work(cached, cached * cached)
-        random_tokens = random_ms = 0.0
-        if query is not None:
-            random_tokens, squares = query.mean_hit()
-            random_ms = ms_per_token * saved_work(random_tokens, squares)
-        for sums in (of_route, total):
-            sums.prompt_tokens += prompt
-            sums.cached_tokens += cached
-            sums.predicted_tokens += predicted
-            sums.round_robin_tokens += random_tokens
-            sums.saved_ms += saved_ms
-            sums.round_robin_saved_ms += random_ms
+        of_route.saved_ms += ms_per_token * saved_work(cached, cached * cached)
+        if query is not None and query.known_hits:
+            tokens, squares = query.mean_hit()
+            of_route.round_robin_tokens += tokens
+            of_route.round_robin_saved_ms += ms_per_token * saved_work(tokens, squares)
+
+    @property
+    def total(self) -> RouteTraffic:
+        """The sum over all routes. A thread may ask for it."""
+        routes = list(self.by_route.values())
+        if len(routes) == 1:
+            return routes[0]
+        total = RouteTraffic()
+        for name in SUMMED:
+            setattr(total, name, sum([getattr(route, name) for route in routes]))
+        if routes:
+            total.ttft_counts = [sum(counts) for counts in zip(*[route.ttft_counts for route in routes], strict=True)]
+        return total
 
     def _add(self, key: tuple[str, str]) -> RouteTraffic:
         if len(self.by_route) >= MAX_ROUTES:
