@@ -7,6 +7,11 @@ import gzip
 import hashlib
 import json
 import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +23,10 @@ from support.scripted_engine import engines
 
 from warmroute.console import live_feed
 from warmroute.console.page_files import FOLDER, PAGE_PATHS
+from warmroute.look import theme_css
 from warmroute.telemetry.alerts import Alert
 
+ROOT = Path(__file__).resolve().parents[2]
 TOKEN = {"token_sha256": hashlib.sha256(b"open sesame").hexdigest()}
 LONG = "the router sends each request where it costs the least " * 200
 USAGE = json.dumps(
@@ -265,6 +272,30 @@ async def test_files_are_compressed_for_browsers_that_accept_it() -> None:
         packed = await r.admin("GET", "/page/app.js", b"", "Accept-Encoding: gzip, br")
         assert packed.get("content-encoding") == "gzip" and gzip.decompress(packed.body) == plain.body
         assert (await r.admin("GET", "/page/other.js")).status == 404
+
+
+def test_the_committed_build_belongs_to_its_sources() -> None:
+    assert runpy.run_path(str(ROOT / "tools" / "check_page.py"))["main"]() == 0
+
+
+def test_the_check_notices_a_changed_source(tmp_path: Path) -> None:
+    for name in ("ui/src", "ui/public", "src/warmroute/console/page", "src/warmroute/look"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for name in ("index.html", "package.json", "package-lock.json", "tsconfig.json", "vite.config.ts"):
+        shutil.copy(ROOT / "ui" / name, tmp_path / "ui" / name)
+    (tmp_path / "tools").mkdir()
+    check = shutil.copy(ROOT / "tools" / "check_page.py", tmp_path / "tools")
+    assert subprocess.run([sys.executable, check], capture_output=True).returncode == 0
+    (tmp_path / "ui" / "src" / "main.ts").write_text("// changed")
+    found = subprocess.run([sys.executable, check], capture_output=True, text=True)
+    assert found.returncode == 1 and "run `make page`" in found.stdout
+
+
+def test_the_report_of_replay_has_the_same_palette() -> None:
+    assert "--c7: light-dark(" in theme_css()
+    built = (FOLDER / "app.css").read_text()
+    for colour in re.findall(r"--c\d: light-dark\((#\w+),", theme_css()):
+        assert colour in built or f"#{colour[1::2]}" in built
 
 
 def test_the_page_names_no_other_server() -> None:
