@@ -66,7 +66,7 @@ function decisionRow(decision: Decision): HTMLElement {
     el("time", { datetime: decision.time }, clock(Date.parse(decision.time) / 1000)),
     el("span", { class: `chip ${good ? "up" : "down"}` }, good ? percent(cached) : decision.outcome),
     el("span", { class: "why" }, decision.explanation),
-    el("span", { class: "soft right" }, decision.first_byte_ms === null ? "" : ms(decision.first_byte_ms)),
+    el("span", { class: "soft right" }, decision.ttft_ms === null ? "" : ms(decision.ttft_ms)),
   );
   const body = el("div", { class: "decision" });
   const details = el("details", {}, summary, body);
@@ -89,7 +89,7 @@ function decisionBody(decision: Decision): Node[] {
     ["Cached, reported", reported.cached_tokens === null ? "not reported" : count(reported.cached_tokens)],
     ["Output", reported.output_tokens === null ? "" : plural(reported.output_tokens, "token")],
     ["Queued", decision.queued_ms >= 1 ? ms(decision.queued_ms) : ""],
-    ["First byte", decision.first_byte_ms === null ? "" : ms(decision.first_byte_ms)],
+    ["First token", decision.ttft_ms === null ? "" : ms(decision.ttft_ms)],
     ["Duration", decision.duration_ms === null ? "" : ms(decision.duration_ms)],
     ["Nodes tried", decision.attempts > 1 ? String(decision.attempts) : ""],
     ["Outcome", `${decision.outcome}${decision.status ? `, status ${decision.status}` : ""}`],

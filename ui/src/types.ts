@@ -72,7 +72,7 @@ export interface Decision {
   attempts: number;
   outcome: string;
   status: number | null;
-  first_byte_ms: number | null;
+  ttft_ms: number | null;
   duration_ms: number | null;
   reported: { prompt_tokens: number | null; cached_tokens: number | null; output_tokens: number | null };
 }

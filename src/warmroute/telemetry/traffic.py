@@ -72,7 +72,7 @@ class Traffic:
             of_route = self._add(key)
         of_route.requests += 1
         if request.streams:
-            ttft_ms = (ticket.first_byte_s - request.arrived_s) * 1000.0
+            ttft_ms = (ticket.first_token_s - request.arrived_s) * 1000.0
             of_route.ttft_counts[bisect_left(TTFT_BOUNDS_MS, ttft_ms)] += 1
         prompt, cached, output = attempts.reported or (None, None, None)
         if output:

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from warmroute.look import theme_css
 from warmroute.replay.report import svg, svg_plots
-from warmroute.replay.report.table import Column, best_of, by_load, columns, ms
+from warmroute.replay.report.table import LOAD_COLUMNS, Column, best_of, by_load, columns, ms
 from warmroute.replay.summary import Run
 
-LOAD_COLUMNS = ("offered req/s", "clients", "threshold")
 ERROR_COLUMNS = ("preemptions", "rejected", "failed", "left", "retries")
 
 
