@@ -118,6 +118,10 @@ class Chart {
     });
   }
 
+  private measured(): boolean {
+    return this.data.slice(1).some((column) => Array.from(column).some((value) => value !== null));
+  }
+
   create(): void {
     this.plot?.destroy();
     this.plot = null;
@@ -136,7 +140,7 @@ class Chart {
         scales: { y: { range: (_plot, _low, high) => [0, top ?? Math.max(high * 1.1, 1e-3)] } },
         axes: [
           { ...axis, size: 28, space: 70, values: (_plot, ticks) => ticks.map((tick) => timeLabel(tick)) },
-          { ...axis, size: 58, space: 34, values: (_plot, ticks) => ticks.map((tick) => this.spec.axis(tick)) },
+          { ...axis, size: 58, space: 34, values: (_plot, ticks) => ticks.map((tick) => (this.measured() ? this.spec.axis(tick) : "")) },
         ],
         series: [
           {},

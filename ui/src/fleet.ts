@@ -103,14 +103,22 @@ function setWidth(bar: HTMLElement, share: number, kind: string): void {
 }
 
 const ORDERS: Record<string, (a: NodeRow, b: NodeRow) => number> = {
-  name: (a, b) => a.node.name.localeCompare(b.node.name, undefined, { numeric: true }),
+  name: byName,
   load: (a, b) => b.node.in_flight + b.node.other - a.node.in_flight - a.node.other,
   kv: (a, b) => b.node.kv_usage - a.node.kv_usage,
   trouble: (a, b) =>
     SEVERITY[b.node.state] - SEVERITY[a.node.state] ||
     Number(b.element.classList.contains("in-trouble")) - Number(a.element.classList.contains("in-trouble")) ||
-    b.node.backlog_ms - a.node.backlog_ms,
+    byName(a, b),
 };
+
+function byName(a: NodeRow, b: NodeRow): number {
+  return a.node.name.localeCompare(b.node.name, undefined, { numeric: true });
+}
+
+/** Of a larger island, only the first nodes are shown until the reader asks for all. */
+const MAX_CLOSED = 10;
+const SHOWN_CLOSED = 8;
 
 export class Fleet {
   private readonly rows = new Map<string, NodeRow>();
@@ -118,6 +126,7 @@ export class Fleet {
   private readonly sort = byId<HTMLSelectElement>("node-sort");
   private sections: Sections | null = null;
   private layout = "";
+  private readonly opened = new Set<string>();
 
   constructor(private readonly drain: (node: LiveNode) => void) {
     this.filter.addEventListener("input", () => this.render());
@@ -156,7 +165,9 @@ export class Fleet {
 
   /** Build the tables again only if nodes came, left or changed places. */
   private place(names: string[], groups: NodeRow[][], islands: Sections["islands"]): void {
-    const layout = JSON.stringify(groups.map((rows) => rows.map((row) => row.node.name)));
+    const filtering = this.filter.value.trim() !== "";
+    const closed = groups.map((rows, index) => rows.length > MAX_CLOSED && !filtering && !this.opened.has(names[index] ?? ""));
+    const layout = JSON.stringify([groups.map((rows) => rows.map((row) => row.node.name)), closed]);
     const heads = names.map((name, index) => {
       const rows = groups[index] ?? [];
       const up = rows.filter((row) => row.node.state === "up").length;
@@ -176,11 +187,17 @@ export class Fleet {
             "table",
             { class: "nodes", "aria-label": label },
             el("thead", {}, el("tr", {}, ...COLUMNS.map((column) => headCell(column)))),
-            el("tbody", {}, ...rows.map((row) => row.element)),
+            el("tbody", {}, ...(closed[index] ? rows.slice(0, SHOWN_CLOSED) : rows).map((row) => row.element)),
           );
+          const more = el("button", { type: "button", class: "small more", hidden: !closed[index] }, `Show all ${rows.length} nodes`);
+          more.addEventListener("click", () => {
+            this.opened.add(names[index] ?? "");
+            this.render();
+            rows[SHOWN_CLOSED]?.element.querySelector("button")?.focus();
+          });
           const head = el("h3", { class: "island" }, el("span"), el("span", { class: "soft" }));
           const scroll = el("div", { class: "scroll", role: "region", tabindex: 0, "aria-label": label }, table);
-          return el("div", { hidden: rows.length === 0 }, head, scroll);
+          return el("div", { hidden: rows.length === 0 }, head, scroll, more);
         }),
       );
       if (focused instanceof HTMLElement && container.contains(focused)) focused.focus();

@@ -101,7 +101,8 @@ await page.keyboard.press("Space");
 await page.fill("#node-filter", "us-");
 found.filtered = await page.locator(".nodes tbody tr:visible th").allTextContents();
 await page.fill("#node-filter", "");
-await page.selectOption("#node-sort", "trouble");
+found.first_node = await page.locator("#islands > div:nth-child(2) tbody th").first().textContent();
+await page.selectOption("#node-sort", "load");
 
 // A drain asks first. Escape and Cancel change nothing.
 await page.getByRole("button", { name: "Drain eu-1" }).click();

@@ -107,12 +107,10 @@ class _Demo:
         commands = [
             f"curl -N {router.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'",
             f"curl '{router.admin_url}/admin/decisions?limit=1'",
+            f"{_command()} load rag --url {router.url} --rate {12 if autoscaled else 2}",
         ]
         if autoscaled:
-            commands += [
-                f"{_command()} load rag --url {router.url} --rate 12",
-                f"curl {router.admin_url}/admin/scaling",
-            ]
+            commands.append(f"curl {router.admin_url}/admin/scaling")
         _show_link(self._console, router)
         self._console.print("The router keeps running. Try:\n")
         for command in commands:
