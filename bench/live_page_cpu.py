@@ -145,7 +145,7 @@ async def measure() -> list[dict[str, float]]:
     history.sample = always.wrap(history.sample)  # type: ignore[method-assign]
     service.alerts.update = always.wrap(service.alerts.update)  # type: ignore[method-assign]
     snapshot = feed._snapshot
-    snapshot.popular_prefixes = with_viewers.wrap(snapshot.popular_prefixes)  # type: ignore[method-assign]
+    snapshot.read_on_loop = with_viewers.wrap(snapshot.read_on_loop)  # type: ignore[method-assign]
     snapshot.ended_since = with_viewers.wrap(snapshot.ended_since)  # type: ignore[method-assign]
     feed._render_update = with_viewers.wrap(feed._render_update)  # type: ignore[method-assign]
     feed._send = with_viewers.wrap(feed._send)  # type: ignore[method-assign]

@@ -14,13 +14,12 @@ from typing import Any, Final
 
 import msgspec
 
-from warmroute.console.live_snapshot import LiveSnapshot
+from warmroute.console.live_snapshot import LiveSnapshot, LoopState
 from warmroute.edge.async_handler import Responder
 from warmroute.edge.errors import HttpError
 from warmroute.event_log import EventLog
 from warmroute.telemetry.history import Point
 from warmroute.telemetry.journal import Entry
-from warmroute.telemetry.popular_prefixes import PopularPrefix
 
 log = EventLog("warmroute.console")
 
@@ -85,7 +84,7 @@ class LiveFeed:
         """Render what changed and send it to all viewers."""
         async with self._lock:
             snapshot, history = self._snapshot, self._snapshot.history
-            prefixes = snapshot.popular_prefixes()
+            state = snapshot.read_on_loop()
             entries = snapshot.ended_since(self._ended_s, DECISIONS_PER_UPDATE)
             fine = history.fine[-1] if history.fine else None
             coarse = history.coarse[-1] if history.coarse else None
@@ -94,7 +93,7 @@ class LiveFeed:
                 [coarse] if coarse is not None and coarse is not self._sent_coarse else [],
             )
             render = self._render_update
-            event, sections = await asyncio.get_running_loop().run_in_executor(None, render, prefixes, entries, points)
+            event, sections = await asyncio.get_running_loop().run_in_executor(None, render, state, entries, points)
             # From here on nothing is awaited: what counts as sent is sent, also if a viewer left meanwhile.
             self._sent, self._sent_fine, self._sent_coarse = sections, fine, coarse
             if entries:
@@ -102,10 +101,10 @@ class LiveFeed:
             self._send(event)
 
     def _render_update(
-        self, prefixes: list[PopularPrefix], entries: list[Entry], points: tuple[list[Point], list[Point]]
+        self, state: LoopState, entries: list[Entry], points: tuple[list[Point], list[Point]]
     ) -> tuple[bytes, dict[str, bytes]]:
         snapshot = self._snapshot
-        sections = {name: msgspec.json.encode(section) for name, section in snapshot.sections(prefixes).items()}
+        sections = {name: msgspec.json.encode(section) for name, section in snapshot.sections(state).items()}
         changed = {name: section for name, section in sections.items() if self._sent.get(name) != section}
         fine, coarse = points
         more: dict[str, Any] = {"fine": snapshot.describe_points(fine), "coarse": snapshot.describe_points(coarse)}

@@ -7,8 +7,8 @@ The times in it are Unix times in seconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple
 
 from warmroute import __version__
 from warmroute.config.priority import PRIORITY_NAMES
@@ -28,6 +28,11 @@ MAX_HOLDERS: Final = 8
 FAILURES: Final = (Outcome.FAILED, Outcome.BROKEN, Outcome.BUSY)
 
 Section = dict[str, Any] | list[Any] | None
+
+
+class LoopState(NamedTuple):
+    prefixes: list[PopularPrefix]
+    scaling: dict[str, Any]
 
 
 class LiveSnapshot:
@@ -56,11 +61,11 @@ class LiveSnapshot:
         self._now = now
         self._started_s = now()
 
-    def popular_prefixes(self) -> list[PopularPrefix]:
-        """Call it on the event loop, and pass the result to `sections`."""
-        return self._traffic.prefixes.popular(self._now())
+    def read_on_loop(self) -> LoopState:
+        """Read what changes while a thread would read it. Call it on the event loop, and pass it to `sections`."""
+        return LoopState(self._traffic.prefixes.popular(self._now()), self._describe_scaling())
 
-    def sections(self, prefixes: Sequence[PopularPrefix]) -> dict[str, Section]:
+    def sections(self, state: LoopState) -> dict[str, Section]:
         """Return the current state, without history and decisions. A thread may call it."""
         now_s = self._now()
         wall_s = time.time() - now_s
@@ -89,8 +94,8 @@ class LiveSnapshot:
                 for (model, route), sums in sorted(window.routes.items())
             ],
             "queue": self._describe_queue(window, now_s),
-            "prefixes": [self._describe_prefix(prefix) for prefix in prefixes],
-            "scaling": self._describe_scaling_section(wall_s),
+            "prefixes": [self._describe_prefix(prefix) for prefix in state.prefixes],
+            "scaling": self._describe_scaling_changes(state.scaling, wall_s),
             "alerts": [
                 {
                     "id": alert.id,
@@ -182,8 +187,7 @@ class LiveSnapshot:
             "holders": holders[:MAX_HOLDERS],
         }
 
-    def _describe_scaling_section(self, wall_s: float) -> dict[str, Any]:
-        described = self._describe_scaling()
+    def _describe_scaling_changes(self, described: dict[str, Any], wall_s: float) -> dict[str, Any]:
         changes = [
             {
                 "time": round(wall_s + change.at_s),
