@@ -6,8 +6,6 @@ import asyncio
 import hashlib
 import io
 import json
-import os
-import sys
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from support.raw_client import chat, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
+from warmroute.cli.main import main
 from warmroute.cli.top import read_events
 from warmroute.cli.top_view import LiveState, sparkline, view
 
@@ -121,24 +120,24 @@ def test_a_response_that_is_no_event_stream_is_refused() -> None:
 # Against a router.
 
 
-async def top(r: RunningRouter, token: str = "") -> tuple[int, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "warmroute.cli.main", "top", "--admin", f"http://127.0.0.1:{r.service.admin_port}",
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "WARMROUTE_ADMIN_TOKEN": token},
-    )  # fmt: skip
-    stdout, stderr = await process.communicate()
-    return process.returncode or 0, stdout.decode(), stderr.decode()
+async def top(r: RunningRouter, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    status = await asyncio.to_thread(main, ["top", "--admin", f"http://127.0.0.1:{r.service.admin_port}"])
+    output = capsys.readouterr()
+    return status, output.out, output.err
 
 
-async def test_top_prints_one_frame_without_a_terminal_and_takes_the_token_from_the_environment() -> None:
+async def test_top_prints_one_frame_without_a_terminal_and_takes_the_token_from_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = {"prompt_tokens": 2100, "completion_tokens": 17, "prompt_tokens_details": {"cached_tokens": 1984}}
     async with engines(2) as both, router(*both, admin=TOKEN, routing={"policy": "price"}) as r:
         for engine in both:
             engine.behave = normal(json.dumps({"choices": [], "usage": usage}).encode())
         await r.request(post(chat("the router sends each request " * 300)))
-        status, output, _ = await top(r, "open sesame")
+        monkeypatch.setenv("WARMROUTE_ADMIN_TOKEN", "open sesame")
+        status, output, _ = await top(r, capsys)
         assert status == 0 and "policy price" in output and "node0" in output and "94% of prompt tokens" in output
         assert max(map(len, output.splitlines())) <= 80
-        status, _, error = await top(r, "wrong")
+        monkeypatch.setenv("WARMROUTE_ADMIN_TOKEN", "wrong")
+        status, _, error = await top(r, capsys)
         assert status == 2 and "the token in WARMROUTE_ADMIN_TOKEN is wrong" in error
