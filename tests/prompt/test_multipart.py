@@ -103,7 +103,7 @@ def test_a_filename_that_looks_like_a_name() -> None:
 def test_a_large_file_is_searched_to_its_end() -> None:
     content = (b"\r\n--" + BOUNDARY[:-1]) * 250_000
     assert len(content) > 8 << 20
-    for shift in range(0, 3):
+    for shift in range(3):
         assert model_of(form(file(b"x" * shift + content), field(b"model", b"m"))) == "m"
 
 
@@ -185,7 +185,13 @@ PIECES = st.sampled_from(
 @settings(max_examples=1500, deadline=None)
 @given(st.lists(PIECES, max_size=6).map(b"".join), st.binary(max_size=40))
 def test_python_multipart_reads_the_same_model_in_what_is_accepted(pieces: bytes, noise: bytes) -> None:
-    for body in (pieces, form(pieces), form(field(b"model", b"m"), pieces), form(pieces, field(b"model", noise)), noise):
+    for body in (
+        pieces,
+        form(pieces),
+        form(field(b"model", b"m"), pieces),
+        form(pieces, field(b"model", noise)),
+        noise,
+    ):
         try:
             model = model_of(body)
         except BadForm:

@@ -62,7 +62,9 @@ def test_of_very_many_prompts_the_length_of_most_is_estimated(tokenizer: PromptT
         assert prompt.total_tokens == pytest.approx(count * prompt.token_count, rel=0.2)
 
 
-@pytest.mark.parametrize("value", [[["nested"]], [[[1]]], ["text", 5], [{"a": "b"}], [None], [[1], "x" * 50], [], "", 3])
+@pytest.mark.parametrize(
+    "value", [[["nested"]], [[[1]]], ["text", 5], [{"a": "b"}], [None], [[1], "x" * 50], [], "", 3]
+)
 def test_other_lists_are_matched_as_one_text_or_not_at_all(tokenizer: PromptTokenizer, value: Any) -> None:
     for prompt in both_ways(tokenizer, COMPLETIONS, prompt=value):
         assert len(prompt.others) <= 1 and prompt.total_tokens < 100

@@ -9,7 +9,6 @@ from msgspec import Meta
 
 from warmroute.config.section import ConfigError, Section
 
-
 MAX_NAME_LENGTH: Final = 200
 """Characters in a node's name."""
 

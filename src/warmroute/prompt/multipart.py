@@ -17,7 +17,7 @@ _WINDOW_BYTES: Final = 4 << 20
 """A search in a large body is done in steps of this size, so that it never holds the interpreter lock for long."""
 _TOKEN: Final = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 _HEADER: Final = re.compile(rb"(" + _TOKEN + rb"):[ \t]*([\t\x20-\x7e\x80-\xff]*?)[ \t]*")
-_PARAMETER: Final = rb"[ \t]*;[ \t]*(" + _TOKEN + rb')=(?:(' + _TOKEN + rb')|"([\t\x20-!#-\[\]-~\x80-\xff]*)")'
+_PARAMETER: Final = rb"[ \t]*;[ \t]*(" + _TOKEN + rb")=(?:(" + _TOKEN + rb')|"([\t\x20-!#-\[\]-~\x80-\xff]*)")'
 _PARAMETERS: Final = re.compile(_PARAMETER)
 _DISPOSITION: Final = re.compile(rb"form-data((?:" + _PARAMETER + rb")+)", re.IGNORECASE)
 _PLAIN_ENCODINGS: Final = (b"7bit", b"8bit", b"binary")

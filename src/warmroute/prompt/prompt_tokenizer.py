@@ -32,6 +32,8 @@ CACHE_BYTES: Final = 128 << 20
 _SAMPLE_EVERY: Final = 64
 """One of this many requests with a cached prefix is kept for `verify_sample`."""
 _LONG_FIELD_BYTES: Final = 64
+MAX_MESSAGES: Final = 10_000
+"""A longer conversation is matched by its text: to render it would take seconds."""
 TEMPLATE_REJECTS: Final = "the chat template rejects the conversation"
 
 _CHAT_ENDPOINTS: Final = (Endpoint.CHAT, Endpoint.MESSAGES)
@@ -173,6 +175,8 @@ class PromptTokenizer:
             moves_system = anthropic_messages.moves_system_messages(context.context.template.source)
             convert = partial(_convert_anthropic_message, format, moves_system)
         spans = request.outline.message_spans
+        if len(spans) > 8 * MAX_MESSAGES:
+            raise UnsupportedRequest("the conversation has too many messages")
         return chats.plan(
             context, BodyMessages(request.body, span, spans, prefix_digests(request.body, spans), convert)
         )

@@ -10,6 +10,8 @@ from warmroute.fleet.fleet import Fleet
 from warmroute.index.cache_view import CacheView
 from warmroute.prompt.tokenizer_registry import TokenizerRegistry
 from warmroute.routing.admission import TICK_S, Admission
+from warmroute.routing.dispatcher import Dispatcher
+from warmroute.routing.hedging import CHECK_S
 from warmroute.telemetry.alerts import Alerts
 from warmroute.telemetry.history import FINE_S, History
 
@@ -26,6 +28,16 @@ async def run_admission(admission: Admission, fleet: Fleet) -> None:
             admission.tick(list(fleet), time.monotonic())
         except Exception:
             log.exception("admission_tick_failed", "The router tries again.")
+
+
+async def run_hedging(dispatcher: Dispatcher) -> None:
+    """Send requests that are overdue, or whose node went down, to other nodes."""
+    while True:
+        await asyncio.sleep(CHECK_S)
+        try:
+            dispatcher.tick(time.monotonic())
+        except Exception:
+            log.exception("hedging_failed", "The router tries again.")
 
 
 async def run_clean_up(cache_view: CacheView, tokenizer_registry: TokenizerRegistry) -> None:

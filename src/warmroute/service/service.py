@@ -41,7 +41,7 @@ from warmroute.service.file_watch import watch_files
 from warmroute.service.model_report import describe_models
 from warmroute.service.model_watch import ModelWatch
 from warmroute.service.node_set import NodeSet, log_health_change
-from warmroute.service.periodic_tasks import run_admission, run_clean_up, run_history
+from warmroute.service.periodic_tasks import run_admission, run_clean_up, run_hedging, run_history
 from warmroute.service.process_exit import guard_exit
 from warmroute.service.startup import hold_until_started
 from warmroute.service.tokenizer_search import find_tokenizer_files
@@ -198,6 +198,7 @@ class Service:
             loop.create_task(watch_loop_delay(self.counters)),
             loop.create_task(run_clean_up(self.cache_view, self.tokenizer_registry)),
             loop.create_task(run_admission(self.admission, self.fleet)),
+            loop.create_task(run_hedging(self.proxy.dispatcher)),
             loop.create_task(self.model_watch.run()),
             loop.create_task(self.journal.run()),
             loop.create_task(run_history(self.history, self.alerts)),

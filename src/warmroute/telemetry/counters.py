@@ -14,6 +14,8 @@ class Counters:
     __slots__ = (
         "disconnects",
         "errors",
+        "hedges",
+        "hedges_won",
         "interrupted",
         "journal_dropped",
         "journal_written",
@@ -46,6 +48,10 @@ class Counters:
         """Clients that disconnected before the end of their response."""
         self.retries = 0
         """Attempts on another node after a failed one."""
+        self.hedges = 0
+        """Requests sent to a second node because their first token was overdue."""
+        self.hedges_won = 0
+        """Of these, the ones that the second node answered."""
         self.stale_connections = 0
         """Requests sent again because the node had closed the kept-alive connection."""
         self.prompts: Counter[tuple[str, str]] = Counter()
