@@ -10,7 +10,8 @@ from warmroute.fleet.node import Node
 from warmroute.fleet.node_speed import saved_work, work
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.attempts import Attempts, Dispatcher, Usage
+from warmroute.routing.attempts import Attempts, Usage
+from warmroute.routing.dispatcher import Dispatcher
 from warmroute.routing.routing_errors import RoutingError
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.popular_prefixes import REFRESH_S
@@ -29,6 +30,18 @@ class SilentDriver:
     def internal_error(self, error: Exception) -> None:
         raise error
 
+    def withdraw(self) -> None:
+        pass
+
+    def send_hedge(self, node: Node) -> None:
+        pass
+
+    def withdraw_hedge(self) -> None:
+        pass
+
+    def promote_hedge(self) -> None:
+        pass
+
 
 class Harness(RoutingHarness):
     def __init__(self, count: int) -> None:
@@ -36,8 +49,9 @@ class Harness(RoutingHarness):
         self.traffic = Traffic()
         self.dispatcher = Dispatcher(
             self.fleet, self.router, self.admission, Counters(), None, 3, lambda: self.now_s,
-            self.admission.node_freed, request_completed=self.traffic.request_completed,
+            self.admission.node_freed,
         )  # fmt: skip
+        self.dispatcher.request_completed = self.traffic.request_completed
 
     def serve(
         self, lookup: Lookup | None, usage: Usage | None, *, status: int = 200, route: str = "", streams: bool = True
@@ -48,6 +62,7 @@ class Harness(RoutingHarness):
         attempts.enter(lookup, lookup.token_count if lookup is not None else None, self.now_s)
         self.advance(0.1)
         attempts.response_started(status, None, self.now_s)
+        attempts.first_token(self.now_s)
         attempts.response_ended(usage, self.now_s)
 
 
