@@ -20,12 +20,13 @@ from warmroute.cli import (
     plan,
     replay,
     serve,
+    top,
 )
 from warmroute.cli.arguments import Parser
 from warmroute.config import ConfigError
 
 COMMANDS = (
-    serve, doctor, demo, engine, replay, plan, load, explain, check_config, hash_key, config_reference,
+    serve, doctor, demo, engine, replay, plan, load, explain, top, check_config, hash_key, config_reference,
     metrics_reference,
 )  # fmt: skip
 """A command is a module with `add_to`. It imports expensive modules when it runs."""

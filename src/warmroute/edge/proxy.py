@@ -229,6 +229,7 @@ class Proxy:
         """The client's error for a request without a node; counted."""
         if isinstance(why, NotAdmitted):
             self.counters.rejected[why.reason, request.priority] += 1
+            self.counters.rejected_by_tenant[request.tenant, request.priority, why.reason] += 1
         return to_error(why, request)
 
     def internal_error(self, error: Exception, request_id: bytes = b"") -> HttpError:

@@ -364,6 +364,8 @@ class Attempts:
         dispatcher.close_ticket(self, ticket, outcome, now_s)
         self._complete_entry(outcome, now_s)
         dispatcher.counters.responses[status] += 1
+        if dispatcher.request_completed is not None and outcome is Outcome.OK:
+            dispatcher.request_completed(self, now_s)
 
     def response_broke(self, reason: str, now_s: float) -> None:
         """The node failed after the client received a part of the response."""

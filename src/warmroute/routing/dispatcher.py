@@ -74,6 +74,8 @@ class Dispatcher:
         self.now = now
         self.node_freed = node_freed
         self._ticket_closed = ticket_closed
+        self.request_completed: Callable[[Attempts, float], object] | None = None
+        """Called after a complete response with a status below 400."""
         self.hedging = Hedging(hedging or HedgingConfig())
         self.waiting: dict[Attempts, None] = {}
         """Requests that were sent to a node and have no byte of a response, in the order in which they were sent."""

@@ -24,6 +24,7 @@ class Counters:
         "prompts_in_threads",
         "prompts_not_tokenized",
         "rejected",
+        "rejected_by_tenant",
         "responses",
         "retries",
         "route_requests",
@@ -37,6 +38,8 @@ class Counters:
         """Error responses of the router itself, by status and code."""
         self.rejected: Counter[tuple[str, int]] = Counter()
         """Requests that admission rejected, by reason and priority. They are in `errors`, too."""
+        self.rejected_by_tenant: Counter[tuple[str, int, str]] = Counter()
+        """The same requests by tenant, priority and reason."""
         self.route_requests: Counter[str] = Counter()
         """Requests by route."""
         self.interrupted = 0
