@@ -56,6 +56,8 @@ MAX_GROWTH_SHARE = 0.03
 MAX_GROWTH_MB = 4.0
 """Growth of memory after the warm-up, by linear regression, that counts as flat: the larger of the two."""
 MAX_GROWTH_FILES = 8.0
+MAX_OWN_DELAY_MS = 250.0
+"""Delay of the event loop that the machine's other work does not explain."""
 SETTLE_S = 60.0
 START_S = 60.0
 PROGRESS_S = 60.0
@@ -85,9 +87,11 @@ class Engine:
         self.child.process.send_signal(number)
 
     async def wait_until_up(self) -> None:
-        """Raises TimeoutError."""
+        """Raises TimeoutError, or RuntimeError if its process has ended."""
         async with asyncio.timeout(START_S):
             while True:
+                if self.child.has_ended():
+                    raise RuntimeError(self.child.start_error())
                 try:
                     if (await request("GET", f"{self.url}/health"))[0] == 200:
                         return
@@ -114,7 +118,7 @@ def tables(engines: list[Engine], variant: int = 0) -> dict[str, Any]:
         "health": {"interval_s": 0.5, "timeout_s": 1.0, "breaker_open_s": 0.5, "breaker_open_max_s": 4.0},
         "upstream": {"connect_timeout_s": 2.0, "first_byte_timeout_s": 15.0, "between_chunks_timeout_s": 8.0},
         "routing": {"policy": ("price", "price", "least_loaded")[variant % 3]},
-        "index": {"min_prompt_tokens": 32},
+        "index": {"min_prompt_tokens": 32, "memory_bytes": 4 << 20},  # so that it fills up during the warm-up
         "admission": {"queue_at_router": variant % 2 == 0, "max_wait_s": 20.0},
         "journal": {"max_decisions": 200 + 50 * (variant % 4)},
         "shutdown": {"deadline_s": 10.0},
@@ -228,15 +232,22 @@ class Samples:
     def __init__(self, router: RouterProcess) -> None:
         self._router = router
         self._pid = router_pid(router.child.process.pid)
-        self.rows: list[tuple[float, float, float, float]] = []
+        self.rows: list[tuple[float, float, float, float, float]] = []
+        """Time [s], memory [MB], open files, longest delay [ms], time without a core [ms]."""
 
     async def run(self) -> None:
-        started_s = time.monotonic()
+        started_s, waited_ms = time.monotonic(), self.waited_ms()
         while True:
             page = await metrics(self._router)
             delay_ms = 1000.0 * value(page, "warmroute_event_loop_delay_max_seconds")
-            self.rows.append((time.monotonic() - started_s, self.memory_mb(), self.open_files(), delay_ms))
+            before_ms, waited_ms = waited_ms, self.waited_ms()
+            row = (time.monotonic() - started_s, self.memory_mb(), self.open_files(), delay_ms, waited_ms - before_ms)
+            self.rows.append(row)
             await asyncio.sleep(SAMPLE_S)
+
+    def waited_ms(self) -> float:
+        """Return how long the router's main thread was ready to run and had no core, since its start."""
+        return int(Path(f"/proc/{self._pid}/schedstat").read_text().split()[1]) / 1e6
 
     def memory_mb(self) -> float:
         return int(Path(f"/proc/{self._pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
@@ -346,13 +357,18 @@ def judge(
     for column, name, shown in ((1, "memory, MB", growth_mb), (2, "open files", growth_files)):
         cells = [f"{samples.percentile(column, share):.0f}" for share in (0.5, 0.99, 1.0)]
         report.row(name, *cells, f"{shown:+.1f}")
-    delays = [f"{samples.percentile(3, share):.0f}" for share in (0.5, 0.99, 1.0)]
-    report.row(f"longest delay of the event loop in {SAMPLE_S:g} s, ms", *delays, "")
+    for column, name in ((3, "longest delay of the event loop"), (4, "ready to run without a core")):
+        delays = [f"{samples.percentile(column, share):.0f}" for share in (0.5, 0.99, 1.0)]
+        report.row(f"{name} in {SAMPLE_S:g} s, ms", *delays, "")
+    own_ms = max(row[3] - row[4] for row in samples.rows)
+    report.value("own_delay_ms", f"{own_ms:.0f}")
     failed = [f"lost: {what} (× {count})" for what, count in Counter(load.lost).most_common(20)]
     failed += [f"not 0 at the end: {name} is {found:g}" for name, found in left.items()]
     failed += chaos.problems
     if growth_mb > max(MAX_GROWTH_MB, MAX_GROWTH_SHARE * memory_mb):
         failed.append(f"memory grew by {growth_mb:.1f} MB after the warm-up")
+    if own_ms > MAX_OWN_DELAY_MS:
+        failed.append(f"the event loop was blocked for {own_ms:.0f} ms, beside the time without a core")
     if growth_files > MAX_GROWTH_FILES:
         failed.append(f"open files grew by {growth_files:.1f} after the warm-up")
     if "Traceback" in stderr:

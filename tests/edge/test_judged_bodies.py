@@ -94,7 +94,8 @@ PARAMETERS = st.lists(
     st.sampled_from(
         ["boundary=x", "boundary=y", 'boundary="x"', 'boundary="a b"', "Boundary=z", "boundary=", "boundary*=utf-8''q",
          "boundary*0=a", "charset=utf-8", "charset=UTF-8", 'charset="utf-8"', "charset=utf-16", "charset=utf-7",
-         "charset=cp037", "charset*=utf-8''utf-16", "a=b", "", 'boundary="x\\"y"', "boundary=x y", "boundary", "b\u00e9=1"]
+         "charset=cp037", "charset*=utf-8''utf-16", "a=b", "", 'boundary="x\\"y"', "boundary=x y", "boundary",
+         "b\u00e9=1"]
     ),
     max_size=3,
 )  # fmt: skip
@@ -108,8 +109,7 @@ def test_servers_agree_with_the_router_about_a_content_type(media_type: str, som
     given_type = separator.join([media_type, *some])
     try:
         boundary = form_boundary(given_type.encode("latin-1"))
-    except HttpError as error:
-        assert error.status == 415
+    except HttpError:
         return
     stored = Headers(raw=[(b"content-type", given_type.encode("latin-1"))]).get("content-type") or ""
     kind, options = parse_options_header(stored)  # Starlette, for forms

@@ -259,8 +259,8 @@ async def test_priority_from_header_or_body_decides_the_order() -> None:
 
 async def test_a_key_caps_the_priority_of_its_requests() -> None:
     keys = [
-        {"sha256": hash_key("big"), "tenant": "a"},
-        {"sha256": hash_key("small"), "tenant": "b", "max_priority": "normal"},
+        {"sha256": hash_key("big"), "tenant": "a", "max_priority": "high"},
+        {"sha256": hash_key("small"), "tenant": "b"},  # normal, by default
     ]
     async with engines() as [engine], router(engine, routing=PRICE, admission=ONE_BY_ONE, keys=keys) as r:
         gate = ResponseGate(engine)

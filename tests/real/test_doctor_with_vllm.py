@@ -19,7 +19,7 @@ def doctor(*arguments: str) -> tuple[int, dict[str, dict[str, dict[str, Any]]]]:
     """Return the exit code, and the checks by subject and name."""
     command = [str(Path(sys.executable).with_name("warmroute")), "doctor", "--json", "--timeout", "30", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode in (0, 1), ended.stderr
+    assert ended.returncode in (0, 1) and ended.stdout, ended.stderr
     report = json.loads(ended.stdout)
     subjects = {one["name"]: {check["name"]: check for check in one["checks"]} for one in report["subjects"]}
     return ended.returncode, subjects

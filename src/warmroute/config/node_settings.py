@@ -17,7 +17,9 @@ class NodeConfig(Section, frozen=True):
     """An engine endpoint."""
 
     url: Annotated[str, Meta(description="Base URL: `http://host:port` or `https://host:port`.")]
-    name: Annotated[str, Meta(description="Name in metrics, logs and the admin API, without control characters. Empty: host:port.")] = ""
+    name: Annotated[
+        str, Meta(description="Name in metrics, logs and the admin API, without control characters. Empty: host:port.")
+    ] = ""
     models: Annotated[
         tuple[str, ...], Meta(description="Models that the node serves. Empty: read from its /v1/models.")
     ] = ()

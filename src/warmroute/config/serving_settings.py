@@ -85,9 +85,9 @@ class Startup(Section, frozen=True):
         float,
         Meta(
             ge=0,
-            description="Maximum time for which /ready answers 503 and requests wait, until every node was checked, its "
-            "earlier KV events were replayed, and its tokenizer is loaded. Requests with a deadline or `X-Queue: no` do "
-            "not wait.",
+            description="Maximum time for which /ready answers 503 and requests wait, until every node was checked, "
+            "its earlier KV events were replayed, and its tokenizer is loaded. Requests with a deadline or `X-Queue: no`"
+            " do not wait.",
         ),
     ] = 10.0
 

@@ -422,9 +422,7 @@ class ClientConnection(asyncio.Protocol):
         handler.error_sent(error, request_id)
         self.reply(error.status, error.body(is_anthropic(self._head.target)), with_request_id(error, request_id))
 
-    def _send_error_and_close(
-        self, error: HttpError, head: RequestHead | None = None, request_id: bytes = b""
-    ) -> None:
+    def _send_error_and_close(self, error: HttpError, head: RequestHead | None = None, request_id: bytes = b"") -> None:
         """Answer with an error where the rest of the connection's bytes cannot be read as a request.
 
         `head`: that of the request, if it could be read.

@@ -124,7 +124,7 @@ def unsupported_media_type(message: str) -> HttpError:
 def priority_not_allowed() -> HttpError:
     message = (
         "The API key does not allow a negative `priority`, which the engine would serve before other requests. "
-        "Send none, or ask the operator for a key with `max_priority = \"high\"`."
+        'Send none, or ask the operator for a key with `max_priority = "high"`.'
     )
     return HttpError(403, message, code="priority_not_allowed", kind="permission_error", param="priority")
 

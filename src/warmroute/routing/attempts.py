@@ -240,7 +240,8 @@ class Attempts:
     def send_hedge(self, now_s: float) -> bool:
         """Send the request to a second node. Return False if none is up and has room."""
         dispatcher, node = self._dispatcher, self.ticket.node
-        other = self._other_node(now_s, lambda other: other is not node and dispatcher.admission.has_room(other))
+        has_room = dispatcher.admission.has_room
+        other = self._other_node(now_s, lambda other: other is not node and has_room(other))
         if other is None:
             return False
         self.hedge = dispatcher.router.dispatch(self._get_failover().decision, other, now_s)

@@ -1,14 +1,18 @@
 """When a request that waits for its first token is sent to a second node as well. No I/O.
 
 A hedge is sent if all of these hold:
-1. The client has received nothing, and the request generates tokens or reads text: sending it twice changes nothing.
-2. Its first token is overdue: it takes longer than `min_delay_s`, and
-     streamed           longer than `factor` times what the router expected;
-     not streamed       the same for the whole response, and the node answered nobody meanwhile;
-     without estimate   the node answered nobody for `min_delay_s`, and its last health check timed out.
-   There is an estimate if the policy reads the prompt and the node has answered before.
-3. Another node is up and has room.
-4. The request has no hedge yet, and the budget allows one: `max_ratio` of all requests, and MAX_BURST at once.
+1. The client has received nothing, and the path is one that the router knows: sending the request twice changes nothing.
+2. Its first token is overdue: it takes longer than `min_delay_s` and than `factor` times what the router expected. There
+   is an estimate if the policy reads prompts and the node has answered before. For a response that is not streamed, it
+   includes the output.
+3. Its node looks as if it hangs. One of:
+     - its last health check timed out, and it answered nobody for `min_delay_s`;
+     - it is not busy: the engine reports no queue, and a KV cache that is half empty. Without streaming, it also answered
+       nobody for as long as the request is expected to take;
+     - it is busy, but answered nobody for HANGS_S.
+   A busy node may just be slow. Hedges would make a saturated fleet slower still.
+4. Another node is up and has room.
+5. The request has no hedge yet, and the budget allows one: `max_ratio` of all requests, and MAX_BURST at once.
 
 The response that begins first goes to the client, and the other attempt is cancelled. If the hedge wins, the other node
 has failed at this request: a node that loses `health.consecutive_failures` times in a row is down.
@@ -16,7 +20,6 @@ has failed at this request: a node that loses `health.consecutive_failures` time
 
 from __future__ import annotations
 
-from math import inf
 from typing import TYPE_CHECKING, Final
 
 from warmroute.config import Hedging as HedgingConfig
@@ -28,6 +31,10 @@ MAX_BURST: Final = 10.0
 """Hedges that may be sent at once: enough to notice that a node hangs."""
 CHECK_S: Final = 0.2
 """Time between two searches for overdue requests."""
+HALF_EMPTY: Final = 0.5
+"""KV usage up to which a node is not busy."""
+HANGS_S: Final = 30.0
+"""A busy node that answers nobody for so long hangs."""
 LONG_OUTPUT: Final = 4.0
 """A response without `max_tokens` may be this many times as long as expected."""
 
@@ -42,17 +49,19 @@ class Hedging:
 
     def is_overdue(self, attempts: Attempts, now_s: float) -> bool:
         ticket, min_delay_s = attempts.ticket, self.config.min_delay_s
-        if not attempts.hedgeable or now_s < ticket.opened_s + min_delay_s:
+        opened_s, node = ticket.opened_s, ticket.node
+        if not attempts.hedgeable or now_s < opened_s + min_delay_s:
             return False
-        node = ticket.node
-        silent_s = now_s - max(ticket.opened_s, node.last_answer_s)
         if not attempts.overdue_s:
-            expected_ms = _expected_ms(attempts)
-            attempts.overdue_s = ticket.opened_s + self.config.factor * expected_ms / 1000.0 if expected_ms else inf
-        if attempts.overdue_s == inf:
-            return silent_s >= min_delay_s and node.health.check_has_timed_out
-        streams = attempts.request.streams
-        return now_s >= attempts.overdue_s and (streams or silent_s >= attempts.overdue_s - ticket.opened_s)
+            attempts.overdue_s = opened_s + self.config.factor * _expected_ms(attempts) / 1000.0
+        if now_s < attempts.overdue_s:
+            return False
+        silent_s = now_s - max(opened_s, node.last_answer_s)
+        if node.health.check_has_timed_out:
+            return silent_s >= min_delay_s
+        if node.waiting or node.kv_usage > HALF_EMPTY or attempts.overdue_s == opened_s:
+            return silent_s >= HANGS_S
+        return attempts.request.streams or silent_s >= attempts.overdue_s - opened_s
 
 
 def _expected_ms(attempts: Attempts) -> float:

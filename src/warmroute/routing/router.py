@@ -128,7 +128,7 @@ class Router:
 
     def _decide_by_load(self, query: Query, error: Exception) -> Decision:
         """Decide without the cache index, which failed at this prompt: an error in it must not fail a request."""
-        if query.lookup is None:
+        if query.lookup is None or isinstance(error, RoutingError):
             raise error
         self._cache_view.lookup_failed(error)
         query.lookup, query.known_hits = None, {}

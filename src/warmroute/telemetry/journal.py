@@ -48,8 +48,8 @@ MAX_PENDING: Final = 8192
 CLOSE_TIMEOUT_S: Final = 2.0
 
 End = tuple[Outcome, Node, int, int, float, float]
-"""The outcome, the node tried last, the number of nodes tried, the status, and the times of the first token (0.0 without
-one) and of the end."""
+"""The outcome, the node tried last, the number of nodes tried, the status, and the times of the first token (0.0
+without one) and of the end."""
 
 
 class Entry(msgspec.Struct, eq=False):

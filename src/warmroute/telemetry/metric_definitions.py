@@ -29,8 +29,8 @@ LABELS: Final = {
     "priority": "`high`, `normal` or `low`",
     "reading": "`exact` (the engine's tokens), `inexact` (tokens of which the engine may not have all), `text` (no "
     "tokenizer, or it cannot render the request) or `none` (not read)",
-    "reason": "why admission rejected the request, why the conversation moved, or why the node was ejected (`failures` or "
-    "`slow`)",
+    "reason": "why admission rejected the request, why the conversation moved, or why the node was ejected "
+    "(`failures` or `slow`)",
     "route": "name of the route",
     "state": "health or lifecycle state of the node",
     "status": "HTTP status",

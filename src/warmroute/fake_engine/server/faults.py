@@ -27,7 +27,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Mode = Literal["none", "die", "hang", "error500", "busy503", "slow", "drop_events", "restart", "early_role", "early_comment"]
+Mode = Literal[
+    "none", "die", "hang", "error500", "busy503", "slow", "drop_events", "restart", "early_role", "early_comment"
+]
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -50,8 +50,8 @@ class Flight:
     """One simulated request, which drives its attempts in virtual time."""
 
     __slots__ = (
-        "_flow", "arrived_ms", "attempts", "cached_tokens", "first_ms", "hedge", "leg", "prompt", "request", "request_id",
-        "results",
+        "_flow", "arrived_ms", "attempts", "cached_tokens", "first_ms", "hedge", "leg", "prompt", "request",
+        "request_id", "results",
     )  # fmt: skip
 
     def __init__(
