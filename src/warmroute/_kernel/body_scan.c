@@ -11,6 +11,7 @@
  * prompt/body_fields.py and prompt/request_body.py are the same in plain Python; tests/prompt/test_body_fields.py and
  * test_request_body.py compare them.
  */
+#include "body_scan.h"
 #include "json_skip.h"
 
 #define MAX_NAME_BYTES 1024 /* of a model's or session's name, as it lies in the body */
@@ -201,14 +202,12 @@ static int add_content(text *t, ptr p, ptr end, int depth) {
 
 /* ---- The outline ---- */
 
-enum { MODEL, MESSAGES, SYSTEM, INSTRUCTIONS, PROMPT, INPUT, QUERY, TEXT_1, SESSION_ID, CONVERSATION_ID,
-       PROMPT_CACHE_KEY, USER, TOOLS, CACHE_SALT, STREAM, PRIORITY, MAX_COMPLETION_TOKENS, MAX_TOKENS, MAX_OUTPUT_TOKENS,
-       KNOWN };
-
 static const char *const known_names[KNOWN] = {
     "model", "messages", "system", "instructions", "prompt", "input", "query", "text_1", "session_id", "conversation_id",
-    "prompt_cache_key", "user", "tools", "cache_salt", "stream", "priority", "max_completion_tokens", "max_tokens",
-    "max_output_tokens"};
+    "prompt_cache_key", "user", "cache_salt", "stream", "priority", "max_completion_tokens", "max_tokens",
+    "max_output_tokens", "tools", "tool_choice", "documents", "reasoning_effort", "chat_template", "chat_template_kwargs",
+    "add_generation_prompt", "continue_final_message", "add_special_tokens", "truncate_prompt_tokens", "truncation", "padding",
+    "kv_transfer_params"};
 static PyObject *interned_names[KNOWN];
 
 /* The number of a known field; KNOWN for any other. */
@@ -218,40 +217,25 @@ static uint32_t field_number(const name *key) {
     case 4: IF(USER, "user"); break;
     case 5: IF(MODEL, "model"); IF(TOOLS, "tools"); IF(INPUT, "input"); IF(QUERY, "query"); break;
     case 6: IF(STREAM, "stream"); IF(SYSTEM, "system"); IF(PROMPT, "prompt"); IF(TEXT_1, "text_1"); break;
+    case 7: IF(PADDING, "padding"); break;
     case 8: IF(MESSAGES, "messages"); IF(PRIORITY, "priority"); break;
-    case 10: IF(MAX_TOKENS, "max_tokens"); IF(CACHE_SALT, "cache_salt"); IF(SESSION_ID, "session_id"); break;
+    case 9: IF(DOCUMENTS, "documents"); break;
+    case 10: IF(MAX_TOKENS, "max_tokens"); IF(CACHE_SALT, "cache_salt"); IF(SESSION_ID, "session_id");
+             IF(TRUNCATION, "truncation"); break;
+    case 11: IF(TOOL_CHOICE, "tool_choice"); break;
     case 12: IF(INSTRUCTIONS, "instructions"); break;
+    case 13: IF(CHAT_TEMPLATE, "chat_template"); break;
     case 15: IF(CONVERSATION_ID, "conversation_id"); break;
-    case 16: IF(PROMPT_CACHE_KEY, "prompt_cache_key"); break;
+    case 16: IF(PROMPT_CACHE_KEY, "prompt_cache_key"); IF(REASONING_EFFORT, "reasoning_effort"); break;
     case 17: IF(MAX_OUTPUT_TOKENS, "max_output_tokens"); break;
-    case 21: IF(MAX_COMPLETION_TOKENS, "max_completion_tokens"); break;
+    case 18: IF(ADD_SPECIAL_TOKENS, "add_special_tokens"); IF(KV_TRANSFER_PARAMS, "kv_transfer_params"); break;
+    case 20: IF(CHAT_TEMPLATE_KWARGS, "chat_template_kwargs"); break;
+    case 21: IF(MAX_COMPLETION_TOKENS, "max_completion_tokens"); IF(ADD_GENERATION_PROMPT, "add_generation_prompt"); break;
+    case 22: IF(CONTINUE_FINAL_MESSAGE, "continue_final_message"); IF(TRUNCATE_PROMPT_TOKENS, "truncate_prompt_tokens"); break;
     }
 #undef IF
     return KNOWN;
 }
-
-typedef struct {
-    uint32_t start, end;
-} span;
-
-typedef struct {
-    span name, value;
-    uint32_t known; /* its number, or KNOWN */
-} field;
-
-#define FEW_FIELDS 8
-#define FEW_MESSAGES 8
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *body, *field_spans; /* field_spans: the dict of `fields`, made on first use */
-    field *fields;
-    span *messages;
-    uint32_t n_fields, fields_room, n_messages, messages_room;
-    span known[KNOWN];            /* where the last value of each known field lies; no value begins at 0 */
-    field few_fields[FEW_FIELDS]; /* most bodies have no more, and need no other allocation */
-    span few_messages[FEW_MESSAGES];
-} Outline;
 
 /* The content of the first system (or developer) message, and of the first user message. */
 typedef struct {
@@ -259,8 +243,6 @@ typedef struct {
     int has_system_message, has_user_message;
     int undecided;
 } first_messages;
-
-static inline ptr text_of(const Outline *o) { return (ptr)PyBytes_AS_STRING(o->body); }
 
 static inline ptr end_of(const Outline *o) { return text_of(o) + PyBytes_GET_SIZE(o->body); }
 
@@ -298,46 +280,117 @@ static int add_field(Outline *o, const name *key, uint32_t which, ptr start, ptr
     return 0;
 }
 
-static int add_message(Outline *o, ptr start, ptr end) {
+static int add_message(Outline *o, const message *given) {
     if (o->n_messages == o->messages_room) {
-        span *more = doubled(o->messages, o->few_messages, &o->messages_room, sizeof(span));
+        message *more = doubled(o->messages, o->few_messages, &o->messages_room, sizeof(message));
         if (!more)
             return -1;
         o->messages = more;
     }
-    o->messages[o->n_messages++] = (span){offset(o, start), offset(o, end)};
+    o->messages[o->n_messages++] = *given;
     return 0;
 }
 
-/* Reads a message, and notes its content if it is the first of its role. */
-static ptr read_message(ptr p, ptr end, first_messages *found) {
-    int more;
-    ptr role = NULL, content = NULL;
+/* Whether prompt/template_messages.py gives this member of a message to the template, besides role and content. */
+static int reaches_template(const name *key) {
+    switch (key->len) {
+    case 4: return is(key, "name", 4) || is(key, "task", 4);
+    case 5: return is(key, "tools", 5);
+    case 9: return is(key, "reasoning", 9);
+    case 10: return is(key, "tool_calls", 10);
+    case 12: return is(key, "tool_call_id", 12);
+    case 17: return is(key, "reasoning_content", 17);
+    default: return 0;
+    }
+}
+
+/* The text in a content that is a list of one text part with no other members; NULL for any other list. */
+static ptr only_text_part(ptr p, ptr end) {
+    int more, is_text = 0;
+    ptr text = NULL;
     name key;
+    p = next_item(p + 1, end, ']', 1, &more);
+    if (!p || !more || *p != '{')
+        return NULL;
     p = next_member(p + 1, end, 1, &key, &more);
     while (p && more) {
-        if (is(&key, "role", 4))
-            role = p;
-        else if (is(&key, "content", 7))
-            content = p;
-        else if (is_escaped(&key))
-            found->undecided = 1;
-        if ((p = skip_value(p, end, 3)))
-            p = next_member(p, end, 0, &key, &more);
+        ptr value = p;
+        if (!(p = skip_value(p, end, 4)))
+            return NULL;
+        if (is(&key, "type", 4) && !is_text && p - value == 6 && !memcmp(value, "\"text\"", 6))
+            is_text = 1;
+        else if (is(&key, "text", 4) && !text && *value == '"')
+            text = value;
+        else
+            return NULL;
+        p = next_member(p, end, 0, &key, &more);
     }
-    if (!p || !role || *role != '"')
-        return p;
-    key.at = role + 1;
-    key.len = (size_t)(skip_string(role + 1, end) - 1 - key.at);
-    if (is(&key, "user", 4)) {
+    p = p ? next_item(p, end, ']', 0, &more) : NULL;
+    return p && !more && is_text ? text : NULL;
+}
+
+static uint32_t plain_role(const name *role) {
+    if (is(role, "user", 4))
+        return USER_MESSAGE;
+    if (is(role, "assistant", 9))
+        return ASSISTANT_MESSAGE;
+    return is(role, "system", 6) ? SYSTEM_MESSAGE : NOT_PLAIN;
+}
+
+/* Notes the content of the first user message, and of the first system message before it. */
+static void note_first(first_messages *found, const name *role, ptr content) {
+    if (is(role, "user", 4)) {
         found->has_user_message = 1;
         found->user_content = content;
-    } else if (is(&key, "system", 6) || is(&key, "developer", 9)) {
+    } else if (is(role, "system", 6) || is(role, "developer", 9)) {
         if (!found->has_system_message)
             found->system_content = content;
         found->has_system_message = 1;
-    } else if (is_escaped(&key)) {
+    } else if (is_escaped(role)) {
         found->undecided = 1;
+    }
+}
+
+static ptr read_message(const Outline *o, ptr p, ptr end, first_messages *found, message *to) {
+    int more, has_escaped_name = 0, is_plain = 1;
+    ptr role = NULL, role_end = NULL, content = NULL, content_end = NULL;
+    name key;
+    p = next_member(p + 1, end, 1, &key, &more);
+    while (p && more) {
+        ptr value = p;
+        if (!(p = skip_value(p, end, 3)))
+            return NULL;
+        if (is(&key, "role", 4)) {
+            is_plain &= !role;
+            role = value;
+            role_end = p;
+        } else if (is(&key, "content", 7)) {
+            is_plain &= !content;
+            content = value;
+            content_end = p;
+        } else if (is_escaped(&key)) {
+            has_escaped_name = 1;
+        } else if (reaches_template(&key) && *value != 'n' && memcmp(value, "[]", 2)) {
+            is_plain = 0;
+        }
+        p = next_member(p, end, 0, &key, &more);
+    }
+    if (!p)
+        return NULL;
+    if (!found->has_user_message)
+        found->undecided |= has_escaped_name;
+    if (!role || *role != '"')
+        return p;
+    key = (name){role + 1, (size_t)(role_end - 1 - (role + 1))};
+    if (!found->has_user_message)
+        note_first(found, &key, content);
+    if (!is_plain || has_escaped_name || !content)
+        return p;
+    if (*content == '[' && (content = only_text_part(content, end)))
+        content_end = skip_string(content + 1, end);
+    if (content && *content == '"') {
+        to->role = plain_role(&key);
+        to->content = (span){offset(o, content + 1), offset(o, content_end - 1)};
     }
     return p;
 }
@@ -351,9 +404,12 @@ static ptr read_messages(Outline *o, ptr p, ptr end, first_messages *found) {
         return skip_value(p, end, 1);
     p = next_item(p + 1, end, ']', 1, &more);
     while (p && more) {
-        ptr start = p;
-        p = *p == '{' && !found->has_user_message ? read_message(p, end, found) : skip_value(p, end, 2);
-        if (!p || add_message(o, start, p) < 0)
+        message made = {.whole = {offset(o, p), 0}, .role = NOT_PLAIN};
+        p = *p == '{' ? read_message(o, p, end, found, &made) : skip_value(p, end, 2);
+        if (!p)
+            return NULL;
+        made.whole.end = offset(o, p);
+        if (add_message(o, &made) < 0)
             return NULL;
         p = next_item(p, end, ']', 0, &more);
     }
@@ -386,12 +442,11 @@ static void outline_dealloc(Outline *o) {
         PyMem_Free(o->fields);
     if (o->messages != o->few_messages)
         PyMem_Free(o->messages);
+    PyMem_Free(o->message_keys);
     Py_XDECREF(o->body);
     Py_XDECREF(o->field_spans);
     PyObject_Free(o);
 }
-
-static PyTypeObject OutlineType;
 
 /* NULL where undecided, or with an exception. */
 static Outline *make_outline(PyObject *body, first_messages *found) {
@@ -404,9 +459,10 @@ static Outline *make_outline(PyObject *body, first_messages *found) {
         return NULL;
     o->body = Py_NewRef(body);
     o->field_spans = NULL;
+    o->message_keys = NULL;
     o->fields = o->few_fields;
     o->messages = o->few_messages;
-    o->n_fields = o->n_messages = 0;
+    o->n_fields = o->n_messages = o->n_message_keys = 0;
     o->fields_room = FEW_FIELDS;
     o->messages_room = FEW_MESSAGES;
     memset(o->known, 0, sizeof o->known);
@@ -457,7 +513,88 @@ static PyObject *outline_fields(Outline *o, void *closure) {
 
 static PyObject *outline_message_spans(Outline *o, void *closure) {
     (void)closure;
-    return PyBytes_FromStringAndSize((char *)o->messages, (Py_ssize_t)(o->n_messages * sizeof(span)));
+    PyObject *made = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(o->n_messages * sizeof(span)));
+    for (uint32_t i = 0; made && i < o->n_messages; i++)
+        memcpy(PyBytes_AS_STRING(made) + i * sizeof(span), &o->messages[i].whole, sizeof(span));
+    return made;
+}
+
+/* The fields that change how a chat is rendered, in this order, so that equal contexts have equal keys. */
+static PyObject *outline_chat_context(Outline *o, PyObject *unused) {
+    digest made = {0, 0};
+    (void)unused;
+    for (int which = TOOLS; which <= ADD_SPECIAL_TOKENS; which++)
+        if (value_of(o, which)) {
+            uint64_t number = (uint64_t)which;
+            made = extend_digest(made, (const uint8_t *)&number, sizeof number);
+            made = extend_digest(made, value_of(o, which), size_of(o, which));
+        }
+    return PyBytes_FromStringAndSize((char *)&made, DIGEST_BYTES);
+}
+
+static PyObject *outline_may_change_tokens(Outline *o, void *closure) {
+    (void)closure;
+    for (int which = TRUNCATE_PROMPT_TOKENS; which <= KV_TRANSFER_PARAMS; which++)
+        if (value_of(o, which))
+            Py_RETURN_TRUE;
+    Py_RETURN_FALSE;
+}
+
+/* Decodes a string that was skipped before, from after its opening quote to its closing quote. None where it is no UTF-8. */
+static PyObject *decoded_string(ptr p, ptr end) {
+    text t;
+    ptr escape = memchr(p, '\\', (size_t)(end - p));
+    PyObject *made;
+    if (!escape) {
+        made = PyUnicode_DecodeUTF8((const char *)p, end - p, "surrogatepass");
+    } else {
+        unsigned char *bytes = PyMem_Malloc((size_t)(end - p)); /* an escape is longer than its character */
+        if (!bytes)
+            return PyErr_NoMemory();
+        START(t, 0);
+        t.to = bytes;
+        while (escape) {
+            memcpy(t.to, p, (size_t)(escape - p));
+            t.to += escape - p;
+            p = add_escape(&t, escape);
+            escape = p < end && *p == '\\' ? p : memchr(p, '\\', (size_t)(end - p));
+        }
+        memcpy(t.to, p, (size_t)(end - p));
+        made = PyUnicode_DecodeUTF8((const char *)bytes, t.to + (end - p) - bytes, "surrogatepass");
+        PyMem_Free(bytes);
+    }
+    if (!made && PyErr_ExceptionMatches(PyExc_UnicodeDecodeError)) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
+    return made;
+}
+
+static PyObject *outline_plain_text(Outline *o, PyObject *number) {
+    Py_ssize_t i;
+    if (as_size(number, &i) < 0)
+        return NULL;
+    if (i < 0 || i >= (Py_ssize_t)o->n_messages) {
+        PyErr_SetString(PyExc_IndexError, "there is no such message");
+        return NULL;
+    }
+    const message *m = &o->messages[i];
+    if (m->role == NOT_PLAIN)
+        Py_RETURN_NONE;
+    return decoded_string(text_of(o) + m->content.start, text_of(o) + m->content.end);
+}
+
+static PyObject *outline_plain_roles(Outline *o, void *closure) {
+    (void)closure;
+    PyObject *made = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)o->n_messages);
+    for (uint32_t i = 0; made && i < o->n_messages; i++)
+        PyBytes_AS_STRING(made)[i] = (char)o->messages[i].role;
+    return made;
+}
+
+static PyObject *outline_message_count(Outline *o, void *closure) {
+    (void)closure;
+    return PyLong_FromUnsignedLong(o->n_messages);
 }
 
 static inline int is_closing(unsigned char c) {
@@ -638,17 +775,25 @@ static PyObject *outline_body(PyObject *self, PyObject *body) {
 
 static PyGetSetDef outline_properties[] = {
     {"fields", (getter)outline_fields, NULL, "Where the value of each field begins and ends.", NULL},
+    {"may_change_tokens", (getter)outline_may_change_tokens, NULL,
+     "Whether a field may change the tokens of a rendered chat.", NULL},
+    {"plain_roles", (getter)outline_plain_roles, NULL, "The role of each plain message; 0 for any other.", NULL},
+    {"message_count", (getter)outline_message_count, NULL, "How many items `messages` has.", NULL},
     {"message_spans", (getter)outline_message_spans, NULL, "Where each item of `messages` begins and ends, as uint32.", NULL},
     NO_PROPERTY};
 
 static PyMethodDef outline_methods[] = {
     {"parameters", (PyCFunction)outline_parameters, METH_O,
      "Return (model, max_tokens, priority, cache_salt, stream), or None if a real parser has to read them."},
+    {"chat_context", (PyCFunction)outline_chat_context, METH_NOARGS,
+     "Return a digest of the fields that change how a chat is rendered."},
+    {"plain_text", (PyCFunction)outline_plain_text, METH_O,
+     "Return the text of a message that consists of a role and a text, or None."},
     {"text_as_tokens", (PyCFunction)outline_text_as_tokens, METH_NOARGS,
      "Return the prompt's own bytes, TOKEN_BYTES to a token."},
     NO_METHOD};
 
-static PyTypeObject OutlineType = {
+PyTypeObject OutlineType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = MODULE "Outline",
     .tp_basicsize = sizeof(Outline),
     .tp_dealloc = (destructor)outline_dealloc,

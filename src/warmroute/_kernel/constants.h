@@ -26,6 +26,7 @@
     X(KEY_CHARACTERS, 256)                                                                                                 \
     X(TOKEN_BYTES, 4)                                                                                                      \
     X(DIGEST_BYTES, 16)                                                                                                    \
+    X(MESSAGE_ROLES, 4)                                                                                                    \
     X(USAGE_TAIL_BYTES, 16384)                                                                                             \
     /* The index. */                                                                                                       \
     X(MIN_BUDGET_BYTES, 65536)                                                                                             \

@@ -21,6 +21,8 @@ log = EventLog("warmroute.prompts")
 
 MAX_LOOP_BYTES: Final = 1 << 19
 """Larger bodies always go to a thread: even estimating the cost of reading them can take milliseconds."""
+MAX_LOOP_NEW_BYTES: Final = 1 << 14
+"""Chats with more new text than this go to a thread, even if all their messages are plain."""
 LOOP_MS: Final = 1.0
 """Prompts that take longer to tokenize go to a thread."""
 MAX_PENDING: Final = 64
@@ -92,6 +94,9 @@ class PromptReader:
         try:
             if tokenizer.tokenizer is None and len(body) <= self._max_text_prompt_bytes:
                 return text_prompt(path, body, outline)
+            prompt = tokenizer.tokenize_plain(path, body, outline, MAX_LOOP_NEW_BYTES)
+            if prompt is not None:
+                return prompt
             if len(body) > MAX_LOOP_BYTES:
                 return self._read_in_thread(lambda: tokenizer.tokenize(path, body, outline), on_read)
             job = tokenizer.begin(path, body, outline)
