@@ -443,6 +443,7 @@ static void outline_dealloc(Outline *o) {
     if (o->messages != o->few_messages)
         PyMem_Free(o->messages);
     PyMem_Free(o->message_keys);
+    Py_XDECREF(o->keys_layout);
     Py_XDECREF(o->body);
     Py_XDECREF(o->field_spans);
     PyObject_Free(o);
@@ -460,6 +461,7 @@ static Outline *make_outline(PyObject *body, first_messages *found) {
     o->body = Py_NewRef(body);
     o->field_spans = NULL;
     o->message_keys = NULL;
+    o->keys_layout = NULL;
     o->fields = o->few_fields;
     o->messages = o->few_messages;
     o->n_fields = o->n_messages = o->n_message_keys = 0;
@@ -530,6 +532,11 @@ static PyObject *outline_chat_context(Outline *o, PyObject *unused) {
             made = extend_digest(made, value_of(o, which), size_of(o, which));
         }
     return PyBytes_FromStringAndSize((char *)&made, DIGEST_BYTES);
+}
+
+static PyObject *outline_has_cache_salt(Outline *o, void *closure) {
+    (void)closure;
+    return PyBool_FromLong(value_of(o, CACHE_SALT) != NULL);
 }
 
 static PyObject *outline_may_change_tokens(Outline *o, void *closure) {
@@ -775,6 +782,7 @@ static PyObject *outline_body(PyObject *self, PyObject *body) {
 
 static PyGetSetDef outline_properties[] = {
     {"fields", (getter)outline_fields, NULL, "Where the value of each field begins and ends.", NULL},
+    {"has_cache_salt", (getter)outline_has_cache_salt, NULL, "Whether there is a field `cache_salt`.", NULL},
     {"may_change_tokens", (getter)outline_may_change_tokens, NULL,
      "Whether a field may change the tokens of a rendered chat.", NULL},
     {"plain_roles", (getter)outline_plain_roles, NULL, "The role of each plain message; 0 for any other.", NULL},

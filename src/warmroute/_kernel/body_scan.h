@@ -37,7 +37,8 @@ typedef struct {
     PyObject *body, *field_spans; /* field_spans: the dict of `fields`, made on first use */
     field *fields;
     message *messages;
-    digest *message_keys; /* message_tokens.c keeps the keys of messages here; NULL before */
+    digest *message_keys;  /* message_tokens.c keeps the keys of messages here; NULL before */
+    PyObject *keys_layout; /* the layout with which they were made */
     uint32_t n_message_keys, n_fields, fields_room, n_messages, messages_room;
     span known[KNOWN];            /* where the last value of each known field lies; no value begins at 0 */
     field few_fields[FEW_FIELDS]; /* most bodies have no more, and need no other allocation */

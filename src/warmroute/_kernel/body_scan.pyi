@@ -12,6 +12,9 @@ class Outline:
     def fields(self) -> dict[str, tuple[int, int]]:
         """Where the value of each field begins and ends. Fields whose name is not ASCII are left out."""
     @property
+    def has_cache_salt(self) -> bool:
+        """Whether there is a field `cache_salt`."""
+    @property
     def may_change_tokens(self) -> bool:
         """Whether there is a field that may change the tokens of a rendered chat (truncate_prompt_tokens, …)."""
     @property

@@ -179,10 +179,13 @@ static int make_keys(const chat *c) {
             return 0;
     if (separator_before(c, c->n)->end < 0)
         return 0;
+    if (o->keys_layout == (PyObject *)c->layout && o->n_message_keys == c->n)
+        return 1; /* they are those of the call before */
     if (!o->message_keys && !(o->message_keys = PyMem_Malloc(o->n_messages * sizeof(digest)))) {
         PyErr_NoMemory();
         return -1;
     }
+    Py_XSETREF(o->keys_layout, Py_NewRef(c->layout));
     o->n_message_keys = c->n;
     for (uint32_t i = 0; i < c->n; i++) {
         span content = o->messages[i].content;

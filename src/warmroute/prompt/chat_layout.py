@@ -1,9 +1,9 @@
 """What a chat template puts between the contents of plain messages.
 
-For most templates, the text of a chat is: separator, content, separator, content, …, separator. A separator depends only
-on the roles of the two messages before it and of the message after it, and the content is printed as it is, or stripped.
-`learn_layout` finds the separators by rendering chats of placeholders. layout_check.py compares the result with the
-template. Chats that a layout does not cover are rendered by the template.
+For most templates, the text of a chat is: separator, content, separator, content, …, separator. A separator depends
+only on the roles of the two messages before it and of the message after it, and the content is printed as it is, or
+stripped. `learn_layout` finds the separators by rendering chats of placeholders. layout_check.py compares the result
+with the template. Chats that a layout does not cover are rendered by the template.
 
 A plain message has a role, one text, and nothing else that a template gets (_kernel/body_scan.c).
 """
@@ -27,8 +27,8 @@ assert len(ROLES) == MESSAGE_ROLES
 SYSTEM_ROLE, USER_ROLE, ASSISTANT_ROLE = 1, 2, 3
 _NUMBERS: Final = {role[0]: number for number, role in enumerate(ROLES) if role}
 _LEARNED: Final = (
-    "u", "su", "uau", "suau", "uauau", "suauau", "uu", "uuuau", "uauu", "uauuau", "suu", "suuuau", "suauu", "usu", "uasu",
-    "suasu", "ssu", "uaau", "suaau", "au", "sau",
+    "u", "su", "uau", "suau", "uauau", "suauau", "uu", "uuuau", "uauu", "uauuau", "suu", "suuuau", "suauu", "usu",
+    "uasu", "suasu", "ssu", "uaau", "suaau", "au", "sau",
 )  # fmt: skip
 """Chats whose separators are learned, by the first letters of their roles. All of them end with the user."""
 _PLACEHOLDER: Final = "Xq{}kZ"

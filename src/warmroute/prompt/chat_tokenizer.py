@@ -22,8 +22,8 @@ from warmroute.prompt.token_cache import CachedPrefix, TokenCache
 from warmroute.prompt.tokenizer import Tokenizer
 
 _CONTEXT_BUDGET_DIVISOR: Final = 8
-"""One eighth of the memory budget is for render contexts. Of the rest, one half is for tokens of prefixes, the other for
-tokens of plain messages."""
+"""One eighth of the memory budget is for render contexts. Of the rest, one half is for tokens of prefixes, the other
+for tokens of plain messages."""
 _CONTEXT_BYTES_PER_BODY_BYTE: Final = 12
 """Memory of a context for each byte of its fields in the request: parsed tools, their JSON, the stubs' texts."""
 _CONTEXT_OVERHEAD_BYTES: Final = 16_384
@@ -96,11 +96,14 @@ class ChatTokenizer:
 
     def cached_context(self, key: bytes) -> CachedContext | None:
         """Return None for a context that is not known, or whose template prints another date by now."""
-        with self._lock:
-            cached = self._contexts.get(key)
-            if cached is not None:
-                self._contexts.move_to_end(key)
-        if cached is not None and cached.plain_layout is not None and cached.plain_layout.is_outdated():
+        cached = self._contexts.get(key)
+        if cached is None:
+            return None
+        try:
+            self._contexts.move_to_end(key)
+        except KeyError:
+            pass  # another thread has just evicted it
+        if cached.plain_layout is not None and cached.plain_layout.is_outdated():
             self._remove_context(key)
             return None
         return cached

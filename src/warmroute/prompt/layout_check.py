@@ -1,9 +1,9 @@
 """Find out whether a chat template's text for plain messages is what a layout says (chat_layout.py).
 
 The check compares the layout with the template on chats of plain texts, and of texts with the strings that the template
-searches for. Strings that change how a message is printed (Qwen3: `</think>`) are unsafe: a message that contains one is
-not tokenized by the layout. A template could still depend on something that no probe contains, so real chats are checked
-now and then, too (PromptTokenizer.verify_sample).
+searches for. Strings that change how a message is printed (Qwen3: `</think>`) are unsafe: a message that contains one
+is not tokenized by the layout. A template could still depend on something that no probe contains, so real chats are
+checked now and then, too (PromptTokenizer.verify_sample).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tokenize chats of plain messages from the tokens of their messages, without rendering the chat template.
 
-The kernel finds the tokens of messages that some request had before, by their bytes (_kernel/message_tokens.c). Only new
-messages are decoded and encoded. Chats with other messages (tool calls, reasoning, pictures, …) or of other templates
-return None here; chat_tokenizer.py renders them.
+The kernel finds the tokens of messages that some request had before, by their bytes (_kernel/message_tokens.c). Only
+new messages are decoded and encoded. Chats with other messages (tool calls, reasoning, pictures, …) or of other
+templates return None here; chat_tokenizer.py renders them.
 """
 
 from __future__ import annotations

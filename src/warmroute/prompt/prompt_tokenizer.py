@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from warmroute._kernel import Outline, digest, prefix_digests
+from warmroute._kernel import Outline, digest
 from warmroute.prompt import anthropic_messages, openai_responses
 from warmroute.prompt.chat_template import Message, TemplateRejected
 from warmroute.prompt.chat_tokenizer import CachedContext, ChatPlan, ChatTokenizer
@@ -23,7 +23,7 @@ from warmroute.prompt.content_format import ContentFormat
 from warmroute.prompt.message_spans import BodyMessages, ConvertedMessages, ConvertItem
 from warmroute.prompt.prompt import Prompt, exact_prompt
 from warmroute.prompt.render_context import EngineOptions, RenderContext, Templates, render_context
-from warmroute.prompt.request_body import NO_TOKENIZER, Endpoint, RequestBody, read_request_body
+from warmroute.prompt.request_body import NO_TOKENIZER, Endpoint, RequestBody, cache_salt, read_request_body
 from warmroute.prompt.template_messages import UnsupportedRequest, template_message
 from warmroute.prompt.tokenizer import Tokenizer, pack_token_ids
 
@@ -135,7 +135,8 @@ class PromptTokenizer:
             self._plain_requests += 1
             if self._plain_requests % _SAMPLE_EVERY == 1:
                 self._sample = RequestBody(Endpoint.CHAT, body, outline)
-            prompt.cache_salt = RequestBody(Endpoint.CHAT, body, outline).cache_salt()
+            if outline.has_cache_salt:
+                prompt.cache_salt = cache_salt(Endpoint.CHAT, body, outline)
         return prompt
 
     def tokenize(self, path: bytes, body: bytes, outline: Outline | None = None) -> Prompt | None:
@@ -186,8 +187,7 @@ class PromptTokenizer:
         if request.endpoint is Endpoint.MESSAGES:
             moves_system = anthropic_messages.moves_system_messages(context.context.template.source)
             convert = partial(_convert_anthropic_message, format, moves_system)
-        spans = request.outline.message_spans
-        messages = BodyMessages(request.body, span, spans, prefix_digests(request.body, spans), convert)
+        messages = BodyMessages(request.body, span, request.outline.message_spans, convert)
         is_chat = request.endpoint is Endpoint.CHAT and not request.outline.may_change_tokens
         return chats.plan(context, messages, request.outline if is_chat else None)
 

@@ -55,8 +55,7 @@ class RequestBody:
         return {name: self.value(name) for name in names if name in self.fields}
 
     def cache_salt(self) -> str:
-        found = self.outline.parameters(None)
-        return self.parse_options()[3] if found is None else found[3]
+        return cache_salt(self.endpoint, self.body, self.outline)
 
     def parse_options(self) -> tuple[str, int | None, int, str, bool]:
         """Return model, maximum output tokens, priority, cache salt, and whether the response streams.
@@ -116,6 +115,13 @@ def read_request_body(path: bytes, body: bytes, outline: Outline | None = None) 
     return None if outline is None else RequestBody(endpoint, body, outline)
 
 
+def cache_salt(endpoint: Endpoint, body: bytes, outline: Outline) -> str:
+    if not outline.has_cache_salt:
+        return ""
+    found = outline.parameters(None)
+    return RequestBody(endpoint, body, outline).parse_options()[3] if found is None else found[3]
+
+
 def text_prompt(path: bytes, body: bytes, outline: Outline | None = None) -> Prompt | None:
     """Return the prompt for text matching, without a tokenizer: `tokens` are bytes of the prompt's text.
 
@@ -128,9 +134,7 @@ def text_prompt(path: bytes, body: bytes, outline: Outline | None = None) -> Pro
         outline = outline_body(body)
         if outline is None:
             return None
-    found = outline.parameters(None)
-    salt = RequestBody(endpoint, body, outline).parse_options()[3] if found is None else found[3]
-    return Prompt(outline.text_as_tokens(), 0, False, NO_TOKENIZER, (), salt)
+    return Prompt(outline.text_as_tokens(), 0, False, NO_TOKENIZER, (), cache_salt(endpoint, body, outline))
 
 
 def generation_options(path: bytes, body: bytes, outline: Outline | None) -> tuple[int | None, int, bool]:
