@@ -12,7 +12,8 @@ class ChatLayout:
     """What a chat template puts between the contents of messages, for `MessageTokens.join`.
 
     `separators`: for each three roles (two before, before, after), two int64: the number of the half that belongs to
-    the message before (-1 where the layout does not cover these roles), and of the one that belongs to the message after.
+    the message before (-1 where the layout does not cover these roles), and of the one that belongs to the message
+    after.
     `first`: tokens before the first message's, by its role. `last`: tokens after the last message's, by the roles of
     the last two messages.
     """

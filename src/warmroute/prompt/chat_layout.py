@@ -26,11 +26,13 @@ ROLES: Final = ("", "system", "user", "assistant")
 assert len(ROLES) == MESSAGE_ROLES
 SYSTEM_ROLE, USER_ROLE, ASSISTANT_ROLE = 1, 2, 3
 _NUMBERS: Final = {role[0]: number for number, role in enumerate(ROLES) if role}
-_LEARNED: Final = (
-    "u", "su", "uau", "suau", "uauau", "suauau", "uu", "uuuau", "uauu", "uauuau", "suu", "suuuau", "suauu", "usu",
-    "uasu", "suasu", "ssu", "uaau", "suaau", "au", "sau",
-)  # fmt: skip
+USUAL_CHATS: Final = ("u", "su", "uau", "suau", "uauau", "suauau")
 """Chats whose separators are learned, by the first letters of their roles. All of them end with the user."""
+ALL_CHATS: Final = (
+    *USUAL_CHATS, "uu", "uuuau", "uauu", "uauuau", "suu", "suuuau", "suauu", "usu", "uasu", "suasu", "ssu", "uaau",
+    "suaau", "au", "sau",
+)  # fmt: skip
+"""These, too, have roles in an unusual order."""
 _PLACEHOLDER: Final = "Xq{}kZ"
 
 Transform = Callable[[str], str]
@@ -81,12 +83,15 @@ def _triples(roles: Sequence[int]) -> list[Triple]:
     return list(zip(padded, padded[1:], padded[2:], strict=False))
 
 
-def learn_layout(context: RenderContext) -> TextLayout | None:
-    """Return None where the template prints more than separators and contents, or depends on more than three roles."""
+def learn_layout(context: RenderContext, chats: Sequence[str]) -> TextLayout | None:
+    """Return a layout of what these chats contain.
+
+    None where the template prints more than separators and contents, or depends on more than three roles.
+    """
     if context.continued_field:
         return None
     separators: dict[Triple, str] = {}
-    for letters in _LEARNED:
+    for letters in chats:
         roles = [_NUMBERS[letter] for letter in letters]
         placeholders = [_PLACEHOLDER.format(number) for number in range(len(roles))]
         rendered = render(context, roles, placeholders)

@@ -14,9 +14,11 @@ from typing import Final
 
 from warmroute.prompt import template_probes
 from warmroute.prompt.chat_layout import (
+    ALL_CHATS,
     ASSISTANT_ROLE,
     SYSTEM_ROLE,
     USER_ROLE,
+    USUAL_CHATS,
     TextLayout,
     learn_layout,
     render,
@@ -46,22 +48,28 @@ class LayoutCheck:
         self.enabled = False
         self.unsafe: tuple[str, ...] = _ALWAYS_UNSAFE
         """Strings that change how a message that contains them is printed."""
+        self._chats: Sequence[str] = ALL_CHATS
         if template is not None:
-            self._run(RenderContext(template), template_probes.literal_texts(template), template.literals)
+            context, texts = RenderContext(template), template_probes.literal_texts(template)
+            for self._chats in (ALL_CHATS, USUAL_CHATS):
+                self.unsafe = _ALWAYS_UNSAFE
+                self.enabled = self._passes(context, texts, template.literals)
+                if self.enabled:
+                    break
 
-    def _run(self, context: RenderContext, literal_texts: Sequence[str], literals: Sequence[str]) -> None:
-        layout = learn_layout(context)
+    def _passes(self, context: RenderContext, literal_texts: Sequence[str], literals: Sequence[str]) -> bool:
+        layout = learn_layout(context, self._chats)
         if layout is None or not self._agrees(context, layout, (), _TEMPLATE_PROBES):
-            return
+            return False
         harmful = [text for text in literal_texts if self._is_harmful(context, layout, text)]
         while harmful:
             literal = max(literals, key=lambda literal: sum(literal in text for text in harmful))
             remaining = [text for text in harmful if literal not in text]
             if len(remaining) == len(harmful):
-                return  # no literal explains this text
+                return False  # no literal explains this text
             self.unsafe += (literal,)
             harmful = remaining
-        self.enabled = self._agrees(context, layout, literal_texts, _TEMPLATE_PROBES)
+        return self._agrees(context, layout, literal_texts, _TEMPLATE_PROBES)
 
     def is_safe(self, text: str) -> bool:
         """Return whether a message with this text is printed as the layout says."""
@@ -72,7 +80,7 @@ class LayoutCheck:
 
     def layout(self, context: RenderContext) -> TextLayout | None:
         """Learn a layout with a request's own tools and variables. Takes milliseconds."""
-        layout = learn_layout(context) if self.enabled else None
+        layout = learn_layout(context, self._chats) if self.enabled else None
         if layout is None:
             return None
         texts = template_probes.literal_texts(context.template)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -34,6 +34,14 @@ from warmroute.prompt.tokenizer_loader import TokenizerLoader, TokenizerSpec, lo
 log = EventLog("warmroute.prompt")
 Result = TypeVar("Result")
 
+_TAIL_RENDERING_DISABLED: Final = (
+    "A conversation showed that the chat template depends on messages far back. The router now tokenizes all"
+    " conversations of this model as a whole, which is slower."
+)
+_CHAT_LAYOUT_DISABLED: Final = (
+    "A conversation showed that the chat template prints more than fixed texts around messages. The router now renders"
+    " the template for every conversation of this model, which is slower."
+)
 RETRY_S: Final = 300.0
 """How long after a failure a spec is loaded again."""
 
@@ -63,8 +71,8 @@ class TokenizerRegistry:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._text_matching = PromptTokenizer(None)
-        self._reported: WeakSet[PromptTokenizer] = WeakSet()
-        """Tokenizers whose failed checks were logged."""
+        self._reported: WeakKeyDictionary[PromptTokenizer, set[str]] = WeakKeyDictionary()
+        """The events that were logged for failed checks of a tokenizer."""
 
         # until the next reconfiguration
         self._prompts = prompts
@@ -303,15 +311,18 @@ class TokenizerRegistry:
         if self._closed or not tokenizers:
             return
         await self._in_thread(_verify_samples, tokenizers)
-        for tokenizer in tokenizers - set(self._reported):
+        for tokenizer in tokenizers:
             if tokenizer.chats is not None and tokenizer.chats.failed_checks:
-                self._reported.add(tokenizer)
-                log.warning(
-                    "tail_rendering_disabled",
-                    "A conversation showed that the chat template depends on messages far back. The router now"
-                    " tokenizes all conversations of this model as a whole, which is slower.",
-                    model=", ".join(model for model, found in self._prompt_tokenizers.items() if found is tokenizer),
-                )
+                self._report_failed_check(tokenizer, "tail_rendering_disabled", _TAIL_RENDERING_DISABLED)
+            if tokenizer.chats is not None and tokenizer.chats.failed_layouts:
+                self._report_failed_check(tokenizer, "chat_layout_disabled", _CHAT_LAYOUT_DISABLED)
+
+    def _report_failed_check(self, tokenizer: PromptTokenizer, event: str, sentence: str) -> None:
+        reported = self._reported.setdefault(tokenizer, set())
+        if event not in reported:
+            reported.add(event)
+            models = (model for model, found in self._prompt_tokenizers.items() if found is tokenizer)
+            log.warning(event, sentence, model=", ".join(models))
 
     def close(self) -> None:
         """Return at once. The thread ends after its current work."""
