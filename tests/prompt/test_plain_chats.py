@@ -15,7 +15,6 @@ from prompt_data import MakePromptTokenizer, public_chats, template_text
 from sample_requests import BARE_TOOL, TOOL, assistant, system, tool, user
 
 from warmroute._kernel import MessageTokens, outline_body
-from warmroute.prompt import chat_template
 from warmroute.prompt.chat_template import ChatTemplate
 from warmroute.prompt.layout_check import LayoutCheck
 from warmroute.prompt.prompt import Prompt
@@ -122,7 +121,12 @@ def test_a_known_message_is_not_tokenized_again_wherever_it_stands(
     assert tokenizer.tokenizer is not None
     encoded: list[str] = []
     original = tokenizer.tokenizer.encode
-    monkeypatch.setattr(tokenizer.tokenizer, "encode", lambda text: (encoded.append(text), original(text))[1])
+
+    def encode(text: str) -> bytes:
+        encoded.append(text)
+        return original(text)
+
+    monkeypatch.setattr(tokenizer.tokenizer, "encode", encode)
 
     def send(*messages: dict[str, Any]) -> None:
         body = json.dumps({"model": "m", "messages": messages}).encode()
@@ -174,7 +178,6 @@ def test_a_new_day_gets_a_new_date(new_prompt_tokenizer: MakePromptTokenizer, mo
     body = json.dumps({"messages": [user("hello")]}).encode()
     today = tokenizer.tokenize(CHAT, body)
     template = tokenizer._templates.choose(None, has_tools=False)
-    monkeypatch.setattr(chat_template, "datetime", None)
     monkeypatch.setattr(template, "_now", lambda: datetime(2031, 2, 3))
     assert tokenizer.tokenize_plain(CHAT, body, outline_body(body)) is None  # the context has to be prepared again
     assert today is not None and template.time_key() == "03 Feb 2031"
@@ -236,7 +239,7 @@ def test_a_plain_message_is_its_role_and_text_and_nothing_else(
         for format in ("string", "openai"):
             expected: Any = text if format == "string" else [{"type": "text", "text": text}]
             try:
-                converted = template_message(item, format)  # type: ignore[arg-type]
+                converted = template_message(item, format)
             except UnsupportedRequest:
                 raise AssertionError(message) from None
             if not text.startswith("x-anthropic-billing-header"):

@@ -203,7 +203,7 @@ def test_a_template_that_passes_the_check_wrongly_is_found_by_verify_sample(
     try:
         body: dict[str, Any] = {"model": "m", "messages": [user("x")]}
         wrong = 0
-        for turn in range(70):
+        for turn in range(200):
             body["messages"] += [assistant(f"a{turn}"), user(f"q{turn}")]
             data = json.dumps(body).encode()
             tokenizer.tokenize(CHAT, data)

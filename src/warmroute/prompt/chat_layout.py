@@ -152,6 +152,8 @@ def _find_transforms(context: RenderContext, separators: dict[Triple, str]) -> d
 
 # ---- As tokens ----
 
+_NOT_COVERED: Final = struct.pack("=qq", -1, -1)
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -186,40 +188,38 @@ def token_layout(
     ends: dict[int, str] = {}
     first, last = [b""] * MESSAGE_ROLES, [b""] * MESSAGE_ROLES**2
     last_cuts: dict[tuple[int, int], tuple[str, str]] = {}
-    pairs = []
-    for place in product(range(MESSAGE_ROLES), repeat=3):
-        separator = text_layout.separators.get(place)
+    separators = b""
+    for two_before, before, after in product(range(MESSAGE_ROLES), repeat=3):
+        separator = text_layout.separators.get((two_before, before, after))
         cut_at, cut_token = _first_cut(separator or "", cut_tokens)
-        is_first, is_last = place[1] == 0, place[2] == 0
-        if separator is None or not (cut_token or is_first or is_last):
-            pairs.append((-1, -1))
+        if separator is None or (before and after and not cut_token):
+            separators += _NOT_COVERED
             continue
-        if is_last and not cut_token:
-            cut_at = len(separator)
+        if not after and not cut_token:
+            cut_at = len(separator)  # nothing follows, so there is nothing to cut off
         end, rest = separator[:cut_at], separator[cut_at:]
         cut_id = tokenizer.token_id(cut_token) if cut_token else b""
-        end_number, start_number = 0, 0
-        if is_first:
-            first[place[2]] = (tokenizer.special_prefix if add_special_tokens else b"") + tokenizer.encode(end)
-        else:
+        end_number = start_number = 0
+        if before:
             end_number = _number("end", end)
             ends[end_number] = end
-        if is_last:
-            rest_tokens = tokenizer.encode(cut_token + rest)
-            if not rest_tokens.startswith(cut_id):
-                return None
-            if cut_token:
-                last_cuts[place[:2]] = cut_token, rest
-            special = tokenizer.special_suffix if add_special_tokens else b""
-            last[place[0] * MESSAGE_ROLES + place[1]] = rest_tokens[len(cut_id) :] + special
         else:
-            transform = text_layout.transforms[place[2]]
+            first[after] = (tokenizer.special_prefix if add_special_tokens else b"") + tokenizer.encode(end)
+        if after:
+            transform = text_layout.transforms[after]
             start_number = _number("start", cut_token, rest, str(transform))
             starts[start_number] = Start(cut_token + rest, cut_id, TRANSFORMS[transform])
-        pairs.append((end_number, start_number))
+        else:
+            tokens = tokenizer.encode(cut_token + rest)
+            if not tokens.startswith(cut_id):
+                return None
+            if cut_token:
+                last_cuts[two_before, before] = cut_token, rest
+            special = tokenizer.special_suffix if add_special_tokens else b""
+            last[two_before * MESSAGE_ROLES + before] = tokens[len(cut_id) :] + special
+        separators += struct.pack("=qq", end_number, start_number)
     if not starts or not ends:
         return None
-    separators = b"".join(struct.pack("=qq", *pair) for pair in pairs)
     return TokenLayout(ChatLayout(separators, tuple(first), tuple(last)), starts, ends, last_cuts, time_key)
 
 

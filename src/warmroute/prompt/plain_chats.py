@@ -83,11 +83,11 @@ class PlainChats:
             if tokens is None or not is_kept:
                 return None
             new_bytes += len(tokens)
-        tokens = self.messages.join(outline, plain.layout.kernel)
-        if not isinstance(tokens, bytes):
+        joined = self.messages.join(outline, plain.layout.kernel)
+        if not isinstance(joined, bytes):
             return None  # the cache is too small for this chat
         is_warm = len(found) < outline.message_count
-        return exact_prompt(tokens, (len(tokens) - new_bytes) // TOKEN_BYTES if is_warm else 0)
+        return exact_prompt(joined, (len(joined) - new_bytes) // TOKEN_BYTES if is_warm else 0)
 
     def _encode(self, plain: PlainLayout, outline: Outline, message: int, start: int, end: int) -> bytes | None:
         """Return None where this message's tokens depend on other messages, or its text cannot be encoded."""
