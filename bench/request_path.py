@@ -98,7 +98,7 @@ def load(fleet: Fleet) -> None:
 def ticket_round(fleet: Fleet) -> None:
     node = next(iter(fleet))
     ticket = Ticket(node, 1.0)
-    ticket.first_byte(1.1)
+    ticket.first_token(1.1)
     fleet.close_ticket(ticket, Outcome.OK, 1.2)
 
 

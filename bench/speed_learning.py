@@ -83,6 +83,7 @@ def _run_guess(job: tuple[str, float, str, int]) -> Run:
         factors = [1.0] * len(factors)
     for sim, ms_per_token, factor in zip(world.nodes.values(), speeds, factors, strict=True):
         sim.node.speed.guess(ms_per_token)
+        sim.node.speed.answers = 1  # else it would take its peers' speed
         sim.node.speed.factor = factor
     group = world.fleet.group(MODEL)
     assert group is not None

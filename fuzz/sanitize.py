@@ -26,6 +26,7 @@ BUILD = ROOT / "build" / "sanitize"
 RESULT = ROOT / "bench" / "results" / "sanitize.json"
 TESTS = [
     "tests/kernel/test_kernel_module.py",
+    "tests/edge/test_first_token_search.py",
     "tests/edge/test_http_kernel.py",
     "tests/index",
     "tests/prompt/test_body_fields.py",
@@ -39,6 +40,7 @@ MEASURES_MEMORY_OR_TIME = "not flat and not memory and not bytes and not fast an
 """Sanitizers change how much memory and time everything takes."""
 FULL_RUNS = {
     "body_scan": 2_000_000,
+    "first_token": 500_000,
     "http_chunks": 2_000_000,
     "http_head": 2_500_000,
     "index": 700_000,
@@ -62,6 +64,7 @@ def run_tests() -> dict[str, object]:
         "PYTHONMALLOC": "malloc",
         "PYTHONPATH": f"{BUILD}/lib:{ROOT}/fuzz",
         "ASAN_OPTIONS": "detect_leaks=1:leak_check_at_exit=0:allocator_may_return_null=1",
+        "LSAN_OPTIONS": f"suppressions={ROOT}/fuzz/leaks_of_others.supp:print_suppressions=0",
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
     }
     command = [

@@ -1,6 +1,6 @@
 """The kernel's accounting of nodes and tickets in plain Python, as simple as possible.
 
-The kernel updates a node's counters, its speed and its model's decode speed when a request is sent, at its first byte,
+The kernel updates a node's counters, its speed and its model's decode speed when a request is sent, at its first token,
 with its reported usage, and at its end. tests/routing/test_accounting.py compares the two.
 """
 
@@ -15,14 +15,17 @@ from warmroute._kernel import (
     DECODE_MAX_FACTOR,
     DECODE_MIN_SHARE,
     DECODE_WEIGHT,
-    FIRST_BYTE_BOUNDS_MS,
+    EARLY_MIN_STEPS,
+    EARLY_STEPS,
     FIRST_TOKEN_STEPS,
     LATENCY_WEIGHT,
     PREFILL_MIN_SHARE,
+    REVIEW_WEIGHT,
     SPEED_DECAY_S,
     SPEED_MAX_FACTOR,
     SPEED_MIN_KEPT,
     STEP_WORK,
+    TTFT_BOUNDS_MS,
 )
 from warmroute.fleet.decode_speed import DecodeSpeed
 from warmroute.fleet.node import Outcome
@@ -34,14 +37,37 @@ def record_first_token(speed: NodeSpeed, work: float, token_ms: float, sent_s: f
     since_ms = (now_s - max(sent_s, speed._last_first_token_s)) * 1000.0
     took_ms = max(since_ms - FIRST_TOKEN_STEPS * token_ms, PREFILL_MIN_SHARE * since_ms)
     speed._last_first_token_s = now_s
-    expected_ms = work * speed.ms_per_token
+    expected_ms = work * (speed.learned_ms_per_token if speed.is_replaced else speed.ms_per_token)
     kept = max(SPEED_MIN_KEPT, exp(min(0.0, speed._at_s - now_s) / SPEED_DECAY_S))
     speed._at_s = now_s
     weight = work / (work + STEP_WORK)
     speed._work = speed._work * kept + weight * work
     speed._ms = speed._ms * kept + weight * min(max(took_ms, 0.0), SPEED_MAX_FACTOR * expected_ms)
-    speed.ms_per_token = max(1e-4, speed._ms / max(1.0, speed._work))
+    speed.learned_ms_per_token = max(1e-4, speed._ms / max(1.0, speed._work))
+    if not speed.is_replaced:
+        speed.ms_per_token = speed.learned_ms_per_token
     speed.answers += 1
+
+
+def record_lone_prefill(speed: NodeSpeed, work: float, took_ms: float) -> None:
+    """Update the regression of the time to the first token over the work, for prompts that waited alone."""
+    speed.lone_prefills += 1
+    weight = max(REVIEW_WEIGHT, 1.0 / speed.lone_prefills)
+    dx, dy = work - speed.lone_work, took_ms - speed.lone_ms
+    if speed.lone_prefills > 1:
+        dy = min(dy, SPEED_MAX_FACTOR * speed.lone_ms)
+    speed.lone_work += weight * dx
+    speed.lone_ms += weight * dy
+    speed.lone_xx = (1.0 - weight) * (speed.lone_xx + weight * dx * dx)
+    speed.lone_xy = (1.0 - weight) * (speed.lone_xy + weight * dx * dy)
+
+
+def record_times(speed: NodeSpeed, ttft_ms: float, token_ms: float) -> None:
+    """Update the share of responses whose first token came sooner than a step of the engine takes."""
+    speed.timed_answers += 1
+    weight = max(REVIEW_WEIGHT, 1.0 / speed.timed_answers)
+    early = 1.0 if ttft_ms < EARLY_STEPS * token_ms else 0.0
+    speed.early_share += weight * (early - speed.early_share)
 
 
 def record_decode_factor(speed: NodeSpeed, factor: float) -> None:
@@ -74,10 +100,10 @@ class ReferenceNode:
         self.other_load = other_load
         self.pending_work = self.kv_delta = 0.0
         self.context_tokens = self.kv_new = self.inflight = self.unstarted = self.polls = 0
-        self.arrival_rate = self.arrival_s = self.latency_ms = self.first_byte_sum_ms = 0.0
+        self.arrival_rate = self.arrival_s = self.latency_ms = self.ttft_sum_ms = 0.0
         self.polled_s = self.last_ticket_s = -1e9
         self.outcomes = [0] * len(Outcome)
-        self.first_byte_counts = [0] * (len(FIRST_BYTE_BOUNDS_MS) + 1)
+        self.ttft_counts = [0] * (len(TTFT_BOUNDS_MS) + 1)
         self.unstreamed: dict[ReferenceTicket, float] = {}
         """When the prefill of requests without streaming is expected to be done: their first token is not visible."""
 
@@ -112,7 +138,7 @@ class ReferenceTicket:
         new: int,
         prefill: float,
     ) -> None:
-        self.node, self.opened_s, self.first_byte_s, self.open, self.polls = node, now_s, 0.0, True, node.polls
+        self.node, self.opened_s, self.first_token_s, self.open, self.polls = node, now_s, 0.0, True, node.polls
         self.decode_speed, self.streams, self.tokens, self.new, self.output = decode_speed, streams, tokens, new, 0
         self.prefill = self.work = prefill
         node.inflight += 1
@@ -137,14 +163,14 @@ class ReferenceTicket:
         self.work = 0.0
         self.node.unstreamed.pop(self, None)
 
-    def first_byte(self, now_s: float, served: bool) -> None:
+    def first_token(self, now_s: float, served: bool) -> None:
         node = self.node
-        if not self.first_byte_s and self.polls == node.polls:
+        if not self.first_token_s and self.polls == node.polls:
             node.unstarted -= 1
-        self.first_byte_s = now_s
+        self.first_token_s = now_s
         after_ms = (now_s - self.opened_s) * 1000.0
-        node.first_byte_counts[bisect_left(FIRST_BYTE_BOUNDS_MS, after_ms)] += 1
-        node.first_byte_sum_ms += after_ms
+        node.ttft_counts[bisect_left(TTFT_BOUNDS_MS, after_ms)] += 1
+        node.ttft_sum_ms += after_ms
         if self.decode_speed is None:
             return
         self.prefilled()
@@ -159,6 +185,8 @@ class ReferenceTicket:
         arrived_s = self.opened_s + node.round_trip_ms / 1000.0
         if arrived_s >= now_s:
             arrived_s = self.opened_s
+        if self.streams and arrived_s >= node.speed._last_first_token_s and node.pending_work < 1.0:
+            record_lone_prefill(node.speed, self.prefill, (now_s - arrived_s) * 1000.0)
         record_first_token(node.speed, self.prefill, step_ms, arrived_s, now_s)
 
     def _record_decode(self, decode_speed: DecodeSpeed, took_ms: float, steps: int) -> None:
@@ -171,12 +199,16 @@ class ReferenceTicket:
         decode_speed, speed = self.decode_speed, self.node.speed
         if output is not None:
             self.output = output
-        if not self.first_byte_s or decode_speed is None:
+        if not self.first_token_s or decode_speed is None:
             return
         steps = max(0, (output or 0) - 1)
         if self.streams:
-            if steps:
-                self._record_decode(decode_speed, (now_s - self.first_byte_s) * 1000.0, steps)
+            if steps and now_s > self.first_token_s:
+                took_ms = (now_s - self.first_token_s) * 1000.0
+                if steps >= EARLY_MIN_STEPS:
+                    record_times(speed, (self.first_token_s - self.opened_s) * 1000.0, took_ms / steps)
+                if not speed.is_replaced:
+                    self._record_decode(decode_speed, took_ms, steps)
             return
         decode_ms = steps * decode_speed.token_ms(self.node.context_tokens) * speed.factor
         if decode_ms > self.prefill * speed.ms_per_token and now_s > self.due_s:
@@ -190,7 +222,7 @@ class ReferenceTicket:
         self.open = False
         node = self.node
         if self.decode_speed is not None:
-            if not self.first_byte_s:
+            if not self.first_token_s:
                 self.prefilled()
             node.kv_delta -= self.new
             if node.polled_s > self.opened_s:
@@ -200,7 +232,7 @@ class ReferenceTicket:
         node.inflight -= 1
         if not node.inflight:
             node.pending_work = 0.0
-        if not self.first_byte_s and self.polls == node.polls:
+        if not self.first_token_s and self.polls == node.polls:
             node.unstarted -= 1
         node.outcomes[outcome] += 1
         if outcome is Outcome.OK:

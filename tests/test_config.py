@@ -91,7 +91,7 @@ def test_only_an_experiment_sets_values_that_are_not_in_the_file() -> None:
         ({"limits": {"header_timeout_s": 0}}, "limits.header_timeout_s: ", "> 0"),
         ({"limits": {"connections": 0}}, "limits.connections: ", ">= 1"),
         ({"limits": {"body_bytes": 1.5}}, "limits.body_bytes: ", "expected a whole number, got a number"),
-        ({"upstream": {"max_attempts": 0}}, "upstream.max_attempts: ", ">= 1"),
+        ({"upstream": {"max_attempts": -1}}, "upstream.max_attempts: ", ">= 0"),
         ({"health": {"path": "health"}}, "health.path: ", "invalid format. Path of the health check."),
         ({"health": {"slow_start_s": -1}}, "health.slow_start_s: ", ">= 0"),
         (

@@ -57,6 +57,7 @@ async def test_every_framing_is_read_and_the_connection_is_closed(
 BROKEN: dict[str, Behaviour] = {
     "no response": script(CLOSE),
     "not HTTP": script(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"),
+    "too many 1xx": script(b"HTTP/1.1 102 P\r\n\r\n" * 65, http_response(b"ab")),
     "a short body": script(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nab", CLOSE),
     "a short chunked body": script(SSE_HEAD, chunk(b"ab"), CLOSE),
     "malformed chunks": script(SSE_HEAD, b"zz\r\n", HANG),

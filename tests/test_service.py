@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import signal
 import socket
@@ -12,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine_scripts import DONE, SSE_HEAD, chunk, hanging, script, sse_event, stream
+from support.engine_scripts import DONE, HANG, SSE_HEAD, chunk, hanging, script, sse_event, stream
 from support.polling import until
-from support.raw_client import ConnectionClosed, chat, get, post
+from support.raw_client import chat, get, post
 from support.running_router import quick_table, router
 from support.scripted_engine import ScriptedEngine, engines
 from support.serve_process import serve
@@ -222,6 +223,9 @@ async def test_sighup_reloads_the_configuration(tmp_path: Path) -> None:
             replace(path, toml(engine) + '\n[routing]\npolicy = "random"\n')
             command.signal(signal.SIGHUP)
             await until(lambda: command.logged("config_reloaded"), patience_s=5)
+            assert command.logged("reload_requested reason=SIGHUP")
+            command.signal(signal.SIGHUP)
+            await until(lambda: command.logged("config_unchanged"), patience_s=5)
             replace(path, "[broken")
             command.signal(signal.SIGHUP)
             await until(lambda: command.logged("invalid TOML"), patience_s=5)
@@ -312,17 +316,27 @@ async def test_requests_are_cut_off_at_the_shutdown_deadline(tmp_path: Path) -> 
         path.write_text(toml(engine) + "\n[shutdown]\ndeadline_s = 0.5\n")
         async with serve("--config", path) as command:
             await command.ready()
+            silent, streaming, messages = [await command.connect() for _ in range(3)]
             engine.behave = hanging
-            peer = await command.connect()
-            peer.write(post())
-            await until(lambda: engine.seen)
+            silent.write(post())
+            await until(lambda: len(engine.seen) == 1)
+            engine.behave = script(SSE_HEAD, chunk(sse_event(0)) + b"20\r\ndata: half an ev", HANG)
+            streaming.write(post(chat(stream=True)))
+            messages.write(post(chat(stream=True), "/v1/messages"))
+            await until(lambda: len(engine.seen) == 3)
+            assert (await streaming.head()).status == (await messages.head()).status == 200
             started_s = time.monotonic()
             command.signal(signal.SIGTERM)
             assert await asyncio.wait_for(command.process.wait(), 20) == 0
             assert time.monotonic() - started_s < 10
-            assert command.logged("requests_cut_off requests=1 deadline_s=0.5")
-            with pytest.raises(ConnectionClosed):
-                await peer.response()
+            assert command.logged("requests_cut_off requests=3 deadline_s=0.5")
+            rejected = await silent.response()
+            assert rejected.status == 503 and rejected.error["code"] == "router_stopping"
+            body = await streaming.rest()
+            assert b"event: error\ndata: " in body and b'"code":"router_stopping"' in body
+            assert not body.endswith(b"0\r\n\r\n"), "nobody takes it for complete"
+            body = await messages.rest()
+            assert b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error"' in body
 
 
 async def test_a_second_signal_stops_the_router_at_once() -> None:
@@ -386,3 +400,22 @@ async def test_flags_override_the_file(tmp_path: Path) -> None:
         async with serve("--config", path, *FLAGS, "--policy", "round_robin", "--node", two.url) as command:
             await command.ready()
             assert command.port > 1 and command.logged("nodes=2 policy=round_robin")
+
+
+async def test_sigterm_ends_the_process_while_a_chat_template_loops(tmp_path: Path) -> None:
+    path, template = tmp_path / "w.toml", tmp_path / "endless.jinja"
+    loops = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+    template.write_text(f"{{% if messages | length > 40 %}}{loops}{{% endif %}}{{{{ messages[0].content }}}}")
+    folder = Path(__file__).parent / "prompt" / "small-model"
+    async with engines() as [engine]:
+        model = f'[[models]]\nname = "m"\ntokenizer = "{folder}"\nchat_template = "{template}"\n'
+        path.write_text(toml(engine, model))
+        async with serve("--config", path) as command:
+            await command.ready()
+            messages = [{"role": "user", "content": "a message that is long enough to be looked up " * 9}] * 50
+            peer = await command.connect()
+            peer.write(post(json.dumps({"model": "m", "messages": messages}).encode()))
+            await asyncio.sleep(0.1)
+            command.signal(signal.SIGTERM)
+            assert (await peer.response()).status == 200, "the prompt is matched by its text"
+            assert await asyncio.wait_for(command.process.wait(), 10) == 0

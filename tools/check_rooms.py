@@ -18,7 +18,8 @@ MAY_KNOW: dict[str, set[str]] = {
     "blocking": set(),
     "http_client": {"_kernel"},
     "config": set(),
-    "prompt": {"_kernel", "config"},
+    "hugging_face": set(),
+    "prompt": {"_kernel", "config", "hugging_face"},
     "index": {"_kernel", "config"},
     "fleet": {"_kernel", "config"},
     "routing": {"_kernel", "config", "prompt", "index", "fleet"},
@@ -33,7 +34,7 @@ MAY_KNOW: dict[str, set[str]] = {
 }
 LEAVES = {"event_log", "http_client"}
 """Modules that know no room and that every room may know."""
-PUTS_TOGETHER = {"service", "cli"}
+PUTS_TOGETHER = {"service", "cli", "doctor"}
 """Who may know everybody, and is known by nobody but each other."""
 
 

@@ -23,6 +23,8 @@ from warmroute._kernel import BadChunk, ChunkReader, ResponseHead, read_response
 _CHUNKED: Final = -1
 _READ_BYTES: Final = 65_536
 _JSON: Final = "application/json"
+MAX_INFORMATIONAL: Final = 64
+"""Maximum number of 1xx responses before a response."""
 Headers = Iterable[tuple[str, str]]
 
 
@@ -103,7 +105,7 @@ async def open_response(
 
 
 async def _read_head(reader: asyncio.StreamReader) -> ResponseHead:
-    while True:
+    for _head in range(MAX_INFORMATIONAL + 1):
         try:
             data = await reader.readuntil(b"\r\n\r\n")
         except asyncio.IncompleteReadError:
@@ -115,6 +117,7 @@ async def _read_head(reader: asyncio.StreamReader) -> ResponseHead:
             raise BrokenResponse("the response is not valid HTTP")
         if head.status >= 200:
             return head
+    raise BrokenResponse(f"more than {MAX_INFORMATIONAL} 1xx responses")
 
 
 async def request(

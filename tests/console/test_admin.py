@@ -221,7 +221,7 @@ async def test_the_metrics_page_is_valid_and_counts_requests() -> None:
         assert found["warmroute_node_requests_total", ("node", "node1"), ("outcome", "failed")] >= 3
         assert found["warmroute_node_state", ("node", "node0"), ("state", "up")] == 1
         assert found["warmroute_node_requests_in_flight", ("node", "node0")] == 0
-        assert found["warmroute_node_first_byte_seconds_count", ("node", "node0")] == 8
+        assert found["warmroute_node_time_to_first_token_seconds_count", ("node", "node0")] == 8
         assert found["warmroute_client_connections_accepted_total",] >= 10
         assert "such" not in text, "labels contain nothing that a client sent"
 

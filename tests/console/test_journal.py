@@ -102,7 +102,7 @@ async def test_an_entry_has_the_decision_its_reasons_and_the_outcome() -> None:
         assert best["total_ms"] < worse["total_ms"]
         assert worse["total_ms"] == pytest.approx(sum(worse["terms_ms"].values()), abs=0.1)
         assert (second["outcome"], second["status"], second["attempts"]) == ("ok", 200, 1)
-        assert 0 < second["first_byte_ms"] <= second["duration_ms"]
+        assert 0 < second["ttft_ms"] <= second["duration_ms"]
         assert second["reported"] == {"prompt_tokens": 2100, "cached_tokens": 1984, "output_tokens": 17}
 
 
@@ -169,7 +169,7 @@ async def test_an_entry_has_the_time_in_the_queue() -> None:
         second, first = await decisions(r)
         assert second["queued_ms"] >= 50 > 1 > first["queued_ms"]
         assert second["explanation"].endswith(" ms first") and "; queued for " in second["explanation"]
-        assert second["first_byte_ms"] > second["queued_ms"]
+        assert second["ttft_ms"] > second["queued_ms"]
 
 
 async def test_the_journal_contains_no_user_text(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ async def test_a_sample_is_written(tmp_path: Path) -> None:
         await send(r, "one")
         entry = r.service.journal.find(b"one")
         assert entry is not None and entry.end is not None
-        ticket = type("T", (), {"node": entry.end[1], "first_byte_s": 1.0})()
+        ticket = type("T", (), {"node": entry.end[1], "first_token_s": 1.0})()
         for _ in range(4000):
             journal.end(entry, Outcome.OK, ticket, 1, 200, 2.0)
         assert 800 < len(journal._pending) < 1200

@@ -11,17 +11,21 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from warmroute._kernel import (
+    AMBIGUOUS_FIELD_NAME,
     BAD_CONTENT_LENGTH,
     BAD_HOST,
     BAD_TARGET,
     CHUNKED,
+    FIELD_NAMED_IN_CONNECTION,
     LENGTH_AND_TRANSFER_ENCODING,
     MALFORMED_FIELD,
     MALFORMED_START_LINE,
+    REPEATED_FIELD,
     REPEATED_TRANSFER_ENCODING,
     TOO_MANY_CONNECTION_OPTIONS,
     TOO_MANY_FIELDS,
     TRANSFER_ENCODING_IN_HTTP_1_0,
+    UNSUPPORTED_CONTENT_ENCODING,
     UNSUPPORTED_EXPECTATION,
     UNSUPPORTED_TRANSFER_ENCODING,
     UNSUPPORTED_VERSION,
@@ -43,8 +47,15 @@ _REQUEST_ID: Final = re.compile(rb"[!-~]{1,200}")
 
 # Hop-by-hop headers (RFC 9110, 7.6.1), and headers that the router sets itself.
 _DROPPED_FROM_REQUESTS: Final = {
-    b"keep-alive", b"proxy-connection", b"proxy-authorization", b"te", b"trailer", b"upgrade",
+    b"keep-alive", b"proxy-connection", b"proxy-authorization", b"te", b"trailer", b"upgrade", b"x-data-parallel-rank",
 }  # fmt: skip
+_ONCE: Final = {b"content-type", b"authorization", b"x-api-key", b"x-vllm-priority"}
+_ROUTING_HEADERS: Final = {b"x-priority", b"x-queue", b"x-deadline-ttft-ms", b"x-deadline-ms", b"x-vllm-priority"}
+_READ_IN_REQUESTS: Final = _ONCE | _ROUTING_HEADERS | {
+    b"host", b"content-length", b"transfer-encoding", b"connection", b"expect", b"x-request-id", b"x-forwarded-for",
+    b"content-encoding",
+}  # fmt: skip
+"""A request must not name one of these in Connection."""
 _DROPPED_FROM_RESPONSES: Final = {
     b"x-request-id", b"keep-alive", b"proxy-connection", b"proxy-authenticate", b"te", b"trailer", b"upgrade",
 }  # fmt: skip
@@ -87,6 +98,7 @@ class ResponseHead:
     keep_alive: bool = True
     content_type: bytes = b""
     retry_after: bytes = b""
+    encoded: bool = False
     forwarded_fields: bytes = b""
 
 
@@ -146,7 +158,7 @@ def _read_request_head(data: bytes, end: int, max_fields: int) -> RequestHead:
         raise Rejected(MALFORMED_START_LINE)
     if line[3] not in (b"1.0", b"1.1"):
         raise Rejected(UNSUPPORTED_VERSION)
-    if not line[2].startswith(b"/") and line[2] != b"*":
+    if b"#" in line[2] or (not line[2].startswith(b"/") and line[2] != b"*"):
         raise Rejected(BAD_TARGET)
     head = RequestHead(line[1], line[2], int(line[3][2:]))
     length: int | None = None
@@ -159,6 +171,8 @@ def _read_request_head(data: bytes, end: int, max_fields: int) -> RequestHead:
         if number > max_fields:
             raise Rejected(TOO_MANY_FIELDS)
         text, name, value = each
+        if name in _ONCE and any(name == before for before, _ in head.fields):
+            raise Rejected(REPEATED_FIELD)
         head.fields.append((name, value))
         if name == b"host":
             hosts += 1
@@ -187,11 +201,16 @@ def _read_request_head(data: bytes, end: int, max_fields: int) -> RequestHead:
                 head.request_id = value
         elif name == b"x-forwarded-for":
             head.forwarded_for = head.forwarded_for + b", " + value if head.forwarded_for else value
+        elif name == b"content-encoding":
+            if value.lower() != b"identity":
+                raise Rejected(UNSUPPORTED_CONTENT_ENCODING)
         elif name not in _DROPPED_FROM_REQUESTS:
             if name == b"content-type":
                 head.content_type = value
-            if name in (b"x-priority", b"x-queue", b"x-deadline-ttft-ms", b"x-deadline-ms"):
+            if name in _ROUTING_HEADERS:
                 head.has_routing_headers = True
+            if b"_" in name and name.replace(b"_", b"-") in _READ_IN_REQUESTS | _DROPPED_FROM_REQUESTS:
+                raise Rejected(AMBIGUOUS_FIELD_NAME)
             forwarded_fields.append((name, text))
     if hosts != 1 and (hosts or head.minor_version):
         raise Rejected(BAD_HOST)
@@ -199,6 +218,8 @@ def _read_request_head(data: bytes, end: int, max_fields: int) -> RequestHead:
         raise Rejected(LENGTH_AND_TRANSFER_ENCODING)
     if head.chunked and not head.minor_version:
         raise Rejected(TRANSFER_ENCODING_IN_HTTP_1_0)
+    if any(name in _READ_IN_REQUESTS for name in connection.names):
+        raise Rejected(FIELD_NAMED_IN_CONNECTION)
     head.length = CHUNKED if head.chunked else length or 0
     head.keep_alive = not connection.close and (head.minor_version == 1 or connection.keep)
     head.forwarded_fields = connection.left_of(forwarded_fields)
@@ -240,6 +261,8 @@ def _read_response_head(data: bytes, end: int) -> ResponseHead:
                 head.content_type = value
             elif name == b"retry-after":
                 head.retry_after = value
+            elif name == b"content-encoding":
+                head.encoded |= value.lower() != b"identity"
             forwarded_fields.append((name, text))
     if head.status in (204, 304) or head.status < 200:
         head.length = 0

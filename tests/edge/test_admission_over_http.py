@@ -113,7 +113,7 @@ async def test_a_request_that_no_node_served_is_refunded() -> None:
             return round(bucket.requests.level(now_s)), round(bucket.tokens.level(now_s))
 
         engine.behave = script(http_response(b"{}", status=503))
-        assert (await r.request(post_as("one"))).status == 502
+        assert (await r.request(post_as("one"))).status == 503
         assert left() == (100, 10_000)
         assert (await r.request(post_as("one", chat(model="none")))).status == 404
         assert left() == (100, 10_000)
@@ -338,7 +338,7 @@ async def test_headers_and_bodies_override_a_routes_priority_up_to_the_keys_limi
             post_as("one", chat("2" * 8 + LONG, stream=True), "/v1/chat/completions", "X-Priority: normal"),
             post_as("one", chat("3" * 8 + LONG, stream=True, priority=-1)),
             post_as("two", chat("4" * 8 + LONG, stream=True), "/v1/chat/completions", "X-Priority: high"),
-            post_as("two", chat("5" * 8 + LONG, stream=True, priority=-1)),
+            post_as("two", chat("5" * 8 + LONG, stream=True, priority=1), "/v1/chat/completions", "X-Priority: high"),
         ]
         for number, body in enumerate(requests):
             (await r.connect()).write(body)
@@ -388,8 +388,19 @@ async def test_a_header_overrides_a_routes_deadline() -> None:
         await until_queued(r, 1)
 
 
-async def test_rate_limit_headers_of_a_node_pass_unchanged() -> None:
-    async with engines() as [engine], router(engine, keys=keys(requests_per_min=50)) as r:
-        engine.behave = script(http_response(b"{}", headers=b"x-ratelimit-limit-requests: 7\r\n"))
+async def test_a_response_carries_what_is_left_of_the_tenants_limits() -> None:
+    async with engines() as [engine], router(engine, keys=keys(requests_per_min=50, tokens_per_min=10_000)) as r:
+        engine.behave = script(http_response(b"{}", headers=b"X-RateLimit-Limit-Requests: 7\r\nX-Other: 1\r\n"))
         response = await r.request(post_as("one"))
-        assert response.all("x-ratelimit-limit-requests") == ["7"], "a response passes unchanged"
+        assert response.status == 200 and response.get("x-other") == "1"
+        assert response.all("x-ratelimit-limit-requests") == ["50"], "the router's limit, not the node's"
+        assert response.all("x-ratelimit-remaining-requests") == ["49"]
+        assert response.all("x-ratelimit-limit-tokens") == ["10000"]
+        assert 9_000 < int(response.all("x-ratelimit-remaining-tokens")[0]) < 10_000
+        assert response.all("x-ratelimit-reset-requests") and response.all("x-ratelimit-reset-tokens")
+
+
+async def test_rate_limit_headers_of_a_node_pass_where_the_router_has_no_limit() -> None:
+    async with engines() as [engine], router(engine) as r:
+        engine.behave = script(http_response(b"{}", headers=b"x-ratelimit-limit-requests: 7\r\n"))
+        assert (await r.request()).all("x-ratelimit-limit-requests") == ["7"]

@@ -23,6 +23,9 @@ from support.raw_client import chat, post
 from support.running_router import router
 from support.scripted_engine import BlackHole, ScriptedEngine, engines
 
+from warmroute.config import NodeConfig
+from warmroute.http_client import MAX_INFORMATIONAL
+
 FAILURES: dict[str, Behaviour] = {
     "500": failing(500),
     "502": failing(502),
@@ -128,7 +131,7 @@ async def test_a_204_has_no_content_length() -> None:
 async def test_retries_follow_the_order_of_the_fallbacks() -> None:
     async with (
         engines(4) as four,
-        router(*four, upstream={"max_attempts": 4}, health={"consecutive_failures": 100}) as r,
+        router(*four, health={"consecutive_failures": 100}) as r,
     ):
         for engine in four:
             engine.behave = failing(500)
@@ -142,6 +145,29 @@ async def test_retries_follow_the_order_of_the_fallbacks() -> None:
         assert [await order(), await order()] == [[0, 1, 2, 3], [1, 2, 3, 0]]
 
 
+async def test_every_node_is_tried_before_a_request_fails() -> None:
+    async with engines(5) as five, router(*five, health={"consecutive_failures": 100}) as r:
+        *bad, good = five
+        for engine in bad:
+            engine.behave = failing(500)
+        for _ in range(12):
+            assert (await r.request()).status == 200
+        assert len(good.seen) == 12
+
+
+async def test_a_node_that_came_up_meanwhile_is_tried() -> None:
+    async with engines(2) as [bad, late], router(bad, health={"interval_s": 0.05}) as r:
+        gate = asyncio.Event()
+        bad.behave = script(gate, http_response(b"no", 500))
+        asking = asyncio.ensure_future(r.request())
+        await until(lambda: bool(bad.seen))
+        r.service.add_node(NodeConfig(url=late.url, name="late"))
+        await until(lambda: r.service.fleet.node("late").health.state.value == "up")
+        gate.set()
+        assert (await asking).status == 200
+        assert len(late.seen) == 1
+
+
 async def test_1xx_responses_are_ignored() -> None:
     async with engines() as [engine], router(engine) as r:
         early = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
@@ -150,10 +176,18 @@ async def test_1xx_responses_are_ignored() -> None:
         assert response.status == 200 and response.get("link") is None
 
 
-async def test_thousands_of_1xx_responses_are_ignored() -> None:
-    async with engines() as [engine], router(engine) as r:
-        engine.behave = script(b"HTTP/1.1 102 P\r\n\r\n" * 3000 + http_response())
-        assert (await r.request()).status == 200
+async def test_too_many_1xx_responses_fail_the_request_at_this_node() -> None:
+    informational = b"HTTP/1.1 102 P\r\n\r\n"
+    async with engines(2) as [bad, good], router(bad, good) as r:
+        bad.behave = script(informational * MAX_INFORMATIONAL, http_response(b"allowed"))
+        assert [(await r.request()).body for _ in range(2)] == [b"allowed", b'{"ok":true}']
+        for too_many in (
+            script(informational * (MAX_INFORMATIONAL + 1), http_response(b"no")),
+            script(informational * 20_000, http_response(b"no")),
+            script(*[informational] * (MAX_INFORMATIONAL + 1), HANG),
+        ):
+            bad.behave = too_many
+            assert [(await r.request()).body for _ in range(2)] == [b'{"ok":true}'] * 2
 
 
 async def test_endless_1xx_responses_time_out() -> None:

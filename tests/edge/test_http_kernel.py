@@ -20,7 +20,16 @@ REQUEST_VALUES = (
     "method", "target", "minor_version", "length", "chunked", "keep_alive", "expects_continue", "authorization",
     "api_key", "request_id", "forwarded_for", "content_type", "has_routing_headers", "forwarded_fields",
 )  # fmt: skip
-RESPONSE_VALUES = ("status", "status_line", "length", "keep_alive", "content_type", "retry_after", "forwarded_fields")
+RESPONSE_VALUES = (
+    "status",
+    "status_line",
+    "length",
+    "keep_alive",
+    "content_type",
+    "retry_after",
+    "encoded",
+    "forwarded_fields",
+)
 
 
 @functools.cache
@@ -45,10 +54,12 @@ NAMES = st.sampled_from(
     [
         b"Host", b"Content-Length", b"Transfer-Encoding", b"Connection", b"Expect", b"Authorization", b"X-Request-Id",
         b"X-Forwarded-For", b"Content-Type", b"Keep-Alive", b"Proxy-Connection", b"Proxy-Authorization",
-        b"TE", b"Trailer",
+        b"TE", b"Trailer", b"Content-Encoding",
         b"Upgrade", b"Retry-After", b"X-A", b"x-a", b"Accept", b"Proxy-Authenticate", b"cOnTeNt-LeNgTh",
         b"!#$%&'*+-.^_`|~",
         b"Content_Length", b"Content-Lengt", b"Hos", b"Hostt", b"X-Priority", b"x-queue", b"X-Queues", b"X-Deadline-Ms",
+        b"X-Data-Parallel-Rank", b"x_data-parallel_RANK", b"X-Vllm-Priority", b"Content-Encoding", b"X_Custom_Name",
+        b"X-Api-Key", b"x_api_key",
     ]
 )  # fmt: skip
 VALUES = st.one_of(
@@ -60,6 +71,7 @@ VALUES = st.one_of(
             b"100-continue", b"100-Continue",
             b"other", b"Bearer k", b"id-1", b"id 1", b"x" * 200, b"x" * 201, b"1.2.3.4", b"application/json; a=b",
             b"a  b\t", b"\xc3\xa9", b"timeout=5", b",".join(b"n%d" % n for n in range(17)),
+            b"gzip", b"Identity", b"close, HOST", b"x-request-id", b"X-Data-Parallel-Rank", b"upgrade, HTTP2-Settings",
         ]
     ),
     st.binary(max_size=12),
@@ -76,7 +88,7 @@ REQUEST_LINE = st.one_of(
             b"OPTIONS * HTTP/1.1\r\n", b"M-SEARCH /\xff HTTP/1.1\r\n", b"GET http://a/ HTTP/1.1\r\n",
             b"GET / HTTP/2.0\r\n",
             b"CONNECT a:1 HTTP/1.1\r\n", b"GET / HTTP/1.2\r\n", b"GET /\r\n", b"GET  / HTTP/1.1\r\n",
-            b"get /~|^ HTTP/1.1\r\n",
+            b"get /~|^ HTTP/1.1\r\n", b"GET /# HTTP/1.1\r\n", b"GET /a?b#c HTTP/1.1\r\n", b"GET # HTTP/1.1\r\n",
             b"GET **  HTTP/1.1\r\n", b"GET ** HTTP/1.1\r\n", b"GET / HTTP/1.10\r\n", b"GET / http/1.1\r\n",
             b"/ HTTP/1.1\r\n",
         ]
@@ -102,15 +114,17 @@ STATUS_LINE = st.one_of(
 GOOD_VALUES: dict[bytes, list[bytes]] = {
     b"Content-Length": [b"0", b"5", b"005", b"123456789012345678"],
     b"Transfer-Encoding": [b"chunked", b"CHUNKED"],
-    b"Connection": [b"close", b"keep-alive", b"X-A, close", b"x-a,,accept , Content-Type", b"keep-alive, Close", b""],
+    b"Connection": [b"close", b"keep-alive", b"X-A, close", b"x-a,,accept , Upgrade", b"keep-alive, Close", b""],
     b"Expect": [b"100-continue", b"100-Continue"],
     b"X-Request-Id": [b"id", b"i d", b"", b"x" * 200, b"x" * 201],
+    b"Content-Encoding": [b"identity", b"IDENTITY"],
 }
 GOOD_FIELD = st.sampled_from(
     [b"Content-Length", b"Transfer-Encoding", b"Connection", b"Expect", b"X-Request-Id", b"Authorization",
     b"Content-Type",
      b"X-Forwarded-For", b"X-A", b"accept", b"TE", b"Upgrade", b"Keep-Alive", b"Retry-After", b"Proxy-Authenticate",
-     b"X-PRIORITY", b"x-queue", b"X-Deadline-Ttft-Ms", b"x-deadline-ms", b"X-Deadline-Tt"]
+     b"X-PRIORITY", b"x-queue", b"X-Deadline-Ttft-Ms", b"x-deadline-ms", b"X-Deadline-Tt", b"X-VLLM-priority",
+     b"X-Data-Parallel-Rank", b"Content-Encoding", b"x_unknown"]
 ).flatmap(lambda name: st.sampled_from(GOOD_VALUES.get(name, [b"a", b"", b"b c\t d", b"\xe9"])).map(
     lambda value: name + b": " + value + b"\r\n"
 ))  # fmt: skip
@@ -239,7 +253,7 @@ def read_with_h11(data: bytes) -> h11.Request | None:
 
 STRICTER: dict[int, bytes] = {
     _kernel.MALFORMED_START_LINE: rb"^[^\r]*\n|^[^\r]*\r[^\n]|^[^\r\n]*[^ !-~\r\n]",  # line ends, bytes beyond ASCII
-    _kernel.BAD_TARGET: rb"^\S+ [^/]",  # a path, and nothing else
+    _kernel.BAD_TARGET: rb"^\S+ ([^/]|\S*#)",  # a path, and nothing else
     _kernel.UNSUPPORTED_VERSION: rb"HTTP/(?!1\.[01]\r\n)",
     _kernel.MALFORMED_FIELD: rb"(?<!\r)\n|\r(?!\n)|\r\n[ \t]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]",  # folds, controls
     _kernel.TOO_MANY_FIELDS: rb"",
@@ -251,6 +265,10 @@ STRICTER: dict[int, bytes] = {
     _kernel.LENGTH_AND_TRANSFER_ENCODING: rb"(?i)content-length",
     _kernel.TRANSFER_ENCODING_IN_HTTP_1_0: rb"HTTP/1\.0",
     _kernel.TOO_MANY_CONNECTION_OPTIONS: rb"(?i)connection",
+    _kernel.REPEATED_FIELD: rb"(?is)\n(content-type|authorization|x-api-key|x-vllm-priority):.*\n\1:",
+    _kernel.FIELD_NAMED_IN_CONNECTION: rb"(?i)connection:",
+    _kernel.AMBIGUOUS_FIELD_NAME: rb"_",
+    _kernel.UNSUPPORTED_CONTENT_ENCODING: rb"(?i)content-encoding",
 }
 """Every reason to reject what h11 accepts, with a pattern that the head must then match."""
 

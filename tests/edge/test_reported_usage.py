@@ -199,7 +199,7 @@ async def test_a_stream_that_arrives_in_one_piece_has_a_duration(monkeypatch: py
     def record_usage(
         ticket: Dispatch, prompt: int | None, cached: int | None, output: int | None, now_s: float
     ) -> None:
-        durations_s.append(now_s - ticket.first_byte_s)
+        durations_s.append(now_s - ticket.first_token_s)
 
     monkeypatch.setattr(Dispatch, "record_usage", record_usage)
     async with engines() as [engine], router(engine, routing={"policy": "price"}) as r:

@@ -44,6 +44,8 @@ def prompt(seed: int, blocks: int = 4, size: int = 16) -> list[int]:
 def stored(
     hashes: list[int | bytes], tokens: list[int], parent: int | bytes | None = None, size: int = 16, **more: Any
 ) -> BlockStored:
+    if "extra_keys" in more:
+        more["extra_keys"] = msgspec.Raw(msgspec.msgpack.encode(more["extra_keys"]))
     return BlockStored(hashes, parent, tokens, size, **more)
 
 

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.engine_scripts import vllm_metrics
 
 from warmroute.engines import sglang, vllm
-from warmroute.engines.engine_detection import detect_engine, load_parser
+from warmroute.engines.engine_detection import detect_engine, engine_of_cards, metrics_paths, parse_load
 from warmroute.engines.load_report import mean, samples, total
 
 SGLANG = b"""\
@@ -61,7 +61,39 @@ def test_block_size_and_cache_capacity_are_parsed() -> None:
 def test_engines_are_detected_by_their_metrics() -> None:
     assert detect_engine(vllm_metrics()) == "vllm" and detect_engine(SGLANG) == "sglang"
     assert detect_engine(b"") is None and detect_engine(b"go_goroutines 5\n") is None
-    assert load_parser("trtllm") is None and load_parser("auto") is None
+    assert parse_load("auto", vllm_metrics()) is None
+
+
+TRTLLM = b"""\
+# TYPE trtllm_num_requests_running gauge
+trtllm_num_requests_running{engine_type="undefined",model_name="undefined",pid="7"} 5.0
+trtllm_num_requests_waiting{engine_type="undefined",model_name="undefined",pid="7"} 2.0
+trtllm_kv_cache_utilization{engine_type="undefined",model_name="undefined",pid="7"} 0.25
+trtllm_kv_cache_max_blocks{engine_type="undefined",model_name="undefined",pid="7"} 1000.0
+trtllm_kv_cache_tokens_per_block{engine_type="undefined",model_name="undefined",pid="7"} 32.0
+"""
+TRTLLM_ITERATIONS = b"""[
+{"iter": 1, "numActiveRequests": 9, "numQueuedRequests": 9, "kvCacheStats": {}},
+{"iter": 2, "numActiveRequests": 5, "numQueuedRequests": 2, "iterLatencyMS": 7.5,
+ "kvCacheStats": {"maxNumBlocks": 1000, "freeNumBlocks": 750, "usedNumBlocks": 250, "tokensPerBlock": 32}}]"""
+
+
+@pytest.mark.parametrize("page", [TRTLLM, TRTLLM_ITERATIONS])
+def test_tensorrt_llm_is_detected_and_parsed(page: bytes) -> None:
+    assert detect_engine(page) == "trtllm"
+    report = parse_load("trtllm", page)
+    assert report is not None and (report.running, report.waiting, report.kv_usage) == (5, 2, 0.25)
+    assert (report.block_size, report.capacity_tokens, report.incarnation) == (32, 32_000, 0.0)
+
+
+def test_tensorrt_llm_without_iterations_is_idle_and_known_by_its_models() -> None:
+    assert detect_engine(b"[]") is None
+    report = parse_load("trtllm", b"[]")
+    assert report is not None and (report.running, report.waiting, report.block_size) == (0, 0, 0)
+    assert parse_load("trtllm", b"{}") is None and parse_load("trtllm", b"[7") is None
+    assert engine_of_cards([{"id": "m", "owned_by": "tensorrt_llm"}]) == "trtllm"
+    assert engine_of_cards([{"id": "m", "owned_by": "vllm"}]) is None
+    assert metrics_paths("vllm") == metrics_paths("sglang") == ("/metrics",)
 
 
 def test_loads_of_ranks_are_summed_and_usages_averaged() -> None:

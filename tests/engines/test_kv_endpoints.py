@@ -17,6 +17,7 @@ from warmroute.engines.kv_endpoints import (
     reachable_endpoint,
 )
 from warmroute.engines.served_models import ServedModels, parse_model_cards
+from warmroute.fleet.reported_values import ReportedValues
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "vllm-0.32"
 
@@ -48,7 +49,7 @@ def test_an_ipv6_host_gets_brackets() -> None:
 
 
 def test_a_recorded_vllm_list_is_parsed() -> None:
-    [endpoint] = parse_event_sources((RECORDED / "kv_event_sources.json").read_bytes(), "gpu7")
+    [endpoint] = parse_event_sources((RECORDED / "kv_event_sources.json").read_bytes(), "gpu7", ReportedValues("node"))
     assert endpoint == KvEndpoint(0, "tcp://gpu7:5557", "tcp://gpu7:5558")
 
 
@@ -58,9 +59,9 @@ def test_vllm_ranks_are_parsed_from_a_map_and_a_list() -> None:
     expected = [KvEndpoint(0, "tcp://h:5557", ""), KvEndpoint(1, "tcp://h:5558", "")]
     as_map: Any = {"0": entry, "1": other, "2": {"publisher": "null"}, "x": entry, "3": 7}
     as_list = [{"data_parallel_rank": 0, **entry}, {"data_parallel_rank": 1, **other}, 5]
-    assert parse_event_sources(json.dumps(as_map).encode(), "h") == expected
-    assert parse_event_sources(json.dumps(as_list).encode(), "h") == expected
-    assert parse_event_sources(b"{}", "h") == []
+    assert parse_event_sources(json.dumps(as_map).encode(), "h", ReportedValues("node")) == expected
+    assert parse_event_sources(json.dumps(as_list).encode(), "h", ReportedValues("node")) == expected
+    assert parse_event_sources(b"{}", "h", ReportedValues("node")) == []
 
 
 SGLANG: dict[str, Any] = {
@@ -75,7 +76,7 @@ SGLANG: dict[str, Any] = {
 
 
 def test_sglang_server_info_is_parsed() -> None:
-    info = parse_server_info(json.dumps(SGLANG).encode(), "h")
+    info = parse_server_info(json.dumps(SGLANG).encode(), "h", ReportedValues("node"))
     assert info.endpoints == [
         KvEndpoint(0, "tcp://h:5557", "tcp://h:6557"),
         KvEndpoint(1, "tcp://h:5558", "tcp://h:6558"),
@@ -85,7 +86,7 @@ def test_sglang_server_info_is_parsed() -> None:
 
 def test_sglang_ranks_on_other_machines_keep_their_endpoints() -> None:
     events = {**SGLANG["kv_events"], "publishers": [{"dp_rank": 1, "endpoint": "tcp://10.0.0.2:5561"}]}
-    info = parse_server_info(json.dumps({**SGLANG, "kv_events": events}).encode(), "h")
+    info = parse_server_info(json.dumps({**SGLANG, "kv_events": events}).encode(), "h", ReportedValues("node"))
     assert info.endpoints[1] == KvEndpoint(1, "tcp://10.0.0.2:5561", "tcp://10.0.0.2:6558")
 
 
@@ -93,7 +94,7 @@ def test_sglang_ranks_on_other_machines_keep_their_endpoints() -> None:
     "events", [None, 5, {}, {"publisher": "null"}, {"publisher": "zmq", "endpoint_port_base": "x"}]
 )
 def test_sglang_without_events_still_reports_its_block_size(events: Any) -> None:
-    info = parse_server_info(json.dumps({**SGLANG, "kv_events": events}).encode(), "h")
+    info = parse_server_info(json.dumps({**SGLANG, "kv_events": events}).encode(), "h", ReportedValues("node"))
     assert (info.endpoints, info.block_size) == ([], 64)
 
 
@@ -101,7 +102,7 @@ def test_sglang_without_events_still_reports_its_block_size(events: Any) -> None
 @pytest.mark.parametrize("read", [parse_event_sources, parse_server_info])
 def test_an_invalid_response_raises(read: Any, body: bytes) -> None:
     with pytest.raises(ValueError):
-        read(body, "h")
+        read(body, "h", ReportedValues("node"))
 
 
 def test_endpoints_can_be_configured() -> None:

@@ -13,9 +13,8 @@ from warmroute.engines.kv_events import (
     BlockRemoved,
     BlockStored,
     HashesStored,
-    cache_salt,
     decode_batch,
-    extra_keys_by_block,
+    salt_and_extra_keys,
 )
 from warmroute.index.cache_view import CacheView
 from warmroute.index.node_cache import NodeCache
@@ -72,11 +71,8 @@ def test_salted_blocks_are_found_only_with_their_salt() -> None:
     for vllm in (True, False):
         cache_view, _, applier = with_applier()
         for number in range(6):
-            event = stored([number + 1], tokens[number * 16 : number * 16 + 16], parent=number or None)
-            if vllm:
-                event.extra_keys = [["s1"]] if number == 0 else [None]
-            else:
-                event.cache_salt = "s1"
+            more = {"extra_keys": [["s1"]] if number == 0 else [None]} if vllm else {"cache_salt": "s1"}
+            event = stored([number + 1], tokens[number * 16 : number * 16 + 16], parent=number or None, **more)
             assert applier.apply(event) is Applied.DONE
         assert hit(cache_view, tokens, salt="s1") == 96
         assert hit(cache_view, tokens, salt="s2") == hit(cache_view, tokens) == 0
@@ -114,8 +110,8 @@ def test_image_tokens_depend_on_the_image() -> None:
     cache_view, _, applier = with_applier()
     tokens = prompt(1, 3)
     event = stored([1, 2, 3], tokens, extra_keys=[["salt"], [["a1b2", 3]], [["a1b2", -13]]])
-    assert cache_salt(event) == "salt"
-    extra = extra_keys_by_block(event)
+    salt, extra = salt_and_extra_keys(event)
+    assert salt == "salt"
     assert extra is not None and extra[0] is None and extra[1] and extra[2] and extra[1] != extra[2]
     applier.apply(event)
     assert hit(cache_view, tokens, salt="salt") == 16, "the text before the image"
@@ -200,7 +196,7 @@ def test_prompts_of_recorded_messages_are_found(path: Path) -> None:
             continue
         model = event.lora_name or MODEL
         assert applied is Applied.DONE
-        assert hit(cache_view, event.token_ids, model, cache_salt(event) or "") == len(event.token_ids)
+        assert hit(cache_view, event.token_ids, model, salt_and_extra_keys(event)[0] or "") == len(event.token_ids)
 
 
 def test_a_recorded_second_turn_extends_the_first() -> None:

@@ -14,8 +14,8 @@ from warmroute.engines.kv_events import (
     BadPayload,
     BlockRemoved,
     BlockStored,
-    cache_salt,
     decode_batch,
+    salt_and_extra_keys,
     sent_time_s,
 )
 
@@ -50,9 +50,9 @@ def test_byte_hashes_salts_and_adapters_are_decoded() -> None:
     [stored] = decode_batch(recorded("bytes_lora_and_salt")).events
     assert isinstance(stored, BlockStored)
     assert all(isinstance(name, bytes) and len(name) == 32 for name in stored.block_hashes)
-    assert stored.lora_name == "ad1" and cache_salt(stored) == "SALT"
+    assert stored.lora_name == "ad1" and salt_and_extra_keys(stored)[0] == "SALT"
     [salted] = decode_batch(recorded("cache_salt_s1_first_block_extra_key")).events
-    assert isinstance(salted, BlockStored) and cache_salt(salted) == "s1"
+    assert isinstance(salted, BlockStored) and salt_and_extra_keys(salted)[0] == "s1"
 
 
 def test_unknown_fields_are_ignored() -> None:

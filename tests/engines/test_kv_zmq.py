@@ -86,7 +86,7 @@ def subscribing(
     for _ in range(earlier):
         publisher.publish(lost=True)
     rank = RecordedRank()
-    subscription = KvSubscription(context, rank, publisher.endpoint, publisher.replay_endpoint)  # type: ignore[arg-type]
+    subscription = KvSubscription(rank, publisher.endpoint, publisher.replay_endpoint)  # type: ignore[arg-type]
     try:
         yield publisher, subscription, rank
     finally:

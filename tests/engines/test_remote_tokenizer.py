@@ -139,20 +139,22 @@ def test_reasoning_content_is_renamed() -> None:
     assert made == [assistant("r", reasoning="why"), assistant("s", reasoning="b")]
 
 
-def test_a_completion_request_has_the_first_prompt() -> None:
+def test_a_completion_request_has_the_prompt() -> None:
     assert request_for(COMPLETIONS, prompt="hi") == {"model": "m", "prompt": "hi"}
-    assert request_for(COMPLETIONS, prompt=["hi", "ho"], add_special_tokens=False) == {
+    assert request_for(COMPLETIONS, prompt=["hi"], add_special_tokens=False) == {
         "model": "m",
         "prompt": "hi",
         "add_special_tokens": False,
     }
-    assert request_for(COMPLETIONS, prompt=[5, 6]) == [5, 6] and request_for(COMPLETIONS, prompt=[[7], [8]]) == [7]
+    assert request_for(COMPLETIONS, prompt=[5, 6]) == [5, 6] and request_for(COMPLETIONS, prompt=[[7]]) == [7]
 
 
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
         (b"/v1/responses", {"input": "hi"}),
+        (COMPLETIONS, {"prompt": ["hi", "ho"]}),
+        (COMPLETIONS, {"prompt": [[7], [8]]}),
         (b"/v1/messages", {"messages": [user("hi")]}),
         (b"/v1/embeddings", {"input": "hi"}),
         (CHAT, {}),

@@ -6,10 +6,15 @@ import json
 from typing import Any
 
 from kv_event_factory import hit, one_node, prompt
+from support.engine_scripts import http_response, script
+from support.polling import until
+from support.running_router import router
+from support.scripted_engine import ScriptedEngine, engines
 
 from warmroute.engines import trtllm
 from warmroute.engines.kv_client import apply_polled
 from warmroute.engines.kv_rank import NodeKvEvents
+from warmroute.fleet.reported_values import ReportedValues
 
 SIZE = 32
 
@@ -39,7 +44,9 @@ class Engine:
     async def publish(self, *data: dict[str, Any], **more: Any) -> None:
         events = [{"event_id": self.next + number, "data": each, **more} for number, each in enumerate(data)]
         self.next += len(data)
-        await apply_polled(self.events, trtllm.parse_events(json.dumps(events).encode()), lambda: 3.0)
+        await apply_polled(
+            self.events, trtllm.split_events(json.dumps(events).encode()), ReportedValues("node"), lambda: 3.0
+        )
 
     def hit(self, tokens: list[int], salt: str = "") -> int:
         return hit(self.cache_view, tokens, salt=salt)
@@ -110,3 +117,36 @@ async def test_ranks_are_separate_and_only_the_widest_window_counts() -> None:
     for rank in (0, 1):
         engine.events.remove_rank(rank)
     assert engine.cache.ranks == {}
+
+
+async def test_a_tensorrt_llm_node_is_detected_and_its_load_and_events_are_read() -> None:
+    """trtllm-serve: JSON at /metrics, which is empty while the engine is idle, and a Prometheus page elsewhere."""
+    tokens = prompt(1, 3, SIZE)
+    polls = iter([json.dumps([{"event_id": 0, "data": CREATED}, {"event_id": 1, "data": chain(1, tokens)}]).encode()])
+
+    async def events(engine: ScriptedEngine, received: Any, writer: Any) -> None:
+        writer.write(http_response(next(polls, b"[]")))
+
+    page = b"trtllm_num_requests_running 3.0\ntrtllm_num_requests_waiting 1.0\ntrtllm_kv_cache_utilization 0.5\n"
+    async with engines(1) as [engine]:
+        engine.metrics = script(http_response(b"[]"))
+        engine.own_paths[b"/prometheus/metrics"] = script(http_response(page, content_type=b"text/plain"))
+        engine.own_paths[b"/kv_cache_events"] = events
+        async with router(engine, routing={"policy": "price"}) as r:
+            node, cache_view = r.node(0), r.service.cache_view
+            await until(lambda: node.engine == "trtllm", "the engine is detected")
+            await until(lambda: (node.running, node.waiting, node.kv_usage) == (3, 1, 0.5), "its load is read")
+            await until(lambda: hit(cache_view, tokens, name="node0") == 96, "its events are polled")
+
+
+async def test_an_unreadable_event_is_lost_and_later_ones_count() -> None:
+    engine = Engine()
+    await engine.publish(CREATED, chain(1, prompt(1, 1, SIZE)))
+    engine.next += 1
+    bad = [{"event_id": -1, "data": CREATED}, {"event_id": 2, "data": {"type": "stored", "blocks": 7}}]
+    await apply_polled(
+        engine.events, trtllm.split_events(json.dumps(bad).encode()), ReportedValues("node"), lambda: 3.0
+    )
+    await engine.publish(chain(50, prompt(2, 1, SIZE)))
+    assert engine.hit(prompt(1, 1, SIZE)) == 0 and engine.hit(prompt(2, 1, SIZE)) == 32
+    assert not engine.cache.complete and engine.cache.gaps == 1

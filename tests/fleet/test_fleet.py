@@ -266,12 +266,12 @@ def test_latency_is_a_moving_average_of_complete_responses() -> None:
     assert node.latency_ms == pytest.approx(1100)
 
 
-def test_first_bytes_are_counted_in_buckets() -> None:
+def test_first_tokens_are_counted_in_buckets() -> None:
     node = fleet_of(config("a", "m")).node("a")
     for ms in (1, 5, 6, 70_000):
-        Ticket(node, 0).first_byte(ms / 1000)
-    assert sum(node.first_byte_counts) == 4
-    assert node.first_byte_counts[0] == 2 and node.first_byte_counts[1] == 1 and node.first_byte_counts[-1] == 1
+        Ticket(node, 0).first_token(ms / 1000)
+    assert sum(node.ttft_counts) == 4
+    assert node.ttft_counts[0] == 2 and node.ttft_counts[1] == 1 and node.ttft_counts[-1] == 1
 
 
 @pytest.mark.parametrize(

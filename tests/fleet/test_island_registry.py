@@ -102,7 +102,7 @@ def test_the_round_trip_does_not_count_as_prefill() -> None:
         for number in range(30):
             lookup = Lookup(bytes([number, 1, 0, 0]) * 1000, 1000, 0, salt=str(number))
             ticket = router.dispatch(router.decide(RoutingRequest("m"), now_s, lookup), node, now_s)
-            ticket.first_byte(now_s + (round_trip_ms + 80.0) / 1000.0)
+            ticket.first_token(now_s + (round_trip_ms + 80.0) / 1000.0)
             fleet.close_ticket(ticket, Outcome.OK, now_s + 1.0)
             now_s += 5.0
         speeds.append(node.speed.ms_per_token)
@@ -135,7 +135,7 @@ def test_a_configured_round_trip_that_is_too_long_does_not_make_a_node_appear_fa
         decision = router.decide(RoutingRequest("m"), now_s, Lookup(tokens.tobytes(), 2000, 0))
         ticket = router.dispatch(decision, node, now_s)
         now_s += 0.2  # 2,000 tokens in 200 ms: 0.1 ms per token
-        ticket.first_byte(now_s)
+        ticket.first_token(now_s)
         ticket.close(Outcome.OK, now_s)
         now_s += 1.0
     assert node.speed.ms_per_token == pytest.approx(0.1, rel=0.3)

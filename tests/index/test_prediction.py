@@ -100,6 +100,76 @@ def test_a_correct_prediction_of_zero_counts_as_exact() -> None:
     assert cache_of(cache_view, "a").accuracy.exact == 1
 
 
+def accuracy_after(cache_view: CacheView, request: Lookup, cached: int, prompt_tokens: int | None = None) -> float:
+    """Route a prompt that node a should hold, report `cached` tokens, and return how far the node is trusted then."""
+    prefilled(cache_view, "a", request, 0.0)
+    prediction = route(cache_view, "a", request, 1.0)
+    assert prediction.tokens
+    prediction.check_cached_tokens(cached, 2.0, prompt_tokens)
+    return cache_of(cache_view, "a").accuracy.trust(2.0)
+
+
+BLOCKS = range(100)
+
+
+def test_a_missing_prefix_costs_trust() -> None:
+    assert accuracy_after(cache_view_of("a"), prompt(*BLOCKS), 0, 1601) < 0.9
+
+
+def test_reports_that_cannot_be_compared_cost_no_trust() -> None:
+    """Those of prompt lists are of one of the prompts; a truncated prompt begins with other tokens."""
+    cache_view = cache_view_of("a")
+    assert accuracy_after(cache_view, prompt(*BLOCKS, comparable=False), 0, 1601) == 1.0
+    assert cache_of(cache_view, "a").accuracy.compared == 0
+    assert hit_tokens(cache_view, "a", prompt(*BLOCKS), 3.0) == 1600, "nothing was evicted"
+
+
+def test_a_prompt_of_a_list_tells_nothing_about_the_tokenizer() -> None:
+    cache_view = cache_view_of("a")
+    for _ in range(20):
+        route(cache_view, "a", prompt(1, 2, comparable=False)).check_prompt_tokens(5000)
+    assert not cache_of(cache_view, "a").token_mismatch
+
+
+def test_text_is_compared_by_its_share_of_the_prompt() -> None:
+    """Its tokens are four bytes each, and those of the engine longer or shorter, here and there."""
+    text = {"text": True, "exact": 0}
+    for reported, prompt_tokens in ((800, 801), (700, 801), (3200, 3201), (3100, 3601)):
+        cache_view = cache_view_of("a")
+        assert accuracy_after(cache_view, prompt(*BLOCKS, **text), reported, prompt_tokens) == 1.0
+        assert cache_of(cache_view, "a").accuracy.exact == 1
+    for reported, prompt_tokens in ((0, 801), (400, 801), (1600, 3201)):
+        assert accuracy_after(cache_view_of("a"), prompt(*BLOCKS, **text), reported, prompt_tokens) < 0.9
+    assert accuracy_after(cache_view_of("a"), prompt(*BLOCKS, **text), 0, None) == 1.0, "nothing to compare with"
+
+
+def test_a_node_with_another_tokenizer_is_compared_by_shares_too() -> None:
+    cache_view = cache_view_of("a")
+    cache_of(cache_view, "a").token_mismatch = True
+    assert accuracy_after(cache_view, prompt(*BLOCKS), 790, 801) == 1.0
+
+
+# Several prompts, and prompts for which the engine does not read its cache.
+
+
+def test_the_hits_of_several_prompts_add_up() -> None:
+    cache_view = cache_view_of("a", "b")
+    route(cache_view, "a", prompt(1, 2, 3))
+    route(cache_view, "b", prompt(7, 8))
+    route(cache_view, "a", prompt(7))
+    several = prompt(1, 2, 5, others=(prompt(7, 8, 9), prompt(30)), prompts=3, comparable=False)
+    assert hit_tokens(cache_view, "a", several, 1.0) == 32 + 16
+    assert hit_tokens(cache_view, "b", several, 1.0) == 32
+
+
+def test_a_prompt_for_which_the_engine_skips_its_cache_has_no_hit_and_fills_it() -> None:
+    cache_view = cache_view_of("a")
+    assert hit_tokens(cache_view, "a", prompt(1, 2)) == 0
+    route(cache_view, "a", prompt(1, 2, skips_cache=True, comparable=False))
+    assert hit_tokens(cache_view, "a", prompt(1, 2, skips_cache=True)) == 0
+    assert hit_tokens(cache_view, "a", prompt(1, 2)) == 32
+
+
 # The estimate of the node's LRU.
 
 

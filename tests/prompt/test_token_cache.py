@@ -188,8 +188,9 @@ def test_prefixes_of_a_template_that_prints_the_date_are_valid_for_a_day(
     assert not is_warm(tokenizer, CHAT, body)
 
 
+@pytest.mark.parametrize("plain", [True, False])
 def test_a_template_that_passes_the_check_wrongly_is_found_by_verify_sample(
-    new_prompt_tokenizer: MakePromptTokenizer,
+    plain: bool, new_prompt_tokenizer: MakePromptTokenizer
 ) -> None:
     """It depends on the number of messages, but only in conversations that are longer than all probes."""
     tokenizer = new_prompt_tokenizer("thinking")
@@ -203,14 +204,15 @@ def test_a_template_that_passes_the_check_wrongly_is_found_by_verify_sample(
     try:
         body: dict[str, Any] = {"model": "m", "messages": [user("x")]}
         wrong = 0
-        for turn in range(200):
-            body["messages"] += [assistant(f"a{turn}"), user(f"q{turn}")]
+        more = {} if plain else {"reasoning": "hm"}
+        for turn in range(70):
+            body["messages"] += [assistant(f"a{turn}", **more), user(f"q{turn}")]
             data = json.dumps(body).encode()
             tokenizer.tokenize(CHAT, data)
             wrong += tokenizer.verify_sample() is False
         assert wrong == 1
         assert tokenizer.chats is not None
-        assert tokenizer.chats.failed_layouts == 1 and tokenizer.chats.failed_checks == 1
+        assert (tokenizer.chats.failed_layouts, tokenizer.chats.failed_checks) == ((1, 0) if plain else (0, 1))
         assert not is_warm(tokenizer, CHAT, body)
     finally:
         del template.render

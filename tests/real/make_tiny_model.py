@@ -1,8 +1,9 @@
-"""Make a tiny language model with random weights, for a real vLLM on a CPU. Run by vLLM's Python:
+"""Make a tiny language model with random weights, for a real engine on a CPU. Run by the engine's Python:
 
-    python make_tiny_model.py DIRECTORY
+    python make_tiny_model.py DIRECTORY [--slower]
 
 The model is a Qwen2 with two layers. Its tokenizer has 4,096 tokens and is trained on this repository's Python code.
+`--slower` makes a larger one, whose prefill takes far longer than everything around it.
 """
 
 import sys
@@ -13,14 +14,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 SOURCES = Path(__file__).resolve().parents[2] / "src" / "warmroute"
-PAD, START, END = "<|pad|>", "<|start|>", "<|end|>"
+PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
+"""`transformers serve` expects ChatML of a Qwen model. With other words it repeats the prompt in its response."""
 MAX_TOKENS = 4096
 VOCABULARY = 4096
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
-{{ '<|start|>' + message.role + '\n' + message.content + '<|end|>\n' }}
+{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
 {%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|start|>assistant\n' }}{%- endif -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
 """
 
 
@@ -49,24 +51,24 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def main() -> None:
-    folder = sys.argv[1]
+    folder, slower = sys.argv[1], "--slower" in sys.argv
     tokenizer = train_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        hidden_size=256 if slower else 64,
+        intermediate_size=768 if slower else 128,
+        num_hidden_layers=4 if slower else 2,
+        num_attention_heads=4 if slower else 2,
+        num_key_value_heads=2 if slower else 1,
         max_position_embeddings=MAX_TOKENS,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    Qwen2ForCausalLM(config).to(torch.float32 if slower else torch.bfloat16).save_pretrained(folder)
 
 
 if __name__ == "__main__":

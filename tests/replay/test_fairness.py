@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 from random import Random
 
 import pytest
@@ -61,6 +63,31 @@ def test_a_tenant_below_its_share_hardly_waits_while_another_floods() -> None:
     world.run(prompts(), limit=600)
     middle = {name: sorted(found)[len(found) // 2] for name, found in waits.items()}
     assert middle["calm"] < 0.2 * middle["flood"], middle
+
+
+def test_a_tenant_with_200_clients_does_not_keep_one_with_2_out_of_a_full_queue() -> None:
+    """Each client sends its next request when the last one ends, after a rejection a second later."""
+    world = FairnessWorld(1, "l4-1.5b", Admission(max_waiting=64), 1)
+    answered_by: dict[str, Counter[bool]] = {"many": Counter(), "few": Counter()}
+    request_ended, numbers = world.request_ended, count()
+
+    def send(tenant: str) -> None:
+        world.arrive(prompt(next(numbers), tokens=3000, tenant=tenant))
+
+    def send_next(flight: Flight, answered: bool) -> None:
+        request_ended(flight, answered)
+        tenant = flight.request.tenant
+        answered_by[tenant][answered] += 1
+        world.calendar.after(10.0 if answered else 1000.0, send, tenant)
+
+    world.request_ended = send_next  # type: ignore[method-assign]
+    for client in range(202):
+        world.calendar.after(float(client), send, "few" if client >= 200 else "many")
+    world.calendar.run(lambda: world.calendar.now_ms < 60_000.0)
+    few, many = answered_by["few"], answered_by["many"]
+    assert many[True] > 50 and many[False] > 1000, "the queue should be full all the time"
+    assert few[True] > 100 and not few[False], f"{few[True]} of {few.total()} served"
+    assert few[True] > 0.5 * many[True], "turns are fair, too"
 
 
 def test_no_admitted_request_starves() -> None:

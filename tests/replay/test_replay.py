@@ -102,7 +102,7 @@ def test_the_table_and_the_html_page_are_written(tmp_path: Path, capsys: pytest.
         (["rag", "--profile", "h300-8b"], "no profile"),
         (["rag", "--fault", "10 explode node-1"], "is not like"),
         (["rag", "--fault", "10 fail node-77"], "no node node-77"),
-        (["rag", "--nodes", "0"], "--nodes must be at least 1"),
+        (["rag", "--nodes", "0"], "--nodes: expected a whole number from 1 to 100,000, got '0'"),
     ],
 )
 def test_mistakes_are_reported(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

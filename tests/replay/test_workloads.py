@@ -114,7 +114,7 @@ def test_an_invalid_workload_is_reported(tmp_path: Path) -> None:
         parse_workload(["llm_d", "group=4"])
     with pytest.raises(BadWorkload, match="key=value"):
         parse_workload(["llm_d", "4"])
-    with pytest.raises(BadWorkload, match="Expected `int`"):
+    with pytest.raises(BadWorkload, match="expected a whole number above 0"):
         parse_workload(["llm_d", "groups=many"])
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"timestamp": 1}\n')

@@ -10,6 +10,7 @@ from math import exp
 
 from warmroute._kernel import (
     ARRIVAL_DECAY_S,
+    ATTENTION_WORK,
     EVICTED_WEIGHT,
     FIRST_TOKEN_STEPS,
     KV_FULL_MARGIN,
@@ -23,15 +24,23 @@ from warmroute._kernel import (
 )
 from warmroute.config import Pricing
 from warmroute.fleet.node import Node
-from warmroute.fleet.node_speed import work
 from warmroute.index.node_cache import NodeCache
 from warmroute.index.reuse import Reuse
 from warmroute.routing.price_terms import Price
 
 
-def wait(pending_work: float, ms_per_token: float) -> float:
-    """Return the prefill work queued on the node [tokens] × its speed [ms/token]."""
-    return pending_work * ms_per_token
+def wait(pending_work: float, ms_per_token: float, queue_ms: float, room_ms: float) -> float:
+    """Return the prefill work queued on the node [tokens] × its speed [ms/token].
+
+    It is at least as long as requests have recently waited in the engine's own queue, as far as the lack of KV memory
+    (`room_ms`) does not explain that; `queue_ms` is 0 while the engine has no queue.
+    """
+    return max(pending_work * ms_per_token, queue_ms - room_ms) if queue_ms else pending_work * ms_per_token
+
+
+def work_of_prompts(new: float, cached: float, prompts: int) -> float:
+    """Return the prefill work of several prompts of equal length: attention does not reach from one to the other."""
+    return new * (1.0 + ATTENTION_WORK * (cached + 0.5 * new) / prompts)
 
 
 def prefill(work: float, ms_per_token: float, token_ms: float) -> float:
@@ -45,8 +54,12 @@ def contention(output: float, token_ms: float, fastest_ms: float) -> float:
 
 
 def kv_used(node: Node, capacity: float, output: float) -> float:
-    """Return the KV tokens in use: as polled and changed since, and at least what this router's requests need."""
-    return max(node.kv_usage * capacity + node.kv_delta, node.kv_new + 0.5 * output * node.inflight)
+    """Return the KV tokens in use: as polled and changed since, and at least what this router's requests need.
+
+    A node that preempts requests is short of memory, whatever the poll saw: its pressure (0 to 1) fills it up.
+    """
+    usage = node.kv_usage + (1.0 - node.kv_usage) * node.kv_pressure
+    return max(usage * capacity + node.kv_delta, node.kv_new + 0.5 * output * node.inflight)
 
 
 def kv_freed_per_ms(used: float, output: float, token_ms: float) -> float:
@@ -99,20 +112,20 @@ def arrivals_per_ms(node: Node, now_s: float) -> float:
 def price(
     node: Node, cache: NodeCache | None, reuse: Reuse, now_s: float, tokens: float, cached: float, output: float,
     token_ms: float, fastest_ms: float, behind: float, config: Pricing, adapter_ms: float = 0.0,
-    due_ms: float = 0.0, late_penalty_ms: float = 0.0,
+    due_ms: float = 0.0, late_penalty_ms: float = 0.0, prompts: int = 1, reserved_rate: float = 0.0,
 ) -> Price:  # fmt: skip
     """Return the price for a prompt of `tokens` tokens of which `cached` are cached, with `output` output tokens.
 
     `token_ms`: decode time per token on this node; `fastest_ms`: on the fastest node. `adapter_ms`: time to load the
-    LoRA adapter.
+    LoRA adapter. `prompts`: number of prompts that the tokens are divided among. `reserved_rate`: arrivals [1/ms] that
+    need a longer context window than this request, and may go to this node.
     """
     cached *= config.cache_weight
     ms_per_token = node.speed.ms_per_token
     new = tokens - cached
-    new_work = work(new, cached)
+    new_work = work_of_prompts(new, cached, prompts)
     if cached:
-        new_work = max(new_work, work(tokens, 0.0) - config.max_saving_ms / ms_per_token)
-    wait_ms = wait(node.pending_work, ms_per_token)
+        new_work = max(new_work, work_of_prompts(tokens, 0.0, prompts) - config.max_saving_ms / ms_per_token)
     prefill_ms = prefill(new_work, ms_per_token, token_ms if node.load else 0.0)
     contention_ms = contention(output, token_ms, fastest_ms)
     room_ms = memory_ms = congestion_ms = 0.0
@@ -126,12 +139,13 @@ def price(
         evicted = new + output - (recency.capacity - len(recency)) * cache.block_size
         if evicted > 0.0 and config.memory and (oldest_s := recency.oldest) is not None:
             memory_ms = memory(min(evicted, new + output), ms_per_token, reuse.chance(now_s - oldest_s))
+    wait_ms = wait(node.pending_work, ms_per_token, node.queue_ms, room_ms)
     on_node_ms = wait_ms + prefill_ms + room_ms + adapter_ms
     own = on_node_ms + node.distance_ms
     risk_ms = risk(own, due_ms, late_penalty_ms) if late_penalty_ms else 0.0
     if config.congestion:
         service_ms = prefill_ms + room_ms + adapter_ms + memory_ms
-        congestion_ms = congestion(on_node_ms, service_ms, arrivals_per_ms(node, now_s), behind)
+        congestion_ms = congestion(on_node_ms, service_ms, arrivals_per_ms(node, now_s) + reserved_rate, behind)
     total = own + contention_ms + risk_ms + memory_ms + congestion_ms
     return Price(
         total, wait_ms, prefill_ms, room_ms, contention_ms, node.distance_ms, adapter_ms, risk_ms, memory_ms,

@@ -20,9 +20,12 @@ from warmroute.fleet.ticket import Ticket
 
 NODE_FIELDS = (
     "pending_work", "kv_delta", "context_tokens", "kv_new", "inflight", "unstarted", "unstreamed_prefills",
-    "arrival_rate", "arrival_s", "last_ticket_s", "latency_ms", "outcomes", "first_byte_counts", "first_byte_sum_ms",
+    "arrival_rate", "arrival_s", "last_ticket_s", "latency_ms", "outcomes", "ttft_counts", "ttft_sum_ms",
 )  # fmt: skip
-SPEED_FIELDS = ("ms_per_token", "factor", "answers", "_work", "_ms", "_at_s", "_last_first_token_s")
+SPEED_FIELDS = (
+    "ms_per_token", "factor", "answers", "_work", "_ms", "_at_s", "_last_first_token_s", "learned_ms_per_token",
+    "lone_prefills", "lone_work", "lone_ms", "lone_xx", "lone_xy", "timed_answers", "early_share",
+)  # fmt: skip
 DECODE_SPEED_FIELDS = ("least_ms", "mean_ms", "slope_ms", "mean_context", "answers", "_xx", "_xy")
 
 times = st.sampled_from([0.0, 0.001, 0.05, 0.7, 20.0]) | st.floats(0.0, 5.0)
@@ -34,6 +37,7 @@ events = st.one_of(
     st.tuples(st.just("release"), st.integers(0, 99), st.sampled_from(Outcome)),
     st.tuples(st.just("expect")),
     st.tuples(st.just("poll")),
+    st.tuples(st.just("replace"), st.booleans()),
 )
 
 
@@ -63,9 +67,9 @@ class Both:
 
     def first(self, at: int, served: bool) -> None:
         for ticket, reference in self.tickets[at : at + 1]:
-            ticket.first_byte(self.now_s, served)
-            reference.first_byte(self.now_s, served)
-            assert ticket.first_byte_s == reference.first_byte_s
+            ticket.first_token(self.now_s, served)
+            reference.first_token(self.now_s, served)
+            assert ticket.first_token_s == reference.first_token_s
 
     def answer(self, at: int, output: int | None) -> None:
         for ticket, reference in self.tickets[at : at + 1]:
@@ -79,6 +83,13 @@ class Both:
     def expect(self) -> None:
         self.node.assume_prefilled(self.now_s)
         self.reference.assume_prefilled(self.now_s)
+
+    def replace(self, on: bool) -> None:
+        for speed in (self.node.speed, self.reference.speed):
+            if on:
+                speed.replace(0.07)
+            else:
+                speed.restore()
 
     def poll(self) -> None:
         self.node.update_load(0, 0, 0.0, self.now_s)
@@ -148,7 +159,7 @@ def test_a_ticket_that_is_never_closed_is_no_leak() -> None:
         (lambda ticket, node: ticket.open(node, 1.0, DecodeSpeed(), True, 1), TypeError),
         (lambda ticket, node: ticket.open(node, 1.0, SpeedState(), True, 1, 1, 1.0), TypeError),
         (lambda ticket, node: ticket.open(NodeState(), 1.0), ValueError),
-        (lambda ticket, node: ticket.first_byte(1.0), ValueError),
+        (lambda ticket, node: ticket.first_token(1.0), ValueError),
         (lambda ticket, node: ticket.record_answer(1, 1.0), ValueError),
         (lambda ticket, node: ticket.release(0, 1.0), ValueError),
     ],
@@ -169,7 +180,7 @@ def test_a_ticket_is_opened_once_and_released_with_a_valid_outcome() -> None:
         with pytest.raises(ValueError, match="outcome"):
             ticket.release(outcome, 1.0)
     with pytest.raises(TypeError):
-        ticket.first_byte()  # type: ignore[call-arg]
+        ticket.first_token()  # type: ignore[call-arg]
     assert node.inflight == 1 and ticket.release(Outcome.OK, 2.0) and not ticket.release(Outcome.OK, 3.0)
     assert node.outcomes == [1, 0, 0, 0, 0, 0]
     assert isinstance(DecodeSpeed(), DecodeSpeedState)

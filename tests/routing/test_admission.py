@@ -50,11 +50,11 @@ def test_a_request_is_queued_until_its_node_is_free() -> None:
     assert harness.admission.queue.queued_total == 2, "the total does not go down"
 
 
-def test_a_first_byte_frees_the_node_for_the_next_prefill() -> None:
+def test_a_first_token_frees_the_node_for_the_next_prefill() -> None:
     harness, running = one_busy_node()
     request = harness.submit()
     harness.advance(0.4)
-    running.first_byte(harness.now_s)
+    running.first_token(harness.now_s)
     harness.admission.node_freed(harness.nodes[0], harness.now_s)
     assert request.node is harness.nodes[0] and harness.nodes[0].inflight == 2
 

@@ -72,6 +72,53 @@ def test_the_newest_request_of_the_tenant_with_the_most_is_displaced_first() -> 
     assert [request.events for request in low] == [[], [], ["rejected"]]
 
 
+def test_a_full_queue_displaces_the_newest_request_of_the_largest_tenant() -> None:
+    harness, _ = one_busy_node(max_waiting=4)
+    many = [harness.submit(tenant="many") for _ in range(3)]
+    few = [harness.submit(tenant="few") for _ in range(2)]  # the second one makes it 2 and 2
+    assert all(request.queued for request in few)
+    assert [request.events for request in many] == [[], [], ["rejected"]] and isinstance(many[2].error, Displaced)
+    with pytest.raises(QueueFull):
+        harness.submit(tenant="few")  # as many as the other tenant
+    with pytest.raises(QueueFull):
+        harness.submit(tenant="many")
+    others = [harness.submit(tenant=tenant) for tenant in ("third", "fourth")]
+    assert all(request.queued for request in others) and not many[1].queued and not few[1].queued
+    with pytest.raises(QueueFull):
+        harness.submit(tenant="fifth")  # four tenants have one each
+    assert harness.admission.queue.waiting == harness.group.waiting == 4
+
+
+def test_a_tenant_never_displaces_its_own_requests_or_those_of_a_higher_priority() -> None:
+    harness, _ = one_busy_node(max_waiting=4)
+    high = [harness.submit(tenant="many", priority=HIGH) for _ in range(4)]
+    for tenant in ("many", "few"):
+        with pytest.raises(QueueFull):
+            harness.submit(tenant=tenant)
+    assert all(request.queued for request in high)
+
+
+def test_low_priority_tenants_share_their_half_of_the_queue() -> None:
+    harness, _ = one_busy_node(max_waiting=8)
+    many = [harness.submit(tenant="many", priority=LOW) for _ in range(4)]
+    assert harness.submit(tenant="few", priority=LOW).queued and many[3].events == ["rejected"]
+    assert harness.submit(tenant="normal").queued, "a request with a higher priority still finds room"
+    with pytest.raises(QueueFull):
+        harness.submit(tenant="many", priority=LOW)
+
+
+def test_tenants_share_the_places_for_requests_that_wait_for_a_first_node() -> None:
+    harness = RoutingHarness(0, admission=AdmissionConfig(max_waiting=4))
+    harness.admission.first_node_wait_s = 60.0
+    many = [harness.submit(tenant="many") for _ in range(4)]
+    few = harness.submit(tenant="few")
+    assert few.queued and [request.queued for request in many] == [True, True, True, False]
+    harness.admission.queue.cancel(few)
+    for request in many[:3]:
+        harness.admission.queue.cancel(request)
+    assert harness.admission.queue.waiting == 0
+
+
 def test_with_a_half_full_queue_low_priority_does_not_overtake_others() -> None:
     harness = RoutingHarness(2, admission=AdmissionConfig(max_waiting=4))
     full, other = harness.nodes
@@ -156,7 +203,7 @@ def test_nodes_over_the_threshold_are_skipped(policy: str) -> None:
     assert {node.name for node in request.decision.fallbacks()} == {"n0", "n2"}, "they stay fallbacks"
 
 
-def test_requests_sent_since_the_last_poll_count_until_their_first_byte() -> None:
+def test_requests_sent_since_the_last_poll_count_until_their_first_token() -> None:
     harness = RoutingHarness(1, admission=AdmissionConfig(queue_threshold=2))
     harness.router.reconfigure(Routing(policy="round_robin"), Pricing())
     set_engine_queues(harness, 0)
@@ -164,7 +211,7 @@ def test_requests_sent_since_the_last_poll_count_until_their_first_byte() -> Non
     assert harness.nodes[0].queued == 2
     with pytest.raises(NodeQueuesFull):
         harness.submit(300)
-    first.ticket.first_byte(harness.now_s)
+    first.ticket.first_token(harness.now_s)
     assert harness.nodes[0].queued == 1
     third = harness.submit(300)
     second.finish()

@@ -134,8 +134,8 @@ def test_every_request_is_admitted_rejected_or_canceled_exactly_once(events: lis
                 open_.pop(at % len(open_)).finish()
             case ("first byte", int(at)) if open_:
                 ticket = open_[at % len(open_)].ticket
-                if not ticket.first_byte_s:
-                    ticket.first_byte(harness.now_s)
+                if not ticket.first_token_s:
+                    ticket.first_token(harness.now_s)
                     harness.admission.node_freed(ticket.node, harness.now_s)
             case ("cancel", int(at)) if waiting := [request for request in requests if request.queued]:
                 waiting[at % len(waiting)].cancel()

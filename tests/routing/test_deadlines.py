@@ -188,7 +188,7 @@ def test_admitted_requests_meet_their_deadlines() -> None:
         harness.tick()
         for pending in requests:
             if pending.events == ["admitted"] and pending.ticket._is_open:
-                pending.ticket.first_byte(harness.now_s)
+                pending.ticket.first_token(harness.now_s)
                 harness.fleet.close_ticket(pending.ticket, Outcome.OK, harness.now_s)
                 assert harness.now_s <= pending.request.deadline_s + 0.1
                 harness.admission.node_freed(harness.nodes[0], harness.now_s)

@@ -52,7 +52,7 @@ def test_the_estimate_is_learned_from_reported_usage() -> None:
         ticket = harness.busy(harness.nodes[0], 1000)
         assert isinstance(ticket, Dispatch)
         harness.advance(0.1)
-        ticket.first_byte(harness.now_s)
+        ticket.first_token(harness.now_s)
         harness.advance(1.0)
         ticket.record_usage(1000, 0, 50, harness.now_s)
         harness.close(ticket)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmroute.config import Health as HealthConfig
-from warmroute.config import Index, NodeConfig, Routing
+from warmroute.config import Index, NodeConfig, Pricing, RouteConfig, Routing
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
@@ -208,13 +208,67 @@ def test_a_session_header_overrides_the_body() -> None:
         assert harness.router.decide(with_header, 0).node is harness.decide("y", user="one").node
 
 
-def test_without_a_session_the_least_loaded_node_is_chosen() -> None:
-    harness = PolicyHarness("session", 3)
+def test_without_a_session_the_prefix_decides() -> None:
+    harness, by_prefix = PolicyHarness("session", 3), PolicyHarness("prefix_hash", 3)
+    for number in range(10):
+        assert harness.decide(f"{number}").node.name == by_prefix.decide(f"{number}").node.name
     harness.nodes[0].other_load = harness.nodes[2].other_load = 5
-    assert harness.decide().node is harness.nodes[1]
+    assert harness.router.decide(RoutingRequest("m"), 0.0).node is harness.nodes[1], "without a prefix, load decides"
 
 
 # Prefix hash.
+
+
+def homes(harness: PolicyHarness, users: int, system: str, start: int = 0, **fields: Any) -> set[str]:
+    """Return the nodes that the users of an application get, one after the other."""
+    found = set()
+    for user in range(users):
+        asked = request(f"I am user {user}", system=system, **fields)
+        if start:
+            asked.start = f'[{{"role":"system","content":"{system}"}},{{"content":"{user}"}}]'.encode()[:start]
+        found.add(harness.router.decide(asked, 0.0).node.name)
+    return found
+
+
+def test_all_users_of_a_system_prompt_share_a_node_if_that_is_the_key() -> None:
+    harness = PolicyHarness("prefix_hash", 4)
+    assert len(homes(harness, 12, "You are a bank.")) > 2, "by default, each conversation has its own node"
+    harness.router.reconfigure(Routing(policy="prefix_hash", prefix_key="system"), Pricing())
+    assert len(homes(harness, 12, "You are a bank.")) == 1
+    assert len(set().union(*(homes(harness, 1, f"You are bank {number}.") for number in range(20)))) > 2
+    assert len(homes(harness, 12, "")) > 2, "without a system prompt, the first user message counts"
+
+
+def test_a_shared_system_prompt_spills_to_other_nodes_under_load() -> None:
+    harness = PolicyHarness("prefix_hash", 4)
+    harness.router.reconfigure(Routing(policy="prefix_hash", prefix_key="system"), Pricing())
+    sent = [Ticket(harness.decide(f"user {number}", system="You are a bank.").node, 0) for number in range(12)]
+    by_node = Counter(ticket.node.name for ticket in sent)
+    assert len(by_node) > 2 and max(by_node.values()) <= 5, "no node has more than 1.25 × the mean, rounded up"
+
+
+def test_the_key_can_be_the_start_of_the_prompt_and_differ_by_route() -> None:
+    harness = PolicyHarness("prefix_hash", 4)
+    route = RouteConfig(name="bank", policy="prefix_hash", prefix_key="start", prefix_characters=40)
+    harness.router.reconfigure(Routing(policy="prefix_hash"), Pricing(), (route,))
+    system = "You are a bank of these people."
+    assert len(homes(harness, 12, system, start=4096)) > 2, "only requests of the route have this key"
+    for start, nodes in ((4096, 1), (40, 1)):
+        found = set()
+        for user in range(12):
+            asked = request(f"I am {user}", system=system)
+            asked.start, asked.route = f'[{{"content":"{system}"}},{{"content":"{user}"}}]'.encode()[:start], "bank"
+            found.add(harness.router.decide(asked, 0.0).node.name)
+        assert len(found) == nodes
+
+
+@pytest.mark.parametrize("characters", [1, 3, 255])
+def test_a_shorter_key_uses_fewer_characters_of_each_text(characters: int) -> None:
+    harness = PolicyHarness("prefix_hash", 8)
+    harness.router.reconfigure(Routing(policy="prefix_hash", prefix_characters=characters), Pricing())
+    same = {harness.decide("é" * characters + str(number)).node.name for number in range(20)}
+    assert len(same) == 1
+    assert len({harness.decide(f"{number:0{characters}d}").node.name for number in range(9)}) > 1
 
 
 def test_requests_with_the_same_prefix_go_to_the_same_node() -> None:

@@ -194,7 +194,7 @@ def test_decoding_in_a_large_batch_costs_more() -> None:
     large, other = harness.nodes
     ticket = harness.busy(large, 100_000)
     harness.advance(0.05 * work(100_000, 0) / 1000.0)
-    ticket.first_byte(harness.now_s)
+    ticket.first_token(harness.now_s)
     running(other, 5)
     assert large.pending_work == pytest.approx(0.0, abs=1e-3)
     assert harness.decide(prompt(300)).node is other
@@ -357,7 +357,7 @@ def serve(harness: RoutingHarness, node: Node, ms_per_token: float, tokens: int 
     """Serve an uncached prompt at this speed."""
     ticket = harness.busy(node, tokens)
     harness.advance((ms_per_token * work(tokens, 0) + 22.5) / 1000.0)
-    ticket.first_byte(harness.now_s)
+    ticket.first_token(harness.now_s)
     harness.close(ticket)
 
 
@@ -394,7 +394,7 @@ def test_a_node_of_unknown_speed_is_not_assumed_to_be_slow() -> None:
         ticket = harness.busy(known, 4000)
         assert isinstance(ticket, Dispatch)
         harness.advance(0.25)
-        ticket.first_byte(harness.now_s)
+        ticket.first_token(harness.now_s)
         harness.advance(100 * 0.040)  # 40 ms per token; the default is 15
         ticket.record_usage(4000, 0, 101, harness.now_s)
         harness.close(ticket)

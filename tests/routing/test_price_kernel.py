@@ -53,6 +53,7 @@ def fleets(draw: st.DrawFn) -> tuple[list[Node], list[NodeCache | None], CacheVi
         node.pending_work = draw(floats(-1e-6, 1e6))
         node.context_tokens, node.kv_new = draw(st.integers(0, 10**7)), draw(st.integers(0, 10**6))
         node.kv_usage, node.kv_delta = draw(shares), draw(floats(-1e6, 1e6))
+        node.kv_pressure, node.queue_ms = draw(shares), draw(st.just(0.0) | floats(0.0, 6e4))
         node.inflight, node.other_load = draw(counts), draw(counts)
         node.arrival_rate, node.arrival_s = draw(floats(0.0, 1.0)), NOW_S - draw(floats(0.0, 100.0))
         node.distance_ms = draw(st.sampled_from([0.0, 0.0, 140.0]))
@@ -99,12 +100,13 @@ pricings = st.builds(
     held=st.lists(shares, min_size=6, max_size=6), output=floats(1.0, 5000.0),
     behind=floats(0.0, 100.0), extra_ms=floats(0.0, 1e4),
     adapters=st.none() | st.lists(floats(0.0, 1e4), min_size=6, max_size=6),
+    reserved=st.none() | st.lists(floats(0.0, 1.0), min_size=6, max_size=6), prompts=st.sampled_from([1, 2, 64]),
     due=st.tuples(floats(-1e4, 1e6), st.sampled_from([0.0, 1e4])), more=st.integers(0, 50),
 )  # fmt: skip
 def test_prices_equal_the_reference(
     fleet: tuple[list[Node], list[NodeCache | None], CacheView], reuse: Reuse, decode_speed: DecodeSpeed,
     config: Pricing, tokens: int, held: list[float], output: float, behind: float, extra_ms: float,
-    adapters: list[float] | None, due: tuple[float, float], more: int,
+    adapters: list[float] | None, reserved: list[float] | None, prompts: int, due: tuple[float, float], more: int,
 ) -> None:  # fmt: skip
     nodes, caches, _ = fleet
     hits = {
@@ -114,9 +116,10 @@ def test_prices_equal_the_reference(
     }
     settings = (config.max_saving_ms, config.cache_weight, config.room, config.memory, config.congestion)
     adapter_ms = array("d", adapters[: len(nodes)]) if adapters is not None else None
+    reserved_rates = array("d", reserved[: len(nodes)]) if reserved is not None else None
     prices = price_nodes(
-        tuple(nodes), tuple(caches), hits, reuse.chances, adapter_ms, NOW_S, (tokens, output), due, behind,
-        decode_speed, settings,
+        tuple(nodes), tuple(caches), hits, reuse.chances, adapter_ms, reserved_rates, NOW_S, (tokens, output, prompts),
+        due, behind, decode_speed, settings,
     )  # fmt: skip
     assert len(prices) == len(nodes)
     token_ms = [node.speed.factor * decode_speed.token_ms(node.context_tokens) for node in nodes]
@@ -139,6 +142,8 @@ def test_prices_equal_the_reference(
                 config,
                 adapters[at] if adapters is not None else 0.0,
                 *due,
+                prompts=prompts,
+                reserved_rate=reserved[at] if reserved is not None else 0.0,
             )
         )
     for at, price in enumerate(reference):
@@ -193,7 +198,7 @@ def test_prices_follow_caches_that_join_and_leave() -> None:
 
 # Wrong arguments and leaks.
 
-COMMON: tuple[Any, ...] = (None, 1.0, (1.0, 1.0), (0.0, 0.0), 0.0, DecodeSpeed(), (1.0, 1.0, True, True, True))
+COMMON: tuple[Any, ...] = (None, None, 1.0, (1.0, 1.0, 1), (0.0, 0.0), 0.0, DecodeSpeed(), (1.0, 1.0, True, True, True))
 CHANCES = array("d", [0.0])
 
 
@@ -229,7 +234,7 @@ class Last:
     def __init__(self): self.itself = self
     def __del__(self): del node.name
 chances, hits, settings = struct.pack("d", 0.1), {"n": Hit(1, 1.0, 0)}, (1e9, 1.0, True, True, True)
-given = (node,), (None,), hits, chances, None, 1.0, (100.0, 10.0), (0.0, 0.0), 0.0, DecodeSpeedState(), settings
+given = (node,), (None,), hits, chances, None, None, 1.0, (100.0, 10.0, 1), (0.0, 0.0), 0.0, DecodeSpeedState(), settings
 gc.disable()
 Last()
 gc.set_threshold(1, 1, 1)

@@ -214,3 +214,12 @@ def test_a_check_decides_like_a_request_and_takes_nothing() -> None:
     with pytest.raises(RateLimited) as checked:
         tenant.check(0, 0, 0.0, 0, has_output=False)
     assert checked.value.what == "requests"
+
+
+def test_an_absurd_usage_shuts_a_tenant_out_for_ten_minutes_at_most() -> None:
+    tenant = limits(tokens=6000)
+    charge = begin(tenant, 0.0)
+    charge.settle(999_999_999, 999_999_999)
+    with pytest.raises(RateLimited):
+        begin(tenant, 600.0)
+    begin(tenant, 605.0)

@@ -29,7 +29,7 @@ def send(harness: RoutingHarness, tokens: int, *, streams: bool = False) -> Disp
 
 
 def finish(harness: RoutingHarness, ticket: Dispatch, output: int | None) -> None:
-    ticket.first_byte(harness.now_s)
+    ticket.first_token(harness.now_s)
     ticket.record_usage(ticket.tokens, 0, output, harness.now_s)
     ticket.close(Outcome.OK, harness.now_s)
 
@@ -82,7 +82,7 @@ def test_the_decode_speed_is_learned_with_and_without_streaming(streams: bool) -
         ticket = send(harness, 1000, streams=streams)
         harness.advance(1000 * DEFAULT_MS_PER_TOKEN / 1000.0)
         if streams:
-            ticket.first_byte(harness.now_s)
+            ticket.first_token(harness.now_s)
         harness.advance(299 * TOKEN_MS / 1000.0)
         if streams:
             ticket.record_usage(1000, 0, 300, harness.now_s)
@@ -109,7 +109,7 @@ def test_a_node_that_rejects_long_prompts_at_once_does_not_appear_fast() -> None
     for _ in range(10):
         ticket = send(harness, 100_000, streams=True)
         harness.advance(0.002)
-        ticket.first_byte(harness.now_s, served=False)
+        ticket.first_token(harness.now_s, served=False)
         assert harness.nodes[0].pending_work == pytest.approx(0.0, abs=1e-3)
         ticket.close(Outcome.REJECTED, harness.now_s)
     assert harness.nodes[0].speed.ms_per_token == DEFAULT_MS_PER_TOKEN
@@ -153,4 +153,6 @@ def test_the_demand_meter_counts_neither_as_a_time_to_first_token() -> None:
     rejected.response_ended(None, harness.now_s)
     assert sum(demand_meter.ttft_counts) == 0 and sum(demand_meter.latency_counts) == 1
     streamed.response_started(200, None, harness.now_s)
+    assert sum(demand_meter.ttft_counts) == 0, "a first byte is not a first token"
+    streamed.first_token(harness.now_s)
     assert sum(demand_meter.ttft_counts) == 1

@@ -106,6 +106,8 @@ async def router(
     try:
         wanted = len(nodes) if wait is True else int(wait)
         await until(lambda: count_up(service) >= wanted, f"{wanted} nodes up")
+        if wanted:
+            await until(lambda: not service.proxy.own_endpoints.starting, "the router has started")
         yield running
         for peer in running.peers:
             peer.close()

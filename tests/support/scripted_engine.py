@@ -59,7 +59,13 @@ class ScriptedEngine:
         self.behave: Behaviour = normal()
         self.health: Behaviour = script(http_response(b""))
         self.list_models: Behaviour | None = None
+        self.tokenize: Behaviour = failing(404)
         self.metrics: Behaviour = script(http_response(vllm_metrics(), content_type=b"text/plain"))
+        self.own_paths: dict[bytes, Behaviour] = {
+            path: failing(404)
+            for path in (b"/kv_event_sources", b"/server_info", b"/prometheus/metrics", b"/kv_cache_events")
+        }
+        """Further requests of the router itself."""
         self.seen: list[ReceivedRequest] = []
         """Requests of clients: no health checks, model lists or metrics."""
         self.checks: list[ReceivedRequest] = []
@@ -158,8 +164,10 @@ class ScriptedEngine:
         if path == b"/v1/models" and received.line.startswith(b"GET"):
             cards = [{"id": model, "object": "model", "owned_by": "fake"} for model in self.models]
             return self.list_models or script(http_response(json.dumps({"object": "list", "data": cards}).encode()))
-        if path in (b"/kv_event_sources", b"/server_info"):
-            return failing(404)
+        if path in self.own_paths:
+            return self.own_paths[path]
+        if path == b"/tokenize" and b"\r\nx-request-id:" not in received.head.lower():
+            return self.tokenize  # a request of the router itself
         self.seen.append(received)
         return self.behave
 

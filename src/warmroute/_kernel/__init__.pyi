@@ -3,8 +3,11 @@
 # there is one extension module, and all names are imported from `warmroute._kernel`.
 from warmroute._kernel.accounting import *
 from warmroute._kernel.block_hash import *
+from warmroute._kernel.body_buffer import *
 from warmroute._kernel.body_scan import *
 from warmroute._kernel.digest import *
+from warmroute._kernel.exit_deadline import *
+from warmroute._kernel.first_token import *
 from warmroute._kernel.hits import *
 from warmroute._kernel.http_chunks import *
 from warmroute._kernel.http_head import *

@@ -17,14 +17,34 @@
 static void learn_prefill_speed(SpeedState *s, double done, double step_ms, double sent_s, double now_s) {
     double since_ms = (now_s - larger(sent_s, s->last_first_token_s)) * 1000.0;
     double took_ms = larger(since_ms - FIRST_TOKEN_STEPS * step_ms, PREFILL_MIN_SHARE * since_ms);
-    double estimate_ms = done * s->ms_per_token;
+    double estimate_ms = done * (s->is_replaced ? s->learned_ms_per_token : s->ms_per_token);
     double kept = larger(SPEED_MIN_KEPT, exp(smaller(0.0, s->at_s - now_s) / SPEED_DECAY_S));
     double weight = done / (done + STEP_WORK);
     s->last_first_token_s = s->at_s = now_s;
     s->work = s->work * kept + weight * done;
     s->ms = s->ms * kept + weight * smaller(larger(took_ms, 0.0), SPEED_MAX_FACTOR * estimate_ms);
-    s->ms_per_token = larger(1e-4, s->ms / larger(1.0, s->work));
+    s->learned_ms_per_token = larger(1e-4, s->ms / larger(1.0, s->work));
+    if (!s->is_replaced)
+        s->ms_per_token = s->learned_ms_per_token;
     s->answers++;
+}
+
+/* A prompt that no other one waited beside got its first token after `took_ms`. */
+static void record_lone_prefill(SpeedState *s, double work, double took_ms) {
+    double weight = larger(REVIEW_WEIGHT, 1.0 / (double)++s->lone_prefills);
+    double dx = work - s->lone_work, dy = took_ms - s->lone_ms;
+    if (s->lone_prefills > 1)
+        dy = smaller(dy, SPEED_MAX_FACTOR * s->lone_ms);
+    s->lone_work += weight * dx;
+    s->lone_ms += weight * dy;
+    s->lone_xx = (1.0 - weight) * (s->lone_xx + weight * dx * dx);
+    s->lone_xy = (1.0 - weight) * (s->lone_xy + weight * dx * dy);
+}
+
+/* An answer's first token came after `ttft_ms`, and each further one took `token_ms`. */
+static void record_times(SpeedState *s, double ttft_ms, double token_ms) {
+    double weight = larger(REVIEW_WEIGHT, 1.0 / (double)++s->timed_answers);
+    s->early_share += weight * ((ttft_ms < EARLY_STEPS * token_ms ? 1.0 : 0.0) - s->early_share);
 }
 
 /* An output token took `token_ms` beside this much context, where it takes `usual_ms` on a node like the others. */
@@ -49,6 +69,15 @@ static PyMemberDef speed_members[] = {
     {"_ms", T_DOUBLE, offsetof(SpeedState, ms), 0, NULL},
     {"_at_s", T_DOUBLE, offsetof(SpeedState, at_s), 0, NULL},
     {"_last_first_token_s", T_DOUBLE, offsetof(SpeedState, last_first_token_s), 0, NULL},
+    {"learned_ms_per_token", T_DOUBLE, offsetof(SpeedState, learned_ms_per_token), 0, NULL},
+    {"is_replaced", T_BOOL, offsetof(SpeedState, is_replaced), 0, NULL},
+    {"lone_prefills", T_PYSSIZET, offsetof(SpeedState, lone_prefills), 0, NULL},
+    {"lone_work", T_DOUBLE, offsetof(SpeedState, lone_work), 0, NULL},
+    {"lone_ms", T_DOUBLE, offsetof(SpeedState, lone_ms), 0, NULL},
+    {"lone_xx", T_DOUBLE, offsetof(SpeedState, lone_xx), 0, NULL},
+    {"lone_xy", T_DOUBLE, offsetof(SpeedState, lone_xy), 0, NULL},
+    {"timed_answers", T_PYSSIZET, offsetof(SpeedState, timed_answers), 0, NULL},
+    {"early_share", T_DOUBLE, offsetof(SpeedState, early_share), 0, NULL},
     {"answers", T_PYSSIZET, offsetof(SpeedState, answers), 0, NULL},
     NO_MEMBER};
 
@@ -146,12 +175,12 @@ static void record_latency(NodeState *node, double took_ms) {
     node->latency_ms = mean_ms != 0.0 ? mean_ms + (took_ms - mean_ms) * LATENCY_WEIGHT : took_ms;
 }
 
-static void record_first_byte(NodeState *node, double after_ms) {
+static void record_ttft(NodeState *node, double after_ms) {
     int bucket = 0;
-    while (bucket < FIRST_BYTE_BUCKETS - 1 && FIRST_BYTE_BOUNDS_MS[bucket] < after_ms)
+    while (bucket < TTFT_BUCKETS - 1 && TTFT_BOUNDS_MS[bucket] < after_ms)
         bucket++;
-    node->first_byte_counts[bucket]++;
-    node->first_byte_sum_ms += after_ms;
+    node->ttft_counts[bucket]++;
+    node->ttft_sum_ms += after_ms;
 }
 
 /* Makes a method of a function that takes a node and a number. */
@@ -184,9 +213,9 @@ static PyObject *node_outcomes(NodeState *node, void *unused) {
     return as_list(node->outcomes, OUTCOMES);
 }
 
-static PyObject *node_first_byte_counts(NodeState *node, void *unused) {
+static PyObject *node_ttft_counts(NodeState *node, void *unused) {
     (void)unused;
-    return as_list(node->first_byte_counts, FIRST_BYTE_BUCKETS);
+    return as_list(node->ttft_counts, TTFT_BUCKETS);
 }
 
 static PyMemberDef node_members[] = {
@@ -194,6 +223,8 @@ static PyMemberDef node_members[] = {
     {"pending_work", T_DOUBLE, offsetof(NodeState, pending_work), 0, NULL},
     {"kv_usage", T_DOUBLE, offsetof(NodeState, kv_usage), 0, NULL},
     {"kv_delta", T_DOUBLE, offsetof(NodeState, kv_delta), 0, NULL},
+    {"kv_pressure", T_DOUBLE, offsetof(NodeState, kv_pressure), 0, NULL},
+    {"queue_ms", T_DOUBLE, offsetof(NodeState, queue_ms), 0, NULL},
     {"arrival_rate", T_DOUBLE, offsetof(NodeState, arrival_rate), 0, NULL},
     {"arrival_s", T_DOUBLE, offsetof(NodeState, arrival_s), 0, NULL},
     {"distance_ms", T_DOUBLE, offsetof(NodeState, distance_ms), 0, NULL},
@@ -201,7 +232,7 @@ static PyMemberDef node_members[] = {
     {"polled_s", T_DOUBLE, offsetof(NodeState, polled_s), 0, NULL},
     {"last_ticket_s", T_DOUBLE, offsetof(NodeState, last_ticket_s), 0, NULL},
     {"latency_ms", T_DOUBLE, offsetof(NodeState, latency_ms), 0, NULL},
-    {"first_byte_sum_ms", T_DOUBLE, offsetof(NodeState, first_byte_sum_ms), READONLY, NULL},
+    {"ttft_sum_ms", T_DOUBLE, offsetof(NodeState, ttft_sum_ms), READONLY, NULL},
     {"context_tokens", T_PYSSIZET, offsetof(NodeState, context_tokens), 0, NULL},
     {"kv_new", T_PYSSIZET, offsetof(NodeState, kv_new), 0, NULL},
     {"inflight", T_PYSSIZET, offsetof(NodeState, inflight), 0, NULL},
@@ -214,7 +245,7 @@ static PyMemberDef node_members[] = {
 static PyGetSetDef node_properties[] = {
     {"speed", (getter)get_part, (setter)set_part, NULL, &SpeedType},
     {"outcomes", (getter)node_outcomes, NULL, "Released tickets by outcome.", NULL},
-    {"first_byte_counts", (getter)node_first_byte_counts, NULL, "First bytes by bucket of FIRST_BYTE_BOUNDS_MS.", NULL},
+    {"ttft_counts", (getter)node_ttft_counts, NULL, "First tokens by bucket of TTFT_BOUNDS_MS.", NULL},
     NO_PROPERTY};
 
 static PyMethodDef node_methods[] = {
@@ -316,20 +347,22 @@ static void learn_prefill(TicketState *t, NodeState *node, double now_s) {
     double arrived_s = t->opened_s + node->round_trip_ms / 1000.0; /* the network's time is not the node's */
     if (arrived_s >= now_s)                                        /* then the round trip is shorter than configured */
         arrived_s = t->opened_s;
+    if (t->streams && arrived_s >= speed->last_first_token_s && node->pending_work < 1.0)
+        record_lone_prefill(speed, t->unlearned_work, (now_s - arrived_s) * 1000.0);
     learn_prefill_speed(speed, t->unlearned_work, step_ms, arrived_s, now_s);
 }
 
-static PyObject *ticket_first_byte(TicketState *t, PyObject *const *args, Py_ssize_t count) {
+static PyObject *ticket_first_token(TicketState *t, PyObject *const *args, Py_ssize_t count) {
     double now_s;
     int served = 1;
     NodeState *node = node_of(t);
     if (!node || (count != 1 && check_count(count, 2) < 0) || as_double(args[0], &now_s) < 0 ||
         (count == 2 && (served = PyObject_IsTrue(args[1])) < 0))
         return NULL;
-    if (t->first_byte_s == 0.0 && t->polls == node->polls)
+    if (t->first_token_s == 0.0 && t->polls == node->polls)
         node->unstarted--;
-    t->first_byte_s = now_s;
-    record_first_byte(node, (now_s - t->opened_s) * 1000.0);
+    t->first_token_s = now_s;
+    record_ttft(node, (now_s - t->opened_s) * 1000.0);
     if (!t->decode_speed)
         Py_RETURN_NONE;
     end_prefill(node, t);
@@ -360,19 +393,24 @@ static PyObject *ticket_record_answer(TicketState *t, PyObject *const *args, Py_
         return NULL;
     if (args[0] != Py_None)
         t->output_tokens = output_tokens;
-    if (t->first_byte_s == 0.0 || !t->decode_speed)
+    if (t->first_token_s == 0.0 || !t->decode_speed)
         Py_RETURN_NONE;
     double steps = larger(output_tokens - 1.0, 0.0), context = (double)node->context_tokens;
-    if (!t->streams)
+    if (!t->streams) {
         learn_from_end(t, node, steps, now_s);
-    else if (steps > 0.0)
-        learn_decode_speed(speed_of(node), t->decode_speed, (now_s - t->first_byte_s) * 1000.0 / steps,
-                           decode_ms(t->decode_speed, context), context);
+    } else if (steps > 0.0 && now_s > t->first_token_s) { /* else its tokens were not visible before its end */
+        SpeedState *speed = speed_of(node);
+        double token_ms = (now_s - t->first_token_s) * 1000.0 / steps;
+        if (steps >= EARLY_MIN_STEPS)
+            record_times(speed, (t->first_token_s - t->opened_s) * 1000.0, token_ms);
+        if (!speed->is_replaced) /* else a part of that time may be its prefill */
+            learn_decode_speed(speed, t->decode_speed, token_ms, decode_ms(t->decode_speed, context), context);
+    }
     Py_RETURN_NONE;
 }
 
 static void remove_prompt(TicketState *t, NodeState *node) {
-    if (t->first_byte_s == 0.0)
+    if (t->first_token_s == 0.0)
         end_prefill(node, t);
     node->kv_delta -= (double)t->new_tokens;
     if (node->polled_s > t->opened_s) /* the last poll counted some of its answer, too */
@@ -398,7 +436,7 @@ static PyObject *ticket_release(TicketState *t, PyObject *const *args, Py_ssize_
     t->is_open = 0;
     if (!--node->inflight)
         node->pending_work = 0.0; /* removes the rounding errors of the sum */
-    if (t->first_byte_s == 0.0 && t->polls == node->polls)
+    if (t->first_token_s == 0.0 && t->polls == node->polls)
         node->unstarted--;
     node->outcomes[outcome]++;
     if (outcome == OUTCOME_OK)
@@ -409,7 +447,7 @@ static PyObject *ticket_release(TicketState *t, PyObject *const *args, Py_ssize_
 static PyMemberDef ticket_members[] = {
     {"node", T_OBJECT_EX, offsetof(TicketState, node), READONLY, NULL},
     {"opened_s", T_DOUBLE, offsetof(TicketState, opened_s), READONLY, NULL},
-    {"first_byte_s", T_DOUBLE, offsetof(TicketState, first_byte_s), READONLY, NULL},
+    {"first_token_s", T_DOUBLE, offsetof(TicketState, first_token_s), READONLY, NULL},
     {"tokens", T_PYSSIZET, offsetof(TicketState, tokens), READONLY, NULL},
     {"_is_open", T_BOOL, offsetof(TicketState, is_open), READONLY, NULL},
     {"_new_tokens", T_PYSSIZET, offsetof(TicketState, new_tokens), READONLY, NULL},
@@ -418,7 +456,7 @@ static PyMemberDef ticket_members[] = {
 
 static PyMethodDef ticket_methods[] = {
     {"open", FAST(ticket_open), "Add the ticket to a node's figures, with its prompt's work if the prompt was looked up."},
-    {"first_byte", FAST(ticket_first_byte), "Record that the response began; served=False: with an error."},
+    {"first_token", FAST(ticket_first_token), "Record the first token; served=False: the response is an error."},
     {"record_answer", FAST(ticket_record_answer), "Learn from a response that has ended."},
     {"release", FAST(ticket_release), "Remove the ticket from its node's figures; return False if that was done before."},
     NO_METHOD};
@@ -438,22 +476,22 @@ static PyTypeObject TicketType = {
 
 /* ---- Registration ---- */
 
-static int add_first_byte_bounds(PyObject *module) {
-    PyObject *bounds = PyTuple_New(FIRST_BYTE_BUCKETS - 1);
-    for (Py_ssize_t i = 0; bounds && i < FIRST_BYTE_BUCKETS - 1; i++) {
-        PyObject *bound = PyFloat_FromDouble(FIRST_BYTE_BOUNDS_MS[i]);
+static int add_ttft_bounds(PyObject *module) {
+    PyObject *bounds = PyTuple_New(TTFT_BUCKETS - 1);
+    for (Py_ssize_t i = 0; bounds && i < TTFT_BUCKETS - 1; i++) {
+        PyObject *bound = PyFloat_FromDouble(TTFT_BOUNDS_MS[i]);
         if (bound)
             PyTuple_SET_ITEM(bounds, i, bound);
         else
             Py_CLEAR(bounds);
     }
-    int failed = !bounds || PyModule_AddObjectRef(module, "FIRST_BYTE_BOUNDS_MS", bounds) < 0;
+    int failed = !bounds || PyModule_AddObjectRef(module, "TTFT_BOUNDS_MS", bounds) < 0;
     Py_XDECREF(bounds);
     return failed ? -1 : 0;
 }
 
 int add_accounting(PyObject *module) {
-    if (add_first_byte_bounds(module) < 0 || add_type(module, "SpeedState", &SpeedType) < 0 ||
+    if (add_ttft_bounds(module) < 0 || add_type(module, "SpeedState", &SpeedType) < 0 ||
         add_type(module, "DecodeSpeedState", &DecodeSpeedType) < 0 || add_type(module, "NodeState", &NodeType) < 0)
         return -1;
     return add_type(module, "TicketState", &TicketType);

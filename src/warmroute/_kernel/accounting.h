@@ -8,10 +8,15 @@
 /* fleet/node_speed.py inherits from it. */
 typedef struct {
     PyObject_HEAD
-    double ms_per_token;                            /* of prefill */
+    double ms_per_token;                            /* of prefill, as prices use it */
     double factor;                                  /* decode time relative to other nodes of the model */
     double work, ms, at_s, last_first_token_s;      /* the sums that ms_per_token is learned from */
-    Py_ssize_t answers;
+    double learned_ms_per_token;                    /* ms_per_token, unless that is replaced */
+    /* What fleet/speed_review.py judges it by. */
+    double lone_work, lone_ms, lone_xx, lone_xy;    /* moving means and covariances of lone prefills */
+    double early_share;                             /* of answers whose first token came sooner than a step allows */
+    Py_ssize_t answers, lone_prefills, timed_answers;
+    char is_replaced;                               /* ms_per_token is the peers' */
 } SpeedState;
 
 /* fleet/decode_speed.py inherits from it: time per output token as a line over the context, with a lower bound. */
@@ -33,15 +38,15 @@ typedef struct TicketState TicketState;
 /* fleet/node.py inherits from it, and says what each attribute means. */
 typedef struct {
     Named named; /* its part: a SpeedState */
-    double pending_work, kv_usage, kv_delta, distance_ms, arrival_rate, arrival_s;
+    double pending_work, kv_usage, kv_delta, kv_pressure, queue_ms, distance_ms, arrival_rate, arrival_s;
     Py_ssize_t context_tokens, kv_new, inflight, other_load;
-    double round_trip_ms, polled_s, last_ticket_s, latency_ms, first_byte_sum_ms;
+    double round_trip_ms, polled_s, last_ticket_s, latency_ms, ttft_sum_ms;
     Py_ssize_t polls, unstarted;
     /* Tickets of answers that are not streamed, whose prefill is not due yet: a list in the order they are due, which holds
      * a reference to each. */
     Py_ssize_t unstreamed_prefills;
     TicketState *first_unstreamed, *last_unstreamed;
-    Py_ssize_t outcomes[OUTCOMES], first_byte_counts[FIRST_BYTE_BUCKETS];
+    Py_ssize_t outcomes[OUTCOMES], ttft_counts[TTFT_BUCKETS];
 } NodeState;
 
 /* fleet/ticket.py inherits from it. */
@@ -50,7 +55,7 @@ struct TicketState {
     NodeState *node;
     DecodeSpeedState *decode_speed;  /* of its model; NULL where its prompt was not looked up */
     TicketState *previous, *next;    /* among the node's unstreamed tickets */
-    double opened_s, first_byte_s;
+    double opened_s, first_token_s;
     double unlearned_work;           /* its prefill's work, until the node's speed is learned from it */
     double pending_work;             /* its prefill's work that is believed to be left */
     double prefill_due_s;            /* where the answer is not streamed: when its prefill should be done */

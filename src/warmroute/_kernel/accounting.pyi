@@ -8,8 +8,8 @@ OUTCOME_FAILED: Final[int]
 OUTCOME_BROKEN: Final[int]
 OUTCOME_CANCELED: Final[int]
 
-FIRST_BYTE_BOUNDS_MS: Final[tuple[float, ...]]
-"""Upper bounds of the buckets of `NodeState.first_byte_counts`; the last bucket has none."""
+TTFT_BOUNDS_MS: Final[tuple[float, ...]]
+"""Upper bounds of the buckets of `NodeState.ttft_counts`; the last bucket has none."""
 LATENCY_WEIGHT: Final[float]
 """Weight of one response in the moving average of a node's latency."""
 ARRIVAL_DECAY_S: Final[float]
@@ -33,6 +33,14 @@ step; without this bound nothing would be left for the prefill, and the node wou
 DECODE_FACTOR_WEIGHT: Final[float]
 """Weight of one response in a node's decode factor."""
 
+# Judging a learned speed (fleet/speed_review.py).
+REVIEW_WEIGHT: Final[float]
+"""Weight of one response in the moving means."""
+EARLY_STEPS: Final[float]
+"""A first token takes one step of the engine. One that comes within this many steps came too early."""
+EARLY_MIN_STEPS: Final[float]
+"""A response with fewer further tokens does not show how long a step takes."""
+
 # Learning the decode speed of a model (fleet/decode_speed.py).
 DECODE_WEIGHT: Final[float]
 """Weight of one response."""
@@ -45,8 +53,17 @@ class SpeedState:
     """The learned speed of a node."""
 
     ms_per_token: float
+    learned_ms_per_token: float
+    is_replaced: bool
     factor: float
     answers: int
+    lone_prefills: int
+    lone_work: float
+    lone_ms: float
+    lone_xx: float
+    lone_xy: float
+    timed_answers: int
+    early_share: float
     _work: float
     _ms: float
     _at_s: float
@@ -71,6 +88,8 @@ class NodeState:
     pending_work: float
     kv_usage: float
     kv_delta: float
+    kv_pressure: float
+    queue_ms: float
     distance_ms: float
     round_trip_ms: float
     arrival_rate: float
@@ -92,10 +111,10 @@ class NodeState:
     def outcomes(self) -> list[int]:
         """Released tickets by outcome."""
     @property
-    def first_byte_counts(self) -> list[int]:
-        """First bytes by bucket of FIRST_BYTE_BOUNDS_MS."""
+    def ttft_counts(self) -> list[int]:
+        """First tokens by bucket of TTFT_BOUNDS_MS."""
     @property
-    def first_byte_sum_ms(self) -> float: ...
+    def ttft_sum_ms(self) -> float: ...
     def record_arrival(self, now_s: float, /) -> None:
         """Count a request that is sent to the node now."""
     def record_latency(self, took_ms: float, /) -> None:
@@ -115,8 +134,8 @@ class TicketState:
     @property
     def opened_s(self) -> float: ...
     @property
-    def first_byte_s(self) -> float:
-        """0 before the first byte."""
+    def first_token_s(self) -> float:
+        """0 before the first token."""
     @property
     def tokens(self) -> int:
         """Tokens of its prompt, if that was looked up."""
@@ -134,8 +153,8 @@ class TicketState:
         """Add the ticket to a node's figures. For a prompt that was looked up, all arguments are given: the decode
         speed of its model, whether the response is streamed, the prompt's tokens, those of them that the node has to
         prefill, and the work of that."""
-    def first_byte(self, now_s: float, served: bool = True, /) -> None:
-        """Record that the node began its response. `served`: it is not an error."""
+    def first_token(self, now_s: float, served: bool = True, /) -> None:
+        """Record that the first token arrived. `served`: the response is not an error."""
     def record_answer(self, output_tokens: int | None, now_s: float, /) -> None:
         """Learn from a response that has ended. `output_tokens`: None if it did not report them."""
     def release(self, outcome: int, now_s: float, /) -> bool:

@@ -5,8 +5,6 @@
 
 #include "kernel.h"
 
-#define MAX_BLOCK_TOKENS 65536
-
 static const uint64_t K[8] __attribute__((unused)) = {
     0xa0761d6478bd642fULL, 0xe7037ed1a0b428dbULL, 0x8ebc6af09c88c6e3ULL, 0x589965cc75374cc3ULL,
     0x1d8e4e27c47d124fULL, 0xeb44accab455d165ULL, 0x9e3779b97f4a7c15ULL, 0xd6e8feb86659fd93ULL};

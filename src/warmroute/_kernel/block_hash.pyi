@@ -1,6 +1,9 @@
 from array import array
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
+
+MAX_BLOCK_TOKENS: Final[int]
+"""The largest block that can be hashed."""
 
 Packed: TypeAlias = bytes | bytearray | memoryview | array[int]
 """Integers as they lie in memory: an array or a memoryview of them, or their bytes."""

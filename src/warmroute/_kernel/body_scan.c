@@ -2,155 +2,65 @@
  * outline), the model, the session, and the first characters of the system prompt and of the first user message.
  *
  * The rules:
- * - A result is given only where json.loads would give the same one. For a body that is malformed, or well-formed but too
- *   rare to be worth code here (NaN, UTF-16, escaped names, very deep nesting), the result is None and a real parser
- *   decides. One liberty is taken: text that is only skipped is not checked to be UTF-8.
+ * - What is accepted is JSON for json.loads, too, and has the same values there. One liberty is taken: text that is only
+ *   skipped is not checked to be UTF-8.
+ * - What an engine might read in another way is rejected: a field of the router given twice, or of another type than the API
+ *   says (an engine may take "5" or true for a number), UTF-16, nesting deeper than MAX_JSON_DEPTH, an integer of more than
+ *   MAX_INTEGER_DIGITS digits.
+ * - The pass is linear, and keeps no more than MAX_FIELDS fields and MAX_MESSAGES messages. The pass over a large body
+ *   releases the interpreter lock: it runs in a thread (edge/body_scanner.py).
  * - Functions that read take a position and the end of the body, and return the position after what they read. NULL means
- *   undecided: a real parser has to read this body.
+ *   that the body is rejected.
  *
- * prompt/body_fields.py and prompt/request_body.py are the same in plain Python; tests/prompt/test_body_fields.py and
- * test_request_body.py compare them.
+ * tests/prompt/reference_body.py is the same in plain Python; test_body_fields.py and test_request_body.py compare the two.
  */
 #include "body_scan.h"
-#include "json_skip.h"
+#include "json_text.h"
 
-#define MAX_NAME_BYTES 1024 /* of a model's or session's name, as it lies in the body */
+#define MAX_NAME_BYTES 1024 /* of a model's name or a salt, as it lies in the body */
 #define MAX_FIELD_BYTES 128 /* of a field's name */
-#define MAX_PARTS_DEPTH 4   /* each level of content parts is skipped once more for the levels around it */
+#define MAX_FIELDS 1000
+#define MAX_MESSAGES 250000
+#define MAX_PLAIN_BYTES (8 << 20) /* of the text of a plain message: it is decoded in one go, under the interpreter lock */
+#define MAX_PARTS_DEPTH 4 /* each level of content parts is skipped once more for the levels around it */
 #define MAX_BODY_BYTES INT32_MAX
+#define MAX_NUMBER 1000000000000000000LL /* a larger integer counts as this */
+#define BOM "\xef\xbb\xbf"
 
-/* ---- Decoding text. These read values that were skipped before, and so are known to be well-formed. ---- */
+static PyObject *BadBody; /* its arguments: what is wrong, and the name of the field that is wrong, or None */
 
-/* Decoded text, in UTF-8, up to a number of characters. */
-typedef struct {
-    int characters, limit;
-    unsigned char *to;
-    unsigned char bytes[4 * KEY_CHARACTERS + 16]; /* 16 more, since plain characters are copied 16 at a time */
-} text;
-
-#define START(which, most) (which).characters = 0, (which).limit = (most), (which).to = (which).bytes
-
-static inline Py_ssize_t length(const text *t) { return t->to - t->bytes; }
-
-static inline uint32_t hex(ptr p) {
-    return (uint32_t)hex_value[p[0]] << 12 | (uint32_t)hex_value[p[1]] << 8 | (uint32_t)hex_value[p[2]] << 4 | hex_value[p[3]];
+/* Adds an integer as Python prints it. */
+static void add_integer(text *t, ptr p, ptr end) {
+    p += p[0] == '-' && p[1] == '0';
+    add_ascii(t, p, (size_t)(end - p));
 }
-
-/* A lone surrogate is encoded like any other character, as Python's "surrogatepass" does. */
-static void add_character(text *t, uint32_t c) {
-    t->characters++;
-    if (c < 0x80) {
-        *t->to++ = (unsigned char)c;
-    } else if (c < 0x800) {
-        *t->to++ = (unsigned char)(0xc0 | c >> 6);
-        *t->to++ = 0x80 | (c & 63);
-    } else if (c < 0x10000) {
-        *t->to++ = (unsigned char)(0xe0 | c >> 12);
-        *t->to++ = 0x80 | (c >> 6 & 63);
-        *t->to++ = 0x80 | (c & 63);
-    } else {
-        *t->to++ = (unsigned char)(0xf0 | c >> 18);
-        *t->to++ = 0x80 | (c >> 12 & 63);
-        *t->to++ = 0x80 | (c >> 6 & 63);
-        *t->to++ = 0x80 | (c & 63);
-    }
-}
-
-static ptr add_escape(text *t, ptr p) {
-    static const char letters[] = "bfnrt", meanings[] = "\b\f\n\r\t";
-    if (p[1] != 'u') {
-        const char *found = strchr(letters, p[1]);
-        add_character(t, (unsigned char)(found ? meanings[found - letters] : p[1]));
-        return p + 2;
-    }
-    uint32_t c = hex(p + 2);
-    p += 6;
-    if (c >> 10 == 0xd800 >> 10 && p[0] == '\\' && p[1] == 'u') {
-        uint32_t low = hex(p + 2);
-        if (low >> 10 == 0xdc00 >> 10) {
-            c = 0x10000 + ((c & 0x3ff) << 10 | (low & 0x3ff));
-            p += 6;
-        }
-    }
-    add_character(t, c);
-    return p;
-}
-
-/* A character beyond ASCII; json.loads accepts encoded surrogates, too. This can't read past the string: its closing quote
- * is no continuation byte. */
-static ptr add_multibyte(text *t, ptr p) {
-    int more = *p >= 0xf0 ? 3 : *p >= 0xe0 ? 2 : 1;
-    uint32_t c = *p & (0x3fu >> more), least = more == 3 ? 0x10000 : more == 2 ? 0x800 : 0x80;
-    if (*p < 0xc2 || *p > 0xf4)
-        return NULL;
-    for (int i = 1; i <= more; i++) {
-        if ((p[i] & 0xc0) != 0x80)
-            return NULL;
-        c = c << 6 | (p[i] & 0x3f);
-    }
-    if (c < least || c > 0x10ffff)
-        return NULL;
-    add_character(t, c);
-    return p + 1 + more;
-}
-
-/* Decodes a string from after its opening quote, to its closing quote or until the text is full. */
-static ptr add_string(text *t, ptr p, ptr end) {
-    while (p && t->characters < t->limit) {
-#if defined(__SSE2__)
-        while (t->limit - t->characters >= 16 && end - p >= 16) {
-            __m128i sixteen = load16(p);
-            uint64_t found = bits(ends_run(sixteen)) | bits(sixteen);
-            int plain = found ? __builtin_ctzll(found) : 16;
-            _mm_storeu_si128((__m128i *)t->to, sixteen);
-            p += plain;
-            t->to += plain;
-            t->characters += plain;
-            if (found)
-                break;
-        }
-        if (t->characters == t->limit)
-            break;
-#else
-        (void)end;
-#endif
-        if (*p == '"')
-            return p + 1;
-        if (*p == '\\')
-            p = add_escape(t, p);
-        else if (*p >= 0x80)
-            p = add_multibyte(t, p);
-        else {
-            *t->to++ = *p++;
-            t->characters++;
-        }
-    }
-    return p;
-}
-
-static void add_ascii(text *t, ptr p, size_t len) {
-    for (; len && t->characters < t->limit; len--, t->characters++)
-        *t->to++ = *p++;
-}
-
-static inline int is_integer(ptr p, ptr end) {
-    for (; p < end; p++)
-        if (*p == '.' || (*p | 32) == 'e')
-            return 0;
-    return 1;
-}
-
-static inline int is_minus_zero(ptr p) { return p[0] == '-' && p[1] == '0'; }
 
 static inline int is(const name *key, const char *other, size_t len) {
     return key->len == len && !memcmp(key->at, other, len);
 }
 
-/* A name with an escape may be any name. */
-static inline int is_escaped(const name *key) { return memchr(key->at, '\\', key->len) != NULL; }
+/* The name without escapes. One with escapes is decoded into `t`, as far as it can be the name of a known field. */
+static inline name plain_name(name key, ptr end, text *t) {
+    if (memchr(key.at, '\\', key.len)) {
+        START(*t, KEY_CHARACTERS);
+        if (add_string(t, key.at, end))
+            key = (name){t->bytes, (size_t)length(t)};
+    }
+    return key;
+}
+
+static inline int is_member(const name *key, ptr end, const char *other, size_t len) {
+    text decoded;
+    if (is(key, other, len))
+        return 1;
+    if (key->len <= len)
+        return 0;
+    name plain = plain_name(*key, end, &decoded);
+    return is(&plain, other, len);
+}
 
 /* Adds the text of a prompt or of a message's content: a string, the texts of content parts, the first prompt of a batch,
- * or token ids. Returns 0 where that is undecided. */
+ * or token ids. Returns 0 where the text is not UTF-8. */
 static int add_content(text *t, ptr p, ptr end, int depth) {
     int more;
     ptr found = NULL, content = NULL;
@@ -165,7 +75,7 @@ static int add_content(text *t, ptr p, ptr end, int depth) {
                 return 0;
             switch (*item) {
             case '"': case '[': case '{':
-                if (depth == MAX_PARTS_DEPTH || !add_content(t, item, end, depth + 1))
+                if (depth < MAX_PARTS_DEPTH && !add_content(t, item, end, depth + 1))
                     return 0;
                 break;
             case 't': add_ascii(t, (ptr)"True,", 5); break;
@@ -174,9 +84,7 @@ static int add_content(text *t, ptr p, ptr end, int depth) {
             default:
                 if (!is_integer(item, p))
                     break;
-                if (is_minus_zero(item))
-                    return 0;
-                add_ascii(t, item, (size_t)(p - item));
+                add_integer(t, item, p);
                 add_ascii(t, (ptr)",", 1);
             }
             p = next_item(p, end, ']', 0, &more);
@@ -185,17 +93,15 @@ static int add_content(text *t, ptr p, ptr end, int depth) {
     case '{':
         p = next_member(p + 1, end, 1, &key, &more);
         while (p && more) {
-            if (is(&key, "text", 4))
+            if (is_member(&key, end, "text", 4))
                 found = p;
-            else if (is(&key, "content", 7))
+            else if (is_member(&key, end, "content", 7))
                 content = p;
-            else if (is_escaped(&key))
-                return 0;
             if ((p = skip_value(p, end, 0)))
                 p = next_member(p, end, 0, &key, &more);
         }
         found = found ? found : content;
-        return p && (!found || (depth < MAX_PARTS_DEPTH && add_content(t, found, end, depth + 1)));
+        return p && (!found || depth == MAX_PARTS_DEPTH || add_content(t, found, end, depth + 1));
     default: return 1;
     }
 }
@@ -207,14 +113,14 @@ static const char *const known_names[KNOWN] = {
     "prompt_cache_key", "user", "cache_salt", "stream", "priority", "max_completion_tokens", "max_tokens",
     "max_output_tokens", "tools", "tool_choice", "documents", "reasoning_effort", "chat_template", "chat_template_kwargs",
     "add_generation_prompt", "continue_final_message", "add_special_tokens", "truncate_prompt_tokens", "truncation", "padding",
-    "kv_transfer_params"};
+    "kv_transfer_params", "prompt_logprobs", "echo"};
 static PyObject *interned_names[KNOWN];
 
 /* The number of a known field; KNOWN for any other. */
 static uint32_t field_number(const name *key) {
 #define IF(field, text) if (is(key, text, sizeof text - 1)) return field
     switch (key->len) {
-    case 4: IF(USER, "user"); break;
+    case 4: IF(USER, "user"); IF(ECHO_PROMPT, "echo"); break;
     case 5: IF(MODEL, "model"); IF(TOOLS, "tools"); IF(INPUT, "input"); IF(QUERY, "query"); break;
     case 6: IF(STREAM, "stream"); IF(SYSTEM, "system"); IF(PROMPT, "prompt"); IF(TEXT_1, "text_1"); break;
     case 7: IF(PADDING, "padding"); break;
@@ -225,7 +131,7 @@ static uint32_t field_number(const name *key) {
     case 11: IF(TOOL_CHOICE, "tool_choice"); break;
     case 12: IF(INSTRUCTIONS, "instructions"); break;
     case 13: IF(CHAT_TEMPLATE, "chat_template"); break;
-    case 15: IF(CONVERSATION_ID, "conversation_id"); break;
+    case 15: IF(CONVERSATION_ID, "conversation_id"); IF(PROMPT_LOGPROBS, "prompt_logprobs"); break;
     case 16: IF(PROMPT_CACHE_KEY, "prompt_cache_key"); IF(REASONING_EFFORT, "reasoning_effort"); break;
     case 17: IF(MAX_OUTPUT_TOKENS, "max_output_tokens"); break;
     case 18: IF(ADD_SPECIAL_TOKENS, "add_special_tokens"); IF(KV_TRANSFER_PARAMS, "kv_transfer_params"); break;
@@ -241,7 +147,6 @@ static uint32_t field_number(const name *key) {
 typedef struct {
     ptr system_content, user_content; /* NULL where the message has none */
     int has_system_message, has_user_message;
-    int undecided;
 } first_messages;
 
 static inline ptr end_of(const Outline *o) { return text_of(o) + PyBytes_GET_SIZE(o->body); }
@@ -255,11 +160,20 @@ static inline ptr value_of(const Outline *o, int which) {
 
 static inline size_t size_of(const Outline *o, int which) { return o->known[which].end - o->known[which].start; }
 
-/* Doubles an array that begins as `few`; NULL with an exception without memory. */
+/* Notes why the body is rejected, and returns -1. */
+static int reject(Outline *o, const char *problem, uint32_t which) {
+    o->problem = problem;
+    o->problem_field = which;
+    return -1;
+}
+
+static const char no_memory[] = "";
+
+/* Doubles an array that begins as `few`; NULL without memory. Needs no interpreter lock. */
 static void *doubled(void *all, void *few, uint32_t *room, size_t size) {
-    void *more = all == few ? PyMem_Malloc(2 * (size_t)*room * size) : PyMem_Realloc(all, 2 * (size_t)*room * size);
+    void *more = all == few ? PyMem_RawMalloc(2 * (size_t)*room * size) : PyMem_RawRealloc(all, 2 * (size_t)*room * size);
     if (!more)
-        return PyErr_NoMemory();
+        return NULL;
     if (all == few)
         memcpy(more, few, *room * size);
     *room *= 2;
@@ -268,10 +182,14 @@ static void *doubled(void *all, void *few, uint32_t *room, size_t size) {
 
 static int add_field(Outline *o, const name *key, uint32_t which, ptr start, ptr end) {
     span value = {offset(o, start), offset(o, end)};
+    if (o->n_fields == MAX_FIELDS)
+        return reject(o, "it has more than 1,000 fields", KNOWN);
+    if (which <= TOOLS && o->known[which].start)
+        return reject(o, "must be given only once", which);
     if (o->n_fields == o->fields_room) {
         field *more = doubled(o->fields, o->few_fields, &o->fields_room, sizeof(field));
         if (!more)
-            return -1;
+            return reject(o, no_memory, KNOWN);
         o->fields = more;
     }
     if (which != KNOWN)
@@ -281,10 +199,12 @@ static int add_field(Outline *o, const name *key, uint32_t which, ptr start, ptr
 }
 
 static int add_message(Outline *o, const message *given) {
+    if (o->n_messages == MAX_MESSAGES)
+        return reject(o, "must have at most 250,000 items", MESSAGES);
     if (o->n_messages == o->messages_room) {
         message *more = doubled(o->messages, o->few_messages, &o->messages_room, sizeof(message));
         if (!more)
-            return -1;
+            return reject(o, no_memory, KNOWN);
         o->messages = more;
     }
     o->messages[o->n_messages++] = *given;
@@ -329,12 +249,36 @@ static ptr only_text_part(ptr p, ptr end) {
     return p && !more && is_text ? text : NULL;
 }
 
-static uint32_t plain_role(const name *role) {
-    if (is(role, "user", 4))
-        return USER_MESSAGE;
-    if (is(role, "assistant", 9))
-        return ASSISTANT_MESSAGE;
-    return is(role, "system", 6) ? SYSTEM_MESSAGE : NOT_PLAIN;
+/* What a message consists of, as far as the router reads it. */
+typedef struct {
+    ptr role, role_end, content, content_end; /* the last ones; NULL where there is none */
+    int is_plain;                             /* nothing else reaches the template, as far as its names show */
+} members;
+
+static ptr read_members(ptr p, ptr end, members *m) {
+    int more;
+    name key;
+    *m = (members){.is_plain = 1};
+    p = next_member(p + 1, end, 1, &key, &more);
+    while (p && more) {
+        ptr value = p;
+        if (!(p = skip_value(p, end, 3)))
+            return NULL;
+        if (is_member(&key, end, "role", 4)) {
+            m->is_plain &= !m->role;
+            m->role = value;
+            m->role_end = p;
+        } else if (is_member(&key, end, "content", 7)) {
+            m->is_plain &= !m->content;
+            m->content = value;
+            m->content_end = p;
+        } else if (memchr(key.at, '\\', key.len) ||
+                   (reaches_template(&key) && *value != 'n' && memcmp(value, "[]", 2))) {
+            m->is_plain = 0;
+        }
+        p = next_member(p, end, 0, &key, &more);
+    }
+    return p;
 }
 
 /* Notes the content of the first user message, and of the first system message before it. */
@@ -346,60 +290,32 @@ static void note_first(first_messages *found, const name *role, ptr content) {
         if (!found->has_system_message)
             found->system_content = content;
         found->has_system_message = 1;
-    } else if (is_escaped(role)) {
-        found->undecided = 1;
     }
 }
 
 static ptr read_message(const Outline *o, ptr p, ptr end, first_messages *found, message *to) {
-    int more, has_escaped_name = 0, is_plain = 1;
-    ptr role = NULL, role_end = NULL, content = NULL, content_end = NULL;
-    name key;
-    p = next_member(p + 1, end, 1, &key, &more);
-    while (p && more) {
-        ptr value = p;
-        if (!(p = skip_value(p, end, 3)))
-            return NULL;
-        if (is(&key, "role", 4)) {
-            is_plain &= !role;
-            role = value;
-            role_end = p;
-        } else if (is(&key, "content", 7)) {
-            is_plain &= !content;
-            content = value;
-            content_end = p;
-        } else if (is_escaped(&key)) {
-            has_escaped_name = 1;
-        } else if (reaches_template(&key) && *value != 'n' && memcmp(value, "[]", 2)) {
-            is_plain = 0;
-        }
-        p = next_member(p, end, 0, &key, &more);
-    }
-    if (!p)
-        return NULL;
-    if (!found->has_user_message)
-        found->undecided |= has_escaped_name;
-    if (!role || *role != '"')
+    members m;
+    text decoded;
+    if (!(p = read_members(p, end, &m)) || !m.role || *m.role != '"')
         return p;
-    key = (name){role + 1, (size_t)(role_end - 1 - (role + 1))};
+    name role = plain_name((name){m.role + 1, (size_t)(m.role_end - m.role - 2)}, end, &decoded);
     if (!found->has_user_message)
-        note_first(found, &key, content);
-    if (!is_plain || has_escaped_name || !content)
-        return p;
-    if (*content == '[' && (content = only_text_part(content, end)))
-        content_end = skip_string(content + 1, end);
-    if (content && *content == '"') {
-        to->role = plain_role(&key);
-        to->content = (span){offset(o, content + 1), offset(o, content_end - 1)};
+        note_first(found, &role, m.content);
+    if (m.is_plain && m.content && *m.content == '[' && (m.content = only_text_part(m.content, end)))
+        m.content_end = skip_string(m.content + 1, end);
+    if (m.is_plain && m.content && *m.content == '"' && m.content_end - m.content <= MAX_PLAIN_BYTES) {
+        to->role = is(&role, "user", 4)        ? USER_MESSAGE
+                   : is(&role, "assistant", 9) ? ASSISTANT_MESSAGE
+                   : is(&role, "system", 6)    ? SYSTEM_MESSAGE
+                                               : NOT_PLAIN;
+        to->content = (span){offset(o, m.content + 1), offset(o, m.content_end - 1)};
     }
     return p;
 }
 
-/* Reads the list of messages. NULL where undecided, or with an exception without memory. */
+/* Reads the list of messages. */
 static ptr read_messages(Outline *o, ptr p, ptr end, first_messages *found) {
     int more;
-    o->n_messages = 0;
-    *found = (first_messages){.undecided = 0};
     if (*p != '[')
         return skip_value(p, end, 1);
     p = next_item(p + 1, end, ']', 1, &more);
@@ -416,19 +332,24 @@ static ptr read_messages(Outline *o, ptr p, ptr end, first_messages *found) {
     return p;
 }
 
-/* The pass over the body. 0 where undecided, or with an exception without memory. */
+/* The pass over the body. 0 where it is rejected. Needs no interpreter lock. */
 static int read_body(Outline *o, first_messages *found) {
     int more;
     name key;
+    text decoded;
     ptr p = text_of(o), end = end_of(o);
+    if (end - p > 3 && !memcmp(p, BOM, 3))
+        p += 3;
     if (!(p = skip_space(p, end)) || *p != '{')
         return 0;
     p = next_member(p + 1, end, 1, &key, &more);
     while (p && more) {
         ptr start = p;
         uint32_t which = field_number(&key);
-        if (which == KNOWN && is_escaped(&key))
-            return 0;
+        if (which == KNOWN) {
+            name plain = plain_name(key, end, &decoded);
+            which = plain.at == key.at ? KNOWN : field_number(&plain);
+        }
         p = which == MESSAGES ? read_messages(o, p, end, found) : skip_value(p, end, 1);
         if (!p || add_field(o, &key, which, start, p) < 0)
             return 0;
@@ -439,22 +360,32 @@ static int read_body(Outline *o, first_messages *found) {
 
 static void outline_dealloc(Outline *o) {
     if (o->fields != o->few_fields)
-        PyMem_Free(o->fields);
+        PyMem_RawFree(o->fields);
     if (o->messages != o->few_messages)
-        PyMem_Free(o->messages);
-    PyMem_Free(o->message_keys);
+        PyMem_RawFree(o->messages);
+    PyMem_RawFree(o->message_keys);
     Py_XDECREF(o->keys_layout);
     Py_XDECREF(o->body);
     Py_XDECREF(o->field_spans);
     PyObject_Free(o);
 }
 
-/* NULL where undecided, or with an exception. */
+/* Sets the exception for a body that is rejected, and returns NULL. `which`: the field that is wrong, or KNOWN. */
+static void *bad_body(const char *problem, uint32_t which) {
+    PyObject *arguments = Py_BuildValue("(sz)", problem, which == KNOWN ? NULL : known_names[which]);
+    if (arguments)
+        PyErr_SetObject(BadBody, arguments);
+    Py_XDECREF(arguments);
+    return NULL;
+}
+
+/* NULL with an exception. */
 static Outline *make_outline(PyObject *body, first_messages *found) {
+    int accepted;
     if (check_type(body, &PyBytes_Type) < 0)
         return NULL;
     if (PyBytes_GET_SIZE(body) > MAX_BODY_BYTES)
-        return NULL;
+        return bad_body("it is too large", KNOWN);
     Outline *o = PyObject_New(Outline, &OutlineType);
     if (!o)
         return NULL;
@@ -467,10 +398,23 @@ static Outline *make_outline(PyObject *body, first_messages *found) {
     o->n_fields = o->n_messages = o->n_message_keys = 0;
     o->fields_room = FEW_FIELDS;
     o->messages_room = FEW_MESSAGES;
+    o->problem = NULL;
+    o->problem_field = KNOWN;
     memset(o->known, 0, sizeof o->known);
-    *found = (first_messages){.undecided = 0};
-    if (read_body(o, found))
+    *found = (first_messages){.has_user_message = 0};
+    if (PyBytes_GET_SIZE(body) > MAX_LOOP_BYTES) {
+        Py_BEGIN_ALLOW_THREADS
+        accepted = read_body(o, found);
+        Py_END_ALLOW_THREADS
+    } else {
+        accepted = read_body(o, found);
+    }
+    if (accepted)
         return o;
+    if (o->problem == no_memory)
+        PyErr_NoMemory();
+    else
+        bad_body(o->problem ? o->problem : "it is malformed, or nested deeper than 256 levels", o->problem_field);
     Py_DECREF(o);
     return NULL;
 }
@@ -484,19 +428,25 @@ static int is_short_ascii(ptr p, size_t len) {
     return len <= MAX_FIELD_BYTES;
 }
 
+/* A field's name, without escapes. */
+static name name_of(const Outline *o, const field *f, text *decoded) {
+    return plain_name((name){text_of(o) + f->name.start, f->name.end - f->name.start}, end_of(o), decoded);
+}
+
 static int add_span(const Outline *o, PyObject *spans, const field *f) {
-    ptr at = text_of(o) + f->name.start;
-    size_t len = f->name.end - f->name.start;
-    PyObject *text, *where;
-    if (f->known != KNOWN)
-        text = Py_NewRef(interned_names[f->known]);
-    else if (!is_short_ascii(at, len))
-        return 0;
-    else
-        text = PyUnicode_DecodeASCII((const char *)at, (Py_ssize_t)len, NULL);
-    where = text ? Py_BuildValue("II", f->value.start, f->value.end) : NULL;
-    int failed = !where || PyDict_SetItem(spans, text, where) < 0;
-    Py_XDECREF(text);
+    text decoded;
+    PyObject *key, *where;
+    if (f->known != KNOWN) {
+        key = Py_NewRef(interned_names[f->known]);
+    } else {
+        name plain = name_of(o, f, &decoded);
+        if (!is_short_ascii(plain.at, plain.len))
+            return 0;
+        key = PyUnicode_DecodeASCII((const char *)plain.at, (Py_ssize_t)plain.len, NULL);
+    }
+    where = key ? Py_BuildValue("II", f->value.start, f->value.end) : NULL;
+    int failed = !where || PyDict_SetItem(spans, key, where) < 0;
+    Py_XDECREF(key);
     Py_XDECREF(where);
     return failed ? -1 : 0;
 }
@@ -534,14 +484,9 @@ static PyObject *outline_chat_context(Outline *o, PyObject *unused) {
     return PyBytes_FromStringAndSize((char *)&made, DIGEST_BYTES);
 }
 
-static PyObject *outline_has_cache_salt(Outline *o, void *closure) {
+static PyObject *outline_has_prompt_options(Outline *o, void *closure) {
     (void)closure;
-    return PyBool_FromLong(value_of(o, CACHE_SALT) != NULL);
-}
-
-static PyObject *outline_may_change_tokens(Outline *o, void *closure) {
-    (void)closure;
-    for (int which = TRUNCATE_PROMPT_TOKENS; which <= KV_TRANSFER_PARAMS; which++)
+    for (int which = TRUNCATE_PROMPT_TOKENS; which <= ECHO_PROMPT; which++)
         if (value_of(o, which))
             Py_RETURN_TRUE;
     Py_RETURN_FALSE;
@@ -609,13 +554,12 @@ static inline int is_closing(unsigned char c) {
 }
 
 /* The JSON text of the fields that make the prompt, one after the other, without what closes the last of them: then a
- * longer conversation begins with the bytes of the shorter one. */
-static PyObject *outline_text_as_tokens(Outline *o, PyObject *unused) {
+ * longer conversation begins with the bytes of the shorter one. At most `most` bytes, filled up to a multiple of `unit`. */
+static PyObject *prompt_text(const Outline *o, size_t most, size_t unit) {
     static const int prompt_fields[] = {SYSTEM, INSTRUCTIONS, TOOLS, PROMPT, INPUT, MESSAGES};
     enum { PIECES = sizeof prompt_fields / sizeof *prompt_fields };
     span pieces[PIECES];
     size_t len = 0;
-    (void)unused;
     for (int i = PIECES - 1; i >= 0; i--) {
         span piece = o->known[prompt_fields[i]];
         while (!len && piece.end > piece.start && is_closing(text_of(o)[piece.end - 1]))
@@ -623,106 +567,166 @@ static PyObject *outline_text_as_tokens(Outline *o, PyObject *unused) {
         len += piece.end - piece.start;
         pieces[i] = piece;
     }
-    size_t padded = (len + TOKEN_BYTES - 1) / TOKEN_BYTES * TOKEN_BYTES;
+    len = len < most ? len : most;
+    size_t padded = (len + unit - 1) / unit * unit, left = len;
     PyObject *made = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)padded);
     if (!made)
         return NULL;
     char *to = PyBytes_AS_STRING(made);
     for (int i = 0; i < PIECES; i++) {
-        memcpy(to, text_of(o) + pieces[i].start, pieces[i].end - pieces[i].start);
-        to += pieces[i].end - pieces[i].start;
+        size_t size = pieces[i].end - pieces[i].start;
+        size = size < left ? size : left;
+        memcpy(to, text_of(o) + pieces[i].start, size);
+        to += size;
+        left -= size;
     }
     memset(to, 0, padded - len);
     return made;
 }
 
-/* The functions below return NULL where undecided, or with an exception without memory. */
+static PyObject *outline_text_as_tokens(Outline *o, PyObject *unused) {
+    (void)unused;
+    return prompt_text(o, (size_t)MAX_LOOKUP_TOKENS * TOKEN_BYTES, TOKEN_BYTES);
+}
 
-/* A string; "" where the field is missing or has another type. */
+static PyObject *outline_text_start(Outline *o, PyObject *limit) {
+    Py_ssize_t most;
+    if (as_size(limit, &most) < 0)
+        return NULL;
+    return prompt_text(o, most > 0 ? (size_t)most : 0, 1);
+}
+
+/* Whether the body has a field with one of these names. */
+static PyObject *outline_has_any(Outline *o, PyObject *names) {
+    if (check_type(names, &PyTuple_Type) < 0)
+        return NULL;
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(names); k++) {
+        Py_ssize_t len;
+        const char *wanted = PyUnicode_AsUTF8AndSize(PyTuple_GET_ITEM(names, k), &len);
+        if (!wanted)
+            return NULL;
+        for (uint32_t i = 0; i < o->n_fields; i++) {
+            text decoded;
+            name found = name_of(o, &o->fields[i], &decoded);
+            if (is(&found, wanted, (size_t)len))
+                Py_RETURN_TRUE;
+        }
+    }
+    Py_RETURN_FALSE;
+}
+
+/* The functions below return NULL or -1 with an exception where the body is rejected. */
+
+static const char not_utf8[] = "it is not UTF-8 text";
+
+/* A string; "" where the field is missing or null. */
 static PyObject *string_in(const Outline *o, int which) {
     text t;
     ptr p = value_of(o, which);
     START(t, MAX_NAME_BYTES);
-    if (p && *p == '"' && (size_of(o, which) > MAX_NAME_BYTES || !add_string(&t, p + 1, end_of(o))))
-        return NULL;
+    if (p && *p != 'n') {
+        if (*p != '"')
+            return bad_body("must be a string", (uint32_t)which);
+        if (size_of(o, which) > MAX_NAME_BYTES)
+            return bad_body("must be at most 1,024 bytes long", (uint32_t)which);
+        if (!add_string(&t, p + 1, end_of(o)))
+            return bad_body(not_utf8, KNOWN);
+    }
     return PyUnicode_DecodeUTF8((char *)t.bytes, length(&t), "surrogatepass");
 }
 
-/* The same, but undecided for a list or an object. */
-static PyObject *plain_string_in(const Outline *o, int which) {
-    ptr p = value_of(o, which);
-    return p && (*p == '[' || *p == '{') ? NULL : string_in(o, which);
-}
-
-/* 1: an integer. 0: none. -1: undecided. */
+/* 1: an integer, also one that is written with zeros after a point. 0: missing or null. */
 static int integer_in(const Outline *o, int which, long long *found) {
     ptr p = value_of(o, which);
-    if (!p || *p == 'n' || *p == 't' || *p == 'f')
+    if (!p || *p == 'n')
         return 0;
     ptr end = p + size_of(o, which);
     int minus = *p == '-';
     long long made = 0;
     p += minus;
-    if (end - p > 18 || (minus && *p == '0'))
+    ptr digits = p;
+    for (; is_digit(p, end); p++)
+        made = made < MAX_NUMBER / 10 ? 10 * made + (*p - '0') : MAX_NUMBER;
+    if (p > digits && p < end && *p == '.')
+        while (++p < end && *p == '0')
+            ;
+    if (p != end || p == digits) {
+        bad_body("must be an integer", (uint32_t)which);
         return -1;
-    for (; p < end; p++) {
-        if (*p < '0' || *p > '9')
-            return -1;
-        made = 10 * made + (*p - '0');
     }
     *found = minus ? -made : made;
     return 1;
 }
 
-/* 1: true. 0: something else, or missing. -1: undecided. */
+/* 1: true. 0: false, missing or null. */
 static int is_true_in(const Outline *o, int which) {
     ptr p = value_of(o, which);
-    return p && (*p == '"' || *p == '[' || *p == '{') ? -1 : p && *p == 't';
+    if (!p || *p == 'n' || *p == 'f')
+        return 0;
+    if (*p == 't')
+        return 1;
+    bad_body("must be true or false", (uint32_t)which);
+    return -1;
 }
 
-static PyObject *outline_parameters(Outline *o, PyObject *default_max_tokens) {
-    int is_given = 0, streams = is_true_in(o, STREAM);
-    long long most = 0, priority = 0;
-    if (streams < 0 || integer_in(o, PRIORITY, &priority) < 0)
-        Py_RETURN_NONE;
-    for (int which = MAX_COMPLETION_TOKENS; which <= MAX_OUTPUT_TOKENS && !is_given; which++)
-        if ((is_given = integer_in(o, which, &most)) < 0)
-            Py_RETURN_NONE;
-    PyObject *model = plain_string_in(o, MODEL), *salt = model ? plain_string_in(o, CACHE_SALT) : NULL, *result = NULL;
-    if (salt) {
-        PyObject *max_tokens = is_given ? PyLong_FromLongLong(most)
-                                        : Py_NewRef(value_of(o, MAX_TOKENS) ? Py_None : default_max_tokens);
-        PyObject *rank = PyLong_FromLongLong(priority);
-        if (max_tokens && rank)
-            result = PyTuple_Pack(5, model, max_tokens, rank, salt, streams ? Py_True : Py_False);
-        Py_XDECREF(max_tokens);
-        Py_XDECREF(rank);
-    } else if (!PyErr_Occurred()) {
-        result = Py_NewRef(Py_None);
+/* Arguments: a bit for each of max_completion_tokens, max_tokens and max_output_tokens that this API has, and the limit where
+ * max_tokens is not given. */
+static PyObject *outline_parameters(Outline *o, PyObject *const *args, Py_ssize_t n) {
+    int is_given = 0, streams;
+    long limits;
+    long long most = 0, priority = 0, number = 0;
+    if (check_count(n, 2) < 0 || as_number(args[0], 0, 7, &limits, "the limits") < 0)
+        return NULL;
+    if ((streams = is_true_in(o, STREAM)) < 0 || integer_in(o, PRIORITY, &priority) < 0)
+        return NULL;
+    for (int which = MAX_COMPLETION_TOKENS; which <= MAX_OUTPUT_TOKENS; which++) {
+        int found = integer_in(o, which, &number);
+        if (found < 0)
+            return NULL;
+        if (found && !is_given && limits >> (which - MAX_COMPLETION_TOKENS) & 1) {
+            is_given = 1;
+            most = number;
+        }
     }
-    Py_XDECREF(model);
-    Py_XDECREF(salt);
+    PyObject *salt = string_in(o, CACHE_SALT), *result = NULL; /* read only to check it */
+    if (!salt)
+        return NULL;
+    Py_DECREF(salt);
+    PyObject *max_tokens = is_given ? PyLong_FromLongLong(most) : Py_NewRef(value_of(o, MAX_TOKENS) ? Py_None : args[1]);
+    PyObject *rank = PyLong_FromLongLong(priority);
+    if (max_tokens && rank)
+        result = PyTuple_Pack(3, max_tokens, rank, streams ? Py_True : Py_False);
+    Py_XDECREF(max_tokens);
+    Py_XDECREF(rank);
     return result;
+}
+
+/* "" also for a salt that `parameters` rejects. */
+static PyObject *outline_cache_salt(Outline *o, void *closure) {
+    (void)closure;
+    PyObject *salt = string_in(o, CACHE_SALT);
+    if (!salt && PyErr_ExceptionMatches(BadBody)) {
+        PyErr_Clear();
+        salt = PyUnicode_FromStringAndSize(NULL, 0);
+    }
+    return salt;
 }
 
 /* ---- What identifies a conversation ---- */
 
+/* The first KEY_CHARACTERS of it. */
 static PyObject *session_of(const Outline *o) {
     text t;
-    START(t, MAX_NAME_BYTES);
+    START(t, KEY_CHARACTERS);
     for (int which = SESSION_ID; which <= USER && !t.characters; which++) {
         ptr p = value_of(o, which);
         if (!p)
             continue;
         if (*p == '"') {
-            if (size_of(o, which) > MAX_NAME_BYTES || !add_string(&t, p + 1, end_of(o)))
-                return NULL;
-        } else if (*p == '-' || is_digit(p, end_of(o))) {
-            if (!is_integer(p, p + size_of(o, which)))
-                continue;
-            if (is_minus_zero(p))
-                return NULL;
-            add_ascii(&t, p, size_of(o, which));
+            if (!add_string(&t, p + 1, end_of(o)))
+                return bad_body(not_utf8, KNOWN);
+        } else if ((*p == '-' || is_digit(p, end_of(o))) && is_integer(p, p + size_of(o, which))) {
+            add_integer(&t, p, p + size_of(o, which));
         }
     }
     return PyBytes_FromStringAndSize((char *)t.bytes, length(&t));
@@ -735,7 +739,7 @@ static PyObject *beginning_of(int present, ptr p, ptr end) {
         Py_RETURN_NONE;
     START(t, KEY_CHARACTERS);
     if (p && !add_content(&t, p, end, 0))
-        return NULL;
+        return bad_body(not_utf8, KNOWN);
     return PyBytes_FromStringAndSize((char *)t.bytes, length(&t));
 }
 
@@ -758,47 +762,81 @@ static PyObject *scan_body(PyObject *self, PyObject *body) {
     first_messages found;
     Outline *o = make_outline(body, &found);
     PyObject *result = NULL, *model = NULL, *system = NULL, *user = NULL, *session = NULL;
-    if (o && !found.undecided) {
-        if ((model = string_in(o, MODEL)) && (system = system_of(o, &found)) && (user = user_of(o, &found)) &&
-            (session = session_of(o)))
-            result = PyTuple_Pack(5, model, system, user, session, (PyObject *)o);
-    }
+    if (o && (model = string_in(o, MODEL)) && (system = system_of(o, &found)) && (user = user_of(o, &found)) &&
+        (session = session_of(o)))
+        result = PyTuple_Pack(5, model, system, user, session, (PyObject *)o);
     Py_XDECREF(model);
     Py_XDECREF(system);
     Py_XDECREF(user);
     Py_XDECREF(session);
     Py_XDECREF(o);
-    return result || PyErr_Occurred() ? result : Py_NewRef(Py_None);
+    return result;
 }
 
 static PyObject *outline_body(PyObject *self, PyObject *body) {
     (void)self;
     first_messages found;
-    PyObject *made = (PyObject *)make_outline(body, &found);
-    return made || PyErr_Occurred() ? made : Py_NewRef(Py_None);
+    return (PyObject *)make_outline(body, &found);
+}
+
+/* ---- The cost of parsing ---- */
+
+#define BYTE_DECODE_NS 1
+#define ITEM_DECODE_NS 40
+#define MEMBER_DECODE_NS 300
+#define LONG_NS 1000000000 /* what takes longer is not counted to its end */
+
+/* How many milliseconds a JSON parser takes for body[start:end], which is well-formed. A parser holds the interpreter lock all
+ * that time. */
+static PyObject *decode_ms(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    Py_ssize_t start, stop;
+    uint64_t ns = 0;
+    (void)self;
+    if (check_count(n, 3) < 0 || check_type(args[0], &PyBytes_Type) < 0 || as_size(args[1], &start) < 0 ||
+        as_size(args[2], &stop) < 0)
+        return NULL;
+    if (start < 0 || start > stop || stop > PyBytes_GET_SIZE(args[0])) {
+        PyErr_SetString(PyExc_ValueError, "the span is outside of the body");
+        return NULL;
+    }
+    ptr p = (ptr)PyBytes_AS_STRING(args[0]) + start, end = p + (stop - start);
+    PyThreadState *released = stop - start > MAX_LOOP_BYTES ? PyEval_SaveThread() : NULL;
+    while (p && p < end && ns < LONG_NS) {
+        unsigned char c = *p++;
+        if (c == '"')
+            p = skip_string(p, end);
+        else if (c == ',')
+            ns += ITEM_DECODE_NS;
+        else if (c == ':' || c == '[' || c == '{')
+            ns += MEMBER_DECODE_NS;
+    }
+    if (released)
+        PyEval_RestoreThread(released);
+    return PyFloat_FromDouble((double)(ns + BYTE_DECODE_NS * (uint64_t)(stop - start)) / 1e6);
 }
 
 /* ---- Registration ---- */
 
 static PyGetSetDef outline_properties[] = {
     {"fields", (getter)outline_fields, NULL, "Where the value of each field begins and ends.", NULL},
-    {"has_cache_salt", (getter)outline_has_cache_salt, NULL, "Whether there is a field `cache_salt`.", NULL},
-    {"may_change_tokens", (getter)outline_may_change_tokens, NULL,
-     "Whether a field may change the tokens of a rendered chat.", NULL},
+    {"cache_salt", (getter)outline_cache_salt, NULL, "The field cache_salt.", NULL},
+    {"has_prompt_options", (getter)outline_has_prompt_options, NULL,
+     "Whether a field may change which tokens of a rendered chat the engine computes.", NULL},
     {"plain_roles", (getter)outline_plain_roles, NULL, "The role of each plain message; 0 for any other.", NULL},
     {"message_count", (getter)outline_message_count, NULL, "How many items `messages` has.", NULL},
     {"message_spans", (getter)outline_message_spans, NULL, "Where each item of `messages` begins and ends, as uint32.", NULL},
     NO_PROPERTY};
 
 static PyMethodDef outline_methods[] = {
-    {"parameters", (PyCFunction)outline_parameters, METH_O,
-     "Return (model, max_tokens, priority, cache_salt, stream), or None if a real parser has to read them."},
+    {"parameters", FAST(outline_parameters), "Return (max_tokens, priority, stream)."},
     {"chat_context", (PyCFunction)outline_chat_context, METH_NOARGS,
      "Return a digest of the fields that change how a chat is rendered."},
     {"plain_text", (PyCFunction)outline_plain_text, METH_O,
      "Return the text of a message that consists of a role and a text, or None."},
     {"text_as_tokens", (PyCFunction)outline_text_as_tokens, METH_NOARGS,
      "Return the prompt's own bytes, TOKEN_BYTES to a token."},
+    {"text_start", (PyCFunction)outline_text_start, METH_O, "Return the first bytes of the prompt's JSON text."},
+    {"has_any", (PyCFunction)outline_has_any, METH_O, "Return whether the body has a field with one of these names."},
     NO_METHOD};
 
 PyTypeObject OutlineType = {
@@ -813,8 +851,9 @@ PyTypeObject OutlineType = {
 
 static PyMethodDef functions[] = {
     {"scan_body", scan_body, METH_O,
-     "Return (model, start of the system prompt, start of the first user message, session, outline), or None."},
-    {"outline_body", outline_body, METH_O, "Return the outline of a JSON body, or None."},
+     "Return (model, start of the system prompt, start of the first user message, session, outline)."},
+    {"outline_body", outline_body, METH_O, "Return the outline of a JSON body."},
+    {"decode_ms", FAST(decode_ms), "Return how long a JSON parser takes for a part of a body."},
     NO_METHOD};
 
 int add_body_scan(PyObject *module) {
@@ -822,7 +861,9 @@ int add_body_scan(PyObject *module) {
     for (int i = 0; i < KNOWN; i++)
         if (!interned_names[i] && !(interned_names[i] = PyUnicode_InternFromString(known_names[i])))
             return -1;
-    if (add_type(module, "Outline", &OutlineType) < 0)
+    if (!BadBody)
+        BadBody = PyErr_NewExceptionWithDoc(MODULE "BadBody", "The body is rejected.", PyExc_ValueError, NULL);
+    if (!BadBody || PyModule_AddObjectRef(module, "BadBody", BadBody) < 0 || add_type(module, "Outline", &OutlineType) < 0)
         return -1;
     return PyModule_AddFunctions(module, functions);
 }

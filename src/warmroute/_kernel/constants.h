@@ -22,13 +22,22 @@
     X(LENGTH_AND_TRANSFER_ENCODING, 11)                                                                                    \
     X(TRANSFER_ENCODING_IN_HTTP_1_0, 12)                                                                                   \
     X(TOO_MANY_CONNECTION_OPTIONS, 13)                                                                                     \
+    X(REPEATED_FIELD, 14)                                                                                                  \
+    X(FIELD_NAMED_IN_CONNECTION, 15)                                                                                       \
+    X(AMBIGUOUS_FIELD_NAME, 16)                                                                                            \
+    X(UNSUPPORTED_CONTENT_ENCODING, 17)                                                                                    \
     /* Bodies and prompts. */                                                                                              \
+    X(MAX_LOOP_BYTES, 262144)                                                                                              \
+    X(MAX_LOOKUP_TOKENS, 1048576)                                                                                          \
     X(KEY_CHARACTERS, 256)                                                                                                 \
     X(TOKEN_BYTES, 4)                                                                                                      \
     X(DIGEST_BYTES, 16)                                                                                                    \
     X(MESSAGE_ROLES, 4)                                                                                                    \
     X(USAGE_TAIL_BYTES, 16384)                                                                                             \
+    X(FIRST_TOKEN_SEARCH_BYTES, 262144)                                                                                    \
+    X(FIRST_TOKEN_EMPTY_CHUNKS, 8)                                                                                         \
     /* The index. */                                                                                                       \
+    X(MAX_BLOCK_TOKENS, 65536)                                                                                             \
     X(MIN_BUDGET_BYTES, 65536)                                                                                             \
     X(UNKNOWN_PARENT, -1)                                                                                                  \
     X(EVICTED_PARENT, -2)                                                                                                  \
@@ -55,6 +64,10 @@
     X(SPEED_MAX_FACTOR, 4.0)                                                                                               \
     X(PREFILL_MIN_SHARE, 0.5)                                                                                              \
     X(DECODE_FACTOR_WEIGHT, 0.05)                                                                                          \
+    /* What a learned speed is judged by. */                                                                               \
+    X(REVIEW_WEIGHT, 0.02)                                                                                                 \
+    X(EARLY_STEPS, 0.5)                                                                                                    \
+    X(EARLY_MIN_STEPS, 4.0)                                                                                                \
     /* What the decode speed of a model is learned with. */                                                                \
     X(DECODE_WEIGHT, 0.03)                                                                                                 \
     X(DECODE_MIN_SHARE, 0.2)                                                                                               \
@@ -88,9 +101,9 @@ SHARED_DOUBLES(DEFINE)
 #define TIERS 4
 #define OUTCOMES 6
 
-/* The upper bounds of the first-byte histogram's buckets; the last bucket has none. Exported as a tuple. */
-#define FIRST_BYTE_BUCKETS 14
-static const double FIRST_BYTE_BOUNDS_MS[FIRST_BYTE_BUCKETS - 1] __attribute__((unused)) = {
+/* The upper bounds of the TTFT histogram's buckets; the last bucket has none. Exported as a tuple. */
+#define TTFT_BUCKETS 14
+static const double TTFT_BOUNDS_MS[TTFT_BUCKETS - 1] __attribute__((unused)) = {
     5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0};
 
 #endif

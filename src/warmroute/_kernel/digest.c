@@ -55,7 +55,10 @@ static PyObject *digest_of(PyObject *self, PyObject *const *args, Py_ssize_t n) 
         return NULL;
     if (start < 0 || end < start || end > PyBytes_GET_SIZE(args[0]))
         return outside();
+    PyThreadState *released = end - start > MAX_LOOP_BYTES ? PyEval_SaveThread() : NULL;
     digest made = extend_digest((digest){0, 0}, (const uint8_t *)PyBytes_AS_STRING(args[0]) + start, (size_t)(end - start));
+    if (released)
+        PyEval_RestoreThread(released);
     return PyBytes_FromStringAndSize((char *)&made, DIGEST_BYTES);
 }
 
@@ -73,17 +76,26 @@ static PyObject *prefix_digests(PyObject *self, PyObject *const *args, Py_ssize_
     size_t count = (size_t)PyBytes_GET_SIZE(args[1]) / sizeof(span);
     PyObject *made = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * DIGEST_BYTES));
     digest so_far = {0, 0};
-    for (size_t i = 0; made && i < count; i++) {
+    if (!made)
+        return NULL;
+    int inside = 1;
+    PyThreadState *released = PyBytes_GET_SIZE(args[0]) > MAX_LOOP_BYTES ? PyEval_SaveThread() : NULL;
+    for (size_t i = 0; i < count; i++) {
         span item;
         memcpy(&item, spans + i * sizeof item, sizeof item);
         if (item.end < item.start || item.end > (size_t)PyBytes_GET_SIZE(args[0])) {
-            Py_DECREF(made);
-            return outside();
+            inside = 0;
+            break;
         }
         so_far = extend_digest(so_far, body + item.start, item.end - item.start);
         memcpy(PyBytes_AS_STRING(made) + i * DIGEST_BYTES, &so_far, DIGEST_BYTES);
     }
-    return made;
+    if (released)
+        PyEval_RestoreThread(released);
+    if (inside)
+        return made;
+    Py_DECREF(made);
+    return outside();
 }
 
 static PyMethodDef functions[] = {

@@ -2,7 +2,9 @@
  *
  * The rule: a head is accepted only if every byte of it is covered by the grammar of RFC 9112, without its obsolete parts.
  * Whatever two parsers might read in two ways (a bare CR or LF, a folded line, a space before a colon, two lengths, a length
- * beside a transfer coding) is rejected, since request smuggling is made of such differences.
+ * beside a transfer coding, a fragment in the target) is rejected, since request smuggling is made of such differences. So is
+ * a request in which a field that the router reads may be another one for the node: it is given twice, named in Connection,
+ * or its name has an underscore for a hyphen.
  *
  * A rejected head is returned as the number of the reason (constants.h); edge/http1.py turns it into an error response.
  * tests/edge/reference_http.py is the same in plain Python; property tests compare the two.
@@ -13,7 +15,7 @@
 
 /* What is done with a field. */
 enum { FORWARD, DROP, HOST, CONTENT_LENGTH, TRANSFER_ENCODING, CONNECTION, EXPECT, AUTHORIZATION, REQUEST_ID, FORWARDED_FOR,
-       API_KEY, CONTENT_TYPE, ROUTING_HEADER, RETRY_AFTER };
+       API_KEY, CONTENT_TYPE, CONTENT_ENCODING, ENGINE_PRIORITY, ROUTING_HEADER, RETRY_AFTER };
 
 static PyObject *empty, *post, *get;
 
@@ -29,13 +31,36 @@ static int kind_in_request(const char *name, size_t n) {
     case 12: IF("content-type", CONTENT_TYPE); IF("x-request-id", REQUEST_ID); break;
     case 13: IF("authorization", AUTHORIZATION); IF("x-deadline-ms", ROUTING_HEADER); break;
     case 14: IF("content-length", CONTENT_LENGTH); break;
-    case 15: IF("x-forwarded-for", FORWARDED_FOR); break;
-    case 16: IF("proxy-connection", DROP); break;
+    case 15: IF("x-forwarded-for", FORWARDED_FOR); IF("x-vllm-priority", ENGINE_PRIORITY); break;
+    case 16: IF("proxy-connection", DROP); IF("content-encoding", CONTENT_ENCODING); break;
     case 17: IF("transfer-encoding", TRANSFER_ENCODING); break;
     case 18: IF("x-deadline-ttft-ms", ROUTING_HEADER); break;
     case 19: IF("proxy-authorization", DROP); break;
+    case 20: IF("x-data-parallel-rank", DROP); break; /* only the router chooses a rank */
     }
     return FORWARD;
+}
+
+#define MAX_KNOWN_NAME_BYTES 20
+
+/* Whether a name with underscores is one of those above for a server that takes an underscore for a hyphen. */
+static int imitates_known_name(const char *name, size_t n) {
+    char hyphenated[MAX_KNOWN_NAME_BYTES];
+    if (n > MAX_KNOWN_NAME_BYTES || !memchr(name, '_', n))
+        return 0;
+    for (size_t i = 0; i < n; i++)
+        hyphenated[i] = name[i] == '_' ? '-' : name[i];
+    return kind_in_request(hyphenated, n) != FORWARD;
+}
+
+/* Whether Connection names a field that the router reads, so that the node would not see what the router decided by. */
+static int hides_known_field(const connection_options *options) {
+    for (int i = 0; i < options->count; i++) {
+        int kind = kind_in_request(options->option[i], options->option_len[i]);
+        if (kind != FORWARD && kind != DROP)
+            return 1;
+    }
+    return 0;
 }
 
 static int kind_in_response(const char *name, size_t n) {
@@ -46,7 +71,7 @@ static int kind_in_response(const char *name, size_t n) {
     case 11: IF("retry-after", RETRY_AFTER); break;
     case 12: IF("content-type", CONTENT_TYPE); IF("x-request-id", DROP); break;
     case 14: IF("content-length", CONTENT_LENGTH); break;
-    case 16: IF("proxy-connection", DROP); break;
+    case 16: IF("proxy-connection", DROP); IF("content-encoding", CONTENT_ENCODING); break;
     case 17: IF("transfer-encoding", TRANSFER_ENCODING); break;
     case 18: IF("proxy-authenticate", DROP); break;
     }
@@ -172,6 +197,7 @@ static int read_request_line(const char **at, const char *end, request_line *lin
     while (p < end && *p > ' ' && *p < 0x7f)
         p++;
     line->target_len = (size_t)(p - line->target);
+    const char *fragment = memchr(line->target, '#', line->target_len);
     if (!line->target_len || end - p < 11 || memcmp(p, " HTTP/", 6))
         return MALFORMED_START_LINE;
     if (p[7] != '.' || p[9] != '\r' || p[10] != '\n' || p[6] < '0' || p[6] > '9' || p[8] < '0' || p[8] > '9')
@@ -179,7 +205,7 @@ static int read_request_line(const char **at, const char *end, request_line *lin
     if (p[6] != '1' || p[8] > '1')
         return UNSUPPORTED_VERSION;
     line->minor_version = p[8] - '0';
-    if (line->target[0] != '/' && !(line->target_len == 1 && line->target[0] == '*'))
+    if (fragment || (line->target[0] != '/' && !(line->target_len == 1 && line->target[0] == '*')))
         return BAD_TARGET;
     *at = p + 11;
     return ACCEPTED;
@@ -220,6 +246,7 @@ static PyObject *read_request_head(PyObject *self, PyObject *const *args, Py_ssi
     const char *data, *end;
     Py_ssize_t max_fields, count = 0;
     int why, hosts = 0;
+    unsigned seen = 0; /* a bit for the kind of each field that must not be given twice */
     request_line line;
     connection_options connection;
     field f;
@@ -258,12 +285,25 @@ static PyObject *read_request_head(PyObject *self, PyObject *const *args, Py_ssi
         int kind = kind_in_request(f.line, f.name_len);
         switch (kind) {
         case CONTENT_TYPE:
-            SET(h->content_type, value_bytes(&f));
+        case ENGINE_PRIORITY:
+            if (seen & 1u << kind)
+                REJECT(REPEATED_FIELD);
+            seen |= 1u << kind;
+            if (kind == CONTENT_TYPE)
+                SET(h->content_type, value_bytes(&f));
             /* fall through */
         case ROUTING_HEADER:
-            h->has_routing_headers |= kind == ROUTING_HEADER;
-            /* fall through */
+            h->has_routing_headers |= kind != CONTENT_TYPE;
+            memcpy(out, f.line, f.line_len);
+            out += f.line_len;
+            break;
+        case CONTENT_ENCODING:
+            if (!is_word(f.value, f.value_len, "identity"))
+                REJECT(UNSUPPORTED_CONTENT_ENCODING);
+            break;
         case FORWARD:
+            if (imitates_known_name(f.line, f.name_len))
+                REJECT(AMBIGUOUS_FIELD_NAME);
             memcpy(out, f.line, f.line_len);
             out += f.line_len;
             break;
@@ -293,10 +333,11 @@ static PyObject *read_request_head(PyObject *self, PyObject *const *args, Py_ssi
             h->expects_continue = line.minor_version == 1;
             break;
         case AUTHORIZATION:
-            SET(h->authorization, value_bytes(&f));
-            break;
         case API_KEY:
-            SET(h->api_key, value_bytes(&f));
+            if (seen & 1u << kind)
+                REJECT(REPEATED_FIELD);
+            seen |= 1u << kind;
+            SET(*(kind == API_KEY ? &h->api_key : &h->authorization), value_bytes(&f));
             break;
         case REQUEST_ID:
             if (is_usable_id(&f))
@@ -315,6 +356,8 @@ static PyObject *read_request_head(PyObject *self, PyObject *const *args, Py_ssi
         REJECT(LENGTH_AND_TRANSFER_ENCODING);
     if (h->chunked && !line.minor_version)
         REJECT(TRANSFER_ENCODING_IN_HTTP_1_0);
+    if (hides_known_field(&connection))
+        REJECT(FIELD_NAMED_IN_CONNECTION);
     if (!h->chunked && h->length < 0)
         h->length = 0;
     h->keep_alive = !connection.close && (line.minor_version || connection.keep_alive);
@@ -338,7 +381,7 @@ typedef struct {
     PyObject *status_line, *content_type, *retry_after, *forwarded_fields;
     long long length;
     int status;
-    char keep_alive;
+    char keep_alive, encoded;
 } ResponseHead;
 
 static void response_head_dealloc(ResponseHead *h) {
@@ -357,6 +400,7 @@ static PyMemberDef response_head_members[] = {
     {"length", T_LONGLONG, offsetof(ResponseHead, length), READONLY, NULL},
     {"status", T_INT, offsetof(ResponseHead, status), READONLY, NULL},
     {"keep_alive", T_BOOL, offsetof(ResponseHead, keep_alive), READONLY, NULL},
+    {"encoded", T_BOOL, offsetof(ResponseHead, encoded), READONLY, NULL},
     NO_MEMBER};
 
 static PyTypeObject ResponseHeadType = {
@@ -407,6 +451,7 @@ static PyObject *read_response_head(PyObject *self, PyObject *const *args, Py_ss
     h->content_type = Py_NewRef(empty);
     h->retry_after = Py_NewRef(empty);
     h->status = status;
+    h->encoded = 0;
     h->length = UNTIL_CLOSE;
     SET(h->status_line, PyBytes_FromStringAndSize(data, p - data));
     PyBytes_AS_STRING(h->status_line)[7] = '1'; /* the client gets the router's version, not the node's */
@@ -421,6 +466,9 @@ static PyObject *read_response_head(PyObject *self, PyObject *const *args, Py_ss
         case CONTENT_TYPE:
         case RETRY_AFTER:
             SET(*(kind == CONTENT_TYPE ? &h->content_type : &h->retry_after), value_bytes(&f));
+            /* fall through */
+        case CONTENT_ENCODING:
+            h->encoded |= kind == CONTENT_ENCODING && !is_word(f.value, f.value_len, "identity");
             /* fall through */
         case FORWARD:
             memcpy(out, f.line, f.line_len);

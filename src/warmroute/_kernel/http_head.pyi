@@ -19,6 +19,10 @@ BAD_HOST: Final[int]
 LENGTH_AND_TRANSFER_ENCODING: Final[int]
 TRANSFER_ENCODING_IN_HTTP_1_0: Final[int]
 TOO_MANY_CONNECTION_OPTIONS: Final[int]
+REPEATED_FIELD: Final[int]
+FIELD_NAMED_IN_CONNECTION: Final[int]
+AMBIGUOUS_FIELD_NAME: Final[int]
+UNSUPPORTED_CONTENT_ENCODING: Final[int]
 
 class RequestHead:
     """A client's request head: what the router reads of it, and the lines that it forwards unchanged."""
@@ -39,7 +43,7 @@ class RequestHead:
     forwarded_for: bytes
     content_type: bytes
     has_routing_headers: bool
-    """Whether it has one of the fields of edge/request_headers.py."""
+    """Whether it has one of the fields that edge/request_headers.py reads."""
     forwarded_fields: bytes
     """The header lines that go to the node unchanged."""
 
@@ -56,6 +60,8 @@ class ResponseHead:
     keep_alive: bool
     content_type: bytes
     retry_after: bytes
+    encoded: bool
+    """Whether the body has a content coding, such as gzip."""
     forwarded_fields: bytes
     """The header lines that go to the client unchanged."""
 

@@ -1,9 +1,8 @@
 /* Skipping JSON values without building them.
  *
  * Every skip function takes a position and the end of the text, and returns the position after what it skipped. NULL means
- * that a real parser has to decide: the text is malformed, or it is well-formed but too rare to be worth code here (NaN,
- * very deep nesting, very long integers). What is skipped is what json.loads would accept, except that the UTF-8 of
- * strings is not checked.
+ * that the text is malformed, nested too deeply, or has an integer of too many digits. What is skipped is what json.loads
+ * would accept, NaN and Infinity included, except that the UTF-8 of strings is not checked.
  */
 #ifndef WARMROUTE_JSON_SKIP_H
 #define WARMROUTE_JSON_SKIP_H
@@ -269,7 +268,13 @@ static ptr skip_value(ptr p, ptr end, int depth) {
     case 't': return skip_word(p, end, "true", 4);
     case 'f': return skip_word(p, end, "false", 5);
     case 'n': return skip_word(p, end, "null", 4);
-    case '-': case '0': case '1': case '2': case '3': case '4': case '5': case '6': case '7': case '8': case '9':
+    case 'N': return skip_word(p, end, "NaN", 3);
+    case 'I': return skip_word(p, end, "Infinity", 8);
+    case '-':
+        if (end - p > 1 && p[1] == 'I')
+            return skip_word(p + 1, end, "Infinity", 8);
+        /* fall through */
+    case '0': case '1': case '2': case '3': case '4': case '5': case '6': case '7': case '8': case '9':
         return skip_number(p, end);
     default: return NULL;
     }

@@ -34,8 +34,11 @@
 
 int add_accounting(PyObject *module);
 int add_block_hashes(PyObject *module);
+int add_body_buffer(PyObject *module);
 int add_body_scan(PyObject *module);
 int add_digests(PyObject *module);
+int add_exit_deadline(PyObject *module);
+int add_first_token(PyObject *module);
 int add_hits(PyObject *module);
 int add_http_chunks(PyObject *module);
 int add_http_heads(PyObject *module);

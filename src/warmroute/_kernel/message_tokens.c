@@ -181,17 +181,23 @@ static int make_keys(const chat *c) {
         return 0;
     if (o->keys_layout == (PyObject *)c->layout && o->n_message_keys == c->n)
         return 1; /* they are those of the call before */
-    if (!o->message_keys && !(o->message_keys = PyMem_Malloc(o->n_messages * sizeof(digest)))) {
+    digest *keys = PyMem_RawMalloc(c->n * sizeof(digest));
+    if (!keys) {
         PyErr_NoMemory();
         return -1;
     }
-    Py_XSETREF(o->keys_layout, Py_NewRef(c->layout));
-    o->n_message_keys = c->n;
+    PyThreadState *released = PyBytes_GET_SIZE(o->body) > MAX_LOOP_BYTES ? PyEval_SaveThread() : NULL;
     for (uint32_t i = 0; i < c->n; i++) {
         span content = o->messages[i].content;
         digest halves = {(uint64_t)separator_before(c, i)->start, (uint64_t)separator_before(c, i + 1)->end};
-        o->message_keys[i] = extend_digest(halves, text_of(o) + content.start, content.end - content.start);
+        keys[i] = extend_digest(halves, text_of(o) + content.start, content.end - content.start);
     }
+    if (released)
+        PyEval_RestoreThread(released);
+    PyMem_RawFree(o->message_keys);
+    o->message_keys = keys;
+    o->n_message_keys = c->n;
+    Py_XSETREF(o->keys_layout, Py_NewRef(c->layout));
     return 1;
 }
 

@@ -36,6 +36,7 @@ typedef struct {
     const uint8_t *chances; /* of reuse, by age: doubles */
     Py_ssize_t n_chances;
     double now_s, tokens, output;
+    double prompts; /* that the tokens are divided among */
     double behind; /* requests that wait behind this one, for each node */
     const DecodeSpeedState *decode_speed;
     double fastest_token_ms; /* on the fastest node */
@@ -53,6 +54,11 @@ static always_inline double work(double new, double cached) {
     return new * (1.0 + ATTENTION_WORK * (cached + 0.5 * new));
 }
 
+/* The same for several prompts of equal length. */
+static always_inline double work_of(double new, double cached, double prompts) {
+    return new * (1.0 + ATTENTION_WORK * (cached + 0.5 * new) / prompts);
+}
+
 /* The chance that a block of this age is used again. */
 static double chance_of_reuse(const request *q, double age_s) {
     Py_ssize_t bucket = 0;
@@ -65,7 +71,8 @@ static double chance_of_reuse(const request *q, double age_s) {
 
 static double room_term(const NodeState *node, double capacity, double new, double token_ms, const request *q) {
     double output = q->output, running = (double)node->inflight, need = new + output;
-    double used = larger(node->kv_usage * capacity + node->kv_delta, (double)node->kv_new + 0.5 * output * running);
+    double usage = node->kv_usage + (1.0 - node->kv_usage) * node->kv_pressure;
+    double used = larger(usage * capacity + node->kv_delta, (double)node->kv_new + 0.5 * output * running);
     double drained = larger(used, 1.0) / larger(1.0, output * token_ms);
     double share = smaller(KV_MAX_FULL, (used + need + KV_GROWTH_SHARE * output * running) / capacity);
     double full = KV_FULL_SCALE * pow(share, KV_FULL_POWER) / (KV_FULL_MARGIN - share);
@@ -84,12 +91,13 @@ static double risk_term(double own, const request *q) {
     return q->late_ms * power / (1.0 + power);
 }
 
+/* `reserved_rate`: requests per millisecond that need a longer context window than this one and may go to the node. */
 static void price_node(price *p, const NodeState *node, const CacheState *cache, double cached, double adapter_ms,
-                       const request *q) {
+                       double reserved_rate, const request *q) {
     double ms_per_token = speed_of(node)->ms_per_token, token_ms = token_ms_on(node, q), new = q->tokens - cached;
-    double cost = work(new, cached), need = new + q->output;
+    double cost = work_of(new, cached, q->prompts), need = new + q->output;
     if (cached != 0.0)
-        cost = larger(cost, work(q->tokens, 0.0) - q->max_saving_ms / ms_per_token);
+        cost = larger(cost, work_of(q->tokens, 0.0, q->prompts) - q->max_saving_ms / ms_per_token);
     *p = (price){
         .cached = cached, .new = new, .output = q->output, .distance = node->distance_ms, .adapter = adapter_ms};
     p->wait = node->pending_work * ms_per_token;
@@ -104,12 +112,15 @@ static void price_node(price *p, const NodeState *node, const CacheState *cache,
             p->memory = smaller(evicted, need) * ms_per_token * EVICTED_WEIGHT *
                         chance_of_reuse(q, q->now_s - cache->oldest_s);
     }
+    if (node->queue_ms != 0.0) /* the engine's queue takes longer than the work that this router sent */
+        p->wait = larger(p->wait, node->queue_ms - p->room);
     double on_node = p->wait + p->prefill + p->room + p->adapter, own = on_node + p->distance;
     if (q->late_ms != 0.0)
         p->risk = risk_term(own, q);
     if (q->congestion)
         p->congestion =
-            (p->prefill + p->room + p->adapter + p->memory) * (arrival_rate(node, q) * on_node + q->behind);
+            (p->prefill + p->room + p->adapter + p->memory) *
+            ((arrival_rate(node, q) + reserved_rate) * on_node + q->behind);
     p->total = own + p->contention + p->risk + p->memory + p->congestion;
 }
 
@@ -135,7 +146,9 @@ static int check_nodes(PyObject *nodes, PyObject *caches) {
     return 0;
 }
 
-static Prices *price_all(PyObject *nodes, PyObject *caches, PyObject *hits, const uint8_t *adapters_ms, request *q) {
+/* `adapters_ms`, `reserved_rates`: a double for each node, or NULL. */
+static Prices *price_all(PyObject *nodes, PyObject *caches, PyObject *hits, const uint8_t *adapters_ms,
+                         const uint8_t *reserved_rates, request *q) {
     Py_ssize_t n = PyTuple_GET_SIZE(nodes);
     Prices *prices = (Prices *)PricesType.tp_alloc(&PricesType, n); /* before the checks, since this may collect garbage */
     if (!prices)
@@ -155,7 +168,8 @@ static Prices *price_all(PyObject *nodes, PyObject *caches, PyObject *hits, cons
             goto failed;
         price_node(&prices->of[at], node, cache == Py_None ? NULL : (CacheState *)cache,
                    hit ? ((Hit *)hit)->expected * q->locality : 0.0,
-                   adapters_ms ? read_double(adapters_ms + at * (Py_ssize_t)sizeof(double)) : 0.0, q);
+                   adapters_ms ? read_double(adapters_ms + at * (Py_ssize_t)sizeof(double)) : 0.0,
+                   reserved_rates ? read_double(reserved_rates + at * (Py_ssize_t)sizeof(double)) : 0.0, q);
     }
     return prices;
 failed:
@@ -166,12 +180,13 @@ failed:
 /* Reads the arguments of price_nodes() from now_s on. */
 static int read_request(PyObject *const *args, request *q) {
     PyObject *tokens = args[1], *due = args[2], *decode_speed = args[4], *settings = args[5];
-    if (check_tuple(tokens, 2) < 0 || check_tuple(due, 2) < 0 || check_type(decode_speed, &DecodeSpeedType) < 0 ||
+    if (check_tuple(tokens, 3) < 0 || check_tuple(due, 2) < 0 || check_type(decode_speed, &DecodeSpeedType) < 0 ||
         check_tuple(settings, 5) < 0)
         return -1;
     q->decode_speed = (DecodeSpeedState *)decode_speed;
     if (as_double(args[0], &q->now_s) < 0 || as_double(args[3], &q->behind) < 0 ||
         as_double(PyTuple_GET_ITEM(tokens, 0), &q->tokens) < 0 || as_double(PyTuple_GET_ITEM(tokens, 1), &q->output) < 0 ||
+        as_double(PyTuple_GET_ITEM(tokens, 2), &q->prompts) < 0 ||
         as_double(PyTuple_GET_ITEM(due, 0), &q->due_ms) < 0 || as_double(PyTuple_GET_ITEM(due, 1), &q->late_ms) < 0 ||
         as_double(PyTuple_GET_ITEM(settings, 0), &q->max_saving_ms) < 0 ||
         as_double(PyTuple_GET_ITEM(settings, 1), &q->locality) < 0 ||
@@ -182,31 +197,39 @@ static int read_request(PyObject *const *args, request *q) {
     return 0;
 }
 
+/* Checks that a buffer has a double for each node; -1 with an exception where not. */
+static int check_doubles(const Py_buffer *buffer, Py_ssize_t nodes) {
+    if (!buffer->obj || buffer->len == nodes * (Py_ssize_t)sizeof(double))
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "adapter_ms and reserved_rates must have a double for each node");
+    return -1;
+}
+
 static PyObject *price_nodes(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     const Py_ssize_t size = sizeof(double);
     PyObject *prices = NULL;
-    Py_buffer chances, adapters = {0};
+    Py_buffer chances = {0}, adapters = {0}, reserved = {0};
     request q;
     (void)module;
-    if (check_count(count, 11) < 0 || check_type(args[0], &PyTuple_Type) < 0 || check_type(args[1], &PyTuple_Type) < 0 ||
-        check_type(args[2], &PyDict_Type) < 0 || read_request(args + 5, &q) < 0 ||
-        PyObject_GetBuffer(args[3], &chances, PyBUF_SIMPLE) < 0)
+    if (check_count(count, 12) < 0 || check_type(args[0], &PyTuple_Type) < 0 || check_type(args[1], &PyTuple_Type) < 0 ||
+        check_type(args[2], &PyDict_Type) < 0 || read_request(args + 6, &q) < 0)
         return NULL;
-    if (args[4] != Py_None && PyObject_GetBuffer(args[4], &adapters, PyBUF_SIMPLE) < 0) {
-        PyBuffer_Release(&chances);
-        return NULL;
-    }
+    if (PyObject_GetBuffer(args[3], &chances, PyBUF_SIMPLE) < 0 ||
+        (args[4] != Py_None && PyObject_GetBuffer(args[4], &adapters, PyBUF_SIMPLE) < 0) ||
+        (args[5] != Py_None && PyObject_GetBuffer(args[5], &reserved, PyBUF_SIMPLE) < 0))
+        goto done;
     q.chances = chances.buf;
     q.n_chances = chances.len / size;
+    Py_ssize_t nodes = PyTuple_GET_SIZE(args[0]);
     if (!q.n_chances || chances.len % size)
         PyErr_SetString(PyExc_ValueError, "chances must be a buffer of doubles");
-    else if (adapters.obj && adapters.len != PyTuple_GET_SIZE(args[0]) * size)
-        PyErr_SetString(PyExc_ValueError, "adapter_ms must have a double for each node");
-    else
-        prices = (PyObject *)price_all(args[0], args[1], args[2], adapters.obj ? adapters.buf : NULL, &q);
-    PyBuffer_Release(&chances);
-    if (adapters.obj)
-        PyBuffer_Release(&adapters);
+    else if (check_doubles(&adapters, nodes) == 0 && check_doubles(&reserved, nodes) == 0)
+        prices = (PyObject *)price_all(args[0], args[1], args[2], adapters.obj ? adapters.buf : NULL,
+                                       reserved.obj ? reserved.buf : NULL, &q);
+done:
+    PyBuffer_Release(&chances); /* does nothing where there is no buffer */
+    PyBuffer_Release(&adapters);
+    PyBuffer_Release(&reserved);
     return prices;
 }
 

@@ -54,8 +54,9 @@ def price_nodes(
     hits: dict[str, Hit],
     chances: Doubles,
     adapter_ms: Doubles | None,
+    reserved_rates: Doubles | None,
     now_s: float,
-    request: tuple[float, float],
+    request: tuple[float, float, float],
     due: tuple[float, float],
     behind: float,
     decode_speed: DecodeSpeedState,
@@ -65,7 +66,8 @@ def price_nodes(
     """Return what a request costs on each of the nodes.
 
     `chances`: of reuse, as `Reuse.chances`. `adapter_ms`: for each node, the time to load the request's adapter.
-    `request`: its prompt's tokens, and its expected output tokens. `due`: the time until its first token is due, and
+    `reserved_rates`: for each node, the requests per millisecond that need a longer context window than this one and
+    may go there. `request`: the tokens of its prompts, its expected output tokens, and the number of prompts. `due`: the time until its first token is due, and
     the penalty for being late; both 0 without a deadline. `behind`: requests that wait behind it, for each node.
     `decode_speed`: of its model. `settings`: max_saving_ms, locality, room, memory, congestion.
     """

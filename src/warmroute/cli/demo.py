@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from warmroute.cli.arguments import number, port
+
 
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser("demo", help="show the router at work, without a GPU")
-    parser.add_argument("--port", type=int, help="port of the router (default: 8080, or the next free port)")
+    parser.add_argument("--port", type=port, help="port of the router (default: 8080, or the next free port)")
     parser.add_argument(
         "--only",
         choices=("compare", "scale"),
@@ -16,7 +18,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--speed",
-        type=float,
+        type=number(above=0),
         default=1.0,
         help="speed of the compared engines; 2 is twice as fast (default: 1)",
     )
@@ -30,8 +32,6 @@ def run(args: argparse.Namespace) -> int:
     from warmroute.config import ConfigError
     from warmroute.demo.demo_run import DemoOptions, run_demo
 
-    if args.speed <= 0:
-        raise ConfigError("--speed must be above 0")
     if args.only == "scale" and args.speed != 1.0:
         raise ConfigError("--speed applies to the comparison; it cannot be used with --only scale")
     options = DemoOptions(port=args.port, speed=args.speed, exit=args.exit, only=args.only)

@@ -6,38 +6,46 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from warmroute.cli.arguments import number, port, whole
+
 
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser("engine", help="run a simulated vLLM engine, without a GPU")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="HTTP port, 0 for a free one (default: 8000)")
+    parser.add_argument("--port", type=port, default=8000, help="HTTP port, 0 for a free one (default: 8000)")
     parser.add_argument("--profile", default="l4-1.5b", help="GPU and model, such as 2xh100-32b (default: l4-1.5b)")
-    parser.add_argument("--blocks", type=int, help="number of KV blocks (default: from the profile)")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens per KV block (default: 16)")
-    parser.add_argument("--cpu-blocks", type=int, default=0, help="KV blocks in a CPU tier (default: 0)")
-    parser.add_argument("--max-num-seqs", type=int, help="maximum requests per batch (default: from the profile)")
+    parser.add_argument("--blocks", type=whole(1), help="number of KV blocks (default: from the profile)")
+    parser.add_argument("--block-size", type=whole(1, 65_536), default=16, help="tokens per KV block (default: 16)")
+    parser.add_argument("--cpu-blocks", type=whole(0), default=0, help="KV blocks in a CPU tier (default: 0)")
+    parser.add_argument("--max-num-seqs", type=whole(1), help="maximum requests per batch (default: from the profile)")
     parser.add_argument(
-        "--max-num-batched-tokens", type=int, help="maximum tokens per step (default: from the profile)"
+        "--max-num-batched-tokens", type=whole(1), help="maximum tokens per step (default: from the profile)"
     )
-    parser.add_argument("--max-model-len", type=int, help="maximum prompt and output tokens together (default: 32768)")
+    parser.add_argument(
+        "--max-model-len", type=whole(1), help="maximum prompt and output tokens together (default: 32768)"
+    )
     parser.add_argument(
         "--scheduling-policy",
         choices=("fcfs", "priority"),
         default="fcfs",
         help="order of waiting requests (default: fcfs)",
     )
-    parser.add_argument("--events-port", type=int, help="port for KV events, 0 for a free one (default: no events)")
-    parser.add_argument("--replay-port", type=int, help="port for replayed KV events, 0 for a free one (default: none)")
+    parser.add_argument("--events-port", type=port, help="port for KV events, 0 for a free one (default: no events)")
+    parser.add_argument(
+        "--replay-port", type=port, help="port for replayed KV events, 0 for a free one (default: none)"
+    )
     parser.add_argument("--events-topic", help="topic of the KV events (default: kv@HOST:PORT@MODEL)")
     parser.add_argument("--model", default="sim", help="name of the served model (default: sim)")
     parser.add_argument("--lora", action="append", default=[], metavar="NAME", help="LoRA adapter to serve; repeatable")
-    parser.add_argument("--max-loras", type=int, default=1, help="maximum adapters per batch (default: 1)")
+    parser.add_argument("--max-loras", type=whole(1), default=1, help="maximum adapters per batch (default: 1)")
     parser.add_argument(
-        "--data-parallel-size", type=int, default=1, metavar="N", help="ranks with a cache each (default: 1)"
+        "--data-parallel-size", type=whole(1, 256), default=1, metavar="N", help="ranks with a cache each (default: 1)"
     )
-    parser.add_argument("--speed", type=float, default=1.0, help="speed; 2 is twice as fast as real (default: 1)")
     parser.add_argument(
-        "--answer-tokens", type=int, default=128, help="mean output tokens without max_tokens (default: 128)"
+        "--speed", type=number(above=0), default=1.0, help="speed; 2 is twice as fast as real (default: 1)"
+    )
+    parser.add_argument(
+        "--answer-tokens", type=whole(1), default=128, help="mean output tokens without max_tokens (default: 128)"
     )
     parser.add_argument(
         "--tokenizer",
@@ -45,7 +53,7 @@ def add_to(commands: Any) -> None:
         metavar="PATH",
         help="tokenizer.json of a model, or its directory (default: a simulated tokenizer)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of outputs and faults (default: 0)")
+    parser.add_argument("--seed", type=whole(), default=0, help="seed of outputs and faults (default: 0)")
     parser.set_defaults(run=run)
 
 
@@ -80,8 +88,6 @@ def run(args: argparse.Namespace) -> int:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if args.speed <= 0 or args.data_parallel_size < 1 or args.answer_tokens < 1:
-        raise ConfigError("--speed, --data-parallel-size and --answer-tokens must be above 0")
     config = ServerConfig(
         engine=engine,
         timing=chosen.timing,

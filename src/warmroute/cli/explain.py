@@ -9,13 +9,15 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote
 from urllib.request import ProxyHandler, Request, build_opener
 
+from warmroute.cli.column_tables import TableColumn, fit_tables
 from warmroute.cli.terminal import console
 from warmroute.config import Config, ConfigError
 
@@ -205,42 +207,39 @@ def _latest(file: Path, request_id: str) -> Decision | None:
 
 
 def _print(decision: Decision) -> None:
-    out = console(width=200)
-    out.print(decision["explanation"], style="bold", markup=False, highlight=False)
+    out = console()
+    out.print(decision["explanation"], style="bold", markup=False, highlight=False, soft_wrap=True)
     if decision["candidates"]:
-        out.print(_candidate_table(decision))
+        for table in _candidate_tables(decision, out.width):
+            out.print(table)
         hidden = decision["candidate_count"] - len(decision["candidates"])
         if hidden > 0:
             out.print(f"and {hidden:,} more", style="dim")
     if decision.get("route"):
         out.print(f"route: {decision['route']}", markup=False, highlight=False)
     if "outcome" in decision:
-        out.print(_outcome_line(decision), markup=False, highlight=False)
+        out.print(_outcome_line(decision), markup=False, highlight=False, soft_wrap=True)
 
 
-def _candidate_table(decision: Decision) -> Table:
-    from rich.table import Table
+def _candidate_tables(decision: Decision, width: int) -> Iterator[Table]:
     from rich.text import Text
 
     candidates = decision["candidates"]
     terms = [term for term in candidates[0]["terms_ms"] if any(one["terms_ms"][term] for one in candidates)]
-    show_islands = len({one["island"] for one in candidates}) > 1
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("")
-    table.add_column("node")
-    if show_islands:
-        table.add_column("island")
-    for head in ("price, ms", *terms, "cached tokens", "new tokens"):
-        table.add_column(head, justify="right")
-    for one in candidates:
-        cells = ["→" if one["chosen"] else "", Text(one["node"])]
-        if show_islands:
-            cells.append(Text(one["island"]))
-        cells.append(_number(one["total_ms"]))
-        cells += [_number(one["terms_ms"][term]) for term in terms]
-        cells += [f"{one['cached_tokens']:,}", f"{one['new_tokens']:,}"]
-        table.add_row(*cells, style="bold" if one["chosen"] else "")
-    return table
+
+    def column(head: str, texts: Iterable[str], justify: Literal["left", "right"] = "right") -> TableColumn:
+        styles = ["bold" if one["chosen"] else "" for one in candidates]
+        return TableColumn(head, [Text(text, style) for text, style in zip(texts, styles, strict=True)], justify)
+
+    keys = [column("", ("→" if one["chosen"] else "" for one in candidates), "left")]
+    keys.append(column("node", (one["node"] for one in candidates), "left"))
+    if len({one["island"] for one in candidates}) > 1:
+        keys.append(column("island", (one["island"] for one in candidates), "left"))
+    shown = [column("price, ms", (_number(one["total_ms"]) for one in candidates))]
+    shown += [column(term, [_number(one["terms_ms"][term]) for one in candidates]) for term in terms]
+    shown.append(column("cached tokens", (f"{one['cached_tokens']:,}" for one in candidates)))
+    shown.append(column("new tokens", (f"{one['new_tokens']:,}" for one in candidates)))
+    return fit_tables(keys, shown, width, framed=False)
 
 
 def _number(value: float) -> str:
@@ -254,8 +253,8 @@ def _outcome_line(decision: Decision) -> str:
     ]
     if decision["status"]:
         parts.append(f"status {decision['status']}")
-    if decision["first_byte_ms"] is not None:
-        parts.append(f"first byte after {_number(decision['first_byte_ms'])} ms")
+    if decision["ttft_ms"] is not None:
+        parts.append(f"first token after {_number(decision['ttft_ms'])} ms")
     if decision["duration_ms"] is not None:
         parts.append(f"{_number(decision['duration_ms'])} ms in total")
     reported = decision["reported"]

@@ -6,10 +6,10 @@ import argparse
 import asyncio
 import os
 import sys
-from pathlib import Path
 from typing import Any, get_args
 
-from warmroute.cli.terminal import console, progress_bar, write_json
+from warmroute.cli.arguments import number, output_file, whole
+from warmroute.cli.terminal import console, print_runs, progress_bar, write_json
 from warmroute.config import ConfigError
 
 
@@ -23,28 +23,31 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--form", choices=("chat", "completion", "tokens"), default="chat", help="form of the requests (default: chat)"
     )
-    parser.add_argument("--rate", type=float, metavar="R", help="requests per second (default: that of the workload)")
     parser.add_argument(
-        "--scale-rate", type=float, default=1.0, metavar="X", help="send a trace X times as fast (default: 1)"
+        "--rate", type=number(above=0), metavar="R", help="requests per second (default: that of the workload)"
     )
-    parser.add_argument("--burst", type=int, default=1, metavar="N", help="send N requests at once (default: 1)")
-    parser.add_argument("--concurrency", type=int, metavar="N", help="closed loop with N clients")
-    parser.add_argument("--limit", type=int, metavar="N", help="stop after N requests")
-    parser.add_argument("--duration", type=float, metavar="S", help="send no requests after S seconds")
-    parser.add_argument("--speed", type=float, default=1.0, help="--speed of the simulated engines (default: 1)")
     parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="timeout of a response (default: 600)"
+        "--scale-rate", type=number(above=0), default=1.0, metavar="X", help="send a trace X times as fast (default: 1)"
     )
-    parser.add_argument("--seed", type=int, default=1, help="seed of the workload (default: 1)")
+    parser.add_argument("--burst", type=whole(1), default=1, metavar="N", help="send N requests at once (default: 1)")
+    parser.add_argument("--concurrency", type=whole(1, 100_000), metavar="N", help="closed loop with N clients")
+    parser.add_argument("--limit", type=whole(1), metavar="N", help="stop after N requests")
+    parser.add_argument("--duration", type=number(above=0), metavar="S", help="send no requests after S seconds")
+    parser.add_argument(
+        "--speed", type=number(above=0), default=1.0, help="--speed of the simulated engines (default: 1)"
+    )
+    parser.add_argument(
+        "--timeout", type=number(above=0), default=600.0, metavar="S", help="timeout of a response (default: 600)"
+    )
+    parser.add_argument("--seed", type=whole(), default=1, help="seed of the workload (default: 1)")
     parser.add_argument("--key-env", metavar="NAME", help="environment variable with the API key")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results as JSON")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all results as JSON")
     parser.add_argument("--quiet", action="store_true", help="print no progress bar and no table")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     from warmroute.demo.load_generator.load_run import LoadOptions, LoadRun
-    from warmroute.replay.report.table import table
     from warmroute.replay.workloads.catalog import BadWorkload, parse_workload
     from warmroute.replay.workloads.prompt_text import Form
     from warmroute.replay.workloads.trace import BadTrace
@@ -87,8 +90,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, {"runs": [result]})
     if not args.quiet:
-        out = console(width=220)
-        out.print(table([result], f"{workload.name} at {args.url}"))
+        out = console()
+        print_runs(out, [result], f"{workload.name} at {args.url}")
         errors = dict(measured["errors"])
         if measured["rejected"]:
             errors["status 429"] = measured["rejected"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -11,6 +11,7 @@ from warmroute.cli import (
     check_config,
     config_reference,
     demo,
+    doctor,
     engine,
     explain,
     hash_key,
@@ -20,16 +21,18 @@ from warmroute.cli import (
     replay,
     serve,
 )
+from warmroute.cli.arguments import Parser
 from warmroute.config import ConfigError
 
 COMMANDS = (
-    serve, demo, engine, replay, plan, load, explain, check_config, hash_key, config_reference, metrics_reference,
+    serve, doctor, demo, engine, replay, plan, load, explain, check_config, hash_key, config_reference,
+    metrics_reference,
 )  # fmt: skip
 """A command is a module with `add_to`. It imports expensive modules when it runs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="warmroute",
         description="OpenAI-compatible, KV-cache-aware proxy for fleets of LLM engines.",
     )
@@ -37,14 +40,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_to(commands)
-    args = parser.parse_args(argv)
     try:
-        return int(args.run(args) or 0)
+        args = parser.parse_args(argv)
+    except SystemExit as ended:  # a wrong argument, or --help
+        return int(ended.code or 0)
+    try:
+        code = int(args.run(args) or 0)
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
-        print(f"warmroute: {error}", file=sys.stderr)
+        for problem in error.problems:
+            print(f"warmroute: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has read enough
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())  # so that the interpreter's last flush does not fail, too
+        return 141
 
 
 if __name__ == "__main__":

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from warmroute.cli.arguments import number, output_file, whole
+from warmroute.cli.column_tables import TableColumn, fit_tables
 from warmroute.cli.terminal import console, progress_bar, write_json
 from warmroute.config import ConfigError
 
@@ -44,20 +47,28 @@ def add_to(commands: Any) -> None:
         "--policy", action="append", metavar="P", help="policy; repeatable (default: price and round_robin)"
     )
     parser.add_argument("--profile", default="2xh100-32b", metavar="NAME", help="GPU and model (default: 2xh100-32b)")
-    parser.add_argument("--usd", type=float, default=0.0, metavar="X", help="USD per hour of a node")
-    parser.add_argument("--max-nodes", type=int, default=256, metavar="N", help="maximum fleet size (default: 256)")
-    parser.add_argument("--rate", type=float, metavar="R", help="requests per second (default: that of the workload)")
+    parser.add_argument("--usd", type=number(0.0), default=0.0, metavar="X", help="USD per hour of a node")
     parser.add_argument(
-        "--scale-rate", type=float, default=1.0, metavar="X", help="replay a trace X times as fast (default: 1)"
+        "--max-nodes", type=whole(1, 100_000), default=256, metavar="N", help="maximum fleet size (default: 256)"
     )
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="stop after N requests (default: the whole trace, or 2000)"
+        "--rate", type=number(above=0), metavar="R", help="requests per second (default: that of the workload)"
     )
     parser.add_argument(
-        "--warm-up", type=int, default=0, metavar="N", help="do not measure the first N requests (default: 0)"
+        "--scale-rate",
+        type=number(above=0),
+        default=1.0,
+        metavar="X",
+        help="replay a trace X times as fast (default: 1)",
     )
-    parser.add_argument("--seed", type=int, default=1, help="seed of all random choices (default: 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results as JSON")
+    parser.add_argument(
+        "--limit", type=whole(1), metavar="N", help="stop after N requests (default: the whole trace, or 2000)"
+    )
+    parser.add_argument(
+        "--warm-up", type=whole(0), default=0, metavar="N", help="do not measure the first N requests (default: 0)"
+    )
+    parser.add_argument("--seed", type=whole(), default=1, help="seed of all random choices (default: 1)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all results as JSON")
     parser.add_argument("--quiet", action="store_true", help="print no progress bar")
     parser.set_defaults(run=run)
 
@@ -82,8 +93,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         rows = [{"policy": one.policy, "nodes": one.nodes, "runs": list(one.runs.values())} for one in results]
         write_json(args.json, {"plan": rows})
-    out = console(width=160)
-    out.print(result_table(results, args, limits))
+    out = console()
+    for table in result_tables(results, args, limits, out.width):
+        out.print(table)
     for line in summary_lines(results, args, limits):
         out.print(line, highlight=False)
     return 0 if all(one.nodes is not None for one in results) else 1
@@ -94,8 +106,6 @@ def plan(args: argparse.Namespace) -> tuple[list[NodesNeeded], Limits]:
     from warmroute.replay import parse_policy
     from warmroute.replay.sizing import Limits, nodes_needed
 
-    if args.max_nodes < 1:
-        raise ConfigError("--max-nodes must be at least 1")
     p50, p90, p99 = args.ttft_p50, args.ttft_p90, args.ttft_p99
     limits = Limits(p50, p90 if p90 or p50 or p99 else DEFAULT_TTFT_P90_MS, p99)
     policies = [parse_policy(text) for text in args.policy or POLICIES]
@@ -137,18 +147,16 @@ def _setup(args: argparse.Namespace) -> Setup:
     )
 
 
-def result_table(results: list[NodesNeeded], args: argparse.Namespace, limits: Limits) -> Table:
-    from rich.table import Table
+def result_tables(results: list[NodesNeeded], args: argparse.Namespace, limits: Limits, width: int) -> Iterator[Table]:
+    from rich.text import Text
 
     from warmroute.fake_engine.profiles import profile
     from warmroute.replay.report.table import ms, number
 
     targets = ", ".join(f"TTFT {key} within {ms(limit)}" for key, limit in limits.given)
-    table = Table(title=f"{Path(args.workload[0]).name} on {args.profile}: {targets}", title_justify="left")
     heads = ["policy", "nodes", "GPUs", *(["USD/h"] if args.usd else []), "hit rate", "TTFT p50", "p90", "p99"]
-    for at, head in enumerate([*heads, "p90 with one node less"]):
-        table.add_column(head, justify="left" if at == 0 else "right", no_wrap=True)
     gpus = profile(args.profile).gpus
+    rows: list[list[str]] = []
     for one in results:
         if one.nodes is None:
             largest = max(one.runs)
@@ -161,8 +169,13 @@ def result_table(results: list[NodesNeeded], args: argparse.Namespace, limits: L
             cells += [number(one.nodes * args.usd)] if args.usd else []
             one_less = ms(smaller["ttft_ms"]["p90"]) if smaller is not None else "–"
         times = run["ttft_ms"]
-        table.add_row(*cells, f"{run['hit_rate']:.1%}", *(ms(times[key]) for key in ("p50", "p90", "p99")), one_less)
-    return table
+        rows.append([*cells, f"{run['hit_rate']:.1%}", *(ms(times[key]) for key in ("p50", "p90", "p99")), one_less])
+    policy, *others = (
+        TableColumn(head, [Text(row[at]) for row in rows], "right" if at else "left")
+        for at, head in enumerate([*heads, "p90 with one node less"])
+    )
+    title = f"{Path(args.workload[0]).name} on {args.profile}: {targets}"
+    return fit_tables([policy], others, width, title)
 
 
 def summary_lines(results: list[NodesNeeded], args: argparse.Namespace, limits: Limits) -> list[str]:

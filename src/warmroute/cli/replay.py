@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warmroute.cli.terminal import console, progress_bar, write_json
+from warmroute.cli.arguments import fraction, number, output_file, several, whole
+from warmroute.cli.terminal import console, print_runs, progress_bar, write_json
 from warmroute.config import ConfigError
 
 if TYPE_CHECKING:
@@ -34,17 +35,19 @@ def add_to(commands: Any) -> None:
         "--policy", action="append", metavar="P", help="policy; repeatable (default: price and round_robin)"
     )
     fleet = parser.add_argument_group("fleet")
-    fleet.add_argument("--nodes", type=int, default=8, metavar="N", help="number of nodes (default: 8)")
+    fleet.add_argument("--nodes", type=whole(1, 100_000), default=8, metavar="N", help="number of nodes (default: 8)")
     fleet.add_argument(
         "--profile",
         action="append",
         metavar="NAME",
         help="GPU and model; repeatable: nodes take the profiles in turn (default: 2xh100-32b)",
     )
-    fleet.add_argument("--blocks", type=int, metavar="N", help="KV blocks per node (default: from the profile)")
-    fleet.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per KV block (default: 16)")
+    fleet.add_argument("--blocks", type=whole(1), metavar="N", help="KV blocks per node (default: from the profile)")
     fleet.add_argument(
-        "--cpu-blocks", type=int, default=0, metavar="N", help="KV blocks in each node's CPU tier (default: 0)"
+        "--block-size", type=whole(1, 65_536), default=16, metavar="N", help="tokens per KV block (default: 16)"
+    )
+    fleet.add_argument(
+        "--cpu-blocks", type=whole(0), default=0, metavar="N", help="KV blocks in each node's CPU tier (default: 0)"
     )
     fleet.add_argument(
         "--island",
@@ -55,34 +58,58 @@ def add_to(commands: Any) -> None:
     )
     load = parser.add_argument_group("load")
     load.add_argument(
-        "--rate", type=_numbers, metavar="R,…", help="requests per second, one run for each (default: of the workload)"
+        "--rate",
+        type=several(number(above=0)),
+        metavar="R,…",
+        help="requests per second, one run for each (default: of the workload)",
     )
     load.add_argument(
-        "--scale-rate", type=float, default=1.0, metavar="X", help="replay a trace X times as fast (default: 1)"
+        "--scale-rate",
+        type=number(above=0),
+        default=1.0,
+        metavar="X",
+        help="replay a trace X times as fast (default: 1)",
     )
-    load.add_argument("--day", type=float, metavar="S", help="vary the rate like a day that lasts S seconds")
-    load.add_argument("--burst", type=int, default=1, metavar="N", help="N requests arrive at once (default: 1)")
-    load.add_argument("--concurrency", type=_numbers, metavar="N,…", help="closed loop with N clients, a run for each")
+    load.add_argument("--day", type=number(above=0), metavar="S", help="vary the rate like a day that lasts S seconds")
+    load.add_argument("--burst", type=whole(1), default=1, metavar="N", help="N requests arrive at once (default: 1)")
     load.add_argument(
-        "--limit", type=int, metavar="N", help="stop after N requests (default: the whole trace, or 2000)"
+        "--concurrency",
+        type=several(whole(1, 1_000_000)),
+        metavar="N,…",
+        help="closed loop with N clients, a run for each",
     )
-    load.add_argument("--duration", type=float, metavar="S", help="no new requests after S seconds")
     load.add_argument(
-        "--warm-up", type=int, default=0, metavar="N", help="do not measure the first N requests (default: 0)"
+        "--limit", type=whole(1), metavar="N", help="stop after N requests (default: the whole trace, or 2000)"
+    )
+    load.add_argument("--duration", type=number(above=0), metavar="S", help="no new requests after S seconds")
+    load.add_argument(
+        "--warm-up", type=whole(0), default=0, metavar="N", help="do not measure the first N requests (default: 0)"
     )
     load.add_argument(
-        "--warm-rate", type=float, metavar="R", help="requests per second of the warm-up (default: of the run)"
+        "--warm-rate",
+        type=number(above=0),
+        metavar="R",
+        help="requests per second of the warm-up (default: of the run)",
     )
-    load.add_argument("--seed", type=int, default=1, help="seed of all random choices (default: 1)")
+    load.add_argument("--seed", type=whole(), default=1, help="seed of all random choices (default: 1)")
     faults = parser.add_argument_group("delays and faults")
     faults.add_argument(
-        "--queue-threshold", type=_numbers, metavar="N,…", help="reject requests when all nodes have N requests"
+        "--queue-threshold",
+        type=several(whole(1)),
+        metavar="N,…",
+        help="reject requests when all nodes have N requests",
     )
-    faults.add_argument("--poll-interval", type=float, metavar="S", help="time between two metrics polls (default: 1)")
-    faults.add_argument("--poll-lag", type=float, metavar="MS", help="age of the metrics when they arrive (default: 0)")
-    faults.add_argument("--poll-loss", type=float, metavar="FRACTION", help="polls that fail (default: 0)")
-    faults.add_argument("--kv-lag", type=float, metavar="MS", help="delay of KV events (default: 2)")
-    faults.add_argument("--kv-loss", type=float, metavar="FRACTION", help="KV event batches that are lost (default: 0)")
+    faults.add_argument(
+        "--poll-interval", type=number(above=0), metavar="S", help="time between two metrics polls (default: 1)"
+    )
+    faults.add_argument(
+        "--poll-lag", type=number(0.0), metavar="MS", help="age of the metrics when they arrive (default: 0)"
+    )
+    faults.add_argument("--poll-loss", type=fraction, metavar="FRACTION", help="polls that fail (default: 0)")
+    faults.add_argument("--kv-lag", type=number(0.0), metavar="MS", help="delay of KV events (default: 2)")
+    faults.add_argument(
+        "--kv-loss", type=fraction, metavar="FRACTION", help="KV event batches that are lost (default: 0)"
+    )
     faults.add_argument(
         "--fault",
         action="append",
@@ -92,8 +119,8 @@ def add_to(commands: Any) -> None:
     )
     _add_scaling_flags(parser)
     report = parser.add_argument_group("report")
-    report.add_argument("--json", type=Path, metavar="FILE", help="write all results as JSON")
-    report.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots")
+    report.add_argument("--json", type=output_file, metavar="FILE", help="write all results as JSON")
+    report.add_argument("--html", type=output_file, metavar="FILE", help="write a page with plots")
     report.add_argument("--quiet", action="store_true", help="print no progress bar and no table")
     parser.set_defaults(run=run)
 
@@ -108,16 +135,18 @@ def _add_scaling_flags(parser: argparse.ArgumentParser) -> None:
         help="warmroute, threshold, hpa:target=0.7 or fixed; repeatable (default: warmroute)",
     )
     scaling.add_argument("--offers", type=Path, metavar="FILE", help="TOML file with [[offers]] and [scaling]")
-    scaling.add_argument("--min-nodes", type=int, metavar="N", help="minimum number of nodes (default: 1)")
+    scaling.add_argument("--min-nodes", type=whole(0), metavar="N", help="minimum number of nodes (default: 1)")
     scaling.add_argument(
-        "--max-nodes", type=int, metavar="N", help="maximum number of nodes (default: 4 × --nodes, at least 8)"
+        "--max-nodes", type=whole(1), metavar="N", help="maximum number of nodes (default: 4 × --nodes, at least 8)"
     )
-    scaling.add_argument("--start", type=float, metavar="S", help="time to start a node (default: 120)")
-    scaling.add_argument("--usd", type=float, metavar="X", help="USD per hour of a node (default: 0)")
+    scaling.add_argument("--start", type=number(0.0), metavar="S", help="time to start a node (default: 120)")
+    scaling.add_argument("--usd", type=number(0.0), metavar="X", help="USD per hour of a node (default: 0)")
     scaling.add_argument(
-        "--quota", type=int, metavar="N", help="number of nodes at which the simulated cloud refuses more"
+        "--quota", type=whole(0), metavar="N", help="number of nodes at which the simulated cloud refuses more"
     )
-    scaling.add_argument("--ceiling", type=float, metavar="MS", help="maximum time to first token (default: 10000)")
+    scaling.add_argument(
+        "--ceiling", type=number(above=0), metavar="MS", help="maximum time to first token (default: 10000)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -246,8 +275,8 @@ def _conditions(args: argparse.Namespace) -> Conditions:
     for text in args.island:
         name, equals, round_trip = text.partition("=")
         try:
-            islands[name] = Island(float(round_trip)) if equals else Island()
-        except ValueError:
+            islands[name] = Island(number(0.0)(round_trip)) if equals else Island()
+        except argparse.ArgumentTypeError:
             raise ConfigError(f"--island {text!r}: expected NAME=MS, such as eu-west=80") from None
     return msgspec.structs.replace(Conditions(seed=args.seed, islands=islands), **_given(values))
 
@@ -256,8 +285,6 @@ def _nodes(args: argparse.Namespace) -> tuple[NodeSpec, ...]:
     from warmroute.fake_engine.profiles import profile
     from warmroute.replay.simulation.conditions import NodeSpec
 
-    if args.nodes < 1:
-        raise ConfigError("--nodes must be at least 1")
     try:
         profiles = [profile(name) for name in args.profile or ("2xh100-32b",)]
         islands = [text.partition("=")[0] for text in args.island] or ["local"]
@@ -278,7 +305,6 @@ def _nodes(args: argparse.Namespace) -> tuple[NodeSpec, ...]:
 
 def _replay_all(setups: list[Setup], args: argparse.Namespace) -> list[Run]:
     from warmroute.replay import replay
-    from warmroute.replay.report.table import table
 
     runs: list[Run] = []
     with progress_bar(args.quiet) as bar:
@@ -287,7 +313,7 @@ def _replay_all(setups: list[Setup], args: argparse.Namespace) -> list[Run]:
             runs.append(replay(setup, lambda ended, task=task: bar.update(task, completed=ended)))  # type: ignore[misc]
             bar.remove_task(task)
     if not args.quiet:
-        console(width=220).print(table(runs, _title(args)))
+        print_runs(console(), runs, _title(args))
     return runs
 
 
@@ -300,10 +326,3 @@ def _title(args: argparse.Namespace) -> str:
     profiles = " and ".join(args.profile or ("2xh100-32b",))
     workload = " ".join([Path(args.workload[0]).name, *args.workload[1:]])
     return f"{workload} on {args.nodes} × {profiles}"
-
-
-def _numbers(text: str) -> list[float]:
-    numbers = [float(word) for word in text.split(",")]
-    if not numbers or min(numbers) <= 0:
-        raise argparse.ArgumentTypeError("expected numbers above 0, separated by commas")
-    return numbers

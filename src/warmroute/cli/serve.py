@@ -11,10 +11,16 @@ import msgspec
 import uvloop
 
 from warmroute import config as configuration
-from warmroute.config import Config, NodeConfig
+from warmroute.cli.arguments import port
+from warmroute.config import Config, ConfigError, NodeConfig
 from warmroute.edge.process_limits import keep_freed_memory, raise_file_limit
+from warmroute.event_log import EventLog
 from warmroute.service import Service
+from warmroute.service.process_exit import leave
+from warmroute.service.startup_checks import check_startup
 from warmroute.telemetry import log as logs
+
+log = EventLog("warmroute.service")
 
 
 def add_to(commands: Any) -> None:
@@ -23,8 +29,8 @@ def add_to(commands: Any) -> None:
         "--config", type=Path, metavar="FILE", help="configuration file (docs/reference/configuration.md)"
     )
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, help="port to listen on (default: 8080)")
-    parser.add_argument("--admin-port", type=int, help="port of the admin listener (default: 8081)")
+    parser.add_argument("--port", type=port, help="port to listen on (default: 8080)")
+    parser.add_argument("--admin-port", type=port, help="port of the admin listener (default: 8081)")
     parser.add_argument(
         "--node", action="append", default=[], metavar="URL", help="engine to send requests to; repeatable"
     )
@@ -33,12 +39,20 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    config = read_config(args)
+    report = check_startup(config)
+    if report.problems:
+        where = f"{args.config}: " if args.config else ""
+        raise ConfigError(*(where + problem for problem in report.problems))
+    logs.set_up(config.log)
+    for warning in report.warnings:
+        log.warning("config_warning", warning)
     service = Service(lambda: read_config(args), args.config)
-    logs.set_up(service.config.log)
     keep_freed_memory()
     raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(service.run_until_signal())
+        leave()
     return 0
 
 

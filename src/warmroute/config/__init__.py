@@ -4,7 +4,8 @@ The router reads it from one TOML file. An unknown key is an error that names th
 `warmroute config-reference` generates docs/reference/configuration.md from this package.
 """
 
-from warmroute.config.config import Config, check, from_table, is_loopback, keys_needing_restart, load, tables
+from warmroute.config.addresses import is_loopback
+from warmroute.config.config import Config, check, from_table, keys_needing_restart, load, tables
 from warmroute.config.island_settings import IslandAffinity, IslandConfig
 from warmroute.config.journal_settings import Journal
 from warmroute.config.node_settings import NodeConfig, node_name
@@ -15,8 +16,8 @@ from warmroute.config.route_settings import RouteConfig
 from warmroute.config.routing_settings import Admission, Index, Pricing, Routing
 from warmroute.config.scaling_settings import LOW_QUEUE_PER_NODE, LOW_UTILISATION, Hours, IslandLimits, Scaling
 from warmroute.config.section import ConfigError, PolicyName, Section, describe_keys, parse_section
-from warmroute.config.serving_settings import Admin, KeyConfig, Limits, Listen, Log, Shutdown
-from warmroute.config.upstream_settings import Health, Polling, Upstream
+from warmroute.config.serving_settings import Admin, KeyConfig, Limits, Listen, Log, Shutdown, Startup
+from warmroute.config.upstream_settings import Health, OutlierDetection, Polling, Upstream
 
 __all__ = [
     "LOW_QUEUE_PER_NODE",
@@ -38,6 +39,7 @@ __all__ = [
     "Log",
     "ModelConfig",
     "NodeConfig",
+    "OutlierDetection",
     "PolicyName",
     "Polling",
     "Pricing",
@@ -49,6 +51,7 @@ __all__ = [
     "Scaling",
     "Section",
     "Shutdown",
+    "Startup",
     "Upstream",
     "check",
     "describe_keys",

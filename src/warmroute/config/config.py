@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import ipaddress
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, get_origin
 
-from warmroute.config.island_settings import IslandAffinity, IslandConfig, check_islands
+from warmroute.config.contradictions import contradictions
+from warmroute.config.island_settings import IslandAffinity, IslandConfig
 from warmroute.config.journal_settings import Journal
-from warmroute.config.node_settings import NodeConfig, node_name
+from warmroute.config.node_settings import NodeConfig
 from warmroute.config.prompt_settings import ModelConfig, Prompts
-from warmroute.config.provisioner_settings import ProvisionerConfig, check_provisioners
+from warmroute.config.provisioner_settings import ProvisionerConfig
 from warmroute.config.route_settings import RouteConfig
 from warmroute.config.routing_settings import Admission, Index, Pricing, Routing
-from warmroute.config.scaling_settings import Scaling, check_scaling
-from warmroute.config.section import ConfigError, Section, convert_section, keys_of, parse_section, section_of
-from warmroute.config.serving_settings import Admin, KeyConfig, Limits, Listen, Log, Shutdown
-from warmroute.config.upstream_settings import Health, Polling, Upstream
+from warmroute.config.scaling_settings import Scaling
+from warmroute.config.section import ConfigError, Section, convert_section, find_problems, keys_of, section_of
+from warmroute.config.serving_settings import Admin, KeyConfig, Limits, Listen, Log, Shutdown, Startup
+from warmroute.config.upstream_settings import Health, OutlierDetection, Polling, Upstream
 
 
 class Config(Section, frozen=True):
@@ -29,6 +30,7 @@ class Config(Section, frozen=True):
     limits: Limits = Limits()
     upstream: Upstream = Upstream()
     health: Health = Health()
+    outlier_detection: OutlierDetection = OutlierDetection()
     polling: Polling = Polling()
     index: Index = Index()
     routing: Routing = Routing()
@@ -39,6 +41,7 @@ class Config(Section, frozen=True):
     journal: Journal = Journal()
     log: Log = Log()
     scaling: Scaling = Scaling()
+    startup: Startup = Startup()
     shutdown: Shutdown = Shutdown()
     nodes: tuple[NodeConfig, ...] = ()
     islands: tuple[IslandConfig, ...] = ()
@@ -61,7 +64,16 @@ class Config(Section, frozen=True):
 
 
 def load(path: Path) -> Config:
-    """Read a configuration file. Raises ConfigError, which names the file and the key."""
+    """Read a configuration file. Raises ConfigError, which names the file and each key with a problem."""
+    table = read_table(path)
+    try:
+        return from_table(table)
+    except ConfigError as error:
+        raise ConfigError(*(f"{path}: {problem}" for problem in error.problems)) from None
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Read a TOML file. Raises ConfigError, which names the file."""
     try:
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
@@ -71,78 +83,54 @@ def load(path: Path) -> Config:
     if not text.strip():
         raise ConfigError(f"{path}: the file is empty")
     try:
-        table = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: invalid TOML: {error}") from None
-    try:
-        return from_table(table)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 def from_table(table: Mapping[str, Any], *, experiment: bool = False) -> Config:
     """Build and check a Config. An experiment may also set values that are not in the file. Raises ConfigError."""
-    config = convert_section(Config, table) if experiment else parse_section(Config, table)
-    check(config)
+    if experiment:
+        config = convert_section(Config, table)
+        check(config)
+        return config
+    found = list(find_problems(Config, table))
+    config = convert_section(Config, _without(table, [path for path, _problem in found]))
+    # a value that was left out must not cause a problem of its own
+    broken = {re.sub(r"\[\d+\]", "", path) for path, _problem in found}
+    more = [one for one in contradictions(config) if not any(path in one for path in broken)]
+    if found or more:
+        raise ConfigError(*(problem for _path, problem in found), *more)
     return config
+
+
+def _without(table: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:
+    """Return the table without the values at these paths. An item of a list is left out as a whole."""
+    top = {path.partition(".")[0] for path in paths}
+    left: dict[str, Any] = {}
+    for key, value in table.items():
+        below = [path.partition(".")[2] for path in paths if path.partition(".")[0] == key]
+        if isinstance(value, list):
+            left[key] = [item for number, item in enumerate(value) if f"{key}[{number}]" not in top]
+        elif all(below) and isinstance(value, dict):
+            left[key] = _without(value, below)
+        if key in top and not all(below):
+            left.pop(key, None)
+        elif not isinstance(value, (list, dict)):
+            left[key] = value
+    return left
 
 
 def check(config: Config) -> None:
     """Raise ConfigError if values contradict each other."""
-    listen, admin = config.listen, config.admin
-    if bool(listen.tls_cert) != bool(listen.tls_key):
-        raise ConfigError("listen.tls_cert and listen.tls_key must be set together")
-    for key, port in (("listen.port", listen.port), ("admin.port", admin.port)):
-        if not 0 <= port <= 65535:
-            raise ConfigError(f"{key}: {port} is not a port; expected 0 to 65535")
-    if admin.enabled and not admin.token_sha256 and not is_loopback(admin.host):
-        raise ConfigError(
-            f"admin.host {admin.host!r} is reachable from other machines: set admin.token_sha256 "
-            "(`warmroute hash-key` prints it), or use 127.0.0.1"
-        )
-    check_islands(config.islands)
-    check_scaling(config.scaling)
-    check_provisioners(config.provisioners)
-    urls: dict[str, str] = {}
-    for node in config.nodes:
-        name = node_name(node)
-        if name in urls:
-            raise ConfigError(f"two nodes have the name {name!r} ({urls[name]} and {node.url}); give each its own name")
-        urls[name] = node.url
-    _reject_duplicates("models: model", (model.name for model in config.models))
-    _reject_duplicates("routes: route", (route.name for route in config.routes))
-    _check_keys(config.keys)
-
-
-def _reject_duplicates(what: str, names: Iterable[str]) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise ConfigError(f"{what} {name!r} is defined twice")
-        seen.add(name)
-
-
-def _check_keys(keys: tuple[KeyConfig, ...]) -> None:
-    """Rate limits apply to tenants: keys of one tenant may omit them, but must not set different ones."""
-    hashes: set[str] = set()
-    for key in keys:
-        if key.sha256 in hashes:
-            raise ConfigError(f"keys: a key of tenant {key.tenant!r} is defined twice")
-        hashes.add(key.sha256)
-    for name in ("requests_per_min", "tokens_per_min"):
-        limits: dict[str, int] = {}
-        for key in keys:
-            limit = getattr(key, name)
-            if limit and limits.setdefault(key.tenant, limit) != limit:
-                raise ConfigError(
-                    f"keys.{name}: two keys of tenant {key.tenant!r} set different limits ({limits[key.tenant]} and "
-                    f"{limit}); the limit applies to all keys of a tenant together: set it once"
-                )
+    problems = list(contradictions(config))
+    if problems:
+        raise ConfigError(*problems)
 
 
 RESTART_KEYS: Final = (
     "listen", "admin", "provisioners", "scaling.enabled", "scaling.lock_file", "scaling.keda_host", "scaling.keda_port",
-    "index.memory_bytes", "prompts.threads",
+    "index.memory_bytes", "prompts.threads", "startup",
 )  # fmt: skip
 """Tables and keys that a running router does not reload."""
 
@@ -159,15 +147,6 @@ def keys_needing_restart(before: Config, after: Config) -> list[str]:
         elif old != new:
             found.append(table)
     return found
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def tables(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, type[Section], bool]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from msgspec import Meta
 
-from warmroute.config.section import NOT_IN_FILE, ConfigError, Section
+from warmroute.config.section import NOT_IN_FILE, Section
 
 
 class IslandConfig(Section, frozen=True):
@@ -43,10 +43,10 @@ class IslandAffinity(Section, frozen=True):
     """Off: the router prices every turn of a conversation on all islands."""
 
 
-def check_islands(islands: Sequence[IslandConfig]) -> None:
-    """Raise ConfigError if two islands have the same name."""
+def island_problems(islands: Sequence[IslandConfig]) -> Iterator[str]:
+    """Find islands with the same name."""
     names: set[str] = set()
     for island in islands:
         if island.name in names:
-            raise ConfigError(f"islands: {island.name!r} is defined twice")
+            yield f"islands: {island.name!r} is defined twice"
         names.add(island.name)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 from urllib.parse import urlsplit
 
 from msgspec import Meta
 
 from warmroute.config.section import ConfigError, Section
 
+MAX_NAME_LENGTH: Final = 200
+"""Characters in a node's name."""
+
 
 class NodeConfig(Section, frozen=True):
     """An engine endpoint."""
 
     url: Annotated[str, Meta(description="Base URL: `http://host:port` or `https://host:port`.")]
-    name: Annotated[str, Meta(description="Name in metrics, logs and the admin API. Empty: host:port.")] = ""
+    name: Annotated[str, Meta(description="Name in metrics, logs and the admin API, without control characters. Empty: host:port.")] = ""
     models: Annotated[
         tuple[str, ...], Meta(description="Models that the node serves. Empty: read from its /v1/models.")
     ] = ()
@@ -52,7 +55,17 @@ class NodeConfig(Section, frozen=True):
 
 
 def node_name(node: NodeConfig) -> str:
-    """Return the node's name. Raises ConfigError if its URL is invalid."""
+    """Return the node's name. Raises ConfigError if its name or its URL is invalid.
+
+    The name is printed in logs and sent in headers, so it must not contain control characters.
+    """
+    if len(node.name) > MAX_NAME_LENGTH or not node.name.isprintable():
+        raise ConfigError(
+            f"nodes.name: {node.name[:MAX_NAME_LENGTH]!r} contains control characters or is longer than "
+            f"{MAX_NAME_LENGTH} characters"
+        )
+    if not node.url.isprintable() or " " in node.url:
+        raise ConfigError(f"nodes.url: {node.url!r} contains spaces or control characters")
     scheme, separator, rest = node.url.partition("://")
     host_port = rest.rstrip("/")
     if not separator or scheme not in ("http", "https") or not host_port:

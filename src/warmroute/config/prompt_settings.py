@@ -17,8 +17,19 @@ class Prompts(Section, frozen=True):
         134_217_728
     )
     discover_tokenizers: Annotated[
-        bool, Meta(description="Load a tokenizer from the local path that a node reports in its /v1/models.")
+        bool,
+        Meta(
+            description="Load a tokenizer from the local path that a node reports in its /v1/models, or from this "
+            "machine's Hugging Face cache if the node reports a hub name."
+        ),
     ] = True
+    download_tokenizers: Annotated[
+        bool,
+        Meta(
+            description="Download the tokenizer files of a hub name that is not in the cache, from HF_ENDPOINT with "
+            "HF_TOKEN. Needs `discover_tokenizers`."
+        ),
+    ] = False
     remote_tokenize: Annotated[
         bool,
         Meta(description="Use a node's /tokenize for models without a local tokenizer. This costs a round trip."),

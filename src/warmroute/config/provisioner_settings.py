@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import combinations
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from warmroute.config.section import NOT_IN_FILE, ConfigError, Count, Port, Seconds, Section, keys_of
+from warmroute.config.section import NOT_IN_FILE, Count, Port, Seconds, Section, keys_of
 
 Kind = Literal["process", "kubernetes", "ec2", "skypilot", "command", "webhook"]
 Market = Literal["on_demand", "spot"]
@@ -151,20 +152,20 @@ _REQUIRED_KEYS = {
 }
 
 
-def check_provisioners(provisioners: tuple[ProvisionerConfig, ...]) -> None:
-    """Raise ConfigError if values contradict each other."""
+def provisioner_problems(provisioners: tuple[ProvisionerConfig, ...]) -> Iterator[str]:
+    """Find values that contradict each other."""
     labels: set[str] = set()
     for one in provisioners:
         if one.label in labels:
-            raise ConfigError(f"provisioners: two have the name {one.label!r}; give each its own name")
+            yield f"provisioners: two have the name {one.label!r}; give each its own name"
         labels.add(one.label)
-        _check(one)
+        if not one.label.isprintable():
+            yield f"provisioners.name: {one.label!r} contains control characters"
+        yield from _problems(one)
     for one, other in combinations(provisioners, 2):
         if one.kind == other.kind and _manage_same_machines(one, other):
             advice = "scale each workload only once" if one.kind == "kubernetes" else "give each its own deployment"
-            raise ConfigError(
-                f"provisioners: {one.label!r} and {other.label!r} would end each other's machines: {advice}"
-            )
+            yield f"provisioners: {one.label!r} and {other.label!r} would end each other's machines: {advice}"
 
 
 def _manage_same_machines(one: ProvisionerConfig, other: ProvisionerConfig) -> bool:
@@ -179,21 +180,21 @@ def _manage_same_machines(one: ProvisionerConfig, other: ProvisionerConfig) -> b
     return one.kind == "skypilot" and one.sky_command == other.sky_command
 
 
-def _check(one: ProvisionerConfig) -> None:
+def _problems(one: ProvisionerConfig) -> Iterator[str]:
     known, keys = keys_of(ProvisionerConfig), KEYS_OF_KIND[one.kind] | _COMMON_KEYS
     for field in msgspec.structs.fields(ProvisionerConfig):
         default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
         if field.name in known and field.name not in keys and getattr(one, field.name) != default:
-            raise ConfigError(
+            yield (
                 f"provisioners.{field.name}: kind {one.kind!r} does not have this key; it has {', '.join(sorted(keys))}"
             )
     for name in _REQUIRED_KEYS[one.kind]:
         if not getattr(one, name):
-            raise ConfigError(f"provisioners.{name}: kind {one.kind!r} requires it ({one.label})")
+            yield f"provisioners.{name}: kind {one.kind!r} requires it ({one.label})"
     if one.kind == "ec2" and not one.launch_template and set(one.images) < set(one.regions):
-        raise ConfigError("provisioners: ec2 requires launch_template, or images for each region")
+        yield "provisioners: ec2 requires launch_template, or images for each region"
     if one.kind == "skypilot" and not (one.gpu or one.instance_types):
-        raise ConfigError("provisioners: skypilot requires gpu or instance_types, or it offers its whole catalog")
+        yield "provisioners: skypilot requires gpu or instance_types, or it offers its whole catalog"
     for offer, usd in one.prices.items():
         if not 0 <= usd < float("inf"):
-            raise ConfigError(f"provisioners.prices: {usd} is not a valid price for {offer!r}")
+            yield f"provisioners.prices: {usd} is not a valid price for {offer!r}"

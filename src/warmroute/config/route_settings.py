@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import msgspec
@@ -9,8 +11,9 @@ from msgspec import Meta
 
 from warmroute.config.priority import PriorityName
 from warmroute.config.routing_settings import Admission, Pricing, Routing
-from warmroute.config.section import PolicyName, Section
+from warmroute.config.section import PolicyName, PrefixKey, Section
 
+_ROUTING_KEYS = ("policy", "prefix_key", "prefix_characters")
 _PRICE_KEYS = ("cache_weight",)
 _ADMISSION_KEYS = ("queue_threshold", "queue_at_router", "max_wait_s")
 
@@ -30,6 +33,10 @@ class RouteConfig(Section, frozen=True):
         ),
     ] = ""
     policy: Annotated[PolicyName | None, Meta(description="Overrides `routing.policy`.")] = None
+    prefix_key: Annotated[PrefixKey | None, Meta(description="Overrides `routing.prefix_key`.")] = None
+    prefix_characters: Annotated[
+        Annotated[int, Meta(ge=1, le=65_536)] | None, Meta(description="Overrides `routing.prefix_characters`.")
+    ] = None
     cache_weight: Annotated[
         Annotated[float, Meta(ge=0, le=1)] | None, Meta(description="Overrides `price.cache_weight`.")
     ] = None
@@ -55,7 +62,7 @@ class RouteConfig(Section, frozen=True):
 
     def routing(self, routing: Routing) -> Routing:
         """Return `[routing]` with this route's overrides."""
-        return msgspec.structs.replace(routing, policy=self.policy) if self.policy is not None else routing
+        return msgspec.structs.replace(routing, **self._overrides(_ROUTING_KEYS))
 
     def pricing(self, pricing: Pricing) -> Pricing:
         """Return `[price]` with this route's overrides."""
@@ -67,3 +74,35 @@ class RouteConfig(Section, frozen=True):
 
     def _overrides(self, names: tuple[str, ...]) -> dict[str, object]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+def route_problems(routes: Sequence[RouteConfig]) -> Iterator[str]:
+    """Find routes that no request can reach, because an earlier route matches all of their requests."""
+    for number, route in enumerate(routes):
+        for earlier in routes[:number]:
+            if earlier.name != route.name and _covers_route(earlier, route):
+                yield (
+                    f"routes: no request reaches route {route.name!r}, because route {earlier.name!r} before it "
+                    f"matches all of its requests: put {route.name!r} first, or remove it"
+                )
+                break
+
+
+def _covers_route(earlier: RouteConfig, later: RouteConfig) -> bool:
+    keys = ("model", "path", "tenant")
+    if not all(_covers(getattr(earlier, key), getattr(later, key)) for key in keys):
+        return False
+    if not earlier.header:
+        return True
+    name, _, value = earlier.header.partition("=")
+    later_name, _, later_value = later.header.partition("=")
+    return name.lower() == later_name.lower() and _covers(value.strip(), later_value.strip())
+
+
+def _covers(pattern: str, other: str) -> bool:
+    """Return whether a pattern matches everything that another one matches. An empty pattern matches anything.
+
+    A `*` of the other pattern stands for any text, which only a `*` of the first one is certain to match.
+    """
+    pattern, other = pattern or "*", other or "*"
+    return re.fullmatch(".*".join(re.escape(part) for part in pattern.split("*")), other, re.DOTALL) is not None

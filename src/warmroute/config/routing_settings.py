@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from warmroute.config.section import NOT_IN_FILE, Count, PolicyName, Section
+from warmroute.config.section import NOT_IN_FILE, Count, PolicyName, PrefixKey, Section
 
 
 class Index(Section, frozen=True):
@@ -30,6 +30,23 @@ class Routing(Section, frozen=True):
     session_headers: Annotated[
         tuple[str, ...], Meta(description="Request headers with a session id. The first one present counts.")
     ] = ("x-session-id", "x-conversation-id")
+    prefix_key: Annotated[
+        PrefixKey,
+        Meta(
+            description="What requests of `prefix_hash` share a node by, and of `session` if they name no session: the "
+            "start of the system prompt and of the first user message, of the system prompt alone, or of the whole "
+            "prompt (system prompt, tools, messages)."
+        ),
+    ] = "system_and_user"
+    prefix_characters: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65_536,
+            description="Length of these starts in characters, four of which are about a token. `system_and_user` and "
+            "`system` use at most 256.",
+        ),
+    ] = 256
     seed: Annotated[
         int, Meta(description="Seed of random choices, for reproducible experiments. 0: from the operating system.")
     ] = 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
-from warmroute.config.section import NOT_IN_FILE, ConfigError, Count, Port, Ratio, Seconds, Section
+from warmroute.config.section import NOT_IN_FILE, Count, Port, Ratio, Seconds, Section
 
 LOW_UTILISATION: Final = 0.45
 LOW_QUEUE_PER_NODE: Final = 1.0
@@ -134,21 +135,21 @@ class Scaling(Section, frozen=True):
     islands: tuple[IslandLimits, ...] = ()
 
 
-def check_scaling(scaling: Scaling) -> None:
-    """Raise ConfigError if values contradict each other."""
+def scaling_problems(scaling: Scaling) -> Iterator[str]:
+    """Find values that contradict each other."""
     if scaling.min_nodes > scaling.max_nodes:
-        raise ConfigError(f"scaling.min_nodes ({scaling.min_nodes}) is above scaling.max_nodes ({scaling.max_nodes})")
+        yield f"scaling.min_nodes ({scaling.min_nodes}) is above scaling.max_nodes ({scaling.max_nodes})"
     if scaling.panic_window_s > scaling.stable_window_s:
-        raise ConfigError("scaling.panic_window_s is above scaling.stable_window_s")
+        yield "scaling.panic_window_s is above scaling.stable_window_s"
     names: set[str] = set()
     for island in scaling.islands:
         if island.island in names:
-            raise ConfigError(f"scaling.islands: {island.island!r} is defined twice")
+            yield f"scaling.islands: {island.island!r} is defined twice"
         names.add(island.island)
         if island.min_nodes > island.max_nodes:
-            raise ConfigError(f"scaling.islands: min_nodes of {island.island!r} is above its max_nodes")
+            yield f"scaling.islands: min_nodes of {island.island!r} is above its max_nodes"
     if sum(island.min_nodes for island in scaling.islands) > scaling.max_nodes:
-        raise ConfigError("scaling.islands: the sum of all min_nodes is above scaling.max_nodes")
+        yield "scaling.islands: the sum of all min_nodes is above scaling.max_nodes"
     for hours in scaling.hours:
         if hours.min_nodes > scaling.max_nodes:
-            raise ConfigError(f"scaling.hours: min_nodes {hours.min_nodes} is above scaling.max_nodes")
+            yield f"scaling.hours: min_nodes {hours.min_nodes} is above scaling.max_nodes"

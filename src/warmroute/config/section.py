@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterator, Mapping
 from types import NoneType, UnionType
@@ -34,8 +35,15 @@ PolicyName = Literal[
 ]
 
 
+PrefixKey = Literal["system_and_user", "system", "start"]
+
+
 class ConfigError(Exception):
-    """What is wrong with the configuration, as a sentence for the operator."""
+    """What is wrong with the configuration: one sentence for the operator for each problem."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -63,9 +71,11 @@ def _in_file(hint: Any) -> bool:
 
 
 def parse_section(section: type[SomeSection], table: object) -> SomeSection:
-    """Parse a table of a file or of a request. Raises ConfigError, which names the key."""
+    """Parse a table of a file or of a request. Raises ConfigError, which names each key with a problem."""
     if isinstance(table, dict):
-        _reject_unknown_keys(table, section, "")
+        problems = [message for _path, message in find_problems(section, table)]
+        if problems:
+            raise ConfigError(*problems)
     return convert_section(section, table)
 
 
@@ -77,17 +87,50 @@ def convert_section(section: type[SomeSection], table: object) -> SomeSection:
         raise ConfigError(_error_message(str(error), section)) from None
 
 
-def _reject_unknown_keys(table: Mapping[str, Any], section: type[Section], prefix: str) -> None:
-    keys = keys_of(section)
+def find_problems(
+    section: type[Section], table: Mapping[str, Any], root: type[Section] | None = None, prefix: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Find every unknown key, invalid value and missing key of a table. Return the path of each, and a sentence.
+
+    `prefix` is the path of this table in `root`, the section of the outermost table.
+    """
+    root, keys = root or section, keys_of(section)
+    suggestions = ""
     for key, value in table.items():
+        path = f"{prefix}{key}"
         if key not in keys:
-            raise ConfigError(f"unknown key {prefix}{key}; {_suggestion(key, keys, prefix)}")
-        inner = section_of(keys[key])
-        if inner is None:
+            named = re.sub(r"\[\d+\]", "", prefix)
+            suggestion = _suggestion(key, keys, named)
+            suggestions += suggestion
+            yield path, f"unknown key {named}{key}; {suggestion}"
             continue
-        for inner_table in value if isinstance(value, list) else [value]:
-            if isinstance(inner_table, dict):
-                _reject_unknown_keys(inner_table, inner, f"{prefix}{key}.")
+        inner = section_of(keys[key])
+        if inner is not None and isinstance(value, dict) and get_origin(keys[key]) is not tuple:
+            yield from find_problems(inner, value, root, f"{path}.")
+        elif inner is not None and isinstance(value, list) and get_origin(keys[key]) is tuple:
+            for number, item in enumerate(value):
+                if isinstance(item, dict):
+                    yield from find_problems(inner, item, root, f"{path}[{number}].")
+                else:
+                    yield from _value_problem(item, inner, root, f"{path}[{number}]")
+        else:
+            yield from _value_problem(value, keys[key], root, path)
+    for field in msgspec.structs.fields(section):
+        is_misspelt = f".{field.name}?" in suggestions
+        if field.required and field.name not in table and not is_misspelt:
+            where = f"{prefix.rstrip('.')}: " if prefix else ""
+            yield prefix.rstrip("."), f"{where}missing required field `{field.name}`"
+
+
+def _value_problem(value: Any, kind: Any, root: type[Section], path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, float) and math.isinf(value):
+        yield path, f"{path}: expected a finite number"
+        return
+    try:
+        msgspec.convert(value, kind, strict=True)
+    except msgspec.ValidationError as error:
+        message = _error_message(str(error), root, path)
+        yield message.partition(": ")[0], message
 
 
 def _suggestion(key: str, keys: Mapping[str, Any], prefix: str) -> str:
@@ -111,8 +154,8 @@ _TYPE_NAMES: Final = {
 _EXPECTED: Final = re.compile(r"Expected `(.+?)`(, got `(.+)`)?(.*)", re.DOTALL)
 
 
-def _error_message(message: str, section: type[Section]) -> str:
-    """Turn msgspec's message into ours.
+def _error_message(message: str, section: type[Section], at: str = "") -> str:
+    """Turn msgspec's message into ours. `at` is the path of the converted value in the section.
 
     "Expected `int`, got `str` - at `$.listen.port`" becomes "listen.port: expected a whole number, got text".
     A value can be secret, so the message contains it only if the key has a fixed set of values.
@@ -120,7 +163,7 @@ def _error_message(message: str, section: type[Section]) -> str:
     problem, separator, where = message.rpartition(" - at `$")
     if not separator:
         problem, where = message, ""
-    path = where.rstrip("`").lstrip(".").replace("[...]", "")
+    path = (at + where.rstrip("`")).lstrip(".").replace("[...]", "")
     text = _problem(problem, path, _type_at(section, path))
     return f"{path}: {text}" if path else text
 

@@ -78,6 +78,20 @@ class Log(Section, frozen=True):
     ] = False
 
 
+class Startup(Section, frozen=True):
+    """What happens at the start."""
+
+    max_wait_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Maximum time for which /ready answers 503 and requests wait, until every node was checked, its "
+            "earlier KV events were replayed, and its tokenizer is loaded. Requests with a deadline or `X-Queue: no` do "
+            "not wait.",
+        ),
+    ] = 10.0
+
+
 class Shutdown(Section, frozen=True):
     """What happens on SIGTERM."""
 
@@ -101,7 +115,13 @@ class KeyConfig(Section, frozen=True):
         str, Meta(pattern="^[0-9a-f]{64}$", description="SHA-256 hash of the key. `warmroute hash-key` prints it.")
     ]
     tenant: Annotated[str, Meta(min_length=1, description="Tenant that the key belongs to.")]
-    max_priority: Annotated[PriorityName, Meta(description="Highest priority of requests with this key.")] = "high"
+    max_priority: Annotated[
+        PriorityName,
+        Meta(
+            description="Highest priority of requests with this key. The router lowers a higher `X-Priority` to it. "
+            "Only `high` allows a negative `priority` in the body, which the engine reads."
+        ),
+    ] = "normal"
     requests_per_min: Annotated[
         int, Meta(ge=0, description="Requests per minute, for all keys of the tenant together. 0: no limit.")
     ] = 0

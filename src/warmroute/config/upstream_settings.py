@@ -25,8 +25,13 @@ class Upstream(Section, frozen=True):
         Meta(description="Time the router keeps an unused connection. Must be below the node's own: 5 s for vLLM."),
     ] = 4.0
     max_attempts: Annotated[
-        Count, Meta(description="Maximum number of nodes the router tries for a request before it answers 502.")
-    ] = 3
+        int,
+        Meta(
+            ge=0,
+            description="Maximum number of nodes the router tries for a request before it answers with an error. "
+            "0: every eligible node.",
+        ),
+    ] = 0
     ca_file: Annotated[
         str, Meta(description="PEM file with the CA certificates for https nodes. Empty: those of the system.")
     ] = ""
@@ -56,6 +61,34 @@ class Health(Section, frozen=True):
         float,
         Meta(ge=0, description="Time over which the traffic of a recovered node rises to its full share. 0: at once."),
     ] = 10.0
+
+
+class OutlierDetection(Section, frozen=True):
+    """Ejection of nodes that answer far worse than their peers."""
+
+    interval_s: Annotated[Seconds, Meta(description="Time over which the requests of a node are judged.")] = 10.0
+    min_requests: Annotated[Count, Meta(description="A node with fewer requests in this time is not judged.")] = 10
+    failure_ratio: Annotated[
+        float, Meta(ge=0, le=1, description="Share of failed requests from which on a node is ejected. 0: never.")
+    ] = 0.5
+    slow_factor: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="A node is ejected if its prompt tokens take this many times as long as before, unless other "
+            "nodes slow down as well, or as on other nodes with the same `gpu`. 0: never.",
+        ),
+    ] = 5.0
+    ejection_s: Annotated[
+        Seconds,
+        Meta(description="Time of a node's first ejection. Each further one takes this much longer, up to 300 s."),
+    ] = 30.0
+    max_ejected_ratio: Annotated[
+        float,
+        Meta(
+            ge=0, le=1, description="A node is not ejected if more than this share of its model's nodes would be out."
+        ),
+    ] = 0.5
 
 
 class Polling(Section, frozen=True):

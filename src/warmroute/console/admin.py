@@ -32,6 +32,7 @@ class Operations(Protocol):
 
     def add_node(self, config: NodeConfig) -> Node: ...
     def remove_node(self, name: str) -> Node: ...
+    def drain_node(self, name: str, draining: bool) -> Node: ...
     def reload(self) -> str | None:
         """Reload the configuration. Return the error if it is invalid."""
 
@@ -39,6 +40,7 @@ class Operations(Protocol):
         """Return the changed keys that take effect only after a restart."""
 
     def readiness(self) -> tuple[int, bytes]: ...
+    def describe_models(self) -> list[dict[str, Any]]: ...
     def describe_scaling(self) -> dict[str, Any]: ...
 
 
@@ -85,6 +87,8 @@ class AdminApi:
                 responder.reply(*self._operations.readiness())
             case "GET", ["admin", "nodes"]:
                 _reply(responder, 200, {"nodes": [describe_node(node) for node in self._fleet]})
+            case "GET", ["admin", "models"]:
+                _reply(responder, 200, {"models": self._operations.describe_models()})
             case "GET", ["admin", "islands"]:
                 _reply(responder, 200, {"islands": describe_islands(self._fleet.islands)})
             case "GET", ["admin", "scaling"]:
@@ -98,7 +102,7 @@ class AdminApi:
                 _reply(responder, 200, describe_node(self._operations.remove_node(name)))
             case "POST", ["admin", "nodes", name, ("drain" | "undrain") as action]:
                 self._find_node(name)
-                _reply(responder, 200, describe_node(self._fleet.drain(name, action == "drain")))
+                _reply(responder, 200, describe_node(self._operations.drain_node(name, action == "drain")))
             case "POST", ["admin", "nodes", name, "blocks"]:
                 self._find_node(name)
                 _reply(responder, 200, await self._block_reports.apply(name, request.body))
@@ -119,7 +123,7 @@ class AdminApi:
                 raise method_not_allowed("GET, POST")
             case _, ["admin", "nodes", _]:
                 raise method_not_allowed("GET, DELETE")
-            case _, ["admin", "islands" | "scaling" | "decisions"] | ["admin", "decisions", _]:
+            case _, ["admin", "models" | "islands" | "scaling" | "decisions"] | ["admin", "decisions", _]:
                 raise method_not_allowed("GET")
             case _, ["admin", "explain" | "reload"] | ["admin", "nodes", _, "blocks"]:
                 raise method_not_allowed("POST")
@@ -127,8 +131,9 @@ class AdminApi:
                 raise HttpError(
                     404,
                     "Not found. The paths are /metrics, /health, /ready, /admin/nodes, /admin/nodes/NAME, "
-                    "/admin/nodes/NAME/drain, /admin/nodes/NAME/undrain, /admin/nodes/NAME/blocks, /admin/islands, "
-                    "/admin/scaling, /admin/decisions, /admin/decisions/REQUEST_ID, /admin/explain and /admin/reload.",
+                    "/admin/nodes/NAME/drain, /admin/nodes/NAME/undrain, /admin/nodes/NAME/blocks, /admin/models, "
+                    "/admin/islands, /admin/scaling, /admin/decisions, /admin/decisions/REQUEST_ID, /admin/explain "
+                    "and /admin/reload.",
                     code="not_found",
                 )
 
@@ -181,9 +186,22 @@ def describe_node(node: Node) -> dict[str, Any]:
         "engine_running": node.running,
         "engine_waiting": node.waiting,
         "kv_usage": node.kv_usage,
+        "max_model_len": node.context_window("") or None,
+        "engine_hit_ratio": _rounded(node.rates.hit_share),
+        "predicted_hit_ratio": _rounded(node.rates.predicted_share),
+        "preemptions_per_s": _rounded(node.rates.preemptions_per_s),
+        "queue_time_ms": _rounded(node.rates.queue_time_ms),
         "latency_ms": round(node.latency_ms, 3),
+        "prefill_ms_per_token": round(node.speed.ms_per_token, 6),
+        "prefill_speed_source": node.speed.source,
+        "prefill_speed_implausible": node.speed.implausible or None,
+        "ejections": dict(node.recent_requests.ejections),
         "outcomes": {outcome.name.lower(): node.outcomes[outcome] for outcome in Outcome},
     }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
 
 
 def describe_islands(islands: IslandRegistry) -> list[dict[str, Any]]:

@@ -17,9 +17,11 @@ _NOT_ADMITTED: Final[dict[type[reasons.NotAdmitted], tuple[str, str]]] = {
     ),
     reasons.Displaced: (
         "overloaded",
-        f"The queue is full, and a request with a higher priority took this request's place. {RETRY}",
+        "The queue is full. A request with a higher priority, or of a client with fewer waiting requests, took this "
+        f"request's place. {RETRY}",
     ),
     reasons.NodeQueuesFull: ("overloaded", f"Every node already has a long queue. {RETRY}"),
+    reasons.AllNodesBusy: ("overloaded", f"Every node is busy. {RETRY}"),
     reasons.WouldQueue: (
         "would_queue",
         "No node has room for the request now, and its header `X-Queue: no` forbids queueing. "
@@ -39,12 +41,21 @@ def to_error(why: reasons.RoutingError, request: RoutingRequest) -> HttpError:
                 "Set `model` to one of the names that GET /v1/models lists."
             )
             return HttpError(400, message, code="missing_model", param="model")
+        case reasons.ContextTooLong():
+            message = (
+                f"The maximum context length of this model is {why.max_model_len:,} tokens, but the prompt has "
+                f"{why.prompt_tokens:,} tokens. Send a shorter prompt."
+            )
+            return HttpError(400, message, code="context_length_exceeded")
         case reasons.NoNodeAvailable():
             what = f"the model `{request.model[:200]}`" if request.model else "this request"
             return _unavailable(503, "no_node_available", f"No node can serve {what} now. {RETRY}", RETRY_AFTER_S)
         case reasons.QueueTimeout():
             message = f"The request waited in the router's queue, and no node had room for it in time. {RETRY}"
             return _unavailable(503, "queue_timeout", message, RETRY_AFTER_S)
+        case reasons.AllNodesUnavailable():
+            message = f"Every node says that it cannot serve requests now. {RETRY}"
+            return _unavailable(503, "no_node_available", message, why.retry_after_s)
         case reasons.AllNodesFailed():
             nodes = "node" if why.tried == 1 else "nodes"
             message = f"The router tried {why.tried} {nodes}, and none of them completed the request. Retry later."

@@ -13,7 +13,7 @@ from warmroute.edge.client_connection import ClientConnection
 from warmroute.edge.errors import HttpError
 from warmroute.edge.http1 import RequestHead
 from warmroute.edge.local_replies import Headers, render_start
-from warmroute.event_log import EventLog
+from warmroute.event_log import EventLog, where_it_failed
 
 log = EventLog("warmroute.edge")
 
@@ -69,6 +69,15 @@ class Responder:
         self._client.close_unfinished()
 
     # The client connection calls these (client_connection.Exchange).
+
+    def internal_error(self, error: Exception) -> None:
+        log.error("request_failed_internally", "The response breaks off.", reason=where_it_failed(error))
+        self.client_left()
+        self._client.abort()
+
+    def cut_off(self) -> None:
+        self.client_left()
+        self._client.abort()
 
     def client_left(self) -> None:
         self.ended = True
@@ -126,3 +135,7 @@ class AsyncHandler:
 
     def error_sent(self, error: HttpError, request_id: bytes) -> None:
         pass
+
+    def internal_error(self, error: Exception, request_id: bytes = b"") -> HttpError:
+        log.error("request_failed_internally", "The client receives status 500.", reason=where_it_failed(error))
+        return errors.internal_error()

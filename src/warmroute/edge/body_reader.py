@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from warmroute._kernel import BodyBuffer
 from warmroute.edge import errors
 from warmroute.edge.http1 import BadChunk, ChunkReader
 
@@ -16,7 +17,7 @@ class BodyReader:
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
-        self._data = bytearray()
+        self._data = BodyBuffer()
         self._frames: ChunkReader | None = None
         self._missing_bytes = 0
         """Of a chunked body: how many more bytes the limit allows."""
@@ -53,13 +54,12 @@ class BodyReader:
             if self._missing_bytes < 0:
                 raise errors.body_too_large(self._listener.limits.body_bytes)
             self.reserve(len(payload))
-        self._data += payload
+        self._data.append(payload, 0 if frames is not None else self._missing_bytes)
         return end
 
     def take(self) -> bytes:
         """Return the complete body. Its memory stays counted until `release`."""
-        data, self._data = bytes(self._data), bytearray()
-        return data
+        return self._data.take()
 
     def reserve(self, size: int) -> None:
         """Count bytes against the memory limit of all bodies. Raises HttpError if it is reached."""
@@ -74,4 +74,4 @@ class BodyReader:
         self._listener.buffered_bytes -= self.held_bytes
         self.held_bytes = 0
         if self._data:
-            self._data = bytearray()
+            self._data.take()

@@ -17,6 +17,7 @@ from warmroute.edge.body_reader import BodyReader
 from warmroute.edge.errors import HttpError
 from warmroute.edge.http1 import RequestHead, read_request_head
 from warmroute.edge.local_replies import CLOSE_LINE, Headers, render_final_error, render_reply, with_request_id
+from warmroute.edge.paths import is_anthropic
 from warmroute.edge.timer_wheel import NEVER
 
 if TYPE_CHECKING:
@@ -44,6 +45,12 @@ class Exchange(Protocol):
         """The client reads more slowly than the router writes: write no more until `resume_response`."""
 
     def resume_response(self) -> None: ...
+
+    def internal_error(self, error: Exception) -> None:
+        """The router itself failed while this request was served: answer with an error, or break off the response."""
+
+    def cut_off(self) -> None:
+        """The router stops: answer with an error, or break off the response."""
 
 
 class ClientConnection(asyncio.Protocol):
@@ -102,30 +109,40 @@ class ClientConnection(asyncio.Protocol):
         self._listener.timers.disarm(self)
         self.release_body()
         self._drop_pipelined()
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None:
-            exchange.client_left()
+        self._leave()
 
     def eof_received(self) -> None:
         # A half-closed connection counts as closed: such a client may wait for its response, or may be gone.
+        self._leave()
+        self._close()
+
+    def _leave(self) -> None:
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
-            exchange.client_left()
-        self._close()
+            try:
+                exchange.client_left()
+            except Exception as error:
+                exchange.internal_error(error)
 
     def pause_writing(self) -> None:
         self._paused = True
         self._arm_stall_timeout()
         if self._exchange is not None:
-            self._exchange.pause_response()
+            try:
+                self._exchange.pause_response()
+            except Exception as error:
+                self._fail_internally(error)
 
     def resume_writing(self) -> None:
         self._paused = False
-        if self._state == FLUSHING:
-            self._await_request()
-        elif self._exchange is not None:
-            self.deadline_s = NEVER
-            self._exchange.resume_response()
+        try:
+            if self._state == FLUSHING:
+                self._await_request()
+            elif self._exchange is not None:
+                self.deadline_s = NEVER
+                self._exchange.resume_response()
+        except Exception as error:
+            self._fail_internally(error)
 
     def _arm_stall_timeout(self) -> None:
         self._unread_bytes = self.transport.get_write_buffer_size()
@@ -137,7 +154,7 @@ class ClientConnection(asyncio.Protocol):
         if self._state == AWAITING_HEAD and self._unparsed:
             self._send_error_and_close(errors.header_timeout(limits.header_timeout_s))
         elif self._state == AWAITING_BODY:
-            self._send_error_and_close(errors.body_timeout(limits.body_timeout_s), self._head.request_id)
+            self._send_error_and_close(errors.body_timeout(limits.body_timeout_s), self._head)
         elif self._state == AWAITING_HEAD and not self.transport.get_write_buffer_size():
             self._close()  # idle
         elif self.transport.get_write_buffer_size() < self._unread_bytes:
@@ -147,6 +164,13 @@ class ClientConnection(asyncio.Protocol):
 
     def abort(self) -> None:
         self.transport.abort()
+
+    def cut_off(self) -> None:
+        """End the current request: the router stops."""
+        if self._exchange is not None:
+            self._exchange.cut_off()
+        else:
+            self.abort()
 
     @property
     def busy(self) -> bool:
@@ -160,21 +184,36 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         state = self._state
-        if state == AWAITING_HEAD:
-            if self._unparsed is None:
-                end = data.find(b"\r\n\r\n")
-                if end > 0 and data[0] != _CR:
-                    self._read_head(data, end)
-                    return
-                self._unparsed = bytearray()
-                timers = self._listener.timers
-                timers.arm(self, timers.now() + self._listener.limits.header_timeout_s)
-            self._unparsed += data
-            self._find_head()
-        elif state == AWAITING_BODY:
-            self._read_body(data)
-        elif state in (RESPONDING, FLUSHING):
-            self._buffer_pipelined(data)
+        try:
+            if state == AWAITING_HEAD:
+                if self._unparsed is None:
+                    end = data.find(b"\r\n\r\n")
+                    if end > 0 and data[0] != _CR:
+                        self._read_head(data, end)
+                        return
+                    self._unparsed = bytearray()
+                    timers = self._listener.timers
+                    timers.arm(self, timers.now() + self._listener.limits.header_timeout_s)
+                self._unparsed += data
+                self._find_head()
+            elif state == AWAITING_BODY:
+                self._read_body(data)
+            elif state in (RESPONDING, FLUSHING):
+                self._buffer_pipelined(data)
+        except Exception as error:
+            self._fail_internally(error)
+
+    def _fail_internally(self, error: Exception) -> None:
+        """The router itself failed at this connection: end the current request with an error."""
+        exchange = self._exchange
+        if exchange is not None:
+            exchange.internal_error(error)
+            return
+        http_error = self._listener.handler.internal_error(error)
+        if self._state in (AWAITING_HEAD, AWAITING_BODY, RESPONDING):
+            self._send_error_and_close(http_error, self._head if self._state != AWAITING_HEAD else None)
+        else:
+            self.abort()
 
     def _buffer_pipelined(self, data: bytes) -> None:
         """Keep the next requests until the current one is answered.
@@ -246,7 +285,7 @@ class ClientConnection(asyncio.Protocol):
                 self._state = RESPONDING
                 self.send_error(error)
             else:
-                self._send_error_and_close(error, head.request_id)
+                self._send_error_and_close(error, head)
             return
         if complete:
             if length < have:
@@ -266,7 +305,7 @@ class ClientConnection(asyncio.Protocol):
         try:
             end = self._body.feed(data)
         except HttpError as error:
-            self._send_error_and_close(error, self._head.request_id)
+            self._send_error_and_close(error, self._head)
             return
         if end >= 0:
             if end < len(data):
@@ -280,6 +319,15 @@ class ClientConnection(asyncio.Protocol):
             self._exchange = self._listener.handler.serve(self, self._head, body)
         except HttpError as error:
             self.send_error(error)
+
+    def is_serving(self, exchange: Exchange) -> bool:
+        """Return whether this exchange answers the current request."""
+        return self._exchange is exchange and self._state == RESPONDING
+
+    def replace_exchange(self, exchange: Exchange, other: Exchange) -> None:
+        """Another exchange answers the current request from now on, unless it is answered already."""
+        if self._exchange is exchange:
+            self._exchange = other
 
     # From a response to bytes.
 
@@ -333,7 +381,10 @@ class ClientConnection(asyncio.Protocol):
         timers.arm(self, timers.now() + self._listener.limits.header_timeout_s)
         self._listener.buffered_bytes -= self._pipelined_bytes  # its turn has come
         self._pipelined_bytes = 0
-        self._find_head()
+        try:
+            self._find_head()
+        except Exception as error:
+            self._fail_internally(error)
 
     def close_unfinished(self, reset: bool = False) -> None:
         """Close the connection after what was written, so that the client sees an incomplete response.
@@ -357,19 +408,26 @@ class ClientConnection(asyncio.Protocol):
     def send_error(self, error: HttpError, request_id: bytes = b"") -> None:
         """Answer a request that was read completely with an error."""
         if error.close:
-            self._send_error_and_close(error, request_id or self._head.request_id)
+            self._send_error_and_close(error, self._head, request_id)
             return
         handler = self._listener.handler
         request_id = request_id or self._head.request_id or handler.new_request_id()
         handler.error_sent(error, request_id)
-        self.reply(error.status, error.body(), with_request_id(error, request_id))
+        self.reply(error.status, error.body(is_anthropic(self._head.target)), with_request_id(error, request_id))
 
-    def _send_error_and_close(self, error: HttpError, request_id: bytes = b"") -> None:
-        """Answer with an error where the rest of the connection's bytes cannot be read as a request."""
+    def _send_error_and_close(
+        self, error: HttpError, head: RequestHead | None = None, request_id: bytes = b""
+    ) -> None:
+        """Answer with an error where the rest of the connection's bytes cannot be read as a request.
+
+        `head`: that of the request, if it could be read.
+        """
         handler = self._listener.handler
+        if head is not None:
+            request_id = request_id or head.request_id
         request_id = request_id or handler.new_request_id()
         handler.error_sent(error, request_id)
-        self.write(render_final_error(error, request_id))
+        self.write(render_final_error(error, request_id, head is not None and is_anthropic(head.target)))
         self._exchange = None
         self._linger()
 

@@ -44,6 +44,12 @@ class ConnectionPools:
                 pool.config = config
         self._config = config
 
+    def reload_authorities(self) -> None:
+        """Read the certificate authorities again, for new connections. Raises ConfigError if the file is unusable."""
+        self._tls = node_tls(self._config)
+        for pool in self._pools.values():
+            pool.use_tls(self._tls)
+
     def for_node(self, node: Node) -> ConnectionPool:
         pool = self._pools.get(node)
         if pool is None:
@@ -73,7 +79,8 @@ class ConnectionPool:
         self.config = config
         self.timers = timers
         self._host, self._port = host, port = node.host, node.port
-        self._tls = tls if node.scheme == "https" else None
+        self._uses_tls = node.scheme == "https"
+        self.use_tls(tls)
         self._idle: list[NodeConnection] = []
         self.busy: set[NodeConnection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
@@ -87,6 +94,9 @@ class ConnectionPool:
         """Matches a redirect to the node itself. The router removes the address, so that clients come back to it."""
         self.api_key = _api_key(node)
         self.authorization_line = f"Authorization: Bearer {self.api_key}\r\n".encode() if self.api_key else b""
+
+    def use_tls(self, tls: ssl.SSLContext | None) -> None:
+        self._tls = tls if self._uses_tls else None
 
     def take_idle(self) -> NodeConnection | None:
         while self._idle:
@@ -102,6 +112,12 @@ class ConnectionPool:
         task.add_done_callback(self._connecting.discard)
 
     async def _connect(self, handler: ResponseHandler) -> None:
+        try:
+            await self._open_connection(handler)
+        except Exception as error:  # the handler itself failed
+            handler.internal_error(error, None)
+
+    async def _open_connection(self, handler: ResponseHandler) -> None:
         loop = asyncio.get_running_loop()
         timeout_s = self.config.connect_timeout_s
         try:
@@ -124,8 +140,12 @@ class ConnectionPool:
             log.exception("connect_failed", "The router could not try to connect to a node.", host=self._host)
             handler.connect_failed(ConnectFailure.TRANSIENT, f"cannot connect to the node: {type(error).__name__}")
         else:
-            if not handler.connected(connection):
-                self.release(connection, self.timers.now())
+            try:
+                if not handler.connected(connection):
+                    self.release(connection, self.timers.now())
+            except Exception:
+                connection.cancel()
+                raise
 
     def release(self, connection: NodeConnection, now_s: float) -> None:
         if self._closed or len(self._idle) >= MAX_IDLE_CONNECTIONS:

@@ -17,9 +17,10 @@ from warmroute.routing.routing_errors import RoutingError
 async def dry_run(proxy: Proxy, head: RequestHead, body: bytes, tenant: str) -> tuple[Decision, bool]:
     """Return the decision, and whether the request would wait in the queue first. Raises HttpError if rejected."""
     path = head.target.partition(b"?")[0]
-    request, outline = proxy.requests.build(head, path, body, tenant)
+    scanned = await proxy.body_scanner.scan(path, head.content_type, body)
+    request = proxy.requests.build(head, path, scanned, tenant)
     future: asyncio.Future[Prompt | None] = asyncio.get_running_loop().create_future()
-    prompt = proxy.read_prompt(request, path, body, outline, future.set_result)
+    prompt = proxy.read_prompt(request, path, body, scanned.outline, future.set_result)
     if isinstance(prompt, PendingPrompt):
         pending = prompt
         try:
@@ -30,7 +31,7 @@ async def dry_run(proxy: Proxy, head: RequestHead, body: bytes, tenant: str) -> 
     try:
         limits = proxy.rate_limits.of(request.tenant)
         if limits is not None:
-            tokens = prompt.token_count if prompt is not None else None
+            tokens = prompt.total_tokens if prompt is not None else None
             output = proxy.router.output_lengths.expected(request.model, request.tenant, request.max_output_tokens)
             limits.check(tokens, output, proxy.now(), len(body), path in WITH_OUTPUT_TOKENS)
         return proxy.admission.dry_run(request, lookup, proxy.now())

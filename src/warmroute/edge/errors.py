@@ -1,4 +1,4 @@
-"""The errors that the router itself sends to a client: a status and an OpenAI-style JSON body.
+"""The errors that the router itself sends to a client: a status and a JSON body, in OpenAI's form or in Anthropic's.
 
 Those of requests that get no node are in admission_errors.py, those of malformed heads in http1.py. No error names a
 node's address, and none repeats what the client sent except a model name or a path.
@@ -13,6 +13,15 @@ import msgspec
 
 REASON_PHRASES: Final = {status.value: status.phrase.encode() for status in HTTPStatus}
 RETRY: Final = "Retry after the time in the `Retry-After` header."
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""The `type` of Anthropic's errors by status."""
 
 
 class HttpError(Exception):
@@ -38,13 +47,19 @@ class HttpError(Exception):
         self.close = close
         """The router closes the connection: it cannot tell where the next request would start."""
 
-    def body(self) -> bytes:
-        return error_body(self.message, self.kind, self.code, self.param)
+    def body(self, anthropic: bool = False) -> bytes:
+        """`anthropic`: as Anthropic's API writes errors, for its clients."""
+        # A model name from a client may contain a lone surrogate.
+        message = self.message.encode("utf-8", "replace").decode()
+        if anthropic:
+            kind = _ANTHROPIC_TYPES.get(self.status) or ("api_error" if self.status >= 500 else "invalid_request_error")
+            return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+        error = {"message": message, "type": self.kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
 
-
-def error_body(message: str, kind: str, code: str, param: str | None = None) -> bytes:
-    readable = message.encode("utf-8", "replace").decode()  # a model name from a client may contain a lone surrogate
-    return msgspec.json.encode({"error": {"message": readable, "type": kind, "param": param, "code": code}})
+    def event(self, anthropic: bool = False) -> bytes:
+        """Return the error as the last event of a stream."""
+        return b"event: error\ndata: " + self.body(anthropic) + b"\n\n"
 
 
 # HTTP: the request cannot be read.
@@ -94,6 +109,26 @@ def malformed_json(detail: str) -> HttpError:
     return HttpError(400, f"The request body is not a valid JSON object: {detail}.", code="malformed_json")
 
 
+def malformed_form(detail: str) -> HttpError:
+    return HttpError(400, f"The request body is not a valid form: {detail}.", code="malformed_form")
+
+
+def invalid_field(field: str, problem: str) -> HttpError:
+    return HttpError(400, f"The field `{field}` {problem}.", code="invalid_field", param=field)
+
+
+def unsupported_media_type(message: str) -> HttpError:
+    return HttpError(415, f"{message} Send `Content-Type: application/json`.", code="unsupported_media_type")
+
+
+def priority_not_allowed() -> HttpError:
+    message = (
+        "The API key does not allow a negative `priority`, which the engine would serve before other requests. "
+        "Send none, or ask the operator for a key with `max_priority = \"high\"`."
+    )
+    return HttpError(403, message, code="priority_not_allowed", kind="permission_error", param="priority")
+
+
 def missing_messages() -> HttpError:
     message = "The request has no `messages`. Set `messages` to the list of chat messages."
     return HttpError(400, message, code="missing_messages", param="messages")
@@ -121,6 +156,20 @@ def model_not_found(model: str) -> HttpError:
 def method_not_allowed(allowed: str) -> HttpError:
     message = f"This path accepts only {allowed} requests."
     return HttpError(405, message, code="method_not_allowed", headers=(("Allow", allowed),))
+
+
+# A response that has begun and cannot be completed. Sent as an event.
+
+
+def upstream_broken() -> HttpError:
+    message = "The node broke off its response; it is not complete."
+    return HttpError(502, message, kind="server_error", code="upstream_broken")
+
+
+def router_stopping() -> HttpError:
+    """Also the answer to a request whose response has not begun when the router stops."""
+    message = "The router is shutting down and did not complete the response. Retry: another router may be running."
+    return HttpError(503, message, kind="server_error", code="router_stopping", retry_after_s=1)
 
 
 def internal_error() -> HttpError:

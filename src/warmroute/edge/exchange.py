@@ -6,17 +6,22 @@ connection to the node. A response that breaks off is ended so that no client ta
 
 from __future__ import annotations
 
+import re
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 from warmroute._kernel import read_usage
 from warmroute.edge import errors
 from warmroute.edge.connection_pool import ConnectionPool
+from warmroute.edge.first_token import FirstTokenDetector, detector_for
 from warmroute.edge.http1 import CHUNKED, UNTIL_CLOSE, ChunkReader, RequestHead, ResponseHead
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
+from warmroute.edge.paths import is_anthropic
 from warmroute.fleet.node import Node, Outcome
 from warmroute.prompt.prompt import Prompt
 from warmroute.routing.attempts import Attempts
@@ -28,16 +33,15 @@ if TYPE_CHECKING:
     from warmroute.edge.prompt_reader import PendingPrompt
     from warmroute.edge.proxy import Proxy
 
-_BROKEN_EVENT: Final = (
-    b"event: error\ndata: "
-    + errors.error_body("The node broke off its response; it is not complete.", "server_error", "upstream_broken")
-    + b"\n\n"
-)
+MAX_RETRY_AFTER_S: Final = 3600
+"""Longer times of nodes are cut to this."""
 TAIL_PIECES: Final = 8
 """Pieces kept from the end of a response: the usage, the [DONE] after it and the last chunk's end may come apart."""
 EXPLAIN_HEADER: Final = b"x-warmroute-explain"
 _NAME_CHARACTERS: Final = " !#$&'()*+,/:;<=>?@[]^`{|}"
 """Characters of a node's name that need no escape in a header, beside letters and digits."""
+_NODE_LIMITS: Final = re.compile(rb"(?im)^x-ratelimit-[^\r\n]*\r\n")
+"""Rate limits of a node, which the router replaces with its own where the tenant has some."""
 _CHUNKED_LINE: Final = b"Transfer-Encoding: chunked\r\n"
 
 
@@ -56,12 +60,19 @@ class ProxyExchange:
     _pool: ConnectionPool = field(init=False)
     _connection: NodeConnection | None = None
     # the response
+    _head_sent: bool = False
+    """Whether the client has received anything."""
+    _ended: bool = False
+    """Whether the client has received the whole response."""
     _framing: int = 0
     _events: bool = False
     _keep_alive: bool = True
     _dechunk: ChunkReader | None = None
     _tail: deque[bytes] | bytes | None = None
     """The last pieces of the response, or all of it, where its usage is wanted."""
+    _first_token_detector: FirstTokenDetector = field(init=False)
+    _sink: Callable[[bytes], object] = field(init=False)
+    """Where the body goes once its first token was found."""
 
     # Before a node is chosen.
 
@@ -73,18 +84,21 @@ class ProxyExchange:
         try:
             self._proxy.enter(attempts, prompt)
         except errors.HttpError as error:
-            attempts.done = True
-            self._client.send_error(error, attempts.request_id)
+            self.send_error(error)
+        except Exception as error:
+            self.internal_error(error)
+
+    def send_error(self, error: errors.HttpError) -> None:
+        """End a request that has no node with an error."""
+        self.attempts.done = True
+        self._client.send_error(error, self.attempts.request_id)
 
     def reject(self, why: RoutingError) -> int:
         error = self._proxy.to_http_error(why, self.attempts.request)
         self._client.send_error(error, self.attempts.request_id)
         return error.status
 
-    def internal_error(self, error: Exception) -> None:
-        self._release()
-        self._client.send_error(self._proxy.internal_error(error), self.attempts.request_id)
-
+    # To a node.
     # To a node.
 
     def send(self, node: Node) -> None:
@@ -186,25 +200,44 @@ class ProxyExchange:
         passing = head.forwarded_fields
         if 300 <= status < 400:
             passing = self._pool.own_address.sub(rb"\1", passing)
+        limits = b""
+        if attempts.charge is not None:
+            passing, limits = _NODE_LIMITS.sub(b"", passing), _header_lines(attempts.charge.headers(now_s))
         response_head = b"%b%b%bX-Request-Id: %b\r\n%b%b\r\n" % (
             head.status_line,
             passing,
             framing,
             attempts.request_id,
-            self._node_lines() if proxy.node_headers else b"",
+            limits + self._node_lines() if proxy.node_headers else limits,
             b"" if keep_alive and self._head.minor_version else client.connection_line(keep_alive),
         )
+        self._head_sent = True
         if self._dechunk is None:
             client.write(response_head + first)
         else:
             client.write(response_head)
             write(first)
         if attempts.wants_usage:
-            if not whole:
+            if whole:
+                self._tail = first
+            else:
                 self._tail = deque((first,), TAIL_PIECES)
-                return self._keeping_tail(write, self._tail)
-            self._tail = first
-        return write
+                write = self._keeping_tail(write, self._tail)
+        detector = detector_for(head) if self._events else None
+        if detector is None or detector.feed(first):
+            attempts.first_token(now_s)
+            return write
+        self._first_token_detector = detector
+        self._sink = write
+        return self._write_until_first_token
+
+    def _write_until_first_token(self, data: bytes) -> None:
+        self._sink(data)
+        if self._first_token_detector.feed(data):
+            connection = self._connection
+            if connection is not None:
+                connection.replace_sink(self._sink)
+            self.attempts.first_token(self._proxy.now())
 
     def _node_lines(self) -> bytes:
         """Headers that name the node and the predicted cache hit, for clients that may know."""
@@ -234,11 +267,14 @@ class ProxyExchange:
             self._client.write(b"".join(pieces))
 
     def response_ended(self, now_s: float) -> None:
+        self._ended = True
         proxy, attempts, tail = self._proxy, self.attempts, self._tail
         usage = None
         if tail is not None:
             now_s = proxy.now()  # later than the first byte, though both came at once: no response takes no time
             usage = read_usage(tail if isinstance(tail, bytes) else b"".join(tail))
+            if usage is not None:
+                usage = attempts.ticket.node.reported.usage(*usage)
         attempts.response_ended(usage, now_s)
         self._client.response_sent(self._keep_alive, now_s)
         if proxy.log_requests:
@@ -246,26 +282,30 @@ class ProxyExchange:
 
     def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
         """The client has a part of the response: end it so that no client takes it for complete."""
-        proxy, client = self._proxy, self._client
+        proxy = self._proxy
         self.attempts.response_broke(reason, proxy.now())
-        if self._events:
-            self._write_error_event(frames)
-        # Where only the end of the connection ends a response, and no error event is sent, that end must be a reset.
-        unframed = self._framing == UNTIL_CLOSE or self._dechunk is not None
-        client.close_unfinished(reset=unframed and not self._events)
+        self._break_off(errors.upstream_broken(), frames)
         if proxy.log_requests:
             proxy.log_request(self.attempts, "broken")
 
-    def _write_error_event(self, frames: ChunkReader | None) -> None:
+    def _break_off(self, why: errors.HttpError, frames: ChunkReader | None) -> None:
+        """End the response so that no client takes it for complete."""
+        if self._events:
+            self._write_event(why.event(is_anthropic(self._head.target)), frames)
+        # Where only the end of the connection ends a response, and no error event is sent, that end must be a reset.
+        unframed = self._framing == UNTIL_CLOSE or self._dechunk is not None
+        self._client.close_unfinished(reset=unframed and not self._events)
+
+    def _write_event(self, event: bytes, frames: ChunkReader | None) -> None:
         write = self._client.write
         if self._framing == UNTIL_CLOSE or self._dechunk is not None:
-            write(b"\n\n" + _BROKEN_EVENT)
+            write(b"\n\n" + event)
             return
         # Fill up the chunk that broke off and end its event, then send the error in a chunk of its own. The chunk of
         # length 0 that would end the response is never sent.
         rest = frames.padding_to_chunk_end() if frames is not None else None
         if rest is not None:
-            event = b"\n\n" + _BROKEN_EVENT if rest else _BROKEN_EVENT
+            event = b"\n\n" + event if rest else event
             write(rest + b"%x\r\n%b\r\n" % (len(event), event))
 
     # From the client.
@@ -274,18 +314,47 @@ class ProxyExchange:
         attempts, proxy = self.attempts, self._proxy
         if attempts.done:
             return
-        self._release()
+        self.release()
         proxy.counters.disconnects += 1
         if attempts.tried and proxy.log_requests:
             proxy.log_request(attempts, "client_left")
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Give up what the request holds: its prompt, its connection to a node, its ticket."""
         if self.pending_prompt is not None:
             self.pending_prompt.cancel()
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.cancel()
-        self.attempts.abandon(self._proxy.now())
+        if not self.attempts.done:
+            self.attempts.abandon(self._proxy.now())
+
+    def internal_error(self, error: Exception, frames: ChunkReader | None = None) -> None:
+        """The router itself failed at this request: answer with 500, or break off a response that has begun."""
+        proxy, client, request_id = self._proxy, self._client, self.attempts.request_id
+        http_error = proxy.internal_error(error, request_id)
+        try:
+            self.release()
+        except Exception as another:
+            proxy.internal_error(another, request_id)
+        if not client.is_serving(self):
+            return
+        if not self._head_sent:
+            client.send_error(http_error, request_id)
+        elif self._ended:
+            client.close_unfinished()
+        else:
+            proxy.counters.interrupted += 1
+            self._break_off(http_error, frames)
+
+    def cut_off(self) -> None:
+        frames = self._connection.frames if self._connection is not None else None
+        self.release()
+        if self._head_sent:
+            self._proxy.counters.interrupted += 1
+            self._break_off(errors.router_stopping(), frames)
+        else:
+            self._client.send_error(errors.router_stopping(), self.attempts.request_id)
 
     def pause_response(self) -> None:
         attempts = self.attempts
@@ -298,5 +367,18 @@ class ProxyExchange:
             self._connection.resume()
 
 
+def _header_lines(headers: tuple[tuple[str, str], ...]) -> bytes:
+    return b"".join([f"{name}: {value}\r\n".encode() for name, value in headers])
+
+
 def _seconds(retry_after: bytes) -> int | None:
-    return min(int(retry_after), 3600) if retry_after.isdigit() and len(retry_after) < 10 else None
+    """Return the time in a Retry-After header, which is a number of seconds or a date; None if it is neither."""
+    if not retry_after or len(retry_after) > 40:
+        return None
+    if retry_after.isdigit():
+        return min(int(retry_after), MAX_RETRY_AFTER_S)
+    try:
+        left_s = parsedate_to_datetime(retry_after.decode("ascii")).timestamp() - time.time()
+    except ValueError:
+        return None
+    return max(1, min(int(left_s), MAX_RETRY_AFTER_S))

@@ -19,7 +19,11 @@ _REJECTIONS: Final = {
         "bad_request",
         "The request line is malformed. It must be `METHOD /path HTTP/1.1`.",
     ),
-    _kernel.BAD_TARGET: (400, "bad_request", "The request target must be a path that begins with `/`."),
+    _kernel.BAD_TARGET: (
+        400,
+        "bad_request",
+        "The request target must be a path that begins with `/`, without a fragment (`#`).",
+    ),
     _kernel.UNSUPPORTED_VERSION: (
         505,
         "unsupported_http_version",
@@ -67,6 +71,26 @@ _REJECTIONS: Final = {
         "HTTP/1.0 does not allow `Transfer-Encoding`. Send `Content-Length` or use HTTP/1.1.",
     ),
     _kernel.TOO_MANY_CONNECTION_OPTIONS: (400, "bad_request", "The `Connection` header lists too many header names."),
+    _kernel.REPEATED_FIELD: (
+        400,
+        "bad_request",
+        "The `Authorization`, `Content-Type`, `X-Api-Key` or `X-Vllm-Priority` header is given twice. Send it once.",
+    ),
+    _kernel.FIELD_NAMED_IN_CONNECTION: (
+        400,
+        "bad_request",
+        "The `Connection` header names a header that is not for this connection only, such as `Content-Type`.",
+    ),
+    _kernel.AMBIGUOUS_FIELD_NAME: (
+        400,
+        "bad_request",
+        "A header name has `_` where a name that the router reads has `-`. Send `-`.",
+    ),
+    _kernel.UNSUPPORTED_CONTENT_ENCODING: (
+        415,
+        "unsupported_content_encoding",
+        "The router does not decompress request bodies. Send the body without a `Content-Encoding`.",
+    ),
 }
 """Status, code and message by the reason for which the kernel rejects a head."""
 

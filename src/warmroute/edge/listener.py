@@ -25,6 +25,9 @@ class Handler(Protocol):
     def error_sent(self, error: HttpError, request_id: bytes) -> None:
         """The router answered a request with this error."""
 
+    def internal_error(self, error: Exception, request_id: bytes = b"") -> HttpError:
+        """The router itself failed at a request: log that, and return the client's error."""
+
 
 class Listener:
     """State that the connections of one listening socket share."""
@@ -59,6 +62,11 @@ class Listener:
         self.connections.discard(client)
         if self._empty is not None and not self.connections:
             self._empty.set()
+
+    def cut_off_all(self) -> None:
+        """End all requests with an error: the router stops."""
+        for client in list(self.connections):
+            client.cut_off()
 
     def abort_all(self) -> None:
         for client in list(self.connections):

@@ -10,9 +10,10 @@ CLOSE_LINE: Final = b"Connection: close\r\n"
 Headers = tuple[tuple[str, str], ...]
 
 
-def render_final_error(error: HttpError, request_id: bytes) -> bytes:
+def render_final_error(error: HttpError, request_id: bytes, anthropic: bool) -> bytes:
     """Return the last response on its connection."""
-    return render_reply(error.status, error.body(), with_request_id(error, request_id), "application/json", CLOSE_LINE)
+    headers = with_request_id(error, request_id)
+    return render_reply(error.status, error.body(anthropic), headers, "application/json", CLOSE_LINE)
 
 
 def with_request_id(error: HttpError, request_id: bytes) -> Headers:

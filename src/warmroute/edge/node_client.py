@@ -10,6 +10,7 @@ from typing import Final
 from warmroute.edge.connection_pool import ConnectionPool, ConnectionPools
 from warmroute.edge.http1 import CHUNKED, BadChunk, ChunkReader, ResponseHead
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
+from warmroute.event_log import where_it_failed
 from warmroute.fleet.node import Node
 
 MAX_GET_BYTES: Final = 8_388_608
@@ -126,6 +127,9 @@ class _Fetch:
 
     def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
         self._fail(ConnectionError(reason))
+
+    def internal_error(self, error: Exception, frames: ChunkReader | None) -> None:
+        self._fail(ConnectionError(where_it_failed(error)))
 
     def _fail(self, error: OSError) -> None:
         self._connection = None

@@ -22,15 +22,23 @@ from warmroute.edge.http1 import (
     read_response_head,
 )
 from warmroute.edge.timer_wheel import NEVER
+from warmroute.event_log import EventLog, where_it_failed
+from warmroute.http_client import MAX_INFORMATIONAL
 
 if TYPE_CHECKING:
     from warmroute.edge.connection_pool import ConnectionPool
+
+log = EventLog("warmroute.edge")
 
 IDLE, AWAITING_HEAD, AWAITING_BODY, SIZED_BODY, CHUNKED_BODY, BODY_UNTIL_CLOSE, CLOSED = range(7)
 MAX_HEAD_BYTES: Final = 65_536
 """Maximum size of a response head."""
 _JOIN_BYTES: Final = 65_536
 """Up to this size, head and body are written as one piece: a copy costs less than a second buffer."""
+
+
+def _no_sink(_data: bytes) -> None:
+    """The sink between two responses."""
 
 
 class ConnectFailure(enum.Enum):
@@ -61,10 +69,13 @@ class ResponseHandler(Protocol):
     def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
         """The response ended too early. `frames`: the position in a chunked body, up to the last byte passed on."""
 
+    def internal_error(self, error: Exception, frames: ChunkReader | None) -> None:
+        """The router itself failed at this response. `frames`: as for `response_broke`."""
+
 
 class NodeConnection(asyncio.Protocol):
     __slots__ = (
-        "_buffer", "_frames", "_handler", "_held_head", "_keep_alive", "_missing_bytes", "_now", "_paused", "_pool",
+        "_buffer", "_frames", "_handler", "_held_head", "_informational", "_keep_alive", "_missing_bytes", "_now", "_paused", "_pool",
         "_served_before", "_silence_timeout_s", "_sink", "_state", "bucket", "deadline_s", "transport",
     )  # fmt: skip
 
@@ -79,8 +90,10 @@ class NodeConnection(asyncio.Protocol):
         self._served_before = False
         # per response
         self._handler: ResponseHandler | None = None
-        self._sink: Callable[[bytes], object]
+        self._sink: Callable[[bytes], object] = _no_sink
         self._buffer = b""
+        self._informational = 0
+        """1xx responses so far."""
         self._held_head: ResponseHead | None = None
         """A head that arrived without a byte of its body."""
         self._frames: ChunkReader | None = None
@@ -94,6 +107,7 @@ class NodeConnection(asyncio.Protocol):
     def send_request(self, handler: ResponseHandler, head: bytes, body: bytes) -> None:
         self._handler = handler
         self._state = AWAITING_HEAD
+        self._informational = 0
         self._pool.busy.add(self)
         if len(body) <= _JOIN_BYTES:
             self.transport.write(head + body)
@@ -102,6 +116,10 @@ class NodeConnection(asyncio.Protocol):
         upstream = self._pool.config
         self._silence_timeout_s = upstream.between_chunks_timeout_s
         self._pool.timers.arm(self, self._now() + upstream.first_byte_timeout_s)
+
+    def replace_sink(self, sink: Callable[[bytes], object]) -> None:
+        """Pass the rest of the response's body to `sink`."""
+        self._sink = sink
 
     def pause(self) -> None:
         """Stop reading until `resume`: the client reads more slowly than the node sends."""
@@ -126,6 +144,13 @@ class NodeConnection(asyncio.Protocol):
     # The response.
 
     def data_received(self, data: bytes) -> None:
+        handler = self._handler
+        try:
+            self._receive(data)
+        except Exception as error:
+            self._fail_internally(handler, error)
+
+    def _receive(self, data: bytes) -> None:
         state, now_s = self._state, self._now()
         if state == CHUNKED_BODY:
             self.deadline_s = now_s + self._silence_timeout_s
@@ -145,7 +170,8 @@ class NodeConnection(asyncio.Protocol):
             self._sink(data)
             self._complete(now_s)
         elif state == AWAITING_HEAD:
-            self._read_head(self._buffer + data if self._buffer else data, now_s)
+            buffered = len(self._buffer)
+            self._read_head(self._buffer + data if buffered else data, buffered, now_s)
         elif state == SIZED_BODY:
             self.deadline_s = now_s + self._silence_timeout_s
             self._missing_bytes -= len(data)
@@ -168,22 +194,27 @@ class NodeConnection(asyncio.Protocol):
             self._pool.remove_idle(self)
             self._close()  # the node sends without a request
 
-    def _read_head(self, data: bytes, now_s: float) -> None:
+    def _read_head(self, data: bytes, searched: int, now_s: float) -> None:
+        """Read a head. `searched`: how many bytes were searched for its end before."""
         self._buffer = b""
+        start = 0
         try:
             while True:
-                end = data.find(b"\r\n\r\n")
-                if (end if end >= 0 else len(data)) > MAX_HEAD_BYTES:
+                end = data.find(b"\r\n\r\n", max(start, searched - 3))
+                if (end if end >= 0 else len(data)) - start > MAX_HEAD_BYTES:
                     raise BrokenResponse("the head is too large")
                 if end < 0:
-                    self._buffer = data
+                    self._buffer = data[start:]
                     return
-                head = read_response_head(data, end)
+                head = read_response_head(data[start : end + 4] if start else data, end - start)
                 if head.status >= 200:
                     break
                 if head.status == 101:
                     raise BrokenResponse("an upgrade without a request for it")
-                data = data[end + 4 :]
+                self._informational += 1
+                if self._informational > MAX_INFORMATIONAL:
+                    raise BrokenResponse(f"more than {MAX_INFORMATIONAL} 1xx responses")
+                start = end + 4
         except BrokenResponse as broken:
             self._fail(f"the node's response is not valid HTTP: {broken}")
             return
@@ -240,6 +271,7 @@ class NodeConnection(asyncio.Protocol):
     def _complete(self, now_s: float) -> None:
         handler, self._handler = self._handler, None
         self._frames = None
+        self._sink = _no_sink
         # A node that responds before it has read the whole request leaves an unusable connection.
         if self._keep_alive and self._state != CLOSED and not self.transport.get_write_buffer_size():
             self._state = IDLE
@@ -252,6 +284,11 @@ class NodeConnection(asyncio.Protocol):
             self._close()
         if handler is not None:
             handler.response_ended(now_s)
+
+    @property
+    def frames(self) -> ChunkReader | None:
+        """The position in a chunked body, up to the last byte passed on."""
+        return self._frames
 
     @property
     def last_byte_s(self) -> float:
@@ -280,38 +317,57 @@ class NodeConnection(asyncio.Protocol):
         self._pool.timers.disarm(self)
         self.transport.abort()
 
-    def timed_out(self) -> None:
-        if self._state == IDLE:
-            self._pool.remove_idle(self)
+    def _fail_internally(self, handler: ResponseHandler | None, error: Exception) -> None:
+        """The router itself failed at something that happened on this connection. `handler`: whose request it was."""
+        frames, self._handler = self._frames, None
+        if self._state != IDLE:
             self._close()
-        elif self._state in (AWAITING_HEAD, AWAITING_BODY):
-            self._fail(f"the node sent no response within {self._pool.config.first_byte_timeout_s:g} s")
+        if handler is not None:
+            handler.internal_error(error, frames)
         else:
-            self._fail(f"the node sent nothing for {self._silence_timeout_s:g} s in the middle of its response")
+            log.error("node_connection_failed", "The router closes the connection.", reason=where_it_failed(error))
+
+    def timed_out(self) -> None:
+        handler = self._handler
+        try:
+            if self._state == IDLE:
+                self._pool.remove_idle(self)
+                self._close()
+            elif self._state in (AWAITING_HEAD, AWAITING_BODY):
+                self._fail(f"the node sent no response within {self._pool.config.first_byte_timeout_s:g} s")
+            else:
+                self._fail(f"the node sent nothing for {self._silence_timeout_s:g} s in the middle of its response")
+        except Exception as error:
+            self._fail_internally(handler, error)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
 
     def eof_received(self) -> None:
-        if self._state == AWAITING_BODY and self._held_head is not None and self._held_head.length == UNTIL_CLOSE:
-            head, self._held_head = self._held_head, None
-            self._start_response(head, b"", self._now())
-        if self._state == BODY_UNTIL_CLOSE:
-            self._keep_alive = False
-            self._complete(self._now())
+        handler = self._handler
+        try:
+            if self._state == AWAITING_BODY and self._held_head is not None and self._held_head.length == UNTIL_CLOSE:
+                head, self._held_head = self._held_head, None
+                self._start_response(head, b"", self._now())
+            if self._state == BODY_UNTIL_CLOSE:
+                self._keep_alive = False
+                self._complete(self._now())
+        except Exception as error:
+            self._fail_internally(handler, error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         state, self._state = self._state, CLOSED
-        self._pool.busy.discard(self)
-        self._pool.timers.disarm(self)
-        if state == IDLE:
-            self._pool.remove_idle(self)
-            return
         handler, self._handler = self._handler, None
-        if handler is None:
-            return
-        if state in (AWAITING_HEAD, AWAITING_BODY):
-            stale = state == AWAITING_HEAD and self._served_before and not self._buffer
-            handler.response_failed("the node closed the connection before its response", stale)
-        else:
-            handler.response_broke("the node closed the connection in the middle of its response", self._frames)
+        try:
+            self._pool.busy.discard(self)
+            self._pool.timers.disarm(self)
+            if state == IDLE:
+                self._pool.remove_idle(self)
+            elif handler is not None and state in (AWAITING_HEAD, AWAITING_BODY):
+                began = self._buffer or self._informational
+                stale = state == AWAITING_HEAD and self._served_before and not began
+                handler.response_failed("the node closed the connection before its response", stale)
+            elif handler is not None:
+                handler.response_broke("the node closed the connection in the middle of its response", self._frames)
+        except Exception as error:
+            self._fail_internally(handler, error)

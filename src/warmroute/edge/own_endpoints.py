@@ -16,6 +16,7 @@ from warmroute.fleet.fleet import Fleet
 class OwnEndpoints:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
+        self.starting = False
         self.stopping = False
 
     def serve(self, client: ClientConnection, path: bytes) -> None:
@@ -37,12 +38,14 @@ class OwnEndpoints:
     def readiness(self) -> tuple[int, bytes]:
         if self.stopping:
             return 503, b'{"status":"stopping"}'
+        if self.starting:
+            return 503, b'{"status":"starting"}'
         if not self._fleet.can_serve:
             return 503, b'{"status":"no node can serve"}'
         return 200, b'{"status":"ready"}'
 
     def model_cards(self) -> Sequence[dict[str, object]]:
-        """Every model of the fleet, as the first node that serves it describes it."""
+        """Every model of the fleet, as the first node with the longest context window describes it."""
         cards: dict[str, dict[str, object]] = {}
         for node in self._fleet:
             if node.draining:
@@ -50,5 +53,12 @@ class OwnEndpoints:
             described = {str(card.get("id")): card for card in node.model_cards}
             for model in node.models or ():
                 plain = {"id": model, "object": "model", "created": 0, "owned_by": "warmroute"}
-                cards.setdefault(model, described.get(model, plain))
+                card = described.get(model, plain)
+                if model not in cards or _window(card) > _window(cards[model]):
+                    cards[model] = card
         return list(cards.values())
+
+
+def _window(card: dict[str, object]) -> int:
+    window = card.get("max_model_len")
+    return window if isinstance(window, int) else 0

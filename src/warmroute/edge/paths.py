@@ -29,6 +29,11 @@ CHATS: Final = (b"/v1/chat/completions", b"/v1/messages")
 HEALTH: Final = (b"/health", b"/ready")
 
 
+def is_anthropic(target: bytes) -> bool:
+    """Return whether the path belongs to Anthropic's API."""
+    return target.startswith(b"/v1/messages") and target[12:13] in (b"", b"/", b"?")
+
+
 def check_path(method: bytes, path: bytes) -> None:
     """Raises HttpError for a path or a method that the router does not serve."""
     if path == b"/v1/models" or path.startswith(b"/v1/models/"):

@@ -6,21 +6,20 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
-from warmroute._kernel import Outline
+from warmroute._kernel import MAX_LOOP_BYTES, Outline
 from warmroute.config import Prompts
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.prompt.prompt import Prompt
-from warmroute.prompt.prompt_tokenizer import TokenizeJob, max_text_prompt_bytes
-from warmroute.prompt.request_body import text_prompt
+from warmroute.prompt.prompt_tokenizer import PromptTokenizer, TokenizeJob, max_text_prompt_bytes
+from warmroute.prompt.request_body import has_prompt, text_prompt
 from warmroute.prompt.tokenizer_registry import TokenizerRegistry
 from warmroute.telemetry.counters import Counters
 
 log = EventLog("warmroute.prompts")
 
-MAX_LOOP_BYTES: Final = 1 << 19
-"""Larger bodies always go to a thread: even estimating the cost of reading them can take milliseconds."""
 MAX_LOOP_NEW_BYTES: Final = 1 << 14
 """Chats with more new text than this go to a thread, even if all their messages are plain."""
 LOOP_MS: Final = 1.0
@@ -59,10 +58,13 @@ class PromptReader:
         config: Prompts,
         counters: Counters,
         fetch_tokens: FetchTokens | None = None,
+        is_served: Callable[[str], bool] = lambda _model: True,
     ) -> None:
-        """`fetch_tokens` serves models whose tokenizer the router does not have."""
+        """`fetch_tokens` serves models whose tokenizer the router does not have. `is_served` returns whether a node
+        serves a model: prompts for other names, which clients can invent, are not counted."""
         self._tokenizer_registry = tokenizer_registry
         self._fetch_tokens = fetch_tokens
+        self._is_served = is_served
         self._fetches: set[asyncio.Task[None]] = set()
         self._counters = counters
         self._pending = 0
@@ -91,28 +93,48 @@ class PromptReader:
         `outline` is the body's outline, if the caller has it.
         """
         tokenizer = self._tokenizer_registry.prompt_tokenizer(model)
+        found = self._read(model, tokenizer, path, body, on_read, outline)
+        if not isinstance(found, PendingPrompt):
+            self._count(model, tokenizer, path, found)
+        return found
+
+    def _read(
+        self, model: str, tokenizer: PromptTokenizer, path: bytes, body: bytes, on_read: OnRead, outline: Outline | None
+    ) -> Prompt | PendingPrompt | None:
         try:
             if tokenizer.tokenizer is None and len(body) <= self._max_text_prompt_bytes:
                 return text_prompt(path, body, outline)
+            if len(body) > MAX_LOOP_BYTES:
+                work = partial(tokenizer.tokenize, path, body, outline)
+                return self._read_in_thread(work, on_read, partial(self._count, model, tokenizer, path))
             prompt = tokenizer.tokenize_plain(path, body, outline, MAX_LOOP_NEW_BYTES)
             if prompt is not None:
                 return prompt
-            if len(body) > MAX_LOOP_BYTES:
-                return self._read_in_thread(lambda: tokenizer.tokenize(path, body, outline), on_read)
             job = tokenizer.begin(path, body, outline)
             if job is None:
                 return None
             if self._fetch_tokens is not None and self._remote_tokenize and tokenizer.tokenizer is None:
-                return self._read_by_node(self._fetch_tokens, model, path, body, job, on_read)
+                return self._read_by_node(self._fetch_tokens, model, path, body, job, on_read, tokenizer)
             if job.cost_ms > LOOP_MS:
-                return self._read_in_thread(job.run, on_read)
+                return self._read_in_thread(job.run, on_read, partial(self._count, model, tokenizer, path))
             return job.run()
         except Exception as error:
             _log_failure(error)
             return None
 
+    def _count(self, model: str, tokenizer: PromptTokenizer, path: bytes, prompt: Prompt | None) -> None:
+        if (prompt is not None or has_prompt(path)) and self._is_served(model):
+            self._counters.prompts[model, _reading(prompt, tokenizer)] += 1
+
     def _read_by_node(
-        self, fetch_tokens: FetchTokens, model: str, path: bytes, body: bytes, job: TokenizeJob, on_read: OnRead
+        self,
+        fetch_tokens: FetchTokens,
+        model: str,
+        path: bytes,
+        body: bytes,
+        job: TokenizeJob,
+        on_read: OnRead,
+        tokenizer: PromptTokenizer,
     ) -> PendingPrompt | None:
         if self._too_many_pending():
             return None
@@ -128,6 +150,8 @@ class PromptReader:
                     prompt.exact_tokens = prompt.token_count
             finally:
                 self._pending -= 1
+                if not pending.cancelled:
+                    self._count(model, tokenizer, path, prompt)
                 pending.done(prompt)
 
         self._pending += 1
@@ -136,7 +160,9 @@ class PromptReader:
         task.add_done_callback(self._fetches.discard)
         return pending
 
-    def _read_in_thread(self, read: Callable[[], Prompt | None], on_read: OnRead) -> PendingPrompt | None:
+    def _read_in_thread(
+        self, read: Callable[[], Prompt | None], on_read: OnRead, count: OnRead
+    ) -> PendingPrompt | None:
         if self._too_many_pending():
             return None
         self._pending += 1
@@ -146,7 +172,10 @@ class PromptReader:
 
         def settle(read: Future[Prompt | None]) -> None:
             self._pending -= 1
-            pending.done(None if read.cancelled() else read.result())
+            prompt = None if read.cancelled() else read.result()
+            if not pending.cancelled:
+                count(prompt)
+            pending.done(prompt)
 
         def hand_to_loop(read: Future[Prompt | None]) -> None:
             if not loop.is_closed():
@@ -161,6 +190,16 @@ class PromptReader:
             return False
         self._counters.prompts_not_tokenized += 1
         return True
+
+
+def _reading(prompt: Prompt | None, tokenizer: PromptTokenizer) -> str:
+    """Return one of telemetry's PROMPT_READINGS."""
+    if prompt is None:
+        return "none"
+    if prompt.exact:
+        return "inexact" if prompt.inexact_reason else "exact"
+    own = tokenizer.tokenizer
+    return "inexact" if own is not None and prompt.inexact_reason == own.inexact_reason else "text"
 
 
 def _run_safely(read: Callable[[], Prompt | None]) -> Prompt | None:

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
-from itertools import count
 
-from warmroute._kernel import Outline
+from warmroute._kernel import MAX_LOOP_BYTES, Outline
 from warmroute.config import Config
 from warmroute.edge import errors
 from warmroute.edge.admission_errors import to_error
+from warmroute.edge.body_scanner import BodyScanner, ScannedBody, scan
 from warmroute.edge.client_connection import ClientConnection
 from warmroute.edge.connection_pool import ConnectionPools
 from warmroute.edge.errors import HttpError
 from warmroute.edge.exchange import ProxyExchange
 from warmroute.edge.http1 import RequestHead
+from warmroute.edge.large_body import LargeBodyExchange
 from warmroute.edge.own_endpoints import OwnEndpoints
 from warmroute.edge.paths import FORWARDED, HEALTH, WITH_OUTPUT_TOKENS, check_path
 from warmroute.edge.prompt_reader import PendingPrompt, PromptReader
 from warmroute.edge.request_builder import RequestBuilder
+from warmroute.edge.request_ids import random_ids
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node
 from warmroute.prompt.prompt import Prompt
+from warmroute.prompt.prompt_length import estimated_tokens, longest_prompt, most_tokens
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.admission import Admission
 from warmroute.routing.attempts import Attempts, Dispatcher
@@ -57,14 +59,16 @@ class Proxy:
         self.counters = counters
         self.now = now
         self.requests = RequestBuilder(config, fleet, now)
+        self.body_scanner = BodyScanner()
         self.own_endpoints = OwnEndpoints(fleet)
         self.rate_limits = RateLimits((), now())
         self.dispatcher = Dispatcher(
             fleet, router, admission, counters, journal, config.upstream.max_attempts, now, self._node_freed
         )
         self._prompt_reader = prompt_reader
-        self._id_prefix = b"wr-" + os.urandom(6).hex().encode() + b"-"
-        self._id_numbers = count(1)
+        self._held: list[PendingPrompt] | None = None
+        """Requests that wait while the router starts; None: they do not wait."""
+        self._request_ids = random_ids()
         self.reconfigure(config)
 
     def reconfigure(self, config: Config) -> None:
@@ -100,12 +104,24 @@ class Proxy:
 
     # With the body.
 
-    def serve(self, client: ClientConnection, head: RequestHead, body: bytes) -> ProxyExchange | None:
+    def serve(
+        self, client: ClientConnection, head: RequestHead, body: bytes
+    ) -> ProxyExchange | LargeBodyExchange | None:
         path = head.target.partition(b"?")[0]
         if head.method != b"POST":
             self.own_endpoints.serve(client, path)
             return None
-        request, outline = self.requests.build(head, path, body, client.tenant)
+        if len(body) <= MAX_LOOP_BYTES:
+            return self.begin(client, head, path, body, scan(path, head.content_type, body))
+        large = LargeBodyExchange(self, client, head, path, body)
+        large.scanning = self.body_scanner.scan_in_thread(path, head.content_type, body, large.scanned)
+        return large
+
+    def begin(
+        self, client: ClientConnection, head: RequestHead, path: bytes, body: bytes, scanned: ScannedBody
+    ) -> ProxyExchange:
+        """Serve a request whose body is scanned. Raises HttpError."""
+        request = self.requests.build(head, path, scanned, client.tenant)
         if request.route:
             self.counters.route_requests[request.route] += 1
         charge = self._begin_charge(request, path, body) if self._limited else None
@@ -114,25 +130,74 @@ class Proxy:
         exchange.attempts = Attempts(self.dispatcher, exchange, request, request_id)
         if charge is not None:
             exchange.attempts.charge = charge
-        prompt = self.read_prompt(request, path, body, outline, exchange.prompt_read)
+        if self._held is not None and request.may_queue and not request.deadline_s and not request.total_deadline_s:
+            exchange.pending_prompt = PendingPrompt(lambda _: self._resume(exchange, path, body, scanned.outline))
+            self._held.append(exchange.pending_prompt)
+            return exchange
+        try:
+            self._route(exchange, path, body, scanned.outline)
+        except HttpError:
+            raise
+        except Exception as error:
+            exchange.release()
+            raise self.internal_error(error, request_id) from None
+        return exchange
+
+    def _route(self, exchange: ProxyExchange, path: bytes, body: bytes, outline: Outline | None) -> None:
+        """Read the prompt and ask for a node. Raises HttpError."""
+        attempts = exchange.attempts
+        prompt = self.read_prompt(attempts.request, path, body, outline, exchange.prompt_read)
         if isinstance(prompt, PendingPrompt):
             exchange.pending_prompt = prompt
         else:
-            self.enter(exchange.attempts, prompt)
-        return exchange
+            self.enter(attempts, prompt)
+
+    # While the router starts.
+
+    def hold_requests(self) -> None:
+        """Let new requests wait until `release_requests`, except those with a deadline or `X-Queue: no`."""
+        self._held = []
+
+    def release_requests(self) -> None:
+        held, self._held = self._held, None
+        for pending in held or ():
+            pending.done(None)
+
+    def _resume(self, exchange: ProxyExchange, path: bytes, body: bytes, outline: Outline | None) -> None:
+        exchange.pending_prompt = None
+        try:
+            self._route(exchange, path, body, outline)
+        except HttpError as error:
+            exchange.send_error(error)
+        except Exception as error:
+            exchange.internal_error(error)
 
     def read_prompt(
         self, request: RoutingRequest, path: bytes, body: bytes, outline: Outline | None,
         then: Callable[[Prompt | None], None],
     ) -> Prompt | PendingPrompt | None:  # fmt: skip
-        """The prompt; or PendingPrompt, which calls `then`; or None where the policy does not need it."""
-        if not self.router.policy_of(request).wants_tokens or len(body) < self._min_tokens:
+        """The prompt; or PendingPrompt, which calls `then`; or None where neither the policy nor the nodes' context
+        windows need it."""
+        wanted = self.router.policy_of(request).wants_tokens and len(body) >= self._min_tokens
+        group = self.dispatcher.fleet.group(request.model)
+        if group is not None and group.windows is not None and outline is not None:
+            shortest = group.windows.sizes[0]
+            if most_tokens(len(body)) + (request.max_output_tokens or 0) > shortest:
+                request.input_tokens = estimated_tokens(len(body))
+                wanted = True
+        if not wanted:
             return None
         return self._prompt_reader.read(request.model, path, body, then, outline)
 
     def lookup(self, request: RoutingRequest, prompt: Prompt | None) -> Lookup | None:
         """What the index is asked for; None for a prompt too short to matter."""
-        if prompt is None or prompt.token_count < self._min_tokens:
+        if prompt is None:
+            return None
+        if request.input_tokens:  # the prompt may not fit into every node's context window
+            request.input_tokens, request.input_exact = longest_prompt(prompt)
+            if not self.router.policy_of(request).wants_tokens:
+                return None
+        if prompt.token_count < self._min_tokens and prompt.total_tokens < self._min_tokens:
             return None
         return lookup_of(prompt, self._sharing.get(request.tenant, ""))
 
@@ -140,13 +205,10 @@ class Proxy:
         """Asks for a node. Raises HttpError."""
         request = attempts.request
         try:
-            tokens = prompt.token_count if prompt is not None else None
+            tokens = prompt.total_tokens if prompt is not None else None
             attempts.enter(self.lookup(request, prompt), tokens, self.now())
         except RoutingError as why:
             raise self.to_http_error(why, request) from None
-        except Exception as error:
-            attempts.abandon(self.now())
-            raise self.internal_error(error) from None
 
     def _begin_charge(self, request: RoutingRequest, path: bytes, body: bytes) -> Charge | None:
         limits = self.rate_limits.of(request.tenant)
@@ -163,8 +225,13 @@ class Proxy:
             self.counters.rejected[why.reason, request.priority] += 1
         return to_error(why, request)
 
-    def internal_error(self, error: Exception) -> HttpError:
-        log.error("request_failed_internally", "The client receives status 500.", reason=where_it_failed(error))
+    def internal_error(self, error: Exception, request_id: bytes = b"") -> HttpError:
+        log.error(
+            "request_failed_internally",
+            "The client receives status 500, or its response breaks off.",
+            request_id=request_id.decode("ascii", "replace"),
+            reason=where_it_failed(error),
+        )
         return errors.internal_error()
 
     def _node_freed(self, node: Node, now_s: float) -> None:
@@ -172,7 +239,7 @@ class Proxy:
             asyncio.get_running_loop().call_soon(self.admission.node_freed, node, now_s)
 
     def new_request_id(self) -> bytes:
-        return self._id_prefix + b"%d" % next(self._id_numbers)
+        return next(self._request_ids)
 
     # The request log.
 
@@ -183,7 +250,7 @@ class Proxy:
 
     def log_request(self, attempts: Attempts, ended: str) -> None:
         now_s, ticket, request = self.now(), attempts.ticket, attempts.request
-        first_ms = (ticket.first_byte_s - ticket.opened_s) * 1000.0 if ticket.first_byte_s else None
+        first_ms = (ticket.first_token_s - ticket.opened_s) * 1000.0 if ticket.first_token_s else None
         log.info(
             "request",
             request_id=attempts.request_id.decode("ascii", "replace"),
@@ -192,7 +259,7 @@ class Proxy:
             model=request.model,
             status=attempts.status,
             outcome=ended,
-            first_byte_ms=None if first_ms is None else round(first_ms, 1),
+            ttft_ms=None if first_ms is None else round(first_ms, 1),
             duration_ms=round((now_s - ticket.opened_s) * 1000.0, 1),
             attempts=attempts.tried,
         )

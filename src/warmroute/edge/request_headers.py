@@ -4,10 +4,12 @@ X-Priority: high | normal | low      which requests are served first
 X-Queue: yes | no                    no: 429 at once instead of waiting for a node
 X-Deadline-Ttft-Ms: 800              when the first token is due, counted from the request's arrival
 X-Deadline-Ms: 20000                 when the whole response is due
+X-Vllm-Priority: 5                   vLLM's own priority, in place of `priority` in the body: lower is served first
 """
 
 from __future__ import annotations
 
+import re
 from math import inf
 from typing import Final
 
@@ -19,6 +21,8 @@ PRIORITY: Final = b"x-priority"
 QUEUE: Final = b"x-queue"
 DEADLINE_TTFT: Final = b"x-deadline-ttft-ms"
 DEADLINE: Final = b"x-deadline-ms"
+ENGINE_PRIORITY: Final = b"x-vllm-priority"
+_INTEGER: Final = re.compile(rb"-?[0-9]{1,18}")
 
 
 def read_routing_headers(
@@ -40,6 +44,17 @@ def read_routing_headers(
     if value := get(DEADLINE):
         total_deadline_s = _deadline_s(value, DEADLINE, now_s)
     return priority, queue != b"no", deadline_s, total_deadline_s
+
+
+def read_engine_priority(head: RequestHead, priority: int) -> int:
+    """Return the priority that vLLM will use; `priority` is the body's. Raises HttpError for anything but an integer:
+    vLLM would use the body's priority then, other servers may not."""
+    value = head.get(ENGINE_PRIORITY)
+    if not value:
+        return priority
+    if _INTEGER.fullmatch(value) is None:
+        raise errors.invalid_header(ENGINE_PRIORITY.decode(), "an integer")
+    return int(value)
 
 
 def _deadline_s(value: bytes, name: bytes, now_s: float) -> float:

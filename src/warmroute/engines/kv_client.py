@@ -15,17 +15,18 @@ from random import Random
 from typing import Final
 
 import msgspec
-import zmq
 
 from warmroute.engines import kv_endpoints, trtllm
+from warmroute.engines.byte_budget import ByteBudget
 from warmroute.engines.kv_endpoints import KvEndpoint
-from warmroute.engines.kv_events import decode_batch, sent_time_s
+from warmroute.engines.kv_events import BadPayload, decode_batch, sent_time_s
 from warmroute.engines.kv_rank import NodeKvEvents, RankEvents
-from warmroute.engines.kv_zmq import SLICE_S, Context, KvSubscription, SliceScheduler
+from warmroute.engines.kv_zmq import SLICE_S, KvSubscription, SliceScheduler
 from warmroute.engines.node_http import Get, Post
 from warmroute.event_log import EventLog
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node
+from warmroute.fleet.reported_values import ReportedValues
 from warmroute.index.node_cache import NodeCache
 
 log = EventLog("warmroute.engines")
@@ -43,7 +44,6 @@ TIMEOUT_S: Final = 2.0
 class KvEventClient:
     _node: Node
     cache: NodeCache
-    _context: Context
     _scheduler: SliceScheduler
     _get: Get
     _post: Post
@@ -52,9 +52,11 @@ class KvEventClient:
     _random: Random = field(default_factory=Random)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _subscriptions: dict[int, KvSubscription] = field(default_factory=dict)
+    _has_asked: bool = False
     _polls: bool = False
     _page_size: int = 0
     _logged: list[KvEndpoint] | None = None
+    _budget: ByteBudget = field(default_factory=ByteBudget)
 
     def __post_init__(self) -> None:
         self._events = NodeKvEvents(self.cache)
@@ -67,6 +69,11 @@ class KvEventClient:
     @property
     def is_connected(self) -> bool:
         return bool(self._events.ranks)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the router has asked for the node's events, and has applied those that it sent before."""
+        return self._has_asked and all(rank.is_settled for rank in self._events.ranks.values())
 
     def rediscover(self) -> None:
         self._wake.set()
@@ -99,6 +106,7 @@ class KvEventClient:
         while True:
             if self.cache.model and self._node.health.state is not HealthState.DOWN:
                 found = await self._discover()
+                self._has_asked = self._has_asked or not self._polls
                 pause_s = REDISCOVERY_S if found else min(2 * pause_s, LAST_RETRY_S)
             else:
                 pause_s = FIRST_RETRY_S
@@ -143,12 +151,13 @@ class KvEventClient:
         node = self._node
         try:
             status, body = await self._get(node, "/kv_event_sources", TIMEOUT_S)
-            endpoints = kv_endpoints.parse_event_sources(body, node.host) if status == 200 else []
+            endpoints = kv_endpoints.parse_event_sources(body, node.host, node.reported) if status == 200 else []
             if not endpoints and node.engine != "vllm":
                 status, body = await self._get(node, "/server_info", TIMEOUT_S)
                 if status == 200:
-                    endpoints, self._page_size, capacity_tokens = kv_endpoints.parse_server_info(body, node.host)
-                    self.cache.set_size(self._page_size, capacity_tokens)
+                    info = kv_endpoints.parse_server_info(body, node.host, node.reported)
+                    endpoints, self._page_size = info.endpoints, info.block_size
+                    self.cache.set_size(info.block_size, info.capacity_tokens)
         except (OSError, ValueError):
             return None
         replay = node.config.kv_replay
@@ -194,18 +203,17 @@ class KvEventClient:
     def _connect(self, endpoint: KvEndpoint) -> None:
         rank = endpoint.rank
         events = self._events.ranks[rank] = RankEvents(
-            self.cache, rank, lambda: lambda payload: decode_batch(payload).events, sent_time_s, self._now
+            self.cache,
+            rank,
+            lambda: lambda payload: decode_batch(payload).events,
+            sent_time_s,
+            self._now,
+            budget=self._budget,
+            size_bytes=len,
         )
-        try:
-            self._subscriptions[rank] = KvSubscription(
-                self._context, events, endpoint.endpoint, endpoint.replay, self._scheduler
-            )
-        except zmq.ZMQError as error:
-            log.warning(
-                "kv_subscribe_failed", "The router infers the node's cache from routed requests.",
-                **events.log_fields, endpoint=endpoint.endpoint, reason=str(error),
-            )  # fmt: skip
-            self._events.remove_rank(rank)
+        self._subscriptions[rank] = KvSubscription(
+            events, endpoint.endpoint, endpoint.replay, self._scheduler, self._node.reported, self._budget
+        )
 
     # Polling.
 
@@ -219,10 +227,10 @@ class KvEventClient:
                 if status != 200:
                     self._stop_polling()
                     return LAST_RETRY_S
-                events = trtllm.parse_events(body)
+                events = trtllm.split_events(body)
             except OSError:
                 return FIRST_RETRY_S
-            except msgspec.DecodeError as error:
+            except BadPayload as error:
                 log.warning(
                     "kv_events_unreadable", "The router infers the node's cache from routed requests.",
                     node=self._node.name, reason=str(error),
@@ -230,7 +238,8 @@ class KvEventClient:
                 self._stop_polling()
                 return LAST_RETRY_S
             self.cache.last_contact_s = self._now()
-            await apply_polled(self._events, events, self._now)
+            await apply_polled(self._events, events, self._node.reported, self._now)
+            self._has_asked = True
             await asyncio.sleep(POLL_S * (0.8 + 0.4 * self._random.random()))
         return FIRST_RETRY_S
 
@@ -241,10 +250,19 @@ class KvEventClient:
                 self._events.remove_rank(rank)
 
 
-async def apply_polled(node: NodeKvEvents, events: list[trtllm.PolledEvent], now: Callable[[], float]) -> None:
-    """Apply polled events, each of which has a sequence number. Yields to the event loop every few milliseconds."""
+async def apply_polled(
+    node: NodeKvEvents, events: list[msgspec.Raw], reported: ReportedValues, now: Callable[[], float]
+) -> None:
+    """Apply polled events, each of which has a sequence number. Yields to the event loop every few milliseconds.
+
+    The number that an unreadable event leaves out counts as lost."""
     until_s = time.monotonic() + SLICE_S
-    for event in events:
+    for raw in events:
+        try:
+            event = trtllm.decode_event(raw)
+        except BadPayload as error:
+            reported.ignore("kv_cache_events", "an event", str(error))
+            continue
         number = event.attention_dp_rank or 0
         rank = node.ranks.get(number)
         if rank is None:

@@ -11,12 +11,12 @@ import enum
 from typing import Final
 
 from warmroute.engines.kv_events import (
+    NO_EXTRA_KEYS,
     BlockRemoved,
     BlockStored,
     Event,
     HashesStored,
-    cache_salt,
-    extra_keys_by_block,
+    salt_and_extra_keys,
 )
 from warmroute.index.node_cache import NodeCache
 from warmroute.index.tiers import Tier
@@ -55,6 +55,13 @@ class KvEventApplier:
         """Block size of the events; 0 before the first."""
 
     def apply(self, event: Event) -> Applied:
+        try:
+            return self._apply(event)
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            return Applied.ORPHANED
+
+    def _apply(self, event: Event) -> Applied:
+        """Raises ValueError, TypeError, OverflowError or RecursionError if the event contains impossible values."""
         if isinstance(event, BlockStored):
             return self._stored(event)
         if isinstance(event, BlockRemoved):
@@ -71,22 +78,17 @@ class KvEventApplier:
         if not event.block_hashes or not self._follows_group_of(event):
             return Applied.DONE
         tier = tier_of(event.medium, event.locality)
-        try:
-            if not event.token_ids:
-                self._store_known(event.block_hashes, tier)
-                return Applied.DONE
-            if self.block_size and event.block_size != self.block_size:
-                return Applied.DONE  # part of a block
-            if tier is Tier.GPU:
-                known = self._store(event, tier)
-            else:
-                self._store_offloaded(event, tier)
-                known = True
-        except (ValueError, TypeError):
-            known = False
-        if known:
-            self.block_size = event.block_size
-        return Applied.DONE if known else Applied.ORPHANED
+        if not event.token_ids:
+            self._store_known(event.block_hashes, tier)
+            return Applied.DONE
+        if self.block_size and event.block_size != self.block_size:
+            return Applied.DONE  # part of a block
+        if tier is not Tier.GPU:
+            self._store_offloaded(event, tier)
+        elif not self._store(event, tier):
+            return Applied.ORPHANED
+        self.block_size = event.block_size
+        return Applied.DONE
 
     def _follows_group_of(self, event: BlockStored) -> bool:
         group = event.group_idx
@@ -105,15 +107,16 @@ class KvEventApplier:
         lora = event.lora_name or ""
         if not lora and event.lora_id is not None:
             lora = f"\0{event.lora_id}"  # an adapter without a name: no request can ask for it
+        salt, extra = salt_and_extra_keys(event)
         return self._cache.blocks_stored(
             self._rank, event.parent_block_hash, event.block_hashes, event.token_ids, event.block_size, tier,
-            lora=lora, salt=cache_salt(event) or "", extra=extra_keys_by_block(event),
+            lora=lora, salt=salt or "", extra=extra,
         )  # fmt: skip
 
     def _store_offloaded(self, event: BlockStored, tier: Tier) -> None:
         """Store blocks outside the GPU. vLLM sends no salt with offloaded blocks, so a first block counts only if it is
         known already. An unknown parent is no sign of lost events, since offloaded blocks outlive their parents."""
-        if event.parent_block_hash is None and event.extra_keys is None and event.cache_salt is None:
+        if event.parent_block_hash is None and event.extra_keys == NO_EXTRA_KEYS and event.cache_salt is None:
             first, *rest = event.block_hashes
             if not self._cache.knows(self._rank, first):
                 return

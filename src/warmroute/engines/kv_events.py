@@ -3,35 +3,50 @@
 A payload is a msgpack array `[ts, events, rank]`. An event is a map with a "type" (vLLM since 0.24), or an array that
 starts with its name (older vLLM, SGLang) and that newer releases extend at the end. Both forms are decoded; unknown
 fields are ignored. Hashes are opaque: 64-bit integers, signed or unsigned, or 32 bytes.
+
+A payload with a value outside its limits is unreadable as a whole. The limits keep the memory and time of one payload
+small; the C kernel checks token ids and the length of hashes.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import astuple
 
+from warmroute.fleet.reported_values import MAX_BLOCK_TOKENS, MAX_NAME_LENGTH, MAX_TIME_S
 from warmroute.index.node_cache import EngineHash
+
+MAX_EVENTS: Final = 1 << 18
+"""Of one payload."""
+MAX_TOKENS: Final = 1 << 21
+"""Of one event."""
+MAX_EXTRA_KEYS_BYTES: Final = 1 << 20
+NO_EXTRA_KEYS: Final = msgspec.Raw(b"\xc0")
 
 
 class BadPayload(ValueError):
     """Not a batch of KV events."""
 
 
+_Hashes = Annotated[list[EngineHash], Meta(max_length=MAX_TOKENS)]
+
+
 class _StoredFields(Struct, gc=False):
-    block_hashes: list[EngineHash]
+    block_hashes: _Hashes
     parent_block_hash: EngineHash | None = None
-    token_ids: list[int] = []
-    block_size: int = 0
+    token_ids: Annotated[list[int], Meta(max_length=MAX_TOKENS)] = []
+    block_size: Annotated[int, Meta(ge=0, le=MAX_BLOCK_TOKENS)] = 0
     lora_id: int | None = None
     medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: list[Any] | None = None
-    """For each block, what its hash covers besides its tokens; None for nothing."""
+    lora_name: Annotated[str, Meta(max_length=MAX_NAME_LENGTH)] | None = None
+    extra_keys: msgspec.Raw = NO_EXTRA_KEYS
+    """A list with an entry for each block: what its hash covers besides its tokens; nil for nothing. Not decoded, since
+    it may contain anything: see `salt_and_extra_keys`."""
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
 
@@ -43,7 +58,7 @@ class BlockStored(_StoredFields, tag="BlockStored", tag_field="type", gc=False):
 
 
 class _RemovedFields(Struct, gc=False):
-    block_hashes: list[EngineHash]
+    block_hashes: _Hashes
     medium: str | None = None
     group_idx: int | None = None
 
@@ -69,7 +84,7 @@ Event = PublishedEvent | HashesStored
 
 class Batch(Struct, array_like=True, gc=False):
     sent_s: float
-    events: list[PublishedEvent]
+    events: Annotated[list[PublishedEvent], Meta(max_length=MAX_EVENTS)]
     rank: int | None = None
 
 
@@ -90,7 +105,7 @@ class _ClearedArray(Struct, tag="AllBlocksCleared", array_like=True, gc=False):
 
 class _Batch(Struct, array_like=True, gc=False):
     sent_s: float
-    events: list[_StoredArray | _RemovedArray | _ClearedArray]
+    events: Annotated[list[_StoredArray | _RemovedArray | _ClearedArray], Meta(max_length=MAX_EVENTS)]
     rank: int | None = None
 
 
@@ -106,43 +121,57 @@ def decode_batch(payload: bytes) -> Batch:
     """Raises BadPayload."""
     try:
         return _maps.decode(payload)
-    except msgspec.ValidationError:
-        pass
-    except msgspec.DecodeError as error:
-        raise BadPayload(str(error)) from None
+    except msgspec.ValidationError as error:
+        not_maps = str(error)
+    except (ValueError, RecursionError) as error:
+        raise BadPayload(_reason(error)) from None
     try:
         batch = _arrays.decode(payload)
-    except msgspec.DecodeError as error:
-        raise BadPayload(str(error)) from None
+    except (ValueError, RecursionError) as error:
+        reason = _reason(error)
+        raise BadPayload(not_maps if "got `object`" in reason else reason) from None
     return Batch(batch.sent_s, [_AS_MAP[type(event)](*astuple(event)) for event in batch.events], batch.rank)
 
 
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, msgspec.DecodeError) else type(error).__name__
+
+
 def sent_time_s(payload: bytes) -> float | None:
-    """Return when a batch was sent, by the engine's clock, without decoding the rest of it."""
-    return float(_DOUBLE.unpack_from(payload, 2)[0]) if payload[1:2] == b"\xcb" and len(payload) >= 10 else None
-
-
-def cache_salt(event: BlockStored) -> str | None:
-    """Return the client's cache salt. SGLang sends it as a field, vLLM among the first block's extra keys."""
-    if event.cache_salt is not None:
-        return event.cache_salt
-    if event.parent_block_hash is not None or not event.extra_keys:
+    """Return when a batch was sent, by the engine's clock, without decoding the rest of it; None if it is no time."""
+    if payload[1:2] != b"\xcb" or len(payload) < 10:
         return None
-    return next((key for key in _without_adapter(event, event.extra_keys[0]) if isinstance(key, str)), None)
+    sent_s = float(_DOUBLE.unpack_from(payload, 2)[0])
+    return sent_s if 0.0 < sent_s < MAX_TIME_S else None
 
 
-def extra_keys_by_block(event: BlockStored) -> list[bytes | None] | None:
-    """Return what distinguishes each block besides its tokens, adapter and salt, for example images."""
-    if not event.extra_keys or not any(event.extra_keys):
-        return None
-    salt = cache_salt(event)
+def salt_and_extra_keys(event: BlockStored) -> tuple[str | None, list[bytes | None] | None]:
+    """Return the client's cache salt, and what distinguishes each block besides its tokens, adapter and salt, for
+    example images. Raises ValueError."""
+    keys_by_block = _decode_extra_keys(event.extra_keys)
+    salt = event.cache_salt  # SGLang sends it as a field, vLLM among the first block's extra keys
+    if salt is None and event.parent_block_hash is None and keys_by_block:
+        salt = next((key for key in _without_adapter(event, keys_by_block[0]) if isinstance(key, str)), None)
+    if not any(keys_by_block):
+        return salt, None
     extra: list[bytes | None] = []
-    for number, keys in enumerate(event.extra_keys):
+    for number, keys in enumerate(keys_by_block):
         own = _without_adapter(event, keys)
         if number == 0 and salt in own:
             own.remove(salt)
         extra.append(msgspec.msgpack.encode(own) if own else None)
-    return extra if any(extra) else None
+    return salt, extra if any(extra) else None
+
+
+def _decode_extra_keys(raw: msgspec.Raw) -> list[Any]:
+    if raw == NO_EXTRA_KEYS:
+        return []
+    if len(raw) > MAX_EXTRA_KEYS_BYTES:
+        raise ValueError("the extra keys are too long")
+    keys = msgspec.msgpack.decode(raw)
+    if not isinstance(keys, list):
+        raise ValueError("the extra keys are not a list")
+    return keys
 
 
 def _without_adapter(event: BlockStored, keys: Any) -> list[Any]:

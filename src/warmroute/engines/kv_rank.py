@@ -10,8 +10,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from math import inf
 from typing import Any, Final, Generic
 
+from warmroute.engines.byte_budget import ByteBudget
 from warmroute.engines.kv_event_applier import Applied, KvEventApplier
 from warmroute.engines.kv_events import BadPayload, Event
 from warmroute.engines.kv_sequence import EventSequence, Payload
@@ -24,9 +26,26 @@ EVENTS_PER_CHECK: Final = 16
 """Events applied between two readings of the clock."""
 REREAD_INTERVAL_S: Final = 60.0
 """Minimum time between two rereads of a stream whose events contradict each other, and between two warnings."""
+DELAY_WINDOW_S: Final = 60.0
 
 Decoder = Callable[[Payload], Iterable[Event]]
 """Return a message's events. Raises BadPayload."""
+
+
+class LeastDelay:
+    """The least difference between this clock and the engine's in the last minute or two: that of a message that was
+    not late. One message from the future, or a clock that was set, does not make all later ones look late for ever."""
+
+    def __init__(self) -> None:
+        self._since_s = NEVER_S
+        self._least_s = self._earlier_s = inf
+
+    def least_s(self, delay_s: float, now_s: float) -> float:
+        """Add a delay, and return the least one."""
+        if now_s - self._since_s >= DELAY_WINDOW_S:
+            self._since_s, self._earlier_s, self._least_s = now_s, self._least_s, inf
+        self._least_s = min(self._least_s, delay_s)
+        return min(self._least_s, self._earlier_s)
 
 
 class RankEvents(Generic[Payload]):
@@ -38,9 +57,11 @@ class RankEvents(Generic[Payload]):
         sent_time_s: Callable[[Payload], float | None] = lambda _payload: None,
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        budget: ByteBudget | None = None,
+        size_bytes: Callable[[Payload], int] = lambda _payload: 0,
     ) -> None:
         """`new_decoder` makes a decoder for each process of the engine; `sent_time_s` returns when a message was sent,
-        by the engine's clock."""
+        by the engine's clock; `size_bytes` returns the size of a message, which counts in the node's `budget`."""
         self._cache = cache
         self._rank = rank
         self.log_fields: dict[str, Any] = {"node": cache.name, "rank": rank}
@@ -53,17 +74,21 @@ class RankEvents(Generic[Payload]):
         """The rest of the message that is being applied."""
         self._decode = new_decoder()
         self._applier = KvEventApplier(cache, rank)
-        self._least_delay_s = float("inf")
-        """Least difference seen between this clock and the engine's: that of a message that was not late."""
+        self._delays = LeastDelay()
         self._reread_s = self._warned_s = NEVER_S
         self.first_sent_s: float | None = None
         """When the engine's current process sent its first message, by the engine's clock."""
-        self.sequence = EventSequence[Payload](self._enqueue, self._forget)
+        self.sequence = EventSequence[Payload](self._enqueue, self._forget, budget, size_bytes)
         cache.add_rank(rank)
 
     @property
     def block_size(self) -> int:
         return self._applier.block_size
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no replay is running and all messages are applied."""
+        return not self.sequence.replaying and not self._queue and self._events is None
 
     def receive(self, number: int, payload: Payload) -> None:
         """Handle a live message."""
@@ -71,8 +96,7 @@ class RankEvents(Generic[Payload]):
         sent_s = self._sent_time_s(payload)
         if sent_s is not None:
             delay_s = self._wall() - sent_s
-            self._least_delay_s = min(self._least_delay_s, delay_s)
-            self._cache.event_lag_s = delay_s - self._least_delay_s
+            self._cache.event_lag_s = delay_s - self._delays.least_s(delay_s, self._now())
         self.sequence.receive(number, payload)
 
     def work(self, until_s: float) -> bool:
@@ -172,5 +196,5 @@ class NodeKvEvents:
         return stale
 
     def remove_rank(self, number: int) -> None:
-        del self.ranks[number]
+        self.ranks.pop(number).sequence.drop_held()
         self.cache.remove_rank(number)

@@ -16,16 +16,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
+from warmroute.engines.byte_budget import ByteBudget
+
 MAX_HELD: Final = 10_000
-"""Messages held back during a replay; vLLM's own replay buffer has the same size."""
+"""Messages held back during a replay; vLLM's own replay buffer has the same size. Beyond this, or beyond the node's
+byte budget, the oldest is dropped: a gap, which the next replay fills."""
 
 Payload = TypeVar("Payload")
 
 
 class EventSequence(Generic[Payload]):
-    def __init__(self, apply: Callable[[Payload], None], forget: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        apply: Callable[[Payload], None],
+        forget: Callable[[], None],
+        budget: ByteBudget | None = None,
+        size_bytes: Callable[[Payload], int] = lambda _payload: 0,
+    ) -> None:
         self._apply = apply
         self._forget = forget
+        self._budget = budget or ByteBudget()
+        self._size_bytes = size_bytes
         self.next_number = 0
         self._started = False
         self._from_start = False
@@ -88,6 +99,8 @@ class EventSequence(Generic[Payload]):
                 return
             self.lose()
             self.next_number = number
+        if len(self._replayed) >= MAX_HELD:
+            del self._replayed[next(iter(self._replayed))]
         self._replayed[number] = hash(payload)
         self._take(number, payload)
 
@@ -97,7 +110,9 @@ class EventSequence(Generic[Payload]):
         self._replay_cut_off = not finished and self.next_number > self._replay_start
         if finished and self.next_number == 0:
             self._from_start = True  # the engine has not sent anything yet
-        self._held = {number: payload for number, payload in self._held.items() if number >= self.next_number}
+        if self.next_number > self._replay_start:
+            for number in [number for number in self._held if number < self.next_number]:
+                self._release(number)
         self._take_held()
         while self._held and self.next_number == self._replay_start:
             self.lose()  # the replay brought none of the missing messages, and never will
@@ -106,9 +121,15 @@ class EventSequence(Generic[Payload]):
 
     def skip_missing(self) -> None:
         """Give up missing messages: there is no replay."""
-        while self.missing_from is not None:
-            self.start_replay()
-            self.end_replay()
+        if self.missing_from is None:
+            return
+        self.start_replay()
+        self.end_replay()
+        for number in sorted(self._held):
+            if number > self.next_number:
+                self.lose()
+                self.next_number = number
+            self._take(number, self._release(number))
 
     def restart(self) -> None:
         """Forget everything, and a running replay: something else shows that the engine runs as a new process."""
@@ -116,7 +137,7 @@ class EventSequence(Generic[Payload]):
         self._restart()
 
     def _restart(self) -> None:
-        self._held.clear()
+        self.drop_held()
         self._replayed.clear()
         self.next_number = 0
         self._started = self._from_start = self._reread = self._replay_cut_off = self.incomplete = False
@@ -142,7 +163,7 @@ class EventSequence(Generic[Payload]):
 
     def _take_held(self) -> None:
         while self.next_number in self._held:
-            self._take(self.next_number, self._held.pop(self.next_number))
+            self._take(self.next_number, self._release(self.next_number))
 
     def _take(self, number: int, payload: Payload) -> None:
         self.next_number = number + 1
@@ -151,6 +172,18 @@ class EventSequence(Generic[Payload]):
         self._apply(payload)
 
     def _hold(self, number: int, payload: Payload) -> None:
-        if len(self._held) >= MAX_HELD:
-            del self._held[next(iter(self._held))]
+        if number in self._held:
+            self._release(number)
         self._held[number] = payload
+        self._budget.used_bytes += self._size_bytes(payload)
+        while len(self._held) > MAX_HELD or (self._budget.exceeded and len(self._held) > 1):
+            self._release(next(iter(self._held)))
+
+    def _release(self, number: int) -> Payload:
+        payload = self._held.pop(number)
+        self._budget.used_bytes -= self._size_bytes(payload)
+        return payload
+
+    def drop_held(self) -> None:
+        for number in list(self._held):
+            self._release(number)

@@ -1,5 +1,8 @@
 """The load report: load and cache of an engine, in one form for all engines, and functions that read them from a
 Prometheus page without parsing all of it.
+
+The functions accept any page. A page with absurd values gives a report with absurd values, which
+`ReportedValues.check` removes.
 """
 
 from __future__ import annotations
@@ -11,8 +14,19 @@ from typing import Final
 
 import msgspec
 
-_VALUE: Final = re.compile(rb"(?:\{.*\})?[ \t]+([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)(?:[ \t]+[0-9]+)?\s*\Z")
+from warmroute.fleet.engine_rates import EngineCounters
+from warmroute.fleet.reported_values import MAX_NAME_LENGTH
+
+_VALUE: Final = re.compile(
+    rb"(?:\{.*\})?[ \t]+([-+]?(?:[0-9]{1,400}(?:\.[0-9]{0,400})?|\.[0-9]{1,400})(?:[eE][-+]?[0-9]{1,9})?)"
+    rb"(?:[ \t]+[0-9]+)?\s*\Z"
+)
 """The part of a sample after the metric's name: labels, a value, perhaps a time."""
+MAX_LINE_BYTES: Final = 1 << 16
+"""The functions ignore longer lines."""
+MAX_SAMPLES: Final = 1024
+"""Of one metric: far more than a node has ranks. Further ones are ignored."""
+MAX_TOTAL: Final = 1e18
 
 _LABEL: Final = re.compile(rb'(\w+)="([^"\\]*)"')
 
@@ -34,16 +48,20 @@ class LoadReport(msgspec.Struct, frozen=True):
     """LoRA adapters of running requests."""
     adapter_slots: int = 0
     """Adapters that it keeps loaded; 0 if the engine does not report it."""
+    counters: EngineCounters = EngineCounters()
 
 
 def _labelled_samples(page: bytes, name: bytes) -> Iterator[tuple[bytes, Labels]]:
     """Return each sample of a metric that has labels: the text after its name, and its labels."""
     mark = b"\n" + name + b"{"
     at = page.find(mark)
-    while at >= 0:
+    for _ in range(MAX_SAMPLES):
+        if at < 0:
+            return
         end = page.find(b"\n", at + 1)
         sample = page[at + len(mark) - 1 : end if end >= 0 else len(page)]
-        yield sample, dict(_LABEL.findall(sample))
+        if len(sample) <= MAX_LINE_BYTES:
+            yield sample, dict(_LABEL.findall(sample))
         at = page.find(mark, at + 1)
 
 
@@ -64,7 +82,8 @@ def latest_labels(page: bytes, name: bytes) -> Labels:
 
 def split_names(text: bytes | None) -> tuple[str, ...]:
     """Return the names in a label that lists them with commas."""
-    return tuple(name for name in (text or b"").decode("utf-8", "replace").split(",") if name)
+    names = (text or b"").decode("utf-8", "replace").split(",")
+    return tuple(name for name in names if 0 < len(name) <= MAX_NAME_LENGTH)
 
 
 def whole_number(text: bytes | None) -> int:
@@ -77,9 +96,10 @@ def samples(page: bytes, name: bytes) -> list[float]:
     found: list[float] = []
     mark = b"\n" + name
     at = 0 if page.startswith(name) else page.find(mark) + 1
-    while at or page.startswith(name):
+    for _ in range(MAX_SAMPLES if at or page.startswith(name) else 0):
         end = page.find(b"\n", at)
-        value = _VALUE.match(page, at + len(name), end if end >= 0 else len(page))
+        end = min(end if end >= 0 else len(page), at + MAX_LINE_BYTES)
+        value = _VALUE.match(page, at + len(name), end)
         if value is not None:
             number = float(value[1])
             if math.isfinite(number):
@@ -92,13 +112,19 @@ def samples(page: bytes, name: bytes) -> list[float]:
 
 def total(page: bytes, *names: bytes) -> int:
     """Return the sum of the first of these metrics that is present, over all ranks."""
-    return max(0, int(sum(_first_present(page, names))))
+    return int(min(max(0.0, sum(_first_present(page, names))), MAX_TOTAL))
+
+
+def counter(page: bytes, *names: bytes) -> float:
+    """Return the sum of the first of these metrics that is present, over all ranks; below 0 if none is."""
+    values = _first_present(page, names)
+    return min(max(0.0, sum(values)), MAX_TOTAL) if values else -1.0
 
 
 def mean(page: bytes, *names: bytes) -> float:
     """Return the mean of the first of these metrics that is present."""
     values = _first_present(page, names)
-    return sum(values) / len(values) if values else 0.0
+    return min(max(-MAX_TOTAL, sum(values) / len(values)), MAX_TOTAL) if values else 0.0
 
 
 def _first_present(page: bytes, names: Iterable[bytes]) -> list[float]:

@@ -8,16 +8,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from random import Random
 from typing import Any
 
-import msgspec
-import zmq
-
 from warmroute.config import Config
-from warmroute.engines.engine_detection import detect_engine, load_parser
+from warmroute.engines.engine_detection import detect_engine, engine_of_cards, metrics_paths, parse_load
 from warmroute.engines.kv_client import KvEventClient
-from warmroute.engines.kv_zmq import Context, SliceScheduler
+from warmroute.engines.kv_zmq import SliceScheduler
 from warmroute.engines.node_http import Get, Post
 from warmroute.engines.node_updates import apply_health_pass, apply_load_report
-from warmroute.engines.served_models import ServedModels, parse_model_cards
+from warmroute.engines.served_models import ServedModels, parse_model_cards, read_cards
 from warmroute.event_log import EventLog
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import HealthState
@@ -55,10 +52,13 @@ class NodeWatcher:
         self._cache_view = cache_view
         self._post = post
         self._on_models = on_models
-        self._zmq: tuple[Context, SliceScheduler] | None = None
+        self._scheduler: SliceScheduler | None = None
+        """Made in the event loop, with the first node."""
         self._tasks: dict[Node, list[asyncio.Task[None]]] = {}
         self._kv_clients: dict[Node, KvEventClient] = {}
         self._served: dict[Node, ServedModels] = {}
+        self._checked: set[Node] = set()
+        """Nodes whose first health check has passed or failed."""
 
     def reconfigure(self, config: Config) -> None:
         self._config = config
@@ -66,11 +66,11 @@ class NodeWatcher:
             client.rediscover()
 
     def watch(self, node: Node) -> None:
-        if self._zmq is None:
-            self._zmq = (zmq.Context(), SliceScheduler())
+        if self._scheduler is None:
+            self._scheduler = SliceScheduler()
         cache = self._cache_view.add_node(node.name, node.config.models)
         client = self._kv_clients[node] = KvEventClient(
-            node, cache, *self._zmq, self._get, self._post, self._now, lambda: self._config.uses_kv_events
+            node, cache, self._scheduler, self._get, self._post, self._now, lambda: self._config.uses_kv_events
         )
         loop = asyncio.get_running_loop()
         self._tasks[node] = [
@@ -84,16 +84,21 @@ class NodeWatcher:
         for task in self._tasks.pop(node, ()):
             task.cancel()
         self._served.pop(node, None)
+        self._checked.discard(node)
         client = self._kv_clients.pop(node, None)
         if client is not None:
             client.close()
 
+    def is_settled(self, node: Node) -> bool:
+        """Whether the node was checked, and the KV events that it sent before are applied."""
+        if node not in self._checked:
+            return False
+        client = self._kv_clients[node]
+        return node.health.state is HealthState.DOWN or not client.cache.model or client.is_settled
+
     def close(self) -> None:
         for node in list(self._tasks):
             self.unwatch(node)
-        if self._zmq is not None:
-            self._zmq[0].destroy(linger=0)
-            self._zmq = None
 
     async def _pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds * (0.8 + 0.4 * self._random.random()))
@@ -123,6 +128,7 @@ class NodeWatcher:
                 apply_health_pass(self._fleet, node, round_trip_ms, passed_s)
                 if was_down:
                     self._kv_clients[node].rediscover()
+            self._checked.add(node)
             await self._pause(interval_s)
 
     async def _request_health(self, node: Node) -> float | None:
@@ -147,10 +153,10 @@ class NodeWatcher:
     async def _ask_models(self, node: Node) -> bool:
         try:
             status, body = await self._get(node, "/v1/models", self._config.health.timeout_s)
-            cards = msgspec.json.decode(body).get("data", []) if status == 200 else None
-        except (OSError, msgspec.DecodeError, AttributeError):
+            cards = read_cards(body, node.reported) if status == 200 else None
+        except (OSError, ValueError):
             cards = None
-        if not isinstance(cards, list):
+        if cards is None:
             since_warning_s = self._now() - self._warned_s.get(node.name, -1e9)
             if node.models is None and since_warning_s >= MODELS_INTERVAL_S:
                 self._warned_s[node.name] = self._now()
@@ -160,7 +166,8 @@ class NodeWatcher:
                     node=node.name,
                 )
             return False
-        cards = [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
+        if node.engine == "auto" and (engine := engine_of_cards(cards)) is not None:
+            self._set_engine(node, engine)
         self._fleet.update_models(node, [card["id"] for card in cards], cards)
         self._update_cached_models(node, cards)
         self._on_models(node, cards)
@@ -192,19 +199,24 @@ class NodeWatcher:
             await self._pause(polling.interval_s)
 
     async def _request_load(self, node: Node) -> None:
-        try:
-            status, page = await self._get(node, "/metrics", self._config.health.timeout_s)
-        except OSError:
-            return
-        if status != 200:
-            return
-        if node.engine == "auto":
-            node.engine = detect_engine(page) or "auto"
-        parse = load_parser(node.engine)
-        if parse is None:
-            return
-        try:
-            report = parse(page)
-        except ValueError:
-            return
-        apply_load_report(node, report, self._kv_clients[node], self._now())
+        for path in metrics_paths(node.engine):
+            try:
+                status, page = await self._get(node, path, self._config.health.timeout_s)
+            except OSError:
+                return
+            if status != 200:
+                if node.engine == "auto":
+                    return  # every engine that the router detects has the first path
+                continue
+            if node.engine == "auto" and (engine := detect_engine(page)) is not None:
+                self._set_engine(node, engine)
+            report = parse_load(node.engine, page)
+            if report is not None:
+                apply_load_report(node, node.reported.check(report), self._kv_clients[node], self._now())
+                return
+
+    def _set_engine(self, node: Node, engine: str) -> None:
+        """Remember which engine a node runs, and look for its KV events where this engine publishes them."""
+        node.engine = engine
+        log.info("engine_detected", node=node.name, engine=engine)
+        self._kv_clients[node].rediscover()

@@ -30,6 +30,10 @@ CACHE_TTL_S: Final = 600.0
 MAX_FAILURES: Final = 3
 """Failures in a row after which the router pauses requests to a node."""
 PAUSE_S: Final = 30.0
+_MAX_RESPONSE_RATIO: Final = 16
+"""Bytes of a response for each byte of its request: a token takes at least one byte of text, and at most 12 digits."""
+_RESPONSE_OVERHEAD_BYTES: Final = 1 << 20
+"""A short request may have a long chat template."""
 _ENTRY_BYTES: Final = 300
 """Memory of a cached entry besides its tokens."""
 
@@ -108,7 +112,8 @@ class RemoteTokenizer:
             return None
         if status in _CLIENT_ERRORS:
             return None
-        tokens = self._tokens_in(body) if status == 200 else None
+        is_too_long = len(body) > _MAX_RESPONSE_RATIO * len(request) + _RESPONSE_OVERHEAD_BYTES
+        tokens = self._tokens_in(body) if status == 200 and not is_too_long else None
         if tokens is None:
             self._count_failure(node, "no list of tokens" if status == 200 else f"status {status}")
         else:
@@ -118,7 +123,7 @@ class RemoteTokenizer:
     def _tokens_in(self, body: bytes) -> bytes | None:
         try:
             response = msgspec.json.decode(body, type=_Response)
-        except msgspec.DecodeError:
+        except (ValueError, RecursionError):
             return None
         return self._packed(response.tokens) if len(response.tokens) == response.count else None
 
@@ -193,11 +198,13 @@ def _value(fields: Fields, name: str) -> Any:
 
 
 def _completion(fields: Fields) -> bytes | list[int]:
-    """Return the request for the first of the prompts."""
+    """Several prompts would need as many requests."""
     if any(_value(fields, name) is not None for name in ("prompt_embeds", "suffix")):
         raise NotTokenizable("a completion with more than its prompt")
     prompt = _value(fields, "prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+        if len(prompt) > 1:
+            raise NotTokenizable("several prompts")
         prompt = prompt[0]
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return prompt

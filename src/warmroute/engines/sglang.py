@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from warmroute.engines.load_report import LoadReport, labels, mean, total, whole_number
+from warmroute.engines.load_report import LoadReport, counter, labels, mean, samples, total, whole_number
+from warmroute.fleet.engine_rates import EngineCounters
 
-MARKER = b"sglang:num_running_reqs"
+MARKERS = (b"sglang:num_running_reqs",)
 
 
 def parse_load(page: bytes) -> LoadReport:
@@ -15,7 +16,21 @@ def parse_load(page: bytes) -> LoadReport:
         incarnation=mean(page, b"process_start_time_seconds"),
         block_size=_page_size(page),
         capacity_tokens=total(page, b"sglang:max_total_num_tokens"),
+        counters=EngineCounters(
+            queried_tokens=counter(page, b"sglang:prompt_tokens_total"),
+            hit_tokens=counter(page, b"sglang:cached_tokens_total"),
+            preemptions=counter(page, b"sglang:num_retracted_requests_total"),
+            queue_time_s=counter(page, b"sglang:queue_time_seconds_sum"),
+            queue_times=counter(page, b"sglang:queue_time_seconds_count"),
+            hit_share=_hit_share(page),
+        ),
     )
+
+
+def _hit_share(page: bytes) -> float:
+    """Return the hit rate of the last batches; below 0 if it is not reported."""
+    values = samples(page, b"sglang:cache_hit_rate")
+    return sum(values) / len(values) if values else -1.0
 
 
 def _page_size(page: bytes) -> int:

@@ -7,11 +7,13 @@ it is skipped. Models with several attention windows report each block once for 
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import Meta
 
-from warmroute.engines.kv_events import BlockRemoved, BlockStored, Event
+from warmroute.engines.kv_events import BadPayload, BlockRemoved, BlockStored, Event
+from warmroute.fleet.reported_values import MAX_BLOCK_TOKENS, MAX_RANKS, MAX_SEQUENCE_NUMBER
 from warmroute.index.node_cache import EngineHash
 
 PATH: Final = "/kv_cache_events"
@@ -29,7 +31,7 @@ class _Token(msgspec.Struct, gc=False):
 
 class _Block(msgspec.Struct, gc=False):
     block_hash: WireHash
-    tokens: list[_Token]
+    tokens: Annotated[list[_Token], Meta(max_length=MAX_BLOCK_TOKENS)]
     cache_level: int = 0
     lora_id: int | None = None
     cache_salt: str | None = None
@@ -62,14 +64,30 @@ class _Updated(msgspec.Struct, tag="updated", gc=False):
 class PolledEvent(msgspec.Struct, gc=False):
     """One event with its sequence number."""
 
-    event_id: int
+    event_id: Annotated[int, Meta(ge=0, le=MAX_SEQUENCE_NUMBER)]
     data: _Created | _Stored | _Removed | _Updated
     window_size: int = 0
-    attention_dp_rank: int | None = None
+    attention_dp_rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)] | None = None
 
 
-parse_events: Final = msgspec.json.Decoder(list[PolledEvent]).decode
-"""Raises msgspec.DecodeError."""
+_event_list: Final = msgspec.json.Decoder(list[msgspec.Raw])
+_event: Final = msgspec.json.Decoder(PolledEvent)
+
+
+def split_events(body: bytes) -> list[msgspec.Raw]:
+    """Return the events of a response, which `decode_event` decodes one by one. Raises BadPayload."""
+    try:
+        return _event_list.decode(body)
+    except (ValueError, RecursionError) as error:
+        raise BadPayload(f"not a list of events: {type(error).__name__}") from None
+
+
+def decode_event(raw: msgspec.Raw) -> PolledEvent:
+    """Raises BadPayload."""
+    try:
+        return _event.decode(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadPayload(str(error) if isinstance(error, msgspec.DecodeError) else type(error).__name__) from None
 
 
 class EventConverter:
@@ -108,7 +126,9 @@ class EventConverter:
             keys += block.mm_keys or ()
             stored = BlockStored([name], parent, [token.token_id for token in block.tokens], self._block_size)
             stored.lora_id, stored.medium = block.lora_id, _medium(block.cache_level)
-            stored.extra_keys, stored.cache_salt = [keys or None], block.cache_salt or ""
+            stored.cache_salt = block.cache_salt or ""
+            if keys:
+                stored.extra_keys = msgspec.Raw(msgspec.msgpack.encode([keys]))
             events.append(stored)
             parent = name
         return events

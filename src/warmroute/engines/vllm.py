@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from warmroute.engines.load_report import LoadReport, labels, latest_labels, mean, split_names, total, whole_number
+from warmroute.engines.load_report import (
+    LoadReport,
+    counter,
+    labels,
+    latest_labels,
+    mean,
+    split_names,
+    total,
+    whole_number,
+)
+from warmroute.fleet.engine_rates import EngineCounters
 
-MARKER = b"vllm:num_requests_running"
+MARKERS = (b"vllm:num_requests_running",)
 
 
 def parse_load(page: bytes) -> LoadReport:
@@ -19,6 +29,13 @@ def parse_load(page: bytes) -> LoadReport:
         capacity_tokens=capacity_tokens,
         adapters=split_names(lora.get(b"running_lora_adapters")),
         adapter_slots=whole_number(lora.get(b"max_lora")),
+        counters=EngineCounters(
+            queried_tokens=counter(page, b"vllm:prefix_cache_queries_total", b"vllm:gpu_prefix_cache_queries_total"),
+            hit_tokens=counter(page, b"vllm:prefix_cache_hits_total", b"vllm:gpu_prefix_cache_hits_total"),
+            preemptions=counter(page, b"vllm:num_preemptions_total"),
+            queue_time_s=counter(page, b"vllm:request_queue_time_seconds_sum"),
+            queue_times=counter(page, b"vllm:request_queue_time_seconds_count"),
+        ),
     )
 
 

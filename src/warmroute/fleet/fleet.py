@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from statistics import median
 
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig, node_name
+from warmroute.config import OutlierDetection as OutlierConfig
+from warmroute.fleet.context_windows import windows_by_model
 from warmroute.fleet.group import Group
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.island_registry import IslandRegistry
 from warmroute.fleet.lora_adapters import FleetAdapters, GroupAdapter
 from warmroute.fleet.node import Node, Outcome
+from warmroute.fleet.outlier_detection import OutlierDetection
+from warmroute.fleet.speed_review import SpeedReview
 from warmroute.fleet.ticket import Ticket
 
 OnHealthChange = Callable[[Node, HealthState], None]
@@ -27,9 +30,16 @@ class NameTaken(ValueError):
 
 
 class Fleet:
-    def __init__(self, health: HealthConfig, on_change: OnHealthChange = lambda _node, _before: None) -> None:
+    def __init__(
+        self,
+        health: HealthConfig,
+        on_change: OnHealthChange = lambda _node, _before: None,
+        outlier_detection: OutlierConfig | None = None,
+    ) -> None:
         self._health = health
+        self.outlier_detection = OutlierDetection(outlier_detection or OutlierConfig())
         self._on_change = on_change
+        self._speed_review = SpeedReview()
         self.islands = IslandRegistry()
         self.adapters = FleetAdapters()
         self._nodes: dict[str, Node] = {}
@@ -136,8 +146,9 @@ class Fleet:
         node.model_cards = tuple(cards)
         found = node.config.models or tuple(models)
         adapters = frozenset(str(card["id"]) for card in cards if card.get("parent"))
-        if found != node.models or adapters != node.adapter_names:
-            node.models, node.adapter_names = found, adapters
+        windows = windows_by_model(cards)
+        if found != node.models or adapters != node.adapter_names or windows != node.context_windows:
+            node.models, node.adapter_names, node.context_windows = found, adapters, windows
             self._regroup(node)
 
     def _regroup(self, node: Node) -> None:
@@ -147,10 +158,7 @@ class Fleet:
         node.groups = tuple(self._groups.setdefault(name, Group(name)) for name in names)
         for group in {*before, *node.groups}:
             self._rebuild(group)
-        if not node.speed.answers:  # assume the speed of its peers until it has shown its own
-            peers = {other for group in node.groups for other in group.members if other.speed.answers}
-            if peers:
-                node.speed.guess(median([peer.speed.ms_per_token for peer in peers]))
+        self._speed_review.assume_peers(node)
 
     def _rebuild(self, group: Group) -> None:
         members = [node for node in self if group in node.groups]
@@ -166,17 +174,25 @@ class Fleet:
     def check_passed(self, node: Node, now_s: float) -> None:
         before = node.health.eligibility
         node.health.check_passed(now_s)
-        self._apply_health(node, before)
+        self._speed_review.review(node, now_s)
+        if before[0] is HealthState.UP and node.health.state is HealthState.UP:
+            self._eject_outlier(node, now_s)
+        self._apply_health(node, before, now_s)
+
+    def _eject_outlier(self, node: Node, now_s: float) -> None:
+        outlier = self.outlier_detection.find(node, now_s)
+        if outlier is not None:
+            node.health.eject(now_s, self.outlier_detection.ejection_s(node, outlier, now_s), outlier.reason)
 
     def check_timed_out(self, node: Node, now_s: float, last_response_s: float = -1e9) -> None:
         before = node.health.eligibility
         node.health.check_timed_out(now_s, last_response_s)
-        self._apply_health(node, before)
+        self._apply_health(node, before, now_s)
 
     def check_failed(self, node: Node, now_s: float, reason: str) -> None:
         before = node.health.eligibility
         node.health.check_failed(now_s, reason)
-        self._apply_health(node, before)
+        self._apply_health(node, before, now_s)
 
     def close_ticket(self, ticket: Ticket, outcome: Outcome, now_s: float, reason: str = "") -> None:
         """Close the ticket, and count its outcome for the node's health."""
@@ -185,15 +201,17 @@ class Fleet:
         health = node.health
         if outcome is Outcome.OK or outcome is Outcome.REJECTED:
             if health.request_passed(now_s):
-                self._apply_health(node, (HealthState.HALF_OPEN, False))
+                self._apply_health(node, (HealthState.HALF_OPEN, False), now_s)
         elif outcome is Outcome.FAILED or outcome is Outcome.BROKEN:
             before = health.eligibility
             health.request_failed(now_s, reason)
-            self._apply_health(node, before)
+            self._apply_health(node, before, now_s)
 
-    def _apply_health(self, node: Node, before: tuple[HealthState, bool]) -> None:
+    def _apply_health(self, node: Node, before: tuple[HealthState, bool], now_s: float) -> None:
         if node.health.eligibility == before:
             return
+        if node.health.state is HealthState.UP:
+            self.outlier_detection.came_up(node, now_s)
         for group in node.groups:
             self._rebuild(group)
         if node.health.state is not before[0]:

@@ -6,9 +6,10 @@ The fleet rebuilds a group when the health of a node changes, so that a request 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from warmroute.fleet.context_windows import ContextWindows
 from warmroute.fleet.decode_speed import DecodeSpeed
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.lora_adapters import GroupAdapter
@@ -18,7 +19,7 @@ from warmroute.fleet.node import Node
 class Candidates:
     """The nodes that a policy chooses from, with their seeds for rendezvous hashing."""
 
-    __slots__ = ("__weakref__", "by_name", "nodes", "seeds", "shared_by")
+    __slots__ = ("__weakref__", "_subsets", "by_name", "nodes", "seeds", "shared_by")
 
     def __init__(self, nodes: Iterable[Node], shared_by: int = 0) -> None:
         """`shared_by`: how many nodes share the model's traffic, where these are only some of them."""
@@ -26,9 +27,20 @@ class Candidates:
         self.shared_by = shared_by or len(self.nodes)
         self.by_name = {node.name: node for node in self.nodes}
         self.seeds = array("Q", [node.seed for node in self.nodes])
+        self._subsets: dict[object, Candidates] | None = None
 
     def __len__(self) -> int:
         return len(self.nodes)
+
+    def subset(self, key: object, keeps: Callable[[Node], bool]) -> Candidates:
+        """Return the nodes for which `keeps` is true. Computed once for each key, so keys have to be few."""
+        subsets = self._subsets
+        if subsets is None:
+            subsets = self._subsets = {}
+        found = subsets.get(key)
+        if found is None:
+            found = subsets[key] = Candidates([node for node in self.nodes if keeps(node)], self.shared_by)
+        return found
 
 
 @dataclass(slots=True, eq=False)
@@ -44,22 +56,26 @@ class Group:
     members: tuple[Node, ...] = ()
     up: Candidates = field(default_factory=lambda: Candidates(()))
     last_resort: Candidates = field(default_factory=lambda: Candidates(()))
-    """Suspected and half-open nodes: used while none is up."""
+    """Suspected, half-open and ejected nodes: used while none is up."""
     half_open: tuple[Node, ...] = ()
     """Nodes that get one trial request at a time until one succeeds."""
+    serving: int = 0
+    """Number of nodes that serve requests when they are up."""
     slow_start_until_s: float = 0.0
     """Until then at least one node gets less than its normal share of the traffic."""
     spans_islands: bool = False
     """Whether the members are on more than one island."""
-    _on_islands: dict[tuple[str, ...], Candidates] = field(default_factory=dict)
+    windows: ContextWindows | None = None
+    """Set while the members differ in their context window."""
 
     def rebuild(self, members: Iterable[Node], slow_start_s: float) -> None:
         self.members = tuple(members)
         self.spans_islands = len({node.island for node in self.members}) > 1
-        self._on_islands = {}
         serving = [node for node in self.members if not node.draining and node.role == "mixed"]
         if not serving:
             serving = [node for node in self.members if not node.draining and node.role == "decode"]
+        self.windows = ContextWindows.of(self.model, serving, self.windows)
+        self.serving = len(serving)
         up = [node for node in serving if node.health.state is HealthState.UP]
         self.up = Candidates(up)
         self.half_open = tuple(node for node in serving if node.health.state is HealthState.HALF_OPEN)
@@ -68,8 +84,4 @@ class Group:
 
     def on_islands(self, *islands: str) -> Candidates:
         """Return the nodes on these islands that are up."""
-        found = self._on_islands.get(islands)
-        if found is None:
-            up = self.up.nodes
-            found = self._on_islands[islands] = Candidates([node for node in up if node.island in islands], len(up))
-        return found
+        return self.up.subset(islands, lambda node: node.island in islands)

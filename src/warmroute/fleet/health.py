@@ -13,9 +13,11 @@
                 and a check passes
     HALF_OPEN   the trial request succeeds                          UP, with slow start
     HALF_OPEN   the trial request fails                             DOWN, for twice as long
+    UP          it answers far worse than its peers                 EJECTED (outlier_detection.py)
+    EJECTED     the ejection is over, and a check passes            UP, with slow start
 
-A busy node is not a dead one: while no node is UP, the router still uses suspected nodes (`usable_as_last_resort`), and
-a check that times out does not count while the node answers requests.
+A busy node is not a dead one: while no node is UP, the router still uses suspected and ejected nodes
+(`usable_as_last_resort`), and a check that times out does not count while the node answers requests.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class HealthState(enum.Enum):
     UP = "up"
     DOWN = "down"
     HALF_OPEN = "half_open"
+    EJECTED = "ejected"
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +44,9 @@ class Health:
     """DOWN because the connection was refused or the node said so, not on suspicion."""
     reason: str = "not yet checked"
     breaker_open_until_s: float = 0.0
+    ejected_until_s: float = 0.0
+    ejection_s: float = 0.0
+    """How long its last ejection takes."""
     up_since_s: float = -1e9
     half_open_s: float = -1e9
     last_response_s: float = -1e9
@@ -68,6 +74,12 @@ class Health:
         elif self.state is HealthState.DOWN and now_s >= self.breaker_open_until_s:
             self.state, self.reason = HealthState.HALF_OPEN, "health check passed; waiting for a trial request"
             self.half_open_s = now_s
+        elif self.state is HealthState.EJECTED and now_s >= self.ejected_until_s:
+            self._recover(now_s, "the ejection is over")
+
+    def eject(self, now_s: float, ejection_s: float, reason: str) -> None:
+        self.state, self.confirmed, self.reason = HealthState.EJECTED, False, reason
+        self.ejection_s, self.ejected_until_s = ejection_s, now_s + ejection_s
 
     def check_timed_out(self, now_s: float, last_response_s: float = -1e9) -> None:
         """`last_response_s`: when the node last sent a byte of any running response."""
@@ -133,7 +145,9 @@ class Health:
     @property
     def usable_as_last_resort(self) -> bool:
         """Whether to try the node while no node is UP."""
-        return self.state is HealthState.HALF_OPEN or (self.state is HealthState.DOWN and not self.confirmed)
+        return self.state in (HealthState.HALF_OPEN, HealthState.EJECTED) or (
+            self.state is HealthState.DOWN and not self.confirmed
+        )
 
     def traffic_share(self, now_s: float) -> float:
         """Return the share of its normal traffic that an UP node gets: below 1 during slow start."""

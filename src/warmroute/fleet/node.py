@@ -6,7 +6,6 @@ import enum
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
-from warmroute._kernel import FIRST_BYTE_BOUNDS_MS as FIRST_BYTE_BOUNDS_MS
 from warmroute._kernel import (
     LATENCY_WEIGHT,
     OUTCOME_BROKEN,
@@ -18,11 +17,15 @@ from warmroute._kernel import (
     NodeState,
     key_hash,
 )
+from warmroute._kernel import TTFT_BOUNDS_MS as TTFT_BOUNDS_MS
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig, node_name
+from warmroute.fleet.engine_rates import EngineCounters, EngineRates
 from warmroute.fleet.health import Health
 from warmroute.fleet.lora_adapters import FleetAdapters, LoadedAdapters
 from warmroute.fleet.node_speed import NodeSpeed
+from warmroute.fleet.outlier_detection import RecentRequests
+from warmroute.fleet.reported_values import ReportedValues
 
 if TYPE_CHECKING:
     from warmroute.fleet.group import Group
@@ -47,9 +50,9 @@ class Node(NodeState):
 
     speed: NodeSpeed
     __slots__ = (
-        "adapter_names", "api_key_env", "config", "draining", "engine", "groups", "health", "host", "incarnation",
-        "island", "loaded_adapters", "model_cards", "models", "port", "role", "running", "scheme", "seed", "url",
-        "waiting",
+        "adapter_names", "api_key_env", "busy_until_s", "config", "context_windows", "draining", "engine",
+        "excused_failures", "groups", "health", "host", "incarnation", "island", "loaded_adapters", "model_cards",
+        "models", "port", "rates", "recent_requests", "reported", "role", "running", "scheme", "seed", "url", "waiting",
     )  # fmt: skip
 
     def __init__(self, config: NodeConfig, health: HealthConfig, adapters: FleetAdapters | None = None) -> None:
@@ -59,6 +62,7 @@ class Node(NodeState):
         self.scheme = parts.scheme
         self.host = parts.hostname or ""
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.reported = ReportedValues(self.name)
         self._apply_config(config)
         self.seed = key_hash(self.name.encode())
         """Seed for rendezvous hashing. Derived from the name, so that the address may change."""
@@ -70,17 +74,29 @@ class Node(NodeState):
         self.adapter_names: frozenset[str] = frozenset()
         """Those of `models` that are LoRA adapters."""
         self.loaded_adapters = LoadedAdapters(adapters or FleetAdapters())
+        self.context_windows: dict[str, int] = {}
+        """By model (see context_windows.py)."""
         self.incarnation = 0.0
         """Start time of the engine's process, as it reports it. It changes with a restart."""
 
         # Health, and load as last polled.
         self.health = Health(health)
         self.draining = False
+        self.recent_requests = RecentRequests()
+        self.excused_failures = 0
+        """Failed requests that failed on every other node, too."""
+        self.busy_until_s = 0.0
+        """Until when the node asked not to be sent requests: the Retry-After of its last 429 or 503."""
         self.running = 0
         self.waiting = 0
         self.kv_usage = 0.0
         self.polled_s = -1e9
         self.polls = 0
+        self.rates = EngineRates()
+        self.kv_pressure = 0.0
+        """0 to 1: how much less KV memory is free than `kv_usage` says, because the engine preempts requests."""
+        self.queue_ms = 0.0
+        """Expected time in the engine's own queue; 0 while it has none, or if it is unknown."""
         self.other_load = 0
         """Requests that the node reported at the last poll beyond those of this router."""
 
@@ -92,7 +108,7 @@ class Node(NodeState):
         self.groups: tuple[Group, ...] = ()
         self.inflight = 0
         self.unstarted = 0
-        """Requests sent since the last poll that have no first byte yet."""
+        """Requests sent since the last poll that have no first token yet."""
         self.pending_work = 0.0
         """Prefill work of the requests without a first token, in tokens (see node_speed.py)."""
         self.context_tokens = 0
@@ -122,6 +138,11 @@ class Node(NodeState):
         if config.models:
             self.models = config.models
 
+    def context_window(self, model: str) -> int:
+        """Return the longest prompt and output that the node serves, in tokens; 0 if it did not report that."""
+        windows = self.context_windows
+        return windows.get(model) or windows.get("", 0)
+
     @property
     def needs_trial_request(self) -> bool:
         """Whether a half-open node has no request that could be its trial. Older requests do not count."""
@@ -148,11 +169,18 @@ class Node(NodeState):
         self.polled_s = now_s
         self.other_load = max(0, running + waiting - self.inflight)
 
+    def update_rates(self, counters: EngineCounters, now_s: float) -> None:
+        """Take over the engine's counters. To be called after `update_load`."""
+        rates = self.rates
+        rates.update(counters, self.waiting, now_s)
+        self.kv_pressure = rates.kv_pressure
+        self.queue_ms = rates.expected_queue_ms(self.waiting)
+
     def drop_stale_load(self, stale_s: float, now_s: float) -> None:
         """Forget what the metrics reported if it is too old."""
         if now_s - self.polled_s > stale_s:
             self.running = self.waiting = self.other_load = 0
-            self.kv_usage = self.kv_delta = 0.0
+            self.kv_usage = self.kv_delta = self.kv_pressure = self.queue_ms = 0.0
 
     def decay_latency(self, now_s: float) -> None:
         """Lower the latency average of a node without requests, so that policies try a slow node again."""

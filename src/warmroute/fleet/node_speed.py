@@ -10,6 +10,8 @@ prefills prompts one after the other or several in one step. Either way, the tim
 waited for its first token went into all of them together. So a first token is charged with the time since the previous
 first token, or since its own dispatch if that was later, and the speed is the ratio of the two sums. A short prompt
 says more about the step than about the prefill, so it weighs less: weight = work / (work + step_work).
+
+Until a node has served a request, it has the speed of its peers. speed_review.py judges what was learned.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ def work(new: float, cached: float) -> float:
 class NodeSpeed(SpeedState):
     """The learned speed of one node. SpeedState holds the fields for the kernel."""
 
-    __slots__ = ()
+    __slots__ = ("implausible",)
 
     def __init__(self) -> None:
+        self.implausible = ""
+        """Why the learned speed is implausible; empty if it is not."""
         self.answers = 0
         """First tokens that the speed was learned from."""
         self.ms_per_token = DEFAULT_MS_PER_TOKEN
@@ -45,7 +49,22 @@ class NodeSpeed(SpeedState):
         self.guess(DEFAULT_MS_PER_TOKEN)
 
     def guess(self, ms_per_token: float) -> None:
-        """Set an initial prefill speed: that of the node's peers, or of its GPU's profile."""
-        self.ms_per_token = ms_per_token
+        """Set the prefill speed of a node that was not measured: that of its peers, or the default."""
+        self.ms_per_token = self.learned_ms_per_token = ms_per_token
         self._work = PRIOR_WORK
         self._ms = PRIOR_WORK * ms_per_token
+
+    def replace(self, ms_per_token: float) -> None:
+        """Use this speed in prices instead of the learned one. Learning goes on beside it."""
+        self.is_replaced = True
+        self.ms_per_token = ms_per_token
+
+    def restore(self) -> None:
+        """Use the learned speed again."""
+        self.is_replaced = False
+        self.ms_per_token = self.learned_ms_per_token
+
+    @property
+    def source(self) -> str:
+        """Where the speed in prices comes from: `learned`, or `assumed` (that of its peers, or the default)."""
+        return "learned" if self.answers and not self.is_replaced else "assumed"

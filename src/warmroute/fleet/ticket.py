@@ -7,7 +7,7 @@ from warmroute.fleet.node import Node, Outcome
 
 
 class Ticket(TicketState):
-    """The kernel's TicketState updates the node's counters at dispatch, first byte and end."""
+    """The kernel's TicketState updates the node's counters at dispatch, first token and end."""
 
     node: Node
     __slots__ = ("_groups",)

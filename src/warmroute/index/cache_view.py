@@ -9,12 +9,15 @@ from typing import Final
 from warmroute._kernel import BlockIndex, add_hits, match_hits
 from warmroute._kernel import Hit as Hit
 from warmroute.config import Index as IndexConfig
+from warmroute.event_log import EventLog, where_it_failed
 from warmroute.index.lookup import Lookup
 from warmroute.index.node_cache import DEFAULT_BLOCK_TOKENS, ROUTED, NodeCache
 from warmroute.index.prediction import Prediction
 from warmroute.index.reuse import Reuse
 from warmroute.index.tenant_isolation import TenantIsolation
 from warmroute.index.tiers import SAVED_SHARE
+
+log = EventLog("warmroute.index")
 
 EVENT_DELAY_S: Final = 0.05
 """Events usually report a prompt's blocks within this time after its first token. From then on the blocks are no longer
@@ -44,6 +47,9 @@ class CacheView:
         """Pending predictions with a first token, and when the router looks for their events."""
         self._overdue: deque[tuple[float, Prediction]] = deque()
         """Those whose events had not arrived by then, and when they stop being pending in any case."""
+        self.lookup_errors = 0
+        """Requests that were routed by load because the index failed at their prompt."""
+        self._logged_errors: set[str] = set()
         self.tenants = TenantIsolation(self.index)
         self.reuse = Reuse()
         self.reconfigure(config)
@@ -100,10 +106,12 @@ class CacheView:
     # Lookups.
 
     def hits(self, model: str, lookup: Lookup, now_s: float) -> dict[str, Hit]:
-        """Return a hit for every node that holds a prefix of the prompt. The time grows with the length of the match,
-        not with the size of the index."""
+        """Return a hit for every node that holds a prefix of the prompt; the sum for several prompts. The time grows
+        with the length of the match, not with the size of the index."""
         if self._prefilled or self._overdue:
             self._expire_pending(now_s)
+        if lookup.skips_cache:
+            return {}
         base, lora = self._models.get(model) or (model, "")
         found: dict[str, Hit] = {}
         tokens, exact_tokens = lookup.token_count, lookup.exact_tokens
@@ -119,6 +127,10 @@ class CacheView:
                 match_hits(
                     found, self.index, chain, self._owners, size, limits, now_s, EVENT_AGES_S, LOWER_TIERS
                 )  # fmt: skip
+        for other in lookup.others:
+            for name, hit in self.hits(model, other, now_s).items():
+                known = found.get(name)
+                found[name] = hit if known is None else _sum(known, hit)
         return found
 
     def _add_isolated(
@@ -167,7 +179,12 @@ class CacheView:
             self.tenants.record(lookup.cache_group, chain, now_s)
         exact = lookup.exact_tokens == lookup.token_count
         tokens, rank = (hit.tokens, hit.rank) if hit is not None else (0, ROUTED)
-        return Prediction(cache, chain, lookup.token_count, tokens, rank, exact, now_s)
+        if lookup.comparable:
+            cache.routed_tokens += lookup.token_count
+            cache.predicted_tokens += tokens
+        return Prediction(
+            cache, chain, lookup.token_count, tokens, rank, exact, now_s, lookup.text, lookup.comparable
+        )  # fmt: skip
 
     def first_token(self, prediction: Prediction, now_s: float) -> None:
         """Handle a first token: the prompt is prefilled, and events will soon report the pending blocks."""
@@ -204,9 +221,21 @@ class CacheView:
             if not prediction.events_arrived and not self._reported_by_events(cache, prediction.chain[-8:]):
                 cache.note_events(False)
 
+    def lookup_failed(self, error: Exception) -> None:
+        """A lookup failed, and its request is routed by load. Each place in the code is logged once."""
+        self.lookup_errors += 1
+        reason = where_it_failed(error)
+        if reason not in self._logged_errors:
+            self._logged_errors.add(reason)
+            log.error("lookup_failed", "The router routes such requests by load.", reason=reason)
+
     # Maintenance.
 
     def tidy(self, now_s: float) -> None:
         """Expire pending blocks and sweep the index. Call it in idle moments."""
         self._expire_pending(now_s)
         self.index.sweep(4096)
+
+
+def _sum(one: Hit, other: Hit) -> Hit:
+    return Hit(one.tokens + other.tokens, one.expected + other.expected, max(one.rank, other.rank))

@@ -40,7 +40,18 @@ class Lookup:
     """The tenant, or the group of tenants it shares caches with; empty where all tenants share."""
     media: tuple[tuple[int, bytes], ...] = ()
     text: bool = False
-    """Whether `tokens` are bytes of the prompt's text."""
+    """Whether the prompt matches only prompts like itself, not the engine's blocks: `tokens` are bytes of its text, or
+    the engine may truncate it."""
+    skips_cache: bool = False
+    """Whether the engine prefills the whole prompt, whatever it has cached."""
+    comparable: bool = True
+    """Whether the cached tokens that a response reports can be compared with a prediction."""
+    others: tuple[Lookup, ...] = ()
+    """The request's other prompts, as far as they were read."""
+    more_tokens: int = 0
+    """Tokens of the request's other prompts."""
+    prompts: int = 1
+    """Number of the request's prompts."""
     _chains: dict[tuple[str, str, int], bytes] = field(default_factory=dict)
 
     def blocks(self, model: str, lora: str, block_size: int) -> bytes:
@@ -63,7 +74,7 @@ class Lookup:
             self.cache_group,
             tuple([one for one in self.media if one[0] < tokens]),
             self.text,
-            {key: chain[: tokens // key[2] * 8] for key, chain in self._chains.items()},
+            _chains={key: chain[: tokens // key[2] * 8] for key, chain in self._chains.items()},
         )
 
     def first_tokens(self, count: int) -> list[int]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from math import inf
 from typing import Final
 
-from warmroute._kernel import ROUTED_RANK, UNKNOWN_PARENT, BlockIndex, CacheState, Recency
+from warmroute._kernel import MAX_BLOCK_TOKENS, ROUTED_RANK, UNKNOWN_PARENT, BlockIndex, CacheState, Recency
 from warmroute.index.confidence import Accuracy, freshness
 from warmroute.index.lookup import namespace_seed, salted
 from warmroute.index.tiers import Tier
@@ -44,9 +44,9 @@ class NodeCache(CacheState):
 
     accuracy: Accuracy
     __slots__ = (
-        "__weakref__", "_complete", "_index", "_on_block_size", "_owners", "gaps", "generation", "model",
-        "pending_holder", "prefilled_s", "prompts_without_events", "ranks", "recency", "routed_holder", "store_events",
-        "token_mismatches",
+        "__weakref__", "_complete", "_index", "_on_block_size", "_owners", "disagrees", "gaps", "generation", "model",
+        "pending_holder", "predicted_tokens", "prefilled_s", "prompts_without_events", "ranks", "recency",
+        "routed_holder", "routed_tokens", "store_events", "token_mismatches",
     )  # fmt: skip
 
     def __init__(
@@ -86,6 +86,10 @@ class NodeCache(CacheState):
         """Changes when everything routed is forgotten; below 0 when the node is gone."""
         self.prefilled_s = NEVER_S
         """When the latest prompt that the node has prefilled was sent."""
+        self.routed_tokens = self.predicted_tokens = 0
+        """Tokens of the prompts that were sent to the node, and those of them that were predicted to be cached."""
+        self.disagrees = False
+        """Whether the engine's own hit rate is far from the predicted one."""
         self.gaps = 0
         """Times that events were lost for good."""
         self.store_events = 0
@@ -100,8 +104,9 @@ class NodeCache(CacheState):
     # Size.
 
     def set_size(self, block_size: int, capacity_tokens: int) -> None:
-        """Set the block size and capacity that the engine reports; 0 leaves a value as it is."""
-        if block_size > 0 and block_size != self.block_size:
+        """Set the block size and capacity that the engine reports. 0 leaves a value as it is, and so does a block size
+        that no prompt can be hashed with."""
+        if 0 < block_size <= MAX_BLOCK_TOKENS and block_size != self.block_size:
             before, self.block_size = self.block_size, block_size
             self._clear_routed()
             self._on_block_size()
@@ -169,12 +174,13 @@ class NodeCache(CacheState):
         self.store_events += 1
         if self.prompts_without_events:
             self.note_events(True)
-        if block_size != self.block_size and parent is None:
-            self.set_size(block_size, 0)
         if salt and parent is None:
             extra = salted(extra, len(hashes), salt)
         seed = namespace_seed(self.model, lora, block_size)
-        return self._index.store(holder, seed, parent, hashes, token_ids, block_size, tier, extra) != UNKNOWN_PARENT
+        known = self._index.store(holder, seed, parent, hashes, token_ids, block_size, tier, extra) != UNKNOWN_PARENT
+        if block_size != self.block_size and parent is None:
+            self.set_size(block_size, 0)
+        return known
 
     def hashes_stored(self, rank: int, parent: int | None, hashes: list[int], tier: Tier = Tier.GPU) -> bool:
         """Store blocks whose engine hashes are the index's own, as those of replay's simulated engines are. Return

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from warmroute.index.node_cache import NodeCache, Uses
+
+TEXT_TOLERANCE: Final = 0.25
+"""Share of a prediction that the engine need not confirm if its tokens are not the router's: they are longer in one
+part of a text than in another."""
 
 
 class Prediction(msgspec.Struct, eq=False):
@@ -17,6 +23,10 @@ class Prediction(msgspec.Struct, eq=False):
     exact: bool
     """Whether the blocks are those that the engine's events will contain."""
     sent_s: float
+    text: bool = False
+    """Whether the prompt is matched by its text: its tokens are four bytes each, not the engine's."""
+    comparable: bool = True
+    """Whether the cached tokens that the response reports can be compared with `tokens`."""
     pending: bool = False
     """Whether the blocks count as pending; that ends shortly after the first token."""
     _generation: int = 0
@@ -69,17 +79,27 @@ class Prediction(msgspec.Struct, eq=False):
         """Compare the prompt length that the engine reports with the router's. Another length means another tokenizer
         or chat template. The same length proves little where events show the blocks: a date in the template changes
         tokens and keeps the length."""
-        if not self.exact:
+        if not self.exact or not self.comparable:
             return
         matches = prompt_tokens == self.prompt_tokens
         if self.is_current and not (matches and self.cache.complete):
             self.cache.note_tokens(matches)
 
-    def check_cached_tokens(self, cached_tokens: int, now_s: float) -> None:
-        """Compare the cached tokens that the engine reports with the prediction."""
+    def check_cached_tokens(self, cached_tokens: int, now_s: float, prompt_tokens: int | None = None) -> None:
+        """Compare the cached tokens that the engine reports with the prediction.
+
+        `prompt_tokens`: the prompt's length in the engine's tokens. Where those are not the router's, only a large
+        difference shows that the node's cache differs from what the router knows.
+        """
         cache = self.cache
-        if not self.is_current:
+        if not self.comparable or not self.is_current:
             return
+        if self.text or cache.token_mismatch:
+            if not prompt_tokens:
+                return
+            cached_tokens = cached_tokens * self.prompt_tokens // prompt_tokens
+            if cached_tokens >= (1.0 - TEXT_TOLERANCE) * self.tokens - 2 * cache.block_size:
+                cached_tokens = self.tokens
         cache.accuracy.compare(self.tokens, cached_tokens, now_s)
         if cached_tokens < self.tokens:
             cached_blocks = cached_tokens // cache.block_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -13,8 +14,14 @@ from jinja2.exceptions import TemplateError
 
 from warmroute.prompt.content_format import ContentFormat, content_format
 from warmroute.prompt.template_environment import chat_environment
+from warmroute.prompt.template_limits import TemplateTooExpensive
 
 Message = dict[str, Any]
+MAX_SOURCE_LENGTH: Final = 1 << 18
+MAX_ORDINARY_MESSAGES: Final = 256
+MAX_ORDINARY_LENGTH: Final = 1 << 16
+"""Characters of a conversation as JSON. A longer one from a client may exceed the limits of rendering: that must not
+disable the template for others."""
 _CONTINUE_MARK: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 _TIME_FIELD: Final = re.compile("%[-_0^#]?(.)")
 _FINER_THAN_A_DAY: Final = frozenset("HIMSfpXcTRrsZzk+l")
@@ -37,12 +44,18 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._now = now
         self._time_formats: tuple[str, ...] = ()
-        environment = chat_environment(now, self._note_time_format)
+        self._environment = environment = chat_environment(now, self._note_time_format)
+        self.disabled_reason = ""
+        """Why the template is no longer used: rendering an ordinary conversation took too much time or memory."""
+        if len(source) > MAX_SOURCE_LENGTH:
+            raise TemplateRejected(f"not a template: longer than {MAX_SOURCE_LENGTH:,} characters")
         try:
             self._template = environment.from_string(source)
             tree = environment.parse(source)
-        except (TemplateError, RecursionError) as error:
+        except (TemplateError, TemplateTooExpensive) as error:
             raise TemplateRejected(f"not a template: {error}") from error
+        except Exception as error:  # such as RecursionError, or SyntaxError: too many nested loops
+            raise TemplateRejected(f"not a template: {type(error).__name__}") from error
         self.variables = frozenset(meta.find_undeclared_variables(tree))
         self.supports_developer_role = '"developer"' in source or "'developer'" in source
         self.literals = _literals(tree)
@@ -62,6 +75,9 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Raises TemplateRejected."""
+        if self.disabled_reason:
+            raise TemplateRejected(self.disabled_reason)
+        self._environment.render_time.started_s = None
         all_variables = {**self._special_tokens, **variables} if variables else self._special_tokens
         try:
             return self._template.render(
@@ -71,6 +87,10 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **all_variables,
             )
+        except (TemplateTooExpensive, MemoryError) as error:
+            if _is_ordinary(messages, tools, documents, variables):
+                self.disabled_reason = str(error) or "it takes too much memory"
+            raise TemplateRejected(f"{error}") from error
         except Exception as error:  # a template can raise anything
             raise TemplateRejected(f"{type(error).__name__}") from error
 
@@ -109,6 +129,16 @@ class ChatTemplate:
     def prints_time_of_day(self) -> bool:
         """Return whether the text changes within a day, so that the engine may render another text."""
         return any(field in _FINER_THAN_A_DAY for format in self._time_formats for field in _TIME_FIELD.findall(format))
+
+
+def _is_ordinary(messages: Sequence[Message], *others: Any) -> bool:
+    """Return whether a conversation is so short that a template must be able to render it."""
+    if len(messages) > MAX_ORDINARY_MESSAGES:
+        return False
+    try:
+        return len(json.dumps((messages, others), default=str)) <= MAX_ORDINARY_LENGTH
+    except (ValueError, RecursionError):
+        return False
 
 
 def _literals(tree: nodes.Template) -> tuple[str, ...]:

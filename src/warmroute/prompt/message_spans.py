@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
-from warmroute._kernel import DIGEST_BYTES, digest, prefix_digests
+from warmroute._kernel import DIGEST_BYTES, MAX_LOOP_BYTES, decode_ms, digest, prefix_digests
 from warmroute.prompt.chat_template import Message
 from warmroute.prompt.template_messages import UnsupportedRequest
+
+MAX_DECODE_MS: Final = 15.0
+"""A value that takes longer to parse is not parsed: a JSON parser holds the interpreter lock, and so stops the event
+loop even if it runs in a thread."""
+_UNCHECKED_BYTES: Final = 32_768
+"""Parsing so many bytes takes less."""
+_MAX_LIST_BYTES: Final = 1 << 20
+"""The items of a longer list are parsed one by one."""
 
 ConvertItem = Callable[[Any], list[Message]]
 """Convert one item of the request's list to messages for the chat template. Raises UnsupportedRequest."""
@@ -40,11 +48,12 @@ class BodyMessages:
 
     def messages(self, start: int, end: int) -> list[Message]:
         """Return the template messages for these items. Raises UnsupportedRequest."""
-        if start == 0 and end == self.count:
-            items = decode_json(self._body[slice(*self._list_span)])
+        list_start, list_end = self._list_span
+        if start == 0 and end == self.count and list_end - list_start <= _MAX_LIST_BYTES:
+            items = decode_json(self._body, list_start, list_end)
         else:
             spans = self._item_spans
-            items = [decode_json(self._body[spans[2 * i] : spans[2 * i + 1]]) for i in range(start, end)]
+            items = [decode_json(self._body, spans[2 * i], spans[2 * i + 1]) for i in range(start, end)]
         convert = self._convert
         return [message for item in items for message in convert(item)]
 
@@ -79,13 +88,18 @@ class ConvertedMessages:
 MessageList = BodyMessages | ConvertedMessages
 
 
-def decode_json(text: bytes) -> Any:
-    """Decode JSON; json.loads accepts some texts that msgspec refuses. Raises UnsupportedRequest."""
+def decode_json(body: bytes, start: int, end: int) -> Any:
+    """Decode body[start:end]. Raises UnsupportedRequest, also for a value that would take too long."""
+    if end - start > _UNCHECKED_BYTES and decode_ms(body, start, end) > MAX_DECODE_MS:
+        raise UnsupportedRequest("a value in the body is too large to parse")
+    text = body[start:end]
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
     try:
-        return json.loads(text)
+        if len(text) <= MAX_LOOP_BYTES:
+            return json.loads(text)  # it accepts some texts that msgspec refuses
     except (ValueError, RecursionError):
-        raise UnsupportedRequest("the body is not valid JSON") from None
+        pass
+    raise UnsupportedRequest("the body is not valid JSON")

@@ -1,60 +1,96 @@
-"""Find the `model` field of a multipart form (audio transcriptions) without parsing the files in it."""
+"""Find the `model` field of a multipart form (audio transcriptions) without parsing the files in it.
+
+The form is read strictly: parsers differ in text before the first boundary, in lines that only start with the boundary,
+in fields given twice, in folded headers and in escaped names. A form with any of these is rejected.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import Final
 
-_BOUNDARY: Final = re.compile(rb';[ \t]*boundary=(?:"([^"\r\n]{1,200})"|([^\s;",]{1,200}))', re.IGNORECASE)
-_DISPOSITION: Final = re.compile(
-    rb"^content-disposition:[ \t]*form-data[ \t]*((?:;[^\r\n]*)?)\r?$", re.IGNORECASE | re.MULTILINE
-)
-_PARAMETER: Final = re.compile(rb';[ \t]*([^\s=;"]+)=(?:"((?:[^"\\]|\\.)*)"|([^;\s]*))[ \t]*')
-_DELIMITER_END: Final = re.compile(rb"(?:--)?[ \t]*(?:\r\n|\Z)")
-_JSON: Final = b"application/json"
-"""The type of nearly all bodies, so it is tested first."""
 MAX_PARTS: Final = 100
+MAX_HEAD_BYTES: Final = 8192
+"""Maximum size of the headers of a part."""
+_MAX_MODEL_BYTES: Final = 1024
+_WINDOW_BYTES: Final = 4 << 20
+"""A search in a large body is done in steps of this size, so that it never holds the interpreter lock for long."""
+_TOKEN: Final = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
+_HEADER: Final = re.compile(rb"(" + _TOKEN + rb"):[ \t]*([\t\x20-\x7e\x80-\xff]*?)[ \t]*")
+_PARAMETER: Final = rb"[ \t]*;[ \t]*(" + _TOKEN + rb")=(?:(" + _TOKEN + rb')|"([\t\x20-!#-\[\]-~\x80-\xff]*)")'
+_PARAMETERS: Final = re.compile(_PARAMETER)
+_DISPOSITION: Final = re.compile(rb"form-data((?:" + _PARAMETER + rb")+)", re.IGNORECASE)
+_PLAIN_ENCODINGS: Final = (b"7bit", b"8bit", b"binary")
 
 
-def is_multipart_form(content_type: bytes) -> bool:
-    return content_type != _JSON and content_type[:20].lower().startswith(b"multipart/form-data")
+class BadForm(ValueError):
+    """The form is malformed or ambiguous. The message says why, without the form's content."""
 
 
-def form_model(content_type: bytes, body: bytes) -> str:
-    """Return the form's `model` field; empty where there is none."""
-    match = _BOUNDARY.search(content_type)
-    if match is None:
-        return ""
-    delimiter = b"\r\n--" + (match[1] or match[2])
-    start = len(delimiter) - 2 if body.startswith(delimiter[2:]) else _find_delimiter(body, delimiter, 0)[1]
-    for _part in range(MAX_PARTS):
-        if start < 0 or body.startswith(b"--", start):
-            break
-        stop, next_start = _find_delimiter(body, delimiter, start)
-        head_end = body.find(b"\r\n\r\n", start, stop)
-        if head_end >= 0 and _field_name(body[start:head_end]) == b"model":
-            return body[head_end + 4 : min(stop, head_end + 1004)].decode("utf-8", "replace").strip()
-        start = next_start
-    return ""
+def form_model(boundary: bytes, body: bytes) -> str:
+    """Return the form's `model` field; empty where there is none. Raises BadForm."""
+    delimiter = b"\r\n--" + boundary
+    if not body.startswith(delimiter[2:]):
+        raise BadForm("it does not start with its boundary")
+    model: str | None = None
+    at = len(delimiter) - 2
+    for _part in range(MAX_PARTS + 1):
+        if body.startswith(b"--", at):
+            if body[at + 2 : at + 5] not in (b"", b"\r\n"):
+                raise BadForm("bytes follow its end")
+            return model or ""
+        if not body.startswith(b"\r\n", at):
+            raise BadForm("a line starts with the boundary and continues")
+        start = at + 2
+        head_end = body.find(b"\r\n\r\n", start, start + MAX_HEAD_BYTES)
+        end = _find(body, delimiter, max(start, head_end))
+        if head_end < 0 or end < 0:
+            raise BadForm("a part does not end, or its headers are too long")
+        name, is_file = _read_part_head(body[start:head_end])
+        if name == b"model":
+            if model is not None or is_file:
+                raise BadForm("the field `model` is given twice, or is a file")
+            if end - head_end > _MAX_MODEL_BYTES:
+                raise BadForm("the field `model` is too long")
+            try:
+                model = body[head_end + 4 : end].decode()
+            except UnicodeDecodeError:
+                raise BadForm("the field `model` is not UTF-8 text") from None
+        at = end + len(delimiter)
+    raise BadForm(f"it has more than {MAX_PARTS} parts")
 
 
-def _find_delimiter(body: bytes, delimiter: bytes, start: int) -> tuple[int, int]:
-    """Return start and end of the next delimiter; (end of the body, -1) where there is none.
-
-    A delimiter is a whole line: a line that only starts with the boundary belongs to the part.
-    """
-    at = body.find(delimiter, start)
-    while at >= 0:
-        end = at + len(delimiter)
-        if _DELIMITER_END.match(body, end):
-            return at, end
-        at = body.find(delimiter, end)
-    return len(body), -1
+def _find(body: bytes, delimiter: bytes, start: int) -> int:
+    while start < len(body):
+        found = body.find(delimiter, start, start + _WINDOW_BYTES + len(delimiter))
+        if found >= 0:
+            return found
+        start += _WINDOW_BYTES
+    return -1
 
 
-def _field_name(head: bytes) -> bytes:
-    disposition = _DISPOSITION.search(head)
-    for name, quoted, plain in _PARAMETER.findall(disposition[1]) if disposition else ():
-        if name.lower() == b"name":
-            return bytes(quoted or plain)
-    return b""
+def _read_part_head(head: bytes) -> tuple[bytes, bool]:
+    """Return the name of a part, and whether it is a file. Raises BadForm."""
+    disposition = None
+    for line in head.split(b"\r\n"):
+        header = _HEADER.fullmatch(line)
+        if header is None:
+            raise BadForm("a part has a malformed header")
+        key = header[1].lower()
+        if key == b"content-disposition":
+            if disposition is not None:
+                raise BadForm("a part has two `Content-Disposition` headers")
+            disposition = _DISPOSITION.fullmatch(header[2])
+            if disposition is None:
+                raise BadForm("a part has a malformed `Content-Disposition` header")
+        elif key == b"content-transfer-encoding" and header[2].lower() not in _PLAIN_ENCODINGS:
+            raise BadForm("a part is encoded")
+    parameters: dict[bytes, bytes] = {}
+    for key, plain, quoted in _PARAMETERS.findall(disposition[1]) if disposition is not None else ():
+        key = key.lower()
+        if key in parameters or key not in (b"name", b"filename", b"filename*"):
+            raise BadForm("a part has a malformed `Content-Disposition` header")
+        parameters[key] = plain or quoted
+    if b"name" not in parameters:
+        raise BadForm("a part has no name")
+    return parameters[b"name"], len(parameters) > 1

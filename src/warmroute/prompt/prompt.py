@@ -8,7 +8,7 @@ from warmroute._kernel import TOKEN_BYTES
 
 
 class Prompt(msgspec.Struct, gc=False):
-    """One request's prompt; the first one where the request has several."""
+    """One request's prompt; the first one where the request has several (see `others`)."""
 
     tokens: bytes = b""
     """Token ids, four bytes each, little-endian. Where `exact` is false, these may be bytes of the prompt's text."""
@@ -25,10 +25,26 @@ class Prompt(msgspec.Struct, gc=False):
     cache_salt: str = ""
     warm_tokens: int = 0
     """How many leading tokens came from the token cache."""
+    skips_cache: bool = False
+    """Whether the engine prefills the whole prompt although parts of it are cached: for prompt logprobs."""
+    truncated: bool = False
+    """Whether the engine may truncate or pad the prompt, so that it may begin with other tokens."""
+    others: tuple[Prompt, ...] = ()
+    """The request's other prompts, as far as they were read."""
+    unread_prompts: int = 0
+    """Further prompts, which were not read."""
+    unread_tokens: int = 0
+    """Their estimated tokens."""
 
     @property
     def token_count(self) -> int:
         return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of all prompts of the request."""
+        own = len(self.tokens) // TOKEN_BYTES
+        return own + sum([other.token_count for other in self.others]) + self.unread_tokens if self.others else own
 
 
 def exact_prompt(tokens: bytes, warm_tokens: int = 0) -> Prompt:

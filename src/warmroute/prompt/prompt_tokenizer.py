@@ -22,8 +22,9 @@ from warmroute.prompt.chat_tokenizer import CachedContext, ChatPlan, ChatTokeniz
 from warmroute.prompt.content_format import ContentFormat
 from warmroute.prompt.message_spans import BodyMessages, ConvertedMessages, ConvertItem
 from warmroute.prompt.prompt import Prompt, exact_prompt
+from warmroute.prompt.prompt_lists import is_prompt_list, read_prompts
 from warmroute.prompt.render_context import EngineOptions, RenderContext, Templates, render_context
-from warmroute.prompt.request_body import NO_TOKENIZER, Endpoint, RequestBody, cache_salt, read_request_body
+from warmroute.prompt.request_body import NO_TOKENIZER, Endpoint, RequestBody, read_request_body, text_prompt_of
 from warmroute.prompt.template_messages import UnsupportedRequest, template_message
 from warmroute.prompt.tokenizer import Tokenizer, pack_token_ids
 
@@ -31,6 +32,7 @@ CACHE_BYTES: Final = 128 << 20
 _SAMPLE_EVERY: Final = 64
 """One of this many requests with a cached prefix is kept for `verify_sample`."""
 _LONG_FIELD_BYTES: Final = 64
+TEMPLATE_REJECTS: Final = "the chat template rejects the conversation"
 
 _CHAT_PATH: Final = Endpoint.CHAT.value
 _CHAT_ENDPOINTS: Final = (Endpoint.CHAT, Endpoint.MESSAGES)
@@ -110,6 +112,11 @@ class PromptTokenizer:
             except UnsupportedRequest:
                 pass
 
+    @property
+    def disabled_template_reason(self) -> str:
+        """Why the router no longer renders a chat template of this model; empty if it does."""
+        return self._templates.disabled_reason if self.tokenizer is not None else ""
+
     def begin(self, path: bytes, body: bytes, outline: Outline | None = None) -> TokenizeJob | None:
         """Return None for a path without prompts, or for a body that cannot be read.
 
@@ -125,7 +132,7 @@ class PromptTokenizer:
 
         Return None for any other request, and where more than `max_new_bytes` have to be encoded.
         """
-        if outline is None or path != _CHAT_PATH or self.chats is None or outline.may_change_tokens:
+        if outline is None or path != _CHAT_PATH or self.chats is None or outline.has_prompt_options:
             return None
         context = self.chats.cached_context(outline.chat_context())
         if context is None or context.plain_layout is None:
@@ -135,8 +142,7 @@ class PromptTokenizer:
             self._plain_requests += 1
             if self._plain_requests % _SAMPLE_EVERY == 1:
                 self._sample = RequestBody(Endpoint.CHAT, body, outline)
-            if outline.has_cache_salt:
-                prompt.cache_salt = cache_salt(Endpoint.CHAT, body, outline)
+            prompt.cache_salt = outline.cache_salt
         return prompt
 
     def tokenize(self, path: bytes, body: bytes, outline: Outline | None = None) -> Prompt | None:
@@ -188,7 +194,7 @@ class PromptTokenizer:
             moves_system = anthropic_messages.moves_system_messages(context.context.template.source)
             convert = partial(_convert_anthropic_message, format, moves_system)
         messages = BodyMessages(request.body, span, request.outline.message_spans, convert)
-        is_chat = request.endpoint is Endpoint.CHAT and not request.outline.may_change_tokens
+        is_chat = request.endpoint is Endpoint.CHAT and not request.outline.has_prompt_options
         return chats.plan(context, messages, request.outline if is_chat else None)
 
     @staticmethod
@@ -254,20 +260,30 @@ class PromptTokenizer:
         if self.chats is not None and self.tokenizer is not None:
             try:
                 prompt = self._tokenize(self.chats, self.tokenizer, job)
-                prompt.cache_salt = request.cache_salt()
-                if request.may_be_truncated(prompt.token_count, self._engine.max_model_len):
-                    prompt.exact_tokens, prompt.inexact_reason = 0, "the engine may truncate or pad the prompt"
-                if self.tokenizer.inexact_reason:
-                    prompt.exact, prompt.exact_tokens = False, 0
-                    prompt.inexact_reason = self.tokenizer.inexact_reason
+                prompt.skips_cache = request.skips_cache()
+                salt = prompt.cache_salt = request.cache_salt()
+                self._add_doubts(request, prompt)
+                for other in prompt.others:
+                    other.cache_salt = salt
+                    self._add_doubts(request, other)
                 return prompt
             except UnsupportedRequest as problem:
                 reason = str(problem)
             except TemplateRejected:
-                reason = "the chat template rejects the conversation"
+                reason = TEMPLATE_REJECTS
             except UnicodeEncodeError:
                 reason = "the text cannot be encoded as UTF-8"
-        return Prompt(request.outline.text_as_tokens(), 0, False, reason, (), request.cache_salt())
+        return text_prompt_of(request, reason, request.cache_salt())
+
+    def _add_doubts(self, request: RequestBody, prompt: Prompt) -> None:
+        """Note where the engine may have other tokens than these."""
+        assert self.tokenizer is not None
+        if request.may_be_truncated(prompt.token_count, self._engine.max_model_len):
+            prompt.truncated = True
+            prompt.exact_tokens, prompt.inexact_reason = 0, "the engine may truncate or pad the prompt"
+        if self.tokenizer.inexact_reason:
+            prompt.exact, prompt.exact_tokens = False, 0
+            prompt.inexact_reason = self.tokenizer.inexact_reason
 
     def _tokenize(self, chats: ChatTokenizer, tokenizer: Tokenizer, job: TokenizeJob) -> Prompt:
         request, plan = job.request, job.plan
@@ -314,9 +330,13 @@ class PromptTokenizer:
 
 
 def _tokenize_text(tokenizer: Tokenizer, request: RequestBody, prompt: Any) -> Prompt:
-    """Tokenize a text or token ids; the first one of several."""
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-        prompt = prompt[0]
+    """Tokenize a text or token ids, or several of them."""
+    if is_prompt_list(prompt):
+        return read_prompts(prompt, partial(_tokenize_item, tokenizer, request))
+    return _tokenize_item(tokenizer, request, prompt)
+
+
+def _tokenize_item(tokenizer: Tokenizer, request: RequestBody, prompt: Any) -> Prompt:
     if isinstance(prompt, str):
         tokens = tokenizer.encode(prompt, request.value("add_special_tokens") is not False)
     elif isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):

@@ -64,6 +64,11 @@ class Templates:
             self._compiled[source] = self._compile(source)
         return self._compiled[source]
 
+    @property
+    def disabled_reason(self) -> str:
+        """Why one of the model's own templates is no longer used; empty if all are."""
+        return next((one.disabled_reason for one in self._compiled.values() if one.disabled_reason), "")
+
     def _compile(self, source: str) -> ChatTemplate:
         try:
             return ChatTemplate(source, self._special_tokens)

@@ -6,19 +6,25 @@ The C scan finds the positions (the outline) in the same pass in which it reads 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from enum import Enum
 from typing import Any, Final
 
-from warmroute._kernel import Outline, outline_body
-from warmroute.prompt.body_fields import MAX_PARSED_BYTES
+from warmroute._kernel import BadBody, Outline, outline_body
 from warmroute.prompt.message_spans import decode_json
 from warmroute.prompt.prompt import Prompt
+from warmroute.prompt.prompt_lists import text_prompts
 from warmroute.prompt.template_messages import UnsupportedRequest
 
-_MAX_OUTPUT_FIELDS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_MAX_COMPLETION_TOKENS, _MAX_TOKENS, _MAX_OUTPUT_TOKENS = 1, 2, 4
+"""Fields that limit the output, for Outline.parameters."""
 _DEFAULT_COMPLETION_TOKENS: Final = 16
 """The maximum output of a completion that does not set max_tokens."""
+_MAX_LIST_BYTES: Final = 1 << 20
+"""The prompts of a longer list are matched as one text: to find where each one ends would take too long."""
 NO_TOKENIZER: Final = "no tokenizer for this model"
+_OPTIONS_OF_THE_PROMPT: Final = ("prompt_logprobs", "echo", "truncate_prompt_tokens", "truncation", "padding")
+"""Fields that change how the engine uses its cache, or which tokens of the prompt it keeps."""
 
 
 class Endpoint(Enum):
@@ -31,9 +37,17 @@ class Endpoint(Enum):
     __hash__ = object.__hash__  # Enum's own is slow
 
 
+_PROMPT_LISTS: Final = {Endpoint.COMPLETION: "prompt", Endpoint.EMBEDDING: "input"}
+"""The fields that may contain several prompts."""
 _ENDPOINTS: Final = {endpoint.value: endpoint for endpoint in Endpoint}
-_COMPLETION: Final = Endpoint.COMPLETION
-"""Looking up a member of an Enum is slow."""
+_OUTPUT_LIMITS: Final[dict[bytes, tuple[int, int | None]]] = {
+    Endpoint.CHAT.value: (_MAX_COMPLETION_TOKENS | _MAX_TOKENS, None),
+    Endpoint.COMPLETION.value: (_MAX_TOKENS, _DEFAULT_COMPLETION_TOKENS),
+    Endpoint.RESPONSES.value: (_MAX_OUTPUT_TOKENS, None),
+    Endpoint.MESSAGES.value: (_MAX_TOKENS, None),
+}
+"""By path: the fields that limit the output, and the limit where there is no `max_tokens`."""
+_NO_OUTPUT_LIMIT: Final = (0, None)
 
 
 class RequestBody:
@@ -49,41 +63,25 @@ class RequestBody:
     def value(self, name: str) -> Any:
         """Return the field's value, None where the body has no such field. Raises UnsupportedRequest."""
         span = self.fields.get(name)
-        return None if span is None else decode_json(self.body[span[0] : span[1]])
+        return None if span is None else decode_json(self.body, *span)
 
     def values(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: self.value(name) for name in names if name in self.fields}
 
     def cache_salt(self) -> str:
-        return cache_salt(self.endpoint, self.body, self.outline)
+        return self.outline.cache_salt
 
-    def parse_options(self) -> tuple[str, int | None, int, str, bool]:
-        """Return model, maximum output tokens, priority, cache salt, and whether the response streams.
-
-        Outline.about returns the same without a JSON parser, or None where it cannot decide. Invalid values are
-        ignored: the engine will refuse them.
-        """
+    def skips_cache(self) -> bool:
+        """Return whether the engine computes the whole prompt whatever is cached, because it returns the logprobs of
+        the prompt's tokens. Follows vLLM 0.32."""
         fields = self.fields
-        model, priority, salt, stream = "", 0, "", False
-        max_output_tokens = None
-        if self.endpoint is _COMPLETION and "max_tokens" not in fields:
-            max_output_tokens = _DEFAULT_COMPLETION_TOKENS
-        try:
-            if "model" in fields:
-                model = _text(self.value("model"))
-            if "cache_salt" in fields:
-                salt = _text(self.value("cache_salt"))
-            if "stream" in fields:
-                stream = self.value("stream") is True
-            if "priority" in fields and type(value := self.value("priority")) is int:
-                priority = value
-            for name in _MAX_OUTPUT_FIELDS:
-                if name in fields and type(value := self.value(name)) is int:
-                    max_output_tokens = value
-                    break
-        except UnsupportedRequest:
-            return "", max_output_tokens, 0, "", False
-        return model, max_output_tokens, priority, salt, stream
+        if "prompt_logprobs" in fields and self.value("prompt_logprobs") is not None:
+            return True
+        if "echo" not in fields or not self.value("echo"):
+            return False
+        if self.endpoint is Endpoint.CHAT:
+            return "top_logprobs" not in fields or self.value("top_logprobs") is not None
+        return self.value("logprobs") is not None
 
     def may_be_truncated(self, token_count: int, max_model_len: int | None) -> bool:
         """Return whether the request asks the engine to truncate or pad a prompt of this many tokens."""
@@ -101,25 +99,22 @@ class RequestBody:
         return limit is not None and (type(limit) is not int or token_count > limit)
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
-
-
 def read_request_body(path: bytes, body: bytes, outline: Outline | None = None) -> RequestBody | None:
     """Return None for a path without prompts, or for a body that the scan cannot read."""
     endpoint = _ENDPOINTS.get(path)
     if endpoint is None:
         return None
     if outline is None:
-        outline = outline_body(body)
-    return None if outline is None else RequestBody(endpoint, body, outline)
+        try:
+            outline = outline_body(body)
+        except BadBody:
+            return None
+    return RequestBody(endpoint, body, outline)
 
 
-def cache_salt(endpoint: Endpoint, body: bytes, outline: Outline) -> str:
-    if not outline.has_cache_salt:
-        return ""
-    found = outline.parameters(None)
-    return RequestBody(endpoint, body, outline).parse_options()[3] if found is None else found[3]
+def has_prompt(path: bytes) -> bool:
+    """Return whether requests to this path have a prompt that the router can read."""
+    return path in _ENDPOINTS
 
 
 def text_prompt(path: bytes, body: bytes, outline: Outline | None = None) -> Prompt | None:
@@ -131,25 +126,37 @@ def text_prompt(path: bytes, body: bytes, outline: Outline | None = None) -> Pro
     if endpoint is None:
         return None
     if outline is None:
-        outline = outline_body(body)
-        if outline is None:
+        try:
+            outline = outline_body(body)
+        except BadBody:
             return None
-    return Prompt(outline.text_as_tokens(), 0, False, NO_TOKENIZER, (), cache_salt(endpoint, body, outline))
+    salt = outline.cache_salt
+    if endpoint in _PROMPT_LISTS or outline.has_any(_OPTIONS_OF_THE_PROMPT):
+        return text_prompt_of(RequestBody(endpoint, body, outline), NO_TOKENIZER, salt)
+    return Prompt(outline.text_as_tokens(), 0, False, NO_TOKENIZER, (), salt)
 
 
-def generation_options(path: bytes, body: bytes, outline: Outline | None) -> tuple[int | None, int, bool]:
+def text_prompt_of(request: RequestBody, inexact_reason: str, salt: str) -> Prompt:
+    """Return the prompt for text matching of any request."""
+    prompt = None
+    span = request.fields.get(_PROMPT_LISTS.get(request.endpoint, ""))
+    if span is not None and span[1] - span[0] <= _MAX_LIST_BYTES:
+        prompt = text_prompts(request.body, *span)
+    if prompt is None:
+        prompt = Prompt(request.outline.text_as_tokens(), 0, False)
+    prompt.inexact_reason, prompt.cache_salt = inexact_reason, salt
+    for other in prompt.others:
+        other.cache_salt = salt
+    with suppress(UnsupportedRequest):
+        prompt.truncated = request.may_be_truncated(2 * prompt.token_count, None)  # there may be two bytes to a token
+        prompt.skips_cache = request.skips_cache()
+    return prompt
+
+
+def generation_options(path: bytes, outline: Outline) -> tuple[int | None, int, bool]:
     """Return maximum output tokens (None: not set), the priority as vLLM reads it, and whether the response streams.
 
-    A request to a path without prompts counts as streaming.
+    A request to a path without prompts counts as streaming. Raises BadBody for a value of the wrong type.
     """
-    endpoint = _ENDPOINTS.get(path)
-    if endpoint is None:
-        return None, 0, True
-    if outline is None:
-        outline = outline_body(body) if len(body) <= MAX_PARSED_BYTES else None
-        if outline is None:
-            return None, 0, True
-    found = outline.parameters(_DEFAULT_COMPLETION_TOKENS if endpoint is _COMPLETION else None)
-    if found is None:
-        found = RequestBody(endpoint, body, outline).parse_options()
-    return found[1], found[2], found[4]
+    max_output_tokens, priority, streams = outline.parameters(*_OUTPUT_LIMITS.get(path, _NO_OUTPUT_LIMIT))
+    return max_output_tokens, priority, streams or path not in _ENDPOINTS

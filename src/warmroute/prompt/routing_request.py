@@ -1,4 +1,4 @@
-"""What routing knows about a request, besides its prompt. Built once, read-only afterwards."""
+"""What routing knows about a request, besides its prompt. Built once; only the prompt's length may be added later."""
 
 from __future__ import annotations
 
@@ -31,9 +31,17 @@ class RoutingRequest:
     """When the whole response is due; 0 without a deadline."""
     session_header: bytes = b""
     streams: bool = True
-    """Whether the first byte comes with the first token; else the whole response comes at its end."""
+    """Whether the response is streamed; else the whole of it comes at its end."""
     max_output_tokens: int | None = None
     """The limit that the request sets; None where it sets none."""
+    input_tokens: int = 0
+    """Length of its longest prompt, set only where the nodes of its model differ in their context window; 0: unknown,
+    or the engine truncates it."""
+    input_exact: bool = False
+    """Whether `input_tokens` is exact; else it is an estimate, rather too high than too low."""
+
+    start: bytes = b""
+    """First bytes of the prompt's JSON text, where a policy uses them."""
 
     def prefix_key(self) -> bytes | None:
         """Return model, start of the system prompt and of the first user message; None where there is neither."""

@@ -8,6 +8,7 @@ checked now and then, too (PromptTokenizer.verify_sample).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Final
@@ -20,6 +21,10 @@ from warmroute.prompt.tail_rendering import TailRenderer, may_be_prefix, may_fol
 _DEFAULT_CONTEXT_PROBES, _OTHER_CONTEXT_PROBES, _REQUEST_PROBES = 300, 60, 4
 """Random conversations per check."""
 _MIN_COMPARISONS: Final = 30
+MAX_LITERALS: Final = 150
+"""A template that searches for more strings is not checked, since all pairs of them would have to be."""
+MAX_CHECK_S: Final = 20.0
+"""CPU time after which a template that is not checked by then counts as unsafe."""
 
 
 class TailCheck:
@@ -34,7 +39,8 @@ class TailCheck:
         """Strings that make the template treat a user's message as something else (Qwen3: `<tool_response>`)."""
         self.short_stub_suffices = False
         """The shortest stub can precede every tail."""
-        if template is not None:
+        self._check_until_s = time.thread_time() + MAX_CHECK_S
+        if template is not None and len(template.literals) <= MAX_LITERALS:
             self.non_question_literals = template.long_literals
             self._run(template_probes.probe_contexts(template), template_probes.literal_texts(template))
 
@@ -87,6 +93,7 @@ class TailCheck:
 
     def passes_for(self, context: RenderContext) -> bool:
         """Run a short check with a request's own tools and variables."""
+        self._check_until_s = time.thread_time() + MAX_CHECK_S
         special_texts = template_probes.literal_texts(context.template) if self.safe_for_all_messages else []
         probes = template_probes.random_conversations(
             context, [*template_probes.PLAIN_TEXTS, *special_texts], _REQUEST_PROBES
@@ -111,6 +118,8 @@ class TailCheck:
             return None
         comparisons = 0
         for messages in conversations:
+            if time.thread_time() > self._check_until_s:
+                return False
             try:
                 whole = context.render(messages)
             except TemplateRejected:

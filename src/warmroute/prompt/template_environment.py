@@ -1,7 +1,7 @@
 """The jinja2 sandbox that chat templates run in, as transformers sets it up, with shortcuts.
 
 A sandbox checks each attribute and each call for safety. Fields of a plain dict or a loop and methods of a plain string
-are known to be safe; skipping their checks halves the rendering time.
+are known to be safe; skipping their checks halves the rendering time. template_limits.py limits time and memory.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from datetime import datetime
-from types import BuiltinMethodType
+from types import BuiltinMethodType, MethodType
 from typing import Any, Final, NoReturn
 
 from jinja2 import nodes, pass_eval_context
@@ -20,11 +20,18 @@ from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from warmroute.prompt import template_limits
+
 _DICT_ATTRIBUTES: Final = frozenset(dir({}))
 _STRING_METHODS: Final = frozenset((
     "startswith", "endswith", "strip", "lstrip", "rstrip", "split", "rsplit", "splitlines", "replace", "lower", "upper",
     "title", "capitalize", "find", "join",
 ))  # fmt: skip
+
+
+_MULTIPLYING_METHODS: Final = frozenset(("replace", "join"))
+_METHODS: Final = (BuiltinMethodType, MethodType)
+_PLAIN_VALUES: Final = (str, bytes, int)
 
 
 class CachedJsonDict(dict[str, Any]):
@@ -53,6 +60,40 @@ class _Generation(Extension):
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
+    code_generator_class = template_limits.LimitedCodeGenerator
+    intercepted_binops = frozenset(template_limits.OPERATORS)
+    concat = staticmethod(template_limits.concat)
+    add = staticmethod(template_limits.add)
+    join_texts = staticmethod(template_limits.join_texts)
+    to_text = staticmethod(template_limits.to_text)
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.filters = template_limits.limited_filters()
+        del self.globals["lipsum"]
+        self.render_time = template_limits.RenderTime()
+        self.steps_left = 0
+        """Steps until the next check of the time. Renders in several threads share it."""
+
+    def check_time(self) -> None:
+        self.steps_left = template_limits.STEPS_PER_CHECK
+        self.render_time.check()
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        return template_limits.OPERATORS[operator](left, right)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Return the sandboxed form of str.format, which loses its owner."""
+        format = super().wrap_str_format(value)
+        if format is None:
+            return None
+
+        def limited(*args: Any, **kwargs: Any) -> str:
+            template_limits.check_method_call(value.__self__, value.__name__, args, kwargs)
+            return format(*args, **kwargs)
+
+        return limited
+
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
             try:
@@ -72,7 +113,11 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         if type(obj) is BuiltinMethodType and type(obj.__self__) is str and obj.__name__ in _STRING_METHODS:
             kwargs.pop("_loop_vars", None)  # jinja2 adds these two, and its Context.call removes them
             kwargs.pop("_block_vars", None)
+            if obj.__name__ in _MULTIPLYING_METHODS:
+                template_limits.check_method_call(obj.__self__, obj.__name__, args, kwargs)
             return obj(*args, **kwargs)
+        if isinstance(obj, _METHODS) and isinstance(obj.__self__, _PLAIN_VALUES):
+            template_limits.check_method_call(obj.__self__, obj.__name__, args, kwargs)
         return super().call(context, obj, *args, **kwargs)
 
 
@@ -99,4 +144,8 @@ def _to_json(
 ) -> str:
     if type(value) is CachedJsonDict and not ensure_ascii and indent is None and separators is None and not sort_keys:
         return value.json
+    template_limits.check_width(indent)
+    for separator in separators or ():
+        template_limits.check_width(len(separator))
+    template_limits.check_printed(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from secrets import token_hex
 from typing import Any, Final
 
 from warmroute.prompt.chat_template import Message
@@ -28,9 +29,9 @@ _KNOWN_PART_FIELDS: Final = frozenset((
     "audio_embeds", "audio_url", "closed", "data", "file", "image_embeds", "image_pil", "image_url", "input_audio",
     "name", "prompt_cache_breakpoint", "refusal", "text", "thinking", "type", "uuid", "video_embeds", "video_url",
 ))  # fmt: skip
-MEDIA_MARK: Final = "\ue0f0warmroute-media:"
+MEDIA_MARK: Final = f"\ue0f0warmroute-media-{token_hex(8)}:"
 """Start of the mark for a picture, sound or video; `i`, `a` or `v` and 32 hexadecimal digits follow. No vocabulary and
-no template contains it.
+no template contains it. It is random in each process, so that no client can write it into a text.
 """
 MEDIA_MARK_LENGTH: Final = len(MEDIA_MARK) + 33
 _MODALITIES: Final = {"i": "image", "a": "audio", "v": "video"}

@@ -71,11 +71,7 @@ class TokenizerLoader:
     def load_tokenizer(self, path: str) -> Tokenizer:
         """Return the same object for equal files, in this or another directory. Raises OSError, ValueError."""
         path = os.path.abspath(os.path.expanduser(path))
-        file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
-        if not file.endswith(".json"):
-            os.stat(file)
-            raise ValueError(f"{file}: not a tokenizer.json")
-        _check_regular_file(file)
+        file = check_tokenizer_path(path)
         location = (file, *_file_stamps(os.path.dirname(file)))
         tokenizer = self._tokenizers.get(location)
         if tokenizer is None:
@@ -88,6 +84,17 @@ class TokenizerLoader:
             )
             tokenizer = self._tokenizers[location] = self._tokenizers.setdefault(content, loaded)
         return tokenizer
+
+
+def check_tokenizer_path(path: str) -> str:
+    """Return the tokenizer.json at a path, which is that file or its directory. Raises OSError, ValueError."""
+    path = os.path.abspath(os.path.expanduser(path))
+    file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+    if not file.endswith(".json"):
+        os.stat(file)
+        raise ValueError(f"{file}: not a tokenizer.json")
+    _check_regular_file(file)
+    return file
 
 
 def read_template(path: str) -> str:

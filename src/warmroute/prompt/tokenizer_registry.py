@@ -1,7 +1,8 @@
 """The registry of tokenizers: which PromptTokenizer belongs to which model.
 
 A tokenizer is configured (`[[models]] tokenizer`) or discovered: a node's /v1/models names as `root` a path that also
-exists on this machine. The router trusts its nodes that far (tokenizer_loader.py says what it opens at such a path).
+exists on this machine, or a name on a hub whose files are on this machine (hub_tokenizers.py). The router trusts its
+nodes that far (tokenizer_loader.py says what it opens at such a path).
 
 One thread loads the files, one tokenizer after the other. Meanwhile the previous tokenizer stays in use, or text
 matching where there is none. The event loop only compares specs:
@@ -17,19 +18,22 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import msgspec
 
 from warmroute.config import ConfigError, ModelConfig, Prompts
 from warmroute.event_log import EventLog, where_it_failed
+from warmroute.hugging_face.locate_tokenizer import HubSource
+from warmroute.prompt.hub_tokenizers import HubTokenizers, hub_id_of
 from warmroute.prompt.model_cards import ListedModels, read_model_cards
 from warmroute.prompt.prompt_tokenizer import PromptTokenizer
 from warmroute.prompt.tokenizer_loader import TokenizerLoader, TokenizerSpec, load_error_reason, read_template
+from warmroute.prompt.tokenizer_status import TokenizerStatus
 
 log = EventLog("warmroute.prompt")
 Result = TypeVar("Result")
@@ -45,6 +49,9 @@ _CHAT_LAYOUT_DISABLED: Final = (
 RETRY_S: Final = 300.0
 """How long after a failure a spec is loaded again."""
 
+LocateTokenizer = Callable[[str, bool], Awaitable[tuple[str, HubSource]]]
+"""Searches the files of a name on the hub, and may download them if the second argument is true."""
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -53,6 +60,8 @@ class _Entry:
     loading: TokenizerSpec | None = None
     failed: bool = False
     """Whether the desired spec could not be loaded."""
+    failure: str = ""
+    """Why the last spec could not be loaded."""
     compared: set[str] = field(default_factory=set)
     """Other paths that nodes name for this model; their tokenizers were compared with the one in use."""
 
@@ -61,8 +70,13 @@ class TokenizerRegistry:
     """Belongs to one event loop. Only `prompt_tokenizer` is called for each request. Must be closed."""
 
     def __init__(
-        self, prompts: Prompts, models: Sequence[ModelConfig], now: Callable[[], float] = time.monotonic
+        self,
+        prompts: Prompts,
+        models: Sequence[ModelConfig],
+        now: Callable[[], float] = time.monotonic,
+        locate: LocateTokenizer | None = None,
     ) -> None:
+        """Without `locate`, names on a hub are not searched."""
         # constant
         self._now = now
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="warmroute-tokenizers")
@@ -73,6 +87,8 @@ class TokenizerRegistry:
         self._text_matching = PromptTokenizer(None)
         self._reported: WeakKeyDictionary[PromptTokenizer, set[str]] = WeakKeyDictionary()
         """The events that were logged for failed checks of a tokenizer."""
+        self._reported_templates: WeakSet[PromptTokenizer] = WeakSet()
+        """Tokenizers whose disabled chat templates were logged."""
 
         # until the next reconfiguration
         self._prompts = prompts
@@ -88,15 +104,23 @@ class TokenizerRegistry:
         """LoRA adapters and their base models."""
         self._prompt_tokenizers: dict[str, PromptTokenizer] = {}
         """By model or adapter."""
+        search = None if locate is None else lambda hub_id: locate(hub_id, self._prompts.download_tokenizers)
+        self._hub = HubTokenizers(search, now, self._start, self._located)
 
     def prompt_tokenizer(self, model: str) -> PromptTokenizer:
         """Return the model's tokenizer; where none is loaded, one that uses text matching."""
         return self._prompt_tokenizers.get(model, self._text_matching)
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether the first tokenizer of a model is being loaded."""
+        return any(entry.loading is not None and entry.tokenizer is None for entry in self._entries.values())
+
     # ---- What is desired ----
 
     async def load_configured(self) -> None:
         """Load what the configuration names, before the first request. Raises ConfigError."""
+        problems: list[str] = []
         for model in self._models.values():
             try:
                 if model.tokenizer:
@@ -106,13 +130,15 @@ class TokenizerRegistry:
                     await self._in_thread(read_template, model.chat_template)
             except Exception as error:  # files may contain anything
                 reason = load_error_reason(error)
-                raise ConfigError(f"models: cannot load the tokenizer of {model.name!r}: {reason}") from None
+                problems.append(f"models: cannot load the tokenizer of {model.name!r}: {reason}")
+        if problems:
+            raise ConfigError(*problems)
 
     def set_model_cards(self, node: str, cards: Sequence[Mapping[str, object]]) -> None:
         before, listed = self._listed.get(node), read_model_cards(cards, self._models)
         if listed == before:
             entries = ((model, self._entries.get(model)) for model in listed.roots)
-            self._reconcile([model for model, entry in entries if entry is not None and entry.failed])
+            self._reconcile([model for model, entry in entries if entry is None or entry.failed])
             return
         self._listed[node] = listed
         self._update_adapters()
@@ -140,6 +166,7 @@ class TokenizerRegistry:
         models_before, self._models = self._models, {model.name: model for model in models}
         if prompts != self._prompts or self._models != models_before:
             self._retry_at_s.clear()
+            self._hub.search_again()
         self._prompts = prompts
         listed = (model for listed in self._listed.values() for model in listed.roots)
         self._reconcile([*self._models, *self._entries, *listed])
@@ -179,14 +206,22 @@ class TokenizerRegistry:
         lengths: dict[str, int] = {}
         for listed in self._listed.values():
             root = listed.roots.get(model)
-            if root is not None and os.path.isabs(root.path):
-                known = lengths.get(root.path, 0)
-                lengths[root.path] = min(known, root.max_model_len) or known or root.max_model_len
+            if root is not None and (path := self._local_path(model, root.path)):
+                known = lengths.get(path, 0)
+                lengths[path] = min(known, root.max_model_len) or known or root.max_model_len
         return lengths
+
+    def _local_path(self, model: str, root: str) -> str:
+        """Return the path of a model card on this machine; empty if it is not known (yet)."""
+        return root if os.path.isabs(root) else self._hub.path(hub_id_of(model, root))
+
+    def _located(self, hub_id: str) -> None:
+        roots = [(model, root.path) for listed in self._listed.values() for model, root in listed.roots.items()]
+        self._reconcile([model for model, root in roots if hub_id_of(model, root) == hub_id])
 
     def _nodes_with(self, model: str, path: str) -> str:
         nodes = [node for node, listed in self._listed.items() if model in listed.roots]
-        nodes = [node for node in nodes if self._listed[node].roots[model].path == path]
+        nodes = [node for node in nodes if self._local_path(model, self._listed[node].roots[model].path) == path]
         return ", ".join(nodes[:3]) + (f" and {len(nodes) - 3} more" if len(nodes) > 3 else "")
 
     def _is_configured(self, model: str) -> bool:
@@ -239,7 +274,12 @@ class TokenizerRegistry:
         }
         present = {name: reason for name, reason in reasons.items() if reason}
         log.info(
-            "tokenizer_loaded", "The router tokenizes this model's prompts.", model=model, path=spec.path, **present
+            "tokenizer_loaded",
+            "The router tokenizes this model's prompts.",
+            model=model,
+            path=spec.path,
+            source=self._source(model, spec.path),
+            **present,
         )
 
     def _record_failure(self, model: str, spec: TokenizerSpec, reason: str) -> None:
@@ -248,7 +288,9 @@ class TokenizerRegistry:
         entry = self._entries.get(model)
         if entry is None or entry.loading != spec:
             return  # no longer desired
-        entry.loading, entry.failed = None, True
+        entry.loading, entry.failed, entry.failure = None, True, reason
+        if entry.tokenizer is None and not self._is_configured(model):
+            self._hub.forget(spec.path)
         if not is_new:
             return
         sentence = "The router keeps the previous tokenizer."
@@ -303,6 +345,43 @@ class TokenizerRegistry:
     async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
+    # ---- Reports ----
+
+    def status(self, model: str) -> TokenizerStatus:
+        """Return where the tokenizer of a base model comes from, or why there is none."""
+        entry, roots = self._entries.get(model), self._roots(model)
+        hub_id = next(filter(None, (hub_id_of(model, root) for root in roots if not os.path.isabs(root))), "")
+        if entry is not None and entry.tokenizer is not None and entry.loaded is not None:
+            path = entry.loaded.path
+            return TokenizerStatus(model, "loaded", path, self._source(model, path), hub_id, "", entry.tokenizer)
+        if (entry is not None and entry.loading is not None) or self._hub.is_searching(hub_id):
+            return TokenizerStatus(model, "loading", hub_id=hub_id)
+        if entry is not None and entry.failed:
+            reason = entry.failure
+        elif not self._prompts.discover_tokenizers:
+            reason = "prompts.discover_tokenizers is off"
+        else:
+            reason = self._hub.missing_reason(hub_id) or "its nodes report neither a path nor a name on a hub"
+        return TokenizerStatus(model, "missing", hub_id=hub_id, reason=reason)
+
+    def base_model(self, model: str) -> str:
+        """Return the model whose tokenizer this model uses: itself, or the base of a LoRA adapter."""
+        return model if model in self._entries else self._adapters.get(model, model)
+
+    def listed_models(self) -> list[str]:
+        """Return the base models that nodes serve."""
+        return list(dict.fromkeys(model for listed in self._listed.values() for model in listed.roots))
+
+    def is_named(self, model: str) -> bool:
+        """Return whether a [[models]] table has this name."""
+        return model in self._models
+
+    def _roots(self, model: str) -> list[str]:
+        return [listed.roots[model].path for listed in self._listed.values() if model in listed.roots]
+
+    def _source(self, model: str, path: str) -> str:
+        return "configured" if self._is_configured(model) else self._hub.source(path) or "node_path"
+
     # ---- Upkeep ----
 
     async def verify_samples(self) -> None:
@@ -311,6 +390,7 @@ class TokenizerRegistry:
         if self._closed or not tokenizers:
             return
         await self._in_thread(_verify_samples, tokenizers)
+        self._report_disabled_templates(tokenizers)
         for tokenizer in tokenizers:
             if tokenizer.chats is not None and tokenizer.chats.failed_checks:
                 self._report_failed_check(tokenizer, "tail_rendering_disabled", _TAIL_RENDERING_DISABLED)
@@ -323,6 +403,23 @@ class TokenizerRegistry:
             reported.add(event)
             models = (model for model, found in self._prompt_tokenizers.items() if found is tokenizer)
             log.warning(event, sentence, model=", ".join(models))
+
+    def _report_disabled_templates(self, tokenizers: Iterable[PromptTokenizer]) -> None:
+        for tokenizer in set(tokenizers) - set(self._reported_templates):
+            if reason := tokenizer.disabled_template_reason:
+                self._reported_templates.add(tokenizer)
+                log.warning(
+                    "chat_template_disabled",
+                    "Rendering an ordinary conversation exceeded the router's limits. The router matches this model's"
+                    " chats by their text.",
+                    model=", ".join(model for model, found in self._prompt_tokenizers.items() if found is tokenizer),
+                    reason=reason,
+                )
+
+    async def until_loaded(self) -> None:
+        """Wait until no tokenizer is being searched or loaded."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
 
     def close(self) -> None:
         """Return at once. The thread ends after its current work."""

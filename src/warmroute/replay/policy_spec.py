@@ -85,6 +85,8 @@ def parse_policy(text: str) -> PolicySpec:
         kind = type(known[key])
         try:
             parameters[key] = msgspec.convert(value, float if kind is int else kind, strict=False)
+            if parameters[key] != parameters[key]:
+                raise ValueError("not a number")
             if parameters[key] in (float("inf"), float("-inf")):
                 # The configuration takes finite numbers only.
                 parameters[key] = math.copysign(1e9, parameters[key])

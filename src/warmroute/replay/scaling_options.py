@@ -112,6 +112,8 @@ def parse_scaler(text: str) -> CreateDecisionMaker | None:
             if key not in known:
                 raise ValueError
             parameters[key] = float(value)
+            if not 0 <= parameters[key] < float("inf") or (key == "target" and not parameters[key]):
+                raise ValueError
         except ValueError:
             raise ConfigError(
                 f"--scaler {text!r}: {word!r} is not like {known[0]}=1; {name} takes {', '.join(known)}"

@@ -7,7 +7,8 @@ with the least work go first, with a bonus for waiting.
 
 Admission rejects a request that cannot meet its deadline, that finds the queue full, or that must not queue. From half
 of `max_waiting` on, low-priority requests no longer overtake others; if the queue is full, others displace them. So no
-request is rejected in favor of a low-priority one.
+request is rejected in favor of a low-priority one. If the queue is full of requests of the same priority, a request
+displaces one of the tenant that has the most. So no tenant can keep others out by sending many requests.
 
 A pending request may call back into admission from `on_admitted` and `on_rejected`, to submit another request or to
 free a node. So no code here relies on a lookup made before such a call.
@@ -94,35 +95,33 @@ class Admission:
                 demand_meter.arrived += 1
             if not self.first_node_wait_s or not request.may_queue:
                 raise
-            displaces = self._check_queue_limit(request.priority, now_s)
+            displaced = self._check_queue_limit(request, now_s)
             queue.add_without_node(pending)
-            if displaces:
-                self._displace(now_s)
+            if displaced is not None:
+                self._displace(displaced, now_s)
             return
         if demand_meter is not None:
             demand_meter.arrived += 1
         if self._has_threshold or not request.may_queue or request.deadline_s or request.total_deadline_s:
             decision = self._eligible(request, decision, now_s)
-        if request.priority == LOW:
-            self._check_low_priority(decision, now_s)
-        if self._admits_at_once(request, decision):
+        overtakes = request.priority != LOW or not self._has_to_queue(request, decision, now_s)
+        if overtakes and self._admits_at_once(request, decision):
             if queue.tenants and decision.price is not None:  # a trial request or another policy has no price
                 queue.charge_unqueued(request, decision.price.prefill)
             pending.on_admitted(decision)
             return
-        displaces = self._check_may_queue(request, decision, now_s)
+        displaced = self._check_may_queue(request, decision, now_s)
         queue.add(pending, decision)
-        if displaces:
-            self._displace(now_s)
+        if displaced is not None:
+            self._displace(displaced, now_s)
 
     def dry_run(self, request: RoutingRequest, lookup: Lookup | None, now_s: float) -> tuple[Decision, bool]:
         """Return what `submit` would decide, and whether it would queue the request. Raises RoutingError."""
         snapshot = copy(self)
         snapshot._router = self._router.snapshot()
         decision = snapshot._eligible(request, snapshot._router.decide(request, now_s, lookup), now_s)
-        if request.priority == LOW:
-            snapshot._check_low_priority(decision, now_s)
-        if self._admits_at_once(request, decision):
+        overtakes = request.priority != LOW or not snapshot._has_to_queue(request, decision, now_s)
+        if overtakes and self._admits_at_once(request, decision):
             return decision, False
         snapshot._check_may_queue(request, decision, now_s)
         return decision, True
@@ -156,31 +155,34 @@ class Admission:
 
     # Limits of the queue.
 
-    def _check_low_priority(self, decision: Decision, now_s: float) -> None:
-        """Raise QueueFull if the queue is half full and others wait for the same model."""
+    def _has_to_queue(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
+        """Return whether a low-priority request must not be sent at once, because the queue is half full and others
+        wait for the same model. Raises QueueFull if it cannot queue."""
         query = decision.query
         assert query is not None
-        if self._half_full and query.group.waiting:
+        if not self._half_full or not query.group.waiting:
+            return False
+        if decision.index < 0 or not self._queues(request):
             raise self._shed(QueueFull(self._queue_s(now_s)))
+        return True
 
-    def _check_may_queue(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
-        """Return whether the request displaces a low-priority one. Raises NotAdmitted."""
+    def _check_may_queue(self, request: RoutingRequest, decision: Decision, now_s: float) -> PendingRequest | None:
+        """Return the queued request that this one displaces; None if it displaces none. Raises NotAdmitted."""
         if not request.may_queue:
             raise WouldQueue(decision.price.own / 1000.0 if decision.price is not None else 1.0)
         if (request.deadline_s or request.total_deadline_s) and self.queue.tenants:
             eligible_nodes.check_deadlines_behind_queue(self.queue, request, decision, now_s)
-        return self._check_queue_limit(request.priority, now_s)
+        return self._check_queue_limit(request, now_s)
 
-    def _check_queue_limit(self, priority: int, now_s: float) -> bool:
-        """Return whether a request of this priority displaces a low-priority one. Raises QueueFull."""
+    def _check_queue_limit(self, request: RoutingRequest, now_s: float) -> PendingRequest | None:
+        """Return the queued request that this one displaces; None if it displaces none. Raises QueueFull."""
         limit = self.config.max_waiting
-        if self.queue.waiting < (limit // 2 if priority == LOW else limit):
-            return False
-        if priority != LOW and self.queue.has_low_priority:
-            return True
-        if priority != HIGH:
+        if self.queue.waiting < (limit // 2 if request.priority == LOW else limit):
+            return None
+        displaced = self.queue.next_to_displace(request)
+        if displaced is None and request.priority != HIGH:
             raise self._shed(QueueFull(self._queue_s(now_s)))
-        return False
+        return displaced
 
     @property
     def _half_full(self) -> bool:
@@ -196,12 +198,10 @@ class Admission:
             self._router.demand_meter.shed += 1
         return error
 
-    def _displace(self, now_s: float) -> None:
-        pending = self.queue.next_to_displace()
-        if pending is not None:
-            error = self._shed(Displaced(self._queue_s(now_s)))
-            self.queue.cancel(pending)
-            pending.on_rejected(error)
+    def _displace(self, pending: PendingRequest, now_s: float) -> None:
+        error = self._shed(Displaced(self._queue_s(now_s)))
+        self.queue.cancel(pending)
+        pending.on_rejected(error)
 
     # Queued requests.
 

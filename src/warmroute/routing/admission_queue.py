@@ -7,13 +7,14 @@ which no node exists at all wait separately (`waiting_for_first_node`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from typing import Final, Protocol
 
 import msgspec
 
-from warmroute.config.priority import LOW, PRIORITY_NAMES
+from warmroute.config.priority import HIGH, LOW, PRIORITY_NAMES
 from warmroute.fleet.group import Group
 from warmroute.fleet.node import Node
 from warmroute.index.lookup import Lookup
@@ -26,11 +27,17 @@ LONG_WAIT_S: Final = 10.0
 """Those turns are used only if a request has waited at least this long."""
 AGE_BONUS: Final = 0.1
 """10 ms of waiting count as much as 1 ms less work."""
+FAIR_LEAD: Final = 2
+"""A tenant has to make room for another one of the same priority if it has this many queued requests more."""
 WORK_SAMPLE: Final = 64
 """Requests of each tenant that `work_ahead_ms` looks at. It extrapolates to the others."""
 
 Key = tuple[int, str]
 """Priority and tenant."""
+
+
+def _key(pending: PendingRequest) -> Key:
+    return pending.request.priority, pending.request.tenant
 
 
 class PendingRequest(Protocol):
@@ -127,7 +134,8 @@ class AdmissionQueue:
         """By priority: admitted work of the tenant whose turn was last. New tenants start there."""
         self.waiting_for_first_node: dict[int, PendingRequest] = {}
         """Requests for which no node exists, in order of arrival, by id()."""
-        self._low_waiting_for_first_node = 0
+        self._counts: Counter[Key] = Counter()
+        """Queued requests of each tenant, including those that wait for a first node."""
         self._admitted = 0
         self.waiting = 0
         """Number of queued requests, including those that wait for a first node."""
@@ -159,14 +167,14 @@ class AdmissionQueue:
     def cancel(self, pending: PendingRequest) -> None:
         """Remove a request if it is queued."""
         if not self.remove_without_node(pending):
-            self.remove((pending.request.priority, pending.request.tenant), pending)
+            self.remove(_key(pending), pending)
 
     def remove(self, key: Key, pending: PendingRequest) -> bool:
         """Return False if the request was not queued."""
         tenant = self.tenants.get(key)
         if tenant is None or not tenant.remove(pending):
             return False
-        self.waiting -= 1
+        self._count_removed(key)
         if not tenant.waiting:
             self.past_work_ms[key] = tenant.work_ms
             del self.tenants[key]
@@ -179,12 +187,17 @@ class AdmissionQueue:
         """Return False if the request did not wait for a first node."""
         if self.waiting_for_first_node.pop(id(pending), None) is None:
             return False
-        self.waiting -= 1
-        self._low_waiting_for_first_node -= pending.request.priority == LOW
+        self._count_removed(_key(pending))
         return True
 
+    def _count_removed(self, key: Key) -> None:
+        self.waiting -= 1
+        self._counts[key] -= 1
+        if not self._counts[key]:
+            del self._counts[key]
+
     def _add(self, pending: PendingRequest, decision: Decision) -> None:
-        key = (pending.request.priority, pending.request.tenant)
+        key = _key(pending)
         tenant = self.tenants.get(key)
         if tenant is None:
             work_ms = max(self._work_level[key[0]], self.past_work_ms.pop(key, 0.0))
@@ -193,11 +206,12 @@ class AdmissionQueue:
         assert query is not None
         tenant.add(QueuedRequest(pending, decision, query.group))
         self.waiting += 1
+        self._counts[key] += 1
 
     def _add_without_node(self, pending: PendingRequest) -> None:
         self.waiting_for_first_node[id(pending)] = pending
         self.waiting += 1
-        self._low_waiting_for_first_node += pending.request.priority == LOW
+        self._counts[_key(pending)] += 1
 
     def update_decision(self, key: Key, queued: QueuedRequest, decision: Decision) -> None:
         self.tenants[key].update_decision(queued, decision)
@@ -213,21 +227,32 @@ class AdmissionQueue:
         return tenant is not None and tenant.waiting.get(id(queued.pending)) is queued
 
     @property
-    def has_low_priority(self) -> bool:
-        return self._low_waiting_for_first_node > 0 or any(key[0] == LOW for key in self.tenants)
-
-    @property
     def has_higher_priority(self) -> bool:
         """Whether a request above low priority waits for room."""
         return any(key[0] != LOW for key in self.tenants)
 
-    def next_to_displace(self) -> PendingRequest | None:
-        """Return the newest low-priority request of the tenant that has the most of them."""
-        low = [(len(tenant.waiting), key) for key, tenant in self.tenants.items() if key[0] == LOW]
-        if low:
-            return next(reversed(self.tenants[max(low)[1]].waiting.values())).pending
-        waiting = reversed(self.waiting_for_first_node.values())
-        return next((pending for pending in waiting if pending.request.priority == LOW), None)
+    def next_to_displace(self, request: RoutingRequest) -> PendingRequest | None:
+        """Return the queued request that makes room for a new one; None if none has to.
+
+        That is the newest request of the largest tenant: with low priority, if the new one has a higher priority; else
+        with the priority of the new one, if that tenant has at least two requests more than the new one's tenant.
+        """
+        if request.priority != LOW and (found := self._largest(LOW)) is not None:
+            return self._newest(found[1])
+        found = self._largest(request.priority) if request.priority != HIGH else None
+        if found is None or found[0] < self._counts[request.priority, request.tenant] + FAIR_LEAD:
+            return None
+        return self._newest(found[1])
+
+    def _largest(self, priority: int) -> tuple[int, Key] | None:
+        """Return the tenant with the most queued requests of this priority, and their number."""
+        return max(((count, key) for key, count in self._counts.items() if key[0] == priority), default=None)
+
+    def _newest(self, key: Key) -> PendingRequest:
+        tenant = self.tenants.get(key)
+        if tenant is not None:
+            return next(reversed(tenant.waiting.values())).pending
+        return next(pending for pending in reversed(self.waiting_for_first_node.values()) if _key(pending) == key)
 
     def work_ahead_ms(self, request: RoutingRequest, group: Group, work_ms: float, now_s: float) -> float:
         """Return the queued prefill work that would be admitted before a new request with this much work.

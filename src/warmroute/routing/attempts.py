@@ -6,8 +6,10 @@
     done        the ticket is closed, the rate limit is settled, the journal has the outcome
 
 Rules:
-1. A node that fails while the request is `trying` leads to the decision's next node, up to `max_attempts` nodes.
+1. A node that fails while the request is `trying` leads to the next node (routing/failover.py), until no eligible node
+   is left or `max_attempts` nodes were tried.
 2. From the first byte of the response on there is no retry: a failure then ends the request as broken.
+   The first token may come later: an engine may send a role or a comment first. Speed is learned from the first token.
 3. A ticket is open exactly while a node has the request. Whatever ends the request closes it.
 
 An `AttemptDriver` does the I/O: the HTTP edge over sockets, replay in virtual time. It calls the methods below when
@@ -31,9 +33,10 @@ from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.admission import Admission
 from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch
+from warmroute.routing.failover import Failover
 from warmroute.routing.rate_limits import Charge
 from warmroute.routing.router import Router
-from warmroute.routing.routing_errors import AllNodesFailed, RoutingError
+from warmroute.routing.routing_errors import AllNodesBusy, RoutingError
 
 Usage = tuple[int | None, int | None, int | None]
 """Prompt tokens, cached prompt tokens and output tokens that a response reports; None where it does not."""
@@ -76,6 +79,7 @@ class Dispatcher(msgspec.Struct, eq=False):
     counters: AttemptCounters
     journal: AttemptJournal | None
     max_attempts: int
+    """Nodes that a request may be sent to; 0: all of them."""
     now: Callable[[], float]
     node_freed: Callable[[Node, float], object]
     """Called when a node may have room for a queued request."""
@@ -110,9 +114,8 @@ class Attempts:
     reported: Usage | None = None
     _queued: bool = False
     _entry: Any = None
-    _fallbacks: list[Node] | None = None
-    """Nodes to try next, the best one last."""
-    _retry_after_s: int | None = None
+    _failover: Failover | None = None
+    """Set once a node has failed."""
     # at the current node
     ticket: Ticket = field(init=False)
     answering: bool = False
@@ -152,7 +155,7 @@ class Attempts:
             journal = dispatcher.journal
             if journal is not None and journal.on:
                 self._entry = journal.begin(self, (now_s - self.entered_s) * 1000.0)
-            self._try(decision.node, now_s)
+            self._try(decision, decision.node, now_s)
         except Exception as error:
             if not self._queued:  # the caller of `enter` handles it
                 raise
@@ -164,12 +167,15 @@ class Attempts:
             self.done = True
             if self.charge is not None:
                 self.charge.cancel()
-            self.driver.reject(error)
+            try:
+                self.driver.reject(error)
+            except Exception as failure:
+                self.driver.internal_error(failure)
 
     # One node after another.
 
-    def _try(self, node: Node, now_s: float) -> None:
-        self.ticket = self._dispatcher.router.dispatch(self.decision, node, now_s)
+    def _try(self, decision: Decision, node: Node, now_s: float) -> None:
+        self.ticket = self._dispatcher.router.dispatch(decision, node, now_s)
         self.tried += 1
         self.driver.send(node)
 
@@ -178,25 +184,38 @@ class Attempts:
         self._dispatcher.fleet.check_failed(self.ticket.node, now_s, reason)
         self.node_failed(Outcome.FAILED, reason, now_s)
 
-    def node_failed(self, outcome: Outcome, reason: str, now_s: float) -> None:
-        """The node failed before the client received anything: try the next one, or reject the request."""
-        dispatcher = self._dispatcher
+    def node_failed(
+        self, outcome: Outcome, reason: str, now_s: float, *, status: int = 0, retry_after_s: int | None = None
+    ) -> None:
+        """The node failed before the client received anything: try the next one, or reject the request.
+
+        `status`: that of a busy node, if it answered.
+        """
+        dispatcher, node = self._dispatcher, self.ticket.node
         dispatcher.close_ticket(self, outcome, now_s, reason)
-        fallbacks = self._fallbacks
-        if fallbacks is None:
-            fallbacks = self._fallbacks = self.decision.fallbacks()
-            fallbacks.reverse()
-        while fallbacks and self.tried < dispatcher.max_attempts:
-            node = fallbacks.pop()
-            if node.draining or node.health.confirmed_down:
-                continue
-            dispatcher.counters.retries += 1
-            self._try(node, now_s)
-            return
+        failover = self._failover
+        if failover is None:
+            failover = self._failover = Failover(self.decision)
+        failover.failed.append(node)
+        if outcome is Outcome.BUSY:
+            failover.busy(node, status, retry_after_s, now_s)
+        if self.tried < dispatcher.max_attempts or not dispatcher.max_attempts:
+            next_node = failover.next_node(dispatcher.router, self.request, self.lookup, now_s)
+            if next_node is not None:
+                dispatcher.counters.retries += 1
+                self._try(failover.decision, next_node, now_s)
+                return
         self.done = True
         if self.charge is not None:
             self.charge.cancel()
-        self.status = self.driver.reject(AllNodesFailed(self.tried, self._retry_after_s))
+        if len(failover.failed) > 1:  # then the request may be at fault
+            for failed in failover.failed:
+                failed.excused_failures += 1
+        error = failover.error()
+        demand_meter = dispatcher.router.demand_meter
+        if demand_meter is not None and isinstance(error, AllNodesBusy):
+            demand_meter.shed += 1
+        self.status = self.driver.reject(error)
         self._complete_entry(outcome, now_s)
 
     # The response.
@@ -205,20 +224,24 @@ class Attempts:
         """The node's first byte arrived. Return whether its response goes to the client; else the request moved on."""
         if status >= 500 or status == 429:
             if status in (429, 503):
-                self._retry_after_s = retry_after_s or self._retry_after_s or 1
-                self.node_failed(Outcome.BUSY, f"HTTP status {status}: the node is busy", now_s)
+                reason = f"HTTP status {status}: the node is busy"
+                self.node_failed(Outcome.BUSY, reason, now_s, status=status, retry_after_s=retry_after_s)
             else:
                 self.node_failed(Outcome.FAILED, f"HTTP status {status}", now_s)
             return False
         self.answering = True
         self.status = status
-        ticket = self.ticket
-        ticket.first_byte(now_s, status < 400)
+        return True
+
+    def first_token(self, now_s: float) -> None:
+        """The response's first token arrived, or as much of the response as the router can see of it: its first byte,
+        or the end of a response without tokens."""
+        ticket, served = self.ticket, self.status < 400
+        ticket.first_token(now_s, served)
         demand_meter = self._dispatcher.router.demand_meter
-        if demand_meter is not None and status < 400 and (self.request.streams or not isinstance(ticket, Dispatch)):
+        if demand_meter is not None and served and (self.request.streams or not isinstance(ticket, Dispatch)):
             demand_meter.record_ttft((now_s - self.request.arrived_s) * 1000.0)
         self._dispatcher.node_freed(ticket.node, now_s)
-        return True
 
     @property
     def wants_usage(self) -> bool:
@@ -228,6 +251,8 @@ class Attempts:
 
     def response_ended(self, usage: Usage | None, now_s: float) -> None:
         """The client has the whole response."""
+        if not self.ticket.first_token_s:
+            self.first_token(now_s)
         self.done = True
         charge, ticket, dispatcher = self.charge, self.ticket, self._dispatcher
         demand_meter = dispatcher.router.demand_meter

@@ -1,15 +1,17 @@
 """A dispatch: the ticket of a request whose prompt was looked up, with a prediction of what the node's cache holds.
 
 opened         the router expects the node to hold the prompt's blocks soon
-first byte     the node holds them
+first token    the node holds them
 usage          the response reports how many of them were cached
-closed         without a first byte, or rejected: the router withdraws the prediction
+closed         without a first token, or rejected: the router withdraws the prediction
 
 A response that is not streamed arrives all at once at its end. Its prefill counts as done when it is expected to be,
 and of its whole time the router learns the part that took longer: the prefill or the decoding.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from warmroute._kernel import TicketState
 from warmroute.fleet.decode_speed import DecodeSpeed
@@ -22,33 +24,36 @@ from warmroute.routing.output_length import OutputLengthEstimate
 
 
 class Dispatch(Ticket):
-    __slots__ = ("_cache_view", "_output_lengths", "prediction", "request")
+    __slots__ = ("_cache_view", "_others", "_output_lengths", "_prompts", "cached", "prediction", "request")
 
     def __init__(
         self, request: RoutingRequest, node: Node, now_s: float, cache_view: CacheView,
         output_lengths: OutputLengthEstimate, decode_speed: DecodeSpeed, prediction: Prediction | None, tokens: int,
-        new: int, work: float,
+        new: int, work: float, cached: int, prompts: int = 1, others: Sequence[Prediction] = (),
     ) -> None:  # fmt: skip
-        """Of the prompt's `tokens`, the node has to prefill `new` ones, which is this much `work`."""
+        """Of the prompt's `tokens`, the node has to prefill `new` ones, which is this much `work`. `others`:
+        predictions of the request's other prompts; it has `prompts` of them altogether."""
         self.request = request
         self._cache_view = cache_view
         self._output_lengths = output_lengths
         self.prediction = prediction
-        self.open(node, now_s, decode_speed, request.streams, tokens, new, work)
+        self.cached = cached
+        """Prompt tokens that the node's cache should have. `new` counts them only as far as the router trusts this."""
+        self._prompts = prompts
+        self._others = others
+        self.open(node, now_s, decode_speed, request.streams and prompts == 1, tokens, new, work)
         groups = self._groups = node.groups
         for group in groups:
             group.inflight += 1
 
-    def first_byte(self, now_s: float, served: bool = True) -> None:
-        TicketState.first_byte(self, now_s, served)
+    def first_token(self, now_s: float, served: bool = True) -> None:
+        # The first token of several prompts says nothing about the prefill of the others.
+        TicketState.first_token(self, now_s, served and self._prompts == 1)
         prediction = self.prediction
         if served and prediction is not None:
             self._cache_view.first_token(prediction, now_s)
-
-    @property
-    def cached(self) -> int:
-        """Prompt tokens that the router expects to be cached on the node."""
-        return self.tokens - self._new_tokens
+            for other in self._others:
+                self._cache_view.first_token(other, now_s)
 
     @property
     def rank(self) -> int | None:
@@ -68,16 +73,21 @@ class Dispatch(Ticket):
         if prompt_tokens is not None:
             prediction.check_prompt_tokens(prompt_tokens)
         if cached_tokens is not None:
-            prediction.check_cached_tokens(cached_tokens, now_s)
-        self.record_answer(output_tokens, now_s)
-        if output_tokens is not None:
+            prediction.check_cached_tokens(cached_tokens, now_s, prompt_tokens)
+        each = output_tokens  # the output of one prompt: the node generates those of all prompts at the same time
+        if each is not None and self._prompts > 1:
+            each //= self._prompts
+        self.record_answer(each, now_s)
+        if output_tokens is not None and each is not None:
             request = self.request
-            self._output_lengths.record(request.model, request.tenant, output_tokens)
+            self._output_lengths.record(request.model, request.tenant, each)
             prediction.record_output(output_tokens, now_s)
 
     def close(self, outcome: Outcome, now_s: float) -> None:
         if self.release(outcome, now_s):
             for group in self._groups:
                 group.inflight -= 1
-            if self.prediction is not None and (not self.first_byte_s or outcome is Outcome.REJECTED):
+            if self.prediction is not None and (not self.first_token_s or outcome is Outcome.REJECTED):
                 self.prediction.withdraw()
+                for other in self._others:
+                    other.withdraw()

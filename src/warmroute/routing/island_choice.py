@@ -104,6 +104,8 @@ class IslandChoice:
     def _on_islands(self, query: Query, *islands: str) -> Candidates:
         if query.candidates is query.group.up:
             return query.group.on_islands(*islands)
+        if query.group.windows is not None:
+            return query.candidates.subset(islands, lambda node: node.island in islands)
         nodes = query.candidates.nodes
         return Candidates([node for node in nodes if node.island in islands], len(nodes))
 

@@ -48,8 +48,17 @@ class Query(msgspec.Struct, eq=False):
 
 def lookup_of(prompt: Prompt, cache_group: str) -> Lookup:
     """Return the lookup of a tokenized prompt. `cache_group`: the tenant, or the tenants it shares caches with."""
-    exact = prompt.exact
+    exact, truncated = prompt.exact, prompt.truncated
     exact_tokens = prompt.exact_tokens if exact else 0
-    return Lookup(
-        prompt.tokens, prompt.token_count, exact_tokens, prompt.cache_salt, cache_group, prompt.media, not exact
-    )
+    lookup = Lookup(
+        prompt.tokens, prompt.token_count, exact_tokens, prompt.cache_salt, cache_group, prompt.media,
+        truncated or not exact,
+    )  # fmt: skip
+    if truncated or prompt.skips_cache or prompt.others:
+        lookup.comparable, lookup.skips_cache = False, prompt.skips_cache
+        lookup.others = tuple([lookup_of(other, cache_group) for other in prompt.others])
+        lookup.more_tokens = prompt.total_tokens - prompt.token_count
+        lookup.prompts = 1 + len(prompt.others) + prompt.unread_prompts
+        for other in lookup.others:
+            other.comparable = False
+    return lookup

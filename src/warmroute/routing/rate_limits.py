@@ -19,6 +19,9 @@ from warmroute.routing.routing_errors import RateLimited
 BYTES_PER_TOKEN: Final = 4.0
 """Converts the body's size to prompt tokens, if the prompt was not tokenized."""
 
+MAX_DEBT_MIN: Final = 10.0
+"""The longest time for which usage that a response reported can shut a tenant out, in minutes of its limit."""
+
 
 class Bucket:
     __slots__ = ("_level", "_updated_s", "limit")
@@ -42,8 +45,8 @@ class Bucket:
         return missing * 60.0 / self.limit if missing > 1e-9 else 0.0
 
     def take(self, amount: float) -> None:
-        """A negative amount is given back."""
-        self._level -= amount
+        """A negative amount is given back. A debt is at most MAX_DEBT_MIN minutes."""
+        self._level = max(self._level - amount, -MAX_DEBT_MIN * self.limit)
 
 
 class TenantLimits(msgspec.Struct, eq=False):
@@ -114,6 +117,10 @@ class Charge(msgspec.Struct, eq=False):
     @property
     def wants_usage(self) -> bool:
         return self._limits.tokens is not None
+
+    def headers(self, now_s: float) -> tuple[tuple[str, str], ...]:
+        """Return what is left of the tenant's limits as x-ratelimit headers."""
+        return self._limits.headers(now_s)
 
     def settle(self, prompt: int | None, output: int | None) -> None:
         """Replace the expected usage with what the response reports. Only the first call counts."""

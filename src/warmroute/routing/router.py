@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from random import Random
 
 from warmroute.config import Pricing, RouteConfig, Routing
@@ -16,7 +17,9 @@ from warmroute.fleet.ticket import Ticket
 from warmroute.index.cache_view import CacheView
 from warmroute.index.hot_prefixes import HotPrefixes
 from warmroute.index.lookup import Lookup
+from warmroute.index.prediction import Prediction
 from warmroute.prompt.routing_request import RoutingRequest
+from warmroute.routing.context_fit import ContextFit
 from warmroute.routing.decision import Decision, Policy
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.island_choice import IslandChoice
@@ -24,7 +27,7 @@ from warmroute.routing.output_length import OutputLengthEstimate
 from warmroute.routing.policies import make_policy
 from warmroute.routing.price_terms import ASSUMED_PROMPT_TOKENS
 from warmroute.routing.query import Query
-from warmroute.routing.routing_errors import MissingModel, NoNodeAvailable, UnknownModel
+from warmroute.routing.routing_errors import MissingModel, NoNodeAvailable, RoutingError, UnknownModel
 
 
 class Router:
@@ -39,6 +42,7 @@ class Router:
         self._fleet = fleet
         self._cache_view = cache_view
         self.output_lengths = OutputLengthEstimate()
+        self._context_fit = ContextFit(cache_view, self.output_lengths)
         self.island_choice = IslandChoice(fleet.islands, cache_view, self.output_lengths)
         self.demand_meter: DemandMeter | None = None
         """Set if the fleet is autoscaled."""
@@ -74,18 +78,27 @@ class Router:
         """`lookup` has the prompt's blocks, if the policy wants them. Raises RoutingError."""
         group = self._fleet.group(request.model) or self._group(request)
         up = candidates = group.up
+        if group.windows is not None:
+            up = candidates = self._context_fit.candidates(request, group, group.windows, up)
         if now_s < group.slow_start_until_s:
             candidates = self._apply_slow_start(candidates, now_s)
+        uses_last_resort = False
         if not candidates.nodes:
             candidates = group.last_resort
+            if group.windows is not None:
+                candidates = self._context_fit.candidates(request, group, group.windows, candidates)
             if not candidates.nodes:
                 raise NoNodeAvailable(request.model)
+            uses_last_resort = True
         query = Query(request, candidates, group, now_s, lookup, self._cache_view, now_s)
-        decision = self._decide(query) if self._by_route or group.spans_islands else self.policy.decide(query)
+        try:
+            decision = self._choose(query) if self._by_route or group.spans_islands else self.policy.decide(query)
+        except Exception as error:
+            decision = self._decide_by_load(query, error)
         if candidates is not up and len(candidates) < len(up):  # nodes in slow start are still fallbacks
             decision = decision.with_fallbacks(up.nodes)
-        if group.half_open and candidates is not group.last_resort:
-            node = next((node for node in group.half_open if node.needs_trial_request), None)
+        if group.half_open and not uses_last_resort:
+            node = self._half_open_node(request, group)
             if node is not None:
                 chosen = decision
                 decision = Decision(
@@ -95,14 +108,42 @@ class Router:
         decision.query = query
         return decision
 
+    @staticmethod
+    def _half_open_node(request: RoutingRequest, group: Group) -> Node | None:
+        """Return a node for which the request can be the trial request."""
+        windows, tokens = group.windows, request.input_tokens
+        for node in group.half_open:
+            if node.needs_trial_request and (windows is None or windows.holds(node, tokens)):
+                return node
+        return None
+
     def _decide(self, query: Query) -> Decision:
+        try:
+            return self._choose(query)
+        except Exception as error:
+            return self._decide_by_load(query, error)
+
+    def _choose(self, query: Query) -> Decision:
         policy = self.policy_of(query.request)
         return self.island_choice.decide(query, policy) if query.group.spans_islands else policy.decide(query)
+
+    def _decide_by_load(self, query: Query, error: Exception) -> Decision:
+        """Decide without the cache index, which failed at this prompt: an error in it must not fail a request."""
+        if query.lookup is None:
+            raise error
+        self._cache_view.lookup_failed(error)
+        query.lookup, query.known_hits = None, {}
+        return self._choose(query)
 
     def decide_again(self, query: Query, now_s: float) -> Decision:
         """Decide for the same request a moment later, without looking up its hits again."""
         group = self._fleet.group(query.group.model)
-        if group is None or group.up is not query.candidates or group.half_open or now_s < group.slow_start_until_s:
+        if group is None or group.half_open or now_s < group.slow_start_until_s:
+            return self.decide(query.request, now_s, query.lookup)
+        up = group.up
+        if group.windows is not None:
+            up = self._context_fit.candidates(query.request, group, group.windows, up)
+        if up is not query.candidates or not up.nodes:
             return self.decide(query.request, now_s, query.lookup)
         repeated = query.repeat(now_s)
         decision = self._decide(repeated)
@@ -117,12 +158,28 @@ class Router:
         decision.query = among
         return decision
 
+    def usable_nodes(self, request: RoutingRequest) -> tuple[Node, ...]:
+        """Return the nodes that may serve the request: those that are up, then those of last resort."""
+        try:
+            group = self._fleet.group(request.model) or self._group(request)
+            if group.windows is not None:
+                fitting = partial(self._context_fit.candidates, request, group, group.windows)
+                return (*fitting(group.up).nodes, *fitting(group.last_resort).nodes)
+        except RoutingError:
+            return ()
+        return (*group.up.nodes, *group.last_resort.nodes)
+
     def dispatch(self, decision: Decision, node: Node, now_s: float) -> Ticket:
         """Open the ticket of a request on the node that it is sent to: the chosen one or a fallback."""
         query = decision.query
         if query is not None:
+            if (windows := query.group.windows) is not None:
+                windows.record(self._context_fit.needed(query.request), now_s)
             if query.move_reason is not None:
-                self.island_choice.dispatched(query, node, now_s)
+                try:
+                    self.island_choice.dispatched(query, node, now_s)
+                except Exception as error:
+                    self._cache_view.lookup_failed(error)
             if query.group.adapter is not None:
                 node.loaded_adapters.mark_used(query.group.model)
         demand_meter = self.demand_meter
@@ -131,20 +188,29 @@ class Router:
                 demand_meter.record_sent(ASSUMED_PROMPT_TOKENS, 0.0, ASSUMED_PROMPT_TOKENS)
             return Ticket(node, now_s)
         request, lookup, cache_view = query.request, query.lookup, self._cache_view
-        hits = query.known_hits
-        hit = (hits if hits is not None else query.hits()).get(node.name)
-        prediction = cache_view.record_routed(query.group.model, lookup, node.name, hit, now_s)
-        tokens = lookup.token_count
+        others: list[Prediction] = []
+        try:
+            hits = query.known_hits
+            hit = (hits if hits is not None else query.hits()).get(node.name)
+            model, record = query.group.model, cache_view.record_routed
+            prediction = record(model, lookup, node.name, hit, now_s)
+            if lookup.others:
+                predicted = [record(model, other, node.name, None, now_s) for other in lookup.others]
+                others = [one for one in predicted if one is not None]
+        except Exception as error:
+            cache_view.lookup_failed(error)
+            return Ticket(node, now_s)
+        tokens, prompts = lookup.token_count + lookup.more_tokens, lookup.prompts
         cached = hit.expected if hit is not None else 0.0
         new = tokens - cached
-        new_work = work(new, cached)
+        new_work = work(new, cached) if prompts == 1 else prompts * work(new / prompts, cached / prompts)
         if demand_meter is not None:
             demand_meter.record_sent(tokens, tokens - int(new), new_work)
             if self.hot is not None and prediction is not None:
                 self.hot.record(prediction.chain, prediction.cache.block_size, lookup, now_s)
         return Dispatch(
             request, node, now_s, cache_view, self.output_lengths, query.group.decode_speed, prediction, tokens,
-            int(new), new_work,
+            int(new), new_work, hit.tokens if hit is not None else 0, prompts, others,
         )  # fmt: skip
 
     def _group(self, request: RoutingRequest) -> Group:

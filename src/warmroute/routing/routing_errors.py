@@ -27,12 +27,28 @@ class NoNodeAvailable(RoutingError):
     """Nodes serve this model, or may do so, but none of them is available now."""
 
 
+class ContextTooLong(RoutingError):
+    """The prompt is longer than the context window of every node that serves its model."""
+
+    def __init__(self, prompt_tokens: int, max_model_len: int) -> None:
+        """`max_model_len`: the longest window of these nodes."""
+        self.prompt_tokens = prompt_tokens
+        self.max_model_len = max_model_len
+
+
 class AllNodesFailed(RoutingError):
     """Every node that was tried failed before the client received anything."""
 
     def __init__(self, tried: int, retry_after_s: int | None) -> None:
         """`retry_after_s` is None where no node said that it is busy."""
         self.tried = tried
+        self.retry_after_s = retry_after_s
+
+
+class AllNodesUnavailable(RoutingError):
+    """Every node that was tried answered 503, and not all of them said when to come back."""
+
+    def __init__(self, retry_after_s: int) -> None:
         self.retry_after_s = retry_after_s
 
 
@@ -52,7 +68,8 @@ class QueueFull(NotAdmitted):
 
 
 class Displaced(QueueFull):
-    """The request was removed from the queue in favor of one with a higher priority."""
+    """The request was removed from the queue in favor of one with a higher priority, or of one of a tenant that has
+    fewer requests in it."""
 
     reason = "displaced"
 
@@ -61,6 +78,16 @@ class NodeQueuesFull(QueueFull):
     """The engine queue of every node is over the threshold."""
 
     reason = "queue_threshold"
+
+
+class AllNodesBusy(NotAdmitted):
+    """Every node that was tried answered that it is busy: 429, or 503 with Retry-After."""
+
+    reason = "nodes_busy"
+
+    def __init__(self, retry_after_s: int) -> None:
+        """`retry_after_s`: the shortest that a node said."""
+        self.retry_after_s = retry_after_s
 
 
 class WouldQueue(NotAdmitted):

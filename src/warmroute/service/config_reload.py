@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from warmroute.config import Config, ConfigError, keys_needing_restart
 from warmroute.event_log import EventLog
+from warmroute.service.process_exit import reconfigure_exit
 from warmroute.telemetry import log as logs
 
 if TYPE_CHECKING:
     from warmroute.service.service import Service
 
 log = EventLog("warmroute.service")
-FILE_CHECK_S = 0.5
 
 
 class ConfigReload:
@@ -24,9 +23,13 @@ class ConfigReload:
         self.read_config = read_config
         self.started_with = self.current = read_config()
 
-    def reload(self) -> str | None:
-        """Apply a changed configuration. Running requests continue. Return the error if the configuration is invalid:
-        then the previous one stays."""
+    def reload(self, reason: str = "admin API") -> str | None:
+        """Apply a changed configuration and changed certificates. Running requests continue. Return the error if they
+        are invalid: then the previous ones stay. `reason`: who asked for it."""
+        log.info("reload_requested", reason=reason)
+        return self._reload_config() or self._service.certificates.reload()
+
+    def _reload_config(self) -> str | None:
         service, before = self._service, self.current
         try:
             config = self.read_config()
@@ -36,6 +39,7 @@ class ConfigReload:
             log.error("config_rejected", "The router keeps the previous configuration.", reason=error)
             return str(error)
         if config == before:
+            log.info("config_unchanged")
             return None
         self.current = config
         if keys := self.needs_restart():
@@ -59,11 +63,14 @@ class ConfigReload:
             service.tokenizer_registry.reconfigure(config.prompts, config.models)
         if config.log != before.log:
             logs.set_up(config.log)
+        if config.shutdown != before.shutdown:
+            reconfigure_exit(config.shutdown)
         service.journal.reconfigure(config.journal)
         if config.islands != before.islands or config.island_affinity != before.island_affinity:
             service.fleet.islands.reconfigure(config.islands, config.island_affinity)
         if config.scaling.enabled and service.scaling is not None:
             service.scaling.reconfigure(config)
+        service.fleet.outlier_detection.config = config.outlier_detection
         service.proxy.reconfigure(config)
         service.watcher.reconfigure(config)
         changed = service.nodes.reconfigure(config.nodes, config.health)
@@ -79,24 +86,8 @@ class ConfigReload:
         provisioners = (*self.current.provisioners, *self.started_with.provisioners)
         return {node.api_key_env for node in self.current.nodes} | {one.api_key_env for one in provisioners}
 
-    async def watch_file(self, path: Path) -> None:
-        """Reload when the file has changed and then stayed the same for FILE_CHECK_S: it may be half written before."""
-        loaded = previous = _file_version(path)
-        while True:
-            await asyncio.sleep(FILE_CHECK_S)
-            version = _file_version(path)
-            settled, previous = version == previous, version
-            if version != loaded and settled:
-                loaded = version
-                try:
-                    self.reload()
-                except Exception:
-                    log.exception("config_reload_failed", file=path)
-
-
-def _file_version(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    def file_changed(self, path: Path) -> None:
+        try:
+            self.reload(f"{path} changed")
+        except Exception:
+            log.exception("config_reload_failed", file=path)

@@ -36,6 +36,18 @@ class NodeSet:
         log.info("node_removed", "Its running requests finish.", node=node.name, requests_in_flight=node.inflight)
         return node
 
+    def drain_node(self, name: str, draining: bool) -> Node:
+        """Send a node no new requests, or send it requests again. Raises UnknownNode."""
+        node = self._service.fleet.drain(name, draining)
+        if draining:
+            log.info(
+                "node_draining", "It gets no new requests; running ones finish.", node=node.name,
+                requests_in_flight=node.inflight,
+            )  # fmt: skip
+        else:
+            log.info("node_undrained", "It gets requests again.", node=node.name)
+        return node
+
     def reconfigure(self, nodes: Sequence[NodeConfig], health: Health) -> tuple[int, int]:
         """Apply the configured nodes. Return how many were added and removed."""
         added, removed = self._service.fleet.reconfigure(nodes, health)
@@ -56,8 +68,13 @@ class NodeSet:
 
 def log_health_change(node: Node, before: HealthState) -> None:
     state = node.health.state
-    fields = {"node": node.name, "previous": before.value, "reason": node.health.reason}
-    if state is not HealthState.DOWN:
+    fields: dict[str, object] = {"node": node.name, "previous": before.value, "reason": node.health.reason}
+    if state is HealthState.EJECTED:
+        duration_s = node.health.ejection_s
+        log.warning("node_ejected", "The router sends it no requests for a while.", duration_s=duration_s, **fields)
+    elif before is HealthState.EJECTED and state is HealthState.UP:
+        log.info("node_returned", **fields)
+    elif state is not HealthState.DOWN:
         log.info(f"node_{state.value}", **fields)
     elif node.draining:  # a node that still loads, or is about to be removed
         log.info("node_down", "The node is draining.", **fields)

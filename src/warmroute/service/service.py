@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,14 @@ from warmroute.console.decisions import Decisions
 from warmroute.edge.async_handler import AsyncHandler
 from warmroute.edge.connection_pool import ConnectionPools
 from warmroute.edge.listener import Listener
-from warmroute.edge.listening_sockets import listen_tcp, listen_unix, server_tls
+from warmroute.edge.listening_sockets import listen_tcp, listen_unix
 from warmroute.edge.node_client import NodeClient
 from warmroute.edge.prompt_reader import PromptReader
 from warmroute.edge.proxy import Proxy
 from warmroute.edge.timer_wheel import TimerWheel
 from warmroute.engines.node_watcher import NodeWatcher
 from warmroute.engines.remote_tokenizer import RemoteTokenizer
-from warmroute.event_log import EventLog
+from warmroute.event_log import EventLog, where_it_failed
 from warmroute.fleet.fleet import Fleet
 from warmroute.index.cache_view import CacheView
 from warmroute.prompt.tokenizer import pack_token_ids
@@ -32,9 +33,16 @@ from warmroute.prompt.tokenizer_registry import TokenizerRegistry
 from warmroute.routing.admission import Admission
 from warmroute.routing.router import Router
 from warmroute.scaling.scaling_service import ScalingService
+from warmroute.service.certificates import Certificates
 from warmroute.service.config_reload import ConfigReload
+from warmroute.service.file_watch import watch_files
+from warmroute.service.model_report import describe_models
+from warmroute.service.model_watch import ModelWatch
 from warmroute.service.node_set import NodeSet, log_health_change
 from warmroute.service.periodic_tasks import run_admission, run_clean_up
+from warmroute.service.process_exit import guard_exit
+from warmroute.service.startup import hold_until_started
+from warmroute.service.tokenizer_search import find_tokenizer_files
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.journal import Journal
 from warmroute.telemetry.loop_delay import watch_loop_delay
@@ -43,6 +51,9 @@ from warmroute.telemetry.prometheus import MetricsPage
 log = EventLog("warmroute.service")
 SWITCH_INTERVAL_S = 0.0005
 """Longest time for which a thread that tokenizes a prompt keeps the interpreter lock from the event loop."""
+
+CUT_OFF_S = 1.0
+"""How long clients may take to read the end of a response that was cut off."""
 
 
 class Service:
@@ -53,11 +64,14 @@ class Service:
         self._config_file = config_file
         config, now = self.config, time.monotonic
         self.counters = Counters()
-        self.fleet = Fleet(config.health, log_health_change)
+        self.fleet = Fleet(config.health, log_health_change, config.outlier_detection)
         self.fleet.islands.reconfigure(config.islands, config.island_affinity)
         self.cache_view = CacheView(config.index)
-        self.tokenizer_registry = TokenizerRegistry(config.prompts, config.models)
-        self.prompt_reader = PromptReader(self.tokenizer_registry, config.prompts, self.counters, self._fetch_tokens)
+        self.tokenizer_registry = TokenizerRegistry(config.prompts, config.models, locate=find_tokenizer_files)
+        self.prompt_reader = PromptReader(
+            self.tokenizer_registry, config.prompts, self.counters, self._fetch_tokens,
+            is_served=lambda model: self.fleet.group(model) is not None,
+        )  # fmt: skip
         self.router = Router(self.fleet, self.cache_view, config.routing, config.price, config.routes)
         self.admission = Admission(self.router, config.admission, config.routes)
         self.timers = TimerWheel(now)
@@ -80,7 +94,9 @@ class Service:
             on_models=lambda node, cards: self.tokenizer_registry.set_model_cards(node.name, cards),
         )
         self.remote_tokenizer = RemoteTokenizer(node_client.post, pack_token_ids)
+        self.model_watch = ModelWatch(self.fleet, self.tokenizer_registry, node_client.post, lambda: self.config)
         self.nodes = NodeSet(self)
+        self.certificates = Certificates(self)
         self.scaling = self._create_scaling(config, node_client) if config.scaling.enabled else None
         page = MetricsPage(
             self.fleet,
@@ -95,6 +111,7 @@ class Service:
         admin = AdminApi(self.fleet, self.cache_view, page, decisions, self, config.admin.token_sha256)
         self.admin_listener = Listener(AsyncHandler(admin.answer, admin.admit), config.limits, self.timers)
         self.add_node, self.remove_node = self.nodes.add_node, self.nodes.remove_node
+        self.drain_node = self.nodes.drain_node
         self.reload, self.needs_restart = self.config_reload.reload, self.config_reload.needs_restart
         self.readiness = self.proxy.own_endpoints.readiness
         self._servers: list[asyncio.Server] = []
@@ -128,6 +145,13 @@ class Service:
     def describe_scaling(self) -> dict[str, Any]:
         return self.scaling.describe() if self.scaling is not None else {"enabled": False}
 
+    def describe_models(self) -> list[dict[str, Any]]:
+        models = {model.name: model for model in self.config.models}
+        return describe_models(
+            self.fleet, self.tokenizer_registry, self.model_watch, self.counters, models,
+            self.config.prompts.remote_tokenize,
+        )  # fmt: skip
+
     async def _fetch_tokens(self, model: str, path: bytes, body: bytes) -> bytes | None:
         """Return the tokens of a prompt, from the least loaded vLLM node of its model."""
         group = self.fleet.group(model)
@@ -142,6 +166,9 @@ class Service:
         """Raises ConfigError if an address cannot be used or a tokenizer cannot be loaded."""
         config = self.config
         await self.tokenizer_registry.load_configured()
+        if config.startup.max_wait_s:
+            self.proxy.own_endpoints.starting = True
+            self.proxy.hold_requests()
         address = await self._listen()
         loop = asyncio.get_running_loop()
         self._tasks = [
@@ -149,13 +176,18 @@ class Service:
             loop.create_task(watch_loop_delay(self.counters)),
             loop.create_task(run_clean_up(self.cache_view, self.tokenizer_registry)),
             loop.create_task(run_admission(self.admission, self.fleet)),
+            loop.create_task(self.model_watch.run()),
             loop.create_task(self.journal.run()),
         ]
-        if self._config_file is not None:
-            self._tasks.append(loop.create_task(self.config_reload.watch_file(self._config_file)))
+        if (file := self._config_file) is not None:
+            changed = watch_files(lambda: [file], lambda: self.config_reload.file_changed(file))
+            self._tasks.append(loop.create_task(changed))
+        self._tasks.append(loop.create_task(watch_files(lambda: self.certificates.files, self.certificates.reload)))
         self.nodes.reconfigure(config.nodes, config.health)
         if self.scaling is not None:
             await self.scaling.start()
+        if config.startup.max_wait_s:
+            self._tasks.append(loop.create_task(hold_until_started(self)))
         admin = f"http://{_url_host(config.admin.host)}:{self.admin_port}" if config.admin.enabled else "off"
         log.info("service_started", address=address, admin=admin, nodes=len(self.fleet), policy=config.routing.policy)
         if not config.keys and not config.listen.unix_socket and not is_loopback(config.listen.host):
@@ -168,7 +200,7 @@ class Service:
     async def _listen(self) -> str:
         """Open the listeners. Return the address for clients."""
         listen, admin = self.config.listen, self.config.admin
-        tls = server_tls(listen.tls_cert, listen.tls_key)
+        tls = self.certificates.load()
         if listen.unix_socket:
             self._servers.append(await listen_unix(self.listener, listen.unix_socket, tls))
             address = f"unix:{listen.unix_socket}"
@@ -207,7 +239,7 @@ class Service:
                 requests=self.listener.busy,
                 deadline_s=shutdown.deadline_s,
             )
-            self.listener.abort_all()
+            await self._cut_off()
         self.admin_listener.abort_all()
         for server in self._servers:
             server.close()
@@ -215,6 +247,7 @@ class Service:
             await self.scaling.close()
         self.watcher.close()
         self.prompt_reader.close()
+        self.proxy.body_scanner.close()
         self.tokenizer_registry.close()
         self.pools.close()
         for task in self._tasks:
@@ -222,20 +255,33 @@ class Service:
         await self.journal.close()
         await asyncio.sleep(0)
 
+    async def _cut_off(self) -> None:
+        """End running requests with an error, and give their clients a moment to read it."""
+        self.listener.cut_off_all()
+        try:
+            async with asyncio.timeout(CUT_OFF_S):
+                await self.listener.until_empty()
+        except TimeoutError:
+            self.listener.abort_all()
+
     def stop_now(self) -> None:
         """Cut off running requests, so that `stop` ends at once."""
         self._stop_now.set()
-        self.listener.abort_all()
+        self.listener.cut_off_all()
 
     async def run_until_signal(self) -> None:
         """Start, serve until SIGTERM or SIGINT, and stop. A second signal cuts off running requests."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         loop = asyncio.get_running_loop()
         signaled = asyncio.Event()
+        threads = ThreadPoolExecutor(thread_name_prefix="warmroute-worker")
+        loop.set_default_executor(threads)
         await self.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, signaled.set)
-        loop.add_signal_handler(signal.SIGHUP, self.reload)
+        guard_exit(self.config.shutdown)
+        loop.add_signal_handler(signal.SIGHUP, self.reload, "SIGHUP")
+        loop.set_exception_handler(_log_loop_error)
         gc.collect()
         gc.freeze()
         await signaled.wait()
@@ -244,6 +290,14 @@ class Service:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop_now)
         await stopping
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _log_loop_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """An exception that nothing caught. Its message may contain a user's text."""
+    error = context.get("exception")
+    reason = where_it_failed(error) if isinstance(error, BaseException) else str(context.get("message", ""))
+    log.error("event_loop_error", "The router continues.", reason=reason)
 
 
 def _url_host(host: str) -> str:

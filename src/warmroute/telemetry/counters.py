@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Final
+
+PROMPT_READINGS: Final = ("exact", "inexact", "text", "none")
+"""How the router read a prompt: as the engine's tokens; as tokens of which the engine may not have all; as text
+because there is no tokenizer, or it cannot render the request; or not at all."""
 
 
 class Counters:
@@ -13,6 +18,7 @@ class Counters:
         "journal_dropped",
         "journal_written",
         "loop_delay_max_s",
+        "prompts",
         "prompts_in_threads",
         "prompts_not_tokenized",
         "rejected",
@@ -39,6 +45,8 @@ class Counters:
         """Attempts on another node after a failed one."""
         self.stale_connections = 0
         """Requests sent again because the node had closed the kept-alive connection."""
+        self.prompts: Counter[tuple[str, str]] = Counter()
+        """Prompts by served model and reading (PROMPT_READINGS)."""
         self.prompts_in_threads = 0
         """Prompts that a thread tokenized."""
         self.prompts_not_tokenized = 0

@@ -48,7 +48,7 @@ MAX_PENDING: Final = 8192
 CLOSE_TIMEOUT_S: Final = 2.0
 
 End = tuple[Outcome, Node, int, int, float, float]
-"""The outcome, the node tried last, the number of nodes tried, the status, and the times of the first byte (0.0 without
+"""The outcome, the node tried last, the number of nodes tried, the status, and the times of the first token (0.0 without
 one) and of the end."""
 
 
@@ -107,7 +107,7 @@ class Journal:
         self.end(entry, outcome, attempts.ticket, attempts.tried, attempts.status, now_s)
 
     def end(self, entry: Entry, outcome: Outcome, ticket: Ticket, tried: int, status: int, now_s: float) -> None:
-        entry.end = (outcome, ticket.node, tried, status, ticket.first_byte_s, now_s)
+        entry.end = (outcome, ticket.node, tried, status, ticket.first_token_s, now_s)
         if entry.record.considered > KEEP_ALL_UP_TO:
             entry.record.keep_best(MAX_CANDIDATES)
         ratio = self.config.sample_ratio
@@ -135,7 +135,7 @@ class Journal:
         """Return an entry as JSON values. This takes about 100 µs: describe many entries in a thread."""
         wall_s = time.time() - self._now()
         record = entry.record
-        outcome, last, tried, status, first_byte_s, ended_s = entry.end or (None, record.node, 1, 0, 0.0, 0.0)
+        outcome, last, tried, status, first_token_s, ended_s = entry.end or (None, record.node, 1, 0, 0.0, 0.0)
         failed = outcome is Outcome.FAILED or outcome is Outcome.BUSY
         prompt_tokens, cached_tokens, output_tokens = entry.reported
         return {
@@ -149,10 +149,10 @@ class Journal:
             **describe_decision(record),
             "queued_ms": round(entry.queued_ms, 3),
             "attempts": tried,
-            "answered_by": last.name if first_byte_s else None,
+            "answered_by": last.name if first_token_s or outcome is Outcome.BROKEN else None,
             "outcome": outcome.name.lower() if outcome is not None else "running",
             "status": status or None,
-            "first_byte_ms": _ms_between(entry.arrived_s, first_byte_s),
+            "ttft_ms": _ms_between(entry.arrived_s, first_token_s),
             "duration_ms": _ms_between(entry.arrived_s, ended_s),
             "reported": {
                 "prompt_tokens": prompt_tokens,

@@ -22,11 +22,15 @@ LABELS: Final = {
     "change": "`added`, `removed`, `refused` (the provisioner refused the request) or `lost` (the machine disappeared)",
     "code": "error code of the response body",
     "island": "name of the island; for moved conversations, the island they left",
+    "model": "model that a node serves",
     "node": "name of the node",
     "outcome": "`ok`, `rejected` (4xx), `busy` (429 or 503), `failed` (before the first byte), `broken` (after it) or "
     "`canceled` (the client disconnected)",
     "priority": "`high`, `normal` or `low`",
-    "reason": "why admission rejected the request, or why the conversation moved",
+    "reading": "`exact` (the engine's tokens), `inexact` (tokens of which the engine may not have all), `text` (no "
+    "tokenizer, or it cannot render the request) or `none` (not read)",
+    "reason": "why admission rejected the request, why the conversation moved, or why the node was ejected (`failures` or "
+    "`slow`)",
     "route": "name of the route",
     "state": "health or lifecycle state of the node",
     "status": "HTTP status",
@@ -67,6 +71,7 @@ CLIENT_CONNECTIONS_ACCEPTED: Final = _counter("client_connections_accepted", "Ac
 NODE_CONNECTIONS_STALE: Final = _counter(
     "node_connections_stale", "Requests sent again because the node had closed the kept-alive connection."
 )
+PROMPTS: Final = _counter("prompts", "Prompts that a policy needed, by how the router read them.", "model", "reading")
 PROMPTS_IN_THREADS: Final = _counter("prompts_tokenized_in_thread", "Prompts that a thread tokenized.")
 PROMPTS_NOT_TOKENIZED: Final = _counter(
     "prompts_not_tokenized", "Prompts routed by load because too many prompts waited for a thread."
@@ -79,19 +84,46 @@ LOOP_DELAY_MAX: Final = _gauge("event_loop_delay_max_seconds", "Longest delay of
 
 NODE_REQUESTS: Final = _counter("node_requests", "Requests sent to the node, by how they ended.", "node", "outcome")
 NODE_STATE: Final = _gauge("node_state", "1 for the node's current state, 0 for all others.", "node", "state")
+NODE_EJECTIONS: Final = _counter(
+    "node_ejections", "Times that the node was ejected because it answered far worse than its peers.", "node", "reason"
+)
 NODE_IN_FLIGHT: Final = _gauge("node_requests_in_flight", "Requests of this router on the node.", "node")
 NODE_OTHER_REQUESTS: Final = _gauge("node_other_requests", "Requests of other clients on the node.", "node")
 NODE_WAITING: Final = _gauge("node_requests_waiting", "Requests in the engine's own queue.", "node")
 NODE_KV_USAGE: Final = _gauge("node_kv_usage_ratio", "Fraction of the KV blocks in use.", "node")
-NODE_FIRST_BYTE: Final = _add(
-    "histogram", "node_first_byte_seconds", "Time to the first byte of a response.", ("node",)
+NODE_TTFT: Final = _add(
+    "histogram",
+    "node_time_to_first_token_seconds",
+    "Time from sending a request to its first token, or to the end of a response that is not streamed.",
+    ("node",),
 )
 NODE_LATENCY: Final = _gauge("node_latency_seconds", "Moving average of the response time.", "node")
 NODE_PREFILL: Final = _gauge(
-    "node_prefill_seconds_per_token", "Learned time to prefill a token of a short prompt.", "node"
+    "node_prefill_seconds_per_token", "Time to prefill a token of a short prompt, as routing uses it.", "node"
+)
+NODE_PREFILL_IMPLAUSIBLE: Final = _gauge(
+    "node_prefill_speed_implausible", "1 while routing uses the peers' speed because the learned one cannot be.", "node"
 )
 NODE_DECODE: Final = _gauge(
     "node_decode_seconds_per_token", "Learned time between two output tokens, at the current load.", "node"
+)
+NODE_ENGINE_HITS: Final = _gauge(
+    "node_engine_hit_ratio",
+    "Fraction of prompt tokens that the engine found in its cache in the last half minute.",
+    "node",
+)
+NODE_PREDICTED_HITS: Final = _gauge(
+    "node_predicted_hit_ratio",
+    "Fraction of prompt tokens that the router predicted to be cached, at the same time.",
+    "node",
+)
+NODE_PREEMPTIONS: Final = _gauge(
+    "node_preemptions_per_second",
+    "Requests that the engine preempted for lack of KV memory, in the last ten seconds.",
+    "node",
+)
+NODE_QUEUE_TIME: Final = _gauge(
+    "node_queue_time_seconds", "Mean time in the engine's own queue, as it reported it in the last half minute.", "node"
 )
 NODE_LORA_ADAPTERS: Final = _gauge("node_lora_adapters", "LoRA adapters that the node probably has loaded.", "node")
 NODE_LORA_LOADS: Final = _counter("node_lora_loads", "Requests for which the node had to load an adapter.", "node")
@@ -100,6 +132,9 @@ INDEX_BYTES: Final = _gauge("index_bytes", "Memory of the cache index.")
 INDEX_MAX_BYTES: Final = _gauge("index_max_bytes", "Maximum memory of the cache index.")
 INDEX_BLOCKS: Final = _gauge("index_blocks", "Distinct blocks in the cache index.")
 INDEX_BLOCK_COPIES: Final = _gauge("index_block_copies", "Blocks in the cache index, once for each node and rank.")
+LOOKUP_ERRORS: Final = _counter(
+    "lookup_errors", "Requests routed by load because the cache index failed at their prompt."
+)
 INDEX_EVICTIONS: Final = _counter("index_evictions", "Block copies evicted from the index to stay below its maximum.")
 
 CACHE_EVENTS_COMPLETE: Final = _gauge(

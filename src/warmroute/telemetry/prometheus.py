@@ -8,9 +8,10 @@ from typing import Final, Protocol
 
 from warmroute import __version__
 from warmroute.config.priority import PRIORITY_NAMES
+from warmroute.fleet.engine_rates import EngineRates
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import HealthState
-from warmroute.fleet.node import FIRST_BYTE_BOUNDS_MS, Outcome
+from warmroute.fleet.node import TTFT_BOUNDS_MS, Outcome
 from warmroute.index.cache_view import EVENT_AGES_S, CacheView
 from warmroute.telemetry import metric_definitions as metrics
 from warmroute.telemetry.counters import Counters
@@ -41,7 +42,7 @@ class ScalingStats(Protocol):
 
 _HEALTH_STATES: Final = [(state, f',state="{state.value}"') for state in HealthState]
 _OUTCOMES: Final = [(outcome, f',outcome="{outcome.name.lower()}"') for outcome in Outcome]
-_FIRST_BYTE_BOUNDS: Final = bucket_bounds(bound / 1000 for bound in FIRST_BYTE_BOUNDS_MS)
+_TTFT_BOUNDS: Final = bucket_bounds(bound / 1000 for bound in TTFT_BOUNDS_MS)
 
 Page = Mapping[Metric, MetricLines]
 
@@ -90,6 +91,8 @@ class MetricsPage:
             page[metrics.REQUESTS_REJECTED].add(count, labels)
         for route, count in sorted(counters.route_requests.copy().items()):
             page[metrics.ROUTE_REQUESTS].add(count, format_labels(route=route))
+        for (model, reading), count in sorted(counters.prompts.copy().items()):
+            page[metrics.PROMPTS].add(count, format_labels(model=model, reading=reading))
         loop_delay_s, counters.loop_delay_max_s = counters.loop_delay_max_s, 0.0
         waiting, queued = self._waiting()
         connections, accepted = self._connections()
@@ -116,7 +119,7 @@ class MetricsPage:
         latency, prefill, decode = page[metrics.NODE_LATENCY], page[metrics.NODE_PREFILL], page[metrics.NODE_DECODE]
         adapters, adapter_loads = page[metrics.NODE_LORA_ADAPTERS], page[metrics.NODE_LORA_LOADS]
         states, requests = page[metrics.NODE_STATE], page[metrics.NODE_REQUESTS]
-        first_byte = page[metrics.NODE_FIRST_BYTE]
+        ttft, implausible = page[metrics.NODE_TTFT], page[metrics.NODE_PREFILL_IMPLAUSIBLE]
         for node in list(self._fleet):
             name = f'node="{label_value(node.name)}"'
             in_flight.add(node.inflight, name)
@@ -125,17 +128,31 @@ class MetricsPage:
             kv_usage.add(node.kv_usage, name)
             latency.add(node.latency_ms / 1000, name)
             prefill.add(node.speed.ms_per_token / 1000, name)
+            implausible.add(bool(node.speed.implausible), name)
             for group in node.groups[:1]:
                 decode.add(node.speed.factor * group.decode_speed.token_ms(node.context_tokens) / 1000, name)
+            self._add_rates(page, node.rates, name)
             adapters.add(len(node.loaded_adapters), name)
             adapter_loads.add(node.loaded_adapters.load_count, name)
             draining, current = node.draining, node.health.state
             for state, label in _HEALTH_STATES:
                 states.add(state is current and not draining, name + label)
             states.add(draining, name + ',state="draining"')
+            for reason, count in node.recent_requests.ejections.items():
+                page[metrics.NODE_EJECTIONS].add(count, f'{name},reason="{reason}"')
             for outcome, label in _OUTCOMES:
                 requests.add(node.outcomes[outcome], name + label)
-            first_byte.add_histogram(_FIRST_BYTE_BOUNDS, node.first_byte_counts, node.first_byte_sum_ms / 1000, name)
+            ttft.add_histogram(_TTFT_BOUNDS, node.ttft_counts, node.ttft_sum_ms / 1000, name)
+
+    @staticmethod
+    def _add_rates(page: Page, rates: EngineRates, name: str) -> None:
+        if (hit_share := rates.hit_share) is not None:
+            page[metrics.NODE_ENGINE_HITS].add(hit_share, name)
+        if (predicted := rates.predicted_share) is not None:
+            page[metrics.NODE_PREDICTED_HITS].add(predicted, name)
+        page[metrics.NODE_PREEMPTIONS].add(rates.preemptions_per_s, name)
+        if (queue_ms := rates.queue_time_ms) is not None:
+            page[metrics.NODE_QUEUE_TIME].add(queue_ms / 1000, name)
 
     def _add_index(self, page: Page) -> None:
         stats = self._cache_view.index.stats()
@@ -144,6 +161,7 @@ class MetricsPage:
         page[metrics.INDEX_BLOCKS].add(stats["blocks"])
         page[metrics.INDEX_BLOCK_COPIES].add(stats["pairs"])
         page[metrics.INDEX_EVICTIONS].add(stats["evicted"])
+        page[metrics.LOOKUP_ERRORS].add(self._cache_view.lookup_errors)
 
     def _add_caches(self, page: Page) -> None:
         now_s = self._now()

@@ -315,6 +315,9 @@ class EngineCore:
             self.stats.requests_aborted += 1
         else:
             self.stats.requests_finished += 1
+        if sequence.admitted_ms is not None:
+            self.stats.queue_times += 1
+            self.stats.queue_time_ms += sequence.admitted_ms - sequence.arrived_ms
         self._outputs.append(
             Finished(
                 request.request_id,

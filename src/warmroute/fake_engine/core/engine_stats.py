@@ -13,6 +13,8 @@ class EngineStats:
         "prefix_cache_queries",
         "prompt_tokens",
         "prompt_tokens_computed",
+        "queue_time_ms",
+        "queue_times",
         "reloaded_tokens",
         "requests_aborted",
         "requests_finished",
@@ -33,4 +35,6 @@ class EngineStats:
         self.prefix_cache_hits = 0  # tokens, GPU cache only
         self.reloaded_tokens = 0  # tokens from the CPU tier
         self.preemptions = 0
+        self.queue_times = 0  # requests that ended after they were admitted
+        self.queue_time_ms = 0.0  # sum of the times until their first admission
         self.lora_loads = 0

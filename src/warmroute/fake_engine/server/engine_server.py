@@ -211,7 +211,7 @@ class EngineServer:
     def _generate(self, planned: PlannedResponse, request: Request, responder: Responder) -> Awaitable[None]:
         rank = self._rank_for(request)
         request_id = request.head.request_id.decode("ascii", "replace") or os.urandom(8).hex()
-        return respond(planned, rank, request_id, responder, self.config.engine.block_size)
+        return respond(planned, rank, request_id, responder, self.config.engine.block_size, self.faults.early_event)
 
     def _raise_fault(self) -> None:
         match self.faults.next_error():

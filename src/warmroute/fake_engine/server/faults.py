@@ -9,6 +9,8 @@
     {"mode": "drop_events", "share": 0.1}    this fraction of event batches is lost; replay still has them
     {"mode": "restart"}                      restart in place: empty cache, event sequence from 0, new process start
                                              time, counters at zero, running responses broken off
+    {"mode": "early_role"}                   streams send a chunk with only a role at once, long before the first token
+    {"mode": "early_comment"}                streams send a comment (`: ping`) at once
     {"mode": "none"}                         no fault; responses that hung continue
 
 A new mode replaces the previous one. `restart` ends by itself. GET /_sim/fail returns the current mode. /_sim answers
@@ -25,7 +27,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Mode = Literal["none", "die", "hang", "error500", "busy503", "slow", "drop_events", "restart"]
+Mode = Literal["none", "die", "hang", "error500", "busy503", "slow", "drop_events", "restart", "early_role", "early_comment"]
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -66,6 +68,12 @@ class Faults:
         if (mode == "error500" or mode == "busy503") and self._random.random() < self.fault.share:
             return mode
         return None
+
+    @property
+    def early_event(self) -> Literal["early_role", "early_comment"] | None:
+        """Return what a stream sends before its first token, or None."""
+        mode = self.fault.mode
+        return mode if mode == "early_role" or mode == "early_comment" else None
 
     async def wait_while_hanging(self, path: str) -> None:
         while not self._not_hanging.is_set() and not (self.fault.health and path in ("/health", "/metrics")):

@@ -147,8 +147,17 @@ class ResponsePlanner:
         return int.from_bytes(digest.digest(), "big")
 
 
-async def respond(planned: PlannedResponse, rank: Rank, request_id: str, responder: Responder, block_size: int) -> None:
-    """Submit a request to a rank and write its response. A cancellation or an error aborts it in the engine."""
+async def respond(
+    planned: PlannedResponse,
+    rank: Rank,
+    request_id: str,
+    responder: Responder,
+    block_size: int,
+    early_event: str | None = None,
+) -> None:
+    """Submit a request to a rank and write its response. A cancellation or an error aborts it in the engine.
+
+    `early_event`: what a stream sends at once (see faults.py)."""
     writer = _ResponseWriter(planned, request_id, responder, block_size)
     content = TokenContent(
         planned.prompt + planned.output, block_size, lora_name=planned.lora_name, cache_salt=planned.cache_salt
@@ -166,6 +175,8 @@ async def respond(planned: PlannedResponse, rank: Rank, request_id: str, respond
     if planned.stream:
         # As with uvicorn, the head is sent at once, and the first event with the first token.
         responder.start(200, "text/event-stream; charset=utf-8", (("X-Request-Id", request_id),))
+        if early_event is not None:
+            writer.send_early(early_event)
     try:
         rank.submit(request, planned.max_tokens, planned.finish_reason, writer)
         await writer.done
@@ -186,6 +197,7 @@ class _ResponseWriter:
         "_planned",
         "_request_id",
         "_responder",
+        "_role_sent",
         "done",
     )
 
@@ -198,16 +210,25 @@ class _ResponseWriter:
         self._created = int(time.time())
         self._events = StreamEvents(planned.chat, self._id, self._created, planned.model)
         self._next = 0
+        self._role_sent = False
         self._cached_tokens = 0
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def send_early(self, event: str) -> None:
+        if event == "early_role":
+            self._role_sent = True
+            self._responder.write(self._events.start() or b": ping\n\n")
+        else:
+            self._responder.write(b": ping\n\n")
 
     def first_token(self, cached_tokens: int) -> None:
         self._cached_tokens = cached_tokens
         if self._planned.stream and not self._responder.ended:
-            events = self._events.start()
+            events = b"" if self._role_sent else self._events.start()
             if len(self._planned.output) > 1:
                 events += self._events.token(json_text(self._planned.texts[0]))
-            self._responder.write(events)
+            if events:
+                self._responder.write(events)
         self._next = 1
 
     def next_token(self) -> None:

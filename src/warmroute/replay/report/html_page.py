@@ -7,14 +7,13 @@ from html import escape
 from pathlib import Path
 
 from warmroute.replay.report import svg, svg_plots
-from warmroute.replay.report.table import Column, best_of, by_load, columns, ms
+from warmroute.replay.report.table import LOAD_COLUMNS, Column, best_of, by_load, columns, ms
 from warmroute.replay.summary import Run
 
 # Okabe and Ito's colours, which most colour-blind readers can distinguish, darkened or lightened to be legible as text.
 _LIGHT = ("#0072b2", "#c44e00", "#00805d", "#b0417f", "#8a6d00", "#2f8fc4", "#5b4bb7", "#555555")
 _DARK = ("#5db3ec", "#ff9a56", "#3ecfa0", "#f09cc8", "#e8c547", "#9bd4f5", "#b1a5ff", "#bbbbbb")
 
-LOAD_COLUMNS = ("offered req/s", "clients", "threshold")
 ERROR_COLUMNS = ("preemptions", "rejected", "failed", "left", "retries")
 
 

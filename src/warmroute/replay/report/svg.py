@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
-from html import escape
+from html import escape, unescape
+from unicodedata import east_asian_width
 
 Point = tuple[float, float]
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom."""
 
+_TEXT = re.compile(r'<text x="([-0-9.]+)" y="[-0-9.]+" class="([^"]*)" text-anchor="(\w+)">([^<]*)</text>')
+_MARGIN_PX = 3.0
 COLOURS = 8
 DASHES = ("", "7 4", "2 4", "10 3 2 3")
 
@@ -47,11 +51,23 @@ def nice_step(rough: float) -> float:
 
 
 def picture(width: int, height: int, parts: Sequence[str], label: str) -> str:
+    """Put the parts into a picture, which is wider than `width` if a text needs more room."""
     body = "\n".join(parts)
+    extents = [_extent(*found.groups()) for found in _TEXT.finditer(body)]
+    left = math.floor(min([0.0, *(start for start, _end in extents)]))
+    right = math.ceil(max([float(width), *(end for _start, end in extents)]))
     return (
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}" '
+        f'<svg viewBox="{left} 0 {right - left} {height}" role="img" aria-label="{escape(label)}" '
         f'xmlns="http://www.w3.org/2000/svg">\n{body}\n</svg>'
     )
+
+
+def _extent(x: str, kind: str, anchor: str, words: str) -> tuple[float, float]:
+    """Return where a text starts and ends, at most: in the widest of the fonts that the style sheet names."""
+    character_px = 9.0 if kind.startswith("label") else 8.3
+    length = sum(2 if east_asian_width(character) in "FW" else 1 for character in unescape(words)) * character_px
+    start = float(x) - {"start": 0.0, "middle": length / 2, "end": length}[anchor]
+    return start - _MARGIN_PX, start + length + _MARGIN_PX
 
 
 def text(x: float, y: float, words: str, kind: str = "tick", anchor: str = "start") -> str:

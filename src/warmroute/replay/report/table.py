@@ -1,14 +1,17 @@
-"""The table that `warmroute replay` prints."""
+"""The columns of a report: what `warmroute replay` prints, and what is on its page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import msgspec
-from rich.table import Table
-from rich.text import Text
 
 from warmroute.replay.summary import Run
+
+LOAD_COLUMNS: Final = ("offered req/s", "clients", "threshold")
+KEY_COLUMNS: Final = ("policy", *LOAD_COLUMNS)
+"""Columns that name a run."""
 
 
 def ms(value: float | None) -> str:
@@ -92,24 +95,6 @@ def _amount(key: str, head: str, text: Callable[[float | None], str], more_is_be
 
 def _count(key: str, head: str) -> Column:
     return Column(head, lambda run: number(run.get(key)))
-
-
-def table(runs: Sequence[Run], title: str) -> Table:
-    """Return a table of all runs, with the best value of each load in bold."""
-    made = Table(title=title, title_justify="left", header_style="bold")
-    shown = columns(runs)
-    for at, column in enumerate(shown):
-        made.add_column(column.head, justify="left" if at == 0 else "right", no_wrap=True)
-    for group in by_load(runs):
-        best = [best_of(group, column) for column in shown]
-        for run in group:
-            cells = []
-            for column, value in zip(shown, best, strict=True):
-                is_best = value is not None and column.value is not None and column.value(run) == value
-                cells.append(Text(column.text(run), style="bold green" if is_best else ""))
-            made.add_row(*cells)
-        made.add_section()
-    return made
 
 
 def _fixed(value: float | None) -> str:

@@ -44,8 +44,8 @@ class Conditions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Delay of KV events, in addition to the network delay."""
     kv_loss: float = 0.0
     """Fraction of KV event batches that are lost. The receiver can see the gap in their sequence numbers."""
-    attempts: int = 3
-    """Maximum number of nodes tried for one request."""
+    attempts: int = 0
+    """Maximum number of nodes tried for one request; 0: every eligible node."""
     first_byte_timeout_s: float = 600.0
     """How long the router waits for a node that does not answer."""
     refused_pause_ms: float = 1000.0

@@ -13,6 +13,8 @@ Each is one line: TIME_S ACTION NODE [NUMBER].
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from warmroute.replay.simulation.conditions import NodeSpec
@@ -38,7 +40,12 @@ def parse_fault(line: str) -> ScheduledFault:
     try:
         if not 3 <= len(words) <= 4 or words[1] not in ACTIONS:
             raise ValueError
-        return ScheduledFault(float(words[0]), words[1], words[2], float(words[3]) if len(words) == 4 else 0.0)
+        at_s, number = float(words[0]), float(words[3]) if len(words) == 4 else 0.0
+        if not (math.isfinite(at_s) and math.isfinite(number) and at_s >= 0 and number >= 0):
+            raise ValueError
+        if words[1] == "slow" and not number:
+            raise ValueError
+        return ScheduledFault(at_s, words[1], words[2], number)
     except ValueError:
         raise BadFault(f"{line!r} is not like '60 fail node-3'; actions: {', '.join(ACTIONS)}") from None
 

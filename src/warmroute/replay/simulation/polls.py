@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from warmroute.config import Health
 from warmroute.engines.load_report import LoadReport
 from warmroute.engines.node_updates import apply_health_pass, apply_load_report
+from warmroute.fake_engine.core.engine_stats import EngineStats
+from warmroute.fleet.engine_rates import EngineCounters
 from warmroute.replay.simulation.conditions import Conditions
 from warmroute.replay.simulation.simulated_node import ProcessState, SimulatedNode
 
@@ -71,4 +73,15 @@ def _load_report(sim: SimulatedNode) -> LoadReport:
         capacity_tokens=(engine.config.num_blocks - 1) * spec.block_size,
         adapters=tuple(engine.running_loras) if spec.adapters else (),
         adapter_slots=spec.max_loras if spec.adapters else 0,
+        counters=EngineCounters() if idle else _counters(engine.stats),
+    )
+
+
+def _counters(stats: EngineStats) -> EngineCounters:
+    return EngineCounters(
+        queried_tokens=stats.prefix_cache_queries,
+        hit_tokens=stats.prefix_cache_hits,
+        preemptions=stats.preemptions,
+        queue_time_s=stats.queue_time_ms / 1000.0,
+        queue_times=stats.queue_times,
     )

@@ -198,6 +198,7 @@ class RequestFlow:
         flight.results.first_token(flight.prompt, flight.arrived_ms, cached_tokens, now_ms)
         self._world.listener.first_token(flight.request, flight.node.node, cached_tokens, now_ms / 1000.0)
         flight.attempts.response_started(200, None, now_ms / 1000.0)
+        flight.attempts.first_token(now_ms / 1000.0)
 
     def answered(self, flight: Flight, attempt: int) -> None:
         if not flight.is_at(attempt):

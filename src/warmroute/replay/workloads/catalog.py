@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import msgspec
 
@@ -124,7 +125,36 @@ def _convert(parameters: dict[str, str], kind: Any, name: str) -> Any:
             near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"its parameters: {', '.join(fields)}"
             raise BadWorkload(f"{name} has no parameter {key}; {hint}")
-    try:
-        return msgspec.convert(parameters, kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise BadWorkload(f"{name}: {error}") from None
+    converted: dict[str, float] = {}
+    for field in msgspec.structs.fields(kind):
+        text = parameters.get(field.name)
+        if text is None:
+            continue
+        is_whole = field.type is not float
+        try:
+            value: float = int(text) if is_whole else float(text)
+        except ValueError:
+            value = math.nan
+        expected = _expected(field.name, value)
+        if expected:
+            what = "a whole number" if is_whole else "a number"
+            raise BadWorkload(f"{name}: {field.name} is {text!r}; expected {what} {expected}")
+        converted[field.name] = value
+    made = msgspec.convert(converted, kind)
+    if isinstance(made, Rag) and made.per_request > made.documents:
+        raise BadWorkload(f"{name}: per_request is {made.per_request}, but there are only {made.documents} documents")
+    return made
+
+
+_FRACTIONS: Final = ("spread", "high", "low", "stray", "hot_share")
+_MAX_NUMBER: Final = 1_000_000_000
+
+
+def _expected(name: str, value: float) -> str:
+    """Return the range of a parameter if the value is outside of it; empty if it is inside."""
+    if name in _FRACTIONS:
+        return "" if 0.0 <= value <= 1.0 else "from 0 to 1"
+    may_be_zero = name in ("zipf", "think_s", "tool_s") or (name.endswith("_tokens") and name != "output_tokens")
+    if may_be_zero:
+        return "" if 0 <= value <= _MAX_NUMBER else "of at least 0"
+    return "" if 0 < value <= _MAX_NUMBER else "above 0"

@@ -1,4 +1,7 @@
-"""least_loaded: the node with the fewest requests (this router's exactly, others' as last polled); ties at random."""
+"""least_loaded: the node with the fewest requests (this router's exactly, others' as last polled).
+
+Of several, the one with the shortest context window that holds the request, then any.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,11 @@ class LeastLoaded(Policy):
         nodes = query.candidates.nodes
         loads = [node.inflight + node.other_load for node in nodes]
         least = min(loads)
+        if query.group.windows is not None:
+            tied = [at for at, load in enumerate(loads) if load == least]
+            tied = query.group.windows.tightest(nodes, tied)
+            index = tied[int(self._random.random() * len(tied))]
+            return Decision(nodes[index], self.name, "fewest requests", lambda: self.by_load(nodes))
         ties = loads.count(least)
         index = loads.index(least)
         for _ in range(int(self._random.random() * ties) if ties > 1 else 0):

@@ -11,8 +11,8 @@
            + congestion   its new work × the requests that wait behind it or arrive meanwhile
 
 All terms are in milliseconds. The kernel computes them for all nodes at once; tests/routing/price_formulas.py defines
-each of them as a small Python function. Prices within TIE of the lowest are equal: the less loaded node wins, then
-chance.
+each of them as a small Python function. Prices within TIE of the lowest are equal: the node with the shorter context
+window wins, then the less loaded one, then chance.
 
 A prefix that crowds its node gets a second home if all of these hold:
 1. The cheapest node has the prefix cached, and has more than CROWDED × the mean number of requests and
@@ -32,6 +32,7 @@ from warmroute.config import Pricing
 from warmroute.fleet.group import Candidates
 from warmroute.fleet.node_speed import work
 from warmroute.index.cache_view import CacheView
+from warmroute.routing.context_fit import ContextFit
 from warmroute.routing.decision import Decision, Policy
 from warmroute.routing.output_length import OutputLengthEstimate
 from warmroute.routing.price_terms import ASSUMED_PROMPT_TOKENS, TIE, Price
@@ -61,6 +62,7 @@ class PricePolicy(Policy):
     ) -> None:
         self._cache_view = cache_view
         self._output_lengths = output_lengths
+        self._context_fit = ContextFit(cache_view, output_lengths)
         self._second_home_ms = config.second_home_ms
         self._late_penalty_ms = config.late_penalty_ms
         self._settings = (config.max_saving_ms, config.cache_weight, config.room, config.memory, config.congestion)
@@ -76,17 +78,19 @@ class PricePolicy(Policy):
         reason = "cheapest"
         index = prices.clear_winner(TIE, CROWDED, CROWDED_REQUESTS)
         if index < 0:
-            index = self._cheapest(prices)
+            index = self._cheapest(prices, query)
             second = prices.second_home(index, CROWDED, CROWDED_REQUESTS, self._second_home_ms)
             same_island = second != index and nodes[second].island == nodes[index].island
             if same_island and self._copy_pays_off(query, prices, index, second):
                 index, reason = second, "second home"
         return Decision(nodes[index], self.name, reason, None, prices, nodes, index, self._cache_counts)
 
-    def _cheapest(self, prices: Prices) -> int:
+    def _cheapest(self, prices: Prices, query: Query) -> int:
         tied = prices.cheapest(TIE)
         if len(tied) == 1:
             return tied[0]
+        if query.group.windows is not None:
+            tied = query.group.windows.tightest(query.candidates.nodes, tied)
         tied = prices.least_loaded(tied)
         return tied[int(self._random.random() * len(tied))]
 
@@ -111,7 +115,7 @@ class PricePolicy(Policy):
 
     def prices(self, query: Query) -> Prices:
         request, candidates, group, now_s = query.request, query.candidates, query.group, query.now_s
-        lookup, adapter, cache_view = query.lookup, group.adapter, self._cache_view
+        lookup, adapter, windows, cache_view = query.lookup, group.adapter, group.windows, self._cache_view
         hits = query.known_hits
         output = self._output_lengths.expected(request.model, request.tenant, request.max_output_tokens)
         caches = self._caches.get(candidates)
@@ -123,8 +127,13 @@ class PricePolicy(Policy):
             hits if hits is not None else query.hits(),
             cache_view.reuse.chances,
             adapter.load_ms(candidates) if adapter is not None else None,
+            windows.reserved_rates(candidates, self._context_fit.needed(request), now_s)
+            if windows is not None
+            else None,
             now_s,
-            (lookup.token_count if lookup is not None else ASSUMED_PROMPT_TOKENS, output),
+            (lookup.token_count + lookup.more_tokens, output * lookup.prompts, lookup.prompts)
+            if lookup is not None
+            else (ASSUMED_PROMPT_TOKENS, output, 1),
             ((request.deadline_s - now_s) * 1000.0, self._late_penalty_ms) if request.deadline_s else NO_DEADLINE,
             BEHIND_SHARE * group.waiting / candidates.shared_by,
             group.decode_speed,

@@ -1,0 +1,101 @@
+"""warmroute doctor: examines the nodes of a configuration and says what to change."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from warmroute import config as configuration
+from warmroute.cli.arguments import number
+from warmroute.cli.terminal import console
+from warmroute.config import Config, ConfigError, NodeConfig
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from warmroute.doctor.checks import Check, Report
+
+EPILOG = """\
+To each node, the doctor sends at most two completions of one output token each, to see whether responses report cached
+tokens and whether KV events arrive. --no-requests leaves them out. Exit code 1 means that there is a problem.
+"""
+
+
+def add_to(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "doctor",
+        help="examine the nodes of a configuration and say what to change",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file of the router")
+    parser.add_argument("--node", action="append", default=[], metavar="URL", help="node to examine; repeatable")
+    parser.add_argument("--no-requests", action="store_true", help="send no completions to the nodes")
+    parser.add_argument(
+        "--timeout", type=number(above=0), default=5.0, metavar="S", help="timeout of each question (default: 5)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from warmroute.doctor.examine import examine
+
+    config = _read_config(args)
+    logging.getLogger("warmroute").addHandler(logging.NullHandler())  # the report says it all
+    if not args.json and not args.no_requests:
+        print("Sending each node a completion of one output token (--no-requests: none) …", file=sys.stderr)
+    report = asyncio.run(examine(config, args.timeout, not args.no_requests))
+    if args.json:
+        print(json.dumps(report.describe(), indent=2, ensure_ascii=False))
+    else:
+        _print(console(), report)
+    return 1 if report.problems else 0
+
+
+def _read_config(args: argparse.Namespace) -> Config:
+    if not args.config and not args.node:
+        raise ConfigError("doctor: give --config FILE, or --node URL")
+    config = configuration.load(args.config) if args.config else Config()
+    if args.node:
+        nodes = (*config.nodes, *(NodeConfig(url=url) for url in args.node))
+        config = msgspec.structs.replace(config, nodes=nodes)
+        configuration.check(config)
+    if not config.nodes:
+        raise ConfigError("doctor: the configuration has no [[nodes]]; give --node URL")
+    return config
+
+
+_STYLES = {"ok": "green", "problem": "bold red", "note": "yellow"}
+
+
+def _print(out: Console, report: Report) -> None:
+    for subject in report.subjects:
+        title = f"{subject.name}  {subject.url}" if subject.url else subject.name
+        out.print(title, style="bold", markup=False, highlight=False)
+        for check in subject.checks:
+            _print_check(out, check)
+        out.print()
+    count = report.problems
+    summary = f"{count} problem{'s' if count != 1 else ''}" if count else "no problems"
+    out.print(summary, style="bold red" if count else "bold green", highlight=False)
+
+
+def _print_check(out: Console, check: Check) -> None:
+    from rich.text import Text
+
+    first, *rest = textwrap.wrap(f"{check.name}: {check.found}", max(30, out.width - 11), break_on_hyphens=False)
+    out.print(Text("  ").append(f"{check.state:<8}", _STYLES[check.state]).append(first), soft_wrap=True)
+    for line in rest:
+        out.print(f"          {line}", markup=False, highlight=False, soft_wrap=True)
+    # lines to copy are not broken: a terminal breaks them without changing what is copied
+    for text in check.change.splitlines():
+        out.print(f"          {text}", style="cyan", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,85 @@
+"""Reads what routing needs of a request's body: on the event loop if the body is small, otherwise in a thread.
+
+The scan of a large body releases the interpreter lock, so the event loop serves other requests meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, NamedTuple
+
+from warmroute._kernel import MAX_LOOP_BYTES, BadBody, Outline
+from warmroute.edge import errors
+from warmroute.edge.content_type import form_boundary
+from warmroute.prompt.body_fields import read_json
+from warmroute.prompt.multipart import BadForm, form_model
+from warmroute.prompt.request_body import generation_options
+
+_JSON: Final = b"application/json"
+"""The type of nearly all bodies."""
+_THREADS: Final = 2
+
+
+class ScannedBody(NamedTuple):
+    model: str
+    """Empty where the body names none."""
+    system: bytes | None = None
+    """First characters of the system prompt."""
+    user: bytes | None = None
+    """First characters of the first user message."""
+    session: bytes = b""
+    """The conversation's name; empty where the body has none."""
+    outline: Outline | None = None
+    """The positions of the fields of a JSON body."""
+    max_output_tokens: int | None = None
+    priority: int = 0
+    """As vLLM reads it: a lower number is served first."""
+    streams: bool = True
+
+
+def scan(path: bytes, content_type: bytes, body: bytes) -> ScannedBody:
+    """Raises HttpError for a body that is malformed, or that the engine might read in another way."""
+    boundary = None if content_type == _JSON else form_boundary(content_type)
+    if boundary is not None:
+        try:
+            return ScannedBody(form_model(boundary, body))
+        except BadForm as bad:
+            raise errors.malformed_form(str(bad)) from None
+    try:
+        fields = read_json(body)
+        return ScannedBody(*fields, *generation_options(path, fields[4]))
+    except BadBody as bad:
+        problem, field = bad.args
+        raise errors.invalid_field(field, problem) if field else errors.malformed_json(problem) from None
+
+
+class BodyScanner:
+    """Scans large bodies in threads."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_THREADS, "warmroute-body")
+
+    def scan_in_thread(
+        self, path: bytes, content_type: bytes, body: bytes, then: Callable[[Future[ScannedBody]], None]
+    ) -> Future[ScannedBody]:
+        """Return the scan, which can be cancelled until it starts. `then` is called on the event loop."""
+        loop = asyncio.get_running_loop()
+
+        def hand_to_loop(done: Future[ScannedBody]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(then, done)
+
+        scanning = self._threads.submit(scan, path, content_type, body)
+        scanning.add_done_callback(hand_to_loop)
+        return scanning
+
+    async def scan(self, path: bytes, content_type: bytes, body: bytes) -> ScannedBody:
+        """Scan a body of any size. Raises HttpError."""
+        if len(body) <= MAX_LOOP_BYTES:
+            return scan(path, content_type, body)
+        return await asyncio.wrap_future(self._threads.submit(scan, path, content_type, body))
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,105 @@
+"""Which node a request is sent to after one has failed, and which error its client gets if all have. No I/O.
+
+    order   the decision's fallbacks; then nodes that came up meanwhile; then those that are only suspected to be down
+    never   draining nodes, nodes that are confirmed down, and nodes that failed at this request before
+
+A node that is busy (429, or 503 with `Retry-After`) is asked last for as long as its `Retry-After` says. After
+MAX_BUSY_ANSWERS such answers to one request it is not asked at all, so that an overloaded fleet does not also get every
+request once for each node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from warmroute.fleet.health import HealthState
+from warmroute.fleet.node import Node
+from warmroute.index.lookup import Lookup
+from warmroute.prompt.routing_request import RoutingRequest
+from warmroute.routing.decision import Decision
+from warmroute.routing.router import Router
+from warmroute.routing.routing_errors import AllNodesBusy, AllNodesFailed, AllNodesUnavailable, RoutingError
+
+MAX_BUSY_ANSWERS: Final = 3
+"""After so many, a request skips nodes that told another request that they are busy."""
+
+
+@dataclass(slots=True, eq=False)
+class Failover:
+    """Created when the first node of a request fails."""
+
+    decision: Decision
+    """The one that the next node is taken from."""
+    failed: list[Node] = field(default_factory=list)
+    _fallbacks: list[Node] | None = None
+    """The best one last."""
+    _busy: int = 0
+    _unavailable: int = 0
+    _retry_after_s: int | None = None
+
+    # What the nodes answered.
+
+    def busy(self, node: Node, status: int, retry_after_s: int | None, now_s: float) -> None:
+        """The node answered 429 or 503; status 0: the router itself lacks files, ports or memory to connect to it."""
+        if status != 429 and retry_after_s is None:
+            self._unavailable += 1
+            return
+        self._busy += 1
+        if retry_after_s is not None:
+            retry_after_s = max(1, retry_after_s)
+            self._retry_after_s = min(self._retry_after_s or retry_after_s, retry_after_s)
+        node.busy_until_s = now_s + (retry_after_s or 1)
+
+    def error(self) -> RoutingError:
+        """Return why the request gets no node."""
+        retry_after_s = self._retry_after_s
+        if self._busy == len(self.failed):
+            return AllNodesBusy(retry_after_s or 1)
+        if self._busy + self._unavailable == len(self.failed):
+            return AllNodesUnavailable(retry_after_s or 1)
+        return AllNodesFailed(len(self.failed), retry_after_s or 1 if self._busy else None)
+
+    # The next node.
+
+    def next_node(self, router: Router, request: RoutingRequest, lookup: Lookup | None, now_s: float) -> Node | None:
+        """Return None if no eligible node is left, or if the request's deadline has passed."""
+        if self._is_late(request, now_s):
+            return None
+        fallbacks = self._fallbacks
+        if fallbacks is None:
+            fallbacks = self._fallbacks = self.decision.fallbacks()
+            fallbacks.sort(key=lambda node: node.busy_until_s > now_s)
+            fallbacks.reverse()
+        while fallbacks:
+            node = fallbacks.pop()
+            if node.health.state is HealthState.UP and self._may_try(node, now_s):
+                return node
+        return self._from_new_decision(router, request, lookup, now_s)
+
+    def _from_new_decision(
+        self, router: Router, request: RoutingRequest, lookup: Lookup | None, now_s: float
+    ) -> Node | None:
+        last = [node for node in router.usable_nodes(request) if self._may_try(node, now_s)]
+        if not last:
+            return None
+        try:
+            decision = self.decision = router.decide(request, now_s, lookup)
+        except RoutingError:
+            return None
+        ranked = (node for node in (decision.node, *decision.fallbacks()) if self._may_try(node, now_s))
+        return next(ranked, last[0])
+
+    def _may_try(self, node: Node, now_s: float) -> bool:
+        return (
+            not node.draining
+            and not node.health.confirmed_down
+            and node not in self.failed
+            and (self._busy < MAX_BUSY_ANSWERS or node.busy_until_s <= now_s)
+        )
+
+    @staticmethod
+    def _is_late(request: RoutingRequest, now_s: float) -> bool:
+        return bool(request.deadline_s and now_s >= request.deadline_s) or bool(
+            request.total_deadline_s and now_s >= request.total_deadline_s
+        )
