@@ -13,6 +13,7 @@ from small_model_router import (
     BLOCK,
     CHAT,
     LONG,
+    SMALL_MODEL,
     cache_of,
     prompt_tokenizer_of,
     small_model_router,
@@ -22,13 +23,15 @@ from small_model_router import (
 from small_model_router import template_checked_once as _autouse  # noqa: F401
 from support.polling import until
 from support.raw_client import chat, get, post
-from support.running_router import RunningRouter
+from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
 from warmroute._kernel import MAX_LOOP_BYTES
 from warmroute.edge import prompt_reader
+from warmroute.prompt import tokenizer_loader
 from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.prompt_tokenizer import TokenizeJob
+from warmroute.prompt.tokenizer import load_tokenizer
 
 
 class TokenizerGate:
@@ -55,6 +58,24 @@ class TokenizerGate:
             return prompt
 
         tokenizer.finish, tokenizer.tokenize_plain = gated, counted  # type: ignore[method-assign, assignment]
+
+
+async def test_requests_are_matched_by_their_text_while_the_tokenizer_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_load = threading.Event()
+    monkeypatch.setattr(tokenizer_loader, "load_tokenizer", lambda path: may_load.wait(30) and load_tokenizer(path))
+    tables = {"models": [{"name": "m", "tokenizer": str(SMALL_MODEL)}], "startup": {"max_wait_s": 0}}
+    async with (
+        engines() as nodes,
+        router(*nodes, routing={"policy": "overlap"}, wait_for_tokenizers=False, **tables) as r,
+    ):
+        assert (await r.request(post(chat(LONG)))).status == 200
+        assert r.service.counters.prompts == {("m", "text"): 1}
+        may_load.set()
+        await r.service.tokenizer_registry.until_loaded()
+        assert (await r.request(post(chat(LONG)))).status == 200
+        assert r.service.counters.prompts == {("m", "text"): 1, ("m", "exact"): 1}
 
 
 async def test_short_bodies_are_not_read() -> None:

@@ -118,8 +118,12 @@ class TokenizerRegistry:
 
     # ---- What is desired ----
 
+    def start_loading(self) -> None:
+        """Load what the configuration names, in the background. Until then, prompts are matched by their text."""
+        self._reconcile(self._models)
+
     async def load_configured(self) -> None:
-        """Load what the configuration names, before the first request. Raises ConfigError."""
+        """Load what the configuration names, to find out whether it can be loaded. Raises ConfigError."""
         problems: list[str] = []
         for model in self._models.values():
             try:

@@ -163,9 +163,9 @@ class Service:
     # Start.
 
     async def start(self) -> None:
-        """Raises ConfigError if an address cannot be used or a tokenizer cannot be loaded."""
+        """Raises ConfigError if an address cannot be used."""
         config = self.config
-        await self.tokenizer_registry.load_configured()
+        self.tokenizer_registry.start_loading()
         if config.startup.max_wait_s:
             self.proxy.own_endpoints.starting = True
             self.proxy.hold_requests()
