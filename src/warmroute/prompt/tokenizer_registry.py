@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import msgspec
 
@@ -38,14 +38,6 @@ from warmroute.prompt.tokenizer_status import TokenizerStatus
 log = EventLog("warmroute.prompt")
 Result = TypeVar("Result")
 
-_TAIL_RENDERING_DISABLED: Final = (
-    "A conversation showed that the chat template depends on messages far back. The router now tokenizes all"
-    " conversations of this model as a whole, which is slower."
-)
-_CHAT_LAYOUT_DISABLED: Final = (
-    "A conversation showed that the chat template prints more than fixed texts around messages. The router now renders"
-    " the template for every conversation of this model, which is slower."
-)
 RETRY_S: Final = 300.0
 """How long after a failure a spec is loaded again."""
 
@@ -85,8 +77,10 @@ class TokenizerRegistry:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._text_matching = PromptTokenizer(None)
-        self._reported: WeakKeyDictionary[PromptTokenizer, set[str]] = WeakKeyDictionary()
-        """The events that were logged for failed checks of a tokenizer."""
+        self._reported: WeakSet[PromptTokenizer] = WeakSet()
+        """Tokenizers whose disabled tail rendering was logged."""
+        self._reported_layouts: WeakSet[PromptTokenizer] = WeakSet()
+        """Tokenizers whose disabled chat layouts were logged."""
         self._reported_templates: WeakSet[PromptTokenizer] = WeakSet()
         """Tokenizers whose disabled chat templates were logged."""
 
@@ -396,17 +390,30 @@ class TokenizerRegistry:
         await self._in_thread(_verify_samples, tokenizers)
         self._report_disabled_templates(tokenizers)
         for tokenizer in tokenizers:
-            if tokenizer.chats is not None and tokenizer.chats.failed_checks:
-                self._report_failed_check(tokenizer, "tail_rendering_disabled", _TAIL_RENDERING_DISABLED)
-            if tokenizer.chats is not None and tokenizer.chats.failed_layouts:
-                self._report_failed_check(tokenizer, "chat_layout_disabled", _CHAT_LAYOUT_DISABLED)
+            chats = tokenizer.chats
+            if chats is not None and chats.failed_checks and tokenizer not in self._reported:
+                self._reported.add(tokenizer)
+                log.warning(
+                    "tail_rendering_disabled",
+                    "A conversation showed that the chat template depends on messages far back. The router now"
+                    " tokenizes all conversations of this model as a whole, which is slower.",
+                    model=self._models_of(tokenizer),
+                )
+            if (
+                tokenizer.chats is not None
+                and tokenizer.chats.failed_layouts
+                and tokenizer not in self._reported_layouts
+            ):
+                self._reported_layouts.add(tokenizer)
+                log.warning(
+                    "chat_layout_disabled",
+                    "A conversation showed that the chat template prints more than fixed texts around messages. The"
+                    " router now renders the template for every conversation of this model, which is slower.",
+                    model=self._models_of(tokenizer),
+                )
 
-    def _report_failed_check(self, tokenizer: PromptTokenizer, event: str, sentence: str) -> None:
-        reported = self._reported.setdefault(tokenizer, set())
-        if event not in reported:
-            reported.add(event)
-            models = (model for model, found in self._prompt_tokenizers.items() if found is tokenizer)
-            log.warning(event, sentence, model=", ".join(models))
+    def _models_of(self, tokenizer: PromptTokenizer) -> str:
+        return ", ".join(model for model, found in self._prompt_tokenizers.items() if found is tokenizer)
 
     def _report_disabled_templates(self, tokenizers: Iterable[PromptTokenizer]) -> None:
         for tokenizer in set(tokenizers) - set(self._reported_templates):
@@ -416,7 +423,7 @@ class TokenizerRegistry:
                     "chat_template_disabled",
                     "Rendering an ordinary conversation exceeded the router's limits. The router matches this model's"
                     " chats by their text.",
-                    model=", ".join(model for model, found in self._prompt_tokenizers.items() if found is tokenizer),
+                    model=self._models_of(tokenizer),
                     reason=reason,
                 )
 

@@ -49,6 +49,8 @@ from warmroute.telemetry.loop_delay import watch_loop_delay
 from warmroute.telemetry.prometheus import MetricsPage
 
 log = EventLog("warmroute.service")
+GC_THRESHOLD = 20_000
+"""How many more objects there must be than at the last garbage collection: requests in flight alone start none."""
 SWITCH_INTERVAL_S = 0.0005
 """Longest time for which a thread that tokenizes a prompt keeps the interpreter lock from the event loop."""
 
@@ -284,6 +286,7 @@ class Service:
         loop.set_exception_handler(_log_loop_error)
         gc.collect()
         gc.freeze()
+        gc.set_threshold(GC_THRESHOLD)
         await signaled.wait()
         log.info("service_stopping", "Running requests finish first.", deadline_s=self.config.shutdown.deadline_s)
         stopping = loop.create_task(self.stop())
