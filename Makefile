@@ -8,6 +8,8 @@
 # make test-real-kubernetes   the tests against a real Kubernetes API server, built from source
 # make test-data DATA=DIR     the tests on public traces, chats and tokenizers in DIR
 # make bench          figures on this machine (docs/lab/benchmarks.md explains them)
+# make page           build the live page (ui/) into src/warmroute/console/page; needs Node.js 20 or later
+# make test-browser   the live page in Debian's Chromium, under load; with WARMROUTE_SCREENSHOTS=1 it writes docs/images
 # make docs           write the generated reference pages and the figures into docs/
 PYTHON ?= python3
 PYTHONS ?= python3.11 python3.12 python3.13
@@ -18,7 +20,7 @@ READY := $(VENV)/.ready
 SOURCES_C := $(wildcard src/warmroute/_kernel/*.[ch])
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test lint sanitize wheel coverage test-pythons test-real test-real-kubernetes test-data bench docs lock clean
+.PHONY: run test lint sanitize wheel coverage test-pythons test-real test-real-kubernetes test-data test-browser page bench docs lock clean
 
 run: $(RUNTIME)
 	$(BIN)/warmroute demo $(ARGS)
@@ -33,6 +35,7 @@ lint: $(READY)
 	$(BIN)/python tools/check_test_types.py
 	$(BIN)/python tools/check_rooms.py
 	$(BIN)/python tools/check_unused.py
+	$(BIN)/python tools/check_page.py
 	$(BIN)/python tools/docs_figures.py
 
 sanitize: $(READY)
@@ -76,6 +79,19 @@ test-real-kubernetes: $(READY) .venv-kube/.ready
 
 test-data: $(READY)
 	$(BIN)/python -m pytest -m data --data "$(DATA)" $(ARGS)
+
+# The live page, from pinned packages. The result is committed, so that nobody else needs Node.js.
+page: ui/node_modules/.ready
+	cd ui && npm run --silent build
+	$(PYTHON) tools/check_page.py --write
+
+ui/node_modules/.ready: ui/package.json ui/package-lock.json
+	cd ui && npm ci --no-audit --no-fund
+	touch $@
+
+# Debian's packages: chromium, nodejs, npm.
+test-browser: $(READY) ui/node_modules/.ready
+	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python bench/run_all.py $(ARGS)

@@ -26,6 +26,7 @@ from warmroute.fake_engine.profiles import profile
 from warmroute.replay.policy_spec import INDEX_BYTES
 from warmroute.replay.simulation.conditions import Conditions, NodeSpec
 from warmroute.replay.simulation.request_flow import Flight
+from warmroute.replay.simulation.simulated_node import SimulatedNode
 from warmroute.replay.simulation.world import World
 from warmroute.replay.workloads.arrivals import poisson
 from warmroute.replay.workloads.generators import PriorityMix, SharedSystemPrompts
@@ -53,7 +54,7 @@ class FairnessWorld(World):
         self.tenants: frozenset[str] = frozenset()
         self._running_low: set[int] = set()
 
-    def request_sent(self, flight: Flight) -> None:
+    def request_sent(self, flight: Flight, sim: SimulatedNode) -> None:
         if flight.attempts.tried == 1:
             decision = flight.attempts.decision
             if flight.prompt.priority == "low":
@@ -62,7 +63,7 @@ class FairnessWorld(World):
                 waiting = {tenant for _priority, tenant in self.admission.queue.tenants}
                 if self.tenants <= waiting | {flight.request.tenant}:
                     self.served_tokens[flight.request.tenant] += round(decision.price.new)
-        super().request_sent(flight)
+        super().request_sent(flight, sim)
 
     def request_ended(self, flight: Flight, answered: bool) -> None:
         self._running_low.discard(id(flight))

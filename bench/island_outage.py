@@ -28,7 +28,7 @@ from warmroute.config import Config, from_table
 from warmroute.fake_engine.profiles import profile
 from warmroute.replay.simulation.conditions import Conditions, Island, NodeSpec
 from warmroute.replay.simulation.request_flow import Flight
-from warmroute.replay.simulation.simulated_node import ProcessState
+from warmroute.replay.simulation.simulated_node import ProcessState, SimulatedNode
 from warmroute.replay.simulation.world import World
 from warmroute.replay.summary import percentile
 from warmroute.replay.workloads.catalog import parse_workload
@@ -89,9 +89,9 @@ class IslandWorld(World):
             self.router.island_choice = NearestOnly(self.fleet.islands, self.cache_view, self.router.output_lengths)
             self.admission.first_node_wait_s = 1e6
 
-    def request_sent(self, flight: Flight) -> None:
-        self.conversation_log.add(flight, flight.node.spec.island, self._failing)
-        super().request_sent(flight)
+    def request_sent(self, flight: Flight, sim: SimulatedNode) -> None:
+        self.conversation_log.add(flight, sim.spec.island, self._failing)
+        super().request_sent(flight, sim)
 
     def fail_island(self, name: str, surviving: int = 0) -> None:
         """Kill all nodes of the island except the first `surviving`."""

@@ -17,6 +17,7 @@ from record import Report, add_record_option, load_average
 
 from warmroute.config import Health, Index, NodeConfig, Routing
 from warmroute.config import Journal as JournalConfig
+from warmroute.edge.first_token import FirstTokenDetector
 from warmroute.edge.http1 import ChunkReader, read_request_head, read_response_head
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Outcome
@@ -41,6 +42,14 @@ REQUEST = (
 RESPONSE = (
     b"HTTP/1.1 200 OK\r\ndate: Sun, 15 Nov 2026 04:00:00 GMT\r\nserver: uvicorn\r\ncontent-length: 934\r\n"
     b"content-type: application/json\r\n\r\n"
+)
+FIRST_CHUNKS = b"".join(
+    b"%x\r\n%b\r\n" % (len(event), event)
+    for event in (
+        b'data: {"id":"x","object":"chat.completion.chunk","choices":[{"index":0,"delta":%b,"logprobs":null,'
+        b'"finish_reason":null}]}\n\n' % delta
+        for delta in (b'{"role":"assistant","content":""}', b'{"content":"Hello"}')
+    )
 )
 CHUNK = b"c0\r\n" + b"x" * 0xC0 + b"\r\n"
 
@@ -152,6 +161,7 @@ def main() -> None:
     stage(f"request head, {len(REQUEST)} bytes", lambda: read_request_head(REQUEST, end))
     stage(f"response head, {len(RESPONSE)} bytes", lambda: read_response_head(RESPONSE, answer_end))
     stage("one chunk's frame", lambda: frames.feed(CHUNK))
+    stage("a stream's first token, after a role", lambda: FirstTokenDetector(True).feed(FIRST_CHUNKS))
     for size in (1_024, 16_384, 131_072):
         stage(f"body to request and key, {size // 1024} KiB", partial(read_key, chat_body(size)))
     fleets = {count: fleet_of(count) for count in (2, 64, 1_000)}

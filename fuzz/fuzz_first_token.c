@@ -18,7 +18,7 @@ void fuzz_one(const uint8_t *data, size_t size) {
     size -= size > 0;
     PyObject *parts = must_call(FirstTokenSearch, 0), *bytewise = must_call(FirstTokenSearch, 0);
     size_t found_at = size + 1, read = 0;
-    for (size_t at = 0; at < size; at++) /* byte by byte */
+    for (size_t at = 0; at < size; at++)
         if (feed(bytewise, data + at, 1) && found_at > size)
             found_at = at + 1;
     while (read < size) {

@@ -14,7 +14,7 @@ import uvloop
 from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "edge")]
+sys.path[:0] = [str(HERE), str(HERE / "edge"), str(HERE / "routing")]
 
 settings.register_profile("quick", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("quick")

@@ -59,6 +59,10 @@ def test_check_config_rejects_what_serve_could_not_start(
             "no node or provisioner is on island 'aws/eo'; known islands: aws/eu",
         ),
         (
+            '[[nodes]]\nurl = "http://a"\n[[islands]]\nname = "aws/eu"',
+            "islands: no node or provisioner is on island 'aws/eu'; known islands: local",
+        ),
+        (
             f'[[keys]]\nsha256 = "{SHA}"\ntenant = "search"\n[[routes]]\nname = "r"\ntenant = "serch"',
             "routes: no key has the tenant 'serch' of route 'r'; known tenants: search",
         ),
@@ -101,6 +105,61 @@ def test_check_config_does_not_warn_of_valid_names(capsys: pytest.CaptureFixture
         tenant = "team-*"
     """
     assert check_config(capsys, tmp_path / "w.toml", text) == (0, "")
+
+
+def test_check_config_reports_everything_that_serve_would_refuse(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NOT_SET_HERE", raising=False)
+    (tmp_path / "empty.jinja").write_text("")
+    (tmp_path / "key.pem").write_text("no key")
+    path = tmp_path / "w.toml"
+    text = f"""
+        [listen]
+        tls_cert = "{tmp_path}/key.pem"
+        tls_key = "{tmp_path}/key.pem"
+        [upstream]
+        ca_file = "/nowhere/ca.pem"
+        [journal]
+        file = "/nowhere/journal"
+        [[models]]
+        name = "m"
+        tokenizer = "/nowhere/model"
+        chat_template = "{tmp_path}/empty.jinja"
+        [[nodes]]
+        url = "http://a"
+        api_key_env = "NOT_SET_HERE"
+    """
+    expected = [
+        "listen.tls_cert and listen.tls_key: cannot load the files",
+        "upstream.ca_file",
+        "journal.file: the directory /nowhere does not exist",
+        "models: cannot load the tokenizer of 'm': /nowhere/model: No such file or directory",
+        "models: cannot load the chat template of 'm'",
+        "nodes.api_key_env: NOT_SET_HERE is not set here; it has the API key of http://a",
+    ]
+    code, printed = check_config(capsys, path, text)
+    lines = printed.splitlines()
+    assert code == 2 and len(lines) == len(expected), printed
+    for line, words in zip(lines, expected, strict=True):
+        assert line.startswith(f"warmroute: {path}: {words}"), line
+    assert serve_fails("--config", str(path), "--port", "0", "--admin-port", "0").splitlines() == lines
+
+
+def test_check_config_loads_the_tokenizers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text("[")
+    text = "".join(f'[[models]]\nname = "{name}"\ntokenizer = "{tmp_path}/{name}"\n' for name in ("one", "two"))
+    code, printed = check_config(capsys, tmp_path / "w.toml", text)
+    assert code == 2 and printed.count("cannot load the tokenizer of") == 2
+
+
+def test_serve_logs_the_warnings_of_check_config(tmp_path: Path) -> None:
+    path = tmp_path / "w.toml"
+    path.write_text('[listen]\nhost = "192.0.2.1"\n[[nodes]]\nurl = "http://a"\n[[islands]]\nname = "aws/eu"\n')
+    logged = serve_fails("--config", str(path))
+    assert "config_warning: islands: no node or provisioner is on island 'aws/eu'; known islands: local" in logged
 
 
 # load.

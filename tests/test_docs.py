@@ -119,7 +119,8 @@ def test_the_page_on_architecture_lists_the_rooms_and_what_they_import() -> None
 
 ROUTING_ERRORS = (
     routing_errors.UnknownModel(), routing_errors.MissingModel(), routing_errors.NoNodeAvailable(),
-    routing_errors.AllNodesFailed(2, None), routing_errors.QueueFull(), routing_errors.Displaced(),
+    routing_errors.ContextTooLong(9000, 2048), routing_errors.AllNodesFailed(2, None), routing_errors.QueueFull(),
+    routing_errors.Displaced(),
     routing_errors.NodeQueuesFull(), routing_errors.WouldQueue(), routing_errors.QueueTimeout(),
     routing_errors.DeadlineUnreachable(True, 2.0, 1.0), routing_errors.RateLimited("requests", 1.0, 1, 1.0, ()),
 )  # fmt: skip

@@ -23,11 +23,19 @@ from support.scripted_engine import ReceivedRequest, ScriptedEngine, engines
 from tokenizers import Tokenizer
 
 from warmroute.config import from_table
+from warmroute.prompt.prompt_tokenizer import PromptTokenizer
+from warmroute.prompt.tokenizer import load_tokenizer
 from warmroute.service import model_watch
 
 SMALL_MODEL = Path(__file__).parent / "prompt" / "small-model"
 HUB_ID = "org/small-model"
 LONG = "the router reads this prompt before it sends it anywhere. " * 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _template_checked(_autouse: None) -> None:  # noqa: F811
+    """Check the chat template before the tests: on a busy machine that takes longer than a test waits."""
+    PromptTokenizer(load_tokenizer(SMALL_MODEL))
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +206,7 @@ async def test_a_prompt_that_cannot_be_read_is_counted() -> None:
         def fail(*_arguments: object) -> None:
             raise RuntimeError
 
-        r.service.tokenizer_registry._text_matching.begin = fail  # type: ignore[method-assign]
+        r.service.tokenizer_registry._text_matching.begin = fail  # type: ignore[method-assign, assignment]
         r.service.prompt_reader._max_text_prompt_bytes = -1
         assert (await r.request(post(chat()))).status == 200
         report = await models(r)

@@ -32,7 +32,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "replay": {"_kernel", "config", "prompt", "index", "fleet", "routing", "engines", "scaling", "fake_engine"},
     "demo": {"config", "scaling", "fake_engine", "replay"},
 }
-LEAVES = {"event_log", "http_client"}
+LEAVES = {"event_log", "http_client", "look"}
 """Modules that know no room and that every room may know."""
 PUTS_TOGETHER = {"service", "cli", "doctor"}
 """Who may know everybody, and is known by nobody but each other."""

@@ -17,7 +17,7 @@ T = TypeVar("T")
 async def run_in_thread(call: Callable[[], T], name: str, slots: asyncio.Semaphore | None = None) -> T:
     """Return what the call returns, or raise what it raises.
 
-    If the caller is canceled, the thread continues until the call returns, and the result is dropped. Only then its
+    If the caller is cancelled, the thread continues until the call returns, and the result is dropped. Only then its
     slot is free again: there are never more threads than slots.
     """
     loop = asyncio.get_running_loop()

@@ -114,7 +114,7 @@ async def test_the_error_for_an_invalid_node_says_what_is_wrong(body: bytes, mes
         ("POST", "/admin/nodes", b'{"url":"http://a:1","name":"node0"}', 409, "name_taken"),
         ("PUT", "/admin/nodes", b"", 405, "method_not_allowed"),
         ("POST", "/admin/nodes/node0", b"", 405, "method_not_allowed"),
-        ("GET", "/", b"", 404, "not_found"),
+        ("GET", "/other", b"", 404, "not_found"),
         ("GET", "/admin", b"", 404, "not_found"),
         ("POST", "/v1/chat/completions", b"{}", 404, "not_found"),
     ],

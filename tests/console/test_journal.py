@@ -138,8 +138,8 @@ async def test_every_outcome_is_recorded() -> None:
         assert not (await send(r, "broken")).complete
         bad.behave = good.behave = hanging
         peer = await r.connect()
-        peer.write(post(headers=["X-Request-Id: canceled"]))
-        await until(lambda: r.service.journal.find(b"canceled"))
+        peer.write(post(headers=["X-Request-Id: cancelled"]))
+        await until(lambda: r.service.journal.find(b"cancelled"))
         peer.disconnect()
         await until(lambda: r.inflight() == 0)
         ends = {one["request_id"]: (one["outcome"], one["status"], one["answered_by"]) for one in await decisions(r)}
@@ -148,7 +148,7 @@ async def test_every_outcome_is_recorded() -> None:
         assert nobody.startswith("no node answered (2 nodes tried); first choice was node")
         assert ends["rejected"][:2] == ("rejected", 404)
         assert ends["broken"][:2] == ("broken", 200)
-        assert ends["canceled"] == ("canceled", None, None)
+        assert ends["cancelled"] == ("cancelled", None, None)
         bad.behave = good.behave = normal()
 
 

@@ -23,7 +23,7 @@ from support.engine_scripts import (
     stream,
 )
 from support.polling import until
-from support.raw_client import post
+from support.raw_client import chat, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import ScriptedEngine, engines
 
@@ -31,6 +31,7 @@ from warmroute.config import Health, NodeConfig, Upstream
 from warmroute.edge import connection_pool
 from warmroute.edge.connection_pool import ConnectionPool
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
+from warmroute.edge.piecewise_writer import PIECE_BYTES, PiecewiseWriter
 from warmroute.edge.timer_wheel import TimerWheel
 from warmroute.fleet.node import Node
 
@@ -215,6 +216,34 @@ async def test_an_https_node_with_a_trusted_certificate_is_used(authority: trust
             engine.behave = stream(3)
             response = await r.request()
             assert response.complete and response.chunks[:3] == [sse_event(0), sse_event(1), sse_event(2)]
+    finally:
+        await engine.close()
+
+
+async def test_a_large_body_is_encrypted_piece_by_piece(
+    authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To encrypt all of it at once would block the event loop."""
+    pieces: list[int] = []
+    write = PiecewiseWriter._write
+
+    def counted(writer: PiecewiseWriter) -> None:
+        before = len(writer._rest)
+        write(writer)
+        pieces.append(before - len(writer._rest))
+
+    monkeypatch.setattr(PiecewiseWriter, "_write", counted)
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    engine = ScriptedEngine(tls=node_tls(authority, "127.0.0.1"))
+    await engine.listen()
+    body = chat("0123456789" * 1_000_000)
+    try:
+        async with router(engine, upstream={"ca_file": str(tmp_path / "ca.pem")}) as r:
+            for _ in range(2):
+                assert (await r.request(post(body))).status == 200
+                assert engine.seen.pop().body == body
+            assert max(pieces) == PIECE_BYTES and sum(pieces) == 2 * len(body)
+            assert (await r.request()).status == 200
     finally:
         await engine.close()
 

@@ -69,6 +69,29 @@ BAD_HEADS = {
     "a version with many digits": b"GET /health HTTP/1.10\r\n" + HOST + b"\r\n",
     "no host": b"GET /health HTTP/1.1\r\n\r\n",
     "two hosts": b"GET /health HTTP/1.1\r\n" + HOST + HOST + b"\r\n",
+    "a fragment": b"GET /health#x HTTP/1.1\r\n" + HOST + b"\r\n",
+    "an empty fragment": b"GET /health# HTTP/1.1\r\n" + HOST + b"\r\n",
+    "two content types": chat_head(b"Content-Type: text/plain", b"Content-Type: application/json", b"Content-Length: 2")
+    + b"{}",
+    "two equal content types": chat_head(*[b"Content-Type: application/json"] * 2, b"Content-Length: 2") + b"{}",
+    "two authorizations": chat_head(b"Authorization: Bearer a", b"authorization: Bearer b"),
+    "two API keys": chat_head(b"X-Api-Key: a", b"X-API-KEY: b"),
+    "two priorities for vLLM": chat_head(b"X-Vllm-Priority: 1", b"X-Vllm-Priority: -1"),
+    **{
+        f"{name} named in Connection": chat_head(b"Connection: close, " + name.encode())
+        for name in (
+            "content-type", "Content-Type", "authorization", "x-api-key", "host", "content-length",
+            "transfer-encoding", "content-encoding", "x-request-id", "x-forwarded-for", "expect", "connection",
+            "x-priority", "x-queue", "x-deadline-ms", "x-vllm-priority",
+        )
+    },
+    **{
+        f"an underscore in {name}": chat_head(name.encode() + b": 1")
+        for name in (
+            "content_type", "Content_Length", "transfer_encoding", "x_api_key", "X-Data_Parallel-Rank",
+            "x_vllm_priority", "proxy_authorization", "x_request_id", "content_encoding",
+        )
+    },
     "two empty lines before the request": b"\r\n\r\n" + get("/health"),
     "twenty fields named in Connection": b"GET /health HTTP/1.1\r\n" + HOST
     + b"Connection: " + b",".join(b"x%d" % n for n in range(20)) + b"\r\n\r\n",
@@ -103,6 +126,9 @@ BAD_CHUNKS = {
 }
 
 OTHER_CODES = {
+    "a compressed body": (415, chat_head(b"Content-Encoding: gzip", b"Content-Length: 2") + b"{}"),
+    "a body that is compressed twice": (415, chat_head(b"Content-Encoding: identity", b"Content-Encoding: br")),
+    "an empty content encoding": (415, chat_head(b"Content-Encoding:")),
     "gzip, chunked": (501, chat_head(b"Transfer-Encoding: gzip, chunked") + b"0\r\n\r\n"),
     "chunked, identity": (501, chat_head(b"Transfer-Encoding: chunked, identity") + b"0\r\n\r\n"),
     "identity": (501, chat_head(b"Transfer-Encoding: identity") + b"{}"),
@@ -203,6 +229,19 @@ async def test_chunk_extensions_and_trailers_are_not_forwarded() -> None:
         assert engine.seen[0].body == body
         assert engine.seen[0].get(b"content-length") == [b"%d" % len(body)]
         assert engine.seen[0].get(b"x-trailer") == []
+
+
+async def test_headers_for_this_connection_and_the_rank_are_not_forwarded() -> None:
+    async with engines() as [engine], router(engine) as r:
+        headers = ["Connection: keep-alive, Upgrade, X-Own, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAA",
+                   "X-Own: 1", "X-Data-Parallel-Rank: 3", "Content-Encoding: identity", "TE: trailers",
+                   "My_Own: 2"]  # fmt: skip
+        assert (await r.request(post(headers=headers))).status == 200
+        names = {name for name, _ in engine.seen[0].fields}
+        assert names.isdisjoint(
+            {b"connection", b"upgrade", b"http2-settings", b"x-own", b"x-data-parallel-rank", b"te"}
+        )
+        assert engine.seen[0].get(b"my_own") == [b"2"] and b"content-encoding" not in names
 
 
 async def test_one_empty_line_before_a_request_is_ignored() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from support.engine_scripts import vllm_metrics
 from warmroute.engines import sglang, vllm
 from warmroute.engines.engine_detection import detect_engine, engine_of_cards, metrics_paths, parse_load
 from warmroute.engines.load_report import mean, samples, total
+from warmroute.fleet.engine_rates import EngineCounters
 
 SGLANG = b"""\
 # HELP sglang:num_running_reqs The number of running requests.
@@ -58,6 +60,31 @@ def test_block_size_and_cache_capacity_are_parsed() -> None:
     assert vllm.parse_load(b"").block_size == sglang.parse_load(SGLANG).block_size == 0
 
 
+def test_the_counters_of_an_engine_are_parsed() -> None:
+    page = vllm_metrics() + (
+        b'vllm:prefix_cache_queries_total{engine="0"} 4096.0\nvllm:prefix_cache_queries_total{engine="1"} 1024.0\n'
+        b'vllm:prefix_cache_queries_created{engine="0"} 1.7e+09\nvllm:prefix_cache_hits_total{engine="0"} 2048.0\n'
+        b'vllm:num_preemptions_total{engine="0"} 3.0\nvllm:request_queue_time_seconds_sum{engine="0"} 1.5\n'
+        b'vllm:request_queue_time_seconds_bucket{le="0.3"} 2.0\nvllm:request_queue_time_seconds_count{engine="0"} 4.0\n'
+    )
+    assert vllm.parse_load(page).counters == EngineCounters(5120.0, 2048.0, 3.0, 1.5, 4.0)
+    page = SGLANG + (
+        b'sglang:prompt_tokens_total{m="x"} 900.0\nsglang:cached_tokens_total{cache_source="device"} 300.0\n'
+        b'sglang:cached_tokens_total{cache_source="host"} 50.0\nsglang:num_retracted_requests_total{m="x"} 2.0\n'
+        b'sglang:queue_time_seconds_sum{m="x"} 6.0\nsglang:queue_time_seconds_count{m="x"} 3.0\n'
+        b'sglang:cache_hit_rate{m="x"} 0.25\n'
+    )
+    assert sglang.parse_load(page).counters == EngineCounters(900.0, 350.0, 2.0, 6.0, 3.0, 0.25)
+    assert vllm.parse_load(b"").counters == sglang.parse_load(SGLANG).counters == EngineCounters()
+
+
+def test_the_counters_of_a_real_vllm_are_parsed() -> None:
+    page = (Path(__file__).parents[1] / "fixtures" / "vllm-0.32" / "metrics.txt").read_bytes()
+    counters = vllm.parse_load(page).counters
+    assert min(getattr(counters, name) for name in counters.__struct_fields__ if name != "hit_share") >= 0.0
+    assert counters.queried_tokens > counters.hit_tokens > 0.0 and counters.queue_times > 0.0
+
+
 def test_engines_are_detected_by_their_metrics() -> None:
     assert detect_engine(vllm_metrics()) == "vllm" and detect_engine(SGLANG) == "sglang"
     assert detect_engine(b"") is None and detect_engine(b"go_goroutines 5\n") is None
@@ -71,6 +98,8 @@ trtllm_num_requests_waiting{engine_type="undefined",model_name="undefined",pid="
 trtllm_kv_cache_utilization{engine_type="undefined",model_name="undefined",pid="7"} 0.25
 trtllm_kv_cache_max_blocks{engine_type="undefined",model_name="undefined",pid="7"} 1000.0
 trtllm_kv_cache_tokens_per_block{engine_type="undefined",model_name="undefined",pid="7"} 32.0
+trtllm_prompt_tokens_total{engine_type="undefined",model_name="undefined"} 5120.0
+trtllm_prompt_cached_tokens_total{engine_type="undefined",model_name="undefined"} 2048.0
 """
 TRTLLM_ITERATIONS = b"""[
 {"iter": 1, "numActiveRequests": 9, "numQueuedRequests": 9, "kvCacheStats": {}},
@@ -84,6 +113,12 @@ def test_tensorrt_llm_is_detected_and_parsed(page: bytes) -> None:
     report = parse_load("trtllm", page)
     assert report is not None and (report.running, report.waiting, report.kv_usage) == (5, 2, 0.25)
     assert (report.block_size, report.capacity_tokens, report.incarnation) == (32, 32_000, 0.0)
+
+
+def test_the_hit_counters_of_tensorrt_llm_are_parsed() -> None:
+    report = parse_load("trtllm", TRTLLM)
+    assert report is not None
+    assert (report.counters.queried_tokens, report.counters.hit_tokens, report.counters.preemptions) == (5120, 2048, -1)
 
 
 def test_tensorrt_llm_without_iterations_is_idle_and_known_by_its_models() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
 from kv_event_factory import hit, one_node, payload, prompt, stored
 
 from warmroute.config import Health, NodeConfig
@@ -9,9 +12,11 @@ from warmroute.engines.kv_events import decode_batch, sent_time_s
 from warmroute.engines.kv_rank import NodeKvEvents, RankEvents
 from warmroute.engines.load_report import LoadReport
 from warmroute.engines.node_updates import apply_health_pass, apply_load_report
+from warmroute.fleet.engine_rates import EngineCounters
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node
+from warmroute.index.node_cache import NodeCache
 
 
 def a_node() -> Node:
@@ -70,3 +75,66 @@ def test_load_is_dropped_when_its_report_is_stale() -> None:
     assert node.running == 3
     node.drop_stale_load(5.0, 6.1)
     assert node.running == node.waiting == 0
+
+
+# The engine's own counters.
+
+
+def poll(node: Node, cache: NodeCache, count: int, now_s: float, waiting: int = 0, **per_poll: float) -> float:
+    """Apply `count` reports, one a second, whose counters grow by `per_poll`. Return the time after them."""
+    events = NodeKvEvents(cache)
+    for number in range(count):
+        counters = EngineCounters(**{name: 1000.0 + value * number for name, value in per_poll.items()})
+        apply_load_report(node, LoadReport(3, waiting, 0.5, 100.0, counters=counters), events, now_s)
+        now_s += 1.0
+    return now_s
+
+
+def test_preemptions_raise_the_pressure_on_the_nodes_memory_while_they_last() -> None:
+    node, (_, cache) = a_node(), one_node()
+    now_s = poll(node, cache, 10, 10.0, preemptions=2.0)
+    assert node.kv_pressure > 0.7 and node.kv_usage == 0.5, "the usage stays what the node reports"
+    node.drop_stale_load(5.0, now_s + 10.0)
+    assert node.kv_pressure == 0.0
+
+
+def test_queue_times_are_expected_of_a_node_with_a_queue() -> None:
+    node, (_, cache) = a_node(), one_node()
+    now_s = poll(node, cache, 10, 10.0, waiting=5, queue_times=1.0, queue_time_s=0.8)
+    assert node.queue_ms == pytest.approx(800.0)
+    apply_load_report(node, load_report(), NodeKvEvents(cache), now_s)  # without counters, and two requests wait
+    assert 200.0 < node.queue_ms < 500.0
+    apply_load_report(node, LoadReport(3, 0, 0.5, 100.0), NodeKvEvents(cache), now_s + 1.0)
+    assert node.queue_ms == 0.0
+
+
+def test_a_restarted_engine_starts_without_rates() -> None:
+    node, (_, cache) = a_node(), one_node()
+    now_s = poll(node, cache, 10, 10.0, waiting=5, queue_times=1.0, queue_time_s=0.8, preemptions=3.0)
+    apply_load_report(node, load_report(incarnation=500.0), NodeKvEvents(cache), now_s)
+    assert (node.queue_ms, node.kv_pressure) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("predicted", "hits", "logged"), [(0, 900, "more"), (900, 0, "less"), (600, 800, "")])
+def test_a_gross_disagreement_about_hits_is_logged_once(
+    predicted: int, hits: int, logged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    node, (_, cache) = a_node(), one_node()
+    events, now_s = NodeKvEvents(cache), 10.0
+    with caplog.at_level(logging.WARNING):
+        for number in range(120):
+            counters = EngineCounters(queried_tokens=10_000.0 * number, hit_tokens=10.0 * hits * number)
+            cache.routed_tokens, cache.predicted_tokens = 10_000 * number, 10 * predicted * number
+            apply_load_report(node, LoadReport(0, 0, 0.1, 100.0, counters=counters), events, now_s + number)
+    found = [record.message for record in caplog.records if "cache_prediction_disagrees" in record.message]
+    assert len(found) == bool(logged) and all(f"far {logged} in its cache" in message for message in found)
+
+
+def test_hits_of_other_clients_are_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+    node, (_, cache) = a_node(), one_node()
+    with caplog.at_level(logging.WARNING):
+        for number in range(60):
+            cache.routed_tokens = 10_000 * number
+            counters = EngineCounters(queried_tokens=50_000.0 * number, hit_tokens=50_000.0 * number)
+            apply_load_report(node, LoadReport(0, 0, 0.1, 100.0, counters=counters), NodeKvEvents(cache), 10.0 + number)
+    assert not caplog.records

@@ -60,7 +60,7 @@ async def post(node: Node, path: str, body: bytes, timeout_s: float) -> tuple[in
         try:
             writer.write(
                 f"POST {path} HTTP/1.1\r\nHost: {node.host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
-                f"Content-Length: {len(body)}\r\n\r\n".encode()
+                f"X-Request-Id: 1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
                 + body
             )
             head = await reader.readuntil(b"\r\n\r\n")

@@ -33,7 +33,8 @@ def decoded(*pieces: bytes) -> list[list[bytes]]:
 )
 def test_messages_are_the_same_in_whatever_pieces_they_arrive(messages: list[list[bytes]], sizes: list[int]) -> None:
     data = HANDSHAKE + b"".join(encode(*message) for message in messages)
-    pieces, at = [], 0
+    pieces: list[bytes] = []
+    at = 0
     while at < len(data):
         size = sizes[len(pieces) % len(sizes)]
         pieces.append(data[at : at + size])
@@ -117,7 +118,7 @@ class HostilePublisher:
 async def test_an_endless_message_ends_the_connection_not_the_memory() -> None:
     """libzmq has no limit for the frames of a message."""
     publisher = HostilePublisher(b"\x03" + (1 << 20).to_bytes(8, "big") + b"x" * (1 << 20))
-    budget, reasons = ByteBudget(), []
+    budget, reasons = ByteBudget(), list[str]()
     most_bytes = 0
 
     def read() -> None:
@@ -157,7 +158,7 @@ async def test_messages_that_nobody_reads_stay_with_their_publisher() -> None:
 
 async def test_a_node_whose_ranks_exceed_its_budget_loses_connections() -> None:
     publisher = HostilePublisher(b"\x02" + (MAX_MESSAGE_BYTES).to_bytes(8, "big") + b"x" * (1 << 20))
-    budget, reasons = ByteBudget(limit_bytes=4 << 20), []
+    budget, reasons = ByteBudget(limit_bytes=4 << 20), list[str]()
     port = await publisher.start()
     connections: list[ZmtpConnection] = []
 

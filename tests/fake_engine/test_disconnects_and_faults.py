@@ -157,3 +157,25 @@ def test_an_idle_engine_uses_no_cpu(start_engine: StartEngine) -> None:
     before = engine.metric("process_cpu_seconds_total")
     time.sleep(1)
     assert engine.metric("process_cpu_seconds_total") - before < 0.03
+
+
+@pytest.mark.parametrize("mode", ["early_role", "early_comment"])
+def test_a_stream_may_send_something_before_its_first_token(start_engine: StartEngine, mode: str) -> None:
+    engine = start_engine(speed=0.01)
+    engine.fail(mode)
+    url = urlsplit(engine.url)
+    connection = http.client.HTTPConnection(f"{url.hostname}:{url.port}", timeout=5)
+    body = {"messages": [{"role": "user", "content": "word " * 3000}], "max_tokens": 3, "stream": True}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body))
+    first = connection.getresponse().readline()
+    assert first == b": ping\n" if mode == "early_comment" else b'"delta":{"role":"assistant","content":""}' in first
+    assert engine.metric("vllm:generation_tokens_total") == 0, "the prefill takes seconds"
+    connection.close()
+
+
+def test_an_early_role_is_sent_once(start_engine: StartEngine) -> None:
+    engine = start_engine()
+    engine.fail("early_role")
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "stream": True}
+    status, text = engine.request("/v1/chat/completions", body)
+    assert status == 200 and text.count('"role"') == 1 and text.count('"content"') == 4

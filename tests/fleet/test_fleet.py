@@ -128,7 +128,7 @@ def test_each_change_of_health_is_reported_once() -> None:
 
 @pytest.mark.parametrize(
     ("outcome", "state"),
-    [(Outcome.OK, "up"), (Outcome.REJECTED, "up"), (Outcome.BUSY, "half_open"), (Outcome.CANCELED, "half_open"),
+    [(Outcome.OK, "up"), (Outcome.REJECTED, "up"), (Outcome.BUSY, "half_open"), (Outcome.CANCELLED, "half_open"),
      (Outcome.FAILED, "down"), (Outcome.BROKEN, "down")],
 )  # fmt: skip
 def test_the_outcome_of_a_trial_request_decides_the_health(outcome: Outcome, state: str) -> None:
@@ -182,7 +182,7 @@ def test_only_the_first_close_of_a_ticket_counts() -> None:
     node = fleet.node("a")
     ticket = Ticket(node, 0)
     assert [group.inflight for group in node.groups] == [1, 1]
-    for outcome in (Outcome.OK, Outcome.FAILED, Outcome.CANCELED):
+    for outcome in (Outcome.OK, Outcome.FAILED, Outcome.CANCELLED):
         ticket.close(outcome, 1)
     assert node.inflight == 0 and node.outcomes == [1, 0, 0, 0, 0, 0]
     assert [group.inflight for group in node.groups] == [0, 0]

@@ -76,7 +76,7 @@ async def test_a_node_with_a_running_stream_stays_up_while_its_health_checks_tim
         await until(lambda: busy.seen)
         busy.health = hanging
         states: list[str] = []
-        r.service.fleet._on_change = lambda node, _before: states.append(node.health.state.value)
+        r.service.fleet.observe_health(lambda node, _before: states.append(node.health.state.value))
         found = await peer.response()
         assert found.complete
         assert r.node(0).outcomes[0] == 1

@@ -161,7 +161,7 @@ def test_a_node_that_becomes_far_slower_than_its_peers_is_ejected() -> None:
     for _ in range(20):
         harness.second(ms_per_token=(1.0, 0.1, 0.11, 0.09))
     assert harness.states() == ["ejected", "up", "up", "up"]
-    assert "times as long as before" in harness.node(0).health.reason
+    assert "times as long as before; other nodes keep up" in harness.node(0).health.reason
 
 
 def test_a_slower_gpu_is_not_an_outlier() -> None:

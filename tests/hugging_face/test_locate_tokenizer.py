@@ -6,7 +6,10 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from http.client import HTTPMessage
+from io import BytesIO
 from pathlib import Path
+from urllib.request import Request
 
 import huggingface_hub
 import pytest
@@ -213,12 +216,6 @@ def test_an_unknown_model_is_reported(environment: dict[str, str]) -> None:
 
 
 def test_a_redirect_from_https_to_http_is_refused() -> None:
+    redirects, request = tokenizer_download._Redirects(True), Request("https://127.0.0.1/x")
     with pytest.raises(OSError, match="not https"):
-        tokenizer_download._Redirects(True).redirect_request(
-            None,
-            None,
-            302,
-            "",
-            None,
-            "http://127.0.0.1/x",  # type: ignore[arg-type]
-        )
+        redirects.redirect_request(request, BytesIO(), 302, "", HTTPMessage(), "http://127.0.0.1/x")

@@ -1,4 +1,4 @@
-"""The reference for the scan of request bodies (_kernel/body_scan.c), with a JSON parser. Property tests compare them."""
+"""The reference for the scan of request bodies (_kernel/body_scan.c), with a JSON parser. Tests compare them."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ async def test_a_reload_searches_again_and_may_download(thinking_folder: Path) -
 
 @pytest.mark.parametrize("off", [{"discover_tokenizers": False}, {}])
 async def test_nothing_is_searched_if_discovery_is_off_or_a_path_is_configured(
-    off: dict[str, bool], thinking_folder: Path
+    off: dict[str, Any], thinking_folder: Path
 ) -> None:
     search = Search()
     models = [] if off else [ModelConfig(name="qwen", tokenizer=str(thinking_folder))]

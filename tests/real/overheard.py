@@ -42,12 +42,12 @@ class Overheard:
 
     def __init__(self, port: int) -> None:
         self.evicted = 0
-        self.heard_s = time.monotonic()
+        self.last_event_s = time.monotonic()
         self._said: list[tuple[int, float]] = []
         self._listener = _Listener(port, self._take)
 
     def _take(self, message: Message) -> None:
-        self.heard_s = time.monotonic()
+        self.last_event_s = time.monotonic()
         sent_s, events, *_ = msgspec.msgpack.decode(message[2])
         self._said.append((int.from_bytes(message[1], "big"), sent_s))
         self.evicted += sum(len(event["block_hashes"]) for event in events if event["type"] == "BlockRemoved")

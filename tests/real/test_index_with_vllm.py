@@ -175,7 +175,7 @@ def cached_of(usage: dict[str, Any]) -> int:
 async def agrees(w: Watched, engine: RealEngine, overheard: Overheard, seeds: range, number: int = 0) -> None:
     """What the node is believed to hold of each prompt is what it then reports."""
     for seed in seeds:
-        await until(lambda: time.monotonic() - overheard.heard_s > SETTLED_S, "the engine is silent")
+        await until(lambda: time.monotonic() - overheard.last_event_s > SETTLED_S, "the engine is silent")
         believed = w.told(prompt(seed), number)
         assert believed == await prefill(engine, prompt(seed)), f"prompt {seed}"
 
@@ -324,7 +324,7 @@ def test_an_engine_killed_and_restarted_in_place_is_believed_empty(real_engines:
                 assert w.told_blocks() <= 63
                 conversation = Conversation(1, random.Random(5))
                 for stream in (False, True, False):
-                    await until(lambda: time.monotonic() - overheard.heard_s > SETTLED_S, "the engine is silent")
+                    await until(lambda: time.monotonic() - overheard.last_event_s > SETTLED_S, "the engine is silent")
                     cached = await conversation.turn(w, stream)
                     assert w.sent[-1].prediction.tokens == cached
 

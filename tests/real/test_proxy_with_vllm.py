@@ -152,7 +152,7 @@ def test_an_engine_killed_and_restarted_in_place(router: Router, real_engines: l
 
 
 def _left(router: Router) -> int:
-    return sum(node["outcomes"]["canceled"] for node in router.nodes())
+    return sum(node["outcomes"]["cancelled"] for node in router.nodes())
 
 
 def _running(engine: RealEngine) -> bool:

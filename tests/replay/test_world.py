@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 from small_worlds import NEAR, assert_all_requests_ended, prompt, specs
 
-from warmroute.config import Config, Health, PolicyName, Routing
+from warmroute.config import Config, Health, Hedging, PolicyName, Routing
 from warmroute.fleet.health import HealthState
 from warmroute.replay import Setup, parse_policy, replay
 from warmroute.replay.simulation.calendar import Calendar
@@ -163,11 +163,41 @@ def test_a_restarted_node_is_tried_again_with_an_empty_cache() -> None:
 
 def test_a_hanging_node_times_out() -> None:
     conditions = Conditions(islands={"local": Island(0.0)}, first_byte_timeout_s=5.0)
-    world = World(specs(2), conditions, Config(routing=Routing(policy="round_robin", seed=1)))
+    config = Config(routing=Routing(policy="round_robin", seed=1), hedging=Hedging(max_ratio=0.0))
+    world = World(specs(2), conditions, config)
     world.hang("node-0")
     world.run(iter([prompt("a"), prompt("b")]))
     assert world.results.total("finished") == 2
     assert sorted(world.results.ttft_ms)[1] == pytest.approx(5000 + 64)
+    assert_all_requests_ended(world)
+
+
+def test_a_request_on_a_hanging_node_is_hedged() -> None:
+    world = World(specs(2), NEAR, Config(routing=Routing(policy="round_robin", seed=1)))
+    world.run(iter([prompt(f"warm up {at}") for at in range(4)]))
+    world.hang("node-0")
+    world.run(iter([prompt("a", at_ms=5000.0), prompt("b", at_ms=5000.0)]))
+    assert world.results.total("finished") == 6
+    assert 2000.0 < max(world.results.ttft_ms) < 2400.0, "long before the breaker opens"
+    assert world.requests.counters.hedges == world.requests.counters.hedges_won == 1
+    assert_all_requests_ended(world)
+
+
+def test_requests_leave_a_node_when_its_breaker_opens() -> None:
+    config = Config(routing=Routing(policy="round_robin", seed=1), hedging=Hedging(max_ratio=0.0))
+    world = World(specs(2), NEAR, config)
+    world.hang("node-0")
+    world.run(iter([prompt(f"p{at}") for at in range(8)]))
+    assert world.results.total("finished") == 8
+    assert 3000.0 < max(world.results.ttft_ms) < 20_000.0, "long before the timeout of 600 s"
+    assert_all_requests_ended(world)
+
+
+def test_requests_without_a_first_token_leave_a_node_that_is_removed() -> None:
+    world = World(specs(2), NEAR, Config(routing=Routing(policy="round_robin", seed=1)))
+    world.calendar.at(300.0, world.remove, "node-0")
+    world.run(iter([prompt(f"p{at}", tokens=500) for at in range(4)]))
+    assert world.results.total("finished") == 4 and world.results.retries == 2
     assert_all_requests_ended(world)
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 from routing_harness import MODEL, RoutingHarness, prompt
 
+from warmroute.config import Hedging
 from warmroute.fleet.node import Node, Outcome
 from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.attempts import Attempts, Dispatcher
+from warmroute.routing.attempts import Attempts
+from warmroute.routing.dispatcher import Dispatcher
 from warmroute.routing.routing_errors import RoutingError
 from warmroute.telemetry.counters import Counters
 
@@ -17,10 +19,24 @@ class NotingDriver:
     def __init__(self) -> None:
         self.sent: list[str] = []
         """Names of the nodes that the request was sent to."""
+        self.events: list[str] = []
+        """What else it was told."""
         self.error: RoutingError | None = None
 
     def send(self, node: Node) -> None:
         self.sent.append(node.name)
+
+    def withdraw(self) -> None:
+        self.events.append("withdraw")
+
+    def send_hedge(self, node: Node) -> None:
+        self.events.append(f"hedge {node.name}")
+
+    def withdraw_hedge(self) -> None:
+        self.events.append("withdraw hedge")
+
+    def promote_hedge(self) -> None:
+        self.events.append("promote")
 
     def reject(self, why: RoutingError) -> int:
         self.error = why
@@ -33,12 +49,12 @@ class NotingDriver:
 class AttemptHarness(RoutingHarness):
     """Nodes n0, n1… that are up, with the policy `price`, and requests in flight on them."""
 
-    def __init__(self, count: int = 2, *, max_attempts: int = 0, **more: Any) -> None:
+    def __init__(self, count: int = 2, *, max_attempts: int = 0, hedging: Hedging | None = None, **more: Any) -> None:
         super().__init__(count, **more)
         self.counters = Counters()
         self.dispatcher = Dispatcher(
             self.fleet, self.router, self.admission, self.counters, None, max_attempts, lambda: self.now_s,
-            self.admission.node_freed,
+            self.admission.node_freed, hedging=hedging,
         )  # fmt: skip
 
     def start(self, tokens: int = 1000, **fields: Any) -> tuple[Attempts, NotingDriver]:
@@ -48,6 +64,27 @@ class AttemptHarness(RoutingHarness):
         attempts = Attempts(self.dispatcher, driver, request, b"")
         attempts.enter(prompt(tokens), tokens, self.now_s)
         return attempts, driver
+
+    def answer(self, attempts: Attempts) -> None:
+        """Its current node answers completely."""
+        assert attempts.response_started(200, None, self.now_s)
+        attempts.first_token(self.now_s)
+        attempts.response_ended(None, self.now_s)
+
+    def warm_up(self) -> None:
+        """Let every node answer once, so that speeds and latencies are known."""
+        for node in self.nodes:
+            for other in self.nodes:
+                self.fleet.drain(other.name, other is not node)
+            attempts, _driver = self.start()
+            self.advance(0.1)
+            self.answer(attempts)
+        for node in self.nodes:
+            self.fleet.drain(node.name, False)
+
+    def assert_all_counters_are_zero(self) -> None:
+        super().assert_all_counters_are_zero()
+        assert not self.dispatcher.waiting
 
     def fail(self, attempts: Attempts) -> None:
         """Its current node answers 500."""

@@ -99,7 +99,7 @@ class RoutingHarness:
         """Give a node a prompt to prefill: by default 460 ms of expected work."""
         return self.send(node, prompt(tokens))
 
-    def close(self, ticket: Ticket, outcome: Outcome = Outcome.CANCELED) -> None:
+    def close(self, ticket: Ticket, outcome: Outcome = Outcome.CANCELLED) -> None:
         """Close a ticket. By default the client disconnected, so that nothing is learned about the node's speed."""
         self.fleet.close_ticket(ticket, outcome, self.now_s)
 
@@ -161,7 +161,7 @@ class FakeRequest:
         self.error = error
 
     def cancel(self) -> None:
-        self.events.append("canceled")
+        self.events.append("cancelled")
         self.harness.admission.queue.cancel(self)
 
     def finish(self) -> None:

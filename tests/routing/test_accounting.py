@@ -124,7 +124,7 @@ def test_the_kernel_equals_the_reference(
         getattr(both, event)(*details)
         both.assert_equal()
     for at in range(len(both.tickets)):
-        both.release(at, Outcome.CANCELED)
+        both.release(at, Outcome.CANCELLED)
     both.assert_equal()
     node = both.node
     assert node.inflight == node.unstreamed_prefills == node.context_tokens == node.kv_new == 0 == node.pending_work

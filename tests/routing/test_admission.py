@@ -126,14 +126,14 @@ def test_a_reload_that_makes_room_admits_queued_requests(change: str) -> None:
 # The end of waiting.
 
 
-def test_a_canceled_request_is_removed_from_the_queue() -> None:
+def test_a_cancelled_request_is_removed_from_the_queue() -> None:
     harness, running = one_busy_node()
     leaving, staying = harness.submit(tenant="a"), harness.submit(tenant="b")
     leaving.cancel()
     leaving.cancel()
     assert harness.admission.queue.waiting == harness.group.waiting == 1
     harness.free(running)
-    assert leaving.events == ["canceled", "canceled"] and staying.events == ["admitted"]
+    assert leaving.events == ["cancelled", "cancelled"] and staying.events == ["admitted"]
     staying.finish()
     harness.assert_all_counters_are_zero()
 

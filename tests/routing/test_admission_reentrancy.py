@@ -32,7 +32,7 @@ def test_requests_that_free_their_node_at_once_are_admitted_one_after_the_other(
     harness.assert_all_counters_are_zero()
 
 
-def test_a_request_canceled_while_another_is_admitted_is_not_admitted() -> None:
+def test_a_request_cancelled_while_another_is_admitted_is_not_admitted() -> None:
     harness, running = one_busy_node()
 
     class CancelsOther(FakeRequest):
@@ -49,7 +49,7 @@ def test_a_request_canceled_while_another_is_admitted_is_not_admitted() -> None:
     first.submit()
     other = harness.submit(7000)
     harness.free(running)
-    assert first.events == ["admitted"] and other.events == ["canceled"]
+    assert first.events == ["admitted"] and other.events == ["cancelled"]
     harness.assert_all_counters_are_zero()
 
     for by_tick in (True, False):
@@ -62,7 +62,7 @@ def test_a_request_canceled_while_another_is_admitted_is_not_admitted() -> None:
             harness.tick()
         else:
             harness.free(running)
-        assert first.events == ["rejected"] and other.events == ["canceled"]
+        assert first.events == ["rejected"] and other.events == ["cancelled"]
         assert harness.admission.queue.waiting == 0
 
 
@@ -109,7 +109,7 @@ EVENTS = st.one_of(
 
 @settings(max_examples=60)
 @given(st.lists(EVENTS, max_size=50))
-def test_every_request_is_admitted_rejected_or_canceled_exactly_once(events: list[tuple[object, ...]]) -> None:
+def test_every_request_is_admitted_rejected_or_cancelled_exactly_once(events: list[tuple[object, ...]]) -> None:
     harness = RoutingHarness(3, admission=AdmissionConfig(max_waiting=8, max_wait_s=6.0, queue_threshold=6))
     requests: list[FakeRequest] = []
     open_: list[FakeRequest] = []

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from attempt_harness import AttemptHarness
 
+from warmroute.fleet.node import Outcome
 from warmroute.routing.failover import MAX_BUSY_ANSWERS
 from warmroute.routing.routing_errors import AllNodesBusy, AllNodesFailed, AllNodesUnavailable
 
@@ -47,8 +50,7 @@ def test_suspected_nodes_come_last_and_dead_ones_never() -> None:
     attempts, driver = harness.start()
     suspected, dead = [node for node in harness.nodes if node.name not in driver.sent][:2]
     for _ in range(harness.fleet._health.consecutive_failures):
-        suspected.health.request_failed(harness.now_s, "HTTP status 500")
-    harness.fleet._apply_health(suspected, (suspected.health.state.UP, False))
+        harness.fleet.close_ticket(harness.send(suspected), Outcome.FAILED, harness.now_s, "HTTP status 500")
     harness.fleet.check_failed(dead, harness.now_s, "connection refused")
     for _ in range(3):
         assert driver.error is None
@@ -60,7 +62,8 @@ def test_suspected_nodes_come_last_and_dead_ones_never() -> None:
 @pytest.mark.parametrize("deadline", ["deadline_s", "total_deadline_s"])
 def test_no_further_node_is_tried_after_the_deadline(deadline: str) -> None:
     harness = AttemptHarness(4)
-    attempts, driver = harness.start(**{deadline: harness.now_s + 1.0})
+    due: dict[str, Any] = {deadline: harness.now_s + 1.0}
+    attempts, driver = harness.start(**due)
     harness.fail(attempts)
     assert len(driver.sent) == 2
     harness.advance(1.0)

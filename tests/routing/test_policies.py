@@ -208,12 +208,21 @@ def test_a_session_header_overrides_the_body() -> None:
         assert harness.router.decide(with_header, 0).node is harness.decide("y", user="one").node
 
 
-def test_without_a_session_the_prefix_decides() -> None:
-    harness, by_prefix = PolicyHarness("session", 3), PolicyHarness("prefix_hash", 3)
-    for number in range(10):
-        assert harness.decide(f"{number}").node.name == by_prefix.decide(f"{number}").node.name
+def test_without_a_session_the_least_loaded_node_is_chosen() -> None:
+    harness = PolicyHarness("session", 3)
     harness.nodes[0].other_load = harness.nodes[2].other_load = 5
-    assert harness.router.decide(RoutingRequest("m"), 0.0).node is harness.nodes[1], "without a prefix, load decides"
+    assert harness.decide().node is harness.nodes[1]
+
+
+def test_without_a_session_a_configured_prefix_key_decides() -> None:
+    harness, by_prefix = PolicyHarness("session", 4), PolicyHarness("prefix_hash", 4)
+    for one, policy in ((harness, "session"), (by_prefix, "prefix_hash")):
+        one.router.reconfigure(Routing(policy=policy, prefix_key="system"), Pricing())  # type: ignore[arg-type]
+    for number in range(10):
+        system = f"You are bank {number}."
+        assert harness.decide(system=system).node.name == by_prefix.decide(system=system).node.name
+    named = {harness.decide(system="You are a bank.", user=f"user {number}").node.name for number in range(12)}
+    assert len(named) > 2, "sessions still have their own node"
 
 
 # Prefix hash.
@@ -382,7 +391,7 @@ def test_a_half_open_node_gets_one_trial_request_at_a_time() -> None:
     assert set(decision.fallbacks()) == set(harness.nodes[1:])
     trial = Ticket(node, 10)
     assert node not in {harness.decide(now_s=10).node for _ in range(20)}
-    trial.close(Outcome.CANCELED, 11)
+    trial.close(Outcome.CANCELLED, 11)
     assert harness.decide(now_s=11).node is node
 
 

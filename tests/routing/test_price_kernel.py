@@ -234,7 +234,8 @@ class Last:
     def __init__(self): self.itself = self
     def __del__(self): del node.name
 chances, hits, settings = struct.pack("d", 0.1), {"n": Hit(1, 1.0, 0)}, (1e9, 1.0, True, True, True)
-given = (node,), (None,), hits, chances, None, None, 1.0, (100.0, 10.0, 1), (0.0, 0.0), 0.0, DecodeSpeedState(), settings
+request, due = (100.0, 10.0, 1), (0.0, 0.0)
+given = (node,), (None,), hits, chances, None, None, 1.0, request, due, 0.0, DecodeSpeedState(), settings
 gc.disable()
 Last()
 gc.set_threshold(1, 1, 1)

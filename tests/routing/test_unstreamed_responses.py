@@ -13,8 +13,9 @@ from warmroute.fleet.demand import DemandMeter
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN
 from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.attempts import Attempts, Dispatcher
+from warmroute.routing.attempts import Attempts
 from warmroute.routing.dispatch import Dispatch
+from warmroute.routing.dispatcher import Dispatcher
 from warmroute.routing.routing_errors import RoutingError
 from warmroute.telemetry.counters import Counters
 
@@ -54,7 +55,7 @@ def test_a_response_that_ends_before_its_expected_prefill_leaves_no_pending_work
     harness = RoutingHarness(1)
     first, second = send(harness, 8000), send(harness, 8000)
     finish(harness, first, 5)
-    second.close(Outcome.CANCELED, harness.now_s)
+    second.close(Outcome.CANCELLED, harness.now_s)
     harness.advance(10.0)
     harness.tick()
     harness.assert_all_counters_are_zero()
@@ -120,6 +121,18 @@ class SilentDriver:
     """Drives attempts without sending anything."""
 
     def send(self, node: Node) -> None:
+        pass
+
+    def withdraw(self) -> None:
+        pass
+
+    def send_hedge(self, node: Node) -> None:
+        pass
+
+    def withdraw_hedge(self) -> None:
+        pass
+
+    def promote_hedge(self) -> None:
         pass
 
     def reject(self, why: RoutingError) -> int:

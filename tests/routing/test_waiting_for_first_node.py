@@ -49,14 +49,14 @@ def test_a_request_that_must_not_queue_is_rejected() -> None:
     assert harness.admission.queue.waiting == 0
 
 
-def test_a_canceled_request_is_removed() -> None:
+def test_a_cancelled_request_is_removed() -> None:
     harness = empty_fleet()
     request = harness.submit()
     request.cancel()
     assert harness.admission.queue.waiting == 0
     harness.add("n0")
     harness.tick()
-    assert request.events == ["canceled"]
+    assert request.events == ["cancelled"]
 
 
 def test_a_request_is_rejected_after_first_node_wait_s() -> None:
@@ -81,7 +81,7 @@ def test_a_request_past_its_deadline_is_not_sent_to_the_new_node() -> None:
 def test_a_low_priority_request_is_displaced() -> None:
     harness = empty_fleet(max_waiting=2)
     low, normal, another = harness.submit(priority=LOW), harness.submit(), harness.submit()
-    assert isinstance(low.error, Displaced), "no request is rejected in favor of a low-priority one"
+    assert isinstance(low.error, Displaced), "no request is rejected in favour of a low-priority one"
     assert normal.queued and another.queued and harness.admission.queue.waiting == 2
     with pytest.raises(QueueFull):
         harness.submit()

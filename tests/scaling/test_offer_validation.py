@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from warmroute.config import ConfigError, ProvisionerConfig, from_table
+from warmroute.config.section import keys_of
 from warmroute.scaling.offer import MAX_START_S, Offer, OfferValidator
 from warmroute.scaling.provisioners import create_provisioner
 
@@ -34,7 +35,7 @@ def check(offer: Offer, **limits: Any) -> tuple[list[Offer], tuple[str, ...]]:
         ({"usd_per_hour": nan}, "costs nan, which is not a price"),
         ({"usd_per_hour": inf}, "costs inf, which is not a price"),
         ({"usd_per_hour": 0.01}, "a bid floor, not a price"),
-        ({"usd_per_hour": 0.1, "gpus": 8}, "below min_usd_per_gpu_hour ($0.02 × 8)"),
+        ({"usd_per_hour": 0.1, "gpus": 8}, "below $0.02 per GPU (it has 8)"),
         ({"usd_per_hour": 501.0}, "above the maximum of $500"),
         ({"gpus": 0}, "has 0 GPUs"),
         ({"gpu": ""}, "has no GPU name"),
@@ -58,6 +59,27 @@ def test_an_impossible_start_time_is_repaired_and_reported(start_s: float, used_
     assert (kept.start_s, kept.max_nodes) == (used_s, 0) and len(problems) == 2
 
 
+@pytest.mark.parametrize("round_trip_ms", [nan, -1.0, 1e9])
+def test_an_impossible_round_trip_counts_as_unknown(round_trip_ms: float) -> None:
+    (kept,), problems = check(msgspec.structs.replace(GOOD, round_trip_ms=round_trip_ms))
+    assert kept.round_trip_ms is None and "round_trip_ms" in problems[0]
+    far = msgspec.structs.replace(GOOD, round_trip_ms=250.0)
+    assert check(far) == ([far], ())
+
+
+def test_problems_name_only_keys_that_the_file_has() -> None:
+    """An operator would search for the others in vain."""
+    settable = set(keys_of(ProvisionerConfig))
+    named = {
+        name
+        for change in ({"usd_per_hour": 0.0}, {"usd_per_hour": 0.01}, {"usd_per_hour": 501.0}, {"start_s": nan})
+        for problem in check(msgspec.structs.replace(GOOD, **change))[1]
+        for name in re.findall(r"[a-z]+_[a-z_]+", problem)
+    }
+    offered = {field.name for field in msgspec.structs.fields(Offer)}
+    assert named and named <= settable | offered
+
+
 def test_the_same_problem_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     validator = OfferValidator(ProvisionerConfig(kind="command", name="p"))
     invalid = msgspec.structs.replace(GOOD, usd_per_hour=-1.0)
@@ -79,7 +101,13 @@ def test_a_configuration_that_does_not_fit_its_kind_is_rejected() -> None:
     assert rejection(kind="process") == "provisioners.gpu: kind 'process' requires it (process)"
     assert "kind 'process' does not have this key" in rejection(kind="process", gpu="L4", regions=["x"])
     assert "provisioners.workload_name: kind" in rejection(kind="kubernetes", gpu="L4")
-    assert "launch_template, or images" in rejection(kind="ec2", regions=["r"], instance_types=["t"])
+    ec2: dict[str, Any] = {"kind": "ec2", "regions": ["r", "s"], "instance_types": ["t"]}
+    assert "has no image for r, s; add one for each region, or set launch_template" in rejection(**ec2)
+    assert "has no image for s;" in rejection(**ec2, images={"r": "ami-1"})
+    elsewhere = rejection(**ec2, images={"r": "ami-1", "s": "ami-2", "x": "ami-3"})
+    assert elsewhere == "provisioners.images: 'x' is not one of the regions (r, s)"
+    assert "provisioners.images: 'x' is not one" in rejection(**ec2, launch_template="l", images={"x": "ami-3"})
+    assert "provisioners.subnets: 'x' is not one" in rejection(**ec2, launch_template="l", subnets={"x": "net"})
     assert "provisioners.url: kind 'webhook' requires it" in rejection(kind="webhook")
     assert "whole catalog" in rejection(kind="skypilot", task_file="t.yaml", clouds=["aws"])
     assert rejection(kind="process", gpus=0, gpu="x").startswith("provisioners[0].gpus: ")

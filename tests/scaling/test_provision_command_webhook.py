@@ -56,6 +56,7 @@ MACHINES = {
         {"id": "m2", "token": "t2", "offer": "a", "state": "pending"},
     ]
 }
+OWN = ProvisionerConfig(kind="command", name="own")
 OFFER = Offer(provisioner="own", name="a", island="mine/east", gpu="L4", usd_per_hour=0.7)
 MACHINE = Machine(id="m1", token="t1", offer="a", state=MachineState.RUNNING)
 
@@ -97,7 +98,7 @@ async def test_a_program_makes_offers_and_invalid_ones_are_dropped(program: Prog
     provisioner = program.provisioner(deployment="prod")
     (offer,) = await provisioner.offers()
     assert (offer.provisioner, offer.name, offer.usd_per_hour, offer.start_s) == ("own", "a", 0.7, 90.0)
-    assert program.calls() == [["offers", {"deployment": "prod"}]]
+    assert program.calls() == [["offers", {"protocol": 1, "call": "offers", "deployment": "prod"}]]
     problems = " ".join(provisioner._validator.problems)  # type: ignore[attr-defined]
     for name in ("zero", "below", "absurd", "words", "bare", "nonsense"):
         assert name in problems
@@ -129,7 +130,7 @@ def test_a_program_need_not_read_its_input(tmp_path: Path, on_uvloop: asyncio.Ru
     async def often() -> None:
         for stdin in (b"{}", bytes(1 << 20)):
             for _ in range(30):
-                assert await run_command(("/bin/echo", "fine"), "own", timeout_s=30.0, stdin=stdin) == (
+                assert await run_command(("/bin/echo", "fine"), OWN, timeout_s=30.0, stdin=stdin) == (
                     0,
                     b"fine\n",
                     b"",
@@ -138,10 +139,10 @@ def test_a_program_need_not_read_its_input(tmp_path: Path, on_uvloop: asyncio.Ru
     on_uvloop.run(often())
 
 
-async def test_a_program_is_killed_when_its_caller_is_canceled(tmp_path: Path) -> None:
+async def test_a_program_is_killed_when_its_caller_is_cancelled(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     script = f"echo $$ > {note}.part; mv {note}.part {note}; sleep 600; true"
-    calling = asyncio.create_task(run_command(("/bin/sh", "-c", script), "own", timeout_s=600.0))
+    calling = asyncio.create_task(run_command(("/bin/sh", "-c", script), OWN, timeout_s=600.0))
     async with asyncio.timeout(30):
         while not note.exists():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -333,7 +334,7 @@ async def test_a_service_that_trickles_its_answer_times_out(service: Service, wh
     await provisioner.close()
 
 
-async def test_a_canceled_call_closes_its_connection(service: Service) -> None:
+async def test_a_cancelled_call_closes_its_connection(service: Service) -> None:
     service.trickles = "body"
     provisioner = service.provisioner(timeout_s=60.0)
     call = asyncio.create_task(provisioner.status())
@@ -350,7 +351,7 @@ async def test_a_canceled_call_closes_its_connection(service: Service) -> None:
 async def test_an_error_in_a_successful_answer_is_an_error(service: Service, verb: str) -> None:
     service.answer = b'{"error": {"message": "the database is away"}}'
     provisioner = service.provisioner()
-    with pytest.raises(ProvisionerError, match=f"own: {verb} returned status 200: the database is away"):
+    with pytest.raises(ProvisionerError, match=f"own: {verb}: the database is away"):
         await (provisioner.provision(OFFER, "t1") if verb == "provision" else provisioner.terminate(MACHINE))
     service.answer = b'{"error": null}'
     await (provisioner.provision(OFFER, "t1") if verb == "provision" else provisioner.terminate(MACHINE))
@@ -376,10 +377,12 @@ def test_a_program_with_endless_output_is_stopped(program: Program, tmp_path: Pa
     program.script("while True: sys.stdout.write('x' * (1 << 20))")
     script = f"""
         import asyncio, resource
+        from warmroute.config import ProvisionerConfig
         from warmroute.scaling.provisioners.command import run_command
+        own = ProvisionerConfig(kind="command", name="own")
         resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
         try:
-            asyncio.run(run_command(({str(program.path)!r}, "status"), "own", timeout_s=20.0, stdin=b"{{}}"))
+            asyncio.run(run_command(({str(program.path)!r}, "status"), own, timeout_s=20.0, stdin=b"{{}}"))
         except Exception as error:
             print(type(error).__name__, error)
         """

@@ -88,7 +88,7 @@ async def test_spot_prices_come_from_the_history_and_invalid_ones_are_reported(m
         == "offer 'us-east-1/g4dn.xlarge' has no price: dropped (set provisioners.prices)"
     )
     assert (
-        "/spot' costs $1e-05/hour, below min_usd_per_gpu_hour" in provisioner._validator.problems[1]
+        "/spot' costs $1e-05/hour, below $0.02 per GPU" in provisioner._validator.problems[1]
     )  # moto's price for all
     await provisioner.close()
     provisioner = create(moto, regions=(EAST,), markets=("spot",), prices={}, min_usd_per_gpu_hour=0.0)

@@ -197,9 +197,9 @@ async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace(tmp_path
         await provisioner.provision(offer, "t1")
         (machine,) = await provisioner.status()
         await until(lambda: b"ready" in (records(tmp_path) / "t1.log").read_bytes())
-        canceled = asyncio.create_task(provisioner.terminate(machine))
+        cancelled = asyncio.create_task(provisioner.terminate(machine))
         await asyncio.sleep(0.1)
-        canceled.cancel()  # the caller timed out
+        cancelled.cancel()  # the caller timed out
         assert [one.state for one in await provisioner.status()] == [MachineState.TERMINATING]
         await provisioner.terminate(machine)
         assert not is_running(pid_of(machine)) and await provisioner.status() == []
@@ -211,9 +211,9 @@ async def test_the_next_router_finishes_a_termination(tmp_path: Path) -> None:
         await provisioner.provision(offer, "t1")
         (machine,) = await provisioner.status()
         await until(lambda: b"ready" in (records(tmp_path) / "t1.log").read_bytes())
-        canceled = asyncio.create_task(provisioner.terminate(machine))
+        cancelled = asyncio.create_task(provisioner.terminate(machine))
         await asyncio.sleep(0.1)
-        canceled.cancel()
+        cancelled.cancel()
         afterwards = create(tmp_path, stop_grace_s=0.3)  # only calls the status
         async with asyncio.timeout(30):
             while [one.state for one in await afterwards.status()] == [MachineState.TERMINATING]:  # noqa: ASYNC110

@@ -155,7 +155,7 @@ async def test_offers_come_from_the_newest_catalog_and_invalid_prices_are_droppe
     problems = "\n".join(provisioner._validator.problems)
     assert "ignoring 1 rows whose prices or counts are not numbers" in problems
     assert "offer 'aws/eu-west-1/g6.xlarge' costs $0" in problems
-    assert "offer 'aws/eu-west-1/g6.xlarge/spot' costs $0.0001/hour, below min_usd_per_gpu_hour" in problems
+    assert "offer 'aws/eu-west-1/g6.xlarge/spot' costs $0.0001/hour, below $0.02 per GPU" in problems
     assert "offer 'aws/ap-south-1/g6.xlarge' costs $-1/hour, which is below 0" in problems
     await provisioner.close()
 

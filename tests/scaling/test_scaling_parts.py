@@ -12,9 +12,20 @@ from fleet_views import node, nodes, offer, view, window
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warmroute.config import ConfigError, Health, Hours, Index, IslandLimits, NodeConfig, Scaling, from_table
+from warmroute.config import (
+    ConfigError,
+    Health,
+    Hours,
+    Index,
+    IslandConfig,
+    IslandLimits,
+    NodeConfig,
+    Scaling,
+    from_table,
+)
 from warmroute.fleet.demand import TIME_BOUNDS_MS, DemandMeter, percentile_ms
 from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.island_registry import IslandRegistry
 from warmroute.index.cache_view import CacheView
 from warmroute.index.hot_prefixes import MAX_COUNTS, MAX_EXAMPLES, HotPrefixes
 from warmroute.index.lookup import Lookup
@@ -111,6 +122,31 @@ def test_used_up_and_too_slow_offers_are_skipped() -> None:
     speeds = GpuSpeeds((node("a", gpu="T4", ms_per_token=1.0),))
     found, reason = selector(offer(gpu="T4"), max_ttft_p99_ms=5000.0).select((), speeds, 0.0, prefill_work=10_000.0)
     assert found is None and "too slow" in reason
+
+
+def test_offers_too_far_away_for_the_latency_limits_are_skipped() -> None:
+    speeds = GpuSpeeds((node("a", gpu="L4", ms_per_token=0.1),))
+    near, far = offer("near", usd_per_hour=2.0, round_trip_ms=5.0), offer("far", usd_per_hour=1.0, round_trip_ms=300.0)
+
+    def selected(prefill_work: float = 1000.0, **limits: float) -> str | None:
+        found, _ = selector(near, far, **limits).select((), speeds, 0.0, prefill_work=prefill_work)
+        return found.name if found is not None else None
+
+    assert selected() == "far", "the cheaper one"
+    assert selected(max_ttft_p99_ms=500.0) == "far" and selected(max_ttft_p99_ms=350.0) == "near"
+    assert selected(max_latency_p99_ms=250.0) == "near"
+    found, reason = selector(far, max_ttft_p99_ms=350.0).select((), speeds, 0.0, prefill_work=1000.0)
+    assert found is None and reason == "no offer is available: 1 × too far away for max_ttft_p99_ms"
+
+
+def test_an_offer_without_a_round_trip_has_that_of_its_island() -> None:
+    islands = IslandRegistry([IslandConfig(name="far", round_trip_ms=300.0)])
+    offers = OfferSelector(Scaling(enabled=True, max_ttft_p99_ms=200.0), islands.round_trip_ms)
+    offers.update_offers([offer("a", island="far"), offer("b", island="local", usd_per_hour=9.0)])
+    found, _ = offers.select((), GpuSpeeds(()), 0.0)
+    assert found is not None and found.name == "b"
+    offers.update_offers([offer("a", island="far", round_trip_ms=10.0), offer("b", island="local", usd_per_hour=9.0)])
+    assert offers.select((), GpuSpeeds(()), 0.0)[0].name == "a", "the provisioner knows better"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("price", [nan, inf, -1.0, 1e9])

@@ -233,6 +233,9 @@ static PyMemberDef node_members[] = {
     {"last_ticket_s", T_DOUBLE, offsetof(NodeState, last_ticket_s), 0, NULL},
     {"latency_ms", T_DOUBLE, offsetof(NodeState, latency_ms), 0, NULL},
     {"ttft_sum_ms", T_DOUBLE, offsetof(NodeState, ttft_sum_ms), READONLY, NULL},
+    {"streamed_ttft_ms", T_DOUBLE, offsetof(NodeState, streamed_ttft_ms), READONLY, NULL},
+    {"streamed_work", T_DOUBLE, offsetof(NodeState, streamed_work), READONLY, NULL},
+    {"streamed_steps_ms", T_DOUBLE, offsetof(NodeState, streamed_steps_ms), READONLY, NULL},
     {"context_tokens", T_PYSSIZET, offsetof(NodeState, context_tokens), 0, NULL},
     {"kv_new", T_PYSSIZET, offsetof(NodeState, kv_new), 0, NULL},
     {"inflight", T_PYSSIZET, offsetof(NodeState, inflight), 0, NULL},
@@ -308,6 +311,16 @@ static void add_prompt(TicketState *t, NodeState *node, double now_s) {
     list_unstreamed(node, t);
 }
 
+/* What has to happen on the node until its first token. */
+static void expect_first_token(TicketState *t, const NodeState *node) {
+    const SpeedState *speed = speed_of(node);
+    double queue_work = node->queue_ms / speed->ms_per_token + t->unlearned_work;
+    double step_ms = load_of(node) > 1 ? decode_ms(t->decode_speed, (double)node->context_tokens) * speed->factor : 0.0;
+    t->work_ahead = larger(node->pending_work, queue_work);
+    t->steps_ms = FIRST_TOKEN_STEPS * step_ms + node->round_trip_ms;
+    t->expected_ttft_ms = t->work_ahead * speed->ms_per_token + t->steps_ms;
+}
+
 static PyObject *ticket_open(TicketState *t, PyObject *const *args, Py_ssize_t count) {
     double now_s, work = 0.0;
     Py_ssize_t tokens = 0, new_tokens = 0;
@@ -336,6 +349,7 @@ static PyObject *ticket_open(TicketState *t, PyObject *const *args, Py_ssize_t c
         t->new_tokens = new_tokens;
         t->unlearned_work = t->pending_work = work;
         add_prompt(t, node, now_s);
+        expect_first_token(t, node);
     }
     Py_RETURN_NONE;
 }
@@ -366,6 +380,11 @@ static PyObject *ticket_first_token(TicketState *t, PyObject *const *args, Py_ss
     if (!t->decode_speed)
         Py_RETURN_NONE;
     end_prefill(node, t);
+    if (served && t->streams) {
+        node->streamed_ttft_ms += (now_s - t->opened_s) * 1000.0;
+        node->streamed_work += t->work_ahead;
+        node->streamed_steps_ms += t->steps_ms;
+    }
     /* An answer that is not streamed is an upper bound of its prefill's time. */
     if (served && (t->streams || (now_s - t->opened_s) * 1000.0 < t->unlearned_work * speed_of(node)->ms_per_token)) {
         learn_prefill(t, node, now_s);
@@ -448,6 +467,7 @@ static PyMemberDef ticket_members[] = {
     {"node", T_OBJECT_EX, offsetof(TicketState, node), READONLY, NULL},
     {"opened_s", T_DOUBLE, offsetof(TicketState, opened_s), READONLY, NULL},
     {"first_token_s", T_DOUBLE, offsetof(TicketState, first_token_s), READONLY, NULL},
+    {"expected_ttft_ms", T_DOUBLE, offsetof(TicketState, expected_ttft_ms), READONLY, NULL},
     {"tokens", T_PYSSIZET, offsetof(TicketState, tokens), READONLY, NULL},
     {"_is_open", T_BOOL, offsetof(TicketState, is_open), READONLY, NULL},
     {"_new_tokens", T_PYSSIZET, offsetof(TicketState, new_tokens), READONLY, NULL},

@@ -41,6 +41,7 @@ typedef struct {
     double pending_work, kv_usage, kv_delta, kv_pressure, queue_ms, distance_ms, arrival_rate, arrival_s;
     Py_ssize_t context_tokens, kv_new, inflight, other_load;
     double round_trip_ms, polled_s, last_ticket_s, latency_ms, ttft_sum_ms;
+    double streamed_ttft_ms, streamed_work, streamed_steps_ms; /* sums over streamed responses with a known prompt */
     Py_ssize_t polls, unstarted;
     /* Tickets of answers that are not streamed, whose prefill is not due yet: a list in the order they are due, which holds
      * a reference to each. */
@@ -60,6 +61,8 @@ struct TicketState {
     double pending_work;             /* its prefill's work that is believed to be left */
     double prefill_due_s;            /* where the answer is not streamed: when its prefill should be done */
     double output_tokens;
+    double work_ahead, steps_ms;     /* at its dispatch: the work until its first token, and the time beside that */
+    double expected_ttft_ms;         /* from these and the node's speed; 0 where its prompt was not looked up */
     Py_ssize_t tokens, new_tokens, polls;
     char is_open, streams, is_unstreamed;
 };

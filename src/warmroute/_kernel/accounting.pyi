@@ -6,7 +6,7 @@ OUTCOME_REJECTED: Final[int]
 OUTCOME_BUSY: Final[int]
 OUTCOME_FAILED: Final[int]
 OUTCOME_BROKEN: Final[int]
-OUTCOME_CANCELED: Final[int]
+OUTCOME_CANCELLED: Final[int]
 
 TTFT_BOUNDS_MS: Final[tuple[float, ...]]
 """Upper bounds of the buckets of `NodeState.ttft_counts`; the last bucket has none."""
@@ -115,6 +115,15 @@ class NodeState:
         """First tokens by bucket of TTFT_BOUNDS_MS."""
     @property
     def ttft_sum_ms(self) -> float: ...
+    @property
+    def streamed_ttft_ms(self) -> float:
+        """Sum of the times to first token of streamed responses to prompts that were looked up."""
+    @property
+    def streamed_work(self) -> float:
+        """Sum over the same responses of the prefill work until their first token, as of their dispatch."""
+    @property
+    def streamed_steps_ms(self) -> float:
+        """Sum over the same responses of what the first token takes beside that work."""
     def record_arrival(self, now_s: float, /) -> None:
         """Count a request that is sent to the node now."""
     def record_latency(self, took_ms: float, /) -> None:
@@ -136,6 +145,9 @@ class TicketState:
     @property
     def first_token_s(self) -> float:
         """0 before the first token."""
+    @property
+    def expected_ttft_ms(self) -> float:
+        """Time to first token that the router expected at dispatch; 0 if the prompt was not looked up."""
     @property
     def tokens(self) -> int:
         """Tokens of its prompt, if that was looked up."""

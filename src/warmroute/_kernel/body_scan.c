@@ -358,6 +358,37 @@ static int read_body(Outline *o, first_messages *found) {
     return p && !skip_space(p, end);
 }
 
+static const char not_utf8[] = "it is not UTF-8 text";
+
+/* The first KEY_CHARACTERS of the system prompt and of the first user message, where there are these. */
+typedef struct {
+    int has_system, has_user;
+    text system, user;
+} beginnings;
+
+/* Finds them. 0 where the body is rejected. Needs no interpreter lock. */
+static int read_beginnings(Outline *o, const first_messages *found, beginnings *read) {
+    ptr system = found->system_content, user = found->user_content;
+    read->has_system = found->has_system_message;
+    read->has_user = found->has_user_message;
+    for (int which = INSTRUCTIONS; which >= SYSTEM; which--)
+        if (value_of(o, which)) {
+            system = value_of(o, which);
+            read->has_system = 1;
+        }
+    for (int which = PROMPT; which <= TEXT_1 && !read->has_user; which++)
+        if (value_of(o, which)) {
+            user = value_of(o, which);
+            read->has_user = 1;
+        }
+    START(read->system, KEY_CHARACTERS);
+    START(read->user, KEY_CHARACTERS);
+    if ((!system || add_content(&read->system, system, end_of(o), 0)) && (!user || add_content(&read->user, user, end_of(o), 0)))
+        return 1;
+    reject(o, not_utf8, KNOWN);
+    return 0;
+}
+
 static void outline_dealloc(Outline *o) {
     if (o->fields != o->few_fields)
         PyMem_RawFree(o->fields);
@@ -379,9 +410,10 @@ static void *bad_body(const char *problem, uint32_t which) {
     return NULL;
 }
 
-/* NULL with an exception. */
-static Outline *make_outline(PyObject *body, first_messages *found) {
+/* NULL with an exception. `read`: where the beginnings of the prompt go, or NULL. */
+static Outline *make_outline(PyObject *body, beginnings *read) {
     int accepted;
+    first_messages found = {.has_user_message = 0};
     if (check_type(body, &PyBytes_Type) < 0)
         return NULL;
     if (PyBytes_GET_SIZE(body) > MAX_BODY_BYTES)
@@ -401,14 +433,10 @@ static Outline *make_outline(PyObject *body, first_messages *found) {
     o->problem = NULL;
     o->problem_field = KNOWN;
     memset(o->known, 0, sizeof o->known);
-    *found = (first_messages){.has_user_message = 0};
-    if (PyBytes_GET_SIZE(body) > MAX_LOOP_BYTES) {
-        Py_BEGIN_ALLOW_THREADS
-        accepted = read_body(o, found);
-        Py_END_ALLOW_THREADS
-    } else {
-        accepted = read_body(o, found);
-    }
+    PyThreadState *released = PyBytes_GET_SIZE(body) > MAX_LOOP_BYTES ? PyEval_SaveThread() : NULL;
+    accepted = read_body(o, &found) && (!read || read_beginnings(o, &found, read));
+    if (released)
+        PyEval_RestoreThread(released);
     if (accepted)
         return o;
     if (o->problem == no_memory)
@@ -617,8 +645,6 @@ static PyObject *outline_has_any(Outline *o, PyObject *names) {
 
 /* The functions below return NULL or -1 with an exception where the body is rejected. */
 
-static const char not_utf8[] = "it is not UTF-8 text";
-
 /* A string; "" where the field is missing or null. */
 static PyObject *string_in(const Outline *o, int which) {
     text t;
@@ -732,38 +758,18 @@ static PyObject *session_of(const Outline *o) {
     return PyBytes_FromStringAndSize((char *)t.bytes, length(&t));
 }
 
-/* The first KEY_CHARACTERS of the text in a value. None where it is not `present`; b"" where it has no text. */
-static PyObject *beginning_of(int present, ptr p, ptr end) {
-    text t;
-    if (!present)
-        Py_RETURN_NONE;
-    START(t, KEY_CHARACTERS);
-    if (p && !add_content(&t, p, end, 0))
-        return bad_body(not_utf8, KNOWN);
-    return PyBytes_FromStringAndSize((char *)t.bytes, length(&t));
-}
-
-static PyObject *system_of(const Outline *o, const first_messages *found) {
-    for (int which = SYSTEM; which <= INSTRUCTIONS; which++)
-        if (value_of(o, which))
-            return beginning_of(1, value_of(o, which), end_of(o));
-    return beginning_of(found->has_system_message, found->system_content, end_of(o));
-}
-
-static PyObject *user_of(const Outline *o, const first_messages *found) {
-    for (int which = PROMPT; which <= TEXT_1 && !found->has_user_message; which++)
-        if (value_of(o, which))
-            return beginning_of(1, value_of(o, which), end_of(o));
-    return beginning_of(found->has_user_message, found->user_content, end_of(o));
+/* b"" where the prompt has no text there; None where it is not `present`. */
+static PyObject *beginning(int present, const text *t) {
+    return present ? PyBytes_FromStringAndSize((const char *)t->bytes, length(t)) : Py_NewRef(Py_None);
 }
 
 static PyObject *scan_body(PyObject *self, PyObject *body) {
     (void)self;
-    first_messages found;
-    Outline *o = make_outline(body, &found);
+    beginnings read;
+    Outline *o = make_outline(body, &read);
     PyObject *result = NULL, *model = NULL, *system = NULL, *user = NULL, *session = NULL;
-    if (o && (model = string_in(o, MODEL)) && (system = system_of(o, &found)) && (user = user_of(o, &found)) &&
-        (session = session_of(o)))
+    if (o && (model = string_in(o, MODEL)) && (system = beginning(read.has_system, &read.system)) &&
+        (user = beginning(read.has_user, &read.user)) && (session = session_of(o)))
         result = PyTuple_Pack(5, model, system, user, session, (PyObject *)o);
     Py_XDECREF(model);
     Py_XDECREF(system);
@@ -775,8 +781,7 @@ static PyObject *scan_body(PyObject *self, PyObject *body) {
 
 static PyObject *outline_body(PyObject *self, PyObject *body) {
     (void)self;
-    first_messages found;
-    return (PyObject *)make_outline(body, &found);
+    return (PyObject *)make_outline(body, NULL);
 }
 
 /* ---- The cost of parsing ---- */

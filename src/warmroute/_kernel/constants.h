@@ -52,7 +52,7 @@
     X(OUTCOME_BUSY, 2)                                                                                                     \
     X(OUTCOME_FAILED, 3)                                                                                                   \
     X(OUTCOME_BROKEN, 4)                                                                                                   \
-    X(OUTCOME_CANCELED, 5)
+    X(OUTCOME_CANCELLED, 5)
 
 #define SHARED_DOUBLES(X)                                                                                                  \
     /* What the speed of a node's prefill is learned with. */                                                              \

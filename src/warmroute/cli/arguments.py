@@ -79,12 +79,14 @@ def output_file(text: str) -> Path:
     path = Path(text)
     folder = path.parent
     problem = ""
-    if path.is_dir():
+    if not text:
+        problem = "its name is empty"
+    elif path.is_dir():
         problem = "it is a directory"
     elif not folder.is_dir():
         problem = f"the directory {folder} does not exist"
     elif not os.access(path if path.exists() else folder, os.W_OK):
         problem = "this user has no permission to write it"
-    if not text or problem:
-        raise argparse.ArgumentTypeError(f"cannot write the file {text!r}: {problem or 'its name is empty'}")
+    if problem:
+        raise argparse.ArgumentTypeError(f"cannot write the file {text!r}: {problem}")
     return path

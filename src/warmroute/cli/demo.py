@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from warmroute.cli.arguments import number, port
+from warmroute.cli.terminal import console
 
 
 def add_to(commands: Any) -> None:
@@ -27,12 +28,10 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from warmroute.config import ConfigError
     from warmroute.demo.demo_run import DemoOptions, run_demo
 
     if args.only == "scale" and args.speed != 1.0:
         raise ConfigError("--speed applies to the comparison; it cannot be used with --only scale")
     options = DemoOptions(port=args.port, speed=args.speed, exit=args.exit, only=args.only)
-    return run_demo(options, Console())
+    return run_demo(options, console())

@@ -7,25 +7,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator
-from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
-from urllib.error import HTTPError, URLError
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
-from urllib.request import ProxyHandler, Request, build_opener
 
+from warmroute.cli.admin_client import add_admin_options, call_admin
 from warmroute.cli.column_tables import TableColumn, fit_tables
 from warmroute.cli.terminal import console
-from warmroute.config import Config, ConfigError
+from warmroute.config import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-TOKEN_ENV: Final = "WARMROUTE_ADMIN_TOKEN"
-TIMEOUT_S: Final = 30.0
 Decision = dict[str, Any]
 """As the admin API describes it."""
 
@@ -34,7 +29,6 @@ def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "explain", help="explain why a request went to its node, or where it would go now"
     )
-    admin = f"http://{Config().admin.host}:{Config().admin.port}"
     parser.add_argument(
         "request_id",
         nargs="?",
@@ -50,13 +44,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--tenant", help="tenant of that request, if the router requires API keys")
     parser.add_argument("--journal", type=Path, metavar="FILE", help="look up the past request in a journal file")
-    parser.add_argument("--admin", default=admin, metavar="URL", help=f"admin listener (default: {admin})")
-    parser.add_argument(
-        "--token-env",
-        default=TOKEN_ENV,
-        metavar="NAME",
-        help=f"environment variable with the admin token (default: {TOKEN_ENV})",
-    )
+    add_admin_options(parser)
     parser.add_argument("--json", action="store_true", help="print the decision as JSON")
     parser.set_defaults(run=run)
 
@@ -67,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.request_id and not args.request:
         if args.journal:
             raise ConfigError("explain: --journal needs a REQUEST_ID")
-        decisions = _call_admin(args, "/admin/decisions", expect="decisions")["decisions"]
+        decisions = call_admin(args, "/admin/decisions", expect="decisions")["decisions"]
         if args.json:
             print(json.dumps(decisions, indent=2, ensure_ascii=False))
         elif not decisions:
@@ -78,13 +66,13 @@ def run(args: argparse.Namespace) -> int:
     if args.request:
         if args.journal:
             raise ConfigError("explain: --journal is for past requests; it cannot be used with --request")
-        decision = _call_admin(args, "/admin/explain", _explain_body(args))
+        decision = call_admin(args, "/admin/explain", _explain_body(args), expect="explanation")
     elif args.path or args.header or args.tenant:
         raise ConfigError("explain: --path, --header and --tenant require --request")
     elif args.journal:
         decision = find_in_journal(args.journal, args.request_id)
     else:
-        decision = _call_admin(args, f"/admin/decisions/{quote(args.request_id, safe='')}")
+        decision = call_admin(args, f"/admin/decisions/{quote(args.request_id, safe='')}", expect="explanation")
     if args.json:
         print(json.dumps(decision, indent=2, ensure_ascii=False))
     else:
@@ -116,53 +104,6 @@ def _explain_body(args: argparse.Namespace) -> bytes:
     if args.tenant:
         fields["tenant"] = args.tenant
     return json.dumps(fields).encode()[:-1] + b', "body": ' + body + b"}"
-
-
-def _call_admin(
-    args: argparse.Namespace, path: str, body: bytes | None = None, expect: str = "explanation"
-) -> Decision:
-    url = args.admin.rstrip("/")
-    if "://" not in url:
-        url = f"http://{url}"
-    token = os.environ.get(args.token_env, "")
-    try:
-        request = Request(url + path, body, {"Content-Type": "application/json"})
-        if token:
-            request.add_header("Authorization", f"Bearer {token}")
-        with build_opener(ProxyHandler({})).open(request, timeout=TIMEOUT_S) as response:
-            decision: Decision = json.load(response)
-        if expect not in decision:
-            raise ValueError("unexpected response")
-        return decision
-    except HTTPError as error:
-        raise ConfigError(_http_error_message(error, url, args.token_env, bool(token))) from None
-    except URLError as error:
-        reason = getattr(error.reason, "strerror", None) or error.reason
-        raise ConfigError(
-            f"no router answers at {url} ({reason}); set --admin to its admin listener ([admin] in its configuration)"
-        ) from None
-    except (OSError, HTTPException, TypeError, ValueError) as error:
-        raise ConfigError(f"the server at {url} is not the admin listener of a router: {error}") from None
-
-
-def _http_error_message(error: HTTPError, url: str, token_env: str, has_token: bool) -> str:
-    try:
-        body = json.load(error)["error"]
-        message, code = str(body["message"]), body.get("code")
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"the server at {url} is not the admin listener of a router: it answers {error.code}"
-    if error.code == 401:
-        advice = f"the token in {token_env} is wrong" if has_token else f"set {token_env}, or use another variable"
-        return f"the admin listener at {url} requires its token: {advice} (--token-env)"
-    if code == "missing_tenant":
-        return "the router requires API keys: name the tenant of the request (--tenant NAME)"
-    if code == "unknown_tenant":
-        return f"{message} Use a tenant of [[keys]] in the router's configuration (--tenant NAME)."
-    if error.code in (429, 503):
-        return f"the router would reject this request with {error.code} now: {message}"
-    if error.code == 404 and "/metrics" in message:
-        return f"the router at {url} is too old for explain"
-    return message
 
 
 # From a journal file.

@@ -20,18 +20,19 @@ from warmroute.cli import (
     plan,
     replay,
     serve,
+    top,
 )
 from warmroute.cli.arguments import Parser
 from warmroute.config import ConfigError
 
 COMMANDS = (
-    serve, doctor, demo, engine, replay, plan, load, explain, check_config, hash_key, config_reference,
+    serve, doctor, demo, engine, replay, plan, load, explain, top, check_config, hash_key, config_reference,
     metrics_reference,
 )  # fmt: skip
 """A command is a module with `add_to`. It imports expensive modules when it runs."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def create_parser() -> Parser:
     parser = Parser(
         prog="warmroute",
         description="OpenAI-compatible, KV-cache-aware proxy for fleets of LLM engines.",
@@ -40,8 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_to(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     try:
-        args = parser.parse_args(argv)
+        args = create_parser().parse_args(argv)
     except SystemExit as ended:  # a wrong argument, or --help
         return int(ended.code or 0)
     try:

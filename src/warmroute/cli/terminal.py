@@ -20,7 +20,12 @@ def console() -> Console:
     """Return a console for standard output, as wide as the terminal; without one, 80 columns or COLUMNS."""
     from rich.console import Console
 
-    return Console()
+    class PipedConsole(Console):
+        def on_broken_pipe(self) -> None:
+            """Leave the closed pipe to main, instead of exiting with 1."""
+            raise BrokenPipeError
+
+    return PipedConsole()
 
 
 def print_runs(out: Console, runs: Sequence[Run], title: str) -> None:

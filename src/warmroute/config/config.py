@@ -19,7 +19,7 @@ from warmroute.config.routing_settings import Admission, Index, Pricing, Routing
 from warmroute.config.scaling_settings import Scaling
 from warmroute.config.section import ConfigError, Section, convert_section, find_problems, keys_of, section_of
 from warmroute.config.serving_settings import Admin, KeyConfig, Limits, Listen, Log, Shutdown, Startup
-from warmroute.config.upstream_settings import Health, OutlierDetection, Polling, Upstream
+from warmroute.config.upstream_settings import Health, Hedging, OutlierDetection, Polling, Upstream
 
 
 class Config(Section, frozen=True):
@@ -31,6 +31,7 @@ class Config(Section, frozen=True):
     upstream: Upstream = Upstream()
     health: Health = Health()
     outlier_detection: OutlierDetection = OutlierDetection()
+    hedging: Hedging = Hedging()
     polling: Polling = Polling()
     index: Index = Index()
     routing: Routing = Routing()
@@ -97,8 +98,8 @@ def from_table(table: Mapping[str, Any], *, experiment: bool = False) -> Config:
     found = list(find_problems(Config, table))
     config = convert_section(Config, _without(table, [path for path, _problem in found]))
     # a value that was left out must not cause a problem of its own
-    broken = {re.sub(r"\[\d+\]", "", path) for path, _problem in found}
-    more = [one for one in contradictions(config) if not any(path in one for path in broken)]
+    broken = [re.compile(rf"(?<![\w.]){re.escape(path)}(?![\w.])") for path, _problem in found]
+    more = [one for one in contradictions(config) if not any(path.search(one) for path in broken)]
     if found or more:
         raise ConfigError(*(problem for _path, problem in found), *more)
     return config

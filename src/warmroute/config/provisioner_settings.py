@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import combinations
 from typing import Annotated, Literal
@@ -13,6 +14,7 @@ from warmroute.config.section import NOT_IN_FILE, Count, Port, Seconds, Section,
 
 Kind = Literal["process", "kubernetes", "ec2", "skypilot", "command", "webhook"]
 Market = Literal["on_demand", "spot"]
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?\Z")
 
 
 class ProvisionerConfig(Section, frozen=True):
@@ -57,6 +59,13 @@ class ProvisionerConfig(Section, frozen=True):
             "(empty: a simulated engine). command: the program that provisions nodes."
         ),
     ] = ()
+    pass_env: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="process, skypilot, command: environment variables that its programs receive, besides PATH, "
+            "HOME, USER, LANG, LC_*, TZ and TMPDIR. A `*` at the end stands for any rest: `AWS_*`."
+        ),
+    ] = ()
     state_dir: Annotated[
         str, Meta(description="process: directory for the list of processes. Empty: in the user's state directory.")
     ] = ""
@@ -86,7 +95,7 @@ class ProvisionerConfig(Section, frozen=True):
         dict[str, float],
         Meta(
             description="ec2, skypilot: USD per hour of each offer, by `REGION/TYPE/spot`, `REGION/TYPE` or `TYPE`. "
-            "skypilot: overrides the catalog."
+            "skypilot: overrides the catalogue."
         ),
     ] = msgspec.field(default_factory=dict)
     launch_template: Annotated[str, Meta(description="ec2: name of the launch template, the same in every region.")] = (
@@ -107,7 +116,7 @@ class ProvisionerConfig(Section, frozen=True):
 
     task_file: Annotated[str, Meta(description="skypilot: YAML file of the task that starts the engine.")] = ""
     sky_command: Annotated[str, Meta(description="skypilot: path of the `sky` command.")] = "sky"
-    clouds: Annotated[tuple[str, ...], Meta(description="skypilot: clouds to use, as the catalog names them.")] = ()
+    clouds: Annotated[tuple[str, ...], Meta(description="skypilot: clouds to use, as the catalogue names them.")] = ()
 
     url: Annotated[str, Meta(pattern="^(https?://.+)?$", description="webhook: URL that receives the calls.")] = ""
     token_env: Annotated[str, Meta(description="webhook: environment variable with the bearer token of the calls.")] = (
@@ -119,7 +128,7 @@ class ProvisionerConfig(Section, frozen=True):
     max_usd_per_hour: Annotated[float, NOT_IN_FILE] = 500.0
     """A higher price per node is an error: the router drops the offer."""
     catalog_dir: Annotated[str, NOT_IN_FILE] = "~/.sky/catalogs"
-    """SkyPilot's catalog."""
+    """SkyPilot's catalogue."""
     endpoint_url: Annotated[str, NOT_IN_FILE] = ""
     """API endpoint of EC2. Empty: as AWS_ENDPOINT_URL_EC2 says, or that of AWS."""
     stop_grace_s: Annotated[float, NOT_IN_FILE] = 10.0
@@ -134,11 +143,11 @@ _COMMON_KEYS = {"kind", "name", "deployment", "timeout_s", "island", "allow_free
 _NODE_KEYS = {"gpu", "gpus", "spot", "usd_per_hour", "expected_start_s", "max_nodes", "port"}
 _OFFER_KEYS = {"gpu", "gpus", "expected_start_s", "max_nodes", "port", "regions", "instance_types", "markets", "prices"}
 KEYS_OF_KIND: dict[str, set[str]] = {
-    "process": _NODE_KEYS | {"command", "state_dir"},
+    "process": _NODE_KEYS | {"command", "state_dir", "pass_env"},
     "kubernetes": _NODE_KEYS | {"workload", "workload_name", "namespace", "kubeconfig", "context"},
     "ec2": _OFFER_KEYS | {"launch_template", "images", "subnets", "user_data_file", "address"},
-    "skypilot": _OFFER_KEYS | {"task_file", "sky_command", "clouds"},
-    "command": {"command"},
+    "skypilot": _OFFER_KEYS | {"task_file", "sky_command", "clouds", "pass_env"},
+    "command": {"command", "pass_env"},
     "webhook": {"url", "token_env"},
 }
 """The keys of each kind, without _COMMON_KEYS."""
@@ -180,6 +189,19 @@ def _manage_same_machines(one: ProvisionerConfig, other: ProvisionerConfig) -> b
     return one.kind == "skypilot" and one.sky_command == other.sky_command
 
 
+def _region_problems(one: ProvisionerConfig) -> Iterator[str]:
+    missing = [region for region in one.regions if region not in one.images]
+    if not one.launch_template and missing:
+        yield (
+            f"provisioners.images: {one.label!r} has no image for {', '.join(missing)}; add one for each region, or set"
+            " launch_template"
+        )
+    for key in ("images", "subnets"):
+        for region in getattr(one, key):
+            if region not in one.regions:
+                yield f"provisioners.{key}: {region!r} is not one of the regions ({', '.join(one.regions)})"
+
+
 def _problems(one: ProvisionerConfig) -> Iterator[str]:
     known, keys = keys_of(ProvisionerConfig), KEYS_OF_KIND[one.kind] | _COMMON_KEYS
     for field in msgspec.structs.fields(ProvisionerConfig):
@@ -191,10 +213,13 @@ def _problems(one: ProvisionerConfig) -> Iterator[str]:
     for name in _REQUIRED_KEYS[one.kind]:
         if not getattr(one, name):
             yield f"provisioners.{name}: kind {one.kind!r} requires it ({one.label})"
-    if one.kind == "ec2" and not one.launch_template and set(one.images) < set(one.regions):
-        yield "provisioners: ec2 requires launch_template, or images for each region"
+    for name in one.pass_env:
+        if not _VARIABLE.match(name):
+            yield f"provisioners.pass_env: {name!r} is not the name of an environment variable"
+    if one.kind == "ec2":
+        yield from _region_problems(one)
     if one.kind == "skypilot" and not (one.gpu or one.instance_types):
-        yield "provisioners: skypilot requires gpu or instance_types, or it offers its whole catalog"
+        yield "provisioners: skypilot requires gpu or instance_types, or it offers its whole catalogue"
     for offer, usd in one.prices.items():
         if not 0 <= usd < float("inf"):
             yield f"provisioners.prices: {usd} is not a valid price for {offer!r}"

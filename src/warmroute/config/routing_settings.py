@@ -33,9 +33,9 @@ class Routing(Section, frozen=True):
     prefix_key: Annotated[
         PrefixKey,
         Meta(
-            description="What requests of `prefix_hash` share a node by, and of `session` if they name no session: the "
-            "start of the system prompt and of the first user message, of the system prompt alone, or of the whole "
-            "prompt (system prompt, tools, messages)."
+            description="What requests of `prefix_hash` share a node by: the start of the system prompt and of the "
+            "first user message, of the system prompt alone, or of the whole prompt (system prompt, tools, messages). "
+            "The last two also place requests of `session` that name no session."
         ),
     ] = "system_and_user"
     prefix_characters: Annotated[
@@ -104,8 +104,9 @@ class Admission(Section, frozen=True):
     max_waiting: Annotated[
         Count,
         Meta(
-            description="Maximum number of requests waiting in the router. Above: 429. Low priority: 429 above half of "
-            "it, and waiting requests make room for others. High priority: no limit."
+            description="Maximum number of requests waiting in the router. Above: 429 for the newest request of the "
+            "tenant with the most of them. Low priority: 429 above half of it, and waiting requests make room for "
+            "others. High priority: no limit."
         ),
     ] = 4096
     max_wait_s: Annotated[

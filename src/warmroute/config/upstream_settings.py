@@ -63,6 +63,22 @@ class Health(Section, frozen=True):
     ] = 10.0
 
 
+class Hedging(Section, frozen=True):
+    """Sending a request that waits too long for its first token to a second node as well."""
+
+    max_ratio: Annotated[
+        float,
+        Meta(ge=0, le=1, description="Maximum share of requests that the router hedges, beside ten at once. 0: none."),
+    ] = 0.05
+    factor: Annotated[
+        float,
+        Meta(ge=1, description="A first token is overdue after this many times the time that the router expected."),
+    ] = 5.0
+    min_delay_s: Annotated[
+        Seconds, Meta(description="A first token is not overdue before this time, whatever the router expected.")
+    ] = 2.0
+
+
 class OutlierDetection(Section, frozen=True):
     """Ejection of nodes that answer far worse than their peers."""
 

@@ -13,6 +13,8 @@ import msgspec
 from warmroute.config import ConfigError, NodeConfig, is_loopback, parse_section
 from warmroute.console.block_reports import BlockReports
 from warmroute.console.decisions import Decisions
+from warmroute.console.live_feed import LiveFeed
+from warmroute.console.page_files import PAGE_PATHS, PageFiles
 from warmroute.edge.async_handler import Request, Responder
 from warmroute.edge.errors import HttpError, method_not_allowed
 from warmroute.edge.http1 import RequestHead
@@ -23,8 +25,12 @@ from warmroute.index.cache_view import CacheView
 from warmroute.telemetry.exposition import CONTENT_TYPE
 from warmroute.telemetry.prometheus import MetricsPage
 
-PUBLIC_PATHS: Final = (b"/health", b"/ready")
-"""Paths that need no token."""
+PUBLIC_PATHS: Final = (b"/health", b"/ready", *PAGE_PATHS)
+"""Paths that need no token. The live page asks for the token, and sends it with its own requests."""
+
+
+_OTHER_SITES: Final = (b"cross-site", b"same-site")
+"""Values of `Sec-Fetch-Site` with which a browser marks requests of other pages."""
 
 
 class Operations(Protocol):
@@ -51,6 +57,7 @@ class AdminApi:
         cache_view: CacheView,
         metrics: MetricsPage,
         decisions: Decisions,
+        live: LiveFeed,
         operations: Operations,
         token_sha256: str,
     ) -> None:
@@ -58,6 +65,8 @@ class AdminApi:
         self._block_reports = BlockReports(cache_view)
         self._metrics = metrics
         self._decisions = decisions
+        self._live = live
+        self._page = PageFiles()
         self._operations = operations
         self._token = bytes.fromhex(token_sha256)
 
@@ -85,6 +94,10 @@ class AdminApi:
                 responder.reply(200, b'{"status":"alive"}')
             case "GET", ["ready"]:
                 responder.reply(*self._operations.readiness())
+            case "GET", [""] | ["page", _]:
+                self._page.reply(request, responder)
+            case "GET", ["admin", "live"]:
+                await self._live.stream(responder)
             case "GET", ["admin", "nodes"]:
                 _reply(responder, 200, {"nodes": [describe_node(node) for node in self._fleet]})
             case "GET", ["admin", "models"]:
@@ -123,17 +136,17 @@ class AdminApi:
                 raise method_not_allowed("GET, POST")
             case _, ["admin", "nodes", _]:
                 raise method_not_allowed("GET, DELETE")
-            case _, ["admin", "models" | "islands" | "scaling" | "decisions"] | ["admin", "decisions", _]:
+            case _, ["admin", "models" | "islands" | "scaling" | "decisions" | "live"] | ["admin", "decisions", _]:
                 raise method_not_allowed("GET")
             case _, ["admin", "explain" | "reload"] | ["admin", "nodes", _, "blocks"]:
                 raise method_not_allowed("POST")
             case _:
                 raise HttpError(
                     404,
-                    "Not found. The paths are /metrics, /health, /ready, /admin/nodes, /admin/nodes/NAME, "
-                    "/admin/nodes/NAME/drain, /admin/nodes/NAME/undrain, /admin/nodes/NAME/blocks, /admin/models, "
-                    "/admin/islands, /admin/scaling, /admin/decisions, /admin/decisions/REQUEST_ID, /admin/explain "
-                    "and /admin/reload.",
+                    "Not found. The paths are / (the live page), /metrics, /health, /ready, /admin/nodes, "
+                    "/admin/nodes/NAME, /admin/nodes/NAME/drain, /admin/nodes/NAME/undrain, /admin/nodes/NAME/blocks, "
+                    "/admin/models, /admin/islands, /admin/scaling, /admin/live, /admin/decisions, "
+                    "/admin/decisions/REQUEST_ID, /admin/explain and /admin/reload.",
                     code="not_found",
                 )
 
@@ -158,10 +171,16 @@ class AdminApi:
 
 
 def _reject_browsers(head: RequestHead) -> None:
-    """Without a token, everybody on this machine has access. That must not include web pages in a browser."""
+    """Without a token, everybody on this machine has access. That must not include other web pages in a browser.
+
+    The live page itself has the origin of this listener. A page of another site that resolves its name to this machine
+    sends that name as the host.
+    """
     address = head.get(b"host").decode("ascii", "replace")
     host = address.rpartition(":")[0] or address
-    if head.get(b"origin") or not is_loopback(host.strip("[]")):
+    origin = head.get(b"origin")
+    foreign = origin and origin != b"http://" + head.get(b"host")
+    if foreign or head.get(b"sec-fetch-site") in _OTHER_SITES or not is_loopback(host.strip("[]")):
         raise HttpError(
             403, "Without a token the admin API serves only programs on this machine, at its loopback address.",
             code="forbidden", kind="permission_error",

@@ -93,6 +93,7 @@ class _Demo:
         show_scaling.introduce(self._console, options)
         async with AutoscaledFleet(self._children, self._folder, self._port, options) as fleet:
             load = VariableLoad(fleet.router.url, MODEL)
+            _show_link(self._console, fleet.router)
             with show_scaling.LiveView(self._console, options, plan) as view:
                 result = await ScalingDemo(fleet, load, plan, view.show).run()
             succeeded = show_scaling.conclude(self._console, options, plan, load, result)
@@ -106,13 +107,12 @@ class _Demo:
         commands = [
             f"curl -N {router.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'",
             f"curl '{router.admin_url}/admin/decisions?limit=1'",
+            f"{_command()} load rag --url {router.url} --rate {12 if autoscaled else 2}",
         ]
         if autoscaled:
-            commands += [
-                f"{_command()} load rag --url {router.url} --rate 12",
-                f"curl {router.admin_url}/admin/scaling",
-            ]
-        self._console.print("\nThe router keeps running. Try:\n")
+            commands.append(f"curl {router.admin_url}/admin/scaling")
+        _show_link(self._console, router)
+        self._console.print("The router keeps running. Try:\n")
         for command in commands:
             self._console.print(f"  {command}", style="cyan", soft_wrap=True, markup=False, highlight=False)
         self._console.print("\nPress Ctrl-C to stop it.", style="dim")
@@ -121,6 +121,13 @@ class _Demo:
         except asyncio.CancelledError:
             return
         raise ConfigError(f"the router exited with status {router.child.process.returncode}")
+
+
+def _show_link(console: Console, router: RouterProcess) -> None:
+    console.print(f"\nLive page: [link={router.admin_url}/]{router.admin_url}/[/link]", highlight=False)
+    console.print(
+        f"The same in a terminal: {_command()} top --admin {router.admin_url}\n", highlight=False, soft_wrap=True
+    )
 
 
 def _command() -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterator, Mapping
 from typing import Final
 
 from warmroute.config import Config, ConfigError
+from warmroute.config.addresses import canonical_address
 from warmroute.doctor import node_checks as checks
 from warmroute.doctor.checks import Check, Report, Subject
 from warmroute.doctor.node_facts import NodeFacts, ask_node
@@ -52,7 +54,7 @@ async def examine(config: Config, timeout_s: float, send_requests: bool) -> Repo
 
     subjects = await asyncio.gather(*(check(facts, http) for facts, http in zip(nodes, clients, strict=True)))
     configuration = [Subject("configuration", found or [Check("configuration", "ok", "`warmroute serve` accepts it")])]
-    fleet = list(_check_fleet(config, answering))
+    fleet = [*_check_fleet(config, answering), *await _same_engines(answering)]
     return Report([*configuration, *subjects, *([Subject("fleet", fleet)] if fleet else [])])
 
 
@@ -103,13 +105,34 @@ def _check_fleet(config: Config, nodes: list[NodeFacts]) -> Iterator[Check]:
                 "context windows", "note", f"the nodes of {name} have different ones: {shown} tokens",
                 "Start all of them with the same --max-model-len, unless long prompts are meant for some nodes only",
             )  # fmt: skip
-    started: dict[tuple[float, str], str] = {}
+    endpoints: dict[str, str] = {}
     for facts in nodes:
-        if facts.load is not None and facts.load.incarnation:
-            key = facts.load.incarnation, ",".join(sorted(card["id"] for card in facts.cards))
-            first = started.setdefault(key, facts.name)
+        for one in facts.endpoints or ():
+            first = endpoints.setdefault(one.endpoint, facts.name)
             if first != facts.name:
                 yield Check(
-                    "nodes", "problem", f"{first} and {facts.name} are the same process: it started at the same moment",
-                    f"Remove one of them from [[nodes]], for example {facts.name}",
+                    "KV events", "problem", f"{first} and {facts.name} have the same endpoint {one.endpoint}",
+                    "Give each engine its own port for KV events, and each node its own kv_events in [[nodes]]",
                 )  # fmt: skip
+
+
+async def _same_engines(nodes: list[NodeFacts]) -> list[Check]:
+    """Find nodes whose host names are the same machine, and whose ports are equal."""
+    loop = asyncio.get_running_loop()
+    names: dict[tuple[str, int], str] = {}
+    found: list[Check] = []
+    for facts in nodes:
+        host, port = canonical_address(facts.config.url)
+        try:
+            async with asyncio.timeout(2.0):
+                resolved = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, TimeoutError):
+            continue
+        for address in {(str(one[4][0]), port) for one in resolved}:
+            first = names.setdefault(address, facts.name)
+            if first != facts.name:
+                problem = f"{first} and {facts.name} are the same engine: both are {address[0]}:{port}"
+                change = f"Remove one of them from [[nodes]], for example {facts.name}"
+                found.append(Check("nodes", "problem", problem, change))
+                break
+    return found

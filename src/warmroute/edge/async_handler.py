@@ -68,6 +68,16 @@ class Responder:
         self.ended = True
         self._client.close_unfinished()
 
+    @property
+    def unread_bytes(self) -> int:
+        """What was written and is not yet in the kernel's buffers, because the client does not read."""
+        return self._client.transport.get_write_buffer_size()
+
+    def abort(self) -> None:
+        """Close the connection at once, and drop what the client has not read."""
+        self.ended = True
+        self._client.abort()
+
     # The client connection calls these (client_connection.Exchange).
 
     def internal_error(self, error: Exception) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from warmroute._kernel import BodyBuffer
 from warmroute.edge import errors
@@ -11,13 +11,16 @@ from warmroute.edge.http1 import BadChunk, ChunkReader
 if TYPE_CHECKING:
     from warmroute.edge.listener import Listener
 
+_BURST_BYTES: Final = 1 << 20
+
 
 class BodyReader:
-    __slots__ = ("_data", "_frames", "_listener", "_missing_bytes", "held_bytes")
+    __slots__ = ("_burst_bytes", "_data", "_frames", "_listener", "_missing_bytes", "held_bytes")
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._data = BodyBuffer()
+        self._burst_bytes = 0
         self._frames: ChunkReader | None = None
         self._missing_bytes = 0
         """Of a chunked body: how many more bytes the limit allows."""
@@ -55,7 +58,16 @@ class BodyReader:
                 raise errors.body_too_large(self._listener.limits.body_bytes)
             self.reserve(len(payload))
         self._data.append(payload, 0 if frames is not None else self._missing_bytes)
+        self._burst_bytes += len(data)
         return end
+
+    def ends_burst(self) -> bool:
+        """Return whether so much has arrived that other connections should have their turn: the event loop would read
+        8 MB of one connection at once, which takes up to 20 ms."""
+        if self._burst_bytes < _BURST_BYTES:
+            return False
+        self._burst_bytes = 0
+        return True
 
     def take(self) -> bytes:
         """Return the complete body. Its memory stays counted until `release`."""

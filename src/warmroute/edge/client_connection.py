@@ -311,6 +311,13 @@ class ClientConnection(asyncio.Protocol):
             if end < len(data):
                 self._buffer_pipelined(data[end:])
             self._serve(self._body.take())
+        elif self._body.ends_burst():
+            self.transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._continue_reading)
+
+    def _continue_reading(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def _serve(self, body: bytes) -> None:
         self._state = RESPONDING

@@ -81,6 +81,7 @@ class ConnectionPool:
         self._host, self._port = host, port = node.host, node.port
         self._uses_tls = node.scheme == "https"
         self.use_tls(tls)
+        self.uses_tls = self._tls is not None
         self._idle: list[NodeConnection] = []
         self.busy: set[NodeConnection] = set()
         self._connecting: set[asyncio.Task[None]] = set()

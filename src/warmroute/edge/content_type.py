@@ -14,9 +14,7 @@ from typing import Final
 from warmroute.edge import errors
 
 _TOKEN: Final = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
-_PARAMETER: Final = re.compile(
-    rb"[ \t]*;[ \t]*(?:(" + _TOKEN + rb')=(?:(' + _TOKEN + rb')|"([\t\x20-!#-\[\]-~]*)"))?'
-)
+_PARAMETER: Final = re.compile(rb"[ \t]*;[ \t]*(?:(" + _TOKEN + rb")=(?:(" + _TOKEN + rb')|"([\t\x20-!#-\[\]-~]*)"))?')
 _TYPE: Final = re.compile(rb"(" + _TOKEN + rb"/" + _TOKEN + rb")((?:" + _PARAMETER.pattern + rb")*)[ \t]*")
 _BOUNDARY: Final = re.compile(rb"[0-9A-Za-z'()+_,\-./:=? ]{0,69}[0-9A-Za-z'()+_,\-./:=?]")
 _CHARSETS: Final = (b"utf-8", b"utf8", b"us-ascii")
@@ -35,7 +33,9 @@ def form_boundary(content_type: bytes) -> bytes | None:
     if found is None:
         raise errors.unsupported_media_type("The `Content-Type` header is malformed.")
     media_type = found[1].lower()
-    if media_type == b"application/x-www-form-urlencoded" or (media_type.startswith(b"multipart/") and media_type != _FORM):
+    if media_type == b"application/x-www-form-urlencoded" or (
+        media_type.startswith(b"multipart/") and media_type != _FORM
+    ):
         raise errors.unsupported_media_type("The body must be JSON, or a form of type `multipart/form-data`.")
     parameters: dict[bytes, bytes] = {}
     for name, plain, quoted in _PARAMETER.findall(found[2]):

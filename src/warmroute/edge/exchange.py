@@ -20,6 +20,7 @@ from warmroute.edge import errors
 from warmroute.edge.connection_pool import ConnectionPool
 from warmroute.edge.first_token import FirstTokenDetector, detector_for
 from warmroute.edge.http1 import CHUNKED, UNTIL_CLOSE, ChunkReader, RequestHead, ResponseHead
+from warmroute.edge.node_attempt import NodeAttempt
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
 from warmroute.edge.paths import is_anthropic
 from warmroute.fleet.node import Node, Outcome
@@ -51,14 +52,12 @@ class ProxyExchange:
     _proxy: Proxy
     _client: ClientConnection
     _head: RequestHead
-    _body: bytes
+    body: bytes
     attempts: Attempts = field(init=False)
     pending_prompt: PendingPrompt | None = None
     """Set while the prompt is being read in a thread or by a node."""
-    _retried_stale: bool = False
-    # at the current node
-    _pool: ConnectionPool = field(init=False)
-    _connection: NodeConnection | None = None
+    _attempt: NodeAttempt | None = None
+    _hedge: NodeAttempt | None = None
     # the response
     _head_sent: bool = False
     """Whether the client has received anything."""
@@ -98,22 +97,34 @@ class ProxyExchange:
         self._client.send_error(error, self.attempts.request_id)
         return error.status
 
-    # To a node.
-    # To a node.
+    # To nodes.
 
     def send(self, node: Node) -> None:
-        self._pool = pool = self._proxy.pools.for_node(node)
-        connection = pool.take_idle()
-        if connection is None:
-            pool.connect(self)
-        else:
-            self._send(connection)
+        self._attempt = attempt = NodeAttempt(self, self.attempts.ticket, self._proxy.pools.for_node(node))
+        attempt.start()
 
-    def _send(self, connection: NodeConnection) -> None:
-        self._connection = connection
-        proxy, head, pool = self._proxy, self._head, self._pool
-        peer, ticket = self._client.peer, self.attempts.ticket
-        rank = ticket.rank if isinstance(ticket, Dispatch) else None
+    def withdraw(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.withdraw()
+
+    def send_hedge(self, node: Node) -> None:
+        ticket = self.attempts.hedge
+        assert ticket is not None
+        self._hedge = hedge = NodeAttempt(self, ticket, self._proxy.pools.for_node(node))
+        hedge.start()
+
+    def withdraw_hedge(self) -> None:
+        hedge, self._hedge = self._hedge, None
+        if hedge is not None:
+            hedge.withdraw()
+
+    def promote_hedge(self) -> None:
+        self._attempt, self._hedge = self._hedge, None
+
+    def request_head(self, pool: ConnectionPool, rank: int | None) -> bytes:
+        """Return the head for a node. `rank`: the data-parallel rank that holds the prompt."""
+        proxy, head, peer = self._proxy, self._head, self._client.peer
         forwarded = head.forwarded_for
         if peer:
             forwarded = forwarded + b", " + peer if forwarded else peer
@@ -123,64 +134,61 @@ class ProxyExchange:
                 authorization = b"Authorization: %b\r\n" % head.authorization
             if head.api_key:
                 authorization += b"X-Api-Key: %b\r\n" % head.api_key
-        connection.send_request(
-            self,
-            b"%b %b HTTP/1.1\r\n%b%b%bContent-Length: %d\r\nX-Request-Id: %b\r\n%b%b\r\n"
-            % (
-                head.method,
-                head.target,
-                pool.host_line,
-                head.forwarded_fields,
-                authorization,
-                len(self._body),
-                self.attempts.request_id,
-                b"X-Forwarded-For: %b\r\n" % forwarded if forwarded else b"",
-                # the data-parallel rank that holds the prompt
-                b"" if rank is None else b"X-Data-Parallel-Rank: %d\r\n" % rank,
-            ),
-            self._body,
+        return b"%b %b HTTP/1.1\r\n%b%b%bContent-Length: %d\r\nX-Request-Id: %b\r\n%b%b\r\n" % (
+            head.method,
+            head.target,
+            pool.host_line,
+            head.forwarded_fields,
+            authorization,
+            len(self.body),
+            self.attempts.request_id,
+            b"X-Forwarded-For: %b\r\n" % forwarded if forwarded else b"",
+            b"" if rank is None else b"X-Data-Parallel-Rank: %d\r\n" % rank,
         )
 
-    def connected(self, connection: NodeConnection) -> bool:
-        if self.attempts.done:
-            return False
-        self._send(connection)
-        return True
+    def count_stale_connection(self) -> None:
+        self._proxy.counters.stale_connections += 1
 
-    def connect_failed(self, fault: ConnectFailure, reason: str) -> None:
-        attempts = self.attempts
-        if attempts.done:
-            return
-        if fault is ConnectFailure.REFUSED:
-            attempts.connection_refused(reason, self._proxy.now())
-        else:  # a local failure, such as too many open files, says nothing about the node
-            outcome = Outcome.BUSY if fault is ConnectFailure.LOCAL else Outcome.FAILED
-            attempts.node_failed(outcome, reason, self._proxy.now())
+    # From a node that failed.
 
-    def response_failed(self, reason: str, stale: bool) -> None:
-        self._connection = None
-        if stale and not self._retried_stale:
-            # The node closed a kept-alive connection just as it was used: not the node's fault, and not an attempt.
-            self._retried_stale = True
-            self._proxy.counters.stale_connections += 1
-            self._pool.connect(self)
-            return
-        self.attempts.node_failed(Outcome.FAILED, reason, self._proxy.now())
+    def connect_failed(self, attempt: NodeAttempt, failure: ConnectFailure, reason: str) -> None:
+        attempts, now_s = self.attempts, self._proxy.now()
+        # A local failure, such as too many open files, says nothing about the node.
+        outcome = Outcome.BUSY if failure is ConnectFailure.LOCAL else Outcome.FAILED
+        if attempt is self._hedge:
+            self._hedge = None
+            if failure is ConnectFailure.REFUSED:
+                attempts.hedge_refused(reason, now_s)
+            else:
+                attempts.hedge_failed(outcome, reason, now_s)
+        elif failure is ConnectFailure.REFUSED:
+            attempts.connection_refused(reason, now_s)
+        else:
+            attempts.node_failed(outcome, reason, now_s)
 
-    # From a node.
+    def response_failed(self, attempt: NodeAttempt, reason: str) -> None:
+        if attempt is self._hedge:
+            self._hedge = None
+            self.attempts.hedge_failed(Outcome.FAILED, reason, self._proxy.now())
+        else:
+            self.attempts.node_failed(Outcome.FAILED, reason, self._proxy.now())
+
+    # From a node that answers.
 
     def response_started(
-        self, head: ResponseHead, first: bytes, whole: bool, now_s: float
+        self, attempt: NodeAttempt, head: ResponseHead, first: bytes, whole: bool, now_s: float
     ) -> Callable[[bytes], object] | None:
         status, attempts = head.status, self.attempts
-        if status >= 500 or status == 429:
-            self._connection = None
-        if not attempts.response_started(status, _seconds(head.retry_after), now_s):
+        if attempt is self._hedge:
+            if not attempts.hedge_started(status, now_s):
+                self._hedge = None
+                return None
+        elif not attempts.response_started(status, _seconds(head.retry_after), now_s):
             return None
         proxy, client = self._proxy, self._client
         length = head.length
         self._framing = length
-        self._body = b""
+        self.body = b""
         client.release_body()
         keep_alive = client.keeps_alive and length != UNTIL_CLOSE
         write: Callable[[bytes], object] = client.write
@@ -199,7 +207,7 @@ class ProxyExchange:
         self._keep_alive = keep_alive
         passing = head.forwarded_fields
         if 300 <= status < 400:
-            passing = self._pool.own_address.sub(rb"\1", passing)
+            passing = attempt.pool.own_address.sub(rb"\1", passing)
         limits = b""
         if attempts.charge is not None:
             passing, limits = _NODE_LIMITS.sub(b"", passing), _header_lines(attempts.charge.headers(now_s))
@@ -234,9 +242,9 @@ class ProxyExchange:
     def _write_until_first_token(self, data: bytes) -> None:
         self._sink(data)
         if self._first_token_detector.feed(data):
-            connection = self._connection
-            if connection is not None:
-                connection.replace_sink(self._sink)
+            attempt = self._attempt
+            if attempt is not None and attempt.connection is not None:
+                attempt.connection.replace_sink(self._sink)
             self.attempts.first_token(self._proxy.now())
 
     def _node_lines(self) -> bytes:
@@ -323,9 +331,8 @@ class ProxyExchange:
         """Give up what the request holds: its prompt, its connection to a node, its ticket."""
         if self.pending_prompt is not None:
             self.pending_prompt.cancel()
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.cancel()
+        self.withdraw()
+        self.withdraw_hedge()
         if not self.attempts.done:
             self.attempts.abandon(self._proxy.now())
 
@@ -348,7 +355,8 @@ class ProxyExchange:
             self._break_off(http_error, frames)
 
     def cut_off(self) -> None:
-        frames = self._connection.frames if self._connection is not None else None
+        connection = self._connection
+        frames = connection.frames if connection is not None else None
         self.release()
         if self._head_sent:
             self._proxy.counters.interrupted += 1
@@ -356,15 +364,20 @@ class ProxyExchange:
         else:
             self._client.send_error(errors.router_stopping(), self.attempts.request_id)
 
+    @property
+    def _connection(self) -> NodeConnection | None:
+        """The connection that the response comes from."""
+        return self._attempt.connection if self._attempt is not None else None
+
     def pause_response(self) -> None:
-        attempts = self.attempts
-        if self._connection is not None and attempts.answering and not attempts.done:
-            self._connection.pause()
+        connection = self._connection
+        if connection is not None and self.attempts.answering and not self.attempts.done:
+            connection.pause()
 
     def resume_response(self) -> None:
-        attempts = self.attempts
-        if self._connection is not None and attempts.answering and not attempts.done:
-            self._connection.resume()
+        connection = self._connection
+        if connection is not None and self.attempts.answering and not self.attempts.done:
+            connection.resume()
 
 
 def _header_lines(headers: tuple[tuple[str, str], ...]) -> bytes:

@@ -6,8 +6,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from warmroute.edge import errors
 from warmroute.edge.body_scanner import ScannedBody
-from warmroute.edge.errors import HttpError, router_stopping
+from warmroute.edge.errors import HttpError
 from warmroute.edge.http1 import RequestHead
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class LargeBodyExchange:
 
     def cut_off(self) -> None:
         self.scanning.cancel()
-        self._client.send_error(router_stopping())
+        self._client.send_error(errors.router_stopping())
 
     def pause_response(self) -> None:
         """There is no response yet."""

@@ -21,6 +21,7 @@ from warmroute.edge.http1 import (
     ResponseHead,
     read_response_head,
 )
+from warmroute.edge.piecewise_writer import PIECE_BYTES, PiecewiseWriter
 from warmroute.edge.timer_wheel import NEVER
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.http_client import MAX_INFORMATIONAL
@@ -75,8 +76,9 @@ class ResponseHandler(Protocol):
 
 class NodeConnection(asyncio.Protocol):
     __slots__ = (
-        "_buffer", "_frames", "_handler", "_held_head", "_informational", "_keep_alive", "_missing_bytes", "_now", "_paused", "_pool",
-        "_served_before", "_silence_timeout_s", "_sink", "_state", "bucket", "deadline_s", "transport",
+        "_buffer", "_frames", "_handler", "_held_head", "_informational", "_keep_alive", "_missing_bytes", "_now",
+        "_paused", "_pool", "_served_before", "_silence_timeout_s", "_sink", "_state", "_writer", "bucket",
+        "deadline_s", "transport",
     )  # fmt: skip
 
     def __init__(self, pool: ConnectionPool) -> None:
@@ -101,6 +103,8 @@ class NodeConnection(asyncio.Protocol):
         self._keep_alive = True
         self._paused = False
         self._silence_timeout_s = 0.0
+        self._writer: PiecewiseWriter | None = None
+        """Writes the rest of a large body."""
 
     # The request.
 
@@ -111,11 +115,22 @@ class NodeConnection(asyncio.Protocol):
         self._pool.busy.add(self)
         if len(body) <= _JOIN_BYTES:
             self.transport.write(head + body)
+        elif len(body) > PIECE_BYTES and self._pool.uses_tls:
+            self.transport.write(head)
+            self._writer = PiecewiseWriter(self.transport, body)
         else:
             self.transport.writelines((head, body))
         upstream = self._pool.config
         self._silence_timeout_s = upstream.between_chunks_timeout_s
         self._pool.timers.arm(self, self._now() + upstream.first_byte_timeout_s)
+
+    def pause_writing(self) -> None:
+        if self._writer is not None:
+            self._writer.pause()
+
+    def resume_writing(self) -> None:
+        if self._writer is not None:
+            self._writer.resume()
 
     def replace_sink(self, sink: Callable[[bytes], object]) -> None:
         """Pass the rest of the response's body to `sink`."""
@@ -272,6 +287,10 @@ class NodeConnection(asyncio.Protocol):
         handler, self._handler = self._handler, None
         self._frames = None
         self._sink = _no_sink
+        writer, self._writer = self._writer, None
+        if writer is not None and not writer.finished:
+            writer.stop()
+            self._keep_alive = False
         # A node that responds before it has read the whole request leaves an unusable connection.
         if self._keep_alive and self._state != CLOSED and not self.transport.get_write_buffer_size():
             self._state = IDLE

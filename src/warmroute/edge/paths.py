@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from warmroute.edge import errors
@@ -25,6 +26,8 @@ NEVER_FORWARDED: Final = frozenset({b"/v1/load_lora_adapter", b"/v1/unload_lora_
 """An engine's administration is not for clients."""
 WITH_OUTPUT_TOKENS: Final = frozenset({b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/messages"})
 """Paths whose responses have generated tokens."""
+_PLAIN_PATH: Final = re.compile(rb"(?:/(?!\.{1,2}(?:/|\Z))[A-Za-z0-9_~.:@!$&'()*+,=-]+)+")
+"""Segments of characters that have one meaning only; no segment is empty, `.` or `..`."""
 CHATS: Final = (b"/v1/chat/completions", b"/v1/messages")
 HEALTH: Final = (b"/health", b"/ready")
 
@@ -51,5 +54,5 @@ def not_found(path: bytes) -> errors.HttpError:
 
 
 def _ambiguous(path: bytes) -> bool:
-    """Whether a node could read the path as another one: escapes, dots, empty segments."""
-    return b"%" in path or b"\\" in path or any(part in (b"", b".", b"..") for part in path.split(b"/")[1:])
+    """Whether a node could read the path as another one: escapes, parameters (`;`), dots, empty segments."""
+    return _PLAIN_PATH.fullmatch(path) is None

@@ -123,8 +123,11 @@ class PromptReader:
             return None
 
     def _count(self, model: str, tokenizer: PromptTokenizer, path: bytes, prompt: Prompt | None) -> None:
-        if (prompt is not None or has_prompt(path)) and self._is_served(model):
-            self._counters.prompts[model, _reading(prompt, tokenizer)] += 1
+        key, counts = (model, _reading(prompt, tokenizer)), self._counters.prompts
+        if prompt is None and not has_prompt(path):
+            return
+        if key in counts or self._is_served(model):
+            counts[key] += 1
 
     def _read_by_node(
         self,

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from warmroute._kernel import MAX_LOOP_BYTES, Outline
+from warmroute._kernel import MAX_LOOKUP_TOKENS, MAX_LOOP_BYTES, Outline
 from warmroute.config import Config
 from warmroute.edge import errors
 from warmroute.edge.admission_errors import to_error
@@ -29,7 +29,8 @@ from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.prompt_length import estimated_tokens, longest_prompt, most_tokens
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.admission import Admission
-from warmroute.routing.attempts import Attempts, Dispatcher
+from warmroute.routing.attempts import Attempts
+from warmroute.routing.dispatcher import Dispatcher
 from warmroute.routing.query import Lookup, lookup_of
 from warmroute.routing.rate_limits import Charge, RateLimits
 from warmroute.routing.router import Router
@@ -63,8 +64,9 @@ class Proxy:
         self.own_endpoints = OwnEndpoints(fleet)
         self.rate_limits = RateLimits((), now())
         self.dispatcher = Dispatcher(
-            fleet, router, admission, counters, journal, config.upstream.max_attempts, now, self._node_freed
-        )
+            fleet, router, admission, counters, journal, config.upstream.max_attempts, now, self._node_freed,
+            hedging=config.hedging,
+        )  # fmt: skip
         self._prompt_reader = prompt_reader
         self._held: list[PendingPrompt] | None = None
         """Requests that wait while the router starts; None: they do not wait."""
@@ -74,6 +76,7 @@ class Proxy:
     def reconfigure(self, config: Config) -> None:
         self.requests.reconfigure(config)
         self.dispatcher.max_attempts = config.upstream.max_attempts
+        self.dispatcher.hedging.config = config.hedging
         self.log_requests = config.log.requests
         self.tenants = frozenset(key.tenant for key in config.keys)
         self.node_headers = "" if config.journal.response_headers == "off" else config.journal.response_headers
@@ -130,6 +133,8 @@ class Proxy:
         exchange.attempts = Attempts(self.dispatcher, exchange, request, request_id)
         if charge is not None:
             exchange.attempts.charge = charge
+        if path not in FORWARDED:  # then nobody knows what it does
+            exchange.attempts.hedgeable = False
         if self._held is not None and request.may_queue and not request.deadline_s and not request.total_deadline_s:
             exchange.pending_prompt = PendingPrompt(lambda _: self._resume(exchange, path, body, scanned.outline))
             self._held.append(exchange.pending_prompt)
@@ -199,7 +204,8 @@ class Proxy:
                 return None
         if prompt.token_count < self._min_tokens and prompt.total_tokens < self._min_tokens:
             return None
-        return lookup_of(prompt, self._sharing.get(request.tenant, ""))
+        lookup = lookup_of(prompt, self._sharing.get(request.tenant, ""))
+        return lookup if prompt.total_tokens <= MAX_LOOKUP_TOKENS else lookup.prefix(MAX_LOOKUP_TOKENS)
 
     def enter(self, attempts: Attempts, prompt: Prompt | None) -> None:
         """Asks for a node. Raises HttpError."""
@@ -223,6 +229,7 @@ class Proxy:
         """The client's error for a request without a node; counted."""
         if isinstance(why, NotAdmitted):
             self.counters.rejected[why.reason, request.priority] += 1
+            self.counters.rejected_by_tenant[request.tenant, request.priority, why.reason] += 1
         return to_error(why, request)
 
     def internal_error(self, error: Exception, request_id: bytes = b"") -> HttpError:

@@ -179,7 +179,8 @@ class KvEventClient:
         if not all(one.replay for one in found):
             log.warning(
                 "kv_replay_absent",
-                "The router cannot learn what the node cached before, and forgets its cache when one event is lost. "
+                "The router cannot learn what the node cached before. When an event is lost, it forgets what events "
+                "reported, and uses routed prompts. "
                 "docs/reference/kv-events.md names the flag that turns replay on.",
                 node=name,
             )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from warmroute.engines.load_report import LoadReport, mean, total
+from warmroute.engines.load_report import LoadReport, counter, mean, total
+from warmroute.fleet.engine_rates import EngineCounters
 from warmroute.fleet.reported_values import decode_json
 
 PROMETHEUS_PATH: Final = "/prometheus/metrics"
@@ -29,6 +30,12 @@ def parse_load(page: bytes) -> LoadReport | None:
         incarnation=mean(page, b"process_start_time_seconds"),
         block_size=block_size,
         capacity_tokens=total(page, b"trtllm_kv_cache_max_blocks") * block_size,
+        counters=EngineCounters(
+            queried_tokens=counter(page, b"trtllm_prompt_tokens_total"),
+            hit_tokens=counter(page, b"trtllm_prompt_cached_tokens_total"),
+            queue_time_s=counter(page, b"trtllm_request_queue_time_seconds_sum"),
+            queue_times=counter(page, b"trtllm_request_queue_time_seconds_count"),
+        ),
     )
 
 

@@ -80,6 +80,8 @@ class EngineRates:
         self._queue_times = self._queue_times * kept + times[0]
         self._queue_s = self._queue_s * kept + min(times[1], times[0] * MAX_QUEUE_MS / 1000.0)
         self._preemptions = self._preemptions * exp(-span_s / PREEMPTION_DECAY_S) + preempted
+        if self._preemptions < 0.05:  # the last one was more than 30 s ago
+            self._preemptions = 0.0
         self._span_s = self._span_s * kept + span_s
         self._waiting_s = self._waiting_s * kept + waiting * span_s
         self._routed *= kept

@@ -38,7 +38,7 @@ class Fleet:
     ) -> None:
         self._health = health
         self.outlier_detection = OutlierDetection(outlier_detection or OutlierConfig())
-        self._on_change = on_change
+        self._observers = [on_change]
         self._speed_review = SpeedReview()
         self.islands = IslandRegistry()
         self.adapters = FleetAdapters()
@@ -171,6 +171,9 @@ class Fleet:
 
     # Health.
 
+    def observe_health(self, on_change: OnHealthChange) -> None:
+        self._observers.append(on_change)
+
     def check_passed(self, node: Node, now_s: float) -> None:
         before = node.health.eligibility
         node.health.check_passed(now_s)
@@ -215,4 +218,5 @@ class Fleet:
         for group in node.groups:
             self._rebuild(group)
         if node.health.state is not before[0]:
-            self._on_change(node, before[0])
+            for on_change in self._observers:
+                on_change(node, before[0])

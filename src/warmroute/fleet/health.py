@@ -139,6 +139,11 @@ class Health:
         return self.state, self.confirmed
 
     @property
+    def check_has_timed_out(self) -> bool:
+        """Whether the last health check timed out, and the node has answered nothing since."""
+        return self._consecutive_timeouts > 0
+
+    @property
     def confirmed_down(self) -> bool:
         return self.state is HealthState.DOWN and self.confirmed
 

@@ -137,6 +137,11 @@ class IslandRegistry:
         if island is not None and island.record_round_trip(took_ms, now_s):
             self._publish_if_changed(island)
 
+    def round_trip_ms(self, island: str) -> float:
+        """Return the round trip to an island, which need not have nodes yet; 0 if it is unknown."""
+        known = self._islands.get(island)
+        return known.round_trip_ms if known is not None else self._config_of(island).round_trip_ms
+
     def record_request_size(self, size_bytes: float) -> None:
         """A request and its response have this size. Ignored while no island has an egress price."""
         if not self._has_egress_price:

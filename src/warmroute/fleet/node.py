@@ -10,7 +10,7 @@ from warmroute._kernel import (
     LATENCY_WEIGHT,
     OUTCOME_BROKEN,
     OUTCOME_BUSY,
-    OUTCOME_CANCELED,
+    OUTCOME_CANCELLED,
     OUTCOME_FAILED,
     OUTCOME_OK,
     OUTCOME_REJECTED,
@@ -42,7 +42,7 @@ class Outcome(enum.IntEnum):
     BUSY = OUTCOME_BUSY  # the node answered 429 or 503
     FAILED = OUTCOME_FAILED  # connection error, timeout, other 5xx or an invalid response, before the first byte
     BROKEN = OUTCOME_BROKEN  # the response broke off after its first byte
-    CANCELED = OUTCOME_CANCELED  # the client disconnected
+    CANCELLED = OUTCOME_CANCELLED  # the client disconnected
 
 
 class Node(NodeState):
@@ -51,8 +51,9 @@ class Node(NodeState):
     speed: NodeSpeed
     __slots__ = (
         "adapter_names", "api_key_env", "busy_until_s", "config", "context_windows", "draining", "engine",
-        "excused_failures", "groups", "health", "host", "incarnation", "island", "loaded_adapters", "model_cards",
-        "models", "port", "rates", "recent_requests", "reported", "role", "running", "scheme", "seed", "url", "waiting",
+        "excused_failures", "groups", "health", "host", "incarnation", "island", "last_answer_s", "loaded_adapters",
+        "model_cards", "models", "port", "rates", "recent_requests", "reported", "role", "running", "scheme", "seed",
+        "url", "waiting",
     )  # fmt: skip
 
     def __init__(self, config: NodeConfig, health: HealthConfig, adapters: FleetAdapters | None = None) -> None:
@@ -85,6 +86,8 @@ class Node(NodeState):
         self.recent_requests = RecentRequests()
         self.excused_failures = 0
         """Failed requests that failed on every other node, too."""
+        self.last_answer_s = -1e9
+        """When a response of the node last began or ended."""
         self.busy_until_s = 0.0
         """Until when the node asked not to be sent requests: the Retry-After of its last 429 or 503."""
         self.running = 0

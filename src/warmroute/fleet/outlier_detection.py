@@ -4,9 +4,15 @@ The rules, for a node with at least `min_requests` requests within `interval_s`:
 
     failures   at least `failure_ratio` of its requests failed. A request that failed on every node does not count: then
                the request is at fault.
-    slow       a prompt token takes `slow_factor` times as long as usual on this node, and `slow_factor` times the
-               slowdown of its peers; or `slow_factor` times as long as on peers with the same `gpu`. So a slower GPU is
-               not an outlier, nor is a node with longer prompts: the learned speed is a time per token (node_speed.py).
+    slow       its first tokens take `slow_factor` times as long as usual on this node, and it slowed down `slow_factor`
+               times as much as its peers; or a prompt token takes `slow_factor` times as long as on peers with the same
+               `gpu`. "As usual" takes into account what was on the node at each dispatch:
+
+               lateness = sum of times to first token / sum of (work ahead · usual time per token + steps)
+
+               So neither a slower GPU nor longer prompts make a node an outlier. A long queue in the engine does not,
+               either, nor do first tokens that take less than MIN_SLOW_TTFT_MS on average. Only streamed responses to
+               prompts that the policy reads count.
 
 An outlier is ejected: it gets no requests for `ejection_s`, times the number of its ejections, up to MAX_EJECTION_S.
 Then it returns at its next passed health check, with slow start. Ejections leave at least 1 − `max_ejected_ratio` of a
@@ -33,17 +39,24 @@ MAX_EJECTION_S: Final = 300.0
 """The longest ejection. One ejection is forgiven for each such time that a node stays up."""
 USUAL_S: Final = 300.0
 """Time constant of the average that is a node's usual speed."""
+MIN_SLOW_TTFT_MS: Final = 200.0
+LONG_QUEUE_KV_USAGE: Final = 0.5
+"""Above this, requests in an engine's queue may wait for its KV cache."""
 PEERS_VALID_S: Final = 1.0
 """Time for which the typical speed of a model's nodes is used again."""
 
 
 class Counts(NamedTuple):
-    """Counters of a node at one moment."""
+    """Counters of a node at one moment, or their increase since then."""
 
     passed: int = 0
     failed: int = 0
     first_tokens: int = 0
     """Those that its speed was learned from."""
+    ttft_ms: float = 0.0
+    """Of streamed responses: times to first token, the prefill work until then, and what the rest takes."""
+    work: float = 0.0
+    steps_ms: float = 0.0
 
 
 class Outlier(NamedTuple):
@@ -55,14 +68,18 @@ class Outlier(NamedTuple):
 class RecentRequests:
     """How a node's requests ended within the last interval, its usual speed, and its ejections."""
 
-    __slots__ = ("_middle", "_middle_s", "_repeats", "_returned_s", "_start", "checked_s", "ejections", "usual_ms")
+    __slots__ = (
+        "_middle", "_middle_s", "_repeats", "_returned_s", "_start", "checked_s", "ejections", "lateness",
+        "ms_per_token", "queued_s", "usual_lateness", "usual_ms",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._start = self._middle = Counts()
-        self._middle_s = self._returned_s = self.checked_s = -math.inf
+        self._middle_s = self._returned_s = self.checked_s = self.queued_s = -math.inf
         self._repeats = 0
-        self.usual_ms = 0.0
-        """Usual prefill time per token; 0.0 before it is known."""
+        self.ms_per_token = self.usual_ms = 0.0
+        """Its present and its usual prefill time per token; 0.0 before they are known."""
+        self.lateness = self.usual_lateness = 1.0
         self.ejections = {FAILURES: 0, SLOW: 0}
         """Since the node joined, by kind."""
 
@@ -76,7 +93,32 @@ class RecentRequests:
         if now_s - self._middle_s >= interval_s / 2:
             long_ago = now_s - self._middle_s >= interval_s
             self._start, self._middle, self._middle_s = now if long_ago else self._middle, now, now_s
-        return Counts(*(max(0, after - before) for after, before in zip(now, self._start, strict=True)))
+        start = self._start
+        return Counts(
+            max(0, now.passed - start.passed),
+            max(0, now.failed - start.failed),
+            max(0, now.first_tokens - start.first_tokens),
+            now.ttft_ms - start.ttft_ms,
+            now.work - start.work,
+            now.steps_ms - start.steps_ms,
+        )
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long first tokens take as usual; 1.0 if that is not known."""
+        return self.lateness / self.usual_lateness
+
+    def judge(self, counts: Counts, ms_per_token: float, queued: bool) -> None:
+        """Compare the first tokens of the last interval with the usual ones. `queued`: the engine had a long queue."""
+        self.ms_per_token = ms_per_token
+        expected_ms = counts.work * self.usual_ms + counts.steps_ms
+        known = self.usual_ms and expected_ms and not queued
+        self.lateness = counts.ttft_ms / expected_ms if known else self.usual_lateness
+
+    def learn_usual(self, elapsed_s: float) -> None:
+        weight = 1.0 - math.exp(-elapsed_s / USUAL_S) if self.usual_ms else 1.0
+        self.usual_ms += weight * (self.ms_per_token - self.usual_ms)
+        self.usual_lateness += weight * (self.lateness - self.usual_lateness)
 
     def count_ejection(self, kind: str, now_s: float) -> int:
         """Return how many ejections are not forgiven, including this one."""
@@ -98,10 +140,14 @@ class OutlierDetection:
         elapsed_s, recent.checked_s = now_s - recent.checked_s, now_s
         counts = recent.since(counts_of(node), now_s, config.interval_s)
         outlier = self._failing(counts)
+        if node.waiting > node.running or (node.waiting and node.kv_usage > LONG_QUEUE_KV_USAGE):
+            recent.queued_s = now_s
         if outlier is None and counts.first_tokens >= config.min_requests:
-            outlier = self._slow(node, now_s)
+            recent.judge(counts, node.speed.ms_per_token, now_s - recent.queued_s < config.interval_s)
+            if counts.ttft_ms >= MIN_SLOW_TTFT_MS * counts.first_tokens:
+                outlier = self._slow(node, now_s)
             if outlier is None:
-                _learn_usual(node, elapsed_s)
+                recent.learn_usual(elapsed_s)
         if outlier is None or not all(self._leaves_enough(group) for group in node.groups):
             return None
         return outlier
@@ -122,29 +168,28 @@ class OutlierDetection:
         return Outlier(FAILURES, f"{counts.failed} of its last {total} requests failed")
 
     def _slow(self, node: Node, now_s: float) -> Outlier | None:
-        factor = self.config.slow_factor
+        factor, recent, gpu = self.config.slow_factor, node.recent_requests, node.config.gpu
         if not factor:
             return None
-        times = slowdown(node)
-        if times >= factor:
-            peers = [slowdown(peer) for group in node.groups for peer in group.up.nodes if peer is not node]
-            if peers and times >= factor * median(peers):
-                return Outlier(SLOW, f"a prompt token takes {times:.1f} times as long as before; other nodes keep up")
-        gpu, now_ms = node.config.gpu, node.speed.ms_per_token
-        if gpu:
-            typical_ms = max((self._typical_ms(group, gpu, now_s) for group in node.groups), default=0.0)
-            if typical_ms and now_ms >= factor * typical_ms:
-                times = now_ms / typical_ms
-                return Outlier(SLOW, f"a prompt token takes {times:.1f} times as long as on other nodes with {gpu}")
+        slowdown = recent.slowdown
+        if slowdown >= factor and recent.lateness >= factor:
+            others = [other.recent_requests for group in node.groups for other in group.up.nodes if other is not node]
+            if others and slowdown >= factor * median([other.slowdown for other in others]):
+                return Outlier(SLOW, f"first tokens take {slowdown:.1f} times as long as before; other nodes keep up")
+        typical_ms = max((self._typical_ms(group, gpu, now_s) for group in node.groups), default=0.0) if gpu else 0.0
+        if typical_ms and recent.ms_per_token >= factor * typical_ms:
+            times = recent.ms_per_token / typical_ms
+            return Outlier(SLOW, f"prompts take {times:.1f} times as long as on other nodes with {gpu}")
         return None
 
     def _typical_ms(self, group: Group, gpu: str, now_s: float) -> float:
-        """Return the median time per token of the nodes with this GPU; 0.0 if there are fewer than three."""
+        """Return the median time per token of the nodes with this GPU; 0.0 if that of fewer than three is known."""
         key = group.model, gpu
         computed_s, typical_ms = self._typical.get(key, (-math.inf, 0.0))
         if now_s - computed_s >= PEERS_VALID_S:
-            nodes = [node for node in group.up.nodes if node.config.gpu == gpu and node.speed.answers]
-            typical_ms = median([node.speed.ms_per_token for node in nodes]) if len(nodes) > 2 else 0.0
+            nodes = [node for node in group.up.nodes if node.config.gpu == gpu]
+            speeds = [ms for node in nodes if (ms := node.recent_requests.ms_per_token)]
+            typical_ms = median(speeds) if len(speeds) > 2 else 0.0
             self._typical[key] = now_s, typical_ms
         return typical_ms
 
@@ -155,17 +200,7 @@ class OutlierDetection:
 
 
 def counts_of(node: Node) -> Counts:
-    ok, rejected, _busy, failed, broken, _canceled = node.outcomes
-    return Counts(ok + rejected, failed + broken - node.excused_failures, node.speed.answers)
-
-
-def slowdown(node: Node) -> float:
-    """Return how many times as long a prompt token takes as usual on this node; 1.0 if that is not known."""
-    usual_ms = node.recent_requests.usual_ms
-    return node.speed.ms_per_token / usual_ms if usual_ms else 1.0
-
-
-def _learn_usual(node: Node, elapsed_s: float) -> None:
-    recent, now_ms = node.recent_requests, node.speed.ms_per_token
-    weight = 1.0 - math.exp(-elapsed_s / USUAL_S) if recent.usual_ms else 1.0
-    recent.usual_ms += weight * (now_ms - recent.usual_ms)
+    ok, rejected, _busy, failed, broken, _cancelled = node.outcomes
+    failed += broken - node.excused_failures
+    speed, steps_ms = node.speed, node.streamed_steps_ms
+    return Counts(ok + rejected, failed, speed.answers, node.streamed_ttft_ms, node.streamed_work, steps_ms)

@@ -110,7 +110,8 @@ class CacheView:
         with the length of the match, not with the size of the index."""
         if self._prefilled or self._overdue:
             self._expire_pending(now_s)
-        if lookup.skips_cache:
+        special = lookup.special
+        if special is not None and special.skips_cache:
             return {}
         base, lora = self._models.get(model) or (model, "")
         found: dict[str, Hit] = {}
@@ -127,10 +128,11 @@ class CacheView:
                 match_hits(
                     found, self.index, chain, self._owners, size, limits, now_s, EVENT_AGES_S, LOWER_TIERS
                 )  # fmt: skip
-        for other in lookup.others:
-            for name, hit in self.hits(model, other, now_s).items():
-                known = found.get(name)
-                found[name] = hit if known is None else _sum(known, hit)
+        if special is not None:
+            for other in special.others:
+                for name, hit in self.hits(model, other, now_s).items():
+                    known = found.get(name)
+                    found[name] = hit if known is None else _sum(known, hit)
         return found
 
     def _add_isolated(
@@ -179,11 +181,12 @@ class CacheView:
             self.tenants.record(lookup.cache_group, chain, now_s)
         exact = lookup.exact_tokens == lookup.token_count
         tokens, rank = (hit.tokens, hit.rank) if hit is not None else (0, ROUTED)
-        if lookup.comparable:
+        comparable = lookup.special is None
+        if comparable:
             cache.routed_tokens += lookup.token_count
             cache.predicted_tokens += tokens
         return Prediction(
-            cache, chain, lookup.token_count, tokens, rank, exact, now_s, lookup.text, lookup.comparable
+            cache, chain, lookup.token_count, tokens, rank, exact, now_s, lookup.text, comparable
         )  # fmt: skip
 
     def first_token(self, prediction: Prediction, now_s: float) -> None:

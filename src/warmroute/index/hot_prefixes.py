@@ -25,6 +25,9 @@ HOT_USES: Final = 3.0
 """Decayed uses from which a prefix is hot. A single conversation stays below, an application is above."""
 
 
+_NO_EXAMPLE: Final = Lookup(b"", 0, 0)
+
+
 class HotPrefix(msgspec.Struct, frozen=True):
     chain: bytes
     """Its block hashes."""
@@ -49,7 +52,10 @@ class _Count(msgspec.Struct, eq=False):
 
 
 class HotPrefixes:
-    def __init__(self) -> None:
+    def __init__(self, keep_examples: bool = True) -> None:
+        """`keep_examples`: whether hot prefixes keep their tokens. Without them nothing of a prompt stays in memory but
+        hashes, and the examples are empty."""
+        self._keep_examples = keep_examples
         self._counts: dict[bytes, _Count] = {}
         self._examples = 0
         """Counts that have an example."""
@@ -75,7 +81,7 @@ class HotPrefixes:
             found.uses = found.now(now_s) + 1.0
             found.at_s = now_s
             if found.example is None and found.uses >= HOT_USES and self._examples < MAX_EXAMPLES:
-                found.example = prompt.prefix(depth * block_size)
+                found.example = prompt.prefix(depth * block_size) if self._keep_examples else _NO_EXAMPLE
                 found.chain = chain[: depth * 8]
                 self._examples += 1
 

@@ -29,6 +29,20 @@ def namespace_seed(model: str, lora: str, block_size: int, tokenizer: str = "") 
 
 
 @dataclass(slots=True, eq=False)
+class SpecialPrompt:
+    """What else there is to know of a prompt whose reported cached tokens cannot be compared with a prediction."""
+
+    skips_cache: bool = False
+    """Whether the engine prefills the whole prompt, whatever it has cached."""
+    others: tuple[Lookup, ...] = ()
+    """The request's other prompts, as far as they were read."""
+    prompts: int = 1
+    """Number of the request's prompts."""
+    total_tokens: int = 0
+    """Tokens of all of them."""
+
+
+@dataclass(slots=True, eq=False)
 class Lookup:
     """One prompt to look up. Its first `exact_tokens` tokens are those that the engine will compute."""
 
@@ -42,16 +56,8 @@ class Lookup:
     text: bool = False
     """Whether the prompt matches only prompts like itself, not the engine's blocks: `tokens` are bytes of its text, or
     the engine may truncate it."""
-    skips_cache: bool = False
-    """Whether the engine prefills the whole prompt, whatever it has cached."""
-    comparable: bool = True
-    """Whether the cached tokens that a response reports can be compared with a prediction."""
-    others: tuple[Lookup, ...] = ()
-    """The request's other prompts, as far as they were read."""
-    more_tokens: int = 0
-    """Tokens of the request's other prompts."""
-    prompts: int = 1
-    """Number of the request's prompts."""
+    special: SpecialPrompt | None = None
+    """Set where the request is not a single prompt that the engine takes as it is."""
     _chains: dict[tuple[str, str, int], bytes] = field(default_factory=dict)
 
     def blocks(self, model: str, lora: str, block_size: int) -> bytes:

@@ -32,6 +32,8 @@ CACHE_BYTES: Final = 128 << 20
 _SAMPLE_EVERY: Final = 64
 """One of this many requests with a cached prefix is kept for `verify_sample`."""
 _LONG_FIELD_BYTES: Final = 64
+MAX_MESSAGES: Final = 10_000
+"""A longer conversation is matched by its text: to render it would take seconds."""
 TEMPLATE_REJECTS: Final = "the chat template rejects the conversation"
 
 _CHAT_PATH: Final = Endpoint.CHAT.value
@@ -193,7 +195,10 @@ class PromptTokenizer:
         if request.endpoint is Endpoint.MESSAGES:
             moves_system = anthropic_messages.moves_system_messages(context.context.template.source)
             convert = partial(_convert_anthropic_message, format, moves_system)
-        messages = BodyMessages(request.body, span, request.outline.message_spans, convert)
+        spans = request.outline.message_spans
+        if len(spans) > 8 * MAX_MESSAGES:
+            raise UnsupportedRequest("the conversation has too many messages")
+        messages = BodyMessages(request.body, span, spans, convert)
         is_chat = request.endpoint is Endpoint.CHAT and not request.outline.has_prompt_options
         return chats.plan(context, messages, request.outline if is_chat else None)
 

@@ -25,6 +25,8 @@ MAX_LITERALS: Final = 150
 """A template that searches for more strings is not checked, since all pairs of them would have to be."""
 MAX_CHECK_S: Final = 20.0
 """CPU time after which a template that is not checked by then counts as unsafe."""
+_MAX_CUTS: Final = 64
+"""How far back from the end the search for a cut goes: each step reads all messages before it."""
 
 
 class TailCheck:
@@ -138,7 +140,8 @@ def differs_at_last_cut(context: RenderContext, renderer: TailRenderer, messages
         whole = context.render(messages)
     except TemplateRejected:
         return False
-    for end in range(len(messages) - 1, 0, -1):
+    last = len(messages) - 1
+    for end in range(last, max(0, last - _MAX_CUTS), -1):
         differs = _differs_at(context, renderer, messages, end, whole)
         if differs is not None:
             return differs

@@ -7,7 +7,7 @@ with the least work go first, with a bonus for waiting.
 
 Admission rejects a request that cannot meet its deadline, that finds the queue full, or that must not queue. From half
 of `max_waiting` on, low-priority requests no longer overtake others; if the queue is full, others displace them. So no
-request is rejected in favor of a low-priority one. If the queue is full of requests of the same priority, a request
+request is rejected in favour of a low-priority one. If the queue is full of requests of the same priority, a request
 displaces one of the tenant that has the most. So no tenant can keep others out by sending many requests.
 
 A pending request may call back into admission from `on_admitted` and `on_rejected`, to submit another request or to
@@ -127,9 +127,9 @@ class Admission:
         return decision, True
 
     def _admits_at_once(self, request: RoutingRequest, decision: Decision) -> bool:
-        return decision.index < 0 or self._has_room(decision.node) or not self._queues(request)
+        return decision.index < 0 or self.has_room(decision.node) or not self._queues(request)
 
-    def _has_room(self, node: Node) -> bool:
+    def has_room(self, node: Node) -> bool:
         """Return whether the node's queued prefill work is below the limit. An idle node always has room."""
         if not node.inflight:
             return True
@@ -224,7 +224,7 @@ class Admission:
             self._filling.clear()
 
     def _fill(self, node: Node, now_s: float) -> None:
-        while self.queue.tenants and self._has_room(node):
+        while self.queue.tenants and self.has_room(node):
             chosen = self._next_for(node, now_s)
             if chosen is None:
                 return

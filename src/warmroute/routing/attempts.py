@@ -8,9 +8,11 @@
 Rules:
 1. A node that fails while the request is `trying` leads to the next node (routing/failover.py), until no eligible node
    is left or `max_attempts` nodes were tried.
-2. From the first byte of the response on there is no retry: a failure then ends the request as broken.
+2. While the request is `trying`, it leaves a node that goes down, and it may be sent to a second node as well
+   (routing/hedging.py). The response that begins first counts.
+3. From the first byte of the response on there is no retry: a failure then ends the request as broken.
    The first token may come later: an engine may send a role or a comment first. Speed is learned from the first token.
-3. A ticket is open exactly while a node has the request. Whatever ends the request closes it.
+4. A ticket is open exactly while a node has the request. Whatever ends the request closes it.
 
 An `AttemptDriver` does the I/O: the HTTP edge over sockets, replay in virtual time. It calls the methods below when
 something happens, and the state machine calls the driver's `send` and `reject`.
@@ -18,24 +20,19 @@ something happens, and the state machine calls the driver's `send` and `reject`.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import msgspec
-
-from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.admission import Admission
 from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch
+from warmroute.routing.dispatcher import Dispatcher
 from warmroute.routing.failover import Failover
 from warmroute.routing.rate_limits import Charge
-from warmroute.routing.router import Router
 from warmroute.routing.routing_errors import AllNodesBusy, RoutingError
 
 Usage = tuple[int | None, int | None, int | None]
@@ -46,52 +43,22 @@ class AttemptDriver(Protocol):
     def send(self, node: Node) -> None:
         """Send the request to this node. The ticket is open."""
 
+    def withdraw(self) -> None:
+        """Give up the attempt that `send` began: the node must stop, and nothing that it sends counts."""
+
+    def send_hedge(self, node: Node) -> None:
+        """Send the request to this node, too."""
+
+    def withdraw_hedge(self) -> None: ...
+
+    def promote_hedge(self) -> None:
+        """The hedge takes the place of the attempt that `send` began, which has failed or was withdrawn."""
+
     def reject(self, why: RoutingError) -> int:
         """End the request with this error: the client has received nothing. Return the HTTP status."""
 
     def internal_error(self, error: Exception) -> None:
         """The router itself failed while it let the request out of the queue."""
-
-
-class AttemptJournal(Protocol):
-    on: bool
-
-    def begin(self, attempts: Attempts, queued_ms: float) -> Any:
-        """Start the entry of a request that got a decision. Return it."""
-
-    def complete(self, entry: Any, attempts: Attempts, outcome: Outcome, now_s: float) -> None:
-        """Complete the entry."""
-
-
-class AttemptCounters(Protocol):
-    responses: Counter[int]
-    interrupted: int
-    disconnects: int
-    retries: int
-
-
-class Dispatcher(msgspec.Struct, eq=False):
-    """What the attempts of all requests share."""
-
-    fleet: Fleet
-    router: Router
-    admission: Admission
-    counters: AttemptCounters
-    journal: AttemptJournal | None
-    max_attempts: int
-    """Nodes that a request may be sent to; 0: all of them."""
-    now: Callable[[], float]
-    node_freed: Callable[[Node, float], object]
-    """Called when a node may have room for a queued request."""
-    ticket_closed: Callable[[Attempts, float], object] | None = None
-    """Called before `node_freed` where a ticket was closed."""
-
-    def close_ticket(self, attempts: Attempts, outcome: Outcome, now_s: float, reason: str = "") -> None:
-        ticket = attempts.ticket
-        self.fleet.close_ticket(ticket, outcome, now_s, reason)
-        if self.ticket_closed is not None:
-            self.ticket_closed(attempts, now_s)
-        self.node_freed(ticket.node, now_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -116,8 +83,14 @@ class Attempts:
     _entry: Any = None
     _failover: Failover | None = None
     """Set once a node has failed."""
+    hedgeable: bool = True
+    """Whether the request may be sent to two nodes."""
     # at the current node
     ticket: Ticket = field(init=False)
+    hedge: Ticket | None = None
+    """The ticket on a second node that has the request, too."""
+    overdue_s: float = 0.0
+    """When a hedge may be sent; 0.0: not computed yet."""
     answering: bool = False
     status: int = 0
 
@@ -155,6 +128,7 @@ class Attempts:
             journal = dispatcher.journal
             if journal is not None and journal.on:
                 self._entry = journal.begin(self, (now_s - self.entered_s) * 1000.0)
+            dispatcher.hedging.request_sent()
             self._try(decision, decision.node, now_s)
         except Exception as error:
             if not self._queued:  # the caller of `enter` handles it
@@ -175,14 +149,19 @@ class Attempts:
     # One node after another.
 
     def _try(self, decision: Decision, node: Node, now_s: float) -> None:
-        self.ticket = self._dispatcher.router.dispatch(decision, node, now_s)
+        dispatcher = self._dispatcher
+        self.ticket = dispatcher.router.dispatch(decision, node, now_s)
+        self.overdue_s = 0.0
         self.tried += 1
+        dispatcher.waiting[self] = None
         self.driver.send(node)
 
     def connection_refused(self, reason: str, now_s: float) -> None:
         """No process listens at the node's address."""
-        self._dispatcher.fleet.check_failed(self.ticket.node, now_s, reason)
-        self.node_failed(Outcome.FAILED, reason, now_s)
+        node = self.ticket.node
+        self._dispatcher.fleet.check_failed(node, now_s, reason)
+        if self.ticket.node is node:  # else the request has left the node with the others
+            self.node_failed(Outcome.FAILED, reason, now_s)
 
     def node_failed(
         self, outcome: Outcome, reason: str, now_s: float, *, status: int = 0, retry_after_s: int | None = None
@@ -191,15 +170,14 @@ class Attempts:
 
         `status`: that of a busy node, if it answered.
         """
-        dispatcher, node = self._dispatcher, self.ticket.node
-        dispatcher.close_ticket(self, outcome, now_s, reason)
-        failover = self._failover
-        if failover is None:
-            failover = self._failover = Failover(self.decision)
-        failover.failed.append(node)
+        dispatcher = self._dispatcher
+        failover = self._give_up(outcome, reason, now_s)
         if outcome is Outcome.BUSY:
-            failover.busy(node, status, retry_after_s, now_s)
-        if self.tried < dispatcher.max_attempts or not dispatcher.max_attempts:
+            failover.busy(failover.failed[-1], status, retry_after_s, now_s)
+        if self.hedge is not None:
+            self._promote_hedge()
+            return
+        if dispatcher.may_try_another(self):
             next_node = failover.next_node(dispatcher.router, self.request, self.lookup, now_s)
             if next_node is not None:
                 dispatcher.counters.retries += 1
@@ -218,6 +196,112 @@ class Attempts:
         self.status = self.driver.reject(error)
         self._complete_entry(outcome, now_s)
 
+    def _give_up(self, outcome: Outcome, reason: str, now_s: float) -> Failover:
+        """Close the ticket on a node that failed."""
+        dispatcher, ticket = self._dispatcher, self.ticket
+        dispatcher.waiting.pop(self, None)
+        dispatcher.close_ticket(self, ticket, outcome, now_s, reason)
+        failover = self._get_failover()
+        failover.failed.append(ticket.node)
+        return failover
+
+    def _get_failover(self) -> Failover:
+        if self._failover is None:
+            self._failover = Failover(self.decision)
+        return self._failover
+
+    # A node that goes down while the request waits, and a second node.
+
+    def waits_on(self, nodes: Container[Node]) -> Node | None:
+        """Return which of these nodes has the request."""
+        if self.ticket.node in nodes:
+            return self.ticket.node
+        return self.hedge.node if self.hedge is not None and self.hedge.node in nodes else None
+
+    def leave(self, node: Node, reason: str, now_s: float) -> bool:
+        """Leave a node that is down or was removed. Return False if no other node is up: then the request stays."""
+        if self.hedge is not None:
+            if self.hedge.node is node:
+                self.driver.withdraw_hedge()
+                self.hedge_failed(Outcome.FAILED, reason, now_s)
+            else:
+                self.driver.withdraw()
+                self.node_failed(Outcome.FAILED, reason, now_s)
+            return True
+        other = self._other_node(now_s, lambda other: other is not node)
+        if other is None:
+            return False
+        self.driver.withdraw()
+        failover = self._give_up(Outcome.FAILED, reason, now_s)
+        self._dispatcher.counters.retries += 1
+        self._try(failover.decision, other, now_s)
+        return True
+
+    def send_hedge(self, now_s: float) -> bool:
+        """Send the request to a second node. Return False if none is up and has room."""
+        dispatcher, node = self._dispatcher, self.ticket.node
+        other = self._other_node(now_s, lambda other: other is not node and dispatcher.admission.has_room(other))
+        if other is None:
+            return False
+        self.hedge = dispatcher.router.dispatch(self._get_failover().decision, other, now_s)
+        self.tried += 1
+        self.driver.send_hedge(other)
+        return True
+
+    def _other_node(self, now_s: float, accepts: Callable[[Node], bool]) -> Node | None:
+        dispatcher = self._dispatcher
+        if not dispatcher.may_try_another(self):
+            return None
+        return self._get_failover().other_node(dispatcher.router, self.request, self.lookup, now_s, accepts)
+
+    def hedge_failed(self, outcome: Outcome, reason: str, now_s: float) -> None:
+        """The second node failed. The first one still has the request."""
+        hedge, self.hedge = self.hedge, None
+        assert hedge is not None
+        self._get_failover().failed.append(hedge.node)
+        self._dispatcher.close_ticket(self, hedge, outcome, now_s, reason)
+
+    def hedge_refused(self, reason: str, now_s: float) -> None:
+        """No process listens at the second node's address."""
+        assert self.hedge is not None
+        node = self.hedge.node
+        self.hedge_failed(Outcome.FAILED, reason, now_s)
+        self._dispatcher.fleet.check_failed(node, now_s, reason)
+
+    def hedge_started(self, status: int, now_s: float) -> bool:
+        """The second node's first byte arrived before that of the first one. Return whether its response counts."""
+        if status >= 500 or status == 429:
+            self.hedge_failed(Outcome.BUSY if status in (429, 503) else Outcome.FAILED, f"HTTP status {status}", now_s)
+            return False
+        slow = self.ticket
+        # The end of a response that is not streamed says little about its node.
+        outcome = Outcome.FAILED if self.request.streams or slow.expected_ttft_ms else Outcome.CANCELLED
+        reason = f"no first byte after {now_s - slow.opened_s:.1f} s; another node answered"
+        self.driver.withdraw()
+        self._give_up(outcome, reason, now_s)
+        self._promote_hedge()
+        self._dispatcher.counters.hedges_won += 1
+        return self.response_started(status, None, now_s)
+
+    def _promote_hedge(self) -> None:
+        assert self.hedge is not None
+        self.ticket, self.hedge, self.overdue_s = self.hedge, None, 0.0
+        self._dispatcher.waiting[self] = None
+        self.driver.promote_hedge()
+
+    def _withdraw_hedge(self, now_s: float) -> None:
+        hedge, self.hedge = self.hedge, None
+        assert hedge is not None
+        self.driver.withdraw_hedge()
+        self._dispatcher.close_ticket(self, hedge, Outcome.CANCELLED, now_s)
+
+    @property
+    def expected_output(self) -> float:
+        """Expected output tokens."""
+        request = self.request
+        lengths = self._dispatcher.router.output_lengths
+        return lengths.expected(request.model, request.tenant, request.max_output_tokens)
+
     # The response.
 
     def response_started(self, status: int, retry_after_s: int | None, now_s: float) -> bool:
@@ -229,6 +313,9 @@ class Attempts:
             else:
                 self.node_failed(Outcome.FAILED, f"HTTP status {status}", now_s)
             return False
+        self._dispatcher.waiting.pop(self, None)
+        if self.hedge is not None:
+            self._withdraw_hedge(now_s)
         self.answering = True
         self.status = status
         return True
@@ -238,6 +325,7 @@ class Attempts:
         or the end of a response without tokens."""
         ticket, served = self.ticket, self.status < 400
         ticket.first_token(now_s, served)
+        ticket.node.last_answer_s = now_s
         demand_meter = self._dispatcher.router.demand_meter
         if demand_meter is not None and served and (self.request.streams or not isinstance(ticket, Dispatch)):
             demand_meter.record_ttft((now_s - self.request.arrived_s) * 1000.0)
@@ -272,15 +360,18 @@ class Attempts:
                 charge.settle(0, 0)  # the request counts, but it used no tokens
         elif demand_meter is not None:
             demand_meter.record_latency((now_s - self.request.arrived_s) * 1000.0)
-        dispatcher.close_ticket(self, outcome, now_s)
+        ticket.node.last_answer_s = now_s
+        dispatcher.close_ticket(self, ticket, outcome, now_s)
         self._complete_entry(outcome, now_s)
         dispatcher.counters.responses[status] += 1
+        if dispatcher.request_completed is not None and outcome is Outcome.OK:
+            dispatcher.request_completed(self, now_s)
 
     def response_broke(self, reason: str, now_s: float) -> None:
         """The node failed after the client received a part of the response."""
         self.done = True
         dispatcher = self._dispatcher
-        dispatcher.close_ticket(self, Outcome.BROKEN, now_s, reason)
+        dispatcher.close_ticket(self, self.ticket, Outcome.BROKEN, now_s, reason)
         self._complete_entry(Outcome.BROKEN, now_s)
         dispatcher.counters.interrupted += 1
 
@@ -297,8 +388,11 @@ class Attempts:
             if self.charge is not None:
                 self.charge.cancel()
             return
-        dispatcher.close_ticket(self, Outcome.CANCELED, now_s)
-        self._complete_entry(Outcome.CANCELED, now_s)
+        dispatcher.waiting.pop(self, None)
+        if self.hedge is not None:
+            self._withdraw_hedge(now_s)
+        dispatcher.close_ticket(self, self.ticket, Outcome.CANCELLED, now_s)
+        self._complete_entry(Outcome.CANCELLED, now_s)
 
     def _complete_entry(self, outcome: Outcome, now_s: float) -> None:
         if self._entry is not None:

@@ -1,6 +1,6 @@
 """Conversation affinity: which island each conversation belongs to.
 
-A conversation is recognized by the block at which its last prompt ended. The next turn's prompt contains that block;
+A conversation is recognised by the block at which its last prompt ended. The next turn's prompt contains that block;
 prompts that only share a prefix (a system prompt, a document) do not.
 
     turn 1     [s1 s2 s3 u4]                   sent to A: remember u4 → A

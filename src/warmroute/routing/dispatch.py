@@ -12,10 +12,12 @@ and of its whole time the router learns the part that took longer: the prefill o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from warmroute._kernel import TicketState
 from warmroute.fleet.decode_speed import DecodeSpeed
 from warmroute.fleet.node import Node, Outcome
+from warmroute.fleet.node_speed import work
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.cache_view import CacheView
 from warmroute.index.prediction import Prediction
@@ -23,36 +25,47 @@ from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.output_length import OutputLengthEstimate
 
 
+class OtherPrompts(NamedTuple):
+    """The further prompts of a request that has several."""
+
+    prompts: int
+    """Number of the request's prompts, the first one included."""
+    predictions: Sequence[Prediction]
+
+    def work(self, new: float, cached: float) -> float:
+        """Return the prefill work of all prompts together, as if they were equally long."""
+        return self.prompts * work(new / self.prompts, cached / self.prompts)
+
+
 class Dispatch(Ticket):
-    __slots__ = ("_cache_view", "_others", "_output_lengths", "_prompts", "cached", "prediction", "request")
+    __slots__ = ("_cache_view", "_others", "_output_lengths", "cached", "prediction", "request")
 
     def __init__(
         self, request: RoutingRequest, node: Node, now_s: float, cache_view: CacheView,
         output_lengths: OutputLengthEstimate, decode_speed: DecodeSpeed, prediction: Prediction | None, tokens: int,
-        new: int, work: float, cached: int, prompts: int = 1, others: Sequence[Prediction] = (),
+        new: int, work: float, cached: int, others: OtherPrompts | None = None,
     ) -> None:  # fmt: skip
-        """Of the prompt's `tokens`, the node has to prefill `new` ones, which is this much `work`. `others`:
-        predictions of the request's other prompts; it has `prompts` of them altogether."""
+        """Of the prompt's `tokens`, the node has to prefill `new` ones, which is this much `work`."""
         self.request = request
         self._cache_view = cache_view
         self._output_lengths = output_lengths
         self.prediction = prediction
         self.cached = cached
         """Prompt tokens that the node's cache should have. `new` counts them only as far as the router trusts this."""
-        self._prompts = prompts
         self._others = others
-        self.open(node, now_s, decode_speed, request.streams and prompts == 1, tokens, new, work)
+        self.open(node, now_s, decode_speed, request.streams and others is None, tokens, new, work)
         groups = self._groups = node.groups
         for group in groups:
             group.inflight += 1
 
     def first_token(self, now_s: float, served: bool = True) -> None:
+        others = self._others
         # The first token of several prompts says nothing about the prefill of the others.
-        TicketState.first_token(self, now_s, served and self._prompts == 1)
+        TicketState.first_token(self, now_s, served and others is None)
         prediction = self.prediction
         if served and prediction is not None:
             self._cache_view.first_token(prediction, now_s)
-            for other in self._others:
+            for other in others.predictions if others is not None else ():
                 self._cache_view.first_token(other, now_s)
 
     @property
@@ -75,8 +88,8 @@ class Dispatch(Ticket):
         if cached_tokens is not None:
             prediction.check_cached_tokens(cached_tokens, now_s, prompt_tokens)
         each = output_tokens  # the output of one prompt: the node generates those of all prompts at the same time
-        if each is not None and self._prompts > 1:
-            each //= self._prompts
+        if each is not None and self._others is not None:
+            each //= self._others.prompts
         self.record_answer(each, now_s)
         if output_tokens is not None and each is not None:
             request = self.request
@@ -89,5 +102,5 @@ class Dispatch(Ticket):
                 group.inflight -= 1
             if self.prediction is not None and (not self.first_token_s or outcome is Outcome.REJECTED):
                 self.prediction.withdraw()
-                for other in self._others:
+                for other in self._others.predictions if self._others is not None else ():
                     other.withdraw()

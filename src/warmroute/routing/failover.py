@@ -10,6 +10,7 @@ request once for each node.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -89,6 +90,30 @@ class Failover:
             return None
         ranked = (node for node in (decision.node, *decision.fallbacks()) if self._may_try(node, now_s))
         return next(ranked, last[0])
+
+    def other_node(
+        self,
+        router: Router,
+        request: RoutingRequest,
+        lookup: Lookup | None,
+        now_s: float,
+        accepts: Callable[[Node], bool],
+    ) -> Node | None:
+        """Return a node that is up and that the request was not sent to, by a new decision; None if there is none."""
+
+        def may_try(node: Node) -> bool:
+            return node.health.state is HealthState.UP and self._may_try(node, now_s) and accepts(node)
+
+        if self._is_late(request, now_s) or not any(map(may_try, router.usable_nodes(request))):
+            return None
+        try:
+            decision = router.decide(request, now_s, lookup)
+        except RoutingError:
+            return None
+        node = next(filter(may_try, (decision.node, *decision.fallbacks())), None)
+        if node is not None:
+            self.decision, self._fallbacks = decision, None
+        return node
 
     def _may_try(self, node: Node, now_s: float) -> bool:
         return (

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from warmroute._kernel import sum_hits
 from warmroute.fleet.group import Candidates, Group
 from warmroute.index.cache_view import CacheView, Hit
 from warmroute.index.lookup import Lookup as Lookup
+from warmroute.index.lookup import SpecialPrompt
 from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.conversation_affinity import ConversationIslands
@@ -45,6 +47,16 @@ class Query(msgspec.Struct, eq=False):
             self.known_hits = hits
         return hits
 
+    def mean_hit(self) -> tuple[float, float]:
+        """Return the expected cached tokens on a candidate chosen at random, and the mean of their squares. (0, 0) if
+        no policy asked for the hits."""
+        hits, candidates = self.known_hits, self.candidates
+        if not hits or not candidates.nodes:
+            return 0.0, 0.0
+        tokens, squares = sum_hits(hits, candidates.by_name)
+        count = len(candidates)
+        return tokens / count, squares / count
+
 
 def lookup_of(prompt: Prompt, cache_group: str) -> Lookup:
     """Return the lookup of a tokenized prompt. `cache_group`: the tenant, or the tenants it shares caches with."""
@@ -55,10 +67,9 @@ def lookup_of(prompt: Prompt, cache_group: str) -> Lookup:
         truncated or not exact,
     )  # fmt: skip
     if truncated or prompt.skips_cache or prompt.others:
-        lookup.comparable, lookup.skips_cache = False, prompt.skips_cache
-        lookup.others = tuple([lookup_of(other, cache_group) for other in prompt.others])
-        lookup.more_tokens = prompt.total_tokens - prompt.token_count
-        lookup.prompts = 1 + len(prompt.others) + prompt.unread_prompts
-        for other in lookup.others:
-            other.comparable = False
+        others = tuple([lookup_of(other, cache_group) for other in prompt.others])
+        prompts = 1 + len(others) + prompt.unread_prompts
+        lookup.special = SpecialPrompt(prompt.skips_cache, others, prompts, prompt.total_tokens)
+        for other in others:
+            other.special = SpecialPrompt(prompt.skips_cache, total_tokens=other.token_count)
     return lookup

@@ -16,12 +16,11 @@ from warmroute.fleet.node_speed import work
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.cache_view import CacheView
 from warmroute.index.hot_prefixes import HotPrefixes
-from warmroute.index.lookup import Lookup
-from warmroute.index.prediction import Prediction
+from warmroute.index.lookup import Lookup, SpecialPrompt
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.context_fit import ContextFit
 from warmroute.routing.decision import Decision, Policy
-from warmroute.routing.dispatch import Dispatch
+from warmroute.routing.dispatch import Dispatch, OtherPrompts
 from warmroute.routing.island_choice import IslandChoice
 from warmroute.routing.output_length import OutputLengthEstimate
 from warmroute.routing.policies import make_policy
@@ -188,30 +187,34 @@ class Router:
                 demand_meter.record_sent(ASSUMED_PROMPT_TOKENS, 0.0, ASSUMED_PROMPT_TOKENS)
             return Ticket(node, now_s)
         request, lookup, cache_view = query.request, query.lookup, self._cache_view
-        others: list[Prediction] = []
+        special, others = lookup.special, None
         try:
             hits = query.known_hits
             hit = (hits if hits is not None else query.hits()).get(node.name)
-            model, record = query.group.model, cache_view.record_routed
-            prediction = record(model, lookup, node.name, hit, now_s)
-            if lookup.others:
-                predicted = [record(model, other, node.name, None, now_s) for other in lookup.others]
-                others = [one for one in predicted if one is not None]
+            prediction = cache_view.record_routed(query.group.model, lookup, node.name, hit, now_s)
+            if special is not None and special.others:
+                others = self._predict_others(query, special, node, now_s)
         except Exception as error:
             cache_view.lookup_failed(error)
             return Ticket(node, now_s)
-        tokens, prompts = lookup.token_count + lookup.more_tokens, lookup.prompts
+        tokens = lookup.token_count if special is None else special.total_tokens
         cached = hit.expected if hit is not None else 0.0
         new = tokens - cached
-        new_work = work(new, cached) if prompts == 1 else prompts * work(new / prompts, cached / prompts)
+        new_work = work(new, cached) if others is None else others.work(new, cached)
         if demand_meter is not None:
             demand_meter.record_sent(tokens, tokens - int(new), new_work)
             if self.hot is not None and prediction is not None:
                 self.hot.record(prediction.chain, prediction.cache.block_size, lookup, now_s)
         return Dispatch(
             request, node, now_s, cache_view, self.output_lengths, query.group.decode_speed, prediction, tokens,
-            int(new), new_work, hit.tokens if hit is not None else 0, prompts, others,
+            int(new), new_work, hit.tokens if hit is not None else 0, others,
         )  # fmt: skip
+
+    def _predict_others(self, query: Query, special: SpecialPrompt, node: Node, now_s: float) -> OtherPrompts:
+        """Record the request's other prompts as sent to the node."""
+        record, model = self._cache_view.record_routed, query.group.model
+        predictions = [record(model, other, node.name, None, now_s) for other in special.others]
+        return OtherPrompts(special.prompts, [one for one in predictions if one is not None])
 
     def _group(self, request: RoutingRequest) -> Group:
         """Return the group of a request whose model has none by that name. Raises RoutingError."""

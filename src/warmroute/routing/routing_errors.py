@@ -68,7 +68,7 @@ class QueueFull(NotAdmitted):
 
 
 class Displaced(QueueFull):
-    """The request was removed from the queue in favor of one with a higher priority, or of one of a tenant that has
+    """The request was removed from the queue in favour of one with a higher priority, or of one of a tenant that has
     fewer requests in it."""
 
     reason = "displaced"

@@ -33,7 +33,7 @@ class Autoscaler:
         self._cache_view = cache_view
         self._hot = hot
         self.config = config
-        self.offers = OfferSelector(config)
+        self.offers = OfferSelector(config, fleet.islands.round_trip_ms)
         self.managed = ManagedNodes(config)
         self.scaler = Scaler(config, self.offers)
         self._windows = MetricWindows(config)

@@ -1,7 +1,7 @@
 """An offer: one kind of node that a provisioner can create somewhere, and its price.
 
-Providers report impossible values: a price of 0 stands for an unknown price, a spot price may
-be a bid floor, fields are missing. The router drops offers with an impossible price and repairs what can be repaired.
+Providers report impossible values: a price of 0 stands for an unknown price, a spot price may be a bid floor, fields
+are missing. The router drops offers with an impossible price and repairs what can be repaired.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from warmroute.event_log import EventLog
 log = EventLog("warmroute.scaling")
 
 MAX_USD_PER_HOUR: Final = 10_000.0
-"""No node costs more; a higher price is an error in a catalog."""
+"""No node costs more; a higher price is an error in a catalogue."""
 MAX_START_S: Final = 6 * 3600.0
+MAX_ROUND_TRIP_MS: Final = 60_000.0
 OfferKey = tuple[str, str]
 """The names of the provisioner and of the offer."""
 
@@ -41,6 +42,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """Time from the request until the node serves, as the provisioner estimates it. Measured times replace it."""
     max_nodes: int | None = None
     """How many nodes of this offer can exist at a time; None if unknown."""
+    round_trip_ms: float | None = None
+    """From the router to the node and back, as the provisioner reports it; None for that of its island."""
 
     @property
     def key(self) -> OfferKey:
@@ -123,16 +126,19 @@ class OfferValidator:
         if usd == 0:
             return "costs $0, which stands for an unknown price: dropped (provisioners.allow_free accepts it)"
         if usd < self._min_usd_per_gpu_hour * offer.gpus:
-            minimum = f"min_usd_per_gpu_hour (${self._min_usd_per_gpu_hour:g} × {offer.gpus})"
+            minimum = f"${self._min_usd_per_gpu_hour:g} per GPU (it has {offer.gpus})"
             return f"costs ${usd:g}/hour, below {minimum}; this is a bid floor, not a price: dropped"
         return ""
 
     def _repaired(self, offer: Offer, problems: list[str]) -> Offer:
-        start_s, max_nodes = offer.start_s, offer.max_nodes
+        start_s, max_nodes, round_trip_ms = offer.start_s, offer.max_nodes, offer.round_trip_ms
         if not 0 <= start_s <= MAX_START_S:  # also where it is NaN
             start_s = MAX_START_S if start_s > MAX_START_S else 0.0
             problems.append(f"offer {offer.name!r} has start_s {offer.start_s}: using {start_s:g}")
         if max_nodes is not None and max_nodes < 0:
             max_nodes = 0
             problems.append(f"offer {offer.name!r} has max_nodes {offer.max_nodes}: using 0")
-        return msgspec.structs.replace(offer, start_s=start_s, max_nodes=max_nodes)
+        if round_trip_ms is not None and not 0 <= round_trip_ms <= MAX_ROUND_TRIP_MS:
+            round_trip_ms = None
+            problems.append(f"offer {offer.name!r} has round_trip_ms {offer.round_trip_ms}: using that of its island")
+        return msgspec.structs.replace(offer, start_s=start_s, max_nodes=max_nodes, round_trip_ms=round_trip_ms)

@@ -3,14 +3,16 @@
     cost = usd_per_hour / weight · (1 + start_s / STAY_S)
 
 A machine costs money while it boots, so its start time counts against the time that it will stay. In panic mode the
-autoscaler skips offers that start more than twice as slowly as the fastest. An offer that was refused, or whose node
-failed to start, backs off: for `offer_backoff_s`, twice as long each time, until one of its nodes serves.
+autoscaler skips offers that start more than twice as slowly as the fastest. It always skips offers whose nodes could
+not keep `max_ttft_p99_ms`, since the round trip and the prefill of an average prompt take longer, or
+`max_latency_p99_ms`, since the round trip alone does. An offer that was refused, or whose node failed to start, backs
+off: for `offer_backoff_s`, twice as long each time, until one of its nodes serves.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf, isfinite
 from typing import Final
 
@@ -39,8 +41,10 @@ class _Backoff(msgspec.Struct):
 class OfferSelector:
     """All current offers, and how requests for them ended."""
 
-    def __init__(self, config: Scaling) -> None:
+    def __init__(self, config: Scaling, round_trip_ms: Callable[[str], float] = lambda _island: 0.0) -> None:
+        """`round_trip_ms` returns the round trip to an island; 0 if it is unknown."""
         self.config = config
+        self._island_round_trip_ms = round_trip_ms
         self.offers: tuple[Offer, ...] = ()
         self._backoffs: dict[OfferKey, _Backoff] = {}
         self._start_s: dict[OfferKey, float] = {}
@@ -95,15 +99,12 @@ class OfferSelector:
         limits = _Limits(self.config, paid)
         for offer in self.offers:
             backoff = self._backoffs.get(offer.key)
-            ms_per_token = speeds.ms_per_token(offer.gpu)
             if island is not None and offer.island != island:
                 reason = f"not on island {island}"
             elif backoff is not None and backoff.until_s > now_s:
                 reason = "backing off after a failure"
             else:
-                reason = limits.reason_against(offer)
-                if not reason and ms_per_token and 0 < self.config.max_ttft_p99_ms < prefill_work * ms_per_token:
-                    reason = "too slow for max_ttft_p99_ms"
+                reason = limits.reason_against(offer) or self._too_late(offer, speeds, prefill_work)
             if reason:
                 skipped[reason] += 1
             else:
@@ -122,6 +123,21 @@ class OfferSelector:
         best = min(available, key=rank)
         price = f"{best.usd_per_hour:g} USD/hour for {speeds.weight(best.gpu):.2g} × the usual speed"
         return best, f"{best.provisioner}/{best.name}: cheapest of {len(available)} ({price})"
+
+    def round_trip_ms(self, offer: Offer) -> float:
+        """Return the round trip to a node of this offer: as the provisioner reports it, or else that of its island."""
+        return self._island_round_trip_ms(offer.island) if offer.round_trip_ms is None else offer.round_trip_ms
+
+    def _too_late(self, offer: Offer, speeds: GpuSpeeds, prefill_work: float) -> str:
+        """Return which limit of time a node of this offer could not keep, or an empty string."""
+        max_ttft_ms, max_latency_ms = self.config.max_ttft_p99_ms, self.config.max_latency_p99_ms
+        prefill_ms = prefill_work * (speeds.ms_per_token(offer.gpu) or 0.0)
+        round_trip_ms = self.round_trip_ms(offer)
+        if 0 < max_ttft_ms < prefill_ms:
+            return "too slow for max_ttft_p99_ms"
+        if 0 < max_ttft_ms < prefill_ms + round_trip_ms:
+            return "too far away for max_ttft_p99_ms"
+        return "too far away for max_latency_p99_ms" if 0 < max_latency_ms < round_trip_ms else ""
 
 
 class _Limits:

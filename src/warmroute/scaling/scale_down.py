@@ -131,7 +131,7 @@ def exchange_candidate(
 
 
 def paid_node(node: NodeView) -> PaidNode:
-    """A machine of a provisioner counts toward the limits until it is gone, whether it answers or not. A node that
+    """A machine of a provisioner counts towards the limits until it is gone, whether it answers or not. A node that
     somebody else added counts only while it serves: the autoscaler could not remove it."""
     counts = not node.reclaimed and (node.serving or node.unchecked or node.offer is not None)
     return PaidNode(node.offer, node.island, node.usd_per_hour, node.gpu, counts)

@@ -3,7 +3,7 @@
 scale_up.py says how many nodes the demand needs, scale_down.py which nodes the fleet could do without. This module adds
 the limits: minimums by configuration, schedule and island, `max_nodes`, the budget, step sizes and cooldowns.
 
-All machines that are paid for count toward `max_nodes` and the budget, also those that do not answer, drain or
+All machines that are paid for count towards `max_nodes` and the budget, also those that do not answer, drain or
 terminate. A machine that its cloud reclaims does not count.
 
 The demand includes its trend until a node that is requested now would serve. In panic mode (the short window needs

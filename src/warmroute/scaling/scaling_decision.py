@@ -24,7 +24,7 @@ class PaidNode(msgspec.Struct, frozen=True):
     usd_per_hour: float
     gpu: str = ""
     counts_toward_limit: bool = True
-    """Whether it counts toward the limits of nodes. Its price always counts toward the budget."""
+    """Whether it counts towards the limits of nodes. Its price always counts towards the budget."""
 
 
 def paid_for(offer: Offer) -> PaidNode:

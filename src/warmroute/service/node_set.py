@@ -59,6 +59,7 @@ class NodeSet:
 
     def _forget(self, node: Node) -> None:
         service = self._service
+        service.proxy.dispatcher.leave(node, "the node was removed")
         service.watcher.unwatch(node)
         service.cache_view.remove_node(node.name)
         service.tokenizer_registry.remove_node(node.name)

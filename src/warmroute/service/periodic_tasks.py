@@ -10,9 +10,14 @@ from warmroute.fleet.fleet import Fleet
 from warmroute.index.cache_view import CacheView
 from warmroute.prompt.tokenizer_registry import TokenizerRegistry
 from warmroute.routing.admission import TICK_S, Admission
+from warmroute.routing.dispatcher import Dispatcher
+from warmroute.routing.hedging import CHECK_S
+from warmroute.telemetry.alerts import Alerts
+from warmroute.telemetry.history import FINE_S, History
 
 log = EventLog("warmroute.service")
 CLEAN_UP_S = 0.25
+ALERTS_S = 2.0
 
 
 async def run_admission(admission: Admission, fleet: Fleet) -> None:
@@ -23,6 +28,16 @@ async def run_admission(admission: Admission, fleet: Fleet) -> None:
             admission.tick(list(fleet), time.monotonic())
         except Exception:
             log.exception("admission_tick_failed", "The router tries again.")
+
+
+async def run_hedging(dispatcher: Dispatcher) -> None:
+    """Send requests that are overdue, or whose node went down, to other nodes."""
+    while True:
+        await asyncio.sleep(CHECK_S)
+        try:
+            dispatcher.tick(time.monotonic())
+        except Exception:
+            log.exception("hedging_failed", "The router tries again.")
 
 
 async def run_clean_up(cache_view: CacheView, tokenizer_registry: TokenizerRegistry) -> None:
@@ -54,3 +69,18 @@ async def run_clean_up(cache_view: CacheView, tokenizer_registry: TokenizerRegis
             await tokenizer_registry.verify_samples()
         except Exception:
             log.exception("clean_up_failed", "The router tries again.")
+
+
+async def run_history(history: History, alerts: Alerts) -> None:
+    """Keep the history of the live page, and look for problems."""
+    next_alerts_s = 0.0
+    while True:
+        now_s = time.monotonic()
+        try:
+            history.sample(now_s)
+            if now_s >= next_alerts_s:
+                next_alerts_s = now_s + ALERTS_S
+                alerts.update(now_s)
+        except Exception:
+            log.exception("history_failed", "The router tries again.")
+        await asyncio.sleep(FINE_S)

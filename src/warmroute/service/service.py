@@ -15,6 +15,8 @@ from typing import Any
 from warmroute.config import Config, is_loopback
 from warmroute.console.admin import AdminApi
 from warmroute.console.decisions import Decisions
+from warmroute.console.live_feed import LiveFeed
+from warmroute.console.live_snapshot import LiveSnapshot
 from warmroute.edge.async_handler import AsyncHandler
 from warmroute.edge.connection_pool import ConnectionPools
 from warmroute.edge.listener import Listener
@@ -39,14 +41,18 @@ from warmroute.service.file_watch import watch_files
 from warmroute.service.model_report import describe_models
 from warmroute.service.model_watch import ModelWatch
 from warmroute.service.node_set import NodeSet, log_health_change
-from warmroute.service.periodic_tasks import run_admission, run_clean_up
+from warmroute.service.periodic_tasks import run_admission, run_clean_up, run_hedging, run_history
 from warmroute.service.process_exit import guard_exit
 from warmroute.service.startup import hold_until_started
 from warmroute.service.tokenizer_search import find_tokenizer_files
+from warmroute.telemetry.alerts import Alerts
 from warmroute.telemetry.counters import Counters
+from warmroute.telemetry.fleet_alerts import FleetAlerts
+from warmroute.telemetry.history import History, ScalingChange
 from warmroute.telemetry.journal import Journal
 from warmroute.telemetry.loop_delay import watch_loop_delay
 from warmroute.telemetry.prometheus import MetricsPage
+from warmroute.telemetry.traffic import Traffic
 
 log = EventLog("warmroute.service")
 GC_THRESHOLD = 20_000
@@ -83,6 +89,8 @@ class Service:
             config, self.fleet, self.router, self.admission, self.prompt_reader, self.pools, self.counters,
             self.journal, now,
         )  # fmt: skip
+        self.traffic = Traffic()
+        self.proxy.dispatcher.request_completed = self.traffic.request_completed
         self.listener = Listener(self.proxy, config.limits, self.timers)
         node_client = NodeClient(self.pools)
         self.watcher = NodeWatcher(
@@ -109,8 +117,18 @@ class Service:
             now,
             lambda: self.scaling.stats() if self.scaling is not None else None,
         )
+        queue = self.admission.queue
+        self.history = History(self.traffic, self.counters, self.fleet, lambda: queue.waiting, self._last_scaling)
+        self.alerts = Alerts(FleetAlerts(self.fleet, self.cache_view, self.counters))
+        snapshot = LiveSnapshot(
+            self.fleet, self.cache_view, queue, self.traffic, self.history, self.alerts, self.journal,
+            lambda: self.config.routing.policy, self.describe_scaling, now,
+        )  # fmt: skip
+        self.live_feed = LiveFeed(snapshot)
         decisions = Decisions(self.journal, self.proxy)
-        admin = AdminApi(self.fleet, self.cache_view, page, decisions, self, config.admin.token_sha256)
+        admin = AdminApi(
+            self.fleet, self.cache_view, page, decisions, self.live_feed, self, config.admin.token_sha256
+        )  # fmt: skip
         self.admin_listener = Listener(AsyncHandler(admin.answer, admin.admit), config.limits, self.timers)
         self.add_node, self.remove_node = self.nodes.add_node, self.nodes.remove_node
         self.drain_node = self.nodes.drain_node
@@ -147,6 +165,10 @@ class Service:
     def describe_scaling(self) -> dict[str, Any]:
         return self.scaling.describe() if self.scaling is not None else {"enabled": False}
 
+    def _last_scaling(self) -> ScalingChange | None:
+        last = self.scaling.autoscaler.last_decision if self.scaling is not None else None
+        return None if last is None else ScalingChange(last.at_s, last.nodes, last.desired_nodes, last.reasons)
+
     def describe_models(self) -> list[dict[str, Any]]:
         models = {model.name: model for model in self.config.models}
         return describe_models(
@@ -178,8 +200,10 @@ class Service:
             loop.create_task(watch_loop_delay(self.counters)),
             loop.create_task(run_clean_up(self.cache_view, self.tokenizer_registry)),
             loop.create_task(run_admission(self.admission, self.fleet)),
+            loop.create_task(run_hedging(self.proxy.dispatcher)),
             loop.create_task(self.model_watch.run()),
             loop.create_task(self.journal.run()),
+            loop.create_task(run_history(self.history, self.alerts)),
         ]
         if (file := self._config_file) is not None:
             changed = watch_files(lambda: [file], lambda: self.config_reload.file_changed(file))

@@ -14,6 +14,8 @@ class Counters:
     __slots__ = (
         "disconnects",
         "errors",
+        "hedges",
+        "hedges_won",
         "interrupted",
         "journal_dropped",
         "journal_written",
@@ -22,6 +24,7 @@ class Counters:
         "prompts_in_threads",
         "prompts_not_tokenized",
         "rejected",
+        "rejected_by_tenant",
         "responses",
         "retries",
         "route_requests",
@@ -35,6 +38,8 @@ class Counters:
         """Error responses of the router itself, by status and code."""
         self.rejected: Counter[tuple[str, int]] = Counter()
         """Requests that admission rejected, by reason and priority. They are in `errors`, too."""
+        self.rejected_by_tenant: Counter[tuple[str, int, str]] = Counter()
+        """The same requests by tenant, priority and reason."""
         self.route_requests: Counter[str] = Counter()
         """Requests by route."""
         self.interrupted = 0
@@ -43,6 +48,10 @@ class Counters:
         """Clients that disconnected before the end of their response."""
         self.retries = 0
         """Attempts on another node after a failed one."""
+        self.hedges = 0
+        """Requests sent to a second node because their first token was overdue."""
+        self.hedges_won = 0
+        """Of these, the ones that the second node answered."""
         self.stale_connections = 0
         """Requests sent again because the node had closed the kept-alive connection."""
         self.prompts: Counter[tuple[str, str]] = Counter()

@@ -164,7 +164,7 @@ class Journal:
     # Writing.
 
     async def run(self) -> None:
-        """Write finished entries to the file until the task is canceled."""
+        """Write finished entries to the file until the task is cancelled."""
         while True:
             await asyncio.sleep(WRITE_INTERVAL_S)
             while self._pending:

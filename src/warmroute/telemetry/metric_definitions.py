@@ -25,7 +25,7 @@ LABELS: Final = {
     "model": "model that a node serves",
     "node": "name of the node",
     "outcome": "`ok`, `rejected` (4xx), `busy` (429 or 503), `failed` (before the first byte), `broken` (after it) or "
-    "`canceled` (the client disconnected)",
+    "`cancelled` (the client disconnected)",
     "priority": "`high`, `normal` or `low`",
     "reading": "`exact` (the engine's tokens), `inexact` (tokens of which the engine may not have all), `text` (no "
     "tokenizer, or it cannot render the request) or `none` (not read)",
@@ -66,6 +66,8 @@ CLIENT_DISCONNECTS: Final = _counter(
     "client_disconnects", "Clients that disconnected before the end of their response."
 )
 RETRIES: Final = _counter("retries", "Attempts on another node after a failed one.")
+HEDGES: Final = _counter("hedges", "Requests sent to a second node because their first token was overdue.")
+HEDGES_WON: Final = _counter("hedges_won", "Hedged requests that the second node answered.")
 CLIENT_CONNECTIONS: Final = _gauge("client_connections", "Open client connections.")
 CLIENT_CONNECTIONS_ACCEPTED: Final = _counter("client_connections_accepted", "Accepted client connections.")
 NODE_CONNECTIONS_STALE: Final = _counter(

@@ -102,6 +102,8 @@ class MetricsPage:
             (metrics.RESPONSES_INTERRUPTED, counters.interrupted),
             (metrics.CLIENT_DISCONNECTS, counters.disconnects),
             (metrics.RETRIES, counters.retries),
+            (metrics.HEDGES, counters.hedges),
+            (metrics.HEDGES_WON, counters.hedges_won),
             (metrics.CLIENT_CONNECTIONS, connections),
             (metrics.CLIENT_CONNECTIONS_ACCEPTED, accepted),
             (metrics.NODE_CONNECTIONS_STALE, counters.stale_connections),

@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from warmroute.look import theme_css
 from warmroute.replay.report import svg, svg_plots
 from warmroute.replay.report.table import LOAD_COLUMNS, Column, best_of, by_load, columns, ms
 from warmroute.replay.summary import Run
-
-# Okabe and Ito's colours, which most colour-blind readers can distinguish, darkened or lightened to be legible as text.
-_LIGHT = ("#0072b2", "#c44e00", "#00805d", "#b0417f", "#8a6d00", "#2f8fc4", "#5b4bb7", "#555555")
-_DARK = ("#5db3ec", "#ff9a56", "#3ecfa0", "#f09cc8", "#e8c547", "#9bd4f5", "#b1a5ff", "#bbbbbb")
 
 ERROR_COLUMNS = ("preemptions", "rejected", "failed", "left", "retries")
 
@@ -39,8 +36,7 @@ def page(runs: Sequence[Run], title: str) -> str:
     sections.append(_section("Hit rate over time", words, svg_plots.hits_over_time(last, series)))
     words = f"Mean requests in flight on each node{at_last}. The dashed line is the mean of all nodes."
     sections.append(_section("Load by node", words, svg_plots.load_by_node(last, series)))
-    style = "\n" + Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    style = style.replace("@LIGHT@", _colours(_LIGHT)).replace("@DARK@", _colours(_DARK))
+    style = "\n" + theme_css() + Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     style += "".join(f".c{at} {{ --c: var(--c{at}); }} " for at in range(svg.COLOURS))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -53,10 +49,6 @@ def page(runs: Sequence[Run], title: str) -> str:
         "<footer><p>Simulated engines in virtual time under the production router core. Hover over a mark for its "
         "numbers.</p></footer>\n</main>\n</body>\n</html>\n"
     )
-
-
-def _colours(colours: Sequence[str]) -> str:
-    return " ".join(f"--c{at}: {colour};" for at, colour in enumerate(colours))
 
 
 def _section(title: str, words: str, drawn: str) -> str:

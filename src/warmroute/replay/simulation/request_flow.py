@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING
 from warmroute.config.priority import NORMAL
 from warmroute.fake_engine.core.engine_request import EngineRequest, RequestTooLong
 from warmroute.fleet.node import Node, Outcome
+from warmroute.fleet.ticket import Ticket
 from warmroute.replay.simulation.results import RequestResults
 from warmroute.replay.simulation.simulated_node import ProcessState, SimulatedNode
 from warmroute.replay.simulation.simulated_request import MODEL, SimulatedLookup, SimulatedRequest
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 from warmroute.routing.admission import TICK_S
-from warmroute.routing.attempts import Attempts, Dispatcher
+from warmroute.routing.attempts import Attempts
+from warmroute.routing.dispatcher import Dispatcher
+from warmroute.routing.hedging import CHECK_S
 from warmroute.routing.route_matching import Routes
 from warmroute.routing.routing_errors import AllNodesFailed, RoutingError
 
@@ -28,13 +31,26 @@ if TYPE_CHECKING:
 PATH = "/v1/chat/completions"
 """The path of every simulated request, as routes see it."""
 TICK_MS = 1000.0 * TICK_S
+CHECK_MS = 1000.0 * CHECK_S
+
+
+class Leg:
+    """One attempt of a simulated request: its way to one node and back."""
+
+    __slots__ = ("flight", "live", "node")
+
+    def __init__(self, flight: Flight, node: SimulatedNode) -> None:
+        self.flight = flight
+        self.node = node
+        self.live = True
+        """Cleared when the attempt has ended. What still comes back from the node is ignored."""
 
 
 class Flight:
     """One simulated request, which drives its attempts in virtual time."""
 
     __slots__ = (
-        "_flow", "arrived_ms", "attempts", "cached_tokens", "first_ms", "node", "prompt", "request", "request_id",
+        "_flow", "arrived_ms", "attempts", "cached_tokens", "first_ms", "hedge", "leg", "prompt", "request", "request_id",
         "results",
     )  # fmt: skip
 
@@ -50,18 +66,34 @@ class Flight:
         self.results = results
         self.attempts = Attempts(flow.dispatcher, self, request, self.request_id.encode())
         # at the current node
-        self.node: SimulatedNode
+        self.leg: Leg
+        self.hedge: Leg | None = None
         self.first_ms: float | None = None
         self.cached_tokens = 0
 
-    def is_at(self, attempt: int) -> bool:
-        """Whether this attempt is still the current one. What comes back from an earlier node is ignored."""
-        return not self.attempts.done and self.attempts.tried == attempt
+    @property
+    def node(self) -> SimulatedNode:
+        return self.leg.node
 
     # The driver of its attempts.
 
     def send(self, node: Node) -> None:
-        self._flow.sent(self, node)
+        self.leg = self._flow.sent(self, node)
+
+    def withdraw(self) -> None:
+        self._flow.withdrawn(self.leg)
+
+    def send_hedge(self, node: Node) -> None:
+        self.hedge = self._flow.sent(self, node)
+
+    def withdraw_hedge(self) -> None:
+        hedge, self.hedge = self.hedge, None
+        if hedge is not None:
+            self._flow.withdrawn(hedge)
+
+    def promote_hedge(self) -> None:
+        assert self.hedge is not None
+        self.leg, self.hedge = self.hedge, None
 
     def reject(self, why: RoutingError) -> int:
         self._flow.rejected(self, why)
@@ -76,7 +108,7 @@ class FlowCounters:
 
     def __init__(self) -> None:
         self.responses: Counter[int] = Counter()
-        self.interrupted = self.disconnects = self.retries = 0
+        self.interrupted = self.disconnects = self.retries = self.hedges = self.hedges_won = 0
 
 
 class RequestFlow:
@@ -87,9 +119,9 @@ class RequestFlow:
         self.counters = FlowCounters()
         self.dispatcher = Dispatcher(
             world.fleet, world.router, world.admission, self.counters, None, world.conditions.attempts,
-            lambda: self.calendar.now_s, self._node_freed, self._ticket_closed,
+            lambda: self.calendar.now_s, self._node_freed, self._ticket_closed, world.hedging,
         )  # fmt: skip
-        self._ticking = False
+        self._ticking = self._hedging = False
         self.arrivals = 0
         self.inflight = 0
         """Requests that have arrived and not ended."""
@@ -121,7 +153,16 @@ class RequestFlow:
         if world.admission.queue.waiting and not self._ticking:
             self._ticking = True
             self.calendar.after(TICK_MS, self._tick)
+        if not self._hedging:
+            self._hedging = True
+            self.calendar.after(CHECK_MS, self._hedge)
         return flight
+
+    def _hedge(self) -> None:
+        self._hedging = bool(self.dispatcher.waiting)
+        if self._hedging:
+            self.dispatcher.tick(self.calendar.now_s)
+            self.calendar.after(CHECK_MS, self._hedge)
 
     def _tick(self) -> None:
         world = self._world
@@ -135,23 +176,33 @@ class RequestFlow:
         if admission.queue.waiting:
             admission.node_freed(node, now_s)
 
-    def sent(self, flight: Flight, node: Node) -> None:
+    def sent(self, flight: Flight, node: Node) -> Leg:
         """The router opened a ticket on the node and sends the request there."""
         world, now_ms = self._world, self.calendar.now_ms
         sim = world.nodes[node.name]
         sim.account_inflight(now_ms)
         sim.requests += 1
-        flight.node = sim
+        leg = Leg(flight, sim)
         if flight.attempts.tried > 1:
             flight.results.retries += 1
-        world.request_sent(flight)
-        self.calendar.at(now_ms + sim.one_way_ms, self._reach, flight, flight.attempts.tried)
+        world.request_sent(flight, sim)
+        self.calendar.at(now_ms + sim.one_way_ms, self._reach, leg)
+        return leg
 
-    def _ticket_closed(self, attempts: Attempts, now_s: float) -> None:
+    def withdrawn(self, leg: Leg) -> None:
+        """The router gave up this attempt: the engine stops when it learns of it."""
+        if leg.live:
+            leg.live = False
+            self.calendar.after(leg.node.one_way_ms, self._abort, leg)
+
+    def _ticket_closed(self, attempts: Attempts, ticket: Ticket, now_s: float) -> None:
         flight = attempts.driver
         assert isinstance(flight, Flight)
-        flight.node.account_inflight(self.calendar.now_ms)
-        self._world.listener.request_ended(flight.request, flight.node.node, now_s)
+        world, node = self._world, ticket.node
+        sim = flight.node if flight.node.node is node else world.nodes.get(node.name)
+        if sim is not None:
+            sim.account_inflight(self.calendar.now_ms)
+        world.listener.request_ended(flight.request, node, now_s)
 
     def rejected(self, flight: Flight, why: RoutingError) -> None:
         failed = isinstance(why, AllNodesFailed)
@@ -159,15 +210,15 @@ class RequestFlow:
 
     # At the node.
 
-    def _reach(self, flight: Flight, attempt: int) -> None:
-        if not flight.is_at(attempt):
+    def _reach(self, leg: Leg) -> None:
+        if not leg.live:
             return
-        sim, world = flight.node, self._world
+        flight, sim, world = leg.flight, leg.node, self._world
         if sim.state is ProcessState.DEAD:
-            self.calendar.after(sim.one_way_ms, self._connection_refused, flight, attempt)
+            self.calendar.after(sim.one_way_ms, self._connection_refused, leg)
             return
         if sim.state is ProcessState.HANGING:
-            self.time_out_later(flight)
+            self.time_out_later(leg)
             return
         prompt = flight.prompt
         request = EngineRequest(
@@ -182,54 +233,74 @@ class RequestFlow:
         try:
             sim.engine.submit(request, self.calendar.now_ms)
         except RequestTooLong:
-            self.calendar.after(sim.one_way_ms, self._too_long, flight, attempt)
+            self.calendar.after(sim.one_way_ms, self._too_long, leg)
             return
-        sim.flights[flight.request_id] = flight
+        sim.flights[flight.request_id] = leg
         world.arm(sim)
 
     # Back at the router.
 
-    def first_token(self, flight: Flight, attempt: int, cached_tokens: int) -> None:
-        if not flight.is_at(attempt):
+    def first_token(self, leg: Leg, cached_tokens: int) -> None:
+        if not leg.live:
             return
-        now_ms = self.calendar.now_ms
+        flight, now_ms = leg.flight, self.calendar.now_ms
+        if leg is flight.hedge:
+            flight.attempts.hedge_started(200, now_ms / 1000.0)
+        else:
+            flight.attempts.response_started(200, None, now_ms / 1000.0)
         flight.first_ms = now_ms
         flight.cached_tokens = cached_tokens
         flight.results.first_token(flight.prompt, flight.arrived_ms, cached_tokens, now_ms)
-        self._world.listener.first_token(flight.request, flight.node.node, cached_tokens, now_ms / 1000.0)
-        flight.attempts.response_started(200, None, now_ms / 1000.0)
+        self._world.listener.first_token(flight.request, leg.node.node, cached_tokens, now_ms / 1000.0)
         flight.attempts.first_token(now_ms / 1000.0)
 
-    def answered(self, flight: Flight, attempt: int) -> None:
-        if not flight.is_at(attempt):
+    def answered(self, leg: Leg) -> None:
+        if not leg.live:
             return
+        leg.live = False
+        flight = leg.flight
         prompt = flight.prompt
-        cached = prompt.prompt_tokens if "usage" in flight.node.spec.misreports else flight.cached_tokens
+        cached = prompt.prompt_tokens if "usage" in leg.node.spec.misreports else flight.cached_tokens
         flight.attempts.response_ended((prompt.prompt_tokens, cached, prompt.output_tokens), self.calendar.now_s)
         self._end(flight, None)
 
-    def _too_long(self, flight: Flight, attempt: int) -> None:
-        if flight.is_at(attempt):
-            now_s = self.calendar.now_s
-            flight.attempts.response_started(400, None, now_s)
+    def _too_long(self, leg: Leg) -> None:
+        if leg.live:
+            flight, now_s = leg.flight, self.calendar.now_s
+            if leg is flight.hedge:
+                flight.attempts.hedge_started(400, now_s)
+            else:
+                flight.attempts.response_started(400, None, now_s)
+            leg.live = False
             flight.attempts.response_ended(None, now_s)
             self._end(flight, RequestResults.rejected)
 
-    def _connection_refused(self, flight: Flight, attempt: int) -> None:
-        if flight.is_at(attempt):
-            flight.attempts.connection_refused("connection refused", self.calendar.now_s)
+    def _connection_refused(self, leg: Leg) -> None:
+        if leg.live:
+            leg.live = False
+            flight, refused, now_s = leg.flight, "connection refused", self.calendar.now_s
+            if leg is flight.hedge:
+                flight.hedge = None
+                flight.attempts.hedge_refused(refused, now_s)
+            else:
+                flight.attempts.connection_refused(refused, now_s)
 
-    def time_out_later(self, flight: Flight) -> None:
+    def time_out_later(self, leg: Leg) -> None:
         timeout_ms = self._world.conditions.first_byte_timeout_s * 1000.0
-        self.calendar.after(timeout_ms, self.node_failed, flight, flight.attempts.tried, "the node does not answer")
+        self.calendar.after(timeout_ms, self.node_failed, leg, "the node does not answer")
 
-    def node_failed(self, flight: Flight, attempt: int, reason: str) -> None:
-        if not flight.is_at(attempt):
+    def node_failed(self, leg: Leg, reason: str) -> None:
+        if not leg.live:
             return
-        if flight.first_ms is None:
-            flight.attempts.node_failed(Outcome.FAILED, reason, self.calendar.now_s)
+        leg.live = False
+        flight, now_s = leg.flight, self.calendar.now_s
+        if leg is flight.hedge:
+            flight.hedge = None
+            flight.attempts.hedge_failed(Outcome.FAILED, reason, now_s)
+        elif flight.first_ms is None:
+            flight.attempts.node_failed(Outcome.FAILED, reason, now_s)
         else:
-            flight.attempts.response_broke(reason, self.calendar.now_s)
+            flight.attempts.response_broke(reason, now_s)
             self._end(flight, RequestResults.failed)
 
     def _lose_patience(self, flight: Flight) -> None:
@@ -239,11 +310,12 @@ class RequestFlow:
         attempts.client_left(self.calendar.now_s)
         self._end(flight, RequestResults.left)
         if attempts.tried:
-            self.calendar.after(flight.node.one_way_ms, self._abort, flight, flight.node)
+            self.withdrawn(flight.leg)
 
-    def _abort(self, flight: Flight, sim: SimulatedNode) -> None:
-        if sim.flights.get(flight.request_id) is flight:
-            sim.engine.abort(flight.request_id, self.calendar.now_ms)
+    def _abort(self, leg: Leg) -> None:
+        sim, request_id = leg.node, leg.flight.request_id
+        if sim.flights.get(request_id) is leg:
+            sim.engine.abort(request_id, self.calendar.now_ms)
             self._world.arm(sim)
 
     def _end(self, flight: Flight, record: Callable[[RequestResults, WorkloadPrompt, float], None] | None) -> None:

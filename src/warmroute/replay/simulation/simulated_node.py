@@ -13,7 +13,7 @@ from warmroute.fleet.node import Node
 from warmroute.replay.simulation.conditions import NodeSpec
 
 if TYPE_CHECKING:
-    from warmroute.replay.simulation.request_flow import Flight
+    from warmroute.replay.simulation.request_flow import Leg
 
 
 class ProcessState(enum.Enum):
@@ -44,7 +44,7 @@ class SimulatedNode:
         self.engine: EngineCore
         self.next_event_sequence = 0
         self.wakes_at_ms = math.inf
-        self.flights: dict[str, Flight] = {}
+        self.flights: dict[str, Leg] = {}
         """Requests in its engine, by id."""
         # Measured over all incarnations:
         self.incarnation_stats: list[EngineStats] = []
@@ -67,7 +67,7 @@ class SimulatedNode:
         self.wakes_at_ms = math.inf
         self.flights = {}
 
-    def stop(self, state: ProcessState) -> list[Flight]:
+    def stop(self, state: ProcessState) -> list[Leg]:
         """Stop the process, and return the requests that it had."""
         flights = list(self.flights.values())
         self.state, self.wakes_at_ms, self.flights = state, math.inf, {}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from warmroute.config import Config, Health, NodeConfig
+from warmroute.config import Config, Health, Hedging, NodeConfig
 from warmroute.fake_engine.core.engine_request import EngineOutput, EngineRequest, Finished, FirstToken
 from warmroute.fleet.fleet import Fleet
 from warmroute.index.cache_view import CacheView
@@ -57,6 +57,7 @@ class World:
         self.cache_view = CacheView(config.index)
         routing = msgspec.structs.replace(config.routing, seed=config.routing.seed or conditions.seed * 2 + 1)
         self.router = Router(self.fleet, self.cache_view, routing, config.price, config.routes)
+        self.hedging = config.hedging if policy is None else Hedging(max_ratio=0.0)  # other routers do not hedge
         if policy is not None:
             self.router.policy = policy
         self.admission = Admission(self.router, config.admission, config.routes)
@@ -119,9 +120,10 @@ class World:
             self.remove(sim.node.name)
 
     def remove(self, name: str) -> None:
-        """Remove a node at once. Its running requests finish."""
+        """Remove a node at once. Its running requests finish, except those without a first token: they move."""
         sim = self.nodes.pop(name)
         self.fleet.remove(name)
+        self.requests.dispatcher.leave(sim.node, "the node was removed")
         sim.record_departure(self.calendar.now_ms)
         self.departed.append(sim)
         self.listener.node_left(sim.node)
@@ -129,13 +131,13 @@ class World:
     def fail(self, name: str) -> None:
         """Kill the node's process: its requests and its cache are lost."""
         node_failed, one_way_ms = self.requests.node_failed, self.nodes[name].one_way_ms
-        for flight in self.nodes[name].stop(ProcessState.DEAD):
-            self.calendar.after(one_way_ms, node_failed, flight, flight.attempts.tried, "the node died")
+        for leg in self.nodes[name].stop(ProcessState.DEAD):
+            self.calendar.after(one_way_ms, node_failed, leg, "the node died")
 
     def hang(self, name: str) -> None:
         """Let the node accept connections and answer nothing."""
-        for flight in self.nodes[name].stop(ProcessState.HANGING):
-            self.requests.time_out_later(flight)
+        for leg in self.nodes[name].stop(ProcessState.HANGING):
+            self.requests.time_out_later(leg)
 
     def slow(self, name: str, times: float) -> None:
         """Make everything on the node take `times` as long from now on."""
@@ -196,8 +198,8 @@ class World:
         """Requests that have arrived and not ended."""
         return self.requests.inflight
 
-    def request_sent(self, flight: Flight) -> None:
-        self.listener.request_sent(flight.request, flight.node.node, self.calendar.now_s)
+    def request_sent(self, flight: Flight, sim: SimulatedNode) -> None:
+        self.listener.request_sent(flight.request, sim.node, self.calendar.now_s)
 
     def request_ended(self, flight: Flight, answered: bool) -> None:
         if self._clients is not None:
@@ -215,11 +217,11 @@ class World:
                 if output.request_id not in flights:
                     self._prefilled(output)
                 elif isinstance(output, FirstToken):
-                    flight, cached = flights[output.request_id], output.cached_tokens
-                    at(output.at_ms + one_way_ms, self.requests.first_token, flight, flight.attempts.tried, cached)
+                    leg, cached = flights[output.request_id], output.cached_tokens
+                    at(output.at_ms + one_way_ms, self.requests.first_token, leg, cached)
                 elif isinstance(output, Finished):
-                    flight = flights.pop(output.request_id)
-                    at(output.at_ms + one_way_ms, self.requests.answered, flight, flight.attempts.tried)
+                    leg = flights.pop(output.request_id)
+                    at(output.at_ms + one_way_ms, self.requests.answered, leg)
         self.arm(sim)
 
     def prefill(self, sim: SimulatedNode, prompt: WorkloadPrompt, tokens: int, then: Callable[[], object]) -> None:

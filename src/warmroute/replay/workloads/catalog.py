@@ -1,4 +1,4 @@
-"""The catalog of workloads, by name: `parse_workload(["llm_d", "groups=40"])`, `parse_workload(["trace.jsonl.gz"])`."""
+"""All workloads by name: `parse_workload(["llm_d", "groups=40"])`, `parse_workload(["trace.jsonl.gz"])`."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ from warmroute.config import Pricing
 from warmroute.fleet.group import Candidates
 from warmroute.fleet.node_speed import work
 from warmroute.index.cache_view import CacheView
+from warmroute.index.lookup import Lookup
 from warmroute.routing.context_fit import ContextFit
 from warmroute.routing.decision import Decision, Policy
 from warmroute.routing.output_length import OutputLengthEstimate
@@ -131,9 +132,7 @@ class PricePolicy(Policy):
             if windows is not None
             else None,
             now_s,
-            (lookup.token_count + lookup.more_tokens, output * lookup.prompts, lookup.prompts)
-            if lookup is not None
-            else (ASSUMED_PROMPT_TOKENS, output, 1),
+            _size(lookup, output),
             ((request.deadline_s - now_s) * 1000.0, self._late_penalty_ms) if request.deadline_s else NO_DEADLINE,
             BEHIND_SHARE * group.waiting / candidates.shared_by,
             group.decode_speed,
@@ -147,3 +146,13 @@ class PricePolicy(Policy):
             self._caches.clear()
         found = self._caches[candidates] = tuple([cache_view.cache(node.name) for node in candidates.nodes])
         return found
+
+
+def _size(lookup: Lookup | None, output: float) -> tuple[float, float, int]:
+    """Return the tokens of the request's prompts, its expected output tokens, and the number of its prompts."""
+    if lookup is None:
+        return ASSUMED_PROMPT_TOKENS, output, 1
+    special = lookup.special
+    if special is None:
+        return lookup.token_count, output, 1
+    return special.total_tokens, output * special.prompts, special.prompts

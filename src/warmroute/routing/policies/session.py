@@ -1,7 +1,8 @@
 """session: a conversation stays on its node, placed by rendezvous hashing with bounded load.
 
 A session header identifies it, or `session_id`, `conversation_id`, `prompt_cache_key` or `user` in the body. A request
-that names no session is placed by its prefix, as `prefix_hash` does.
+that names no session goes to the least loaded node; with `routing.prefix_key` = `system` or `start`, it is placed by
+that key, as `prefix_hash` does.
 """
 
 from __future__ import annotations
@@ -14,4 +15,5 @@ class Session(PrefixHash):
     name = "session"
 
     def key(self, request: RoutingRequest) -> bytes | None:
-        return request.session_key() or super().key(request)
+        session = request.session_key()
+        return session if session or self._kind == "system_and_user" else super().key(request)

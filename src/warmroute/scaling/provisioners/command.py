@@ -20,7 +20,8 @@ from typing import Final, NamedTuple
 from warmroute.blocking import run_in_thread
 from warmroute.config import ProvisionerConfig
 from warmroute.scaling.provisioner import NoCapacity, ProvisionerError, ProvisionerTimeout
-from warmroute.scaling.provisioners.json_protocol import JsonProvisioner
+from warmroute.scaling.provisioners.child_environment import child_environment
+from warmroute.scaling.provisioners.json_protocol import JsonProvisioner, raise_reported_error
 
 MAX_OUTPUT_BYTES: Final = 64 << 20
 NO_CAPACITY = 75
@@ -30,7 +31,9 @@ def command_provisioner(config: ProvisionerConfig) -> JsonProvisioner:
     name = config.label
 
     async def send(call: str, body: bytes) -> bytes:
-        result = await run_command([*config.command, call], name, timeout_s=config.timeout_s, stdin=body)
+        result = await run_command([*config.command, call], config, timeout_s=config.timeout_s, stdin=body)
+        if result.code:
+            raise_reported_error(result.out, f"{name}: {call}", no_capacity=result.code == NO_CAPACITY)
         if result.code == NO_CAPACITY:
             raise NoCapacity(f"{name}: no capacity: {result.last_line}")
         if result.code:
@@ -56,37 +59,44 @@ class CommandResult(NamedTuple):
 
 
 async def run_command(
-    command: Sequence[str], provisioner: str, *, timeout_s: float, stdin: bytes = b""
+    command: Sequence[str], config: ProvisionerConfig, *, timeout_s: float, stdin: bytes = b""
 ) -> CommandResult:
     """Return the program's exit code and output. The program need not read its input. It runs in a thread, because the
-    event loop's own pipes fail where a program ends before it has read its input.
+    event loop's own pipes fail where a program ends before it has read its input. Its environment is minimal
+    (child_environment.py).
 
     Raises ProvisionerError if it cannot be started or writes too much, and ProvisionerTimeout if it takes too long.
-    Then it is killed with all processes that it started, as it is when the caller is canceled.
+    Then it is killed with all processes that it started, as it is when the caller is cancelled.
     """
     started: list[subprocess.Popen[bytes]] = []
-    canceled = threading.Event()
+    cancelled = threading.Event()
     try:
-        return await run_in_thread(lambda: _run(command, provisioner, timeout_s, stdin, started, canceled), provisioner)
+        return await run_in_thread(lambda: _run(command, config, timeout_s, stdin, started, cancelled), config.label)
     except asyncio.CancelledError:
-        canceled.set()
+        cancelled.set()
         for process in started:
             _kill_group(process)
         raise
 
 
 def _run(
-    command: Sequence[str], provisioner: str, timeout_s: float, stdin: bytes, started: list[subprocess.Popen[bytes]],
-    canceled: threading.Event,
+    command: Sequence[str], config: ProvisionerConfig, timeout_s: float, stdin: bytes,
+    started: list[subprocess.Popen[bytes]], cancelled: threading.Event,
 ) -> CommandResult:  # fmt: skip
+    provisioner = config.label
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            env=child_environment(config),
         )
     except OSError as error:
         raise ProvisionerError(f"{provisioner}: cannot run {command[0]!r}: {error.strerror}") from None
     started.append(process)
-    if canceled.is_set():
+    if cancelled.is_set():
         _kill_group(process)
     shown = repr(" ".join(command[:3]))
     try:

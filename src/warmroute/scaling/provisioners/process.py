@@ -27,6 +27,7 @@ import msgspec
 from warmroute.config import ProvisionerConfig
 from warmroute.scaling.offer import Offer, OfferValidator, configured_offer
 from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerError
+from warmroute.scaling.provisioners.child_environment import child_environment
 
 T = TypeVar("T")
 
@@ -74,7 +75,7 @@ class ProcessProvisioner:
         return await self._in_thread(self._status)
 
     async def terminate(self, machine: Machine) -> None:
-        """Tell the process to end, and kill it `stop_grace_s` later. After a canceled call, the next one continues."""
+        """Tell the process to end, and kill it `stop_grace_s` later. After a cancelled call, the next one continues."""
         while await self._in_thread(lambda: self._stop(machine.token)):  # noqa: ASYNC110 (a process has no event)
             await asyncio.sleep(POLL_S)
 
@@ -112,7 +113,7 @@ class ProcessProvisioner:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                    env=os.environ | {TOKEN_VARIABLE: self._mark(token)},
+                    env=child_environment(self._config, {TOKEN_VARIABLE: self._mark(token)}),
                 )
         except OSError as error:
             self._forget(token)

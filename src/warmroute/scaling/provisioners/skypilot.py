@@ -108,7 +108,7 @@ class SkyPilotProvisioner:
         command = [self._config.sky_command, "launch", "-y", "-d", "--cluster", cluster, "--infra", f"{cloud}/{region}"]
         command += ["--instance-type", instance_type, "--use-spot" if market == ["spot"] else "--no-use-spot"]
         command += ["--env", f"WARMROUTE_TOKEN={token}", self._config.task_file]
-        launch = asyncio.create_task(run_command(command, self.name, timeout_s=LAUNCH_LIMIT_S))
+        launch = asyncio.create_task(run_command(command, self._config, timeout_s=LAUNCH_LIMIT_S))
         self._launching[token] = offer, launch
         self._failed.pop(token, None)
         launch.add_done_callback(lambda _: self._launch_ended(token))
@@ -138,7 +138,7 @@ class SkyPilotProvisioner:
         ]
 
     async def terminate(self, machine: Machine) -> None:
-        """After a canceled call, the next one waits for the same `sky down`."""
+        """After a cancelled call, the next one waits for the same `sky down`."""
         cluster = self._cluster(machine.token)
         if machine.id != cluster or not TOKEN.fullmatch(machine.token):
             deployment = self._config.deployment
@@ -146,7 +146,7 @@ class SkyPilotProvisioner:
         down = self._ending.get(cluster)
         if down is None:
             command = [self._config.sky_command, "down", "-y", cluster]
-            down = asyncio.create_task(run_command(command, self.name, timeout_s=DOWN_LIMIT_S))
+            down = asyncio.create_task(run_command(command, self._config, timeout_s=DOWN_LIMIT_S))
             self._ending[cluster] = down
         timeout_s = self._config.timeout_s
         await asyncio.wait([down], timeout=timeout_s)
@@ -188,7 +188,7 @@ class SkyPilotProvisioner:
         return f"{self._config.deployment}-{token}"
 
     async def _sky(self, *words: str) -> CommandResult:
-        return await run_command([self._config.sky_command, *words], self.name, timeout_s=self._config.timeout_s)
+        return await run_command([self._config.sky_command, *words], self._config, timeout_s=self._config.timeout_s)
 
     async def _clusters(self, *words: str) -> list[dict[str, Any]]:
         """Return our clusters: those named with the deployment and a token. `prod` does not match `prod-eu-…`."""

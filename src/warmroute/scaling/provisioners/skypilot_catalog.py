@@ -1,5 +1,5 @@
-"""SkyPilot's catalog: a CSV file for each cloud with the price of each instance type by region. A price of 0 stands for
-an unknown one, and some spot prices are bid floors. Of several prices the lowest plausible one counts.
+"""SkyPilot's catalogue: a CSV file for each cloud with the price of each instance type by region. A price of 0 stands
+for an unknown one, and some spot prices are bid floors. Of several prices the lowest plausible one counts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def read_catalog(path: Path, cloud: str, wanted: ProvisionerConfig) -> tuple[lis
             reader = csv.DictReader(file)
             missing = set(COLUMNS) - set(reader.fieldnames or ())
             if missing:
-                raise ProvisionerError(f"{path} is not a catalog of instances: no column {', '.join(sorted(missing))}")
+                raise ProvisionerError(f"{path} lists no instances: no column {', '.join(sorted(missing))}")
             for line in reader:
                 gpu, instance_type = line["AcceleratorName"] or "", line["InstanceType"] or ""
                 region = line["Region"] or ""

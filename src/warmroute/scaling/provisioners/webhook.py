@@ -2,7 +2,7 @@
 URL/status and URL/terminate.
 
 2xx means success, unless the answer has an `error`. 429, 503 and 507 on `provision` mean no capacity. Any other status
-is a failure, and `error` says why. The bearer token comes from the environment. The router follows no redirects, so
+is a failure. The bearer token comes from the environment. The router follows no redirects, so
 that the token stays with this service.
 """
 
@@ -11,15 +11,12 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from typing import Any
 from urllib.parse import urlsplit
-
-import msgspec
 
 from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.http_client import request
 from warmroute.scaling.provisioner import NoCapacity, ProvisionerError, ProvisionerTimeout
-from warmroute.scaling.provisioners.json_protocol import JsonProvisioner, excerpt
+from warmroute.scaling.provisioners.json_protocol import JsonProvisioner, excerpt, raise_reported_error
 
 NO_CAPACITY = (429, 503, 507)
 MAX_ANSWER_BYTES = 64 << 20
@@ -49,15 +46,12 @@ def webhook_provisioner(config: ProvisionerConfig) -> JsonProvisioner:
             raise ProvisionerTimeout(f"{name}: {call} took longer than {timeout_s:g} s") from None
         except OSError as error:
             raise ProvisionerError(f"{name}: {call} failed: {error or type(error).__name__}") from None
-        reason = _error_in(answer)
-        if 200 <= status < 300 and not reason:
+        if 200 <= status < 300:
             return answer
-        if isinstance(reason, dict):
-            reason = reason.get("message")
-        if not isinstance(reason, str):
-            reason = excerpt(answer)
-        kind = NoCapacity if call == "provision" and status in NO_CAPACITY else ProvisionerError
-        raise kind(f"{name}: {call} returned status {status}: {reason}")
+        no_capacity = call == "provision" and status in NO_CAPACITY
+        raise_reported_error(answer, f"{name}: {call} returned status {status}", no_capacity=no_capacity)
+        kind = NoCapacity if no_capacity else ProvisionerError
+        raise kind(f"{name}: {call} returned status {status}: {excerpt(answer)}")
 
     return JsonProvisioner(config, send)
 
@@ -82,11 +76,3 @@ def _authorization(token_env: str) -> dict[str, str]:
     if not (token.isascii() and token.isprintable()):
         raise ConfigError(f"provisioners.token_env: {token_env} has characters that an HTTP header must not have")
     return {"Authorization": f"Bearer {token}"}
-
-
-def _error_in(answer: bytes) -> Any:
-    """Return the answer's `error`, or None."""
-    try:
-        return msgspec.json.decode(answer, type=dict[str, Any]).get("error")
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError):
-        return None

@@ -1,0 +1,254 @@
+"""What the live page and `warmroute top` show, as plain JSON values. All of it is built here.
+
+A snapshot is a dict of sections. The live feed sends all sections to a new viewer, and afterwards those that changed.
+The times in it are Unix times in seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple
+
+from warmroute import __version__
+from warmroute.config.priority import PRIORITY_NAMES
+from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.node import Node, Outcome
+from warmroute.index.cache_view import CacheView
+from warmroute.index.node_cache import NodeCache
+from warmroute.routing.admission_queue import AdmissionQueue
+from warmroute.telemetry.alerts import Alerts
+from warmroute.telemetry.history import COARSE_S, FINE_S, History, Point, Sums, Window, sums_of
+from warmroute.telemetry.journal import Entry, Journal
+from warmroute.telemetry.popular_prefixes import PopularPrefix
+from warmroute.telemetry.traffic import Traffic
+
+MAX_HOLDERS: Final = 8
+"""Nodes that are named for each popular prefix."""
+FAILURES: Final = (Outcome.FAILED, Outcome.BROKEN, Outcome.BUSY)
+
+Section = dict[str, Any] | list[Any] | None
+
+
+class LoopState(NamedTuple):
+    prefixes: list[PopularPrefix]
+    scaling: dict[str, Any]
+
+
+class LiveSnapshot:
+    def __init__(
+        self,
+        fleet: Fleet,
+        cache_view: CacheView,
+        queue: AdmissionQueue,
+        traffic: Traffic,
+        history: History,
+        alerts: Alerts,
+        journal: Journal,
+        describe_policy: Callable[[], str],
+        describe_scaling: Callable[[], dict[str, Any]],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet = fleet
+        self._cache_view = cache_view
+        self._queue = queue
+        self._traffic = traffic
+        self.history = history
+        self._alerts = alerts
+        self._journal = journal
+        self._describe_policy = describe_policy
+        self._describe_scaling = describe_scaling
+        self._now = now
+        self._started_s = now()
+
+    def read_on_loop(self) -> LoopState:
+        """Read what changes while a thread would read it. Call it on the event loop, and pass it to `sections`."""
+        return LoopState(self._traffic.prefixes.popular(self._now()), self._describe_scaling())
+
+    def sections(self, state: LoopState) -> dict[str, Section]:
+        """Return the current state, without history and decisions. A thread may call it."""
+        now_s = self._now()
+        wall_s = time.time() - now_s
+        window = self.history.window(now_s)
+        return {
+            "router": {
+                "version": __version__,
+                "policy": self._describe_policy(),
+                "started": round(wall_s + self._started_s),
+                "models": list(self._fleet.models),
+                "journal": self._journal.on and bool(self._journal.config.max_decisions),
+            },
+            "totals": _describe_sums(sums_of(self._traffic.total), now_s - self._started_s),
+            "window": _describe_sums(window.total, window.seconds),
+            "nodes": [_describe_node(node, self._cache_view.cache(node.name)) for node in self._fleet],
+            "islands": [
+                {
+                    "name": island.name,
+                    "distance_ms": round(island.distance_ms, 1),
+                    "queue_ms": round(island.queue_ms, 1),
+                }
+                for island in list(self._fleet.islands)
+            ],
+            "routes": [
+                {"model": model, "route": route, **_describe_sums(sums, window.seconds)}
+                for (model, route), sums in sorted(window.routes.items())
+            ],
+            "queue": self._describe_queue(window, now_s),
+            "prefixes": [self._describe_prefix(prefix) for prefix in state.prefixes],
+            "scaling": self._describe_scaling_changes(state.scaling, wall_s),
+            "alerts": [
+                {
+                    "id": alert.id,
+                    "severity": alert.severity,
+                    "since": round(wall_s + alert.since_s),
+                    "title": alert.title,
+                    "cause": alert.cause,
+                    "what_to_do": alert.what_to_do,
+                    "nodes": alert.nodes,
+                }
+                for alert in self._alerts.current
+            ],
+        }
+
+    def describe_history(self) -> dict[str, Any]:
+        history = self.history
+        return {
+            "fields": Point._fields,
+            "fine_s": FINE_S,
+            "coarse_s": COARSE_S,
+            "fine": self.describe_points(list(history.fine)),
+            "coarse": self.describe_points(list(history.coarse)),
+        }
+
+    def describe_points(self, points: Iterable[Point]) -> list[list[float | None]]:
+        wall_s = time.time() - self._now()
+        return [
+            [round(wall_s + point.at_s, 1), *[None if value is None else round(value, 4) for value in point[1:]]]
+            for point in points
+        ]
+
+    def ended_since(self, ended_s: float, limit: int, search: int = 64) -> list[Entry]:
+        """Return the latest entries of requests that ended after this time, the oldest first. Of many, a few."""
+        ended = [entry for entry in self._journal.latest(search) if entry.end is not None and entry.end[5] > ended_s]
+        ended.sort(key=lambda entry: entry.end[5] if entry.end is not None else 0.0)
+        return ended[:: max(1, len(ended) // limit)][-limit:] if ended else []
+
+    def describe_decisions(self, entries: Iterable[Entry]) -> list[dict[str, Any]]:
+        """Return the decisions with all prices. This takes about 100 µs each."""
+        return [self._journal.describe(entry) for entry in entries]
+
+    def _describe_queue(self, window: Window, now_s: float) -> dict[str, Any]:
+        queue = self._queue
+        rows: dict[tuple[int, str], dict[str, Any]] = {}
+
+        def row(priority: int, tenant: str) -> dict[str, Any]:
+            return rows.setdefault(
+                (priority, tenant),
+                {
+                    "priority": PRIORITY_NAMES[priority],
+                    "tenant": tenant,
+                    "waiting": 0,
+                    "oldest_s": 0.0,
+                    "rejected": 0,
+                    "reasons": {},
+                },
+            )
+
+        for (priority, tenant), waiting in list(queue.tenants.items()):
+            found = row(priority, tenant)
+            pending = list(waiting.waiting.values())
+            found["waiting"] += len(pending)
+            if pending:
+                found["oldest_s"] = round(now_s - pending[0].pending.request.arrived_s, 1)
+        for pending_request in list(queue.waiting_for_first_node.values()):
+            request = pending_request.request
+            found = row(request.priority, request.tenant)
+            found["waiting"] += 1
+            found["oldest_s"] = max(found["oldest_s"], round(now_s - request.arrived_s, 1))
+        for (tenant, priority, reason), count in window.rejected.items():
+            if count:
+                found = row(priority, tenant)
+                found["rejected"] += count
+                found["reasons"][reason] = count
+        ordered = [rows[key] for key in sorted(rows)]
+        return {"waiting": queue.waiting, "queued_total": queue.queued_total, "rows": ordered}
+
+    def _describe_prefix(self, prefix: PopularPrefix) -> dict[str, Any]:
+        holders = sorted(self._cache_view.holders(prefix.chain))
+        model, route, tenant = prefix.sender or ("", "", "")
+        return {
+            "id": prefix.chain[-8:].hex()[:8],
+            "tokens": prefix.tokens,
+            "share": round(prefix.share, 4),
+            "model": model,
+            "route": route,
+            "tenant": tenant,
+            "holder_count": len(holders),
+            "holders": holders[:MAX_HOLDERS],
+        }
+
+    def _describe_scaling_changes(self, described: dict[str, Any], wall_s: float) -> dict[str, Any]:
+        changes = [
+            {
+                "time": round(wall_s + change.at_s),
+                "nodes": change.nodes,
+                "desired_nodes": change.desired_nodes,
+                "reasons": change.reasons,
+            }
+            for change in reversed(list(self.history.scaling_changes))
+        ]
+        return {**described, "changes": changes}
+
+
+def _describe_sums(sums: Sums, seconds: float) -> dict[str, Any]:
+    return {
+        "seconds": round(seconds),
+        "requests": sums.requests,
+        "prompt_tokens": sums.prompt_tokens,
+        "cached_tokens": sums.cached_tokens,
+        "predicted_tokens": round(sums.predicted_tokens),
+        "reported_tokens": sums.reported_tokens,
+        "output_tokens": sums.output_tokens,
+        "hit_ratio": _round(sums.hit_ratio),
+        "round_robin_hit_ratio": _round(sums.round_robin_hit_ratio),
+        "ttft_p50_ms": _round(sums.ttft_ms(0.5), 1),
+        "ttft_p90_ms": _round(sums.ttft_ms(0.9), 1),
+        "saved_s": round(sums.saved_ms / 1000.0, 3),
+        "round_robin_saved_s": round(sums.round_robin_saved_ms / 1000.0, 3),
+    }
+
+
+def _describe_node(node: Node, cache: NodeCache | None) -> dict[str, Any]:
+    outcomes = node.outcomes
+    if cache is None or not cache.ranks:
+        source = "inferred"
+    elif cache.token_mismatch:
+        source = "mismatch"
+    elif cache.events_missing:
+        source = "missing"
+    else:
+        source = "events" if cache.complete else "incomplete"
+    return {
+        "name": node.name,
+        "island": node.island,
+        "models": node.models or (),
+        "engine": node.engine,
+        "state": "draining" if node.draining else node.health.state.value,
+        "reason": node.health.reason,
+        "in_flight": node.inflight,
+        "other": node.other_load,
+        "waiting": node.waiting,
+        "kv_usage": round(node.kv_usage, 3),
+        "kv_tokens": cache.capacity_blocks * cache.block_size if cache is not None else 0,
+        "prefill_us": round(node.speed.ms_per_token * 1000.0, 1),
+        "backlog_ms": round(node.pending_work * node.speed.ms_per_token, 1),
+        "latency_ms": round(node.latency_ms, 1),
+        "cache": source,
+        "agreement": round(cache.accuracy.agreement(), 3) if cache is not None else None,
+        "ok": outcomes[Outcome.OK],
+        "failed": sum([outcomes[outcome] for outcome in FAILURES]),
+    }
+
+
+def _round(value: float | None, digits: int = 4) -> float | None:
+    return None if value is None else round(value, digits)

@@ -1,0 +1,91 @@
+"""The I/O of one attempt: sends a request to one node, and tells the exchange what comes back.
+
+An exchange has one attempt at a time, or two while the request is hedged. A withdrawn attempt closes its connection, so
+that the engine stops generating.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from warmroute.edge.connection_pool import ConnectionPool
+from warmroute.edge.http1 import ChunkReader, ResponseHead
+from warmroute.edge.node_connection import ConnectFailure, NodeConnection
+from warmroute.fleet.ticket import Ticket
+from warmroute.routing.dispatch import Dispatch
+
+if TYPE_CHECKING:
+    from warmroute.edge.exchange import ProxyExchange
+
+
+@dataclass(slots=True, eq=False)
+class NodeAttempt:
+    """Implements node_connection.ResponseHandler."""
+
+    _exchange: ProxyExchange
+    _ticket: Ticket
+    pool: ConnectionPool
+    connection: NodeConnection | None = None
+    _retried_stale: bool = False
+    _withdrawn: bool = False
+
+    def start(self) -> None:
+        connection = self.pool.take_idle()
+        if connection is None:
+            self.pool.connect(self)
+        else:
+            self._send(connection)
+
+    def _send(self, connection: NodeConnection) -> None:
+        self.connection = connection
+        exchange, ticket = self._exchange, self._ticket
+        rank = ticket.rank if isinstance(ticket, Dispatch) else None
+        connection.send_request(self, exchange.request_head(self.pool, rank), exchange.body)
+
+    def withdraw(self) -> None:
+        self._withdrawn = True
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.cancel()
+
+    # From the connection.
+
+    def connected(self, connection: NodeConnection) -> bool:
+        if self._withdrawn:
+            return False
+        self._send(connection)
+        return True
+
+    def connect_failed(self, failure: ConnectFailure, reason: str) -> None:
+        if not self._withdrawn:
+            self._exchange.connect_failed(self, failure, reason)
+
+    def response_failed(self, reason: str, stale: bool) -> None:
+        self.connection = None
+        if stale and not self._retried_stale:
+            # The node closed a kept-alive connection just as it was used: not the node's fault, and not an attempt.
+            self._retried_stale = True
+            self._exchange.count_stale_connection()
+            self.pool.connect(self)
+        else:
+            self._exchange.response_failed(self, reason)
+
+    def response_started(
+        self, head: ResponseHead, first: bytes, whole: bool, now_s: float
+    ) -> Callable[[bytes], object] | None:
+        if head.status >= 500 or head.status == 429:
+            self.connection = None  # it closes itself, or is kept alive
+        return self._exchange.response_started(self, head, first, whole, now_s)
+
+    def response_ended(self, now_s: float) -> None:
+        self.connection = None
+        self._exchange.response_ended(now_s)
+
+    def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
+        self.connection = None
+        self._exchange.response_broke(reason, frames)
+
+    def internal_error(self, error: Exception, frames: ChunkReader | None) -> None:
+        self._exchange.internal_error(error, frames)

@@ -1,0 +1,151 @@
+"""Alerts about the fleet: nodes that are down, slow, short of KV memory or without usable KV events, and rejections."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Final
+
+from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.health import HealthState
+from warmroute.fleet.node import Node
+from warmroute.index.cache_view import CacheView
+from warmroute.telemetry.alerts import Alert
+from warmroute.telemetry.counters import Counters
+
+SLOW_FACTOR: Final = 2.0
+"""A node is slow if it prefills a token this many times as slowly as the median of its model's nodes."""
+MIN_ANSWERS: Final = 50
+"""First tokens from which a node's learned speed is compared."""
+FULL_KV: Final = 0.95
+LASTING_S: Final = 30.0
+REJECTIONS_S: Final = 60.0
+SHOWN_NAMES: Final = 4
+
+
+class FleetAlerts:
+    def __init__(self, fleet: Fleet, cache_view: CacheView, counters: Counters) -> None:
+        self._fleet = fleet
+        self._cache_view = cache_view
+        self._counters = counters
+        self._rejected: deque[tuple[float, dict[str, int]]] = deque()
+        """Rejections by reason, as of the last REJECTIONS_S."""
+
+    def __call__(self, now_s: float) -> Iterator[Alert]:
+        nodes = list(self._fleet)
+        yield from self._health(nodes)
+        yield from _slow(nodes)
+        full = [node.name for node in nodes if node.kv_usage >= FULL_KV]
+        if full:
+            yield Alert(
+                id="kv_memory_full", severity="warning", after_s=LASTING_S, nodes=tuple(full),
+                title=f"{_names(full)}: KV memory is full",
+                cause=f"Running requests use {FULL_KV:.0%} or more of the KV blocks. The engine preempts requests, and "
+                "cached prefixes are evicted.",
+                what_to_do="Add nodes, or lower the engine's maximum number of sequences. If only some nodes are full, "
+                "check that they are not used by other clients.",
+            )  # fmt: skip
+        yield from self._caches()
+        yield from self._rejections(now_s)
+
+    def _health(self, nodes: Sequence[Node]) -> Iterator[Alert]:
+        down = [node for node in nodes if node.health.state in (HealthState.DOWN, HealthState.HALF_OPEN)]
+        if nodes and not self._fleet.can_serve:
+            yield Alert(
+                id="no_node", severity="critical", title="No node can serve requests",
+                cause="All nodes are down, draining or not yet checked. Clients receive 503.",
+                what_to_do="Start the engines or end the drains. The router notices within a second.",
+            )  # fmt: skip
+        if down:
+            names = tuple(node.name for node in down)
+            reasons = list(dict.fromkeys(node.health.reason for node in down))
+            yield Alert(
+                id="node_down", severity="critical" if 2 * len(down) >= len(nodes) else "warning", nodes=names,
+                title=f"{_names(names)} {'is' if len(down) == 1 else 'are'} down",
+                cause=_sentence("; ".join(reasons[:SHOWN_NAMES])),
+                what_to_do="Look at the engine's log and restart it. The router sends requests again, slowly at "
+                "first, once its health check passes.",
+            )  # fmt: skip
+
+    def _caches(self) -> Iterator[Alert]:
+        caches = list(self._cache_view)
+        missing = [cache.name for cache in caches if cache.events_missing]
+        if missing:
+            yield Alert(
+                id="kv_events_missing", severity="warning", nodes=tuple(missing),
+                title=f"{_names(missing)}: no KV events",
+                cause="The engine prefilled prompts and sent no KV events. The router infers its cache from routed "
+                "requests, and does not see evictions.",
+                what_to_do="Start the engine with KV events enabled, and check that the router reaches their port.",
+            )  # fmt: skip
+        differ = [cache.name for cache in caches if cache.token_mismatch]
+        if differ:
+            yield Alert(
+                id="token_mismatch", severity="warning", nodes=tuple(differ),
+                title=f"{_names(differ)}: the engine's tokens differ from the router's",
+                cause="The engine uses another tokenizer or chat template, so its KV events match no prompt.",
+                what_to_do="Set tokenizer and chat_template in [[models]] to those of the engine.",
+            )  # fmt: skip
+
+    def _rejections(self, now_s: float) -> Iterator[Alert]:
+        reasons: dict[str, int] = {}
+        for (reason, _), count in self._counters.rejected.items():
+            reasons[reason] = reasons.get(reason, 0) + count
+        self._rejected.append((now_s, reasons))
+        while len(self._rejected) > 1 and self._rejected[1][0] <= now_s - REJECTIONS_S:
+            self._rejected.popleft()
+        before_s, before = self._rejected[0]
+        recent = {reason: count - before.get(reason, 0) for reason, count in reasons.items()}
+        recent = {reason: count for reason, count in recent.items() if count > 0}
+        if recent:
+            worst = sorted(recent, key=recent.__getitem__, reverse=True)
+            yield Alert(
+                id="rejections", severity="warning",
+                title=f"{sum(recent.values()):,} requests rejected in the last {max(1.0, now_s - before_s):.0f} s",
+                cause="Reasons: " + ", ".join(f"{reason} ({recent[reason]:,})" for reason in worst) + ".",
+                what_to_do=_ADVICE.get(worst[0], "Add nodes, or let clients send fewer requests."),
+            )  # fmt: skip
+
+
+_ADVICE: Final = {
+    "requests_per_min": "The tenant sends more than its limit. Raise requests_per_min in [[keys]] if it may.",
+    "tokens_per_min": "The tenant sends more than its limit. Raise tokens_per_min in [[keys]] if it may.",
+    "deadline_ttft": "No node can meet the clients' TTFT deadlines. Add nodes, or relax the deadlines.",
+    "deadline_total": "No node can meet the clients' deadlines. Add nodes, or relax the deadlines.",
+}
+
+
+def _slow(nodes: Sequence[Node]) -> Iterator[Alert]:
+    by_model: dict[str, list[Node]] = {}
+    for node in nodes:
+        if node.groups and node.speed.answers >= MIN_ANSWERS:
+            by_model.setdefault(node.groups[0].model, []).append(node)
+    slow: list[str] = []
+    worst = 0.0
+    for peers in by_model.values():
+        if len(peers) < 3:
+            continue
+        usual = median([node.speed.ms_per_token for node in peers])
+        for node in peers:
+            factor = node.speed.ms_per_token / usual if usual > 0 else 0.0
+            if factor >= SLOW_FACTOR:
+                slow.append(node.name)
+                worst = max(worst, factor)
+    if slow:
+        yield Alert(
+            id="slow_node", severity="warning", after_s=LASTING_S, nodes=tuple(slow),
+            title=f"{_names(slow)}: prefill is up to {worst:.1f} times as slow as on other nodes",
+            cause="The GPU is throttled, shared with another process, or of another type.",
+            what_to_do="Compare clocks and processes with nvidia-smi. Drain the node if it stays slow: the router "
+            "already sends it less.",
+        )  # fmt: skip
+
+
+def _names(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:SHOWN_NAMES])
+    return shown if len(names) <= SHOWN_NAMES else f"{shown} and {len(names) - SHOWN_NAMES} more nodes"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."

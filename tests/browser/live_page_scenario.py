@@ -1,0 +1,129 @@
+"""A fleet for the live page: six simulated engines on two islands, three tenants, and a load on them.
+
+python tests/browser/live_page_scenario.py     runs it until Ctrl-C and prints the address of the page and its token
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from warmroute import http_client
+from warmroute.demo.child_processes import Child, Children, free_port
+from warmroute.demo.load_generator.streaming_client import RequestFailed, RequestRefused, send_streaming
+from warmroute.demo.router_process import start_router
+from warmroute.fake_engine.server.word_list import WORDS
+
+TOKEN = "open sesame"
+MODEL = "qwen3-8b"
+ENGINES = {f"eu-{number}": "eu-west" for number in range(1, 5)} | {f"us-{number}": "us-east" for number in range(1, 3)}
+KEYS = {"search": "search-key", "chat": "chat-key", "batch": "batch-key"}
+OUTPUT_TOKENS = 40
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Scenario:
+    def __init__(self, url: str, admin_url: str, engine_urls: dict[str, str]) -> None:
+        self.url = url
+        self.admin_url = admin_url
+        self._engine_urls = engine_urls
+        self.completed = 0
+
+    async def fail(self, engine: str, **fault: object) -> None:
+        """Inject a fault into an engine, such as mode="die"."""
+        body = json.dumps(fault).encode()
+        with suppress(OSError):  # an engine that dies does not answer
+            await http_client.request(
+                "POST", f"{self._engine_urls[engine]}/_sim/fail", body=body, timeout_s=5.0, limit_bytes=10_000
+            )
+
+    async def _ask(self, tenant: str, messages: list[dict[str, str]], **headers: str) -> str:
+        fields = {"model": MODEL, "messages": messages, "max_tokens": OUTPUT_TOKENS, "stream": True}
+        body = msgspec.json.encode({**fields, "stream_options": {"include_usage": True}})
+        try:
+            found = await send_streaming(
+                self.url, "/v1/chat/completions", body, {"Authorization": f"Bearer {KEYS[tenant]}", **headers}, 60.0
+            )
+        except (RequestRefused, RequestFailed):
+            return ""
+        self.completed += 1
+        return "".join(found.texts)
+
+    async def _converse(self, tenant: str, number: int, system: str, priority: str) -> None:
+        """Ask one question after the other, in conversations of six turns."""
+        random = Random(f"{tenant} {number}")
+        await asyncio.sleep(random.uniform(0, 3))
+        while True:
+            messages = [{"role": "system", "content": system}]
+            document = words(random, 1500)
+            for turn in range(6):
+                question = words(random, 60)
+                messages.append({"role": "user", "content": question if turn else f"{document} {question}"})
+                answer = await self._ask(tenant, messages, **{"X-Priority": priority})
+                messages.append({"role": "assistant", "content": answer or "none"})
+                await asyncio.sleep(random.uniform(0.3, 1.5))
+
+    async def send_load(self) -> None:
+        systems = {name: words(Random(name), 700) for name in ("search", "chat", "batch")}
+        async with asyncio.TaskGroup() as tasks:
+            for tenant, clients, priority in (("search", 8, "normal"), ("chat", 8, "high"), ("batch", 5, "low")):
+                for number in range(clients):
+                    tasks.create_task(self._converse(tenant, number, systems[tenant], priority))
+
+
+def words(random: Random, count: int) -> str:
+    return " ".join(random.choices(WORDS, k=count))
+
+
+@asynccontextmanager
+async def scenario() -> AsyncIterator[Scenario]:
+    """The fleet, without load."""
+    with tempfile.TemporaryDirectory() as folder, Children() as children:
+        flags = ["--port", "0", "--profile", "l4-8b", "--blocks", "2500", "--model", MODEL, "--speed", "4"]
+        engines: dict[str, Child] = {
+            name: children.start("engine", *flags, "--events-port", "0", "--replay-port", "0") for name in ENGINES
+        }
+        urls = {name: json.loads(await asyncio.to_thread(engine.first_line))["url"] for name, engine in engines.items()}
+        port = free_port(21_000)
+        admin_port = free_port(port + 1)
+        tables = {
+            "admin": {"port": admin_port, "token_sha256": sha256(TOKEN)},
+            "prompts": {"remote_tokenize": True},
+            "islands": [{"name": "eu-west"}, {"name": "us-east", "round_trip_ms": 3.0}],
+            "nodes": [{"url": url, "name": name, "island": ENGINES[name]} for name, url in urls.items()],
+            "keys": [
+                {"sha256": sha256(KEYS["search"]), "tenant": "search"},
+                {"sha256": sha256(KEYS["chat"]), "tenant": "chat", "max_priority": "high"},
+                {"sha256": sha256(KEYS["batch"]), "tenant": "batch", "requests_per_min": 30},
+            ],
+            "routes": [{"name": "interactive", "tenant": "chat"}, {"name": "nightly", "tenant": "batch"}],
+        }
+        router = await start_router(children, Path(folder), port, tables)
+        yield Scenario(router.url, f"http://127.0.0.1:{admin_port}", urls)
+
+
+async def main() -> None:
+    async with scenario() as running:
+        print(f"{running.admin_url}/  token: {TOKEN}", flush=True)
+        load = asyncio.create_task(running.send_load())
+        if "--faults" in sys.argv:
+            await asyncio.sleep(15)
+            await running.fail("eu-3", mode="slow", factor=4)
+            await running.fail("us-2", mode="die")
+        await load
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,85 @@
+"""The live page in a real browser, under load: Debian's Chromium, driven by Playwright, judged by axe-core.
+
+WARMROUTE_SCREENSHOTS=1 writes the pictures of docs/guides/live-page.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_page_scenario import TOKEN, Scenario, scenario
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+ROOT = Path(__file__).resolve().parents[2]
+WARM_UP_S = 25.0
+
+
+async def drive(running: Scenario) -> dict[str, Any]:
+    """Run the browser and return what it found."""
+    chromium, node = shutil.which("chromium"), shutil.which("node")
+    assert chromium and node, "install Debian's packages chromium and nodejs"
+    folder = str(ROOT / "docs" / "images") if os.environ.get("WARMROUTE_SCREENSHOTS") else ""
+    process = await asyncio.create_subprocess_exec(
+        node, "test/live_page.mjs", f"{running.admin_url}/", TOKEN, chromium, folder,
+        cwd=ROOT / "ui", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    stdout, stderr = await asyncio.wait_for(process.communicate(), 120)
+    assert process.returncode == 0, stderr.decode()[-4000:]
+    found: dict[str, Any] = json.loads(stdout)
+    return found
+
+
+def test_the_page_answers_an_operator_under_load() -> None:
+    asyncio.run(_run())
+
+
+async def _run() -> None:
+    async with scenario() as running:
+        load = asyncio.create_task(running.send_load())
+        try:
+            await asyncio.sleep(WARM_UP_S / 2)
+            await running.fail("us-2", mode="die")
+            await asyncio.sleep(WARM_UP_S / 2)
+            found = await drive(running)
+        finally:
+            load.cancel()
+        assert running.completed > 50
+        check(found, running)
+
+
+def check(found: dict[str, Any], running: Scenario) -> None:
+    assert found["errors"] == []
+    assert {url.split("/")[2] for url in found["requests"]} == {running.admin_url.split("/")[2]}, "requests elsewhere"
+
+    # The token is in no address and in no lasting store.
+    assert found["wrong_token"] == "The router rejected this token."
+    assert found["address"] == f"{running.admin_url}/"
+    assert not any("sesame" in url for url in found["requests"])
+    assert "sesame" not in found["stored"] and found["token_after_sign_out"] == 0
+
+    # Does the router help, how much, which node is in trouble, what should be changed?
+    assert found["verdict"].startswith("Yes. ") and "so routing adds" in found["verdict"]
+    assert len(found["tiles"]) == 6 and found["charts"] == 4 and found["connection"] == "live"
+    assert any("us-2 is down" in title for title in found["alerts"])
+    assert found["in_trouble"] == ["us-2"]
+    assert sorted(found["nodes"]) == ["eu-1", "eu-2", "eu-3", "eu-4", "us-1", "us-2"]
+    assert found["islands"] == ["eu-west", "us-east"]
+    assert len(found["routes"]) == 3 and found["prefixes"] >= 3
+    assert "requests_per_min" in found["queue"]
+
+    # Decisions, filters, drains.
+    assert len(found["prices"]) >= 2 and any("chosen" in price for price in found["prices"])
+    assert "ms" in found["price_labels"] and found["stays"]
+    assert sorted(found["filtered"]) == ["us-1", "us-2"] and found["first_node"] == "us-2", "trouble comes first"
+    assert "It gets no new requests" in found["drain_question"] and found["state_after_escape"] == "up"
+
+    # For everybody.
+    assert all(not violations for violations in found["axe"].values()), found["axe"]
+    assert found["dark"] != found["toggled"]
+    assert found["phone_width"] <= 390

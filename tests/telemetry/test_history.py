@@ -1,0 +1,172 @@
+"""The history of the live page: points, windows, bounds; and alerts."""
+
+from __future__ import annotations
+
+import pytest
+
+from warmroute.config import Health, Index, NodeConfig
+from warmroute.fleet.fleet import Fleet
+from warmroute.index.cache_view import CacheView
+from warmroute.telemetry.alerts import Alert, Alerts
+from warmroute.telemetry.counters import Counters
+from warmroute.telemetry.fleet_alerts import LASTING_S, MIN_ANSWERS, FleetAlerts
+from warmroute.telemetry.history import COARSE_POINTS, FINE_POINTS, WINDOW_S, History, ScalingChange
+from warmroute.telemetry.traffic import RouteTraffic, Traffic
+
+
+class Setting:
+    def __init__(self, nodes: int = 3) -> None:
+        self.fleet = Fleet(Health())
+        self.cache_view = CacheView(Index())
+        for number in range(nodes):
+            node = self.fleet.add(NodeConfig(url=f"http://n{number}:1", name=f"n{number}", models=("m",)))
+            self.fleet.check_passed(node, 0.0)
+            self.cache_view.add_node(node.name, ["m"])
+        self.traffic, self.counters = Traffic(), Counters()
+        self.scaling: ScalingChange | None = None
+        self.history = History(self.traffic, self.counters, self.fleet, lambda: 4, lambda: self.scaling)
+        self.alerts = Alerts(FleetAlerts(self.fleet, self.cache_view, self.counters))
+
+    def serve(self, requests: int, cached: int = 60) -> None:
+        """Count requests with prompts of 100 tokens."""
+        sums = self.traffic.by_route.setdefault(("m", "r"), RouteTraffic())
+        sums.requests += requests
+        sums.prompt_tokens += 100 * requests
+        sums.cached_tokens += cached * requests
+        sums.round_robin_tokens += 20.0 * requests
+        sums.saved_ms += 500.0 * requests
+        sums.ttft_counts[20] += requests
+
+    def alert_ids(self, now_s: float) -> list[str]:
+        self.alerts.update(now_s)
+        return [alert.id for alert in self.alerts.current]
+
+
+def test_a_point_has_rates_of_its_interval_and_gauges_of_its_end() -> None:
+    setting = Setting()
+    setting.history.sample(0.0)
+    setting.serve(10)
+    setting.counters.rejected["queue_full", 1] += 4
+    setting.counters.errors[503, "no_node"] += 2
+    setting.history.sample(2.0)
+    [point] = setting.history.fine
+    assert point.requests_per_s == 5.0 and point.rejected_per_s == 2.0 and point.failed_per_s == 1.0
+    assert point.hit_ratio == 0.6 and point.round_robin_hit_ratio == 0.2
+    assert point.saved_gpus == 2.5 and point.waiting == 4 and point.nodes_up == 3
+    assert point.ttft_p50_ms is not None
+    setting.history.sample(3.0)
+    assert setting.history.fine[-1].hit_ratio is None and setting.history.fine[-1].ttft_p50_ms is None
+
+
+def test_history_keeps_two_fine_minutes_and_an_hour_and_no_more() -> None:
+    setting = Setting()
+    for second in range(2 * 3600):
+        setting.history.sample(float(second))
+    fine, coarse = setting.history.fine, setting.history.coarse
+    assert len(fine) == FINE_POINTS and len(coarse) == COARSE_POINTS
+    assert fine[-1].at_s - fine[0].at_s == pytest.approx(119.0)
+    assert coarse[-1].at_s - coarse[0].at_s == pytest.approx(3590.0)
+
+
+def test_the_window_has_the_sums_of_the_last_five_minutes() -> None:
+    setting = Setting()
+    for second in range(700):
+        setting.serve(1)
+        if second == 650:
+            setting.counters.rejected_by_tenant["batch", 2, "queue_full"] += 3
+        setting.history.sample(float(second))
+    window = setting.history.window(700.0)
+    assert window.seconds == pytest.approx(WINDOW_S, abs=15)
+    assert window.total.requests == pytest.approx(WINDOW_S, abs=15)
+    assert window.routes["m", "r"].hit_ratio == pytest.approx(0.6)
+    assert window.rejected == {("batch", 2, "queue_full"): 3}
+
+
+def test_scaling_changes_are_kept_once() -> None:
+    setting = Setting()
+    setting.scaling = ScalingChange(1.0, 2, 3, ("queue is long",))
+    for second in range(5):
+        setting.history.sample(float(second))
+    setting.scaling = ScalingChange(5.0, 3, 3, ())
+    setting.history.sample(6.0)
+    assert [change.nodes for change in setting.history.scaling_changes] == [2, 3]
+
+
+# Alerts.
+
+
+def test_a_healthy_fleet_has_no_alerts() -> None:
+    assert Setting().alert_ids(0.0) == []
+
+
+def test_a_node_that_is_down_is_an_alert_with_its_reason_until_it_is_up_again() -> None:
+    setting = Setting()
+    node = setting.fleet.node("n1")
+    setting.fleet.check_failed(node, 10.0, "connection refused")
+    setting.alert_ids(10.0)
+    assert setting.alert_ids(25.0) == ["node_down"]
+    [alert] = setting.alerts.current
+    assert alert.title == "n1 is down" and "Connection refused." in alert.cause and alert.nodes == ("n1",)
+    assert alert.since_s == 10.0 and alert.what_to_do
+    setting.fleet.check_passed(node, 30.0)
+    assert setting.alert_ids(30.0) == []
+
+
+def test_a_fleet_that_cannot_serve_is_critical_and_comes_first() -> None:
+    setting = Setting()
+    for node in setting.fleet:
+        setting.fleet.check_failed(node, 10.0, "connection refused")
+    assert setting.alert_ids(10.0) == ["no_node", "node_down"]
+    assert setting.alerts.current[0].severity == "critical"
+
+
+def test_a_slow_node_is_an_alert_once_it_stays_slow() -> None:
+    setting = Setting(5)
+    for node in setting.fleet:
+        node.speed.answers = MIN_ANSWERS
+    setting.fleet.node("n3").speed.ms_per_token *= 3.0
+    assert setting.alert_ids(0.0) == []
+    assert setting.alert_ids(LASTING_S) == ["slow_node"]
+    assert "3.0 times as slow" in setting.alerts.current[0].title
+
+
+def test_full_kv_memory_missing_events_and_other_tokens_are_alerts() -> None:
+    setting = Setting()
+    setting.fleet.node("n0").kv_usage = 0.99
+    cache = setting.cache_view.cache("n1")
+    assert cache is not None
+    cache.token_mismatch = True
+    setting.alert_ids(0.0)
+    assert setting.alert_ids(LASTING_S) == ["kv_memory_full", "token_mismatch"]
+
+
+def test_rejections_are_an_alert_for_a_minute_with_their_reasons() -> None:
+    setting = Setting()
+    setting.alert_ids(0.0)
+    setting.counters.rejected["requests_per_min", 2] += 7
+    assert setting.alert_ids(2.0) == ["rejections"]
+    assert "requests_per_min (7)" in setting.alerts.current[0].cause
+    assert "Raise requests_per_min" in setting.alerts.current[0].what_to_do
+    for second in range(4, 64, 2):
+        setting.alert_ids(float(second))
+    assert setting.alert_ids(66.0) == []
+
+
+def test_many_nodes_are_named_in_part() -> None:
+    setting = Setting(12)
+    for node in list(setting.fleet)[:8]:
+        setting.fleet.check_failed(node, 10.0, "connection refused")
+    setting.alert_ids(10.0)
+    assert setting.alerts.current[0].title == "n0, n1, n2, n3 and 4 more nodes are down"
+
+
+def test_a_source_that_fails_does_not_hide_the_others() -> None:
+    def broken(_now_s: float) -> list[Alert]:
+        raise RuntimeError("no")
+
+    def working(_now_s: float) -> list[Alert]:
+        return [Alert(id="a", severity="info", title="t", cause="c", what_to_do="w")]
+
+    alerts = Alerts(broken, working)
+    alerts.update(1.0)
+    assert [alert.id for alert in alerts.current] == ["a"]
