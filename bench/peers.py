@@ -1,10 +1,15 @@
 """CPU time per request and per chunk, compared with vllm-router, sglang-router and haproxy in the same run.
 
     python bench/peers.py --harness DIR [--rounds 3] [--seconds 2] [--policy prefix_hash] [--peers vr-rr,sgl-rr,haproxy]
+    python bench/peers.py --harness DIR --tokenizer DIR [--rounds 3] [--seconds 2]
 
 DIR must contain bench.py, the harness that runs the routers, a C load generator and a C mock engine. Its `setup` builds
 them into PEERBENCH_HOME (~/peerbench). Each round runs every router once on the same core. The first table has the
 medians over the rounds, and ours as a fraction of vllm-router's in the same round; the second has every round.
+
+With --tokenizer, the policy is `price`, and each round runs vllm-router at round robin, Warmroute with this tokenizer
+on conversations that it knows (64 of them; the last message of each request is new), with this tokenizer on distinct
+prompts (the first message of each request is new, too), and Warmroute with text matching on the first kind.
 """
 
 from __future__ import annotations
@@ -50,10 +55,15 @@ PEERS = {
 }
 
 
-def start_line(policy: str) -> str:
-    warmroute = Path(sys.executable).with_name("warmroute")
+KNOWN, DISTINCT = "64", "0"
+"""How many conversations the load generator has; 0: one for each request."""
+
+
+def start_line(policy: str, config: Path | None = None) -> str:
+    warmroute = f"{sys.executable} -c 'import sys; from warmroute.cli.main import main; sys.exit(main())'"
     nodes = "--node http://127.0.0.1:18001 --node http://127.0.0.1:18002"
-    return f"exec {warmroute} serve --port 18080 --admin-port 0 --policy {policy} {nodes}"
+    more = f" --config {config}" if config is not None else ""
+    return f"exec {warmroute} serve --port 18080 --admin-port 0 --policy {policy} {nodes}{more}"
 
 
 def main() -> int:
@@ -63,6 +73,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--policy", default="prefix_hash")
     parser.add_argument("--peers", default="vr-rr,sgl-rr,haproxy")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="compare with and without this tokenizer")
     add_record_option(parser)
     args = parser.parse_args()
     home = Path(os.environ.get("PEERBENCH_HOME", Path.home() / "peerbench"))
@@ -70,20 +81,75 @@ def main() -> int:
         parser.error("--harness DIR is required. DIR must contain bench.py, the harness that runs the routers")
     if not (home / "lg").exists():
         parser.error(f"{home} has no load generator (lg): run {args.harness}/setup first, or set PEERBENCH_HOME")
-    names = ["ours", *args.peers.split(",")]
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rows.jsonl"
-        subprocess.run(
-            [sys.executable, str(args.harness / "bench.py"), ",".join(names * args.rounds), "--pin", "--mem",
-             "--scen", "A1,A16,A128,S10,L1", "--d", str(args.seconds), "--out", str(out)],
-            env=os.environ | {"OURS": start_line(args.policy)}, check=True, stdout=sys.stderr,
-        )  # fmt: skip
-        rows = [json.loads(line) for line in out.read_text().splitlines()]
     report = Report()
-    show(rows, names, args.policy, report)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.tokenizer is not None:
+            compare_tokenizer(args, Path(folder), report)
+        else:
+            names = ["ours", *args.peers.split(",")]
+            rows = run_harness(
+                args, Path(folder), ",".join(names * args.rounds), start_line(args.policy), KNOWN, "A1,A16,A128,S10,L1",
+                "--mem",
+            )  # fmt: skip
+            show(rows, names, args.policy, report)
     report.value("load", load_average())
     report.record(args.record)
     return 0
+
+
+def run_harness(
+    args: argparse.Namespace, folder: Path, names: str, ours: str, conversations: str, scenarios: str, *more: str
+) -> list[dict[str, Any]]:
+    """Return the harness's rows, one for each router and scenario."""
+    out = folder / "rows.jsonl"
+    out.unlink(missing_ok=True)
+    subprocess.run(
+        [sys.executable, str(args.harness / "bench.py"), names, "--pin", *more, "--scen", scenarios,
+         "--S", conversations, "--d", str(args.seconds), "--out", str(out)],
+        env=os.environ | {"OURS": ours}, check=True, stdout=sys.stderr,
+    )  # fmt: skip
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def compare_tokenizer(args: argparse.Namespace, folder: Path, report: Report) -> None:
+    config = folder / "config.toml"
+    # the load generator starts once the tokenizer is loaded
+    tokenizer = f'[startup]\nmax_wait_s = 120\n[[models]]\nname = "m"\ntokenizer = "{args.tokenizer.resolve()}"\n'
+    config.write_text(tokenizer)
+    runs = {
+        "vllm-router, round_robin": ("vr-rr", "", KNOWN, "A1,A16,A128,S10"),
+        "exact tokens, known conversation": ("ours", start_line("price", config), KNOWN, "A1,A16,A128,S10"),
+        "exact tokens, distinct prompts": ("ours", start_line("price", config), DISTINCT, "A1,A16,A128"),
+        "text matching": ("ours", start_line("price"), KNOWN, "A1,A16,A128,S10"),
+    }
+    results: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for _round in range(args.rounds):
+        for title, (name, ours, conversations, scenarios) in runs.items():
+            for row in run_harness(args, folder, name, ours, conversations, scenarios):
+                if row["err"] or row["non2xx"]:
+                    print(f"errors in {title} {row['scen']}: {row['err']} failed, {row['non2xx']} not 2xx")
+                results[title, row["scen"]].append(float(row[SCENARIOS[row["scen"]].field]))
+    base, *others = runs
+    report.table("tokenizer", "", base, *(column for title in others for column in (title, f"{title} / vllm-router")))
+    keys = {others[0]: "known", others[1]: "distinct", others[2]: "text"}
+    for name in ("A1", "A16", "A128", "S10"):
+        scenario = SCENARIOS[name]
+        cells = [f"{statistics.median(results[base, name]):.1f}"]
+        for title in others:
+            figures = results[title, name]
+            if not figures:
+                cells += ["", ""]
+                continue
+            ratio = statistics.median(ours / peer for ours, peer in zip(figures, results[base, name], strict=True))
+            cells += [f"{statistics.median(figures):.1f}", f"{ratio:.2f}"]
+            report.values |= {
+                f"{keys[title]}_{scenario.key}": cells[-2],
+                f"{keys[title]}_ratio_{scenario.key}": cells[-1],
+            }
+        report.row(scenario.title, *cells)
+    report.table("rounds", "", "router", "every round")
+    for (title, name), figures in results.items():
+        report.row(SCENARIOS[name].title, title, ", ".join(f"{figure:.1f}" for figure in figures))
 
 
 def show(rows: list[dict[str, Any]], names: list[str], policy: str, report: Report) -> None:

@@ -27,6 +27,7 @@ TIMED = {
     "peers_prefix_hash": "peers.py --harness HARNESS --policy prefix_hash",
     "peers_least_loaded": "peers.py --harness HARNESS --policy least_loaded",
     "peers_price": "peers.py --harness HARNESS --policy price --peers vr-rr,sgl-ca",
+    "peers_tokenizer": "peers.py --harness HARNESS --tokenizer DATA/tokenizers/qwen3-rebuilt",
     "replay_speed": "replay_speed.py --data DATA",
     "agreement": "agreement.py",
     "policy_ranking": "policy_ranking.py",

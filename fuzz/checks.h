@@ -6,5 +6,6 @@
 
 void check_recency(PyObject *recency);
 void check_index(PyObject *index);
+void check_message_tokens(PyObject *messages);
 
 #endif

@@ -78,9 +78,39 @@ static void check_messages(PyObject *body, PyObject *outline) {
     Py_DECREF(spans);
 }
 
+/* A plain message has its role and its text, as json.loads reads them. */
+static void check_plain_messages(PyObject *body, PyObject *outline) {
+    static const char *const roles[] = {"", "system", "user", "assistant"};
+    PyObject *plain = PyObject_GetAttrString(outline, "plain_roles");
+    PyObject *tree = parsed(PyBytes_AS_STRING(body), PyBytes_GET_SIZE(body));
+    CHECK(plain && attribute(outline, "message_count") == PyBytes_GET_SIZE(plain));
+    for (Py_ssize_t i = 0; i < PyBytes_GET_SIZE(plain); i++) {
+        unsigned role = (unsigned char)PyBytes_AS_STRING(plain)[i];
+        PyObject *text = must_call_method(outline, "plain_text", 1, integer(i));
+        CHECK(role < 4 && (role || text == Py_None) && (!role || !tree || text != Py_None));
+        if (role && tree) {
+            PyObject *message = PyList_GetItem(PyDict_GetItemString(tree, "messages"), i);
+            PyObject *content = PyDict_GetItemString(message, "content");
+            if (PyList_Check(content)) {
+                CHECK(PyList_GET_SIZE(content) == 1 && PyDict_GET_SIZE(PyList_GET_ITEM(content, 0)) == 2);
+                content = PyDict_GetItemString(PyList_GET_ITEM(content, 0), "text");
+            }
+            CHECK(content && PyObject_RichCompareBool(content, text, Py_EQ) == 1);
+            CHECK(!PyUnicode_CompareWithASCIIString(PyDict_GetItemString(message, "role"), roles[role]));
+        }
+        Py_DECREF(text);
+    }
+    Py_DECREF(plain);
+    Py_XDECREF(tree);
+}
+
 static void check_outline(PyObject *body, PyObject *outline) {
     check_fields(body, outline);
     check_messages(body, outline);
+    check_plain_messages(body, outline);
+    PyObject *context = must_call_method(outline, "chat_context", 0);
+    CHECK(PyBytes_GET_SIZE(context) == digest_bytes);
+    Py_DECREF(context);
     PyObject *tokens = must_call_method(outline, "text_as_tokens", 0);
     CHECK(PyBytes_GET_SIZE(tokens) % token_bytes == 0 && PyBytes_GET_SIZE(tokens) < PyBytes_GET_SIZE(body) + token_bytes);
     Py_DECREF(tokens);

@@ -13,6 +13,7 @@ from small_model_router import (
     BLOCK,
     CHAT,
     LONG,
+    SMALL_MODEL,
     cache_of,
     prompt_tokenizer_of,
     small_model_router,
@@ -22,12 +23,15 @@ from small_model_router import (
 from small_model_router import template_checked_once as _autouse  # noqa: F401
 from support.polling import until
 from support.raw_client import chat, get, post
-from support.running_router import RunningRouter
+from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
-from warmroute._kernel import Outline
+from warmroute._kernel import MAX_LOOP_BYTES
 from warmroute.edge import prompt_reader
+from warmroute.prompt import tokenizer_loader
+from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.prompt_tokenizer import TokenizeJob
+from warmroute.prompt.tokenizer import load_tokenizer
 
 
 class TokenizerGate:
@@ -38,7 +42,7 @@ class TokenizerGate:
         self.on_loop = 0
         self.open = threading.Event()
         tokenizer, loop_thread = prompt_tokenizer_of(r), threading.get_ident()
-        finish = tokenizer.finish
+        finish, tokenize_plain = tokenizer.finish, tokenizer.tokenize_plain
 
         def gated(job: TokenizeJob) -> Any:
             if threading.get_ident() == loop_thread:
@@ -48,19 +52,42 @@ class TokenizerGate:
                 assert self.open.wait(30)
             return finish(job)
 
-        tokenizer.finish = gated  # type: ignore[method-assign]
+        def counted(*given: Any) -> Any:
+            prompt = tokenize_plain(*given)
+            self.on_loop += prompt is not None
+            return prompt
+
+        tokenizer.finish, tokenizer.tokenize_plain = gated, counted  # type: ignore[method-assign, assignment]
+
+
+async def test_requests_are_matched_by_their_text_while_the_tokenizer_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_load = threading.Event()
+    monkeypatch.setattr(tokenizer_loader, "load_tokenizer", lambda path: may_load.wait(30) and load_tokenizer(path))
+    tables = {"models": [{"name": "m", "tokenizer": str(SMALL_MODEL)}], "startup": {"max_wait_s": 0}}
+    async with (
+        engines() as nodes,
+        router(*nodes, routing={"policy": "overlap"}, wait_for_tokenizers=False, **tables) as r,
+    ):
+        assert (await r.request(post(chat(LONG)))).status == 200
+        assert r.service.counters.prompts == {("m", "text"): 1}
+        may_load.set()
+        await r.service.tokenizer_registry.until_loaded()
+        assert (await r.request(post(chat(LONG)))).status == 200
+        assert r.service.counters.prompts == {("m", "text"): 1, ("m", "exact"): 1}
 
 
 async def test_short_bodies_are_not_read() -> None:
     async with engines(2) as nodes, small_model_router(*nodes) as r:
         read: list[bytes] = []
-        begin = prompt_tokenizer_of(r).begin
+        tokenize_plain = prompt_tokenizer_of(r).tokenize_plain
 
-        def recorded(path: bytes, body: bytes, outline: Outline | None = None) -> TokenizeJob | None:
+        def recorded(path: bytes, body: bytes, *given: Any) -> Prompt | None:
             read.append(body)
-            return begin(path, body, outline)
+            return tokenize_plain(path, body, *given)
 
-        prompt_tokenizer_of(r).begin = recorded  # type: ignore[method-assign]
+        prompt_tokenizer_of(r).tokenize_plain = recorded  # type: ignore[method-assign, assignment]
         short, middling, long = chat("hi"), chat("hi " * 60), chat(LONG)
         for body in (short, middling, long):
             assert (await r.request(post(body))).status == 200
@@ -175,7 +202,7 @@ async def test_a_request_is_routed_by_load_when_too_many_prompts_are_pending(mon
         assert r.service.counters.prompts_in_threads == 3
 
 
-@pytest.mark.parametrize("step", ["begin", "finish"])
+@pytest.mark.parametrize("step", ["tokenize_plain", "begin", "finish"])
 @pytest.mark.parametrize(
     "content", [LONG, unseen_text(3), unseen_text(4, 1_200_000)], ids=["at once", "in a thread", "over 1 MB"]
 )
@@ -187,7 +214,11 @@ async def test_a_request_whose_prompt_cannot_be_read_is_served(
         def breaks(*_given: Any) -> None:
             raise ZeroDivisionError("text of a user")
 
-        setattr(prompt_tokenizer_of(r), step, breaks)
+        tokenizer = prompt_tokenizer_of(r)
+        if step == "tokenize_plain" and len(content) > MAX_LOOP_BYTES:
+            step = "tokenize"
+        tokenizer.tokenize_plain = lambda *_given: None  # type: ignore[method-assign]
+        setattr(tokenizer, step, breaks)
         with caplog.at_level(logging.WARNING):
             assert (await r.request(post(chat(content)))).status == 200
         assert nodes[0].seen[0].body == chat(content)

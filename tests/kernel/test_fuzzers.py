@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 FUZZ = Path(__file__).resolve().parents[2] / "fuzz"
-TARGETS = {"body_scan", "first_token", "http_chunks", "http_head", "index", "recency", "usage"}
+TARGETS = {"body_scan", "first_token", "http_chunks", "http_head", "index", "message_tokens", "recency", "usage"}
 
 
 @pytest.mark.timeout(600)

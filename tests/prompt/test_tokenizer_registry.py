@@ -194,13 +194,15 @@ async def test_changed_files_are_loaded_again_when_the_configuration_changes(
 # ---- Upkeep ----
 
 
-def conversation(turns: int) -> bytes:
-    messages = [message for n in range(turns) for message in (user(f"question {n}"), assistant(f"answer {n}"))]
+def conversation(turns: int, plain: bool = True) -> bytes:
+    more = {} if plain else {"reasoning": "hm"}
+    messages = [message for n in range(turns) for message in (user(f"question {n}"), assistant(f"answer {n}", **more))]
     return json.dumps({"messages": [*messages, user("and now?")], "tools": [TOOL]}).encode()
 
 
+@pytest.mark.parametrize("plain", [True, False])
 async def test_a_failed_check_is_logged_once(
-    thinking_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    plain: bool, thinking_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with new_registry(ModelConfig(name="m", tokenizer=str(thinking_folder))) as registry:
         await registry.load_configured()
@@ -208,20 +210,21 @@ async def test_a_failed_check_is_logged_once(
         tokenizer = registry.prompt_tokenizer("m")
         assert tokenizer.chats is not None
         for turns in range(1, 4):
-            tokenizer.tokenize(CHAT, conversation(turns))
+            tokenizer.tokenize(CHAT, conversation(turns, plain))
         await registry.verify_samples()
-        assert tokenizer.chats.failed_checks == 0 and len(tokenizer.chats.token_cache) == 3
+        assert tokenizer.chats.failed_checks == tokenizer.chats.failed_layouts == 0
+        assert len(tokenizer.chats.token_cache) == (0 if plain else 3)
         assert 0 < tokenizer.chats.used_bytes < 1 << 20
         real = type(tokenizer.chats).tokenize_without_cache
         wrong = lambda *arguments: real(*arguments) + b"\0\0\0\0"  # noqa: E731
         monkeypatch.setattr(type(tokenizer.chats), "tokenize_without_cache", wrong)
         tokenizer._warm_requests = 0  # the next warm request becomes the sample
-        tokenizer.tokenize(CHAT, conversation(3))
+        tokenizer.tokenize(CHAT, conversation(3, plain))
         await registry.verify_samples()
-        assert tokenizer.chats.failed_checks == 1
-        tokenizer.chats.failed_checks += 1
+        assert (tokenizer.chats.failed_layouts, tokenizer.chats.failed_checks) == ((1, 0) if plain else (0, 1))
+        tokenizer.chats.failed_checks *= 2
         await registry.verify_samples()
-        assert warnings(caplog) == [("tail_rendering_disabled", {"model": "m"})]
+        assert warnings(caplog) == [("chat_layout_disabled" if plain else "tail_rendering_disabled", {"model": "m"})]
 
 
 async def test_an_error_in_a_check_is_logged_without_its_message(

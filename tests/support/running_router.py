@@ -88,12 +88,13 @@ async def router(
     config: Config | None = None,
     check_leaks: bool = True,
     health_checks_hang: bool = False,
+    wait_for_tokenizers: bool = True,
     **tables: Any,
 ) -> AsyncIterator[RunningRouter]:
     """A router over these nodes. `wait`: how many nodes must be up (True: all).
 
     `check_leaks`: check that nothing is left at the end. `health_checks_hang`: a node does not answer its health
-    checks, so that their connections may outlive the router.
+    checks, so that their connections may outlive the router. `wait_for_tokenizers`: those that the configuration names.
     """
     config = config or from_table(quick_table(nodes, **tables))
     running = RunningRouter(Service(lambda: config))
@@ -104,6 +105,8 @@ async def router(
     )
     await service.start()
     try:
+        if wait_for_tokenizers and config.models:
+            await service.tokenizer_registry.until_loaded()
         wanted = len(nodes) if wait is True else int(wait)
         await until(lambda: count_up(service) >= wanted, f"{wanted} nodes up")
         if wanted:

@@ -12,6 +12,7 @@ from warmroute._kernel.hits import *
 from warmroute._kernel.http_chunks import *
 from warmroute._kernel.http_head import *
 from warmroute._kernel.index import *
+from warmroute._kernel.message_tokens import *
 from warmroute._kernel.price import *
 from warmroute._kernel.recency import *
 from warmroute._kernel.routing_hash import *

@@ -14,142 +14,20 @@
  *
  * tests/prompt/reference_body.py is the same in plain Python; test_body_fields.py and test_request_body.py compare the two.
  */
-#include "json_skip.h"
+#include "body_scan.h"
+#include "json_text.h"
 
 #define MAX_NAME_BYTES 1024 /* of a model's name or a salt, as it lies in the body */
 #define MAX_FIELD_BYTES 128 /* of a field's name */
 #define MAX_FIELDS 1000
 #define MAX_MESSAGES 250000
+#define MAX_PLAIN_BYTES (8 << 20) /* of the text of a plain message: it is decoded in one go, under the interpreter lock */
 #define MAX_PARTS_DEPTH 4 /* each level of content parts is skipped once more for the levels around it */
 #define MAX_BODY_BYTES INT32_MAX
 #define MAX_NUMBER 1000000000000000000LL /* a larger integer counts as this */
 #define BOM "\xef\xbb\xbf"
 
 static PyObject *BadBody; /* its arguments: what is wrong, and the name of the field that is wrong, or None */
-
-/* ---- Decoding text. These read values that were skipped before, and so are known to be well-formed. ---- */
-
-/* Decoded text, in UTF-8, up to a number of characters. */
-typedef struct {
-    int characters, limit;
-    unsigned char *to;
-    unsigned char bytes[4 * KEY_CHARACTERS + 16]; /* 16 more, since plain characters are copied 16 at a time */
-} text;
-
-#define START(which, most) (which).characters = 0, (which).limit = (most), (which).to = (which).bytes
-
-static inline Py_ssize_t length(const text *t) { return t->to - t->bytes; }
-
-static inline uint32_t hex(ptr p) {
-    return (uint32_t)hex_value[p[0]] << 12 | (uint32_t)hex_value[p[1]] << 8 | (uint32_t)hex_value[p[2]] << 4 | hex_value[p[3]];
-}
-
-/* A lone surrogate is encoded like any other character, as Python's "surrogatepass" does. */
-static void add_character(text *t, uint32_t c) {
-    t->characters++;
-    if (c < 0x80) {
-        *t->to++ = (unsigned char)c;
-    } else if (c < 0x800) {
-        *t->to++ = (unsigned char)(0xc0 | c >> 6);
-        *t->to++ = 0x80 | (c & 63);
-    } else if (c < 0x10000) {
-        *t->to++ = (unsigned char)(0xe0 | c >> 12);
-        *t->to++ = 0x80 | (c >> 6 & 63);
-        *t->to++ = 0x80 | (c & 63);
-    } else {
-        *t->to++ = (unsigned char)(0xf0 | c >> 18);
-        *t->to++ = 0x80 | (c >> 12 & 63);
-        *t->to++ = 0x80 | (c >> 6 & 63);
-        *t->to++ = 0x80 | (c & 63);
-    }
-}
-
-static ptr add_escape(text *t, ptr p) {
-    static const char letters[] = "bfnrt", meanings[] = "\b\f\n\r\t";
-    if (p[1] != 'u') {
-        const char *found = strchr(letters, p[1]);
-        add_character(t, (unsigned char)(found ? meanings[found - letters] : p[1]));
-        return p + 2;
-    }
-    uint32_t c = hex(p + 2);
-    p += 6;
-    if (c >> 10 == 0xd800 >> 10 && p[0] == '\\' && p[1] == 'u') {
-        uint32_t low = hex(p + 2);
-        if (low >> 10 == 0xdc00 >> 10) {
-            c = 0x10000 + ((c & 0x3ff) << 10 | (low & 0x3ff));
-            p += 6;
-        }
-    }
-    add_character(t, c);
-    return p;
-}
-
-/* A character beyond ASCII; json.loads accepts encoded surrogates, too. This can't read past the string: its closing quote
- * is no continuation byte. */
-static ptr add_multibyte(text *t, ptr p) {
-    int more = *p >= 0xf0 ? 3 : *p >= 0xe0 ? 2 : 1;
-    uint32_t c = *p & (0x3fu >> more), least = more == 3 ? 0x10000 : more == 2 ? 0x800 : 0x80;
-    if (*p < 0xc2 || *p > 0xf4)
-        return NULL;
-    for (int i = 1; i <= more; i++) {
-        if ((p[i] & 0xc0) != 0x80)
-            return NULL;
-        c = c << 6 | (p[i] & 0x3f);
-    }
-    if (c < least || c > 0x10ffff)
-        return NULL;
-    add_character(t, c);
-    return p + 1 + more;
-}
-
-/* Decodes a string from after its opening quote, to its closing quote or until the text is full. */
-static ptr add_string(text *t, ptr p, ptr end) {
-    while (p && t->characters < t->limit) {
-#if defined(__SSE2__)
-        while (t->limit - t->characters >= 16 && end - p >= 16) {
-            __m128i sixteen = load16(p);
-            uint64_t found = bits(ends_run(sixteen)) | bits(sixteen);
-            int plain = found ? __builtin_ctzll(found) : 16;
-            _mm_storeu_si128((__m128i *)t->to, sixteen);
-            p += plain;
-            t->to += plain;
-            t->characters += plain;
-            if (found)
-                break;
-        }
-        if (t->characters == t->limit)
-            break;
-#else
-        (void)end;
-#endif
-        if (*p == '"')
-            return p + 1;
-        if (*p == '\\')
-            p = add_escape(t, p);
-        else if (*p >= 0x80)
-            p = add_multibyte(t, p);
-        else {
-            *t->to++ = *p++;
-            t->characters++;
-        }
-    }
-    return p;
-}
-
-static void add_ascii(text *t, ptr p, size_t len) {
-    for (; len && t->characters < t->limit; len--, t->characters++)
-        *t->to++ = *p++;
-}
-
-/* Whether a number is an integer; NaN and Infinity are not. */
-static inline int is_integer(ptr p, ptr end) {
-    if (end[-1] > '9')
-        return 0;
-    for (; p < end; p++)
-        if (*p == '.' || (*p | 32) == 'e')
-            return 0;
-    return 1;
-}
 
 /* Adds an integer as Python prints it. */
 static void add_integer(text *t, ptr p, ptr end) {
@@ -230,67 +108,46 @@ static int add_content(text *t, ptr p, ptr end, int depth) {
 
 /* ---- The outline ---- */
 
-enum { MODEL, MESSAGES, SYSTEM, INSTRUCTIONS, PROMPT, INPUT, QUERY, TEXT_1, SESSION_ID, CONVERSATION_ID,
-       PROMPT_CACHE_KEY, USER, TOOLS, CACHE_SALT, STREAM, PRIORITY, MAX_COMPLETION_TOKENS, MAX_TOKENS, MAX_OUTPUT_TOKENS,
-       KNOWN };
-
 static const char *const known_names[KNOWN] = {
     "model", "messages", "system", "instructions", "prompt", "input", "query", "text_1", "session_id", "conversation_id",
-    "prompt_cache_key", "user", "tools", "cache_salt", "stream", "priority", "max_completion_tokens", "max_tokens",
-    "max_output_tokens"};
+    "prompt_cache_key", "user", "cache_salt", "stream", "priority", "max_completion_tokens", "max_tokens",
+    "max_output_tokens", "tools", "tool_choice", "documents", "reasoning_effort", "chat_template", "chat_template_kwargs",
+    "add_generation_prompt", "continue_final_message", "add_special_tokens", "truncate_prompt_tokens", "truncation", "padding",
+    "kv_transfer_params", "prompt_logprobs", "echo"};
 static PyObject *interned_names[KNOWN];
 
 /* The number of a known field; KNOWN for any other. */
 static uint32_t field_number(const name *key) {
 #define IF(field, text) if (is(key, text, sizeof text - 1)) return field
     switch (key->len) {
-    case 4: IF(USER, "user"); break;
+    case 4: IF(USER, "user"); IF(ECHO_PROMPT, "echo"); break;
     case 5: IF(MODEL, "model"); IF(TOOLS, "tools"); IF(INPUT, "input"); IF(QUERY, "query"); break;
     case 6: IF(STREAM, "stream"); IF(SYSTEM, "system"); IF(PROMPT, "prompt"); IF(TEXT_1, "text_1"); break;
+    case 7: IF(PADDING, "padding"); break;
     case 8: IF(MESSAGES, "messages"); IF(PRIORITY, "priority"); break;
-    case 10: IF(MAX_TOKENS, "max_tokens"); IF(CACHE_SALT, "cache_salt"); IF(SESSION_ID, "session_id"); break;
+    case 9: IF(DOCUMENTS, "documents"); break;
+    case 10: IF(MAX_TOKENS, "max_tokens"); IF(CACHE_SALT, "cache_salt"); IF(SESSION_ID, "session_id");
+             IF(TRUNCATION, "truncation"); break;
+    case 11: IF(TOOL_CHOICE, "tool_choice"); break;
     case 12: IF(INSTRUCTIONS, "instructions"); break;
-    case 15: IF(CONVERSATION_ID, "conversation_id"); break;
-    case 16: IF(PROMPT_CACHE_KEY, "prompt_cache_key"); break;
+    case 13: IF(CHAT_TEMPLATE, "chat_template"); break;
+    case 15: IF(CONVERSATION_ID, "conversation_id"); IF(PROMPT_LOGPROBS, "prompt_logprobs"); break;
+    case 16: IF(PROMPT_CACHE_KEY, "prompt_cache_key"); IF(REASONING_EFFORT, "reasoning_effort"); break;
     case 17: IF(MAX_OUTPUT_TOKENS, "max_output_tokens"); break;
-    case 21: IF(MAX_COMPLETION_TOKENS, "max_completion_tokens"); break;
+    case 18: IF(ADD_SPECIAL_TOKENS, "add_special_tokens"); IF(KV_TRANSFER_PARAMS, "kv_transfer_params"); break;
+    case 20: IF(CHAT_TEMPLATE_KWARGS, "chat_template_kwargs"); break;
+    case 21: IF(MAX_COMPLETION_TOKENS, "max_completion_tokens"); IF(ADD_GENERATION_PROMPT, "add_generation_prompt"); break;
+    case 22: IF(CONTINUE_FINAL_MESSAGE, "continue_final_message"); IF(TRUNCATE_PROMPT_TOKENS, "truncate_prompt_tokens"); break;
     }
 #undef IF
     return KNOWN;
 }
-
-typedef struct {
-    uint32_t start, end;
-} span;
-
-typedef struct {
-    span name, value;
-    uint32_t known; /* its number, or KNOWN */
-} field;
-
-#define FEW_FIELDS 8
-#define FEW_MESSAGES 8
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *body, *field_spans; /* field_spans: the dict of `fields`, made on first use */
-    field *fields;
-    span *messages;
-    uint32_t n_fields, fields_room, n_messages, messages_room;
-    const char *problem;          /* why the body is rejected; NULL for the usual reason */
-    uint32_t problem_field;       /* the number of the field that is wrong, or KNOWN */
-    span known[KNOWN];            /* where the value of each known field lies; no value begins at 0 */
-    field few_fields[FEW_FIELDS]; /* most bodies have no more, and need no other allocation */
-    span few_messages[FEW_MESSAGES];
-} Outline;
 
 /* The content of the first system (or developer) message, and of the first user message. */
 typedef struct {
     ptr system_content, user_content; /* NULL where the message has none */
     int has_system_message, has_user_message;
 } first_messages;
-
-static inline ptr text_of(const Outline *o) { return (ptr)PyBytes_AS_STRING(o->body); }
 
 static inline ptr end_of(const Outline *o) { return text_of(o) + PyBytes_GET_SIZE(o->body); }
 
@@ -327,7 +184,7 @@ static int add_field(Outline *o, const name *key, uint32_t which, ptr start, ptr
     span value = {offset(o, start), offset(o, end)};
     if (o->n_fields == MAX_FIELDS)
         return reject(o, "it has more than 1,000 fields", KNOWN);
-    if (which != KNOWN && o->known[which].start)
+    if (which <= TOOLS && o->known[which].start)
         return reject(o, "must be given only once", which);
     if (o->n_fields == o->fields_room) {
         field *more = doubled(o->fields, o->few_fields, &o->fields_room, sizeof(field));
@@ -341,46 +198,117 @@ static int add_field(Outline *o, const name *key, uint32_t which, ptr start, ptr
     return 0;
 }
 
-static int add_message(Outline *o, ptr start, ptr end) {
+static int add_message(Outline *o, const message *given) {
     if (o->n_messages == MAX_MESSAGES)
         return reject(o, "must have at most 250,000 items", MESSAGES);
     if (o->n_messages == o->messages_room) {
-        span *more = doubled(o->messages, o->few_messages, &o->messages_room, sizeof(span));
+        message *more = doubled(o->messages, o->few_messages, &o->messages_room, sizeof(message));
         if (!more)
             return reject(o, no_memory, KNOWN);
         o->messages = more;
     }
-    o->messages[o->n_messages++] = (span){offset(o, start), offset(o, end)};
+    o->messages[o->n_messages++] = *given;
     return 0;
 }
 
-/* Reads a message, and notes its content if it is the first of its role. */
-static ptr read_message(ptr p, ptr end, first_messages *found) {
-    int more;
-    ptr role = NULL, content = NULL;
+/* Whether prompt/template_messages.py gives this member of a message to the template, besides role and content. */
+static int reaches_template(const name *key) {
+    switch (key->len) {
+    case 4: return is(key, "name", 4) || is(key, "task", 4);
+    case 5: return is(key, "tools", 5);
+    case 9: return is(key, "reasoning", 9);
+    case 10: return is(key, "tool_calls", 10);
+    case 12: return is(key, "tool_call_id", 12);
+    case 17: return is(key, "reasoning_content", 17);
+    default: return 0;
+    }
+}
+
+/* The text in a content that is a list of one text part with no other members; NULL for any other list. */
+static ptr only_text_part(ptr p, ptr end) {
+    int more, is_text = 0;
+    ptr text = NULL;
     name key;
-    text decoded;
+    p = next_item(p + 1, end, ']', 1, &more);
+    if (!p || !more || *p != '{')
+        return NULL;
     p = next_member(p + 1, end, 1, &key, &more);
     while (p && more) {
-        if (is_member(&key, end, "role", 4))
-            role = p;
-        else if (is_member(&key, end, "content", 7))
-            content = p;
-        if ((p = skip_value(p, end, 3)))
-            p = next_member(p, end, 0, &key, &more);
+        ptr value = p;
+        if (!(p = skip_value(p, end, 4)))
+            return NULL;
+        if (is(&key, "type", 4) && !is_text && p - value == 6 && !memcmp(value, "\"text\"", 6))
+            is_text = 1;
+        else if (is(&key, "text", 4) && !text && *value == '"')
+            text = value;
+        else
+            return NULL;
+        p = next_member(p, end, 0, &key, &more);
     }
-    if (!p || !role || *role != '"')
-        return p;
-    key.at = role + 1;
-    key.len = (size_t)(skip_string(role + 1, end) - 1 - key.at);
-    key = plain_name(key, end, &decoded);
-    if (is(&key, "user", 4)) {
+    p = p ? next_item(p, end, ']', 0, &more) : NULL;
+    return p && !more && is_text ? text : NULL;
+}
+
+/* What a message consists of, as far as the router reads it. */
+typedef struct {
+    ptr role, role_end, content, content_end; /* the last ones; NULL where there is none */
+    int is_plain;                             /* nothing else reaches the template, as far as its names show */
+} members;
+
+static ptr read_members(ptr p, ptr end, members *m) {
+    int more;
+    name key;
+    *m = (members){.is_plain = 1};
+    p = next_member(p + 1, end, 1, &key, &more);
+    while (p && more) {
+        ptr value = p;
+        if (!(p = skip_value(p, end, 3)))
+            return NULL;
+        if (is_member(&key, end, "role", 4)) {
+            m->is_plain &= !m->role;
+            m->role = value;
+            m->role_end = p;
+        } else if (is_member(&key, end, "content", 7)) {
+            m->is_plain &= !m->content;
+            m->content = value;
+            m->content_end = p;
+        } else if (memchr(key.at, '\\', key.len) ||
+                   (reaches_template(&key) && *value != 'n' && memcmp(value, "[]", 2))) {
+            m->is_plain = 0;
+        }
+        p = next_member(p, end, 0, &key, &more);
+    }
+    return p;
+}
+
+/* Notes the content of the first user message, and of the first system message before it. */
+static void note_first(first_messages *found, const name *role, ptr content) {
+    if (is(role, "user", 4)) {
         found->has_user_message = 1;
         found->user_content = content;
-    } else if (is(&key, "system", 6) || is(&key, "developer", 9)) {
+    } else if (is(role, "system", 6) || is(role, "developer", 9)) {
         if (!found->has_system_message)
             found->system_content = content;
         found->has_system_message = 1;
+    }
+}
+
+static ptr read_message(const Outline *o, ptr p, ptr end, first_messages *found, message *to) {
+    members m;
+    text decoded;
+    if (!(p = read_members(p, end, &m)) || !m.role || *m.role != '"')
+        return p;
+    name role = plain_name((name){m.role + 1, (size_t)(m.role_end - m.role - 2)}, end, &decoded);
+    if (!found->has_user_message)
+        note_first(found, &role, m.content);
+    if (m.is_plain && m.content && *m.content == '[' && (m.content = only_text_part(m.content, end)))
+        m.content_end = skip_string(m.content + 1, end);
+    if (m.is_plain && m.content && *m.content == '"' && m.content_end - m.content <= MAX_PLAIN_BYTES) {
+        to->role = is(&role, "user", 4)        ? USER_MESSAGE
+                   : is(&role, "assistant", 9) ? ASSISTANT_MESSAGE
+                   : is(&role, "system", 6)    ? SYSTEM_MESSAGE
+                                               : NOT_PLAIN;
+        to->content = (span){offset(o, m.content + 1), offset(o, m.content_end - 1)};
     }
     return p;
 }
@@ -392,9 +320,12 @@ static ptr read_messages(Outline *o, ptr p, ptr end, first_messages *found) {
         return skip_value(p, end, 1);
     p = next_item(p + 1, end, ']', 1, &more);
     while (p && more) {
-        ptr start = p;
-        p = *p == '{' && !found->has_user_message ? read_message(p, end, found) : skip_value(p, end, 2);
-        if (!p || add_message(o, start, p) < 0)
+        message made = {.whole = {offset(o, p), 0}, .role = NOT_PLAIN};
+        p = *p == '{' ? read_message(o, p, end, found, &made) : skip_value(p, end, 2);
+        if (!p)
+            return NULL;
+        made.whole.end = offset(o, p);
+        if (add_message(o, &made) < 0)
             return NULL;
         p = next_item(p, end, ']', 0, &more);
     }
@@ -463,12 +394,12 @@ static void outline_dealloc(Outline *o) {
         PyMem_RawFree(o->fields);
     if (o->messages != o->few_messages)
         PyMem_RawFree(o->messages);
+    PyMem_RawFree(o->message_keys);
+    Py_XDECREF(o->keys_layout);
     Py_XDECREF(o->body);
     Py_XDECREF(o->field_spans);
     PyObject_Free(o);
 }
-
-static PyTypeObject OutlineType;
 
 /* Sets the exception for a body that is rejected, and returns NULL. `which`: the field that is wrong, or KNOWN. */
 static void *bad_body(const char *problem, uint32_t which) {
@@ -492,9 +423,11 @@ static Outline *make_outline(PyObject *body, beginnings *read) {
         return NULL;
     o->body = Py_NewRef(body);
     o->field_spans = NULL;
+    o->message_keys = NULL;
+    o->keys_layout = NULL;
     o->fields = o->few_fields;
     o->messages = o->few_messages;
-    o->n_fields = o->n_messages = 0;
+    o->n_fields = o->n_messages = o->n_message_keys = 0;
     o->fields_room = FEW_FIELDS;
     o->messages_room = FEW_MESSAGES;
     o->problem = NULL;
@@ -560,7 +493,88 @@ static PyObject *outline_fields(Outline *o, void *closure) {
 
 static PyObject *outline_message_spans(Outline *o, void *closure) {
     (void)closure;
-    return PyBytes_FromStringAndSize((char *)o->messages, (Py_ssize_t)(o->n_messages * sizeof(span)));
+    PyObject *made = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(o->n_messages * sizeof(span)));
+    for (uint32_t i = 0; made && i < o->n_messages; i++)
+        memcpy(PyBytes_AS_STRING(made) + i * sizeof(span), &o->messages[i].whole, sizeof(span));
+    return made;
+}
+
+/* The fields that change how a chat is rendered, in this order, so that equal contexts have equal keys. */
+static PyObject *outline_chat_context(Outline *o, PyObject *unused) {
+    digest made = {0, 0};
+    (void)unused;
+    for (int which = TOOLS; which <= ADD_SPECIAL_TOKENS; which++)
+        if (value_of(o, which)) {
+            uint64_t number = (uint64_t)which;
+            made = extend_digest(made, (const uint8_t *)&number, sizeof number);
+            made = extend_digest(made, value_of(o, which), size_of(o, which));
+        }
+    return PyBytes_FromStringAndSize((char *)&made, DIGEST_BYTES);
+}
+
+static PyObject *outline_has_prompt_options(Outline *o, void *closure) {
+    (void)closure;
+    for (int which = TRUNCATE_PROMPT_TOKENS; which <= ECHO_PROMPT; which++)
+        if (value_of(o, which))
+            Py_RETURN_TRUE;
+    Py_RETURN_FALSE;
+}
+
+/* Decodes a string that was skipped before, from after its opening quote to its closing quote. None where it is no UTF-8. */
+static PyObject *decoded_string(ptr p, ptr end) {
+    text t;
+    ptr escape = memchr(p, '\\', (size_t)(end - p));
+    PyObject *made;
+    if (!escape) {
+        made = PyUnicode_DecodeUTF8((const char *)p, end - p, "surrogatepass");
+    } else {
+        unsigned char *bytes = PyMem_Malloc((size_t)(end - p)); /* an escape is longer than its character */
+        if (!bytes)
+            return PyErr_NoMemory();
+        START(t, 0);
+        t.to = bytes;
+        while (escape) {
+            memcpy(t.to, p, (size_t)(escape - p));
+            t.to += escape - p;
+            p = add_escape(&t, escape);
+            escape = p < end && *p == '\\' ? p : memchr(p, '\\', (size_t)(end - p));
+        }
+        memcpy(t.to, p, (size_t)(end - p));
+        made = PyUnicode_DecodeUTF8((const char *)bytes, t.to + (end - p) - bytes, "surrogatepass");
+        PyMem_Free(bytes);
+    }
+    if (!made && PyErr_ExceptionMatches(PyExc_UnicodeDecodeError)) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
+    return made;
+}
+
+static PyObject *outline_plain_text(Outline *o, PyObject *number) {
+    Py_ssize_t i;
+    if (as_size(number, &i) < 0)
+        return NULL;
+    if (i < 0 || i >= (Py_ssize_t)o->n_messages) {
+        PyErr_SetString(PyExc_IndexError, "there is no such message");
+        return NULL;
+    }
+    const message *m = &o->messages[i];
+    if (m->role == NOT_PLAIN)
+        Py_RETURN_NONE;
+    return decoded_string(text_of(o) + m->content.start, text_of(o) + m->content.end);
+}
+
+static PyObject *outline_plain_roles(Outline *o, void *closure) {
+    (void)closure;
+    PyObject *made = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)o->n_messages);
+    for (uint32_t i = 0; made && i < o->n_messages; i++)
+        PyBytes_AS_STRING(made)[i] = (char)o->messages[i].role;
+    return made;
+}
+
+static PyObject *outline_message_count(Outline *o, void *closure) {
+    (void)closure;
+    return PyLong_FromUnsignedLong(o->n_messages);
 }
 
 static inline int is_closing(unsigned char c) {
@@ -811,18 +825,26 @@ static PyObject *decode_ms(PyObject *self, PyObject *const *args, Py_ssize_t n) 
 static PyGetSetDef outline_properties[] = {
     {"fields", (getter)outline_fields, NULL, "Where the value of each field begins and ends.", NULL},
     {"cache_salt", (getter)outline_cache_salt, NULL, "The field cache_salt.", NULL},
+    {"has_prompt_options", (getter)outline_has_prompt_options, NULL,
+     "Whether a field may change which tokens of a rendered chat the engine computes.", NULL},
+    {"plain_roles", (getter)outline_plain_roles, NULL, "The role of each plain message; 0 for any other.", NULL},
+    {"message_count", (getter)outline_message_count, NULL, "How many items `messages` has.", NULL},
     {"message_spans", (getter)outline_message_spans, NULL, "Where each item of `messages` begins and ends, as uint32.", NULL},
     NO_PROPERTY};
 
 static PyMethodDef outline_methods[] = {
     {"parameters", FAST(outline_parameters), "Return (max_tokens, priority, stream)."},
+    {"chat_context", (PyCFunction)outline_chat_context, METH_NOARGS,
+     "Return a digest of the fields that change how a chat is rendered."},
+    {"plain_text", (PyCFunction)outline_plain_text, METH_O,
+     "Return the text of a message that consists of a role and a text, or None."},
     {"text_as_tokens", (PyCFunction)outline_text_as_tokens, METH_NOARGS,
      "Return the prompt's own bytes, TOKEN_BYTES to a token."},
     {"text_start", (PyCFunction)outline_text_start, METH_O, "Return the first bytes of the prompt's JSON text."},
     {"has_any", (PyCFunction)outline_has_any, METH_O, "Return whether the body has a field with one of these names."},
     NO_METHOD};
 
-static PyTypeObject OutlineType = {
+PyTypeObject OutlineType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = MODULE "Outline",
     .tp_basicsize = sizeof(Outline),
     .tp_dealloc = (destructor)outline_dealloc,

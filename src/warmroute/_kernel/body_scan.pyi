@@ -19,6 +19,15 @@ class Outline:
     def cache_salt(self) -> str:
         """The field of this name; empty if it is missing or invalid."""
     @property
+    def has_prompt_options(self) -> bool:
+        """Whether there is a field that may change which tokens of a rendered chat the engine computes, or whether it
+        uses its cache for them (truncate_prompt_tokens, prompt_logprobs, …)."""
+    @property
+    def plain_roles(self) -> bytes:
+        """For each message: 1 for a plain message of the system, 2 of the user, 3 of the assistant, 0 for any other."""
+    @property
+    def message_count(self) -> int: ...
+    @property
     def message_spans(self) -> bytes:
         """Where each item of the list `messages` begins and ends, as uint32."""
     def parameters(self, limits: int, default_max_tokens: int | None, /) -> tuple[int | None, int, bool]:
@@ -27,6 +36,13 @@ class Outline:
         `limits`: which fields limit the output in this API, the first one that is given counts: 1 for
         max_completion_tokens, 2 for max_tokens, 4 for max_output_tokens. `default_max_tokens`: if the body has no
         max_tokens.
+        """
+    def chat_context(self) -> bytes:
+        """Return a digest of the fields that change how a chat is rendered (tools, chat_template_kwargs, …)."""
+    def plain_text(self, message: int, /) -> str | None:
+        """Return the text of a plain message: one with a role, one text, and nothing else that a template gets.
+
+        None for any other message, and for text that is no UTF-8.
         """
     def text_as_tokens(self) -> bytes:
         """Return the prompt's own bytes, TOKEN_BYTES to a token, the last token padded; at most MAX_LOOKUP_TOKENS."""

@@ -32,6 +32,7 @@
     X(KEY_CHARACTERS, 256)                                                                                                 \
     X(TOKEN_BYTES, 4)                                                                                                      \
     X(DIGEST_BYTES, 16)                                                                                                    \
+    X(MESSAGE_ROLES, 4)                                                                                                    \
     X(USAGE_TAIL_BYTES, 16384)                                                                                             \
     X(FIRST_TOKEN_SEARCH_BYTES, 262144)                                                                                    \
     X(FIRST_TOKEN_EMPTY_CHUNKS, 8)                                                                                         \

@@ -3,18 +3,12 @@
  * A digest has 128 bits. It is made with keys that are drawn when the process starts, so nobody outside can construct two
  * conversations with equal digests. A digest has no meaning outside this process.
  */
-#include "kernel.h"
+#include "digest.h"
 #include <sys/random.h>
 
 #define KEYS 12
 
 static uint64_t key[KEYS];
-
-typedef struct {
-    uint64_t low, high;
-} digest;
-
-_Static_assert(sizeof(digest) == DIGEST_BYTES, "a digest is copied as it lies in memory");
 
 /* The 128-bit product, folded to 64 bits. */
 static inline uint64_t fold(uint64_t a, uint64_t b) {
@@ -23,7 +17,7 @@ static inline uint64_t fold(uint64_t a, uint64_t b) {
 }
 
 /* Two hashes of the same words in different combinations: what one loses in a product, the other keeps. */
-static digest extend(digest before, const uint8_t *p, size_t len) {
+digest extend_digest(digest before, const uint8_t *p, size_t len) {
     uint64_t a = before.low ^ key[8], b = before.high ^ key[9], c = before.high ^ key[10], d = before.low ^ key[11];
     uint8_t rest[32] = {0};
     size_t left = len;
@@ -62,7 +56,7 @@ static PyObject *digest_of(PyObject *self, PyObject *const *args, Py_ssize_t n) 
     if (start < 0 || end < start || end > PyBytes_GET_SIZE(args[0]))
         return outside();
     PyThreadState *released = end - start > MAX_LOOP_BYTES ? PyEval_SaveThread() : NULL;
-    digest made = extend((digest){0, 0}, (const uint8_t *)PyBytes_AS_STRING(args[0]) + start, (size_t)(end - start));
+    digest made = extend_digest((digest){0, 0}, (const uint8_t *)PyBytes_AS_STRING(args[0]) + start, (size_t)(end - start));
     if (released)
         PyEval_RestoreThread(released);
     return PyBytes_FromStringAndSize((char *)&made, DIGEST_BYTES);
@@ -93,7 +87,7 @@ static PyObject *prefix_digests(PyObject *self, PyObject *const *args, Py_ssize_
             inside = 0;
             break;
         }
-        so_far = extend(so_far, body + item.start, item.end - item.start);
+        so_far = extend_digest(so_far, body + item.start, item.end - item.start);
         memcpy(PyBytes_AS_STRING(made) + i * DIGEST_BYTES, &so_far, DIGEST_BYTES);
     }
     if (released)

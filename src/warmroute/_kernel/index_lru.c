@@ -41,8 +41,11 @@ static size_t hold_hashes(BlockIndex *ix, uint32_t number, const uint8_t *hashes
     for (size_t start = 0, few; start < n; start += few) {
         few = next_keys(ix, hashes + 8 * start, n - start, keys);
         for (size_t i = 0; i < few; i++) {
-            const slot *known = find_slot(&ix->blocks, keys[i]);
-            if (!(known && tiers_of(ix, known->value, number)) && !hold_block(ix, keys[i], number, TIER_GPU))
+            position where;
+            const slot *known = find(&ix->blocks, keys[i], SLOT, &where);
+            int is_held = known ? tiers_of(ix, known->value, number) || hold_block(ix, keys[i], number, TIER_GPU)
+                                : insert(ix, &ix->blocks, where, &(slot){keys[i], MEMBER(number, ON_GPU)}, SLOT);
+            if (!is_held)
                 return start + i;
         }
     }
@@ -100,13 +103,24 @@ static void undo_refused(BlockIndex *ix, uint32_t number, PyObject *prompt, cons
         ;
 }
 
-/* Brings the index up to date with the recency list after a touch. `changes`: (new hashes, evicted hashes). */
+/* Brings the index up to date with the recency list after a touch. `changes`: (new hashes, evicted hashes). Releases and holds in
+ * turns: then the pages, which a long prompt would empty and fill, keep their size. */
 static void apply_touch(BlockIndex *ix, uint32_t number, PyObject *prompt, PyObject *changes) {
-    PyObject *new = PyTuple_GET_ITEM(changes, 0), *evicted = PyTuple_GET_ITEM(changes, 1);
-    const uint8_t *hashes = (const uint8_t *)PyBytes_AS_STRING(new);
-    size_t n = (size_t)PyBytes_GET_SIZE(new) / 8;
-    release_hashes(ix, number, (const uint8_t *)PyBytes_AS_STRING(evicted), (size_t)PyBytes_GET_SIZE(evicted) / 8);
-    size_t held = hold_hashes(ix, number, hashes, n);
+    PyObject *new = PyTuple_GET_ITEM(changes, 0), *old = PyTuple_GET_ITEM(changes, 1);
+    const uint8_t *hashes = (const uint8_t *)PyBytes_AS_STRING(new), *evicted = (const uint8_t *)PyBytes_AS_STRING(old);
+    size_t n = (size_t)PyBytes_GET_SIZE(new) / 8, n_evicted = (size_t)PyBytes_GET_SIZE(old) / 8, held = 0, few;
+    for (size_t released = 0; released < n_evicted; released += few) {
+        few = n_evicted - released < AHEAD ? n_evicted - released : AHEAD;
+        release_hashes(ix, number, evicted + 8 * released, few);
+        size_t more = n - held < AHEAD ? n - held : AHEAD;
+        if (hold_hashes(ix, number, hashes + 8 * held, more) == more) {
+            held += more;
+            continue;
+        }
+        release_hashes(ix, number, evicted + 8 * (released + few), n_evicted - released - few);
+        break;
+    }
+    held += hold_hashes(ix, number, hashes + 8 * held, n - held);
     if (held < n)
         undo_refused(ix, number, prompt, hashes + 8 * held, n - held);
 }

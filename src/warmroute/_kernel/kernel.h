@@ -43,6 +43,7 @@ int add_hits(PyObject *module);
 int add_http_chunks(PyObject *module);
 int add_http_heads(PyObject *module);
 int add_index(PyObject *module);
+int add_message_tokens(PyObject *module);
 int add_prices(PyObject *module);
 int add_recency(PyObject *module);
 int add_routing_hashes(PyObject *module);

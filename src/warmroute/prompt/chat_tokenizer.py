@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from warmroute._kernel import TOKEN_BYTES
+from warmroute._kernel import TOKEN_BYTES, Outline
+from warmroute.prompt.chat_layout import SYSTEM_ROLE, USER_ROLE
 from warmroute.prompt.chat_template import ChatTemplate, Message, TemplateRejected
 from warmroute.prompt.message_spans import MessageList
+from warmroute.prompt.plain_chats import PlainChats, PlainLayout
 from warmroute.prompt.prompt import Prompt, exact_prompt
 from warmroute.prompt.render_context import RenderContext
 from warmroute.prompt.tail_check import TailCheck, differs_at_last_cut
@@ -20,7 +22,8 @@ from warmroute.prompt.token_cache import CachedPrefix, TokenCache
 from warmroute.prompt.tokenizer import Tokenizer
 
 _CONTEXT_BUDGET_DIVISOR: Final = 8
-"""One eighth of the memory budget is for render contexts, the rest for tokens."""
+"""One eighth of the memory budget is for render contexts. Of the rest, one half is for tokens of prefixes, the other
+for tokens of plain messages."""
 _CONTEXT_BYTES_PER_BODY_BYTE: Final = 12
 """Memory of a context for each byte of its fields in the request: parsed tools, their JSON, the stubs' texts."""
 _CONTEXT_OVERHEAD_BYTES: Final = 16_384
@@ -43,6 +46,7 @@ class CachedContext:
     tail_renderer: TailRenderer | None
     tail_check: TailCheck
     cut_tokens: list[str]
+    plain_layout: PlainLayout | None
     cost_bytes: int
 
     def can_render_tail(self) -> bool:
@@ -59,6 +63,10 @@ class ChatPlan:
     tail: list[Message]
     new_bytes: int
     """Size of the new messages in the body."""
+    plain: Outline | None = None
+    """The request's outline if all messages are plain; then their tokens are put together (plain_chats.py)."""
+    is_warm: bool = False
+    """Whether the tokens of a message are cached."""
 
 
 class ChatTokenizer:
@@ -72,22 +80,39 @@ class ChatTokenizer:
         self._tail_checks: dict[str, TailCheck] = {}
         self._lock = threading.Lock()
         self._whole_renders = 0
-        self.token_cache = TokenCache(budget_bytes - self._contexts_budget_bytes)
+        tokens_budget_bytes = budget_bytes - self._contexts_budget_bytes
+        self.token_cache = TokenCache(tokens_budget_bytes // 2)
+        self.plain_chats = PlainChats(tokenizer, tokens_budget_bytes // 2)
         self.failed_checks = 0
         """How often a real conversation showed that tail rendering gives wrong tokens for a template."""
+        self.failed_layouts = 0
+        """How often a real conversation showed that a layout gives wrong tokens for a template."""
 
     @property
     def used_bytes(self) -> int:
-        return self.token_cache.used_bytes + self._contexts_bytes
+        return self.token_cache.used_bytes + self.plain_chats.messages.bytes + self._contexts_bytes
 
     # ---- Render contexts ----
 
     def cached_context(self, key: bytes) -> CachedContext | None:
-        with self._lock:
-            cached = self._contexts.get(key)
-            if cached is not None:
-                self._contexts.move_to_end(key)
+        """Return None for a context that is not known, or whose template prints another date by now."""
+        cached = self._contexts.get(key)
+        if cached is None:
+            return None
+        try:
+            self._contexts.move_to_end(key)
+        except KeyError:
+            pass  # another thread has just evicted it
+        if cached.plain_layout is not None and cached.plain_layout.is_outdated():
+            self._remove_context(key)
+            return None
         return cached
+
+    def _remove_context(self, key: bytes) -> None:
+        with self._lock:
+            removed = self._contexts.pop(key, None)
+            if removed is not None:
+                self._contexts_bytes -= removed.cost_bytes
 
     def add_context(
         self,
@@ -102,7 +127,10 @@ class ChatTokenizer:
         cut_tokens = self._find_cut_tokens(context)
         renderer = self._tail_renderer(context, check) if cut_tokens else None
         cost = _CONTEXT_BYTES_PER_BODY_BYTE * size_bytes + _CONTEXT_OVERHEAD_BYTES
-        added = CachedContext(key, context, leading_messages, add_special_tokens, renderer, check, cut_tokens, cost)
+        plain = None if leading_messages else self.plain_chats.layout(context, cut_tokens, add_special_tokens)
+        added = CachedContext(
+            key, context, leading_messages, add_special_tokens, renderer, check, cut_tokens, plain, cost
+        )
         with self._lock:
             if key not in self._contexts and cost <= self._contexts_budget_bytes:
                 self._contexts[key] = added
@@ -140,21 +168,67 @@ class ChatTokenizer:
 
     # ---- Tokenizing ----
 
-    def plan(self, context: CachedContext, messages: MessageList) -> ChatPlan:
-        """Find the longest cached prefix. Raises UnsupportedRequest."""
+    def plan(self, context: CachedContext, messages: MessageList, outline: Outline | None = None) -> ChatPlan:
+        """Find out which messages are new, or else the longest cached prefix. Raises UnsupportedRequest.
+
+        `outline`: of the request, if its messages reach the chat template as they are.
+        """
+        if outline is not None and context.plain_layout is not None:
+            new = self.plain_chats.new_messages(context.plain_layout, outline)
+            if new is not None:
+                new_bytes = sum([size for _message, _start, _end, size in new])
+                return ChatPlan(context, messages, None, [], new_bytes, outline, len(new) < messages.count)
+        return self._plan_tail(context, messages, outline)
+
+    def _plan_tail(self, context: CachedContext, messages: MessageList, outline: Outline | None = None) -> ChatPlan:
         if context.can_render_tail():
-            key, tail, decoded_from = self._prefix_key(context), list[Message](), messages.count
-            for count in range(messages.count, max(0, messages.count - _MAX_NEW_MESSAGES), -1):
-                prefix = self.token_cache.get(key + messages.digest(count))
-                if prefix is None:
-                    continue
-                tail, decoded_from = messages.messages(count, decoded_from) + tail, count
-                if may_follow(prefix.ends_with_user, tail) and self._may_use(context, prefix, tail):
-                    return ChatPlan(context, messages, prefix, tail, messages.size_bytes(count, messages.count))
+            plan = self._find_prefix(context, messages)
+            if plan is None and outline is not None and self._add_plain_prefix(context, messages, outline):
+                plan = self._find_prefix(context, messages)
+            if plan is not None:
+                return plan
         return ChatPlan(context, messages, None, [], messages.size_bytes(0, messages.count))
+
+    def _find_prefix(self, context: CachedContext, messages: MessageList) -> ChatPlan | None:
+        key, tail, decoded_from = self._prefix_key(context), list[Message](), messages.count
+        for count in range(messages.count, max(0, messages.count - _MAX_NEW_MESSAGES), -1):
+            prefix = self.token_cache.get(key + messages.digest(count))
+            if prefix is None:
+                continue
+            tail, decoded_from = messages.messages(count, decoded_from) + tail, count
+            if may_follow(prefix.ends_with_user, tail) and self._may_use(context, prefix, tail):
+                new_bytes = messages.size_bytes(count, messages.count)
+                return ChatPlan(context, messages, prefix, tail, new_bytes, is_warm=True)
+        return None
+
+    def _add_plain_prefix(self, context: CachedContext, messages: MessageList, outline: Outline) -> bool:
+        """Cache the plain messages at the start of a conversation as a prefix, if their tokens are known.
+
+        So the first tool call of a conversation does not make the router render the messages before it.
+        """
+        layout, renderer = context.plain_layout, context.tail_renderer
+        if layout is None or renderer is None or not context.tail_check.safe_for_all_messages:
+            return False
+        count = _plain_messages_to_the_last_question(outline, renderer)
+        found = self.plain_chats.prefix(layout, outline, count)
+        rest = None if found is None else renderer.without_generation_prompt(found[2])
+        if found is None or rest is None:
+            return False
+        tokens, cut_token, _text = found
+        key = self._prefix_key(context) + messages.digest(count)
+        starts_with_system = outline.plain_roles[0] == SYSTEM_ROLE
+        self.token_cache.add(
+            CachedPrefix(key, None, cut_token, rest, True, starts_with_system, True, tokens, len(tokens))
+        )
+        return True
 
     def tokenize(self, plan: ChatPlan) -> Prompt:
         """Raises UnsupportedRequest, TemplateRejected, UnicodeEncodeError."""
+        if plan.plain is not None and plan.context.plain_layout is not None:
+            plain = self.plain_chats.tokenize(plan.context.plain_layout, plan.plain)
+            if plain is not None:
+                return plain
+            plan = self._plan_tail(plan.context, plan.messages)
         if plan.prefix is None:
             result = self._tokenize_whole(plan)
         else:
@@ -292,6 +366,14 @@ class ChatTokenizer:
         check.disable()
         self.token_cache.clear()
 
+    def disable(self, plan: ChatPlan) -> None:
+        """Do not use the cache in this way any more for conversations with this template: it gave wrong tokens."""
+        if plan.plain is not None and plan.context.plain_layout is not None:
+            self.failed_layouts += 1
+            self.plain_chats.disable(plan.context.plain_layout.check)
+        else:
+            self.disable_tail_rendering(plan.context.tail_check)
+
     def _check_sometimes(
         self, context: RenderContext, renderer: TailRenderer, check: TailCheck, messages: Sequence[Message]
     ) -> None:
@@ -319,6 +401,18 @@ class ChatTokenizer:
     @staticmethod
     def _prefix_key(context: CachedContext) -> bytes:
         return context.key + context.context.template.time_key().encode()
+
+
+def _plain_messages_to_the_last_question(outline: Outline, renderer: TailRenderer) -> int:
+    """Return how many plain messages a conversation starts with, up to the last question among them."""
+    roles = outline.plain_roles
+    count = roles.find(0)
+    while count > 0:
+        text = outline.plain_text(count - 1) if roles[count - 1] == USER_ROLE else None
+        if text is not None and renderer.is_question({"role": "user", "content": text}):
+            return count
+        count -= 1
+    return 0
 
 
 def _common_prefix(one: str, other: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from warmroute._kernel import DIGEST_BYTES, MAX_LOOP_BYTES, decode_ms, digest
+from warmroute._kernel import DIGEST_BYTES, MAX_LOOP_BYTES, decode_ms, digest, prefix_digests
 from warmroute.prompt.chat_template import Message
 from warmroute.prompt.template_messages import UnsupportedRequest
 
@@ -31,18 +31,19 @@ ConvertItem = Callable[[Any], list[Message]]
 class BodyMessages:
     """The items of a list in the request body."""
 
-    def __init__(
-        self, body: bytes, list_span: tuple[int, int], item_spans: bytes, digests: bytes, convert: ConvertItem
-    ) -> None:
+    def __init__(self, body: bytes, list_span: tuple[int, int], item_spans: bytes, convert: ConvertItem) -> None:
         self._body = body
         self._list_span = list_span
+        self._spans = item_spans
         self._item_spans = memoryview(item_spans).cast("I")
-        self._digests = digests
+        self._digests: bytes | None = None
         self._convert = convert
-        self.count = len(digests) // DIGEST_BYTES
+        self.count = len(self._item_spans) // 2
 
     def digest(self, count: int) -> bytes:
         """Return the digest of the first `count` items; `count` is at least 1."""
+        if self._digests is None:
+            self._digests = prefix_digests(self._body, self._spans)
         return self._digests[DIGEST_BYTES * (count - 1) : DIGEST_BYTES * count]
 
     def messages(self, start: int, end: int) -> list[Message]:

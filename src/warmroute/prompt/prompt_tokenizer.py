@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from warmroute._kernel import Outline, digest, prefix_digests
+from warmroute._kernel import Outline, digest
 from warmroute.prompt import anthropic_messages, openai_responses
 from warmroute.prompt.chat_template import Message, TemplateRejected
 from warmroute.prompt.chat_tokenizer import CachedContext, ChatPlan, ChatTokenizer
@@ -36,6 +36,7 @@ MAX_MESSAGES: Final = 10_000
 """A longer conversation is matched by its text: to render it would take seconds."""
 TEMPLATE_REJECTS: Final = "the chat template rejects the conversation"
 
+_CHAT_PATH: Final = Endpoint.CHAT.value
 _CHAT_ENDPOINTS: Final = (Endpoint.CHAT, Endpoint.MESSAGES)
 _RENDER_FIELDS: Final = (
     "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens",
@@ -71,8 +72,8 @@ class TokenizeJob(msgspec.Struct, eq=False):
 
     @property
     def is_warm(self) -> bool:
-        """Whether a prefix of the conversation is cached."""
-        return self.plan is not None and self.plan.prefix is not None
+        """Whether the tokens of a part of the conversation are cached."""
+        return self.plan is not None and self.plan.is_warm
 
     @property
     def cost_ms(self) -> float:
@@ -100,7 +101,7 @@ class PromptTokenizer:
         self.tokenizer = tokenizer
         self.chats: ChatTokenizer | None = None
         self._engine = engine or EngineOptions()
-        self._warm_requests = 0
+        self._warm_requests = self._plain_requests = 0
         self._sample: RequestBody | None = None
         self._effort_without_thinking: dict[str, str] = {}
         if tokenizer is not None:
@@ -126,6 +127,26 @@ class PromptTokenizer:
         request = read_request_body(path, body, outline)
         return None if request is None else self._begin(request)
 
+    def tokenize_plain(
+        self, path: bytes, body: bytes, outline: Outline | None, max_new_bytes: int | None = None
+    ) -> Prompt | None:
+        """Tokenize a chat of plain messages, most of which some request had before: the quickest way.
+
+        Return None for any other request, and where more than `max_new_bytes` have to be encoded.
+        """
+        if outline is None or path != _CHAT_PATH or self.chats is None or outline.has_prompt_options:
+            return None
+        context = self.chats.cached_context(outline.chat_context())
+        if context is None or context.plain_layout is None:
+            return None
+        prompt = self.chats.plain_chats.tokenize(context.plain_layout, outline, max_new_bytes)
+        if prompt is not None:
+            self._plain_requests += 1
+            if self._plain_requests % _SAMPLE_EVERY == 1:
+                self._sample = RequestBody(Endpoint.CHAT, body, outline)
+            prompt.cache_salt = outline.cache_salt
+        return prompt
+
     def tokenize(self, path: bytes, body: bytes, outline: Outline | None = None) -> Prompt | None:
         job = self.begin(path, body, outline)
         return None if job is None else job.run()
@@ -150,7 +171,7 @@ class PromptTokenizer:
                 return True
         except (UnsupportedRequest, TemplateRejected, UnicodeEncodeError):
             return None
-        self.chats.disable_tail_rendering(plan.context.tail_check)
+        self.chats.disable(plan)
         return False
 
     # ---- The cheap part, before a job runs ----
@@ -177,13 +198,15 @@ class PromptTokenizer:
         spans = request.outline.message_spans
         if len(spans) > 8 * MAX_MESSAGES:
             raise UnsupportedRequest("the conversation has too many messages")
-        return chats.plan(
-            context, BodyMessages(request.body, span, spans, prefix_digests(request.body, spans), convert)
-        )
+        messages = BodyMessages(request.body, span, spans, convert)
+        is_chat = request.endpoint is Endpoint.CHAT and not request.outline.has_prompt_options
+        return chats.plan(context, messages, request.outline if is_chat else None)
 
     @staticmethod
     def _context_key(request: RequestBody) -> bytes:
         """Return a key made of the bytes of the fields that change the context."""
+        if request.endpoint is Endpoint.CHAT:
+            return request.outline.chat_context()
         material, body = [request.endpoint.value], request.body
         for name in _CONTEXT_FIELDS[request.endpoint]:
             if (span := request.fields.get(name)) is not None:

@@ -110,7 +110,7 @@ class Tokenizer:
             return False
         if self.encode(token) != self.token_id(token):
             return False
-        return not any(other != token and _overlap(other, token) for other in self._added)
+        return not any(_overlap(other, token) for other in self._added)
 
     @property
     def added_tokens(self) -> list[str]:
@@ -174,7 +174,7 @@ def pack_token_ids(ids: list[int]) -> bytes:
 
 def _overlap(other: str, token: str) -> bool:
     """Return whether a text can contain both tokens at overlapping positions, so that one hides the other."""
-    if token in other:
+    if token in other and token != other:
         return True
     return any(other.endswith(token[:n]) for n in range(1, len(token)))
 

@@ -78,7 +78,9 @@ class TokenizerRegistry:
         self._closed = False
         self._text_matching = PromptTokenizer(None)
         self._reported: WeakSet[PromptTokenizer] = WeakSet()
-        """Tokenizers whose failed checks were logged."""
+        """Tokenizers whose disabled tail rendering was logged."""
+        self._reported_layouts: WeakSet[PromptTokenizer] = WeakSet()
+        """Tokenizers whose disabled chat layouts were logged."""
         self._reported_templates: WeakSet[PromptTokenizer] = WeakSet()
         """Tokenizers whose disabled chat templates were logged."""
 
@@ -110,8 +112,12 @@ class TokenizerRegistry:
 
     # ---- What is desired ----
 
+    def start_loading(self) -> None:
+        """Load what the configuration names, in the background. Until then, prompts are matched by their text."""
+        self._reconcile(self._models)
+
     async def load_configured(self) -> None:
-        """Load what the configuration names, before the first request. Raises ConfigError."""
+        """Load what the configuration names, to find out whether it can be loaded. Raises ConfigError."""
         problems: list[str] = []
         for model in self._models.values():
             try:
@@ -383,15 +389,31 @@ class TokenizerRegistry:
             return
         await self._in_thread(_verify_samples, tokenizers)
         self._report_disabled_templates(tokenizers)
-        for tokenizer in tokenizers - set(self._reported):
-            if tokenizer.chats is not None and tokenizer.chats.failed_checks:
+        for tokenizer in tokenizers:
+            chats = tokenizer.chats
+            if chats is not None and chats.failed_checks and tokenizer not in self._reported:
                 self._reported.add(tokenizer)
                 log.warning(
                     "tail_rendering_disabled",
                     "A conversation showed that the chat template depends on messages far back. The router now"
                     " tokenizes all conversations of this model as a whole, which is slower.",
-                    model=", ".join(model for model, found in self._prompt_tokenizers.items() if found is tokenizer),
+                    model=self._models_of(tokenizer),
                 )
+            if (
+                tokenizer.chats is not None
+                and tokenizer.chats.failed_layouts
+                and tokenizer not in self._reported_layouts
+            ):
+                self._reported_layouts.add(tokenizer)
+                log.warning(
+                    "chat_layout_disabled",
+                    "A conversation showed that the chat template prints more than fixed texts around messages. The"
+                    " router now renders the template for every conversation of this model, which is slower.",
+                    model=self._models_of(tokenizer),
+                )
+
+    def _models_of(self, tokenizer: PromptTokenizer) -> str:
+        return ", ".join(model for model, found in self._prompt_tokenizers.items() if found is tokenizer)
 
     def _report_disabled_templates(self, tokenizers: Iterable[PromptTokenizer]) -> None:
         for tokenizer in set(tokenizers) - set(self._reported_templates):
@@ -401,7 +423,7 @@ class TokenizerRegistry:
                     "chat_template_disabled",
                     "Rendering an ordinary conversation exceeded the router's limits. The router matches this model's"
                     " chats by their text.",
-                    model=", ".join(model for model, found in self._prompt_tokenizers.items() if found is tokenizer),
+                    model=self._models_of(tokenizer),
                     reason=reason,
                 )
 

@@ -55,6 +55,8 @@ from warmroute.telemetry.prometheus import MetricsPage
 from warmroute.telemetry.traffic import Traffic
 
 log = EventLog("warmroute.service")
+GC_THRESHOLD = 20_000
+"""How many more objects there must be than at the last garbage collection: requests in flight alone start none."""
 SWITCH_INTERVAL_S = 0.0005
 """Longest time for which a thread that tokenizes a prompt keeps the interpreter lock from the event loop."""
 
@@ -185,9 +187,9 @@ class Service:
     # Start.
 
     async def start(self) -> None:
-        """Raises ConfigError if an address cannot be used or a tokenizer cannot be loaded."""
+        """Raises ConfigError if an address cannot be used."""
         config = self.config
-        await self.tokenizer_registry.load_configured()
+        self.tokenizer_registry.start_loading()
         if config.startup.max_wait_s:
             self.proxy.own_endpoints.starting = True
             self.proxy.hold_requests()
@@ -308,6 +310,7 @@ class Service:
         loop.set_exception_handler(_log_loop_error)
         gc.collect()
         gc.freeze()
+        gc.set_threshold(GC_THRESHOLD)
         await signaled.wait()
         log.info("service_stopping", "Running requests finish first.", deadline_s=self.config.shutdown.deadline_s)
         stopping = loop.create_task(self.stop())

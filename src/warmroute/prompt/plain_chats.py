@@ -1,0 +1,117 @@
+"""Tokenize chats of plain messages from the tokens of their messages, without rendering the chat template.
+
+The kernel finds the tokens of messages that some request had before, by their bytes (_kernel/message_tokens.c). Only
+new messages are decoded and encoded. Chats with other messages (tool calls, reasoning, pictures, …) or of other
+templates return None here; chat_tokenizer.py renders them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from warmroute._kernel import TOKEN_BYTES, MessageTokens, Outline
+from warmroute.prompt.chat_layout import TokenLayout, message_tokens, token_layout
+from warmroute.prompt.chat_template import ChatTemplate
+from warmroute.prompt.layout_check import LayoutCheck
+from warmroute.prompt.prompt import Prompt, exact_prompt
+from warmroute.prompt.render_context import RenderContext
+from warmroute.prompt.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from warmroute._kernel import MissingMessage
+
+
+@dataclass(slots=True, eq=False)
+class PlainLayout:
+    """The layout of one render context."""
+
+    check: LayoutCheck
+    layout: TokenLayout
+    template: ChatTemplate
+
+    def is_outdated(self) -> bool:
+        """Return whether the template prints another date by now."""
+        return self.layout.time_key != self.template.time_key()
+
+
+class PlainChats:
+    """Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, budget_bytes: int) -> None:
+        self._tokenizer = tokenizer
+        self._checks: dict[str, LayoutCheck] = {}
+        """By template source."""
+        self.messages = MessageTokens(budget_bytes)
+
+    def layout(self, context: RenderContext, cut_tokens: Sequence[str], add_special_tokens: bool) -> PlainLayout | None:
+        """Return None where the template or the tokenizer does not allow a layout. Takes milliseconds."""
+        if not cut_tokens or self._tokenizer.inexact_reason:
+            return None
+        template = context.template
+        check = self._checks.get(template.source) if context.uses_model_template else LayoutCheck(None)
+        if check is None:
+            check = self._checks[template.source] = LayoutCheck(template)
+        time_key = template.time_key()
+        text_layout = check.layout(context)
+        if text_layout is None or template.prints_time_of_day() or template.time_key() != time_key:
+            return None
+        layout = token_layout(text_layout, self._tokenizer, cut_tokens, add_special_tokens, time_key)
+        return None if layout is None else PlainLayout(check, layout, template)
+
+    def new_messages(self, plain: PlainLayout, outline: Outline) -> list[MissingMessage] | None:
+        """Return the messages whose tokens are not cached; None if the chat cannot be tokenized here."""
+        found = self.messages.join(outline, plain.layout.kernel) if plain.check.enabled else None
+        return [] if isinstance(found, bytes) else found
+
+    def tokenize(self, plain: PlainLayout, outline: Outline, max_new_bytes: int | None = None) -> Prompt | None:
+        """Return None if the chat cannot be tokenized here, or if more than `max_new_bytes` have to be encoded."""
+        if not plain.check.enabled:
+            return None
+        found = self.messages.join(outline, plain.layout.kernel)
+        if found is None:
+            return None
+        if isinstance(found, bytes):
+            return exact_prompt(found, len(found) // TOKEN_BYTES)
+        if max_new_bytes is not None and sum([size for _message, _start, _end, size in found]) > max_new_bytes:
+            return None
+        new_bytes = 0
+        for message, start, end, _size in found:
+            tokens = self._encode(plain, outline, message, start, end)
+            is_kept = self.messages.add(outline, message, tokens)
+            if tokens is None or not is_kept:
+                return None
+            new_bytes += len(tokens)
+        joined = self.messages.join(outline, plain.layout.kernel)
+        if not isinstance(joined, bytes):
+            return None  # the cache is too small for this chat
+        is_warm = len(found) < outline.message_count
+        return exact_prompt(joined, (len(joined) - new_bytes) // TOKEN_BYTES if is_warm else 0)
+
+    def _encode(self, plain: PlainLayout, outline: Outline, message: int, start: int, end: int) -> bytes | None:
+        """Return None where this message's tokens depend on other messages, or its text cannot be encoded."""
+        text = outline.plain_text(message)
+        if text is None or not plain.check.is_safe(text):
+            return None
+        try:
+            return message_tokens(plain.layout, start, end, text, self._tokenizer)
+        except UnicodeEncodeError:
+            return None
+
+    def prefix(self, plain: PlainLayout, outline: Outline, count: int) -> tuple[bytes, str, str] | None:
+        """Return the tokens of the first messages up to a cut token, this token, and the text after it.
+
+        None where some of these tokens are not cached.
+        """
+        if count < 1 or not plain.check.enabled:
+            return None
+        roles = b"\0" + outline.plain_roles
+        cut = plain.layout.last_cuts.get((roles[count - 1], roles[count]))
+        tokens = None if cut is None else self.messages.join(outline, plain.layout.kernel, count)
+        return (tokens, *cut) if cut is not None and isinstance(tokens, bytes) else None
+
+    def disable(self, check: LayoutCheck) -> None:
+        """Render all chats of this template from now on."""
+        check.disable()
+        self.messages.clear()
