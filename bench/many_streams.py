@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,21 +28,20 @@ from record import Report, add_record_option, load_average
 from soak import left_over
 
 from warmroute.demo.child_processes import Children, free_port
-from warmroute.demo.router_process import HOST, RouterProcess, start_router
+from warmroute.demo.router_process import HOST, RouterProcess, send_request, start_router
 from warmroute.edge.connection_pool import MAX_IDLE_CONNECTIONS
 from warmroute.edge.http1 import ChunkReader
-from warmroute.edge.process_limits import raise_file_limit
+from warmroute.edge.process_limits import KEPT_BYTES, raise_file_limit
 
 ENGINES = 2
 PACE_S = 1.0
 """Between two events of a stream."""
 CONNECTS_AT_ONCE = 100
 SETTLE_S = 20.0
+WARM_UP_STREAMS = 10_000_000
+"""Streams from this number on have only their last event."""
 PATIENCE_S = 60.0
-MAX_KEPT_BYTES, MAX_KEPT_BYTES_PER_STREAM = 10_000_000, 2048
-"""Memory that the router may still hold afterwards: pools of connections and of freed memory."""
-STREAMS_OPENED_PER_S = 150
-"""A stream lasts longer than the time for which all are held, by the time that it takes to open all at this rate."""
+LAST_EVENT = re.compile(rb'data: {"sent":(\d+)}\n\ndata: \[DONE\]\n\n\Z')
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -54,17 +54,21 @@ def event(stream: int, number: int) -> bytes:
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 
-def fingerprint_of(stream: int, events: int) -> tuple[str, int]:
-    """Return hash and size of a whole stream."""
-    whole = hashlib.sha256()
-    size = 0
-    for number in range(events):
-        data = event(stream, number)
-        whole.update(data)
-        size += len(data)
-    whole.update(b"data: [DONE]\n\n")
-    return whole.hexdigest(), size + len(b"data: [DONE]\n\n")
+def last_event(events: int) -> bytes:
+    """Return the end of a stream, which says how many events were before it."""
+    return b'data: {"sent":%d}\n\ndata: [DONE]\n\n' % events
 
+
+def fingerprint_of(stream: int, events: int) -> bytes:
+    """Return the hash of a whole stream."""
+    whole = hashlib.sha256()
+    for number in range(events):
+        whole.update(event(stream, number))
+    whole.update(last_event(events))
+    return whole.digest()
+
+
+MEAN_EVENT_BYTES = sum(len(event(0, number)) for number in range(500)) / 500
 
 # The engine.
 
@@ -76,7 +80,6 @@ class EngineConnection(asyncio.Protocol):
         self.transport: asyncio.Transport
         self.stream = -1
         self.sent = 0
-        self.events = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
@@ -94,20 +97,22 @@ class EngineConnection(asyncio.Protocol):
             return
         self._received = b""
         if head.startswith(b"POST"):
-            request = json.loads(body)
-            self.stream, self.events, self.sent = request["seed"], request["max_tokens"], 0
+            self.stream, self.sent = json.loads(body)["seed"], 0
             self.transport.write(HEAD)
             self._engine.streams.add(self)
             return
+        if head.startswith(b"GET /release "):
+            self._engine.released = True
         cards = json.dumps({"object": "list", "data": [{"id": "m"}]}).encode()
         self.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(cards), cards))
 
     def send_event(self) -> None:
-        data = event(self.stream, self.sent)
+        is_last = self._engine.released or self.stream >= WARM_UP_STREAMS
+        data = last_event(self.sent) if is_last else event(self.stream, self.sent)
         self.sent += 1
         chunk = b"%x\r\n%b\r\n" % (len(data), data)
-        if self.sent == self.events:
-            chunk += b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+        if is_last:
+            chunk += b"0\r\n\r\n"
             self._engine.streams.discard(self)
         self.transport.write(chunk)
 
@@ -117,6 +122,8 @@ class StreamingEngine:
 
     def __init__(self) -> None:
         self.streams: set[EngineConnection] = set()
+        self.released = False
+        """Whether the next event of each stream is its last."""
 
     async def run(self) -> None:
         raise_file_limit()
@@ -140,13 +147,12 @@ class StreamingEngine:
 class ClientStream(asyncio.Protocol):
     """One stream: its bytes are hashed as they arrive."""
 
-    def __init__(self, number: int, events: int) -> None:
+    def __init__(self, number: int) -> None:
         self._number = number
-        self._events = events
-        self._head = b""
+        self._head = self._tail = b""
         self._frames: ChunkReader | None = None
         self._content = hashlib.sha256()
-        self.size = self.chunks = 0
+        self.size = self.events = 0
         self.problem = ""
         self.ended_s = 0.0
         loop = asyncio.get_running_loop()
@@ -155,7 +161,7 @@ class ClientStream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         request = {"model": "m", "messages": [{"role": "user", "content": f"stream {self._number}"}], "stream": True}
-        body = json.dumps(request | {"seed": self._number, "max_tokens": self._events}).encode()
+        body = json.dumps(request | {"seed": self._number}).encode()
         transport.write(  # type: ignore[attr-defined]
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: router\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
@@ -177,11 +183,12 @@ class ClientStream(asyncio.Protocol):
         for piece in pieces:
             self._content.update(piece)
             self.size += len(piece)
-        self.chunks += len(pieces)
+            self._tail = (self._tail + piece)[-100:]
         if end >= 0:
-            expected = fingerprint_of(self._number, self._events)
-            right = expected == (self._content.hexdigest(), self.size) and end == len(data)
-            self._end("" if right else f"{self.size} bytes instead of {expected[1]}, or other ones")
+            last = LAST_EVENT.search(self._tail)
+            self.events = int(last[1]) if last else 0
+            right = last and fingerprint_of(self._number, self.events) == self._content.digest() and end == len(data)
+            self._end("" if right else "other bytes than the engine sent")
 
     def connection_lost(self, _error: Exception | None) -> None:
         self._end("the connection closed before the end")
@@ -211,13 +218,13 @@ def usage_of(router: RouterProcess) -> Usage:
     return Usage(memory_bytes, (int(stat[11]) + int(stat[12])) / 100, len(list((folder / "fd").iterdir())))
 
 
-async def open_streams(port: int, count: int, events: int) -> tuple[list[ClientStream], list[asyncio.BaseTransport]]:
+async def open_streams(port: int, count: int) -> tuple[list[ClientStream], list[asyncio.BaseTransport]]:
     """Open the streams, a few at a time, and wait until each has its first bytes."""
     loop = asyncio.get_running_loop()
     streams: list[ClientStream] = []
     transports: list[asyncio.BaseTransport] = []
     for first in range(0, count, CONNECTS_AT_ONCE):
-        batch = [ClientStream(number, events) for number in range(first, min(first + CONNECTS_AT_ONCE, count))]
+        batch = [ClientStream(number) for number in range(first, min(first + CONNECTS_AT_ONCE, count))]
         connecting = [loop.create_connection(lambda one=one: one, HOST, port) for one in batch]  # type: ignore[misc]
         transports += [transport for transport, _ in await asyncio.gather(*connecting)]
         await asyncio.gather(*(one.started for one in batch))
@@ -228,10 +235,9 @@ async def open_streams(port: int, count: int, events: int) -> tuple[list[ClientS
 async def hold(options: argparse.Namespace, ports: list[int], folder: Path, report: Report) -> list[str]:
     """Return what failed."""
     count = options.streams
-    lasts_s = options.seconds + count / STREAMS_OPENED_PER_S + 5 * PACE_S
-    events = int(lasts_s / PACE_S)
+    urls = [f"http://{HOST}:{port}" for port in ports]
     tables = {
-        "nodes": [{"url": f"http://{HOST}:{port}", "name": f"node{port}"} for port in ports],
+        "nodes": [{"url": url, "name": f"node{number}"} for number, url in enumerate(urls)],
         "limits": {"connections": count + 1000},
         "health": {"interval_s": 5.0},
     }
@@ -240,24 +246,26 @@ async def hold(options: argparse.Namespace, ports: list[int], folder: Path, repo
         port = int(router.url.rpartition(":")[2])
         await warm_up(port)
         before = usage_of(router)
-        streams, transports = await open_streams(port, count, events)
-        all_open_s, chunks = time.monotonic(), sum(one.chunks for one in streams)
-        during = usage_of(router)
-        async with asyncio.timeout(lasts_s + PATIENCE_S):
+        streams, transports = await open_streams(port, count)
+        held_from_s, during, size = time.monotonic(), usage_of(router), sum(one.size for one in streams)
+        await asyncio.sleep(options.seconds)
+        held_s = min([time.monotonic(), *(one.ended_s for one in streams if one.ended_s)]) - held_from_s
+        events = (sum(one.size for one in streams) - size) / MEAN_EVENT_BYTES
+        cpu_us_per_event = (usage_of(router).cpu_s - during.cpu_s) * 1e6 / max(1, events)
+        for url in urls:
+            await send_request("GET", f"{url}/release")
+        async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*(one.ended for one in streams))
-        whole = usage_of(router)
         for transport in transports:
             transport.abort()  # type: ignore[attr-defined]
         left = await settled(router)
         after = usage_of(router)
-    held_s = min(one.ended_s for one in streams) - all_open_s
-    chunks = sum(one.chunks for one in streams) - chunks
     report.value("streams", f"{count:,}")
     report.value("held_s", round(held_s))
-    report.value("events", f"{count * events:,}")
+    report.value("events", f"{sum(one.events for one in streams):,}")
     report.value("megabytes", round(sum(one.size for one in streams) / 1e6))
     report.value("wrong_streams", sum(1 for one in streams if one.problem))
-    report.value("cpu_us_per_event", round((whole.cpu_s - during.cpu_s) * 1e6 / chunks))
+    report.value("cpu_us_per_event", round(cpu_us_per_event))
     report.value("load", load_average())
     report.table("router", "", "before", "streams open", "afterwards")
     report.row("memory, MB", *(round(one.memory_bytes / 1e6) for one in (before, during, after)))
@@ -269,14 +277,14 @@ async def hold(options: argparse.Namespace, ports: list[int], folder: Path, repo
         failed.append(f"all streams were open at once for {held_s:.0f} s only")
     if after.files > before.files + MAX_IDLE_CONNECTIONS * ENGINES + 20:
         failed.append(f"{after.files - before.files} more files are open than before")
-    if after.memory_bytes - before.memory_bytes > MAX_KEPT_BYTES + count * MAX_KEPT_BYTES_PER_STREAM:
+    if after.memory_bytes - before.memory_bytes > KEPT_BYTES:  # the router keeps so much freed memory
         failed.append(f"{(after.memory_bytes - before.memory_bytes) / 1e6:.0f} MB more memory is in use than before")
     return failed
 
 
 async def warm_up(port: int) -> None:
     """Send some streams, so that what the router allocates once does not count."""
-    streams = [ClientStream(10_000_000 + number, 1) for number in range(50)]
+    streams = [ClientStream(WARM_UP_STREAMS + number) for number in range(50)]
     loop = asyncio.get_running_loop()
     for one in streams:
         transport, _ = await loop.create_connection(lambda one=one: one, HOST, port)  # type: ignore[misc]

@@ -10,6 +10,7 @@ import gzip
 from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from support.engine_invariants import check_engine

@@ -202,7 +202,7 @@ def test_a_response_that_is_not_streamed_is_hedged_only_if_its_node_answers_nobo
     harness = AttemptHarness(2, hedging=ALWAYS)
     harness.warm_up()
     attempts, driver = harness.start(streams=False, max_output_tokens=10)
-    node_of(attempts).last_answer_s = harness.now_s + 9.0
+    node_of(attempts).last_progress_s = harness.now_s + 9.0
     harness.advance(10.0)
     harness.dispatcher.tick(harness.now_s)
     assert driver.events == []

@@ -51,7 +51,7 @@ class Node(NodeState):
     speed: NodeSpeed
     __slots__ = (
         "adapter_names", "api_key_env", "busy_until_s", "config", "context_windows", "draining", "engine",
-        "excused_failures", "groups", "health", "host", "incarnation", "island", "last_answer_s", "loaded_adapters",
+        "excused_failures", "groups", "health", "host", "incarnation", "island", "last_progress_s", "loaded_adapters",
         "model_cards", "models", "port", "rates", "recent_requests", "reported", "role", "running", "scheme", "seed",
         "url", "waiting",
     )  # fmt: skip
@@ -86,8 +86,8 @@ class Node(NodeState):
         self.recent_requests = RecentRequests()
         self.excused_failures = 0
         """Failed requests that failed on every other node, too."""
-        self.last_answer_s = -1e9
-        """When a response of the node last began or ended."""
+        self.last_progress_s = -1e9
+        """When a response of the node last began or ended, or the KV usage that it reports changed."""
         self.busy_until_s = 0.0
         """Until when the node asked not to be sent requests: the Retry-After of its last 429 or 503."""
         self.running = 0
@@ -165,6 +165,8 @@ class Node(NodeState):
         """Take over what the engine's metrics report."""
         self.running = running
         self.waiting = waiting
+        if kv_usage != self.kv_usage:  # the engine stores blocks or frees them
+            self.last_progress_s = now_s
         self.kv_usage = kv_usage
         self.kv_delta = 0.0
         self.unstarted = 0

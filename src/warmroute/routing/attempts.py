@@ -326,7 +326,7 @@ class Attempts:
         or the end of a response without tokens."""
         ticket, served = self.ticket, self.status < 400
         ticket.first_token(now_s, served)
-        ticket.node.last_answer_s = now_s
+        ticket.node.last_progress_s = now_s
         demand_meter = self._dispatcher.router.demand_meter
         if demand_meter is not None and served and (self.request.streams or not isinstance(ticket, Dispatch)):
             demand_meter.record_ttft((now_s - self.request.arrived_s) * 1000.0)
@@ -361,7 +361,7 @@ class Attempts:
                 charge.settle(0, 0)  # the request counts, but it used no tokens
         elif demand_meter is not None:
             demand_meter.record_latency((now_s - self.request.arrived_s) * 1000.0)
-        ticket.node.last_answer_s = now_s
+        ticket.node.last_progress_s = now_s
         dispatcher.close_ticket(self, ticket, outcome, now_s)
         self._complete_entry(outcome, now_s)
         dispatcher.counters.responses[status] += 1

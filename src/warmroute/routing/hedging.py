@@ -6,11 +6,12 @@ A hedge is sent if all of these hold:
    is an estimate if the policy reads prompts and the node has answered before. For a response that is not streamed, it
    includes the output.
 3. Its node looks as if it hangs. One of:
-     - its last health check timed out, and it answered nobody for `min_delay_s`;
-     - it is not busy: the engine reports no queue, and a KV cache that is half empty. Without streaming, it also answered
-       nobody for as long as the request is expected to take;
-     - it is busy, but answered nobody for HANGS_S.
-   A busy node may just be slow. Hedges would make a saturated fleet slower still.
+     - its last health check timed out, and it made no progress for `min_delay_s`;
+     - it is not busy: the engine reports no queue, and a KV cache that is half empty. Without streaming, it also made no
+       progress for as long as the request is expected to take;
+     - it is busy, or there is no estimate, but it made no progress for HANGS_S.
+   Progress is the beginning or the end of any response, and a change of its KV usage. A busy node may just be slow, and
+   hedges would make a saturated fleet slower still.
 4. Another node is up and has room.
 5. The request has no hedge yet, and the budget allows one: `max_ratio` of all requests, and MAX_BURST at once.
 
@@ -34,7 +35,7 @@ CHECK_S: Final = 0.2
 HALF_EMPTY: Final = 0.5
 """KV usage up to which a node is not busy."""
 HANGS_S: Final = 30.0
-"""A busy node that answers nobody for so long hangs."""
+"""A busy node that makes no progress for so long hangs."""
 LONG_OUTPUT: Final = 4.0
 """A response without `max_tokens` may be this many times as long as expected."""
 
@@ -56,7 +57,7 @@ class Hedging:
             attempts.overdue_s = opened_s + self.config.factor * _expected_ms(attempts) / 1000.0
         if now_s < attempts.overdue_s:
             return False
-        silent_s = now_s - max(opened_s, node.last_answer_s)
+        silent_s = now_s - max(opened_s, node.last_progress_s)
         if node.health.check_has_timed_out:
             return silent_s >= min_delay_s
         if node.waiting or node.kv_usage > HALF_EMPTY or attempts.overdue_s == opened_s:
