@@ -100,6 +100,7 @@ class EngineConnection(asyncio.Protocol):
             self.stream, self.sent = json.loads(body)["seed"], 0
             self.transport.write(HEAD)
             self._engine.streams.add(self)
+            self.send_event()
             return
         if head.startswith(b"GET /release "):
             self._engine.released = True

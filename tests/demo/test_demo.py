@@ -110,7 +110,7 @@ def test_no_autoscaled_engine_outlives_the_demo(cause: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--speed", "0"), "--speed must be above 0"),
+        (("--speed", "0"), "--speed: expected a number above 0"),
         (("--only", "scale", "--speed", "2"), "--speed applies to the comparison"),
     ],
 )

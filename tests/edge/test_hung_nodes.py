@@ -22,6 +22,8 @@ from support.scripted_engine import engines
 from warmroute.demo.child_processes import Children
 
 QUICK_HEDGES = {"min_delay_s": 0.3, "max_ratio": 1.0}
+SLOW_BREAKER = {"timeout_s": 0.2, "consecutive_timeouts": 1000}
+"""Health checks time out soon, but the breaker does not open."""
 NO_HEDGES = {"max_ratio": 0.0}
 
 
@@ -72,7 +74,14 @@ async def test_a_request_that_was_connecting_leaves_its_node_too() -> None:
 async def test_an_overdue_request_is_hedged_and_counts_once(policy: str) -> None:
     async with (
         engines(2) as both,
-        router(*both, routing={"policy": policy}, hedging=QUICK_HEDGES, index={"min_prompt_tokens": 16}) as r,
+        router(
+            *both,
+            routing={"policy": policy},
+            hedging=QUICK_HEDGES,
+            health=SLOW_BREAKER,
+            index={"min_prompt_tokens": 16},
+            health_checks_hang=True,
+        ) as r,
     ):
         body = chat(LONG, stream=True)
         for engine in both:
@@ -82,7 +91,7 @@ async def test_an_overdue_request_is_hedged_and_counts_once(policy: str) -> None
         for engine in both:
             engine.seen.clear()
         bad = both[0]
-        bad.behave = hanging
+        bad.behave = bad.health = hanging
         while not bad.seen:
             response = await r.request(post(body))
             assert response.status == 200 and response.complete
@@ -96,11 +105,12 @@ async def test_an_overdue_request_is_hedged_and_counts_once(policy: str) -> None
 
 
 async def test_a_hedge_that_loses_is_cancelled() -> None:
-    async with engines(2) as both, router(*both, hedging=QUICK_HEDGES) as r:
-        for _ in range(4):
-            assert (await r.request()).status == 200
+    async with (
+        engines(2) as both,
+        router(*both, hedging=QUICK_HEDGES, health=SLOW_BREAKER, health_checks_hang=True) as r,
+    ):
         for engine in both:
-            engine.seen.clear()
+            engine.health = hanging
         gate = asyncio.Event()
         both[0].behave = script(gate, SSE_HEAD, chunk(sse_event(0)), b"0\r\n\r\n")
         both[1].behave = hanging
@@ -113,10 +123,12 @@ async def test_a_hedge_that_loses_is_cancelled() -> None:
 
 
 async def test_a_path_that_the_router_does_not_know_is_not_hedged() -> None:
-    async with engines(2) as both, router(*both, hedging=QUICK_HEDGES) as r:
+    async with (
+        engines(2) as both,
+        router(*both, hedging=QUICK_HEDGES, health=SLOW_BREAKER, health_checks_hang=True) as r,
+    ):
         body = chat(stream=True)
-        for _ in range(4):
-            assert (await r.request(post(body, "/v1/other"))).status == 200
+        both[0].health = hanging
         both[0].behave = script(0.8, SSE_HEAD, chunk(sse_event(0)), b"0\r\n\r\n")
         for _ in range(2):
             assert (await r.request(post(body, "/v1/other"))).status == 200
@@ -124,12 +136,12 @@ async def test_a_path_that_the_router_does_not_know_is_not_hedged() -> None:
 
 
 async def test_a_client_that_leaves_a_hedged_request_leaves_nothing_behind() -> None:
-    async with engines(2) as both, router(*both, hedging=QUICK_HEDGES) as r:
-        for _ in range(4):
-            assert (await r.request()).status == 200
+    async with (
+        engines(2) as both,
+        router(*both, hedging=QUICK_HEDGES, health=SLOW_BREAKER, health_checks_hang=True) as r,
+    ):
         for engine in both:
-            engine.seen.clear()
-            engine.behave = hanging
+            engine.behave = engine.health = hanging
         peer = await r.connect()
         peer.write(post(chat(stream=True)))
         await until(lambda: all(engine.seen for engine in both), "both nodes have the request")

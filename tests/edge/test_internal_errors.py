@@ -19,6 +19,7 @@ from warmroute.edge.body_reader import BodyReader
 from warmroute.edge.client_connection import ClientConnection
 from warmroute.edge.connection_pool import ConnectionPool
 from warmroute.edge.exchange import ProxyExchange
+from warmroute.edge.node_attempt import NodeAttempt
 from warmroute.edge.node_connection import NodeConnection
 from warmroute.edge.own_endpoints import OwnEndpoints
 from warmroute.edge.proxy import Proxy
@@ -47,7 +48,7 @@ BEFORE_THE_RESPONSE: dict[str, tuple[Any, str]] = {
     "decide: the router": (Router, "decide"),
     "dispatch: the ticket": (Router, "dispatch"),
     "dispatch: the pool": (ConnectionPool, "take_idle"),
-    "dispatch: a new connection": (ProxyExchange, "connected"),
+    "dispatch: a new connection": (NodeAttempt, "connected"),
     "dispatch: the request's bytes": (NodeConnection, "send_request"),
     "relay: the head": (NodeConnection, "_read_head"),
     "relay: the start": (Attempts, "response_started"),

@@ -65,10 +65,12 @@ async def test_requests_are_matched_by_their_text_while_the_tokenizer_is_loaded(
 ) -> None:
     may_load = threading.Event()
     monkeypatch.setattr(tokenizer_loader, "load_tokenizer", lambda path: may_load.wait(30) and load_tokenizer(path))
-    tables = {"models": [{"name": "m", "tokenizer": str(SMALL_MODEL)}], "startup": {"max_wait_s": 0}}
+    models = [{"name": "m", "tokenizer": str(SMALL_MODEL)}]
     async with (
         engines() as nodes,
-        router(*nodes, routing={"policy": "overlap"}, wait_for_tokenizers=False, **tables) as r,
+        router(
+            *nodes, routing={"policy": "overlap"}, wait_for_tokenizers=False, models=models, startup={"max_wait_s": 0}
+        ) as r,
     ):
         assert (await r.request(post(chat(LONG)))).status == 200
         assert r.service.counters.prompts == {("m", "text"): 1}

@@ -226,11 +226,13 @@ async def test_queued_requests_are_served_during_shutdown() -> None:
         await asyncio.wait_for(stopping, 10)
 
 
-async def test_queued_requests_are_disconnected_when_the_shutdown_deadline_passes() -> None:
+async def test_queued_requests_get_an_error_when_the_shutdown_deadline_passes() -> None:
     async with busy_engine(shutdown={"deadline_s": 0.2}) as (r, gate):
         peer = await send_long_prompt(r, 1)
         await until_queued(r, 1)
         await asyncio.wait_for(r.service.stop(), 10)
+        response = await peer.response()
+        assert response.status == 503 and response.error["code"] == "router_stopping"
         assert await peer.is_closed()
         assert r.service.admission.queue.waiting == 0 and len(gate.engine.seen) == 1
 

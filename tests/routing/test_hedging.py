@@ -9,7 +9,7 @@ from warmroute.config import Admission, Hedging
 from warmroute.fleet.node import Node, Outcome
 from warmroute.routing.attempts import Attempts
 from warmroute.routing.dispatcher import MAX_MOVES
-from warmroute.routing.hedging import MAX_BURST
+from warmroute.routing.hedging import HANGS_S, MAX_BURST
 
 ALWAYS = Hedging(max_ratio=1.0)
 AT_ONCE = Admission(queue_at_router=False)
@@ -211,11 +211,40 @@ def test_a_response_that_is_not_streamed_is_hedged_only_if_its_node_answers_nobo
     assert len(driver.events) == 1
 
 
-@pytest.mark.parametrize("reason", ["not hedgeable", "switched off", "other node has no room", "late", "cold fleet"])
+@pytest.mark.parametrize("busy", ["queue", "KV cache"])
+def test_a_busy_node_is_slow_and_not_hung_until_it_makes_no_progress_for_long(busy: str) -> None:
+    harness = AttemptHarness(2, hedging=ALWAYS)
+    harness.warm_up()
+    attempts, driver = harness.start()
+    node = node_of(attempts)
+    for usage in (0.70, 0.71, 0.72):
+        if busy == "queue":
+            node.update_load(5, 2, usage / 10, harness.now_s)
+        else:
+            node.update_load(5, 0, usage, harness.now_s)
+        harness.advance(HANGS_S - 1.0)
+        harness.dispatcher.tick(harness.now_s)
+        assert driver.events == []
+    harness.advance(2.0)
+    harness.dispatcher.tick(harness.now_s)
+    assert len(driver.events) == 1
+
+
+def test_without_an_estimate_a_timed_out_health_check_shows_that_a_node_hangs() -> None:
+    harness = AttemptHarness(2, hedging=ALWAYS)
+    attempts, driver = harness.start()
+    harness.advance(5.0)
+    harness.dispatcher.tick(harness.now_s)
+    assert driver.events == [], "a cold node may take long"
+    harness.fleet.check_timed_out(node_of(attempts), harness.now_s)
+    harness.dispatcher.tick(harness.now_s)
+    assert len(driver.events) == 1
+
+
+@pytest.mark.parametrize("reason", ["not hedgeable", "switched off", "other node has no room", "late"])
 def test_no_hedge(reason: str) -> None:
     harness = AttemptHarness(2, hedging=Hedging(max_ratio=0.0) if reason == "switched off" else ALWAYS)
-    if reason != "cold fleet":
-        harness.warm_up()
+    harness.warm_up()
     attempts, driver = harness.start(deadline_s=harness.now_s + 5.0 if reason == "late" else 0.0)
     attempts.hedgeable = reason != "not hedgeable"
     if reason == "other node has no room":

@@ -145,6 +145,7 @@ async def check_nothing_in_flight(service: Service) -> None:
             all(node.inflight == 0 for node in fleet)
             and all(group.inflight == 0 for group in groups)
             and service.admission.queue.waiting == 0
+            and not service.proxy.dispatcher.waiting
             and not any(group.waiting for group in service.fleet.groups)
             and listener.buffered_bytes == 0
             and not listener.connections

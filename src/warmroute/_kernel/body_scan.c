@@ -727,6 +727,11 @@ static PyObject *outline_parameters(Outline *o, PyObject *const *args, Py_ssize_
     return result;
 }
 
+static PyObject *outline_body_bytes(Outline *o, void *closure) {
+    (void)closure;
+    return PyLong_FromSsize_t(PyBytes_GET_SIZE(o->body));
+}
+
 /* "" also for a salt that `parameters` rejects. */
 static PyObject *outline_cache_salt(Outline *o, void *closure) {
     (void)closure;
@@ -786,7 +791,7 @@ static PyObject *outline_body(PyObject *self, PyObject *body) {
 
 /* ---- The cost of parsing ---- */
 
-#define BYTE_DECODE_NS 1
+#define BYTE_DECODE_NS 2
 #define ITEM_DECODE_NS 40
 #define MEMBER_DECODE_NS 300
 #define LONG_NS 1000000000 /* what takes longer is not counted to its end */
@@ -825,6 +830,7 @@ static PyObject *decode_ms(PyObject *self, PyObject *const *args, Py_ssize_t n) 
 static PyGetSetDef outline_properties[] = {
     {"fields", (getter)outline_fields, NULL, "Where the value of each field begins and ends.", NULL},
     {"cache_salt", (getter)outline_cache_salt, NULL, "The field cache_salt.", NULL},
+    {"body_bytes", (getter)outline_body_bytes, NULL, "The size of the body.", NULL},
     {"has_prompt_options", (getter)outline_has_prompt_options, NULL,
      "Whether a field may change which tokens of a rendered chat the engine computes.", NULL},
     {"plain_roles", (getter)outline_plain_roles, NULL, "The role of each plain message; 0 for any other.", NULL},

@@ -16,6 +16,8 @@ class Outline:
     def fields(self) -> dict[str, tuple[int, int]]:
         """Where the value of each field begins and ends. Fields whose name is not ASCII are left out."""
     @property
+    def body_bytes(self) -> int: ...
+    @property
     def cache_salt(self) -> str:
         """The field of this name; empty if it is missing or invalid."""
     @property

@@ -25,9 +25,7 @@ class MessageTokens:
 
     def __new__(cls, budget_bytes: int) -> MessageTokens: ...
     def __len__(self) -> int: ...
-    def join(
-        self, outline: Outline, layout: ChatLayout, count: int = ..., /
-    ) -> bytes | list[MissingMessage] | None:
+    def join(self, outline: Outline, layout: ChatLayout, count: int = ..., /) -> bytes | list[MissingMessage] | None:
         """Return the chat's tokens; or the messages whose tokens are missing; or None.
 
         With `count`, return the tokens of the first messages only, up to the cut after the last of them.

@@ -68,6 +68,7 @@ def price_nodes(
     `chances`: of reuse, as `Reuse.chances`. `adapter_ms`: for each node, the time to load the request's adapter.
     `reserved_rates`: for each node, the requests per millisecond that need a longer context window than this one and
     may go there. `request`: the tokens of its prompts, its expected output tokens, and the number of prompts. `due`:
-    the time until its first token is due, and the penalty for being late; both 0 without a deadline. `behind`: requests that wait behind it, for each node.
-    `decode_speed`: of its model. `settings`: max_saving_ms, locality, room, memory, congestion.
+    the time until its first token is due, and the penalty for being late; both 0 without a deadline.
+    `behind`: requests that wait behind it, for each node. `decode_speed`: of its model. `settings`:
+    max_saving_ms, locality, room, memory, congestion.
     """

@@ -86,8 +86,8 @@ class Startup(Section, frozen=True):
         Meta(
             ge=0,
             description="Maximum time for which /ready answers 503 and requests wait, until every node was checked, "
-            "its earlier KV events were replayed, and its tokenizer is loaded. Requests with a deadline or `X-Queue: no`"
-            " do not wait.",
+            "its earlier KV events were replayed, and its tokenizer is loaded. Requests with a deadline or with "
+            "`X-Queue: no` do not wait.",
         ),
     ] = 10.0
 

@@ -78,7 +78,7 @@ class Responder:
         self.ended = True
         self._client.abort()
 
-    # The client connection calls these (client_connection.Exchange).
+    # The client connection calls these (listener.Exchange).
 
     def internal_error(self, error: Exception) -> None:
         log.error("request_failed_internally", "The response breaks off.", reason=where_it_failed(error))

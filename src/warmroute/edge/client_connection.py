@@ -10,7 +10,8 @@ import asyncio
 import re
 import socket
 import struct
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, cast
 
 from warmroute.edge import errors
 from warmroute.edge.body_reader import BodyReader
@@ -21,7 +22,7 @@ from warmroute.edge.paths import is_anthropic
 from warmroute.edge.timer_wheel import NEVER
 
 if TYPE_CHECKING:
-    from warmroute.edge.listener import Listener
+    from warmroute.edge.listener import Exchange, Listener
 
 AWAITING_HEAD, AWAITING_BODY, RESPONDING, FLUSHING, LINGERING, CLOSED = range(6)
 """FLUSHING: the response is written, but the client has not read most of it. LINGERING: see `_linger`."""
@@ -33,24 +34,6 @@ _MAX_PIPELINED_BYTES: Final = 524_288
 _RESET: Final = struct.pack("ii", 1, 0)
 _CR: Final = 13
 _LINGER_S: Final = 2.0
-
-
-class Exchange(Protocol):
-    """Answers the current request. The connection tells it what its client does."""
-
-    def client_left(self) -> None:
-        """The client disconnected."""
-
-    def pause_response(self) -> None:
-        """The client reads more slowly than the router writes: write no more until `resume_response`."""
-
-    def resume_response(self) -> None: ...
-
-    def internal_error(self, error: Exception) -> None:
-        """The router itself failed while this request was served: answer with an error, or break off the response."""
-
-    def cut_off(self) -> None:
-        """The router stops: answer with an error, or break off the response."""
 
 
 class ClientConnection(asyncio.Protocol):
@@ -128,21 +111,15 @@ class ClientConnection(asyncio.Protocol):
         self._paused = True
         self._arm_stall_timeout()
         if self._exchange is not None:
-            try:
-                self._exchange.pause_response()
-            except Exception as error:
-                self._fail_internally(error)
+            self._safely(self._exchange.pause_response)
 
     def resume_writing(self) -> None:
         self._paused = False
-        try:
-            if self._state == FLUSHING:
-                self._await_request()
-            elif self._exchange is not None:
-                self.deadline_s = NEVER
-                self._exchange.resume_response()
-        except Exception as error:
-            self._fail_internally(error)
+        if self._state == FLUSHING:
+            self._safely(self._await_request)
+        elif self._exchange is not None:
+            self.deadline_s = NEVER
+            self._safely(self._exchange.resume_response)
 
     def _arm_stall_timeout(self) -> None:
         self._unread_bytes = self.transport.get_write_buffer_size()
@@ -150,6 +127,9 @@ class ClientConnection(asyncio.Protocol):
         timers.arm(self, timers.now() + self._listener.limits.stall_timeout_s)
 
     def timed_out(self) -> None:
+        self._safely(self._time_out)
+
+    def _time_out(self) -> None:
         limits = self._listener.limits
         if self._state == AWAITING_HEAD and self._unparsed:
             self._send_error_and_close(errors.header_timeout(limits.header_timeout_s))
@@ -200,6 +180,12 @@ class ClientConnection(asyncio.Protocol):
                 self._read_body(data)
             elif state in (RESPONDING, FLUSHING):
                 self._buffer_pipelined(data)
+        except Exception as error:
+            self._fail_internally(error)
+
+    def _safely(self, act: Callable[[], object]) -> None:
+        try:
+            act()
         except Exception as error:
             self._fail_internally(error)
 
@@ -388,10 +374,7 @@ class ClientConnection(asyncio.Protocol):
         timers.arm(self, timers.now() + self._listener.limits.header_timeout_s)
         self._listener.buffered_bytes -= self._pipelined_bytes  # its turn has come
         self._pipelined_bytes = 0
-        try:
-            self._find_head()
-        except Exception as error:
-            self._fail_internally(error)
+        self._safely(self._find_head)
 
     def close_unfinished(self, reset: bool = False) -> None:
         """Close the connection after what was written, so that the client sees an incomplete response.

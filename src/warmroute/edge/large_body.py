@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class LargeBodyExchange:
-    """Implements client_connection.Exchange until the scan is done."""
+    """Implements listener.Exchange until the scan is done."""
 
     _proxy: Proxy
     _client: ClientConnection

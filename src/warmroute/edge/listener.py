@@ -6,10 +6,28 @@ import asyncio
 from typing import Protocol
 
 from warmroute.config import Limits
-from warmroute.edge.client_connection import ClientConnection, Exchange
+from warmroute.edge.client_connection import ClientConnection
 from warmroute.edge.errors import HttpError
 from warmroute.edge.http1 import RequestHead
 from warmroute.edge.timer_wheel import TimerWheel
+
+
+class Exchange(Protocol):
+    """Answers the current request. The connection tells it what its client does."""
+
+    def client_left(self) -> None:
+        """The client disconnected."""
+
+    def pause_response(self) -> None:
+        """The client reads more slowly than the router writes: write no more until `resume_response`."""
+
+    def resume_response(self) -> None: ...
+
+    def internal_error(self, error: Exception) -> None:
+        """The router itself failed while this request was served: answer with an error, or break off the response."""
+
+    def cut_off(self) -> None:
+        """The router stops: answer with an error, or break off the response."""
 
 
 class Handler(Protocol):

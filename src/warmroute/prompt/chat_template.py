@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -20,8 +19,8 @@ Message = dict[str, Any]
 MAX_SOURCE_LENGTH: Final = 1 << 18
 MAX_ORDINARY_MESSAGES: Final = 256
 MAX_ORDINARY_LENGTH: Final = 1 << 16
-"""Characters of a conversation as JSON. A longer one from a client may exceed the limits of rendering: that must not
-disable the template for others."""
+"""Characters of a conversation, where any other value counts as four. A longer one from a client may exceed the limits
+of rendering: that must not disable the template for others."""
 _CONTINUE_MARK: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 _TIME_FIELD: Final = re.compile("%[-_0^#]?(.)")
 _FINER_THAN_A_DAY: Final = frozenset("HIMSfpXcTRrsZzk+l")
@@ -133,12 +132,15 @@ class ChatTemplate:
 
 def _is_ordinary(messages: Sequence[Message], *others: Any) -> bool:
     """Return whether a conversation is so short that a template must be able to render it."""
-    if len(messages) > MAX_ORDINARY_MESSAGES:
-        return False
-    try:
-        return len(json.dumps((messages, others), default=str)) <= MAX_ORDINARY_LENGTH
-    except (ValueError, RecursionError):
-        return False
+    left, pending = MAX_ORDINARY_LENGTH, [messages, *others]
+    while pending and left >= 0:
+        value = pending.pop()
+        left -= len(value) if isinstance(value, str) else 4
+        if isinstance(value, Mapping):
+            pending += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            pending += value
+    return left >= 0 and len(messages) <= MAX_ORDINARY_MESSAGES
 
 
 def _literals(tree: nodes.Template) -> tuple[str, ...]:

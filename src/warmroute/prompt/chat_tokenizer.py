@@ -12,7 +12,7 @@ from warmroute._kernel import TOKEN_BYTES, Outline
 from warmroute.prompt.chat_layout import SYSTEM_ROLE, USER_ROLE
 from warmroute.prompt.chat_template import ChatTemplate, Message, TemplateRejected
 from warmroute.prompt.message_spans import MessageList
-from warmroute.prompt.plain_chats import PlainChats, PlainLayout
+from warmroute.prompt.plain_chats import PlainChats, PlainLayout, size_bytes
 from warmroute.prompt.prompt import Prompt, exact_prompt
 from warmroute.prompt.render_context import RenderContext
 from warmroute.prompt.tail_check import TailCheck, differs_at_last_cut
@@ -176,8 +176,7 @@ class ChatTokenizer:
         if outline is not None and context.plain_layout is not None:
             new = self.plain_chats.new_messages(context.plain_layout, outline)
             if new is not None:
-                new_bytes = sum([size for _message, _start, _end, size in new])
-                return ChatPlan(context, messages, None, [], new_bytes, outline, len(new) < messages.count)
+                return ChatPlan(context, messages, None, [], size_bytes(new), outline, len(new) < messages.count)
         return self._plan_tail(context, messages, outline)
 
     def _plan_tail(self, context: CachedContext, messages: MessageList, outline: Outline | None = None) -> ChatPlan:

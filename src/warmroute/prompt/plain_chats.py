@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from warmroute._kernel import TOKEN_BYTES, MessageTokens, Outline
 from warmroute.prompt.chat_layout import TokenLayout, message_tokens, token_layout
@@ -21,6 +21,17 @@ from warmroute.prompt.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from warmroute._kernel import MissingMessage
+
+
+MAX_BODY_BYTES: Final = 1 << 23
+"""The tokens of a larger chat would take 10 ms to join, in which the interpreter lock is held."""
+_MESSAGE_BYTES: Final = 64
+"""To encode a message takes as long as to encode so many bytes more."""
+
+
+def size_bytes(messages: Sequence[MissingMessage]) -> int:
+    """Return the size of new messages, by the time that it takes to encode them."""
+    return sum([size for _message, _start, _end, size in messages]) + _MESSAGE_BYTES * len(messages)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,19 +73,21 @@ class PlainChats:
 
     def new_messages(self, plain: PlainLayout, outline: Outline) -> list[MissingMessage] | None:
         """Return the messages whose tokens are not cached; None if the chat cannot be tokenized here."""
-        found = self.messages.join(outline, plain.layout.kernel) if plain.check.enabled else None
+        if not plain.check.enabled or outline.body_bytes > MAX_BODY_BYTES:
+            return None
+        found = self.messages.join(outline, plain.layout.kernel)
         return [] if isinstance(found, bytes) else found
 
     def tokenize(self, plain: PlainLayout, outline: Outline, max_new_bytes: int | None = None) -> Prompt | None:
         """Return None if the chat cannot be tokenized here, or if more than `max_new_bytes` have to be encoded."""
-        if not plain.check.enabled:
+        if not plain.check.enabled or outline.body_bytes > MAX_BODY_BYTES:
             return None
         found = self.messages.join(outline, plain.layout.kernel)
         if found is None:
             return None
         if isinstance(found, bytes):
             return exact_prompt(found, len(found) // TOKEN_BYTES)
-        if max_new_bytes is not None and sum([size for _message, _start, _end, size in found]) > max_new_bytes:
+        if max_new_bytes is not None and size_bytes(found) > max_new_bytes:
             return None
         new_bytes = 0
         for message, start, end, _size in found:

@@ -25,9 +25,9 @@ MAX_CPU_S: Final = 1.0
 STEPS_PER_CHECK: Final = 128
 PIECES_PER_CHECK: Final = 32
 """Of the output."""
-MAX_LENGTH: Final = 1 << 24
-"""Characters of a text, more than any context window holds. To join more takes over 10 ms, during which
-the event loop stops: it holds the interpreter lock."""
+MAX_LENGTH: Final = 1 << 23
+"""Characters of a text, more than any context window holds. To join more, and their tokens, would stop the event loop
+for over 10 ms, since that holds the interpreter lock."""
 MAX_ITEMS: Final = 1 << 20
 """Of a list; and values in a list or dict that is converted to text, nested ones included."""
 MAX_WIDTH: Final = 10_000

@@ -128,7 +128,7 @@ class Attempts:
             journal = dispatcher.journal
             if journal is not None and journal.on:
                 self._entry = journal.begin(self, (now_s - self.entered_s) * 1000.0)
-            dispatcher.hedging.request_sent()
+            dispatcher.sent += 1
             self._try(decision, decision.node, now_s)
         except Exception as error:
             if not self._queued:  # the caller of `enter` handles it

@@ -77,6 +77,8 @@ class Dispatcher:
         self.request_completed: Callable[[Attempts, float], object] | None = None
         """Called after a complete response with a status below 400."""
         self.hedging = Hedging(hedging or HedgingConfig())
+        self.sent = 0
+        """Requests that were sent to a first node."""
         self.waiting: dict[Attempts, None] = {}
         """Requests that were sent to a node and have no byte of a response, in the order in which they were sent."""
         self._leaving: dict[Node, str] = {}
@@ -137,6 +139,7 @@ class Dispatcher:
         if self._leaving:
             self._move(now_s)
         hedging = self.hedging
+        hedging.refill(self.sent)
         if not self.waiting or not hedging.config.max_ratio:
             return
         oldest_s = now_s - hedging.config.min_delay_s

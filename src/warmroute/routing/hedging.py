@@ -1,14 +1,14 @@
 """When a request that waits for its first token is sent to a second node as well. No I/O.
 
 A hedge is sent if all of these hold:
-1. The client has received nothing, and the path is one that the router knows: sending the request twice changes nothing.
-2. Its first token is overdue: it takes longer than `min_delay_s` and than `factor` times what the router expected. There
-   is an estimate if the policy reads prompts and the node has answered before. For a response that is not streamed, it
-   includes the output.
+1. The client has received nothing, and the router knows the path: sending the request twice changes nothing.
+2. Its first token is overdue: it takes longer than `min_delay_s` and than `factor` times what the router expected.
+   There is an estimate if the policy reads prompts and the node has answered before. For a response that is not
+   streamed, it includes the output.
 3. Its node looks as if it hangs. One of:
      - its last health check timed out, and it made no progress for `min_delay_s`;
-     - it is not busy: the engine reports no queue, and a KV cache that is half empty. Without streaming, it also made no
-       progress for as long as the request is expected to take;
+     - it is not busy: the engine reports no queue, and a KV cache that is half empty. Without streaming, it also made
+       no progress for as long as the request is expected to take;
      - it is busy, or there is no estimate, but it made no progress for HANGS_S.
    Progress is the beginning or the end of any response, and a change of its KV usage. A busy node may just be slow, and
    hedges would make a saturated fleet slower still.
@@ -44,9 +44,12 @@ class Hedging:
     def __init__(self, config: HedgingConfig) -> None:
         self.config = config
         self.budget = MAX_BURST
+        self._sent = 0
 
-    def request_sent(self) -> None:
-        self.budget = min(MAX_BURST, self.budget + self.config.max_ratio)
+    def refill(self, sent: int) -> None:
+        """`sent`: requests that the router has sent since its start."""
+        self.budget = min(MAX_BURST, self.budget + self.config.max_ratio * (sent - self._sent))
+        self._sent = sent
 
     def is_overdue(self, attempts: Attempts, now_s: float) -> bool:
         ticket, min_delay_s = attempts.ticket, self.config.min_delay_s
