@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,7 +68,7 @@ class Servers:
     def check_alive(self) -> None:
         for process in self._processes:
             if process.poll() is not None:
-                raise Violation(f"{process.args} ended with status {process.returncode}")
+                raise Violation(f"{process.args!r} ended with status {process.returncode}")
 
     def cpu_s(self) -> float:
         """CPU time of all three so far."""
@@ -126,8 +127,8 @@ async def send_cases(port: int, cases: list[bytes], statuses: Counter[str]) -> N
 
     async def worker() -> None:
         for data in waiting:
-            made = Client(data, len(data) * 2 // 3, statuses)
-            transport, client = await loop.create_connection(lambda made=made: made, "127.0.0.1", port)
+            make = partial(Client, data, len(data) * 2 // 3, statuses)
+            transport, client = await loop.create_connection(make, "127.0.0.1", port)
             try:
                 async with asyncio.timeout(PATIENCE_S):
                     await client.closed

@@ -57,6 +57,18 @@ JSON_VALUES = (
     "NaN", "-Infinity", "[]", "{}", '["m"]', '"\\u006d"', '"\\ud800"', "1e2", "9" * 30, '"m\\u0000"', "01", "tru",
     "'m'", '"m',
 )  # fmt: skip
+UNKNOWN_NAMES = (
+    "Model",
+    "model ",
+    "models",
+    "mode",
+    "MODEL",
+    "x",
+    "gr\u00f6\u00dfe",
+    "stream_options",
+    "priority\u0000",
+    "",
+)
 BYTES = (
     b"\r",
     b"\n",
@@ -225,6 +237,35 @@ def change_json(request: Request) -> None:
     request.body = b"{" + random.choice((member + b"," + inner, inner + b"," + member)) + b"}"
 
 
+def rewrite_json(request: Request) -> None:
+    """Write the same body in another way, with members that mean nothing to the router."""
+    random = request.random
+    try:
+        fields = json.loads(request.body)
+    except ValueError:
+        return
+    if not isinstance(fields, dict):
+        return
+    fields |= {
+        random.choice(UNKNOWN_NAMES): random.choice(({"model": "n", "priority": -9}, [1, "é"], "\u2028", 1e-9, None))
+    }
+    names = random.sample(list(fields), len(fields))
+    indent, ascii_only = random.choice((None, 0, 1)), random.random() < 0.5
+    request.body = json.dumps({name: fields[name] for name in names}, indent=indent, ensure_ascii=ascii_only).encode(
+        "utf-8", "surrogatepass"
+    )
+
+
+def rewrite_headers(request: Request) -> None:
+    """Write the same headers in another way."""
+    random = request.random
+    cases: tuple[Callable[[bytes], bytes], ...] = (bytes.lower, bytes.upper, bytes.swapcase, bytes.title)
+    request.headers = [
+        (random.choice(cases)(name), random.choice((b"", b" ", b"\t ")) + value + random.choice((b"", b" ")))
+        for name, value in random.sample(request.headers, len(request.headers))
+    ]
+
+
 def encode_body(request: Request) -> None:
     random = request.random
     text = request.body.decode("latin-1")
@@ -245,7 +286,7 @@ def change_form(request: Request) -> None:
 MUTATIONS: tuple[Callable[[Request], None], ...] = (
     change_target, append_to_target, change_line, add_header, add_header, repeat_header, repeat_header, change_header,
     change_header, remove_header, name_in_connection, change_framing, change_json, change_json, change_json,
-    encode_body, change_form,
+    encode_body, change_form, rewrite_json, rewrite_json, rewrite_headers, rewrite_headers,
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from support.scripted_engine import engines
 from warmroute.cli.main import main
 from warmroute.cli.top import read_events
 from warmroute.cli.top_view import LiveState, sparkline, view
+from warmroute.fleet.health import HealthState
 
 TOKEN = {"token_sha256": hashlib.sha256(b"open sesame").hexdigest()}
 FIELDS = ["at_s", "requests_per_s", "hit_ratio", "ttft_p90_ms", "saved_gpus", "in_flight"]
@@ -62,6 +63,13 @@ def frame(state: LiveState, width: int = 80, height: int | None = 24) -> list[st
     console.print(view(state, width, height))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("state", [*(state.value for state in HealthState), "draining"])
+def test_every_state_of_a_node_can_be_shown(state: str) -> None:
+    live = LiveState()
+    live.apply("snapshot", snapshot(nodes=[node("gpu-0", state), node("gpu-1")]))
+    assert any("gpu-0" in line for line in frame(live))
 
 
 def test_a_frame_fits_80_columns_and_the_height_of_the_terminal() -> None:

@@ -125,7 +125,7 @@ class BlockNames:
 
     def _stored(self, event: BlockStored) -> str:
         size = event.block_size
-        keys: list[Any] = list(event.extra_keys or ())
+        keys: list[Any] = msgspec.msgpack.decode(event.extra_keys) or []
         assert len(event.token_ids) == size * len(event.block_hashes) and len(keys) == len(event.block_hashes)
         parent = "nothing" if event.parent_block_hash is None else self._names[event.parent_block_hash]
         rest = (event.lora_id, event.medium, event.lora_name, event.group_idx, event.kv_cache_spec_kind)

@@ -64,7 +64,7 @@ def test_a_conversation_that_is_too_long_is_matched_by_its_text(prompt_tokenizer
 def test_a_value_that_takes_too_long_to_parse_is_matched_by_its_text(
     prompt_tokenizer: PromptTokenizer, field: str
 ) -> None:
-    huge = [{"a": {}}] * 60_000
+    huge: list[Any] = [{"a": {}}] * 60_000
     fields = {
         "messages": short_messages(1),
         field: huge if field != "messages" else [{"role": "user", "content": huge}],

@@ -112,6 +112,12 @@ def test_a_node_that_is_down_is_an_alert_with_its_reason_until_it_is_up_again() 
     assert setting.alert_ids(30.0) == []
 
 
+def test_an_ejected_node_is_an_alert() -> None:
+    setting = Setting()
+    setting.fleet.node("n1").health.eject(10.0, 30.0, "9 of its last 12 requests failed")
+    assert setting.alert_ids(10.0) == ["node_ejected"]
+
+
 def test_a_fleet_that_cannot_serve_is_critical_and_comes_first() -> None:
     setting = Setting()
     for node in setting.fleet:

@@ -7,10 +7,13 @@ const STATES: Record<LiveNode["state"], string> = {
   up: "up",
   down: "down",
   half_open: "half open",
+  ejected: "ejected",
   unknown: "not checked",
   draining: "draining",
 };
-const SEVERITY: Record<LiveNode["state"], number> = { down: 4, half_open: 3, unknown: 2, draining: 1, up: 0 };
+const SEVERITY: Record<LiveNode["state"], number> = {
+  down: 5, half_open: 4, ejected: 3, unknown: 2, draining: 1, up: 0,
+};
 const CACHES: Record<LiveNode["cache"], [string, string]> = {
   events: ["KV events", "The router follows the engine's KV events and missed none."],
   incomplete: ["events, partial", "The router receives KV events, but does not know everything in the cache yet."],

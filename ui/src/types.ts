@@ -19,7 +19,7 @@ export interface LiveNode {
   island: string;
   models: string[];
   engine: string;
-  state: "up" | "down" | "half_open" | "unknown" | "draining";
+  state: "up" | "down" | "half_open" | "ejected" | "unknown" | "draining";
   reason: string;
   in_flight: number;
   other: number;

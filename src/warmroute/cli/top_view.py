@@ -14,9 +14,11 @@ from rich.text import Text
 LEVELS: Final = " ▁▂▃▄▅▆▇█"
 SPARK_WIDTH: Final = 24
 KEPT_DECISIONS: Final = 8
-STATE_STYLES: Final = {"up": "green", "draining": "yellow", "down": "bold red", "half_open": "red", "unknown": "dim"}
+STATE_STYLES: Final = {
+    "up": "green", "draining": "yellow", "down": "bold red", "half_open": "red", "ejected": "red", "unknown": "dim",
+}  # fmt: skip
 SEVERITY_STYLES: Final = {"critical": "bold white on red", "warning": "bold black on yellow", "info": "bold"}
-TROUBLE: Final = ("up", "draining", "unknown", "half_open", "down")
+TROUBLE: Final = ("up", "draining", "unknown", "ejected", "half_open", "down")
 """States, the worst last."""
 CACHES: Final = {
     "events": "events", "incomplete": "partial", "missing": "no events", "mismatch": "tokens!", "inferred": "inferred",

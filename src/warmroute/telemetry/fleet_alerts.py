@@ -68,6 +68,16 @@ class FleetAlerts:
                 "first, once its health check passes.",
             )  # fmt: skip
 
+        ejected = [node for node in nodes if node.health.state is HealthState.EJECTED]
+        if ejected:
+            names = tuple(node.name for node in ejected)
+            yield Alert(
+                id="node_ejected", severity="warning", nodes=names,
+                title=f"{_names(names)} {'is' if len(ejected) == 1 else 'are'} ejected",
+                cause=_sentence("; ".join(dict.fromkeys(node.health.reason for node in ejected))),
+                what_to_do="Look at the engine's log and its GPU. The router sends it requests again after a while.",
+            )  # fmt: skip
+
     def _caches(self) -> Iterator[Alert]:
         caches = list(self._cache_view)
         missing = [cache.name for cache in caches if cache.events_missing]
