@@ -287,3 +287,15 @@ def test_a_node_that_loses_every_race_is_down() -> None:
         if attempts.hedge is not None:
             assert attempts.hedge_started(200, harness.now_s)
     assert hanging.health.state.value == "down" and hanging.inflight == 0
+
+
+def test_the_expected_time_to_first_token_includes_the_work_ahead() -> None:
+    harness = AttemptHarness(1, admission=AT_ONCE)
+    harness.warm_up()
+    [node] = harness.nodes
+    speed = node.speed.ms_per_token
+    first = harness.start(tokens=4000)[0].ticket.expected_ttft_ms
+    second = harness.start(tokens=4000)[0].ticket.expected_ttft_ms
+    assert first >= 4000 * speed and second >= 2 * first * 0.99
+    node.queue_ms = 5000.0
+    assert harness.start(tokens=4000)[0].ticket.expected_ttft_ms >= 5000.0 + 4000 * speed

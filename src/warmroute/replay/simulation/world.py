@@ -85,7 +85,7 @@ class World:
     def add(self, spec: NodeSpec) -> SimulatedNode:
         """Add a node whose engine is up. It gets requests once its first health check has passed."""
         config = NodeConfig(
-            url=f"http://{spec.name}:8000",
+            url=f"http://{spec.name.replace(' ', '-')}:8000",
             name=spec.name,
             models=(MODEL, *spec.adapters),
             island=spec.island if self.conditions.router_knows_islands else DEFAULT_ISLAND,
