@@ -141,6 +141,9 @@ def test_openai_async_client(url: str) -> None:
     asyncio.run(send_all())
 
 
+JSON = ("-H", "Content-Type: application/json")
+
+
 def _curl() -> str:
     found = shutil.which("curl")
     assert found is not None, "the tests need curl"
@@ -149,7 +152,7 @@ def _curl() -> str:
 
 def test_curl_streams(url: str) -> None:
     body = json.dumps({"model": "m", "messages": MESSAGES, "max_tokens": 5, "stream": True})
-    command = [_curl(), "-sS", "-N", "--noproxy", "*", "-d", body, f"{url}/v1/chat/completions"]
+    command = [_curl(), "-sS", "-N", "--noproxy", "*", *JSON, "-d", body, f"{url}/v1/chat/completions"]
     output = subprocess.run(command, capture_output=True, check=True, timeout=30).stdout
     assert output.endswith(b"data: [DONE]\n\n")
 
@@ -165,6 +168,7 @@ def test_curl_uploads_a_large_body_in_chunks_with_expect(url: str) -> None:
         "Transfer-Encoding: chunked",
         "-H",
         "Expect: 100-continue",
+        *JSON,
         "--data-binary",
         "@-",
         f"{url}/v1/completions",
