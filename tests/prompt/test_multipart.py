@@ -100,6 +100,13 @@ def test_a_filename_that_looks_like_a_name() -> None:
     assert model_of(form(part, field(b"model", b"m"))) == "m"
 
 
+def test_a_filename_may_be_a_windows_path_or_not_ascii() -> None:
+    for filename in (b"C:\\speech\\a.mp3", "größe.mp3".encode(), b"a%22b.mp3"):
+        body = form(file(b"x", filename=filename), field(b"model", b"m"))
+        assert model_of(body) == "m"
+        assert fields_by_python_multipart(body) == [(b"file", None), (b"model", b"m")]
+
+
 def test_a_large_file_is_searched_to_its_end() -> None:
     content = (b"\r\n--" + BOUNDARY[:-1]) * 250_000
     assert len(content) > 8 << 20
@@ -134,6 +141,7 @@ AMBIGUOUS = {
     "an extended name": with_disposition(b"Content-Disposition: form-data; name*=utf-8''model"),
     "a continued name": with_disposition(b'Content-Disposition: form-data; name*0="mod"; name*1="el"'),
     "a name with a backslash": with_disposition(b'Content-Disposition: form-data; name="mo\\del"'),
+    "a quote after a backslash": with_disposition(rb'Content-Disposition: form-data; filename="a\"; name="model"'),
     "another parameter": with_disposition(b'Content-Disposition: form-data; name="model"; x=y'),
     "another disposition": with_disposition(b'Content-Disposition: attachment; name="model"'),
     "two dispositions": with_disposition(

@@ -17,7 +17,9 @@ _WINDOW_BYTES: Final = 4 << 20
 """A search in a large body is done in steps of this size, so that it never holds the interpreter lock for long."""
 _TOKEN: Final = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 _HEADER: Final = re.compile(rb"(" + _TOKEN + rb"):[ \t]*([\t\x20-\x7e\x80-\xff]*?)[ \t]*")
-_PARAMETER: Final = rb"[ \t]*;[ \t]*(" + _TOKEN + rb")=(?:(" + _TOKEN + rb')|"([\t\x20-!#-\[\]-~\x80-\xff]*)")'
+_QUOTED: Final = rb'"((?:[\t\x20-!#-\[\]-~\x80-\xff]|\\(?!"))*)"'
+"""Without escaped quotes, which parsers read differently."""
+_PARAMETER: Final = rb"[ \t]*;[ \t]*(" + _TOKEN + rb")=(?:(" + _TOKEN + rb")|" + _QUOTED + rb")"
 _PARAMETERS: Final = re.compile(_PARAMETER)
 _DISPOSITION: Final = re.compile(rb"form-data((?:" + _PARAMETER + rb")+)", re.IGNORECASE)
 _PLAIN_ENCODINGS: Final = (b"7bit", b"8bit", b"binary")
@@ -91,6 +93,6 @@ def _read_part_head(head: bytes) -> tuple[bytes, bool]:
         if key in parameters or key not in (b"name", b"filename", b"filename*"):
             raise BadForm("a part has a malformed `Content-Disposition` header")
         parameters[key] = plain or quoted
-    if b"name" not in parameters:
-        raise BadForm("a part has no name")
+    if b"name" not in parameters or b"\\" in parameters[b"name"]:
+        raise BadForm("a part has no name, or one with a backslash")
     return parameters[b"name"], len(parameters) > 1
