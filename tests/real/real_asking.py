@@ -77,7 +77,7 @@ async def post(engine: RealEngine, path: str, body: bytes = b"") -> bytes:
 
 
 async def emptied(engines: list[RealEngine]) -> None:
-    """Their caches, and whoever follows their events hears of it: that is told with the next request only."""
+    """Empty the engines' caches. vLLM publishes the event only with its next request, so send one to each."""
     for engine in engines:
         await post(engine, "/reset_prefix_cache")
         await post(engine, "/v1/completions", body_of([7] * BLOCK, 1))

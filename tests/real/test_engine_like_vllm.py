@@ -301,7 +301,7 @@ def serve(engine: FlaggedEngine, one: RecordedRound) -> None:
             one.late_after = len(first.answer)
             time.sleep(0.2)
         if one.late_after == first.max_tokens:
-            one.late = []  # it was done before the engine paused, and nobody knows the step
+            one.late = []  # it was done before the engine paused, so its step is unknown
         answers += [queued(engine, asked) for asked in one.late]
         engine.resume()
     for answer in answers:

@@ -158,7 +158,7 @@ async def fetch(engine: RealEngine, path: str, body: dict[str, Any] | None = Non
 
 
 def prompt(seed: int, blocks: int = 4) -> list[int]:
-    """Token ids of so many blocks."""
+    """Token ids of `blocks` blocks."""
     return [10 + (seed * 911 + at * 7) % 1500 for at in range(blocks * BLOCK)]
 
 

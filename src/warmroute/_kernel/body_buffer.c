@@ -4,7 +4,7 @@
 #include "kernel.h"
 
 #define LEAST_CAPACITY 65536
-#define TRUSTED_BYTES (1 << 20) /* once so many bytes have arrived, memory for the announced rest is reserved */
+#define TRUSTED_BYTES (1 << 20) /* after this many bytes, memory for the announced rest is reserved */
 
 typedef struct {
     PyObject_HEAD

@@ -256,7 +256,7 @@ static always_inline void make_room(BlockIndex *ix) {
         ;
 }
 
-/* Every so many new pairs an epoch ends: pairs stored in the same epoch are of one age. */
+/* An epoch ends after this many new pairs: pairs stored in the same epoch have the same age. */
 static always_inline void count_new_pair(BlockIndex *ix) {
     ix->pairs++;
     if (!ix->stores_until_epoch--) {

@@ -5,8 +5,8 @@
  *   roles (prompt/chat_layout.py learns it from the chat template).
  * - Every separator is cut after a special token, where cutting does not change tokens. So the tokens from one cut to the next
  *   depend only on one content and on the halves of two separators. They are a unit.
- * - A unit is found by a digest of the message's bytes in the request, and of the numbers of the two halves. Whoever sends the
- *   message again, in this chat or in another, gets its tokens without decoding or tokenizing it.
+ * - A unit is found by a digest of the message's bytes in the request, and of the numbers of the two halves. A message
+ *   that was seen before, in this chat or in another, is neither decoded nor tokenized again.
  * - Units are bounded in bytes. The least recently used ones are evicted.
  */
 #include "message_tokens.h"

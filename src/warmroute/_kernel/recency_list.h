@@ -6,7 +6,7 @@
  *
  * The rules:
  * - Beyond the capacity the oldest block is evicted; of a piece, its last block first.
- * - Blocks whose hashes nobody knows (answers) are anonymous. They take their room, and are evicted in their turn.
+ * - Blocks with unknown hashes (of generated tokens) are anonymous. They take up capacity, and are evicted in order.
  * - Memory that an operation needs is reserved before the operation changes anything.
  *
  * The layout: pieces are entries of 40 bytes in a paged array, linked by number both in the order of use and in the chains

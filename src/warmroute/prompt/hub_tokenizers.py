@@ -2,7 +2,7 @@
 
 Looking for the files can take minutes (a download), so it happens elsewhere; the event loop only keeps the results:
 
-    unknown    nobody has asked yet
+    unknown    no request or node has named the model yet
     searching  the search runs
     located    the directory is known
     missing    the search found nothing; it is repeated after RETRY_S if a node still reports the name

@@ -20,7 +20,7 @@ MAX_DECODE_MS: Final = 15.0
 """A value that takes longer to parse is not parsed: a JSON parser holds the interpreter lock, and so stops the event
 loop even if it runs in a thread."""
 _UNCHECKED_BYTES: Final = 32_768
-"""Parsing so many bytes takes less."""
+"""A value of this size is parsed in less time than that."""
 _MAX_LIST_BYTES: Final = 1 << 20
 """The items of a longer list are parsed one by one."""
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES: Final = 1 << 23
 """The tokens of a larger chat would take 10 ms to join, in which the interpreter lock is held."""
 _MESSAGE_BYTES: Final = 64
-"""To encode a message takes as long as to encode so many bytes more."""
+"""The fixed cost of encoding a message, in bytes of text that take as long."""
 
 
 def size_bytes(messages: Sequence[MissingMessage]) -> int:

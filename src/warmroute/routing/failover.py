@@ -23,7 +23,7 @@ from warmroute.routing.router import Router
 from warmroute.routing.routing_errors import AllNodesBusy, AllNodesFailed, AllNodesUnavailable, RoutingError
 
 MAX_BUSY_ANSWERS: Final = 3
-"""After so many, a request skips nodes that told another request that they are busy."""
+"""After this many busy answers, a request skips nodes that recently answered another request as busy."""
 
 
 @dataclass(slots=True, eq=False)

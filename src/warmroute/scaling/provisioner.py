@@ -75,7 +75,7 @@ class Provisioner(Protocol):
         ProvisionerTimeout, ProvisionerError."""
 
     async def status(self) -> list[Machine]:
-        """Return every machine of this deployment, whoever requested it. Raises ProvisionerError."""
+        """Return every machine of this deployment, also if another router requested it. Raises ProvisionerError."""
 
     async def terminate(self, machine: Machine) -> None:
         """Terminate a machine. One that is gone already is no error. Raises ProvisionerError."""

@@ -108,7 +108,7 @@ class ModelWatch:
                 )
 
     def _asks_nodes(self, model: str) -> bool:
-        """Return whether a node's /tokenize stands in for the tokenizer."""
+        """Return whether a node's /tokenize is used instead of a tokenizer."""
         group = self._fleet.group(model)
         members = group.members if group is not None else ()
         return self._config().prompts.remote_tokenize and any(node.engine == "vllm" for node in members)

@@ -36,7 +36,7 @@ class RouteTraffic(msgspec.Struct, eq=False):
 
     requests: int = 0
     prompt_tokens: int = 0
-    """As the nodes reported them, or as the router counted them; 0 for prompts that nobody counted."""
+    """As the nodes reported them, or as the router counted them; 0 for prompts without a count."""
     cached_tokens: int = 0
     """Those of the prompt tokens that were cached: reported, or predicted where a node reports none."""
     predicted_tokens: float = 0.0

@@ -8,6 +8,7 @@ load_factor × (requests in flight + 1) / nodes requests. Requests without a key
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 
 from warmroute._kernel import key_hash, rendezvous_home, rendezvous_order
 from warmroute.prompt.routing_request import RoutingRequest
@@ -21,8 +22,9 @@ class BoundedRendezvous(Policy):
         self._load_factor = load_factor
         self._without_key = without_key
 
+    @abstractmethod
     def key(self, request: RoutingRequest) -> bytes | None:
-        raise NotImplementedError
+        """Return what decides the home node. Without a key the request goes to the least loaded node."""
 
     def decide(self, query: Query) -> Decision:
         key, group = self.key(query.request), query.group
