@@ -86,7 +86,7 @@ page: ui/node_modules/.ready
 	$(PYTHON) tools/check_page.py --write
 
 ui/node_modules/.ready: ui/package.json ui/package-lock.json
-	cd ui && npm ci --no-audit --no-fund
+	cd ui && npm install --no-save --no-audit --no-fund
 	touch $@
 
 # Debian's packages: chromium, nodejs, npm.
