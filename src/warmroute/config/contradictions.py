@@ -13,6 +13,7 @@ from warmroute.config.route_settings import route_problems
 from warmroute.config.scaling_settings import scaling_problems
 from warmroute.config.section import ConfigError
 from warmroute.config.serving_settings import KeyConfig
+from warmroute.config.tracing_settings import tracing_problems
 
 if TYPE_CHECKING:
     from warmroute.config.config import Config
@@ -28,6 +29,7 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from _duplicates("routes: route", (route.name for route in config.routes))
     yield from route_problems(config.routes)
     yield from _key_problems(config.keys)
+    yield from tracing_problems(config.tracing)
 
 
 def _listener_problems(config: Config) -> Iterator[str]:

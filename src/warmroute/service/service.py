@@ -52,6 +52,7 @@ from warmroute.telemetry.history import History, ScalingChange
 from warmroute.telemetry.journal import Journal
 from warmroute.telemetry.loop_delay import watch_loop_delay
 from warmroute.telemetry.prometheus import MetricsPage
+from warmroute.telemetry.tracing.create import create_tracing
 from warmroute.telemetry.traffic import Traffic
 
 log = EventLog("warmroute.service")
@@ -89,6 +90,10 @@ class Service:
             config, self.fleet, self.router, self.admission, self.prompt_reader, self.pools, self.counters,
             self.journal, now,
         )  # fmt: skip
+        tracing = create_tracing(config.tracing, self.counters, lambda model: self.fleet.group(model) is not None)
+        if tracing is not None:
+            self.proxy.tracing = tracing[0]
+        self._trace_exporter = tracing[1] if tracing is not None else None
         self.traffic = Traffic()
         self.proxy.dispatcher.request_completed = self.traffic.request_completed
         self.listener = Listener(self.proxy, config.limits, self.timers)
@@ -209,6 +214,8 @@ class Service:
             changed = watch_files(lambda: [file], lambda: self.config_reload.file_changed(file))
             self._tasks.append(loop.create_task(changed))
         self._tasks.append(loop.create_task(watch_files(lambda: self.certificates.files, self.certificates.reload)))
+        if self._trace_exporter is not None:
+            self._trace_exporter.start()
         self.nodes.reconfigure(config.nodes, config.health)
         if self.scaling is not None:
             await self.scaling.start()
@@ -279,6 +286,8 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await self.journal.close()
+        if self._trace_exporter is not None:
+            await self._trace_exporter.close()
         await asyncio.sleep(0)
 
     async def _cut_off(self) -> None:
