@@ -33,6 +33,7 @@ _OPERATIONS: Final = {
     "/v1/embeddings": "embeddings",
 }
 """`gen_ai.operation.name` by path."""
+_TERM_NAMES: Final = [(term, f"warmroute.price.{term}_ms") for term in TERMS]
 
 Attributes = dict[str, str | int | float | bool]
 
@@ -124,6 +125,7 @@ def _request_span(trace: EndedTrace) -> Span:
 
 
 def _decision_attributes(decision: EndedDecision) -> Attributes:
+    """Terms of the price that are 0 are left out."""
     attributes: Attributes = {
         "warmroute.policy": decision.policy,
         "warmroute.reason": decision.reason[:MAX_REASON_CHARACTERS],
@@ -137,8 +139,10 @@ def _decision_attributes(decision: EndedDecision) -> Attributes:
     price = decision.price
     if price is not None:
         attributes["warmroute.price.total_ms"] = round(price.total, 3)
-        for term in TERMS:
-            attributes[f"warmroute.price.{term}_ms"] = round(getattr(price, term), 3)
+        for term, name in _TERM_NAMES:
+            cost = getattr(price, term)
+            if cost:
+                attributes[name] = round(cost, 3)
     return attributes
 
 

@@ -20,6 +20,9 @@ MAX_TRACESTATE_BYTES: Final = 512
 _TRACEPARENT_LINES: Final = re.compile(rb"(?im)^traceparent:([^\r\n]*)\r\n")
 _TRACESTATE_LINES: Final = re.compile(rb"(?im)^tracestate:([^\r\n]*)\r\n")
 
+_NOT_ZERO: Final = 1 << 64 | 1
+"""A bit of each id that is set: ids of zeros are invalid."""
+
 RandomBits = Callable[[int], int]
 """Returns a random number of this many bits."""
 
@@ -43,7 +46,8 @@ class TraceContext(NamedTuple):
 
 
 def new_trace(random_bits: RandomBits, sampled: bool) -> TraceContext:
-    return TraceContext(b"%032x" % (random_bits(128) or 1), new_span_id(random_bits), SAMPLED if sampled else 0)
+    ids = b"%048x" % (random_bits(192) | _NOT_ZERO)
+    return TraceContext(ids[:32], ids[32:], SAMPLED if sampled else 0)
 
 
 def new_span_id(random_bits: RandomBits) -> bytes:

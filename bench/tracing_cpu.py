@@ -1,0 +1,134 @@
+"""What tracing costs: CPU time of the router per request, with tracing off and at several sample ratios, in one run.
+
+    python bench/tracing_cpu.py [--rounds 7] [--requests 3000]
+
+Each setting is a router process of its own, with the policy `price` and two mock nodes; the collector is a mock, too.
+Rounds take turns: in each, every router gets the same requests, one after the other on 8 connections. Its CPU time
+(all threads, user and system) is read before and after, the second time once its traces are sent. A figure is the
+median of the rounds, a ratio the median of the ratios within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+import uvloop
+from live_page_cpu import WORDS, FakeNode
+from record import Report, add_record_option, load_average
+
+from warmroute.demo.child_processes import Children, free_port
+
+CONNECTIONS = 8
+PROMPTS = 40
+SETTINGS = {
+    "off": None,
+    "on, 0 % of the requests": 0.0,
+    "on, 1 % (the default)": 0.01,
+    "on, 10 %": 0.1,
+    "on, 100 %": 1.0,
+}
+"""Sample ratios by title."""
+KEYS = ("off", "percent_0", "percent_1", "percent_10", "percent_100")
+
+
+class Router:
+    def __init__(self, children: Children, folder: Path, number: int, ratio: float | None, ports: list[int]) -> None:
+        self.port, self.admin_port = free_port(23_000 + 100 * number), free_port(23_050 + 100 * number)
+        config = folder / f"{number}.toml"
+        tracing = f'[tracing]\nenabled = true\nendpoint = "http://127.0.0.1:{ports[0]}"\nsample_ratio = {ratio}\n'
+        nodes = "".join(f'[[nodes]]\nurl = "http://127.0.0.1:{port}"\nmodels = ["m"]\n' for port in ports)
+        config.write_text((tracing if ratio is not None else "") + nodes)
+        arguments = ("--config", str(config), "--port", str(self.port), "--admin-port", str(self.admin_port))
+        self.pid = children.start("serve", *arguments).process.pid
+
+    def cpu_s(self) -> float:
+        tasks = Path(f"/proc/{self.pid}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+    def is_ready(self) -> bool:
+        try:
+            return bool(urllib.request.urlopen(f"http://127.0.0.1:{self.admin_port}/ready", timeout=1).status == 200)
+        except OSError:
+            return False
+
+
+def request(number: int) -> bytes:
+    text = " ".join(WORDS[(number + at * (1 + number % 5)) % len(WORDS)] for at in range(170))  # about 1 KB
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": f"{number} {text}"}]}).encode()
+    head = b"Host: r\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    return b"POST /v1/chat/completions HTTP/1.1\r\n" + head + body
+
+
+async def send(port: int, count: int) -> None:
+    left = count
+
+    async def client(number: int) -> None:
+        nonlocal left
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while left > 0:
+            left -= 1
+            writer.write(request(number % PROMPTS))
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200"), head
+            at = head.lower().find(b"content-length:")
+            await reader.readexactly(int(head[at + 15 :].split(b"\r\n", 1)[0]))
+            number += 7
+        writer.close()
+
+    await asyncio.gather(*(client(number) for number in range(CONNECTIONS)))
+
+
+async def measure(rounds: int, requests: int) -> dict[str, list[float]]:
+    """Return the CPU time per request of each setting in each round, in microseconds."""
+    loop = asyncio.get_running_loop()
+    servers = [await loop.create_server(FakeNode, "127.0.0.1", 0) for _ in range(2)]
+    ports = [server.sockets[0].getsockname()[1] for server in servers]
+    found: dict[str, list[float]] = {title: [] for title in SETTINGS}
+    with Children() as children, tempfile.TemporaryDirectory() as folder:
+        routers = {
+            title: Router(children, Path(folder), number, ratio, ports)
+            for number, (title, ratio) in enumerate(SETTINGS.items())
+        }
+        for router in routers.values():
+            while not await asyncio.to_thread(router.is_ready):  # noqa: ASYNC110 (no event says so)
+                await asyncio.sleep(0.1)
+            await send(router.port, requests // 3)
+        await asyncio.sleep(2.0)
+        for _ in range(rounds):
+            for title, router in routers.items():
+                before_s = router.cpu_s()
+                await send(router.port, requests)
+                await asyncio.sleep(1.5)  # its traces are sent every second
+                found[title].append((router.cpu_s() - before_s) / requests * 1e6)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--requests", type=int, default=3000, help="in each round, to each router")
+    add_record_option(parser)
+    args = parser.parse_args()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        found = runner.run(measure(args.rounds, args.requests))
+    report = Report()
+    report.table("cpu", "tracing", "µs of CPU per request", "of tracing off")
+    for key, (title, figures) in zip(KEYS, found.items(), strict=True):
+        ratios = sorted(one / off for one, off in zip(figures, found["off"], strict=True))
+        ratio = statistics.median(ratios)
+        report.row(title, f"{statistics.median(figures):.0f}", f"{ratio:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+        report.value(f"ratio_{key}", f"{ratio:.2f}")
+    report.value("load", load_average())
+    report.record(args.record)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
