@@ -101,6 +101,16 @@ async def test_the_error_for_an_invalid_node_says_what_is_wrong(body: bytes, mes
         assert error.endswith(message), error
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST."])
+async def test_an_engine_is_not_added_under_a_second_name(host: str) -> None:
+    async with engines() as [engine], router(engine) as r:
+        body = json.dumps({"url": f"http://{host}:{engine.port}", "name": "other"}).encode()
+        refused = await r.admin("POST", "/admin/nodes", body)
+        assert refused.status == 409 and refused.error["code"] == "same_engine"
+        assert "'node0' and 'other' are the same engine" in refused.error["message"]
+        assert len(r.service.fleet) == 1
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "code"),
     [

@@ -71,10 +71,12 @@ def _node_problems(nodes: Iterable[NodeConfig]) -> Iterator[str]:
         urls[name] = node.url
         first = names.setdefault(canonical_address(node.url), name)
         if first != name:
-            yield (
-                f"nodes: {first!r} and {name!r} are the same engine ({node.url}): its load would count twice. "
-                "Remove one of them"
-            )
+            yield f"nodes: {same_engine(first, name, node.url)}. Remove one of them"
+
+
+def same_engine(first: str, second: str, url: str) -> str:
+    """Return what is wrong with two nodes that have one address."""
+    return f"{first!r} and {second!r} are the same engine ({url}): its load would count twice"
 
 
 def _duplicates(what: str, names: Iterable[str]) -> Iterator[str]:
