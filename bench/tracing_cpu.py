@@ -3,9 +3,9 @@
     python bench/tracing_cpu.py [--rounds 7] [--requests 3000]
 
 Each setting is a router process of its own, with the policy `price` and two mock nodes; the collector is a mock, too.
-Rounds take turns: in each, every router gets the same requests, one after the other on 8 connections. Its CPU time
-(all threads, user and system) is read before and after, the second time once its traces are sent. A figure is the
-median of the rounds, a ratio the median of the ratios within a round.
+All routers get the same requests in turn, on 8 connections each, so that a busy machine slows all of them alike. Their
+CPU time (all threads, user and system) is read before and after a round, the second time once all traces are sent. A
+figure is the median of the rounds, a ratio the median of the ratios within a round.
 
 A second table has the parts: best of several runs in this process, in microseconds of CPU time. Their sum is steadier
 than a difference between two routers.
@@ -22,7 +22,7 @@ import tempfile
 import urllib.request
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
@@ -52,6 +52,8 @@ from warmroute.telemetry.tracing.tracing import Tracing
 
 CONNECTIONS = 8
 PROMPTS = 40
+EXPORTED_S = 3.0
+"""Time until all traces of a round are sent."""
 SETTINGS = {
     "off": None,
     "on, 0 % of the requests": 0.0,
@@ -91,21 +93,24 @@ def request(number: int) -> bytes:
     return b"POST /v1/chat/completions HTTP/1.1\r\n" + head + body
 
 
-async def send(port: int, count: int) -> None:
+async def send(ports: Sequence[int], count: int) -> None:
+    """Send this many requests to each port, in turn."""
     left = count
 
     async def client(number: int) -> None:
         nonlocal left
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        connections = [await asyncio.open_connection("127.0.0.1", port) for port in ports]
         while left > 0:
             left -= 1
-            writer.write(request(number % PROMPTS))
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 200"), head
-            at = head.lower().find(b"content-length:")
-            await reader.readexactly(int(head[at + 15 :].split(b"\r\n", 1)[0]))
+            for reader, writer in connections:
+                writer.write(request(number % PROMPTS))
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 200"), head
+                at = head.lower().find(b"content-length:")
+                await reader.readexactly(int(head[at + 15 :].split(b"\r\n", 1)[0]))
             number += 7
-        writer.close()
+        for _, writer in connections:
+            writer.close()
 
     await asyncio.gather(*(client(number) for number in range(CONNECTIONS)))
 
@@ -117,21 +122,22 @@ async def measure(rounds: int, requests: int) -> dict[str, list[float]]:
     ports = [server.sockets[0].getsockname()[1] for server in servers]
     found: dict[str, list[float]] = {title: [] for title in SETTINGS}
     with Children() as children, tempfile.TemporaryDirectory() as folder:
-        routers = {
-            title: RouterProcess(children, Path(folder), number, ratio, ports)
-            for number, (title, ratio) in enumerate(SETTINGS.items())
-        }
-        for router in routers.values():
+        routers = [
+            RouterProcess(children, Path(folder), number, ratio, ports)
+            for number, ratio in enumerate(SETTINGS.values())
+        ]
+        for router in routers:
             while not await asyncio.to_thread(router.is_ready):  # noqa: ASYNC110 (no event says so)
                 await asyncio.sleep(0.1)
-            await send(router.port, requests // 3)
-        await asyncio.sleep(2.0)
+        listening = [router.port for router in routers]
+        await send(listening, 500)
+        await asyncio.sleep(EXPORTED_S)
         for _ in range(rounds):
-            for title, router in routers.items():
-                before_s = router.cpu_s()
-                await send(router.port, requests)
-                await asyncio.sleep(1.5)  # its traces are sent every second
-                found[title].append((router.cpu_s() - before_s) / requests * 1e6)
+            before_s = [router.cpu_s() for router in routers]
+            await send(listening, requests)
+            await asyncio.sleep(EXPORTED_S)
+            for figures, router, started_s in zip(found.values(), routers, before_s, strict=True):
+                figures.append((router.cpu_s() - started_s) / requests * 1e6)
     return found
 
 

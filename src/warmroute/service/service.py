@@ -7,7 +7,7 @@ import gc
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from warmroute.engines.node_watcher import NodeWatcher
 from warmroute.engines.remote_tokenizer import RemoteTokenizer
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.node import Node
 from warmroute.index.cache_view import CacheView
 from warmroute.prompt.tokenizer import pack_token_ids
 from warmroute.prompt.tokenizer_registry import TokenizerRegistry
@@ -106,7 +107,7 @@ class Service:
             now,
             cache_view=self.cache_view,
             post=node_client.post,
-            on_models=lambda node, cards: self.tokenizer_registry.set_model_cards(node.name, cards),
+            on_models=self._models_reported,
         )
         self.remote_tokenizer = RemoteTokenizer(node_client.post, pack_token_ids)
         self.model_watch = ModelWatch(self.fleet, self.tokenizer_registry, node_client.post, lambda: self.config)
@@ -160,6 +161,11 @@ class Service:
         self.router.demand_meter, self.router.hot = scaling.demand_meter, scaling.hot
         self.router.may_serve = self._may_serve
         return scaling
+
+    def _models_reported(self, node: Node, cards: Sequence[dict[str, Any]]) -> None:
+        if window := node.config.max_model_len:
+            cards = [{**card, "max_model_len": window} for card in cards]
+        self.tokenizer_registry.set_model_cards(node.name, cards)
 
     def _may_serve(self, model: str) -> bool:
         """Return whether a new node might serve this model. All nodes of a scaled fleet serve the same models: those
