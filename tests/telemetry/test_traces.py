@@ -194,6 +194,7 @@ async def test_a_response_that_breaks_off_is_an_error(collector: Collector) -> N
         await client.reader.read()
         [request] = await requests_of(collector)
     assert request.failed and request.attributes["error.type"] == "upstream_broken"
+    assert request.attributes["http.response.status_code"] == 200, "the client has it"
     assert request.only("attempt").failed and request.only("attempt").attributes["warmroute.outcome"] == "broken"
 
 

@@ -307,7 +307,7 @@ class ProxyExchange:
         self.attempts.response_broke(reason, proxy.now())
         why = errors.upstream_broken()
         if self.trace is not None:
-            self.trace.end(proxy.now(), 0, why.code)
+            self.trace.end(proxy.now(), self.attempts.status, why.code)
         self._break_off(why, frames)
         if proxy.log_requests:
             proxy.log_request(self.attempts, "broken")
@@ -363,7 +363,8 @@ class ProxyExchange:
         except Exception as another:
             proxy.internal_error(another, request_id)
         if self.trace is not None:
-            self.trace.end(proxy.now(), 0 if self._head_sent else http_error.status, http_error.code)
+            status = self.attempts.status if self._head_sent else http_error.status
+            self.trace.end(proxy.now(), status, http_error.code)
         if not client.is_serving(self):
             return
         if not self._head_sent:
@@ -380,7 +381,8 @@ class ProxyExchange:
         self.release()
         why = errors.router_stopping()
         if self.trace is not None:
-            self.trace.end(self._proxy.now(), 0 if self._head_sent else why.status, why.code)
+            status = self.attempts.status if self._head_sent else why.status
+            self.trace.end(self._proxy.now(), status, why.code)
         if self._head_sent:
             self._proxy.counters.interrupted += 1
             self._break_off(why, frames)

@@ -114,10 +114,9 @@ def _request_span(trace: EndedTrace) -> Span:
             attributes["gen_ai.response.time_to_first_chunk"] = round(ttft_s, 6)
             attributes["warmroute.node"] = answered.node
             attributes["warmroute.island"] = answered.island
-    # A client's mistake is no error of the server, nor is a client that leaves.
-    error = (trace.error or f"HTTP status {trace.status}") if trace.status >= 500 else ""
-    if trace.error and not trace.status and not trace.client_left:
-        error = trace.error
+    error = ""  # a client's mistake is no error of the server, nor is a client that leaves
+    if trace.status >= 500 or (trace.error and trace.status < 400):
+        error = trace.error or f"HTTP status {trace.status}"
     return Span(
         f"POST {trace.path}", "server", trace.context.span_id, trace.parent_id, trace.started_s, trace.ended_s,
         _given(attributes), error,
