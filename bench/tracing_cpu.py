@@ -46,7 +46,7 @@ from warmroute.routing.attempts import Attempts
 from warmroute.routing.router import Router
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.tracing.otlp import OtlpSender
-from warmroute.telemetry.tracing.request_trace import EndedTrace
+from warmroute.telemetry.tracing.request_trace import EndedTrace, RequestTrace
 from warmroute.telemetry.tracing.trace_exporter import BATCH_TRACES
 from warmroute.telemetry.tracing.tracing import Tracing
 
@@ -146,8 +146,8 @@ async def measure(rounds: int, requests: int) -> dict[str, list[float]]:
 
 def ended_trace(tracing: Tracing, head: bytes, attempts: Attempts, ticket: Ticket) -> None:
     """Do for a recorded request what the event loop does."""
-    trace = tracing.begin(head, "/v1/chat/completions", 0.9)
-    assert trace is not None
+    trace = tracing.begin(head, b"/v1/chat/completions", 0.9)
+    assert isinstance(trace, RequestTrace)
     trace.begin(attempts)
     trace.forwarded_fields(ticket)
     trace.node_answered(ticket, 200)

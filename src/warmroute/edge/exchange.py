@@ -29,7 +29,7 @@ from warmroute.prompt.prompt import Prompt
 from warmroute.routing.attempts import Attempts
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.routing_errors import RoutingError
-from warmroute.telemetry.tracing.request_trace import Trace
+from warmroute.telemetry.tracing.request_trace import RequestTrace
 
 if TYPE_CHECKING:
     from warmroute.edge.client_connection import ClientConnection
@@ -56,8 +56,10 @@ class ProxyExchange:
     _head: RequestHead
     body: bytes
     attempts: Attempts = field(init=False)
-    trace: Trace | None = None
-    """None if the node gets the client's header lines as they are."""
+    trace: RequestTrace | None = None
+    """None if the request is not recorded."""
+    node_fields: bytes = b""
+    """Header lines for a node; empty: the client's as they are."""
     pending_prompt: PendingPrompt | None = None
     """Set while the prompt is being read in a thread or by a node."""
     _attempt: NodeAttempt | None = None
@@ -147,7 +149,7 @@ class ProxyExchange:
             head.method,
             head.target,
             pool.host_line,
-            head.forwarded_fields if self.trace is None else self.trace.forwarded_fields(ticket),
+            self.node_fields or head.forwarded_fields if self.trace is None else self.trace.forwarded_fields(ticket),
             authorization,
             len(self.body),
             self.attempts.request_id,

@@ -10,7 +10,7 @@ from warmroute.edge import errors
 from warmroute.edge.body_scanner import ScannedBody
 from warmroute.edge.errors import HttpError
 from warmroute.edge.http1 import RequestHead
-from warmroute.telemetry.tracing.request_trace import Trace
+from warmroute.telemetry.tracing.request_trace import RequestTrace
 
 if TYPE_CHECKING:
     from warmroute.edge.client_connection import ClientConnection
@@ -26,7 +26,7 @@ class LargeBodyExchange:
     _head: RequestHead
     _path: bytes
     _body: bytes
-    _trace: Trace | None
+    _trace: RequestTrace | bytes | None
     scanning: Future[ScannedBody] = field(init=False)
 
     def scanned(self, done: Future[ScannedBody]) -> None:
@@ -47,7 +47,7 @@ class LargeBodyExchange:
         self.scanning.cancel()
         self._body = b""
         self._proxy.counters.disconnects += 1
-        if self._trace is not None:
+        if isinstance(self._trace, RequestTrace):
             self._trace.end(self._proxy.now(), client_left=True)
 
     def cut_off(self) -> None:
@@ -57,7 +57,7 @@ class LargeBodyExchange:
         self._client.send_error(error)
 
     def _end_trace(self, error: Exception) -> None:
-        if self._trace is not None:
+        if isinstance(self._trace, RequestTrace):
             end_with(self._trace, error, self._proxy.now())
 
     def pause_response(self) -> None:
@@ -71,7 +71,7 @@ class LargeBodyExchange:
         self._client.send_error(self._proxy.internal_error(error, self._head.request_id))
 
 
-def end_with(trace: Trace, error: Exception, now_s: float) -> None:
+def end_with(trace: RequestTrace, error: Exception, now_s: float) -> None:
     """End the trace of a request that the router answers with an error before it asks for a node."""
     known = error if isinstance(error, HttpError) else errors.internal_error()
     trace.end(now_s, known.status, known.code)

@@ -37,7 +37,7 @@ from warmroute.routing.router import Router
 from warmroute.routing.routing_errors import NotAdmitted, RateLimited, RoutingError
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.journal import Journal
-from warmroute.telemetry.tracing.request_trace import Trace
+from warmroute.telemetry.tracing.request_trace import RequestTrace
 from warmroute.telemetry.tracing.tracing import Tracing
 
 log = EventLog("warmroute.requests")
@@ -122,17 +122,17 @@ class Proxy:
             return None
         if self.tracing is None:
             return self._serve(client, head, path, body, None)
-        route = path.decode("ascii") if path in FORWARDED else "/v1/*"
+        route = path if path in FORWARDED else b"/v1/*"
         trace = self.tracing.begin(head.forwarded_fields, route, client.body_started_s or self.now())
         try:
             return self._serve(client, head, path, body, trace)
         except Exception as error:
-            if trace is not None:
+            if isinstance(trace, RequestTrace):
                 end_with(trace, error, self.now())
             raise
 
     def _serve(
-        self, client: ClientConnection, head: RequestHead, path: bytes, body: bytes, trace: Trace | None
+        self, client: ClientConnection, head: RequestHead, path: bytes, body: bytes, trace: RequestTrace | bytes | None
     ) -> ProxyExchange | LargeBodyExchange:
         if len(body) <= MAX_LOOP_BYTES:
             return self.begin(client, head, path, body, scan(path, head.content_type, body), trace)
@@ -142,7 +142,7 @@ class Proxy:
 
     def begin(
         self, client: ClientConnection, head: RequestHead, path: bytes, body: bytes, scanned: ScannedBody,
-        trace: Trace | None,
+        trace: RequestTrace | bytes | None,
     ) -> ProxyExchange:  # fmt: skip
         """Serve a request whose body is scanned. Raises HttpError."""
         request = self.requests.build(head, path, scanned, client.tenant)
@@ -152,7 +152,9 @@ class Proxy:
         exchange = ProxyExchange(self, client, head, body)
         request_id = head.request_id or self.new_request_id()
         exchange.attempts = Attempts(self.dispatcher, exchange, request, request_id)
-        if trace is not None:
+        if isinstance(trace, bytes):
+            exchange.node_fields = trace
+        elif trace is not None:
             exchange.trace = trace
             trace.begin(exchange.attempts)
         if charge is not None:

@@ -73,10 +73,10 @@ LeaderWorkerSet = create_namespaced_resource("leaderworkerset.x-k8s.io", "v1", "
 KINDS: dict[str, Any] = {"deployment": Deployment, "statefulset": StatefulSet, "leaderworkerset": LeaderWorkerSet}
 
 
-def _hide_secrets(kube: SingleConfig, config: ProvisionerConfig) -> SingleConfig:
+def _hide_secrets(kube: SingleConfig | None, config: ProvisionerConfig) -> SingleConfig | None:
     """Let the plugin that the kubeconfig names for credentials (`exec`) start without the router's secrets. lightkube
     gives it the router's whole environment, so `env` removes what child_environment.py does not allow."""
-    if kube.user is None or kube.user.exec is None:
+    if kube is None or kube.user is None or kube.user.exec is None:
         return kube
     user, plugin = copy(kube.user), copy(kube.user.exec)
     allowed = child_environment(config).keys() | {variable.name for variable in plugin.env or ()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from warmroute.fleet.node import Outcome
 from warmroute.fleet.ticket import Ticket
@@ -19,41 +19,6 @@ from warmroute.routing.decision_record import DecisionRecord
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.price_terms import Price
 from warmroute.telemetry.tracing.trace_context import RandomBits, TraceContext, new_span_id
-
-
-class Trace(Protocol):
-    """What the edge tells the trace of a request."""
-
-    def begin(self, attempts: Attempts) -> None:
-        """The request was read."""
-
-    def forwarded_fields(self, ticket: Ticket) -> bytes:
-        """Return the header lines for a node."""
-
-    def node_answered(self, ticket: Ticket, status: int) -> None: ...
-
-    def end(self, now_s: float, status: int = 0, error: str = "", *, client_left: bool = False) -> None:
-        """The request has ended: with this status, if the client received one. `error`: the error's code. Only the
-        first call counts."""
-
-
-@dataclass(slots=True, eq=False)
-class Unrecorded:
-    """Not recorded, but nodes are told so: else each would decide for itself."""
-
-    _fields: bytes
-
-    def begin(self, attempts: Attempts) -> None:
-        pass
-
-    def forwarded_fields(self, ticket: Ticket) -> bytes:
-        return self._fields
-
-    def node_answered(self, ticket: Ticket, status: int) -> None:
-        pass
-
-    def end(self, now_s: float, status: int = 0, error: str = "", *, client_left: bool = False) -> None:
-        pass
 
 
 class EndedAttempt(NamedTuple):
@@ -147,7 +112,7 @@ class RequestTrace:
     _tracestate: bytes
     _fields: bytes
     """The header lines for nodes, without `traceparent`."""
-    _path: str
+    _path: bytes
     _started_s: float
     _attempts: Attempts | None = None
     _span_ids: dict[Ticket, bytes] = field(default_factory=dict)
@@ -155,10 +120,12 @@ class RequestTrace:
     _ended: bool = False
 
     def begin(self, attempts: Attempts) -> None:
+        """The request was read."""
         self._attempts = attempts
         attempts.history = AttemptHistory()
 
     def forwarded_fields(self, ticket: Ticket) -> bytes:
+        """Return the header lines for a node."""
         return self._fields + self._context.child(self._span_id(ticket), sampled=True).header_line()
 
     def _span_id(self, ticket: Ticket) -> bytes:
@@ -171,6 +138,8 @@ class RequestTrace:
         self._statuses[ticket] = status
 
     def end(self, now_s: float, status: int = 0, error: str = "", *, client_left: bool = False) -> None:
+        """The request has ended: with this status, if the client received one. `error`: the error's code. Only the
+        first call counts."""
         if self._ended:
             return
         self._ended = True
@@ -184,7 +153,8 @@ class RequestTrace:
             usage = attempts.reported
         self._export(
             EndedTrace(
-                self._context, self._parent_id, self._tracestate, time.time() - now_s, self._path, self._started_s,
+                self._context, self._parent_id, self._tracestate, time.time() - now_s, self._path.decode(),
+                self._started_s,
                 entered_s, history.queue_length, history.queued, now_s, status, error, client_left, request, decision,
                 self._ended_attempts(history), usage or (None, None, None),
             )

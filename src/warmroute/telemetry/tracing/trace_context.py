@@ -20,9 +20,6 @@ MAX_TRACESTATE_BYTES: Final = 512
 _TRACEPARENT_LINES: Final = re.compile(rb"(?im)^traceparent:([^\r\n]*)\r\n")
 _TRACESTATE_LINES: Final = re.compile(rb"(?im)^tracestate:([^\r\n]*)\r\n")
 
-_NOT_ZERO: Final = 1 << 64 | 1
-"""A bit of each id that is set: ids of zeros are invalid."""
-
 RandomBits = Callable[[int], int]
 """Returns a random number of this many bits."""
 
@@ -45,13 +42,18 @@ class TraceContext(NamedTuple):
         return TraceContext(self.trace_id, span_id, (self.flags & _RANDOM_TRACE_ID) | (SAMPLED if sampled else 0))
 
 
-def new_trace(random_bits: RandomBits, sampled: bool) -> TraceContext:
-    ids = b"%048x" % (random_bits(192) | _NOT_ZERO)
-    return TraceContext(ids[:32], ids[32:], SAMPLED if sampled else 0)
+def new_trace(random_bits: RandomBits) -> TraceContext:
+    """Return the context of a trace that begins here and is recorded."""
+    return TraceContext(b"%032x" % (random_bits(128) | 1), new_span_id(random_bits), SAMPLED)
+
+
+def new_unsampled_context(random_bits: RandomBits, fields: bytes) -> bytes:
+    """Return the header lines with a new trace that is not recorded. Without it, each node would decide for itself."""
+    return b"%btraceparent: 00-%032x-%016x-00\r\n" % (fields, random_bits(128) | 1, random_bits(64) | 1)
 
 
 def new_span_id(random_bits: RandomBits) -> bytes:
-    return b"%016x" % (random_bits(64) or 1)
+    return b"%016x" % (random_bits(64) | 1)  # ids of zeros are invalid
 
 
 def read_traceparent(value: bytes) -> TraceContext | None:

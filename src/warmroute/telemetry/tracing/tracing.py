@@ -16,11 +16,12 @@ from random import Random
 from warmroute.config import Tracing as TracingConfig
 from warmroute.event_log import EventLog
 from warmroute.telemetry.counters import Counters
-from warmroute.telemetry.tracing.request_trace import EndedTrace, RequestTrace, Trace, Unrecorded
+from warmroute.telemetry.tracing.request_trace import EndedTrace, RequestTrace
 from warmroute.telemetry.tracing.trace_context import (
     TraceContext,
     new_span_id,
     new_trace,
+    new_unsampled_context,
     read_context,
     read_tracestate,
     without_context,
@@ -55,18 +56,17 @@ class Tracing:
         self._refilled_s = self._now()
         self._limit_logged = False
 
-    def begin(self, fields: bytes, path: str, started_s: float) -> Trace | None:
-        """Begin the trace of a request, whose header lines for a node are `fields`; None if they do not change."""
+    def begin(self, fields: bytes, path: bytes, started_s: float) -> RequestTrace | bytes | None:
+        """Return the trace of a request, if it is recorded, else the header lines for its node; None if they are still
+        `fields`, those of the client."""
         may_have_context = b"trace" in fields.lower()
         parent = read_context(fields) if may_have_context else None
         if parent is None:
             if may_have_context:
                 fields = without_context(fields)
-            sampled = self._random() < self._sample_ratio
-            own = new_trace(self.random_bits, sampled)
-            if sampled:
-                return self._record(own, b"", b"", fields, path, started_s)
-            return Unrecorded(fields + own.header_line())
+            if self._random() >= self._sample_ratio:
+                return new_unsampled_context(self.random_bits, fields)
+            return self._record(new_trace(self.random_bits), b"", b"", fields, path, started_s)
         if not parent.sampled:
             return None
         recorded = self._take_client_trace()
@@ -74,10 +74,10 @@ class Tracing:
         fields = without_traceparent(fields)
         if recorded:
             return self._record(own, parent.span_id, tracestate, fields, path, started_s)
-        return Unrecorded(fields + own.header_line())
+        return fields + own.header_line()
 
     def _record(
-        self, own: TraceContext, parent_id: bytes, tracestate: bytes, fields: bytes, path: str, started_s: float
+        self, own: TraceContext, parent_id: bytes, tracestate: bytes, fields: bytes, path: bytes, started_s: float
     ) -> RequestTrace:
         return RequestTrace(
             self._export, self.random_bits, self._is_served, own, parent_id, tracestate, fields, path, started_s
