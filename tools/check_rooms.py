@@ -23,7 +23,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "index": {"_kernel", "config"},
     "fleet": {"_kernel", "config"},
     "routing": {"_kernel", "config", "prompt", "index", "fleet"},
-    "telemetry": {"blocking", "config", "fleet", "index", "routing"},
+    "telemetry": {"_kernel", "blocking", "config", "fleet", "index", "routing"},
     "edge": {"_kernel", "config", "prompt", "fleet", "routing", "telemetry"},
     "engines": {"config", "fleet", "index"},
     "scaling": {"blocking", "config", "fleet", "index"},

@@ -71,6 +71,8 @@ class Attempts:
     request: RoutingRequest
     request_id: bytes
     entered_s: float = field(init=False)
+    admitted_s: float = 0.0
+    """When admission sent it to its first node."""
     lookup: Lookup | None = None
     charge: Charge | None = None
     """What the request took of its tenant's rate limit."""
@@ -123,7 +125,7 @@ class Attempts:
         """Admission sends the request to the decision's node."""
         self.decision = decision
         dispatcher = self._dispatcher
-        now_s = dispatcher.now()
+        now_s = self.admitted_s = dispatcher.now()
         try:
             journal = dispatcher.journal
             if journal is not None and journal.on:
