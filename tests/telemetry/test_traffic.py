@@ -216,6 +216,20 @@ def test_times_are_counted_by_route() -> None:
     assert [sum(getattr(sums, name).counts) for name in expected] == [2, 1, 3, 3]
 
 
+def test_the_spread_of_the_hit_rate_is_counted() -> None:
+    sums, recorder, ticket = counted()
+    for cached in (0, 50):
+        recorder.record(ticket, 0.0, 0.0, 1.0, True, 100, cached, 1, None, None, None)
+    recorder.record(ticket, 0.0, 0.0, 1.0, True, None, None, 1, None, None, None)
+    assert (sums.counted_prompts, sums.hit_shares, sums.hit_share_squares) == (2, 0.5, 0.25)
+    sums.sampled_blocks, sums.known_blocks = 5, 3
+    total = RouteTraffic()
+    total.add(sums)
+    total.add(sums)
+    assert (total.counted_prompts, total.hit_share_squares, total.sampled_blocks, total.known_blocks) == (4, 0.5, 10, 6)
+    assert recorder.route is sums
+
+
 def test_saved_gpu_time_counts_all_gpus_of_the_node() -> None:
     sums, recorder, ticket = counted(gpus=8)
     recorder.record(ticket, 0.0, 0.0, 1.0, True, 1000, 500, 1, 0, {"a": Hit(100, 100.0, 0)}, {"a": 1})

@@ -121,6 +121,8 @@ enum { TTFT, INTER_TOKEN, QUEUE_WAIT, DURATION, HISTOGRAMS };
 typedef struct {
     TokenTraffic tokens;
     double saved_ms, saved_gpu_ms, round_robin_tokens, round_robin_saved_ms, round_robin_saved_gpu_ms;
+    double hit_shares, hit_share_squares;
+    Py_ssize_t counted_prompts, sampled_blocks, known_blocks;
     Histogram *histograms[HISTOGRAMS];
 } RouteTraffic;
 
@@ -150,6 +152,11 @@ static PyObject *route_add(RouteTraffic *to, PyObject *given) {
     to->round_robin_tokens += from->round_robin_tokens;
     to->round_robin_saved_ms += from->round_robin_saved_ms;
     to->round_robin_saved_gpu_ms += from->round_robin_saved_gpu_ms;
+    to->hit_shares += from->hit_shares;
+    to->hit_share_squares += from->hit_share_squares;
+    to->counted_prompts += from->counted_prompts;
+    to->sampled_blocks += from->sampled_blocks;
+    to->known_blocks += from->known_blocks;
     for (int which = 0; which < HISTOGRAMS; which++)
         add_histogram(to->histograms[which], from->histograms[which]);
     Py_RETURN_NONE;
@@ -165,6 +172,11 @@ static PyMemberDef route_members[] = {
     {"round_robin_tokens", T_DOUBLE, offsetof(RouteTraffic, round_robin_tokens), 0, NULL},
     {"round_robin_saved_ms", T_DOUBLE, offsetof(RouteTraffic, round_robin_saved_ms), 0, NULL},
     {"round_robin_saved_gpu_ms", T_DOUBLE, offsetof(RouteTraffic, round_robin_saved_gpu_ms), 0, NULL},
+    {"hit_shares", T_DOUBLE, offsetof(RouteTraffic, hit_shares), 0, NULL},
+    {"hit_share_squares", T_DOUBLE, offsetof(RouteTraffic, hit_share_squares), 0, NULL},
+    {"counted_prompts", T_PYSSIZET, offsetof(RouteTraffic, counted_prompts), 0, NULL},
+    {"sampled_blocks", T_PYSSIZET, offsetof(RouteTraffic, sampled_blocks), 0, NULL},
+    {"known_blocks", T_PYSSIZET, offsetof(RouteTraffic, known_blocks), 0, NULL},
     {"ttft", T_OBJECT_EX, offsetof(RouteTraffic, histograms[TTFT]), READONLY, NULL},
     {"inter_token", T_OBJECT_EX, offsetof(RouteTraffic, histograms[INTER_TOKEN]), READONLY, NULL},
     {"queue_wait", T_OBJECT_EX, offsetof(RouteTraffic, histograms[QUEUE_WAIT]), READONLY, NULL},
@@ -315,6 +327,10 @@ static PyObject *recorder_record(TrafficRecorder *self, PyObject *const *args, P
         double saved_ms = ms_per_token * saved_work(tokens, tokens * tokens);
         route->saved_ms += saved_ms;
         route->saved_gpu_ms += saved_ms * self->gpus;
+        double share = tokens / (double)prompt;
+        route->counted_prompts++;
+        route->hit_shares += share;
+        route->hit_share_squares += share * share;
         if (PyDict_Check(args[9]) && PyDict_GET_SIZE(args[9]) && PyDict_Check(args[10]) && PyDict_GET_SIZE(args[10])) {
             double candidates = (double)PyDict_GET_SIZE(args[10]);
             if (sum_hits(args[9], args[10], self->estimates++, &tokens, &squares) < 0)
@@ -331,6 +347,8 @@ static PyObject *recorder_record(TrafficRecorder *self, PyObject *const *args, P
     Py_RETURN_NONE;
 }
 
+static PyMemberDef recorder_members[] = {{"route", T_OBJECT_EX, offsetof(TrafficRecorder, route), READONLY, NULL}, NO_MEMBER};
+
 static PyMethodDef recorder_methods[] = {{"record", FAST(recorder_record), "Count a complete response."}, NO_METHOD};
 
 static PyTypeObject TrafficRecorderType = {
@@ -341,6 +359,7 @@ static PyTypeObject TrafficRecorderType = {
     .tp_new = recorder_new,
     .tp_dealloc = (destructor)recorder_dealloc,
     .tp_methods = recorder_methods,
+    .tp_members = recorder_members,
 };
 
 /* ---- Registration ---- */

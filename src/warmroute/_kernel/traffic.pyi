@@ -49,6 +49,15 @@ class RouteTraffic(TokenTraffic):
     round_robin_saved_ms: float
     """An estimate: prefill time that round robin would have saved."""
     round_robin_saved_gpu_ms: float
+    counted_prompts: int
+    """Responses with prompt tokens."""
+    hit_shares: float
+    """Sum over these of the share of their prompt tokens that was cached."""
+    hit_share_squares: float
+    sampled_blocks: int
+    """Blocks of their prompts, of those that index/reuse.py samples."""
+    known_blocks: int
+    """Those that an earlier prompt had, whether or not a node still has them."""
     @property
     def ttft(self) -> Histogram:
         """Time from arrival to first token of streamed responses."""
@@ -71,6 +80,8 @@ class TrafficRecorder:
     """Counts the responses to one tenant's requests of one route that one node served."""
 
     def __new__(cls, route: RouteTraffic, tenant: TokenTraffic, node: TokenTraffic, gpus: float) -> TrafficRecorder: ...
+    @property
+    def route(self) -> RouteTraffic: ...
     def record(
         self,
         ticket: TicketState,
