@@ -70,7 +70,7 @@ def exported_metrics() -> set[str]:
         lost=0, leading=True,
     )  # fmt: skip
     page = MetricsPage(fleet, cache_view, Counters(), lambda: (0, 0), lambda: (0, 0), scaling=lambda: stats)
-    lines = page.render().decode().splitlines()
+    lines = b"".join(page.render()).decode().splitlines()
     return {line.split()[2] for line in lines if line.startswith("# TYPE warmroute_")}
 
 

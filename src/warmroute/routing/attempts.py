@@ -131,6 +131,7 @@ class Attempts:
             if journal is not None and journal.on:
                 self._entry = journal.begin(self, (now_s - self.entered_s) * 1000.0)
             dispatcher.sent += 1
+            dispatcher.count_decision(decision)
             self._try(decision, decision.node, now_s)
         except Exception as error:
             if not self._queued:  # the caller of `enter` handles it
@@ -338,7 +339,11 @@ class Attempts:
     def wants_usage(self) -> bool:
         """Whether somebody uses the token counts that the response reports."""
         charge = self.charge
-        return self.status < 400 and (isinstance(self.ticket, Dispatch) or (charge is not None and charge.wants_usage))
+        return self.status < 400 and (
+            self._dispatcher.request_completed is not None
+            or isinstance(self.ticket, Dispatch)
+            or (charge is not None and charge.wants_usage)
+        )
 
     def response_ended(self, usage: Usage | None, now_s: float) -> None:
         """The client has the whole response."""

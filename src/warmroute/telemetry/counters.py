@@ -19,7 +19,6 @@ class Counters:
         "interrupted",
         "journal_dropped",
         "journal_written",
-        "loop_delay_max_s",
         "prompts",
         "prompts_in_threads",
         "prompts_not_tokenized",
@@ -64,5 +63,3 @@ class Counters:
         """Decisions written to the journal file."""
         self.journal_dropped = 0
         """Decisions that could not be written to the journal file."""
-        self.loop_delay_max_s = 0.0
-        """Longest delay of the event loop since the last scrape."""
