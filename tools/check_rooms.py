@@ -28,6 +28,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "engines": {"config", "fleet", "index"},
     "scaling": {"blocking", "config", "fleet", "index"},
     "console": {"config", "edge", "fleet", "index", "routing", "scaling", "telemetry"},
+    "monitoring": {"telemetry"},
     "fake_engine": {"config", "edge"},
     "replay": {"_kernel", "config", "prompt", "index", "fleet", "routing", "engines", "scaling", "fake_engine"},
     "demo": {"config", "scaling", "fake_engine", "replay"},

@@ -100,7 +100,8 @@ class MergedBuckets:
 
     def __init__(self, all_bounds_ms: Sequence[float], shown_ms: Sequence[float]) -> None:
         """`shown_ms`: some of the bounds, in milliseconds. The page has them in seconds."""
-        self.labels = bucket_bounds(bound / 1000.0 for bound in shown_ms)
+        self.bounds_s = tuple(bound / 1000.0 for bound in shown_ms)
+        self.labels = bucket_bounds(self.bounds_s)
         ends = [all_bounds_ms.index(bound) + 1 for bound in shown_ms]
         self._slices = [slice(start, end) for start, end in zip((0, *ends), (*ends, None), strict=True)]
 

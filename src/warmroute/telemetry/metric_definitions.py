@@ -178,7 +178,7 @@ LOOP_DELAY: Final = _histogram("event_loop_delay_seconds", "How late the event l
 LOOP_DELAY_MAX: Final = _gauge(
     "event_loop_delay_max_seconds", "Longest delay of the event loop in the last one to two minutes."
 )
-ALERTS: Final = _gauge("alerts", "1 for each alert that the live page shows now.", "alert", "severity")
+ALERTS: Final = _gauge("alerts", "Alerts that the live page shows now, by name.", "alert", "severity")
 CONFIG_RELOADS: Final = _counter("config_reloads", "Reloads of configuration and certificates.", "result")
 CONFIG_RELOAD_OK: Final = _gauge(
     "config_last_reload_successful", "1 if the last reload succeeded, or there was none; 0 if it was rejected."

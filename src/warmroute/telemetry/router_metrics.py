@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from warmroute.telemetry import metric_definitions as metrics
@@ -52,5 +53,7 @@ class RouterMetrics:
         page[metrics.LOOP_DELAY_MAX].add(delay.max_s)
         for (policy, reason), count in sorted(dict(self._decisions).items()):
             page[metrics.DECISIONS].add(count, format_labels(policy=policy, reason=reason))
-        for alert in self._alerts.current:
-            page[metrics.ALERTS].add(1, format_labels(alert=alert.id, severity=alert.severity))
+        # An id may go on with the model and route that it is about.
+        alerts = Counter((alert.id.partition(" ")[0], alert.severity) for alert in self._alerts.current)
+        for (name, severity), count in sorted(alerts.items()):
+            page[metrics.ALERTS].add(count, format_labels(alert=name, severity=severity))
