@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from warmroute.cli.main import main
 from warmroute.monitoring.alert_rules import Thresholds, alert_rules

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 from alert_cases import CASES, promtool_tests
 from support.engine_scripts import DONE, SSE_HEAD, chunk, http_response, script, sse_event
 from support.polling import until
@@ -155,7 +155,7 @@ async def test_a_prometheus_scrapes_a_router_and_every_panel_has_data(tmp_path: 
         {"sha256": hash_key("a"), "tenant": 'se"arch'},
         {"sha256": hash_key("b"), "tenant": "batch", "requests_per_min": 2},
     ]
-    tables = {"routing": {"policy": "price"}, "keys": keys, "routes": [{"name": "chat", "model": "m"}]}
+    tables: dict[str, Any] = {"routing": {"policy": "price"}, "keys": keys, "routes": [{"name": "chat", "model": "m"}]}
     async with engines(3) as [one, two, gone], router(one, two, gone, check_leaks=False, **tables) as r:
         for engine in (one, two):
             engine.metrics = counting_metrics(iter(range(10**6)))

@@ -126,6 +126,18 @@ def test_the_round_robin_estimate_is_the_mean_over_all_candidates() -> None:
     assert total.round_robin_saved_ms == pytest.approx(total.saved_ms / 4, rel=0.01)
 
 
+@pytest.mark.parametrize(("predicted", "hits"), [(None, {}), (0, None)])
+def test_a_choice_without_looking_up_caches_counts_as_one_of_round_robin(
+    predicted: int | None, hits: dict[str, Hit] | None
+) -> None:
+    sums, recorder, ticket = counted()
+    recorder.record(ticket, 0.0, 0.0, 1.0, True, 1000, 600, 1, predicted, hits, {"a": 1})
+    assert sums.round_robin_tokens == sums.cached_tokens == 600
+    assert sums.round_robin_saved_ms == sums.saved_ms > 0.0
+    recorder.record(ticket, 0.0, 0.0, 1.0, True, 1000, 600, 1, 0, {}, {"a": 1})
+    assert sums.round_robin_tokens == 600, "looked up, and no node has any of it"
+
+
 def test_the_round_robin_estimate_ignores_nodes_that_are_no_candidates() -> None:
     sums, recorder, ticket = counted()
     hits = {"a": Hit(10, 10.0, 0), "b": Hit(4, 2.0, 0), "gone": Hit(9, 9.0, 0)}

@@ -331,7 +331,12 @@ static PyObject *recorder_record(TrafficRecorder *self, PyObject *const *args, P
         route->counted_prompts++;
         route->hit_shares += share;
         route->hit_share_squares += share * share;
-        if (PyDict_Check(args[9]) && PyDict_GET_SIZE(args[9]) && PyDict_Check(args[10]) && PyDict_GET_SIZE(args[10])) {
+        if (args[9] == Py_None || predicted < 0) { /* the choice did not depend on caches, as that of round robin */
+            route->round_robin_tokens += tokens;
+            route->round_robin_saved_ms += saved_ms;
+            route->round_robin_saved_gpu_ms += saved_ms * self->gpus;
+        } else if (PyDict_Check(args[9]) && PyDict_GET_SIZE(args[9]) && PyDict_Check(args[10]) &&
+                   PyDict_GET_SIZE(args[10])) {
             double candidates = (double)PyDict_GET_SIZE(args[10]);
             if (sum_hits(args[9], args[10], self->estimates++, &tokens, &squares) < 0)
                 return NULL;

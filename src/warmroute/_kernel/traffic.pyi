@@ -100,6 +100,7 @@ class TrafficRecorder:
         """Count a complete response, which ended now.
 
         `waited_s`: in the admission queue. `prompt_tokens`, `cached_tokens` and `output_tokens`: as the node reported
-        them. `predicted_tokens`: cached tokens, None if the prompt was not looked up. `hits`: of its prompt, by node.
-        `candidates`, a dict: the nodes among which round robin would have chosen, by name.
+        them. `predicted_tokens`: cached tokens, None if the prompt was not looked up. `hits`: of its prompt, by node;
+        None if the policy does not look them up. `candidates`, a dict: the nodes among which round robin would have
+        chosen, by name.
         """

@@ -57,8 +57,6 @@ class Sums(NamedTuple):
     reported_tokens: int
     round_robin_tokens: float
     output_tokens: int
-    saved_ms: float
-    round_robin_saved_ms: float
     saved_gpu_ms: float
     round_robin_saved_gpu_ms: float
     ttft_counts: tuple[int, ...]
@@ -74,8 +72,6 @@ class Sums(NamedTuple):
             self.reported_tokens - before.reported_tokens,
             self.round_robin_tokens - before.round_robin_tokens,
             self.output_tokens - before.output_tokens,
-            self.saved_ms - before.saved_ms,
-            self.round_robin_saved_ms - before.round_robin_saved_ms,
             self.saved_gpu_ms - before.saved_gpu_ms,
             self.round_robin_saved_gpu_ms - before.round_robin_saved_gpu_ms,
             tuple([now - then for now, then in zip(self.ttft_counts, before.ttft_counts, strict=True)]),
@@ -96,9 +92,8 @@ class Sums(NamedTuple):
 def sums_of(traffic: RouteTraffic) -> Sums:
     return Sums(
         traffic.requests, traffic.prompt_tokens, traffic.cached_tokens, traffic.predicted_tokens,
-        traffic.reported_tokens, traffic.round_robin_tokens, traffic.output_tokens, traffic.saved_ms,
-        traffic.round_robin_saved_ms, traffic.saved_gpu_ms, traffic.round_robin_saved_gpu_ms,
-        tuple(traffic.ttft_counts),
+        traffic.reported_tokens, traffic.round_robin_tokens, traffic.output_tokens, traffic.saved_gpu_ms,
+        traffic.round_robin_saved_gpu_ms, tuple(traffic.ttft_counts),
     )  # fmt: skip
 
 

@@ -10,8 +10,9 @@ A cached token saves the time that its node would have needed to prefill it:
 
 `saved_ms` compares with a cold fleet: the cached tokens are those that the node reported, or the predicted ones if it
 reported none. `round_robin_saved_ms` estimates what round robin would have saved: the mean over all candidates of what
-the prompt's prefix on each of them would have saved. It assumes the caches that this router's choices have filled. Both
-exist in GPU milliseconds, too: multiplied by the number of GPUs of the node.
+the prompt's prefix on each of them would have saved. It assumes the caches that this router's choices have filled. If
+the router chose without looking up caches (another policy, a short prompt), both are equal. They exist in GPU
+milliseconds, too: multiplied by the number of GPUs of the node.
 """
 
 from __future__ import annotations
