@@ -72,6 +72,8 @@ class Attempts:
     request: RoutingRequest
     request_id: bytes
     entered_s: float = field(init=False)
+    admitted_s: float = 0.0
+    """When admission sent it to its first node."""
     lookup: Lookup | None = None
     charge: Charge | None = None
     """What the request took of its tenant's rate limit."""
@@ -130,12 +132,13 @@ class Attempts:
         """Admission sends the request to the decision's node."""
         self.decision = decision
         dispatcher = self._dispatcher
-        now_s = dispatcher.now()
+        now_s = self.admitted_s = dispatcher.now()
         try:
             journal = dispatcher.journal
             if journal is not None and journal.on:
                 self._entry = journal.begin(self, (now_s - self.entered_s) * 1000.0)
             dispatcher.sent += 1
+            dispatcher.count_decision(decision)
             self._try(decision, decision.node, now_s)
         except Exception as error:
             if not self._queued:  # the caller of `enter` handles it
@@ -344,7 +347,10 @@ class Attempts:
         """Whether somebody uses the token counts that the response reports."""
         charge = self.charge
         return self.status < 400 and (
-            isinstance(self.ticket, Dispatch) or (charge is not None and charge.wants_usage) or self.history is not None
+            self._dispatcher.request_completed is not None
+            or isinstance(self.ticket, Dispatch)
+            or (charge is not None and charge.wants_usage)
+            or self.history is not None
         )
 
     def response_ended(self, usage: Usage | None, now_s: float) -> None:
