@@ -91,10 +91,12 @@ class ProxyExchange:
         """End a request that has no node with an error."""
         self.attempts.done = True
         self._client.send_error(error, self.attempts.request_id)
+        self.forget()
 
     def reject(self, why: RoutingError) -> int:
         error = self._proxy.to_http_error(why, self.attempts.request)
         self._client.send_error(error, self.attempts.request_id)
+        self.forget()
         return error.status
 
     # To nodes.
@@ -287,6 +289,7 @@ class ProxyExchange:
         self._client.response_sent(self._keep_alive, now_s)
         if proxy.log_requests:
             proxy.log_request(attempts, "complete")
+        self.forget()
 
     def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
         """The client has a part of the response: end it so that no client takes it for complete."""
@@ -295,6 +298,7 @@ class ProxyExchange:
         self._break_off(errors.upstream_broken(), frames)
         if proxy.log_requests:
             proxy.log_request(self.attempts, "broken")
+        self.forget()
 
     def _break_off(self, why: errors.HttpError, frames: ChunkReader | None) -> None:
         """End the response so that no client takes it for complete."""
@@ -335,6 +339,16 @@ class ProxyExchange:
         self.withdraw_hedge()
         if not self.attempts.done:
             self.attempts.abandon(self._proxy.now())
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the body of a request that has ended, and the references that lead back to this exchange: what it holds
+        must not stay in memory until the next garbage collection."""
+        self.body = b""
+        self._attempt = None
+        self.attempts.driver = self._proxy.ended
+        if self._dechunk is not None:
+            self._sink = self._client.write
 
     def internal_error(self, error: Exception, frames: ChunkReader | None = None) -> None:
         """The router itself failed at this request: answer with 500, or break off a response that has begun."""
@@ -378,6 +392,29 @@ class ProxyExchange:
         connection = self._connection
         if connection is not None and self.attempts.answering and not self.attempts.done:
             connection.resume()
+
+
+class EndedRequest:
+    """The attempt driver of requests that have ended. Only a bug calls it."""
+
+    def __init__(self, internal_error: Callable[[Exception], object]) -> None:
+        self._internal_error = internal_error
+
+    def send(self, node: Node) -> None:
+        raise AssertionError("the request has ended")
+
+    send_hedge = send
+
+    def withdraw(self) -> None:
+        """There is nothing to withdraw."""
+
+    withdraw_hedge = promote_hedge = withdraw
+
+    def reject(self, why: RoutingError) -> int:
+        return 0
+
+    def internal_error(self, error: Exception) -> None:
+        self._internal_error(error)
 
 
 def _header_lines(headers: tuple[tuple[str, str], ...]) -> bytes:

@@ -29,10 +29,12 @@ class LargeBodyExchange:
 
     def scanned(self, done: Future[ScannedBody]) -> None:
         client, proxy = self._client, self._proxy
+        body, self._body = self._body, b""
+        del self.scanning  # it refers to this exchange
         if done.cancelled() or not client.is_serving(self):
             return
         try:
-            exchange = proxy.begin(client, self._head, self._path, self._body, done.result())
+            exchange = proxy.begin(client, self._head, self._path, body, done.result())
         except HttpError as error:
             client.send_error(error)
         except Exception as error:
@@ -47,6 +49,7 @@ class LargeBodyExchange:
 
     def cut_off(self) -> None:
         self.scanning.cancel()
+        self._body = b""
         self._client.send_error(errors.router_stopping())
 
     def pause_response(self) -> None:

@@ -14,7 +14,7 @@ from warmroute.edge.body_scanner import BodyScanner, ScannedBody, scan
 from warmroute.edge.client_connection import ClientConnection
 from warmroute.edge.connection_pool import ConnectionPools
 from warmroute.edge.errors import HttpError
-from warmroute.edge.exchange import ProxyExchange
+from warmroute.edge.exchange import EndedRequest, ProxyExchange
 from warmroute.edge.http1 import RequestHead
 from warmroute.edge.large_body import LargeBodyExchange
 from warmroute.edge.own_endpoints import OwnEndpoints
@@ -62,6 +62,7 @@ class Proxy:
         self.requests = RequestBuilder(config, fleet, now)
         self.body_scanner = BodyScanner()
         self.own_endpoints = OwnEndpoints(fleet)
+        self.ended = EndedRequest(self.internal_error)
         self.rate_limits = RateLimits((), now())
         self.dispatcher = Dispatcher(
             fleet, router, admission, counters, journal, config.upstream.max_attempts, now, self._node_freed,
@@ -142,6 +143,7 @@ class Proxy:
         try:
             self._route(exchange, path, body, scanned.outline)
         except HttpError:
+            exchange.forget()
             raise
         except Exception as error:
             exchange.release()
@@ -214,6 +216,7 @@ class Proxy:
             tokens = prompt.total_tokens if prompt is not None else None
             attempts.enter(self.lookup(request, prompt), tokens, self.now())
         except RoutingError as why:
+            why.__traceback__ = None  # its frames hold the request, and `why`
             raise self.to_http_error(why, request) from None
 
     def _begin_charge(self, request: RoutingRequest, path: bytes, body: bytes) -> Charge | None:
