@@ -1,5 +1,5 @@
-"""What a request held is freed when it ends, however it ends, without a garbage collection: bodies may be large, and the
-router counts only those of running requests."""
+"""What a request held is freed when it ends, however it ends, without a garbage collection: bodies may be large, and
+the router counts only those of running requests."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class ProxyExchange:
             if not attempts.hedge_started(status, now_s):
                 self._hedge = None
                 return None
-        elif not attempts.response_started(status, _seconds(head.retry_after), now_s):
+        elif not attempts.response_started(status, _seconds(head.retry_after) if status in (429, 503) else None, now_s):
             return None
         proxy, client = self._proxy, self._client
         length = head.length
@@ -429,6 +429,6 @@ def _seconds(retry_after: bytes) -> int | None:
         return min(int(retry_after), MAX_RETRY_AFTER_S)
     try:
         left_s = parsedate_to_datetime(retry_after.decode("ascii")).timestamp() - time.time()
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return max(1, min(int(left_s), MAX_RETRY_AFTER_S))
