@@ -57,10 +57,10 @@ class AttemptHarness(RoutingHarness):
             self.admission.node_freed, hedging=hedging,
         )  # fmt: skip
 
-    def start(self, tokens: int = 1000, **fields: Any) -> tuple[Attempts, NotingDriver]:
+    def start(self, tokens: int = 1000, model: str = MODEL, **fields: Any) -> tuple[Attempts, NotingDriver]:
         """Send a request to the node that the policy chooses."""
         driver = NotingDriver()
-        request = RoutingRequest(MODEL, arrived_s=self.now_s, **{"streams": True, **fields})
+        request = RoutingRequest(model, arrived_s=self.now_s, **{"streams": True, **fields})
         attempts = Attempts(self.dispatcher, driver, request, b"")
         attempts.enter(prompt(tokens), tokens, self.now_s)
         return attempts, driver

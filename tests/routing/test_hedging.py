@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from attempt_harness import AttemptHarness, NotingDriver
 
-from warmroute.config import Admission, Hedging
+from warmroute.config import Admission, Hedging, NodeConfig
 from warmroute.fleet.node import Node, Outcome
 from warmroute.routing.attempts import Attempts
-from warmroute.routing.dispatcher import MAX_MOVES
+from warmroute.routing.dispatcher import MAX_FAILED_HEDGES, MAX_MOVES
 from warmroute.routing.hedging import HANGS_S, MAX_BURST
 
 ALWAYS = Hedging(max_ratio=1.0)
@@ -299,3 +299,20 @@ def test_the_expected_time_to_first_token_includes_the_work_ahead() -> None:
     assert first >= 4000 * speed and second >= 2 * first * 0.99
     node.queue_ms = 5000.0
     assert harness.start(tokens=4000)[0].ticket.expected_ttft_ms >= 5000.0 + 4000 * speed
+
+
+@pytest.mark.parametrize("count", [int(MAX_BURST), 3 * MAX_FAILED_HEDGES])
+def test_requests_without_a_second_node_do_not_keep_others_from_a_hedge(count: int) -> None:
+    harness = AttemptHarness(2, hedging=ALWAYS, admission=AT_ONCE)
+    harness.warm_up()
+    only = harness.fleet.add(NodeConfig(url="http://127.0.0.1:9", name="only", models=("other",)))
+    harness.fleet.check_passed(only, harness.now_s)
+    for _ in range(count):
+        harness.start(tokens=100, model="other")
+    attempts, driver = harness.start()
+    harness.fleet.check_timed_out(only, harness.now_s)
+    harness.advance(10.0)
+    for _ in range(4):
+        harness.dispatcher.tick(harness.now_s)
+    assert attempts.hedge is not None and driver.events == [f"hedge {attempts.hedge.node.name}"]
+    assert harness.counters.hedges == 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from warmroute.config import Hedging as HedgingConfig
@@ -28,6 +29,10 @@ log = EventLog("warmroute.routing")
 
 MAX_MOVES: Final = 64
 """Requests that leave a node at once. The others follow with the next ticks, so that the event loop is not blocked."""
+
+
+MAX_FAILED_HEDGES: Final = 32
+"""Overdue requests for which a tick finds no second node. The next tick continues behind them."""
 
 
 class AttemptJournal(Protocol):
@@ -83,6 +88,8 @@ class Dispatcher:
         """Requests that were sent to a node and have no byte of a response, in the order in which they were sent."""
         self._leaving: dict[Node, str] = {}
         """Nodes that requests have to leave, and why."""
+        self._hedge_start = 0
+        """Position in `waiting` at which the search for overdue requests continues."""
         fleet.observe_health(self._health_changed)
 
     def close_ticket(
@@ -143,16 +150,23 @@ class Dispatcher:
         if not self.waiting or not hedging.config.max_ratio:
             return
         oldest_s = now_s - hedging.config.min_delay_s
-        overdue: list[Attempts] = []
-        for attempts in self.waiting:
-            if attempts.ticket.opened_s > oldest_s or len(overdue) + 1 > hedging.budget:
+        old = list(takewhile(lambda attempts: attempts.ticket.opened_s <= oldest_s, self.waiting))
+        start = self._hedge_start if self._hedge_start < len(old) else 0
+        self._hedge_start = failed = 0
+        for position in chain(range(start, len(old)), range(start)):
+            if hedging.budget < 1.0:
                 break
-            if attempts.hedge is None and hedging.is_overdue(attempts, now_s):
-                overdue.append(attempts)
-        for attempts in overdue:
+            if failed == MAX_FAILED_HEDGES:
+                self._hedge_start = position
+                break
+            attempts = old[position]
+            if attempts.hedge is not None or attempts.done or not hedging.is_overdue(attempts, now_s):
+                continue
             try:
                 if attempts.send_hedge(now_s):
                     hedging.budget -= 1.0
                     self.counters.hedges += 1
+                else:
+                    failed += 1
             except Exception as error:  # ends this request, and no other
                 attempts.driver.internal_error(error)
