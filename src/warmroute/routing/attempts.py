@@ -186,8 +186,8 @@ class Attempts:
         self.done = True
         if self.charge is not None:
             self.charge.cancel()
-        if len(failover.failed) > 1:  # then the request may be at fault
-            for failed in failover.failed:
+        if len(failover.at_fault) > 1:  # then the request may be at fault
+            for failed in failover.at_fault:
                 failed.excused_failures += 1
         error = failover.error()
         demand_meter = dispatcher.router.demand_meter
@@ -202,7 +202,7 @@ class Attempts:
         dispatcher.waiting.pop(self, None)
         dispatcher.close_ticket(self, ticket, outcome, now_s, reason)
         failover = self._get_failover()
-        failover.failed.append(ticket.node)
+        failover.add(ticket.node, outcome)
         return failover
 
     def _get_failover(self) -> Failover:
@@ -259,7 +259,7 @@ class Attempts:
         """The second node failed. The first one still has the request."""
         hedge, self.hedge = self.hedge, None
         assert hedge is not None
-        self._get_failover().failed.append(hedge.node)
+        self._get_failover().add(hedge.node, outcome)
         self._dispatcher.close_ticket(self, hedge, outcome, now_s, reason)
 
     def hedge_refused(self, reason: str, now_s: float) -> None:
