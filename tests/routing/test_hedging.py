@@ -10,6 +10,7 @@ from warmroute.fleet.node import Node, Outcome
 from warmroute.routing.attempts import Attempts
 from warmroute.routing.dispatcher import MAX_FAILED_HEDGES, MAX_MOVES
 from warmroute.routing.hedging import HANGS_S, MAX_BURST
+from warmroute.routing.routing_errors import AllNodesBusy
 
 ALWAYS = Hedging(max_ratio=1.0)
 AT_ONCE = Admission(queue_at_router=False)
@@ -126,7 +127,7 @@ def test_the_first_node_that_answers_wins_and_the_other_ticket_closes() -> None:
         first, hedge = attempts.ticket, attempts.hedge
         assert hedge is not None
         if hedge_wins:
-            assert attempts.hedge_started(200, harness.now_s)
+            assert attempts.hedge_started(200, None, harness.now_s)
             assert driver.events[1:] == ["withdraw", "promote"] and attempts.ticket is hedge
             assert first.node.outcomes[Outcome.FAILED] == 1
         else:
@@ -145,10 +146,22 @@ def test_a_hedge_that_fails_leaves_the_request_where_it_was(status: int) -> None
     harness = AttemptHarness(3, hedging=ALWAYS)
     harness.warm_up()
     attempts, driver = overdue(harness)
-    assert not attempts.hedge_started(status, harness.now_s)
+    assert not attempts.hedge_started(status, None, harness.now_s)
     assert attempts.hedge is None and driver.error is None
     harness.answer(attempts)
     harness.assert_all_counters_are_zero()
+
+
+def test_a_busy_hedge_and_a_busy_node_are_busy() -> None:
+    harness = AttemptHarness(2, hedging=ALWAYS)
+    harness.warm_up()
+    attempts, driver = overdue(harness)
+    assert attempts.hedge is not None
+    node = attempts.hedge.node
+    assert not attempts.hedge_started(429, 7, harness.now_s)
+    assert node.busy_until_s == harness.now_s + 7
+    harness.is_busy(attempts, retry_after_s=9)
+    assert isinstance(driver.error, AllNodesBusy) and driver.error.retry_after_s == 7
 
 
 def test_a_hedge_takes_over_when_the_first_node_fails() -> None:
@@ -285,7 +298,7 @@ def test_a_node_that_loses_every_race_is_down() -> None:
     hanging = harness.nodes[0]
     for attempts, _driver in started:
         if attempts.hedge is not None:
-            assert attempts.hedge_started(200, harness.now_s)
+            assert attempts.hedge_started(200, None, harness.now_s)
     assert hanging.health.state.value == "down" and hanging.inflight == 0
 
 

@@ -181,11 +181,12 @@ class ProxyExchange:
         self, attempt: NodeAttempt, head: ResponseHead, first: bytes, whole: bool, now_s: float
     ) -> Callable[[bytes], object] | None:
         status, attempts = head.status, self.attempts
+        retry_after_s = _seconds(head.retry_after) if status in (429, 503) else None
         if attempt is self._hedge:
-            if not attempts.hedge_started(status, now_s):
+            if not attempts.hedge_started(status, retry_after_s, now_s):
                 self._hedge = None
                 return None
-        elif not attempts.response_started(status, _seconds(head.retry_after) if status in (429, 503) else None, now_s):
+        elif not attempts.response_started(status, retry_after_s, now_s):
             return None
         proxy, client = self._proxy, self._client
         length = head.length

@@ -255,11 +255,16 @@ class Attempts:
             return None
         return self._get_failover().other_node(dispatcher.router, self.request, self.lookup, now_s, accepts)
 
-    def hedge_failed(self, outcome: Outcome, reason: str, now_s: float) -> None:
-        """The second node failed. The first one still has the request."""
+    def hedge_failed(
+        self, outcome: Outcome, reason: str, now_s: float, *, status: int = 0, retry_after_s: int | None = None
+    ) -> None:
+        """The second node failed. The first one still has the request. `status`: as for `node_failed`."""
         hedge, self.hedge = self.hedge, None
         assert hedge is not None
-        self._get_failover().add(hedge.node, outcome)
+        failover = self._get_failover()
+        failover.add(hedge.node, outcome)
+        if outcome is Outcome.BUSY:
+            failover.busy(hedge.node, status, retry_after_s, now_s)
         self._dispatcher.close_ticket(self, hedge, outcome, now_s, reason)
 
     def hedge_refused(self, reason: str, now_s: float) -> None:
@@ -269,10 +274,11 @@ class Attempts:
         self.hedge_failed(Outcome.FAILED, reason, now_s)
         self._dispatcher.fleet.check_failed(node, now_s, reason)
 
-    def hedge_started(self, status: int, now_s: float) -> bool:
+    def hedge_started(self, status: int, retry_after_s: int | None, now_s: float) -> bool:
         """The second node's first byte arrived before that of the first one. Return whether its response counts."""
         if status >= 500 or status == 429:
-            self.hedge_failed(Outcome.BUSY if status in (429, 503) else Outcome.FAILED, f"HTTP status {status}", now_s)
+            outcome = Outcome.BUSY if status in (429, 503) else Outcome.FAILED
+            self.hedge_failed(outcome, f"HTTP status {status}", now_s, status=status, retry_after_s=retry_after_s)
             return False
         slow = self.ticket
         # The end of a response that is not streamed says little about its node.
