@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import pytest
 from attempt_harness import AttemptHarness, NotingDriver
 
 from warmroute.config import Admission, Hedging, NodeConfig
 from warmroute.fleet.node import Node, Outcome
 from warmroute.routing.attempts import Attempts
-from warmroute.routing.dispatcher import MAX_FAILED_HEDGES, MAX_MOVES
+from warmroute.routing.dispatcher import MAX_FAILED_HEDGES, MAX_MOVES, MOVE_SLICE_S
 from warmroute.routing.hedging import HANGS_S, MAX_BURST
 from warmroute.routing.routing_errors import AllNodesBusy
 
@@ -88,6 +91,25 @@ def test_many_requests_leave_a_node_in_several_ticks() -> None:
     assert harness.nodes[1].inflight == MAX_MOVES
     harness.dispatcher.tick(harness.now_s)
     assert harness.nodes[1].inflight == MAX_MOVES + 10 and harness.nodes[0].inflight == 0
+    for attempts, _driver in started:
+        harness.answer(attempts)
+    harness.assert_all_counters_are_zero()
+
+
+def test_moves_that_take_long_leave_time_for_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    soon: list[Callable[[], None]] = []
+    harness = AttemptHarness(2, admission=AT_ONCE, call_soon=soon.append)
+    harness.fleet.drain("n1")
+    started = [harness.start(tokens=100) for _ in range(20)]
+    harness.fleet.drain("n1", False)
+    monkeypatch.setattr(NotingDriver, "send", lambda _driver, _node: time.sleep(MOVE_SLICE_S))
+    harness.fleet.check_failed(harness.nodes[0], harness.now_s, "connection refused")
+    turns = 0
+    while soon:
+        assert harness.nodes[1].inflight == turns + 1, "one move fills a slice"
+        soon.pop()()
+        turns += 1
+    assert turns == 19 and harness.nodes[0].inflight == 0
     for attempts, _driver in started:
         harness.answer(attempts)
     harness.assert_all_counters_are_zero()

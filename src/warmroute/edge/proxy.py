@@ -66,7 +66,7 @@ class Proxy:
         self.rate_limits = RateLimits((), now())
         self.dispatcher = Dispatcher(
             fleet, router, admission, counters, journal, config.upstream.max_attempts, now, self._node_freed,
-            hedging=config.hedging,
+            hedging=config.hedging, call_soon=_call_soon,
         )  # fmt: skip
         self._prompt_reader = prompt_reader
         self._held: list[PendingPrompt] | None = None
@@ -273,3 +273,7 @@ class Proxy:
             duration_ms=round((now_s - ticket.opened_s) * 1000.0, 1),
             attempts=attempts.tried,
         )
+
+
+def _call_soon(act: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_soon(act)
