@@ -31,6 +31,16 @@ def hang(harness: AttemptHarness, node: Node) -> None:
     assert node.health.state.value == "down" and not node.health.confirmed
 
 
+def take_away(harness: AttemptHarness, node: Node, how: str) -> None:
+    if how == "hangs":
+        hang(harness, node)
+    elif how == "refuses":
+        harness.fleet.check_failed(node, harness.now_s, "connection refused")
+    else:
+        harness.fleet.remove(node.name)
+        harness.dispatcher.leave(node, "the node was removed")
+
+
 def overdue(harness: AttemptHarness) -> tuple[Attempts, NotingDriver]:
     """Send a request whose node answers nothing."""
     attempts, driver = harness.start()
@@ -47,15 +57,21 @@ def test_a_request_without_a_response_leaves_a_node_that_goes_down(how: str) -> 
     harness = AttemptHarness(3)
     attempts, driver = harness.start()
     node = node_of(attempts)
-    if how == "hangs":
-        hang(harness, node)
-    elif how == "refuses":
-        harness.fleet.check_failed(node, harness.now_s, "connection refused")
-    else:
-        harness.fleet.remove(node.name)
-        harness.dispatcher.leave(node, "the node was removed")
+    take_away(harness, node, how)
     assert driver.events == ["withdraw"] and len(driver.sent) == 2 and node_of(attempts) is not node
     assert node.inflight == 0 and node.outcomes[Outcome.FAILED] == 1
+    harness.answer(attempts)
+    harness.assert_all_counters_are_zero()
+
+
+@pytest.mark.parametrize(("how", "moves"), [("hangs", False), ("refuses", True), ("is removed", False)])
+def test_a_request_that_may_not_be_repeated_leaves_only_a_dead_node(how: str, moves: bool) -> None:
+    harness = AttemptHarness(3)
+    attempts, driver = harness.start()
+    attempts.repeatable = False
+    node = node_of(attempts)
+    take_away(harness, node, how)
+    assert len(driver.sent) == (2 if moves else 1) and (node_of(attempts) is not node) is moves
     harness.answer(attempts)
     harness.assert_all_counters_are_zero()
 
@@ -276,12 +292,12 @@ def test_without_an_estimate_a_timed_out_health_check_shows_that_a_node_hangs() 
     assert len(driver.events) == 1
 
 
-@pytest.mark.parametrize("reason", ["not hedgeable", "switched off", "other node has no room", "late"])
+@pytest.mark.parametrize("reason", ["not repeatable", "switched off", "other node has no room", "late"])
 def test_no_hedge(reason: str) -> None:
     harness = AttemptHarness(2, hedging=Hedging(max_ratio=0.0) if reason == "switched off" else ALWAYS)
     harness.warm_up()
     attempts, driver = harness.start(deadline_s=harness.now_s + 5.0 if reason == "late" else 0.0)
-    attempts.hedgeable = reason != "not hedgeable"
+    attempts.repeatable = reason != "not repeatable"
     if reason == "other node has no room":
         harness.busy(next(node for node in harness.nodes if node is not node_of(attempts)), tokens=50_000)
     harness.advance(100.0)

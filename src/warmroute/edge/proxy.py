@@ -135,7 +135,7 @@ class Proxy:
         if charge is not None:
             exchange.attempts.charge = charge
         if path not in FORWARDED:  # the router does not know what such a path does
-            exchange.attempts.hedgeable = False
+            exchange.attempts.repeatable = False
         if self._held is not None and request.may_queue and not request.deadline_s and not request.total_deadline_s:
             exchange.pending_prompt = PendingPrompt(lambda _: self._resume(exchange, path, body, scanned.outline))
             self._held.append(exchange.pending_prompt)

@@ -74,7 +74,8 @@ class Fleet:
         return node
 
     def remove(self, name: str) -> Node:
-        """Remove a node at once. Its running requests keep their tickets and finish."""
+        """Remove a node at once. Its running requests keep their tickets until they finish, or leave it (routing's
+        Dispatcher.leave)."""
         node = self.node(name)
         node.draining = True
         del self._nodes[name]

@@ -83,8 +83,8 @@ class Attempts:
     _entry: Any = None
     _failover: Failover | None = None
     """Set once a node has failed."""
-    hedgeable: bool = True
-    """Whether the request may be sent to two nodes."""
+    repeatable: bool = True
+    """Whether the request may be sent to a second node while the first one may still execute it."""
     # at the current node
     ticket: Ticket = field(init=False)
     hedge: Ticket | None = None
@@ -219,7 +219,10 @@ class Attempts:
         return self.hedge.node if self.hedge is not None and self.hedge.node in nodes else None
 
     def leave(self, node: Node, reason: str, now_s: float) -> bool:
-        """Leave a node that is down or was removed. Return False if no other node is up: then the request stays."""
+        """Leave a node that is down or was removed. Return False if the request stays: no other node is up; or the node
+        may still execute the request, which must not be executed twice."""
+        if not self.repeatable and not node.health.confirmed_down:
+            return False
         if self.hedge is not None:
             if self.hedge.node is node:
                 self.driver.withdraw_hedge()

@@ -2,6 +2,7 @@
 
 A request that waits for the first byte of its response leaves its node when the node goes down or is removed, and goes
 to another node that is up. If there is none, it stays: a node that is only suspected to be down may answer after all.
+So does a request that may not be repeated, unless the node is known to be dead.
 `tick` looks for requests that are overdue (hedging.py). No I/O.
 """
 
