@@ -284,13 +284,13 @@ class Service:
         for server in self._servers[:1]:
             server.close()
         self.listener.close_idle()
-        try:
-            async with asyncio.timeout(0 if self._stop_now.is_set() else shutdown.deadline_s):
-                await self.listener.until_empty()
-        except TimeoutError:
+        await self._finish_requests(shutdown.deadline_s)
+        if self.listener.connections:
             log.warning(
                 "requests_cut_off",
-                "They did not finish before shutdown.deadline_s.",
+                "A second signal arrived."
+                if self._stop_now.is_set()
+                else "They did not finish before shutdown.deadline_s.",
                 requests=self.listener.busy,
                 deadline_s=shutdown.deadline_s,
             )
@@ -312,6 +312,13 @@ class Service:
             await self._trace_exporter.close()
         await asyncio.sleep(0)
 
+    async def _finish_requests(self, deadline_s: float) -> None:
+        """Wait until all clients have left, at most until the deadline or `stop_now`."""
+        endings = [asyncio.create_task(self.listener.until_empty()), asyncio.create_task(self._stop_now.wait())]
+        await asyncio.wait(endings, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        for ending in endings:
+            ending.cancel()
+
     async def _cut_off(self) -> None:
         """End running requests with an error, and give their clients a moment to read it."""
         self.listener.cut_off_all()
@@ -322,9 +329,8 @@ class Service:
             self.listener.abort_all()
 
     def stop_now(self) -> None:
-        """Cut off running requests, so that `stop` ends at once."""
+        """Let `stop` cut off running requests now."""
         self._stop_now.set()
-        self.listener.cut_off_all()
 
     async def run_until_signal(self) -> None:
         """Start, serve until SIGTERM or SIGINT, and stop. A second signal cuts off running requests."""
