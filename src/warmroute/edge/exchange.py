@@ -287,6 +287,10 @@ class ProxyExchange:
         self._client.response_sent(self._keep_alive, now_s)
         if proxy.log_requests:
             proxy.log_request(attempts, "complete")
+        # These refer back to the exchange. Without them, the request's memory is freed now and not by the next garbage
+        # collection.
+        self._attempt = None
+        del self.attempts
 
     def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
         """The client has a part of the response: end it so that no client takes it for complete."""
