@@ -70,6 +70,8 @@ class Proxy:
         self._prompt_reader = prompt_reader
         self._held: list[PendingPrompt] | None = None
         """Requests that wait while the router starts; None: they do not wait."""
+        self._freed_nodes: dict[Node, None] = {}
+        """Nodes that may have room for queued requests since the last iteration of the event loop."""
         self._request_ids = random_ids()
         self.reconfigure(config)
 
@@ -241,9 +243,16 @@ class Proxy:
         )
         return errors.internal_error()
 
-    def _node_freed(self, node: Node, now_s: float) -> None:
+    def _node_freed(self, node: Node, _now_s: float) -> None:
+        """Look at the admission queue once for all that happens in this iteration of the event loop."""
         if self.admission.queue.waiting:
-            asyncio.get_running_loop().call_soon(self.admission.node_freed, node, now_s)
+            if not self._freed_nodes:
+                asyncio.get_running_loop().call_soon(self._fill_freed_nodes)
+            self._freed_nodes[node] = None
+
+    def _fill_freed_nodes(self) -> None:
+        nodes, self._freed_nodes = self._freed_nodes, {}
+        self.admission.nodes_freed(nodes, self.now())
 
     def new_request_id(self) -> bytes:
         return next(self._request_ids)
