@@ -10,10 +10,11 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
+
+import msgspec
 
 from warmroute._kernel import read_usage
 from warmroute.edge import errors
@@ -44,16 +45,16 @@ _NAME_CHARACTERS: Final = " !#$&'()*+,/:;<=>?@[]^`{|}"
 _NODE_LIMITS: Final = re.compile(rb"(?im)^x-ratelimit-[^\r\n]*\r\n")
 """Rate limits of a node, which the router replaces with its own where the tenant has some."""
 _CHUNKED_LINE: Final = b"Transfer-Encoding: chunked\r\n"
+_NOT_YET: Final[Any] = None
 
 
-@dataclass(slots=True, eq=False)
-class ProxyExchange:
+class ProxyExchange(msgspec.Struct, eq=False):
     # for the whole request
     _proxy: Proxy
     _client: ClientConnection
     _head: RequestHead
     body: bytes
-    attempts: Attempts = field(init=False)
+    attempts: Attempts = _NOT_YET
     pending_prompt: PendingPrompt | None = None
     """Set while the prompt is being read in a thread or by a node."""
     _attempt: NodeAttempt | None = None
@@ -69,8 +70,8 @@ class ProxyExchange:
     _dechunk: ChunkReader | None = None
     _tail: deque[bytes] | bytes | None = None
     """The last pieces of the response, or all of it, where its usage is wanted."""
-    _first_token_detector: FirstTokenDetector = field(init=False)
-    _sink: Callable[[bytes], object] = field(init=False)
+    _first_token_detector: FirstTokenDetector = _NOT_YET
+    _sink: Callable[[bytes], object] = _NOT_YET
     """Where the body goes once its first token was found."""
 
     # Before a node is chosen.
@@ -290,7 +291,7 @@ class ProxyExchange:
         # These refer back to the exchange. Without them, the request's memory is freed now and not by the next garbage
         # collection.
         self._attempt = None
-        del self.attempts
+        self.attempts = _NOT_YET
 
     def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
         """The client has a part of the response: end it so that no client takes it for complete."""

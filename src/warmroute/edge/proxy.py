@@ -112,7 +112,9 @@ class Proxy:
     def serve(
         self, client: ClientConnection, head: RequestHead, body: bytes
     ) -> ProxyExchange | LargeBodyExchange | None:
-        path = head.target.partition(b"?")[0]
+        path = head.target
+        if b"?" in path:
+            path = path.partition(b"?")[0]
         if head.method != b"POST":
             self.own_endpoints.serve(client, path)
             return None
@@ -204,10 +206,11 @@ class Proxy:
             request.input_tokens, request.input_exact = longest_prompt(prompt)
             if not self.router.policy_of(request).wants_tokens:
                 return None
-        if prompt.token_count < self._min_tokens and prompt.total_tokens < self._min_tokens:
+        tokens = prompt.total_tokens
+        if tokens < self._min_tokens:
             return None
-        lookup = lookup_of(prompt, self._sharing.get(request.tenant, ""))
-        return lookup if prompt.total_tokens <= MAX_LOOKUP_TOKENS else lookup.prefix(MAX_LOOKUP_TOKENS)
+        lookup = lookup_of(prompt, self._sharing.get(request.tenant, "") if self._sharing else "")
+        return lookup if tokens <= MAX_LOOKUP_TOKENS else lookup.prefix(MAX_LOOKUP_TOKENS)
 
     def enter(self, attempts: Attempts, prompt: Prompt | None) -> None:
         """Asks for a node. Raises HttpError."""
