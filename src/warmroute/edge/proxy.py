@@ -73,6 +73,8 @@ class Proxy:
         self._prompt_reader = prompt_reader
         self._held: list[PendingPrompt] | None = None
         """Requests that wait while the router starts; None: they do not wait."""
+        self._freed_nodes: dict[Node, None] = {}
+        """Nodes that may have room for queued requests since the last iteration of the event loop."""
         self._request_ids = random_ids()
         self.tracing: Tracing | None = None
         """None: the header lines of traces pass unchanged."""
@@ -117,7 +119,9 @@ class Proxy:
     def serve(
         self, client: ClientConnection, head: RequestHead, body: bytes
     ) -> ProxyExchange | LargeBodyExchange | None:
-        path = head.target.partition(b"?")[0]
+        path = head.target
+        if b"?" in path:
+            path = path.partition(b"?")[0]
         if head.method != b"POST":
             self.own_endpoints.serve(client, path)
             return None
@@ -230,10 +234,11 @@ class Proxy:
             request.input_tokens, request.input_exact = longest_prompt(prompt)
             if not self.router.policy_of(request).wants_tokens:
                 return None
-        if prompt.token_count < self._min_tokens and prompt.total_tokens < self._min_tokens:
+        tokens = prompt.total_tokens
+        if tokens < self._min_tokens:
             return None
-        lookup = lookup_of(prompt, self._sharing.get(request.tenant, ""))
-        return lookup if prompt.total_tokens <= MAX_LOOKUP_TOKENS else lookup.prefix(MAX_LOOKUP_TOKENS)
+        lookup = lookup_of(prompt, self._sharing.get(request.tenant, "") if self._sharing else "")
+        return lookup if tokens <= MAX_LOOKUP_TOKENS else lookup.prefix(MAX_LOOKUP_TOKENS)
 
     def enter(self, attempts: Attempts, prompt: Prompt | None) -> None:
         """Asks for a node. Raises HttpError."""
@@ -270,9 +275,16 @@ class Proxy:
         )
         return errors.internal_error()
 
-    def _node_freed(self, node: Node, now_s: float) -> None:
+    def _node_freed(self, node: Node, _now_s: float) -> None:
+        """Look at the admission queue once for all that happens in this iteration of the event loop."""
         if self.admission.queue.waiting:
-            asyncio.get_running_loop().call_soon(self.admission.node_freed, node, now_s)
+            if not self._freed_nodes:
+                asyncio.get_running_loop().call_soon(self._fill_freed_nodes)
+            self._freed_nodes[node] = None
+
+    def _fill_freed_nodes(self) -> None:
+        nodes, self._freed_nodes = self._freed_nodes, {}
+        self.admission.nodes_freed(nodes, self.now())
 
     def new_request_id(self) -> bytes:
         return next(self._request_ids)

@@ -21,8 +21,9 @@ something happens, and the state machine calls the driver's `send` and `reject`.
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+import msgspec
 
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
@@ -38,6 +39,8 @@ from warmroute.routing.routing_errors import AllNodesBusy, RoutingError
 
 Usage = tuple[int | None, int | None, int | None]
 """Prompt tokens, cached prompt tokens and output tokens that a response reports; None where it does not."""
+_NOT_YET: Final[Any] = None
+"""What a request gets with its first node."""
 
 
 class AttemptDriver(Protocol):
@@ -62,8 +65,7 @@ class AttemptDriver(Protocol):
         """The router itself failed while it let the request out of the queue."""
 
 
-@dataclass(slots=True, eq=False)
-class Attempts:
+class Attempts(msgspec.Struct, eq=False):
     """The state machine of one request. Admission sees it as a PendingRequest."""
 
     # for its whole life
@@ -71,13 +73,13 @@ class Attempts:
     driver: AttemptDriver
     request: RoutingRequest
     request_id: bytes
-    entered_s: float = field(init=False)
+    entered_s: float = 0.0
     admitted_s: float = 0.0
     """When admission sent it to its first node."""
     lookup: Lookup | None = None
     charge: Charge | None = None
     """What the request took of its tenant's rate limit."""
-    decision: Decision = field(init=False)
+    decision: Decision = _NOT_YET
     tried: int = 0
     """Number of nodes that the request was sent to. Also identifies the current attempt."""
     done: bool = False
@@ -91,7 +93,7 @@ class Attempts:
     history: AttemptHistory | None = None
     """Set if the request is traced."""
     # at the current node
-    ticket: Ticket = field(init=False)
+    ticket: Ticket = _NOT_YET
     hedge: Ticket | None = None
     """The ticket on a second node that has the request, too."""
     overdue_s: float = 0.0
