@@ -99,12 +99,14 @@ class ProxyExchange:
         self._client.send_error(error, self.attempts.request_id)
         if self.trace is not None:
             self.trace.end(self._proxy.now(), error.status, error.code)
+        self.forget()
 
     def reject(self, why: RoutingError) -> int:
         error = self._proxy.to_http_error(why, self.attempts.request)
         self._client.send_error(error, self.attempts.request_id)
         if self.trace is not None:
             self.trace.end(self._proxy.now(), error.status, error.code)
+        self.forget()
         return error.status
 
     # To nodes.
@@ -192,11 +194,12 @@ class ProxyExchange:
         status, attempts = head.status, self.attempts
         if self.trace is not None:
             self.trace.node_answered(attempt.ticket, status)
+        retry_after_s = _seconds(head.retry_after) if status in (429, 503) else None
         if attempt is self._hedge:
-            if not attempts.hedge_started(status, now_s):
+            if not attempts.hedge_started(status, retry_after_s, now_s):
                 self._hedge = None
                 return None
-        elif not attempts.response_started(status, _seconds(head.retry_after), now_s):
+        elif not attempts.response_started(status, retry_after_s, now_s):
             return None
         proxy, client = self._proxy, self._client
         length = head.length
@@ -302,6 +305,7 @@ class ProxyExchange:
         self._client.response_sent(self._keep_alive, now_s)
         if proxy.log_requests:
             proxy.log_request(attempts, "complete")
+        self.forget()
 
     def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
         """The client has a part of the response: end it so that no client takes it for complete."""
@@ -313,6 +317,7 @@ class ProxyExchange:
         self._break_off(why, frames)
         if proxy.log_requests:
             proxy.log_request(self.attempts, "broken")
+        self.forget()
 
     def _break_off(self, why: errors.HttpError, frames: ChunkReader | None) -> None:
         """End the response so that no client takes it for complete."""
@@ -355,6 +360,16 @@ class ProxyExchange:
         self.withdraw_hedge()
         if not self.attempts.done:
             self.attempts.abandon(self._proxy.now())
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the body of a request that has ended, and the references that lead back to this exchange: what it holds
+        must not stay in memory until the next garbage collection."""
+        self.body = b""
+        self._attempt = None
+        self.attempts.driver = self._proxy.ended
+        if self._dechunk is not None:
+            self._sink = self._client.write
 
     def internal_error(self, error: Exception, frames: ChunkReader | None = None) -> None:
         """The router itself failed at this request: answer with 500, or break off a response that has begun."""
@@ -407,6 +422,29 @@ class ProxyExchange:
             connection.resume()
 
 
+class EndedRequest:
+    """The attempt driver of requests that have ended. Only a bug calls it."""
+
+    def __init__(self, internal_error: Callable[[Exception], object]) -> None:
+        self._internal_error = internal_error
+
+    def send(self, node: Node) -> None:
+        raise AssertionError("the request has ended")
+
+    send_hedge = send
+
+    def withdraw(self) -> None:
+        """There is nothing to withdraw."""
+
+    withdraw_hedge = promote_hedge = withdraw
+
+    def reject(self, why: RoutingError) -> int:
+        return 0
+
+    def internal_error(self, error: Exception) -> None:
+        self._internal_error(error)
+
+
 def _header_lines(headers: tuple[tuple[str, str], ...]) -> bytes:
     return b"".join([f"{name}: {value}\r\n".encode() for name, value in headers])
 
@@ -419,6 +457,6 @@ def _seconds(retry_after: bytes) -> int | None:
         return min(int(retry_after), MAX_RETRY_AFTER_S)
     try:
         left_s = parsedate_to_datetime(retry_after.decode("ascii")).timestamp() - time.time()
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return max(1, min(int(left_s), MAX_RETRY_AFTER_S))

@@ -14,7 +14,7 @@ from warmroute.edge.body_scanner import BodyScanner, ScannedBody, scan
 from warmroute.edge.client_connection import ClientConnection
 from warmroute.edge.connection_pool import ConnectionPools
 from warmroute.edge.errors import HttpError
-from warmroute.edge.exchange import ProxyExchange
+from warmroute.edge.exchange import EndedRequest, ProxyExchange
 from warmroute.edge.http1 import RequestHead
 from warmroute.edge.large_body import LargeBodyExchange, end_with
 from warmroute.edge.own_endpoints import OwnEndpoints
@@ -64,10 +64,11 @@ class Proxy:
         self.requests = RequestBuilder(config, fleet, now)
         self.body_scanner = BodyScanner()
         self.own_endpoints = OwnEndpoints(fleet)
+        self.ended = EndedRequest(self.internal_error)
         self.rate_limits = RateLimits((), now())
         self.dispatcher = Dispatcher(
             fleet, router, admission, counters, journal, config.upstream.max_attempts, now, self._node_freed,
-            hedging=config.hedging,
+            hedging=config.hedging, call_soon=_call_soon,
         )  # fmt: skip
         self._prompt_reader = prompt_reader
         self._held: list[PendingPrompt] | None = None
@@ -160,7 +161,7 @@ class Proxy:
         if charge is not None:
             exchange.attempts.charge = charge
         if path not in FORWARDED:  # the router does not know what such a path does
-            exchange.attempts.hedgeable = False
+            exchange.attempts.repeatable = False
         if self._held is not None and request.may_queue and not request.deadline_s and not request.total_deadline_s:
             exchange.pending_prompt = PendingPrompt(lambda _: self._resume(exchange, path, body, scanned.outline))
             self._held.append(exchange.pending_prompt)
@@ -168,6 +169,7 @@ class Proxy:
         try:
             self._route(exchange, path, body, scanned.outline)
         except HttpError:
+            exchange.forget()
             raise
         except Exception as error:
             exchange.release()
@@ -240,6 +242,7 @@ class Proxy:
             tokens = prompt.total_tokens if prompt is not None else None
             attempts.enter(self.lookup(request, prompt), tokens, self.now())
         except RoutingError as why:
+            why.__traceback__ = None  # its frames hold the request, and `why`
             raise self.to_http_error(why, request) from None
 
     def _begin_charge(self, request: RoutingRequest, path: bytes, body: bytes) -> Charge | None:
@@ -296,3 +299,7 @@ class Proxy:
             duration_ms=round((now_s - ticket.opened_s) * 1000.0, 1),
             attempts=attempts.tried,
         )
+
+
+def _call_soon(act: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_soon(act)

@@ -51,10 +51,14 @@ from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.fleet_alerts import FleetAlerts
 from warmroute.telemetry.history import History, ScalingChange
 from warmroute.telemetry.journal import Journal
-from warmroute.telemetry.loop_delay import watch_loop_delay
+from warmroute.telemetry.loop_delay import LoopDelay
+from warmroute.telemetry.process_metrics import add_process_metrics
 from warmroute.telemetry.prometheus import MetricsPage
+from warmroute.telemetry.router_metrics import RouterMetrics
+from warmroute.telemetry.scrape import Scrapes
 from warmroute.telemetry.tracing.create import create_tracing
 from warmroute.telemetry.traffic import Traffic
+from warmroute.telemetry.traffic_metrics import TrafficMetrics
 
 log = EventLog("warmroute.service")
 GC_THRESHOLD = 20_000
@@ -114,6 +118,8 @@ class Service:
         self.nodes = NodeSet(self)
         self.certificates = Certificates(self)
         self.scaling = self._create_scaling(config, node_client) if config.scaling.enabled else None
+        self.loop_delay = LoopDelay()
+        self.alerts = Alerts(FleetAlerts(self.fleet, self.cache_view, self.counters))
         page = MetricsPage(
             self.fleet,
             self.cache_view,
@@ -122,10 +128,17 @@ class Service:
             lambda: (self.admission.queue.waiting, self.admission.queue.queued_total),
             now,
             lambda: self.scaling.stats() if self.scaling is not None else None,
+            (
+                TrafficMetrics(self.traffic, self.counters),
+                RouterMetrics(
+                    self.config_reload.reloads, self.loop_delay, self.alerts, self.proxy.dispatcher.decisions
+                ),
+                add_process_metrics,
+            ),
         )
         queue = self.admission.queue
+        self.scrapes = Scrapes(page.render)
         self.history = History(self.traffic, self.counters, self.fleet, lambda: queue.waiting, self._last_scaling)
-        self.alerts = Alerts(FleetAlerts(self.fleet, self.cache_view, self.counters))
         snapshot = LiveSnapshot(
             self.fleet, self.cache_view, queue, self.traffic, self.history, self.alerts, self.journal,
             lambda: self.config.routing.policy, self.describe_scaling, now,
@@ -133,7 +146,8 @@ class Service:
         self.live_feed = LiveFeed(snapshot)
         decisions = Decisions(self.journal, self.proxy)
         admin = AdminApi(
-            self.fleet, self.cache_view, page, decisions, self.live_feed, self, config.admin.token_sha256
+            self.fleet, self.cache_view, self.scrapes, decisions, self.live_feed, self,
+            config.admin.token_sha256,
         )  # fmt: skip
         self.admin_listener = Listener(AsyncHandler(admin.answer, admin.admit), config.limits, self.timers)
         self.add_node, self.remove_node = self.nodes.add_node, self.nodes.remove_node
@@ -208,7 +222,7 @@ class Service:
         loop = asyncio.get_running_loop()
         self._tasks = [
             loop.create_task(self.timers.run()),
-            loop.create_task(watch_loop_delay(self.counters)),
+            loop.create_task(self.loop_delay.run()),
             loop.create_task(run_clean_up(self.cache_view, self.tokenizer_registry)),
             loop.create_task(run_admission(self.admission, self.fleet)),
             loop.create_task(run_hedging(self.proxy.dispatcher)),
@@ -219,7 +233,9 @@ class Service:
         if (file := self._config_file) is not None:
             changed = watch_files(lambda: [file], lambda: self.config_reload.file_changed(file))
             self._tasks.append(loop.create_task(changed))
-        self._tasks.append(loop.create_task(watch_files(lambda: self.certificates.files, self.certificates.reload)))
+        self._tasks.append(
+            loop.create_task(watch_files(lambda: self.certificates.files, self.config_reload.certificates_changed))
+        )
         if self._trace_exporter is not None:
             self._trace_exporter.start()
         self.nodes.reconfigure(config.nodes, config.health)
@@ -268,13 +284,13 @@ class Service:
         for server in self._servers[:1]:
             server.close()
         self.listener.close_idle()
-        try:
-            async with asyncio.timeout(0 if self._stop_now.is_set() else shutdown.deadline_s):
-                await self.listener.until_empty()
-        except TimeoutError:
+        await self._finish_requests(shutdown.deadline_s)
+        if self.listener.connections:
             log.warning(
                 "requests_cut_off",
-                "They did not finish before shutdown.deadline_s.",
+                "A second signal arrived."
+                if self._stop_now.is_set()
+                else "They did not finish before shutdown.deadline_s.",
                 requests=self.listener.busy,
                 deadline_s=shutdown.deadline_s,
             )
@@ -296,6 +312,13 @@ class Service:
             await self._trace_exporter.close()
         await asyncio.sleep(0)
 
+    async def _finish_requests(self, deadline_s: float) -> None:
+        """Wait until all clients have left, at most until the deadline or `stop_now`."""
+        endings = [asyncio.create_task(self.listener.until_empty()), asyncio.create_task(self._stop_now.wait())]
+        await asyncio.wait(endings, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        for ending in endings:
+            ending.cancel()
+
     async def _cut_off(self) -> None:
         """End running requests with an error, and give their clients a moment to read it."""
         self.listener.cut_off_all()
@@ -306,9 +329,8 @@ class Service:
             self.listener.abort_all()
 
     def stop_now(self) -> None:
-        """Cut off running requests, so that `stop` ends at once."""
+        """Let `stop` cut off running requests now."""
         self._stop_now.set()
-        self.listener.cut_off_all()
 
     async def run_until_signal(self) -> None:
         """Start, serve until SIGTERM or SIGINT, and stop. A second signal cuts off running requests."""
