@@ -28,6 +28,7 @@ from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
+from warmroute.routing.attempt_history import AttemptHistory
 from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.dispatcher import Dispatcher
@@ -71,6 +72,8 @@ class Attempts:
     request: RoutingRequest
     request_id: bytes
     entered_s: float = field(init=False)
+    admitted_s: float = 0.0
+    """When admission sent it to its first node."""
     lookup: Lookup | None = None
     charge: Charge | None = None
     """What the request took of its tenant's rate limit."""
@@ -85,6 +88,8 @@ class Attempts:
     """Set once a node has failed."""
     repeatable: bool = True
     """Whether the request may be sent to a second node while the first one may still execute it."""
+    history: AttemptHistory | None = None
+    """Set if the request is traced."""
     # at the current node
     ticket: Ticket = field(init=False)
     hedge: Ticket | None = None
@@ -104,6 +109,8 @@ class Attempts:
         self.lookup = lookup
         self.entered_s = now_s
         dispatcher, charge = self._dispatcher, self.charge
+        if self.history is not None:
+            self.history.queue_length = dispatcher.admission.queue.waiting
         try:
             if charge is not None:
                 request = self.request
@@ -118,17 +125,20 @@ class Attempts:
                 charge.cancel()
             raise
         self._queued = True
+        if self.history is not None:
+            self.history.queued = not self.tried
 
     def on_admitted(self, decision: Decision) -> None:
         """Admission sends the request to the decision's node."""
         self.decision = decision
         dispatcher = self._dispatcher
-        now_s = dispatcher.now()
+        now_s = self.admitted_s = dispatcher.now()
         try:
             journal = dispatcher.journal
             if journal is not None and journal.on:
                 self._entry = journal.begin(self, (now_s - self.entered_s) * 1000.0)
             dispatcher.sent += 1
+            dispatcher.count_decision(decision)
             self._try(decision, decision.node, now_s)
         except Exception as error:
             if not self._queued:  # the caller of `enter` handles it
@@ -345,7 +355,12 @@ class Attempts:
     def wants_usage(self) -> bool:
         """Whether somebody uses the token counts that the response reports."""
         charge = self.charge
-        return self.status < 400 and (isinstance(self.ticket, Dispatch) or (charge is not None and charge.wants_usage))
+        return self.status < 400 and (
+            self._dispatcher.request_completed is not None
+            or isinstance(self.ticket, Dispatch)
+            or (charge is not None and charge.wants_usage)
+            or self.history is not None
+        )
 
     def response_ended(self, usage: Usage | None, now_s: float) -> None:
         """The client has the whole response."""

@@ -22,6 +22,8 @@ from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.routing.admission import Admission
+from warmroute.routing.attempt_history import ClosedTicket
+from warmroute.routing.decision import Decision
 from warmroute.routing.hedging import Hedging
 from warmroute.routing.router import Router
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 log = EventLog("warmroute.routing")
 
+ANOTHER_ISLAND: Final = "moves to another island"
 MAX_MOVES: Final = 64
 """Requests that leave a node at once."""
 MOVE_SLICE_S: Final = 0.005
@@ -92,6 +95,8 @@ class Dispatcher:
         self.request_completed: Callable[[Attempts, float], object] | None = None
         """Called after a complete response with a status below 400."""
         self.hedging = Hedging(hedging or HedgingConfig())
+        self.decisions: dict[tuple[str, str], int] = {}
+        """Requests that were sent to a first node, by policy and reason."""
         self.sent = 0
         """Requests that were sent to a first node."""
         self.waiting: dict[Attempts, None] = {}
@@ -110,9 +115,18 @@ class Dispatcher:
         self, attempts: Attempts, ticket: Ticket, outcome: Outcome, now_s: float, reason: str = ""
     ) -> None:
         self.fleet.close_ticket(ticket, outcome, now_s, reason)
+        if attempts.history is not None:
+            attempts.history.closed.append(ClosedTicket(ticket, outcome, now_s, reason))
         if self._ticket_closed is not None:
             self._ticket_closed(attempts, ticket, now_s)
         self.node_freed(ticket.node, now_s)
+
+    def count_decision(self, decision: Decision) -> None:
+        query, decisions = decision.query, self.decisions
+        # The reason of a move names islands and times.
+        reason = decision.reason if query is None or not query.move_reason else ANOTHER_ISLAND
+        key = (decision.policy, reason)
+        decisions[key] = decisions.get(key, 0) + 1
 
     def may_try_another(self, attempts: Attempts) -> bool:
         return not self.max_attempts or attempts.tried < self.max_attempts
