@@ -72,7 +72,7 @@ class Engine:
         self.name = f"node{number}"
         first = FIRST_PORT + 40 * number + os.getpid() % 20
         self.port = free_port(first)
-        self._event_ports = free_port(first + 12_000), free_port(first + 24_000)
+        self._event_ports = free_port(first + 2000), free_port(first + 3000)
         self.url = f"http://{HOST}:{self.port}"
         self.child: Child
         self.start()

@@ -9,7 +9,7 @@ INTRODUCTION = """\
 # Metrics
 
 The admin listener exports these metrics at `/metrics`, in the text format of Prometheus. `warmroute metrics-reference`
-generates this page. [Dashboards and alerts](../guides/dashboards-and-alerts.md) has a dashboard and alert rules.
+generates this page. A dashboard and alert rules use them: [Dashboards and alerts](../guides/dashboards-and-alerts.md).
 
 Counters are totals since the start. Tokens, times and savings count complete responses with a status below 400, when
 they end. Labels are bounded: the router counts up to 256 pairs of model and route, 2,048 of model and tenant and 4,096

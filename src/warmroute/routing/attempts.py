@@ -28,6 +28,7 @@ from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
+from warmroute.routing.attempt_history import AttemptHistory
 from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.dispatcher import Dispatcher
@@ -85,8 +86,10 @@ class Attempts:
     _entry: Any = None
     _failover: Failover | None = None
     """Set once a node has failed."""
-    hedgeable: bool = True
-    """Whether the request may be sent to two nodes."""
+    repeatable: bool = True
+    """Whether the request may be sent to a second node while the first one may still execute it."""
+    history: AttemptHistory | None = None
+    """Set if the request is traced."""
     # at the current node
     ticket: Ticket = field(init=False)
     hedge: Ticket | None = None
@@ -106,6 +109,8 @@ class Attempts:
         self.lookup = lookup
         self.entered_s = now_s
         dispatcher, charge = self._dispatcher, self.charge
+        if self.history is not None:
+            self.history.queue_length = dispatcher.admission.queue.waiting
         try:
             if charge is not None:
                 request = self.request
@@ -120,6 +125,8 @@ class Attempts:
                 charge.cancel()
             raise
         self._queued = True
+        if self.history is not None:
+            self.history.queued = not self.tried
 
     def on_admitted(self, decision: Decision) -> None:
         """Admission sends the request to the decision's node."""
@@ -189,8 +196,8 @@ class Attempts:
         self.done = True
         if self.charge is not None:
             self.charge.cancel()
-        if len(failover.failed) > 1:  # then the request may be at fault
-            for failed in failover.failed:
+        if len(failover.at_fault) > 1:  # then the request may be at fault
+            for failed in failover.at_fault:
                 failed.excused_failures += 1
         error = failover.error()
         demand_meter = dispatcher.router.demand_meter
@@ -205,7 +212,7 @@ class Attempts:
         dispatcher.waiting.pop(self, None)
         dispatcher.close_ticket(self, ticket, outcome, now_s, reason)
         failover = self._get_failover()
-        failover.failed.append(ticket.node)
+        failover.add(ticket.node, outcome)
         return failover
 
     def _get_failover(self) -> Failover:
@@ -222,7 +229,10 @@ class Attempts:
         return self.hedge.node if self.hedge is not None and self.hedge.node in nodes else None
 
     def leave(self, node: Node, reason: str, now_s: float) -> bool:
-        """Leave a node that is down or was removed. Return False if no other node is up: then the request stays."""
+        """Leave a node that is down or was removed. Return False if the request stays: no other node is up; or the node
+        may still execute the request, which must not be executed twice."""
+        if not self.repeatable and not node.health.confirmed_down:
+            return False
         if self.hedge is not None:
             if self.hedge.node is node:
                 self.driver.withdraw_hedge()
@@ -258,11 +268,16 @@ class Attempts:
             return None
         return self._get_failover().other_node(dispatcher.router, self.request, self.lookup, now_s, accepts)
 
-    def hedge_failed(self, outcome: Outcome, reason: str, now_s: float) -> None:
-        """The second node failed. The first one still has the request."""
+    def hedge_failed(
+        self, outcome: Outcome, reason: str, now_s: float, *, status: int = 0, retry_after_s: int | None = None
+    ) -> None:
+        """The second node failed. The first one still has the request. `status`: as for `node_failed`."""
         hedge, self.hedge = self.hedge, None
         assert hedge is not None
-        self._get_failover().failed.append(hedge.node)
+        failover = self._get_failover()
+        failover.add(hedge.node, outcome)
+        if outcome is Outcome.BUSY:
+            failover.busy(hedge.node, status, retry_after_s, now_s)
         self._dispatcher.close_ticket(self, hedge, outcome, now_s, reason)
 
     def hedge_refused(self, reason: str, now_s: float) -> None:
@@ -272,10 +287,11 @@ class Attempts:
         self.hedge_failed(Outcome.FAILED, reason, now_s)
         self._dispatcher.fleet.check_failed(node, now_s, reason)
 
-    def hedge_started(self, status: int, now_s: float) -> bool:
+    def hedge_started(self, status: int, retry_after_s: int | None, now_s: float) -> bool:
         """The second node's first byte arrived before that of the first one. Return whether its response counts."""
         if status >= 500 or status == 429:
-            self.hedge_failed(Outcome.BUSY if status in (429, 503) else Outcome.FAILED, f"HTTP status {status}", now_s)
+            outcome = Outcome.BUSY if status in (429, 503) else Outcome.FAILED
+            self.hedge_failed(outcome, f"HTTP status {status}", now_s, status=status, retry_after_s=retry_after_s)
             return False
         slow = self.ticket
         # The end of a response that is not streamed says little about its node.
@@ -343,6 +359,7 @@ class Attempts:
             self._dispatcher.request_completed is not None
             or isinstance(self.ticket, Dispatch)
             or (charge is not None and charge.wants_usage)
+            or self.history is not None
         )
 
     def response_ended(self, usage: Usage | None, now_s: float) -> None:

@@ -7,7 +7,7 @@ import gc
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from warmroute.engines.node_watcher import NodeWatcher
 from warmroute.engines.remote_tokenizer import RemoteTokenizer
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.node import Node
 from warmroute.index.cache_view import CacheView
 from warmroute.prompt.tokenizer import pack_token_ids
 from warmroute.prompt.tokenizer_registry import TokenizerRegistry
@@ -55,6 +56,7 @@ from warmroute.telemetry.process_metrics import add_process_metrics
 from warmroute.telemetry.prometheus import MetricsPage
 from warmroute.telemetry.router_metrics import RouterMetrics
 from warmroute.telemetry.scrape import Scrapes
+from warmroute.telemetry.tracing.create import create_tracing
 from warmroute.telemetry.traffic import Traffic
 from warmroute.telemetry.traffic_metrics import TrafficMetrics
 
@@ -93,6 +95,10 @@ class Service:
             config, self.fleet, self.router, self.admission, self.prompt_reader, self.pools, self.counters,
             self.journal, now,
         )  # fmt: skip
+        tracing = create_tracing(config.tracing, self.counters, lambda model: self.fleet.group(model) is not None)
+        if tracing is not None:
+            self.proxy.tracing = tracing[0]
+        self._trace_exporter = tracing[1] if tracing is not None else None
         self.traffic = Traffic()
         self.proxy.dispatcher.request_completed = self.traffic.request_completed
         self.listener = Listener(self.proxy, config.limits, self.timers)
@@ -105,7 +111,7 @@ class Service:
             now,
             cache_view=self.cache_view,
             post=node_client.post,
-            on_models=lambda node, cards: self.tokenizer_registry.set_model_cards(node.name, cards),
+            on_models=self._models_reported,
         )
         self.remote_tokenizer = RemoteTokenizer(node_client.post, pack_token_ids)
         self.model_watch = ModelWatch(self.fleet, self.tokenizer_registry, node_client.post, lambda: self.config)
@@ -170,6 +176,11 @@ class Service:
         self.router.may_serve = self._may_serve
         return scaling
 
+    def _models_reported(self, node: Node, cards: Sequence[dict[str, Any]]) -> None:
+        if window := node.config.max_model_len:
+            cards = [{**card, "max_model_len": window} for card in cards]
+        self.tokenizer_registry.set_model_cards(node.name, cards)
+
     def _may_serve(self, model: str) -> bool:
         """Return whether a new node might serve this model. All nodes of a scaled fleet serve the same models: those
         served before and those configured. Before the first node, every model is possible."""
@@ -225,6 +236,8 @@ class Service:
         self._tasks.append(
             loop.create_task(watch_files(lambda: self.certificates.files, self.config_reload.certificates_changed))
         )
+        if self._trace_exporter is not None:
+            self._trace_exporter.start()
         self.nodes.reconfigure(config.nodes, config.health)
         if self.scaling is not None:
             await self.scaling.start()
@@ -271,13 +284,13 @@ class Service:
         for server in self._servers[:1]:
             server.close()
         self.listener.close_idle()
-        try:
-            async with asyncio.timeout(0 if self._stop_now.is_set() else shutdown.deadline_s):
-                await self.listener.until_empty()
-        except TimeoutError:
+        await self._finish_requests(shutdown.deadline_s)
+        if self.listener.connections:
             log.warning(
                 "requests_cut_off",
-                "They did not finish before shutdown.deadline_s.",
+                "A second signal arrived."
+                if self._stop_now.is_set()
+                else "They did not finish before shutdown.deadline_s.",
                 requests=self.listener.busy,
                 deadline_s=shutdown.deadline_s,
             )
@@ -295,7 +308,16 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await self.journal.close()
+        if self._trace_exporter is not None:
+            await self._trace_exporter.close()
         await asyncio.sleep(0)
+
+    async def _finish_requests(self, deadline_s: float) -> None:
+        """Wait until all clients have left, at most until the deadline or `stop_now`."""
+        endings = [asyncio.create_task(self.listener.until_empty()), asyncio.create_task(self._stop_now.wait())]
+        await asyncio.wait(endings, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        for ending in endings:
+            ending.cancel()
 
     async def _cut_off(self) -> None:
         """End running requests with an error, and give their clients a moment to read it."""
@@ -307,9 +329,8 @@ class Service:
             self.listener.abort_all()
 
     def stop_now(self) -> None:
-        """Cut off running requests, so that `stop` ends at once."""
+        """Let `stop` cut off running requests now."""
         self._stop_now.set()
-        self.listener.cut_off_all()
 
     async def run_until_signal(self) -> None:
         """Start, serve until SIGTERM or SIGINT, and stop. A second signal cuts off running requests."""

@@ -34,7 +34,7 @@ LABELS: Final = {
     "reading": "`exact` (the engine's tokens), `inexact` (tokens of which the engine may not have all), `text` (no "
     "tokenizer, or it cannot render the request) or `none` (not read)",
     "reason": "why the policy chose the node, why admission rejected the request, why the conversation moved, or why "
-    "the node was ejected (`failures` or `slow`)",
+    "the node was ejected (`failures` or `slow`); for dropped traces: `queue_full`, `export_failed` or `shutdown`",
     "result": "`success` or `failure`",
     "route": "name of the route; empty for requests that match none",
     "severity": "`critical`, `warning` or `info`",
@@ -173,6 +173,11 @@ DECISIONS: Final = _counter(
 JOURNAL_WRITTEN: Final = _counter("journal_decisions_written", "Decisions written to the journal file.")
 JOURNAL_DROPPED: Final = _counter(
     "journal_decisions_dropped", "Decisions that could not be written to the journal file."
+)
+TRACES_EXPORTED: Final = _counter("traces_exported", "Traces of requests that the collector received.")
+TRACES_DROPPED: Final = _counter("traces_dropped", "Recorded traces that the collector did not receive.", "reason")
+TRACES_LIMITED: Final = _counter(
+    "traces_limited", "Requests not traced because clients asked for more than `tracing.max_client_traces_per_s`."
 )
 LOOP_DELAY: Final = _histogram("event_loop_delay_seconds", "How late the event loop ran a timer, ten times a second.")
 LOOP_DELAY_MAX: Final = _gauge(
