@@ -179,7 +179,9 @@ def measure_parts(report: Report) -> None:
         report.value(key, f"{took_us:.1f}")
 
     part(
-        "a request that is not recorded", "unrecorded_us", lambda: unrecorded.begin(fields, "/v1/chat/completions", 0.9)
+        "a request that is not recorded",
+        "unrecorded_us",
+        lambda: unrecorded.begin(fields, b"/v1/chat/completions", 0.9),
     )
     part("a recorded request, on the event loop", "loop_us", lambda: ended_trace(recorded, fields, attempts, ticket))
     for _ in range(BATCH_TRACES):
