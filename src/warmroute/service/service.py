@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from warmroute.capture.capture import Capture
 from warmroute.config import Config, is_loopback
 from warmroute.console.admin import AdminApi
 from warmroute.console.decisions import Decisions
@@ -85,9 +86,10 @@ class Service:
         self.timers = TimerWheel(now)
         self.pools = ConnectionPools(config.upstream, self.timers)
         self.journal = Journal(config.journal, self.counters, now)
+        self.capture = Capture(config.capture, self.counters, now)
         self.proxy = Proxy(
             config, self.fleet, self.router, self.admission, self.prompt_reader, self.pools, self.counters,
-            self.journal, now,
+            self.journal, self.capture, now,
         )  # fmt: skip
         self.traffic = Traffic()
         self.proxy.dispatcher.request_completed = self.traffic.request_completed
@@ -203,6 +205,7 @@ class Service:
             loop.create_task(run_hedging(self.proxy.dispatcher)),
             loop.create_task(self.model_watch.run()),
             loop.create_task(self.journal.run()),
+            loop.create_task(self.capture.run()),
             loop.create_task(run_history(self.history, self.alerts)),
         ]
         if (file := self._config_file) is not None:
@@ -279,6 +282,7 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await self.journal.close()
+        await self.capture.close()
         await asyncio.sleep(0)
 
     async def _cut_off(self) -> None:

@@ -12,6 +12,8 @@ because there is no tokenizer, or it cannot render the request; or not at all.""
 
 class Counters:
     __slots__ = (
+        "capture_dropped",
+        "capture_written",
         "disconnects",
         "errors",
         "hedges",
@@ -64,5 +66,9 @@ class Counters:
         """Decisions written to the journal file."""
         self.journal_dropped = 0
         """Decisions that could not be written to the journal file."""
+        self.capture_written = 0
+        """Requests written to captures, once for each capture."""
+        self.capture_dropped = 0
+        """Requests that could not be written to a capture."""
         self.loop_delay_max_s = 0.0
         """Longest delay of the event loop since the last scrape."""

@@ -82,6 +82,8 @@ JOURNAL_WRITTEN: Final = _counter("journal_decisions_written", "Decisions writte
 JOURNAL_DROPPED: Final = _counter(
     "journal_decisions_dropped", "Decisions that could not be written to the journal file."
 )
+CAPTURE_WRITTEN: Final = _counter("capture_requests_written", "Requests written to captures of traffic.")
+CAPTURE_DROPPED: Final = _counter("capture_requests_dropped", "Requests that could not be written to a capture.")
 LOOP_DELAY_MAX: Final = _gauge("event_loop_delay_max_seconds", "Longest delay of the event loop since the last scrape.")
 
 NODE_REQUESTS: Final = _counter("node_requests", "Requests sent to the node, by how they ended.", "node", "outcome")

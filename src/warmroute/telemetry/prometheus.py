@@ -111,6 +111,8 @@ class MetricsPage:
             (metrics.PROMPTS_NOT_TOKENIZED, counters.prompts_not_tokenized),
             (metrics.JOURNAL_WRITTEN, counters.journal_written),
             (metrics.JOURNAL_DROPPED, counters.journal_dropped),
+            (metrics.CAPTURE_WRITTEN, counters.capture_written),
+            (metrics.CAPTURE_DROPPED, counters.capture_dropped),
             (metrics.LOOP_DELAY_MAX, loop_delay_s),
         ):
             page[metric].add(value)
