@@ -6,5 +6,4 @@ conversation.py     which earlier prompt a prompt continues
 capture_run.py      one capture: turns finished requests into lines
 capture.py          what is captured now: to files, to the admin API
 capture_files.py    rotating files, bounded on disk
-mirror.py           a listener for mirrored traffic
 """

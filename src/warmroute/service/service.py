@@ -15,6 +15,7 @@ from typing import Any
 from warmroute.capture.capture import Capture
 from warmroute.config import Config, is_loopback
 from warmroute.console.admin import AdminApi
+from warmroute.console.capture_stream import CaptureStreams
 from warmroute.console.decisions import Decisions
 from warmroute.console.live_feed import LiveFeed
 from warmroute.console.live_snapshot import LiveSnapshot
@@ -129,7 +130,8 @@ class Service:
         self.live_feed = LiveFeed(snapshot)
         decisions = Decisions(self.journal, self.proxy)
         admin = AdminApi(
-            self.fleet, self.cache_view, page, decisions, self.live_feed, self, config.admin.token_sha256
+            self.fleet, self.cache_view, page, decisions, self.live_feed, CaptureStreams(self.capture), self,
+            config.admin.token_sha256,
         )  # fmt: skip
         self.admin_listener = Listener(AsyncHandler(admin.answer, admin.admit), config.limits, self.timers)
         self.add_node, self.remove_node = self.nodes.add_node, self.nodes.remove_node
