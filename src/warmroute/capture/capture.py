@@ -22,7 +22,6 @@ from warmroute.config import Capture as CaptureConfig
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.fleet.node import Outcome
 from warmroute.prompt.prompt import Prompt
-from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.attempts import Attempts
 from warmroute.routing.dispatch import Dispatch
 from warmroute.telemetry.counters import Counters
@@ -136,15 +135,10 @@ class Capture:
             if isinstance(ticket, Dispatch):
                 ended.predicted = ticket.cached
             ended.node, ended.attempts, ended.first_token_s = ticket.node.name, attempts.tried, ticket.first_token_s
-        self._add(ended)
+        self.add(ended)
 
-    def request_mirrored(
-        self, request: RoutingRequest, prompt: Prompt | None, body_bytes: int, output_tokens: float, now_s: float
-    ) -> None:
-        """A request arrived that another proxy serves."""
-        self._add(EndedRequest(request, prompt, body_bytes, "mirrored", now_s, output_tokens, True))
-
-    def _add(self, ended: EndedRequest) -> None:
+    def add(self, ended: EndedRequest) -> None:
+        """Add a request to all captures, or count it as dropped if too many wait for the thread."""
         pending = self._pending
         if len(pending) >= MAX_PENDING or self._pending_bytes > MAX_PENDING_BYTES:
             self._counters.capture_dropped += 1

@@ -38,6 +38,8 @@ class EndedRequest(msgspec.Struct, gc=False, eq=False):
     node: str = ""
     attempts: int = 1
     first_token_s: float = 0.0
+    answer_tokens: int = 0
+    """Of a mirrored request: the estimated tokens of the last answer that its prompt contains."""
 
 
 class CaptureRun:
@@ -68,11 +70,11 @@ class CaptureRun:
             tokens = prompt_tokens or ended.body_bytes // BYTES_PER_TOKEN
         else:
             ids = self._pseudonyms.blocks(request.model, prompt, self._block_size)
-            if prompt.exact and not prompt.others:
-                tokens = prompt_tokens or prompt.total_tokens
-                follows = self._conversations.follows(prompt.tokens, ids)
-            else:
-                tokens = prompt.total_tokens
+            tokens = prompt.total_tokens
+            if not prompt.others:
+                follows = self._conversations.follows(prompt.tokens, ids, not prompt.exact)
+                if prompt.exact and prompt_tokens:
+                    tokens = prompt_tokens
         arrived_s = request.arrived_s
         first_token_s = ended.first_token_s if request.streams else 0.0
         return TraceRow(
@@ -83,6 +85,7 @@ class CaptureRun:
             block_size=self._block_size,
             session_id=self._pseudonyms.name(request.session_key()) or None,
             follows=follows,
+            answer_length=ended.answer_tokens if follows else 0,
             input_estimated=prompt_tokens is None if prompt is None else not prompt.exact,
             output_estimated=ended.output_estimated,
             model=request.model[:MAX_NAME],
@@ -96,5 +99,5 @@ class CaptureRun:
             cached_tokens=cached_tokens,
             predicted_tokens=ended.predicted,
             ttft_ms=round((first_token_s - arrived_s) * 1000.0, 1) if first_token_s else None,
-            duration_ms=round((ended.ended_s - arrived_s) * 1000.0, 1),
+            duration_ms=round((ended.ended_s - arrived_s) * 1000.0, 1) if ended.outcome != "mirrored" else None,
         )

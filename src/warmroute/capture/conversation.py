@@ -22,9 +22,9 @@ class Conversations:
         self._tails: dict[int, list[bytes]] = {}
         """By the id of a prompt's last full block: the tokens after it."""
 
-    def follows(self, tokens: bytes, ids: list[int]) -> int:
+    def follows(self, tokens: bytes, ids: list[int], is_text: bool) -> int:
         """Return the length in tokens of the longest earlier prompt that this one begins with and exceeds; 0 if there
-        is none. Remember this prompt."""
+        is none. Remember this prompt. `is_text`: the tokens are bytes of its text, the last one padded."""
         block_bytes = self._block_size * TOKEN_BYTES
         found = 0
         tails = self._tails
@@ -35,10 +35,11 @@ class Conversations:
                 lengths = [len(tail) for tail in known if tokens.startswith(tail, start)]
                 longest = max((n for n in lengths if start + n < len(tokens)), default=-1)
                 if longest >= 0:
-                    found = (start + longest) // TOKEN_BYTES
+                    found = -(-(start + longest) // TOKEN_BYTES)
                     break
         if ids:
-            self._remember(ids[-1], tokens[len(ids) * block_bytes :])
+            tail = tokens[len(ids) * block_bytes :]
+            self._remember(ids[-1], tail.rstrip(b"\0") if is_text else tail)
         return found
 
     def _remember(self, last: int, tail: bytes) -> None:

@@ -32,6 +32,8 @@ class TraceRow(msgspec.Struct, gc=False, omit_defaults=True):
     follows: int = 0
     """The prompt begins with the whole of an earlier prompt, which had this many tokens: it is the next turn of that
     conversation. 0: it is not, or the router does not know."""
+    answer_length: int = 0
+    """Of a mirrored request: the estimated tokens of the last answer that the prompt contains."""
     input_estimated: bool = False
     """Whether `input_length` counts four bytes of text as a token, because the router has no tokenizer."""
     output_estimated: bool = False

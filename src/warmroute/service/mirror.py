@@ -20,6 +20,7 @@ import msgspec
 
 from warmroute._kernel import MAX_LOOP_BYTES, Outline
 from warmroute.capture.capture import Capture, Sink
+from warmroute.capture.capture_run import EndedRequest
 from warmroute.config import Capture as CaptureConfig
 from warmroute.config import Config
 from warmroute.edge.body_scanner import BodyScanner
@@ -158,26 +159,35 @@ class Mirror:
         elif self.counters.prompts_not_tokenized > not_read:  # too many wait for a thread
             self.counters.capture_dropped += 1
             return
+        answer = _last_answer_tokens(body, scanned.outline, prompt)
+        if answer:
+            self._output_lengths.record(request.model, tenant, answer)
+        limit = request.max_output_tokens
         if self._output_tokens is None:
-            self._learn_output(request.model, tenant, body, scanned.outline)
-            output = self._output_lengths.expected(request.model, tenant, request.max_output_tokens)
+            output = self._output_lengths.expected(request.model, tenant, limit)
         else:
-            output = min(self._output_tokens, request.max_output_tokens or self._output_tokens)
-        self.capture.request_mirrored(request, prompt, len(body), output, self._now())
+            output = min(self._output_tokens, limit or self._output_tokens)
+        self.capture.add(
+            EndedRequest(request, prompt, len(body), "mirrored", now_s, output, True, answer_tokens=answer)
+        )
 
-    def _learn_output(self, model: str, tenant: str, body: bytes, outline: Outline | None) -> None:
-        """Take the last answer that a chat contains as the length of an answer."""
-        span = outline.fields.get("messages") if outline is not None else None
-        if span is None or span[1] - span[0] > MAX_LOOP_BYTES:
-            return
-        try:
-            messages = msgspec.json.decode(body[span[0] : span[1]], type=list[_Message])
-        except msgspec.MsgspecError:
-            return
-        for message in reversed(messages):
-            if message.role == "assistant":
-                self._output_lengths.record(model, tenant, max(1, len(message.content) // BYTES_PER_TOKEN))
-                return
+
+def _last_answer_tokens(body: bytes, outline: Outline | None, prompt: Prompt | None) -> int:
+    """Return the estimated tokens of the last answer in a chat; 0 if there is none."""
+    span = outline.fields.get("messages") if outline is not None else None
+    if span is None or span[1] - span[0] > MAX_LOOP_BYTES:
+        return 0
+    try:
+        messages = msgspec.json.decode(body[span[0] : span[1]], type=list[_Message])
+    except msgspec.MsgspecError:
+        return 0
+    answer = next((message for message in reversed(messages) if message.role == "assistant"), None)
+    if answer is None:
+        return 0
+    bytes_per_token = float(BYTES_PER_TOKEN)
+    if prompt is not None and prompt.exact and prompt.token_count:
+        bytes_per_token = max(1.0, (span[1] - span[0]) / prompt.token_count)
+    return max(1, round(len(memoryview(answer.content)) / bytes_per_token))
 
 
 def _key_owner(head: RequestHead) -> str:

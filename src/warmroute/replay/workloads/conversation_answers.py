@@ -35,6 +35,7 @@ class Turn(msgspec.Struct, gc=False):
     system_ids: int
     """Leading ids that are the conversation's system prompt."""
     output_tokens: int = 0
+    output_estimated: bool = False
     node: str = ""
 
 
@@ -51,20 +52,18 @@ class ConversationAnswers:
         """Return the ids of a captured request. `system_ids` is asked for the first turn of a conversation."""
         size = self._id_tokens
         before = self._turns.get((row.hash_ids[row.follows // size - 1], row.follows)) if row.follows >= size else None
-        if before is not None and _contains_answer(row, before, size):
-            first, last = row.follows // size, (row.follows + before.output_tokens) // size
-            known = before.ids[first:last]
-            for later, answer in zip(row.hash_ids[first:last], known, strict=False):
+        answer_tokens = _answer_tokens(row, before, size) if before is not None else 0
+        if before is not None and answer_tokens:
+            first, last = row.follows // size, (row.follows + answer_tokens) // size
+            for later, answer in zip(row.hash_ids[first:last], before.ids[first:last], strict=False):
                 _remember(self._answer_ids, later, answer, MAX_ANSWER_BLOCKS)
         answers = self._answer_ids
         ids = [answers.get(one, one) for one in row.hash_ids] if answers else list(row.hash_ids)
         turn = Turn(ids, row.input_length, before.system_ids if before is not None else system_ids(row.hash_ids))
-        if len(ids) == row.input_length // size and not row.output_estimated and row.outcome == "ok":
-            turn.known_tokens, turn.output_tokens, turn.node = (
-                row.input_length + row.output_length,
-                row.output_length,
-                row.node,
-            )
+        if len(ids) == row.input_length // size and row.outcome in ("ok", "mirrored"):
+            turn.known_tokens = row.input_length + row.output_length
+            turn.output_tokens, turn.output_estimated = row.output_length, row.output_estimated
+            turn.node = row.node
             blocks = turn.known_tokens // size - len(ids)
             ids += range(self._next_id, self._next_id + blocks)
             self._next_id += blocks
@@ -73,11 +72,18 @@ class ConversationAnswers:
         return turn
 
 
-def _contains_answer(row: TraceRow, before: Turn, id_tokens: int) -> bool:
-    if not before.output_tokens or row.input_length < row.follows + before.output_tokens:
-        return False
-    cached = row.cached_tokens
-    return cached is None or row.node != before.node or not row.follows - 2 * id_tokens < cached <= row.follows
+def _answer_tokens(row: TraceRow, before: Turn, id_tokens: int) -> int:
+    """Return how many tokens of the earlier turn's answer the prompt contains."""
+    answer, cached = before.output_tokens, row.cached_tokens
+    is_same_node = cached is not None and row.node == before.node
+    if before.output_estimated:
+        found = max(0, cached - row.follows) if cached is not None and is_same_node else 0
+        answer = min(answer, row.answer_length or found)
+    if row.input_length < row.follows + answer:
+        return 0
+    if cached is not None and is_same_node and row.follows - 2 * id_tokens < cached <= row.follows:
+        return 0
+    return answer
 
 
 def _remember(table: dict[Any, Any], key: object, value: object, limit: int) -> None:

@@ -67,14 +67,6 @@ class TraceFiles:
             times_ms = _times_ms(files)
             yield from sorted(times_ms) if _is_capture(files) else times_ms
 
-    def models(self) -> dict[str, int]:
-        """Return the number of requests by model; without those that name none. Raises BadTrace."""
-        found: dict[str, int] = {}
-        for row in self.rows():
-            if row.model:
-                found[row.model] = found.get(row.model, 0) + 1
-        return found
-
     def _files(self) -> list[tuple[Path, float]]:
         """Return the files and how much later than the first one each capture began, in milliseconds."""
         if self.path.is_dir():
