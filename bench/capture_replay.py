@@ -1,7 +1,7 @@
 """Does the replay of a capture have the hit rate that was measured live?
 
     python bench/capture_replay.py                       `make run`'s load, and chats with longer answers
-    python bench/capture_replay.py --data DIR            … and a public trace of coding sessions
+    python bench/capture_replay.py --data DIR            … and public traces
     python bench/capture_replay.py --nginx               … and chats behind nginx, which mirrors them
 
 Simulated engines run as processes behind `warmroute serve` with `[capture]`, and clients send them real requests. The
@@ -42,7 +42,11 @@ from warmroute.replay.workloads.catalog import Trace, parse_workload
 
 SEEDS = 5
 CHATS = "multi_turn_chat systems=4 system_tokens=400 turns=4 message_tokens=120 output_tokens=150 think_s=2"
-TRACE = "traces/weka_60sessions_mooncake_format.jsonl.gz"
+TRACES = (
+    ("public trace of questions about papers", "mooncake_arxiv_first1000", 3.0, 300),
+    ("public trace of coding sessions, read as text", "weka_60sessions_mooncake_format", 1.0, 150),
+)
+"""Name, file, requests per second and number of requests. Prompts over 256 KB are matched by their text."""
 NGINX = """\
 daemon off; pid FOLDER/nginx.pid; error_log FOLDER/error.log;
 events { worker_connections 1024; }
@@ -77,6 +81,7 @@ class Fleet(msgspec.Struct, frozen=True):
     profile: str
     blocks: int
     speed: float = 1.0
+    """Engines that are faster than real change what the router decides: its own delays then weigh more."""
     max_model_len: int = 32_768
 
     def flags(self) -> list[str]:
@@ -91,8 +96,8 @@ class Fleet(msgspec.Struct, frozen=True):
 
 
 DEMO_FLEET = Fleet(routing_comparison.ENGINES, routing_comparison.PROFILE, routing_comparison.BLOCKS)
-CHAT_FLEET = Fleet(4, "l4-8b", 1500, speed=4.0)
-TRACE_FLEET = Fleet(4, "2xh100-32b", 20_000, speed=20.0, max_model_len=1_000_000)
+CHAT_FLEET = Fleet(4, "l4-8b", 1500)
+TRACE_FLEET = Fleet(4, "2xh100-32b", 20_000, max_model_len=1_000_000)
 
 
 class CapturedComparison(RoutingComparison):
@@ -110,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, metavar="DIR", help="directory of public traces")
     parser.add_argument("--nginx", action="store_true", help="mirror the chats with nginx, too")
-    parser.add_argument("--chats", type=int, default=400, metavar="N", help="requests of the chats (default: 400)")
+    parser.add_argument("--chats", type=int, default=200, metavar="N", help="requests of the chats (default: 200)")
     add_record_option(parser)
     args = parser.parse_args(arguments)
     report = Report()
@@ -128,7 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.nginx:
             asyncio.run(_mirrored_chats(folder, args.chats, report))
         if args.data:
-            asyncio.run(_sessions(folder, args.data / TRACE, report))
+            for load, file, rate, limit in TRACES:
+                trace = args.data / "traces" / f"{file}.jsonl.gz"
+                asyncio.run(_live(folder, TRACE_FLEET, "price", [str(trace)], "tokens", rate, limit, folder / file))
+                _compare(load, folder / file, TRACE_FLEET, "price", report)
     report.record(args.record)
     return 0
 
@@ -148,12 +156,6 @@ async def _chats(folder: Path, policy: str, limit: int, report: Report) -> None:
     capture = folder / f"chats-{policy}"
     await _live(folder, CHAT_FLEET, policy, CHATS.split(), "chat", 3.0, limit, capture)
     _compare("chats", capture, CHAT_FLEET, policy, report)
-
-
-async def _sessions(folder: Path, trace: Path, report: Report) -> None:
-    capture = folder / "sessions"
-    await _live(folder, TRACE_FLEET, "price", [str(trace)], "tokens", 0.5, 250, capture)
-    _compare("coding sessions", capture, TRACE_FLEET, "price", report)
 
 
 async def _live(
@@ -201,7 +203,8 @@ async def _mirrored_chats(folder: Path, limit: int, report: Report) -> None:
         servers = " ".join(f"server {url.removeprefix('http://')};" for url in urls)
         config = NGINX.replace("ENGINES", servers).replace("FOLDER", str(folder)).replace("PORT", str(port))
         (folder / "nginx.conf").write_text(config.replace("CAPTURE", str(listen)))
-        nginx = subprocess.Popen(["nginx", "-c", str(folder / "nginx.conf"), "-p", str(folder)])
+        command = ["nginx", "-c", str(folder / "nginx.conf"), "-p", str(folder)]
+        nginx = await asyncio.to_thread(subprocess.Popen, command)
         try:
             await asyncio.sleep(3.0)
             live = await _send(f"http://127.0.0.1:{port}", CHAT_FLEET, CHATS.split(), "chat", 3.0, limit)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from support.engine_scripts import CLOSE, SSE_HEAD, chunk, failing, hanging, normal, script, sse_event
 from support.polling import until
 from support.raw_client import chat, post
@@ -19,8 +21,6 @@ from warmroute.routing.dispatch import Dispatch
 
 SECRET = "xyzzy-plugh"
 LONG = "the router reads this prompt before it sends it anywhere, block after block. " * 40
-KEY = "sk-one"
-KEYS = [{"sha256": "1111111111111111111111111111111111111111111111111111111111111111", "tenant": "unused"}]
 USAGE = json.dumps(
     {
         "choices": [],
@@ -36,11 +36,8 @@ async def rows(r: RunningRouter, folder: Path, count: int) -> list[dict[str, Any
     def found() -> list[dict[str, Any]]:
         return [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
 
-    for _ in range(100):
-        await r.service.capture.flush()
-        if folder.is_dir() and len(found()) >= count:
-            break
-        await asyncio.sleep(0.02)
+    await r.service.capture.flush()
+    await until(lambda: len(found()) >= count)
     assert len(found()) == count
     return found()
 
@@ -65,8 +62,6 @@ async def test_a_capture_contains_nothing_that_a_user_typed(tmp_path: Path) -> N
     folder = tmp_path / "captures"
     text = f"{SECRET} " * 300
     key = "7a9e5b2f8c3d"
-    from hashlib import sha256
-
     keys = [{"sha256": sha256(key.encode()).hexdigest(), "tenant": "acme-corporation"}]
     async with engines() as [engine], router(engine, keys=keys, capture={"directory": str(folder)}) as r:
         engine.behave = normal(USAGE)
@@ -194,8 +189,6 @@ async def test_a_conversation_names_the_prompt_that_it_continues(tmp_path: Path)
 
 
 async def test_a_reload_starts_and_stops_the_capture(tmp_path: Path) -> None:
-    import msgspec
-
     folder = tmp_path / "captures"
     async with engines() as [engine], router(engine) as r:
         engine.behave = normal(USAGE)
@@ -219,6 +212,4 @@ def test_the_format_is_mooncakes_with_optional_fields() -> None:
     required = {"timestamp", "input_length", "output_length"}
     assert set(TraceRow.__struct_fields__) - set(TraceRow.__struct_fields__[3:]) == required
     line = json.dumps({"timestamp": 0, "input_length": 10, "output_length": 2, "hash_ids": [1]})
-    import msgspec
-
     assert msgspec.json.decode(line, type=TraceRow).hash_ids == [1]

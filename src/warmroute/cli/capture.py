@@ -7,6 +7,8 @@ import asyncio
 import gzip
 import signal
 import time
+from collections.abc import Iterator
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +104,7 @@ def _capture_router(args: argparse.Namespace) -> int:
     why = "the router closed the connection"
     try:
         with open_admin(args, "/admin/capture/stream") as response, trace:
-            for line in response:
+            for line in _lines_of(response):
                 if line != b"\n":
                     trace.write(line)
                 if trace.is_full:
@@ -115,6 +117,14 @@ def _capture_router(args: argparse.Namespace) -> int:
         why = "interrupted"
     _conclude(out, trace.requests, why)
     return 0
+
+
+def _lines_of(response: HTTPResponse) -> Iterator[bytes]:
+    """Return the lines until the router ends the response, in whatever way."""
+    try:
+        yield from response
+    except (OSError, HTTPException):
+        return
 
 
 class _TraceOutput:

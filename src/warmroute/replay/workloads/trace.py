@@ -23,6 +23,7 @@ import msgspec
 from warmroute.capture.trace_row import TraceRow
 from warmroute.fake_engine.core.block_content import BlockContent, TraceContent, mix64, namespace_offset
 from warmroute.replay.workloads.conversation_answers import ConversationAnswers
+from warmroute.replay.workloads.text_lengths import TextLengths, text_lengths
 from warmroute.replay.workloads.trace_files import BadTrace as BadTrace
 from warmroute.replay.workloads.trace_files import TraceFiles
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
@@ -48,13 +49,16 @@ class TraceBlocks(msgspec.Struct, gc=False):
 
 def prompts(path: Path, id_tokens: int | None = None, model: str = "") -> Iterator[WorkloadPrompt]:
     """Return the trace's requests in the order of their times; only those for `model`, if given. Raises BadTrace."""
-    rows = TraceFiles(path, model).rows()
+    files = TraceFiles(path, model)
+    rows = files.rows()
     first = list(islice(rows, 64))
     if model and not first:
         raise BadTrace(f"{path}: no request is for the model {model!r}")
     size = id_tokens or tokens_per_id(first, path)
     sessions, answers = _Sessions(), ConversationAnswers(size)
+    lengths = text_lengths(files) if any(row.block_size for row in first) else TextLengths({})
     for number, row in enumerate(chain(first, rows)):
+        lengths.correct(row)
         yield _prompt(row, number, size, sessions, answers)
 
 
