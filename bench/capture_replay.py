@@ -22,23 +22,36 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 from record import Report, add_record_option, load_average
+from request_path import cost_us
 
+from warmroute.capture.capture import Capture, CapturedPrompt
+from warmroute.capture.capture_files import CaptureFile
+from warmroute.capture.capture_run import CaptureRun, EndedRequest
+from warmroute.config import Capture as CaptureConfig
+from warmroute.config import Health, NodeConfig
 from warmroute.demo import routing_comparison
 from warmroute.demo.child_processes import Child, Children, free_port
 from warmroute.demo.load_generator.load_run import LoadOptions, LoadRun
-from warmroute.demo.router_process import start_router
+from warmroute.demo.router_process import send_request, start_router
 from warmroute.demo.routing_comparison import RoutingComparison
 from warmroute.fake_engine.profiles import profile
+from warmroute.fleet.fleet import Fleet as WarmrouteFleet
+from warmroute.fleet.node import Outcome
+from warmroute.fleet.ticket import Ticket
+from warmroute.prompt.prompt import exact_prompt
+from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.replay import Setup, parse_policy, replay
 from warmroute.replay.measured import Measured, measure
 from warmroute.replay.policy_spec import PolicySpec
 from warmroute.replay.simulation.conditions import Conditions, NodeSpec
 from warmroute.replay.sizing import Limits, nodes_needed
 from warmroute.replay.workloads.catalog import Trace, parse_workload
+from warmroute.telemetry.counters import Counters
 
 SEEDS = 5
 CHATS = "multi_turn_chat systems=4 system_tokens=400 turns=4 message_tokens=120 output_tokens=150 think_s=2"
@@ -120,6 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     report = Report()
     report.value("load", load_average())
+    _cost(report)
     report.table(
         "hit_rates", "load", "policy", "requests", "measured", "replayed", "range", "difference (points)",
         "TTFT p50 measured", "replayed ", "bytes per request",
@@ -206,7 +220,8 @@ async def _mirrored_chats(folder: Path, limit: int, report: Report) -> None:
         command = ["nginx", "-c", str(folder / "nginx.conf"), "-p", str(folder)]
         nginx = await asyncio.to_thread(subprocess.Popen, command)
         try:
-            await asyncio.sleep(3.0)
+            for one in (listen, port):
+                await _until_healthy(f"http://127.0.0.1:{one}/health")
             live = await _send(f"http://127.0.0.1:{port}", CHAT_FLEET, CHATS.split(), "chat", 3.0, limit)
             await asyncio.sleep(1.0)
         finally:
@@ -214,6 +229,16 @@ async def _mirrored_chats(folder: Path, limit: int, report: Report) -> None:
             nginx.wait()
         await asyncio.to_thread(children.end, mirror)
     _compare("chats, mirrored by nginx, text", capture, CHAT_FLEET, "round_robin", report, live)
+
+
+async def _until_healthy(url: str) -> None:
+    while True:
+        try:
+            if (await send_request("GET", url))[0] == 200:
+                return
+        except OSError:
+            pass
+        await asyncio.sleep(0.1)
 
 
 def _compare(
@@ -242,6 +267,30 @@ def _measured(past: Measured, fleet: Fleet, live: dict[str, Any] | None) -> tupl
     run = past.run("")
     assert run is not None, "no response reported its cached tokens"
     return run["hit_rate"], run["ttft_ms"]["p50"] * fleet.speed
+
+
+def _cost(report: Report) -> None:
+    """What a captured request of 8,000 tokens costs: on the event loop, and in the thread that writes it."""
+    capture = Capture(CaptureConfig(), Counters())
+    capture.start(CaptureFile(Path("/dev/null"), 1 << 62))
+    prompt = exact_prompt(bytes(4 * 8000))
+    request = RoutingRequest("m", arrived_s=time.monotonic() + 1e6)
+    node = WarmrouteFleet(Health()).add(NodeConfig(url="http://127.0.0.1:8000"))
+    ticket = Ticket(node, request.arrived_s)
+    attempts: Any = SimpleNamespace(request=request, ticket=ticket, reported=(8000, 7000, 200), tried=1)
+
+    def on_loop() -> None:
+        attempts.captured = CapturedPrompt(32_000)
+        attempts.captured.prompt = prompt
+        capture.request_ended(attempts, Outcome.OK, request.arrived_s + 1)
+        capture._pending.clear()
+        capture._pending_bytes = 0
+
+    ended = EndedRequest(request, prompt, 32_000, "ok", request.arrived_s + 1, 200, False, (8000, 7000, 200))
+    run = CaptureRun(16, 0.0)
+    report.value("loop_us", f"{cost_us(on_loop):.1f}")
+    report.value("thread_us", f"{cost_us(lambda: run.lines([ended])):.0f}")
+    report.value("line_bytes", f"{len(run.lines([ended])):,}")
 
 
 def _setup(trace: Trace, fleet: Fleet, policy: PolicySpec, seed: int) -> Setup:

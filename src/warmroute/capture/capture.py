@@ -190,12 +190,7 @@ class Capture:
             counters.capture_dropped += len(ended)
             if not target.failing:
                 target.failing = True
-                log.error(
-                    "capture_full" if isinstance(error, CaptureFull) else "capture_write_failed",
-                    "Requests are served, but not captured, until the file can be written again.",
-                    file=target.sink.path,
-                    reason=error.strerror if isinstance(error, OSError) else where_it_failed(error),
-                )
+                _log_failure(target.sink.path, error)
             return
         target.written += run.requests - before
         target.written_bytes += len(lines)
@@ -220,3 +215,15 @@ class Capture:
                 for target in self._targets
             ]
         }
+
+
+def _log_failure(path: Path, error: Exception) -> None:
+    if isinstance(error, CaptureFull):
+        log.warning("capture_full", "Requests are served, but no longer captured.", file=path, reason=error.strerror)
+        return
+    log.error(
+        "capture_write_failed",
+        "Requests are served, but not captured, until the file can be written again.",
+        file=path,
+        reason=error.strerror if isinstance(error, OSError) else where_it_failed(error),
+    )

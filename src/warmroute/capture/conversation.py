@@ -28,7 +28,8 @@ class Conversations:
         block_bytes = self._block_size * TOKEN_BYTES
         found = 0
         tails = self._tails
-        for at in range(len(ids) - 1, -1, -1):
+        may_follow = not tails.keys().isdisjoint(ids)
+        for at in range(len(ids) - 1, -1, -1) if may_follow else ():
             known = tails.get(ids[at])
             if known is not None:
                 start = (at + 1) * block_bytes

@@ -34,7 +34,7 @@ class CaptureStreams:
         """Send requests until the client disconnects. Raises HttpError."""
         if self._open >= MAX_STREAMS:
             raise HttpError(
-                429, f"{MAX_STREAMS} clients read a capture already.", code="too_many_captures",
+                503, f"{MAX_STREAMS} clients read a capture already.", code="too_many_captures",
                 headers=(("Retry-After", "10"),),
             )  # fmt: skip
         self._open += 1
