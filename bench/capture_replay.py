@@ -280,9 +280,9 @@ def _cost(report: Report) -> None:
     attempts: Any = SimpleNamespace(request=request, ticket=ticket, reported=(8000, 7000, 200), tried=1)
 
     def on_loop() -> None:
-        attempts.captured = CapturedPrompt(32_000)
-        attempts.captured.prompt = prompt
-        capture.request_ended(attempts, Outcome.OK, request.arrived_s + 1)
+        captured = CapturedPrompt(32_000)
+        captured.prompt = prompt
+        capture.request_ended(attempts, captured, Outcome.OK, request.arrived_s + 1)
         capture._pending.clear()
         capture._pending_bytes = 0
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from support.engine_scripts import CLOSE, SSE_HEAD, chunk, failing, hanging, normal, script, sse_event
 from support.polling import until
 from support.raw_client import chat, post
@@ -16,6 +17,7 @@ from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
 from warmroute.capture.trace_row import TraceRow
+from warmroute.config import ConfigError, from_table
 from warmroute.fleet.ticket import Ticket
 from warmroute.routing.dispatch import Dispatch
 
@@ -206,6 +208,11 @@ async def test_a_reload_starts_and_stops_the_capture(tmp_path: Path) -> None:
         await r.request(post(chat(LONG)))
         await rows(r, folder, 1)
         assert not r.service.capture.on
+
+
+def test_a_block_size_that_no_engine_has_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="capture.block_size: 24 is not a power of two"):
+        from_table({"capture": {"block_size": 24}})
 
 
 def test_the_format_is_mooncakes_with_optional_fields() -> None:

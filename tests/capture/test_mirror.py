@@ -182,8 +182,8 @@ async def test_output_lengths_are_learned_from_answers_in_later_turns(tmp_path: 
 
 async def test_a_configured_output_length_is_at_most_what_the_request_allows(tmp_path: Path) -> None:
     async with mirror(tmp_path, output_tokens=77) as m:
-        for more in ({}, {"max_tokens": 50}):
-            await m.request(post(chat(LONG, **more)))
+        await m.request(post(chat(LONG)))
+        await m.request(post(chat(LONG, max_tokens=50)))
         assert [row["output_length"] for row in await m.rows()] == [77, 50]
 
 
@@ -203,6 +203,14 @@ async def test_configured_keys_name_the_tenants_and_others_are_left_out(tmp_path
             assert (await m.request(post(chat(LONG), headers=[f"Authorization: Bearer {key}"]))).status == 200
         one, two = await m.rows()
         assert one["tenant"] == two["tenant"] and m.mirror.unreadable == {"invalid_api_key": 1}
+
+
+async def test_a_model_name_that_is_no_text_is_written_as_text(tmp_path: Path) -> None:
+    async with mirror(tmp_path) as m:
+        await m.request(post(chat(LONG, model="\ud800" + "x" * 500)))
+        await m.request(post(chat(LONG)))
+        first, second = await m.rows()
+    assert first["model"] == "?" + "x" * 199 and second["model"] == "m"
 
 
 async def test_a_bug_in_reading_costs_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

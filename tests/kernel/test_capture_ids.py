@@ -58,4 +58,4 @@ def test_another_key_gives_other_ids() -> None:
 @pytest.mark.parametrize("arguments", [(b"", b"short"), (b"",), ("text", KEY), (b"", "text")])
 def test_wrong_arguments_are_errors(arguments: tuple[object, ...]) -> None:
     with pytest.raises((TypeError, ValueError)):
-        capture_ids(*arguments)  # type: ignore[call-arg,arg-type]
+        capture_ids(*arguments)  # type: ignore[arg-type]

@@ -140,11 +140,9 @@ def test_estimated_lengths_are_corrected_by_what_nodes_reported(tmp_path: Path) 
 
 
 def test_conversations_survive_the_correction(tmp_path: Path) -> None:
-    more = {"input_estimated": True, "node": "a"}
-    rows = [
-        {**more, "timestamp": 0, "input_length": 200, "hash_ids": [*range(12)], "prompt_tokens": 260, "output_length": 40},
-        {**more, "timestamp": 1, "input_length": 400, "hash_ids": [*range(25)], "prompt_tokens": 520, "follows": 200},
-    ]  # fmt: skip
+    one = {"timestamp": 0, "input_length": 200, "hash_ids": [*range(12)], "prompt_tokens": 260, "output_length": 40}
+    two = {"timestamp": 1, "input_length": 400, "hash_ids": [*range(25)], "prompt_tokens": 520, "follows": 200}
+    rows = [{**row, "input_estimated": True, "node": "a"} for row in (one, two)]
     first, second = hashes(write(tmp_path / "a.jsonl", rows), output=True)
     assert first[:15] == second[:15]  # 12 × 1.3 blocks
     assert first[15:17] == second[15:17]  # and the answer
@@ -178,6 +176,11 @@ def test_it_does_not_if_the_engine_found_the_prompt_and_nothing_after_it(tmp_pat
     assert first[2:] == second[2:4]
     first, second = hashes(turns(tmp_path, cached_tokens=32, node="b"), output=True)  # another node says nothing
     assert first[2:] == second[2:4]
+
+
+def test_an_absurd_length_of_the_prompt_before_is_ignored(tmp_path: Path) -> None:
+    for follows in (10**9, 15, -40):
+        assert hashes(turns(tmp_path, follows=follows))[1] == [1, 2, 3, 4, 5, 6]
 
 
 def test_it_does_not_if_the_prompt_is_too_short_for_the_answer(tmp_path: Path) -> None:

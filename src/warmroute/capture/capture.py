@@ -8,6 +8,7 @@ If that is too slow, or the disk is full or missing, requests are dropped from t
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -83,6 +84,7 @@ class Capture:
         self._targets: tuple[_Target, ...] = ()
         self._file: _Target | None = None
         self._overloaded = False
+        self._write_lock = threading.Lock()
         self.on = False
         """Whether anything is captured."""
         self.config = CaptureConfig()
@@ -117,9 +119,10 @@ class Capture:
 
     # From the event loop.
 
-    def request_ended(self, attempts: Attempts, outcome: Outcome | None, now_s: float) -> None:
+    def request_ended(
+        self, attempts: Attempts, captured: CapturedPrompt, outcome: Outcome | None, now_s: float
+    ) -> None:
         """A request that was captured from its arrival on has ended. `outcome`: None if no node got it."""
-        captured: CapturedPrompt = attempts.captured
         request = attempts.request
         name = _OUTCOMES.get(outcome) if outcome is not None else "not_admitted"
         if name is None:
@@ -161,8 +164,12 @@ class Capture:
     async def flush(self) -> None:
         ended, self._pending, self._pending_bytes = self._pending, [], 0
         if ended and self._targets:
-            await run_in_thread(partial(self._write, ended, self._targets), "capture")
-            self._overloaded = False
+            try:
+                await run_in_thread(partial(self._write, ended, self._targets), "capture")
+            except RuntimeError:  # the system cannot start another thread
+                self._counters.capture_dropped += len(ended)
+            else:
+                self._overloaded = False
 
     async def close(self) -> None:
         """Write the remaining requests, or drop them after CLOSE_TIMEOUT_S."""
@@ -173,9 +180,10 @@ class Capture:
             log.error("capture_close_timed_out", "The disk is too slow; the last requests are not written.")
 
     def _write(self, ended: list[EndedRequest], targets: tuple[_Target, ...]) -> None:
-        for at in range(0, len(ended), WRITE_REQUESTS):
-            for target in targets:
-                self._write_to(target, ended[at : at + WRITE_REQUESTS])
+        with self._write_lock:
+            for at in range(0, len(ended), WRITE_REQUESTS):
+                for target in targets:
+                    self._write_to(target, ended[at : at + WRITE_REQUESTS])
 
     def _write_to(self, target: _Target, ended: list[EndedRequest]) -> None:
         counters, run = self._counters, target.run

@@ -59,7 +59,7 @@ class CaptureRun:
         encode = self._encoder.encode
         rows = [encode(self._row(one)) for one in ended if one.request.arrived_s >= self.started_s]
         self.requests += len(rows)
-        return b"\n".join(rows) + b"\n" if rows else b""
+        return b"\n".join([*rows, b""])
 
     def _row(self, ended: EndedRequest) -> TraceRow:
         request, prompt = ended.request, ended.prompt
@@ -88,7 +88,7 @@ class CaptureRun:
             answer_length=ended.answer_tokens if follows else 0,
             input_estimated=prompt_tokens is None if prompt is None else not prompt.exact,
             output_estimated=ended.output_estimated,
-            model=request.model[:MAX_NAME],
+            model=request.model[:MAX_NAME].encode("utf-8", "replace").decode(),
             tenant=self._pseudonyms.name(request.tenant.encode("utf-8", "surrogatepass")),
             route=request.route,
             priority=PRIORITY_NAMES[request.priority],

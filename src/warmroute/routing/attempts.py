@@ -409,11 +409,12 @@ class Attempts:
             journal = self._dispatcher.journal
             assert journal is not None
             journal.complete(self._entry, self, outcome, now_s)
-        self._capture(outcome, now_s)
+        if self.captured is not None:
+            self._capture(outcome, now_s)
 
     def _capture(self, outcome: Outcome | None, now_s: float) -> None:
         """The request has ended: hand it to the capture of traffic. `outcome`: None if no node got it."""
+        captured, self.captured = self.captured, None
         capture = self._dispatcher.capture
-        if self.captured is not None and capture is not None:
-            capture(self, outcome, now_s)
-            self.captured = None
+        if captured is not None and capture is not None:
+            capture(self, captured, outcome, now_s)

@@ -76,8 +76,8 @@ class Dispatcher:
         self._ticket_closed = ticket_closed
         self.request_completed: Callable[[Attempts, float], object] | None = None
         """Called after a complete response with a status below 400."""
-        self.capture: Callable[[Attempts, Outcome | None, float], object] | None = None
-        """Called once for each captured request when it has ended; without an outcome if it was not admitted."""
+        self.capture: Callable[[Attempts, Any, Outcome | None, float], object] | None = None
+        """Called with what was `captured` of a request when it has ended; without an outcome if it was not admitted."""
         self.hedging = Hedging(hedging or HedgingConfig())
         self.sent = 0
         """Requests that were sent to a first node."""

@@ -51,7 +51,9 @@ class ConversationAnswers:
     def read(self, row: TraceRow, system_ids: Callable[[list[int]], int]) -> Turn:
         """Return the ids of a captured request. `system_ids` is asked for the first turn of a conversation."""
         size = self._id_tokens
-        before = self._turns.get((row.hash_ids[row.follows // size - 1], row.follows)) if row.follows >= size else None
+        before = None
+        if 0 < row.follows // size <= len(row.hash_ids):
+            before = self._turns.get((row.hash_ids[row.follows // size - 1], row.follows))
         answer_tokens = _answer_tokens(row, before, size) if before is not None else 0
         if before is not None and answer_tokens:
             first, last = row.follows // size, (row.follows + answer_tokens) // size
