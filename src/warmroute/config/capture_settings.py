@@ -26,7 +26,7 @@ class Capture(Section, frozen=True):
         Meta(
             ge=1,
             le=1024,
-            description="Tokens for each hash of a prompt, a power of two; best the block size of the engines. A larger "
-            "one makes the trace smaller; replay then misses hits that end within a block.",
+            description="Tokens for each hash of a prompt, a power of two; best the engines' block size. A larger one "
+            "makes the trace smaller; replay then misses hits that end within a block.",
         ),
     ] = 16
