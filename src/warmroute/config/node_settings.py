@@ -23,6 +23,14 @@ class NodeConfig(Section, frozen=True):
     models: Annotated[
         tuple[str, ...], Meta(description="Models that the node serves. Empty: read from its /v1/models.")
     ] = ()
+    max_model_len: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1_000_000_000,
+            description="Maximum number of prompt and output tokens together. 0: as the engine reports in /v1/models.",
+        ),
+    ] = 0
     engine: Annotated[
         Literal["auto", "vllm", "sglang", "trtllm"],
         Meta(description="Engine of the node. `auto`: detected from its metrics."),

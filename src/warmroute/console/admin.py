@@ -10,7 +10,9 @@ from urllib.parse import unquote
 
 import msgspec
 
-from warmroute.config import ConfigError, NodeConfig, is_loopback, parse_section
+from warmroute.config import ConfigError, NodeConfig, is_loopback, node_name, parse_section
+from warmroute.config.addresses import canonical_address
+from warmroute.config.contradictions import same_engine
 from warmroute.console.block_reports import BlockReports
 from warmroute.console.capture_stream import CaptureStreams
 from warmroute.console.decisions import Decisions
@@ -170,7 +172,9 @@ class AdminApi:
 
     def _add_node(self, body: bytes) -> Node:
         try:
-            return self._operations.add_node(parse_section(NodeConfig, msgspec.json.decode(body)))
+            config = parse_section(NodeConfig, msgspec.json.decode(body))
+            self._check_address(config)
+            return self._operations.add_node(config)
         except msgspec.DecodeError:
             problem = "the body is not JSON"
         except ConfigError as error:
@@ -178,6 +182,13 @@ class AdminApi:
         except NameTaken as error:
             raise HttpError(409, f"A node with the name {str(error)!r} already exists.", code="name_taken") from None
         raise HttpError(400, f'Send the node as {{"url": "http://host:port", …}}: {problem}', code="bad_node")
+
+    def _check_address(self, config: NodeConfig) -> None:
+        """Raises HttpError if another node is the same engine."""
+        name, address = node_name(config), canonical_address(config.url)
+        for node in self._fleet:
+            if node.name != name and canonical_address(node.url) == address:
+                raise HttpError(409, f"{same_engine(node.name, name, config.url)}.", code="same_engine")
 
 
 def _reject_browsers(head: RequestHead) -> None:

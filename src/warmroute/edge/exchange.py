@@ -24,10 +24,12 @@ from warmroute.edge.node_attempt import NodeAttempt
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
 from warmroute.edge.paths import is_anthropic
 from warmroute.fleet.node import Node, Outcome
+from warmroute.fleet.ticket import Ticket
 from warmroute.prompt.prompt import Prompt
 from warmroute.routing.attempts import Attempts
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.routing_errors import RoutingError
+from warmroute.telemetry.tracing.request_trace import RequestTrace
 
 if TYPE_CHECKING:
     from warmroute.edge.client_connection import ClientConnection
@@ -54,6 +56,10 @@ class ProxyExchange:
     _head: RequestHead
     body: bytes
     attempts: Attempts = field(init=False)
+    trace: RequestTrace | None = None
+    """None if the request is not recorded."""
+    node_fields: bytes = b""
+    """Header lines for a node; empty: the client's as they are."""
     pending_prompt: PendingPrompt | None = None
     """Set while the prompt is being read in a thread or by a node."""
     _attempt: NodeAttempt | None = None
@@ -91,10 +97,14 @@ class ProxyExchange:
         """End a request that has no node with an error."""
         self.attempts.done = True
         self._client.send_error(error, self.attempts.request_id)
+        if self.trace is not None:
+            self.trace.end(self._proxy.now(), error.status, error.code)
 
     def reject(self, why: RoutingError) -> int:
         error = self._proxy.to_http_error(why, self.attempts.request)
         self._client.send_error(error, self.attempts.request_id)
+        if self.trace is not None:
+            self.trace.end(self._proxy.now(), error.status, error.code)
         return error.status
 
     # To nodes.
@@ -122,8 +132,9 @@ class ProxyExchange:
     def promote_hedge(self) -> None:
         self._attempt, self._hedge = self._hedge, None
 
-    def request_head(self, pool: ConnectionPool, rank: int | None) -> bytes:
-        """Return the head for a node. `rank`: the data-parallel rank that holds the prompt."""
+    def request_head(self, pool: ConnectionPool, ticket: Ticket) -> bytes:
+        """Return the head for a node."""
+        rank = ticket.rank if isinstance(ticket, Dispatch) else None  # the one that holds the prompt
         proxy, head, peer = self._proxy, self._head, self._client.peer
         forwarded = head.forwarded_for
         if peer:
@@ -138,7 +149,7 @@ class ProxyExchange:
             head.method,
             head.target,
             pool.host_line,
-            head.forwarded_fields,
+            self.node_fields or head.forwarded_fields if self.trace is None else self.trace.forwarded_fields(ticket),
             authorization,
             len(self.body),
             self.attempts.request_id,
@@ -179,6 +190,8 @@ class ProxyExchange:
         self, attempt: NodeAttempt, head: ResponseHead, first: bytes, whole: bool, now_s: float
     ) -> Callable[[bytes], object] | None:
         status, attempts = head.status, self.attempts
+        if self.trace is not None:
+            self.trace.node_answered(attempt.ticket, status)
         if attempt is self._hedge:
             if not attempts.hedge_started(status, now_s):
                 self._hedge = None
@@ -284,6 +297,8 @@ class ProxyExchange:
             if usage is not None:
                 usage = attempts.ticket.node.reported.usage(*usage)
         attempts.response_ended(usage, now_s)
+        if self.trace is not None:
+            self.trace.end(now_s, attempts.status)
         self._client.response_sent(self._keep_alive, now_s)
         if proxy.log_requests:
             proxy.log_request(attempts, "complete")
@@ -292,7 +307,10 @@ class ProxyExchange:
         """The client has a part of the response: end it so that no client takes it for complete."""
         proxy = self._proxy
         self.attempts.response_broke(reason, proxy.now())
-        self._break_off(errors.upstream_broken(), frames)
+        why = errors.upstream_broken()
+        if self.trace is not None:
+            self.trace.end(proxy.now(), self.attempts.status, why.code)
+        self._break_off(why, frames)
         if proxy.log_requests:
             proxy.log_request(self.attempts, "broken")
 
@@ -324,6 +342,8 @@ class ProxyExchange:
             return
         self.release()
         proxy.counters.disconnects += 1
+        if self.trace is not None:
+            self.trace.end(proxy.now(), attempts.status, client_left=True)
         if attempts.tried and proxy.log_requests:
             proxy.log_request(attempts, "client_left")
 
@@ -344,6 +364,9 @@ class ProxyExchange:
             self.release()
         except Exception as another:
             proxy.internal_error(another, request_id)
+        if self.trace is not None:
+            status = self.attempts.status if self._head_sent else http_error.status
+            self.trace.end(proxy.now(), status, http_error.code)
         if not client.is_serving(self):
             return
         if not self._head_sent:
@@ -358,11 +381,15 @@ class ProxyExchange:
         connection = self._connection
         frames = connection.frames if connection is not None else None
         self.release()
+        why = errors.router_stopping()
+        if self.trace is not None:
+            status = self.attempts.status if self._head_sent else why.status
+            self.trace.end(self._proxy.now(), status, why.code)
         if self._head_sent:
             self._proxy.counters.interrupted += 1
-            self._break_off(errors.router_stopping(), frames)
+            self._break_off(why, frames)
         else:
-            self._client.send_error(errors.router_stopping(), self.attempts.request_id)
+            self._client.send_error(why, self.attempts.request_id)
 
     @property
     def _connection(self) -> NodeConnection | None:

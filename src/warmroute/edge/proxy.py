@@ -17,7 +17,7 @@ from warmroute.edge.connection_pool import ConnectionPools
 from warmroute.edge.errors import HttpError
 from warmroute.edge.exchange import ProxyExchange
 from warmroute.edge.http1 import RequestHead
-from warmroute.edge.large_body import LargeBodyExchange
+from warmroute.edge.large_body import LargeBodyExchange, end_with
 from warmroute.edge.own_endpoints import OwnEndpoints
 from warmroute.edge.paths import FORWARDED, HEALTH, WITH_OUTPUT_TOKENS, check_path
 from warmroute.edge.prompt_reader import PendingPrompt, PromptReader
@@ -39,6 +39,8 @@ from warmroute.routing.router import Router
 from warmroute.routing.routing_errors import NotAdmitted, RateLimited, RoutingError
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.journal import Journal
+from warmroute.telemetry.tracing.request_trace import RequestTrace
+from warmroute.telemetry.tracing.tracing import Tracing
 
 log = EventLog("warmroute.requests")
 
@@ -76,12 +78,16 @@ class Proxy:
         self._held: list[PendingPrompt] | None = None
         """Requests that wait while the router starts; None: they do not wait."""
         self._request_ids = random_ids()
+        self.tracing: Tracing | None = None
+        """None: the header lines of traces pass unchanged."""
         self.reconfigure(config)
 
     def reconfigure(self, config: Config) -> None:
         self.requests.reconfigure(config)
         self.dispatcher.max_attempts = config.upstream.max_attempts
         self.dispatcher.hedging.config = config.hedging
+        if self.tracing is not None:
+            self.tracing.reconfigure(config.tracing)
         self.log_requests = config.log.requests
         self.tenants = frozenset(key.tenant for key in config.keys)
         self.node_headers = "" if config.journal.response_headers == "off" else config.journal.response_headers
@@ -119,15 +125,30 @@ class Proxy:
         if head.method != b"POST":
             self.own_endpoints.serve(client, path)
             return None
+        if self.tracing is None:
+            return self._serve(client, head, path, body, None)
+        route = path if path in FORWARDED else b"/v1/*"
+        trace = self.tracing.begin(head.forwarded_fields, route, client.body_started_s or self.now())
+        try:
+            return self._serve(client, head, path, body, trace)
+        except Exception as error:
+            if isinstance(trace, RequestTrace):
+                end_with(trace, error, self.now())
+            raise
+
+    def _serve(
+        self, client: ClientConnection, head: RequestHead, path: bytes, body: bytes, trace: RequestTrace | bytes | None
+    ) -> ProxyExchange | LargeBodyExchange:
         if len(body) <= MAX_LOOP_BYTES:
-            return self.begin(client, head, path, body, scan(path, head.content_type, body))
-        large = LargeBodyExchange(self, client, head, path, body)
+            return self.begin(client, head, path, body, scan(path, head.content_type, body), trace)
+        large = LargeBodyExchange(self, client, head, path, body, trace)
         large.scanning = self.body_scanner.scan_in_thread(path, head.content_type, body, large.scanned)
         return large
 
     def begin(
-        self, client: ClientConnection, head: RequestHead, path: bytes, body: bytes, scanned: ScannedBody
-    ) -> ProxyExchange:
+        self, client: ClientConnection, head: RequestHead, path: bytes, body: bytes, scanned: ScannedBody,
+        trace: RequestTrace | bytes | None,
+    ) -> ProxyExchange:  # fmt: skip
         """Serve a request whose body is scanned. Raises HttpError."""
         request = self.requests.build(head, path, scanned, client.tenant)
         if request.route:
@@ -136,6 +157,11 @@ class Proxy:
         exchange = ProxyExchange(self, client, head, body)
         request_id = head.request_id or self.new_request_id()
         exchange.attempts = Attempts(self.dispatcher, exchange, request, request_id)
+        if isinstance(trace, bytes):
+            exchange.node_fields = trace
+        elif trace is not None:
+            exchange.trace = trace
+            trace.begin(exchange.attempts)
         if charge is not None:
             exchange.attempts.charge = charge
         if path not in FORWARDED:  # the router does not know what such a path does

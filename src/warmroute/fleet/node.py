@@ -142,9 +142,10 @@ class Node(NodeState):
             self.models = config.models
 
     def context_window(self, model: str) -> int:
-        """Return the longest prompt and output that the node serves, in tokens; 0 if it did not report that."""
+        """Return the longest prompt and output that the node serves, in tokens; 0 if it is neither configured nor
+        reported."""
         windows = self.context_windows
-        return windows.get(model) or windows.get("", 0)
+        return self.config.max_model_len or windows.get(model) or windows.get("", 0)
 
     @property
     def needs_trial_request(self) -> bool:

@@ -28,6 +28,7 @@ from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
+from warmroute.routing.attempt_history import AttemptHistory
 from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.dispatcher import Dispatcher
@@ -87,6 +88,8 @@ class Attempts:
     """Set once a node has failed."""
     hedgeable: bool = True
     """Whether the request may be sent to two nodes."""
+    history: AttemptHistory | None = None
+    """Set if the request is traced."""
     # at the current node
     ticket: Ticket = field(init=False)
     hedge: Ticket | None = None
@@ -106,6 +109,8 @@ class Attempts:
         self.lookup = lookup
         self.entered_s = now_s
         dispatcher, charge = self._dispatcher, self.charge
+        if self.history is not None:
+            self.history.queue_length = dispatcher.admission.queue.waiting
         try:
             if charge is not None:
                 request = self.request
@@ -122,6 +127,8 @@ class Attempts:
                 self._capture(None, now_s)
             raise
         self._queued = True
+        if self.history is not None:
+            self.history.queued = not self.tried
 
     def on_admitted(self, decision: Decision) -> None:
         """Admission sends the request to the decision's node."""
@@ -343,7 +350,7 @@ class Attempts:
         if self.status >= 400:
             return False
         charge = self.charge
-        is_counted = isinstance(self.ticket, Dispatch) or self.captured is not None
+        is_counted = isinstance(self.ticket, Dispatch) or self.captured is not None or self.history is not None
         return is_counted or (charge is not None and charge.wants_usage)
 
     def response_ended(self, usage: Usage | None, now_s: float) -> None:

@@ -18,6 +18,7 @@ from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.routing.admission import Admission
+from warmroute.routing.attempt_history import ClosedTicket
 from warmroute.routing.hedging import Hedging
 from warmroute.routing.router import Router
 
@@ -91,6 +92,8 @@ class Dispatcher:
         self, attempts: Attempts, ticket: Ticket, outcome: Outcome, now_s: float, reason: str = ""
     ) -> None:
         self.fleet.close_ticket(ticket, outcome, now_s, reason)
+        if attempts.history is not None:
+            attempts.history.closed.append(ClosedTicket(ticket, outcome, now_s, reason))
         if self._ticket_closed is not None:
             self._ticket_closed(attempts, ticket, now_s)
         self.node_freed(ticket.node, now_s)

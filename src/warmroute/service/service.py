@@ -7,7 +7,7 @@ import gc
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from warmroute.engines.node_watcher import NodeWatcher
 from warmroute.engines.remote_tokenizer import RemoteTokenizer
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.node import Node
 from warmroute.index.cache_view import CacheView
 from warmroute.prompt.tokenizer import pack_token_ids
 from warmroute.prompt.tokenizer_registry import TokenizerRegistry
@@ -54,6 +55,7 @@ from warmroute.telemetry.history import History, ScalingChange
 from warmroute.telemetry.journal import Journal
 from warmroute.telemetry.loop_delay import watch_loop_delay
 from warmroute.telemetry.prometheus import MetricsPage
+from warmroute.telemetry.tracing.create import create_tracing
 from warmroute.telemetry.traffic import Traffic
 
 log = EventLog("warmroute.service")
@@ -92,6 +94,10 @@ class Service:
             config, self.fleet, self.router, self.admission, self.prompt_reader, self.pools, self.counters,
             self.journal, self.capture, now,
         )  # fmt: skip
+        tracing = create_tracing(config.tracing, self.counters, lambda model: self.fleet.group(model) is not None)
+        if tracing is not None:
+            self.proxy.tracing = tracing[0]
+        self._trace_exporter = tracing[1] if tracing is not None else None
         self.traffic = Traffic()
         self.proxy.dispatcher.request_completed = self.traffic.request_completed
         self.listener = Listener(self.proxy, config.limits, self.timers)
@@ -104,7 +110,7 @@ class Service:
             now,
             cache_view=self.cache_view,
             post=node_client.post,
-            on_models=lambda node, cards: self.tokenizer_registry.set_model_cards(node.name, cards),
+            on_models=self._models_reported,
         )
         self.remote_tokenizer = RemoteTokenizer(node_client.post, pack_token_ids)
         self.model_watch = ModelWatch(self.fleet, self.tokenizer_registry, node_client.post, lambda: self.config)
@@ -160,6 +166,11 @@ class Service:
         self.router.may_serve = self._may_serve
         return scaling
 
+    def _models_reported(self, node: Node, cards: Sequence[dict[str, Any]]) -> None:
+        if window := node.config.max_model_len:
+            cards = [{**card, "max_model_len": window} for card in cards]
+        self.tokenizer_registry.set_model_cards(node.name, cards)
+
     def _may_serve(self, model: str) -> bool:
         """Return whether a new node might serve this model. All nodes of a scaled fleet serve the same models: those
         served before and those configured. Before the first node, every model is possible."""
@@ -214,6 +225,8 @@ class Service:
             changed = watch_files(lambda: [file], lambda: self.config_reload.file_changed(file))
             self._tasks.append(loop.create_task(changed))
         self._tasks.append(loop.create_task(watch_files(lambda: self.certificates.files, self.certificates.reload)))
+        if self._trace_exporter is not None:
+            self._trace_exporter.start()
         self.nodes.reconfigure(config.nodes, config.health)
         if self.scaling is not None:
             await self.scaling.start()
@@ -285,6 +298,8 @@ class Service:
             task.cancel()
         await self.journal.close()
         await self.capture.close()
+        if self._trace_exporter is not None:
+            await self._trace_exporter.close()
         await asyncio.sleep(0)
 
     async def _cut_off(self) -> None:

@@ -30,7 +30,7 @@ LABELS: Final = {
     "reading": "`exact` (the engine's tokens), `inexact` (tokens of which the engine may not have all), `text` (no "
     "tokenizer, or it cannot render the request) or `none` (not read)",
     "reason": "why admission rejected the request, why the conversation moved, or why the node was ejected "
-    "(`failures` or `slow`)",
+    "(`failures` or `slow`); for dropped traces: `queue_full`, `export_failed` or `shutdown`",
     "route": "name of the route",
     "state": "health or lifecycle state of the node",
     "status": "HTTP status",
@@ -84,6 +84,11 @@ JOURNAL_DROPPED: Final = _counter(
 )
 CAPTURE_WRITTEN: Final = _counter("capture_requests_written", "Requests written to captures of traffic.")
 CAPTURE_DROPPED: Final = _counter("capture_requests_dropped", "Requests that could not be written to a capture.")
+TRACES_EXPORTED: Final = _counter("traces_exported", "Traces of requests that the collector received.")
+TRACES_DROPPED: Final = _counter("traces_dropped", "Recorded traces that the collector did not receive.", "reason")
+TRACES_LIMITED: Final = _counter(
+    "traces_limited", "Requests not traced because clients asked for more than `tracing.max_client_traces_per_s`."
+)
 LOOP_DELAY_MAX: Final = _gauge("event_loop_delay_max_seconds", "Longest delay of the event loop since the last scrape.")
 
 NODE_REQUESTS: Final = _counter("node_requests", "Requests sent to the node, by how they ended.", "node", "outcome")

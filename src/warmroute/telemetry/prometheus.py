@@ -14,7 +14,7 @@ from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import TTFT_BOUNDS_MS, Outcome
 from warmroute.index.cache_view import EVENT_AGES_S, CacheView
 from warmroute.telemetry import metric_definitions as metrics
-from warmroute.telemetry.counters import Counters
+from warmroute.telemetry.counters import TRACE_DROPS, Counters
 from warmroute.telemetry.exposition import MetricLines, bucket_bounds, format_labels, label_value
 from warmroute.telemetry.metric_definitions import METRICS, Metric
 
@@ -113,9 +113,13 @@ class MetricsPage:
             (metrics.JOURNAL_DROPPED, counters.journal_dropped),
             (metrics.CAPTURE_WRITTEN, counters.capture_written),
             (metrics.CAPTURE_DROPPED, counters.capture_dropped),
+            (metrics.TRACES_EXPORTED, counters.traces_exported),
+            (metrics.TRACES_LIMITED, counters.traces_limited),
             (metrics.LOOP_DELAY_MAX, loop_delay_s),
         ):
             page[metric].add(value)
+        for reason in TRACE_DROPS:
+            page[metrics.TRACES_DROPPED].add(counters.traces_dropped[reason], format_labels(reason=reason))
 
     def _add_nodes(self, page: Page) -> None:
         in_flight, other_requests = page[metrics.NODE_IN_FLIGHT], page[metrics.NODE_OTHER_REQUESTS]
