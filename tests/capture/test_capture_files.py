@@ -166,11 +166,12 @@ async def test_a_slow_disk_drops_requests_and_holds_none(
 
 async def test_requests_that_arrived_before_the_start_are_left_out(tmp_path: Path) -> None:
     capture = Capture(CaptureConfig(directory=str(tmp_path / "captures")), Counters(), lambda: 100.0)
-    for arrived_s in (99.9, 100.0, 101.25):
+    for arrived_s in (99.9, 100.0, 101.25037):
         capture.add(ended(arrived_s))
     await capture.flush()
     [file] = capture_files(tmp_path / "captures")
-    assert [json.loads(line)["timestamp"] for line in file.read_text().splitlines()] == [0, 1250]
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["timestamp"], row.get("timestamp_us", 0)) for row in rows] == [(0, 0), (1250, 370)]
 
 
 async def test_closing_writes_what_is_pending(tmp_path: Path) -> None:

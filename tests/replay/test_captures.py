@@ -51,6 +51,11 @@ def test_requests_are_read_in_the_order_of_their_arrival(tmp_path: Path) -> None
     assert mean_rate(file, 2) == 100.0
 
 
+def test_microseconds_order_requests_of_the_same_millisecond(tmp_path: Path) -> None:
+    rows = [{"timestamp": 10, "timestamp_us": us} for us in (900, 0, 250)]
+    assert times_ms(write(tmp_path / "a.jsonl", rows)) == [10, 10.25, 10.9]
+
+
 def test_other_traces_are_read_as_they_are(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text("".join(f'{{"timestamp":{at},"input_length":9,"output_length":1}}\n' for at in (30, 10, 20)))

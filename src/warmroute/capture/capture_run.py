@@ -76,13 +76,15 @@ class CaptureRun:
                 if prompt.exact and prompt_tokens:
                     tokens = prompt_tokens
         arrived_s = request.arrived_s
+        arrived_us = round((arrived_s - self.started_s) * 1e6)
         first_token_s = ended.first_token_s if request.streams else 0.0
         return TraceRow(
-            timestamp=round((arrived_s - self.started_s) * 1000.0),
+            timestamp=arrived_us // 1000,
             input_length=max(1, tokens),
             output_length=max(1, round(ended.output_tokens)),
             hash_ids=ids,
             block_size=self._block_size,
+            timestamp_us=arrived_us % 1000,
             session_id=self._pseudonyms.name(request.session_key()) or None,
             follows=follows,
             answer_length=ended.answer_tokens if follows else 0,

@@ -18,7 +18,7 @@ CaptureOutcome = Literal["ok", "cancelled", "broken", "failed", "not_admitted", 
 
 class TraceRow(msgspec.Struct, gc=False, omit_defaults=True):
     timestamp: float
-    """Arrival, in milliseconds since the start of the trace."""
+    """Arrival, in milliseconds since the start of the trace. Whole ones in a capture: some readers accept no others."""
     input_length: int
     """Prompt tokens."""
     output_length: int
@@ -27,6 +27,8 @@ class TraceRow(msgspec.Struct, gc=False, omit_defaults=True):
     of that block."""
     block_size: int = 0
     """Tokens that one id covers; 0: the reader infers it from the lengths."""
+    timestamp_us: int = 0
+    """Microseconds to add to `timestamp`. They decide the order of requests that arrive almost at once."""
     session_id: str | int | None = None
     """The conversation, as the client names it (hashed in a capture)."""
     follows: int = 0

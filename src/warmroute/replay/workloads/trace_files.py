@@ -32,6 +32,7 @@ class BadTrace(ValueError):
 
 class _Time(msgspec.Struct, gc=False):
     timestamp: float
+    timestamp_us: int = 0
 
 
 class _Kind(msgspec.Struct, gc=False):
@@ -55,7 +56,7 @@ class TraceFiles:
                 raise BadTrace(f"{file}, line {number}: {error}") from None
             if self._model and row.model != self._model:
                 continue
-            row.timestamp += offset_ms
+            row.timestamp += offset_ms + row.timestamp_us / 1000.0
             yield row
 
     def times_ms(self) -> Iterator[float]:
@@ -121,9 +122,10 @@ def _times_ms(files: list[tuple[Path, float]]) -> Iterator[float]:
     decoder = msgspec.json.Decoder(_Time)
     for file, number, line, offset_ms in _lines(files):
         try:
-            yield decoder.decode(line).timestamp + offset_ms
+            time_of = decoder.decode(line)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
             raise BadTrace(f"{file}, line {number}: {error}") from None
+        yield time_of.timestamp + offset_ms + time_of.timestamp_us / 1000.0
 
 
 def _lines(files: list[tuple[Path, float]]) -> Iterator[tuple[Path, int, bytes, float]]:
