@@ -21,8 +21,9 @@ something happens, and the state machine calls the driver's `send` and `reject`.
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+import msgspec
 
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
@@ -34,10 +35,12 @@ from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.dispatcher import Dispatcher
 from warmroute.routing.failover import Failover
 from warmroute.routing.rate_limits import Charge
-from warmroute.routing.routing_errors import AllNodesBusy, RoutingError
+from warmroute.routing.routing_errors import AllNodesBusy, NotAdmitted, RoutingError
 
 Usage = tuple[int | None, int | None, int | None]
 """Prompt tokens, cached prompt tokens and output tokens that a response reports; None where it does not."""
+_NOT_YET: Final[Any] = None
+"""What a request gets with its first node."""
 
 
 class AttemptDriver(Protocol):
@@ -62,8 +65,7 @@ class AttemptDriver(Protocol):
         """The router itself failed while it let the request out of the queue."""
 
 
-@dataclass(slots=True, eq=False)
-class Attempts:
+class Attempts(msgspec.Struct, eq=False):
     """The state machine of one request. Admission sees it as a PendingRequest."""
 
     # for its whole life
@@ -71,13 +73,15 @@ class Attempts:
     driver: AttemptDriver
     request: RoutingRequest
     request_id: bytes
-    entered_s: float = field(init=False)
+    entered_s: float = 0.0
     admitted_s: float = 0.0
     """When admission sent it to its first node."""
     lookup: Lookup | None = None
     charge: Charge | None = None
     """What the request took of its tenant's rate limit."""
-    decision: Decision = field(init=False)
+    captured: Any = None
+    """What the capture of traffic keeps of the request; None: the request is not captured."""
+    decision: Decision = _NOT_YET
     tried: int = 0
     """Number of nodes that the request was sent to. Also identifies the current attempt."""
     done: bool = False
@@ -91,7 +95,7 @@ class Attempts:
     history: AttemptHistory | None = None
     """Set if the request is traced."""
     # at the current node
-    ticket: Ticket = field(init=False)
+    ticket: Ticket = _NOT_YET
     hedge: Ticket | None = None
     """The ticket on a second node that has the request, too."""
     overdue_s: float = 0.0
@@ -119,10 +123,12 @@ class Attempts:
                 )
                 charge.take_tokens(prompt_tokens, output, now_s)
             dispatcher.admission.submit(self, now_s)
-        except RoutingError:
+        except RoutingError as error:
             self.done = True
             if charge is not None:
                 charge.cancel()
+            if isinstance(error, NotAdmitted):
+                self._capture(None, now_s)
             raise
         self._queued = True
         if self.history is not None:
@@ -151,6 +157,7 @@ class Attempts:
             self.done = True
             if self.charge is not None:
                 self.charge.cancel()
+            self._capture(None, self._dispatcher.now())
             try:
                 self.driver.reject(error)
             except Exception as failure:
@@ -354,12 +361,15 @@ class Attempts:
     @property
     def wants_usage(self) -> bool:
         """Whether somebody uses the token counts that the response reports."""
+        if self.status >= 400:
+            return False
         charge = self.charge
-        return self.status < 400 and (
+        return (
             self._dispatcher.request_completed is not None
             or isinstance(self.ticket, Dispatch)
-            or (charge is not None and charge.wants_usage)
+            or self.captured is not None
             or self.history is not None
+            or (charge is not None and charge.wants_usage)
         )
 
     def response_ended(self, usage: Usage | None, now_s: float) -> None:
@@ -412,6 +422,7 @@ class Attempts:
             dispatcher.admission.queue.cancel(self)
             if self.charge is not None:
                 self.charge.cancel()
+            self._capture(Outcome.CANCELLED, now_s)
             return
         dispatcher.waiting.pop(self, None)
         if self.hedge is not None:
@@ -424,3 +435,12 @@ class Attempts:
             journal = self._dispatcher.journal
             assert journal is not None
             journal.complete(self._entry, self, outcome, now_s)
+        if self.captured is not None:
+            self._capture(outcome, now_s)
+
+    def _capture(self, outcome: Outcome | None, now_s: float) -> None:
+        """The request has ended: hand it to the capture of traffic. `outcome`: None if no node got it."""
+        captured, self.captured = self.captured, None
+        capture = self._dispatcher.capture
+        if captured is not None and capture is not None:
+            capture(self, captured, outcome, now_s)
