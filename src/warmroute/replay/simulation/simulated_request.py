@@ -37,12 +37,16 @@ class SimulatedLookup(Lookup, kw_only=True):
         return found
 
 
-class SimulatedRequest(RoutingRequest, kw_only=True, gc=True):
+class SimulatedRequest(RoutingRequest, kw_only=True):
     prompt: WorkloadPrompt
     number: int
     """The request's number in this run, which identifies it everywhere."""
     form: Form = "chat"
-    _chains: dict[int, list[int]] = msgspec.field(default_factory=dict)
+    _hashes: dict[int, list[int]] = msgspec.field(default_factory=dict)
+    """The result of `blocks`, by block size."""
+
+    def lookup(self) -> SimulatedLookup:
+        return SimulatedLookup(b"", self.prompt_tokens, self.prompt_tokens, request=self)
 
     def prefix_key(self) -> bytes | None:
         self.first_user_text()
@@ -60,14 +64,14 @@ class SimulatedRequest(RoutingRequest, kw_only=True, gc=True):
 
     def blocks(self, block_size: int) -> list[int]:
         """Return the hashes of the prompt's full blocks, as in an engine with this block size."""
-        chain = self._chains.get(block_size)
+        chain = self._hashes.get(block_size)
         if chain is None:
             content = self.prompt.blocks.content(block_size)
-            chain = self._chains[block_size] = content.hashes(0, self.prompt.prompt_tokens // block_size)
+            chain = self._hashes[block_size] = content.hashes(0, self.prompt.prompt_tokens // block_size)
         return chain
 
 
-def simulate_request(
+def simulated_request(
     prompt: WorkloadPrompt, number: int, form: Form = "chat", route: Route | None = None, now_s: float = 0.0
 ) -> SimulatedRequest:
     """A simulated client always states its priority, so a route does not set it."""
@@ -84,7 +88,3 @@ def simulate_request(
         number=number,
         form=form,
     )
-
-
-def look_up(request: SimulatedRequest) -> SimulatedLookup:
-    return SimulatedLookup(b"", request.prompt_tokens, request.prompt_tokens, request=request)
