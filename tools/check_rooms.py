@@ -24,6 +24,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "fleet": {"_kernel", "config"},
     "routing": {"_kernel", "config", "prompt", "index", "fleet"},
     "telemetry": {"blocking", "config", "fleet", "index", "routing"},
+    "prompt_doctor": {"_kernel", "fleet", "prompt", "routing"},
     "edge": {"_kernel", "config", "prompt", "fleet", "routing", "telemetry"},
     "engines": {"config", "fleet", "index"},
     "scaling": {"blocking", "config", "fleet", "index"},

@@ -71,6 +71,8 @@ class Proxy:
         self._held: list[PendingPrompt] | None = None
         """Requests that wait while the router starts; None: they do not wait."""
         self._request_ids = random_ids()
+        self.sample_prompt: Callable[[Attempts, bytes, bytes], object] | None = None
+        """Called with the path and the body of each request; None: prompts are not sampled."""
         self.reconfigure(config)
 
     def reconfigure(self, config: Config) -> None:
@@ -135,6 +137,8 @@ class Proxy:
             exchange.attempts.charge = charge
         if path not in FORWARDED:  # the router does not know what such a path does
             exchange.attempts.hedgeable = False
+        elif self.sample_prompt is not None:
+            self.sample_prompt(exchange.attempts, path, body)
         if self._held is not None and request.may_queue and not request.deadline_s and not request.total_deadline_s:
             exchange.pending_prompt = PendingPrompt(lambda _: self._resume(exchange, path, body, scanned.outline))
             self._held.append(exchange.pending_prompt)

@@ -39,6 +39,15 @@ Usage = tuple[int | None, int | None, int | None]
 """Prompt tokens, cached prompt tokens and output tokens that a response reports; None where it does not."""
 
 
+class SampledPrompt(Protocol):
+    """A request whose prompt the prompt doctor compares with others."""
+
+    def completed(
+        self, attempts: Attempts, key: tuple[str, str], prompt_tokens: int, cached_tokens: int, ms_per_token: float
+    ) -> None:
+        """The response is complete. `key`: the model and route that its tokens count for."""
+
+
 class AttemptDriver(Protocol):
     def send(self, node: Node) -> None:
         """Send the request to this node. The ticket is open."""
@@ -85,6 +94,7 @@ class Attempts:
     """Set once a node has failed."""
     hedgeable: bool = True
     """Whether the request may be sent to two nodes."""
+    sample: SampledPrompt | None = None
     # at the current node
     ticket: Ticket = field(init=False)
     hedge: Ticket | None = None

@@ -50,6 +50,15 @@ class RouteTraffic(msgspec.Struct, eq=False):
     """Prefill time saved, compared with a cold fleet."""
     round_robin_saved_ms: float = 0.0
     """An estimate: prefill time that round robin would have saved."""
+    hit_shares: float = 0.0
+    """Sum over the requests with prompt tokens of the share that was cached."""
+    hit_share_squares: float = 0.0
+    counted_prompts: int = 0
+    """Requests with prompt tokens."""
+    sampled_blocks: int = 0
+    """Blocks of their prompts, of those that index/reuse.py samples."""
+    known_blocks: int = 0
+    """Those that an earlier prompt had, whether or not a node still has them."""
     ttft_counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TTFT_BOUNDS_MS) + 1))
     """Streamed responses by time from arrival to first byte, in the buckets of TTFT_BOUNDS_MS."""
 
@@ -81,6 +90,9 @@ class Traffic:
         if isinstance(ticket, Dispatch):
             self.prefixes.sample(key, request.tenant, ticket.prediction, attempts.lookup, now_s)
             predicted = ticket.cached
+            if ticket.prediction is not None:
+                of_route.sampled_blocks += ticket.prediction.sampled_blocks
+                of_route.known_blocks += ticket.prediction.known_blocks
             if prompt is None:
                 prompt = ticket.tokens
         if not prompt:
@@ -95,6 +107,12 @@ class Traffic:
         of_route.predicted_tokens += predicted
         ms_per_token = ticket.node.speed.ms_per_token
         of_route.saved_ms += ms_per_token * saved_work(cached, cached * cached)
+        share = cached / prompt
+        of_route.counted_prompts += 1
+        of_route.hit_shares += share
+        of_route.hit_share_squares += share * share
+        if attempts.sample is not None:
+            attempts.sample.completed(attempts, key, prompt, cached, ms_per_token)
         if query is not None and query.known_hits:
             tokens, squares = query.mean_hit()
             of_route.round_robin_tokens += tokens
