@@ -23,7 +23,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "index": {"_kernel", "config"},
     "fleet": {"_kernel", "config"},
     "routing": {"_kernel", "config", "prompt", "index", "fleet"},
-    "telemetry": {"blocking", "config", "fleet", "index", "routing"},
+    "telemetry": {"blocking", "config", "fleet", "index", "prompt_doctor", "routing"},
     "prompt_doctor": {"_kernel", "fleet", "prompt", "routing"},
     "edge": {"_kernel", "config", "prompt", "fleet", "routing", "telemetry"},
     "engines": {"config", "fleet", "index"},

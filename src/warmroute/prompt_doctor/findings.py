@@ -27,6 +27,7 @@ MIN_LOST_SHARE: Final = 0.02
 EXCERPT: Final = 32
 """Characters shown before and after a difference."""
 
+_PART_NAMES: Final = {"system": "the system prompt", "prompt": "the prompt"}
 WHAT_DIFFERS: Final[Mapping[DifferenceKind, str]] = {
     "time": "a date or time",
     "id": "an id",
@@ -125,17 +126,18 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
             "gpus": round(self.gpus, 3),
             "since": round(wall_s + self.since_s),
             "excerpt": self.excerpt.describe(show_text),
-            "what_to_do": WHAT_TO_DO[self.kind],
+            "what_to_do": self.what_to_do,
         }
+
+    @property
+    def what_to_do(self) -> str:
+        return WHAT_TO_DO[self.kind]
 
     @property
     def what_differs(self) -> str:
         if self.kind == "order":
             return "the order of the tools" if self.part == "tool" else "the order of lines or documents"
         return WHAT_DIFFERS[self.kind]
-
-
-_OTHER_PARTS: Final = {"system": "the system prompt", "prompt": "the prompt"}
 
 
 def describe_part(part: PartKind, number: int, role: str) -> str:

@@ -54,6 +54,11 @@ class PromptDoctor:
         """Requests of each route, and when, at the last examination."""
         self._failed = False
 
+    def forget(self) -> None:
+        """Drop all samples and reports."""
+        self.samples.forget_all()
+        self._routes, self._counted, self.reports = {}, {}, {}
+
     # In the background.
 
     async def run(self) -> None:

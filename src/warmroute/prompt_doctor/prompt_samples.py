@@ -128,6 +128,11 @@ class PromptSamples:
         if len(self._new) < MAX_PENDING:
             self._new.append((key, sample))
 
+    def forget_all(self) -> None:
+        for sample in list(self._pending):
+            sample.samples, sample.body = None, b""
+        self._pending, self._pending_bytes, self._new = {}, 0, []
+
     def take(self) -> list[tuple[RouteKey, PromptSample]]:
         """Return the samples that are complete since the last call."""
         new, self._new = self._new, []

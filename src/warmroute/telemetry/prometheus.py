@@ -13,9 +13,11 @@ from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import TTFT_BOUNDS_MS, Outcome
 from warmroute.index.cache_view import EVENT_AGES_S, CacheView
+from warmroute.prompt_doctor.prompt_doctor import PromptDoctor
 from warmroute.telemetry import metric_definitions as metrics
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.exposition import MetricLines, bucket_bounds, format_labels, label_value
+from warmroute.telemetry.hit_rate_alerts import HitRateAlerts
 from warmroute.telemetry.metric_definitions import METRICS, Metric
 
 
@@ -67,6 +69,8 @@ class MetricsPage:
         self._waiting = waiting
         self._now = now
         self._scaling = scaling
+        self.hit_rates: HitRateAlerts | None = None
+        self.prompt_doctor: PromptDoctor | None = None
 
     def render(self) -> bytes:
         """Return the page as text. This takes milliseconds for a large fleet: call it in a thread."""
@@ -76,6 +80,7 @@ class MetricsPage:
         self._add_nodes(page)
         self._add_index(page)
         self._add_caches(page)
+        self._add_hit_rates(page)
         self._add_islands(page)
         self._add_scaling(page)
         return "".join([lines.render() for lines in page.values()]).encode()
@@ -179,6 +184,28 @@ class MetricsPage:
             page[metrics.CACHE_PREDICTIONS].add(accuracy.compared, node)
             page[metrics.CACHE_EXACT].add(accuracy.exact, node)
             page[metrics.CACHE_EVENT_GAPS].add(cache.gaps, node)
+
+    def _add_hit_rates(self, page: Page) -> None:
+        alerts, doctor = self.hit_rates, self.prompt_doctor
+        if alerts is None or doctor is None:
+            return
+        for key, rate in sorted(alerts.rates.copy().items()):
+            labels = format_labels(model=key[0], route=key[1])
+            if rate.window is not None:
+                page[metrics.HIT_RATIO].add(rate.window.hit_ratio, labels)
+            if rate.baseline.is_mature:
+                page[metrics.HIT_RATIO_BASELINE].add(rate.baseline.hit_ratio, labels)
+            page[metrics.HIT_RATIO_LOST].add(alerts.lost_gpu_s(key), labels)
+        for (model, route), cause in sorted(alerts.causes.copy().items()):
+            page[metrics.HIT_RATIO_DROPPED].add(1, format_labels(model=model, route=route, cause=cause.kind))
+        for (model, route, kind), count in sorted(alerts.drops.copy().items()):
+            page[metrics.HIT_RATIO_DROPS].add(count, format_labels(model=model, route=route, cause=kind))
+        lost: dict[tuple[str, str, str], float] = {}
+        for finding in doctor.findings:
+            of_kind = (finding.model, finding.route, finding.kind)
+            lost[of_kind] = lost.get(of_kind, 0.0) + finding.gpus
+        for (model, route, difference), gpus in sorted(lost.items()):
+            page[metrics.PROMPTS_LOST].add(gpus, format_labels(model=model, route=route, kind=difference))
 
     def _add_islands(self, page: Page) -> None:
         for island in list(self._fleet.islands):

@@ -118,6 +118,11 @@ class Traffic:
             of_route.round_robin_tokens += tokens
             of_route.round_robin_saved_ms += ms_per_token * saved_work(tokens, squares)
 
+    def requests(self, key: tuple[str, str]) -> int:
+        """Return the number of complete requests of a model and route."""
+        traffic = self.by_route.get(key)
+        return traffic.requests if traffic is not None else 0
+
     @property
     def total(self) -> RouteTraffic:
         """The sum over all routes. A thread may ask for it."""
