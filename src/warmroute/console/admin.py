@@ -140,11 +140,9 @@ class AdminApi:
                 raise method_not_allowed("GET, POST")
             case _, ["admin", "nodes", _]:
                 raise method_not_allowed("GET, DELETE")
-            case _, ["admin", "models" | "islands" | "scaling" | "prompts" | "decisions" | "live"] | [
-                "admin",
-                "decisions",
-                _,
-            ]:
+            case _, ["admin", "models" | "islands" | "scaling" | "prompts" | "live" | "decisions"]:
+                raise method_not_allowed("GET")
+            case _, ["admin", "decisions", _]:
                 raise method_not_allowed("GET")
             case _, ["admin", "explain" | "reload"] | ["admin", "nodes", _, "blocks"]:
                 raise method_not_allowed("POST")

@@ -143,9 +143,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 def describe_part(part: PartKind, number: int, role: str) -> str:
     if part == "message":
         return f"message {number} ({role or 'no role'})"
-    return (
-        f"tool {number}" if part == "tool" else {"system": "the system prompt", "prompt": "the prompt"}.get(part, part)
-    )
+    return f"tool {number}" if part == "tool" else _PART_NAMES.get(part, part)
 
 
 def find(key: tuple[str, str], samples: Sequence[PromptSample]) -> tuple[list[Finding], list[int]]:
