@@ -78,7 +78,7 @@ class CacheChanges:
             found.append(CacheChange(now_s, name, "restarted", now.models))
         if now.is_lost and not before.is_lost:
             found.append(CacheChange(now_s, name, "left", now.models))
-        if now.gaps > before.gaps or (now.events_unusable and not before.events_unusable):
+        if now.gaps > before.gaps or now.events_unusable:
             found.append(CacheChange(now_s, name, "kv_events_lost", now.models))
         if now.capacity_tokens < SMALLER * before.capacity_tokens:
             found.append(
@@ -87,11 +87,13 @@ class CacheChanges:
         self._changes.extend(found)
 
     def since(self, at_s: float, model: str, *kinds: ChangeKind) -> list[CacheChange]:
-        """Return the changes of the model's nodes since a time."""
+        """Return the changes of the model's nodes since a time; those of all nodes if `model` is empty."""
         return [
             change
             for change in self._changes
-            if change.at_s >= at_s and change.kind in kinds and (not change.models or model in change.models)
+            if change.at_s >= at_s
+            and change.kind in kinds
+            and (not model or not change.models or model in change.models)
         ]
 
 

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
 from math import exp, sqrt
+from operator import sub
 from typing import Final, Literal, NamedTuple
 
 from warmroute.telemetry.traffic import RouteTraffic
@@ -72,7 +73,7 @@ class Totals(NamedTuple):
     known_blocks: int
 
     def since(self, before: Totals) -> Totals:
-        return Totals(*[now - then for now, then in zip(self, before, strict=True)])  # type: ignore[arg-type]
+        return Totals(*map(sub, self, before))
 
     @property
     def hit_ratio(self) -> float:
@@ -215,8 +216,8 @@ class HitRate:
             return
         while self._absorbed + 1 < len(readings):
             before, then = readings[self._absorbed], readings[self._absorbed + 1]
-            behind = readings[-1].since(then)
-            if behind.at_s < DELAY_S or (behind.prompts < 2 * MIN_PROMPTS and behind.at_s < MAX_WINDOW_S):
+            seconds, prompts = readings[-1].at_s - then.at_s, readings[-1].prompts - then.prompts
+            if seconds < DELAY_S or (prompts < 2 * MIN_PROMPTS and seconds < MAX_WINDOW_S):
                 break
             self.baseline.add(then.since(before))
             self._absorbed += 1
@@ -235,11 +236,12 @@ class HitRate:
         """Yield the windows that end now and have enough prompts, the shortest first."""
         lengths = list(WINDOWS_S)
         for start in reversed(self._readings):
-            span = now.since(start)
-            while lengths and span.at_s >= lengths[0] - 0.5:
+            while lengths and now.at_s - start.at_s >= lengths[0] - 0.5:
                 length = lengths.pop(0)
-                if span.prompts >= MIN_PROMPTS and span.at_s < length + WINDOW_S:
-                    yield span
+                if now.prompts - start.prompts >= MIN_PROMPTS and now.at_s - start.at_s < length + WINDOW_S:
+                    yield now.since(start)
+            if not lengths:
+                return
 
     @property
     def least_drop(self) -> float:

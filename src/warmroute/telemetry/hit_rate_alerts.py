@@ -9,9 +9,9 @@ from typing import Final
 from warmroute.event_log import EventLog
 from warmroute.prompt_doctor.findings import Finding
 from warmroute.telemetry.alerts import Alert
-from warmroute.telemetry.cache_changes import CacheChanges
+from warmroute.telemetry.cache_changes import CacheChanges, names_of
 from warmroute.telemetry.hit_rate import CHECK_S, HitRate, totals_of
-from warmroute.telemetry.hit_rate_causes import Cause, CauseKind, Causes
+from warmroute.telemetry.hit_rate_causes import Cause, CauseKind, Causes, events_lost, listed
 from warmroute.telemetry.traffic import Traffic
 
 log = EventLog("warmroute.telemetry")
@@ -20,6 +20,9 @@ LOG_AFTER_S: Final = 15.0
 """Time after the start of a drop before it is logged: the prompt doctor needs some prompts to see the cause."""
 MIN_LOST_SHARE: Final = 0.2
 """Of a route's prompt tokens. Prompts that cost more reuse than this are an alert, also without a drop."""
+
+LOST_EVENTS_S: Final = 60.0
+"""For how long lost KV events are an alert."""
 
 RouteKey = tuple[str, str]
 
@@ -62,6 +65,7 @@ class HitRateAlerts:
             self._check(now_s)
         for key, cause in self.causes.items():
             yield self._drop_alert(key, cause)
+        yield from self._lost_events(now_s)
         for finding in self._findings():
             key = (finding.model, finding.route)
             rate, cause_now = self.rates.get(key), self.causes.get(key)
@@ -70,6 +74,17 @@ class HitRateAlerts:
                 continue
             if finding.could_share - window.hit_ratio >= MIN_LOST_SHARE:
                 yield _finding_alert(finding, window.hit_ratio)
+
+    def _lost_events(self, now_s: float) -> Iterator[Alert]:
+        """Yield an alert while KV events are being lost, unless a drop names them as its cause."""
+        names = names_of(self._changes.since(now_s - LOST_EVENTS_S, "", "kv_events_lost"))
+        explained = {node for cause in self.causes.values() if cause.kind == "kv_events_lost" for node in cause.nodes}
+        if names and not explained.issuperset(names):
+            cause = events_lost(names)
+            yield Alert(
+                id="kv_events_lost", severity="warning", nodes=names, title=f"{listed(names)}: KV events are lost",
+                cause=cause.sentence, what_to_do=cause.what_to_do,
+            )  # fmt: skip
 
     def lost_gpu_s(self, key: RouteKey) -> float:
         """Return the GPU seconds that all drops of a route have cost."""

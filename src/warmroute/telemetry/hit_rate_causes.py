@@ -79,7 +79,7 @@ class Causes:
         if gone := self._changes.since(max(since_s, now_s - RESTART_S), model, "restarted", "left"):
             found.append(_restarted(gone))
         if lost := self._changes.since(since_s, model, "kv_events_lost"):
-            found.append(_events_lost(names_of(lost)))
+            found.append(events_lost(names_of(lost)))
         return found
 
     def _too_small(self, model: str, now_s: float) -> list[Cause]:
@@ -173,15 +173,15 @@ def _smaller(changes: list[CacheChange]) -> Cause:
     names = names_of(changes)
     return Cause(
         "cache_too_small",
-        f"The KV cache of {_listed(names)} became smaller: {last.before:,} tokens before, {last.after:,} now.",
+        f"The KV cache of {listed(names)} became smaller: {last.before:,} tokens before, {last.after:,} now.",
         _LARGER, names,
     )  # fmt: skip
 
 
 def _restarted(changes: list[CacheChange]) -> Cause:
     restarted, left = (names_of([one for one in changes if one.kind == kind]) for kind in ("restarted", "left"))
-    said = [f"{_listed(restarted)} restarted with an empty cache."] if restarted else []
-    said += [f"{_listed(left)} left with what {'it' if len(left) == 1 else 'they'} had cached."] if left else []
+    said = [f"{listed(restarted)} restarted with an empty cache."] if restarted else []
+    said += [f"{listed(left)} left with what {'it' if len(left) == 1 else 'they'} had cached."] if left else []
     return Cause(
         "node_restarted", " ".join(said),
         "Nothing, if that was meant: the caches fill within minutes. Otherwise look at the engine's log.",
@@ -189,16 +189,16 @@ def _restarted(changes: list[CacheChange]) -> Cause:
     )  # fmt: skip
 
 
-def _events_lost(names: tuple[str, ...]) -> Cause:
+def events_lost(names: tuple[str, ...]) -> Cause:
     return Cause(
         "kv_events_lost",
-        f"KV events of {_listed(names)} were lost, so the router does not know what is cached there.",
+        f"KV events of {listed(names)} were lost, so the router does not know what is cached there.",
         "Check the connection to the engine's event port, and enable replay (vLLM: replay_endpoint in "
         "--kv-events-config), so that the router can fetch lost events.",
         names,
     )
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def listed(names: tuple[str, ...]) -> str:
     shown = ", ".join(names[:SHOWN_NODES])
     return shown if len(names) <= SHOWN_NODES else f"{shown} and {len(names) - SHOWN_NODES} more"
