@@ -20,7 +20,8 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": f"find_{name}", "description": f"Finds {name} in the database. " * 4}}
     for name in ("orders", "customers", "products", "returns")
 ]
-WORDS = "why does my order take so long when will the parcel come can you help me with a refund of this item".split()
+TEXT = "why does my order take so long when will the parcel come can you help me with a refund of this item"
+WORDS = TEXT.split()
 
 
 class Examples:

@@ -136,6 +136,14 @@ def test_one_of_two_applications_is_named() -> None:
     assert sorted(place.prompts) == list(range(COUNT, 2 * COUNT))
 
 
+def test_the_same_difference_in_many_applications_is_one_place() -> None:
+    examples = Examples()
+    systems = [SYSTEM.replace("shop", f"{word} shop") for word in ("first", "second", "third", "fourth", "fifth")]
+    bodies = [examples.chat(f"Time: {examples.stamp()}\n{system}") for system in systems for _ in range(3)]
+    [place] = compared(bodies).places
+    assert len(place.prompts) == len(bodies) and place.position.character == 6
+
+
 def test_a_position_leads_back_to_the_character_as_sent() -> None:
     random = Random(3)
     for _ in range(50):

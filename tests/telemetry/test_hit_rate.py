@@ -48,7 +48,16 @@ class Series:
         saved_ms = 0.05 * self._cached
         self.rate.update(
             Totals(
-                self.now_s, self._prompts, self._tokens, self._cached, 0.0, self._shares, self._squares, saved_ms, 0, 0
+                self.now_s,
+                self._prompts,
+                self._tokens,
+                self._cached,
+                self._shares,
+                self._squares,
+                saved_ms,
+                0.05 * self._tokens,
+                0,
+                0,
             )
         )
         if self.rate.drop is not None and not had:

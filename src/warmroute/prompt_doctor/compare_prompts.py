@@ -50,6 +50,8 @@ class Place:
     """Number of each prompt that has it → characters of the prompt that could be reused without the difference."""
     values: int = 0
     """Different values there."""
+    heads: set[str] = field(default_factory=set)
+    """Masked texts up to the end of what follows the difference: one for each application that has it."""
     more_places: int = 0
     """Further differences after it that have to be removed, too."""
 
@@ -75,7 +77,8 @@ def compare_prompts(prompts: Sequence[MaskedPrompt]) -> Comparison:
         if not differences:
             continue
         kind, at = differences[0]
-        if common < _reach(prompts[one], at):
+        reach = _reach(prompts[one], at)
+        if common < reach:
             continue
         if kind == "order":
             at, position = _first_moved_tool(prompts[one], prompts[other])
@@ -86,6 +89,7 @@ def compare_prompts(prompts: Sequence[MaskedPrompt]) -> Comparison:
         place = places.get(key)
         if place is None:
             place = places[key] = Place(kind, position, (one, other), at)
+        place.heads.add(prompts[one].text[:reach])
         place.more_places = max(place.more_places, len(differences) - 1)
     found = [place for place in places.values() if _spread(place, prompts, shared) >= least]
     taken = {number for place in found for number in place.prompts}
@@ -138,11 +142,10 @@ def _reach(prompt: MaskedPrompt, at: int) -> int:
 
 def _spread(place: Place, prompts: Sequence[MaskedPrompt], shared: Sequence[int]) -> int:
     """Find all prompts that have the place. Return how many."""
-    example = prompts[place.examples[0]].text
-    reach = _reach(prompts[place.examples[0]], place.at)
+    lengths = sorted({len(head) for head in place.heads})
     values: Counter[str] = Counter()
     for number, prompt in enumerate(prompts):
-        if shared[number] < reach or prompt.text[:reach] != example[:reach]:
+        if not any(shared[number] >= length and prompt.text[:length] in place.heads for length in lengths):
             continue
         place.prompts[number] = max(prompt.raw_characters(shared[number]), prompt.history_end)
         values[value_at(prompt, place)] += 1

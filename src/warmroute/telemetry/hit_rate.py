@@ -65,10 +65,10 @@ class Totals(NamedTuple):
     prompts: int
     prompt_tokens: int
     cached_tokens: int
-    predicted_tokens: float
     shares: float
     squares: float
     saved_ms: float
+    prompt_ms: float
     sampled_blocks: int
     known_blocks: int
 
@@ -87,8 +87,9 @@ class Totals(NamedTuple):
 
 def totals_of(traffic: RouteTraffic, now_s: float) -> Totals:
     return Totals(
-        now_s, traffic.counted_prompts, traffic.prompt_tokens, traffic.cached_tokens, traffic.predicted_tokens,
-        traffic.hit_shares, traffic.hit_share_squares, traffic.saved_ms, traffic.sampled_blocks, traffic.known_blocks,
+        now_s, traffic.counted_prompts, traffic.prompt_tokens, traffic.cached_tokens,
+        traffic.hit_shares, traffic.hit_share_squares, traffic.saved_ms, traffic.prompt_ms, traffic.sampled_blocks,
+        traffic.known_blocks,
     )  # fmt: skip
 
 
@@ -96,12 +97,12 @@ class Baseline:
     """Decayed sums of what was usual."""
 
     __slots__ = (
-        "_deviation", "_windows", "age_s", "cached", "known", "predicted", "prompts", "sampled", "saved_ms", "shares",
+        "_deviation", "_windows", "age_s", "cached", "known", "prompt_ms", "prompts", "sampled", "saved_ms", "shares",
         "squares", "tokens",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.age_s = self.prompts = self.tokens = self.cached = self.predicted = 0.0
+        self.age_s = self.prompts = self.tokens = self.cached = self.prompt_ms = 0.0
         self.shares = self.squares = self.saved_ms = self.sampled = self.known = 0.0
         self._windows = PRIOR_WINDOWS
         self._deviation = PRIOR_WINDOWS * PRIOR_DEVIATION**2
@@ -113,7 +114,7 @@ class Baseline:
         self.prompts = self.prompts * kept + part.prompts
         self.tokens = self.tokens * kept + part.prompt_tokens
         self.cached = self.cached * kept + part.cached_tokens
-        self.predicted = self.predicted * kept + part.predicted_tokens
+        self.prompt_ms = self.prompt_ms * kept + part.prompt_ms
         self.shares = self.shares * kept + part.shares
         self.squares = self.squares * kept + part.squares
         self.saved_ms = self.saved_ms * kept + part.saved_ms
@@ -166,11 +167,12 @@ class Drop:
         self.baseline_ratio = baseline.hit_ratio
         self.prompts = 0
         self.lost_ms = 0.0
-        """Prefill time beyond what the same tokens would have taken at the baseline's hit rate."""
+        """Prefill time beyond what the same prompts would have taken at the baseline's hit rate, at current speeds:
+        while nearly all tokens are cached, the learned speed is that of short prefills, and too slow for long ones."""
 
     def add(self, part: Totals, baseline: Baseline) -> None:
         self.prompts += part.prompts
-        self.lost_ms += part.prompt_tokens * baseline.saved_ms / max(1.0, baseline.tokens) - part.saved_ms
+        self.lost_ms += part.prompt_ms * baseline.saved_ms / max(1.0, baseline.prompt_ms) - part.saved_ms
 
 
 class HitRate:

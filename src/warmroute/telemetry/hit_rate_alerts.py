@@ -17,7 +17,9 @@ from warmroute.telemetry.traffic import Traffic
 log = EventLog("warmroute.telemetry")
 
 LOG_AFTER_S: Final = 15.0
-"""Time after the start of a drop before it is logged: the prompt doctor needs some prompts to see the cause."""
+"""Time after a drop was noticed before it is logged: the prompt doctor needs some prompts to see the cause."""
+CHANGED_CAUSE_S: Final = 60.0
+"""Least time before another cause of the same drop is logged."""
 MIN_LOST_SHARE: Final = 0.2
 """Of a route's prompt tokens. Prompts that cost more reuse than this are an alert, also without a drop."""
 
@@ -31,7 +33,8 @@ class _Logged:
     """What was logged of a drop."""
 
     def __init__(self, noticed_s: float) -> None:
-        self.noticed_s = noticed_s
+        self.at_s = noticed_s
+        """When it was noticed, or last logged."""
         self.kind: CauseKind | None = None
         """The cause that was logged; None before."""
 
@@ -124,17 +127,17 @@ class HitRateAlerts:
         known = logged.kind
         drop = rate.drop
         assert drop is not None
-        if known is None and (cause.kind == "prompts_changed" or now_s - drop.since_s >= LOG_AFTER_S + CHECK_S):
+        if known is None and (cause.kind == "prompts_changed" or now_s - logged.at_s >= LOG_AFTER_S):
             self.drops[key[0], key[1], cause.kind] += 1
-            logged.kind = cause.kind
+            logged.kind, logged.at_s = cause.kind, now_s
             log.warning(
                 "hit_rate_dropped", f"{cause.sentence} {cause.what_to_do}", model=key[0], route=key[1],
                 reason=cause.kind, hit_ratio=round(drop.hit_ratio, 3), baseline=round(drop.baseline_ratio, 3),
             )  # fmt: skip
-        elif known == "unknown" and cause.kind != "unknown":
-            logged.kind = cause.kind
+        elif known is not None and cause.kind not in (known, "unknown") and now_s - logged.at_s >= CHANGED_CAUSE_S:
+            logged.kind, logged.at_s = cause.kind, now_s
             log.warning(
-                "hit_rate_cause_found", f"{cause.sentence} {cause.what_to_do}", model=key[0], route=key[1],
+                "hit_rate_cause_changed", f"{cause.sentence} {cause.what_to_do}", model=key[0], route=key[1],
                 reason=cause.kind,
             )  # fmt: skip
 

@@ -50,6 +50,8 @@ class RouteTraffic(msgspec.Struct, eq=False):
     """Prefill time saved, compared with a cold fleet."""
     round_robin_saved_ms: float = 0.0
     """An estimate: prefill time that round robin would have saved."""
+    prompt_ms: float = 0.0
+    """Prefill time of the prompts on a cold fleet."""
     hit_shares: float = 0.0
     """Sum over the requests with prompt tokens of the share that was cached."""
     hit_share_squares: float = 0.0
@@ -107,6 +109,7 @@ class Traffic:
         of_route.predicted_tokens += predicted
         ms_per_token = ticket.node.speed.ms_per_token
         of_route.saved_ms += ms_per_token * saved_work(cached, cached * cached)
+        of_route.prompt_ms += ms_per_token * saved_work(prompt, prompt * prompt)
         share = cached / prompt
         of_route.counted_prompts += 1
         of_route.hit_shares += share
