@@ -192,6 +192,11 @@ class HitRate:
         self._low_checks = 0
         self._high_checks = 0
 
+    @property
+    def prompts(self) -> int:
+        """The prompts of the last reading; below 0 before the first."""
+        return self._readings[-1].prompts if self._readings else -1
+
     def update(self, now: Totals) -> None:
         self.ended = None
         readings = self._readings

@@ -102,6 +102,8 @@ class HitRateAlerts:
             if rate is None:
                 rate = self.rates[key] = HitRate()
             drop = rate.drop
+            if drop is None and rate.prompts == traffic.counted_prompts:
+                continue  # nothing new
             rate.update(totals_of(traffic, now_s))
             if rate.drop is not None:
                 self._follow(key, rate, now_s)
