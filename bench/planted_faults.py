@@ -180,7 +180,8 @@ def write_trace(path: Path, bodies: Sequence[tuple[float, dict[str, Any]]], toke
                 chain = hash((chain, *tokens[start : start + BLOCK]))
                 ids.append(abs(chain))
             row = {
-                "timestamp": at_s * 1000.0, "input_length": len(tokens), "output_length": OUTPUT_TOKENS, "hash_ids": ids,
+                "timestamp": at_s * 1000.0, "input_length": len(tokens), "output_length": OUTPUT_TOKENS,
+                "hash_ids": ids,
             }  # fmt: skip
             file.write(json.dumps(row) + "\n")
 

@@ -6,7 +6,7 @@ import json
 from random import Random
 
 import pytest
-from prompt_doctor.prompt_examples import SYSTEM, TOOLS, Examples, compared, masked
+from prompt_examples import SYSTEM, TOOLS, Examples, compared, masked
 
 from warmroute.prompt_doctor.masked_prompt import common_prefix
 from warmroute.prompt_doctor.volatile_text import hide, volatile_spans
@@ -142,6 +142,13 @@ def test_the_same_difference_in_many_applications_is_one_place() -> None:
     bodies = [examples.chat(f"Time: {examples.stamp()}\n{system}") for system in systems for _ in range(3)]
     [place] = compared(bodies).places
     assert len(place.prompts) == len(bodies) and place.position.character == 6
+    bodies = []
+    for number in range(15):
+        tools = json.loads(json.dumps(TOOLS))
+        tools[0]["function"]["description"] = f"Shop {number % 5}. Trace {examples.uuid()}. " + "Finds things. " * 9
+        bodies.append(examples.chat(systems[number % 5] + "!" * (number % 5), tools=tools))
+    [place] = compared(bodies).places
+    assert (place.kind, len(place.prompts), place.values) == ("id", 15, 15)
 
 
 def test_a_position_leads_back_to_the_character_as_sent() -> None:

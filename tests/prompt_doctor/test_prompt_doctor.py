@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from prompt_doctor.prompt_examples import CHAT, SYSTEM, Examples
+from prompt_examples import CHAT, SYSTEM, Examples
 
 from warmroute.fleet.node_speed import saved_work
 from warmroute.prompt.routing_request import RoutingRequest

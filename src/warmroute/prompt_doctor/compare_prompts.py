@@ -50,8 +50,9 @@ class Place:
     """Number of each prompt that has it → characters of the prompt that could be reused without the difference."""
     values: int = 0
     """Different values there."""
-    heads: set[str] = field(default_factory=set)
-    """Masked texts up to the end of what follows the difference: one for each application that has it."""
+    heads: dict[str, int] = field(default_factory=dict)
+    """Masked texts up to the end of what follows the difference, one for each application that has it → where the
+    difference is in them."""
     more_places: int = 0
     """Further differences after it that have to be removed, too."""
 
@@ -68,7 +69,7 @@ def compare_prompts(prompts: Sequence[MaskedPrompt]) -> Comparison:
     """Takes milliseconds for some dozens of prompts: call it in a thread."""
     ranked = sorted(range(len(prompts)), key=lambda number: prompts[number].text)
     shared = [0] * len(prompts)
-    places: dict[tuple[str, int, str, int], Place] = {}
+    places: dict[tuple[str, int, str], Place] = {}
     least = max(MIN_PROMPTS, MIN_SHARE * len(prompts))
     for one, other in pairwise(ranked):
         common = common_prefix(prompts[one].text, prompts[other].text)
@@ -85,11 +86,11 @@ def compare_prompts(prompts: Sequence[MaskedPrompt]) -> Comparison:
         else:
             position = prompts[one].position(at)
         part = position.part
-        key = ("tool", 0, kind, 0) if kind == "order" else (part.kind, part.number, "", at)
+        key = (part.kind, 0 if kind == "order" else part.number, kind)
         place = places.get(key)
         if place is None:
             place = places[key] = Place(kind, position, (one, other), at)
-        place.heads.add(prompts[one].text[:reach])
+        place.heads.setdefault(prompts[one].text[:reach], at)
         place.more_places = max(place.more_places, len(differences) - 1)
     found = [place for place in places.values() if _spread(place, prompts, shared) >= least]
     taken = {number for place in found for number in place.prompts}
@@ -145,20 +146,23 @@ def _spread(place: Place, prompts: Sequence[MaskedPrompt], shared: Sequence[int]
     lengths = sorted({len(head) for head in place.heads})
     values: Counter[str] = Counter()
     for number, prompt in enumerate(prompts):
-        if not any(shared[number] >= length and prompt.text[:length] in place.heads for length in lengths):
+        at = next(
+            (at for n in lengths if n <= shared[number] and (at := place.heads.get(prompt.text[:n], -1)) >= 0), -1
+        )
+        if at < 0:
             continue
         place.prompts[number] = max(prompt.raw_characters(shared[number]), prompt.history_end)
-        values[value_at(prompt, place)] += 1
+        values[value_at(prompt, place, at)] += 1
     place.values = len(values)
     return len(place.prompts) if place.values > 1 else 0
 
 
-def value_at(prompt: MaskedPrompt, place: Place) -> str:
+def value_at(prompt: MaskedPrompt, place: Place, at: int) -> str:
     """Return what a prompt has there: its volatile text, or the order of its tools; empty for other text."""
     if place.kind == "order" and place.position.part.kind == "tool":
         return ", ".join(map(str, prompt.sent_tools))
-    part = prompt.parts[prompt.part_at(place.at)]
-    offset = place.at - part.start
+    part = prompt.parts[prompt.part_at(at)]
+    offset = at - part.start
     return part.value(part.text.count(MARK, 0, offset)) if part.text[offset : offset + 1] == MARK else ""
 
 

@@ -200,7 +200,7 @@ def _excerpt(place: Place, prompts: Sequence[MaskedPrompt]) -> Excerpt:
 
 def _text_at(prompt: MaskedPrompt, place: Place) -> tuple[str, str, str]:
     """Return the text before, at and after a place."""
-    value = value_at(prompt, place)
+    value = value_at(prompt, place, place.at)
     if place.kind == "order" and place.position.part.kind == "tool":
         return "", value, ""
     position = prompt.position(place.at)
