@@ -407,8 +407,7 @@ async def _run(args: argparse.Namespace, chats: Sequence[Any], scenarios: Sequen
     report.table("cost", "fault", "position", "replay: GPU s", "drop: GPU s", "finding: GPU s", "difference")
     for name, seen in zip(scenarios, results, strict=True):
         if name in ("time_stamp", "tool_id"):
-            (healthy, _), (faulty, _) = said[name]
-            cost = faulty - healthy
+            cost = said[name][1][0] - said[name][0][0]
             place = f"{seen.finding.get('place', '')}, token {seen.finding.get('token', '')}"
             report.row(
                 name, place, f"{cost:.1f}", f"{seen.drop_gpu_s:.1f}", f"{seen.finding_gpu_s:.1f}",

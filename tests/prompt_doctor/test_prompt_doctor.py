@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -189,14 +190,12 @@ def test_whatever_clients_send_is_read_or_left_out(body: bytes) -> None:
 
 def test_completions_responses_and_messages_are_compared_too() -> None:
     examples = Examples()
-    for path, make in (
-        (b"/v1/completions", lambda text: {"prompt": text + examples.question()}),
-        (b"/v1/responses", lambda text: {"instructions": text, "input": examples.question()}),
-        (
-            b"/v1/messages",
-            lambda text: {"system": text, "messages": [{"role": "user", "content": examples.question()}]},
-        ),
-    ):
+    makers: dict[bytes, Callable[[str], dict[str, Any]]] = {
+        b"/v1/completions": lambda text: {"prompt": text + examples.question()},
+        b"/v1/responses": lambda text: {"instructions": text, "input": examples.question()},
+        b"/v1/messages": lambda text: {"system": text, "messages": [{"role": "user", "content": "Why?"}]},
+    }
+    for path, make in makers.items():
         traffic = Traffic()
         for _ in range(12):
             traffic.send(json.dumps(make(f"Time: {examples.stamp()}\n{SYSTEM}")).encode(), path=path)

@@ -146,10 +146,9 @@ def _spread(place: Place, prompts: Sequence[MaskedPrompt], shared: Sequence[int]
     lengths = sorted({len(head) for head in place.heads})
     values: Counter[str] = Counter()
     for number, prompt in enumerate(prompts):
-        at = next(
-            (at for n in lengths if n <= shared[number] and (at := place.heads.get(prompt.text[:n], -1)) >= 0), -1
-        )
-        if at < 0:
+        heads = [prompt.text[:length] for length in lengths if length <= shared[number]]
+        at = next((place.heads[head] for head in heads if head in place.heads), None)
+        if at is None:
             continue
         place.prompts[number] = max(prompt.raw_characters(shared[number]), prompt.history_end)
         values[value_at(prompt, place, at)] += 1
