@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -202,6 +203,23 @@ def test_completions_responses_and_messages_are_compared_too() -> None:
         traffic.examine()
         [finding] = traffic.doctor.findings
         assert finding.kind == "time" and finding.character == 6
+
+
+async def test_turning_the_doctor_off_during_a_comparison_forgets_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic, examples = Traffic(), Examples()
+    for _ in range(20):
+        traffic.send(examples.chat(f"Time: {examples.stamp()}\n{SYSTEM}"))
+    doctor, compare = traffic.doctor, traffic.doctor.compare
+    loop = asyncio.get_running_loop()
+
+    def compare_late(*given: Any) -> Any:
+        asyncio.run_coroutine_threadsafe(asyncio.to_thread(lambda: None), loop).result()
+        loop.call_soon_threadsafe(doctor.forget)
+        return compare(*given)
+
+    monkeypatch.setattr(doctor, "compare", compare_late)
+    await doctor.examine()
+    assert not doctor.reports and not doctor._routes
 
 
 def test_turning_the_doctor_off_forgets_the_text() -> None:

@@ -53,10 +53,13 @@ class PromptDoctor:
         self._counted: dict[RouteKey, tuple[int, float]] = {}
         """Requests of each route, and when, at the last examination."""
         self._failed = False
+        self._forgotten = 0
+        """How often everything was forgotten."""
 
     def forget(self) -> None:
         """Drop all samples and reports."""
         self.samples.forget_all()
+        self._forgotten += 1
         self._routes, self._counted, self.reports = {}, {}, {}
 
     # In the background.
@@ -80,10 +83,13 @@ class PromptDoctor:
         if not new and not self.reports:
             return 0.0
         counts = {key: self._requests(key) for key in {*self.reports, *[key for key, _sample in new]}}
-        now_s = self._now()
+        forgotten, now_s = self._forgotten, self._now()
         loop = asyncio.get_running_loop()
         reports, cpu_s = await loop.run_in_executor(None, self.compare, new, counts, now_s)
-        self.reports = reports
+        if self._forgotten == forgotten:
+            self.reports = reports
+        else:  # while the thread worked
+            self._routes, self._counted = {}, {}
         return cpu_s
 
     def compare(
