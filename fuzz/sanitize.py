@@ -26,6 +26,7 @@ BUILD = ROOT / "build" / "sanitize"
 RESULT = ROOT / "bench" / "results" / "sanitize.json"
 TESTS = [
     "tests/kernel/test_body_buffer.py",
+    "tests/kernel/test_forwarded_heads.py",
     "tests/kernel/test_kernel_module.py",
     "tests/edge/test_first_token_search.py",
     "tests/edge/test_http_kernel.py",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prompt_examples import CHAT, SYSTEM, Examples
 
-from warmroute.fleet.node_speed import saved_work
+from warmroute.fleet.node_speed import work
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.prompt_doctor import prompt_samples
 from warmroute.prompt_doctor.prompt_doctor import MAX_BYTES, PromptDoctor
@@ -72,7 +72,7 @@ def test_a_finding_states_position_share_and_cost() -> None:
     [finding] = traffic.doctor.findings
     could = finding.could_share * 1000
     assert 850 < could < 990
-    expected_s = 30 * MS * (saved_work(could, could * could) - saved_work(16, 256)) / 1000
+    expected_s = 30 * MS * (work(could, 0) - work(16, 0)) / 1000
     assert finding.lost_gpu_s == pytest.approx(expected_s, rel=0.05)
     assert finding.gpus == pytest.approx(expected_s / 30, rel=0.05)
 

@@ -20,6 +20,7 @@ from warmroute.telemetry.cache_changes import CacheChanges
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.hit_rate_alerts import HitRateAlerts
 from warmroute.telemetry.hit_rate_causes import Causes
+from warmroute.telemetry.hit_rate_metrics import HitRateMetrics
 from warmroute.telemetry.prometheus import MetricsPage
 from warmroute.telemetry.traffic import RouteTraffic, Traffic
 
@@ -69,8 +70,8 @@ class Setting:
                 self.sums.cached_tokens += int(1000 * own)
                 self.sums.hit_shares += own
                 self.sums.hit_share_squares += own * own
-                self.sums.saved_ms += 200.0 * own
-                self.sums.prompt_ms += 200.0
+                self.sums.saved_gpu_ms += 200.0 * own
+                self.sums.prompt_gpu_ms += 200.0
                 self.sums.sampled_blocks += 1
                 self.sums.known_blocks += self._random.random() < known
             self.alerts.update(self.now_s)
@@ -227,12 +228,13 @@ def test_metrics_state_rate_baseline_and_drop() -> None:
     setting.warm()
     setting.fleet.node("n2").incarnation += 1000.0
     setting.run(60, 0.5, 0.93)
+    doctor = PromptDoctor(lambda _key: 0)
+    doctor.reports[KEY] = report(finding())
     page = MetricsPage(
-        setting.fleet, setting.cache_view, Counters(), lambda: (0, 0), lambda: (0, 0), lambda: setting.now_s
-    )
-    page.hit_rates, page.prompt_doctor = setting.rates, PromptDoctor(lambda _key: 0)
-    page.prompt_doctor.reports[KEY] = report(finding())
-    text = page.render().decode()
+        setting.fleet, setting.cache_view, Counters(), lambda: (0, 0), lambda: (0, 0), lambda: setting.now_s,
+        more=(HitRateMetrics(setting.rates, doctor),),
+    )  # fmt: skip
+    text = b"".join(page.render()).decode()
     labels = 'model="m",route="chat"'
     assert f'warmroute_route_hit_ratio_dropped{{{labels},cause="node_restarted"}} 1' in text
     assert f'warmroute_route_hit_ratio_drops_total{{{labels},cause="node_restarted"}} 1' in text

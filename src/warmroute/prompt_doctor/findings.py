@@ -2,7 +2,7 @@
 
 A prompt of which `could` tokens could be reused and `cached` ones were cost this much more prefill time than necessary:
 
-    lost = ms_per_token · (saved_work(could) − saved_work(cached))                                             [ms]
+    lost = ms_per_token · (work(could, 0) − work(cached, 0))                                                   [ms]
 
 `could` is the text that other prompts have in common, or that an earlier request of the same conversation had.
 """
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from warmroute.fleet.node_speed import saved_work
+from warmroute.fleet.node_speed import work
 from warmroute.prompt_doctor.compare_prompts import DifferenceKind, Place, compare_prompts, value_at
 from warmroute.prompt_doctor.masked_prompt import MaskedPrompt, common_prefix
 from warmroute.prompt_doctor.prompt_parts import PartKind
@@ -165,8 +165,7 @@ def find(key: tuple[str, str], samples: Sequence[PromptSample]) -> tuple[list[Fi
             could_tokens += max(could, sample.cached_tokens)
             if could > sample.cached_tokens:
                 lost_tokens += could - sample.cached_tokens
-                cached = sample.cached_tokens
-                lost_ms += sample.ms_per_token * (saved_work(could, could * could) - saved_work(cached, cached**2))
+                lost_ms += sample.ms_per_token * (work(could, 0) - work(sample.cached_tokens, 0))
         if lost_tokens < MIN_LOST_SHARE * total_tokens:
             continue
         others = sum([sample.cached_tokens for number, sample in enumerate(samples) if number not in place.prompts])

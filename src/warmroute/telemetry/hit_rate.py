@@ -87,8 +87,8 @@ class Totals(NamedTuple):
 
 def totals_of(traffic: RouteTraffic, now_s: float) -> Totals:
     return Totals(
-        now_s, traffic.counted_prompts, traffic.prompt_tokens, traffic.cached_tokens,
-        traffic.hit_shares, traffic.hit_share_squares, traffic.saved_ms, traffic.prompt_ms, traffic.sampled_blocks,
+        now_s, traffic.counted_prompts, traffic.prompt_tokens, traffic.cached_tokens, traffic.hit_shares,
+        traffic.hit_share_squares, traffic.saved_gpu_ms, traffic.prompt_gpu_ms, traffic.sampled_blocks,
         traffic.known_blocks,
     )  # fmt: skip
 

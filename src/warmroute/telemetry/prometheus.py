@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from warmroute import __version__
@@ -13,12 +13,10 @@ from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import TTFT_BOUNDS_MS, Outcome
 from warmroute.index.cache_view import EVENT_AGES_S, CacheView
-from warmroute.prompt_doctor.prompt_doctor import PromptDoctor
 from warmroute.telemetry import metric_definitions as metrics
-from warmroute.telemetry.counters import Counters
-from warmroute.telemetry.exposition import MetricLines, bucket_bounds, format_labels, label_value
-from warmroute.telemetry.hit_rate_alerts import HitRateAlerts
-from warmroute.telemetry.metric_definitions import METRICS, Metric
+from warmroute.telemetry.counters import TRACE_DROPS, Counters
+from warmroute.telemetry.exposition import MetricLines, Page, Pauses, bucket_bounds, format_labels, label_value
+from warmroute.telemetry.metric_definitions import METRICS
 
 
 class ScalingStats(Protocol):
@@ -46,8 +44,6 @@ _HEALTH_STATES: Final = [(state, f',state="{state.value}"') for state in HealthS
 _OUTCOMES: Final = [(outcome, f',outcome="{outcome.name.lower()}"') for outcome in Outcome]
 _TTFT_BOUNDS: Final = bucket_bounds(bound / 1000 for bound in TTFT_BOUNDS_MS)
 
-Page = Mapping[Metric, MetricLines]
-
 
 class MetricsPage:
     def __init__(
@@ -59,9 +55,10 @@ class MetricsPage:
         waiting: Callable[[], tuple[int, int]],
         now: Callable[[], float] = time.monotonic,
         scaling: Callable[[], ScalingStats | None] = lambda: None,
+        more: Sequence[Callable[[Page], None]] = (),
     ) -> None:
         """`connections`: open ones, and all accepted. `waiting`: waiting requests, and all that ever waited.
-        `scaling`: None if the router does not scale the fleet."""
+        `scaling`: None if the router does not scale the fleet. `more`: functions that add samples to the page."""
         self._fleet = fleet
         self._cache_view = cache_view
         self._counters = counters
@@ -69,21 +66,23 @@ class MetricsPage:
         self._waiting = waiting
         self._now = now
         self._scaling = scaling
-        self.hit_rates: HitRateAlerts | None = None
-        self.prompt_doctor: PromptDoctor | None = None
+        self._more = more
 
-    def render(self) -> bytes:
-        """Return the page as text. This takes milliseconds for a large fleet: call it in a thread."""
-        page = {metric: MetricLines(metric) for metric in METRICS}
+    def render(self, openmetrics: bool = False) -> list[bytes]:
+        """Return the page in pieces, one for each metric. This takes milliseconds for a large fleet, with pauses: call
+        it in a thread."""
+        pause = Pauses()
+        page = {metric: MetricLines(metric, pause) for metric in METRICS}
         page[metrics.BUILD_INFO].add(1, format_labels(version=__version__))
         self._add_requests(page)
         self._add_nodes(page)
         self._add_index(page)
         self._add_caches(page)
-        self._add_hit_rates(page)
         self._add_islands(page)
         self._add_scaling(page)
-        return "".join([lines.render() for lines in page.values()]).encode()
+        for add in self._more:
+            add(page)
+        return [*[lines.render(openmetrics) for lines in page.values()], b"# EOF\n" if openmetrics else b""]
 
     def _add_requests(self, page: Page) -> None:
         counters = self._counters
@@ -98,7 +97,6 @@ class MetricsPage:
             page[metrics.ROUTE_REQUESTS].add(count, format_labels(route=route))
         for (model, reading), count in sorted(counters.prompts.copy().items()):
             page[metrics.PROMPTS].add(count, format_labels(model=model, reading=reading))
-        loop_delay_s, counters.loop_delay_max_s = counters.loop_delay_max_s, 0.0
         waiting, queued = self._waiting()
         connections, accepted = self._connections()
         for metric, value in (
@@ -116,9 +114,12 @@ class MetricsPage:
             (metrics.PROMPTS_NOT_TOKENIZED, counters.prompts_not_tokenized),
             (metrics.JOURNAL_WRITTEN, counters.journal_written),
             (metrics.JOURNAL_DROPPED, counters.journal_dropped),
-            (metrics.LOOP_DELAY_MAX, loop_delay_s),
+            (metrics.TRACES_EXPORTED, counters.traces_exported),
+            (metrics.TRACES_LIMITED, counters.traces_limited),
         ):
             page[metric].add(value)
+        for reason in TRACE_DROPS:
+            page[metrics.TRACES_DROPPED].add(counters.traces_dropped[reason], format_labels(reason=reason))
 
     def _add_nodes(self, page: Page) -> None:
         in_flight, other_requests = page[metrics.NODE_IN_FLIGHT], page[metrics.NODE_OTHER_REQUESTS]
@@ -158,6 +159,13 @@ class MetricsPage:
         if (predicted := rates.predicted_share) is not None:
             page[metrics.NODE_PREDICTED_HITS].add(predicted, name)
         page[metrics.NODE_PREEMPTIONS].add(rates.preemptions_per_s, name)
+        for metric, total in (
+            (metrics.NODE_ENGINE_QUERIES, rates.queries_total),
+            (metrics.NODE_ENGINE_HIT_TOKENS, rates.hits_total),
+            (metrics.NODE_ENGINE_PREEMPTIONS, rates.preemptions_total),
+        ):
+            if total is not None:
+                page[metric].add(total, name)
         if (queue_ms := rates.queue_time_ms) is not None:
             page[metrics.NODE_QUEUE_TIME].add(queue_ms / 1000, name)
 
@@ -184,28 +192,6 @@ class MetricsPage:
             page[metrics.CACHE_PREDICTIONS].add(accuracy.compared, node)
             page[metrics.CACHE_EXACT].add(accuracy.exact, node)
             page[metrics.CACHE_EVENT_GAPS].add(cache.gaps, node)
-
-    def _add_hit_rates(self, page: Page) -> None:
-        alerts, doctor = self.hit_rates, self.prompt_doctor
-        if alerts is None or doctor is None:
-            return
-        for key, rate in sorted(alerts.rates.copy().items()):
-            labels = format_labels(model=key[0], route=key[1])
-            if rate.window is not None:
-                page[metrics.HIT_RATIO].add(rate.window.hit_ratio, labels)
-            if rate.baseline.is_mature:
-                page[metrics.HIT_RATIO_BASELINE].add(rate.baseline.hit_ratio, labels)
-            page[metrics.HIT_RATIO_LOST].add(alerts.lost_gpu_s(key), labels)
-        for (model, route), cause in sorted(alerts.causes.copy().items()):
-            page[metrics.HIT_RATIO_DROPPED].add(1, format_labels(model=model, route=route, cause=cause.kind))
-        for (model, route, kind), count in sorted(alerts.drops.copy().items()):
-            page[metrics.HIT_RATIO_DROPS].add(count, format_labels(model=model, route=route, cause=kind))
-        lost: dict[tuple[str, str, str], float] = {}
-        for finding in doctor.findings:
-            of_kind = (finding.model, finding.route, finding.kind)
-            lost[of_kind] = lost.get(of_kind, 0.0) + finding.gpus
-        for (model, route, difference), gpus in sorted(lost.items()):
-            page[metrics.PROMPTS_LOST].add(gpus, format_labels(model=model, route=route, kind=difference))
 
     def _add_islands(self, page: Page) -> None:
         for island in list(self._fleet.islands):
