@@ -24,6 +24,7 @@ TIMED = {
     "decision_latency": "decision_latency.py --data DATA",
     "index_throughput": "index_throughput.py --data DATA",
     "live_page_cpu": "live_page_cpu.py",
+    "metrics_page": "metrics_page.py",
     "tracing_cpu": "tracing_cpu.py",
     "peers_prefix_hash": "peers.py --harness HARNESS --policy prefix_hash",
     "peers_least_loaded": "peers.py --harness HARNESS --policy least_loaded",
@@ -32,6 +33,7 @@ TIMED = {
     "replay_speed": "replay_speed.py --data DATA",
     "agreement": "agreement.py",
     "policy_ranking": "policy_ranking.py",
+    "capture_replay": "capture_replay.py --data DATA --nginx",
 }
 TWO_GPUS = "--nodes 2 --profile t4-1.5b --profile l4-1.5b"
 GATE_COLUMNS = "policy,threshold,TTFT p50,TTFT p99,tokens/s,load CV,rejected"

@@ -37,6 +37,7 @@ TESTS = [
     "tests/routing/test_hits_kernel.py",
     "tests/routing/test_price_kernel.py",
     "tests/routing/test_rendezvous.py",
+    "tests/telemetry/test_traffic.py",
 ]
 MEASURES_MEMORY_OR_TIME = "not flat and not memory and not bytes and not fast and not quick and not time"
 """Sanitizers change how much memory and time everything takes."""

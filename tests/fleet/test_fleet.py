@@ -9,7 +9,7 @@ from support.cpu_limit import cpu_limit
 
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig
-from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
+from warmroute.fleet.fleet import MAX_PAST_MODELS, Fleet, NameTaken, UnknownNode
 from warmroute.fleet.group import Group
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node, Outcome
@@ -346,3 +346,14 @@ def test_an_adapter_that_is_loaded_changes_its_group_only(monkeypatch: pytest.Mo
     assert adapter is not None and adapter.members == (first,) and adapter.adapter is not None
     fleet.update_models(first, ["base"], ADAPTERS[:1])
     assert changed == ["adapter0", "adapter0"] and fleet.group("adapter0") is None and base.members == (first, second)
+
+
+def test_models_that_were_served_once_are_remembered_up_to_a_limit() -> None:
+    fleet = Fleet(HEALTH)
+    changing, steady = (fleet.add(NodeConfig(url=f"http://127.0.0.1:{port}")) for port in (9000, 9001))
+    fleet.update_models(steady, ["steady"], [])
+    for turn in range(30):
+        fleet.update_models(changing, [f"{turn}-{number}" for number in range(100)], [])
+    ever = fleet.models_ever_served
+    assert len(ever) <= MAX_PAST_MODELS + 101 and "steady" in ever and "29-0" in ever and "25-0" in ever
+    assert "0-0" not in ever

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 from routing_harness import MODEL, RoutingHarness, prompt
 
-from warmroute._kernel import ATTENTION_WORK, MAX_COUNTED_TOKENS, SAMPLED_HITS, Hit, TrafficRecorder
+from warmroute._kernel import (
+    ATTENTION_WORK,
+    EXACT_ESTIMATES,
+    MAX_COUNTED_TOKENS,
+    SAMPLED_HITS,
+    Hit,
+    TrafficRecorder,
+)
 from warmroute.fleet.node import Node
 from warmroute.fleet.node_speed import work
 from warmroute.fleet.ticket import Ticket
@@ -149,13 +156,27 @@ def test_the_round_robin_estimate_ignores_nodes_that_are_no_candidates() -> None
         recorder.record(ticket, 0.0, 0.0, 1.0, True, 100, 0, 1, 0, {"a": 1}, {"a": 1})  # type: ignore[dict-item]
 
 
-def test_the_round_robin_estimate_of_many_hits_looks_at_others_each_time() -> None:
+def test_the_round_robin_estimate_of_many_hits_looks_at_some_of_them() -> None:
     sums, recorder, ticket = counted()
     count = 8 * SAMPLED_HITS
     hits = {f"n{number}": Hit(number, float(number), 0) for number in range(count)}
-    for _ in range(8):
-        recorder.record(ticket, 0.0, 0.0, 1.0, True, 10_000, 0, 1, 0, hits, hits)
-    assert sums.round_robin_tokens / 8 == pytest.approx((count - 1) / 2)
+    for number in range(1000):
+        recorder.record(ticket, 0.0, 0.0, 2.0 * number, True, 10_000, 0, 1, 0, hits, hits)
+    assert sums.round_robin_tokens / 1000 == pytest.approx((count - 1) / 2, rel=0.02)
+
+
+def test_the_round_robin_estimate_of_a_busy_route_looks_at_some_responses() -> None:
+    sums, recorder, ticket = counted()
+    responses = 40 * EXACT_ESTIMATES
+    for number in range(responses):  # in one second, with a pattern
+        hits = {"a": Hit(number % 8, float(number % 8), 0)}
+        recorder.record(ticket, 0.0, 0.0, 5.0, True, 10_000, 0, 1, 0, hits, {"a": 1, "b": 1})
+    assert sums.round_robin_tokens == pytest.approx(responses * 3.5 / 2, rel=0.1)
+    exact, before = 0.0, sums.round_robin_tokens
+    for number in range(EXACT_ESTIMATES):
+        recorder.record(ticket, 0.0, 0.0, 6.5, True, 10_000, 0, 1, 0, {"a": Hit(number, number, 0)}, {"a": 1, "b": 1})
+        exact += number / 2
+    assert sums.round_robin_tokens - before == pytest.approx(exact), "few responses are all counted"
 
 
 def test_reported_tokens_replace_the_predicted_ones_and_are_bounded() -> None:

@@ -55,6 +55,8 @@
     X(OUTCOME_CANCELLED, 5)                                                                                                \
     /* Traffic counters. */                                                                                                \
     X(SAMPLED_HITS, 16)                                                                                                    \
+    X(EXACT_ESTIMATES, 100)                                                                                                \
+    X(SAMPLED_RESPONSES, 8)                                                                                                \
     X(MAX_COUNTED_TOKENS, 1000000000)
 
 #define SHARED_DOUBLES(X)                                                                                                  \

@@ -4,7 +4,9 @@
  * - A response is counted with one call, TrafficRecorder.record, in the counters of its route, its tenant and its node. A
  *   recorder is made once for each combination of them, so that a response costs one dictionary lookup.
  * - Numbers that a node reported are bounded here, too: no sum can overflow or become NaN.
- * - The round-robin estimate looks at no more than 2 * SAMPLED_HITS nodes, however large the fleet is.
+ * - The round-robin estimate looks at no more than 2 * SAMPLED_HITS nodes, however large the fleet is. Of a busy route it
+ *   looks at EXACT_ESTIMATES responses a second, and at one of SAMPLED_RESPONSES beyond: that is most of what counting
+ *   costs, and an estimate in any case.
  */
 #include "hits.h"
 
@@ -123,6 +125,9 @@ typedef struct {
     double saved_ms, saved_gpu_ms, round_robin_tokens, round_robin_saved_ms, round_robin_saved_gpu_ms;
     double prompt_gpu_ms, hit_shares, hit_share_squares;
     Py_ssize_t counted_prompts, sampled_blocks, known_blocks;
+    double estimates_s;         /* the second in which `estimates` were made */
+    Py_ssize_t estimates;
+    uint64_t random;
     Histogram *histograms[HISTOGRAMS];
 } RouteTraffic;
 
@@ -211,7 +216,6 @@ typedef struct {
     RouteTraffic *route;
     TokenTraffic *tenant, *node;
     double gpus;
-    size_t estimates; /* round-robin estimates so far */
 } TrafficRecorder;
 
 static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -252,6 +256,18 @@ static int as_tokens(PyObject *given, Py_ssize_t *to) {
         number = overflow > 0 ? MAX_COUNTED_TOKENS : 0;
     *to = number < 0 ? 0 : number > MAX_COUNTED_TOKENS ? MAX_COUNTED_TOKENS : (Py_ssize_t)number;
     return 0;
+}
+
+/* How many responses this one stands for in the round-robin estimate; 0: it is left out. */
+static double estimate_weight(RouteTraffic *route, double now_s) {
+    if (!(now_s < route->estimates_s + 1.0) || now_s < route->estimates_s) {
+        route->estimates_s = now_s;
+        route->estimates = 0;
+    }
+    route->random = route->random * 6364136223846793005ULL + 1442695040888963407ULL;
+    if (route->estimates++ < EXACT_ESTIMATES)
+        return 1.0;
+    return (route->random >> 33) % SAMPLED_RESPONSES ? 0.0 : (double)SAMPLED_RESPONSES; /* regular traffic has no pattern */
 }
 
 /* Estimates what a candidate that is chosen at random would have cached: the sum of its expected tokens over all
@@ -340,13 +356,15 @@ static PyObject *recorder_record(TrafficRecorder *self, PyObject *const *args, P
             route->round_robin_saved_gpu_ms += saved_ms * self->gpus;
         } else if (PyDict_Check(args[9]) && PyDict_GET_SIZE(args[9]) && PyDict_Check(args[10]) &&
                    PyDict_GET_SIZE(args[10])) {
-            double candidates = (double)PyDict_GET_SIZE(args[10]);
-            if (sum_hits(args[9], args[10], self->estimates++, &tokens, &squares) < 0)
-                return NULL;
-            saved_ms = ms_per_token * saved_work(tokens / candidates, squares / candidates);
-            route->round_robin_tokens += tokens / candidates;
-            route->round_robin_saved_ms += saved_ms;
-            route->round_robin_saved_gpu_ms += saved_ms * self->gpus;
+            double candidates = (double)PyDict_GET_SIZE(args[10]), weight = estimate_weight(route, now_s);
+            if (weight > 0.0) {
+                if (sum_hits(args[9], args[10], (size_t)(route->random >> 40), &tokens, &squares) < 0)
+                    return NULL;
+                saved_ms = weight * ms_per_token * saved_work(tokens / candidates, squares / candidates);
+                route->round_robin_tokens += weight * tokens / candidates;
+                route->round_robin_saved_ms += saved_ms;
+                route->round_robin_saved_gpu_ms += saved_ms * self->gpus;
+            }
         }
     }
     add_tokens(&route->tokens, &one);

@@ -9,6 +9,10 @@ TIME_BOUNDS_MS: Final[tuple[float, ...]]
 none."""
 SAMPLED_HITS: Final[int]
 """The round-robin estimate looks at this many of a prompt's hits, or up to twice as many."""
+EXACT_ESTIMATES: Final[int]
+"""Responses of a route in a second that the round-robin estimate counts one by one."""
+SAMPLED_RESPONSES: Final[int]
+"""Of further responses in the same second, it looks at one of this many."""
 MAX_COUNTED_TOKENS: Final[int]
 """A response with more tokens counts as one with this many."""
 

@@ -5,6 +5,7 @@ The router reads it from one TOML file. An unknown key is an error that names th
 """
 
 from warmroute.config.addresses import is_loopback
+from warmroute.config.capture_settings import Capture
 from warmroute.config.config import Config, check, from_table, keys_needing_restart, load, tables
 from warmroute.config.island_settings import IslandAffinity, IslandConfig
 from warmroute.config.journal_settings import Journal
@@ -25,6 +26,7 @@ __all__ = [
     "LOW_UTILISATION",
     "Admin",
     "Admission",
+    "Capture",
     "Config",
     "ConfigError",
     "Health",

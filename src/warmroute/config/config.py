@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, get_origin
 
+from warmroute.config.capture_settings import Capture
 from warmroute.config.contradictions import contradictions
 from warmroute.config.island_settings import IslandAffinity, IslandConfig
 from warmroute.config.journal_settings import Journal
@@ -42,6 +43,7 @@ class Config(Section, frozen=True):
     prompts: Prompts = Prompts()
     prompt_doctor: PromptDoctor = PromptDoctor()
     journal: Journal = Journal()
+    capture: Capture = Capture()
     log: Log = Log()
     tracing: Tracing = Tracing()
     scaling: Scaling = Scaling()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Final
 
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig, node_name
@@ -16,6 +18,8 @@ from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.outlier_detection import OutlierDetection
 from warmroute.fleet.speed_review import SpeedReview
 from warmroute.fleet.ticket import Ticket
+
+MAX_PAST_MODELS: Final = 1024
 
 OnHealthChange = Callable[[Node, HealthState], None]
 """Called after each change of a node's health state, with the state before it."""
@@ -45,8 +49,9 @@ class Fleet:
         self._nodes: dict[str, Node] = {}
         self._added = 0
         self._groups: dict[str, Group] = {}
-        self.models_ever_served: set[str] = set()
-        """Models that nodes have served, including nodes that are gone."""
+        self.models_ever_served: dict[str, None] = {}
+        """Models that nodes have served, including nodes that are gone, the latest ones last. Of those that no node
+        serves any more, the oldest are forgotten beyond MAX_PAST_MODELS."""
         self._configured: set[str] = set()
         """Names of the nodes from the configuration. Nodes added at run time survive a reload."""
 
@@ -162,7 +167,7 @@ class Fleet:
         not all of them."""
         before = node.groups
         names = dict.fromkeys(node.models or ())
-        self.models_ever_served.update(names)
+        self._remember_models(names)
         node.groups = tuple(self._groups.get(name) or self._groups.setdefault(name, Group(name)) for name in names)
         for group in before:
             if group.model not in names:
@@ -173,6 +178,17 @@ class Fleet:
                 group.add(node)
                 self._members_changed(group)
         self._speed_review.assume_peers(node)
+
+    def _remember_models(self, names: dict[str, None]) -> None:
+        ever = self.models_ever_served
+        for name in names:
+            ever.pop(name, None)
+            ever[name] = None
+        surplus = len(ever) - len(self._groups) - MAX_PAST_MODELS
+        if surplus > 0:
+            past = (name for name in ever if name not in self._groups and name not in names)
+            for name in list(islice(past, surplus)):
+                del ever[name]
 
     def _members_changed(self, group: Group) -> None:
         members = group.members

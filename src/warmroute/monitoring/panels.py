@@ -221,16 +221,19 @@ ROWS: Final[tuple[Row, ...]] = (
                 Query(f"{metrics.PROCESS_FDS.name}{{{JOB}}} and on (instance) {metrics.BUILD_INFO.name}{{{JOB}}}",
                       "{{instance}}: files"),
             ), width=6),
+            Panel("Conversations that left their island", (
+                Query(_rate(metrics.CONVERSATIONS_MOVED, JOB, "island, to, reason"), "{{island}} → {{to}}: {{reason}}"),
+            ), "ops", width=6, help="Empty if all nodes are on one island."),
             Panel("Last reload successful", (
                 Query(_gauge(metrics.CONFIG_RELOAD_OK, "instance", combine="min"), "{{instance}}"),
             ), width=6),
             Panel("Time since the last successful reload", (
                 Query(f"time() - {_gauge(metrics.CONFIG_RELOADED, 'instance', combine='max')}", "{{instance}}"),
             ), "s", width=6),
-            Panel("Version", (Query(_gauge(metrics.BUILD_INFO, "version"), "{{version}}"),), width=6),
-            Panel("Conversations that left their island", (
-                Query(_rate(metrics.CONVERSATIONS_MOVED, JOB, "island, to, reason"), "{{island}} → {{to}}: {{reason}}"),
-            ), "ops", width=6),
+            Panel("Traces", (
+                Query(_rate(metrics.TRACES_EXPORTED), "exported"),
+                Query(_rate(metrics.TRACES_DROPPED, JOB, "reason"), "dropped: {{reason}}"),
+            ), "ops", width=6, help="Empty if the router does not trace requests."),
         ),
     ),
     Row(

@@ -7,6 +7,7 @@ Prometheus accepts it compressed, so that sending it takes a hundredth of the ti
 from __future__ import annotations
 
 import asyncio
+import re
 import zlib
 from collections.abc import Callable
 from typing import Final
@@ -16,6 +17,8 @@ from warmroute.telemetry.exposition import CONTENT_TYPE, OPENMETRICS_CONTENT_TYP
 _GZIP: Final = 16 + zlib.MAX_WBITS
 _LEVEL: Final = 1
 """Higher levels take several times as long, for a page that is a third smaller."""
+
+_REFUSED: Final = re.compile(rb"q\s*=\s*0(\.0*)?")
 
 Headers = tuple[tuple[str, str], ...]
 
@@ -55,5 +58,5 @@ def accepts_gzip(accept_encoding: bytes) -> bool:
     for item in accept_encoding.lower().split(b","):
         name, *parameters = [part.strip() for part in item.split(b";")]
         if name == b"gzip":
-            return not any(one.replace(b" ", b"").rstrip(b"0").rstrip(b".") == b"q=" for one in parameters)
+            return not any(_REFUSED.fullmatch(one) for one in parameters)
     return False
