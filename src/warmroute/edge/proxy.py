@@ -82,6 +82,8 @@ class Proxy:
         self._freed_nodes: dict[Node, None] = {}
         """Nodes that may have room for queued requests since the last iteration of the event loop."""
         self._request_ids = random_ids()
+        self.sample_prompt: Callable[[Attempts, bytes, bytes], object] | None = None
+        """Called with the path and the body of each request; None: prompts are not sampled."""
         self.tracing: Tracing | None = None
         """None: the header lines of traces pass unchanged."""
         self.reconfigure(config)
@@ -172,6 +174,8 @@ class Proxy:
             exchange.attempts.charge = charge
         if path not in FORWARDED:  # the router does not know what such a path does
             exchange.attempts.repeatable = False
+        elif self.sample_prompt is not None:
+            self.sample_prompt(exchange.attempts, path, body)
         if self._held is not None and request.may_queue and not request.deadline_s and not request.total_deadline_s:
             exchange.pending_prompt = PendingPrompt(lambda _: self._resume(exchange, path, body, scanned.outline))
             self._held.append(exchange.pending_prompt)

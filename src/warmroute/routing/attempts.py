@@ -43,6 +43,15 @@ _NOT_YET: Final[Any] = None
 """What a request gets with its first node."""
 
 
+class SampledPrompt(Protocol):
+    """A request whose prompt the prompt doctor compares with others."""
+
+    def completed(
+        self, attempts: Attempts, key: tuple[str, str], prompt_tokens: int, cached_tokens: int, ms_per_token: float
+    ) -> None:
+        """The response is complete. `key`: the model and route that its tokens count for."""
+
+
 class AttemptDriver(Protocol):
     def send(self, node: Node) -> None:
         """Send the request to this node. The ticket is open."""
@@ -94,6 +103,7 @@ class Attempts(msgspec.Struct, eq=False):
     """Whether the request may be sent to a second node while the first one may still execute it."""
     history: AttemptHistory | None = None
     """Set if the request is traced."""
+    sample: SampledPrompt | None = None
     # at the current node
     ticket: Ticket = _NOT_YET
     hedge: Ticket | None = None

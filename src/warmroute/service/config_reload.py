@@ -87,6 +87,7 @@ class ConfigReload:
             service.scaling.reconfigure(config)
         service.fleet.outlier_detection.config = config.outlier_detection
         service.proxy.reconfigure(config)
+        service.set_prompt_doctor(config.prompt_doctor.enabled)
         service.watcher.reconfigure(config)
         changed = service.nodes.reconfigure(config.nodes, config.health)
         service.pools.drop_changed_keys()
