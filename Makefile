@@ -71,7 +71,7 @@ test-real: $(READY) .venv-vllm/.ready .venv-transformers/.ready
 
 # A real API server and its controllers, from Debian's sources: ten minutes the first time.
 test-real-kubernetes: $(READY) .venv-kube/.ready
-	$(BIN)/python -m pytest -m real tests/scaling $(ARGS)
+	$(BIN)/python -m pytest -m real tests/scaling tests/discovery tests/deploy $(ARGS)
 
 .venv-kube/.ready: tools/build_kubernetes.sh
 	sh tools/build_kubernetes.sh .venv-kube

@@ -48,6 +48,7 @@ class Operations(Protocol):
     def readiness(self) -> tuple[int, bytes]: ...
     def describe_models(self) -> list[dict[str, Any]]: ...
     def describe_scaling(self) -> dict[str, Any]: ...
+    def describe_discovery(self) -> list[dict[str, Any]]: ...
 
 
 class AdminApi:
@@ -106,6 +107,8 @@ class AdminApi:
                 _reply(responder, 200, {"islands": describe_islands(self._fleet.islands)})
             case "GET", ["admin", "scaling"]:
                 _reply(responder, 200, self._operations.describe_scaling())
+            case "GET", ["admin", "discovery"]:
+                _reply(responder, 200, {"sources": self._operations.describe_discovery()})
             case "POST", ["admin", "nodes"]:
                 _reply(responder, 201, describe_node(self._add_node(request.body)))
             case "GET", ["admin", "nodes", name]:
@@ -136,7 +139,9 @@ class AdminApi:
                 raise method_not_allowed("GET, POST")
             case _, ["admin", "nodes", _]:
                 raise method_not_allowed("GET, DELETE")
-            case _, ["admin", "models" | "islands" | "scaling" | "decisions" | "live"] | ["admin", "decisions", _]:
+            case _, ["admin", "models" | "islands" | "scaling" | "discovery" | "decisions" | "live"] | [
+                "admin", "decisions", _
+            ]:  # fmt: skip
                 raise method_not_allowed("GET")
             case _, ["admin", "explain" | "reload"] | ["admin", "nodes", _, "blocks"]:
                 raise method_not_allowed("POST")
@@ -145,7 +150,7 @@ class AdminApi:
                     404,
                     "Not found. The paths are / (the live page), /metrics, /health, /ready, /admin/nodes, "
                     "/admin/nodes/NAME, /admin/nodes/NAME/drain, /admin/nodes/NAME/undrain, /admin/nodes/NAME/blocks, "
-                    "/admin/models, /admin/islands, /admin/scaling, /admin/live, /admin/decisions, "
+                    "/admin/models, /admin/islands, /admin/scaling, /admin/discovery, /admin/live, /admin/decisions, "
                     "/admin/decisions/REQUEST_ID, /admin/explain and /admin/reload.",
                     code="not_found",
                 )

@@ -74,6 +74,7 @@ class ConfigReload:
         service.proxy.reconfigure(config)
         service.watcher.reconfigure(config)
         changed = service.nodes.reconfigure(config.nodes, config.health)
+        service.discovery.reconfigure(config.discovery)
         service.pools.drop_changed_keys()
         return changed
 
@@ -84,7 +85,8 @@ class ConfigReload:
     def api_key_envs(self) -> set[str]:
         """Return the environment variables with API keys. Provisioners do not change until a restart."""
         provisioners = (*self.current.provisioners, *self.started_with.provisioners)
-        return {node.api_key_env for node in self.current.nodes} | {one.api_key_env for one in provisioners}
+        found = {node.api_key_env for node in self.current.nodes} | {one.api_key_env for one in provisioners}
+        return found | {source.api_key_env for source in self.current.discovery}
 
     def file_changed(self, path: Path) -> None:
         try:

@@ -17,6 +17,7 @@ from warmroute.console.admin import AdminApi
 from warmroute.console.decisions import Decisions
 from warmroute.console.live_feed import LiveFeed
 from warmroute.console.live_snapshot import LiveSnapshot
+from warmroute.discovery.discovery_service import DiscoveryService
 from warmroute.edge.async_handler import AsyncHandler
 from warmroute.edge.connection_pool import ConnectionPools
 from warmroute.edge.listener import Listener
@@ -37,6 +38,7 @@ from warmroute.routing.router import Router
 from warmroute.scaling.scaling_service import ScalingService
 from warmroute.service.certificates import Certificates
 from warmroute.service.config_reload import ConfigReload
+from warmroute.service.discovery_alerts import discovery_alerts
 from warmroute.service.file_watch import watch_files
 from warmroute.service.model_report import describe_models
 from warmroute.service.model_watch import ModelWatch
@@ -106,6 +108,7 @@ class Service:
         self.remote_tokenizer = RemoteTokenizer(node_client.post, pack_token_ids)
         self.model_watch = ModelWatch(self.fleet, self.tokenizer_registry, node_client.post, lambda: self.config)
         self.nodes = NodeSet(self)
+        self.discovery = DiscoveryService(self.fleet, self.nodes)
         self.certificates = Certificates(self)
         self.scaling = self._create_scaling(config, node_client) if config.scaling.enabled else None
         page = MetricsPage(
@@ -116,10 +119,13 @@ class Service:
             lambda: (self.admission.queue.waiting, self.admission.queue.queued_total),
             now,
             lambda: self.scaling.stats() if self.scaling is not None else None,
+            self.discovery.stats,
         )
         queue = self.admission.queue
         self.history = History(self.traffic, self.counters, self.fleet, lambda: queue.waiting, self._last_scaling)
-        self.alerts = Alerts(FleetAlerts(self.fleet, self.cache_view, self.counters))
+        self.alerts = Alerts(
+            FleetAlerts(self.fleet, self.cache_view, self.counters), lambda _now_s: discovery_alerts(self.discovery)
+        )
         snapshot = LiveSnapshot(
             self.fleet, self.cache_view, queue, self.traffic, self.history, self.alerts, self.journal,
             lambda: self.config.routing.policy, self.describe_scaling, now,
@@ -134,6 +140,7 @@ class Service:
         self.drain_node = self.nodes.drain_node
         self.reload, self.needs_restart = self.config_reload.reload, self.config_reload.needs_restart
         self.readiness = self.proxy.own_endpoints.readiness
+        self.describe_discovery = self.discovery.describe
         self._servers: list[asyncio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stop_now = asyncio.Event()
@@ -210,6 +217,7 @@ class Service:
             self._tasks.append(loop.create_task(changed))
         self._tasks.append(loop.create_task(watch_files(lambda: self.certificates.files, self.certificates.reload)))
         self.nodes.reconfigure(config.nodes, config.health)
+        self.discovery.reconfigure(config.discovery)
         if self.scaling is not None:
             await self.scaling.start()
         if config.startup.max_wait_s:
@@ -220,8 +228,10 @@ class Service:
             log.warning(
                 "no_api_keys", "Everybody who reaches this address can use the fleet. Add [[keys]].", address=address
             )
-        if not config.nodes and not config.provisioners:
-            log.warning("no_nodes", "Add [[nodes]] to the configuration, use --node URL, or POST /admin/nodes.")
+        if not config.nodes and not config.provisioners and not config.discovery:
+            log.warning(
+                "no_nodes", "Add [[nodes]] or [[discovery]] to the configuration, use --node URL, or POST /admin/nodes."
+            )
 
     async def _listen(self) -> str:
         """Open the listeners. Return the address for clients."""
@@ -269,6 +279,7 @@ class Service:
         self.admin_listener.abort_all()
         for server in self._servers:
             server.close()
+        await self.discovery.close()
         if self.scaling is not None:
             await self.scaling.close()
         self.watcher.close()

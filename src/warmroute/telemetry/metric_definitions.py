@@ -32,6 +32,7 @@ LABELS: Final = {
     "reason": "why admission rejected the request, why the conversation moved, or why the node was ejected "
     "(`failures` or `slow`)",
     "route": "name of the route",
+    "source": "name of the source in [[discovery]]",
     "state": "health or lifecycle state of the node",
     "status": "HTTP status",
     "to": "island that the conversation moved to",
@@ -179,6 +180,13 @@ CONVERSATIONS_RETURNED: Final = _counter(
 )
 CONVERSATIONS_MOVED: Final = _counter(
     "conversations_moved", "Conversations that left their island.", "island", "reason", "to"
+)
+
+DISCOVERY_UP: Final = _gauge("discovery_up", "1 if the source could be read the last time.", "source")
+DISCOVERY_TARGETS: Final = _gauge("discovery_targets", "Engines that the source lists.", "source")
+DISCOVERY_FAILURES: Final = _counter("discovery_failures", "Failed attempts to read the source.", "source")
+DISCOVERY_CHANGES: Final = _counter(
+    "discovery_changes", "Nodes that discovery added, drained and removed.", "source", "change"
 )
 
 SCALING_DESIRED_NODES: Final = _gauge("scaling_desired_nodes", "Number of nodes that the fleet should have.")

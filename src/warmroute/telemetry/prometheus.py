@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 from warmroute import __version__
@@ -40,6 +40,19 @@ class ScalingStats(Protocol):
     def leading(self) -> bool: ...
 
 
+class DiscoverySource(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def up(self) -> bool: ...
+    @property
+    def targets(self) -> int: ...
+    @property
+    def failures(self) -> int: ...
+    @property
+    def changes(self) -> dict[str, int]: ...
+
+
 _HEALTH_STATES: Final = [(state, f',state="{state.value}"') for state in HealthState]
 _OUTCOMES: Final = [(outcome, f',outcome="{outcome.name.lower()}"') for outcome in Outcome]
 _TTFT_BOUNDS: Final = bucket_bounds(bound / 1000 for bound in TTFT_BOUNDS_MS)
@@ -57,6 +70,7 @@ class MetricsPage:
         waiting: Callable[[], tuple[int, int]],
         now: Callable[[], float] = time.monotonic,
         scaling: Callable[[], ScalingStats | None] = lambda: None,
+        discovery: Callable[[], Sequence[DiscoverySource]] = lambda: (),
     ) -> None:
         """`connections`: open ones, and all accepted. `waiting`: waiting requests, and all that ever waited.
         `scaling`: None if the router does not scale the fleet."""
@@ -67,6 +81,7 @@ class MetricsPage:
         self._waiting = waiting
         self._now = now
         self._scaling = scaling
+        self._discovery = discovery
 
     def render(self) -> bytes:
         """Return the page as text. This takes milliseconds for a large fleet: call it in a thread."""
@@ -77,6 +92,7 @@ class MetricsPage:
         self._add_index(page)
         self._add_caches(page)
         self._add_islands(page)
+        self._add_discovery(page)
         self._add_scaling(page)
         return "".join([lines.render() for lines in page.values()]).encode()
 
@@ -197,6 +213,15 @@ class MetricsPage:
                 page[metric].add(count, format_labels(island=name))
         for (home, to, reason), count in sorted(conversations.moved.copy().items()):
             page[metrics.CONVERSATIONS_MOVED].add(count, format_labels(island=home, reason=reason, to=to))
+
+    def _add_discovery(self, page: Page) -> None:
+        for source in self._discovery():
+            name = format_labels(source=source.name)
+            page[metrics.DISCOVERY_UP].add(source.up, name)
+            page[metrics.DISCOVERY_TARGETS].add(source.targets, name)
+            page[metrics.DISCOVERY_FAILURES].add(source.failures, name)
+            for change, count in source.changes.items():
+                page[metrics.DISCOVERY_CHANGES].add(count, format_labels(change=change, source=source.name))
 
     def _add_scaling(self, page: Page) -> None:
         stats = self._scaling()

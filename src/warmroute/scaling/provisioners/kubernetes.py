@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import httpx2
 import msgspec
-from lightkube import ApiError, AsyncClient, KubeConfig
+from lightkube import ApiError
 from lightkube.core.exceptions import ConfigError as KubeConfigError
 from lightkube.generic_resource import create_namespaced_resource
 from lightkube.resources.apps_v1 import Deployment, StatefulSet
@@ -30,20 +30,17 @@ from lightkube.types import PatchType
 
 from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.event_log import EventLog
+from warmroute.kubernetes.cluster import cluster_config, typed_client
+from warmroute.kubernetes.objects import Object, annotations_of, condition, island_of, meta
 from warmroute.scaling.offer import Offer, OfferValidator, configured_offer
 from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerError, ProvisionerTimeout
 from warmroute.scaling.provisioners.kubernetes_pods import (
     DELETION_COST,
     TOKEN,
-    Object,
-    annotations_of,
     belongs_to,
-    condition,
     created_s,
     is_live,
     is_starting,
-    island_of,
-    meta,
     ordinal_of,
     reason_of,
     reclaim_reason,
@@ -79,15 +76,9 @@ class KubernetesProvisioner:
         self._terminate_lock = asyncio.Lock()
         """Of two marked Pods the controller might end the wrong one, so only one is marked at a time."""
         try:
-            kube = KubeConfig.from_file(config.kubeconfig) if config.kubeconfig else KubeConfig.from_env()
-            self._client = AsyncClient(
-                config=kube.get(config.context) if config.context else kube.get(),
-                namespace=config.namespace or None,
-                timeout=httpx2.Timeout(config.timeout_s),
-                field_manager="warmroute",
-                trust_env=False,
-            )
-        except (KubeConfigError, OSError) as error:
+            cluster = cluster_config(config.kubeconfig, config.context)
+            self._client = typed_client(cluster, config.namespace, config.timeout_s)
+        except ConfigError as error:
             raise ConfigError(f"provisioners.kubeconfig ({config.label}): {error}") from None
 
     async def offers(self) -> list[Offer]:
