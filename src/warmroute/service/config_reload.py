@@ -27,7 +27,11 @@ class ConfigReload:
         """Apply a changed configuration and changed certificates. Running requests continue. Return the error if they
         are invalid: then the previous ones stay. `reason`: who asked for it."""
         log.info("reload_requested", reason=reason)
-        return self._reload_config() or self._service.certificates.reload()
+        systemd = self._service.systemd
+        systemd.reloading()
+        problem = self._reload_config() or self._service.certificates.reload()
+        systemd.ready(f"The configuration was rejected: {problem}" if problem else f"{len(self._service.fleet)} nodes")
+        return problem
 
     def _reload_config(self) -> str | None:
         service, before = self._service, self.current

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import sys
 import time
@@ -21,7 +22,7 @@ from warmroute.discovery.discovery_service import DiscoveryService
 from warmroute.edge.async_handler import AsyncHandler
 from warmroute.edge.connection_pool import ConnectionPools
 from warmroute.edge.listener import Listener
-from warmroute.edge.listening_sockets import listen_tcp, listen_unix
+from warmroute.edge.listening_sockets import listen_inherited, listen_tcp, listen_unix
 from warmroute.edge.node_client import NodeClient
 from warmroute.edge.prompt_reader import PromptReader
 from warmroute.edge.proxy import Proxy
@@ -46,6 +47,7 @@ from warmroute.service.node_set import NodeSet, log_health_change
 from warmroute.service.periodic_tasks import run_admission, run_clean_up, run_hedging, run_history
 from warmroute.service.process_exit import guard_exit
 from warmroute.service.startup import hold_until_started
+from warmroute.service.systemd import ADMIN_SOCKET, Systemd
 from warmroute.service.tokenizer_search import find_tokenizer_files
 from warmroute.telemetry.alerts import Alerts
 from warmroute.telemetry.counters import Counters
@@ -72,6 +74,7 @@ class Service:
     def __init__(self, read_config: Callable[[], Config], config_file: Path | None = None) -> None:
         self.config_reload = ConfigReload(self, read_config)
         self._config_file = config_file
+        self.systemd = Systemd(os.environ)
         config, now = self.config, time.monotonic
         self.counters = Counters()
         self.fleet = Fleet(config.health, log_health_change, config.outlier_detection)
@@ -237,7 +240,13 @@ class Service:
         """Open the listeners. Return the address for clients."""
         listen, admin = self.config.listen, self.config.admin
         tls = self.certificates.load()
-        if listen.unix_socket:
+        if (inherited := self.systemd.take_socket()) is not None:
+            self._servers.append(await listen_inherited(self.listener, inherited, tls))
+            name = inherited.getsockname()
+            self.port = name[1] if isinstance(name, tuple) else 0
+            scheme = "https" if tls else "http"
+            address = f"{scheme}://{_url_host(name[0])}:{self.port}" if self.port else f"unix:{name}"
+        elif listen.unix_socket:
             self._servers.append(await listen_unix(self.listener, listen.unix_socket, tls))
             address = f"unix:{listen.unix_socket}"
         else:
@@ -246,7 +255,11 @@ class Service:
             self.port = server.sockets[0].getsockname()[1]
             address = f"{'https' if tls else 'http'}://{_url_host(listen.host)}:{self.port}"
         if admin.enabled:
-            server = await listen_tcp(self.admin_listener, admin.host, admin.port)
+            inherited = self.systemd.take_socket(ADMIN_SOCKET)
+            if inherited is not None:
+                server = await listen_inherited(self.admin_listener, inherited)
+            else:
+                server = await listen_tcp(self.admin_listener, admin.host, admin.port)
             self._servers.append(server)
             self.admin_port = server.sockets[0].getsockname()[1]
         return address
@@ -322,12 +335,16 @@ class Service:
         gc.collect()
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)
+        self.systemd.ready(f"{len(self.fleet)} nodes")
+        watchdog = loop.create_task(self.systemd.keep_alive())
         await signaled.wait()
+        self.systemd.stopping()
         log.info("service_stopping", "Running requests finish first.", deadline_s=self.config.shutdown.deadline_s)
         stopping = loop.create_task(self.stop())
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop_now)
         await stopping
+        watchdog.cancel()
         threads.shutdown(wait=False, cancel_futures=True)
 
 

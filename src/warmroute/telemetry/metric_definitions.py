@@ -19,7 +19,8 @@ METRICS: Final[list[Metric]] = []
 """In the order of the metrics page."""
 
 LABELS: Final = {
-    "change": "`added`, `removed`, `refused` (the provisioner refused the request) or `lost` (the machine disappeared)",
+    "change": "`added`, `drained`, `removed`, `refused` (the provisioner refused the request) or `lost` (the machine "
+    "disappeared)",
     "code": "error code of the response body",
     "island": "name of the island; for moved conversations, the island they left",
     "model": "model that a node serves",
