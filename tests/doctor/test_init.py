@@ -15,9 +15,9 @@ from warmroute.config import from_table
 
 def test_the_configuration_names_what_nodes_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hostile = 'm"\n[admin]\nhost = "0.0.0.0'
-    cards = {
-        "data": [{"id": "org/llama", "max_model_len": 32768}, {"id": hostile}, {"id": "ad", "parent": "org/llama"}]
-    }
+    llama = {"id": "org/llama", "max_model_len": 32768}
+    cards = {"data": [llama, {"id": hostile}, {"id": "ad", "parent": "org/llama"}]}
+    answers = {"/v1/models": cards, "/metrics": vllm_metrics().decode(), "/version": {"version": "0.32"}}
     output = tmp_path / "warmroute.toml"
     with answering_node(answers) as node:
         assert main(["init", "--node", node.url, "--output", str(output), "--port", "9000"]) == 0
