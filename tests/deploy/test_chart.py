@@ -88,6 +88,7 @@ def test_hadolint_finds_nothing() -> None:
     run(TOOLS / "hadolint", ROOT / "Containerfile")
 
 
+@pytest.mark.timeout(900)
 def test_the_images_steps_in_a_clean_directory(tmp_path: Path) -> None:
     """The same steps as in the Containerfile, for the Python of this test; then the demo, with nothing else on PATH."""
     listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard").stdout.split("\0")
