@@ -2,6 +2,7 @@
 # make test           install everything, lint, check types, rooms and docs, run the tests
 # make sanitize       the C kernel under AddressSanitizer and UndefinedBehaviorSanitizer, and its fuzzers
 # make wheel          build a wheel into dist/ and check that it installs without a compiler
+# make release        sdist, manylinux wheels for 3.11 to 3.13, SBOM and checksums into dist/
 # make coverage       the share of src that the tests run, into bench/results/coverage.json
 # make test-pythons   the tests on Python 3.11, 3.12 and 3.13
 # make test-real      the tests against real engines on this CPU: vLLM, transformers serve
@@ -22,7 +23,7 @@ READY := $(VENV)/.ready
 SOURCES_C := $(wildcard src/warmroute/_kernel/*.[ch])
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test lint sanitize wheel coverage test-pythons test-real test-real-kubernetes test-deploy manifests test-data test-browser page bench docs lock clean
+.PHONY: run test lint sanitize wheel release coverage test-pythons test-real test-real-kubernetes test-deploy manifests test-data test-browser page bench docs lock clean
 
 run: $(RUNTIME)
 	$(BIN)/warmroute demo $(ARGS)
@@ -47,6 +48,10 @@ wheel: $(RUNTIME)
 	$(BIN)/python $(PIP) build
 	$(BIN)/python -m build --wheel --outdir dist
 	sh tools/check_wheel.sh $(PYTHON)
+
+# Source distribution, manylinux wheels for each Python, SBOM, checksums; each wheel is installed and runs the demo.
+release:
+	sh tools/build_release.sh dist $(PYTHONS)
 
 coverage: $(READY)
 	$(BIN)/python tools/coverage_figure.py
