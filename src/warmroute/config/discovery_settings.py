@@ -92,6 +92,13 @@ class DiscoveryConfig(Section, frozen=True):
         str, Meta(description="kubernetes: kubeconfig file. Empty: the Pod's service account, or kubectl's default.")
     ] = ""
     context: Annotated[str, Meta(description="kubernetes: context in the kubeconfig. Empty: the current one.")] = ""
+    pass_env: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="kubernetes: environment variables that a plugin for credentials receives, besides PATH, HOME, "
+            "USER, LANG, LC_*, TZ, TMPDIR, KUBECONFIG and KUBERNETES_*. A `*` at the end stands for any rest: `AWS_*`."
+        ),
+    ] = ()
     timeout_s: Annotated[Seconds, Meta(description="dns, kubernetes: timeout of a request to the source.")] = 10.0
 
     @property
@@ -107,7 +114,7 @@ _KEYS_OF_KIND = {
     "file": {"file"},
     "dns": {"dns_name", "record_type", "dns_server", "max_refresh_s", "port", "timeout_s"},
     "kubernetes": {
-        "service", "pod_selector", "port", "port_name", "namespace", "kubeconfig", "context", "timeout_s",
+        "service", "pod_selector", "port", "port_name", "namespace", "kubeconfig", "context", "pass_env", "timeout_s",
     },
 }  # fmt: skip
 

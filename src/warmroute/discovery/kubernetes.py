@@ -6,15 +6,18 @@ A Pod that is not ready, or that terminates, gets no new requests, and leaves th
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
+from fnmatch import fnmatchcase
 from typing import Final
 from urllib.parse import quote
 
 import httpx2
 
 from warmroute.config import ConfigError, DiscoveryConfig
+from warmroute.config.provisioner_settings import COMMON_VARIABLES
 from warmroute.discovery.kubernetes_targets import key_of, node_names, pod_targets, slice_targets
 from warmroute.discovery.target import MAX_TARGETS, SourceError, Target, Targets
 from warmroute.event_log import EventLog
@@ -37,6 +40,11 @@ ODD_SHAPE: Final = (AttributeError, TypeError, ValueError, KeyError, IndexError)
 """What reading an object raises whose fields have other types than Kubernetes' own."""
 
 
+def _plugin_variables(config: DiscoveryConfig) -> set[str]:
+    patterns = (*COMMON_VARIABLES, "KUBECONFIG", "KUBERNETES_*", *config.pass_env)
+    return {name for name in os.environ if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+
 def _node_names(one: Object) -> list[str]:
     try:
         return node_names(one)
@@ -51,7 +59,7 @@ class KubernetesObjects:
         """Raises ConfigError."""
         self._config = config
         try:
-            cluster = cluster_config(config.kubeconfig, config.context)
+            cluster = cluster_config(config.kubeconfig, config.context, _plugin_variables(config))
             http_client(cluster, config.timeout_s)
         except ConfigError as error:
             raise ConfigError(f"discovery.kubeconfig ({config.label}): {error}") from None

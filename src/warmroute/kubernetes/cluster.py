@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Container
+from copy import copy
+
 import httpx2
 from lightkube import AsyncClient, KubeConfig
 from lightkube.config import client_adapter
@@ -11,8 +15,9 @@ from lightkube.core.exceptions import ConfigError as KubeConfigError
 from warmroute.config import ConfigError
 
 
-def cluster_config(kubeconfig: str, context: str) -> SingleConfig:
-    """Empty values: the Pod's service account, or kubectl's default. Raises ConfigError."""
+def cluster_config(kubeconfig: str, context: str, plugin_variables: Container[str]) -> SingleConfig:
+    """Empty values: the Pod's service account, or kubectl's default. `plugin_variables`: environment variables that a
+    plugin for credentials may see. Raises ConfigError."""
     try:
         kube = KubeConfig.from_file(kubeconfig) if kubeconfig else KubeConfig.from_env()
         found = kube.get(context) if context else kube.get()
@@ -20,7 +25,20 @@ def cluster_config(kubeconfig: str, context: str) -> SingleConfig:
         raise ConfigError(str(error)) from None
     if found is None:
         raise ConfigError("the kubeconfig has no current context")
-    return found
+    return _hide_secrets(found, plugin_variables)
+
+
+def _hide_secrets(cluster: SingleConfig, allowed: Container[str]) -> SingleConfig:
+    """Let the plugin that the kubeconfig names for credentials (`exec`) start without the router's secrets. lightkube
+    gives it the router's whole environment, so `env` removes the rest."""
+    if cluster.user is None or cluster.user.exec is None:
+        return cluster
+    user, plugin = copy(cluster.user), copy(cluster.user.exec)
+    own = {variable.name for variable in plugin.env or ()}
+    hidden = [f"--unset={name}" for name in sorted(os.environ) if name not in allowed and name not in own]
+    plugin.command, plugin.args = "env", [*hidden, plugin.command, *(plugin.args or ())]
+    user.exec = plugin
+    return cluster._replace(user=user)
 
 
 def typed_client(cluster: SingleConfig, namespace: str, timeout_s: float) -> AsyncClient:

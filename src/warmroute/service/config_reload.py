@@ -10,6 +10,7 @@ from warmroute.config import Config, ConfigError, keys_needing_restart
 from warmroute.event_log import EventLog
 from warmroute.service.process_exit import reconfigure_exit
 from warmroute.telemetry import log as logs
+from warmroute.telemetry.router_metrics import Reloads
 
 if TYPE_CHECKING:
     from warmroute.service.service import Service
@@ -22,6 +23,7 @@ class ConfigReload:
         self._service = service
         self.read_config = read_config
         self.started_with = self.current = read_config()
+        self.reloads = Reloads()
 
     def reload(self, reason: str = "admin API") -> str | None:
         """Apply a changed configuration and changed certificates. Running requests continue. Return the error if they
@@ -29,9 +31,21 @@ class ConfigReload:
         log.info("reload_requested", reason=reason)
         systemd = self._service.systemd
         systemd.reloading()
-        problem = self._reload_config() or self._service.certificates.reload()
+        problem = self._record(lambda: self._reload_config() or self._service.certificates.reload())
         systemd.ready(f"The configuration was rejected: {problem}" if problem else f"{len(self._service.fleet)} nodes")
         return problem
+
+    def certificates_changed(self) -> None:
+        self._record(self._service.certificates.reload)
+
+    def _record(self, reload: Callable[[], str | None]) -> str | None:
+        success = False
+        try:
+            error = reload()
+            success = error is None
+            return error
+        finally:
+            self.reloads.record(success)
 
     def _reload_config(self) -> str | None:
         service, before = self._service, self.current

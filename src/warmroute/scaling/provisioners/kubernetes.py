@@ -34,6 +34,7 @@ from warmroute.kubernetes.cluster import cluster_config, typed_client
 from warmroute.kubernetes.objects import Object, annotations_of, condition, island_of, meta
 from warmroute.scaling.offer import Offer, OfferValidator, configured_offer
 from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerError, ProvisionerTimeout
+from warmroute.scaling.provisioners.child_environment import child_environment
 from warmroute.scaling.provisioners.kubernetes_pods import (
     DELETION_COST,
     TOKEN,
@@ -76,7 +77,7 @@ class KubernetesProvisioner:
         self._terminate_lock = asyncio.Lock()
         """Of two marked Pods the controller might end the wrong one, so only one is marked at a time."""
         try:
-            cluster = cluster_config(config.kubeconfig, config.context)
+            cluster = cluster_config(config.kubeconfig, config.context, child_environment(config))
             self._client = typed_client(cluster, config.namespace, config.timeout_s)
         except ConfigError as error:
             raise ConfigError(f"provisioners.kubeconfig ({config.label}): {error}") from None
