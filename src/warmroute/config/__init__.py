@@ -5,6 +5,7 @@ The router reads it from one TOML file. An unknown key is an error that names th
 """
 
 from warmroute.config.addresses import canonical_address, is_loopback
+from warmroute.config.capture_settings import Capture
 from warmroute.config.config import Config, check, from_table, keys_needing_restart, load, tables
 from warmroute.config.discovery_settings import DEFAULT_ENGINE_PORT, DiscoveryConfig
 from warmroute.config.island_settings import IslandAffinity, IslandConfig
@@ -27,6 +28,7 @@ __all__ = [
     "LOW_UTILISATION",
     "Admin",
     "Admission",
+    "Capture",
     "Config",
     "ConfigError",
     "DiscoveryConfig",

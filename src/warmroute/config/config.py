@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, get_origin
 
+from warmroute.config.capture_settings import Capture
 from warmroute.config.contradictions import contradictions
 from warmroute.config.discovery_settings import DiscoveryConfig
 from warmroute.config.island_settings import IslandAffinity, IslandConfig
@@ -42,6 +43,7 @@ class Config(Section, frozen=True):
     island_affinity: IslandAffinity = IslandAffinity()
     prompts: Prompts = Prompts()
     journal: Journal = Journal()
+    capture: Capture = Capture()
     log: Log = Log()
     tracing: Tracing = Tracing()
     scaling: Scaling = Scaling()

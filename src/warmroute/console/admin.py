@@ -14,6 +14,7 @@ from warmroute.config import ConfigError, NodeConfig, is_loopback, node_name, pa
 from warmroute.config.addresses import canonical_address
 from warmroute.config.contradictions import same_engine
 from warmroute.console.block_reports import BlockReports
+from warmroute.console.capture_stream import CaptureStreams
 from warmroute.console.decisions import Decisions
 from warmroute.console.live_feed import LiveFeed
 from warmroute.console.page_files import PAGE_PATHS, PageFiles
@@ -61,6 +62,7 @@ class AdminApi:
         scrapes: Scrapes,
         decisions: Decisions,
         live: LiveFeed,
+        captures: CaptureStreams,
         operations: Operations,
         token_sha256: str,
     ) -> None:
@@ -69,6 +71,7 @@ class AdminApi:
         self._scrapes = scrapes
         self._decisions = decisions
         self._live = live
+        self._captures = captures
         self._page = PageFiles()
         self._operations = operations
         self._token = bytes.fromhex(token_sha256)
@@ -100,6 +103,10 @@ class AdminApi:
                 self._page.reply(request, responder)
             case "GET", ["admin", "live"]:
                 await self._live.stream(responder)
+            case "GET", ["admin", "capture"]:
+                _reply(responder, 200, self._captures.describe())
+            case "GET", ["admin", "capture", "stream"]:
+                await self._captures.stream(responder)
             case "GET", ["admin", "nodes"]:
                 _reply(responder, 200, {"nodes": [describe_node(node) for node in self._fleet]})
             case "GET", ["admin", "models"]:
@@ -144,6 +151,8 @@ class AdminApi:
                 "admin", "decisions", _
             ]:  # fmt: skip
                 raise method_not_allowed("GET")
+            case _, ["admin", "capture"] | ["admin", "capture", "stream"]:
+                raise method_not_allowed("GET")
             case _, ["admin", "explain" | "reload"] | ["admin", "nodes", _, "blocks"]:
                 raise method_not_allowed("POST")
             case _:
@@ -151,8 +160,9 @@ class AdminApi:
                     404,
                     "Not found. The paths are / (the live page), /metrics, /health, /ready, /admin/nodes, "
                     "/admin/nodes/NAME, /admin/nodes/NAME/drain, /admin/nodes/NAME/undrain, /admin/nodes/NAME/blocks, "
-                    "/admin/models, /admin/islands, /admin/scaling, /admin/discovery, /admin/live, /admin/decisions, "
-                    "/admin/decisions/REQUEST_ID, /admin/explain and /admin/reload.",
+                    "/admin/models, /admin/islands, /admin/scaling, /admin/discovery, /admin/live, /admin/capture, "
+                    "/admin/capture/stream, /admin/decisions, /admin/decisions/REQUEST_ID, /admin/explain "
+                    "and /admin/reload.",
                     code="not_found",
                 )
 

@@ -84,6 +84,7 @@ class ConfigReload:
         if config.shutdown != before.shutdown:
             reconfigure_exit(config.shutdown)
         service.journal.reconfigure(config.journal)
+        service.capture.reconfigure(config.capture)
         if config.islands != before.islands or config.island_affinity != before.island_affinity:
             service.fleet.islands.reconfigure(config.islands, config.island_affinity)
         if config.scaling.enabled and service.scaling is not None:

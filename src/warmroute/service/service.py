@@ -13,8 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from warmroute.capture.capture import Capture
 from warmroute.config import Config, is_loopback
 from warmroute.console.admin import AdminApi
+from warmroute.console.capture_stream import CaptureStreams
 from warmroute.console.decisions import Decisions
 from warmroute.console.live_feed import LiveFeed
 from warmroute.console.live_snapshot import LiveSnapshot
@@ -97,9 +99,10 @@ class Service:
         self.timers = TimerWheel(now)
         self.pools = ConnectionPools(config.upstream, self.timers)
         self.journal = Journal(config.journal, self.counters, now)
+        self.capture = Capture(config.capture, self.counters, now)
         self.proxy = Proxy(
             config, self.fleet, self.router, self.admission, self.prompt_reader, self.pools, self.counters,
-            self.journal, now,
+            self.journal, self.capture, now,
         )  # fmt: skip
         tracing = create_tracing(config.tracing, self.counters, lambda model: self.fleet.group(model) is not None)
         if tracing is not None:
@@ -156,7 +159,7 @@ class Service:
         self.live_feed = LiveFeed(snapshot)
         decisions = Decisions(self.journal, self.proxy)
         admin = AdminApi(
-            self.fleet, self.cache_view, self.scrapes, decisions, self.live_feed, self,
+            self.fleet, self.cache_view, self.scrapes, decisions, self.live_feed, CaptureStreams(self.capture), self,
             config.admin.token_sha256,
         )  # fmt: skip
         self.admin_listener = Listener(AsyncHandler(admin.answer, admin.admit), config.limits, self.timers)
@@ -239,6 +242,7 @@ class Service:
             loop.create_task(run_hedging(self.proxy.dispatcher)),
             loop.create_task(self.model_watch.run()),
             loop.create_task(self.journal.run()),
+            loop.create_task(self.capture.run()),
             loop.create_task(run_history(self.history, self.alerts)),
         ]
         if (file := self._config_file) is not None:
@@ -333,6 +337,7 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await self.journal.close()
+        await self.capture.close()
         if self._trace_exporter is not None:
             await self._trace_exporter.close()
         await asyncio.sleep(0)

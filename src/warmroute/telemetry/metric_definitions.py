@@ -176,6 +176,8 @@ JOURNAL_WRITTEN: Final = _counter("journal_decisions_written", "Decisions writte
 JOURNAL_DROPPED: Final = _counter(
     "journal_decisions_dropped", "Decisions that could not be written to the journal file."
 )
+CAPTURE_WRITTEN: Final = _counter("capture_requests_written", "Requests written to captures of traffic.")
+CAPTURE_DROPPED: Final = _counter("capture_requests_dropped", "Requests that could not be written to a capture.")
 TRACES_EXPORTED: Final = _counter("traces_exported", "Traces of requests that the collector received.")
 TRACES_DROPPED: Final = _counter("traces_dropped", "Recorded traces that the collector did not receive.", "reason")
 TRACES_LIMITED: Final = _counter(
