@@ -15,4 +15,5 @@ def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dns_records.DnsRecords, "max_retry_s", 0.05)
     monkeypatch.setattr(discovery_service, "APPLY_S", 0.01)
     monkeypatch.setattr(discovery_service, "CHECK_S", 0.05)
+    monkeypatch.setattr(discovery_service, "COMPARE_S", 0.05)
     monkeypatch.setattr(discovery_service, "RETRY_S", 0.05)

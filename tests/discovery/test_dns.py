@@ -19,7 +19,7 @@ from warmroute.discovery.target import SourceError, Targets
 
 @asynccontextmanager
 async def reports_of(server: DnsServer, **more: object) -> AsyncIterator[list[Targets]]:
-    config = {"dns_name": "engines.test", "dns_server": server.address, "timeout_s": 1.0, **more}
+    config = {"dns_name": "engines.test", "dns_server": server.address, **more}
     reports: list[Targets] = []
     running = asyncio.ensure_future(DnsRecords(DiscoveryConfig(kind="dns", **config)).run(reports.append))  # type: ignore[arg-type]
     try:

@@ -5,6 +5,7 @@ docs/guides/discovery.md asks for.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -298,3 +299,40 @@ async def test_a_node_with_a_stuck_request_drains_until_it_ends(tmp_path: Path) 
             assert time.monotonic() - started_s < 5
     finally:
         cluster.close()
+
+
+def plugin_kubeconfig(cluster: FakeCluster, folder: Path) -> str:
+    """Return a kubeconfig whose credentials come from a program, which writes its environment to the file `seen`."""
+    plugin = folder / "plugin"
+    answer = '{"apiVersion":"client.authentication.k8s.io/v1beta1","kind":"ExecCredential","status":{"token":"t"}}'
+    plugin.write_text(f"#!/bin/sh\nenv > {folder}/seen\necho '{answer}'\n")
+    plugin.chmod(0o755)
+    path = Path(cluster.kubeconfig("router"))
+    table = json.loads(path.read_text())
+    exec_ = {"apiVersion": "client.authentication.k8s.io/v1beta1", "command": str(plugin)}
+    table["users"][0]["user"] = {"exec": exec_}
+    path.write_text(json.dumps(table))
+    return str(path)
+
+
+async def test_a_plugin_for_credentials_does_not_see_the_routers_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENGINE_KEY", "secret")
+    monkeypatch.setenv("AWS_PROFILE", "p")
+    cluster = FakeCluster(tmp_path)
+    source = DiscoveryConfig(
+        kind="kubernetes",
+        pod_selector="app=x",
+        kubeconfig=plugin_kubeconfig(cluster, tmp_path),
+        pass_env=("AWS_*",),
+        island="x",
+        gpu="y",
+    )
+    try:
+        async with reports_of(source) as reports:
+            assert reports[0] == Targets([], [])
+    finally:
+        cluster.close()
+    names = {line.partition("=")[0] for line in (tmp_path / "seen").read_text().splitlines()}
+    assert "ENGINE_KEY" not in names and {"AWS_PROFILE", "PATH"} <= names

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from typing import Final, Protocol
 
@@ -28,8 +29,8 @@ from warmroute.fleet.node import Node
 
 log = EventLog("warmroute.discovery")
 
-NODES_PER_TURN: Final = 16
-"""Nodes added or removed before other tasks get their turn."""
+TURN_S: Final = 0.002
+"""After this time other tasks get their turn: with many nodes, changes take long."""
 
 
 class NodeRegistry(Protocol):
@@ -65,6 +66,8 @@ class DiscoveredNodes:
         self._discovered: dict[Address, _Discovered] = {}
         self._addresses: dict[Node, Address] = {}
         self._refused: set[Address] = set()
+        self.leaving = False
+        """Whether nodes wait for their last requests."""
         self.changes: Counter[tuple[str, str]] = Counter()
         """By source and kind of change."""
 
@@ -102,12 +105,15 @@ class DiscoveredNodes:
         """Change the fleet."""
         wanted, sources = self._merged()
         others = self._addresses_of_others()
-        for count, (address, target) in enumerate(wanted.items()):
+        turn_s = time.perf_counter()
+        for address, target in wanted.items():
             self._apply(address, target, sources[address], address in others)
-            if count % NODES_PER_TURN == NODES_PER_TURN - 1:
+            if time.perf_counter() - turn_s > TURN_S:
                 await asyncio.sleep(0)
+                turn_s = time.perf_counter()
         for address in [one for one in self._discovered if one not in wanted]:
             self._leave(address)
+        self.leaving = any(address not in wanted for address in self._discovered)
         self._refused &= wanted.keys()
 
     def _merged(self) -> tuple[dict[Address, Target], dict[Address, str]]:

@@ -23,7 +23,9 @@ log = EventLog("warmroute.discovery")
 APPLY_S: Final = 0.05
 """Shortest time between two changes of the fleet: what happens meanwhile is applied together."""
 CHECK_S: Final = 0.5
-"""How often draining nodes are looked at."""
+"""How often nodes that leave are looked at."""
+COMPARE_S: Final = 5.0
+"""How often the fleet is compared with the sources although nothing changed: others add and remove nodes, too."""
 RETRY_S: Final = 1.0
 STEADY_S: Final = 10.0
 """After this time without an error, the wait before the next retry is short again."""
@@ -139,7 +141,8 @@ class DiscoveryService:
                     await self._changed.wait()
                 await asyncio.sleep(max(0.0, applied_s + APPLY_S - self._now()))
             except TimeoutError:
-                pass
+                if not self.nodes.leaving and self._now() - applied_s < COMPARE_S:
+                    continue
             self._changed.clear()
             applied_s = self._now()
             try:
