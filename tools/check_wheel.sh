@@ -1,11 +1,11 @@
 #!/bin/sh
-# Installs the newest wheel of dist/ into an empty environment with no compiler on its PATH, and runs the router's demo.
+# Installs the newest wheel of dist/ (or of $WHEELS) into an empty environment with no compiler on its PATH, and runs the router's demo.
 #   sh tools/check_wheel.sh [PYTHON]
 set -eu
 python=${1:-python3}
 here=$(cd "$(dirname "$0")/.." && pwd)
 tag=$("$python" -c 'import sys; print(f"cp{sys.version_info[0]}{sys.version_info[1]}")')
-wheel=$(ls -t "$here"/dist/warmroute-*-"$tag"-*.whl | head -1)
+wheel=$(ls -t "${WHEELS:-$here/dist}"/warmroute-*-"$tag"-*.whl | head -1)
 where=$(mktemp -d)
 trap 'rm -rf "$where"' EXIT
 "$python" -m venv "$where/venv"

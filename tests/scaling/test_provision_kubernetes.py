@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_kubernetes import FakeCluster
-from kubernetes_workload import PODS, Cluster, Workload, define_leader_worker_sets, grant_rights
-from real_kubernetes import RealCluster, missing
+from support.fake_kubernetes import FakeCluster
+from support.kubernetes_workload import PODS, Cluster, Workload, define_leader_worker_sets, grant_rights
+from support.real_kubernetes import RealCluster, missing
 
 from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerError

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_kubernetes import free_port
+from support.free_port import free_port
 
 from warmroute.config import ProvisionerConfig
 from warmroute.scaling.offer import Offer

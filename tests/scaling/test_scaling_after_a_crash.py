@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_kubernetes import free_port
+from support.free_port import free_port
 from support.polling import until
 from support.raw_client import chat, post
 from support.serve_process import ServeProcess, serve

@@ -54,8 +54,9 @@ class ReceivedRequest:
 class ScriptedEngine:
     """Its behaviours can be changed while it runs."""
 
-    def __init__(self, *models: str, tls: Any = None) -> None:
+    def __init__(self, *models: str, tls: Any = None, host: str = "127.0.0.1", port: int = 0) -> None:
         self.models = models or ("m",)
+        self.host = host
         self.behave: Behaviour = normal()
         self.health: Behaviour = script(http_response(b""))
         self.list_models: Behaviour | None = None
@@ -69,7 +70,7 @@ class ScriptedEngine:
         self.seen: list[ReceivedRequest] = []
         """Requests of clients: no health checks, model lists or metrics."""
         self.checks: list[ReceivedRequest] = []
-        self.port = 0
+        self.port = port
         self.connections = 0
         """Open now."""
         self.accepted = 0
@@ -80,11 +81,11 @@ class ScriptedEngine:
 
     @property
     def url(self) -> str:
-        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self.port}"
+        return f"{'https' if self._tls else 'http'}://{self.host}:{self.port}"
 
     async def listen(self) -> None:
         self._server = await asyncio.start_server(
-            self._connected, "127.0.0.1", self.port, ssl=self._tls, limit=1 << 20, backlog=1024
+            self._connected, self.host, self.port, ssl=self._tls, limit=1 << 20, backlog=1024
         )
         self.port = self._server.sockets[0].getsockname()[1]
 

@@ -16,6 +16,7 @@ from warmroute.cli import (
     engine,
     explain,
     hash_key,
+    init,
     load,
     metrics_reference,
     monitoring,
@@ -28,7 +29,8 @@ from warmroute.cli.arguments import Parser
 from warmroute.config import ConfigError
 
 COMMANDS = (
-    serve, doctor, demo, engine, capture, replay, plan, load, explain, top, check_config, hash_key, config_reference,
+    serve, init, doctor, demo, engine, capture, replay, plan, load, explain, top, check_config, hash_key,
+    config_reference,
     metrics_reference, monitoring,
 )  # fmt: skip
 """A command is a module with `add_to`. It imports expensive modules when it runs."""

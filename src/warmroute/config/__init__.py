@@ -4,9 +4,10 @@ The router reads it from one TOML file. An unknown key is an error that names th
 `warmroute config-reference` generates docs/reference/configuration.md from this package.
 """
 
-from warmroute.config.addresses import is_loopback
+from warmroute.config.addresses import canonical_address, is_loopback
 from warmroute.config.capture_settings import Capture
 from warmroute.config.config import Config, check, from_table, keys_needing_restart, load, tables
+from warmroute.config.discovery_settings import DEFAULT_ENGINE_PORT, DiscoveryConfig
 from warmroute.config.island_settings import IslandAffinity, IslandConfig
 from warmroute.config.journal_settings import Journal
 from warmroute.config.node_settings import NodeConfig, node_name
@@ -22,6 +23,7 @@ from warmroute.config.tracing_settings import Tracing
 from warmroute.config.upstream_settings import Health, Hedging, OutlierDetection, Polling, Upstream
 
 __all__ = [
+    "DEFAULT_ENGINE_PORT",
     "LOW_QUEUE_PER_NODE",
     "LOW_UTILISATION",
     "Admin",
@@ -29,6 +31,7 @@ __all__ = [
     "Capture",
     "Config",
     "ConfigError",
+    "DiscoveryConfig",
     "Health",
     "Hedging",
     "Hours",
@@ -59,6 +62,7 @@ __all__ = [
     "Startup",
     "Tracing",
     "Upstream",
+    "canonical_address",
     "check",
     "describe_keys",
     "from_table",

@@ -10,6 +10,7 @@ from typing import Any, Final, get_origin
 
 from warmroute.config.capture_settings import Capture
 from warmroute.config.contradictions import contradictions
+from warmroute.config.discovery_settings import DiscoveryConfig
 from warmroute.config.island_settings import IslandAffinity, IslandConfig
 from warmroute.config.journal_settings import Journal
 from warmroute.config.node_settings import NodeConfig
@@ -50,6 +51,7 @@ class Config(Section, frozen=True):
     startup: Startup = Startup()
     shutdown: Shutdown = Shutdown()
     nodes: tuple[NodeConfig, ...] = ()
+    discovery: tuple[DiscoveryConfig, ...] = ()
     islands: tuple[IslandConfig, ...] = ()
     models: tuple[ModelConfig, ...] = ()
     keys: tuple[KeyConfig, ...] = ()

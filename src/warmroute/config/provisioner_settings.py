@@ -14,6 +14,8 @@ from warmroute.config.section import NOT_IN_FILE, Count, Port, Seconds, Section,
 
 Kind = Literal["process", "kubernetes", "ec2", "skypilot", "command", "webhook"]
 Market = Literal["on_demand", "spot"]
+COMMON_VARIABLES = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR")
+"""Environment variables that every program gets which the router starts."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?\Z")
 
 

@@ -54,6 +54,8 @@ class Operations(Protocol):
     def describe_prompts(self, show_text: bool) -> dict[str, Any]:
         """Return what prevents reuse; the text around differences only with `show_text`."""
 
+    def describe_discovery(self) -> list[dict[str, Any]]: ...
+
 
 class AdminApi:
     def __init__(
@@ -118,6 +120,8 @@ class AdminApi:
                 _reply(responder, 200, self._operations.describe_scaling())
             case "GET", ["admin", "prompts"]:
                 _reply(responder, 200, self._operations.describe_prompts(self._may_show_text(request)))
+            case "GET", ["admin", "discovery"]:
+                _reply(responder, 200, {"sources": self._operations.describe_discovery()})
             case "POST", ["admin", "nodes"]:
                 _reply(responder, 201, describe_node(self._add_node(request.body)))
             case "GET", ["admin", "nodes", name]:
@@ -148,11 +152,9 @@ class AdminApi:
                 raise method_not_allowed("GET, POST")
             case _, ["admin", "nodes", _]:
                 raise method_not_allowed("GET, DELETE")
-            case _, ["admin", "models" | "islands" | "scaling" | "prompts" | "live" | "decisions"]:
+            case _, ["admin", "models" | "islands" | "scaling" | "discovery" | "prompts" | "live" | "decisions"]:
                 raise method_not_allowed("GET")
-            case _, ["admin", "decisions", _]:
-                raise method_not_allowed("GET")
-            case _, ["admin", "capture"] | ["admin", "capture", "stream"]:
+            case _, ["admin", "decisions", _] | ["admin", "capture"] | ["admin", "capture", "stream"]:
                 raise method_not_allowed("GET")
             case _, ["admin", "explain" | "reload"] | ["admin", "nodes", _, "blocks"]:
                 raise method_not_allowed("POST")
@@ -161,9 +163,9 @@ class AdminApi:
                     404,
                     "Not found. The paths are / (the live page), /metrics, /health, /ready, /admin/nodes, "
                     "/admin/nodes/NAME, /admin/nodes/NAME/drain, /admin/nodes/NAME/undrain, /admin/nodes/NAME/blocks, "
-                    "/admin/models, /admin/islands, /admin/scaling, /admin/prompts, /admin/live, /admin/capture, "
-                    "/admin/capture/stream, /admin/decisions, /admin/decisions/REQUEST_ID, /admin/explain and "
-                    "/admin/reload.",
+                    "/admin/models, /admin/islands, /admin/scaling, /admin/discovery, /admin/prompts, /admin/live, "
+                    "/admin/capture, /admin/capture/stream, /admin/decisions, /admin/decisions/REQUEST_ID, "
+                    "/admin/explain and /admin/reload.",
                     code="not_found",
                 )
 

@@ -34,10 +34,7 @@ def server_tls(cert: str, key: str) -> ssl.SSLContext | None:
 async def listen_tcp(listener: Listener, host: str, port: int, tls: ssl.SSLContext | None = None) -> asyncio.Server:
     """Raises ConfigError if the address is unusable."""
     loop = asyncio.get_running_loop()
-    options: dict[str, Any] = {"ssl": tls, "backlog": BACKLOG}
-    if tls is not None:
-        timeout_s = listener.limits.header_timeout_s
-        options |= {"ssl_handshake_timeout": timeout_s, "ssl_shutdown_timeout": TLS_SHUTDOWN_S}
+    options = _options(listener, tls)
     try:
         if host == "::":  # one socket for IPv4 and IPv6, which asyncio does not create by itself
             dual_stack = socket.create_server(
@@ -47,6 +44,26 @@ async def listen_tcp(listener: Listener, host: str, port: int, tls: ssl.SSLConte
         return await loop.create_server(listener.protocol, host, port, **options)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {_advice(error, host)}") from None
+
+
+async def listen_inherited(
+    listener: Listener, inherited: socket.socket, tls: ssl.SSLContext | None = None
+) -> asyncio.Server:
+    """Accept connections of a socket that another process listens on, too: systemd."""
+    inherited.setblocking(False)
+    options = _options(listener, tls)
+    loop = asyncio.get_running_loop()
+    if inherited.family == socket.AF_UNIX:
+        return await loop.create_unix_server(listener.protocol, sock=inherited, **options)
+    return await loop.create_server(listener.protocol, sock=inherited, **options)
+
+
+def _options(listener: Listener, tls: ssl.SSLContext | None) -> dict[str, Any]:
+    options: dict[str, Any] = {"ssl": tls, "backlog": BACKLOG}
+    if tls is not None:
+        timeout_s = listener.limits.header_timeout_s
+        options |= {"ssl_handshake_timeout": timeout_s, "ssl_shutdown_timeout": TLS_SHUTDOWN_S}
+    return options
 
 
 def _advice(error: OSError, host: str) -> str:

@@ -29,7 +29,11 @@ class ConfigReload:
         """Apply a changed configuration and changed certificates. Running requests continue. Return the error if they
         are invalid: then the previous ones stay. `reason`: who asked for it."""
         log.info("reload_requested", reason=reason)
-        return self._record(lambda: self._reload_config() or self._service.certificates.reload())
+        systemd = self._service.systemd
+        systemd.reloading()
+        problem = self._record(lambda: self._reload_config() or self._service.certificates.reload())
+        systemd.ready(f"The configuration was rejected: {problem}" if problem else f"{len(self._service.fleet)} nodes")
+        return problem
 
     def certificates_changed(self) -> None:
         self._record(self._service.certificates.reload)
@@ -90,6 +94,7 @@ class ConfigReload:
         service.set_prompt_doctor(config.prompt_doctor.enabled)
         service.watcher.reconfigure(config)
         changed = service.nodes.reconfigure(config.nodes, config.health)
+        service.discovery.reconfigure(config.discovery)
         service.pools.drop_changed_keys()
         return changed
 
@@ -100,7 +105,8 @@ class ConfigReload:
     def api_key_envs(self) -> set[str]:
         """Return the environment variables with API keys. Provisioners do not change until a restart."""
         provisioners = (*self.current.provisioners, *self.started_with.provisioners)
-        return {node.api_key_env for node in self.current.nodes} | {one.api_key_env for one in provisioners}
+        found = {node.api_key_env for node in self.current.nodes} | {one.api_key_env for one in provisioners}
+        return found | {source.api_key_env for source in self.current.discovery}
 
     def file_changed(self, path: Path) -> None:
         try:

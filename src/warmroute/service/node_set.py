@@ -23,7 +23,7 @@ class NodeSet:
     def add_node(self, config: NodeConfig) -> Node:
         """Raises ConfigError or NameTaken."""
         if config.api_key_env and config.api_key_env not in self._service.config_reload.api_key_envs():
-            raise ConfigError("api_key_env must be a variable that a configured node or provisioner uses")
+            raise ConfigError("api_key_env must be a variable that a configured node, source or provisioner uses")
         node = self._service.fleet.add(config)
         self._service.watcher.watch(node)
         log.info("node_added", node=node.name, url=node.url)

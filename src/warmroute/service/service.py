@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import sys
 import time
@@ -19,10 +20,11 @@ from warmroute.console.capture_stream import CaptureStreams
 from warmroute.console.decisions import Decisions
 from warmroute.console.live_feed import LiveFeed
 from warmroute.console.live_snapshot import LiveSnapshot
+from warmroute.discovery.discovery_service import DiscoveryService
 from warmroute.edge.async_handler import AsyncHandler
 from warmroute.edge.connection_pool import ConnectionPools
 from warmroute.edge.listener import Listener
-from warmroute.edge.listening_sockets import listen_tcp, listen_unix
+from warmroute.edge.listening_sockets import listen_inherited, listen_tcp, listen_unix
 from warmroute.edge.node_client import NodeClient
 from warmroute.edge.prompt_reader import PromptReader
 from warmroute.edge.proxy import Proxy
@@ -41,6 +43,7 @@ from warmroute.routing.router import Router
 from warmroute.scaling.scaling_service import ScalingService
 from warmroute.service.certificates import Certificates
 from warmroute.service.config_reload import ConfigReload
+from warmroute.service.discovery_alerts import discovery_alerts
 from warmroute.service.file_watch import watch_files
 from warmroute.service.model_report import describe_models
 from warmroute.service.model_watch import ModelWatch
@@ -48,10 +51,12 @@ from warmroute.service.node_set import NodeSet, log_health_change
 from warmroute.service.periodic_tasks import run_admission, run_clean_up, run_hedging, run_history
 from warmroute.service.process_exit import guard_exit
 from warmroute.service.startup import hold_until_started
+from warmroute.service.systemd import ADMIN_SOCKET, Systemd
 from warmroute.service.tokenizer_search import find_tokenizer_files
 from warmroute.telemetry.alerts import Alerts
 from warmroute.telemetry.cache_changes import CacheChanges
 from warmroute.telemetry.counters import Counters
+from warmroute.telemetry.discovery_metrics import DiscoveryMetrics
 from warmroute.telemetry.fleet_alerts import FleetAlerts
 from warmroute.telemetry.history import History, ScalingChange
 from warmroute.telemetry.hit_rate_alerts import HitRateAlerts
@@ -83,6 +88,7 @@ class Service:
     def __init__(self, read_config: Callable[[], Config], config_file: Path | None = None) -> None:
         self.config_reload = ConfigReload(self, read_config)
         self._config_file = config_file
+        self.systemd = Systemd(os.environ)
         config, now = self.config, time.monotonic
         self.counters = Counters()
         self.fleet = Fleet(config.health, log_health_change, config.outlier_detection)
@@ -126,13 +132,18 @@ class Service:
         self.remote_tokenizer = RemoteTokenizer(node_client.post, pack_token_ids)
         self.model_watch = ModelWatch(self.fleet, self.tokenizer_registry, node_client.post, lambda: self.config)
         self.nodes = NodeSet(self)
+        self.discovery = DiscoveryService(self.fleet, self.nodes)
         self.certificates = Certificates(self)
         self.scaling = self._create_scaling(config, node_client) if config.scaling.enabled else None
         self.loop_delay = LoopDelay()
         changes = CacheChanges(self.fleet, self.cache_view)
         causes = Causes(self.fleet, self.cache_view, changes, lambda key: self.prompt_doctor.reports.get(key))
         hit_rates = HitRateAlerts(self.traffic, changes, causes, lambda: self.prompt_doctor.findings)
-        self.alerts = Alerts(FleetAlerts(self.fleet, self.cache_view, self.counters), hit_rates)
+        self.alerts = Alerts(
+            FleetAlerts(self.fleet, self.cache_view, self.counters),
+            hit_rates,
+            lambda _now_s: discovery_alerts(self.discovery),
+        )
         page = MetricsPage(
             self.fleet,
             self.cache_view,
@@ -147,6 +158,7 @@ class Service:
                 RouterMetrics(
                     self.config_reload.reloads, self.loop_delay, self.alerts, self.proxy.dispatcher.decisions
                 ),
+                DiscoveryMetrics(self.discovery.stats),
                 add_process_metrics,
             ),
         )
@@ -168,6 +180,7 @@ class Service:
         self.drain_node = self.nodes.drain_node
         self.reload, self.needs_restart = self.config_reload.reload, self.config_reload.needs_restart
         self.readiness = self.proxy.own_endpoints.readiness
+        self.describe_discovery = self.discovery.describe
         self._servers: list[asyncio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stop_now = asyncio.Event()
@@ -264,6 +277,7 @@ class Service:
         if self._trace_exporter is not None:
             self._trace_exporter.start()
         self.nodes.reconfigure(config.nodes, config.health)
+        self.discovery.reconfigure(config.discovery)
         if self.scaling is not None:
             await self.scaling.start()
         if config.startup.max_wait_s:
@@ -274,14 +288,22 @@ class Service:
             log.warning(
                 "no_api_keys", "Everybody who reaches this address can use the fleet. Add [[keys]].", address=address
             )
-        if not config.nodes and not config.provisioners:
-            log.warning("no_nodes", "Add [[nodes]] to the configuration, use --node URL, or POST /admin/nodes.")
+        if not config.nodes and not config.provisioners and not config.discovery:
+            log.warning(
+                "no_nodes", "Add [[nodes]] or [[discovery]] to the configuration, use --node URL, or POST /admin/nodes."
+            )
 
     async def _listen(self) -> str:
         """Open the listeners. Return the address for clients."""
         listen, admin = self.config.listen, self.config.admin
         tls = self.certificates.load()
-        if listen.unix_socket:
+        if (inherited := self.systemd.take_socket()) is not None:
+            self._servers.append(await listen_inherited(self.listener, inherited, tls))
+            name = inherited.getsockname()
+            self.port = name[1] if isinstance(name, tuple) else 0
+            scheme = "https" if tls else "http"
+            address = f"{scheme}://{_url_host(name[0])}:{self.port}" if self.port else f"unix:{name}"
+        elif listen.unix_socket:
             self._servers.append(await listen_unix(self.listener, listen.unix_socket, tls))
             address = f"unix:{listen.unix_socket}"
         else:
@@ -290,7 +312,11 @@ class Service:
             self.port = server.sockets[0].getsockname()[1]
             address = f"{'https' if tls else 'http'}://{_url_host(listen.host)}:{self.port}"
         if admin.enabled:
-            server = await listen_tcp(self.admin_listener, admin.host, admin.port)
+            inherited = self.systemd.take_socket(ADMIN_SOCKET)
+            if inherited is not None:
+                server = await listen_inherited(self.admin_listener, inherited)
+            else:
+                server = await listen_tcp(self.admin_listener, admin.host, admin.port)
             self._servers.append(server)
             self.admin_port = server.sockets[0].getsockname()[1]
         return address
@@ -323,6 +349,7 @@ class Service:
         self.admin_listener.abort_all()
         for server in self._servers:
             server.close()
+        await self.discovery.close()
         if self.scaling is not None:
             await self.scaling.close()
         self.watcher.close()
@@ -374,12 +401,16 @@ class Service:
         gc.collect()
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)
+        self.systemd.ready(f"{len(self.fleet)} nodes")
+        watchdog = loop.create_task(self.systemd.keep_alive())
         await signaled.wait()
+        self.systemd.stopping()
         log.info("service_stopping", "Running requests finish first.", deadline_s=self.config.shutdown.deadline_s)
         stopping = loop.create_task(self.stop())
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop_now)
         await stopping
+        watchdog.cancel()
         threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -44,8 +44,9 @@ async def hold_until_started(service: Service) -> None:
 
 
 def unknown_nodes(service: Service) -> list[str]:
-    """Return the names of nodes whose health or earlier KV events are not known, or whose tokenizer is being loaded."""
-    unknown = [node.name for node in service.fleet if not service.watcher.is_settled(node)]
+    """Return the names of sources that have not listed their nodes yet, and of nodes whose health or earlier KV events
+    are not known, or whose tokenizer is being loaded."""
+    unknown = service.discovery.pending or [node.name for node in service.fleet if not service.watcher.is_settled(node)]
     if not unknown and service.tokenizer_registry.is_loading:
         unknown = [node.name for node in service.fleet]
     return unknown

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from warmroute.config import Config, ConfigError, ModelConfig
+from warmroute.discovery.discovery_service import create_source
 from warmroute.edge.connection_pool import node_tls
 from warmroute.edge.listening_sockets import server_tls
 from warmroute.prompt.tokenizer_loader import check_tokenizer_path, load_error_reason, read_template
@@ -37,9 +38,12 @@ def check_startup(config: Config) -> StartupReport:
         problems += _errors_of(import_opentelemetry)
     for model in config.models:
         problems += _model_problems(model)
+    for source in config.discovery:
+        problems += _errors_of(lambda source=source: create_source(source))  # type: ignore[misc]
     warnings: list[str] = []
     for problem in (*_provisioner_problems(config), *_unset_variables(config)):
-        (problems if config.scaling.enabled or problem.startswith(("nodes.", "tracing.")) else warnings).append(problem)
+        fatal = config.scaling.enabled or problem.startswith(("nodes.", "discovery.", "tracing."))
+        (problems if fatal else warnings).append(problem)
     if not config.scaling.enabled:
         warnings = [f"{one} (the provisioner is unused while scaling.enabled is false)" for one in warnings]
     return StartupReport(problems, [*warnings, *_commands_without_port(config), *_unused_names(config)])
@@ -88,6 +92,9 @@ def _unset_variables(config: Config) -> Iterator[str]:
     for node in config.nodes:
         if node.api_key_env and not os.environ.get(node.api_key_env):
             yield f"nodes.api_key_env: {node.api_key_env} is not set here; it has the API key of {node.url}"
+    for source in config.discovery:
+        if source.api_key_env and not os.environ.get(source.api_key_env):
+            yield f"discovery.api_key_env: {source.api_key_env} is not set here; it has the API key of {source.label}"
     headers_env = config.tracing.headers_env
     if config.tracing.enabled and headers_env and not os.environ.get(headers_env):
         yield f"tracing.headers_env: {headers_env} is not set here; it has the headers for the collector"
@@ -119,8 +126,10 @@ def _unused_names(config: Config) -> Iterator[str]:
 
 
 def _islands_of_nodes(config: Config) -> set[str] | None:
-    """Return all islands that nodes can be on; None if only a provisioner, or the admin API, knows them."""
-    found = {node.island for node in config.nodes}
+    """Return all islands that nodes can be on; None if only a provisioner, a source or the admin API knows them."""
+    found = {node.island for node in config.nodes} | {source.island for source in config.discovery}
+    if "" in found:
+        return None
     for one in config.provisioners:
         if one.island:
             found.add(one.island)

@@ -23,7 +23,8 @@ METRICS: Final[list[Metric]] = []
 LABELS: Final = {
     "alert": "name of the alert, such as `node_down`",
     "cause": "`prompts_changed`, `cache_too_small`, `kv_events_lost`, `node_restarted`, `new_traffic` or `unknown`",
-    "change": "`added`, `removed`, `refused` (the provisioner refused the request) or `lost` (the machine disappeared)",
+    "change": "`added`, `drained`, `removed`, `refused` (the provisioner refused the request) or `lost` (the machine "
+    "disappeared)",
     "code": "error code of the response body",
     "island": "name of the island; for moved conversations, the island they left",
     "kind": "what differs: `time`, `id`, `number`, `order`, `text` or `history`",
@@ -40,6 +41,7 @@ LABELS: Final = {
     "result": "`success` or `failure`",
     "route": "name of the route; empty for requests that match none",
     "severity": "`critical`, `warning` or `info`",
+    "source": "name of the source in [[discovery]]",
     "state": "health or lifecycle state of the node",
     "status": "HTTP status",
     "tenant": "tenant of the API key; empty if no keys are configured",
@@ -350,6 +352,13 @@ CONVERSATIONS_RETURNED: Final = _counter(
 )
 CONVERSATIONS_MOVED: Final = _counter(
     "conversations_moved", "Conversations that left their island.", "island", "reason", "to"
+)
+
+DISCOVERY_UP: Final = _gauge("discovery_up", "1 if the source could be read the last time.", "source")
+DISCOVERY_TARGETS: Final = _gauge("discovery_targets", "Engines that the source lists.", "source")
+DISCOVERY_FAILURES: Final = _counter("discovery_failures", "Failed attempts to read the source.", "source")
+DISCOVERY_CHANGES: Final = _counter(
+    "discovery_changes", "Nodes that discovery added, drained and removed.", "source", "change"
 )
 
 SCALING_DESIRED_NODES: Final = _gauge("scaling_desired_nodes", "Number of nodes that the fleet should have.")

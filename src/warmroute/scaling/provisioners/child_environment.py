@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Final
 
 from warmroute.config import ProvisionerConfig
+from warmroute.config.provisioner_settings import COMMON_VARIABLES
 
-COMMON: Final = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR")
 OF_KIND: Final = {
     "kubernetes": ("KUBECONFIG", "KUBERNETES_*"),
     "process": ("LD_LIBRARY_PATH", "CUDA_*", "NVIDIA_*"),
@@ -24,6 +24,6 @@ OF_KIND: Final = {
 
 def child_environment(config: ProvisionerConfig, added: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
     """Return the environment of a program. `added`: variables of the provisioner itself."""
-    patterns = (*COMMON, *OF_KIND.get(config.kind, ()), *config.pass_env)
+    patterns = (*COMMON_VARIABLES, *OF_KIND.get(config.kind, ()), *config.pass_env)
     found = {name: value for name, value in os.environ.items() if any(fnmatchcase(name, one) for one in patterns)}
     return {**found, **added}

@@ -15,16 +15,13 @@ Pods that are older than all tokens are machines too, named by their uids.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Coroutine
-from copy import copy
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import httpx2
 import msgspec
-from lightkube import ApiError, AsyncClient, KubeConfig
-from lightkube.config.kubeconfig import SingleConfig
+from lightkube import ApiError
 from lightkube.core.exceptions import ConfigError as KubeConfigError
 from lightkube.generic_resource import create_namespaced_resource
 from lightkube.resources.apps_v1 import Deployment, StatefulSet
@@ -33,21 +30,18 @@ from lightkube.types import PatchType
 
 from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.event_log import EventLog
+from warmroute.kubernetes.cluster import cluster_config, typed_client
+from warmroute.kubernetes.objects import Object, annotations_of, condition, island_of, meta
 from warmroute.scaling.offer import Offer, OfferValidator, configured_offer
 from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerError, ProvisionerTimeout
 from warmroute.scaling.provisioners.child_environment import child_environment
 from warmroute.scaling.provisioners.kubernetes_pods import (
     DELETION_COST,
     TOKEN,
-    Object,
-    annotations_of,
     belongs_to,
-    condition,
     created_s,
     is_live,
     is_starting,
-    island_of,
-    meta,
     ordinal_of,
     reason_of,
     reclaim_reason,
@@ -73,19 +67,6 @@ LeaderWorkerSet = create_namespaced_resource("leaderworkerset.x-k8s.io", "v1", "
 KINDS: dict[str, Any] = {"deployment": Deployment, "statefulset": StatefulSet, "leaderworkerset": LeaderWorkerSet}
 
 
-def _hide_secrets(kube: SingleConfig | None, config: ProvisionerConfig) -> SingleConfig | None:
-    """Let the plugin that the kubeconfig names for credentials (`exec`) start without the router's secrets. lightkube
-    gives it the router's whole environment, so `env` removes what child_environment.py does not allow."""
-    if kube is None or kube.user is None or kube.user.exec is None:
-        return kube
-    user, plugin = copy(kube.user), copy(kube.user.exec)
-    allowed = child_environment(config).keys() | {variable.name for variable in plugin.env or ()}
-    hidden = [f"--unset={name}" for name in sorted(os.environ.keys() - allowed)]
-    plugin.command, plugin.args = "env", [*hidden, plugin.command, *(plugin.args or ())]
-    user.exec = plugin
-    return kube._replace(user=user)
-
-
 class KubernetesProvisioner:
     def __init__(self, config: ProvisionerConfig) -> None:
         self.name = config.label
@@ -96,15 +77,9 @@ class KubernetesProvisioner:
         self._terminate_lock = asyncio.Lock()
         """Of two marked Pods the controller might end the wrong one, so only one is marked at a time."""
         try:
-            kube = KubeConfig.from_file(config.kubeconfig) if config.kubeconfig else KubeConfig.from_env()
-            self._client = AsyncClient(
-                config=_hide_secrets(kube.get(config.context) if config.context else kube.get(), config),
-                namespace=config.namespace or None,
-                timeout=httpx2.Timeout(config.timeout_s),
-                field_manager="warmroute",
-                trust_env=False,
-            )
-        except (KubeConfigError, OSError) as error:
+            cluster = cluster_config(config.kubeconfig, config.context, child_environment(config))
+            self._client = typed_client(cluster, config.namespace, config.timeout_s)
+        except ConfigError as error:
             raise ConfigError(f"provisioners.kubeconfig ({config.label}): {error}") from None
 
     async def offers(self) -> list[Offer]:

@@ -9,15 +9,13 @@ from typing import Any
 
 from lightkube import operators
 
+from warmroute.kubernetes.objects import Object, condition, labels_of, meta
 from warmroute.scaling.provisioner import MachineState
-
-Object = dict[str, Any]
 
 TOKEN = "warmroute/token"
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 LEADER_OF = "leaderworkerset.sigs.k8s.io/name"
 WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
-REGION = ("topology.kubernetes.io/region", "failure-domain.beta.kubernetes.io/region")
 RECLAIM_TAINTS = (
     "aws-node-termination-handler/",
     "cloud.google.com/impending-node-termination",
@@ -27,15 +25,6 @@ RECLAIM_TAINTS = (
     "node.kubernetes.io/out-of-service",
 )
 """Taints, or their prefixes, of a node that will be taken away soon."""
-
-
-def meta(one: Object) -> Object:
-    found: Object = one.get("metadata") or {}
-    return found
-
-
-def annotations_of(one: Object) -> dict[str, str]:
-    return meta(one).get("annotations") or {}
 
 
 def is_live(pod: Object) -> bool:
@@ -55,21 +44,13 @@ def belongs_to(pod: Object, workload: Object, kind: str) -> bool:
     owner: Object = next((one for one in meta(pod).get("ownerReferences") or () if one.get("controller")), {})
     if kind == "statefulset":
         return bool(owner.get("uid") == meta(workload)["uid"])
-    template_hash = (meta(pod).get("labels") or {}).get("pod-template-hash")
+    template_hash = labels_of(pod).get("pod-template-hash")
     return bool(owner.get("kind") == "ReplicaSet") and owner.get("name") == f"{meta(workload)['name']}-{template_hash}"
 
 
 def is_starting(pod: Object) -> bool:
     """Return whether its controller would end it before any running Pod."""
     return not (pod.get("spec") or {}).get("nodeName") or (pod.get("status") or {}).get("phase") != "Running"
-
-
-def condition(one: Object, kind: str) -> Object:
-    for found in (one.get("status") or {}).get("conditions") or ():
-        if found.get("type") == kind:
-            result: Object = found
-            return result
-    return {}
 
 
 def state_of(pod: Object) -> MachineState:
@@ -115,14 +96,6 @@ def reclaim_reason(pod: Object, node: Object | None) -> str:
         if str(taint.get("key", "")).startswith(RECLAIM_TAINTS):
             return f"its node has the taint {taint['key']}"
     return ""
-
-
-def island_of(node: Object | None) -> str:
-    """Return provider and region by the node's labels; empty without them."""
-    labels = meta(node or {}).get("labels") or {}
-    region = next((labels[key] for key in REGION if key in labels), "")
-    provider = str(((node or {}).get("spec") or {}).get("providerID") or "").partition(":")[0]
-    return f"{provider or 'kubernetes'}/{region}" if region else ""
 
 
 def ordinal_of(pod: Object) -> int:

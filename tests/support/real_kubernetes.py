@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -16,19 +15,14 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from support.free_port import free_port
+
 BIN = Path(os.environ.get("WARMROUTE_KUBE_BIN", Path(__file__).resolve().parents[2] / ".venv-kube" / "bin"))
 PARTS = ("etcd", "kube-apiserver", "kube-controller-manager")
 
 
 def missing() -> list[str]:
     return [name for name in PARTS if not (BIN / name).exists()]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class RealCluster:
@@ -59,7 +53,7 @@ class RealCluster:
         self._start(
             "kube-controller-manager", "--kubeconfig", self.kubeconfig("admin"), "--port", "0", "--secure-port",
             str(free_port()), "--bind-address", "127.0.0.1", "--cert-dir", str(folder / "certs"),
-            "--leader-elect=false", "--controllers", "deployment,replicaset,statefulset,garbagecollector",
+            "--leader-elect=false", "--controllers", "deployment,replicaset,statefulset,garbagecollector,endpointslice",
         )  # fmt: skip
 
     def kubeconfig(self, user: str) -> str:

@@ -40,12 +40,34 @@ class FakeCluster:
         self._things: dict[tuple[str, str], Object] = {}
         self._version = itertools.count(1)
         self._reconciling = False
+        self._changed = threading.Condition(self._lock)
+        self._log: list[tuple[int, str, str, Object]] = []
+        """Each change: version, type, sort, object."""
+        self._latest = 0
+        self._oldest = 0
+        """Watches from an earlier version get 410."""
+        self._epoch = 0
+        self.watches = 0
+        """Watches that were started."""
+        self.fails_with = 0
+        """Status of all answers, if set."""
         cluster = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def answer(self) -> None:
+                if "watch=true" in self.path and not cluster.fails_with:
+                    self.send_response(200)
+                    self.send_header("connection", "close")
+                    self.end_headers()
+                    self.close_connection = True
+                    try:
+                        for event in cluster.events(self.path):
+                            self.wfile.write(json.dumps(event).encode() + b"\n")
+                    except OSError:
+                        pass  # the client has left
+                    return
                 length = int(self.headers.get("content-length") or 0)
                 body = json.loads(self.rfile.read(length)) if length else None
                 try:
@@ -99,6 +121,8 @@ class FakeCluster:
         url = urlsplit(target)
         parts = re.sub(r"^/(api/v1|apis/[^/]+/[^/]+)/(namespaces/[^/]+/)?", "", url.path).split("/")
         sort, name, sub = (*parts, "", "")[:3]
+        if self.fails_with and kind == "":
+            raise Refused(self.fails_with, "the cluster is not well")
         with self._lock:
             if method == "POST" and sub == "binding":
                 return self._write(sort, name, {"spec": {"nodeName": body["target"]["name"]}})
@@ -107,13 +131,14 @@ class FakeCluster:
             if method == "GET" and not name:
                 selector = parse_qs(url.query).get("labelSelector", [""])[0]
                 found = [one for one in self._all(sort) if matches(unquote(selector), _labels(one))]
-                return {"kind": "List", "metadata": {"resourceVersion": "1"}, "items": copy.deepcopy(found)}
+                version = {"resourceVersion": str(self._latest)}
+                return {"kind": "List", "metadata": version, "items": copy.deepcopy(found)}
             if (sort, name) not in self._things:
                 raise Refused(404, f'{sort} "{name}" not found')
             if method == "GET":
                 return copy.deepcopy(self._things[sort, name])
             if method == "DELETE":
-                return self._delete(sort, name)
+                return self._delete(sort, name, (body or {}).get("gracePeriodSeconds") == 0)
             assert method == "PATCH", method
             if kind == "application/strategic-merge-patch+json":
                 self._merge_conditions(sort, name, body)
@@ -124,6 +149,54 @@ class FakeCluster:
                 key: value for key, value in body.items() if (key == "status") == (sub == "status") or key == "metadata"
             }
             return self._write(sort, name, kept)
+
+    def insert(self, sort: str, thing: Object) -> None:
+        """Add what a real API server would refuse."""
+        with self._lock:
+            self._create(sort, thing)
+
+    # Watches.
+
+    def _record(self, kind: str, sort: str, thing: Object) -> None:
+        self._latest = next(self._version)
+        thing["metadata"]["resourceVersion"] = str(self._latest)
+        self._log.append((self._latest, kind, sort, copy.deepcopy(thing)))
+        self._changed.notify_all()
+
+    def end_watches(self, forget: bool = False) -> None:
+        """End all watches. `forget`: their versions are too old from now on."""
+        with self._lock:
+            self._epoch += 1
+            if forget:
+                self._latest = next(self._version)
+                self._oldest = self._latest
+            self._changed.notify_all()
+
+    def events(self, target: str) -> Iterator[Object]:
+        url = urlsplit(target)
+        sort = url.path.rpartition("/")[2]
+        query = {key: values[0] for key, values in parse_qs(url.query).items()}
+        version, selector = int(query["resourceVersion"]), query.get("labelSelector", "")
+        with self._lock:
+            epoch = self._epoch
+            self.watches += 1
+        while True:
+            with self._lock:
+                if version < self._oldest:
+                    yield {"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old"}}
+                    return
+                fresh = [one for one in self._log if one[0] > version]
+                version = self._latest
+                if not fresh and epoch == self._epoch:
+                    self._changed.wait(5)
+            for _version, kind, changed, thing in fresh:
+                if changed == sort and matches(selector, _labels(thing)):
+                    yield {"type": kind, "object": thing}
+            if fresh:
+                bookmark = {"kind": "Pod", "metadata": {"resourceVersion": str(version)}}
+                yield {"type": "BOOKMARK", "object": bookmark}
+            if epoch != self._epoch:
+                return
 
     def _all(self, sort: str) -> Iterator[Object]:
         return (one for (kind, _name), one in list(self._things.items()) if kind == sort)
@@ -145,7 +218,7 @@ class FakeCluster:
         if expected is not None and expected != thing["metadata"]["resourceVersion"]:
             raise Refused(409, "the object has been modified; please apply your changes to the latest version")
         merge(thing, patch)
-        thing["metadata"]["resourceVersion"] = str(next(self._version))
+        self._record("MODIFIED" if "resourceVersion" in thing["metadata"] else "ADDED", sort, thing)
         self._reconcile()
         return copy.deepcopy(thing)
 
@@ -158,13 +231,15 @@ class FakeCluster:
                 kept[one["type"]] = kept.get(one["type"], {}) | one
             patch["status"]["conditions"] = list(kept.values())
 
-    def _delete(self, sort: str, name: str) -> Object:
+    def _delete(self, sort: str, name: str, at_once: bool = False) -> Object:
         thing = self._things[sort, name]
-        if sort == "pods" and thing["spec"].get("nodeName"):
+        if sort == "pods" and thing["spec"].get("nodeName") and not at_once:
             # Its kubelet would end it within its grace period.
             thing["metadata"]["deletionTimestamp"] = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            self._record("MODIFIED", sort, thing)
         else:
             del self._things[sort, name]
+            self._record("DELETED", sort, thing)
         self._reconcile()
         return copy.deepcopy(thing)
 
@@ -186,12 +261,9 @@ class FakeCluster:
                     if sort == "statefulsets":
                         name = f"{workload['metadata']['name']}-{len(pods)}"
                     spec = copy.deepcopy(workload["spec"]["template"]["spec"])
-                    pods.append(
-                        self._create(
-                            "pods",
-                            {"metadata": {"name": name, "labels": labels, "ownerReferences": [owner]}, "spec": spec},
-                        )
-                    )
+                    notes = copy.deepcopy(workload["spec"]["template"]["metadata"].get("annotations", {}))
+                    named = {"name": name, "labels": labels, "annotations": notes, "ownerReferences": [owner]}
+                    pods.append(self._create("pods", {"metadata": named, "spec": spec}))
                 order = (lambda pod: -_ordinal(pod)) if sort == "statefulsets" else deletion_order
                 for pod in sorted(pods, key=order)[: max(0, len(pods) - wanted)]:
                     self._delete("pods", pod["metadata"]["name"])

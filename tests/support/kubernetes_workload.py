@@ -25,9 +25,9 @@ Cluster = Any
 """FakeCluster or RealCluster: both have kubeconfig, request and close."""
 
 
-def grant_rights(cluster: Cluster) -> None:
-    """Grant the rights that the documentation lists."""
-    found = re.search(r"```yaml\n(apiVersion: rbac.*?)```", DOCS.read_text(), re.DOTALL)
+def grant_rights(cluster: Cluster, page: Path = DOCS) -> None:
+    """Grant the rights that a page of the documentation lists."""
+    found = re.search(r"```yaml\n(apiVersion: rbac.*?)```", page.read_text(), re.DOTALL)
     assert found
     paths = {"Role": "namespaces/default/roles", "ClusterRole": "clusterroles"}
     for role in yaml.safe_load_all(found[1]):
@@ -73,12 +73,21 @@ class Workload:
         self.cluster, self.name, self.kind = cluster, name, kind
         self.path = {"deployment": DEPLOYMENTS, "statefulset": SETS, "leaderworkerset": GROUPS}[kind] + f"/{name}"
 
-    def create(self, replicas: int, also: dict[str, str] | None = None) -> None:
+    def create(
+        self, replicas: int, also: dict[str, str] | None = None, *, port: int = 0,
+        annotations: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
         labels = {"app": self.name} | (also or {})
+        container: dict[str, Any] = {"name": "engine", "image": "e"}
+        if port:
+            container["ports"] = [{"containerPort": port}]
         spec: dict[str, Any] = {
             "replicas": replicas,
             "selector": {"matchLabels": labels},
-            "template": {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "engine", "image": "e"}]}},
+            "template": {
+                "metadata": {"labels": labels, "annotations": annotations or {}},
+                "spec": {"containers": [container]},
+            },
         }
         group, kind = "apps/v1", {"deployment": "Deployment", "statefulset": "StatefulSet"}.get(self.kind, "")
         if self.kind == "statefulset":
@@ -117,6 +126,18 @@ class Workload:
         }
         status = {"phase": "Running", "podIP": address, "podIPs": [{"ip": address}], "conditions": [condition]}
         self.cluster.request("PATCH", f"{PODS}/{pod}/status", {"status": status}, STRATEGIC)
+
+    def set_ready(self, pod: str, ready: bool) -> None:
+        condition = {"type": "Ready", "status": "True" if ready else "False"}
+        patch = {"status": {"conditions": [condition]}}
+        self.cluster.request("PATCH", f"{PODS}/{pod}/status", patch, STRATEGIC)
+
+    def scale(self, replicas: int) -> None:
+        self.cluster.request("PATCH", self.path, {"spec": {"replicas": replicas}}, MERGE)
+
+    def end(self, pod: str) -> None:
+        """The kubelet has ended the Pod's processes: it is gone."""
+        self.cluster.request("DELETE", f"{PODS}/{pod}", {"gracePeriodSeconds": 0})
 
     async def until(self, what: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + 20

@@ -1,0 +1,23 @@
+{{- define "warmroute.name" -}}
+{{- if contains "warmroute" .Release.Name }}{{ .Release.Name | trunc 50 | trimSuffix "-" }}{{ else }}{{ printf "%s-warmroute" .Release.Name | trunc 50 | trimSuffix "-" }}{{ end }}
+{{- end }}
+
+{{- define "warmroute.selector" -}}
+app.kubernetes.io/name: warmroute
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "warmroute.labels" -}}
+{{ include "warmroute.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{- define "warmroute.tokenSha256" -}}
+{{- if .Values.admin.existingSecret }}{{ required "admin.existingSecret needs admin.tokenSha256: printf %s TOKEN | sha256sum" .Values.admin.tokenSha256 }}{{ else if .Values.admin.token }}{{ .Values.admin.token | sha256sum }}{{ end }}
+{{- end }}
+
+{{- define "warmroute.adminSecret" -}}
+{{ .Values.admin.existingSecret | default (include "warmroute.name" .) }}
+{{- end }}

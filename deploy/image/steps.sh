@@ -1,0 +1,28 @@
+#!/bin/sh
+# The steps of the Containerfile.
+#
+#   steps.sh wheels PYTHON SOURCE WHEELS     build the router's wheel, and download those of its dependencies
+#   steps.sh install PYTHON WHEELS TARGET    install from these wheels alone into an environment at TARGET
+set -eu
+step=$1 python=$2
+case $step in
+wheels)
+    source=$3 wheels=$4
+    mkdir -p "$wheels"
+    "$python" -m pip download --quiet --disable-pip-version-check --only-binary :all: --dest "$wheels" \
+        --requirement "$source/requirements-image.lock"
+    "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$wheels" "$source"
+    ;;
+install)
+    wheels=$3 target=$4
+    "$python" -m venv "$target"
+    "$target/bin/python" -m pip install --quiet --disable-pip-version-check --no-index --find-links "$wheels" \
+        --no-compile "warmroute[dns,keda,kubernetes]"
+    "$target/bin/python" -m pip uninstall --quiet --yes pip setuptools wheel 2>/dev/null || true
+    "$target/bin/python" -m compileall -q "$target/lib"
+    ;;
+*)
+    echo "steps.sh: wheels or install" >&2
+    exit 2
+    ;;
+esac

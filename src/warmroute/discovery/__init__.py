@@ -1,0 +1,1 @@
+"""Discovery: finds nodes that somebody else starts, in files, in DNS and in Kubernetes."""

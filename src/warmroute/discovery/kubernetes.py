@@ -1,0 +1,160 @@
+"""kind = "kubernetes": the Pods with certain labels, or the endpoints of a Service, watched.
+
+A Pod that is not ready, or that terminates, gets no new requests, and leaves the fleet when its requests have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import aclosing
+from fnmatch import fnmatchcase
+from typing import Final
+from urllib.parse import quote
+
+import httpx2
+
+from warmroute.config import ConfigError, DiscoveryConfig
+from warmroute.config.provisioner_settings import COMMON_VARIABLES
+from warmroute.discovery.kubernetes_targets import key_of, node_names, pod_targets, slice_targets
+from warmroute.discovery.target import MAX_TARGETS, SourceError, Target, Targets
+from warmroute.event_log import EventLog
+from warmroute.kubernetes.cluster import cluster_config, http_client
+from warmroute.kubernetes.objects import Object, meta
+from warmroute.kubernetes.watch import ApiFailure, Change, get_object, list_and_watch
+
+log = EventLog("warmroute.discovery")
+
+SERVICE_LABEL: Final = "kubernetes.io/service-name"
+SLICE_VERSIONS: Final = ("v1", "v1beta1")
+"""Versions of EndpointSlices; clusters before 1.21 have only the second."""
+NODE_LOOKUPS: Final = 16
+NODE_LOOKUP_S: Final = 2.0
+NODE_AGE_S: Final = 600.0
+"""For how long the labels of a Kubernetes node are kept."""
+
+
+ODD_SHAPE: Final = (AttributeError, TypeError, ValueError, KeyError, IndexError)
+"""What reading an object raises whose fields have other types than Kubernetes' own."""
+
+
+def _plugin_variables(config: DiscoveryConfig) -> set[str]:
+    patterns = (*COMMON_VARIABLES, "KUBECONFIG", "KUBERNETES_*", *config.pass_env)
+    return {name for name in os.environ if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+def _node_names(one: Object) -> list[str]:
+    try:
+        return node_names(one)
+    except ODD_SHAPE:
+        return []
+
+
+class KubernetesObjects:
+    max_retry_s = 30.0
+
+    def __init__(self, config: DiscoveryConfig) -> None:
+        """Raises ConfigError."""
+        self._config = config
+        try:
+            cluster = cluster_config(config.kubeconfig, config.context, _plugin_variables(config))
+            http_client(cluster, config.timeout_s)
+        except ConfigError as error:
+            raise ConfigError(f"discovery.kubeconfig ({config.label}): {error}") from None
+        self._cluster = cluster
+        self._namespace = config.namespace or cluster.namespace
+        self._targets: dict[str, tuple[list[Target], list[str]]] = {}
+        """By object: its targets, and what is wrong with it."""
+        self._nodes: dict[str, tuple[float, Object]] = {}
+        self._may_read_nodes = not (config.island and config.gpu)
+
+    async def run(self, report: Callable[[Targets], None]) -> None:
+        config = self._config
+        namespace = f"namespaces/{quote(self._namespace, safe='')}"
+        async with http_client(self._cluster, config.timeout_s) as client:
+            if config.pod_selector:
+                await self._follow(client, f"/api/v1/{namespace}/pods", config.pod_selector, report)
+            for version in SLICE_VERSIONS:
+                path = f"/apis/discovery.k8s.io/{version}/{namespace}/endpointslices"
+                await self._follow(client, path, f"{SERVICE_LABEL}={config.service}", report, version == "v1")
+        raise SourceError("the cluster has no EndpointSlices")
+
+    async def _follow(
+        self, client: httpx2.AsyncClient, path: str, selector: str, report: Callable[[Targets], None],
+        may_be_missing: bool = False,
+    ) -> None:  # fmt: skip
+        """Report each change, for ever. Return only if the API server does not know the path."""
+        try:
+            async with aclosing(list_and_watch(client, path, selector, MAX_TARGETS)) as changes:
+                async for change in changes:
+                    await self._apply(client, change)
+                    report(self._all())
+        except ApiFailure as failure:
+            if failure.status == 404 and may_be_missing:
+                return
+            raise SourceError(str(failure)) from None
+
+    async def _apply(self, client: httpx2.AsyncClient, change: Change) -> None:
+        if change.kind == "listed":
+            self._targets.clear()
+        if change.kind == "deleted":
+            for one in change.objects:
+                self._targets.pop(key_of(one), None)
+            return
+        await self._look_up(client, {name for one in change.objects for name in _node_names(one)})
+        nodes = {name: node for name, (_read_s, node) in self._nodes.items()}
+        for one in change.objects:
+            key = key_of(one)
+            if len(self._targets) >= MAX_TARGETS and key not in self._targets:
+                continue
+            invalid: list[str] = []
+            read = pod_targets if self._config.pod_selector else slice_targets
+            try:
+                self._targets[key] = read(self._config, one, nodes, invalid), invalid
+            except ODD_SHAPE as error:
+                self._targets[key] = [], [f"{str(meta(one).get('name'))[:80]}: {error!r}"]
+
+    def _all(self) -> Targets:
+        """Return the targets of all objects. A Pod may have an IPv4 and an IPv6 address, in two slices: the router uses
+        the first."""
+        every = [target for targets, _invalid in self._targets.values() for target in targets]
+        with_ipv4 = {target.node.name for target in every if ":" not in target.address[0]} - {""}
+        found = [target for target in every if ":" not in target.address[0] or target.node.name not in with_ipv4]
+        return Targets(found, [problem for _targets, invalid in self._targets.values() for problem in invalid])
+
+    # Kubernetes nodes, for the islands and GPUs.
+
+    async def _look_up(self, client: httpx2.AsyncClient, names: Iterable[str]) -> None:
+        now_s = time.monotonic()
+        missing = [name for name in names if now_s - self._nodes.get(name, (-NODE_AGE_S, {}))[0] >= NODE_AGE_S]
+        if not missing or not self._may_read_nodes:
+            return
+        if len(self._nodes) > 2 * MAX_TARGETS:
+            self._nodes.clear()
+        slots = asyncio.Semaphore(NODE_LOOKUPS)
+
+        async def look_up(name: str) -> None:
+            async with slots:
+                if self._may_read_nodes:
+                    self._nodes[name] = now_s, await self._get_node(client, name)
+
+        try:
+            async with asyncio.timeout(NODE_LOOKUP_S):
+                await asyncio.gather(*map(look_up, missing))
+        except TimeoutError:
+            pass  # with the next change the rest is asked again
+
+    async def _get_node(self, client: httpx2.AsyncClient, name: str) -> Object:
+        try:
+            return await get_object(client, f"/api/v1/nodes/{quote(name, safe='')}")
+        except ApiFailure as failure:
+            if failure.status == 403:
+                self._may_read_nodes = False
+                log.warning(
+                    "discovery_nodes_forbidden",
+                    "The router may not read Kubernetes nodes, so islands are zones and GPUs are unknown.",
+                    source=self._config.label,
+                )
+            return {}

@@ -1,0 +1,88 @@
+"""The plain manifests, the chart's version and the Containerfile, without helm."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from warmroute import __version__
+from warmroute.config import Config, from_table
+
+ROOT = Path(__file__).resolve().parents[2]
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+Object = dict[str, Any]
+
+
+def objects(name: str) -> list[Object]:
+    return [one for one in yaml.safe_load_all((KUBERNETES / name).read_text()) if one]
+
+
+def find(found: list[Object], kind: str) -> Object:
+    return next(one for one in found if one["kind"] == kind)
+
+
+def router_config(found: list[Object]) -> Config:
+    return from_table(tomllib.loads(find(found, "ConfigMap")["data"]["warmroute.toml"]))
+
+
+@pytest.mark.parametrize("name", ["warmroute.yaml", "warmroute-keda.yaml"])
+def test_the_routers_pod(name: str) -> None:
+    found = objects(name)
+    config, pod = router_config(found), find(found, "Deployment")["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports["http"] == config.listen.port and ports["admin"] == config.admin.port
+    assert ports.get("keda", 0) == config.scaling.keda_port
+    for probe, path in (("startupProbe", "/health"), ("livenessProbe", "/health"), ("readinessProbe", "/ready")):
+        assert container[probe]["httpGet"] == {"path": path, "port": "http"}
+    assert pod["terminationGracePeriodSeconds"] > config.shutdown.delay_s + config.shutdown.deadline_s
+    assert container["securityContext"]["readOnlyRootFilesystem"] and pod["securityContext"]["runAsNonRoot"]
+    assert container["image"] == f"warmroute:{__version__}"
+    account = find(found, "ServiceAccount")["metadata"]["name"]
+    assert pod["serviceAccountName"] == account
+    assert all(one["subjects"][0]["name"] == account for one in found if one["kind"].endswith("RoleBinding"))
+    selector = find(found, "Deployment")["spec"]["selector"]["matchLabels"]
+    services = [one for one in found if one["kind"] == "Service"]
+    assert len(services) == 2 and all(one["spec"]["selector"] == selector for one in services)
+    assert find(found, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == selector
+
+
+def test_keda_scales_the_engines_by_the_routers_number() -> None:
+    found = objects("warmroute-keda.yaml")
+    config, scaled = router_config(found), find(found, "ScaledObject")["spec"]
+    admin = next(one for one in found if one["kind"] == "Service" and one["metadata"]["name"].endswith("-admin"))
+    address = scaled["triggers"][0]["metadata"]["scalerAddress"]
+    assert address == f"{admin['metadata']['name']}.default.svc:{config.scaling.keda_port}"
+    assert scaled["scaleTargetRef"]["name"] == find(objects("vllm.yaml"), "Deployment")["metadata"]["name"]
+    limits = config.scaling
+    assert (scaled["minReplicaCount"], scaled["maxReplicaCount"]) == (limits.min_nodes, limits.max_nodes)
+    wanted: Object = find(found, "ServiceMonitor")["spec"]["selector"]["matchLabels"]
+    assert wanted.items() <= admin["metadata"]["labels"].items()
+
+
+def test_the_router_finds_the_sample_engines_and_they_end_gracefully() -> None:
+    template = find(objects("vllm.yaml"), "Deployment")["spec"]["template"]
+    [source] = router_config(objects("warmroute.yaml")).discovery
+    key, _, value = source.pod_selector.partition("=")
+    assert template["metadata"]["labels"][key] == value
+    [container] = template["spec"]["containers"]
+    assert container["readinessProbe"] and container["lifecycle"]["preStop"] and len(container["ports"]) == 1
+
+
+def test_all_versions_are_the_packages() -> None:
+    chart = yaml.safe_load((ROOT / "deploy" / "helm" / "warmroute" / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == __version__
+
+
+def test_the_containerfile_copies_files_that_exist_and_runs_the_tested_steps() -> None:
+    text = (ROOT / "Containerfile").read_text()
+    copied = [line.split()[1:-1] for line in text.splitlines() if line.startswith("COPY") and "--from" not in line]
+    ignore = (ROOT / ".containerignore").read_text()
+    for name in (name for names in copied for name in names):
+        assert (ROOT / name).exists() and f"!{name.partition('/steps.sh')[0]}" in ignore, name
+    assert "USER 10001" in text and "HEALTHCHECK" in text and text.count("steps.sh wheels") == 1
+    assert ignore == (ROOT / ".dockerignore").read_text()
