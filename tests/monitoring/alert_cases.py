@@ -141,6 +141,13 @@ CASES = (
         "Fewer nodes serve than the autoscaler wants", "45m",
     ),
     Case(
+        "WarmrouteHitRateBelowBaseline",
+        {f'warmroute_route_hit_ratio_dropped{{{ROUTE},cause="prompts_changed"}}': "_x9 1x40"},
+        {f"warmroute_route_hit_ratio{{{ROUTE}}}": "0x40"},
+        ON_ROUTE | {"cause": "prompts_changed"},
+        "The cache hit rate of m chat dropped: prompts_changed",
+    ),
+    Case(
         "WarmrouteHitRateDropped",  # from 90 % to 0: a time stamp before the system prompt
         tokens("0+60000x200", "0+54000x180 9720000x20"),
         tokens("0+60000x200", "0+54000x180 9720000+45000x20"),

@@ -122,6 +122,15 @@ def _cache_rules(thresholds: Thresholds) -> list[AlertRule]:
     blind = _rate(metrics.PROMPTS, "model", "10m", 'reading=~"text|none"')
     return [
         AlertRule(
+            "WarmrouteHitRateBelowBaseline", "warning",
+            f"max by (job, model, route, cause) ({metrics.HIT_RATIO_DROPPED.name}) > 0", "0s",
+            "The cache hit rate of {{ $labels.model }} {{ $labels.route }} dropped: {{ $labels.cause }}",
+            "The router itself found that the hit rate of the last half minute is far below the route's usual one, and "
+            "names the likely cause.",
+            "The live page and the log (`hit_rate_dropped`) say what to do. If prompts changed, `warmroute doctor "
+            "prompts` shows where.",
+        ),
+        AlertRule(
             "WarmrouteHitRateDropped", "warning",
             f"({now}) < {1 - thresholds.hit_rate_drop:g} * ({before}) and {busy}", "2m",
             "The cache hit rate of {{ $labels.model }} {{ $labels.route }} is {{ $value | humanizePercentage }}",

@@ -114,6 +114,26 @@ ROWS: Final[tuple[Row, ...]] = (
         ),
     ),
     Row(
+        "Why is the hit rate low?",
+        (
+            Panel("Hit rate and its baseline", (
+                Query(_gauge(metrics.HIT_RATIO, "model, route", MODEL_AND_ROUTE, "avg"), "{{model}} {{route}}"),
+                Query(_gauge(metrics.HIT_RATIO_BASELINE, "model, route", MODEL_AND_ROUTE, "avg"),
+                      "{{model}} {{route}}: usual"),
+            ), "percentunit", most=1.0, help="A baseline exists after the first minutes of a route's traffic."),
+            Panel("Drops by likely cause", (
+                Query(_gauge(metrics.HIT_RATIO_DROPPED, "model, route, cause", MODEL_AND_ROUTE, "max"),
+                      "{{model}} {{route}}: {{cause}}, now"),
+                Query(_increase(metrics.HIT_RATIO_DROPS, MODEL_AND_ROUTE, "cause"), "{{cause}}"),
+            ), help="Empty without drops."),
+            Panel("GPUs lost", (
+                Query(_rate(metrics.HIT_RATIO_LOST, MODEL_AND_ROUTE, "model, route"), "{{model}} {{route}}: drops"),
+                Query(_gauge(metrics.PROMPTS_LOST, "model, route, kind", MODEL_AND_ROUTE),
+                      "{{model}} {{route}}: prompts differ by {{kind}}"),
+            ), help="GPU seconds per second: by drops of the hit rate, and by what the prompt doctor found."),
+        ),
+    ),
+    Row(
         "Queue, rejections and errors",
         (
             Panel("Requests waiting", (Query(_gauge(metrics.REQUESTS_WAITING, "instance"), "{{instance}}"),)),
