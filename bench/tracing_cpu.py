@@ -1,11 +1,11 @@
 """What tracing costs: CPU time of the router per request, with tracing off and at several sample ratios, in one run.
 
-    python bench/tracing_cpu.py [--rounds 7] [--requests 3000]
+    python bench/tracing_cpu.py [--rounds 7] [--requests 4000]
 
 Each setting is a router process of its own, with the policy `price` and two mock nodes; the collector is a mock, too.
-All routers get the same requests in turn, on 8 connections each, so that a busy machine slows all of them alike. Their
-CPU time (all threads, user and system) is read before and after a round, the second time once all traces are sent. A
-figure is the median of the rounds, a ratio the median of the ratios within a round.
+All routers get the same requests in short turns, on 8 connections, so that a busy machine slows all of them alike.
+Their CPU time (all threads, user and system) is read before and after a round, the second time once all traces are
+sent. A figure is the median of the rounds, a ratio the median of the ratios within a round.
 
 A second table has the parts: best of several runs in this process, in microseconds of CPU time. Their sum is steadier
 than a difference between two routers.
@@ -51,8 +51,10 @@ from warmroute.telemetry.tracing.trace_exporter import BATCH_TRACES
 from warmroute.telemetry.tracing.tracing import Tracing
 
 CONNECTIONS = 8
+BURST = 400
+"""Requests of one router's turn."""
 PROMPTS = 40
-EXPORTED_S = 3.0
+EXPORTED_S = 6.0
 """Time until all traces of a round are sent."""
 SETTINGS = {
     "off": None,
@@ -94,25 +96,22 @@ def request(number: int) -> bytes:
 
 
 async def send(ports: Sequence[int], count: int) -> None:
-    """Send this many requests to each port, in turn."""
-    left = count
+    """Send this many requests to each port, BURST of them to one port after the other."""
 
-    async def client(number: int) -> None:
-        nonlocal left
-        connections = [await asyncio.open_connection("127.0.0.1", port) for port in ports]
-        while left > 0:
-            left -= 1
-            for reader, writer in connections:
-                writer.write(request(number % PROMPTS))
-                head = await reader.readuntil(b"\r\n\r\n")
-                assert head.startswith(b"HTTP/1.1 200"), head
-                at = head.lower().find(b"content-length:")
-                await reader.readexactly(int(head[at + 15 :].split(b"\r\n", 1)[0]))
+    async def client(port: int, number: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(BURST // CONNECTIONS):
+            writer.write(request(number % PROMPTS))
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200"), head
+            at = head.lower().find(b"content-length:")
+            await reader.readexactly(int(head[at + 15 :].split(b"\r\n", 1)[0]))
             number += 7
-        for _, writer in connections:
-            writer.close()
+        writer.close()
 
-    await asyncio.gather(*(client(number) for number in range(CONNECTIONS)))
+    for _ in range(count // BURST):
+        for port in ports:
+            await asyncio.gather(*(client(port, number) for number in range(CONNECTIONS)))
 
 
 async def measure(rounds: int, requests: int) -> dict[str, list[float]]:
@@ -130,7 +129,7 @@ async def measure(rounds: int, requests: int) -> dict[str, list[float]]:
             while not await asyncio.to_thread(router.is_ready):  # noqa: ASYNC110 (no event says so)
                 await asyncio.sleep(0.1)
         listening = [router.port for router in routers]
-        await send(listening, 500)
+        await send(listening, BURST)
         await asyncio.sleep(EXPORTED_S)
         for _ in range(rounds):
             before_s = [router.cpu_s() for router in routers]
@@ -180,7 +179,9 @@ def measure_parts(report: Report) -> None:
         report.value(key, f"{took_us:.1f}")
 
     part(
-        "a request that is not recorded", "unrecorded_us", lambda: unrecorded.begin(fields, "/v1/chat/completions", 0.9)
+        "a request that is not recorded",
+        "unrecorded_us",
+        lambda: unrecorded.begin(fields, b"/v1/chat/completions", 0.9),
     )
     part("a recorded request, on the event loop", "loop_us", lambda: ended_trace(recorded, fields, attempts, ticket))
     for _ in range(BATCH_TRACES):
@@ -193,7 +194,7 @@ def measure_parts(report: Report) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--requests", type=int, default=3000, help="in each round, to each router")
+    parser.add_argument("--requests", type=int, default=4000, help="in each round, to each router")
     add_record_option(parser)
     args = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

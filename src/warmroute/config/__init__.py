@@ -11,7 +11,7 @@ from warmroute.config.island_settings import IslandAffinity, IslandConfig
 from warmroute.config.journal_settings import Journal
 from warmroute.config.node_settings import NodeConfig, node_name
 from warmroute.config.priority import PriorityName
-from warmroute.config.prompt_settings import ModelConfig, Prompts
+from warmroute.config.prompt_settings import ModelConfig, PromptDoctor, Prompts
 from warmroute.config.provisioner_settings import ProvisionerConfig
 from warmroute.config.route_settings import RouteConfig
 from warmroute.config.routing_settings import Admission, Index, Pricing, Routing
@@ -48,6 +48,7 @@ __all__ = [
     "Polling",
     "Pricing",
     "PriorityName",
+    "PromptDoctor",
     "Prompts",
     "ProvisionerConfig",
     "RouteConfig",

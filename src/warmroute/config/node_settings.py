@@ -45,6 +45,9 @@ class NodeConfig(Section, frozen=True):
     gpu: Annotated[str, Meta(description="GPU of the node, for example `L4`. The autoscaler learns speeds by GPU.")] = (
         ""
     )
+    gpus: Annotated[
+        int, Meta(ge=1, le=1024, description="Number of GPUs of the node. Metrics of GPU seconds count all of them.")
+    ] = 1
     usd_per_hour: Annotated[float, Meta(ge=0, description="Cost of the node. 0: unknown.")] = 0.0
     api_key_env: Annotated[str, Meta(description="Environment variable with the API key that the node requires.")] = ""
     kv_events: Annotated[

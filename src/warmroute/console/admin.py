@@ -6,7 +6,7 @@ import asyncio
 from hashlib import sha256
 from hmac import compare_digest
 from typing import Any, Final, Protocol
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 import msgspec
 
@@ -25,12 +25,12 @@ from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
 from warmroute.fleet.island_registry import IslandRegistry
 from warmroute.fleet.node import Node, Outcome
 from warmroute.index.cache_view import CacheView
-from warmroute.telemetry.exposition import CONTENT_TYPE
-from warmroute.telemetry.prometheus import MetricsPage
+from warmroute.telemetry.scrape import Scrapes
 
 PUBLIC_PATHS: Final = (b"/health", b"/ready", *PAGE_PATHS)
 """Paths that need no token. The live page asks for the token, and sends it with its own requests."""
-
+PIECE_BYTES: Final = 1 << 17
+"""A larger metrics page is sent in pieces of this size, and requests are served between them."""
 
 _OTHER_SITES: Final = (b"cross-site", b"same-site")
 """Values of `Sec-Fetch-Site` with which a browser marks requests of other pages."""
@@ -51,6 +51,8 @@ class Operations(Protocol):
     def readiness(self) -> tuple[int, bytes]: ...
     def describe_models(self) -> list[dict[str, Any]]: ...
     def describe_scaling(self) -> dict[str, Any]: ...
+    def describe_prompts(self, show_text: bool) -> dict[str, Any]:
+        """Return what prevents reuse; the text around differences only with `show_text`."""
 
 
 class AdminApi:
@@ -58,7 +60,7 @@ class AdminApi:
         self,
         fleet: Fleet,
         cache_view: CacheView,
-        metrics: MetricsPage,
+        scrapes: Scrapes,
         decisions: Decisions,
         live: LiveFeed,
         captures: CaptureStreams,
@@ -67,7 +69,7 @@ class AdminApi:
     ) -> None:
         self._fleet = fleet
         self._block_reports = BlockReports(cache_view)
-        self._metrics = metrics
+        self._scrapes = scrapes
         self._decisions = decisions
         self._live = live
         self._captures = captures
@@ -93,8 +95,7 @@ class AdminApi:
     async def answer(self, request: Request, responder: Responder) -> None:
         match request.method, [unquote(part) for part in request.path.split("/")[1:]]:
             case "GET", ["metrics"]:
-                page = await asyncio.get_running_loop().run_in_executor(None, self._metrics.render)
-                responder.reply(200, page, CONTENT_TYPE)
+                await self._send_metrics(request.head, responder)
             case "GET", ["health"]:
                 responder.reply(200, b'{"status":"alive"}')
             case "GET", ["ready"]:
@@ -115,6 +116,8 @@ class AdminApi:
                 _reply(responder, 200, {"islands": describe_islands(self._fleet.islands)})
             case "GET", ["admin", "scaling"]:
                 _reply(responder, 200, self._operations.describe_scaling())
+            case "GET", ["admin", "prompts"]:
+                _reply(responder, 200, self._operations.describe_prompts(self._may_show_text(request)))
             case "POST", ["admin", "nodes"]:
                 _reply(responder, 201, describe_node(self._add_node(request.body)))
             case "GET", ["admin", "nodes", name]:
@@ -145,7 +148,9 @@ class AdminApi:
                 raise method_not_allowed("GET, POST")
             case _, ["admin", "nodes", _]:
                 raise method_not_allowed("GET, DELETE")
-            case _, ["admin", "models" | "islands" | "scaling" | "decisions" | "live"] | ["admin", "decisions", _]:
+            case _, ["admin", "models" | "islands" | "scaling" | "prompts" | "live" | "decisions"]:
+                raise method_not_allowed("GET")
+            case _, ["admin", "decisions", _]:
                 raise method_not_allowed("GET")
             case _, ["admin", "capture"] | ["admin", "capture", "stream"]:
                 raise method_not_allowed("GET")
@@ -156,11 +161,34 @@ class AdminApi:
                     404,
                     "Not found. The paths are / (the live page), /metrics, /health, /ready, /admin/nodes, "
                     "/admin/nodes/NAME, /admin/nodes/NAME/drain, /admin/nodes/NAME/undrain, /admin/nodes/NAME/blocks, "
-                    "/admin/models, /admin/islands, /admin/scaling, /admin/live, /admin/capture, "
+                    "/admin/models, /admin/islands, /admin/scaling, /admin/prompts, /admin/live, /admin/capture, "
                     "/admin/capture/stream, /admin/decisions, /admin/decisions/REQUEST_ID, /admin/explain and "
                     "/admin/reload.",
                     code="not_found",
                 )
+
+    def _may_show_text(self, request: Request) -> bool:
+        """Return whether the request asks for the text of prompts. Raises HttpError if the admin API has no token."""
+        if parse_qs(request.query).get("show_text", ["0"])[-1] in ("0", "false", ""):
+            return False
+        if not self._token:
+            raise HttpError(
+                403, "The text of prompts is shown only if the admin API requires a token: set admin.token_sha256.",
+                code="forbidden", kind="permission_error",
+            )  # fmt: skip
+        return True
+
+    async def _send_metrics(self, head: RequestHead, responder: Responder) -> None:
+        pieces, content_type, headers = await self._scrapes.page(head.get(b"accept"), head.get(b"accept-encoding"))
+        if sum(map(len, pieces)) <= PIECE_BYTES:
+            responder.reply(200, b"".join(pieces), content_type, headers)
+            return
+        responder.start(200, content_type, headers)
+        for piece in pieces:
+            for at in range(0, len(piece), PIECE_BYTES):
+                responder.write(piece[at : at + PIECE_BYTES])
+                await asyncio.sleep(0)
+        responder.end()
 
     def _find_node(self, name: str) -> Node:
         try:

@@ -10,10 +10,11 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
+
+import msgspec
 
 from warmroute._kernel import read_usage
 from warmroute.edge import errors
@@ -45,17 +46,16 @@ _NAME_CHARACTERS: Final = " !#$&'()*+,/:;<=>?@[]^`{|}"
 """Characters of a node's name that need no escape in a header, beside letters and digits."""
 _NODE_LIMITS: Final = re.compile(rb"(?im)^x-ratelimit-[^\r\n]*\r\n")
 """Rate limits of a node, which the router replaces with its own where the tenant has some."""
-_CHUNKED_LINE: Final = b"Transfer-Encoding: chunked\r\n"
+_NOT_YET: Final[Any] = None
 
 
-@dataclass(slots=True, eq=False)
-class ProxyExchange:
+class ProxyExchange(msgspec.Struct, eq=False):
     # for the whole request
     _proxy: Proxy
     _client: ClientConnection
     _head: RequestHead
     body: bytes
-    attempts: Attempts = field(init=False)
+    attempts: Attempts = _NOT_YET
     trace: RequestTrace | None = None
     """None if the request is not recorded."""
     node_fields: bytes = b""
@@ -75,8 +75,8 @@ class ProxyExchange:
     _dechunk: ChunkReader | None = None
     _tail: deque[bytes] | bytes | None = None
     """The last pieces of the response, or all of it, where its usage is wanted."""
-    _first_token_detector: FirstTokenDetector = field(init=False)
-    _sink: Callable[[bytes], object] = field(init=False)
+    _first_token_detector: FirstTokenDetector = _NOT_YET
+    _sink: Callable[[bytes], object] = _NOT_YET
     """Where the body goes once its first token was found."""
 
     # Before a node is chosen.
@@ -99,12 +99,14 @@ class ProxyExchange:
         self._client.send_error(error, self.attempts.request_id)
         if self.trace is not None:
             self.trace.end(self._proxy.now(), error.status, error.code)
+        self.forget()
 
     def reject(self, why: RoutingError) -> int:
         error = self._proxy.to_http_error(why, self.attempts.request)
         self._client.send_error(error, self.attempts.request_id)
         if self.trace is not None:
             self.trace.end(self._proxy.now(), error.status, error.code)
+        self.forget()
         return error.status
 
     # To nodes.
@@ -135,27 +137,11 @@ class ProxyExchange:
     def request_head(self, pool: ConnectionPool, ticket: Ticket) -> bytes:
         """Return the head for a node."""
         rank = ticket.rank if isinstance(ticket, Dispatch) else None  # the one that holds the prompt
-        proxy, head, peer = self._proxy, self._head, self._client.peer
-        forwarded = head.forwarded_for
-        if peer:
-            forwarded = forwarded + b", " + peer if forwarded else peer
-        authorization = pool.authorization_line
-        if not authorization and proxy.passes_authorization:
-            if head.authorization:
-                authorization = b"Authorization: %b\r\n" % head.authorization
-            if head.api_key:
-                authorization += b"X-Api-Key: %b\r\n" % head.api_key
-        return b"%b %b HTTP/1.1\r\n%b%b%bContent-Length: %d\r\nX-Request-Id: %b\r\n%b%b\r\n" % (
-            head.method,
-            head.target,
-            pool.host_line,
-            self.node_fields or head.forwarded_fields if self.trace is None else self.trace.forwarded_fields(ticket),
-            authorization,
-            len(self.body),
-            self.attempts.request_id,
-            b"X-Forwarded-For: %b\r\n" % forwarded if forwarded else b"",
-            b"" if rank is None else b"X-Data-Parallel-Rank: %d\r\n" % rank,
-        )
+        fields = self.node_fields if self.trace is None else self.trace.forwarded_fields(ticket)
+        return self._head.for_node(
+            pool.host_line, pool.authorization_line, self._proxy.passes_authorization, len(self.body),
+            self.attempts.request_id, self._client.peer, rank, fields,
+        )  # fmt: skip
 
     def count_stale_connection(self) -> None:
         self._proxy.counters.stale_connections += 1
@@ -192,11 +178,12 @@ class ProxyExchange:
         status, attempts = head.status, self.attempts
         if self.trace is not None:
             self.trace.node_answered(attempt.ticket, status)
+        retry_after_s = _seconds(head.retry_after) if status in (429, 503) else None
         if attempt is self._hedge:
-            if not attempts.hedge_started(status, now_s):
+            if not attempts.hedge_started(status, retry_after_s, now_s):
                 self._hedge = None
                 return None
-        elif not attempts.response_started(status, _seconds(head.retry_after), now_s):
+        elif not attempts.response_started(status, retry_after_s, now_s):
             return None
         proxy, client = self._proxy, self._client
         length = head.length
@@ -205,38 +192,29 @@ class ProxyExchange:
         client.release_body()
         keep_alive = client.keeps_alive and length != UNTIL_CLOSE
         write: Callable[[bytes], object] = client.write
-        if length >= 0:
-            framing = b"" if status == 204 else b"Content-Length: %d\r\n" % length
-        elif length == CHUNKED:
-            framing = _CHUNKED_LINE
+        accepts_chunked = True
+        if length < 0:
             self._events = head.content_type[:17].lower() == b"text/event-stream"
-            if not client.accepts_chunked:
-                framing, keep_alive = b"", False
+            accepts_chunked = client.accepts_chunked
+            if length == CHUNKED and not accepts_chunked:
+                keep_alive = False
                 self._dechunk = ChunkReader()
                 write = self._write_dechunked
-        else:
-            framing = b""
-            self._events = head.content_type[:17].lower() == b"text/event-stream"
         self._keep_alive = keep_alive
         passing = head.forwarded_fields
         if 300 <= status < 400:
             passing = attempt.pool.own_address.sub(rb"\1", passing)
-        limits = b""
+        more_lines = b""
         if attempts.charge is not None:
-            passing, limits = _NODE_LIMITS.sub(b"", passing), _header_lines(attempts.charge.headers(now_s))
-        response_head = b"%b%b%bX-Request-Id: %b\r\n%b%b\r\n" % (
-            head.status_line,
-            passing,
-            framing,
-            attempts.request_id,
-            limits + self._node_lines() if proxy.node_headers else limits,
-            b"" if keep_alive and self._head.minor_version else client.connection_line(keep_alive),
-        )
+            passing, more_lines = _NODE_LIMITS.sub(b"", passing), _header_lines(attempts.charge.headers(now_s))
+        if proxy.node_headers:
+            more_lines += self._node_lines()
+        if not keep_alive or not self._head.minor_version:
+            more_lines += client.connection_line(keep_alive)
         self._head_sent = True
-        if self._dechunk is None:
-            client.write(response_head + first)
-        else:
-            client.write(response_head)
+        as_it_is = first if self._dechunk is None else b""
+        client.write(head.for_client(passing, accepts_chunked, attempts.request_id, more_lines, as_it_is))
+        if self._dechunk is not None:
             write(first)
         if attempts.wants_usage:
             if whole:
@@ -302,6 +280,7 @@ class ProxyExchange:
         self._client.response_sent(self._keep_alive, now_s)
         if proxy.log_requests:
             proxy.log_request(attempts, "complete")
+        self.forget()
 
     def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
         """The client has a part of the response: end it so that no client takes it for complete."""
@@ -313,6 +292,7 @@ class ProxyExchange:
         self._break_off(why, frames)
         if proxy.log_requests:
             proxy.log_request(self.attempts, "broken")
+        self.forget()
 
     def _break_off(self, why: errors.HttpError, frames: ChunkReader | None) -> None:
         """End the response so that no client takes it for complete."""
@@ -355,6 +335,16 @@ class ProxyExchange:
         self.withdraw_hedge()
         if not self.attempts.done:
             self.attempts.abandon(self._proxy.now())
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the body of a request that has ended, and the references that lead back to this exchange: what it holds
+        must not stay in memory until the next garbage collection."""
+        self.body = b""
+        self._attempt = None
+        self.attempts.driver = self._proxy.ended
+        if self._dechunk is not None:
+            self._sink = self._client.write
 
     def internal_error(self, error: Exception, frames: ChunkReader | None = None) -> None:
         """The router itself failed at this request: answer with 500, or break off a response that has begun."""
@@ -419,6 +409,6 @@ def _seconds(retry_after: bytes) -> int | None:
         return min(int(retry_after), MAX_RETRY_AFTER_S)
     try:
         left_s = parsedate_to_datetime(retry_after.decode("ascii")).timestamp() - time.time()
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return max(1, min(int(left_s), MAX_RETRY_AFTER_S))

@@ -31,10 +31,12 @@ class LargeBodyExchange:
 
     def scanned(self, done: Future[ScannedBody]) -> None:
         client, proxy = self._client, self._proxy
+        body, self._body = self._body, b""
+        del self.scanning  # it refers to this exchange
         if done.cancelled() or not client.is_serving(self):
             return
         try:
-            exchange = proxy.begin(client, self._head, self._path, self._body, done.result(), self._trace)
+            exchange = proxy.begin(client, self._head, self._path, body, done.result(), self._trace)
         except HttpError as error:
             self._end_trace(error)
             client.send_error(error)
@@ -52,6 +54,7 @@ class LargeBodyExchange:
 
     def cut_off(self) -> None:
         self.scanning.cancel()
+        self._body = b""
         error = errors.router_stopping()
         self._end_trace(error)
         self._client.send_error(error)

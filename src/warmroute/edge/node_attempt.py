@@ -7,8 +7,9 @@ that the engine stops generating.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from warmroute.edge.connection_pool import ConnectionPool
 from warmroute.edge.http1 import ChunkReader, ResponseHead
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
     from warmroute.edge.exchange import ProxyExchange
 
 
-@dataclass(slots=True, eq=False)
-class NodeAttempt:
+class NodeAttempt(msgspec.Struct, eq=False):
     """Implements node_connection.ResponseHandler."""
 
     _exchange: ProxyExchange

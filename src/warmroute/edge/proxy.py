@@ -14,6 +14,7 @@ from warmroute.edge.admission_errors import to_error
 from warmroute.edge.body_scanner import BodyScanner, ScannedBody, scan
 from warmroute.edge.client_connection import ClientConnection
 from warmroute.edge.connection_pool import ConnectionPools
+from warmroute.edge.ended_request import EndedRequest
 from warmroute.edge.errors import HttpError
 from warmroute.edge.exchange import ProxyExchange
 from warmroute.edge.http1 import RequestHead
@@ -67,17 +68,22 @@ class Proxy:
         self.requests = RequestBuilder(config, fleet, now)
         self.body_scanner = BodyScanner()
         self.own_endpoints = OwnEndpoints(fleet)
+        self.ended = EndedRequest(self.internal_error)
         self.rate_limits = RateLimits((), now())
         self.dispatcher = Dispatcher(
             fleet, router, admission, counters, journal, config.upstream.max_attempts, now, self._node_freed,
-            hedging=config.hedging,
+            hedging=config.hedging, call_soon=_call_soon,
         )  # fmt: skip
         self.dispatcher.capture = capture.request_ended
         self._capture = capture
         self._prompt_reader = prompt_reader
         self._held: list[PendingPrompt] | None = None
         """Requests that wait while the router starts; None: they do not wait."""
+        self._freed_nodes: dict[Node, None] = {}
+        """Nodes that may have room for queued requests since the last iteration of the event loop."""
         self._request_ids = random_ids()
+        self.sample_prompt: Callable[[Attempts, bytes, bytes], object] | None = None
+        """Called with the path and the body of each request; None: prompts are not sampled."""
         self.tracing: Tracing | None = None
         """None: the header lines of traces pass unchanged."""
         self.reconfigure(config)
@@ -121,7 +127,9 @@ class Proxy:
     def serve(
         self, client: ClientConnection, head: RequestHead, body: bytes
     ) -> ProxyExchange | LargeBodyExchange | None:
-        path = head.target.partition(b"?")[0]
+        path = head.target
+        if b"?" in path:
+            path = path.partition(b"?")[0]
         if head.method != b"POST":
             self.own_endpoints.serve(client, path)
             return None
@@ -165,7 +173,9 @@ class Proxy:
         if charge is not None:
             exchange.attempts.charge = charge
         if path not in FORWARDED:  # the router does not know what such a path does
-            exchange.attempts.hedgeable = False
+            exchange.attempts.repeatable = False
+        elif self.sample_prompt is not None:
+            self.sample_prompt(exchange.attempts, path, body)
         if self._held is not None and request.may_queue and not request.deadline_s and not request.total_deadline_s:
             exchange.pending_prompt = PendingPrompt(lambda _: self._resume(exchange, path, body, scanned.outline))
             self._held.append(exchange.pending_prompt)
@@ -173,6 +183,7 @@ class Proxy:
         try:
             self._route(exchange, path, body, scanned.outline)
         except HttpError:
+            exchange.forget()
             raise
         except Exception as error:
             exchange.release()
@@ -237,10 +248,11 @@ class Proxy:
                 return None
         elif self._capture.on and not self.router.policy_of(request).wants_tokens:
             return None
-        if prompt.token_count < self._min_tokens and prompt.total_tokens < self._min_tokens:
+        tokens = prompt.total_tokens
+        if tokens < self._min_tokens:
             return None
-        lookup = lookup_of(prompt, self._sharing.get(request.tenant, ""))
-        return lookup if prompt.total_tokens <= MAX_LOOKUP_TOKENS else lookup.prefix(MAX_LOOKUP_TOKENS)
+        lookup = lookup_of(prompt, self._sharing.get(request.tenant, "") if self._sharing else "")
+        return lookup if tokens <= MAX_LOOKUP_TOKENS else lookup.prefix(MAX_LOOKUP_TOKENS)
 
     def enter(self, attempts: Attempts, prompt: Prompt | None) -> None:
         """Asks for a node. Raises HttpError."""
@@ -251,6 +263,7 @@ class Proxy:
             tokens = prompt.total_tokens if prompt is not None else None
             attempts.enter(self.lookup(request, prompt), tokens, self.now())
         except RoutingError as why:
+            why.__traceback__ = None  # its frames hold the request, and `why`
             raise self.to_http_error(why, request) from None
 
     def _begin_charge(self, request: RoutingRequest, path: bytes, body: bytes) -> Charge | None:
@@ -278,9 +291,16 @@ class Proxy:
         )
         return errors.internal_error()
 
-    def _node_freed(self, node: Node, now_s: float) -> None:
+    def _node_freed(self, node: Node, _now_s: float) -> None:
+        """Look at the admission queue once for all that happens in this iteration of the event loop."""
         if self.admission.queue.waiting:
-            asyncio.get_running_loop().call_soon(self.admission.node_freed, node, now_s)
+            if not self._freed_nodes:
+                asyncio.get_running_loop().call_soon(self._fill_freed_nodes)
+            self._freed_nodes[node] = None
+
+    def _fill_freed_nodes(self) -> None:
+        nodes, self._freed_nodes = self._freed_nodes, {}
+        self.admission.nodes_freed(nodes, self.now())
 
     def new_request_id(self) -> bytes:
         return next(self._request_ids)
@@ -307,3 +327,7 @@ class Proxy:
             duration_ms=round((now_s - ticket.opened_s) * 1000.0, 1),
             attempts=attempts.tried,
         )
+
+
+def _call_soon(act: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_soon(act)

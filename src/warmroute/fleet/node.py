@@ -52,8 +52,8 @@ class Node(NodeState):
     __slots__ = (
         "adapter_names", "api_key_env", "busy_until_s", "config", "context_windows", "draining", "engine",
         "excused_failures", "groups", "health", "host", "incarnation", "island", "last_progress_s", "loaded_adapters",
-        "model_cards", "models", "port", "rates", "recent_requests", "reported", "role", "running", "scheme", "seed",
-        "url", "waiting",
+        "model_cards", "models", "number", "port", "rates", "recent_requests", "reported", "role", "running", "scheme",
+        "seed", "url", "waiting",
     )  # fmt: skip
 
     def __init__(self, config: NodeConfig, health: HealthConfig, adapters: FleetAdapters | None = None) -> None:
@@ -67,6 +67,9 @@ class Node(NodeState):
         self._apply_config(config)
         self.seed = key_hash(self.name.encode())
         """Seed for rendezvous hashing. Derived from the name, so that the address may change."""
+
+        self.number = 0
+        """Nodes are in the order of their numbers, which the fleet gives them."""
 
         # What it serves.
         self.models: tuple[str, ...] | None = config.models or None

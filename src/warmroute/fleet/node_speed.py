@@ -33,12 +33,6 @@ def work(new: float, cached: float, prompts: int = 1) -> float:
     return new * (1.0 + ATTENTION_WORK * (cached + 0.5 * new) / prompts)
 
 
-def saved_work(cached: float, square: float) -> float:
-    """Return work(prompt, 0) - work(prompt - cached, cached), which does not depend on the prompt's length. `square` is
-    cached², so that the mean over several nodes follows from two means."""
-    return cached + 0.5 * ATTENTION_WORK * square
-
-
 class NodeSpeed(SpeedState):
     """The learned speed of one node. SpeedState holds the fields for the kernel."""
 

@@ -35,6 +35,7 @@ from warmroute.fleet.node import Node
 from warmroute.index.cache_view import CacheView
 from warmroute.prompt.tokenizer import pack_token_ids
 from warmroute.prompt.tokenizer_registry import TokenizerRegistry
+from warmroute.prompt_doctor.prompt_doctor import PromptDoctor
 from warmroute.routing.admission import Admission
 from warmroute.routing.router import Router
 from warmroute.scaling.scaling_service import ScalingService
@@ -49,14 +50,22 @@ from warmroute.service.process_exit import guard_exit
 from warmroute.service.startup import hold_until_started
 from warmroute.service.tokenizer_search import find_tokenizer_files
 from warmroute.telemetry.alerts import Alerts
+from warmroute.telemetry.cache_changes import CacheChanges
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.fleet_alerts import FleetAlerts
 from warmroute.telemetry.history import History, ScalingChange
+from warmroute.telemetry.hit_rate_alerts import HitRateAlerts
+from warmroute.telemetry.hit_rate_causes import Causes
+from warmroute.telemetry.hit_rate_metrics import HitRateMetrics
 from warmroute.telemetry.journal import Journal
-from warmroute.telemetry.loop_delay import watch_loop_delay
+from warmroute.telemetry.loop_delay import LoopDelay
+from warmroute.telemetry.process_metrics import add_process_metrics
 from warmroute.telemetry.prometheus import MetricsPage
+from warmroute.telemetry.router_metrics import RouterMetrics
+from warmroute.telemetry.scrape import Scrapes
 from warmroute.telemetry.tracing.create import create_tracing
 from warmroute.telemetry.traffic import Traffic
+from warmroute.telemetry.traffic_metrics import TrafficMetrics
 
 log = EventLog("warmroute.service")
 GC_THRESHOLD = 20_000
@@ -100,6 +109,8 @@ class Service:
         self._trace_exporter = tracing[1] if tracing is not None else None
         self.traffic = Traffic()
         self.proxy.dispatcher.request_completed = self.traffic.request_completed
+        self.prompt_doctor = PromptDoctor(self.traffic.requests, now)
+        self.set_prompt_doctor(config.prompt_doctor.enabled)
         self.listener = Listener(self.proxy, config.limits, self.timers)
         node_client = NodeClient(self.pools)
         self.watcher = NodeWatcher(
@@ -117,6 +128,11 @@ class Service:
         self.nodes = NodeSet(self)
         self.certificates = Certificates(self)
         self.scaling = self._create_scaling(config, node_client) if config.scaling.enabled else None
+        self.loop_delay = LoopDelay()
+        changes = CacheChanges(self.fleet, self.cache_view)
+        causes = Causes(self.fleet, self.cache_view, changes, lambda key: self.prompt_doctor.reports.get(key))
+        hit_rates = HitRateAlerts(self.traffic, changes, causes, lambda: self.prompt_doctor.findings)
+        self.alerts = Alerts(FleetAlerts(self.fleet, self.cache_view, self.counters), hit_rates)
         page = MetricsPage(
             self.fleet,
             self.cache_view,
@@ -125,18 +141,26 @@ class Service:
             lambda: (self.admission.queue.waiting, self.admission.queue.queued_total),
             now,
             lambda: self.scaling.stats() if self.scaling is not None else None,
+            (
+                TrafficMetrics(self.traffic, self.counters),
+                HitRateMetrics(hit_rates, self.prompt_doctor),
+                RouterMetrics(
+                    self.config_reload.reloads, self.loop_delay, self.alerts, self.proxy.dispatcher.decisions
+                ),
+                add_process_metrics,
+            ),
         )
         queue = self.admission.queue
+        self.scrapes = Scrapes(page.render)
         self.history = History(self.traffic, self.counters, self.fleet, lambda: queue.waiting, self._last_scaling)
-        self.alerts = Alerts(FleetAlerts(self.fleet, self.cache_view, self.counters))
         snapshot = LiveSnapshot(
             self.fleet, self.cache_view, queue, self.traffic, self.history, self.alerts, self.journal,
-            lambda: self.config.routing.policy, self.describe_scaling, now,
+            lambda: self.config.routing.policy, self.describe_scaling, self.describe_prompts, now,
         )  # fmt: skip
         self.live_feed = LiveFeed(snapshot)
         decisions = Decisions(self.journal, self.proxy)
         admin = AdminApi(
-            self.fleet, self.cache_view, page, decisions, self.live_feed, CaptureStreams(self.capture), self,
+            self.fleet, self.cache_view, self.scrapes, decisions, self.live_feed, CaptureStreams(self.capture), self,
             config.admin.token_sha256,
         )  # fmt: skip
         self.admin_listener = Listener(AsyncHandler(admin.answer, admin.admit), config.limits, self.timers)
@@ -184,6 +208,15 @@ class Service:
         last = self.scaling.autoscaler.last_decision if self.scaling is not None else None
         return None if last is None else ScalingChange(last.at_s, last.nodes, last.desired_nodes, last.reasons)
 
+    def set_prompt_doctor(self, enabled: bool) -> None:
+        """Turn the sampling of prompts on or off. Without it, the doctor forgets what it has."""
+        self.proxy.sample_prompt = self.prompt_doctor.samples.offer if enabled else None
+        if not enabled:
+            self.prompt_doctor.forget()
+
+    def describe_prompts(self, show_text: bool = False) -> dict[str, Any]:
+        return self.prompt_doctor.describe(time.time() - time.monotonic(), show_text)
+
     def describe_models(self) -> list[dict[str, Any]]:
         models = {model.name: model for model in self.config.models}
         return describe_models(
@@ -212,7 +245,7 @@ class Service:
         loop = asyncio.get_running_loop()
         self._tasks = [
             loop.create_task(self.timers.run()),
-            loop.create_task(watch_loop_delay(self.counters)),
+            loop.create_task(self.loop_delay.run()),
             loop.create_task(run_clean_up(self.cache_view, self.tokenizer_registry)),
             loop.create_task(run_admission(self.admission, self.fleet)),
             loop.create_task(run_hedging(self.proxy.dispatcher)),
@@ -220,11 +253,14 @@ class Service:
             loop.create_task(self.journal.run()),
             loop.create_task(self.capture.run()),
             loop.create_task(run_history(self.history, self.alerts)),
+            loop.create_task(self.prompt_doctor.run()),
         ]
         if (file := self._config_file) is not None:
             changed = watch_files(lambda: [file], lambda: self.config_reload.file_changed(file))
             self._tasks.append(loop.create_task(changed))
-        self._tasks.append(loop.create_task(watch_files(lambda: self.certificates.files, self.certificates.reload)))
+        self._tasks.append(
+            loop.create_task(watch_files(lambda: self.certificates.files, self.config_reload.certificates_changed))
+        )
         if self._trace_exporter is not None:
             self._trace_exporter.start()
         self.nodes.reconfigure(config.nodes, config.health)
@@ -273,13 +309,13 @@ class Service:
         for server in self._servers[:1]:
             server.close()
         self.listener.close_idle()
-        try:
-            async with asyncio.timeout(0 if self._stop_now.is_set() else shutdown.deadline_s):
-                await self.listener.until_empty()
-        except TimeoutError:
+        await self._finish_requests(shutdown.deadline_s)
+        if self.listener.connections:
             log.warning(
                 "requests_cut_off",
-                "They did not finish before shutdown.deadline_s.",
+                "A second signal arrived."
+                if self._stop_now.is_set()
+                else "They did not finish before shutdown.deadline_s.",
                 requests=self.listener.busy,
                 deadline_s=shutdown.deadline_s,
             )
@@ -302,6 +338,13 @@ class Service:
             await self._trace_exporter.close()
         await asyncio.sleep(0)
 
+    async def _finish_requests(self, deadline_s: float) -> None:
+        """Wait until all clients have left, at most until the deadline or `stop_now`."""
+        endings = [asyncio.create_task(self.listener.until_empty()), asyncio.create_task(self._stop_now.wait())]
+        await asyncio.wait(endings, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        for ending in endings:
+            ending.cancel()
+
     async def _cut_off(self) -> None:
         """End running requests with an error, and give their clients a moment to read it."""
         self.listener.cut_off_all()
@@ -312,9 +355,8 @@ class Service:
             self.listener.abort_all()
 
     def stop_now(self) -> None:
-        """Cut off running requests, so that `stop` ends at once."""
+        """Let `stop` cut off running requests now."""
         self._stop_now.set()
-        self.listener.cut_off_all()
 
     async def run_until_signal(self) -> None:
         """Start, serve until SIGTERM or SIGINT, and stop. A second signal cuts off running requests."""

@@ -23,7 +23,6 @@ class Counters:
         "interrupted",
         "journal_dropped",
         "journal_written",
-        "loop_delay_max_s",
         "prompts",
         "prompts_in_threads",
         "prompts_not_tokenized",
@@ -81,5 +80,3 @@ class Counters:
         """Traces that the collector did not get, by reason (TRACE_DROPS)."""
         self.traces_limited = 0
         """Requests that were not traced although their client asked for it."""
-        self.loop_delay_max_s = 0.0
-        """Longest delay of the event loop since the last scrape."""

@@ -19,8 +19,10 @@ from warmroute.telemetry.tracing.request_trace import EndedTrace
 
 log = EventLog("warmroute.tracing")
 
-EXPORT_INTERVAL_S: Final = 1.0
-MAX_QUEUED: Final = 2048
+EXPORT_INTERVAL_S: Final = 5.0
+"""Longest time until a trace is sent. A full batch is sent within CHECK_S."""
+CHECK_S: Final = 1.0
+MAX_QUEUED: Final = 4096
 """Traces that may wait for the collector, about 3 KB each."""
 BATCH_TRACES: Final = 64
 """Traces that are sent at once. More would keep the interpreter lock for too long."""
@@ -74,8 +76,12 @@ class TraceExporter:
     # In the thread.
 
     def _run(self) -> None:
-        while not self._stopping.wait(EXPORT_INTERVAL_S):
-            self._send_queued()
+        due_s = 0.0
+        while not self._stopping.wait(min(CHECK_S, EXPORT_INTERVAL_S)):
+            now_s = time.monotonic()
+            if now_s >= due_s or len(self._queue) >= BATCH_TRACES:
+                self._send_queued()
+                due_s = now_s + EXPORT_INTERVAL_S
         self._send_queued()
 
     def _send_queued(self) -> None:
