@@ -14,8 +14,9 @@ from warmroute.edge.admission_errors import to_error
 from warmroute.edge.body_scanner import BodyScanner, ScannedBody, scan
 from warmroute.edge.client_connection import ClientConnection
 from warmroute.edge.connection_pool import ConnectionPools
+from warmroute.edge.ended_request import EndedRequest
 from warmroute.edge.errors import HttpError
-from warmroute.edge.exchange import EndedRequest, ProxyExchange
+from warmroute.edge.exchange import ProxyExchange
 from warmroute.edge.http1 import RequestHead
 from warmroute.edge.large_body import LargeBodyExchange, end_with
 from warmroute.edge.own_endpoints import OwnEndpoints
