@@ -236,7 +236,9 @@ class Seen(NamedTuple):
     alert: str
     finding: dict[str, Any]
     hit_before: float
+    """Of the five minutes before the fault."""
     hit_after: float
+    """Of the last five minutes of the run, most of which were before the fault."""
     drop_gpu_s: float
     """Cost by the drop below the baseline."""
     finding_gpu_s: float
@@ -342,13 +344,12 @@ async def _result(router: RouterProcess, _watch: object) -> Seen:
     seen = _watched[router.url]
     end = await asyncio.to_thread(state, router)
     page = await asyncio.to_thread(_metrics, router)
-    now = re.findall(r"route_hit_ratio\{[^}]*\} ([\d.e+-]+)", page)
     lost = re.findall(r"hit_ratio_lost_gpu_seconds_total\{[^}]*\} ([\d.e+-]+)", page)
     findings = end["prompts"]["findings"]
     before = seen.before or end
     return Seen(
         seen.alert_s, seen.cause, seen.alert, findings[0] if findings else {}, before["window"]["hit_ratio"] or 0.0,
-        float(now[0]) if now else 0.0, sum(map(float, lost)), findings[0]["lost_gpu_s"] if findings else 0.0, [],
+        end["window"]["hit_ratio"] or 0.0, sum(map(float, lost)), findings[0]["lost_gpu_s"] if findings else 0.0, [],
     )  # fmt: skip
 
 
