@@ -54,6 +54,15 @@ static PyObject *read_again(PyObject *reader, const char *first, PyObject *head,
     return again;
 }
 
+/* The router would accept what it sends itself. */
+static void check_written(PyObject *reader, PyObject *text, PyObject *max_fields) {
+    CHECK(PyBytes_Check(text) && PyBytes_GET_SIZE(text) > 4);
+    PyObject *end = integer(PyBytes_GET_SIZE(text) - 4);
+    PyObject *again = max_fields ? must_call(reader, 3, text, end, max_fields) : must_call(reader, 2, text, end);
+    CHECK(!PyLong_Check(again));
+    Py_DECREF(again);
+}
+
 static void check_request(PyObject *head) {
     static const char *const stay_here[] = {"connection", "host", "content-length", "transfer-encoding", "te", "trailer",
                                             "upgrade", "keep-alive", "proxy-connection", "proxy-authorization", "expect",
@@ -65,6 +74,10 @@ static void check_request(PyObject *head) {
     Py_DECREF(read_again(read_request_head, "GET / HTTP/1.1\r\nHost: a\r\n", head, integer(1000000)));
     Py_DECREF(must_call_method(head, "get", 1, PyBytes_FromString("host")));
     Py_DECREF(must_call_method(head, "get", 1, PyBytes_FromString("no-such-field")));
+    PyObject *for_node = must_call_method(head, "for_node", 8, PyBytes_FromString("Host: b\r\n"), PyBytes_FromString(""),
+                                          Py_NewRef(Py_True), integer(3), PyBytes_FromString("id"),
+                                          PyBytes_FromString("1.2.3.4"), integer(2), PyBytes_FromString("X-A: 1\r\n"));
+    check_written(read_request_head, for_node, integer(1000000));
 }
 
 static void check_response(PyObject *head) {
@@ -74,6 +87,10 @@ static void check_response(PyObject *head) {
     CHECK(attribute(head, "length") != -2 || !attribute(head, "keep_alive"));
     check_fields(head, stay_here);
     Py_DECREF(read_again(read_response_head, "HTTP/1.1 200 OK\r\n", head, NULL));
+    PyObject *fields = PyObject_GetAttrString(head, "forwarded_fields");
+    PyObject *for_client = must_call_method(head, "for_client", 5, fields, Py_NewRef(Py_True), PyBytes_FromString("id"),
+                                            PyBytes_FromString("X-A: 1\r\n"), PyBytes_FromString(""));
+    check_written(read_response_head, for_client, NULL);
 }
 
 static void check_result(PyObject *result, void (*check)(PyObject *)) {
