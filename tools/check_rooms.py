@@ -25,11 +25,12 @@ MAY_KNOW: dict[str, set[str]] = {
     "routing": {"_kernel", "config", "prompt", "index", "fleet"},
     "telemetry": {"blocking", "config", "fleet", "index", "routing"},
     "edge": {"_kernel", "config", "prompt", "fleet", "routing", "telemetry"},
+    "cluster": {"config", "fleet", "index", "routing"},
     "engines": {"config", "fleet", "index"},
     "scaling": {"blocking", "config", "fleet", "index"},
     "console": {"config", "edge", "fleet", "index", "routing", "scaling", "telemetry"},
     "fake_engine": {"config", "edge"},
-    "replay": {"_kernel", "config", "prompt", "index", "fleet", "routing", "engines", "scaling", "fake_engine"},
+    "replay": {"_kernel", "config", "prompt", "index", "fleet", "routing", "cluster", "engines", "scaling", "fake_engine"},
     "demo": {"config", "scaling", "fake_engine", "replay"},
 }
 LEAVES = {"event_log", "http_client", "look"}

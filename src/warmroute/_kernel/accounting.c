@@ -134,6 +134,7 @@ static void unlist_unstreamed(NodeState *node, TicketState *t) {
 /* Its prefill is done, as far as the router knows. */
 static void end_prefill(NodeState *node, TicketState *t) {
     node->pending_work -= t->pending_work;
+    node->changes++;
     t->pending_work = 0.0;
     if (t->is_unstreamed)
         unlist_unstreamed(node, t);
@@ -242,6 +243,8 @@ static PyMemberDef node_members[] = {
     {"other_load", T_PYSSIZET, offsetof(NodeState, other_load), 0, NULL},
     {"polls", T_PYSSIZET, offsetof(NodeState, polls), 0, NULL},
     {"unstarted", T_PYSSIZET, offsetof(NodeState, unstarted), 0, NULL},
+    {"kv_sum", T_DOUBLE, offsetof(NodeState, kv_sum), READONLY, NULL},
+    {"changes", T_PYSSIZET, offsetof(NodeState, changes), READONLY, NULL},
     {"unstreamed_prefills", T_PYSSIZET, offsetof(NodeState, unstreamed_prefills), READONLY, NULL},
     NO_MEMBER};
 
@@ -299,9 +302,14 @@ static always_inline NodeState *node_of(const TicketState *t) {
     return NULL;
 }
 
+static void change_kv(NodeState *node, double tokens) {
+    node->kv_delta += tokens;
+    node->kv_sum += tokens;
+}
+
 static void add_prompt(TicketState *t, NodeState *node, double now_s) {
     node->pending_work += t->unlearned_work;
-    node->kv_delta += (double)t->new_tokens;
+    change_kv(node, (double)t->new_tokens);
     node->kv_new += t->new_tokens;
     node->context_tokens += t->tokens;
     if (t->streams)
@@ -341,6 +349,7 @@ static PyObject *ticket_open(TicketState *t, PyObject *const *args, Py_ssize_t c
     t->polls = node->polls;
     node->inflight++;
     node->unstarted++;
+    node->changes++;
     record_arrival(node, now_s);
     if (has_prompt) {
         t->decode_speed = (DecodeSpeedState *)Py_NewRef(args[2]);
@@ -431,9 +440,9 @@ static PyObject *ticket_record_answer(TicketState *t, PyObject *const *args, Py_
 static void remove_prompt(TicketState *t, NodeState *node) {
     if (t->first_token_s == 0.0)
         end_prefill(node, t);
-    node->kv_delta -= (double)t->new_tokens;
+    change_kv(node, -(double)t->new_tokens);
     if (node->polled_s > t->opened_s) /* the last poll counted some of its answer, too */
-        node->kv_delta -= t->output_tokens;
+        change_kv(node, -t->output_tokens);
     node->kv_new -= t->new_tokens;
     node->context_tokens -= t->tokens;
 }
@@ -453,6 +462,7 @@ static PyObject *ticket_release(TicketState *t, PyObject *const *args, Py_ssize_
     if (t->decode_speed)
         remove_prompt(t, node);
     t->is_open = 0;
+    node->changes++;
     if (!--node->inflight)
         node->pending_work = 0.0; /* removes the rounding errors of the sum */
     if (t->first_token_s == 0.0 && t->polls == node->polls)

@@ -105,6 +105,12 @@ class NodeState:
     unstarted: int
 
     @property
+    def kv_sum(self) -> float:
+        """The sum of all changes that tickets made to `kv_delta`. Polls do not reset it."""
+    @property
+    def changes(self) -> int:
+        """How often tickets changed these figures."""
+    @property
     def unstreamed_prefills(self) -> int:
         """Our requests without streaming whose prefill is not due yet."""
     @property

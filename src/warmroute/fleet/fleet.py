@@ -79,6 +79,7 @@ class Fleet:
         node.draining = True
         del self._nodes[name]
         for group in node.groups:
+            group.inflight -= node.peer_load.inflight
             self._rebuild(group)
         node.groups = ()
         self.islands.remove(node)
@@ -156,6 +157,11 @@ class Fleet:
         names = dict.fromkeys(node.models or ())
         self.models_ever_served.update(names)
         node.groups = tuple(self._groups.setdefault(name, Group(name)) for name in names)
+        if peer_inflight := node.peer_load.inflight:
+            for group in before:
+                group.inflight -= peer_inflight
+            for group in node.groups:
+                group.inflight += peer_inflight
         for group in {*before, *node.groups}:
             self._rebuild(group)
         self._speed_review.assume_peers(node)
