@@ -17,6 +17,7 @@ typedef struct {
     double early_share;                             /* of answers whose first token came sooner than a step allows */
     Py_ssize_t answers, lone_prefills, timed_answers;
     char is_replaced;                               /* ms_per_token is the peers' */
+    PyObject *samples;                              /* a list: learn() takes them later; NULL: learn at once */
 } SpeedState;
 
 /* fleet/decode_speed.py inherits from it: time per output token as a line over the context, with a lower bound. */

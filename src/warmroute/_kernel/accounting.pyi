@@ -68,6 +68,11 @@ class SpeedState:
     _ms: float
     _at_s: float
     _last_first_token_s: float
+    samples: list[tuple[float, float, float, float, bool]] | None
+    """What `learn` takes, for each first token, if it is to be learned later; None: the kernel learns at once."""
+
+    def learn(self, work: float, step_ms: float, sent_s: float, now_s: float, lone: bool, /) -> None:
+        """Learn from a first token: a prompt with this much work, sent at `sent_s`, was prefilled at `now_s`."""
 
 class DecodeSpeedState:
     """The learned decode speed of a model."""

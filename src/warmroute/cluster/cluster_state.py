@@ -10,38 +10,46 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from warmroute.cluster.cluster_turns import ClusterTurns
 from warmroute.cluster.messages import PEER_TTL_S, BadMessage, Update, decode, encode
 from warmroute.cluster.peer import Peer
 from warmroute.cluster.publisher import Publisher
+from warmroute.cluster.shared_speeds import SharedSpeeds
 from warmroute.cluster.transport import Transport
 from warmroute.event_log import EventLog
-from warmroute.fleet.fleet import Fleet, UnknownNode
+from warmroute.fleet.fleet import UnknownNode
 from warmroute.fleet.node import Node
 from warmroute.index.cache_view import CacheView
-from warmroute.routing.conversation_affinity import ConversationAffinity
+from warmroute.routing.dispatcher import Dispatcher
 
 log = EventLog("warmroute.cluster")
+
+Changed = Callable[[], object]
 
 MAX_PEERS: Final = 256
 """Processes whose messages count. A cluster has fewer; a flood of made-up senders stays harmless."""
 
 
 class ClusterState:
-    def __init__(
-        self,
-        sender: str,
-        fleet: Fleet,
-        cache_view: CacheView,
-        affinity: ConversationAffinity,
-        node_freed: Callable[[Node, float], object],
-    ) -> None:
-        """`sender` identifies this process. `node_freed` is called when a peer's request left room on a node."""
-        self._fleet = fleet
+    def __init__(self, sender: str, dispatcher: Dispatcher, cache_view: CacheView, changed: Changed) -> None:
+        """`sender` identifies this process. `changed` is called when there is something to publish."""
+        self._dispatcher = dispatcher
+        self._fleet = fleet = dispatcher.fleet
         self._cache_view = cache_view
-        self._affinity = affinity
-        self._node_freed = node_freed
-        self.publisher = Publisher(sender, fleet, cache_view, affinity)
+        self._affinity = affinity = dispatcher.router.island_choice.affinity
+        self._node_freed = node_freed = dispatcher.node_freed
+        self._speeds = SharedSpeeds(fleet)
+        self.publisher = Publisher(sender, fleet, cache_view, affinity, dispatcher.admission.queue, self._speeds)
         self.peers: dict[str, Peer] = {}
+
+        def freed(node: Node, now_s: float) -> None:
+            node_freed(node, now_s)
+            changed()
+
+        dispatcher.node_freed = freed
+        dispatcher.router.on_dispatch = changed
+        turns = dispatcher.admission.turns = ClusterTurns(self.peers, changed)
+        turns.published_work = self.publisher.published_work
         self.received = self.rejected = 0
         self._logged: set[str] = set()
 
@@ -51,6 +59,7 @@ class ClusterState:
         update = self.publisher.next_update(now_s)
         if update is not None:
             transport.publish(encode(update))
+        self._speeds.learn(now_s)
 
     def receive(self, message: bytes, now_s: float) -> None:
         """Take a message of another process. Never raises."""
@@ -73,6 +82,8 @@ class ClusterState:
             peer.lost += 1
         else:
             freed = peer.apply(update, now_s)
+            for one in update.prefills:
+                self._speeds.add(one, peer.local_s(one.sent_s), min(now_s, peer.local_s(one.at_s)))
             self._apply_routed(update, now_s)
             for home in update.homes:
                 self._affinity.remember(home.key, (home.home, home.last), now_s)
@@ -109,7 +120,11 @@ class ClusterState:
                 self._node_freed(node, now_s)
 
     def close(self) -> None:
+        dispatcher = self._dispatcher
+        dispatcher.node_freed, dispatcher.router.on_dispatch = self._node_freed, None
+        dispatcher.admission.turns = None
         self.publisher.close()
+        self._speeds.close()
         for peer in self.peers.values():
             peer.forget()
         self.peers.clear()

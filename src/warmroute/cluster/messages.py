@@ -28,6 +28,7 @@ PEER_TTL_S: Final = 1.0
 MAX_MESSAGE_BYTES: Final = 4 << 20
 MAX_NODES: Final = 16_384
 MAX_MODELS: Final = 4_096
+MAX_PREFILLS: Final = 8_192
 MAX_ROUTED: Final = 4_096
 MAX_ROUTED_BYTES: Final = 1 << 20
 """Block hashes in one message. What is beyond is not published, and counted."""
@@ -53,12 +54,23 @@ class NodeRow(msgspec.Struct, frozen=True, array_like=True):
     """Total of the requests that it sent to the node."""
     output_tokens: Count
     """Total of the tokens that the node generated for it, which take room in the node's cache."""
-    first_token_s: float
-    """When it last got a first token from the node, on its clock; 0 if never."""
     ms_per_token: Number
     """The prefill speed that it has learned, and from how many answers."""
     speed_factor: Number
     answers: Count
+
+
+class Prefill(msgspec.Struct, frozen=True, array_like=True):
+    """A first token: a prompt with this much uncached work was prefilled. All processes learn a node's speed from the
+    first tokens of all, in the order of time, since a node prefills their prompts together."""
+
+    node: Name
+    work: Number
+    step_ms: Number
+    sent_s: float
+    at_s: float
+    lone: bool
+    """Whether no other prompt waited on the node."""
 
 
 class RoutedPrompt(msgspec.Struct, frozen=True, array_like=True):
@@ -91,6 +103,9 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     nodes: Annotated[tuple[NodeRow, ...], Meta(max_length=MAX_NODES)] = ()
     waiting: Annotated[dict[Name, Count], Meta(max_length=MAX_MODELS)] = {}
     """Requests in its admission queue, by model."""
+    heads: Annotated[dict[Name, tuple[Count, float]], Meta(max_length=MAX_NODES)] = {}
+    """Priority and score of the first request that waits for a node, by node."""
+    prefills: Annotated[tuple[Prefill, ...], Meta(max_length=MAX_PREFILLS)] = ()
     routed: Annotated[tuple[RoutedPrompt, ...], Meta(max_length=MAX_ROUTED)] = ()
     homes: Annotated[tuple[Home, ...], Meta(max_length=MAX_HOMES)] = ()
 
@@ -117,8 +132,11 @@ def decode(message: bytes) -> Update:
         raise BadMessage("the message is not an update") from None
     if update.version != VERSION:
         raise BadMessage(f"the message has version {update.version}; this process has version {VERSION}")
-    if not isfinite(update.sent_s) or not all(isfinite(row.first_token_s) for row in update.nodes):
+    times = (update.sent_s, *(time_s for one in update.prefills for time_s in (one.sent_s, one.at_s)))
+    if not all(map(isfinite, times)):
         raise BadMessage("a time is not a number")
+    if not all(isfinite(score) for _, score in update.heads.values()):
+        raise BadMessage("a score is not a number")
     if any(len(prompt.chain) % 8 for prompt in update.routed):
         raise BadMessage("a list of block hashes is cut off")
     return update

@@ -11,7 +11,7 @@ from warmroute.cluster.messages import NodeRow, Update
 from warmroute.fleet.fleet import Fleet, UnknownNode
 from warmroute.fleet.group import Group
 from warmroute.fleet.node import Node
-from warmroute.fleet.peer_load import PeerLoad, change_peer_load, record_peer_arrivals, record_peer_first_token
+from warmroute.fleet.peer_load import PeerLoad, change_peer_load, record_peer_arrivals
 from warmroute.index.cache_view import CacheView
 
 MIN_ANSWERS: Final = 8
@@ -39,6 +39,8 @@ class Peer:
         self.heard_s = 0.0
         self.lost = 0
         """Messages that did not arrive, or not in order."""
+        self.heads: dict[str, tuple[int, float]] = {}
+        """Priority and score of its first waiting request, by node."""
         self._clock_offset_s = inf
         self._counted: dict[str, _Counted] = {}
         self._waiting: dict[str, tuple[Group, int]] = {}
@@ -62,7 +64,12 @@ class Peer:
                     freed.append(counted.node)
                     self._count(counted, _NOTHING)
         self._apply_waiting(update.waiting)
+        self.heads = update.heads
         return freed
+
+    def local_s(self, time_s: float) -> float:
+        """Translate a time of the peer's clock."""
+        return time_s + self._clock_offset_s
 
     def _follow_clock(self, sent_s: float, now_s: float) -> None:
         """The smallest difference between sending and arrival is that of the clocks, and of the fastest message."""
@@ -85,8 +92,6 @@ class Peer:
         node.kv_delta += row.kv_sum - before.kv_sum
         if row.opened > before.opened:
             record_peer_arrivals(node, row.opened - before.opened, now_s)
-        if row.first_token_s:
-            record_peer_first_token(node, min(now_s, row.first_token_s + self._clock_offset_s))
         if not node.speed.answers and row.answers >= MIN_ANSWERS and row.ms_per_token > 0.0:
             node.speed.guess(row.ms_per_token)
             node.speed.factor = row.speed_factor or 1.0
@@ -122,5 +127,6 @@ class Peer:
         for counted in self._counted.values():
             self._count(counted, _NOTHING)
         self._counted.clear()
+        self.heads = {}
         self._apply_waiting({})
         return freed

@@ -17,25 +17,39 @@ from warmroute.cluster.messages import (
     RoutedPrompt,
     Update,
 )
+from warmroute.cluster.shared_speeds import SharedSpeeds
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node
-from warmroute.fleet.peer_load import own_first_token_s, own_load
+from warmroute.fleet.peer_load import own_load
 from warmroute.index.cache_view import CacheView
+from warmroute.routing.admission_queue import AdmissionQueue
 from warmroute.routing.conversation_affinity import ConversationAffinity
 
 
 class Publisher:
-    def __init__(self, sender: str, fleet: Fleet, cache_view: CacheView, affinity: ConversationAffinity) -> None:
+    def __init__(
+        self,
+        sender: str,
+        fleet: Fleet,
+        cache_view: CacheView,
+        affinity: ConversationAffinity,
+        queue: AdmissionQueue,
+        speeds: SharedSpeeds,
+    ) -> None:
         self.sender = sender
         self._fleet = fleet
         self._cache_view = cache_view
         self._affinity = affinity
+        self._queue = queue
+        self._speeds = speeds
         self._routed = cache_view.routed_log = []
         self._homes = affinity.log = []
         self._sequence = 0
-        self._published: dict[str, tuple[Node, int, float]] = {}
-        """By node: its `changes` when it was last published, and when this process last got a first token from it."""
-        self._waiting: dict[str, int] = {}
+        self._published: dict[str, tuple[Node, int]] = {}
+        """By node: its `changes` when it was last published."""
+        self._heads: dict[str, tuple[int, float]] = {}
+        self.published_work: dict[str, float] = {}
+        """By node: this process's pending work, as it was last published."""
         self._full_s = -1e9
         self.unpublished = 0
         """Routed prompts and homes that were too many for a message."""
@@ -43,16 +57,17 @@ class Publisher:
     def next_update(self, now_s: float) -> Update | None:
         """Return what has changed since the last call; None if nothing has, and the next full update is not due."""
         full = now_s - self._full_s >= FULL_S
-        rows = tuple(self._rows(full))
+        rows, prefills = tuple(self._rows(full)), tuple(self._speeds.take_own())
         waiting = {group.model: own for group in self._fleet.groups if (own := group.waiting - group.peer_waiting) > 0}
-        if not (full or rows or self._routed or self._homes or waiting != self._waiting):
+        heads = self._queue.heads(now_s) if self._queue.tenants else {}
+        if not (full or rows or self._routed or self._homes or heads.keys() != self._heads.keys()):
             return None
         if full:
             self._full_s = now_s
-        self._waiting = waiting
+        self._heads = heads
         self._sequence += 1
         return Update(
-            VERSION, self.sender, self._sequence, now_s, full, rows, waiting, tuple(self._take_routed()),
+            VERSION, self.sender, self._sequence, now_s, full, rows, waiting, heads, prefills, tuple(self._take_routed()),
             tuple(self._take_homes()),
         )  # fmt: skip
 
@@ -63,21 +78,20 @@ class Publisher:
             if known is None or known[0] is not node:
                 if not node.changes:
                     continue
-                known = (node, -1, 0.0)
             elif known[1] == node.changes and not (full and node.own_inflight):
                 continue
-            first_token_s = own_first_token_s(node, known[2])
-            published[node.name] = (node, node.changes, first_token_s)
-            yield self._row(node, first_token_s)
+            published[node.name] = (node, node.changes)
+            yield self._row(node)
             count += 1
             if count >= MAX_NODES:
                 return
 
-    def _row(self, node: Node, first_token_s: float) -> NodeRow:
+    def _row(self, node: Node) -> NodeRow:
         own, speed, cache = own_load(node), node.speed, self._cache_view.cache(node.name)
+        self.published_work[node.name] = own.pending_work
         return NodeRow(
             node.name, own.inflight, own.pending_work, own.context_tokens, own.kv_new, node.kv_sum,
-            own.inflight + sum(node.outcomes), cache.output_tokens if cache is not None else 0, first_token_s,
+            own.inflight + sum(node.outcomes), cache.output_tokens if cache is not None else 0,
             speed.learned_ms_per_token, speed.factor, speed.answers,
         )  # fmt: skip
 

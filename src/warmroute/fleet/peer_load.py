@@ -30,8 +30,6 @@ class PeerLoad(msgspec.Struct, eq=False):
     pending_work: float = 0.0
     context_tokens: int = 0
     kv_new: int = 0
-    first_token_s: float = 0.0
-    """When a peer last got a first token from the node."""
 
 
 def own_load(node: Node) -> PeerLoad:
@@ -70,17 +68,3 @@ def record_peer_arrivals(node: Node, arrivals: int, now_s: float) -> None:
     rate = node.arrival_rate * exp(min(0.0, node.arrival_s - now_s) / ARRIVAL_DECAY_S)
     node.arrival_rate = rate + arrivals * 0.001 / ARRIVAL_DECAY_S
     node.arrival_s = now_s
-
-
-def record_peer_first_token(node: Node, at_s: float) -> None:
-    """A peer got a first token: until then, the node was busy with that prompt and not with one of this process. The
-    speed of the node is learned from the time since the last first token (see node_speed.py)."""
-    speed = node.speed
-    if at_s > speed._last_first_token_s:
-        speed._last_first_token_s = node.peer_load.first_token_s = at_s
-
-
-def own_first_token_s(node: Node, known_s: float) -> float:
-    """Return when this process last got a first token from the node. `known_s`: what this returned before."""
-    last_s = node.speed._last_first_token_s
-    return known_s if last_s == node.peer_load.first_token_s else last_s

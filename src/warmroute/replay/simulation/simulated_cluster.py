@@ -7,13 +7,12 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from warmroute.cluster.cluster_state import ClusterState
-from warmroute.cluster.messages import PUBLISH_S
+from warmroute.cluster.messages import FULL_S
+from warmroute.cluster.publish_timing import PublishTiming
 
 if TYPE_CHECKING:
     from warmroute.replay.simulation.replica import Replica
     from warmroute.replay.simulation.world import World
-
-PUBLISH_MS = 1000.0 * PUBLISH_S
 
 
 class SimulatedCluster:
@@ -21,14 +20,26 @@ class SimulatedCluster:
         self._calendar = world.calendar
         self._conditions = world.conditions
         self._random = Random(f"{world.conditions.seed} cluster")
-        self.states = [_cluster_state(replica) for replica in world.replicas]
         self.sent = self.sent_bytes = 0
-        for state in self.states:
-            self._calendar.after(self._random.random() * PUBLISH_MS, self._publish, state)
+        self.states = [self._join(replica) for replica in world.replicas]
 
-    def _publish(self, state: ClusterState) -> None:
-        state.publish(_Link(self, state), self._calendar.now_s)
-        self._calendar.after(PUBLISH_MS, self._publish, state)
+    def _join(self, replica: Replica) -> ClusterState:
+        calendar = self._calendar
+        timing = PublishTiming(lambda: calendar.now_s, lambda delay_s: calendar.after(1000.0 * delay_s, publish))
+        name = f"router-{replica.index}"
+        state = ClusterState(name, replica.requests.dispatcher, replica.cache_view, timing.changed)
+        link = _Link(self, state)
+
+        def publish() -> None:
+            timing.published()
+            state.publish(link, calendar.now_s)
+
+        def publish_regularly() -> None:
+            timing.changed()
+            calendar.after(1000.0 * FULL_S, publish_regularly)
+
+        calendar.after(self._random.random() * 1000.0 * FULL_S, publish_regularly)
+        return state
 
     def deliver(self, sender: ClusterState, message: bytes) -> None:
         """Send a message to all routers but its sender."""
@@ -54,10 +65,3 @@ class _Link:
 
     def publish(self, message: bytes) -> None:
         self._cluster.deliver(self._state, message)
-
-
-def _cluster_state(replica: Replica) -> ClusterState:
-    return ClusterState(
-        f"router-{replica.index}", replica.fleet, replica.cache_view, replica.router.island_choice.affinity,
-        replica.requests.node_freed,
-    )  # fmt: skip
