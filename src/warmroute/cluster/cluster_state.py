@@ -21,6 +21,7 @@ from warmroute.fleet.fleet import UnknownNode
 from warmroute.fleet.node import Node
 from warmroute.index.cache_view import CacheView
 from warmroute.routing.dispatcher import Dispatcher
+from warmroute.routing.rate_limits import RateLimits
 
 log = EventLog("warmroute.cluster")
 
@@ -31,15 +32,25 @@ MAX_PEERS: Final = 256
 
 
 class ClusterState:
-    def __init__(self, sender: str, dispatcher: Dispatcher, cache_view: CacheView, changed: Changed) -> None:
+    def __init__(
+        self,
+        sender: str,
+        dispatcher: Dispatcher,
+        cache_view: CacheView,
+        changed: Changed,
+        limits: RateLimits | None = None,
+    ) -> None:
         """`sender` identifies this process. `changed` is called when there is something to publish."""
+        self.sender = sender
         self._dispatcher = dispatcher
+        self._limits = limits
         self._fleet = fleet = dispatcher.fleet
         self._cache_view = cache_view
         self._affinity = affinity = dispatcher.router.island_choice.affinity
         self._node_freed = node_freed = dispatcher.node_freed
         self._speeds = SharedSpeeds(fleet)
-        self.publisher = Publisher(sender, fleet, cache_view, affinity, dispatcher.admission.queue, self._speeds)
+        queue = dispatcher.admission.queue
+        self.publisher = Publisher(sender, fleet, cache_view, affinity, queue, self._speeds, limits)
         self.peers: dict[str, Peer] = {}
 
         def freed(node: Node, now_s: float) -> None:
@@ -75,7 +86,7 @@ class ClusterState:
             if len(self.peers) >= MAX_PEERS:
                 self._reject("there are too many processes")
                 return
-            peer = self.peers[update.sender] = Peer(update.sender, self._fleet, self._cache_view)
+            peer = self.peers[update.sender] = Peer(update.sender, self._fleet, self._cache_view, self._limits)
             log.info("peer_joined", peer=update.sender)
         self.received += 1
         if peer.is_old(update):

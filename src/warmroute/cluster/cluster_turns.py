@@ -26,7 +26,7 @@ MAX_YIELD_S: Final = 0.1
 class ClusterTurns:
     def __init__(self, peers: Mapping[str, Peer], changed: Callable[[], object]) -> None:
         self._peers = peers
-        self.queued = changed
+        self._changed = changed
         self._yields_since_s: dict[str, float] = {}
         self.published_work: dict[str, float] = {}
         """By node: this process's pending work when it last published."""
@@ -44,6 +44,9 @@ class ClusterTurns:
                     return False
         self._yields_since_s.pop(name, None)
         return True
+
+    def queued(self) -> None:
+        self._changed()
 
     def unseen_work(self, node: Node) -> float:
         peers = len(self._peers)

@@ -28,6 +28,7 @@ PEER_TTL_S: Final = 1.0
 MAX_MESSAGE_BYTES: Final = 4 << 20
 MAX_NODES: Final = 16_384
 MAX_MODELS: Final = 4_096
+MAX_TENANTS: Final = 16_384
 MAX_PREFILLS: Final = 8_192
 MAX_ROUTED: Final = 4_096
 MAX_ROUTED_BYTES: Final = 1 << 20
@@ -35,6 +36,7 @@ MAX_ROUTED_BYTES: Final = 1 << 20
 MAX_HOMES: Final = 8_192
 MAX_CHANGES: Final = 4_096
 
+Total = Annotated[float, Meta(ge=-1e15, le=1e15)]
 Name = Annotated[str, Meta(max_length=512)]
 Count = Annotated[int, Meta(ge=0, le=1 << 50)]
 Number = Annotated[float, Meta(ge=0.0, le=1e15)]
@@ -48,7 +50,7 @@ class NodeRow(msgspec.Struct, frozen=True, array_like=True):
     pending_work: Number
     context_tokens: Count
     kv_new: Count
-    kv_sum: Annotated[float, Meta(ge=-1e15, le=1e15)]
+    kv_sum: Total
     """Total of the KV tokens that its requests allocated, minus those they freed."""
     opened: Count
     """Total of the requests that it sent to the node."""
@@ -105,6 +107,8 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     """Requests in its admission queue, by model."""
     heads: Annotated[dict[Name, tuple[Count, float]], Meta(max_length=MAX_NODES)] = {}
     """Priority and score of the first request that waits for a node, by node."""
+    taken: Annotated[dict[Name, tuple[Total, Total]], Meta(max_length=MAX_TENANTS)] = {}
+    """Totals of the requests and tokens that its requests took from the limits of tenants, where they changed."""
     prefills: Annotated[tuple[Prefill, ...], Meta(max_length=MAX_PREFILLS)] = ()
     routed: Annotated[tuple[RoutedPrompt, ...], Meta(max_length=MAX_ROUTED)] = ()
     homes: Annotated[tuple[Home, ...], Meta(max_length=MAX_HOMES)] = ()

@@ -13,6 +13,7 @@ from warmroute.fleet.group import Group
 from warmroute.fleet.node import Node
 from warmroute.fleet.peer_load import PeerLoad, change_peer_load, record_peer_arrivals
 from warmroute.index.cache_view import CacheView
+from warmroute.routing.rate_limits import RateLimits
 
 MIN_ANSWERS: Final = 8
 """Answers that a peer must have learned a node's speed from. The speed is used until this process has measured it."""
@@ -31,10 +32,12 @@ class _Counted(msgspec.Struct, eq=False):
 
 
 class Peer:
-    def __init__(self, sender: str, fleet: Fleet, cache_view: CacheView) -> None:
+    def __init__(self, sender: str, fleet: Fleet, cache_view: CacheView, limits: RateLimits | None) -> None:
         self.sender = sender
         self._fleet = fleet
         self._cache_view = cache_view
+        self._limits = limits
+        self._taken: dict[str, tuple[float, float]] = {}
         self.sequence = -1
         self.heard_s = 0.0
         self.lost = 0
@@ -65,7 +68,15 @@ class Peer:
                     self._count(counted, _NOTHING)
         self._apply_waiting(update.waiting)
         self.heads = update.heads
+        if self._limits is not None:
+            self._apply_taken(update.taken, self._limits)
         return freed
+
+    def _apply_taken(self, taken: dict[str, tuple[float, float]], limits: RateLimits) -> None:
+        for tenant, (requests, tokens) in taken.items():
+            before = self._taken.get(tenant, (0.0, 0.0))
+            self._taken[tenant] = (requests, tokens)
+            limits.peer_took(tenant, requests - before[0], tokens - before[1])
 
     def local_s(self, time_s: float) -> float:
         """Translate a time of the peer's clock."""

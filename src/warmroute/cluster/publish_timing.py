@@ -1,4 +1,4 @@
-"""When a process publishes: at once if something changed and the last message is PUBLISH_S ago, else when it is; and every
+"""When a process publishes: at once if something changed and the last message is PUBLISH_S ago, else when it is; every
 FULL_S in any case."""
 
 from __future__ import annotations

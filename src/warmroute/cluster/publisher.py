@@ -4,6 +4,7 @@ conversations, and how many requests wait in its queue."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 from warmroute.cluster.messages import (
     FULL_S,
@@ -11,6 +12,7 @@ from warmroute.cluster.messages import (
     MAX_NODES,
     MAX_ROUTED,
     MAX_ROUTED_BYTES,
+    MAX_TENANTS,
     VERSION,
     Home,
     NodeRow,
@@ -24,6 +26,7 @@ from warmroute.fleet.peer_load import own_load
 from warmroute.index.cache_view import CacheView
 from warmroute.routing.admission_queue import AdmissionQueue
 from warmroute.routing.conversation_affinity import ConversationAffinity
+from warmroute.routing.rate_limits import RateLimits
 
 
 class Publisher:
@@ -35,6 +38,7 @@ class Publisher:
         affinity: ConversationAffinity,
         queue: AdmissionQueue,
         speeds: SharedSpeeds,
+        limits: RateLimits | None,
     ) -> None:
         self.sender = sender
         self._fleet = fleet
@@ -42,6 +46,8 @@ class Publisher:
         self._affinity = affinity
         self._queue = queue
         self._speeds = speeds
+        self._limits = limits
+        self._taken: dict[str, tuple[float, float]] = {}
         self._routed = cache_view.routed_log = []
         self._homes = affinity.log = []
         self._sequence = 0
@@ -59,17 +65,27 @@ class Publisher:
         full = now_s - self._full_s >= FULL_S
         rows, prefills = tuple(self._rows(full)), tuple(self._speeds.take_own())
         waiting = {group.model: own for group in self._fleet.groups if (own := group.waiting - group.peer_waiting) > 0}
+        taken = self._newly_taken(full) if self._limits else {}
         heads = self._queue.heads(now_s) if self._queue.tenants else {}
-        if not (full or rows or self._routed or self._homes or heads.keys() != self._heads.keys()):
+        if not (full or rows or prefills or taken or self._routed or self._homes or heads.keys() != self._heads.keys()):
             return None
         if full:
             self._full_s = now_s
         self._heads = heads
         self._sequence += 1
         return Update(
-            VERSION, self.sender, self._sequence, now_s, full, rows, waiting, heads, prefills, tuple(self._take_routed()),
-            tuple(self._take_homes()),
+            VERSION, self.sender, self._sequence, now_s, full, rows, waiting, heads, taken, prefills,
+            tuple(self._take_routed()), tuple(self._take_homes()),
         )  # fmt: skip
+
+    def _newly_taken(self, full: bool) -> dict[str, tuple[float, float]]:
+        """Return the totals of the tenants for which they changed; of all tenants in a full update."""
+        assert self._limits is not None
+        now, before = self._limits.taken(), self._taken
+        self._taken = now
+        if full:
+            return dict(islice(now.items(), MAX_TENANTS))
+        return {tenant: taken for tenant, taken in now.items() if before.get(tenant) != taken}
 
     def _rows(self, full: bool) -> Iterable[NodeRow]:
         published, count = self._published, 0

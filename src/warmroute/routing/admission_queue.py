@@ -66,7 +66,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     """The version of Admission's state that the decision is based on."""
 
     def score(self, now_s: float) -> float:
-        """Return the request's prefill time minus its bonus for waiting: of one tenant's requests, the lowest is first."""
+        """Return the prefill time minus a bonus for waiting: of one tenant's requests, the lowest score is first."""
         price = self.decision.price
         prefill_ms = price.prefill if price is not None else 0.0
         return prefill_ms - AGE_BONUS * (now_s - self.pending.request.arrived_s) * 1000.0

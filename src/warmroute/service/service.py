@@ -45,6 +45,7 @@ from warmroute.service.periodic_tasks import run_admission, run_clean_up, run_he
 from warmroute.service.process_exit import guard_exit
 from warmroute.service.startup import hold_until_started
 from warmroute.service.tokenizer_search import find_tokenizer_files
+from warmroute.service.workers.worker import Worker
 from warmroute.telemetry.alerts import Alerts
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.fleet_alerts import FleetAlerts
@@ -67,7 +68,11 @@ CUT_OFF_S = 1.0
 class Service:
     """Create it, call `start` in a running event loop, and `stop` at the end."""
 
-    def __init__(self, read_config: Callable[[], Config], config_file: Path | None = None) -> None:
+    def __init__(
+        self, read_config: Callable[[], Config], config_file: Path | None = None, worker: Worker | None = None
+    ) -> None:
+        """`worker`: this process gets its connections from a parent process."""
+        self._worker = worker
         self.config_reload = ConfigReload(self, read_config)
         self._config_file = config_file
         config, now = self.config, time.monotonic
@@ -127,7 +132,8 @@ class Service:
         self.live_feed = LiveFeed(snapshot)
         decisions = Decisions(self.journal, self.proxy)
         admin = AdminApi(
-            self.fleet, self.cache_view, page, decisions, self.live_feed, self, config.admin.token_sha256
+            self.fleet, self.cache_view, page, decisions, self.live_feed, self,
+            config.admin.token_sha256 if worker is None else "",
         )  # fmt: skip
         self.admin_listener = Listener(AsyncHandler(admin.answer, admin.admit), config.limits, self.timers)
         self.add_node, self.remove_node = self.nodes.add_node, self.nodes.remove_node
@@ -214,6 +220,10 @@ class Service:
             await self.scaling.start()
         if config.startup.max_wait_s:
             self._tasks.append(loop.create_task(hold_until_started(self)))
+        if self._worker is not None:
+            self._tasks.append(loop.create_task(self._worker.run()))
+            log.info("worker_started", worker=self._worker.seat.number, nodes=len(self.fleet))
+            return
         admin = f"http://{_url_host(config.admin.host)}:{self.admin_port}" if config.admin.enabled else "off"
         log.info("service_started", address=address, admin=admin, nodes=len(self.fleet), policy=config.routing.policy)
         if not config.keys and not config.listen.unix_socket and not is_loopback(config.listen.host):
@@ -227,6 +237,9 @@ class Service:
         """Open the listeners. Return the address for clients."""
         listen, admin = self.config.listen, self.config.admin
         tls = self.certificates.load()
+        if self._worker is not None:
+            self._servers.append(await self._worker.join(self, tls))
+            return f"worker {self._worker.seat.number}"
         if listen.unix_socket:
             self._servers.append(await listen_unix(self.listener, listen.unix_socket, tls))
             address = f"unix:{listen.unix_socket}"
@@ -252,8 +265,11 @@ class Service:
                 await self._stop_now.wait()
         except TimeoutError:
             pass
-        for server in self._servers[:1]:
-            server.close()
+        if self._worker is not None:
+            self._worker.stop_accepting()
+        else:
+            for server in self._servers[:1]:
+                server.close()
         self.listener.close_idle()
         try:
             async with asyncio.timeout(0 if self._stop_now.is_set() else shutdown.deadline_s):
@@ -266,6 +282,8 @@ class Service:
                 deadline_s=shutdown.deadline_s,
             )
             await self._cut_off()
+        if self._worker is not None:
+            self._worker.close()
         self.admin_listener.abort_all()
         for server in self._servers:
             server.close()

@@ -120,7 +120,7 @@ class RequestFlow:
         self.calendar = world.calendar
         self._routes = routes
         self.counters = FlowCounters()
-        self.dispatcher = Dispatcher(
+        self.dispatcher: Dispatcher = Dispatcher(
             replica.fleet, replica.router, replica.admission, self.counters, None, world.conditions.attempts,
             lambda: self.calendar.now_s, self.node_freed, self._ticket_closed, replica.hedging,
         )  # fmt: skip
