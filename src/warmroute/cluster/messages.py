@@ -132,7 +132,7 @@ def decode(message: bytes) -> Update:
         raise BadMessage("the message is too long")
     try:
         update = _decoder.decode(message)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise BadMessage("the message is not an update") from None
     if update.version != VERSION:
         raise BadMessage(f"the message has version {update.version}; this process has version {VERSION}")

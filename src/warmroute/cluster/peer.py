@@ -44,6 +44,8 @@ class Peer:
         """Messages that did not arrive, or not in order."""
         self.heads: dict[str, tuple[int, float]] = {}
         """Priority and score of its first waiting request, by node."""
+        self._knows_all = False
+        """Whether all totals of the peer were counted from its start, or from its first message here."""
         self._clock_offset_s = inf
         self._counted: dict[str, _Counted] = {}
         self._waiting: dict[str, tuple[Group, int]] = {}
@@ -56,6 +58,7 @@ class Peer:
         """Count what the peer published. Return the nodes that have less work than before."""
         if self.sequence >= 0:
             self.lost += update.sequence - self.sequence - 1
+        self._knows_all = self.sequence >= 0 or update.sequence == 1
         self._follow_clock(update.sent_s, now_s)
         self.sequence, self.heard_s = update.sequence, now_s
         freed = [node for row in update.nodes if (node := self._apply_row(row, now_s)) is not None]
@@ -95,7 +98,10 @@ class Peer:
         except UnknownNode:
             return None  # it was removed here, or is not added yet
         if counted is None or counted.node is not node:
-            counted = self._counted[row.node] = _Counted(node, _NOTHING, row)
+            start = row
+            if counted is None and self._knows_all:  # else the totals may be old
+                start = msgspec.structs.replace(row, kv_sum=0.0, opened=0, output_tokens=0)
+            counted = self._counted[row.node] = _Counted(node, _NOTHING, start)
         before, load = counted.row, PeerLoad(row.inflight, row.pending_work, row.context_tokens, row.kv_new)
         has_less = load.inflight < counted.load.inflight or load.pending_work < counted.load.pending_work
         self._count(counted, load)

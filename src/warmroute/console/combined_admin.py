@@ -23,9 +23,8 @@ from warmroute.console.combined_views import (
     combine_nodes,
 )
 from warmroute.console.page_files import PageFiles
-from warmroute.console.worker_api import Reply, ask, ask_all
+from warmroute.console.worker_api import Reply, ask, ask_all, no_worker
 from warmroute.edge.async_handler import Request, Responder
-from warmroute.edge.errors import HttpError
 from warmroute.edge.http1 import RequestHead
 from warmroute.telemetry import metric_definitions as metrics
 from warmroute.telemetry.combined_metrics import CombinedMetrics
@@ -160,7 +159,7 @@ class CombinedAdmin:
         """Return the replies of all workers, at least one. Raises HttpError."""
         replies = await ask_all(self._workers.sockets, request.method, target, request.body)
         if not replies:
-            raise _no_worker()
+            raise no_worker()
         return replies
 
     async def _ask_one(self, request: Request, target: str) -> Reply:
@@ -171,7 +170,7 @@ class CombinedAdmin:
             reply = await ask(*workers[(self._turn + at) % len(workers)], request.method, target, request.body)
             if reply is not None:
                 return reply
-        raise _no_worker()
+        raise no_worker()
 
     async def _combine(
         self, request: Request, responder: Responder, target: str, combine: Callable[[Sequence[Any]], Any]
@@ -187,7 +186,3 @@ class CombinedAdmin:
 
 def _pass(responder: Responder, reply: Reply) -> None:
     responder.reply(reply.status, reply.body)
-
-
-def _no_worker() -> HttpError:
-    return HttpError(503, "No worker serves at the moment.", code="no_worker", headers=(("Retry-After", "1"),))

@@ -96,7 +96,13 @@ class CombinedLive:
                 return
             await asyncio.sleep(0.05)
         if not any(feed.history for feed in self._feeds.values()):
-            raise HttpError(503, "No worker serves at the moment.", code="no_worker", headers=(("Retry-After", "1"),))
+            raise HttpError(
+                503,
+                "No worker serves at the moment.",
+                code="no_worker",
+                kind="server_error",
+                headers=(("Retry-After", "1"),),
+            )
 
     async def _run(self) -> None:
         while True:

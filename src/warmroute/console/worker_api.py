@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
+from warmroute.edge.errors import HttpError
 from warmroute.http_client import request
 
 TIMEOUT_S: Final = 10.0
@@ -17,6 +18,10 @@ class Reply(NamedTuple):
     socket: str
     status: int
     body: bytes
+
+
+def no_worker() -> HttpError:
+    return HttpError(503, "No worker serves at the moment.", code="no_worker", kind="server_error", retry_after_s=1)
 
 
 async def ask(worker: int, socket: str, method: str, target: str, body: bytes = b"") -> Reply | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable
-from typing import Final
+from typing import Final, cast
 
 from warmroute.cluster.messages import MAX_MESSAGE_BYTES
 
@@ -37,8 +37,7 @@ class FrameLink(asyncio.Protocol):
         """Frames that were not sent because the other side does not read."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None

@@ -33,7 +33,7 @@ class Taker(Protocol):
     def open_connections(self) -> int: ...
 
     def give(self, connection: socket.socket) -> bool:
-        """Pass a connection. Return False if the worker does not take it now."""
+        """Pass a connection. Return False if the worker does not take it now. If it does, the socket is the worker's."""
 
 
 class ConnectionPassing:
@@ -72,7 +72,7 @@ class ConnectionPassing:
             if not self._give(self._held[-1]):
                 self._pause()
                 return
-            self._held.pop().close()
+            self._held.pop()
         if self._sockets:
             self.resume()
 
@@ -94,7 +94,6 @@ class ConnectionPassing:
                 self._held.append(connection)
                 self._pause()
                 return
-            connection.close()
 
     def _give(self, connection: socket.socket) -> bool:
         takers = self._takers()
@@ -102,6 +101,11 @@ class ConnectionPassing:
         first = self._turn % len(takers) if takers else 0
         order = sorted((*takers[first:], *takers[:first]), key=lambda taker: taker.open_connections)
         return any(taker.give(connection) for taker in order)
+
+    def give_again(self, connections: Sequence[socket.socket]) -> None:
+        """Pass connections that a worker did not receive before it ended."""
+        self._held += connections
+        self._pause()
 
     def close(self) -> None:
         """Accept no more connections."""
@@ -120,7 +124,11 @@ class ConnectionPassing:
 class PassedConnections:
     """The worker's part."""
 
-    def __init__(self, passing_fd: int, listener: Listener, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, passing_fd: int, listener: Listener, tls: ssl.SSLContext | None, on_received: Callable[[], object]
+    ) -> None:
+        """`on_received` is called after connections were received."""
+        self._on_received = on_received
         self._passing = socket.socket(fileno=passing_fd)
         self._passing.setblocking(False)
         self._listener = listener
@@ -137,6 +145,12 @@ class PassedConnections:
         return len(self._listener.connections) + len(self._opening)
 
     def _receive(self) -> None:
+        before = self.received
+        self._receive_some()
+        if self.received != before:
+            self._on_received()
+
+    def _receive_some(self) -> None:
         loop = asyncio.get_running_loop()
         for _ in range(_RECEIVED_AT_ONCE):
             try:

@@ -116,9 +116,10 @@ class Supervisor:
         for number in range(self._count):
             self._spawn(self._keep_running(number))
         self._passing.start()
+        admin_address = f"http://{admin.host}:{self.admin_port}" if admin.enabled else "off"
         log.info(
-            "workers_starting", address=address, workers=self._count,
-            admin=f"http://{admin.host}:{self.admin_port}" if admin.enabled else "off",
+            "service_started", address=address, admin=admin_address, nodes=len(self.config.nodes),
+            policy=self.config.routing.policy, workers=self._count,
         )  # fmt: skip
         return server
 
@@ -132,9 +133,13 @@ class Supervisor:
         while not self._stopping.is_set():
             worker = self._workers[number] = WorkerProcess(number, self._folder, self._ready, self._pass_on)
             await worker.start(self._command)
+            if self._stopping.is_set():
+                worker.signal(signal.SIGTERM)
             status = await worker.wait()
             if worker.cluster_id:
                 self._tell_others(worker, GONE, worker.cluster_id)
+            if self._passing is not None:
+                self._passing.give_again(worker.take_unconfirmed())
             if self._stopping.is_set():
                 return
             if not any(one.cluster_id for one in self._workers.values()):

@@ -46,7 +46,7 @@ class Worker:
         self._member = ClusterMember(
             name, service.proxy.dispatcher, service.cache_view, service.proxy.rate_limits, self._link
         )
-        self._connections = PassedConnections(self.seat.passing_fd, service.listener, tls)
+        self._connections = PassedConnections(self.seat.passing_fd, service.listener, tls, self._report)
         return await listen_unix(service.admin_listener, self.seat.admin_socket)
 
     async def run(self) -> None:
@@ -54,11 +54,16 @@ class Worker:
         assert self._connections is not None and self._member is not None
         self._link.send(READY, self._member.state.sender.encode())
         while True:
-            counts = (self._connections.received, self._connections.open)
-            if counts != self._reported:
-                self._reported = counts
-                self._link.send(OPEN, COUNTS.pack(*counts))
+            self._report()
             await asyncio.sleep(REPORT_S)
+
+    def _report(self) -> None:
+        """Tell the parent how many connections have arrived and are open, if that has changed."""
+        assert self._connections is not None
+        counts = (self._connections.received, self._connections.open)
+        if counts != self._reported:
+            self._reported = counts
+            self._link.send(OPEN, COUNTS.pack(*counts))
 
     @property
     def state(self) -> ClusterState | None:

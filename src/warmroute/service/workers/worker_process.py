@@ -9,6 +9,7 @@ import socket
 import struct
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +38,8 @@ class WorkerProcess:
         self.ended = asyncio.Event()
         self._passing: socket.socket | None = None
         self._passed = self._received = self._open = 0
+        self._unconfirmed: deque[socket.socket] = deque()
+        """Connections that were passed, and that the worker has not confirmed. They outlive it."""
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, command: Sequence[str]) -> None:
@@ -82,6 +85,7 @@ class WorkerProcess:
         return self._open + self._passed - self._received
 
     def give(self, connection: socket.socket) -> bool:
+        """Pass a connection. Return False if the worker does not take it now. If it does, the socket is the worker's."""
         if self._passing is None or not self.serves:
             return False
         try:
@@ -89,7 +93,14 @@ class WorkerProcess:
         except OSError:  # it does not read at the moment, or has just ended
             return False
         self._passed += 1
+        self._unconfirmed.append(connection)
         return True
+
+    def take_unconfirmed(self) -> list[socket.socket]:
+        """Return the connections that the worker, which has ended, never received."""
+        connections = list(self._unconfirmed)
+        self._unconfirmed.clear()
+        return connections
 
     def _receive(self, kind: bytes, payload: bytes) -> None:
         if kind == STATE:
@@ -97,6 +108,8 @@ class WorkerProcess:
         elif kind == OPEN:
             with suppress(struct.error):
                 self._received, self._open = COUNTS.unpack(payload)
+                while len(self._unconfirmed) > self._passed - self._received:
+                    self._unconfirmed.popleft().close()
         elif kind == READY:
             self.cluster_id = payload
             self._on_ready(self)
