@@ -2,9 +2,10 @@
 
     python bench/replicas.py --data DIR [--workload NAME …] [--seeds 3] [--limit 1200] [--record FILE]
 
-One router, then 4 and 8 that share what they do with a lag of 20 ms, then 8 that share nothing. With KV events (`price`)
-and without them (`approximate`). SGLang's routers share nothing. Dynamo's tell each other of every request that starts,
-gets its first token or ends, as its replica sync does. All at the knee: load balancing alone begins to queue.
+One router, then 4 and 8 that share what they do with a lag of 20 ms, then 8 that share nothing. With KV events
+(`price`) and without them (`approximate`). SGLang's routers share nothing. Dynamo's tell each other of every request
+that starts, gets its first token or ends, as its replica sync does. All at the knee: load balancing alone begins to
+queue.
 """
 
 from __future__ import annotations

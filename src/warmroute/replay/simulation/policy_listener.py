@@ -26,6 +26,8 @@ class PolicyListener:
     """Subclass it and override the methods you need."""
 
     wants_kv_events: bool = False
+    tells_replicas: bool = False
+    """Whether several routers with this policy tell each other of their requests."""
     poll_interval_s: float | None = None
     """Its own interval between two polls of a node; None for that of the conditions."""
 

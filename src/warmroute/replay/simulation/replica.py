@@ -6,7 +6,8 @@ the rest from the others (simulated_cluster.py).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,7 +18,8 @@ from warmroute.index.cache_view import CacheView
 from warmroute.replay.simulation.policy_listener import IndexUpdates, KvEventDelivery, PolicyListener
 from warmroute.replay.simulation.polls import Polls
 from warmroute.replay.simulation.request_flow import RequestFlow
-from warmroute.replay.simulation.simulated_request import MODEL
+from warmroute.replay.simulation.simulated_node import SimulatedNode
+from warmroute.replay.simulation.simulated_request import MODEL, SimulatedRequest
 from warmroute.routing.admission import Admission
 from warmroute.routing.decision import Policy
 from warmroute.routing.route_matching import Routes
@@ -38,6 +40,7 @@ class Replica:
         listener: PolicyListener | None,
     ) -> None:
         self.index = index
+        self._world = world
         calendar, conditions = world.calendar, world.conditions
         self.fleet = Fleet(health)
         self.fleet.islands.reconfigure(config.islands, config.island_affinity)
@@ -57,6 +60,27 @@ class Replica:
         self.requests = RequestFlow(world, self, Routes(config.routes))
         self.polls = Polls(world, self, conditions, health)
 
+    def request_sent(self, request: SimulatedRequest, sim: SimulatedNode) -> None:
+        self._tell("request_sent", request, sim)
+
+    def first_token(self, request: SimulatedRequest, sim: SimulatedNode, cached_tokens: int) -> None:
+        self._tell("first_token", request, sim, cached_tokens)
+
+    def request_ended(self, request: SimulatedRequest, sim: SimulatedNode) -> None:
+        self._tell("request_ended", request, sim)
+
+    def _tell(self, event: str, request: SimulatedRequest, sim: SimulatedNode, *more: int) -> None:
+        """Tell the policy; those of the other routers, too, if they tell each other."""
+        calendar = self._world.calendar
+        getattr(self.listener, event)(request, sim.views[self.index], *more, calendar.now_s)
+        conditions = self._world.conditions
+        if not (self.listener.tells_replicas and conditions.shares):
+            return
+        for other in self._world.replicas:
+            if other is not self:
+                node, listener = sim.views[other.index], other.listener
+                calendar.after(conditions.sync_lag_ms, _call, getattr(listener, event), request, node, *more, calendar)
+
     def add(self, config: NodeConfig, adapters: tuple[str, ...]) -> Node:
         node = self.fleet.add(config)
         if adapters:
@@ -64,3 +88,8 @@ class Replica:
             cards += [{"id": name, "parent": MODEL} for name in adapters]
             self.fleet.update_models(node, config.models, cards)
         return node
+
+
+def _call(listener: Callable[..., None], *args: Any) -> None:
+    *before, calendar = args
+    listener(*before, calendar.now_s)

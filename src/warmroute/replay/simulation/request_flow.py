@@ -204,7 +204,9 @@ class RequestFlow:
         sim = flight.node if node in flight.node.views else world.nodes.get(node.name)
         if sim is not None:
             sim.account_inflight(self.calendar.now_ms)
-        self.replica.listener.request_ended(flight.request, node, now_s)
+            self.replica.request_ended(flight.request, sim)
+        else:
+            self.replica.listener.request_ended(flight.request, node, now_s)
 
     def rejected(self, flight: Flight, why: RoutingError) -> None:
         failed = isinstance(why, AllNodesFailed)
@@ -253,8 +255,7 @@ class RequestFlow:
         flight.first_ms = now_ms
         flight.cached_tokens = cached_tokens
         flight.results.first_token(flight.prompt, flight.arrived_ms, cached_tokens, now_ms)
-        node = leg.node.views[self.replica.index]
-        self.replica.listener.first_token(flight.request, node, cached_tokens, now_ms / 1000.0)
+        self.replica.first_token(flight.request, leg.node, cached_tokens)
         flight.attempts.first_token(now_ms / 1000.0)
 
     def answered(self, leg: Leg) -> None:

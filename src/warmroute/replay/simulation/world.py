@@ -59,7 +59,7 @@ class World:
         """The routers. The attributes below are those of the first one."""
         self.fleet, self.cache_view, self.router = first.fleet, first.cache_view, first.router
         self.admission, self.listener, self.requests = first.admission, first.listener, first.requests
-        self.cluster = SimulatedCluster(self) if more and conditions.shares else None
+        self.cluster = SimulatedCluster(self) if more and conditions.shares and policy is None else None
         self._replica_random = Random(f"{conditions.seed} replicas")
         self.arrivals = 0
         self._clients: Clients | None = None
@@ -206,8 +206,7 @@ class World:
         return sum(replica.requests.inflight for replica in self.replicas)
 
     def request_sent(self, flight: Flight, sim: SimulatedNode) -> None:
-        replica = flight.flow.replica
-        replica.listener.request_sent(flight.request, sim.views[replica.index], self.calendar.now_s)
+        flight.flow.replica.request_sent(flight.request, sim)
 
     def request_ended(self, flight: Flight, answered: bool) -> None:
         if self._clients is not None:

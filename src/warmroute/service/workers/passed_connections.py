@@ -33,7 +33,7 @@ class Taker(Protocol):
     def open_connections(self) -> int: ...
 
     def give(self, connection: socket.socket) -> bool:
-        """Pass a connection. Return False if the worker does not take it now. If it does, the socket is the worker's."""
+        """Pass a connection, which is the worker's then. Return False if the worker does not take it now."""
 
 
 class ConnectionPassing:
@@ -47,6 +47,7 @@ class ConnectionPassing:
         """Accepted connections that no worker has taken yet."""
         self._retry: asyncio.TimerHandle | None = None
         self.accepted = 0
+        self._closed = False
 
     def start(self) -> None:
         for listening in self._sockets:
@@ -104,11 +105,16 @@ class ConnectionPassing:
 
     def give_again(self, connections: Sequence[socket.socket]) -> None:
         """Pass connections that a worker did not receive before it ended."""
-        self._held += connections
-        self._pause()
+        if self._closed:
+            for connection in connections:
+                connection.close()
+        elif connections:
+            self._held += connections
+            self._pause()
 
     def close(self) -> None:
         """Accept no more connections."""
+        self._closed = True
         if self._retry is not None:
             self._retry.cancel()
         loop = asyncio.get_running_loop()

@@ -85,7 +85,7 @@ class WorkerProcess:
         return self._open + self._passed - self._received
 
     def give(self, connection: socket.socket) -> bool:
-        """Pass a connection. Return False if the worker does not take it now. If it does, the socket is the worker's."""
+        """Pass a connection, which is the worker's then. Return False if the worker does not take it now."""
         if self._passing is None or not self.serves:
             return False
         try:
