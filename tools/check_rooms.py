@@ -30,7 +30,18 @@ MAY_KNOW: dict[str, set[str]] = {
     "scaling": {"blocking", "config", "fleet", "index"},
     "console": {"config", "edge", "fleet", "index", "routing", "scaling", "telemetry"},
     "fake_engine": {"config", "edge"},
-    "replay": {"_kernel", "config", "prompt", "index", "fleet", "routing", "cluster", "engines", "scaling", "fake_engine"},
+    "replay": {
+        "_kernel",
+        "config",
+        "prompt",
+        "index",
+        "fleet",
+        "routing",
+        "cluster",
+        "engines",
+        "scaling",
+        "fake_engine",
+    },  # fmt: skip
     "demo": {"config", "scaling", "fake_engine", "replay"},
 }
 LEAVES = {"event_log", "http_client", "look"}

@@ -34,7 +34,6 @@ MAX_ROUTED: Final = 4_096
 MAX_ROUTED_BYTES: Final = 1 << 20
 """Block hashes in one message. What is beyond is not published, and counted."""
 MAX_HOMES: Final = 8_192
-MAX_CHANGES: Final = 4_096
 
 Total = Annotated[float, Meta(ge=-1e15, le=1e15)]
 Name = Annotated[str, Meta(max_length=512)]

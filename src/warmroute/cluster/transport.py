@@ -1,17 +1,12 @@
 """The seam between the cluster's state and what carries its messages: the parent process of `--workers`, Redis, or
 replay's virtual network.
 
-A transport gets the receiving function when it is created, and calls it in the event loop with each message of another
-process. It may lose, delay, repeat and reorder messages.
+A transport calls `ClusterMember.receive` in the event loop with each message of another process. It may lose, delay, repeat and reorder messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
-
-Receive = Callable[[bytes], object]
-"""Takes a message of another process. Never raises."""
 
 
 class Transport(Protocol):
