@@ -31,17 +31,8 @@ MAY_KNOW: dict[str, set[str]] = {
     "console": {"config", "edge", "fleet", "index", "routing", "scaling", "telemetry"},
     "fake_engine": {"config", "edge"},
     "replay": {
-        "_kernel",
-        "config",
-        "prompt",
-        "index",
-        "fleet",
-        "routing",
-        "cluster",
-        "engines",
-        "scaling",
-        "fake_engine",
-    },  # fmt: skip
+        *("_kernel", "config", "prompt", "index", "fleet", "routing", "cluster", "engines", "scaling", "fake_engine"),
+    },
     "demo": {"config", "scaling", "fake_engine", "replay"},
 }
 LEAVES = {"event_log", "http_client", "look"}

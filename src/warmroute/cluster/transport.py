@@ -1,7 +1,8 @@
 """The seam between the cluster's state and what carries its messages: the parent process of `--workers`, Redis, or
 replay's virtual network.
 
-A transport calls `ClusterMember.receive` in the event loop with each message of another process. It may lose, delay, repeat and reorder messages.
+A transport calls `ClusterMember.receive` in the event loop with each message of another process. It may lose, delay,
+repeat and reorder messages.
 """
 
 from __future__ import annotations
