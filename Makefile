@@ -10,6 +10,8 @@
 # make bench          figures on this machine (docs/lab/benchmarks.md explains them)
 # make page           build the live page (ui/) into src/warmroute/console/page; needs Node.js 20 or later
 # make test-browser   the live page in Debian's Chromium, under load; with WARMROUTE_SCREENSHOTS=1 it writes docs/images
+# make monitoring     write Grafana's dashboard and Prometheus' alert rules into deploy/
+# make test-promtool  the alert rules and dashboard with Debian's Prometheus: promtool, and a server that scrapes a router
 # make docs           write the generated reference pages and the figures into docs/
 PYTHON ?= python3
 PYTHONS ?= python3.11 python3.12 python3.13
@@ -20,7 +22,7 @@ READY := $(VENV)/.ready
 SOURCES_C := $(wildcard src/warmroute/_kernel/*.[ch])
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test lint sanitize wheel coverage test-pythons test-real test-real-kubernetes test-data test-browser page bench docs lock clean
+.PHONY: run test lint sanitize wheel coverage test-pythons test-real test-real-kubernetes test-data test-browser page bench monitoring test-promtool docs lock clean
 
 run: $(RUNTIME)
 	$(BIN)/warmroute demo $(ARGS)
@@ -37,6 +39,7 @@ lint: $(READY)
 	$(BIN)/python tools/check_unused.py
 	$(BIN)/python tools/check_page.py
 	$(BIN)/python tools/docs_figures.py
+	$(BIN)/warmroute monitoring deploy --reference docs/reference/alerts.md --check
 
 sanitize: $(READY)
 	$(BIN)/python fuzz/sanitize.py $(ARGS)
@@ -93,8 +96,15 @@ ui/node_modules/.ready: ui/package.json ui/package-lock.json
 test-browser: $(READY) ui/node_modules/.ready
 	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
+# Debian's package: prometheus.
+test-promtool: $(READY)
+	$(BIN)/python -m pytest -m promtool tests/monitoring $(ARGS)
+
 bench: $(READY)
 	$(BIN)/python bench/run_all.py $(ARGS)
+
+monitoring: $(READY)
+	$(BIN)/warmroute monitoring deploy --reference docs/reference/alerts.md
 
 docs: $(READY)
 	$(BIN)/warmroute config-reference > docs/reference/configuration.md

@@ -169,8 +169,10 @@ def record_judgements(record: Record) -> None:
     """Write a line for each request that the router is about to forward."""
     begin = Proxy.begin
 
-    def begin_and_record(self: Proxy, client: Any, head: Any, path: bytes, body: bytes, scanned: Any) -> Any:
-        exchange = begin(self, client, head, path, body, scanned)
+    def begin_and_record(
+        self: Proxy, client: Any, head: Any, path: bytes, body: bytes, scanned: Any, trace: Any
+    ) -> Any:
+        exchange = begin(self, client, head, path, body, scanned, trace)
         request_id, tenant = exchange.attempts.request_id.decode("latin-1"), exchange.attempts.request.tenant
         query = head.target.partition(b"?")[2].decode("latin-1")
         fields = [scanned.model, scanned.streams, scanned.max_output_tokens, scanned.priority]

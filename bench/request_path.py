@@ -130,7 +130,7 @@ def journal_round(count: int) -> Callable[[], None]:
     return write
 
 
-def metrics_page(count: int) -> Callable[[], bytes]:
+def metrics_page(count: int) -> Callable[[], list[bytes]]:
     fleet, cache_view = fleet_of(count), CacheView(Index())
     for node in fleet:
         cache_view.add_node(node.name)

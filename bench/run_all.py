@@ -24,6 +24,8 @@ TIMED = {
     "decision_latency": "decision_latency.py --data DATA",
     "index_throughput": "index_throughput.py --data DATA",
     "live_page_cpu": "live_page_cpu.py",
+    "metrics_page": "metrics_page.py",
+    "tracing_cpu": "tracing_cpu.py",
     "peers_prefix_hash": "peers.py --harness HARNESS --policy prefix_hash",
     "peers_least_loaded": "peers.py --harness HARNESS --policy least_loaded",
     "peers_price": "peers.py --harness HARNESS --policy price --peers vr-rr,sgl-ca",

@@ -26,6 +26,7 @@ BUILD = ROOT / "build" / "sanitize"
 RESULT = ROOT / "bench" / "results" / "sanitize.json"
 TESTS = [
     "tests/kernel/test_body_buffer.py",
+    "tests/kernel/test_forwarded_heads.py",
     "tests/kernel/test_kernel_module.py",
     "tests/edge/test_first_token_search.py",
     "tests/edge/test_http_kernel.py",
@@ -36,6 +37,7 @@ TESTS = [
     "tests/routing/test_hits_kernel.py",
     "tests/routing/test_price_kernel.py",
     "tests/routing/test_rendezvous.py",
+    "tests/telemetry/test_traffic.py",
 ]
 MEASURES_MEMORY_OR_TIME = "not flat and not memory and not bytes and not fast and not quick and not time"
 """Sanitizers change how much memory and time everything takes."""

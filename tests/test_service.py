@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine_scripts import DONE, HANG, SSE_HEAD, chunk, hanging, script, sse_event, stream
+from support.engine_scripts import DONE, HANG, SSE_HEAD, chunk, hanging, huge, script, sse_event, stream
 from support.polling import until
 from support.raw_client import chat, get, post
 from support.running_router import quick_table, router
@@ -308,6 +308,19 @@ async def test_during_the_shutdown_delay_ready_is_503_and_requests_are_served(tm
             assert (await peer.response()).status == 200
             assert (await command.request()).status == 200
             assert await asyncio.wait_for(command.process.wait(), 20) == 0
+
+
+async def test_a_second_signal_ends_the_stop_although_a_client_does_not_read() -> None:
+    async with engines() as [engine], router(engine, shutdown={"deadline_s": 100.0}) as r:
+        engine.behave = huge(1 << 30)
+        with socket.create_connection(("127.0.0.1", r.port)) as client:
+            client.sendall(post())
+            await until(lambda: engine.seen and r.inflight() == 1)
+            stopping = asyncio.create_task(r.service.stop())
+            await asyncio.sleep(0.1)
+            assert not stopping.done()
+            r.service.stop_now()
+            await asyncio.wait_for(stopping, 20)
 
 
 async def test_requests_are_cut_off_at_the_shutdown_deadline(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ CALLED_FROM_OUTSIDE = {
     # asyncio calls these on a protocol
     "connection_made", "connection_lost", "data_received", "eof_received", "pause_writing", "resume_writing",
     # argparse, logging, msgspec, jinja2 and gRPC call these
-    "add_usage", "error", "on_broken_pipe", "redirect_request", "max_redirections", "format", "converter",
+    "add_usage", "emit", "error", "on_broken_pipe", "redirect_request", "max_redirections", "format", "converter",
     "default_time_format", "default_msec_format",
     "call_binop", "visit_Concat", "_output_child_pre", "_output_child_post",
 }  # fmt: skip

@@ -8,7 +8,7 @@ import json
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.engine_scripts import DONE, SSE_HEAD, chunk, failing, normal, script, sse_event
+from support.engine_scripts import DONE, SSE_HEAD, chunk, failing, hanging, normal, script, sse_event
 from support.polling import until
 from support.raw_client import chat, get, post
 from support.running_router import router
@@ -99,6 +99,40 @@ async def test_the_error_for_an_invalid_node_says_what_is_wrong(body: bytes, mes
     async with engines() as [engine], router(engine) as r:
         error = (await r.admin("POST", "/admin/nodes", body)).json["error"]["message"]
         assert error.endswith(message), error
+
+
+async def test_drains_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "warmroute.service")
+    async with engines() as [engine], router(engine) as r:
+        engine.behave = hanging
+        client = await r.connect()
+        client.write(post())
+        await until(lambda: engine.seen)
+        for action in ("drain", "undrain"):
+            assert (await r.admin("POST", f"/admin/nodes/node0/{action}")).status == 200
+        client.disconnect()
+    drains = [record.getMessage() for record in caplog.records if "drain" in record.getMessage()]
+    assert drains == [
+        "node_draining node=node0 requests_in_flight=1: It gets no new requests; running ones finish.",
+        "node_undrained node=node0: It gets requests again.",
+    ]
+
+
+async def test_a_configured_context_window_is_reported() -> None:
+    async with engines() as [engine], router({"url": engine.url, "max_model_len": 4096}) as r:
+        [node] = (await r.admin("GET", "/admin/nodes")).json["nodes"]
+        [model] = (await r.admin("GET", "/admin/models")).json["models"]
+    assert node["max_model_len"] == 4096 and model["context_windows"] == [4096]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST."])
+async def test_an_engine_is_not_added_under_a_second_name(host: str) -> None:
+    async with engines() as [engine], router(engine) as r:
+        body = json.dumps({"url": f"http://{host}:{engine.port}", "name": "other"}).encode()
+        refused = await r.admin("POST", "/admin/nodes", body)
+        assert refused.status == 409 and refused.error["code"] == "same_engine"
+        assert "'node0' and 'other' are the same engine" in refused.error["message"]
+        assert len(r.service.fleet) == 1
 
 
 @pytest.mark.parametrize(

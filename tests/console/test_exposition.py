@@ -19,7 +19,7 @@ def gauge() -> MetricLines:
 
 
 def read(lines: MetricLines) -> list[tuple[str, dict[str, str], float]]:
-    families = text_string_to_metric_families(lines.render())
+    families = text_string_to_metric_families(lines.render().decode())
     return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
 
 
@@ -47,7 +47,7 @@ def test_special_numbers_and_booleans_are_valid() -> None:
 
 def test_a_metric_has_its_type_and_help_text() -> None:
     lines = MetricLines(Metric("a_total", "counter", "One\nline \\ more."))
-    [family] = text_string_to_metric_families(lines.render())
+    [family] = text_string_to_metric_families(lines.render().decode())
     assert (family.name, family.type, family.documentation) == ("a", "counter", "One\nline \\ more.")
 
 
@@ -67,7 +67,7 @@ def test_metric_names_follow_the_conventions_of_prometheus() -> None:
     names = [metric.name for metric in METRICS]
     assert len(set(names)) == len(names)
     for metric in METRICS:
-        assert metric.name.startswith("warmroute_") and metric.help.endswith("."), metric.name
+        assert metric.name.startswith(("warmroute_", "process_")) and metric.help.endswith("."), metric.name
         assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
         assert not {"ms", "milliseconds", "kb", "mb", "percent"} & set(metric.name.split("_")), metric.name
         assert set(metric.labels) <= LABELS.keys(), metric.name

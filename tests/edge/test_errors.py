@@ -209,6 +209,14 @@ async def test_busy_nodes_are_429_with_the_smallest_retry_after(status: int) -> 
         assert r.service.counters.rejected["nodes_busy", 1] == 1
 
 
+@pytest.mark.parametrize("status", [200, 429])
+@pytest.mark.parametrize("date", [b"1 Jan 2024 0:0:0 +99999999999999", b"1 Jan 99999999999 0:0:0 GMT", b"x"])
+async def test_a_nodes_absurd_retry_after_is_ignored(status: int, date: bytes) -> None:
+    async with engines() as [engine], router(engine) as r:
+        engine.behave = failing(status, b"Retry-After: %b\r\n" % date)
+        assert (await r.request()).status == status
+
+
 async def test_busy_nodes_without_a_time_are_429_with_retry_after_1() -> None:
     async with engines(2) as two, router(*two) as r:
         for engine in two:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reference_first_token import has_first_token
+from support.cpu_limit import cpu_limit
 from support.engine_scripts import chunk
 
 from warmroute._kernel import FIRST_TOKEN_EMPTY_CHUNKS, FIRST_TOKEN_SEARCH_BYTES, FirstTokenSearch
@@ -186,3 +187,10 @@ def test_the_kernel_finds_what_the_reference_finds(lines: list[tuple[bytes, byte
     search = FirstTokenSearch()
     for at in range(0, len(stream), step):
         assert search.feed(stream[at : at + step]) == has_first_token(stream[: at + step])
+
+
+@pytest.mark.parametrize("line", [b"\r", b"\n", b"\r\n", b":a\r", b": a\r\r\n"])
+def test_many_short_lines_take_time_that_grows_with_their_number(line: bytes) -> None:
+    with cpu_limit(2.0):
+        for _ in range(40):
+            assert not FirstTokenSearch().feed(line * (FIRST_TOKEN_SEARCH_BYTES // len(line)))

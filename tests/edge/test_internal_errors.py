@@ -172,7 +172,7 @@ async def test_a_fault_when_a_queued_request_is_rejected_is_a_500(monkeypatch: p
 
 
 AFTER_THE_HEAD: dict[str, tuple[Any, str]] = {
-    "the bytes": (NodeConnection, "_receive"),
+    "the bytes": (NodeConnection, "_receive_chunks"),
     "a broken response": (Attempts, "response_broke"),
 }
 

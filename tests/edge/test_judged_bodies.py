@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import email.message
 import json
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers
+from support.cpu_limit import cpu_limit
 from support.raw_client import chat, post
 from support.running_router import router
 from support.scripted_engine import engines
@@ -123,6 +125,23 @@ def test_servers_agree_with_the_router_about_a_content_type(media_type: str, som
         message["content-type"] = stored
         if message.get_content_maintype() == "application" and message.get_content_subtype().endswith("json"):
             assert boundary is None
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [
+        b"a/b" + b";   " * 20 + b"(",
+        b"a/b" + b";" * 250,
+        b"a/b" + b"; \t" * 80,
+        b"a/b" + b";   " * 16_000 + b"(",
+        b"a/b;" + b"a" * 65_000,
+        b"a" * 65_000,
+        b"a/b" + b" " * 65_000 + b"(",
+    ],
+)
+def test_a_content_type_is_judged_in_time_that_grows_with_its_length(content_type: bytes) -> None:
+    with cpu_limit(2.0), contextlib.suppress(HttpError):
+        assert form_boundary(content_type) is None
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from support.cpu_limit import cpu_limit
 from support.engine_scripts import vllm_metrics
 
 from warmroute.engines import sglang, vllm
@@ -186,3 +187,19 @@ def test_malformed_values_are_ignored(odd: bytes) -> None:
         assert math.isfinite(total(odd, b"a"))
     except ValueError:
         pass  # the node watcher skips the page
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"vllm:cache_config_info{" + b"a" * 65_000 + b"} 1",
+        b"vllm:cache_config_info{" + b'a="' * 21_000 + b"} 1",
+        b'vllm:lora_requests_info{a="' + b"a" * 65_000 + b"} 1",
+        b"vllm:num_requests_running{" + b"} 1 " * 16_000 + b"x",
+        b"vllm:num_requests_running" + b" " * 65_000 + b"x",
+        b"vllm:num_requests_running 1" + b" 1" * 32_000 + b"x",
+    ],
+)
+def test_a_metrics_page_is_read_in_time_that_grows_with_its_length(line: bytes) -> None:
+    with cpu_limit(2.0):
+        parse_load("vllm", b"\nvllm:num_requests_running 1\n" + line + b"\n")

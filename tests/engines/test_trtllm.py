@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
+import pytest
 from kv_event_factory import hit, one_node, prompt
 from support.engine_scripts import http_response, script
 from support.polling import until
@@ -13,6 +15,7 @@ from support.scripted_engine import ScriptedEngine, engines
 
 from warmroute.engines import trtllm
 from warmroute.engines.kv_client import apply_polled
+from warmroute.engines.kv_events import BadPayload
 from warmroute.engines.kv_rank import NodeKvEvents
 from warmroute.fleet.reported_values import ReportedValues
 
@@ -150,3 +153,39 @@ async def test_an_unreadable_event_is_lost_and_later_ones_count() -> None:
     await engine.publish(chain(50, prompt(2, 1, SIZE)))
     assert engine.hit(prompt(1, 1, SIZE)) == 0 and engine.hit(prompt(2, 1, SIZE)) == 32
     assert not engine.cache.complete and engine.cache.gaps == 1
+
+
+async def test_many_unreadable_events_leave_time_for_other_work() -> None:
+    events = trtllm.split_events(b"[" + b'{"event_id":-1},' * 100_000 + b'{"event_id":-1}]')
+    applying = asyncio.create_task(
+        apply_polled(Engine().events, events, ReportedValues("node"), lambda: 3.0)
+    )  # fmt: skip
+    turns = 0
+    while not applying.done():
+        await asyncio.sleep(0)
+        turns += 1
+    await applying
+    assert turns > 3
+
+
+def test_a_large_response_is_split_only_as_far_as_it_is_read() -> None:
+    events = iter(trtllm.split_events(b'[{"event_id":1}, ' + b'{"event_id":2},' * 2_000_000 + b'{"event_id":3}]'))
+    assert [bytes(next(events)) for _ in range(2)] == [b'{"event_id":1}', b'{"event_id":2}']
+    with pytest.raises(BadPayload):
+        trtllm.split_events(b"[" + b"0," * 1_000_000 + b"0]")
+
+
+def test_events_are_split_where_they_start() -> None:
+    listed = [
+        {"event_id": number, "data": {"salt": 'a{"event_id":1},', "deep": [{"event": 1}]}, "more": number}
+        for number in range(3)
+    ]
+    for body in (json.dumps(listed), json.dumps(listed, separators=(",", ":")), json.dumps(listed, indent=1) + "\n"):
+        assert [json.loads(bytes(event)) for event in trtllm.split_events(body.encode())] == listed
+    assert list(trtllm.split_events(b"[]")) == []
+
+
+def test_an_event_that_is_too_long_is_lost_and_later_ones_count() -> None:
+    long = b'{"event_id":1,"data":"%b"}' % (b"x" * trtllm.MAX_EVENT_BYTES)
+    found = trtllm.split_events(b'[{"event_id":0},%b,{"event_id":2}]' % long)
+    assert [json.loads(bytes(event))["event_id"] for event in found] == [0, 2]

@@ -75,6 +75,24 @@ def test_windows_follow_health_drains_and_restarts() -> None:
     assert group.windows is None, "it was restarted with the same window"
 
 
+def test_a_configured_window_replaces_what_the_engine_reports_or_does_not() -> None:
+    fleet = Fleet(Health())
+    silent, other = (
+        fleet.add(NodeConfig(url=f"http://{name}:1", name=name, max_model_len=window))
+        for name, window in (("silent", 4096), ("other", 0))
+    )
+    for node, reported in ((silent, None), (other, 8192)):
+        fleet.check_passed(node, 0.0)
+        card: dict[str, object] = {"id": "m"} | ({"max_model_len": reported} if reported else {})
+        fleet.update_models(node, ["m"], [card])
+    group = fleet.group("m")
+    assert group is not None and group.windows is not None and group.windows.sizes == [4096, 8192]
+    fleet.update_models(silent, ["m"], [{"id": "m", "max_model_len": 16_384}])
+    assert silent.context_window("m") == 4096
+    fleet.update_config(silent, NodeConfig(url="http://silent:1", name="silent"))
+    assert silent.context_window("m") == 16_384 and group.windows.sizes == [8192, 16_384]
+
+
 def test_adapters_and_configured_names_have_the_window_of_their_base_model() -> None:
     cards: list[dict[str, Any]] = [
         {"id": "base", "max_model_len": 4096},

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cpu_limit import cpu_limit
 
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig
-from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
+from warmroute.fleet.fleet import MAX_PAST_MODELS, Fleet, NameTaken, UnknownNode
+from warmroute.fleet.group import Group
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN
@@ -292,3 +294,66 @@ def test_a_new_node_starts_with_the_speed_of_its_peers() -> None:
     assert fleet.add(NodeConfig(url="http://new:1", models=("m",))).speed.ms_per_token == 0.3
     other = fleet.add(NodeConfig(url="http://other:1", models=("another",)))
     assert other.speed.ms_per_token == DEFAULT_MS_PER_TOKEN
+
+
+ADAPTERS: list[dict[str, object]] = [{"id": "base"}]
+ADAPTERS += [{"id": f"adapter{number}", "parent": "base"} for number in range(400)]
+
+
+def test_a_health_change_costs_what_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, names = Fleet(HEALTH), [str(card["id"]) for card in ADAPTERS]
+    with cpu_limit(20.0):  # 64 nodes take 2 s; it took a minute while each group searched all nodes for its members
+        nodes = [fleet.add(NodeConfig(url=f"http://127.0.0.1:{port}", name=f"n{port}")) for port in range(9000, 9064)]
+        for node in nodes:
+            fleet.update_models(node, names, ADAPTERS)
+            fleet.check_passed(node, 1.0)
+    assert all(len(group.up) == 64 for group in fleet.groups)
+    sorted_groups: list[str] = []
+    sort = Group._sort
+
+    def note_and_sort(group: Group) -> None:
+        sorted_groups.append(group.model)
+        sort(group)
+
+    monkeypatch.setattr(Group, "_sort", note_and_sort)
+    fleet.check_failed(nodes[7], 2.0, "connection refused")
+    assert not sorted_groups
+    group = fleet.group("adapter7")
+    assert group is not None and len(group.up) == 63 and nodes[7] not in group.up.nodes
+    assert group.half_open == () and group.last_resort.nodes == () and sorted_groups == ["adapter7"]
+    fleet.check_passed(nodes[7], 3.0)
+    assert group.up.nodes == tuple(nodes), "the order stays"
+
+
+def test_an_adapter_that_is_loaded_changes_its_group_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(HEALTH)
+    first, second = (fleet.add(NodeConfig(url=f"http://127.0.0.1:{port}")) for port in (9000, 9001))
+    for node in (second, first):
+        fleet.update_models(node, ["base"], ADAPTERS[:1])
+    base = fleet.group("base")
+    assert base is not None and base.members == (first, second)
+    changed: list[str] = []
+    members_changed = Group.members_changed
+
+    def note_and_change(group: Group, slow_start_s: float) -> None:
+        changed.append(group.model)
+        members_changed(group, slow_start_s)
+
+    monkeypatch.setattr(Group, "members_changed", note_and_change)
+    fleet.update_models(first, ["base", "adapter0"], ADAPTERS[:2])
+    assert changed == ["adapter0"]
+    adapter = fleet.group("adapter0")
+    assert adapter is not None and adapter.members == (first,) and adapter.adapter is not None
+    fleet.update_models(first, ["base"], ADAPTERS[:1])
+    assert changed == ["adapter0", "adapter0"] and fleet.group("adapter0") is None and base.members == (first, second)
+
+
+def test_models_that_were_served_once_are_remembered_up_to_a_limit() -> None:
+    fleet = Fleet(HEALTH)
+    changing, steady = (fleet.add(NodeConfig(url=f"http://127.0.0.1:{port}")) for port in (9000, 9001))
+    fleet.update_models(steady, ["steady"], [])
+    for turn in range(30):
+        fleet.update_models(changing, [f"{turn}-{number}" for number in range(100)], [])
+    ever = fleet.models_ever_served
+    assert len(ever) <= MAX_PAST_MODELS + 101 and "steady" in ever and "29-0" in ever and "25-0" in ever
+    assert "0-0" not in ever

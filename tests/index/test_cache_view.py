@@ -18,6 +18,8 @@ from cache_fixtures import (
     with_events,
 )
 
+from warmroute.config import Index
+from warmroute.index.cache_view import CacheView
 from warmroute.index.node_cache import PENDING, ROUTED
 from warmroute.index.tiers import SAVED_SHARE, Tier
 
@@ -331,3 +333,16 @@ def test_adding_a_node_again_changes_only_its_models() -> None:
     route(cache_view, "a", prompt(1, 2))
     assert cache_view.add_node("a") is cache_view.add_node("a", [MODEL, "alias"]) is cache_of(cache_view, "a")
     assert hit_tokens(cache_view, "a", prompt(1, 2), model="alias") == 32
+
+
+def test_names_of_models_that_no_node_serves_are_forgotten() -> None:
+    cache_view = CacheView(Index())
+    other = cache_view.add_node("other", ["base", "alias"])
+    for turn in range(5):
+        cache = cache_view.add_node("n")
+        cache_view.set_models(cache, f"base{turn}", [f"alias{turn}"], [f"adapter{turn}"])
+        assert len(cache_view._models) == 5
+    cache_view.set_models(other, "base", ["alias4"])
+    assert cache_view._models["alias4"] == ("base", ""), "the latest node counts"
+    cache_view.remove_node("n")
+    assert cache_view._models == {"base": ("base", ""), "alias4": ("base", "")}

@@ -14,7 +14,7 @@ from registry_harness import Clock, card, has_tokenizer, loading_done
 from warmroute.config import ModelConfig, Prompts, from_table
 from warmroute.hugging_face.environment import TokenizerUnavailable
 from warmroute.hugging_face.locate_tokenizer import HubSource
-from warmroute.prompt.hub_tokenizers import RETRY_S
+from warmroute.prompt.hub_tokenizers import MAX_NAMES, MAX_SEARCHES, RETRY_S
 from warmroute.prompt.tokenizer_registry import TokenizerRegistry
 from warmroute.prompt.tokenizer_status import models_table
 
@@ -177,3 +177,50 @@ def test_the_suggested_lines_are_valid_toml_for_any_name(name: str) -> None:
     config = from_table(table)
     assert config.models[0].name == name and config.models[0].tokenizer.startswith("/models/")
     assert "tokenizer" in tomllib.loads(models_table(name, "", has_table=True))
+
+
+async def test_a_node_with_many_names_starts_few_searches() -> None:
+    search = Search()
+    search.go_on.clear()
+    registry = new_registry(search)
+    cards = [card(f"m{number}", f"org/model{number}") for number in range(1000)]
+    registry.set_model_cards("a", cards)
+    await asyncio.sleep(0.01)
+    assert len(search.searched) == MAX_SEARCHES
+    search.go_on.set()
+    await loading_done(registry, patience_s=50)
+    assert len(search.searched) == MAX_NAMES
+    assert registry.status("m0").reason == "it is nowhere"
+    assert "names on a hub" in registry.status("m999").reason
+    registry.set_model_cards("b", [card("m999", "org/model999")])
+    await loading_done(registry, patience_s=50)
+    assert len(search.searched) == MAX_NAMES + 1
+    registry.close()
+
+
+async def test_names_that_no_node_reports_are_forgotten(tmp_path: Path) -> None:
+    search, clock = Search(), Clock()
+    registry = new_registry(search, clock=clock)
+    for turn in range(5):
+        cards = [card(f"m{turn}-{number}", f"org/model{turn}-{number}") for number in range(20)]
+        cards += [card(f"p{turn}-{number}", str(tmp_path / f"{turn}-{number}")) for number in range(20)]
+        registry.set_model_cards("a", cards)
+        await loading_done(registry, patience_s=50)
+        assert len(registry._hub._missing) == len(registry._retry_at_s) == 20
+        clock.s += 2 * RETRY_S
+    registry.remove_node("a")
+    assert not registry._hub._missing and not registry._retry_at_s and not registry._entries
+    registry.close()
+
+
+async def test_a_name_that_comes_and_goes_is_not_searched_more_often() -> None:
+    search, clock = Search(), Clock()
+    registry = new_registry(search, clock=clock)
+    for _ in range(5):
+        registry.set_model_cards("a", [card("qwen", HUB_ID)])
+        await loading_done(registry, patience_s=50)
+        registry.set_model_cards("a", [card("other", "/nowhere")])
+        await loading_done(registry, patience_s=50)
+        clock.s += 1.0
+    assert len(search.searched) == 1
+    registry.close()

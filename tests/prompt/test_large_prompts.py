@@ -79,13 +79,13 @@ def test_the_check_of_a_long_conversation_reads_it_a_limited_number_of_times(
     """No prefix can end in a conversation of users only: the check looks for one from its end."""
     assert prompt_tokenizer.chats is not None
     calls = []
-    original = tail_check._differs_at
+    original = tail_check._Conversation.differs_at
 
     def counted(*given: Any) -> bool | None:
         calls.append(given)
         return original(*given)
 
-    monkeypatch.setattr(tail_check, "_differs_at", counted)
+    monkeypatch.setattr(tail_check._Conversation, "differs_at", counted)
     context = prompt_tokenizer.chats.cached_context(outline_body(chat()).chat_context())
     assert context is not None and context.tail_renderer is not None
     messages = [{"role": "user", "content": "x"}] * 2000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from python_multipart import create_form_parser
 from python_multipart.exceptions import FormParserError
+from support.cpu_limit import cpu_limit
 
 from warmroute.prompt.multipart import MAX_HEAD_BYTES, MAX_PARTS, BadForm, form_model
 
@@ -214,3 +216,20 @@ def test_python_multipart_reads_the_same_model_in_what_is_accepted(pieces: bytes
 def test_python_multipart_reads_common_forms() -> None:
     body = form(field(b"model", b"m"), file(b"\0\xff\r\n--x"), field(b"language", "é".encode()))
     assert fields_by_python_multipart(body) == [(b"model", b"m"), (b"file", None), (b"language", "é".encode())]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"A:" + b" " * 8000 + b"\x01",
+        b"A:x" + b" " * 8000 + b"x",
+        b"A" * 8000,
+        b"Content-Disposition: form-data" + b"; " * 4000,
+        b"Content-Disposition: form-data" + b"; a=b" * 1600 + b"(",
+        b'Content-Disposition: form-data; name="' + b"\\a" * 4000,
+    ],
+)
+def test_a_header_is_read_in_time_that_grows_with_its_length(header: bytes) -> None:
+    with cpu_limit(2.0), contextlib.suppress(BadForm):
+        for _ in range(20):
+            model_of(form(b"--%b\r\n%b\r\n\r\nx\r\n" % (BOUNDARY, header[: MAX_HEAD_BYTES - 10])))

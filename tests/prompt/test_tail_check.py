@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from prompt_data import template_text
 
+from warmroute.prompt import tail_check
 from warmroute.prompt.chat_template import ChatTemplate
+from warmroute.prompt.layout_check import LayoutCheck
+from warmroute.prompt.render_context import RenderContext
 from warmroute.prompt.tail_check import TailCheck
 
 TOKENS = {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
@@ -58,3 +63,32 @@ def test_dependence_that_only_the_templates_own_strings_trigger_is_found() -> No
     )
     assert found.safe_for_clean_messages
     assert not found.safe_for_all_messages
+
+
+# ---- What a check may cost ----
+
+
+def is_used(source: str) -> tuple[bool, bool]:
+    template = ChatTemplate(source, TOKENS)
+    return TailCheck(template).safe_for_clean_messages, LayoutCheck(template).enabled
+
+
+def test_a_template_that_searches_for_very_many_strings_is_not_checked() -> None:
+    many = "".join(f"{{% if 'word{number}' in messages[0].content %}}x{{% endif %}}" for number in range(200))
+    assert is_used(MESSAGES + PROMPT) == (True, True)
+    assert is_used(MESSAGES + PROMPT + f"{{% if false %}}{many}{{% endif %}}") == (False, False)
+
+
+def test_a_check_that_takes_too_long_ends_and_the_template_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tail_check, "MAX_CHECK_S", -1.0)
+    assert is_used(MESSAGES + PROMPT) == (False, False)
+
+
+def test_a_request_is_checked_in_its_own_threads_time() -> None:
+    template = ChatTemplate(MESSAGES + PROMPT, TOKENS)
+    tails, layouts = TailCheck(template), LayoutCheck(template)
+    with ThreadPoolExecutor(1) as threads:  # its clock starts at 0
+        assert threads.submit(tails.passes_for, RenderContext(template)).result()
+        assert threads.submit(layouts.layout, RenderContext(template)).result() is not None
+    assert tails.passes_for(RenderContext(template))
+    assert layouts.layout(RenderContext(template)) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from routing_harness import MODEL, RoutingHarness, prompt
@@ -49,18 +50,26 @@ class NotingDriver:
 class AttemptHarness(RoutingHarness):
     """Nodes n0, n1… that are up, with the policy `price`, and requests in flight on them."""
 
-    def __init__(self, count: int = 2, *, max_attempts: int = 0, hedging: Hedging | None = None, **more: Any) -> None:
+    def __init__(
+        self,
+        count: int = 2,
+        *,
+        max_attempts: int = 0,
+        hedging: Hedging | None = None,
+        call_soon: Callable[[Callable[[], None]], object] | None = None,
+        **more: Any,
+    ) -> None:
         super().__init__(count, **more)
         self.counters = Counters()
         self.dispatcher = Dispatcher(
             self.fleet, self.router, self.admission, self.counters, None, max_attempts, lambda: self.now_s,
-            self.admission.node_freed, hedging=hedging,
+            self.admission.node_freed, hedging=hedging, call_soon=call_soon,
         )  # fmt: skip
 
-    def start(self, tokens: int = 1000, **fields: Any) -> tuple[Attempts, NotingDriver]:
+    def start(self, tokens: int = 1000, model: str = MODEL, **fields: Any) -> tuple[Attempts, NotingDriver]:
         """Send a request to the node that the policy chooses."""
         driver = NotingDriver()
-        request = RoutingRequest(MODEL, arrived_s=self.now_s, **{"streams": True, **fields})
+        request = RoutingRequest(model, arrived_s=self.now_s, **{"streams": True, **fields})
         attempts = Attempts(self.dispatcher, driver, request, b"")
         attempts.enter(prompt(tokens), tokens, self.now_s)
         return attempts, driver

@@ -317,8 +317,8 @@ def test_decisions_of_a_snapshot_do_not_advance_the_policy() -> None:
 
 
 def test_a_record_keeps_no_reference_to_the_request() -> None:
-    class ReferencedLookup(Lookup):
-        __slots__ = ("__weakref__",)
+    class ReferencedLookup(Lookup, weakref=True):
+        pass
 
     harness = RoutingHarness(3)
     tokens = array("I", range(8000)).tobytes()

@@ -8,6 +8,7 @@ import pytest
 from attempt_harness import AttemptHarness
 
 from warmroute.fleet.node import Outcome
+from warmroute.fleet.outlier_detection import counts_of
 from warmroute.routing.failover import MAX_BUSY_ANSWERS
 from warmroute.routing.routing_errors import AllNodesBusy, AllNodesFailed, AllNodesUnavailable
 
@@ -126,3 +127,24 @@ def test_a_node_that_said_it_is_busy_comes_after_the_others() -> None:
     for _ in range(4):
         harness.fail(attempts)
     assert driver.sent[-1] == other.name and len(driver.sent) == 4
+
+
+def test_only_failures_are_excused_when_a_request_fails_on_every_node() -> None:
+    harness = AttemptHarness(3)
+    harness.warm_up()
+    for _ in range(5):
+        attempts, _driver = harness.start()
+        for _node in harness.nodes:
+            harness.is_busy(attempts)
+        harness.advance(5.0)
+    assert [(counts_of(node).failed, node.excused_failures) for node in harness.nodes] == [(0, 0)] * 3
+    attempts, driver = harness.start()
+    harness.fail(attempts)
+    harness.is_busy(attempts)
+    harness.is_busy(attempts)
+    assert driver.error is not None and sum(counts_of(node).failed for node in harness.nodes) == 1
+    attempts, _driver = harness.start()
+    harness.fail(attempts)
+    harness.fail(attempts)
+    harness.is_busy(attempts)
+    assert sum(counts_of(node).failed for node in harness.nodes) == 1, "the request may be at fault"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import pytest
 from attempt_harness import AttemptHarness, NotingDriver
 
-from warmroute.config import Admission, Hedging
+from warmroute.config import Admission, Hedging, NodeConfig
 from warmroute.fleet.node import Node, Outcome
 from warmroute.routing.attempts import Attempts
-from warmroute.routing.dispatcher import MAX_MOVES
+from warmroute.routing.dispatcher import MAX_FAILED_HEDGES, MAX_MOVES, MOVE_SLICE_S
 from warmroute.routing.hedging import HANGS_S, MAX_BURST
+from warmroute.routing.routing_errors import AllNodesBusy
 
 ALWAYS = Hedging(max_ratio=1.0)
 AT_ONCE = Admission(queue_at_router=False)
@@ -25,6 +29,16 @@ def hang(harness: AttemptHarness, node: Node) -> None:
         harness.advance(3.0)
         harness.fleet.check_timed_out(node, harness.now_s)
     assert node.health.state.value == "down" and not node.health.confirmed
+
+
+def take_away(harness: AttemptHarness, node: Node, how: str) -> None:
+    if how == "hangs":
+        hang(harness, node)
+    elif how == "refuses":
+        harness.fleet.check_failed(node, harness.now_s, "connection refused")
+    else:
+        harness.fleet.remove(node.name)
+        harness.dispatcher.leave(node, "the node was removed")
 
 
 def overdue(harness: AttemptHarness) -> tuple[Attempts, NotingDriver]:
@@ -43,15 +57,21 @@ def test_a_request_without_a_response_leaves_a_node_that_goes_down(how: str) -> 
     harness = AttemptHarness(3)
     attempts, driver = harness.start()
     node = node_of(attempts)
-    if how == "hangs":
-        hang(harness, node)
-    elif how == "refuses":
-        harness.fleet.check_failed(node, harness.now_s, "connection refused")
-    else:
-        harness.fleet.remove(node.name)
-        harness.dispatcher.leave(node, "the node was removed")
+    take_away(harness, node, how)
     assert driver.events == ["withdraw"] and len(driver.sent) == 2 and node_of(attempts) is not node
     assert node.inflight == 0 and node.outcomes[Outcome.FAILED] == 1
+    harness.answer(attempts)
+    harness.assert_all_counters_are_zero()
+
+
+@pytest.mark.parametrize(("how", "moves"), [("hangs", False), ("refuses", True), ("is removed", False)])
+def test_a_request_that_may_not_be_repeated_leaves_only_a_dead_node(how: str, moves: bool) -> None:
+    harness = AttemptHarness(3)
+    attempts, driver = harness.start()
+    attempts.repeatable = False
+    node = node_of(attempts)
+    take_away(harness, node, how)
+    assert len(driver.sent) == (2 if moves else 1) and (node_of(attempts) is not node) is moves
     harness.answer(attempts)
     harness.assert_all_counters_are_zero()
 
@@ -92,6 +112,25 @@ def test_many_requests_leave_a_node_in_several_ticks() -> None:
     harness.assert_all_counters_are_zero()
 
 
+def test_moves_that_take_long_leave_time_for_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    soon: list[Callable[[], None]] = []
+    harness = AttemptHarness(2, admission=AT_ONCE, call_soon=soon.append)
+    harness.fleet.drain("n1")
+    started = [harness.start(tokens=100) for _ in range(20)]
+    harness.fleet.drain("n1", False)
+    monkeypatch.setattr(NotingDriver, "send", lambda _driver, _node: time.sleep(MOVE_SLICE_S))
+    harness.fleet.check_failed(harness.nodes[0], harness.now_s, "connection refused")
+    turns = 0
+    while soon:
+        assert harness.nodes[1].inflight == turns + 1, "one move fills a slice"
+        soon.pop()()
+        turns += 1
+    assert turns == 19 and harness.nodes[0].inflight == 0
+    for attempts, _driver in started:
+        harness.answer(attempts)
+    harness.assert_all_counters_are_zero()
+
+
 def test_max_attempts_limits_moves_and_hedges() -> None:
     harness = AttemptHarness(3, max_attempts=1, hedging=ALWAYS)
     harness.warm_up()
@@ -126,7 +165,7 @@ def test_the_first_node_that_answers_wins_and_the_other_ticket_closes() -> None:
         first, hedge = attempts.ticket, attempts.hedge
         assert hedge is not None
         if hedge_wins:
-            assert attempts.hedge_started(200, harness.now_s)
+            assert attempts.hedge_started(200, None, harness.now_s)
             assert driver.events[1:] == ["withdraw", "promote"] and attempts.ticket is hedge
             assert first.node.outcomes[Outcome.FAILED] == 1
         else:
@@ -145,10 +184,22 @@ def test_a_hedge_that_fails_leaves_the_request_where_it_was(status: int) -> None
     harness = AttemptHarness(3, hedging=ALWAYS)
     harness.warm_up()
     attempts, driver = overdue(harness)
-    assert not attempts.hedge_started(status, harness.now_s)
+    assert not attempts.hedge_started(status, None, harness.now_s)
     assert attempts.hedge is None and driver.error is None
     harness.answer(attempts)
     harness.assert_all_counters_are_zero()
+
+
+def test_a_busy_hedge_and_a_busy_node_are_busy() -> None:
+    harness = AttemptHarness(2, hedging=ALWAYS)
+    harness.warm_up()
+    attempts, driver = overdue(harness)
+    assert attempts.hedge is not None
+    node = attempts.hedge.node
+    assert not attempts.hedge_started(429, 7, harness.now_s)
+    assert node.busy_until_s == harness.now_s + 7
+    harness.is_busy(attempts, retry_after_s=9)
+    assert isinstance(driver.error, AllNodesBusy) and driver.error.retry_after_s == 7
 
 
 def test_a_hedge_takes_over_when_the_first_node_fails() -> None:
@@ -241,12 +292,12 @@ def test_without_an_estimate_a_timed_out_health_check_shows_that_a_node_hangs() 
     assert len(driver.events) == 1
 
 
-@pytest.mark.parametrize("reason", ["not hedgeable", "switched off", "other node has no room", "late"])
+@pytest.mark.parametrize("reason", ["not repeatable", "switched off", "other node has no room", "late"])
 def test_no_hedge(reason: str) -> None:
     harness = AttemptHarness(2, hedging=Hedging(max_ratio=0.0) if reason == "switched off" else ALWAYS)
     harness.warm_up()
     attempts, driver = harness.start(deadline_s=harness.now_s + 5.0 if reason == "late" else 0.0)
-    attempts.hedgeable = reason != "not hedgeable"
+    attempts.repeatable = reason != "not repeatable"
     if reason == "other node has no room":
         harness.busy(next(node for node in harness.nodes if node is not node_of(attempts)), tokens=50_000)
     harness.advance(100.0)
@@ -285,7 +336,7 @@ def test_a_node_that_loses_every_race_is_down() -> None:
     hanging = harness.nodes[0]
     for attempts, _driver in started:
         if attempts.hedge is not None:
-            assert attempts.hedge_started(200, harness.now_s)
+            assert attempts.hedge_started(200, None, harness.now_s)
     assert hanging.health.state.value == "down" and hanging.inflight == 0
 
 
@@ -299,3 +350,20 @@ def test_the_expected_time_to_first_token_includes_the_work_ahead() -> None:
     assert first >= 4000 * speed and second >= 2 * first * 0.99
     node.queue_ms = 5000.0
     assert harness.start(tokens=4000)[0].ticket.expected_ttft_ms >= 5000.0 + 4000 * speed
+
+
+@pytest.mark.parametrize("count", [int(MAX_BURST), 3 * MAX_FAILED_HEDGES])
+def test_requests_without_a_second_node_do_not_keep_others_from_a_hedge(count: int) -> None:
+    harness = AttemptHarness(2, hedging=ALWAYS, admission=AT_ONCE)
+    harness.warm_up()
+    only = harness.fleet.add(NodeConfig(url="http://127.0.0.1:9", name="only", models=("other",)))
+    harness.fleet.check_passed(only, harness.now_s)
+    for _ in range(count):
+        harness.start(tokens=100, model="other")
+    attempts, driver = harness.start()
+    harness.fleet.check_timed_out(only, harness.now_s)
+    harness.advance(10.0)
+    for _ in range(4):
+        harness.dispatcher.tick(harness.now_s)
+    assert attempts.hedge is not None and driver.events == [f"hedge {attempts.hedge.node.name}"]
+    assert harness.counters.hedges == 1

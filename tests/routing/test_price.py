@@ -15,6 +15,7 @@ from warmroute.config import Pricing
 from warmroute.fleet.node import Node
 from warmroute.fleet.node_speed import work
 from warmroute.fleet.ticket import Ticket
+from warmroute.index.lookup import Lookup, SpecialPrompt
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.output_length import DEFAULT_TOKENS
 from warmroute.routing.policies.price_policy import MAX_CACHE_LISTS, PricePolicy
@@ -348,6 +349,25 @@ def test_the_prefix_of_a_node_that_is_not_crowded_gets_no_second_home() -> None:
         running(node, 6)
     running(harness.nodes[0], 2)
     assert harness.decide(shared).node is harness.nodes[0]
+
+
+def list_of_prompts(count: int, tokens: int) -> Lookup:
+    first, *others = [prompt(tokens, number) for number in range(1, count + 1)]
+    first.special = SpecialPrompt(others=tuple(others), prompts=count, total_tokens=count * tokens)
+    for other in others:
+        other.special = SpecialPrompt(total_tokens=tokens)
+    return first
+
+
+@pytest.mark.parametrize(("age_s", "moves"), [(0.1, True), (60.0, False)])
+def test_a_rarely_used_list_of_prompts_gets_no_second_home(age_s: float, moves: bool) -> None:
+    harness = RoutingHarness(4)
+    shared = list_of_prompts(4, 500)
+    for number in range(1, 5):
+        harness.warm(harness.nodes[0], prompt(500, number))
+    harness.advance(age_s)
+    running(harness.nodes[0], 8)
+    assert (harness.decide(shared).reason == "second home") is moves
 
 
 # Learned speeds.

@@ -168,7 +168,7 @@ def test_prices_equal_the_reference(
 
     def as_good(at: int) -> bool:
         price = made[at]
-        extra_work = work(price.new, price.cached) - work(home.new, home.cached)
+        extra_work = work(price.new, price.cached, prompts) - work(home.new, home.cached, prompts)
         return price.own - extra_work * nodes[at].speed.ms_per_token <= home.own
 
     eligible = [at for at in within if nodes[at].load <= prices.mean_load and as_good(at)] if is_crowded(0) else []

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from routing_harness import FakeRequest, RoutingHarness, prompt
+from support.cpu_limit import cpu_limit
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import ConfigError, Pricing, RouteConfig, Routing, from_table
@@ -49,6 +54,19 @@ def test_a_route_matches_by_model_path_tenant_and_header(
     route: dict[str, str], request_: dict[str, str], matches: bool
 ) -> None:
     assert (picked(RouteConfig(name="r", **route), **request_) == "r") is matches  # type: ignore[arg-type]
+
+
+@given(st.text("ab*", min_size=1, max_size=8), st.text("ab\n", max_size=10))
+def test_a_star_matches_any_text(pattern: str, model: str) -> None:
+    expression = ".*".join(map(re.escape, pattern.split("*")))
+    expected = re.fullmatch(expression, model, re.DOTALL) is not None
+    assert (picked(RouteConfig(name="r", model=pattern), model=model) == "r") is expected
+
+
+def test_a_route_is_matched_in_time_that_grows_with_the_value() -> None:
+    route = RouteConfig(name="r", header="x-class=" + "*a" * 20 + "*b")
+    with cpu_limit(2.0):
+        assert picked(route, x_class="a" * 65_000) is None
 
 
 def test_the_first_matching_route_is_picked() -> None:

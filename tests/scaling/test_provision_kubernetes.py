@@ -5,6 +5,7 @@ that docs/reference/provisioners.md asks for.
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -355,6 +356,44 @@ async def test_an_unreachable_cluster_is_a_provisioner_error(tmp_path: Path) -> 
     with pytest.raises(ProvisionerError, match="k8s: status: "):
         await provisioner.status()
     await provisioner.close()
+
+
+def kubeconfig_with_plugin(cluster: Cluster, plugin: Path) -> str:
+    """Return a kubeconfig whose user's token comes from this program."""
+    file = Path(cluster.kubeconfig("router"))
+    table = json.loads(file.read_text())
+    variables = [{"name": "OF_THE_KUBECONFIG", "value": "a=b"}]
+    version = "client.authentication.k8s.io/v1beta1"
+    table["users"][0]["user"] = {"exec": {"apiVersion": version, "command": str(plugin), "env": variables}}
+    file.write_text(json.dumps(table))
+    return str(file)
+
+
+async def test_a_plugin_of_the_kubeconfig_does_not_see_the_routers_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NODE_API_KEY", "secret")
+    monkeypatch.setenv("MY_CLOUD_REGION", "here")
+    seen, plugin = tmp_path / "seen", tmp_path / "plugin"
+    plugin.write_text(f'#!/bin/sh\nenv > {seen}\necho \'{{"status": {{"token": "router"}}}}\'\n')
+    plugin.chmod(0o755)
+    cluster = FakeCluster(tmp_path)
+    try:
+        workload = Workload(cluster, "plugin")
+        workload.create(1)
+        file = kubeconfig_with_plugin(cluster, plugin)
+        provisioner = KubernetesProvisioner(
+            ProvisionerConfig(
+                kind="kubernetes", gpu="L4", workload_name="plugin", kubeconfig=file, pass_env=("MY_CLOUD_*",)
+            )
+        )
+        await provisioner.status()
+        await provisioner.close()
+    finally:
+        cluster.close()
+    variables = dict(line.split("=", 1) for line in seen.read_text().splitlines())
+    assert "NODE_API_KEY" not in variables and "secret" not in seen.read_text()
+    assert variables["OF_THE_KUBECONFIG"] == "a=b" and variables["MY_CLOUD_REGION"] == "here" and variables["PATH"]
 
 
 def test_a_missing_kubeconfig_is_a_configuration_error(tmp_path: Path) -> None:

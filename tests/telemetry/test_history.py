@@ -34,8 +34,9 @@ class Setting:
         sums.prompt_tokens += 100 * requests
         sums.cached_tokens += cached * requests
         sums.round_robin_tokens += 20.0 * requests
-        sums.saved_ms += 500.0 * requests
-        sums.ttft_counts[20] += requests
+        sums.saved_gpu_ms += 500.0 * requests
+        for _ in range(requests):
+            sums.ttft.observe(100.0)
 
     def alert_ids(self, now_s: float) -> list[str]:
         self.alerts.update(now_s)

@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 from routing_harness import MODEL, RoutingHarness, prompt
 
-from warmroute._kernel import Hit, sum_hits
+from warmroute._kernel import (
+    ATTENTION_WORK,
+    EXACT_ESTIMATES,
+    MAX_COUNTED_TOKENS,
+    SAMPLED_HITS,
+    Hit,
+    TrafficRecorder,
+)
 from warmroute.fleet.node import Node
-from warmroute.fleet.node_speed import saved_work, work
+from warmroute.fleet.node_speed import work
+from warmroute.fleet.ticket import Ticket
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.attempts import Attempts, Usage
@@ -15,7 +23,18 @@ from warmroute.routing.dispatcher import Dispatcher
 from warmroute.routing.routing_errors import RoutingError
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.popular_prefixes import REFRESH_S
-from warmroute.telemetry.traffic import MAX_ROUTES, OTHER, Traffic, ttft_percentile
+from warmroute.telemetry.traffic import (
+    MAX_NODES,
+    MAX_RECORDERS,
+    MAX_ROUTES,
+    MAX_TENANTS,
+    OTHER,
+    TIME_BOUNDS_MS,
+    RouteTraffic,
+    TokenTraffic,
+    Traffic,
+    ttft_percentile,
+)
 
 
 class SilentDriver:
@@ -66,6 +85,15 @@ class Harness(RoutingHarness):
         attempts.response_ended(usage, self.now_s)
 
 
+def counted(gpus: int = 1) -> tuple[RouteTraffic, TrafficRecorder, Ticket]:
+    """Return the counters of a route, a recorder for it, and the ticket of a streamed response after 0.5 s."""
+    harness = Harness(1)
+    ticket = Ticket(harness.nodes[0], 0.0)
+    ticket.first_token(0.5)
+    sums = RouteTraffic()
+    return sums, TrafficRecorder(sums, TokenTraffic(), TokenTraffic(), gpus), ticket
+
+
 def test_a_complete_response_counts_its_tokens_and_its_time_to_first_token() -> None:
     harness = Harness(2)
     harness.serve(prompt(1000), (1000, 0, 50), route="chat")
@@ -92,7 +120,6 @@ def test_saved_time_is_the_prefill_time_of_the_cached_tokens() -> None:
     ms_per_token = harness.nodes[0].speed.ms_per_token
     expected_ms = ms_per_token * (work(4000, 0) - work(800, 3200))
     assert harness.traffic.total.saved_ms == pytest.approx(expected_ms)
-    assert saved_work(3200, 3200**2) == pytest.approx(work(4000, 0) - work(800, 3200))
 
 
 def test_the_round_robin_estimate_is_the_mean_over_all_candidates() -> None:
@@ -106,11 +133,50 @@ def test_the_round_robin_estimate_is_the_mean_over_all_candidates() -> None:
     assert total.round_robin_saved_ms == pytest.approx(total.saved_ms / 4, rel=0.01)
 
 
-def test_the_sum_over_hits_ignores_nodes_that_are_no_candidates() -> None:
+@pytest.mark.parametrize(("predicted", "hits"), [(None, {}), (0, None)])
+def test_a_choice_without_looking_up_caches_counts_as_one_of_round_robin(
+    predicted: int | None, hits: dict[str, Hit] | None
+) -> None:
+    sums, recorder, ticket = counted()
+    recorder.record(ticket, 0.0, 0.0, 1.0, True, 1000, 600, 1, predicted, hits, {"a": 1})
+    assert sums.round_robin_tokens == sums.cached_tokens == 600
+    assert sums.round_robin_saved_ms == sums.saved_ms > 0.0
+    recorder.record(ticket, 0.0, 0.0, 1.0, True, 1000, 600, 1, 0, {}, {"a": 1})
+    assert sums.round_robin_tokens == 600, "looked up, and no node has any of it"
+
+
+def test_the_round_robin_estimate_ignores_nodes_that_are_no_candidates() -> None:
+    sums, recorder, ticket = counted()
     hits = {"a": Hit(10, 10.0, 0), "b": Hit(4, 2.0, 0), "gone": Hit(9, 9.0, 0)}
-    assert sum_hits(hits, {"a": 1, "b": 1, "cold": 1}) == (12.0, 104.0)
+    recorder.record(ticket, 0.0, 0.0, 1.0, True, 100, 0, 1, 0, hits, {"a": 1, "b": 1, "cold": 1})
+    ms_per_token = ticket.node.speed.ms_per_token
+    assert sums.round_robin_tokens == pytest.approx(4.0)
+    assert sums.round_robin_saved_ms == pytest.approx(ms_per_token * (4.0 + 0.5 * ATTENTION_WORK * 104.0 / 3))
     with pytest.raises(TypeError):
-        sum_hits({"a": 1}, {"a": 1})  # type: ignore[dict-item]
+        recorder.record(ticket, 0.0, 0.0, 1.0, True, 100, 0, 1, 0, {"a": 1}, {"a": 1})  # type: ignore[dict-item]
+
+
+def test_the_round_robin_estimate_of_many_hits_looks_at_some_of_them() -> None:
+    sums, recorder, ticket = counted()
+    count = 8 * SAMPLED_HITS
+    hits = {f"n{number}": Hit(number, float(number), 0) for number in range(count)}
+    for number in range(1000):
+        recorder.record(ticket, 0.0, 0.0, 2.0 * number, True, 10_000, 0, 1, 0, hits, hits)
+    assert sums.round_robin_tokens / 1000 == pytest.approx((count - 1) / 2, rel=0.02)
+
+
+def test_the_round_robin_estimate_of_a_busy_route_looks_at_some_responses() -> None:
+    sums, recorder, ticket = counted()
+    responses = 40 * EXACT_ESTIMATES
+    for number in range(responses):  # in one second, with a pattern
+        hits = {"a": Hit(number % 8, float(number % 8), 0)}
+        recorder.record(ticket, 0.0, 0.0, 5.0, True, 10_000, 0, 1, 0, hits, {"a": 1, "b": 1})
+    assert sums.round_robin_tokens == pytest.approx(responses * 3.5 / 2, rel=0.1)
+    exact, before = 0.0, sums.round_robin_tokens
+    for number in range(EXACT_ESTIMATES):
+        recorder.record(ticket, 0.0, 0.0, 6.5, True, 10_000, 0, 1, 0, {"a": Hit(number, number, 0)}, {"a": 1, "b": 1})
+        exact += number / 2
+    assert sums.round_robin_tokens - before == pytest.approx(exact), "few responses are all counted"
 
 
 def test_reported_tokens_replace_the_predicted_ones_and_are_bounded() -> None:
@@ -153,4 +219,91 @@ def test_popular_prefixes_have_their_share_and_their_sender_but_no_text() -> Non
 
 
 def test_a_percentile_without_responses_is_none() -> None:
-    assert ttft_percentile([0] * 54, 0.5) is None
+    assert ttft_percentile(RouteTraffic().ttft_counts, 0.5) is None
+
+
+# By tenant and node, times, and bounds.
+
+
+def test_a_response_counts_for_its_route_its_tenant_and_its_node() -> None:
+    harness = Harness(2)
+    harness.serve(prompt(1000), (1000, 400, 50), route="chat")
+    traffic = harness.traffic
+    [node] = [key[1] for key in traffic.by_node]
+    for counters in (traffic.by_route[MODEL, "chat"], traffic.by_tenant[MODEL, "search"], traffic.by_node[MODEL, node]):
+        found = (counters.requests, counters.prompt_tokens, counters.reported_tokens, counters.output_tokens)
+        assert found == (1, 1000, 400, 50)
+
+
+def test_times_are_counted_by_route() -> None:
+    sums, recorder, ticket = counted()
+    recorder.record(ticket, -0.25, 0.125, 1.5, True, 100, 0, 11, 0, None, None)
+    expected = {"ttft": 750.0, "inter_token": 100.0, "queue_wait": 125.0, "duration": 1750.0}
+    for name, ms in expected.items():
+        histogram = getattr(sums, name)
+        assert histogram.sum_ms == pytest.approx(ms), name
+        [bucket] = [at for at, count in enumerate(histogram.counts) if count]
+        assert TIME_BOUNDS_MS[bucket - 1] < ms <= TIME_BOUNDS_MS[bucket], name
+    recorder.record(ticket, 0.0, 0.0, 2.0, False, 100, 0, 11, 0, None, None)
+    recorder.record(ticket, 0.0, 0.0, 2.0, True, 100, 0, None, 0, None, None)
+    assert [sum(getattr(sums, name).counts) for name in expected] == [2, 1, 3, 3]
+
+
+def test_the_spread_of_the_hit_rate_is_counted() -> None:
+    sums, recorder, ticket = counted()
+    for cached in (0, 50):
+        recorder.record(ticket, 0.0, 0.0, 1.0, True, 100, cached, 1, None, None, None)
+    recorder.record(ticket, 0.0, 0.0, 1.0, True, None, None, 1, None, None, None)
+    assert (sums.counted_prompts, sums.hit_shares, sums.hit_share_squares) == (2, 0.5, 0.25)
+    sums.sampled_blocks, sums.known_blocks = 5, 3
+    total = RouteTraffic()
+    total.add(sums)
+    total.add(sums)
+    assert (total.counted_prompts, total.hit_share_squares, total.sampled_blocks, total.known_blocks) == (4, 0.5, 10, 6)
+    assert recorder.route is sums
+
+
+def test_saved_gpu_time_counts_all_gpus_of_the_node() -> None:
+    sums, recorder, ticket = counted(gpus=8)
+    recorder.record(ticket, 0.0, 0.0, 1.0, True, 1000, 500, 1, 0, {"a": Hit(100, 100.0, 0)}, {"a": 1})
+    assert sums.saved_ms > sums.round_robin_saved_ms > 0.0
+    assert sums.saved_gpu_ms == pytest.approx(8 * sums.saved_ms)
+    assert sums.round_robin_saved_gpu_ms == pytest.approx(8 * sums.round_robin_saved_ms)
+
+
+@pytest.mark.parametrize("absurd", [-1, -(10**400), 10**400, 2**63])
+def test_absurd_numbers_of_tokens_are_bounded(absurd: int) -> None:
+    sums, recorder, ticket = counted()
+    for _ in range(3):
+        recorder.record(ticket, 0.0, 0.0, 1.0, True, absurd, absurd, absurd, absurd, None, None)
+    assert sums.requests == 3
+    for tokens in (sums.prompt_tokens, sums.cached_tokens, sums.predicted_tokens, sums.output_tokens):
+        assert 0 <= tokens <= 3 * MAX_COUNTED_TOKENS
+
+
+@pytest.mark.parametrize("absurd", [float("nan"), float("inf"), float("-inf"), -5.0, 1e308])
+def test_absurd_times_are_in_the_first_or_the_last_bucket(absurd: float) -> None:
+    histogram = RouteTraffic().ttft
+    histogram.observe(absurd)
+    counts = histogram.counts
+    assert counts[0] + counts[-1] == 1 and sum(counts) == 1 and 0.0 <= histogram.sum_ms <= 1e9
+
+
+def test_nodes_that_left_the_fleet_are_forgotten_and_what_they_served_is_not() -> None:
+    harness = Harness(2)
+    harness.serve(prompt(1000), (1000, 0, 1))
+    traffic = harness.traffic
+    traffic.keep_nodes(())
+    assert not traffic.by_node and traffic.total.prompt_tokens == 1000
+    harness.serve(prompt(1000), (1000, 0, 1))
+    assert traffic.total.prompt_tokens == 2000 and [one.requests for one in traffic.by_node.values()] == [1]
+
+
+def test_ten_thousand_models_and_tenants_do_not_grow_memory() -> None:
+    harness = Harness(1)
+    traffic = harness.traffic
+    for number in range(MAX_RECORDERS + 10):
+        traffic._recorder(f"m{number % 10_000}", "", f"t{number}", harness.nodes[0])
+    assert len(traffic._recorders) <= MAX_RECORDERS
+    sizes = [len(traffic.by_route), len(traffic.by_tenant), len(traffic.by_node)]
+    assert sizes == [MAX_ROUTES + 1, MAX_TENANTS + 1, MAX_NODES + 1]

@@ -16,4 +16,5 @@ from warmroute._kernel.message_tokens import *
 from warmroute._kernel.price import *
 from warmroute._kernel.recency import *
 from warmroute._kernel.routing_hash import *
+from warmroute._kernel.traffic import *
 from warmroute._kernel.usage import *

@@ -528,7 +528,7 @@ static PyMethodDef ticket_methods[] = {
     {"release", FAST(ticket_release), "Remove the ticket from its node's figures; return False if that was done before."},
     NO_METHOD};
 
-static PyTypeObject TicketType = {
+PyTypeObject TicketType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = MODULE "TicketState",
     .tp_doc = "One request in the accounting of one node.",
     .tp_basicsize = sizeof(TicketState),

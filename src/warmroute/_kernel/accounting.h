@@ -70,7 +70,7 @@ struct TicketState {
     char is_open, streams, is_unstreamed;
 };
 
-extern PyTypeObject SpeedType, DecodeSpeedType, NodeType;
+extern PyTypeObject SpeedType, DecodeSpeedType, NodeType, TicketType;
 
 static always_inline SpeedState *speed_of(const NodeState *node) { return (SpeedState *)node->named.part; }
 

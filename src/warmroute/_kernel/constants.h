@@ -52,7 +52,12 @@
     X(OUTCOME_BUSY, 2)                                                                                                     \
     X(OUTCOME_FAILED, 3)                                                                                                   \
     X(OUTCOME_BROKEN, 4)                                                                                                   \
-    X(OUTCOME_CANCELLED, 5)
+    X(OUTCOME_CANCELLED, 5)                                                                                                \
+    /* Traffic counters. */                                                                                                \
+    X(SAMPLED_HITS, 16)                                                                                                    \
+    X(EXACT_ESTIMATES, 100)                                                                                                \
+    X(SAMPLED_RESPONSES, 8)                                                                                                \
+    X(MAX_COUNTED_TOKENS, 1000000000)
 
 #define SHARED_DOUBLES(X)                                                                                                  \
     /* What the speed of a node's prefill is learned with. */                                                              \
@@ -105,5 +110,16 @@ SHARED_DOUBLES(DEFINE)
 #define TTFT_BUCKETS 14
 static const double TTFT_BOUNDS_MS[TTFT_BUCKETS - 1] __attribute__((unused)) = {
     5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0};
+
+/* The same for the histograms of traffic.c: ten bounds for each power of ten. */
+#define TIME_BUCKETS 62
+static const double TIME_BOUNDS_MS[TIME_BUCKETS - 1] __attribute__((unused)) = {
+    1.0, 1.25, 1.6, 2.0, 2.5, 3.15, 4.0, 5.0, 6.3, 8.0,
+    10.0, 12.5, 16.0, 20.0, 25.0, 31.5, 40.0, 50.0, 63.0, 80.0,
+    100.0, 125.0, 160.0, 200.0, 250.0, 315.0, 400.0, 500.0, 630.0, 800.0,
+    1000.0, 1250.0, 1600.0, 2000.0, 2500.0, 3150.0, 4000.0, 5000.0, 6300.0, 8000.0,
+    10000.0, 12500.0, 16000.0, 20000.0, 25000.0, 31500.0, 40000.0, 50000.0, 63000.0, 80000.0,
+    100000.0, 125000.0, 160000.0, 200000.0, 250000.0, 315000.0, 400000.0, 500000.0, 630000.0, 800000.0,
+    1000000.0};
 
 #endif

@@ -149,11 +149,15 @@ static int read_line(const char *line, size_t n) {
     return !p ? NOTHING : *p == '{' ? read_event(p, end) : TOKEN;
 }
 
-/* A line ends with CR, LF or both; the LF after a CR makes a blank line more, which says nothing. */
-static const char *line_end(const char *p, const char *end) {
-    const char *lf = memchr(p, '\n', (size_t)(end - p)), *stop = lf ? lf : end;
-    const char *cr = memchr(p, '\r', (size_t)(stop - p));
-    return cr ? cr : lf;
+/* A line ends with CR, LF or both; the LF after a CR makes a blank line more, which says nothing.
+   *lf is the next LF, or end if there is none: it is searched once, not again for each CR before it. */
+static const char *line_end(const char *p, const char *end, const char **lf) {
+    if (!*lf || *lf < p) {
+        const char *found = memchr(p, '\n', (size_t)(end - p));
+        *lf = found ? found : end;
+    }
+    const char *cr = memchr(p, '\r', (size_t)(*lf - p));
+    return cr ? cr : *lf < end ? *lf : NULL;
 }
 
 /* Adds to the line whose end has not arrived. */
@@ -176,7 +180,8 @@ static int keep(FirstTokenSearch *s, const char *p, size_t n) {
 /* Returns whether the first token is in the bytes up to here; -1 with an exception. */
 static int search(FirstTokenSearch *s, const char *p, const char *end) {
     s->seen += (size_t)(end - p);
-    for (const char *stop; p < end && (stop = line_end(p, end)); p = stop + 1) {
+    const char *lf = NULL;
+    for (const char *stop; p < end && (stop = line_end(p, end, &lf)); p = stop + 1) {
         int says;
         if (s->length) {
             if (keep(s, p, (size_t)(stop - p)) < 0)

@@ -280,31 +280,7 @@ static PyObject *hits_of_match(PyObject *module, PyObject *const *args, Py_ssize
     Py_RETURN_NONE;
 }
 
-/* What a node that is chosen at random would have cached: telemetry compares the router's choice with it. */
-static PyObject *sum_hits(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    PyObject *name, *hit;
-    Py_ssize_t at = 0;
-    double sum = 0.0, squares = 0.0;
-    (void)module;
-    if (check_count(count, 2) < 0 || check_type(args[0], &PyDict_Type) < 0 || check_type(args[1], &PyDict_Type) < 0)
-        return NULL;
-    while (PyDict_Next(args[0], &at, &name, &hit)) {
-        if (check_type(hit, &HitType) < 0)
-            return NULL;
-        int counts = PyDict_Contains(args[1], name);
-        if (counts < 0)
-            return NULL;
-        if (counts) {
-            double expected = ((Hit *)hit)->expected;
-            sum += expected;
-            squares += expected * expected;
-        }
-    }
-    return Py_BuildValue("(dd)", sum, squares);
-}
-
 static PyMethodDef functions[] = {
-    {"sum_hits", FAST(sum_hits), "Add up the expected tokens of the hits on some nodes, and their squares."},
     {"add_hits", FAST(hits_of_rows), "Add a hit for each node that has a row of BlockIndex.match."},
     {"match_hits", FAST(hits_of_match), "Match a prompt in the index, and add a hit for each node that holds its beginning."},
     NO_METHOD};

@@ -89,7 +89,3 @@ def match_hits(
     /,
 ) -> None:
     """`add_hits` of `index.match(hashes)`, without making the rows."""
-
-def sum_hits(hits: dict[str, Hit], nodes: Mapping[str, object], /) -> tuple[float, float]:
-    """Return the sum of the `expected` tokens of the hits on these nodes, and the sum of their squares. `nodes`: a dict
-    by name."""

@@ -109,6 +109,46 @@ static int read_arguments(PyObject *const *args, const char **data, const char *
         goto rejected;                                                                                                     \
     } while (0)
 
+/* ---- Writing a head ---- */
+
+/* A part of a head that is written. */
+typedef struct {
+    const char *at;
+    Py_ssize_t n;
+} piece;
+
+#define TEXT(literal) ((piece){literal, sizeof(literal) - 1})
+#define MAX_NUMBER_LINE 48
+
+static always_inline piece bytes_piece(PyObject *bytes) {
+    return (piece){PyBytes_AS_STRING(bytes), PyBytes_GET_SIZE(bytes)};
+}
+
+/* A line with a number. `room` holds its text. */
+static piece number_line(char room[MAX_NUMBER_LINE], const char *name, long long number) {
+    return (piece){room, PyOS_snprintf(room, MAX_NUMBER_LINE, "%s: %lld\r\n", name, number)};
+}
+
+static PyObject *join_pieces(const piece *pieces, int count) {
+    Py_ssize_t n = 0;
+    for (int i = 0; i < count; i++)
+        n += pieces[i].n;
+    PyObject *made = PyBytes_FromStringAndSize(NULL, n);
+    char *to = made ? PyBytes_AS_STRING(made) : NULL;
+    for (int i = 0; made && i < count; i++) {
+        memcpy(to, pieces[i].at, (size_t)pieces[i].n);
+        to += pieces[i].n;
+    }
+    return made;
+}
+
+static int check_bytes(PyObject *const *args, Py_ssize_t n) {
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (check_type(args[i], &PyBytes_Type) < 0)
+            return -1;
+    return 0;
+}
+
 /* ---- Requests ---- */
 
 typedef struct {
@@ -148,6 +188,50 @@ static PyObject *request_head_get(RequestHead *h, PyObject *name) {
     return Py_NewRef(empty);
 }
 
+/* The head for a node. Host, authorization, length, request id and the client's address come from the router. */
+static PyObject *request_head_for_node(RequestHead *h, PyObject *const *args, Py_ssize_t n_args) {
+    static const char signature[] = "(host_line, authorization_line, passes_keys, body_bytes, request_id, peer, rank, fields)";
+    Py_ssize_t body_bytes, rank = -1;
+    if (check_signature(n_args, 8, 8, signature) < 0 || check_bytes(args, 2) < 0 || as_size(args[3], &body_bytes) < 0 ||
+        check_bytes(args + 4, 2) < 0 || (args[6] != Py_None && as_size(args[6], &rank) < 0) || check_bytes(args + 7, 1) < 0)
+        return NULL;
+    int passes_keys = args[2] == Py_True && !PyBytes_GET_SIZE(args[1]), n = 0;
+    int has_peer = PyBytes_GET_SIZE(args[5]) > 0, was_forwarded = PyBytes_GET_SIZE(h->forwarded_for) > 0;
+    char length_room[MAX_NUMBER_LINE], rank_room[MAX_NUMBER_LINE];
+    piece pieces[24]; /* there are at most 23 */
+    pieces[n++] = bytes_piece(h->method);
+    pieces[n++] = TEXT(" ");
+    pieces[n++] = bytes_piece(h->target);
+    pieces[n++] = TEXT(" HTTP/1.1\r\n");
+    pieces[n++] = bytes_piece(args[0]);
+    pieces[n++] = bytes_piece(PyBytes_GET_SIZE(args[7]) ? args[7] : h->forwarded_fields);
+    pieces[n++] = bytes_piece(args[1]);
+    if (passes_keys && PyBytes_GET_SIZE(h->authorization)) {
+        pieces[n++] = TEXT("Authorization: ");
+        pieces[n++] = bytes_piece(h->authorization);
+        pieces[n++] = TEXT("\r\n");
+    }
+    if (passes_keys && PyBytes_GET_SIZE(h->api_key)) {
+        pieces[n++] = TEXT("X-Api-Key: ");
+        pieces[n++] = bytes_piece(h->api_key);
+        pieces[n++] = TEXT("\r\n");
+    }
+    pieces[n++] = number_line(length_room, "Content-Length", body_bytes);
+    pieces[n++] = TEXT("X-Request-Id: ");
+    pieces[n++] = bytes_piece(args[4]);
+    if (has_peer || was_forwarded) {
+        pieces[n++] = TEXT("\r\nX-Forwarded-For: ");
+        pieces[n++] = bytes_piece(h->forwarded_for);
+        pieces[n++] = has_peer && was_forwarded ? TEXT(", ") : TEXT("");
+        pieces[n++] = bytes_piece(args[5]);
+    }
+    pieces[n++] = TEXT("\r\n");
+    if (rank >= 0)
+        pieces[n++] = number_line(rank_room, "X-Data-Parallel-Rank", rank);
+    pieces[n++] = TEXT("\r\n");
+    return join_pieces(pieces, n);
+}
+
 static PyMemberDef request_head_members[] = {
     {"method", T_OBJECT_EX, offsetof(RequestHead, method), READONLY, NULL},
     {"target", T_OBJECT_EX, offsetof(RequestHead, target), READONLY, NULL},
@@ -166,7 +250,9 @@ static PyMemberDef request_head_members[] = {
     NO_MEMBER};
 
 static PyMethodDef request_head_methods[] = {
-    {"get", (PyCFunction)request_head_get, METH_O, "Return the first value of a field, or b\"\"."}, NO_METHOD};
+    {"get", (PyCFunction)request_head_get, METH_O, "Return the first value of a field, or b\"\"."},
+    {"for_node", FAST(request_head_for_node), "Return the head to send to a node."},
+    NO_METHOD};
 
 static PyTypeObject RequestHeadType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = MODULE "RequestHead",
@@ -392,6 +478,23 @@ static void response_head_dealloc(ResponseHead *h) {
     Py_TYPE(h)->tp_free((PyObject *)h);
 }
 
+/* The head for the client, with the first bytes of the body. `fields` are those to forward. */
+static PyObject *response_head_for_client(ResponseHead *h, PyObject *const *args, Py_ssize_t n_args) {
+    if (check_signature(n_args, 5, 5, "(fields, accepts_chunked, request_id, more_lines, body)") < 0 ||
+        check_bytes(args, 1) < 0 || check_bytes(args + 2, 3) < 0)
+        return NULL;
+    char length_room[MAX_NUMBER_LINE];
+    piece framing = TEXT("");
+    if (h->length >= 0 && h->status != 204)
+        framing = number_line(length_room, "Content-Length", h->length);
+    else if (h->length == CHUNKED && args[1] == Py_True)
+        framing = TEXT("Transfer-Encoding: chunked\r\n");
+    const piece pieces[] = {bytes_piece(h->status_line), bytes_piece(args[0]), framing,
+                            TEXT("X-Request-Id: "),      bytes_piece(args[2]), TEXT("\r\n"),
+                            bytes_piece(args[3]),        TEXT("\r\n"),         bytes_piece(args[4])};
+    return join_pieces(pieces, sizeof pieces / sizeof *pieces);
+}
+
 static PyMemberDef response_head_members[] = {
     {"status_line", T_OBJECT_EX, offsetof(ResponseHead, status_line), READONLY, NULL},
     {"content_type", T_OBJECT_EX, offsetof(ResponseHead, content_type), READONLY, NULL},
@@ -403,6 +506,10 @@ static PyMemberDef response_head_members[] = {
     {"encoded", T_BOOL, offsetof(ResponseHead, encoded), READONLY, NULL},
     NO_MEMBER};
 
+static PyMethodDef response_head_methods[] = {
+    {"for_client", FAST(response_head_for_client), "Return the head to send to a client, with the start of the body."},
+    NO_METHOD};
+
 static PyTypeObject ResponseHeadType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = MODULE "ResponseHead",
     .tp_doc = "A node's response head.",
@@ -410,6 +517,7 @@ static PyTypeObject ResponseHeadType = {
     .tp_dealloc = (destructor)response_head_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .tp_members = response_head_members,
+    .tp_methods = response_head_methods,
 };
 
 /* Reads the status line at *at, and moves *at past it: HTTP/1.x, a space, three digits, and perhaps a space and a reason. */

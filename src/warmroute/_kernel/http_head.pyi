@@ -49,6 +49,21 @@ class RequestHead:
 
     def get(self, name: bytes, /) -> bytes:
         """Return the first value of a field, or b""."""
+    def for_node(
+        self,
+        host_line: bytes,
+        authorization_line: bytes,
+        passes_keys: bool,
+        body_bytes: int,
+        request_id: bytes,
+        peer: bytes,
+        rank: int | None,
+        fields: bytes,
+        /,
+    ) -> bytes:
+        """Return the head to send to a node. `passes_keys`: the client's keys are sent, if the node has none of its
+        own (`authorization_line`). `rank`: the data-parallel rank that holds the prompt. `fields`: header lines
+        instead of `forwarded_fields`; empty for those."""
 
 class ResponseHead:
     """A node's response head."""
@@ -64,6 +79,12 @@ class ResponseHead:
     """Whether the body has a content coding, such as gzip."""
     forwarded_fields: bytes
     """The header lines that go to the client unchanged."""
+
+    def for_client(
+        self, fields: bytes, accepts_chunked: bool, request_id: bytes, more_lines: bytes, body: bytes, /
+    ) -> bytes:
+        """Return the head to send to a client, and the start of the body. `fields`: header lines, instead of
+        `forwarded_fields`. A chunked body is framed so only where the client accepts it."""
 
 def read_request_head(data: bytes, end: int, max_fields: int, /) -> RequestHead | int:
     """Return the head in data[:end + 4], or why it is rejected. data[end:end + 4] is the blank line after it."""

@@ -47,6 +47,7 @@ int add_message_tokens(PyObject *module);
 int add_prices(PyObject *module);
 int add_recency(PyObject *module);
 int add_routing_hashes(PyObject *module);
+int add_traffic(PyObject *module);
 int add_usage(PyObject *module);
 
 /* ---- Numbers in memory ---- */

@@ -17,6 +17,7 @@ typedef struct {
 typedef struct {
     PyObject_VAR_HEAD
     PyObject *nodes;
+    double prompts; /* of the request */
     price of[];
 } Prices;
 
@@ -50,11 +51,7 @@ static always_inline double token_ms_on(const NodeState *node, const request *q)
     return speed_of(node)->factor * decode_ms(q->decode_speed, (double)node->context_tokens);
 }
 
-static always_inline double work(double new, double cached) {
-    return new * (1.0 + ATTENTION_WORK * (cached + 0.5 * new));
-}
-
-/* The same for several prompts of equal length. */
+/* The prefill work of prompts of equal length, in tokens of a short prompt. */
 static always_inline double work_of(double new, double cached, double prompts) {
     return new * (1.0 + ATTENTION_WORK * (cached + 0.5 * new) / prompts);
 }
@@ -154,6 +151,7 @@ static Prices *price_all(PyObject *nodes, PyObject *caches, PyObject *hits, cons
     if (!prices)
         return NULL;
     prices->nodes = Py_NewRef(nodes);
+    prices->prompts = q->prompts;
     if (check_nodes(nodes, caches) < 0)
         goto failed;
     q->fastest_token_ms = INFINITY;
@@ -338,11 +336,13 @@ static PyObject *prices_second_home(Prices *self, PyObject *const *args, Py_ssiz
     const price *h = &self->of[home];
     if (h->cached == 0.0 || !is_crowded(self, home, crowded, more))
         return PyLong_FromSsize_t(home);
-    double work_at_home = work(h->new, h->cached), most_load = mean_load(self), most_own = own_cost(h) + extra_ms;
+    double prompts = self->prompts, work_at_home = work_of(h->new, h->cached, prompts);
+    double most_load = mean_load(self), most_own = own_cost(h) + extra_ms;
     for (Py_ssize_t at = 0; at < Py_SIZE(self); at++) {
         const price *p = &self->of[at];
         const NodeState *node = node_at(self->nodes, at);
-        double own = own_cost(p), copy_ms = (work(p->new, p->cached) - work_at_home) * speed_of(node)->ms_per_token;
+        double extra_work = work_of(p->new, p->cached, prompts) - work_at_home;
+        double own = own_cost(p), copy_ms = extra_work * speed_of(node)->ms_per_token;
         if ((double)load_of(node) <= most_load && own <= most_own && own - copy_ms <= own_cost(h) &&
             (best < 0 || p->total < self->of[best].total))
             best = at;

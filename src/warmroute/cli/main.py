@@ -17,6 +17,7 @@ from warmroute.cli import (
     hash_key,
     load,
     metrics_reference,
+    monitoring,
     plan,
     replay,
     serve,
@@ -27,7 +28,7 @@ from warmroute.config import ConfigError
 
 COMMANDS = (
     serve, doctor, demo, engine, replay, plan, load, explain, top, check_config, hash_key, config_reference,
-    metrics_reference,
+    metrics_reference, monitoring,
 )  # fmt: skip
 """A command is a module with `add_to`. It imports expensive modules when it runs."""
 

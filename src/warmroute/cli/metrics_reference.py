@@ -9,7 +9,11 @@ INTRODUCTION = """\
 # Metrics
 
 The admin listener exports these metrics at `/metrics`, in the text format of Prometheus. `warmroute metrics-reference`
-generates this page.
+generates this page. A dashboard and alert rules use them: [Dashboards and alerts](../guides/dashboards-and-alerts.md).
+
+Counters are totals since the start. Tokens, times and savings count complete responses with a status below 400, when
+they end. Labels are bounded: the router counts up to 256 pairs of model and route, 2,048 of model and tenant and 4,096
+of model and node apart, and all others as model `(other)`. It forgets the counters of a node that leaves the fleet.
 """
 
 

@@ -17,6 +17,7 @@ from warmroute.config.routing_settings import Admission, Index, Pricing, Routing
 from warmroute.config.scaling_settings import LOW_QUEUE_PER_NODE, LOW_UTILISATION, Hours, IslandLimits, Scaling
 from warmroute.config.section import ConfigError, PolicyName, Section, describe_keys, parse_section
 from warmroute.config.serving_settings import Admin, KeyConfig, Limits, Listen, Log, Shutdown, Startup
+from warmroute.config.tracing_settings import Tracing
 from warmroute.config.upstream_settings import Health, Hedging, OutlierDetection, Polling, Upstream
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "Section",
     "Shutdown",
     "Startup",
+    "Tracing",
     "Upstream",
     "check",
     "describe_keys",

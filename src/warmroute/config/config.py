@@ -19,6 +19,7 @@ from warmroute.config.routing_settings import Admission, Index, Pricing, Routing
 from warmroute.config.scaling_settings import Scaling
 from warmroute.config.section import ConfigError, Section, convert_section, find_problems, keys_of, section_of
 from warmroute.config.serving_settings import Admin, KeyConfig, Limits, Listen, Log, Shutdown, Startup
+from warmroute.config.tracing_settings import Tracing
 from warmroute.config.upstream_settings import Health, Hedging, OutlierDetection, Polling, Upstream
 
 
@@ -41,6 +42,7 @@ class Config(Section, frozen=True):
     prompts: Prompts = Prompts()
     journal: Journal = Journal()
     log: Log = Log()
+    tracing: Tracing = Tracing()
     scaling: Scaling = Scaling()
     startup: Startup = Startup()
     shutdown: Shutdown = Shutdown()
@@ -131,7 +133,8 @@ def check(config: Config) -> None:
 
 RESTART_KEYS: Final = (
     "listen", "admin", "provisioners", "scaling.enabled", "scaling.lock_file", "scaling.keda_host", "scaling.keda_port",
-    "index.memory_bytes", "prompts.threads", "startup",
+    "index.memory_bytes", "prompts.threads", "startup", "tracing.enabled", "tracing.endpoint", "tracing.headers_env",
+    "tracing.service_name",
 )  # fmt: skip
 """Tables and keys that a running router does not reload."""
 

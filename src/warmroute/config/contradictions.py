@@ -13,6 +13,7 @@ from warmroute.config.route_settings import route_problems
 from warmroute.config.scaling_settings import scaling_problems
 from warmroute.config.section import ConfigError
 from warmroute.config.serving_settings import KeyConfig
+from warmroute.config.tracing_settings import tracing_problems
 
 if TYPE_CHECKING:
     from warmroute.config.config import Config
@@ -28,6 +29,7 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from _duplicates("routes: route", (route.name for route in config.routes))
     yield from route_problems(config.routes)
     yield from _key_problems(config.keys)
+    yield from tracing_problems(config.tracing)
 
 
 def _listener_problems(config: Config) -> Iterator[str]:
@@ -69,10 +71,12 @@ def _node_problems(nodes: Iterable[NodeConfig]) -> Iterator[str]:
         urls[name] = node.url
         first = names.setdefault(canonical_address(node.url), name)
         if first != name:
-            yield (
-                f"nodes: {first!r} and {name!r} are the same engine ({node.url}): its load would count twice. "
-                "Remove one of them"
-            )
+            yield f"nodes: {same_engine(first, name, node.url)}. Remove one of them"
+
+
+def same_engine(first: str, second: str, url: str) -> str:
+    """Return what is wrong with two nodes that have one address."""
+    return f"{first!r} and {second!r} are the same engine ({url}): its load would count twice"
 
 
 def _duplicates(what: str, names: Iterable[str]) -> Iterator[str]:

@@ -23,6 +23,14 @@ class NodeConfig(Section, frozen=True):
     models: Annotated[
         tuple[str, ...], Meta(description="Models that the node serves. Empty: read from its /v1/models.")
     ] = ()
+    max_model_len: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1_000_000_000,
+            description="Maximum number of prompt and output tokens together. 0: as the engine reports in /v1/models.",
+        ),
+    ] = 0
     engine: Annotated[
         Literal["auto", "vllm", "sglang", "trtllm"],
         Meta(description="Engine of the node. `auto`: detected from its metrics."),
@@ -37,6 +45,9 @@ class NodeConfig(Section, frozen=True):
     gpu: Annotated[str, Meta(description="GPU of the node, for example `L4`. The autoscaler learns speeds by GPU.")] = (
         ""
     )
+    gpus: Annotated[
+        int, Meta(ge=1, le=1024, description="Number of GPUs of the node. Metrics of GPU seconds count all of them.")
+    ] = 1
     usd_per_hour: Annotated[float, Meta(ge=0, description="Cost of the node. 0: unknown.")] = 0.0
     api_key_env: Annotated[str, Meta(description="Environment variable with the API key that the node requires.")] = ""
     kv_events: Annotated[

@@ -62,8 +62,9 @@ class ProvisionerConfig(Section, frozen=True):
     pass_env: Annotated[
         tuple[str, ...],
         Meta(
-            description="process, skypilot, command: environment variables that its programs receive, besides PATH, "
-            "HOME, USER, LANG, LC_*, TZ and TMPDIR. A `*` at the end stands for any rest: `AWS_*`."
+            description="process, skypilot, command, kubernetes (plugins of the kubeconfig): environment variables "
+            "that its programs receive, besides PATH, HOME, USER, LANG, LC_*, TZ and TMPDIR. A `*` at the end stands "
+            "for any rest: `AWS_*`."
         ),
     ] = ()
     state_dir: Annotated[
@@ -144,7 +145,7 @@ _NODE_KEYS = {"gpu", "gpus", "spot", "usd_per_hour", "expected_start_s", "max_no
 _OFFER_KEYS = {"gpu", "gpus", "expected_start_s", "max_nodes", "port", "regions", "instance_types", "markets", "prices"}
 KEYS_OF_KIND: dict[str, set[str]] = {
     "process": _NODE_KEYS | {"command", "state_dir", "pass_env"},
-    "kubernetes": _NODE_KEYS | {"workload", "workload_name", "namespace", "kubeconfig", "context"},
+    "kubernetes": _NODE_KEYS | {"workload", "workload_name", "namespace", "kubeconfig", "context", "pass_env"},
     "ec2": _OFFER_KEYS | {"launch_template", "images", "subnets", "user_data_file", "address"},
     "skypilot": _OFFER_KEYS | {"task_file", "sky_command", "clouds", "pass_env"},
     "command": {"command", "pass_env"},

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated
 
 import msgspec
@@ -105,4 +104,29 @@ def _covers(pattern: str, other: str) -> bool:
     A `*` of the other pattern stands for any text, which only a `*` of the first one is certain to match.
     """
     pattern, other = pattern or "*", other or "*"
-    return re.fullmatch(".*".join(re.escape(part) for part in pattern.split("*")), other, re.DOTALL) is not None
+    return wildcard(pattern)(other)
+
+
+def wildcard(pattern: str) -> Callable[[str], bool]:
+    """Return a function that matches a text against a pattern, where `*` stands for any text.
+
+    Its time grows with the text, whatever the number of `*`: a regular expression would try every way to share out
+    the text among them.
+    """
+    first, *between = pattern.split("*")
+    if not between:
+        return pattern.__eq__
+    last = between.pop()
+
+    def matches(text: str) -> bool:
+        at, end = len(first), len(text) - len(last)
+        if at > end or not text.startswith(first) or not text.endswith(last):
+            return False
+        for part in between:
+            at = text.find(part, at, end)
+            if at < 0:
+                return False
+            at += len(part)
+        return True
+
+    return matches

@@ -10,7 +10,9 @@ from urllib.parse import unquote
 
 import msgspec
 
-from warmroute.config import ConfigError, NodeConfig, is_loopback, parse_section
+from warmroute.config import ConfigError, NodeConfig, is_loopback, node_name, parse_section
+from warmroute.config.addresses import canonical_address
+from warmroute.config.contradictions import same_engine
 from warmroute.console.block_reports import BlockReports
 from warmroute.console.decisions import Decisions
 from warmroute.console.live_feed import LiveFeed
@@ -22,12 +24,12 @@ from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
 from warmroute.fleet.island_registry import IslandRegistry
 from warmroute.fleet.node import Node, Outcome
 from warmroute.index.cache_view import CacheView
-from warmroute.telemetry.exposition import CONTENT_TYPE
-from warmroute.telemetry.prometheus import MetricsPage
+from warmroute.telemetry.scrape import Scrapes
 
 PUBLIC_PATHS: Final = (b"/health", b"/ready", *PAGE_PATHS)
 """Paths that need no token. The live page asks for the token, and sends it with its own requests."""
-
+PIECE_BYTES: Final = 1 << 17
+"""A larger metrics page is sent in pieces of this size, and requests are served between them."""
 
 _OTHER_SITES: Final = (b"cross-site", b"same-site")
 """Values of `Sec-Fetch-Site` with which a browser marks requests of other pages."""
@@ -55,7 +57,7 @@ class AdminApi:
         self,
         fleet: Fleet,
         cache_view: CacheView,
-        metrics: MetricsPage,
+        scrapes: Scrapes,
         decisions: Decisions,
         live: LiveFeed,
         operations: Operations,
@@ -63,7 +65,7 @@ class AdminApi:
     ) -> None:
         self._fleet = fleet
         self._block_reports = BlockReports(cache_view)
-        self._metrics = metrics
+        self._scrapes = scrapes
         self._decisions = decisions
         self._live = live
         self._page = PageFiles()
@@ -78,8 +80,7 @@ class AdminApi:
     async def answer(self, request: Request, responder: Responder) -> None:
         match request.method, [unquote(part) for part in request.path.split("/")[1:]]:
             case "GET", ["metrics"]:
-                page = await asyncio.get_running_loop().run_in_executor(None, self._metrics.render)
-                responder.reply(200, page, CONTENT_TYPE)
+                await self._send_metrics(request.head, responder)
             case "GET", ["health"]:
                 responder.reply(200, b'{"status":"alive"}')
             case "GET", ["ready"]:
@@ -140,6 +141,18 @@ class AdminApi:
                     code="not_found",
                 )
 
+    async def _send_metrics(self, head: RequestHead, responder: Responder) -> None:
+        pieces, content_type, headers = await self._scrapes.page(head.get(b"accept"), head.get(b"accept-encoding"))
+        if sum(map(len, pieces)) <= PIECE_BYTES:
+            responder.reply(200, b"".join(pieces), content_type, headers)
+            return
+        responder.start(200, content_type, headers)
+        for piece in pieces:
+            for at in range(0, len(piece), PIECE_BYTES):
+                responder.write(piece[at : at + PIECE_BYTES])
+                await asyncio.sleep(0)
+        responder.end()
+
     def _find_node(self, name: str) -> Node:
         try:
             return self._fleet.node(name)
@@ -150,7 +163,9 @@ class AdminApi:
 
     def _add_node(self, body: bytes) -> Node:
         try:
-            return self._operations.add_node(parse_section(NodeConfig, msgspec.json.decode(body)))
+            config = parse_section(NodeConfig, msgspec.json.decode(body))
+            self._check_address(config)
+            return self._operations.add_node(config)
         except msgspec.DecodeError:
             problem = "the body is not JSON"
         except ConfigError as error:
@@ -158,6 +173,13 @@ class AdminApi:
         except NameTaken as error:
             raise HttpError(409, f"A node with the name {str(error)!r} already exists.", code="name_taken") from None
         raise HttpError(400, f'Send the node as {{"url": "http://host:port", …}}: {problem}', code="bad_node")
+
+    def _check_address(self, config: NodeConfig) -> None:
+        """Raises HttpError if another node is the same engine."""
+        name, address = node_name(config), canonical_address(config.url)
+        for node in self._fleet:
+            if node.name != name and canonical_address(node.url) == address:
+                raise HttpError(409, f"{same_engine(node.name, name, config.url)}.", code="same_engine")
 
 
 def check_token(head: RequestHead, token_sha256: bytes) -> None:

@@ -213,8 +213,8 @@ def _describe_sums(sums: Sums, seconds: float) -> dict[str, Any]:
         "round_robin_hit_ratio": _round(sums.round_robin_hit_ratio),
         "ttft_p50_ms": _round(sums.ttft_ms(0.5), 1),
         "ttft_p90_ms": _round(sums.ttft_ms(0.9), 1),
-        "saved_s": round(sums.saved_ms / 1000.0, 3),
-        "round_robin_saved_s": round(sums.round_robin_saved_ms / 1000.0, 3),
+        "saved_s": round(sums.saved_gpu_ms / 1000.0, 3),
+        "round_robin_saved_s": round(sums.round_robin_saved_gpu_ms / 1000.0, 3),
     }
 
 

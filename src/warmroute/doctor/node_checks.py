@@ -63,12 +63,13 @@ def models(facts: NodeFacts) -> Check:
 
 
 def context_window(facts: NodeFacts) -> Check:
-    windows = {card["id"]: card.get("max_model_len") for card in facts.bases}
+    configured = facts.config.max_model_len
+    windows = {card["id"]: configured or card.get("max_model_len") for card in facts.bases}
     unknown = [name for name, window in windows.items() if not isinstance(window, int)]
     if unknown:
         return Check(
             "context window", "note", f"the engine does not report that of {', '.join(unknown)}",
-            f'In [[models]], set\n    name = "{unknown[0]}"\n    max_model_len = 32768  # as the engine was started',
+            flags.nodes_line(facts.name, "max_model_len = 32768  # as the engine was started"),
         )  # fmt: skip
     return Check("context window", "ok", ", ".join(f"{window:,} tokens" for window in set(windows.values()) if window))
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from warmroute._kernel import MAX_LOOP_BYTES, BadBody, Outline
 from warmroute.edge import errors
@@ -22,7 +24,7 @@ _JSON: Final = b"application/json"
 _THREADS: Final = 2
 
 
-class ScannedBody(NamedTuple):
+class ScannedBody(msgspec.Struct, eq=False, gc=False):
     model: str
     """Empty where the body names none."""
     system: bytes | None = None

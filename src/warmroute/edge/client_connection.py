@@ -39,8 +39,8 @@ _LINGER_S: Final = 2.0
 class ClientConnection(asyncio.Protocol):
     __slots__ = (
         "_body", "_exchange", "_head", "_keep_alive", "_listener", "_paused", "_pipelined_bytes", "_pipelined_too_much",
-        "_searched_bytes", "_state", "_unparsed", "_unread_bytes", "bucket", "deadline_s", "peer", "release_body",
-        "tenant", "transport", "write",
+        "_searched_bytes", "_state", "_unparsed", "_unread_bytes", "body_started_s", "bucket", "deadline_s", "peer",
+        "release_body", "tenant", "transport", "write",
     )  # fmt: skip
 
     def __init__(self, listener: Listener) -> None:
@@ -69,6 +69,8 @@ class ClientConnection(asyncio.Protocol):
         self.release_body = self._body.release
         self._exchange: Exchange | None = None
         self._keep_alive = True
+        self.body_started_s = 0.0
+        """When the router began to wait for the body; 0 if it came with the head."""
 
     # The connection.
 
@@ -281,7 +283,8 @@ class ClientConnection(asyncio.Protocol):
         self._state = AWAITING_BODY
         self._body.start(length)
         timers = listener.timers
-        timers.arm(self, timers.now() + limits.body_timeout_s)
+        self.body_started_s = timers.now()
+        timers.arm(self, self.body_started_s + limits.body_timeout_s)
         if have:
             self._read_body(data[start:])
         elif head.expects_continue:
@@ -362,6 +365,7 @@ class ClientConnection(asyncio.Protocol):
             self._close()
             return
         self._state = AWAITING_HEAD
+        self.body_started_s = 0.0
         timers = listener.timers
         timers.arm(self, (timers.now() if now_s is None else now_s) + listener.limits.idle_timeout_s)
         if self._unparsed:

@@ -10,10 +10,11 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
+
+import msgspec
 
 from warmroute._kernel import read_usage
 from warmroute.edge import errors
@@ -24,10 +25,12 @@ from warmroute.edge.node_attempt import NodeAttempt
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
 from warmroute.edge.paths import is_anthropic
 from warmroute.fleet.node import Node, Outcome
+from warmroute.fleet.ticket import Ticket
 from warmroute.prompt.prompt import Prompt
 from warmroute.routing.attempts import Attempts
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.routing_errors import RoutingError
+from warmroute.telemetry.tracing.request_trace import RequestTrace
 
 if TYPE_CHECKING:
     from warmroute.edge.client_connection import ClientConnection
@@ -43,17 +46,20 @@ _NAME_CHARACTERS: Final = " !#$&'()*+,/:;<=>?@[]^`{|}"
 """Characters of a node's name that need no escape in a header, beside letters and digits."""
 _NODE_LIMITS: Final = re.compile(rb"(?im)^x-ratelimit-[^\r\n]*\r\n")
 """Rate limits of a node, which the router replaces with its own where the tenant has some."""
-_CHUNKED_LINE: Final = b"Transfer-Encoding: chunked\r\n"
+_NOT_YET: Final[Any] = None
 
 
-@dataclass(slots=True, eq=False)
-class ProxyExchange:
+class ProxyExchange(msgspec.Struct, eq=False):
     # for the whole request
     _proxy: Proxy
     _client: ClientConnection
     _head: RequestHead
     body: bytes
-    attempts: Attempts = field(init=False)
+    attempts: Attempts = _NOT_YET
+    trace: RequestTrace | None = None
+    """None if the request is not recorded."""
+    node_fields: bytes = b""
+    """Header lines for a node; empty: the client's as they are."""
     pending_prompt: PendingPrompt | None = None
     """Set while the prompt is being read in a thread or by a node."""
     _attempt: NodeAttempt | None = None
@@ -69,8 +75,8 @@ class ProxyExchange:
     _dechunk: ChunkReader | None = None
     _tail: deque[bytes] | bytes | None = None
     """The last pieces of the response, or all of it, where its usage is wanted."""
-    _first_token_detector: FirstTokenDetector = field(init=False)
-    _sink: Callable[[bytes], object] = field(init=False)
+    _first_token_detector: FirstTokenDetector = _NOT_YET
+    _sink: Callable[[bytes], object] = _NOT_YET
     """Where the body goes once its first token was found."""
 
     # Before a node is chosen.
@@ -91,10 +97,16 @@ class ProxyExchange:
         """End a request that has no node with an error."""
         self.attempts.done = True
         self._client.send_error(error, self.attempts.request_id)
+        if self.trace is not None:
+            self.trace.end(self._proxy.now(), error.status, error.code)
+        self.forget()
 
     def reject(self, why: RoutingError) -> int:
         error = self._proxy.to_http_error(why, self.attempts.request)
         self._client.send_error(error, self.attempts.request_id)
+        if self.trace is not None:
+            self.trace.end(self._proxy.now(), error.status, error.code)
+        self.forget()
         return error.status
 
     # To nodes.
@@ -122,29 +134,14 @@ class ProxyExchange:
     def promote_hedge(self) -> None:
         self._attempt, self._hedge = self._hedge, None
 
-    def request_head(self, pool: ConnectionPool, rank: int | None) -> bytes:
-        """Return the head for a node. `rank`: the data-parallel rank that holds the prompt."""
-        proxy, head, peer = self._proxy, self._head, self._client.peer
-        forwarded = head.forwarded_for
-        if peer:
-            forwarded = forwarded + b", " + peer if forwarded else peer
-        authorization = pool.authorization_line
-        if not authorization and proxy.passes_authorization:
-            if head.authorization:
-                authorization = b"Authorization: %b\r\n" % head.authorization
-            if head.api_key:
-                authorization += b"X-Api-Key: %b\r\n" % head.api_key
-        return b"%b %b HTTP/1.1\r\n%b%b%bContent-Length: %d\r\nX-Request-Id: %b\r\n%b%b\r\n" % (
-            head.method,
-            head.target,
-            pool.host_line,
-            head.forwarded_fields,
-            authorization,
-            len(self.body),
-            self.attempts.request_id,
-            b"X-Forwarded-For: %b\r\n" % forwarded if forwarded else b"",
-            b"" if rank is None else b"X-Data-Parallel-Rank: %d\r\n" % rank,
-        )
+    def request_head(self, pool: ConnectionPool, ticket: Ticket) -> bytes:
+        """Return the head for a node."""
+        rank = ticket.rank if isinstance(ticket, Dispatch) else None  # the one that holds the prompt
+        fields = self.node_fields if self.trace is None else self.trace.forwarded_fields(ticket)
+        return self._head.for_node(
+            pool.host_line, pool.authorization_line, self._proxy.passes_authorization, len(self.body),
+            self.attempts.request_id, self._client.peer, rank, fields,
+        )  # fmt: skip
 
     def count_stale_connection(self) -> None:
         self._proxy.counters.stale_connections += 1
@@ -179,11 +176,14 @@ class ProxyExchange:
         self, attempt: NodeAttempt, head: ResponseHead, first: bytes, whole: bool, now_s: float
     ) -> Callable[[bytes], object] | None:
         status, attempts = head.status, self.attempts
+        if self.trace is not None:
+            self.trace.node_answered(attempt.ticket, status)
+        retry_after_s = _seconds(head.retry_after) if status in (429, 503) else None
         if attempt is self._hedge:
-            if not attempts.hedge_started(status, now_s):
+            if not attempts.hedge_started(status, retry_after_s, now_s):
                 self._hedge = None
                 return None
-        elif not attempts.response_started(status, _seconds(head.retry_after), now_s):
+        elif not attempts.response_started(status, retry_after_s, now_s):
             return None
         proxy, client = self._proxy, self._client
         length = head.length
@@ -192,38 +192,29 @@ class ProxyExchange:
         client.release_body()
         keep_alive = client.keeps_alive and length != UNTIL_CLOSE
         write: Callable[[bytes], object] = client.write
-        if length >= 0:
-            framing = b"" if status == 204 else b"Content-Length: %d\r\n" % length
-        elif length == CHUNKED:
-            framing = _CHUNKED_LINE
+        accepts_chunked = True
+        if length < 0:
             self._events = head.content_type[:17].lower() == b"text/event-stream"
-            if not client.accepts_chunked:
-                framing, keep_alive = b"", False
+            accepts_chunked = client.accepts_chunked
+            if length == CHUNKED and not accepts_chunked:
+                keep_alive = False
                 self._dechunk = ChunkReader()
                 write = self._write_dechunked
-        else:
-            framing = b""
-            self._events = head.content_type[:17].lower() == b"text/event-stream"
         self._keep_alive = keep_alive
         passing = head.forwarded_fields
         if 300 <= status < 400:
             passing = attempt.pool.own_address.sub(rb"\1", passing)
-        limits = b""
+        more_lines = b""
         if attempts.charge is not None:
-            passing, limits = _NODE_LIMITS.sub(b"", passing), _header_lines(attempts.charge.headers(now_s))
-        response_head = b"%b%b%bX-Request-Id: %b\r\n%b%b\r\n" % (
-            head.status_line,
-            passing,
-            framing,
-            attempts.request_id,
-            limits + self._node_lines() if proxy.node_headers else limits,
-            b"" if keep_alive and self._head.minor_version else client.connection_line(keep_alive),
-        )
+            passing, more_lines = _NODE_LIMITS.sub(b"", passing), _header_lines(attempts.charge.headers(now_s))
+        if proxy.node_headers:
+            more_lines += self._node_lines()
+        if not keep_alive or not self._head.minor_version:
+            more_lines += client.connection_line(keep_alive)
         self._head_sent = True
-        if self._dechunk is None:
-            client.write(response_head + first)
-        else:
-            client.write(response_head)
+        as_it_is = first if self._dechunk is None else b""
+        client.write(head.for_client(passing, accepts_chunked, attempts.request_id, more_lines, as_it_is))
+        if self._dechunk is not None:
             write(first)
         if attempts.wants_usage:
             if whole:
@@ -284,17 +275,24 @@ class ProxyExchange:
             if usage is not None:
                 usage = attempts.ticket.node.reported.usage(*usage)
         attempts.response_ended(usage, now_s)
+        if self.trace is not None:
+            self.trace.end(now_s, attempts.status)
         self._client.response_sent(self._keep_alive, now_s)
         if proxy.log_requests:
             proxy.log_request(attempts, "complete")
+        self.forget()
 
     def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
         """The client has a part of the response: end it so that no client takes it for complete."""
         proxy = self._proxy
         self.attempts.response_broke(reason, proxy.now())
-        self._break_off(errors.upstream_broken(), frames)
+        why = errors.upstream_broken()
+        if self.trace is not None:
+            self.trace.end(proxy.now(), self.attempts.status, why.code)
+        self._break_off(why, frames)
         if proxy.log_requests:
             proxy.log_request(self.attempts, "broken")
+        self.forget()
 
     def _break_off(self, why: errors.HttpError, frames: ChunkReader | None) -> None:
         """End the response so that no client takes it for complete."""
@@ -324,6 +322,8 @@ class ProxyExchange:
             return
         self.release()
         proxy.counters.disconnects += 1
+        if self.trace is not None:
+            self.trace.end(proxy.now(), attempts.status, client_left=True)
         if attempts.tried and proxy.log_requests:
             proxy.log_request(attempts, "client_left")
 
@@ -335,6 +335,16 @@ class ProxyExchange:
         self.withdraw_hedge()
         if not self.attempts.done:
             self.attempts.abandon(self._proxy.now())
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the body of a request that has ended, and the references that lead back to this exchange: what it holds
+        must not stay in memory until the next garbage collection."""
+        self.body = b""
+        self._attempt = None
+        self.attempts.driver = self._proxy.ended
+        if self._dechunk is not None:
+            self._sink = self._client.write
 
     def internal_error(self, error: Exception, frames: ChunkReader | None = None) -> None:
         """The router itself failed at this request: answer with 500, or break off a response that has begun."""
@@ -344,6 +354,9 @@ class ProxyExchange:
             self.release()
         except Exception as another:
             proxy.internal_error(another, request_id)
+        if self.trace is not None:
+            status = self.attempts.status if self._head_sent else http_error.status
+            self.trace.end(proxy.now(), status, http_error.code)
         if not client.is_serving(self):
             return
         if not self._head_sent:
@@ -358,11 +371,15 @@ class ProxyExchange:
         connection = self._connection
         frames = connection.frames if connection is not None else None
         self.release()
+        why = errors.router_stopping()
+        if self.trace is not None:
+            status = self.attempts.status if self._head_sent else why.status
+            self.trace.end(self._proxy.now(), status, why.code)
         if self._head_sent:
             self._proxy.counters.interrupted += 1
-            self._break_off(errors.router_stopping(), frames)
+            self._break_off(why, frames)
         else:
-            self._client.send_error(errors.router_stopping(), self.attempts.request_id)
+            self._client.send_error(why, self.attempts.request_id)
 
     @property
     def _connection(self) -> NodeConnection | None:
@@ -380,6 +397,29 @@ class ProxyExchange:
             connection.resume()
 
 
+class EndedRequest:
+    """The attempt driver of requests that have ended. Only a bug calls it."""
+
+    def __init__(self, internal_error: Callable[[Exception], object]) -> None:
+        self._internal_error = internal_error
+
+    def send(self, node: Node) -> None:
+        raise AssertionError("the request has ended")
+
+    send_hedge = send
+
+    def withdraw(self) -> None:
+        """There is nothing to withdraw."""
+
+    withdraw_hedge = promote_hedge = withdraw
+
+    def reject(self, why: RoutingError) -> int:
+        return 0
+
+    def internal_error(self, error: Exception) -> None:
+        self._internal_error(error)
+
+
 def _header_lines(headers: tuple[tuple[str, str], ...]) -> bytes:
     return b"".join([f"{name}: {value}\r\n".encode() for name, value in headers])
 
@@ -392,6 +432,6 @@ def _seconds(retry_after: bytes) -> int | None:
         return min(int(retry_after), MAX_RETRY_AFTER_S)
     try:
         left_s = parsedate_to_datetime(retry_after.decode("ascii")).timestamp() - time.time()
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return max(1, min(int(left_s), MAX_RETRY_AFTER_S))

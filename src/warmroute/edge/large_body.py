@@ -10,6 +10,7 @@ from warmroute.edge import errors
 from warmroute.edge.body_scanner import ScannedBody
 from warmroute.edge.errors import HttpError
 from warmroute.edge.http1 import RequestHead
+from warmroute.telemetry.tracing.request_trace import RequestTrace
 
 if TYPE_CHECKING:
     from warmroute.edge.client_connection import ClientConnection
@@ -25,15 +26,19 @@ class LargeBodyExchange:
     _head: RequestHead
     _path: bytes
     _body: bytes
+    _trace: RequestTrace | bytes | None
     scanning: Future[ScannedBody] = field(init=False)
 
     def scanned(self, done: Future[ScannedBody]) -> None:
         client, proxy = self._client, self._proxy
+        body, self._body = self._body, b""
+        del self.scanning  # it refers to this exchange
         if done.cancelled() or not client.is_serving(self):
             return
         try:
-            exchange = proxy.begin(client, self._head, self._path, self._body, done.result())
+            exchange = proxy.begin(client, self._head, self._path, body, done.result(), self._trace)
         except HttpError as error:
+            self._end_trace(error)
             client.send_error(error)
         except Exception as error:
             self.internal_error(error)
@@ -44,10 +49,19 @@ class LargeBodyExchange:
         self.scanning.cancel()
         self._body = b""
         self._proxy.counters.disconnects += 1
+        if isinstance(self._trace, RequestTrace):
+            self._trace.end(self._proxy.now(), client_left=True)
 
     def cut_off(self) -> None:
         self.scanning.cancel()
-        self._client.send_error(errors.router_stopping())
+        self._body = b""
+        error = errors.router_stopping()
+        self._end_trace(error)
+        self._client.send_error(error)
+
+    def _end_trace(self, error: Exception) -> None:
+        if isinstance(self._trace, RequestTrace):
+            end_with(self._trace, error, self._proxy.now())
 
     def pause_response(self) -> None:
         """There is no response yet."""
@@ -56,4 +70,11 @@ class LargeBodyExchange:
         pass
 
     def internal_error(self, error: Exception) -> None:
+        self._end_trace(error)
         self._client.send_error(self._proxy.internal_error(error, self._head.request_id))
+
+
+def end_with(trace: RequestTrace, error: Exception, now_s: float) -> None:
+    """End the trace of a request that the router answers with an error before it asks for a node."""
+    known = error if isinstance(error, HttpError) else errors.internal_error()
+    trace.end(now_s, known.status, known.code)

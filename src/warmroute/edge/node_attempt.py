@@ -7,25 +7,24 @@ that the engine stops generating.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from warmroute.edge.connection_pool import ConnectionPool
 from warmroute.edge.http1 import ChunkReader, ResponseHead
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
 from warmroute.fleet.ticket import Ticket
-from warmroute.routing.dispatch import Dispatch
 
 if TYPE_CHECKING:
     from warmroute.edge.exchange import ProxyExchange
 
 
-@dataclass(slots=True, eq=False)
-class NodeAttempt:
+class NodeAttempt(msgspec.Struct, eq=False):
     """Implements node_connection.ResponseHandler."""
 
     _exchange: ProxyExchange
-    _ticket: Ticket
+    ticket: Ticket
     pool: ConnectionPool
     connection: NodeConnection | None = None
     _retried_stale: bool = False
@@ -40,9 +39,8 @@ class NodeAttempt:
 
     def _send(self, connection: NodeConnection) -> None:
         self.connection = connection
-        exchange, ticket = self._exchange, self._ticket
-        rank = ticket.rank if isinstance(ticket, Dispatch) else None
-        connection.send_request(self, exchange.request_head(self.pool, rank), exchange.body)
+        exchange = self._exchange
+        connection.send_request(self, exchange.request_head(self.pool, self.ticket), exchange.body)
 
     def withdraw(self) -> None:
         self._withdrawn = True

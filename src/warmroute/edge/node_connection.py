@@ -161,30 +161,36 @@ class NodeConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         handler = self._handler
         try:
-            self._receive(data)
+            if self._state == CHUNKED_BODY:
+                self._receive_chunks(data)
+            else:
+                self._receive(data)
         except Exception as error:
             self._fail_internally(handler, error)
 
+    def _receive_chunks(self, data: bytes) -> None:
+        """Most of what nodes send: the events of streams."""
+        now_s = self._now()
+        self.deadline_s = now_s + self._silence_timeout_s
+        frames = self._frames
+        assert frames is not None
+        try:
+            end = frames.feed(data)
+        except BadChunk as bad:
+            self._fail(f"the node's chunked encoding is malformed: {bad}")
+            return
+        if end < 0:
+            self._sink(data)
+            return
+        if end != len(data):
+            self._keep_alive = False
+            data = data[:end]
+        self._sink(data)
+        self._complete(now_s)
+
     def _receive(self, data: bytes) -> None:
         state, now_s = self._state, self._now()
-        if state == CHUNKED_BODY:
-            self.deadline_s = now_s + self._silence_timeout_s
-            frames = self._frames
-            assert frames is not None
-            try:
-                end = frames.feed(data)
-            except BadChunk as bad:
-                self._fail(f"the node's chunked encoding is malformed: {bad}")
-                return
-            if end < 0:
-                self._sink(data)
-                return
-            if end != len(data):
-                self._keep_alive = False
-                data = data[:end]
-            self._sink(data)
-            self._complete(now_s)
-        elif state == AWAITING_HEAD:
+        if state == AWAITING_HEAD:
             buffered = len(self._buffer)
             self._read_head(self._buffer + data if buffered else data, buffered, now_s)
         elif state == SIZED_BODY:

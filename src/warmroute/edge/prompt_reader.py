@@ -37,9 +37,16 @@ class PendingPrompt:
     """A prompt that is being read in a thread or by a node. `cancel` it when its request has ended."""
 
     _on_read: OnRead | None
+    _read: Callable[[], Prompt | None] | None = None
+    """Reads the prompt, in a thread. It holds the body, which a cancelled request must not keep."""
 
     def cancel(self) -> None:
-        self._on_read = None
+        self._on_read = self._read = None
+
+    def run(self) -> Prompt | None:
+        """Call this in a thread."""
+        read, self._read = self._read, None
+        return _run_safely(read) if read is not None else None
 
     @property
     def cancelled(self) -> bool:
@@ -171,7 +178,7 @@ class PromptReader:
         self._pending += 1
         self._counters.prompts_in_threads += 1
         loop = asyncio.get_running_loop()
-        pending = PendingPrompt(on_read)
+        pending = PendingPrompt(on_read, read)
 
         def settle(read: Future[Prompt | None]) -> None:
             self._pending -= 1
@@ -184,7 +191,7 @@ class PromptReader:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(settle, read)
 
-        work = self._threads.submit(lambda: None if pending.cancelled else _run_safely(read))
+        work = self._threads.submit(pending.run)
         work.add_done_callback(hand_to_loop)
         return pending
 

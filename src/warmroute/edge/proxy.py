@@ -14,9 +14,9 @@ from warmroute.edge.body_scanner import BodyScanner, ScannedBody, scan
 from warmroute.edge.client_connection import ClientConnection
 from warmroute.edge.connection_pool import ConnectionPools
 from warmroute.edge.errors import HttpError
-from warmroute.edge.exchange import ProxyExchange
+from warmroute.edge.exchange import EndedRequest, ProxyExchange
 from warmroute.edge.http1 import RequestHead
-from warmroute.edge.large_body import LargeBodyExchange
+from warmroute.edge.large_body import LargeBodyExchange, end_with
 from warmroute.edge.own_endpoints import OwnEndpoints
 from warmroute.edge.paths import FORWARDED, HEALTH, WITH_OUTPUT_TOKENS, check_path
 from warmroute.edge.prompt_reader import PendingPrompt, PromptReader
@@ -37,6 +37,8 @@ from warmroute.routing.router import Router
 from warmroute.routing.routing_errors import NotAdmitted, RateLimited, RoutingError
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.journal import Journal
+from warmroute.telemetry.tracing.request_trace import RequestTrace
+from warmroute.telemetry.tracing.tracing import Tracing
 
 log = EventLog("warmroute.requests")
 
@@ -62,21 +64,28 @@ class Proxy:
         self.requests = RequestBuilder(config, fleet, now)
         self.body_scanner = BodyScanner()
         self.own_endpoints = OwnEndpoints(fleet)
+        self.ended = EndedRequest(self.internal_error)
         self.rate_limits = RateLimits((), now())
         self.dispatcher = Dispatcher(
             fleet, router, admission, counters, journal, config.upstream.max_attempts, now, self._node_freed,
-            hedging=config.hedging,
+            hedging=config.hedging, call_soon=_call_soon,
         )  # fmt: skip
         self._prompt_reader = prompt_reader
         self._held: list[PendingPrompt] | None = None
         """Requests that wait while the router starts; None: they do not wait."""
+        self._freed_nodes: dict[Node, None] = {}
+        """Nodes that may have room for queued requests since the last iteration of the event loop."""
         self._request_ids = random_ids()
+        self.tracing: Tracing | None = None
+        """None: the header lines of traces pass unchanged."""
         self.reconfigure(config)
 
     def reconfigure(self, config: Config) -> None:
         self.requests.reconfigure(config)
         self.dispatcher.max_attempts = config.upstream.max_attempts
         self.dispatcher.hedging.config = config.hedging
+        if self.tracing is not None:
+            self.tracing.reconfigure(config.tracing)
         self.log_requests = config.log.requests
         self.tenants = frozenset(key.tenant for key in config.keys)
         self.node_headers = "" if config.journal.response_headers == "off" else config.journal.response_headers
@@ -110,19 +119,36 @@ class Proxy:
     def serve(
         self, client: ClientConnection, head: RequestHead, body: bytes
     ) -> ProxyExchange | LargeBodyExchange | None:
-        path = head.target.partition(b"?")[0]
+        path = head.target
+        if b"?" in path:
+            path = path.partition(b"?")[0]
         if head.method != b"POST":
             self.own_endpoints.serve(client, path)
             return None
+        if self.tracing is None:
+            return self._serve(client, head, path, body, None)
+        route = path if path in FORWARDED else b"/v1/*"
+        trace = self.tracing.begin(head.forwarded_fields, route, client.body_started_s or self.now())
+        try:
+            return self._serve(client, head, path, body, trace)
+        except Exception as error:
+            if isinstance(trace, RequestTrace):
+                end_with(trace, error, self.now())
+            raise
+
+    def _serve(
+        self, client: ClientConnection, head: RequestHead, path: bytes, body: bytes, trace: RequestTrace | bytes | None
+    ) -> ProxyExchange | LargeBodyExchange:
         if len(body) <= MAX_LOOP_BYTES:
-            return self.begin(client, head, path, body, scan(path, head.content_type, body))
-        large = LargeBodyExchange(self, client, head, path, body)
+            return self.begin(client, head, path, body, scan(path, head.content_type, body), trace)
+        large = LargeBodyExchange(self, client, head, path, body, trace)
         large.scanning = self.body_scanner.scan_in_thread(path, head.content_type, body, large.scanned)
         return large
 
     def begin(
-        self, client: ClientConnection, head: RequestHead, path: bytes, body: bytes, scanned: ScannedBody
-    ) -> ProxyExchange:
+        self, client: ClientConnection, head: RequestHead, path: bytes, body: bytes, scanned: ScannedBody,
+        trace: RequestTrace | bytes | None,
+    ) -> ProxyExchange:  # fmt: skip
         """Serve a request whose body is scanned. Raises HttpError."""
         request = self.requests.build(head, path, scanned, client.tenant)
         if request.route:
@@ -131,10 +157,15 @@ class Proxy:
         exchange = ProxyExchange(self, client, head, body)
         request_id = head.request_id or self.new_request_id()
         exchange.attempts = Attempts(self.dispatcher, exchange, request, request_id)
+        if isinstance(trace, bytes):
+            exchange.node_fields = trace
+        elif trace is not None:
+            exchange.trace = trace
+            trace.begin(exchange.attempts)
         if charge is not None:
             exchange.attempts.charge = charge
         if path not in FORWARDED:  # the router does not know what such a path does
-            exchange.attempts.hedgeable = False
+            exchange.attempts.repeatable = False
         if self._held is not None and request.may_queue and not request.deadline_s and not request.total_deadline_s:
             exchange.pending_prompt = PendingPrompt(lambda _: self._resume(exchange, path, body, scanned.outline))
             self._held.append(exchange.pending_prompt)
@@ -142,6 +173,7 @@ class Proxy:
         try:
             self._route(exchange, path, body, scanned.outline)
         except HttpError:
+            exchange.forget()
             raise
         except Exception as error:
             exchange.release()
@@ -202,10 +234,11 @@ class Proxy:
             request.input_tokens, request.input_exact = longest_prompt(prompt)
             if not self.router.policy_of(request).wants_tokens:
                 return None
-        if prompt.token_count < self._min_tokens and prompt.total_tokens < self._min_tokens:
+        tokens = prompt.total_tokens
+        if tokens < self._min_tokens:
             return None
-        lookup = lookup_of(prompt, self._sharing.get(request.tenant, ""))
-        return lookup if prompt.total_tokens <= MAX_LOOKUP_TOKENS else lookup.prefix(MAX_LOOKUP_TOKENS)
+        lookup = lookup_of(prompt, self._sharing.get(request.tenant, "") if self._sharing else "")
+        return lookup if tokens <= MAX_LOOKUP_TOKENS else lookup.prefix(MAX_LOOKUP_TOKENS)
 
     def enter(self, attempts: Attempts, prompt: Prompt | None) -> None:
         """Asks for a node. Raises HttpError."""
@@ -214,6 +247,7 @@ class Proxy:
             tokens = prompt.total_tokens if prompt is not None else None
             attempts.enter(self.lookup(request, prompt), tokens, self.now())
         except RoutingError as why:
+            why.__traceback__ = None  # its frames hold the request, and `why`
             raise self.to_http_error(why, request) from None
 
     def _begin_charge(self, request: RoutingRequest, path: bytes, body: bytes) -> Charge | None:
@@ -241,9 +275,16 @@ class Proxy:
         )
         return errors.internal_error()
 
-    def _node_freed(self, node: Node, now_s: float) -> None:
+    def _node_freed(self, node: Node, _now_s: float) -> None:
+        """Look at the admission queue once for all that happens in this iteration of the event loop."""
         if self.admission.queue.waiting:
-            asyncio.get_running_loop().call_soon(self.admission.node_freed, node, now_s)
+            if not self._freed_nodes:
+                asyncio.get_running_loop().call_soon(self._fill_freed_nodes)
+            self._freed_nodes[node] = None
+
+    def _fill_freed_nodes(self) -> None:
+        nodes, self._freed_nodes = self._freed_nodes, {}
+        self.admission.nodes_freed(nodes, self.now())
 
     def new_request_id(self) -> bytes:
         return next(self._request_ids)
@@ -270,3 +311,7 @@ class Proxy:
             duration_ms=round((now_s - ticket.opened_s) * 1000.0, 1),
             attempts=attempts.tried,
         )
+
+
+def _call_soon(act: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_soon(act)

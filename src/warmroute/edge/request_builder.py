@@ -46,7 +46,8 @@ class RequestBuilder:
 
     def build(self, head: RequestHead, path: bytes, body: ScannedBody, tenant: str) -> RoutingRequest:
         """Raises HttpError."""
-        model, system, user, session, outline, max_output_tokens, engine_priority, streams = body
+        model, system, user, outline = body.model, body.system, body.user, body.outline
+        max_output_tokens, engine_priority = body.max_output_tokens, body.priority
         if system is None and user is None and path in CHATS and (outline is None or "messages" not in outline.fields):
             raise errors.missing_messages()
         if not model:
@@ -81,14 +82,15 @@ class RequestBuilder:
                 raise errors.priority_not_allowed()  # the node would see it: the router does not change a body
             priority = max(priority, highest)
         return RoutingRequest(
-            model, system, user, session, tenant, route_name, priority, may_queue, now_s, deadline_s, total_deadline_s,
-            self._session_header(head), streams, max_output_tokens,
+            model, system, user, body.session, tenant, route_name, priority, may_queue, now_s, deadline_s,
+            total_deadline_s,
+            self._session_header(head) if self._session_wanted or self._fleet.islands.several else b"",
+            body.streams, max_output_tokens,
             start=outline.text_start(self._start_bytes) if self._start_bytes and outline is not None else b"",
         )  # fmt: skip
 
     def _session_header(self, head: RequestHead) -> bytes:
-        if self._session_wanted or self._fleet.islands.several:
-            for name in self._session_headers:
-                if value := head.get(name):
-                    return value
+        for name in self._session_headers:
+            if value := head.get(name):
+                return value
         return b""

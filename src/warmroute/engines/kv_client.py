@@ -252,13 +252,16 @@ class KvEventClient:
 
 
 async def apply_polled(
-    node: NodeKvEvents, events: list[msgspec.Raw], reported: ReportedValues, now: Callable[[], float]
+    node: NodeKvEvents, events: Iterable[msgspec.Raw], reported: ReportedValues, now: Callable[[], float]
 ) -> None:
     """Apply polled events, each of which has a sequence number. Yields to the event loop every few milliseconds.
 
     The number that an unreadable event leaves out counts as lost."""
     until_s = time.monotonic() + SLICE_S
     for raw in events:
+        if time.monotonic() >= until_s:
+            await asyncio.sleep(0)
+            until_s = time.monotonic() + SLICE_S
         try:
             event = trtllm.decode_event(raw)
         except BadPayload as error:
@@ -270,6 +273,6 @@ async def apply_polled(
             rank = node.ranks[number] = RankEvents(node.cache, number, lambda: trtllm.EventConverter().convert, now=now)
         rank.receive(event.event_id, event)
         rank.sequence.skip_missing()
-        while rank.work(until_s) or time.monotonic() >= until_s:
+        while rank.work(until_s):
             await asyncio.sleep(0)
             until_s = time.monotonic() + SLICE_S

@@ -28,7 +28,8 @@ MAX_SAMPLES: Final = 1024
 """Of one metric: far more than a node has ranks. Further ones are ignored."""
 MAX_TOTAL: Final = 1e18
 
-_LABEL: Final = re.compile(rb'(\w+)="([^"\\]*)"')
+_LABEL: Final = re.compile(rb'(?<!\w)(\w{1,64})="([^"\\]*)"')
+"""A label. Without the look-behind, the search would try a long word again from each of its characters."""
 
 Labels = dict[bytes, bytes]
 

@@ -7,6 +7,7 @@ it is skipped. Models with several attention windows report each block once for 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -19,6 +20,11 @@ from warmroute.index.node_cache import EngineHash
 PATH: Final = "/kv_cache_events"
 COMMON_BLOCK_SIZES: Final = (32, 64, 128)
 """Block sizes that the converter accepts from a single block."""
+MAX_EVENT_BYTES: Final = 8 << 20
+"""Longer events are ignored. A prompt of 128 Ki tokens takes 6 MB."""
+MAX_OTHER_BYTES: Final = 1 << 20
+"""Of a response that cannot be split before it is parsed, because its events do not start with their number."""
+_EVENT_START: Final = b'{"event_id"'
 _MEDIA: Final = ("GPU", "CPU")
 
 WireHash = int | str
@@ -74,12 +80,32 @@ _event_list: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _event: Final = msgspec.json.Decoder(PolledEvent)
 
 
-def split_events(body: bytes) -> list[msgspec.Raw]:
-    """Return the events of a response, which `decode_event` decodes one by one. Raises BadPayload."""
+def split_events(body: bytes) -> Iterable[msgspec.Raw]:
+    """Return the events of a response, which `decode_event` decodes one by one. Raises BadPayload.
+
+    A response may be large: its events are found one at a time, so that the caller can do other work in between.
+    """
+    if body[:64].replace(b" ", b"").startswith(b"[" + _EVENT_START) and body[-64:].rstrip().endswith(b"]"):
+        return _found_events(body)
+    if len(body) > MAX_OTHER_BYTES:
+        raise BadPayload("not a list of events that start with event_id")
     try:
         return _event_list.decode(body)
     except (ValueError, RecursionError) as error:
         raise BadPayload(f"not a list of events: {type(error).__name__}") from None
+
+
+def _found_events(body: bytes) -> Iterator[msgspec.Raw]:
+    start = body.index(_EVENT_START)
+    while start >= 0:
+        # Quotes inside a JSON string are escaped, so the next event is the next place with these bytes.
+        following = body.find(_EVENT_START, start + 1, start + MAX_EVENT_BYTES)
+        if following < 0 and len(body) - start > MAX_EVENT_BYTES:
+            start = body.find(_EVENT_START, start + MAX_EVENT_BYTES)  # this event is too long: it counts as lost
+            continue
+        end = following if following >= 0 else body.rindex(b"]")
+        yield msgspec.Raw(body[start:end].rstrip(b", \t\r\n"))
+        start = following
 
 
 def decode_event(raw: msgspec.Raw) -> PolledEvent:

@@ -59,6 +59,10 @@ class EngineRates:
     """Length of its queue, integrated over time."""
     _span_s: float = 0.0
     _gauge: float | None = None
+    # totals of what the engine counted while this router watched it; None where it does not report them
+    queries_total: float | None = None
+    hits_total: float | None = None
+    preemptions_total: float | None = None
     # this router's predictions for the same node
     _last_predicted: tuple[int, int] | None = None
     _routed: float = 0.0
@@ -75,6 +79,7 @@ class EngineRates:
         tokens = _growths(last, counters, ("queried_tokens", "hit_tokens"), MAX_TOKENS_PER_S * span_s)
         times = _growths(last, counters, ("queue_times", "queue_time_s"), MAX_EVENTS_PER_S * span_s)
         (preempted,) = _growths(last, counters, ("preemptions",), MAX_EVENTS_PER_S * span_s)
+        self._add_totals(counters, tokens, preempted)
         self._queried = self._queried * kept + tokens[0]
         self._hits = self._hits * kept + min(tokens)
         self._queue_times = self._queue_times * kept + times[0]
@@ -86,6 +91,14 @@ class EngineRates:
         self._waiting_s = self._waiting_s * kept + waiting * span_s
         self._routed *= kept
         self._predicted *= kept
+
+    def _add_totals(self, counters: EngineCounters, tokens: list[float], preempted: float) -> None:
+        """Unlike the engine's own totals, these survive its restart, and ignore counters that jump."""
+        if counters.queried_tokens >= 0 and counters.hit_tokens >= 0:
+            self.queries_total = (self.queries_total or 0.0) + tokens[0]
+            self.hits_total = (self.hits_total or 0.0) + min(tokens)
+        if counters.preemptions >= 0:
+            self.preemptions_total = (self.preemptions_total or 0.0) + preempted
 
     def update_predictions(self, routed_tokens: int, predicted_tokens: int) -> None:
         """Take over the totals of what this router sent to the node, and of what it predicted to be cached there. To be

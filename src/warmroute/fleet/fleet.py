@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Final
 
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig, node_name
@@ -16,6 +18,8 @@ from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.outlier_detection import OutlierDetection
 from warmroute.fleet.speed_review import SpeedReview
 from warmroute.fleet.ticket import Ticket
+
+MAX_PAST_MODELS: Final = 1024
 
 OnHealthChange = Callable[[Node, HealthState], None]
 """Called after each change of a node's health state, with the state before it."""
@@ -43,9 +47,11 @@ class Fleet:
         self.islands = IslandRegistry()
         self.adapters = FleetAdapters()
         self._nodes: dict[str, Node] = {}
+        self._added = 0
         self._groups: dict[str, Group] = {}
-        self.models_ever_served: set[str] = set()
-        """Models that nodes have served, including nodes that are gone."""
+        self.models_ever_served: dict[str, None] = {}
+        """Models that nodes have served, including nodes that are gone, the latest ones last. Of those that no node
+        serves any more, the oldest are forgotten beyond MAX_PAST_MODELS."""
         self._configured: set[str] = set()
         """Names of the nodes from the configuration. Nodes added at run time survive a reload."""
 
@@ -69,19 +75,23 @@ class Fleet:
         if name in self._nodes:
             raise NameTaken(name)
         node = self._nodes[name] = Node(config, self._health, self.adapters)
+        self._added += 1
+        node.number = self._added
         self.islands.add(node)
         self._regroup(node)
         return node
 
     def remove(self, name: str) -> Node:
-        """Remove a node at once. Its running requests keep their tickets and finish."""
+        """Remove a node at once. Its running requests keep their tickets until they finish, or leave it (routing's
+        Dispatcher.leave)."""
         node = self.node(name)
         node.draining = True
         del self._nodes[name]
-        for group in node.groups:
+        before, node.groups = node.groups, ()
+        for group in before:
             group.inflight -= node.peer_load.inflight
-            self._rebuild(group)
-        node.groups = ()
+            group.remove(node)
+            self._members_changed(group)
         self.islands.remove(node)
         return node
 
@@ -90,7 +100,7 @@ class Fleet:
         node = self.node(name)
         node.draining = draining
         for group in node.groups:
-            self._rebuild(group)
+            self._members_changed(group)
         return node
 
     def reconfigure(self, nodes: Sequence[NodeConfig], health: HealthConfig) -> tuple[list[Node], list[Node]]:
@@ -149,26 +159,46 @@ class Fleet:
         adapters = frozenset(str(card["id"]) for card in cards if card.get("parent"))
         windows = windows_by_model(cards)
         if found != node.models or adapters != node.adapter_names or windows != node.context_windows:
+            before = {name: _how_served(node, name) for name in node.models or ()}
             node.models, node.adapter_names, node.context_windows = found, adapters, windows
-            self._regroup(node)
+            self._regroup(node, {name for name in found if before.get(name) != _how_served(node, name)})
 
-    def _regroup(self, node: Node) -> None:
+    def _regroup(self, node: Node, changed: Container[str] | None = None) -> None:
+        """Put the node into the groups of its models. `changed`: those that it serves in another way than before, if
+        not all of them."""
         before = node.groups
         names = dict.fromkeys(node.models or ())
-        self.models_ever_served.update(names)
-        node.groups = tuple(self._groups.setdefault(name, Group(name)) for name in names)
+        self._remember_models(names)
+        node.groups = tuple(self._groups.get(name) or self._groups.setdefault(name, Group(name)) for name in names)
         if peer_inflight := node.peer_load.inflight:
             for group in before:
                 group.inflight -= peer_inflight
             for group in node.groups:
                 group.inflight += peer_inflight
-        for group in {*before, *node.groups}:
-            self._rebuild(group)
+        for group in before:
+            if group.model not in names:
+                group.remove(node)
+                self._members_changed(group)
+        for group in node.groups:
+            if changed is None or group.model in changed:
+                group.add(node)
+                self._members_changed(group)
         self._speed_review.assume_peers(node)
 
-    def _rebuild(self, group: Group) -> None:
-        members = [node for node in self if group in node.groups]
-        group.rebuild(members, self._health.slow_start_s)
+    def _remember_models(self, names: dict[str, None]) -> None:
+        ever = self.models_ever_served
+        for name in names:
+            ever.pop(name, None)
+            ever[name] = None
+        surplus = len(ever) - len(self._groups) - MAX_PAST_MODELS
+        if surplus > 0:
+            past = (name for name in ever if name not in self._groups and name not in names)
+            for name in list(islice(past, surplus)):
+                del ever[name]
+
+    def _members_changed(self, group: Group) -> None:
+        members = group.members
+        group.members_changed(self._health.slow_start_s)
         is_adapter = any(group.model in node.adapter_names for node in members)
         if is_adapter != (group.adapter is not None):
             group.adapter = GroupAdapter(group.model, self.adapters) if is_adapter else None
@@ -222,7 +252,11 @@ class Fleet:
         if node.health.state is HealthState.UP:
             self.outlier_detection.came_up(node, now_s)
         for group in node.groups:
-            self._rebuild(group)
+            group.health_changed(self._health.slow_start_s)
         if node.health.state is not before[0]:
             for on_change in self._observers:
                 on_change(node, before[0])
+
+
+def _how_served(node: Node, model: str) -> tuple[int | None, bool]:
+    return node.context_window(model), model in node.adapter_names

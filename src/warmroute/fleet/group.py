@@ -1,6 +1,8 @@
 """A group: the nodes that serve one model, sorted by how the router may use them.
 
-The fleet rebuilds a group when the health of a node changes, so that a request finds its candidates without a search.
+A request finds its candidates without a search: the fleet tells a group when a member comes, leaves or changes. After a
+change of a member's health, the group sorts its members when they are next asked for. So a node with hundreds of LoRA
+adapters changes its health at the cost of a mark in each of its groups, and only those with requests sort anew.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Final
 
 from warmroute.fleet.context_windows import ContextWindows
 from warmroute.fleet.decode_speed import DecodeSpeed
@@ -43,6 +47,9 @@ class Candidates:
         return found
 
 
+_NO_CANDIDATES: Final = Candidates(())
+
+
 @dataclass(slots=True, eq=False)
 class Group:
     model: str
@@ -56,33 +63,86 @@ class Group:
     peer_waiting: int = 0
     """Those of them that wait in the queues of peers."""
     members: tuple[Node, ...] = ()
-    up: Candidates = field(default_factory=lambda: Candidates(()))
-    last_resort: Candidates = field(default_factory=lambda: Candidates(()))
-    """Suspected, half-open and ejected nodes: used while none is up."""
-    half_open: tuple[Node, ...] = ()
-    """Nodes that get one trial request at a time until one succeeds."""
-    serving: int = 0
-    """Number of nodes that serve requests when they are up."""
-    slow_start_until_s: float = 0.0
-    """Until then at least one node gets less than its normal share of the traffic."""
+    """In the order in which the fleet got them."""
     spans_islands: bool = False
     """Whether the members are on more than one island."""
     windows: ContextWindows | None = None
     """Set while the members differ in their context window."""
+    _serving: tuple[Node, ...] = ()
+    """Those that serve requests when they are up."""
+    # by health
+    _is_sorted: bool = False
+    _slow_start_s: float = 0.0
+    _up: Candidates = _NO_CANDIDATES
+    _last_resort: Candidates = _NO_CANDIDATES
+    _half_open: tuple[Node, ...] = ()
+    _slow_start_until_s: float = 0.0
 
-    def rebuild(self, members: Iterable[Node], slow_start_s: float) -> None:
-        self.members = tuple(members)
+    # Members.
+
+    def add(self, node: Node) -> None:
+        if node not in self.members:
+            self.members = tuple(sorted((*self.members, node), key=attrgetter("number")))
+
+    def remove(self, node: Node) -> None:
+        self.members = tuple(other for other in self.members if other is not node)
+
+    def members_changed(self, slow_start_s: float) -> None:
+        """A member came, left, or changed its island, role, context window or draining."""
         self.spans_islands = len({node.island for node in self.members}) > 1
         serving = [node for node in self.members if not node.draining and node.role == "mixed"]
         if not serving:
             serving = [node for node in self.members if not node.draining and node.role == "decode"]
+        self._serving = tuple(serving)
         self.windows = ContextWindows.of(self.model, serving, self.windows)
-        self.serving = len(serving)
+        self.health_changed(slow_start_s)
+
+    @property
+    def serving(self) -> int:
+        """Number of nodes that serve requests when they are up."""
+        return len(self._serving)
+
+    # Their health.
+
+    def health_changed(self, slow_start_s: float) -> None:
+        self._is_sorted = False
+        self._slow_start_s = slow_start_s
+
+    def _sort(self) -> None:
+        serving = self._serving
         up = [node for node in serving if node.health.state is HealthState.UP]
-        self.up = Candidates(up)
-        self.half_open = tuple(node for node in serving if node.health.state is HealthState.HALF_OPEN)
-        self.last_resort = Candidates(node for node in serving if node.health.usable_as_last_resort)
-        self.slow_start_until_s = max((node.health.up_since_s + slow_start_s for node in up), default=0.0)
+        self._up = Candidates(up)
+        self._half_open = tuple(node for node in serving if node.health.state is HealthState.HALF_OPEN)
+        self._last_resort = Candidates(node for node in serving if node.health.usable_as_last_resort)
+        self._slow_start_until_s = max((node.health.up_since_s + self._slow_start_s for node in up), default=0.0)
+        self._is_sorted = True
+
+    @property
+    def up(self) -> Candidates:
+        if not self._is_sorted:
+            self._sort()
+        return self._up
+
+    @property
+    def last_resort(self) -> Candidates:
+        """Suspected, half-open and ejected nodes: used while none is up."""
+        if not self._is_sorted:
+            self._sort()
+        return self._last_resort
+
+    @property
+    def half_open(self) -> tuple[Node, ...]:
+        """Nodes that get one trial request at a time until one succeeds."""
+        if not self._is_sorted:
+            self._sort()
+        return self._half_open
+
+    @property
+    def slow_start_until_s(self) -> float:
+        """Until then at least one node gets less than its normal share of the traffic."""
+        if not self._is_sorted:
+            self._sort()
+        return self._slow_start_until_s
 
     def on_islands(self, *islands: str) -> Candidates:
         """Return the nodes on these islands that are up."""

@@ -53,8 +53,8 @@ class Node(NodeState):
     __slots__ = (
         "adapter_names", "api_key_env", "busy_until_s", "config", "context_windows", "draining", "engine",
         "excused_failures", "groups", "health", "host", "incarnation", "island", "last_progress_s", "loaded_adapters",
-        "model_cards", "models", "peer_load", "port", "rates", "recent_requests", "reported", "role", "running",
-        "scheme", "seed", "url", "waiting",
+        "model_cards", "models", "number", "peer_load", "port", "rates", "recent_requests", "reported", "role",
+        "running", "scheme", "seed", "url", "waiting",
     )  # fmt: skip
 
     def __init__(self, config: NodeConfig, health: HealthConfig, adapters: FleetAdapters | None = None) -> None:
@@ -68,6 +68,9 @@ class Node(NodeState):
         self._apply_config(config)
         self.seed = key_hash(self.name.encode())
         """Seed for rendezvous hashing. Derived from the name, so that the address may change."""
+
+        self.number = 0
+        """Nodes are in the order of their numbers, which the fleet gives them."""
 
         # What it serves.
         self.models: tuple[str, ...] | None = config.models or None
@@ -145,9 +148,10 @@ class Node(NodeState):
             self.models = config.models
 
     def context_window(self, model: str) -> int:
-        """Return the longest prompt and output that the node serves, in tokens; 0 if it did not report that."""
+        """Return the longest prompt and output that the node serves, in tokens; 0 if it is neither configured nor
+        reported."""
         windows = self.context_windows
-        return windows.get(model) or windows.get("", 0)
+        return self.config.max_model_len or windows.get(model) or windows.get("", 0)
 
     @property
     def needs_trial_request(self) -> bool:

@@ -25,15 +25,12 @@ PRIOR_WORK: Final = 2000.0
 """An initial guess weighs as much as this many prefilled tokens."""
 
 
-def work(new: float, cached: float) -> float:
-    """Return the prefill work of `new` tokens behind `cached` ones, in tokens of a short prompt."""
-    return new * (1.0 + ATTENTION_WORK * (cached + 0.5 * new))
+def work(new: float, cached: float, prompts: int = 1) -> float:
+    """Return the prefill work of `new` tokens behind `cached` ones, in tokens of a short prompt.
 
-
-def saved_work(cached: float, square: float) -> float:
-    """Return work(prompt, 0) - work(prompt - cached, cached), which does not depend on the prompt's length. `square` is
-    cached², so that the mean over several nodes follows from two means."""
-    return cached + 0.5 * ATTENTION_WORK * square
+    Both are divided among `prompts` prompts of equal length: attention does not reach from one to the other.
+    """
+    return new * (1.0 + ATTENTION_WORK * (cached + 0.5 * new) / prompts)
 
 
 class NodeSpeed(SpeedState):

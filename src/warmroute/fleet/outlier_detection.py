@@ -44,6 +44,8 @@ LONG_QUEUE_KV_USAGE: Final = 0.5
 """Above this, requests in an engine's queue may wait for its KV cache."""
 PEERS_VALID_S: Final = 1.0
 """Time for which the typical speed of a model's nodes is used again."""
+MAX_KEPT: Final = 4096
+"""Values that are kept for this time, by model and GPU."""
 
 
 class Counts(NamedTuple):
@@ -190,6 +192,8 @@ class OutlierDetection:
             nodes = [node for node in group.up.nodes if node.config.gpu == gpu]
             speeds = [ms for node in nodes if (ms := node.recent_requests.ms_per_token)]
             typical_ms = median(speeds) if len(speeds) > 2 else 0.0
+            if len(self._typical) >= MAX_KEPT:  # of models that are gone, too
+                self._typical.clear()
             self._typical[key] = now_s, typical_ms
         return typical_ms
 

@@ -92,12 +92,14 @@ class ReportedValues:
         self, prompt: int | None, cached: int | None, output: int | None
     ) -> tuple[int | None, int | None, int | None]:
         """Return the token counts of a response, with None for impossible ones."""
-        prompt = self.whole("prompt_tokens", prompt)
-        cached = self.whole("cached_tokens", cached)
+        if prompt is not None:
+            prompt = self.whole("prompt_tokens", prompt)
+        if cached is not None:
+            cached = self.whole("cached_tokens", cached)
         if cached is not None and prompt is not None and cached > prompt:
             self.ignore("cached_tokens", cached, f"more than the prompt's {prompt:,} tokens")
             cached = None
-        return prompt, cached, self.whole("output_tokens", output)
+        return prompt, cached, self.whole("output_tokens", output) if output is not None else None
 
     def start_time(self, start_s: float, now_s: float) -> float:
         """Return the start time of the engine's process. A node that names again one which it had replaced, or a new

@@ -50,6 +50,8 @@ time more; they depend on the prompt again above the second."""
 FASTER_THAN_PEERS: Final = 0.5
 PEERS_VALID_S: Final = 1.0
 """Time for which the peers' median is used again."""
+MAX_KEPT: Final = 4096
+"""Values that are kept for this time, by model and GPU."""
 
 
 class SpeedReview:
@@ -121,6 +123,8 @@ class SpeedReview:
             ]
             estimate_ms = median(speeds) if speeds else None
             if now_s is not None:
+                if len(self._estimates) >= MAX_KEPT:  # of models that are gone, too
+                    self._estimates.clear()
                 self._estimates[key] = now_s, estimate_ms
         return estimate_ms
 

@@ -45,8 +45,10 @@ class CacheView:
         self._caches: dict[str, NodeCache] = {}
         self.membership = object()
         """A new object whenever a node is added or removed."""
+        self._served: dict[str, dict[str, tuple[str, str]]] = {}
+        """Node → its served models, each with its base model and adapter."""
         self._models: dict[str, tuple[str, str]] = {}
-        """Served model → base model and adapter."""
+        """Those of all nodes. Where nodes differ, the latest one counts."""
         self._block_sizes: dict[str, set[int]] = {}
         """Base model → block sizes of the nodes that serve it."""
         self._prefilled: deque[tuple[float, Prediction]] = deque()
@@ -94,18 +96,26 @@ class CacheView:
     ) -> None:
         """Set whose blocks a cache holds: those of its base model, under all its names, and of its adapters."""
         cache.model = base
-        self._models[base] = (base, "")
-        for name in aliases:
-            self._models[name] = (base, "")
-        for name in adapters:
-            self._models[name] = (base, name)
+        self._served.pop(cache.name, None)
+        self._served[cache.name] = {
+            base: (base, ""), **dict.fromkeys(aliases, (base, "")), **{name: (base, name) for name in adapters},
+        }  # fmt: skip
+        self._update_models()
         self._update_block_sizes()
+
+    def _update_models(self) -> None:
+        models: dict[str, tuple[str, str]] = {}
+        for served in self._served.values():
+            models.update(served)
+        self._models = models
 
     def remove_node(self, name: str) -> None:
         cache = self._caches.pop(name, None)
         if cache is not None:
             cache.close()
             self.membership = object()
+            if self._served.pop(name, None) is not None:
+                self._update_models()
             self._update_block_sizes()
 
     def _update_block_sizes(self) -> None:

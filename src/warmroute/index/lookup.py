@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Final
+
+import msgspec
 
 from warmroute._kernel import hash_blocks
 
@@ -28,8 +29,7 @@ def namespace_seed(model: str, lora: str, block_size: int, tokenizer: str = "") 
     return int.from_bytes(digest.digest(), "little")
 
 
-@dataclass(slots=True, eq=False)
-class SpecialPrompt:
+class SpecialPrompt(msgspec.Struct, eq=False):
     """What else there is to know of a prompt whose reported cached tokens cannot be compared with a prediction."""
 
     skips_cache: bool = False
@@ -42,8 +42,7 @@ class SpecialPrompt:
     """Tokens of all of them."""
 
 
-@dataclass(slots=True, eq=False)
-class Lookup:
+class Lookup(msgspec.Struct, eq=False):
     """One prompt to look up. Its first `exact_tokens` tokens are those that the engine will compute."""
 
     tokens: bytes
@@ -58,7 +57,8 @@ class Lookup:
     the engine may truncate it."""
     special: SpecialPrompt | None = None
     """Set where the request is not a single prompt that the engine takes as it is."""
-    _chains: dict[tuple[str, str, int], bytes] = field(default_factory=dict)
+    _chains: dict[tuple[str, str, int], bytes] = {}
+    """The result of `blocks`."""
 
     def blocks(self, model: str, lora: str, block_size: int) -> bytes:
         """Return the hashes of the prompt's full blocks, 8 bytes each. They are computed once for each block size."""

@@ -25,6 +25,7 @@ from warmroute.prompt.chat_layout import (
 )
 from warmroute.prompt.chat_template import ChatTemplate
 from warmroute.prompt.render_context import RenderContext
+from warmroute.prompt.tail_check import MAX_LITERALS, CheckTime
 from warmroute.prompt.template_messages import BILLING_HEADER, MEDIA_MARK
 
 _TEMPLATE_PROBES, _REQUEST_PROBES = 200, 4
@@ -49,19 +50,22 @@ class LayoutCheck:
         self.unsafe: tuple[str, ...] = _ALWAYS_UNSAFE
         """Strings that change how a message that contains them is printed."""
         self._chats: Sequence[str] = ALL_CHATS
-        if template is not None:
+        if template is not None and len(template.literals) <= MAX_LITERALS:
+            check_time = CheckTime()
             context, texts = RenderContext(template), template_probes.literal_texts(template)
             for self._chats in (ALL_CHATS, USUAL_CHATS):
                 self.unsafe = _ALWAYS_UNSAFE
-                self.enabled = self._passes(context, texts, template.literals)
+                self.enabled = self._passes(check_time, context, texts, template.literals)
                 if self.enabled:
                     break
 
-    def _passes(self, context: RenderContext, literal_texts: Sequence[str], literals: Sequence[str]) -> bool:
+    def _passes(
+        self, check_time: CheckTime, context: RenderContext, literal_texts: Sequence[str], literals: Sequence[str]
+    ) -> bool:
         layout = learn_layout(context, self._chats)
-        if layout is None or not self._agrees(context, layout, (), _TEMPLATE_PROBES):
+        if layout is None or not self._agrees(check_time, context, layout, (), _TEMPLATE_PROBES):
             return False
-        harmful = [text for text in literal_texts if self._is_harmful(context, layout, text)]
+        harmful = [text for text in literal_texts if self._is_harmful(check_time, context, layout, text)]
         while harmful:
             literal = max(literals, key=lambda literal: sum(literal in text for text in harmful))
             remaining = [text for text in harmful if literal not in text]
@@ -69,7 +73,7 @@ class LayoutCheck:
                 return False  # no literal explains this text
             self.unsafe += (literal,)
             harmful = remaining
-        return self._agrees(context, layout, literal_texts, _TEMPLATE_PROBES)
+        return self._agrees(check_time, context, layout, literal_texts, _TEMPLATE_PROBES)
 
     def is_safe(self, text: str) -> bool:
         """Return whether a message with this text is printed as the layout says."""
@@ -84,13 +88,13 @@ class LayoutCheck:
         if layout is None:
             return None
         texts = template_probes.literal_texts(context.template)
-        return layout if self._agrees(context, layout, texts, _REQUEST_PROBES) else None
+        return layout if self._agrees(CheckTime(), context, layout, texts, _REQUEST_PROBES) else None
 
     def disable(self) -> None:
         """Disable layouts after a real chat got wrong tokens."""
         self.enabled = False
 
-    def _is_harmful(self, context: RenderContext, layout: TextLayout, text: str) -> bool:
+    def _is_harmful(self, check_time: CheckTime, context: RenderContext, layout: TextLayout, text: str) -> bool:
         if not self.is_safe(text):
             return False
         chats = (
@@ -98,16 +102,25 @@ class LayoutCheck:
             for roles in _SKELETONS
             for place in range(len(roles))
         )
-        return not _equal(context, layout, chats)
+        return not _equal(check_time, context, layout, chats)
 
-    def _agrees(self, context: RenderContext, layout: TextLayout, texts: Sequence[str], count: int) -> bool:
+    def _agrees(
+        self, check_time: CheckTime, context: RenderContext, layout: TextLayout, texts: Sequence[str], count: int
+    ) -> bool:
         texts = [text for text in (*template_probes.PLAIN_TEXTS, *_MORE_TEXTS, *texts) if self.is_safe(text)]
-        return _equal(context, layout, _random_chats(texts, count))
+        return _equal(check_time, context, layout, _random_chats(texts, count))
 
 
-def _equal(context: RenderContext, layout: TextLayout, chats: Iterable[tuple[Sequence[int], Sequence[str]]]) -> bool:
-    """Return whether layout and template agree on all chats that both accept."""
+def _equal(
+    check_time: CheckTime,
+    context: RenderContext,
+    layout: TextLayout,
+    chats: Iterable[tuple[Sequence[int], Sequence[str]]],
+) -> bool:
+    """Return whether layout and template agree on all chats that both accept, and there was time to compare them."""
     for roles, texts in chats:
+        if check_time.is_over():
+            return False
         by_layout = layout.render(roles, texts)
         if by_layout is not None:
             by_template = render(context, roles, texts)

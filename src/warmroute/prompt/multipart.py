@@ -16,12 +16,12 @@ _MAX_MODEL_BYTES: Final = 1024
 _WINDOW_BYTES: Final = 4 << 20
 """A search in a large body is done in steps of this size, so that it never holds the interpreter lock for long."""
 _TOKEN: Final = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
-_HEADER: Final = re.compile(rb"(" + _TOKEN + rb"):[ \t]*([\t\x20-\x7e\x80-\xff]*?)[ \t]*")
+_HEADER_NAME: Final = re.compile(_TOKEN)
+_HEADER_VALUE: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _QUOTED: Final = rb'"((?:[\t\x20-!#-\[\]-~\x80-\xff]|\\(?!"))*)"'
 """Without escaped quotes, which parsers read differently."""
-_PARAMETER: Final = rb"[ \t]*;[ \t]*(" + _TOKEN + rb")=(?:(" + _TOKEN + rb")|" + _QUOTED + rb")"
-_PARAMETERS: Final = re.compile(_PARAMETER)
-_DISPOSITION: Final = re.compile(rb"form-data((?:" + _PARAMETER + rb")+)", re.IGNORECASE)
+_PARAMETER: Final = re.compile(rb"[ \t]*;[ \t]*(" + _TOKEN + rb")=(?:(" + _TOKEN + rb")|" + _QUOTED + rb")")
+_FORM_DATA: Final = b"form-data"
 _PLAIN_ENCODINGS: Final = (b"7bit", b"8bit", b"binary")
 
 
@@ -75,24 +75,31 @@ def _read_part_head(head: bytes) -> tuple[bytes, bool]:
     """Return the name of a part, and whether it is a file. Raises BadForm."""
     disposition = None
     for line in head.split(b"\r\n"):
-        header = _HEADER.fullmatch(line)
-        if header is None:
+        key, colon, value = line.partition(b":")
+        if not colon or not _HEADER_NAME.fullmatch(key) or not _HEADER_VALUE.fullmatch(value):
             raise BadForm("a part has a malformed header")
-        key = header[1].lower()
+        key, value = key.lower(), value.strip(b" \t")
         if key == b"content-disposition":
             if disposition is not None:
                 raise BadForm("a part has two `Content-Disposition` headers")
-            disposition = _DISPOSITION.fullmatch(header[2])
-            if disposition is None:
-                raise BadForm("a part has a malformed `Content-Disposition` header")
-        elif key == b"content-transfer-encoding" and header[2].lower() not in _PLAIN_ENCODINGS:
+            disposition = value
+        elif key == b"content-transfer-encoding" and value.lower() not in _PLAIN_ENCODINGS:
             raise BadForm("a part is encoded")
-    parameters: dict[bytes, bytes] = {}
-    for key, plain, quoted in _PARAMETERS.findall(disposition[1]) if disposition is not None else ():
-        key = key.lower()
-        if key in parameters or key not in (b"name", b"filename", b"filename*"):
-            raise BadForm("a part has a malformed `Content-Disposition` header")
-        parameters[key] = plain or quoted
+    parameters = _read_disposition(disposition) if disposition is not None else {}
     if b"name" not in parameters or b"\\" in parameters[b"name"]:
         raise BadForm("a part has no name, or one with a backslash")
     return parameters[b"name"], len(parameters) > 1
+
+
+def _read_disposition(value: bytes) -> dict[bytes, bytes]:
+    at = len(_FORM_DATA)
+    parameters: dict[bytes, bytes] = {}
+    while (found := _PARAMETER.match(value, at)) is not None:
+        at = found.end()
+        key = found[1].lower()
+        if key in parameters or key not in (b"name", b"filename", b"filename*"):
+            raise BadForm("a part has a malformed `Content-Disposition` header")
+        parameters[key] = found[2] or found[3]
+    if at != len(value) or value[: len(_FORM_DATA)].lower() != _FORM_DATA:
+        raise BadForm("a part has a malformed `Content-Disposition` header")
+    return parameters

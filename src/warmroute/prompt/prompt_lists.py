@@ -14,8 +14,8 @@ from warmroute.prompt.prompt import Prompt
 
 MAX_PROMPTS: Final = 64
 """Prompts of one request that are read."""
-_ITEM: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|\[[^\[\]"]*\]', re.DOTALL)
-"""A text or a list of numbers, in JSON that is known to be well-formed."""
+_ITEM: Final = re.compile(rb'[ \r\n\t,]*("[^"\\]*(?:\\.[^"\\]*)*"|\[[^\[\]"]*\])', re.DOTALL)
+"""A text or a list of numbers, with what comes before it, in JSON that is known to be well-formed."""
 _CLOSING: Final = b'"]} \r\n\t'
 """What may close an item; as in `Outline.text_as_tokens`."""
 
@@ -42,13 +42,11 @@ def text_prompts(body: bytes, start: int, end: int) -> Prompt | None:
     if body[start : start + 1] != b"[":
         return None
     at, items = start + 1, list[tuple[int, int]]()
-    while len(items) < MAX_PROMPTS and (found := _ITEM.search(body, at, end)) is not None:
-        if body[at : found.start()].strip(b" \r\n\t,"):
-            return None  # a list of numbers or of objects
-        items.append(found.span())
+    while len(items) < MAX_PROMPTS and (found := _ITEM.match(body, at, end)) is not None:
+        items.append(found.span(1))
         at = found.end()
     if not items:
-        return None
+        return None  # a list of numbers or of objects
     first, *others = [
         Prompt(_as_tokens(body[item_start:item_end].rstrip(_CLOSING)), 0, False) for item_start, item_end in items
     ]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from warmroute.config.priority import NORMAL
 
 
-@dataclass(slots=True, eq=False)
-class RoutingRequest:
+class RoutingRequest(msgspec.Struct, eq=False, gc=False):
     model: str
     """Empty where the request names none and the fleet serves several."""
     system: bytes | None = None

@@ -4,6 +4,9 @@ The check renders probe conversations (template_probes.py) as a whole. For each 
 the whole text must equal the prefix's text plus the tail's text (tail_rendering.py). One difference disables tail
 rendering for the template. A template could still depend on something that no probe contains, so real conversations are
 checked now and then, too (PromptTokenizer.verify_sample).
+
+There are variants of tail rendering, some of which save work later. The check tries all of them with one pass over the
+probes, since rendering whole conversations and their prefixes takes the most time.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Final
+from typing import Final, NamedTuple
 
 from warmroute.prompt import template_probes
 from warmroute.prompt.chat_template import ChatTemplate, Message, TemplateRejected
@@ -29,6 +32,23 @@ _MAX_CUTS: Final = 64
 """How far back from the end the search for a cut goes: each step reads all messages before it."""
 
 
+class CheckTime:
+    """How long a check may take. It belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._until_s = time.thread_time() + MAX_CHECK_S
+
+    def is_over(self) -> bool:
+        return time.thread_time() > self._until_s
+
+
+class Variant(NamedTuple):
+    """One way to render tails."""
+
+    non_question_literals: tuple[str, ...]
+    short_stub: bool
+
+
 class TailCheck:
     """The result of the check for one template."""
 
@@ -41,48 +61,60 @@ class TailCheck:
         """Strings that make the template treat a user's message as something else (Qwen3: `<tool_response>`)."""
         self.short_stub_suffices = False
         """The shortest stub can precede every tail."""
-        self._check_until_s = time.thread_time() + MAX_CHECK_S
         if template is not None and len(template.literals) <= MAX_LITERALS:
             self.non_question_literals = template.long_literals
             self._run(template_probes.probe_contexts(template), template_probes.literal_texts(template))
 
     def _run(self, contexts: Sequence[RenderContext], texts: Sequence[str]) -> None:
-        self.safe_for_clean_messages = self._passes(contexts, ())
-        self.safe_for_all_messages = self.safe_for_clean_messages and self._passes(contexts, texts)
+        every, check_time = self.non_question_literals, CheckTime()
+        right = self._right_variants(check_time, contexts, (), [Variant(every, False), Variant(every, True)])
+        self.safe_for_clean_messages = Variant(every, False) in right
+        if not self.safe_for_clean_messages:
+            return
+        self.short_stub_suffices = Variant(every, True) in right
+        found = self._find_non_question_literals(check_time, contexts[0], texts)
+        literal_sets = dict.fromkeys((every, found))
+        variants = [Variant(literals, short) for literals in literal_sets for short in (False, True)]
+        right = self._right_variants(check_time, contexts, texts, variants)
+        self.safe_for_all_messages = Variant(every, False) in right
         if self.safe_for_all_messages:
-            every = self.non_question_literals
-            self.non_question_literals = self._find_non_question_literals(contexts[0], texts)
-            if not self._passes(contexts, texts):
-                self.non_question_literals = every
-        if self.safe_for_clean_messages:
-            self.short_stub_suffices = True
-            self.short_stub_suffices = self._passes(contexts, texts if self.safe_for_all_messages else ())
+            if Variant(found, False) in right:
+                self.non_question_literals = found
+            self.short_stub_suffices = Variant(self.non_question_literals, True) in right
 
-    def _passes(self, contexts: Sequence[RenderContext], special_texts: Sequence[str]) -> bool:
-        """A context that cannot render anything counts as passed, except for the default one."""
+    def _right_variants(
+        self,
+        check_time: CheckTime,
+        contexts: Sequence[RenderContext],
+        special_texts: Sequence[str],
+        variants: Sequence[Variant],
+    ) -> Sequence[Variant]:
+        """Return the variants whose tails were all right. A context that cannot render anything changes nothing, except
+        for the default one."""
         texts = [*template_probes.PLAIN_TEXTS, *special_texts]
         default = contexts[0]
         probes = chain(
             template_probes.conversations_with_each_text(default, special_texts),
             template_probes.random_conversations(default, texts, _DEFAULT_CONTEXT_PROBES),
         )
-        if not self._compare(default, probes, _MIN_COMPARISONS):
-            return False
-        return all(
-            self._compare(context, template_probes.random_conversations(context, texts, _OTHER_CONTEXT_PROBES), 0)
-            is not False
-            for context in contexts[1:]
-        )
+        right: Sequence[Variant] = self._compare(check_time, default, probes, variants, _MIN_COMPARISONS) or ()
+        for context in contexts[1:]:
+            others = template_probes.random_conversations(context, texts, _OTHER_CONTEXT_PROBES)
+            still_right = self._compare(check_time, context, others, right)
+            right = right if still_right is None else still_right
+        return right
 
-    def _find_non_question_literals(self, context: RenderContext, texts: Sequence[str]) -> tuple[str, ...]:
+    def _find_non_question_literals(
+        self, check_time: CheckTime, context: RenderContext, texts: Sequence[str]
+    ) -> tuple[str, ...]:
         """Most literals are harmless in a user's message, and some (`text`) are common words: return the others."""
-        every, self.non_question_literals = self.non_question_literals, ()
+        every, without = self.non_question_literals, [Variant((), False)]
+        conversations = template_probes.conversations_with_each_text
         harmful = [
             text
             for text in texts
-            if self._compare(context, template_probes.conversations_with_each_text(context, [text], "u"), 0) is False
+            if self._compare(check_time, context, conversations(context, [text], "u"), without) == []
         ]
-        self.non_question_literals = every
         found: list[str] = []
         while harmful:
             literal = max(every, key=lambda literal: sum(literal in text for text in harmful))
@@ -95,12 +127,12 @@ class TailCheck:
 
     def passes_for(self, context: RenderContext) -> bool:
         """Run a short check with a request's own tools and variables."""
-        self._check_until_s = time.thread_time() + MAX_CHECK_S
         special_texts = template_probes.literal_texts(context.template) if self.safe_for_all_messages else []
         probes = template_probes.random_conversations(
             context, [*template_probes.PLAIN_TEXTS, *special_texts], _REQUEST_PROBES
         )
-        return bool(self._compare(context, probes, 1))
+        variant = Variant(self.non_question_literals, self.short_stub_suffices)
+        return bool(self._compare(CheckTime(), context, probes, [variant], 1))
 
     def tail_renderer(self, context: RenderContext) -> TailRenderer:
         """Raises TemplateRejected."""
@@ -110,58 +142,91 @@ class TailCheck:
         """Disable tail rendering after a real conversation gave a wrong text."""
         self.safe_for_clean_messages = self.safe_for_all_messages = False
 
+    @staticmethod
     def _compare(
-        self, context: RenderContext, conversations: Iterable[list[Message]], min_comparisons: int
-    ) -> bool | None:
-        """Return whether all tails were right, in at least this many comparisons. None: there is no tail renderer."""
+        check_time: CheckTime,
+        context: RenderContext,
+        conversations: Iterable[list[Message]],
+        variants: Sequence[Variant],
+        min_comparisons: int = 0,
+    ) -> list[Variant] | None:
+        """Return the variants whose tails were all right, in at least this many comparisons. None: there is no tail
+        renderer."""
         try:
-            renderer = self.tail_renderer(context)
+            renderers = {variant: TailRenderer(context, *variant) for variant in variants}
         except TemplateRejected:
             return None
-        comparisons = 0
+        comparisons = dict.fromkeys(variants, 0)
         for messages in conversations:
-            if time.thread_time() > self._check_until_s:
-                return False
+            if not renderers or check_time.is_over():
+                return []
             try:
-                whole = context.render(messages)
+                conversation = _Conversation(context, messages)
             except TemplateRejected:
                 continue
             for end in range(1, len(messages)):
-                differs = _differs_at(context, renderer, messages, end, whole)
-                if differs:
-                    return False
-                comparisons += differs is False
-        return comparisons >= min_comparisons
+                for variant, renderer in list(renderers.items()):
+                    differs = conversation.differs_at(end, renderer)
+                    if differs:
+                        del renderers[variant]
+                    comparisons[variant] += differs is False
+        return [variant for variant in renderers if comparisons[variant] >= min_comparisons]
 
 
 def differs_at_last_cut(context: RenderContext, renderer: TailRenderer, messages: Sequence[Message]) -> bool:
     """Return whether tail rendering gives a wrong text after the last place where a cached prefix could end."""
     try:
-        whole = context.render(messages)
+        conversation = _Conversation(context, messages)
     except TemplateRejected:
         return False
     last = len(messages) - 1
     for end in range(last, max(0, last - _MAX_CUTS), -1):
-        differs = _differs_at(context, renderer, messages, end, whole)
+        differs = conversation.differs_at(end, renderer)
         if differs is not None:
             return differs
     return False
 
 
-def _differs_at(
-    context: RenderContext, renderer: TailRenderer, messages: Sequence[Message], end: int, whole: str
-) -> bool | None:
-    """Return None where no cached prefix can end at this message."""
-    prefix, tail = messages[:end], messages[end:]
-    if not may_be_prefix(prefix, renderer):
-        return None
-    ends_with_user = prefix[-1]["role"] == "user"
-    if not may_follow(ends_with_user, tail):
-        return None
-    try:
-        prefix_text = renderer.without_generation_prompt(context.render(prefix))
+class _Conversation:
+    """A conversation's text, and that of its prefixes and tails."""
+
+    def __init__(self, context: RenderContext, messages: Sequence[Message]) -> None:
+        """Raises TemplateRejected."""
+        self._context = context
+        self._messages = messages
+        self._whole = context.render(messages)
+        self._prefixes: dict[int, str | None] = {}
+        """By end. None where the template rejects the prefix."""
+        self._tails: dict[tuple[int, bool], str | None] = {}
+        """By start, and whether the stub is short."""
+
+    def differs_at(self, end: int, renderer: TailRenderer) -> bool | None:
+        """Return whether prefix and tail differ from the whole. None where no cached prefix can end at this message."""
+        prefix, tail = self._messages[:end], self._messages[end:]
+        if not may_be_prefix(prefix, renderer) or not may_follow(prefix[-1]["role"] == "user", tail):
+            return None
+        if end not in self._prefixes:
+            self._prefixes[end] = self._render_prefix(prefix)
+        prefix_text = self._prefixes[end]
+        if prefix_text is None:
+            return True
+        prefix_text = renderer.without_generation_prompt(prefix_text)
         if prefix_text is None:
             return None
-        return whole != prefix_text + renderer.render_tail(prefix[0]["role"] == "system", ends_with_user, tail)
-    except TemplateRejected:
-        return True
+        key = (end, renderer.short_stub_suffices)
+        if key not in self._tails:
+            self._tails[key] = self._render_tail(renderer, prefix, tail)
+        tail_text = self._tails[key]
+        return tail_text is None or self._whole != prefix_text + tail_text
+
+    def _render_prefix(self, prefix: Sequence[Message]) -> str | None:
+        try:
+            return self._context.render(prefix)
+        except TemplateRejected:
+            return None
+
+    def _render_tail(self, renderer: TailRenderer, prefix: Sequence[Message], tail: Sequence[Message]) -> str | None:
+        try:
+            return renderer.render_tail(prefix[0]["role"] == "system", prefix[-1]["role"] == "user", tail)
+        except TemplateRejected:
+            return None

@@ -30,7 +30,7 @@ class TailRenderer:
         """Both parameters after the first are results of tail_check.py. Raises TemplateRejected."""
         self._context = context.with_one_tool()  # tools are printed at the beginning, and may be long
         self._non_question_literals = non_question_literals
-        self._short_stub_suffices = short_stub_suffices
+        self.short_stub_suffices = short_stub_suffices
         self._stubs: dict[tuple[bool, bool], tuple[list[Message], str]] = {}
         self.generation_prompt = self._find_generation_prompt()
         """The text that the template adds after the last message."""
@@ -74,7 +74,7 @@ class TailRenderer:
         return not _contains_any(message, self._context.template.long_literals)
 
     def _stub(self, starts_with_system: bool, ends_with_user: bool) -> tuple[list[Message], str]:
-        kind = (False, True) if self._short_stub_suffices else (starts_with_system, ends_with_user)
+        kind = (False, True) if self.short_stub_suffices else (starts_with_system, ends_with_user)
         if kind not in self._stubs:
             messages = [self._context.text_message("system", "s")] if kind[0] else []
             messages.append(self._context.text_message("user", "u"))

@@ -139,17 +139,24 @@ class TokenizerRegistry:
             self._reconcile([model for model, entry in entries if entry is None or entry.failed])
             return
         self._listed[node] = listed
-        self._update_adapters()
+        self._listed_changed()
         self._reconcile([*listed.roots, *(before.roots if before is not None else ())])
 
     def remove_node(self, node: str) -> None:
         """Forget the paths and adapters that only this node named."""
         before = self._listed.pop(node, None)
         if before is not None:
-            self._update_adapters()
+            self._listed_changed()
             self._reconcile(before.roots)
 
-    def _update_adapters(self) -> None:
+    def _listed_changed(self) -> None:
+        nodes = [{model: root.path for model, root in listed.roots.items()} for listed in self._listed.values()]
+        self._hub.set_roots(nodes)
+        named = {*self._hub.paths, *(model.tokenizer for model in self._models.values())}
+        named.update(path for roots in nodes for path in roots.values())
+        for spec, at_s in list(self._retry_at_s.items()):
+            if spec.path not in named and at_s <= self._now():
+                del self._retry_at_s[spec]
         self._adapters = {}
         for listed in self._listed.values():
             for adapter, base in listed.adapters.items():
@@ -214,8 +221,7 @@ class TokenizerRegistry:
         return root if os.path.isabs(root) else self._hub.path(hub_id_of(model, root))
 
     def _located(self, hub_id: str) -> None:
-        roots = [(model, root.path) for listed in self._listed.values() for model, root in listed.roots.items()]
-        self._reconcile([model for model, root in roots if hub_id_of(model, root) == hub_id])
+        self._reconcile(self._hub.models(hub_id))
 
     def _nodes_with(self, model: str, path: str) -> str:
         nodes = [node for node, listed in self._listed.items() if model in listed.roots]
@@ -399,11 +405,7 @@ class TokenizerRegistry:
                     " tokenizes all conversations of this model as a whole, which is slower.",
                     model=self._models_of(tokenizer),
                 )
-            if (
-                tokenizer.chats is not None
-                and tokenizer.chats.failed_layouts
-                and tokenizer not in self._reported_layouts
-            ):
+            if chats is not None and chats.failed_layouts and tokenizer not in self._reported_layouts:
                 self._reported_layouts.add(tokenizer)
                 log.warning(
                     "chat_layout_disabled",

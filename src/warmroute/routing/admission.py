@@ -220,8 +220,12 @@ class Admission:
 
     def node_freed(self, node: Node, now_s: float) -> None:
         """A node may have more room than before."""
+        self.nodes_freed((node,), now_s)
+
+    def nodes_freed(self, nodes: Iterable[Node], now_s: float) -> None:
+        """These nodes may have more room than before. One call for several events decides less often again."""
         self._version += 1
-        self._fill_all((node,), now_s)
+        self._fill_all(nodes, now_s)
 
     def _fill_all(self, nodes: Iterable[Node], now_s: float) -> None:
         nested = bool(self._filling)

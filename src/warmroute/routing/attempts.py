@@ -21,13 +21,15 @@ something happens, and the state machine calls the driver's `send` and `reject`.
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+import msgspec
 
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
+from warmroute.routing.attempt_history import AttemptHistory
 from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.dispatcher import Dispatcher
@@ -37,6 +39,8 @@ from warmroute.routing.routing_errors import AllNodesBusy, RoutingError
 
 Usage = tuple[int | None, int | None, int | None]
 """Prompt tokens, cached prompt tokens and output tokens that a response reports; None where it does not."""
+_NOT_YET: Final[Any] = None
+"""What a request gets with its first node."""
 
 
 class AttemptDriver(Protocol):
@@ -61,8 +65,7 @@ class AttemptDriver(Protocol):
         """The router itself failed while it let the request out of the queue."""
 
 
-@dataclass(slots=True, eq=False)
-class Attempts:
+class Attempts(msgspec.Struct, eq=False):
     """The state machine of one request. Admission sees it as a PendingRequest."""
 
     # for its whole life
@@ -70,11 +73,13 @@ class Attempts:
     driver: AttemptDriver
     request: RoutingRequest
     request_id: bytes
-    entered_s: float = field(init=False)
+    entered_s: float = 0.0
+    admitted_s: float = 0.0
+    """When admission sent it to its first node."""
     lookup: Lookup | None = None
     charge: Charge | None = None
     """What the request took of its tenant's rate limit."""
-    decision: Decision = field(init=False)
+    decision: Decision = _NOT_YET
     tried: int = 0
     """Number of nodes that the request was sent to. Also identifies the current attempt."""
     done: bool = False
@@ -83,10 +88,12 @@ class Attempts:
     _entry: Any = None
     _failover: Failover | None = None
     """Set once a node has failed."""
-    hedgeable: bool = True
-    """Whether the request may be sent to two nodes."""
+    repeatable: bool = True
+    """Whether the request may be sent to a second node while the first one may still execute it."""
+    history: AttemptHistory | None = None
+    """Set if the request is traced."""
     # at the current node
-    ticket: Ticket = field(init=False)
+    ticket: Ticket = _NOT_YET
     hedge: Ticket | None = None
     """The ticket on a second node that has the request, too."""
     overdue_s: float = 0.0
@@ -104,6 +111,8 @@ class Attempts:
         self.lookup = lookup
         self.entered_s = now_s
         dispatcher, charge = self._dispatcher, self.charge
+        if self.history is not None:
+            self.history.queue_length = dispatcher.admission.queue.waiting
         try:
             if charge is not None:
                 request = self.request
@@ -118,17 +127,20 @@ class Attempts:
                 charge.cancel()
             raise
         self._queued = True
+        if self.history is not None:
+            self.history.queued = not self.tried
 
     def on_admitted(self, decision: Decision) -> None:
         """Admission sends the request to the decision's node."""
         self.decision = decision
         dispatcher = self._dispatcher
-        now_s = dispatcher.now()
+        now_s = self.admitted_s = dispatcher.now()
         try:
             journal = dispatcher.journal
             if journal is not None and journal.on:
                 self._entry = journal.begin(self, (now_s - self.entered_s) * 1000.0)
             dispatcher.sent += 1
+            dispatcher.count_decision(decision)
             self._try(decision, decision.node, now_s)
         except Exception as error:
             if not self._queued:  # the caller of `enter` handles it
@@ -186,8 +198,8 @@ class Attempts:
         self.done = True
         if self.charge is not None:
             self.charge.cancel()
-        if len(failover.failed) > 1:  # then the request may be at fault
-            for failed in failover.failed:
+        if len(failover.at_fault) > 1:  # then the request may be at fault
+            for failed in failover.at_fault:
                 failed.excused_failures += 1
         error = failover.error()
         demand_meter = dispatcher.router.demand_meter
@@ -202,7 +214,7 @@ class Attempts:
         dispatcher.waiting.pop(self, None)
         dispatcher.close_ticket(self, ticket, outcome, now_s, reason)
         failover = self._get_failover()
-        failover.failed.append(ticket.node)
+        failover.add(ticket.node, outcome)
         return failover
 
     def _get_failover(self) -> Failover:
@@ -219,7 +231,10 @@ class Attempts:
         return self.hedge.node if self.hedge is not None and self.hedge.node in nodes else None
 
     def leave(self, node: Node, reason: str, now_s: float) -> bool:
-        """Leave a node that is down or was removed. Return False if no other node is up: then the request stays."""
+        """Leave a node that is down or was removed. Return False if the request stays: no other node is up; or the node
+        may still execute the request, which must not be executed twice."""
+        if not self.repeatable and not node.health.confirmed_down:
+            return False
         if self.hedge is not None:
             if self.hedge.node is node:
                 self.driver.withdraw_hedge()
@@ -255,11 +270,16 @@ class Attempts:
             return None
         return self._get_failover().other_node(dispatcher.router, self.request, self.lookup, now_s, accepts)
 
-    def hedge_failed(self, outcome: Outcome, reason: str, now_s: float) -> None:
-        """The second node failed. The first one still has the request."""
+    def hedge_failed(
+        self, outcome: Outcome, reason: str, now_s: float, *, status: int = 0, retry_after_s: int | None = None
+    ) -> None:
+        """The second node failed. The first one still has the request. `status`: as for `node_failed`."""
         hedge, self.hedge = self.hedge, None
         assert hedge is not None
-        self._get_failover().failed.append(hedge.node)
+        failover = self._get_failover()
+        failover.add(hedge.node, outcome)
+        if outcome is Outcome.BUSY:
+            failover.busy(hedge.node, status, retry_after_s, now_s)
         self._dispatcher.close_ticket(self, hedge, outcome, now_s, reason)
 
     def hedge_refused(self, reason: str, now_s: float) -> None:
@@ -269,10 +289,11 @@ class Attempts:
         self.hedge_failed(Outcome.FAILED, reason, now_s)
         self._dispatcher.fleet.check_failed(node, now_s, reason)
 
-    def hedge_started(self, status: int, now_s: float) -> bool:
+    def hedge_started(self, status: int, retry_after_s: int | None, now_s: float) -> bool:
         """The second node's first byte arrived before that of the first one. Return whether its response counts."""
         if status >= 500 or status == 429:
-            self.hedge_failed(Outcome.BUSY if status in (429, 503) else Outcome.FAILED, f"HTTP status {status}", now_s)
+            outcome = Outcome.BUSY if status in (429, 503) else Outcome.FAILED
+            self.hedge_failed(outcome, f"HTTP status {status}", now_s, status=status, retry_after_s=retry_after_s)
             return False
         slow = self.ticket
         # The end of a response that is not streamed says little about its node.
@@ -336,7 +357,12 @@ class Attempts:
     def wants_usage(self) -> bool:
         """Whether somebody uses the token counts that the response reports."""
         charge = self.charge
-        return self.status < 400 and (isinstance(self.ticket, Dispatch) or (charge is not None and charge.wants_usage))
+        return self.status < 400 and (
+            self._dispatcher.request_completed is not None
+            or isinstance(self.ticket, Dispatch)
+            or (charge is not None and charge.wants_usage)
+            or self.history is not None
+        )
 
     def response_ended(self, usage: Usage | None, now_s: float) -> None:
         """The client has the whole response."""

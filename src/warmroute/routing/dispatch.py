@@ -34,7 +34,7 @@ class OtherPrompts(NamedTuple):
 
     def work(self, new: float, cached: float) -> float:
         """Return the prefill work of all prompts together, as if they were equally long."""
-        return self.prompts * work(new / self.prompts, cached / self.prompts)
+        return work(new, cached, self.prompts)
 
 
 class Dispatch(Ticket):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from warmroute.fleet.health import HealthState
-from warmroute.fleet.node import Node
+from warmroute.fleet.node import Node, Outcome
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.decision import Decision
@@ -33,6 +33,9 @@ class Failover:
     decision: Decision
     """The one that the next node is taken from."""
     failed: list[Node] = field(default_factory=list)
+    """Nodes that the request was sent to in vain, busy ones included."""
+    at_fault: list[Node] = field(default_factory=list)
+    """Those of them for whose health the attempt counts as a failure."""
     _fallbacks: list[Node] | None = None
     """The best one last."""
     _busy: int = 0
@@ -40,6 +43,12 @@ class Failover:
     _retry_after_s: int | None = None
 
     # What the nodes answered.
+
+    def add(self, node: Node, outcome: Outcome) -> None:
+        """The request's attempt on this node ended without a response."""
+        self.failed.append(node)
+        if outcome is Outcome.FAILED:
+            self.at_fault.append(node)
 
     def busy(self, node: Node, status: int, retry_after_s: int | None, now_s: float) -> None:
         """The node answered 429 or 503; status 0: the router itself lacks files, ports or memory to connect to it."""

@@ -54,7 +54,7 @@ class Hedging:
     def is_overdue(self, attempts: Attempts, now_s: float) -> bool:
         ticket, min_delay_s = attempts.ticket, self.config.min_delay_s
         opened_s, node = ticket.opened_s, ticket.node
-        if not attempts.hedgeable or now_s < opened_s + min_delay_s:
+        if not attempts.repeatable or now_s < opened_s + min_delay_s:
             return False
         if not attempts.overdue_s:
             attempts.overdue_s = opened_s + self.config.factor * _expected_ms(attempts) / 1000.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from warmroute._kernel import sum_hits
 from warmroute.fleet.group import Candidates, Group
 from warmroute.index.cache_view import CacheView, Hit
 from warmroute.index.lookup import Lookup as Lookup
@@ -46,16 +45,6 @@ class Query(msgspec.Struct, eq=False):
             hits = self.cache_view.hits(self.group.model, lookup, self.now_s) if lookup is not None else {}
             self.known_hits = hits
         return hits
-
-    def mean_hit(self) -> tuple[float, float]:
-        """Return the expected cached tokens on a candidate chosen at random, and the mean of their squares. (0, 0) if
-        no policy asked for the hits."""
-        hits, candidates = self.known_hits, self.candidates
-        if not hits or not candidates.nodes:
-            return 0.0, 0.0
-        tokens, squares = sum_hits(hits, candidates.by_name)
-        count = len(candidates)
-        return tokens / count, squares / count
 
 
 def lookup_of(prompt: Prompt, cache_group: str) -> Lookup:

@@ -6,13 +6,13 @@ settings of its route, or the defaults if the route is gone.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 
 from warmroute.config import RouteConfig
 from warmroute.config.priority import PRIORITY_NUMBERS
+from warmroute.config.route_settings import wildcard
 
-Matches = Callable[[str], object]
+Matches = Callable[[str], bool]
 GetHeader = Callable[[bytes], bytes]
 """Returns the value of a request header; empty if the request does not have it."""
 
@@ -34,16 +34,16 @@ class Route:
 
     def matches(self, model: str, path: str, tenant: str, header: GetHeader) -> bool:
         return (
-            (self._model is None or bool(self._model(model)))
-            and (self._tenant is None or bool(self._tenant(tenant)))
-            and (self._path is None or bool(self._path(path)))
+            (self._model is None or self._model(model))
+            and (self._tenant is None or self._tenant(tenant))
+            and (self._path is None or self._path(path))
             and (not self._header or self._header_matches(header(self._header)))
         )
 
     def _header_matches(self, value: bytes) -> bool:
         if not value:
             return False
-        return self._header_value is None or bool(self._header_value(value.decode("latin-1")))
+        return self._header_value is None or self._header_value(value.decode("latin-1"))
 
 
 class Routes:
@@ -61,9 +61,5 @@ class Routes:
 
 
 def _pattern(text: str) -> Matches | None:
-    """Return a function that matches a value against the pattern, where * is a wildcard; None if it is empty."""
-    if not text:
-        return None
-    if "*" not in text:
-        return text.__eq__
-    return re.compile(".*".join(re.escape(part) for part in text.split("*")), re.DOTALL).fullmatch
+    """Return a function that matches a value against the pattern; None if it is empty."""
+    return wildcard(text) if text else None

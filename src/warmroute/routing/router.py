@@ -146,9 +146,10 @@ class Router:
             up = self._context_fit.candidates(query.request, group, group.windows, up)
         if up is not query.candidates or not up.nodes:
             return self.decide(query.request, now_s, query.lookup)
-        repeated = query.repeat(now_s)
-        decision = self._decide(repeated)
-        decision.query = repeated
+        query.hits()
+        query.now_s = now_s
+        decision = self._decide(query)
+        decision.query = query
         return decision
 
     def decide_among(self, nodes: Sequence[Node], query: Query) -> Decision:

@@ -147,6 +147,7 @@ class MachineReconciler:
                         name=name,
                         island=machine.island or offer.island,
                         gpu=offer.gpu,
+                        gpus=offer.gpus,
                         usd_per_hour=offer.usd_per_hour,
                         api_key_env=self._clients[offer.provisioner].api_key_env,
                     )

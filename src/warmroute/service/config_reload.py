@@ -10,6 +10,7 @@ from warmroute.config import Config, ConfigError, keys_needing_restart
 from warmroute.event_log import EventLog
 from warmroute.service.process_exit import reconfigure_exit
 from warmroute.telemetry import log as logs
+from warmroute.telemetry.router_metrics import Reloads
 
 if TYPE_CHECKING:
     from warmroute.service.service import Service
@@ -22,12 +23,25 @@ class ConfigReload:
         self._service = service
         self.read_config = read_config
         self.started_with = self.current = read_config()
+        self.reloads = Reloads()
 
     def reload(self, reason: str = "admin API") -> str | None:
         """Apply a changed configuration and changed certificates. Running requests continue. Return the error if they
         are invalid: then the previous ones stay. `reason`: who asked for it."""
         log.info("reload_requested", reason=reason)
-        return self._reload_config() or self._service.certificates.reload()
+        return self._record(lambda: self._reload_config() or self._service.certificates.reload())
+
+    def certificates_changed(self) -> None:
+        self._record(self._service.certificates.reload)
+
+    def _record(self, reload: Callable[[], str | None]) -> str | None:
+        success = False
+        try:
+            error = reload()
+            success = error is None
+            return error
+        finally:
+            self.reloads.record(success)
 
     def _reload_config(self) -> str | None:
         service, before = self._service, self.current

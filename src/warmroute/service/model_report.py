@@ -35,7 +35,9 @@ def describe_models(
         base = registry.base_model(name)
         status = registry.status(base)
         asks_nodes = remote_tokenize and any(node.engine == "vllm" for node in members)
-        nodes = [_node(node, listed[node.name].roots.get(base), watch.agreement(node.name, base)) for node in members]
+        nodes = [
+            _node(node, name, listed[node.name].roots.get(base), watch.agreement(node.name, base)) for node in members
+        ]
         reports.append(
             {
                 "name": name,
@@ -80,13 +82,13 @@ def _chat_template(
     }
 
 
-def _node(node: Node, root: ModelRoot | None, agreement: Agreement | None) -> dict[str, Any]:
+def _node(node: Node, model: str, root: ModelRoot | None, agreement: Agreement | None) -> dict[str, Any]:
     return {
         "name": node.name,
         "state": "draining" if node.draining else node.health.state.value,
         "engine": node.engine,
         "root": root.path or None if root is not None else None,
-        "context_window": root.max_model_len or None if root is not None else None,
+        "context_window": node.context_window(model) or None,
         "tokenize": None
         if agreement is None
         else {

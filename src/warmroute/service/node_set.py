@@ -30,10 +30,13 @@ class NodeSet:
         return node
 
     def remove_node(self, name: str) -> Node:
-        """Remove a node. Its running requests finish. Raises UnknownNode."""
+        """Remove a node. Requests without a response move to other nodes, the others finish. Raises UnknownNode."""
         node = self._service.fleet.remove(name)
         self._forget(node)
-        log.info("node_removed", "Its running requests finish.", node=node.name, requests_in_flight=node.inflight)
+        log.info(
+            "node_removed", "Requests without a response moved to other nodes; the others finish.", node=node.name,
+            requests_in_flight=node.inflight,
+        )  # fmt: skip
         return node
 
     def drain_node(self, name: str, draining: bool) -> Node:

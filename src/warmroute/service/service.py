@@ -7,7 +7,7 @@ import gc
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from warmroute.engines.node_watcher import NodeWatcher
 from warmroute.engines.remote_tokenizer import RemoteTokenizer
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.node import Node
 from warmroute.index.cache_view import CacheView
 from warmroute.prompt.tokenizer import pack_token_ids
 from warmroute.prompt.tokenizer_registry import TokenizerRegistry
@@ -51,9 +52,14 @@ from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.fleet_alerts import FleetAlerts
 from warmroute.telemetry.history import History, ScalingChange
 from warmroute.telemetry.journal import Journal
-from warmroute.telemetry.loop_delay import watch_loop_delay
+from warmroute.telemetry.loop_delay import LoopDelay
+from warmroute.telemetry.process_metrics import add_process_metrics
 from warmroute.telemetry.prometheus import MetricsPage
+from warmroute.telemetry.router_metrics import RouterMetrics
+from warmroute.telemetry.scrape import Scrapes
+from warmroute.telemetry.tracing.create import create_tracing
 from warmroute.telemetry.traffic import Traffic
+from warmroute.telemetry.traffic_metrics import TrafficMetrics
 
 log = EventLog("warmroute.service")
 GC_THRESHOLD = 20_000
@@ -94,6 +100,10 @@ class Service:
             config, self.fleet, self.router, self.admission, self.prompt_reader, self.pools, self.counters,
             self.journal, now,
         )  # fmt: skip
+        tracing = create_tracing(config.tracing, self.counters, lambda model: self.fleet.group(model) is not None)
+        if tracing is not None:
+            self.proxy.tracing = tracing[0]
+        self._trace_exporter = tracing[1] if tracing is not None else None
         self.traffic = Traffic()
         self.proxy.dispatcher.request_completed = self.traffic.request_completed
         self.listener = Listener(self.proxy, config.limits, self.timers)
@@ -106,13 +116,15 @@ class Service:
             now,
             cache_view=self.cache_view,
             post=node_client.post,
-            on_models=lambda node, cards: self.tokenizer_registry.set_model_cards(node.name, cards),
+            on_models=self._models_reported,
         )
         self.remote_tokenizer = RemoteTokenizer(node_client.post, pack_token_ids)
         self.model_watch = ModelWatch(self.fleet, self.tokenizer_registry, node_client.post, lambda: self.config)
         self.nodes = NodeSet(self)
         self.certificates = Certificates(self)
         self.scaling = self._create_scaling(config, node_client) if config.scaling.enabled else None
+        self.loop_delay = LoopDelay()
+        self.alerts = Alerts(FleetAlerts(self.fleet, self.cache_view, self.counters))
         page = MetricsPage(
             self.fleet,
             self.cache_view,
@@ -121,10 +133,17 @@ class Service:
             lambda: (self.admission.queue.waiting, self.admission.queue.queued_total),
             now,
             lambda: self.scaling.stats() if self.scaling is not None else None,
+            (
+                TrafficMetrics(self.traffic, self.counters),
+                RouterMetrics(
+                    self.config_reload.reloads, self.loop_delay, self.alerts, self.proxy.dispatcher.decisions
+                ),
+                add_process_metrics,
+            ),
         )
         queue = self.admission.queue
+        self.scrapes = Scrapes(page.render)
         self.history = History(self.traffic, self.counters, self.fleet, lambda: queue.waiting, self._last_scaling)
-        self.alerts = Alerts(FleetAlerts(self.fleet, self.cache_view, self.counters))
         snapshot = LiveSnapshot(
             self.fleet, self.cache_view, queue, self.traffic, self.history, self.alerts, self.journal,
             lambda: self.config.routing.policy, self.describe_scaling, now,
@@ -132,7 +151,7 @@ class Service:
         self.live_feed = LiveFeed(snapshot)
         decisions = Decisions(self.journal, self.proxy)
         admin = AdminApi(
-            self.fleet, self.cache_view, page, decisions, self.live_feed, self,
+            self.fleet, self.cache_view, self.scrapes, decisions, self.live_feed, self,
             config.admin.token_sha256 if worker is None else "",
         )  # fmt: skip
         self.admin_listener = Listener(AsyncHandler(admin.answer, admin.admit), config.limits, self.timers)
@@ -161,6 +180,11 @@ class Service:
         self.router.demand_meter, self.router.hot = scaling.demand_meter, scaling.hot
         self.router.may_serve = self._may_serve
         return scaling
+
+    def _models_reported(self, node: Node, cards: Sequence[dict[str, Any]]) -> None:
+        if window := node.config.max_model_len:
+            cards = [{**card, "max_model_len": window} for card in cards]
+        self.tokenizer_registry.set_model_cards(node.name, cards)
 
     def _may_serve(self, model: str) -> bool:
         """Return whether a new node might serve this model. All nodes of a scaled fleet serve the same models: those
@@ -203,7 +227,7 @@ class Service:
         loop = asyncio.get_running_loop()
         self._tasks = [
             loop.create_task(self.timers.run()),
-            loop.create_task(watch_loop_delay(self.counters)),
+            loop.create_task(self.loop_delay.run()),
             loop.create_task(run_clean_up(self.cache_view, self.tokenizer_registry)),
             loop.create_task(run_admission(self.admission, self.fleet)),
             loop.create_task(run_hedging(self.proxy.dispatcher)),
@@ -214,7 +238,11 @@ class Service:
         if (file := self._config_file) is not None:
             changed = watch_files(lambda: [file], lambda: self.config_reload.file_changed(file))
             self._tasks.append(loop.create_task(changed))
-        self._tasks.append(loop.create_task(watch_files(lambda: self.certificates.files, self.certificates.reload)))
+        self._tasks.append(
+            loop.create_task(watch_files(lambda: self.certificates.files, self.config_reload.certificates_changed))
+        )
+        if self._trace_exporter is not None:
+            self._trace_exporter.start()
         self.nodes.reconfigure(config.nodes, config.health)
         if self.scaling is not None:
             await self.scaling.start()
@@ -271,13 +299,13 @@ class Service:
             for server in self._servers[:1]:
                 server.close()
         self.listener.close_idle()
-        try:
-            async with asyncio.timeout(0 if self._stop_now.is_set() else shutdown.deadline_s):
-                await self.listener.until_empty()
-        except TimeoutError:
+        await self._finish_requests(shutdown.deadline_s)
+        if self.listener.connections:
             log.warning(
                 "requests_cut_off",
-                "They did not finish before shutdown.deadline_s.",
+                "A second signal arrived."
+                if self._stop_now.is_set()
+                else "They did not finish before shutdown.deadline_s.",
                 requests=self.listener.busy,
                 deadline_s=shutdown.deadline_s,
             )
@@ -297,7 +325,16 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await self.journal.close()
+        if self._trace_exporter is not None:
+            await self._trace_exporter.close()
         await asyncio.sleep(0)
+
+    async def _finish_requests(self, deadline_s: float) -> None:
+        """Wait until all clients have left, at most until the deadline or `stop_now`."""
+        endings = [asyncio.create_task(self.listener.until_empty()), asyncio.create_task(self._stop_now.wait())]
+        await asyncio.wait(endings, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        for ending in endings:
+            ending.cancel()
 
     async def _cut_off(self) -> None:
         """End running requests with an error, and give their clients a moment to read it."""
@@ -309,9 +346,8 @@ class Service:
             self.listener.abort_all()
 
     def stop_now(self) -> None:
-        """Cut off running requests, so that `stop` ends at once."""
+        """Let `stop` cut off running requests now."""
         self._stop_now.set()
-        self.listener.cut_off_all()
 
     async def run_until_signal(self) -> None:
         """Start, serve until SIGTERM or SIGINT, and stop. A second signal cuts off running requests."""

@@ -16,6 +16,7 @@ from warmroute.edge.connection_pool import node_tls
 from warmroute.edge.listening_sockets import server_tls
 from warmroute.prompt.tokenizer_loader import check_tokenizer_path, load_error_reason, read_template
 from warmroute.scaling.provisioners import create_provisioner
+from warmroute.telemetry.tracing.create import import_opentelemetry
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,13 @@ def check_startup(config: Config) -> StartupReport:
     problems += _errors_of(lambda: server_tls(config.listen.tls_cert, config.listen.tls_key))
     problems += _errors_of(lambda: node_tls(config.upstream))
     problems += _directory_problems(config)
+    if config.tracing.enabled:
+        problems += _errors_of(import_opentelemetry)
     for model in config.models:
         problems += _model_problems(model)
     warnings: list[str] = []
     for problem in (*_provisioner_problems(config), *_unset_variables(config)):
-        (problems if config.scaling.enabled or problem.startswith("nodes.") else warnings).append(problem)
+        (problems if config.scaling.enabled or problem.startswith(("nodes.", "tracing.")) else warnings).append(problem)
     if not config.scaling.enabled:
         warnings = [f"{one} (the provisioner is unused while scaling.enabled is false)" for one in warnings]
     return StartupReport(problems, [*warnings, *_commands_without_port(config), *_unused_names(config)])
@@ -81,6 +84,9 @@ def _unset_variables(config: Config) -> Iterator[str]:
     for node in config.nodes:
         if node.api_key_env and not os.environ.get(node.api_key_env):
             yield f"nodes.api_key_env: {node.api_key_env} is not set here; it has the API key of {node.url}"
+    headers_env = config.tracing.headers_env
+    if config.tracing.enabled and headers_env and not os.environ.get(headers_env):
+        yield f"tracing.headers_env: {headers_env} is not set here; it has the headers for the collector"
     for one in config.provisioners:
         if one.api_key_env and not os.environ.get(one.api_key_env):
             yield f"provisioners.api_key_env: {one.api_key_env} is not set here; it has the API key of {one.label}"

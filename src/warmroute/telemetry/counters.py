@@ -9,6 +9,8 @@ PROMPT_READINGS: Final = ("exact", "inexact", "text", "none")
 """How the router read a prompt: as the engine's tokens; as tokens of which the engine may not have all; as text
 because there is no tokenizer, or it cannot render the request; or not at all."""
 
+TRACE_DROPS: Final = ("queue_full", "export_failed", "shutdown")
+
 
 class Counters:
     __slots__ = (
@@ -19,7 +21,6 @@ class Counters:
         "interrupted",
         "journal_dropped",
         "journal_written",
-        "loop_delay_max_s",
         "prompts",
         "prompts_in_threads",
         "prompts_not_tokenized",
@@ -29,6 +30,9 @@ class Counters:
         "retries",
         "route_requests",
         "stale_connections",
+        "traces_dropped",
+        "traces_exported",
+        "traces_limited",
     )
 
     def __init__(self) -> None:
@@ -64,5 +68,9 @@ class Counters:
         """Decisions written to the journal file."""
         self.journal_dropped = 0
         """Decisions that could not be written to the journal file."""
-        self.loop_delay_max_s = 0.0
-        """Longest delay of the event loop since the last scrape."""
+        self.traces_exported = 0
+        """Traces that the collector took."""
+        self.traces_dropped: Counter[str] = Counter()
+        """Traces that the collector did not get, by reason (TRACE_DROPS)."""
+        self.traces_limited = 0
+        """Requests that were not traced although their client asked for it."""

@@ -1,14 +1,23 @@
-"""The text format of Prometheus, written directly: the page of a thousand nodes has 50,000 lines."""
+"""The text formats of Prometheus and OpenMetrics, written directly: the page of a thousand nodes has 50,000 lines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf, isfinite, isnan
 from typing import Final
 
 from warmroute.telemetry.metric_definitions import Metric
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS_CONTENT_TYPE: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+
+
+PAUSE_LINES: Final = 64
+"""Samples of a metric after which a pause may follow."""
+PAUSE_AFTER_S: Final = 0.0001
+"""Time of work between two pauses."""
+PAUSE_S: Final = 0.00005
 
 
 def label_value(text: str) -> str:
@@ -26,34 +35,75 @@ def format_number(value: float) -> str:
     return "NaN" if isnan(value) else "+Inf" if value > 0 else "-Inf"
 
 
+class Pauses:
+    """Lets other threads run while a thread renders a page. Without pauses, the event loop would wait for the
+    interpreter lock whenever it has something to do."""
+
+    def __init__(self) -> None:
+        self._due_s = time.perf_counter() + PAUSE_AFTER_S
+
+    def __call__(self) -> None:
+        if time.perf_counter() >= self._due_s:
+            time.sleep(PAUSE_S)
+            self._due_s = time.perf_counter() + PAUSE_AFTER_S
+
+
 class MetricLines:
     """The samples of one metric. Labels are passed as text, so that many metrics can share it."""
 
-    __slots__ = ("_metric", "lines")
+    __slots__ = ("_metric", "_pause", "lines")
 
-    def __init__(self, metric: Metric) -> None:
+    def __init__(self, metric: Metric, pause: Callable[[], object] = lambda: None) -> None:
+        """`pause` is called now and then."""
         self._metric = metric
+        self._pause = pause
         self.lines: list[str] = []
 
     def add(self, value: float, labels: str = "") -> None:
-        name = self._metric.name
-        self.lines.append(f"{name}{{{labels}}} {format_number(value)}" if labels else f"{name} {format_number(value)}")
+        name, lines = self._metric.name, self.lines
+        lines.append(f"{name}{{{labels}}} {format_number(value)}" if labels else f"{name} {format_number(value)}")
+        if not len(lines) % PAUSE_LINES:
+            self._pause()
 
-    def add_histogram(self, bounds: list[str], counts: Iterable[int], sum_: float, labels: str) -> None:
+    def add_histogram(self, bounds: Iterable[str], counts: Iterable[int], sum_: float, labels: str = "") -> None:
         """`bounds`: as `bucket_bounds` returns them. `counts`: of each bucket alone, not cumulative."""
         name, total = self._metric.name, 0
+        braces, comma = (f"{{{labels}}}", ",") if labels else ("", "")
         for bound, count in zip(bounds, counts, strict=True):
             total += count
-            self.lines.append(f"{name}_bucket{{{labels},{bound}}} {total}")
-        self.lines.append(f"{name}_count{{{labels}}} {total}")
-        self.lines.append(f"{name}_sum{{{labels}}} {format_number(sum_)}")
+            self.lines.append(f"{name}_bucket{{{labels}{comma}{bound}}} {total}")
+        self.lines.append(f"{name}_count{braces} {total}")
+        self.lines.append(f"{name}_sum{braces} {format_number(sum_)}")
+        self._pause()
 
-    def render(self) -> str:
+    def render(self, openmetrics: bool = False) -> bytes:
+        self._pause()
         metric = self._metric
-        text = metric.help.replace("\\", "\\\\").replace("\n", "\\n")
-        return "\n".join([f"# HELP {metric.name} {text}", f"# TYPE {metric.name} {metric.kind}", *self.lines, ""])
+        name, text = metric.name, metric.help.replace("\\", "\\\\").replace("\n", "\\n")
+        if openmetrics:
+            name, text = name.removesuffix("_total"), text.replace('"', '\\"')
+        lines = "\n".join([f"# HELP {name} {text}", f"# TYPE {name} {metric.kind}", *self.lines, ""])
+        return lines.encode("utf-8", "replace")  # a node may have sent a name with half a character
+
+
+Page = Mapping[Metric, MetricLines]
+"""The samples of all metrics."""
 
 
 def bucket_bounds(bounds: Iterable[float]) -> list[str]:
     """Return the labels of a histogram's buckets, the unbounded one included."""
     return [f'le="{format_number(bound)}"' for bound in (*bounds, inf)]
+
+
+class MergedBuckets:
+    """Some of a histogram's bounds, for a page that does not need all of them."""
+
+    def __init__(self, all_bounds_ms: Sequence[float], shown_ms: Sequence[float]) -> None:
+        """`shown_ms`: some of the bounds, in milliseconds. The page has them in seconds."""
+        self.bounds_s = tuple(bound / 1000.0 for bound in shown_ms)
+        self.labels = bucket_bounds(self.bounds_s)
+        ends = [all_bounds_ms.index(bound) + 1 for bound in shown_ms]
+        self._slices = [slice(start, end) for start, end in zip((0, *ends), (*ends, None), strict=True)]
+
+    def merge(self, counts: Sequence[int]) -> list[int]:
+        return [sum(counts[part]) for part in self._slices]

@@ -53,12 +53,12 @@ class Sums(NamedTuple):
     requests: int
     prompt_tokens: int
     cached_tokens: int
-    predicted_tokens: float
+    predicted_tokens: int
     reported_tokens: int
     round_robin_tokens: float
     output_tokens: int
-    saved_ms: float
-    round_robin_saved_ms: float
+    saved_gpu_ms: float
+    round_robin_saved_gpu_ms: float
     ttft_counts: tuple[int, ...]
 
     def since(self, before: Sums | None) -> Sums:
@@ -72,8 +72,8 @@ class Sums(NamedTuple):
             self.reported_tokens - before.reported_tokens,
             self.round_robin_tokens - before.round_robin_tokens,
             self.output_tokens - before.output_tokens,
-            self.saved_ms - before.saved_ms,
-            self.round_robin_saved_ms - before.round_robin_saved_ms,
+            self.saved_gpu_ms - before.saved_gpu_ms,
+            self.round_robin_saved_gpu_ms - before.round_robin_saved_gpu_ms,
             tuple([now - then for now, then in zip(self.ttft_counts, before.ttft_counts, strict=True)]),
         )
 
@@ -92,8 +92,8 @@ class Sums(NamedTuple):
 def sums_of(traffic: RouteTraffic) -> Sums:
     return Sums(
         traffic.requests, traffic.prompt_tokens, traffic.cached_tokens, traffic.predicted_tokens,
-        traffic.reported_tokens, traffic.round_robin_tokens, traffic.output_tokens, traffic.saved_ms,
-        traffic.round_robin_saved_ms, tuple(traffic.ttft_counts),
+        traffic.reported_tokens, traffic.round_robin_tokens, traffic.output_tokens, traffic.saved_gpu_ms,
+        traffic.round_robin_saved_gpu_ms, tuple(traffic.ttft_counts),
     )  # fmt: skip
 
 
@@ -157,6 +157,7 @@ class History:
                 self.coarse.append(self._point(self._coarse, reading))
             self._coarse = reading
             self._window.append(self._totals(now_s))
+            self._traffic.keep_nodes({node.name for node in self._fleet})
         self._note_scaling()
 
     def _read(self, now_s: float) -> _Reading:
@@ -182,8 +183,8 @@ class History:
             sums.round_robin_hit_ratio,
             sums.ttft_ms(0.5),
             sums.ttft_ms(0.9),
-            sums.saved_ms / 1000.0 / seconds,
-            sums.round_robin_saved_ms / 1000.0 / seconds,
+            sums.saved_gpu_ms / 1000.0 / seconds,
+            sums.round_robin_saved_gpu_ms / 1000.0 / seconds,
             self._waiting(),
             (now.rejected - before.rejected) / seconds,
             (now.failed - before.failed) / seconds,

@@ -1,6 +1,8 @@
 """All metrics of the router: name, type, help text and labels. `warmroute metrics-reference` prints them.
 
-Label values are bounded: nodes, islands, routes, outcomes, statuses and error codes, never anything a client sends.
+Label values are bounded: nodes, islands, routes, tenants, outcomes, statuses and error codes, never anything a client
+sends. Tokens are counted by model and route, by model and tenant, and by model and node, in metrics of different names:
+all four labels together would be millions of samples, and a sum over a metric must not count a response twice.
 """
 
 from __future__ import annotations
@@ -19,28 +21,36 @@ METRICS: Final[list[Metric]] = []
 """In the order of the metrics page."""
 
 LABELS: Final = {
+    "alert": "name of the alert, such as `node_down`",
     "change": "`added`, `removed`, `refused` (the provisioner refused the request) or `lost` (the machine disappeared)",
     "code": "error code of the response body",
     "island": "name of the island; for moved conversations, the island they left",
-    "model": "model that a node serves",
+    "model": "model that a node serves; `(other)` beyond the number of counters that the router keeps",
     "node": "name of the node",
     "outcome": "`ok`, `rejected` (4xx), `busy` (429 or 503), `failed` (before the first byte), `broken` (after it) or "
     "`cancelled` (the client disconnected)",
+    "policy": "routing policy that decided, or `half_open` for a trial request",
     "priority": "`high`, `normal` or `low`",
     "reading": "`exact` (the engine's tokens), `inexact` (tokens of which the engine may not have all), `text` (no "
     "tokenizer, or it cannot render the request) or `none` (not read)",
-    "reason": "why admission rejected the request, why the conversation moved, or why the node was ejected "
-    "(`failures` or `slow`)",
-    "route": "name of the route",
+    "reason": "why the policy chose the node, why admission rejected the request, why the conversation moved, or why "
+    "the node was ejected (`failures` or `slow`); for dropped traces: `queue_full`, `export_failed` or `shutdown`",
+    "result": "`success` or `failure`",
+    "route": "name of the route; empty for requests that match none",
+    "severity": "`critical`, `warning` or `info`",
     "state": "health or lifecycle state of the node",
     "status": "HTTP status",
+    "tenant": "tenant of the API key; empty if no keys are configured",
     "to": "island that the conversation moved to",
     "version": "version of Warmroute",
 }
 
 
-def _add(kind: Literal["counter", "gauge", "histogram"], name: str, text: str, labels: tuple[str, ...]) -> Metric:
-    metric = Metric(f"warmroute_{name}", kind, text, labels)
+Kind = Literal["counter", "gauge", "histogram"]
+
+
+def _add(kind: Kind, name: str, text: str, labels: tuple[str, ...], prefix: str = "warmroute_") -> Metric:
+    metric = Metric(prefix + name, kind, text, labels)
     METRICS.append(metric)
     return metric
 
@@ -51,6 +61,15 @@ def _counter(name: str, text: str, *labels: str) -> Metric:
 
 def _gauge(name: str, text: str, *labels: str) -> Metric:
     return _add("gauge", name, text, labels)
+
+
+def _histogram(name: str, text: str, *labels: str) -> Metric:
+    return _add("histogram", name, text, labels)
+
+
+def _process(kind: Kind, name: str, text: str) -> Metric:
+    """A metric under the name that Prometheus' own client libraries give it."""
+    return _add(kind, name, text, (), "process_")
 
 
 BUILD_INFO: Final = _gauge("build_info", "Always 1. The label is the running version.", "version")
@@ -78,11 +97,106 @@ PROMPTS_IN_THREADS: Final = _counter("prompts_tokenized_in_thread", "Prompts tha
 PROMPTS_NOT_TOKENIZED: Final = _counter(
     "prompts_not_tokenized", "Prompts routed by load because too many prompts waited for a thread."
 )
+PROMPT_TOKENS: Final = _counter("prompt_tokens", "Prompt tokens of complete responses.", "model", "route")
+CACHED_TOKENS: Final = _counter(
+    "cached_tokens",
+    "Prompt tokens that were cached: as nodes reported them, or as predicted where a node reports none.",
+    "model",
+    "route",
+)
+PREDICTED_TOKENS: Final = _counter(
+    "predicted_cached_tokens", "Cached prompt tokens as the router predicted them.", "model", "route"
+)
+REPORTED_TOKENS: Final = _counter(
+    "reported_cached_tokens", "Cached prompt tokens as nodes reported them.", "model", "route"
+)
+OUTPUT_TOKENS: Final = _counter("output_tokens", "Output tokens, as nodes reported them.", "model", "route")
+ROUND_ROBIN_TOKENS: Final = _counter(
+    "estimated_round_robin_cached_tokens",
+    "An estimate of the prompt tokens that would have been cached under round robin: the mean over all candidates.",
+    "model",
+    "route",
+)
+SAVED_PREFILL: Final = _counter(
+    "estimated_saved_prefill_seconds",
+    "An estimate of the prefill time that cached tokens saved, compared with a fleet whose caches are cold.",
+    "model",
+    "route",
+)
+SAVED_GPU: Final = _counter(
+    "estimated_saved_gpu_seconds", "The same multiplied by the number of GPUs of the node.", "model", "route"
+)
+ROUND_ROBIN_SAVED_PREFILL: Final = _counter(
+    "estimated_round_robin_saved_prefill_seconds",
+    "An estimate of the prefill time that round robin would have saved, compared with a fleet whose caches are cold.",
+    "model",
+    "route",
+)
+ROUND_ROBIN_SAVED_GPU: Final = _counter(
+    "estimated_round_robin_saved_gpu_seconds",
+    "The same multiplied by the number of GPUs of the node.",
+    "model",
+    "route",
+)
+TTFT: Final = _histogram(
+    "time_to_first_token_seconds", "Time from arrival to first token of streamed responses.", "model", "route"
+)
+INTER_TOKEN: Final = _histogram(
+    "inter_token_latency_seconds",
+    "Mean time between two output tokens of a streamed response that reports its number of tokens.",
+    "model",
+    "route",
+)
+QUEUE_WAIT: Final = _histogram(
+    "queue_wait_seconds", "Time in the router's queue, of requests that got a complete response.", "model", "route"
+)
+DURATION: Final = _histogram(
+    "request_duration_seconds", "Time from arrival to the end of a complete response.", "model", "route"
+)
+TENANT_REQUESTS: Final = _counter("tenant_requests", "Complete responses by tenant.", "model", "tenant")
+TENANT_PROMPT_TOKENS: Final = _counter("tenant_prompt_tokens", "Prompt tokens by tenant.", "model", "tenant")
+TENANT_CACHED_TOKENS: Final = _counter("tenant_cached_tokens", "Cached prompt tokens by tenant.", "model", "tenant")
+TENANT_PREDICTED_TOKENS: Final = _counter(
+    "tenant_predicted_cached_tokens", "Cached prompt tokens by tenant, as predicted.", "model", "tenant"
+)
+TENANT_REPORTED_TOKENS: Final = _counter(
+    "tenant_reported_cached_tokens", "Cached prompt tokens by tenant, as nodes reported them.", "model", "tenant"
+)
+TENANT_OUTPUT_TOKENS: Final = _counter("tenant_output_tokens", "Output tokens by tenant.", "model", "tenant")
+TENANT_REJECTED: Final = _counter(
+    "tenant_requests_rejected", "Requests of the tenant that admission rejected.", "tenant", "priority", "reason"
+)
+DECISIONS: Final = _counter(
+    "decisions", "Requests sent to a first node, by why the policy chose it.", "policy", "reason"
+)
+
 JOURNAL_WRITTEN: Final = _counter("journal_decisions_written", "Decisions written to the journal file.")
 JOURNAL_DROPPED: Final = _counter(
     "journal_decisions_dropped", "Decisions that could not be written to the journal file."
 )
-LOOP_DELAY_MAX: Final = _gauge("event_loop_delay_max_seconds", "Longest delay of the event loop since the last scrape.")
+TRACES_EXPORTED: Final = _counter("traces_exported", "Traces of requests that the collector received.")
+TRACES_DROPPED: Final = _counter("traces_dropped", "Recorded traces that the collector did not receive.", "reason")
+TRACES_LIMITED: Final = _counter(
+    "traces_limited", "Requests not traced because clients asked for more than `tracing.max_client_traces_per_s`."
+)
+LOOP_DELAY: Final = _histogram("event_loop_delay_seconds", "How late the event loop ran a timer, ten times a second.")
+LOOP_DELAY_MAX: Final = _gauge(
+    "event_loop_delay_max_seconds", "Longest delay of the event loop in the last one to two minutes."
+)
+ALERTS: Final = _gauge("alerts", "Alerts that the live page shows now, by name.", "alert", "severity")
+CONFIG_RELOADS: Final = _counter("config_reloads", "Reloads of configuration and certificates.", "result")
+CONFIG_RELOAD_OK: Final = _gauge(
+    "config_last_reload_successful", "1 if the last reload succeeded, or there was none; 0 if it was rejected."
+)
+CONFIG_RELOADED: Final = _gauge(
+    "config_last_reload_success_timestamp_seconds", "Unix time of the last reload that succeeded, or of the start."
+)
+PROCESS_CPU: Final = _process("counter", "cpu_seconds_total", "User and system CPU time of the router's process.")
+PROCESS_RSS: Final = _process("gauge", "resident_memory_bytes", "Resident memory of the router's process.")
+PROCESS_VIRTUAL: Final = _process("gauge", "virtual_memory_bytes", "Virtual memory of the router's process.")
+PROCESS_FDS: Final = _process("gauge", "open_fds", "Open file descriptors.")
+PROCESS_MAX_FDS: Final = _process("gauge", "max_fds", "Maximum number of open file descriptors.")
+PROCESS_START: Final = _process("gauge", "start_time_seconds", "Unix time of the process's start.")
 
 NODE_REQUESTS: Final = _counter("node_requests", "Requests sent to the node, by how they ended.", "node", "outcome")
 NODE_STATE: Final = _gauge("node_state", "1 for the node's current state, 0 for all others.", "node", "state")
@@ -93,11 +207,19 @@ NODE_IN_FLIGHT: Final = _gauge("node_requests_in_flight", "Requests of this rout
 NODE_OTHER_REQUESTS: Final = _gauge("node_other_requests", "Requests of other clients on the node.", "node")
 NODE_WAITING: Final = _gauge("node_requests_waiting", "Requests in the engine's own queue.", "node")
 NODE_KV_USAGE: Final = _gauge("node_kv_usage_ratio", "Fraction of the KV blocks in use.", "node")
-NODE_TTFT: Final = _add(
-    "histogram",
+NODE_PROMPT_TOKENS: Final = _counter("node_prompt_tokens", "Prompt tokens by node.", "model", "node")
+NODE_CACHED_TOKENS: Final = _counter("node_cached_tokens", "Cached prompt tokens by node.", "model", "node")
+NODE_PREDICTED_TOKENS: Final = _counter(
+    "node_predicted_cached_tokens", "Cached prompt tokens by node, as predicted.", "model", "node"
+)
+NODE_REPORTED_TOKENS: Final = _counter(
+    "node_reported_cached_tokens", "Cached prompt tokens by node, as it reported them.", "model", "node"
+)
+NODE_OUTPUT_TOKENS: Final = _counter("node_output_tokens", "Output tokens by node.", "model", "node")
+NODE_TTFT: Final = _histogram(
     "node_time_to_first_token_seconds",
     "Time from sending a request to its first token, or to the end of a response that is not streamed.",
-    ("node",),
+    "node",
 )
 NODE_LATENCY: Final = _gauge("node_latency_seconds", "Moving average of the response time.", "node")
 NODE_PREFILL: Final = _gauge(
@@ -117,6 +239,21 @@ NODE_ENGINE_HITS: Final = _gauge(
 NODE_PREDICTED_HITS: Final = _gauge(
     "node_predicted_hit_ratio",
     "Fraction of prompt tokens that the router predicted to be cached, at the same time.",
+    "node",
+)
+NODE_ENGINE_QUERIES: Final = _counter(
+    "node_engine_prefix_cache_queries",
+    "Prompt tokens that the engine looked up in its cache, by its own counter, since the router knows the node.",
+    "node",
+)
+NODE_ENGINE_HIT_TOKENS: Final = _counter(
+    "node_engine_prefix_cache_hits",
+    "Prompt tokens that the engine found in its cache, by its own counter, since the router knows the node.",
+    "node",
+)
+NODE_ENGINE_PREEMPTIONS: Final = _counter(
+    "node_engine_preemptions",
+    "Requests that the engine preempted, by its own counter, since the router knows the node.",
     "node",
 )
 NODE_PREEMPTIONS: Final = _gauge(

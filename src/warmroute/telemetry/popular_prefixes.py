@@ -33,7 +33,8 @@ class PopularPrefix(msgspec.Struct, eq=False):
 class PopularPrefixes:
     def __init__(self) -> None:
         self._hot = HotPrefixes(keep_examples=False)
-        self._next_sample_s = -1e9
+        self.next_sample_s = -1e9
+        """Until then `sample` counts nothing."""
         self._sampled = 0.0
         """Sampled prompts, decayed like the uses of a prefix."""
         self._sampled_s = 0.0
@@ -44,9 +45,9 @@ class PopularPrefixes:
         self, route: tuple[str, str], tenant: str, prediction: Prediction | None, prompt: Lookup | None, now_s: float
     ) -> None:
         """Count a prompt, unless one was counted a moment ago. `route`: model and route."""
-        if now_s < self._next_sample_s or prediction is None or prompt is None:
+        if now_s < self.next_sample_s or prediction is None or prompt is None:
             return
-        self._next_sample_s = now_s + SAMPLE_S
+        self.next_sample_s = now_s + SAMPLE_S
         self._sampled = self._sampled_at(now_s) + 1.0
         self._sampled_s = now_s
         chain = prediction.chain

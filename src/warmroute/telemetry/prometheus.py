@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from warmroute import __version__
@@ -14,9 +14,9 @@ from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import TTFT_BOUNDS_MS, Outcome
 from warmroute.index.cache_view import EVENT_AGES_S, CacheView
 from warmroute.telemetry import metric_definitions as metrics
-from warmroute.telemetry.counters import Counters
-from warmroute.telemetry.exposition import MetricLines, bucket_bounds, format_labels, label_value
-from warmroute.telemetry.metric_definitions import METRICS, Metric
+from warmroute.telemetry.counters import TRACE_DROPS, Counters
+from warmroute.telemetry.exposition import MetricLines, Page, Pauses, bucket_bounds, format_labels, label_value
+from warmroute.telemetry.metric_definitions import METRICS
 
 
 class ScalingStats(Protocol):
@@ -44,8 +44,6 @@ _HEALTH_STATES: Final = [(state, f',state="{state.value}"') for state in HealthS
 _OUTCOMES: Final = [(outcome, f',outcome="{outcome.name.lower()}"') for outcome in Outcome]
 _TTFT_BOUNDS: Final = bucket_bounds(bound / 1000 for bound in TTFT_BOUNDS_MS)
 
-Page = Mapping[Metric, MetricLines]
-
 
 class MetricsPage:
     def __init__(
@@ -57,9 +55,10 @@ class MetricsPage:
         waiting: Callable[[], tuple[int, int]],
         now: Callable[[], float] = time.monotonic,
         scaling: Callable[[], ScalingStats | None] = lambda: None,
+        more: Sequence[Callable[[Page], None]] = (),
     ) -> None:
         """`connections`: open ones, and all accepted. `waiting`: waiting requests, and all that ever waited.
-        `scaling`: None if the router does not scale the fleet."""
+        `scaling`: None if the router does not scale the fleet. `more`: functions that add samples to the page."""
         self._fleet = fleet
         self._cache_view = cache_view
         self._counters = counters
@@ -67,10 +66,13 @@ class MetricsPage:
         self._waiting = waiting
         self._now = now
         self._scaling = scaling
+        self._more = more
 
-    def render(self) -> bytes:
-        """Return the page as text. This takes milliseconds for a large fleet: call it in a thread."""
-        page = {metric: MetricLines(metric) for metric in METRICS}
+    def render(self, openmetrics: bool = False) -> list[bytes]:
+        """Return the page in pieces, one for each metric. This takes milliseconds for a large fleet, with pauses: call
+        it in a thread."""
+        pause = Pauses()
+        page = {metric: MetricLines(metric, pause) for metric in METRICS}
         page[metrics.BUILD_INFO].add(1, format_labels(version=__version__))
         self._add_requests(page)
         self._add_nodes(page)
@@ -78,7 +80,9 @@ class MetricsPage:
         self._add_caches(page)
         self._add_islands(page)
         self._add_scaling(page)
-        return "".join([lines.render() for lines in page.values()]).encode()
+        for add in self._more:
+            add(page)
+        return [*[lines.render(openmetrics) for lines in page.values()], b"# EOF\n" if openmetrics else b""]
 
     def _add_requests(self, page: Page) -> None:
         counters = self._counters
@@ -93,7 +97,6 @@ class MetricsPage:
             page[metrics.ROUTE_REQUESTS].add(count, format_labels(route=route))
         for (model, reading), count in sorted(counters.prompts.copy().items()):
             page[metrics.PROMPTS].add(count, format_labels(model=model, reading=reading))
-        loop_delay_s, counters.loop_delay_max_s = counters.loop_delay_max_s, 0.0
         waiting, queued = self._waiting()
         connections, accepted = self._connections()
         for metric, value in (
@@ -111,9 +114,12 @@ class MetricsPage:
             (metrics.PROMPTS_NOT_TOKENIZED, counters.prompts_not_tokenized),
             (metrics.JOURNAL_WRITTEN, counters.journal_written),
             (metrics.JOURNAL_DROPPED, counters.journal_dropped),
-            (metrics.LOOP_DELAY_MAX, loop_delay_s),
+            (metrics.TRACES_EXPORTED, counters.traces_exported),
+            (metrics.TRACES_LIMITED, counters.traces_limited),
         ):
             page[metric].add(value)
+        for reason in TRACE_DROPS:
+            page[metrics.TRACES_DROPPED].add(counters.traces_dropped[reason], format_labels(reason=reason))
 
     def _add_nodes(self, page: Page) -> None:
         in_flight, other_requests = page[metrics.NODE_IN_FLIGHT], page[metrics.NODE_OTHER_REQUESTS]
@@ -153,6 +159,13 @@ class MetricsPage:
         if (predicted := rates.predicted_share) is not None:
             page[metrics.NODE_PREDICTED_HITS].add(predicted, name)
         page[metrics.NODE_PREEMPTIONS].add(rates.preemptions_per_s, name)
+        for metric, total in (
+            (metrics.NODE_ENGINE_QUERIES, rates.queries_total),
+            (metrics.NODE_ENGINE_HIT_TOKENS, rates.hits_total),
+            (metrics.NODE_ENGINE_PREEMPTIONS, rates.preemptions_total),
+        ):
+            if total is not None:
+                page[metric].add(total, name)
         if (queue_ms := rates.queue_time_ms) is not None:
             page[metrics.NODE_QUEUE_TIME].add(queue_ms / 1000, name)
 

@@ -1,4 +1,7 @@
-"""What routing was worth: tokens, time to first token and saved prefill time of complete responses, by model and route.
+"""What routing was worth: tokens, times and saved prefill time of complete responses.
+
+The responses are counted by model and route, by model and tenant, and by model and node: not by all of them at once,
+which would be a number of counters that no operator can use. _kernel/traffic.c has the counters.
 
 A cached token saves the time that its node would have needed to prefill it:
 
@@ -7,98 +10,73 @@ A cached token saves the time that its node would have needed to prefill it:
 
 `saved_ms` compares with a cold fleet: the cached tokens are those that the node reported, or the predicted ones if it
 reported none. `round_robin_saved_ms` estimates what round robin would have saved: the mean over all candidates of what
-the prompt's prefix on each of them would have saved. It assumes the caches that this router's choices have filled.
+the prompt's prefix on each of them would have saved. It assumes the caches that this router's choices have filled. If
+the router chose without looking up caches (another policy, a short prompt), both are equal. They exist in GPU
+milliseconds, too: multiplied by the number of GPUs of the node.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import pairwise
-from typing import Final
+from typing import Final, TypeVar
 
-import msgspec
-
-from warmroute.fleet.node_speed import saved_work
-from warmroute.routing.attempts import Attempts
+from warmroute._kernel import TIME_BOUNDS_MS as TIME_BOUNDS_MS
+from warmroute._kernel import Histogram as Histogram
+from warmroute._kernel import RouteTraffic as RouteTraffic
+from warmroute._kernel import TokenTraffic as TokenTraffic
+from warmroute._kernel import TrafficRecorder
+from warmroute.fleet.node import Node
+from warmroute.routing.attempts import Attempts, Usage
 from warmroute.routing.dispatch import Dispatch
 from warmroute.telemetry.popular_prefixes import PopularPrefixes
 
 MAX_ROUTES: Final = 256
 """Pairs of model and route that are counted apart. Further ones count as OTHER."""
+MAX_TENANTS: Final = 2048
+"""Pairs of model and tenant."""
+MAX_NODES: Final = 4096
+"""Pairs of model and node."""
+MAX_RECORDERS: Final = 16_384
+"""Combinations of model, route, tenant and node that are remembered. Finding the counters again takes microseconds."""
 OTHER: Final = ("(other)", "")
-TTFT_BOUNDS_MS: Final = tuple(1.25**step for step in range(53))
-"""Upper bounds of the histogram's buckets, 1 ms to 110 s; one more bucket has the rest."""
+_UNREPORTED: Final[Usage] = (None, None, None)
 
-
-class RouteTraffic(msgspec.Struct, eq=False):
-    """Totals since the start. All counts are of complete responses with a status below 400."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    """As the nodes reported them, or as the router counted them; 0 for prompts without a count."""
-    cached_tokens: int = 0
-    """Those of the prompt tokens that were cached: reported, or predicted where a node reports none."""
-    predicted_tokens: float = 0.0
-    """Cached tokens as the router predicted them."""
-    reported_tokens: int = 0
-    """Cached tokens as nodes reported them."""
-    round_robin_tokens: float = 0.0
-    """An estimate: cached tokens under round robin."""
-    output_tokens: int = 0
-    saved_ms: float = 0.0
-    """Prefill time saved, compared with a cold fleet."""
-    round_robin_saved_ms: float = 0.0
-    """An estimate: prefill time that round robin would have saved."""
-    ttft_counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TTFT_BOUNDS_MS) + 1))
-    """Streamed responses by time from arrival to first byte, in the buckets of TTFT_BOUNDS_MS."""
-
-
-SUMMED: Final = tuple(name for name in RouteTraffic.__struct_fields__ if name != "ttft_counts")
+Counters = TypeVar("Counters", bound=TokenTraffic)
 
 
 class Traffic:
     def __init__(self) -> None:
         self.by_route: dict[tuple[str, str], RouteTraffic] = {}
         """By model and route. The route is empty for requests that match none."""
+        self.by_tenant: dict[tuple[str, str], TokenTraffic] = {}
+        """By model and tenant. The tenant is empty if no keys are configured."""
+        self.by_node: dict[tuple[str, str], TokenTraffic] = {}
+        """By model and node. Nodes that left the fleet are forgotten."""
         self.prefixes = PopularPrefixes()
+        self._recorders: dict[tuple[str, str, str, str], TrafficRecorder] = {}
+        """By model, route, tenant and node."""
 
     def request_completed(self, attempts: Attempts, now_s: float) -> None:
         """Count a complete response. The dispatcher calls it after the client has everything."""
         request, ticket, query = attempts.request, attempts.ticket, attempts.decision.query
-        key = (query.group.model if query is not None else request.model, request.route)
-        of_route = self.by_route.get(key)
-        if of_route is None:
-            of_route = self._add(key)
-        of_route.requests += 1
-        if request.streams:
-            ttft_ms = (ticket.first_token_s - request.arrived_s) * 1000.0
-            of_route.ttft_counts[bisect_left(TTFT_BOUNDS_MS, ttft_ms)] += 1
-        prompt, cached, output = attempts.reported or (None, None, None)
-        if output:
-            of_route.output_tokens += output
-        predicted = 0
+        model, node = query.group.model if query is not None else OTHER[0], ticket.node
+        recorder = self._recorders.get((model, request.route, request.tenant, node.name))
+        if recorder is None:
+            recorder = self._recorder(model, request.route, request.tenant, node)
+        predicted = None
         if isinstance(ticket, Dispatch):
-            self.prefixes.sample(key, request.tenant, ticket.prediction, attempts.lookup, now_s)
             predicted = ticket.cached
-            if prompt is None:
-                prompt = ticket.tokens
-        if not prompt:
-            return
-        if cached is not None:
-            cached = min(max(0, cached), prompt)  # a node may report anything
-            of_route.reported_tokens += cached
-        else:
-            cached = min(predicted, prompt)
-        of_route.prompt_tokens += prompt
-        of_route.cached_tokens += cached
-        of_route.predicted_tokens += predicted
-        ms_per_token = ticket.node.speed.ms_per_token
-        of_route.saved_ms += ms_per_token * saved_work(cached, cached * cached)
-        if query is not None and query.known_hits:
-            tokens, squares = query.mean_hit()
-            of_route.round_robin_tokens += tokens
-            of_route.round_robin_saved_ms += ms_per_token * saved_work(tokens, squares)
+            if now_s >= self.prefixes.next_sample_s:
+                self.prefixes.sample(
+                    (model, request.route), request.tenant, ticket.prediction, attempts.lookup, now_s
+                )  # fmt: skip
+        prompt, cached, output = attempts.reported or _UNREPORTED
+        recorder.record(
+            ticket, request.arrived_s, attempts.admitted_s - attempts.entered_s, now_s, request.streams, prompt, cached,
+            output, predicted, query.known_hits if query is not None else None,
+            query.candidates.by_name if query is not None else None,
+        )  # fmt: skip
 
     @property
     def total(self) -> RouteTraffic:
@@ -107,16 +85,36 @@ class Traffic:
         if len(routes) == 1:
             return routes[0]
         total = RouteTraffic()
-        for name in SUMMED:
-            setattr(total, name, sum([getattr(route, name) for route in routes]))
-        if routes:
-            total.ttft_counts = [sum(counts) for counts in zip(*[route.ttft_counts for route in routes], strict=True)]
+        for route in routes:
+            total.add(route)
         return total
 
-    def _add(self, key: tuple[str, str]) -> RouteTraffic:
-        if len(self.by_route) >= MAX_ROUTES:
-            key = OTHER
-        return self.by_route.setdefault(key, RouteTraffic())
+    def keep_nodes(self, names: Container[str]) -> None:
+        """Forget the nodes that are not among these. Call it now and then: a scaled fleet has new names every day."""
+        gone = [key for key in self.by_node if key[1] not in names and key != OTHER]
+        for key in gone:
+            del self.by_node[key]
+        self._recorders.clear()  # also because a node's number of GPUs may have changed
+
+    def _recorder(self, model: str, route: str, tenant: str, node: Node) -> TrafficRecorder:
+        if len(self._recorders) >= MAX_RECORDERS:
+            self._recorders.clear()
+        recorder = self._recorders[model, route, tenant, node.name] = TrafficRecorder(
+            _counters(self.by_route, (model, route), MAX_ROUTES, RouteTraffic),
+            _counters(self.by_tenant, (model, tenant), MAX_TENANTS, TokenTraffic),
+            _counters(self.by_node, (model, node.name), MAX_NODES, TokenTraffic),
+            node.config.gpus,
+        )
+        return recorder
+
+
+def _counters(
+    known: dict[tuple[str, str], Counters], key: tuple[str, str], most: int, create: type[Counters]
+) -> Counters:
+    found = known.get(key)
+    if found is None:
+        found = known.setdefault(key if len(known) < most else OTHER, create())
+    return found
 
 
 def ttft_percentile(counts: Sequence[int], fraction: float) -> float | None:
@@ -125,8 +123,8 @@ def ttft_percentile(counts: Sequence[int], fraction: float) -> float | None:
     if not wanted:
         return None
     seen = 0.0
-    for count, (low, high) in zip(counts, pairwise((0.0, *TTFT_BOUNDS_MS, TTFT_BOUNDS_MS[-1])), strict=True):
+    for count, (low, high) in zip(counts, pairwise((0.0, *TIME_BOUNDS_MS, TIME_BOUNDS_MS[-1])), strict=True):
         if count and seen + count >= wanted:
             return low + (high - low) * (wanted - seen) / count
         seen += count
-    return TTFT_BOUNDS_MS[-1]
+    return TIME_BOUNDS_MS[-1]

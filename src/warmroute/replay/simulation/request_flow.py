@@ -249,7 +249,7 @@ class RequestFlow:
             return
         flight, now_ms = leg.flight, self.calendar.now_ms
         if leg is flight.hedge:
-            flight.attempts.hedge_started(200, now_ms / 1000.0)
+            flight.attempts.hedge_started(200, None, now_ms / 1000.0)
         else:
             flight.attempts.response_started(200, None, now_ms / 1000.0)
         flight.first_ms = now_ms
@@ -272,7 +272,7 @@ class RequestFlow:
         if leg.live:
             flight, now_s = leg.flight, self.calendar.now_s
             if leg is flight.hedge:
-                flight.attempts.hedge_started(400, now_s)
+                flight.attempts.hedge_started(400, None, now_s)
             else:
                 flight.attempts.response_started(400, None, now_s)
             leg.live = False

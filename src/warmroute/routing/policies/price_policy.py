@@ -105,11 +105,13 @@ class PricePolicy(Policy):
         nodes, lookup = query.candidates.nodes, query.lookup
         if lookup is None:
             return True
-        used_s = self._cache_view.last_used_s(query.group.model, lookup, nodes[home_index].name, home.cached)
+        prompts = lookup.special.prompts if lookup.special is not None else 1
+        cached = home.cached / prompts  # of the first prompt, as if all were equally long
+        used_s = self._cache_view.last_used_s(query.group.model, lookup, nodes[home_index].name, cached)
         if used_s is None:  # this router sent no request for it
             return True
         uses = PAYBACK_S / max(query.now_s - used_s, MIN_INTERVAL_S)
-        extra_work = work(second.new, second.cached) - work(home.new, home.cached)
+        extra_work = work(second.new, second.cached, prompts) - work(home.new, home.cached, prompts)
         copy_ms = extra_work * nodes[second_index].speed.ms_per_token
         saved_ms = home.own + home.contention - (second.own + second.contention - copy_ms)
         return COPY_SHARE * uses * saved_ms >= second.total - home.total

@@ -15,6 +15,7 @@ from warmroute.config import ProvisionerConfig
 
 COMMON: Final = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR")
 OF_KIND: Final = {
+    "kubernetes": ("KUBECONFIG", "KUBERNETES_*"),
     "process": ("LD_LIBRARY_PATH", "CUDA_*", "NVIDIA_*"),
     "skypilot": ("SKYPILOT_*",),
 }

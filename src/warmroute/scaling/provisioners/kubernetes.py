@@ -15,13 +15,16 @@ Pods that are older than all tokens are machines too, named by their uids.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine
+from copy import copy
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import httpx2
 import msgspec
 from lightkube import ApiError, AsyncClient, KubeConfig
+from lightkube.config.kubeconfig import SingleConfig
 from lightkube.core.exceptions import ConfigError as KubeConfigError
 from lightkube.generic_resource import create_namespaced_resource
 from lightkube.resources.apps_v1 import Deployment, StatefulSet
@@ -32,6 +35,7 @@ from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.event_log import EventLog
 from warmroute.scaling.offer import Offer, OfferValidator, configured_offer
 from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerError, ProvisionerTimeout
+from warmroute.scaling.provisioners.child_environment import child_environment
 from warmroute.scaling.provisioners.kubernetes_pods import (
     DELETION_COST,
     TOKEN,
@@ -69,6 +73,19 @@ LeaderWorkerSet = create_namespaced_resource("leaderworkerset.x-k8s.io", "v1", "
 KINDS: dict[str, Any] = {"deployment": Deployment, "statefulset": StatefulSet, "leaderworkerset": LeaderWorkerSet}
 
 
+def _hide_secrets(kube: SingleConfig | None, config: ProvisionerConfig) -> SingleConfig | None:
+    """Let the plugin that the kubeconfig names for credentials (`exec`) start without the router's secrets. lightkube
+    gives it the router's whole environment, so `env` removes what child_environment.py does not allow."""
+    if kube is None or kube.user is None or kube.user.exec is None:
+        return kube
+    user, plugin = copy(kube.user), copy(kube.user.exec)
+    allowed = child_environment(config).keys() | {variable.name for variable in plugin.env or ()}
+    hidden = [f"--unset={name}" for name in sorted(os.environ.keys() - allowed)]
+    plugin.command, plugin.args = "env", [*hidden, plugin.command, *(plugin.args or ())]
+    user.exec = plugin
+    return kube._replace(user=user)
+
+
 class KubernetesProvisioner:
     def __init__(self, config: ProvisionerConfig) -> None:
         self.name = config.label
@@ -81,7 +98,7 @@ class KubernetesProvisioner:
         try:
             kube = KubeConfig.from_file(config.kubeconfig) if config.kubeconfig else KubeConfig.from_env()
             self._client = AsyncClient(
-                config=kube.get(config.context) if config.context else kube.get(),
+                config=_hide_secrets(kube.get(config.context) if config.context else kube.get(), config),
                 namespace=config.namespace or None,
                 timeout=httpx2.Timeout(config.timeout_s),
                 field_manager="warmroute",

@@ -1,0 +1,1 @@
+"""Grafana's dashboard and Prometheus' alert rules, generated from the list of metrics."""

@@ -1,0 +1,253 @@
+"""The panels of the dashboard: for each row a question, and the queries that answer it."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, NamedTuple
+
+from warmroute.telemetry import metric_definitions as metrics
+from warmroute.telemetry.metric_definitions import Metric
+
+MODEL_AND_ROUTE: Final = 'job=~"$job",model=~"$model",route=~"$route"'
+MODEL: Final = 'job=~"$job",model=~"$model"'
+JOB: Final = 'job=~"$job"'
+
+
+class Query(NamedTuple):
+    expression: str
+    legend: str = ""
+    """With labels as `{{model}}`."""
+
+
+class Panel(NamedTuple):
+    title: str
+    queries: tuple[Query, ...]
+    unit: str = "short"
+    """As Grafana names it."""
+    kind: Literal["timeseries", "stat"] = "timeseries"
+    width: int = 8
+    """Of 24 columns."""
+    help: str = ""
+    most: float | None = None
+    """The upper end of the axis."""
+    stacked: bool = False
+
+
+class Row(NamedTuple):
+    title: str
+    panels: tuple[Panel, ...]
+
+
+def _rate(metric: Metric, where: str = JOB, by: str = "", suffix: str = "") -> str:
+    grouped = f" by ({by})" if by else ""
+    return f"sum{grouped} (rate({metric.name}{suffix}{{{where}}}[$__rate_interval]))"
+
+
+def _increase(metric: Metric, where: str = JOB, by: str = "") -> str:
+    return f"sum by ({by}) (increase({metric.name}{{{where}}}[$__rate_interval]))"
+
+
+def _gauge(metric: Metric, by: str, where: str = JOB, combine: str = "sum") -> str:
+    return f"{combine} by ({by}) ({metric.name}{{{where}}})"
+
+
+def _percentiles(metric: Metric, where: str, *quantiles: float) -> tuple[Query, ...]:
+    buckets = _rate(metric, where, "le", "_bucket")
+    return tuple(Query(f"histogram_quantile({one}, {buckets})", f"p{100 * one:g}") for one in quantiles)
+
+
+def _ratio(part: Metric, whole: Metric, where: str, by: str = "") -> str:
+    return f"{_rate(part, where, by)} / {_rate(whole, where, by)}"
+
+
+HIT_RATE: Final = _ratio(metrics.CACHED_TOKENS, metrics.PROMPT_TOKENS, MODEL_AND_ROUTE)
+ROUND_ROBIN: Final = _ratio(metrics.ROUND_ROBIN_TOKENS, metrics.PROMPT_TOKENS, MODEL_AND_ROUTE)
+
+ROWS: Final[tuple[Row, ...]] = (
+    Row(
+        "Does routing help?",
+        (
+            Panel("Hit rate", (Query(HIT_RATE),), "percentunit", "stat", 4),
+            Panel("Hit rate under round robin (estimate)", (Query(ROUND_ROBIN),), "percentunit", "stat", 4),
+            Panel("GPUs saved (estimate)", (Query(_rate(metrics.SAVED_GPU, MODEL_AND_ROUTE)),), "short", "stat", 4,
+                  "GPU seconds of prefill saved per second, compared with cold caches."),
+            Panel("of these by routing (estimate)",
+                  (Query(f"{_rate(metrics.SAVED_GPU, MODEL_AND_ROUTE)} - "
+                         f"{_rate(metrics.ROUND_ROBIN_SAVED_GPU, MODEL_AND_ROUTE)}"),), "short", "stat", 4,
+                  "Compared with round robin."),
+            Panel("TTFT p90", _percentiles(metrics.TTFT, MODEL_AND_ROUTE, 0.9), "s", "stat", 4),
+            Panel("Requests", (Query(_rate(metrics.DURATION, MODEL_AND_ROUTE, suffix="_count")),), "reqps", "stat", 4),
+            Panel("Hit rate", (
+                Query(HIT_RATE, "this router"), Query(ROUND_ROBIN, "round robin (estimate)"),
+                Query(_ratio(metrics.PREDICTED_TOKENS, metrics.PROMPT_TOKENS, MODEL_AND_ROUTE), "predicted"),
+            ), "percentunit", most=1.0),
+            Panel("GPUs saved (estimate)", (
+                Query(_rate(metrics.SAVED_GPU, MODEL_AND_ROUTE), "this router"),
+                Query(_rate(metrics.ROUND_ROBIN_SAVED_GPU, MODEL_AND_ROUTE), "round robin"),
+            ), help="GPU seconds of prefill saved per second, compared with cold caches."),
+            Panel("Prefill time saved (estimate)", (
+                Query(_rate(metrics.SAVED_PREFILL, MODEL_AND_ROUTE), "this router"),
+                Query(_rate(metrics.ROUND_ROBIN_SAVED_PREFILL, MODEL_AND_ROUTE), "round robin"),
+            ), "s", help="Seconds per second."),
+        ),
+    ),
+    Row(
+        "Traffic by model and route",
+        (
+            Panel("Requests", (
+                Query(_rate(metrics.DURATION, MODEL_AND_ROUTE, "model, route", "_count"), "{{model}} {{route}}"),
+            ), "reqps"),
+            Panel("Hit rate by route", (
+                Query(_ratio(metrics.CACHED_TOKENS, metrics.PROMPT_TOKENS, MODEL_AND_ROUTE, "model, route"),
+                      "{{model}} {{route}}"),
+            ), "percentunit", most=1.0),
+            Panel("Tokens", (
+                Query(_rate(metrics.PROMPT_TOKENS, MODEL_AND_ROUTE), "prompt"),
+                Query(_rate(metrics.CACHED_TOKENS, MODEL_AND_ROUTE), "cached"),
+                Query(_rate(metrics.REPORTED_TOKENS, MODEL_AND_ROUTE), "cached, as reported"),
+                Query(_rate(metrics.OUTPUT_TOKENS, MODEL_AND_ROUTE), "output"),
+            ), help="Tokens per second."),
+            Panel("Time to first token", _percentiles(metrics.TTFT, MODEL_AND_ROUTE, 0.5, 0.9, 0.99), "s", width=6),
+            Panel("Inter-token latency", _percentiles(metrics.INTER_TOKEN, MODEL_AND_ROUTE, 0.5, 0.9, 0.99), "s",
+                  width=6),
+            Panel("Queue wait", _percentiles(metrics.QUEUE_WAIT, MODEL_AND_ROUTE, 0.5, 0.9, 0.99), "s", width=6),
+            Panel("Request duration", _percentiles(metrics.DURATION, MODEL_AND_ROUTE, 0.5, 0.9, 0.99), "s", width=6),
+        ),
+    ),
+    Row(
+        "Queue, rejections and errors",
+        (
+            Panel("Requests waiting", (Query(_gauge(metrics.REQUESTS_WAITING, "instance"), "{{instance}}"),)),
+            Panel("Rejections by reason", (
+                Query(_rate(metrics.REQUESTS_REJECTED, JOB, "reason, priority"), "{{reason}} {{priority}}"),
+            ), "reqps", stacked=True),
+            Panel("Errors of the router by code", (Query(_rate(metrics.ERRORS, JOB, "code"), "{{code}}"),), "reqps",
+                  stacked=True),
+            Panel("Retries, hedges, interruptions", (
+                Query(_rate(metrics.RETRIES), "retries"), Query(_rate(metrics.HEDGES), "hedges"),
+                Query(_rate(metrics.RESPONSES_INTERRUPTED), "interrupted responses"),
+                Query(_rate(metrics.CLIENT_DISCONNECTS), "client disconnects"),
+            ), "reqps"),
+            Panel("Rejections by tenant", (
+                Query(f"topk(10, {_rate(metrics.TENANT_REJECTED, JOB, 'tenant')})", "{{tenant}}"),
+            ), "reqps", stacked=True),
+            Panel("Alerts of the live page", (
+                Query(_gauge(metrics.ALERTS, "alert, severity", combine="max"), "{{alert}} ({{severity}})"),
+            )),
+        ),
+    ),
+    Row(
+        "Tenants",
+        (
+            Panel("Prompt tokens by tenant", (
+                Query(f"topk(10, {_rate(metrics.TENANT_PROMPT_TOKENS, MODEL, 'tenant')})", "{{tenant}}"),
+            ), stacked=True),
+            Panel("Output tokens by tenant", (
+                Query(f"topk(10, {_rate(metrics.TENANT_OUTPUT_TOKENS, MODEL, 'tenant')})", "{{tenant}}"),
+            ), stacked=True),
+            Panel("Hit rate by tenant", (
+                Query(_ratio(metrics.TENANT_CACHED_TOKENS, metrics.TENANT_PROMPT_TOKENS, MODEL, "tenant"),
+                      "{{tenant}}"),
+            ), "percentunit", most=1.0),
+        ),
+    ),
+    Row(
+        "Nodes",
+        (
+            Panel("Nodes by state", (Query(_gauge(metrics.NODE_STATE, "state"), "{{state}}"),), stacked=True,
+                  help="As each router sees them."),
+            Panel("Requests in flight", (Query(_gauge(metrics.NODE_IN_FLIGHT, "node"), "{{node}}"),), stacked=True),
+            Panel("KV memory in use", (
+                Query(_gauge(metrics.NODE_KV_USAGE, "node", combine="max"), "{{node}}"),
+            ), "percentunit", most=1.0),
+            Panel("TTFT p90 by node", (
+                Query(f"histogram_quantile(0.9, {_rate(metrics.NODE_TTFT, JOB, 'node, le', '_bucket')})", "{{node}}"),
+            ), "s"),
+            Panel("Hit rate by node", (
+                Query(_ratio(metrics.NODE_CACHED_TOKENS, metrics.NODE_PROMPT_TOKENS, MODEL, "node"), "{{node}}"),
+            ), "percentunit", most=1.0),
+            Panel("Hit rate by the engines' own counters", (
+                Query(_ratio(metrics.NODE_ENGINE_HIT_TOKENS, metrics.NODE_ENGINE_QUERIES, JOB, "node"), "{{node}}"),
+            ), "percentunit", most=1.0),
+            Panel("Failed requests by node", (
+                Query(_rate(metrics.NODE_REQUESTS, JOB + ',outcome=~"failed|broken|busy"', "node, outcome"),
+                      "{{node}} {{outcome}}"),
+            ), "reqps"),
+            Panel("Preemptions", (Query(_rate(metrics.NODE_ENGINE_PREEMPTIONS, JOB, "node"), "{{node}}"),), "ops"),
+            Panel("Prefill time per token", (
+                Query(_gauge(metrics.NODE_PREFILL, "node", combine="avg"), "{{node}}"),
+            ), "s", help="As the router learned it."),
+        ),
+    ),
+    Row(
+        "What the router knows of caches",
+        (
+            Panel("Predictions that agree with reports", (
+                Query(_gauge(metrics.CACHE_AGREEMENT, "node", combine="min"), "{{node}}"),
+            ), "percentunit", most=1.0),
+            Panel("KV events complete", (
+                Query(_gauge(metrics.CACHE_EVENTS_COMPLETE, "node", combine="min"), "{{node}}"),
+            ), help="1: the router receives the node's KV events and missed none."),
+            Panel("KV events lost", (Query(_increase(metrics.CACHE_EVENT_GAPS, JOB, "node"), "{{node}}"),)),
+            Panel("Prompts by how the router reads them", (
+                Query(_rate(metrics.PROMPTS, MODEL, "reading"), "{{reading}}"),
+            ), "reqps", stacked=True),
+            Panel("Decisions by reason", (
+                Query(_rate(metrics.DECISIONS, JOB, "policy, reason"), "{{policy}}: {{reason}}"),
+            ), "reqps", stacked=True),
+            Panel("Memory of the cache index", (
+                Query(_gauge(metrics.INDEX_BYTES, "instance"), "{{instance}}"),
+                Query(_gauge(metrics.INDEX_MAX_BYTES, "instance"), "{{instance}}: maximum"),
+            ), "bytes"),
+        ),
+    ),
+    Row(
+        "Routers",
+        (
+            Panel("CPU", (
+                Query(f"{_rate(metrics.PROCESS_CPU, JOB, 'instance')} and on (instance) "
+                      f"{metrics.BUILD_INFO.name}{{{JOB}}}", "{{instance}}"),
+            ), "percentunit", width=6),
+            Panel("Memory", (
+                Query(f"{metrics.PROCESS_RSS.name}{{{JOB}}} and on (instance) {metrics.BUILD_INFO.name}{{{JOB}}}",
+                      "{{instance}}"),
+            ), "bytes", width=6),
+            Panel("Event loop delay p99", (
+                Query(f"histogram_quantile(0.99, {_rate(metrics.LOOP_DELAY, JOB, 'instance, le', '_bucket')})",
+                      "{{instance}}"),
+                Query(_gauge(metrics.LOOP_DELAY_MAX, "instance", combine="max"), "{{instance}}: longest"),
+            ), "s", width=6),
+            Panel("Connections and open files", (
+                Query(_gauge(metrics.CLIENT_CONNECTIONS, "instance"), "{{instance}}: clients"),
+                Query(f"{metrics.PROCESS_FDS.name}{{{JOB}}} and on (instance) {metrics.BUILD_INFO.name}{{{JOB}}}",
+                      "{{instance}}: files"),
+            ), width=6),
+            Panel("Conversations that left their island", (
+                Query(_rate(metrics.CONVERSATIONS_MOVED, JOB, "island, to, reason"), "{{island}} → {{to}}: {{reason}}"),
+            ), "ops", width=6, help="Empty if all nodes are on one island."),
+            Panel("Last reload successful", (
+                Query(_gauge(metrics.CONFIG_RELOAD_OK, "instance", combine="min"), "{{instance}}"),
+            ), width=6),
+            Panel("Time since the last successful reload", (
+                Query(f"time() - {_gauge(metrics.CONFIG_RELOADED, 'instance', combine='max')}", "{{instance}}"),
+            ), "s", width=6),
+            Panel("Traces", (
+                Query(_rate(metrics.TRACES_EXPORTED), "exported"),
+                Query(_rate(metrics.TRACES_DROPPED, JOB, "reason"), "dropped: {{reason}}"),
+            ), "ops", width=6, help="Empty if the router does not trace requests."),
+        ),
+    ),
+    Row(
+        "Scaling",
+        (
+            Panel("Nodes", (
+                Query(f"max({metrics.SCALING_DESIRED_NODES.name}{{{JOB}}})", "desired"),
+                Query(_gauge(metrics.SCALING_NODES, "state", combine="max"), "{{state}}"),
+            ), help="Empty if the router does not scale the fleet."),
+            Panel("Changes", (Query(_increase(metrics.SCALING_CHANGES, JOB, "change"), "{{change}}"),)),
+            Panel("Utilisation and cost", (
+                Query(f"max({metrics.SCALING_UTILISATION.name}{{{JOB}}})", "utilisation"),
+                Query(f"max({metrics.SCALING_COST.name}{{{JOB}}})", "USD per hour"),
+            )),
+        ),
+    ),
+)  # fmt: skip

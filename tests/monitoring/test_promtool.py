@@ -1,0 +1,203 @@
+"""The alert rules and the dashboard with a real Prometheus: promtool, and a server that scrapes a running router."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import socket
+import subprocess
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+from alert_cases import CASES, promtool_tests
+from support.engine_scripts import DONE, SSE_HEAD, chunk, http_response, script, sse_event
+from support.polling import until
+from support.raw_client import chat, post
+from support.running_router import RunningRouter, router
+from support.scripted_engine import ScriptedEngine, engines
+
+from warmroute.edge.api_keys import hash_key
+from warmroute.monitoring.alert_rules import Thresholds, alert_rules
+
+ROOT = Path(__file__).resolve().parents[2]
+RULES_FILE = ROOT / "deploy/prometheus/alerts.yaml"
+DASHBOARD: dict[str, Any] = json.loads((ROOT / "deploy/grafana/warmroute.json").read_text())
+NO_DATA = {"Conversations that left their island", "Traces", "Nodes", "Changes", "Utilisation and cost"}
+"""Panels of a fleet on several islands, or that is scaled or traced."""
+
+
+def test_every_rule_has_unit_tests() -> None:
+    assert {case.alert for case in CASES} == {rule.name for rule in alert_rules(Thresholds())}
+
+
+def tool(name: str) -> str:
+    found = shutil.which(name)
+    assert found is not None, f"{name} is missing: apt-get install prometheus"
+    return found
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.promtool
+def test_promtool_accepts_the_rules() -> None:
+    run(tool("promtool"), "check", "rules", str(RULES_FILE))
+
+
+@pytest.mark.promtool
+def test_each_rule_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
+    file = tmp_path / "tests.yaml"
+    file.write_text(yaml.safe_dump(promtool_tests(str(RULES_FILE)), allow_unicode=True))
+    run(tool("promtool"), "test", "rules", str(file))
+
+
+@pytest.mark.promtool
+def test_promtool_accepts_the_metrics_page_and_the_scrape_configuration() -> None:
+    run(tool("promtool"), "check", "config", "--syntax-only", str(ROOT / "deploy/prometheus/prometheus.yaml"))
+
+    async def page() -> bytes:
+        async with engines() as [engine], router(engine) as r:
+            await r.request()
+            return (await r.admin("GET", "/metrics")).body
+
+    checked = subprocess.run([tool("promtool"), "check", "metrics"], input=asyncio.run(page()), capture_output=True)
+    assert checked.returncode in (0, 3), checked.stderr.decode()  # 3: advice of its linter
+    advice = [line for line in checked.stderr.decode().splitlines() if "warmroute_" in line]
+    assert not advice, advice
+
+
+# A real server.
+
+
+class Prometheus:
+    def __init__(self, folder: Path, admin_port: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        config = {
+            "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"},
+            "rule_files": [str(RULES_FILE)],
+            "scrape_configs": [{"job_name": "warmroute", "static_configs": [{"targets": [f"127.0.0.1:{admin_port}"]}]}],
+        }
+        file = folder / "prometheus.yaml"
+        file.write_text(yaml.safe_dump(config))
+        command = [
+            tool("prometheus"), f"--config.file={file}", f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address=127.0.0.1:{self.port}", "--log.level=warn",
+        ]  # fmt: skip
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(10)
+
+    async def get(self, path: str, **parameters: str) -> Any:
+        url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+
+        def fetch() -> Any:
+            with urllib.request.urlopen(url, timeout=10) as response:
+                return json.load(response)["data"]
+
+        try:
+            return await asyncio.to_thread(fetch)
+        except ConnectionError:  # it starts
+            return None
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{parameters}: {error.read().decode()}") from None
+        except OSError:
+            return None
+
+
+def answer(number: int) -> list[bytes | float]:
+    usage = {"prompt_tokens": 2000, "completion_tokens": 20, "prompt_tokens_details": {"cached_tokens": 1500}}
+    last = b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
+    return [SSE_HEAD, chunk(sse_event(number)), 0.02, chunk(last), DONE]
+
+
+def counting_metrics(totals: Iterator[int]) -> Any:
+    async def metrics(_engine: ScriptedEngine, _received: Any, writer: asyncio.StreamWriter) -> None:
+        total = next(totals)
+        page = (
+            f'vllm:num_requests_running{{engine="0"}} 1\nvllm:num_requests_waiting{{engine="0"}} 0\n'
+            f'vllm:kv_cache_usage_perc{{engine="0"}} 0.5\nvllm:prefix_cache_queries_total {100 * total}\n'
+            f"vllm:prefix_cache_hits_total {60 * total}\nvllm:num_preemptions_total {total}\n"
+        )
+        writer.write(http_response(page.encode(), content_type=b"text/plain"))
+
+    return metrics
+
+
+async def load(r: RunningRouter, for_s: float) -> None:
+    """Requests of two tenants, of which one is over its limit, and a client that sends nonsense."""
+    until_s = asyncio.get_running_loop().time() + for_s
+    number = 0
+    while asyncio.get_running_loop().time() < until_s:
+        number += 1
+        key = ["Authorization: Bearer " + ("a" if number % 4 else "b")]
+        body = chat(content=f"{'word ' * 500} {number % 3}", stream=True)
+        await r.request(post(body, headers=key))
+        if not number % 5:
+            await r.request(post(b"{", headers=key))
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.promtool
+async def test_a_prometheus_scrapes_a_router_and_every_panel_has_data(tmp_path: Path) -> None:
+    keys = [
+        {"sha256": hash_key("a"), "tenant": 'se"arch'},
+        {"sha256": hash_key("b"), "tenant": "batch", "requests_per_min": 2},
+    ]
+    tables: dict[str, Any] = {"routing": {"policy": "price"}, "keys": keys, "routes": [{"name": "chat", "model": "m"}]}
+    async with engines(3) as [one, two, gone], router(one, two, gone, check_leaks=False, **tables) as r:
+        for engine in (one, two):
+            engine.metrics = counting_metrics(iter(range(10**6)))
+            engine.behave = script(*answer(0))
+        await gone.close()
+        prometheus = Prometheus(tmp_path, r.service.admin_port)
+        try:
+            await load(r, 1.0)
+
+            async def up() -> Any:
+                found = await prometheus.get("query", query="up")
+                return found and [sample["value"][1] for sample in found["result"]] == ["1"]
+
+            for _ in range(100):
+                if await up():
+                    break
+                await asyncio.sleep(0.1)
+            assert await up()
+            await load(r, 4.0)
+            [target] = (await prometheus.get("targets"))["activeTargets"]
+            assert target["health"] == "up" and not target["lastError"]
+            empty = []
+            for panel in DASHBOARD["panels"]:
+                for query in panel.get("targets", ()):
+                    found = await prometheus.get("query", query=filled_in(query["expr"]))
+                    if not found["result"]:
+                        empty.append((panel["title"], query["expr"]))
+            assert {title for title, _ in empty} <= NO_DATA, [one for one in empty if one[0] not in NO_DATA]
+            for variable in ("job", "model", "route"):
+                assert await prometheus.get(f"label/{variable}/values")
+            rules = await prometheus.get("rules")
+            states = {rule["name"]: rule for rule in rules["groups"][0]["rules"]}
+            assert all(rule["health"] == "ok" for rule in states.values()), rules
+            assert states["WarmrouteNodeDown"]["state"] in ("pending", "firing")
+        finally:
+            prometheus.stop()
+        await until(lambda: r.inflight() == 0)
+
+
+def filled_in(query: str) -> str:
+    """Return the query as Grafana sends it, with all jobs, models and routes."""
+    query = query.replace("$__rate_interval", "4s")
+    for variable in ("job", "model", "route"):
+        query = query.replace(f"${variable}", ".*")
+    return query
