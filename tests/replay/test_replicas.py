@@ -52,7 +52,7 @@ def test_without_kv_events_routers_know_the_prompts_that_others_sent() -> None:
     "network", [{"sync_loss": 0.3}, {"partitions": ((5.0, 20.0),)}, {"sync_lag_ms": 500.0}, {"sync_loss": 1.0}]
 )
 def test_lost_and_late_messages_fail_no_request_and_leave_nothing_behind(network: dict[str, object]) -> None:
-    one = setup(replicas=3, **network)
+    one = setup(replicas=3, **network)  # type: ignore[arg-type]
     world = build_world(one)
     world.run(one.arrivals(), limit=one.limit)
     assert world.results.total("finished") == 300

@@ -76,6 +76,8 @@ class KvEventDelivery:
             nonlocal next_sequence
             sequence = next_sequence
             next_sequence += 1
+            if not replica:
+                sim.next_event_sequence = next_sequence
             if self._loss and self._random.random() < self._loss:
                 return
             due_ms = max(self._calendar.now_ms, at_ms + sim.one_way_ms + self._lag_ms)

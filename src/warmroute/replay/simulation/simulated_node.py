@@ -44,6 +44,7 @@ class SimulatedNode:
         self.incarnation = 0
         self.state = ProcessState.DEAD
         self.engine: EngineCore
+        self.next_event_sequence = 0
         self.wakes_at_ms = math.inf
         self.flights: dict[str, Leg] = {}
         """Requests in its engine, by id."""
@@ -64,6 +65,7 @@ class SimulatedNode:
         self.state = ProcessState.SERVING
         self.engine = EngineCore(self.spec.engine(), self.spec.profile.timing, kv_events)
         self.incarnation_stats.append(self.engine.stats)
+        self.next_event_sequence = 0
         self.wakes_at_ms = math.inf
         self.flights = {}
 
