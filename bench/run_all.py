@@ -33,6 +33,7 @@ TIMED = {
     "replay_speed": "replay_speed.py --data DATA",
     "agreement": "agreement.py",
     "policy_ranking": "policy_ranking.py",
+    "capture_replay": "capture_replay.py --data DATA --nginx",
 }
 TWO_GPUS = "--nodes 2 --profile t4-1.5b --profile l4-1.5b"
 GATE_COLUMNS = "policy,threshold,TTFT p50,TTFT p99,tokens/s,load CV,rejected"

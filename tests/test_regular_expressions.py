@@ -26,7 +26,7 @@ import warmroute
 LENGTH = 64 << 10
 CPU_S = 1.0
 """A pattern without backtracking takes a few milliseconds; one whose time grows with the square takes minutes."""
-OPERATORS_OWN = ("cli", "demo", "look", "replay")
+OPERATORS_OWN = ("cli", "demo", "look", "monitoring", "replay")
 """Rooms whose texts come from the operator's own machine."""
 CHARACTERS = " \ta0;,\\\"/.-=:{[('%"
 MAX_SAMPLES = 24

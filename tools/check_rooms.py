@@ -23,19 +23,22 @@ MAY_KNOW: dict[str, set[str]] = {
     "index": {"_kernel", "config"},
     "fleet": {"_kernel", "config"},
     "routing": {"_kernel", "config", "prompt", "index", "fleet"},
-    "telemetry": {"_kernel", "blocking", "config", "fleet", "index", "routing"},
-    "edge": {"_kernel", "config", "prompt", "fleet", "routing", "telemetry"},
+    "telemetry": {"_kernel", "blocking", "config", "fleet", "index", "prompt_doctor", "routing"},
+    "prompt_doctor": {"_kernel", "fleet", "prompt", "routing"},
+    "capture": {"_kernel", "blocking", "config", "prompt", "fleet", "routing", "telemetry"},
+    "edge": {"_kernel", "capture", "config", "prompt", "fleet", "routing", "telemetry"},
     "cluster": {"config", "fleet", "index", "routing"},
     "engines": {"config", "fleet", "index"},
     "scaling": {"blocking", "config", "fleet", "index"},
-    "console": {"config", "edge", "fleet", "index", "routing", "scaling", "telemetry"},
+    "console": {"capture", "config", "edge", "fleet", "index", "routing", "scaling", "telemetry"},
     "monitoring": {"telemetry"},
     "fake_engine": {"config", "edge"},
     "replay": {
-        *("_kernel", "config", "prompt", "index", "fleet", "routing", "cluster", "engines", "scaling", "fake_engine"),
+        "_kernel", "capture", "config", "prompt", "index", "fleet", "routing", "cluster", "engines", "scaling",
+        "fake_engine",
     },
     "demo": {"config", "scaling", "fake_engine", "replay"},
-}
+}  # fmt: skip
 LEAVES = {"event_log", "http_client", "look"}
 """Modules that know no room and that every room may know."""
 PUTS_TOGETHER = {"service", "cli", "doctor"}

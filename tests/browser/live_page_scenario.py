@@ -1,4 +1,5 @@
-"""A fleet for the live page: six simulated engines on two islands, three tenants, and a load on them.
+"""A fleet for the live page: six simulated engines on two islands, three tenants, and a load on them. One tenant's
+prompts begin with the current time.
 
 python tests/browser/live_page_scenario.py     runs it until Ctrl-C and prints the address of the page and its token
 """
@@ -12,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 
@@ -71,6 +73,8 @@ class Scenario:
             for turn in range(6):
                 question = words(random, 60)
                 messages.append({"role": "user", "content": question if turn else f"{document} {question}"})
+                if tenant == "batch":  # its client puts the time in front
+                    messages[0]["content"] = f"Time: {datetime.now(UTC).isoformat()}\n{system}"
                 answer = await self._ask(tenant, messages, **{"X-Priority": priority})
                 messages.append({"role": "assistant", "content": answer or "none"})
                 await asyncio.sleep(random.uniform(0.3, 1.5))

@@ -72,6 +72,8 @@ def check(found: dict[str, Any], running: Scenario) -> None:
     assert found["islands"] == ["eu-west", "us-east"]
     assert len(found["routes"]) == 3 and found["prefixes"] >= 3
     assert "requests_per_min" in found["queue"]
+    assert any("route nightly: a date or time at message 0 (system), character 6" in text for text in found["findings"])
+    assert not any("Time" in text or "2026" in text for text in found["findings"]), "text is hidden"
 
     # Decisions, filters, drains.
     assert len(found["prices"]) >= 2 and any("chosen" in price for price in found["prices"])

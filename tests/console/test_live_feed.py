@@ -36,7 +36,7 @@ USAGE = json.dumps(
     }
 ).encode()
 SECTIONS = {
-    "router", "totals", "window", "nodes", "islands", "routes", "queue", "prefixes", "scaling", "alerts",
+    "router", "totals", "window", "nodes", "islands", "routes", "queue", "prefixes", "scaling", "prompts", "alerts",
 }  # fmt: skip
 
 

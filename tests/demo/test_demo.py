@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -12,9 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
-from support.engine_processes import wait_until
+from support.engine_processes import FakeEngine, replay_events, wait_until
 
+from warmroute.demo.child_processes import Children
+from warmroute.demo.routing_comparison import RoutingComparison
 from warmroute.demo.show_scaling import sparkline
+from warmroute.fake_engine.core import AllBlocksCleared
 
 DEMO = [sys.executable, "-m", "warmroute.cli.main", "demo"]
 
@@ -47,6 +51,18 @@ def test_price_has_more_cache_hits_than_round_robin() -> None:
     assert float(found[2]) > float(found[1]) + 10
     assert "failed" not in done.stdout
     assert re.search(r"node-\d: [\d,]+ of [\d,]+ tokens cached, saves [\d,.]+ ms", done.stdout), done.stdout
+
+
+def test_cleared_caches_are_announced_before_the_next_router_starts(tmp_path: Path) -> None:
+    """Else the second policy starts with an outdated view of the engines' caches."""
+    with Children() as children:
+        engine = FakeEngine(children)
+        engine.complete("word " * 200)
+        comparison = RoutingComparison(children, tmp_path, 20)
+        comparison._engine_urls = [engine.url]
+        asyncio.run(comparison._clear_caches())
+        events = [event for _, _, batch in replay_events(engine.replay_ports[0], 0) for event in batch.events]
+    assert any(isinstance(event, AllBlocksCleared) for event in events)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

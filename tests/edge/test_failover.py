@@ -87,7 +87,7 @@ async def test_a_connect_timeout_leads_to_a_retry() -> None:
             ) as r:
                 await until(lambda: r.node(0).health.state.value == "down")
                 r.node(0).health.state = type(r.node(0).health.state).UP
-                r.service.fleet._regroup(r.node(0))
+                r.node(0).groups[0].health_changed(0.0)
                 for _ in range(2):
                     assert (await r.request()).status == 200
                 assert len(good.seen) == 2

@@ -296,8 +296,10 @@ def test_a_new_node_starts_with_the_speed_of_its_peers() -> None:
     assert other.speed.ms_per_token == DEFAULT_MS_PER_TOKEN
 
 
-ADAPTERS: list[dict[str, object]] = [{"id": "base"}]
-ADAPTERS += [{"id": f"adapter{number}", "parent": "base"} for number in range(400)]
+ADAPTERS: list[dict[str, object]] = [
+    {"id": "base"},
+    *({"id": f"adapter{number}", "parent": "base"} for number in range(400)),
+]
 
 
 def test_a_health_change_costs_what_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from warmroute.replay.peers.kubeai_router import Kubeai
 from warmroute.replay.peers.llm_d_router import LlmD
 from warmroute.replay.peers.sglang_router import Sglang
 from warmroute.replay.peers.single_cache import single_cache_hit_rate
-from warmroute.replay.simulation.simulated_request import SimulatedRequest
+from warmroute.replay.simulation.simulated_request import SimulatedRequest, simulated_request
 from warmroute.replay.simulation.world import World
 from warmroute.replay.workloads.catalog import parse_workload
 from warmroute.routing.decision import Policy
@@ -34,7 +34,7 @@ class Fleet:
 
     def request(self, *names: object, tokens: int = 160, **more: Any) -> SimulatedRequest:
         self._count += 1
-        return SimulatedRequest(prompt(*names, tokens=tokens, **more), self._count)
+        return simulated_request(prompt(*names, tokens=tokens, **more), self._count)
 
     def decide(self, request: SimulatedRequest) -> int:
         policy: Policy = self.peer

@@ -15,7 +15,7 @@ from warmroute.demo.load_generator.prompt_requests import (
 )
 from warmroute.prompt.body_fields import read_json
 from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.replay.simulation.simulated_request import MODEL, SimulatedRequest
+from warmroute.replay.simulation.simulated_request import MODEL, simulated_request
 from warmroute.replay.workloads.catalog import GENERATORS, parse_workload
 from warmroute.replay.workloads.prompt_text import Form, leading_text
 from warmroute.replay.workloads.trace import TraceBlocks
@@ -23,7 +23,7 @@ from warmroute.replay.workloads.workload_prompt import Segments, WorkloadPrompt
 
 
 def assert_same_keys(prompt: WorkloadPrompt, form: Form, history: ConversationHistory) -> None:
-    simulated = SimulatedRequest(prompt, 0, form)
+    simulated = simulated_request(prompt, 0, form)
     sent = chat_messages(prompt, history) if form == "chat" else ()
     real = RoutingRequest(*read_json(build_request(prompt, sent, MODEL, form)[1])[:4])
     assert simulated.prefix_key() == real.prefix_key() is not None
@@ -43,7 +43,7 @@ def test_a_conversation_keeps_its_key_in_every_turn(message_tokens: int) -> None
     history, keys = ConversationHistory(), set()
     while True:
         assert_same_keys(prompt, "chat", history)
-        keys.add(SimulatedRequest(prompt, 0).prefix_key())
+        keys.add(simulated_request(prompt, 0).prefix_key())
         history = extend_history(prompt, chat_messages(prompt, history), "well said")
         follow_up = prompt.next_turn() if prompt.next_turn else None
         if follow_up is None:

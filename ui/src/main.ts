@@ -6,7 +6,7 @@ import { byId, setText } from "./dom";
 import { setUpDrain } from "./drain";
 import { Feed, setToken, token, type State } from "./feed";
 import { Fleet } from "./fleet";
-import { showAlerts, showOverview, showPrefixes, showQueue, showRouter, showRoutes, showScaling } from "./panels";
+import { showAlerts, showOverview, showPrefixes, showPrompts, showQueue, showRouter, showRoutes, showScaling } from "./panels";
 import { setUpTheme } from "./theme";
 import type { Sections } from "./types";
 
@@ -31,6 +31,7 @@ function show(changed: Partial<Sections>): void {
   if (changed.routes) showRoutes(sections);
   if (changed.queue) showQueue(sections);
   if (changed.prefixes || changed.nodes) showPrefixes(sections);
+  if (changed.prompts) showPrompts(sections);
   if (changed.scaling) showScaling(sections);
 }
 

@@ -178,6 +178,29 @@ export function showPrefixes(sections: Sections): void {
   );
 }
 
+export function showPrompts(sections: Sections): void {
+  const { findings, routes } = sections.prompts;
+  const body = byId("prompts-body");
+  if (!findings.length) {
+    const samples = routes.reduce((sum, route) => sum + route.samples, 0);
+    const text = samples ? `Nothing found in ${plural(samples, "sampled prompt")}: prompts differ where their common text ends.` : "No prompt was sampled yet.";
+    return fill(body, el("p", { class: "soft" }, text));
+  }
+  fill(
+    body,
+    ...findings.map((finding) =>
+      el(
+        "article",
+        { class: "finding" },
+        el("h3", {}, [finding.model, finding.route && `route ${finding.route}`].filter(Boolean).join(", "), `: ${finding.what_differs} at ${finding.place} (token ${count(finding.token)})`),
+        el("p", {}, `${percent(finding.share)} of the prompts differ there, before text that they have in common. ${percent(finding.could_share)} of the prompt tokens could be cached. Lost since ${clock(finding.since)}: ${seconds(finding.lost_gpu_s)} of GPU time, now the work of ${gpuCount(finding.gpus)}.`),
+        el("p", { class: "excerpt" }, el("code", {}, finding.excerpt.before, el("mark", {}, finding.excerpt.values[0] ?? ""), finding.excerpt.after)),
+        el("p", {}, el("b", {}, "What to do: "), finding.what_to_do),
+      ),
+    ),
+  );
+}
+
 export function showScaling(sections: Sections): void {
   const scaling = sections.scaling;
   const body = byId("scaling-body");

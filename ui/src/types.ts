@@ -97,6 +97,28 @@ export interface Prefix {
   holders: string[];
 }
 
+export interface Finding {
+  model: string;
+  route: string;
+  kind: "time" | "id" | "number" | "order" | "text" | "history";
+  what_differs: string;
+  place: string;
+  token: number;
+  share: number;
+  values: number;
+  could_share: number;
+  lost_gpu_s: number;
+  gpus: number;
+  since: number;
+  excerpt: { before: string; values: string[]; after: string };
+  what_to_do: string;
+}
+
+export interface Prompts {
+  routes: { model: string; route: string; samples: number; agrees_until: string; common_share: number }[];
+  findings: Finding[];
+}
+
 export interface Scaling {
   enabled: boolean;
   leading?: boolean;
@@ -118,6 +140,7 @@ export interface Sections {
   queue: { waiting: number; queued_total: number; rows: QueueRow[] };
   prefixes: Prefix[];
   scaling: Scaling;
+  prompts: Prompts;
   alerts: Alert[];
 }
 

@@ -71,6 +71,8 @@ found.islands = await page.locator("h3.island span:first-child").allTextContents
 found.routes = await page.locator("#route-table tbody tr").allTextContents();
 found.queue = await page.textContent("#queue-table");
 found.prefixes = await page.locator("#prefix-table tbody tr").count();
+await page.waitForSelector(".finding");
+found.findings = await page.locator(".finding").allTextContents();
 found.charts = await page.locator(".plot canvas").count();
 found.connection = await page.textContent("#connection");
 await shot(page, "live-page-light");

@@ -5,6 +5,7 @@ from warmroute._kernel.accounting import *
 from warmroute._kernel.block_hash import *
 from warmroute._kernel.body_buffer import *
 from warmroute._kernel.body_scan import *
+from warmroute._kernel.capture_ids import *
 from warmroute._kernel.digest import *
 from warmroute._kernel.exit_deadline import *
 from warmroute._kernel.first_token import *

@@ -36,6 +36,7 @@ int add_accounting(PyObject *module);
 int add_block_hashes(PyObject *module);
 int add_body_buffer(PyObject *module);
 int add_body_scan(PyObject *module);
+int add_capture_ids(PyObject *module);
 int add_digests(PyObject *module);
 int add_exit_deadline(PyObject *module);
 int add_first_token(PyObject *module);

@@ -33,7 +33,7 @@ static int add_constants(PyObject *module) {
 
 static int execute(PyObject *module) {
     static int (*const parts[])(PyObject *) = {
-        add_constants, add_accounting, add_block_hashes, add_body_buffer, add_body_scan,
+        add_constants, add_accounting, add_block_hashes, add_body_buffer, add_body_scan, add_capture_ids,
         add_digests, add_exit_deadline, add_http_heads, add_http_chunks, add_first_token, add_usage,
         add_recency, add_index, add_hits, add_prices, add_routing_hashes, add_message_tokens, add_traffic,
     };

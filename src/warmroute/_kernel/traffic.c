@@ -123,7 +123,7 @@ enum { TTFT, INTER_TOKEN, QUEUE_WAIT, DURATION, HISTOGRAMS };
 typedef struct {
     TokenTraffic tokens;
     double saved_ms, saved_gpu_ms, round_robin_tokens, round_robin_saved_ms, round_robin_saved_gpu_ms;
-    double hit_shares, hit_share_squares;
+    double prompt_gpu_ms, hit_shares, hit_share_squares;
     Py_ssize_t counted_prompts, sampled_blocks, known_blocks;
     double estimates_s;         /* the second in which `estimates` were made */
     Py_ssize_t estimates;
@@ -157,6 +157,7 @@ static PyObject *route_add(RouteTraffic *to, PyObject *given) {
     to->round_robin_tokens += from->round_robin_tokens;
     to->round_robin_saved_ms += from->round_robin_saved_ms;
     to->round_robin_saved_gpu_ms += from->round_robin_saved_gpu_ms;
+    to->prompt_gpu_ms += from->prompt_gpu_ms;
     to->hit_shares += from->hit_shares;
     to->hit_share_squares += from->hit_share_squares;
     to->counted_prompts += from->counted_prompts;
@@ -177,6 +178,7 @@ static PyMemberDef route_members[] = {
     {"round_robin_tokens", T_DOUBLE, offsetof(RouteTraffic, round_robin_tokens), 0, NULL},
     {"round_robin_saved_ms", T_DOUBLE, offsetof(RouteTraffic, round_robin_saved_ms), 0, NULL},
     {"round_robin_saved_gpu_ms", T_DOUBLE, offsetof(RouteTraffic, round_robin_saved_gpu_ms), 0, NULL},
+    {"prompt_gpu_ms", T_DOUBLE, offsetof(RouteTraffic, prompt_gpu_ms), 0, NULL},
     {"hit_shares", T_DOUBLE, offsetof(RouteTraffic, hit_shares), 0, NULL},
     {"hit_share_squares", T_DOUBLE, offsetof(RouteTraffic, hit_share_squares), 0, NULL},
     {"counted_prompts", T_PYSSIZET, offsetof(RouteTraffic, counted_prompts), 0, NULL},
@@ -343,7 +345,8 @@ static PyObject *recorder_record(TrafficRecorder *self, PyObject *const *args, P
         double saved_ms = ms_per_token * saved_work(tokens, tokens * tokens);
         route->saved_ms += saved_ms;
         route->saved_gpu_ms += saved_ms * self->gpus;
-        double share = tokens / (double)prompt;
+        double share = tokens / (double)prompt, all = (double)prompt;
+        route->prompt_gpu_ms += ms_per_token * saved_work(all, all * all) * self->gpus;
         route->counted_prompts++;
         route->hit_shares += share;
         route->hit_share_squares += share * share;

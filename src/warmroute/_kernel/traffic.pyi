@@ -53,6 +53,8 @@ class RouteTraffic(TokenTraffic):
     round_robin_saved_ms: float
     """An estimate: prefill time that round robin would have saved."""
     round_robin_saved_gpu_ms: float
+    prompt_gpu_ms: float
+    """Prefill time of the prompts on a cold fleet, in GPU milliseconds."""
     counted_prompts: int
     """Responses with prompt tokens."""
     hit_shares: float

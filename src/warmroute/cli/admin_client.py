@@ -18,7 +18,7 @@ TOKEN_ENV: Final = "WARMROUTE_ADMIN_TOKEN"
 TIMEOUT_S: Final = 30.0
 
 
-def add_admin_options(parser: argparse.ArgumentParser) -> None:
+def add_admin_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     admin = f"http://{Config().admin.host}:{Config().admin.port}"
     parser.add_argument("--admin", default=admin, metavar="URL", help=f"admin listener (default: {admin})")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""warmroute doctor: examines the nodes of a configuration and says what to change."""
+"""warmroute doctor: examines the nodes of a configuration, or the prompts of a running router; says what to change."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from warmroute import config as configuration
+from warmroute.cli.admin_client import add_admin_options
 from warmroute.cli.arguments import number
 from warmroute.cli.terminal import console
 from warmroute.config import Config, ConfigError, NodeConfig
@@ -26,15 +27,21 @@ if TYPE_CHECKING:
 EPILOG = """\
 To each node, the doctor sends at most two completions of one output token each, to see whether responses report cached
 tokens and whether KV events arrive. --no-requests leaves them out. Exit code 1 means that there is a problem.
+
+`warmroute doctor prompts` asks a running router what prevents its prompts from sharing the KV cache. Letters and digits
+of prompts are hidden; --show-text shows them, which requires an admin token.
 """
 
 
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor",
-        help="examine the nodes of a configuration and say what to change",
+        help="examine the nodes of a configuration, or a router's prompts, and say what to change",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "subject", nargs="?", choices=("nodes", "prompts"), default="nodes", help="what to examine (default: nodes)"
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file of the router")
     parser.add_argument("--node", action="append", default=[], metavar="URL", help="node to examine; repeatable")
@@ -43,10 +50,17 @@ def add_to(commands: Any) -> None:
         "--timeout", type=number(above=0), default=5.0, metavar="S", help="timeout of each question (default: 5)"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    prompts = parser.add_argument_group("prompts of a running router")
+    add_admin_options(prompts)
+    prompts.add_argument("--show-text", action="store_true", help="show the text around differences")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.subject == "prompts":
+        from warmroute.cli.doctor_prompts import run_prompts
+
+        return run_prompts(args)
     from warmroute.doctor.examine import examine
 
     config = _read_config(args)

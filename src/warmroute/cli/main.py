@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from warmroute import __version__
 from warmroute.cli import (
+    capture,
     check_config,
     config_reference,
     demo,
@@ -27,7 +28,7 @@ from warmroute.cli.arguments import Parser
 from warmroute.config import ConfigError
 
 COMMANDS = (
-    serve, doctor, demo, engine, replay, plan, load, explain, top, check_config, hash_key, config_reference,
+    serve, doctor, demo, engine, capture, replay, plan, load, explain, top, check_config, hash_key, config_reference,
     metrics_reference, monitoring,
 )  # fmt: skip
 """A command is a module with `add_to`. It imports expensive modules when it runs."""

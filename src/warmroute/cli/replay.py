@@ -12,11 +12,13 @@ from warmroute.config import ConfigError
 
 if TYPE_CHECKING:
     from warmroute.replay import Run, Setup
+    from warmroute.replay.measured import Measured
     from warmroute.replay.simulation.conditions import Conditions, NodeSpec
     from warmroute.replay.simulation.simulated_scaling import ScalingSetup
 
 EPILOG = """\
-WORKLOAD is a trace (.jsonl or .jsonl.gz in Mooncake's format) or a generator, followed by its parameters as key=value:
+WORKLOAD is a trace in Mooncake's format (.jsonl or .jsonl.gz), a directory of captures, or a generator, followed by its
+parameters as key=value (of a trace: model=NAME, id_tokens=N):
 shared_system_prompts, multi_turn_chat, rag, few_shot, tool_agents, unique_batch, hot_prefix_storm, priority_mix, llm_d.
 Policies can have parameters: prefix_hash:load_factor=2. Policies of other routers: sglang, llm_d, llm_d_precise,
 dynamo, kubeai, aibrix. `oracle` is the hit rate of one cache as large as the fleet's. See docs/lab/simulation.md.
@@ -178,11 +180,14 @@ def run(args: argparse.Namespace) -> int:
     from warmroute.replay.workloads.trace import BadTrace
 
     try:
-        runs = _replay_all(create_setups(args), args)
+        setups = create_setups(args)
+        measured = _measured(setups[0], args)
+        runs = _replay_all(setups, args, measured)
     except (BadWorkload, BadTrace, BadPolicy, BadFault) as error:
         raise ConfigError(str(error)) from None
     if args.json:
-        write_json(args.json, {"runs": runs})
+        past = measured.run(setups[0].workload.name) if measured is not None else None
+        write_json(args.json, {"runs": runs, **({"measured": past} if past is not None else {})})
     if args.html:
         from warmroute.replay.report.html_page import page
 
@@ -340,7 +345,18 @@ def _nodes(args: argparse.Namespace) -> tuple[NodeSpec, ...]:
         raise ConfigError(str(error)) from None
 
 
-def _replay_all(setups: list[Setup], args: argparse.Namespace) -> list[Run]:
+def _measured(setup: Setup, args: argparse.Namespace) -> Measured | None:
+    """Return what a capture measured, if the replay has its load."""
+    from warmroute.replay.measured import measure
+    from warmroute.replay.workloads.catalog import Trace
+
+    changed = args.rate or args.concurrency or args.day or args.scale_rate != 1.0
+    if not isinstance(setup.workload, Trace) or changed:
+        return None
+    return measure(setup.workload, args.warm_up, args.limit, args.duration)
+
+
+def _replay_all(setups: list[Setup], args: argparse.Namespace, measured: Measured | None) -> list[Run]:
     from warmroute.replay import replay
 
     runs: list[Run] = []
@@ -350,7 +366,11 @@ def _replay_all(setups: list[Setup], args: argparse.Namespace) -> list[Run]:
             runs.append(replay(setup, lambda ended, task=task: bar.update(task, completed=ended)))  # type: ignore[misc]
             bar.remove_task(task)
     if not args.quiet:
-        print_runs(console(), runs, _title(args))
+        past = measured.run(setups[0].workload.name) if measured is not None else None
+        out = console()
+        print_runs(out, runs if past is None else [past, *runs], _title(args))
+        for note in measured.notes() if measured is not None else ():
+            out.print(note, highlight=False)
     return runs
 
 

@@ -5,12 +5,13 @@ The router reads it from one TOML file. An unknown key is an error that names th
 """
 
 from warmroute.config.addresses import is_loopback
+from warmroute.config.capture_settings import Capture
 from warmroute.config.config import Config, check, from_table, keys_needing_restart, load, tables
 from warmroute.config.island_settings import IslandAffinity, IslandConfig
 from warmroute.config.journal_settings import Journal
 from warmroute.config.node_settings import NodeConfig, node_name
 from warmroute.config.priority import PriorityName
-from warmroute.config.prompt_settings import ModelConfig, Prompts
+from warmroute.config.prompt_settings import ModelConfig, PromptDoctor, Prompts
 from warmroute.config.provisioner_settings import ProvisionerConfig
 from warmroute.config.route_settings import RouteConfig
 from warmroute.config.routing_settings import Admission, Index, Pricing, Routing
@@ -25,6 +26,7 @@ __all__ = [
     "LOW_UTILISATION",
     "Admin",
     "Admission",
+    "Capture",
     "Config",
     "ConfigError",
     "Health",
@@ -46,6 +48,7 @@ __all__ = [
     "Polling",
     "Pricing",
     "PriorityName",
+    "PromptDoctor",
     "Prompts",
     "ProvisionerConfig",
     "RouteConfig",

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, get_origin
 
+from warmroute.config.capture_settings import Capture
 from warmroute.config.contradictions import contradictions
 from warmroute.config.island_settings import IslandAffinity, IslandConfig
 from warmroute.config.journal_settings import Journal
 from warmroute.config.node_settings import NodeConfig
-from warmroute.config.prompt_settings import ModelConfig, Prompts
+from warmroute.config.prompt_settings import ModelConfig, PromptDoctor, Prompts
 from warmroute.config.provisioner_settings import ProvisionerConfig
 from warmroute.config.route_settings import RouteConfig
 from warmroute.config.routing_settings import Admission, Index, Pricing, Routing
@@ -40,7 +41,9 @@ class Config(Section, frozen=True):
     price: Pricing = Pricing()
     island_affinity: IslandAffinity = IslandAffinity()
     prompts: Prompts = Prompts()
+    prompt_doctor: PromptDoctor = PromptDoctor()
     journal: Journal = Journal()
+    capture: Capture = Capture()
     log: Log = Log()
     tracing: Tracing = Tracing()
     scaling: Scaling = Scaling()

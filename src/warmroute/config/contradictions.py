@@ -29,6 +29,8 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from _duplicates("routes: route", (route.name for route in config.routes))
     yield from route_problems(config.routes)
     yield from _key_problems(config.keys)
+    if config.capture.block_size & (config.capture.block_size - 1):
+        yield f"capture.block_size: {config.capture.block_size} is not a power of two, as the engines' block sizes are"
     yield from tracing_problems(config.tracing)
 
 

@@ -37,6 +37,18 @@ class Prompts(Section, frozen=True):
     threads: Annotated[Count, Meta(description="Threads that tokenize prompts.")] = 1
 
 
+class PromptDoctor(Section, frozen=True):
+    """The prompt doctor, which finds what prevents prompts from sharing the KV cache (`warmroute doctor prompts`)."""
+
+    enabled: Annotated[
+        bool,
+        Meta(
+            description="Compare a sample of each route's prompts, at most one a second. Their text stays in the "
+            "router's memory, 32 MiB at most, and is never logged."
+        ),
+    ] = True
+
+
 class ModelConfig(Section, frozen=True):
     """The tokenizer and the chat template of a model. They must match those of its engines."""
 

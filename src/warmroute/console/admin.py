@@ -6,7 +6,7 @@ import asyncio
 from hashlib import sha256
 from hmac import compare_digest
 from typing import Any, Final, Protocol
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 import msgspec
 
@@ -14,6 +14,7 @@ from warmroute.config import ConfigError, NodeConfig, is_loopback, node_name, pa
 from warmroute.config.addresses import canonical_address
 from warmroute.config.contradictions import same_engine
 from warmroute.console.block_reports import BlockReports
+from warmroute.console.capture_stream import CaptureStreams
 from warmroute.console.decisions import Decisions
 from warmroute.console.live_feed import LiveFeed
 from warmroute.console.page_files import PAGE_PATHS, PageFiles
@@ -50,6 +51,8 @@ class Operations(Protocol):
     def readiness(self) -> tuple[int, bytes]: ...
     def describe_models(self) -> list[dict[str, Any]]: ...
     def describe_scaling(self) -> dict[str, Any]: ...
+    def describe_prompts(self, show_text: bool) -> dict[str, Any]:
+        """Return what prevents reuse; the text around differences only with `show_text`."""
 
 
 class AdminApi:
@@ -60,6 +63,7 @@ class AdminApi:
         scrapes: Scrapes,
         decisions: Decisions,
         live: LiveFeed,
+        captures: CaptureStreams,
         operations: Operations,
         token_sha256: str,
     ) -> None:
@@ -68,6 +72,7 @@ class AdminApi:
         self._scrapes = scrapes
         self._decisions = decisions
         self._live = live
+        self._captures = captures
         self._page = PageFiles()
         self._operations = operations
         self._token = bytes.fromhex(token_sha256)
@@ -89,6 +94,10 @@ class AdminApi:
                 self._page.reply(request, responder)
             case "GET", ["admin", "live"]:
                 await self._live.stream(responder)
+            case "GET", ["admin", "capture"]:
+                _reply(responder, 200, self._captures.describe())
+            case "GET", ["admin", "capture", "stream"]:
+                await self._captures.stream(responder)
             case "GET", ["admin", "nodes"]:
                 _reply(responder, 200, {"nodes": [describe_node(node) for node in self._fleet]})
             case "GET", ["admin", "models"]:
@@ -97,6 +106,8 @@ class AdminApi:
                 _reply(responder, 200, {"islands": describe_islands(self._fleet.islands)})
             case "GET", ["admin", "scaling"]:
                 _reply(responder, 200, self._operations.describe_scaling())
+            case "GET", ["admin", "prompts"]:
+                _reply(responder, 200, self._operations.describe_prompts(self._may_show_text(request)))
             case "POST", ["admin", "nodes"]:
                 _reply(responder, 201, describe_node(self._add_node(request.body)))
             case "GET", ["admin", "nodes", name]:
@@ -127,7 +138,11 @@ class AdminApi:
                 raise method_not_allowed("GET, POST")
             case _, ["admin", "nodes", _]:
                 raise method_not_allowed("GET, DELETE")
-            case _, ["admin", "models" | "islands" | "scaling" | "decisions" | "live"] | ["admin", "decisions", _]:
+            case _, ["admin", "models" | "islands" | "scaling" | "prompts" | "live" | "decisions"]:
+                raise method_not_allowed("GET")
+            case _, ["admin", "decisions", _]:
+                raise method_not_allowed("GET")
+            case _, ["admin", "capture"] | ["admin", "capture", "stream"]:
                 raise method_not_allowed("GET")
             case _, ["admin", "explain" | "reload"] | ["admin", "nodes", _, "blocks"]:
                 raise method_not_allowed("POST")
@@ -136,10 +151,22 @@ class AdminApi:
                     404,
                     "Not found. The paths are / (the live page), /metrics, /health, /ready, /admin/nodes, "
                     "/admin/nodes/NAME, /admin/nodes/NAME/drain, /admin/nodes/NAME/undrain, /admin/nodes/NAME/blocks, "
-                    "/admin/models, /admin/islands, /admin/scaling, /admin/live, /admin/decisions, "
-                    "/admin/decisions/REQUEST_ID, /admin/explain and /admin/reload.",
+                    "/admin/models, /admin/islands, /admin/scaling, /admin/prompts, /admin/live, /admin/capture, "
+                    "/admin/capture/stream, /admin/decisions, /admin/decisions/REQUEST_ID, /admin/explain and "
+                    "/admin/reload.",
                     code="not_found",
                 )
+
+    def _may_show_text(self, request: Request) -> bool:
+        """Return whether the request asks for the text of prompts. Raises HttpError if the admin API has no token."""
+        if parse_qs(request.query).get("show_text", ["0"])[-1] in ("0", "false", ""):
+            return False
+        if not self._token:
+            raise HttpError(
+                403, "The text of prompts is shown only if the admin API requires a token: set admin.token_sha256.",
+                code="forbidden", kind="permission_error",
+            )  # fmt: skip
+        return True
 
     async def _send_metrics(self, head: RequestHead, responder: Responder) -> None:
         pieces, content_type, headers = await self._scrapes.page(head.get(b"accept"), head.get(b"accept-encoding"))

@@ -47,6 +47,7 @@ class LiveSnapshot:
         journal: Journal,
         describe_policy: Callable[[], str],
         describe_scaling: Callable[[], dict[str, Any]],
+        describe_prompts: Callable[[], dict[str, Any]],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
@@ -58,6 +59,7 @@ class LiveSnapshot:
         self._journal = journal
         self._describe_policy = describe_policy
         self._describe_scaling = describe_scaling
+        self._describe_prompts = describe_prompts
         self._now = now
         self._started_s = now()
 
@@ -96,6 +98,7 @@ class LiveSnapshot:
             "queue": self._describe_queue(window, now_s),
             "prefixes": [self._describe_prefix(prefix) for prefix in state.prefixes],
             "scaling": self._describe_scaling_changes(state.scaling, wall_s),
+            "prompts": self._describe_prompts(),
             "alerts": [
                 {
                     "id": alert.id,

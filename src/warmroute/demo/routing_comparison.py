@@ -132,10 +132,14 @@ class RoutingComparison:
         return {"routing": {"policy": policy}, "prompts": {"remote_tokenize": True}, "nodes": nodes}
 
     async def _clear_caches(self) -> None:
+        """Clear the engines' caches. Like vLLM, an engine publishes KV events only with its next step: a tiny request
+        makes it, so that the router does not start with an outdated view of the caches."""
+        fields = {"model": MODEL, "prompt": "a", "max_tokens": 1, "stream": True}
         for url in self._engine_urls:
             status, body = await send_request("POST", f"{url}/reset_prefix_cache")
             if status != 200 or b"true" not in body:
                 raise ConfigError("an engine did not clear its cache")
+            await send_streaming(url, "/v1/completions", msgspec.json.encode(fields), {}, TIMEOUT_S)
 
     async def _send(self, policy: str, advance: Callable[[], None]) -> PolicyRun:
         before = [await _engine_totals(url) for url in self._engine_urls]

@@ -397,29 +397,6 @@ class ProxyExchange(msgspec.Struct, eq=False):
             connection.resume()
 
 
-class EndedRequest:
-    """The attempt driver of requests that have ended. Only a bug calls it."""
-
-    def __init__(self, internal_error: Callable[[Exception], object]) -> None:
-        self._internal_error = internal_error
-
-    def send(self, node: Node) -> None:
-        raise AssertionError("the request has ended")
-
-    send_hedge = send
-
-    def withdraw(self) -> None:
-        """There is nothing to withdraw."""
-
-    withdraw_hedge = promote_hedge = withdraw
-
-    def reject(self, why: RoutingError) -> int:
-        return 0
-
-    def internal_error(self, error: Exception) -> None:
-        self._internal_error(error)
-
-
 def _header_lines(headers: tuple[tuple[str, str], ...]) -> bytes:
     return b"".join([f"{name}: {value}\r\n".encode() for name, value in headers])
 

@@ -7,14 +7,16 @@ import time
 from collections.abc import Callable
 
 from warmroute._kernel import MAX_LOOKUP_TOKENS, MAX_LOOP_BYTES, Outline
+from warmroute.capture.capture import Capture, CapturedPrompt
 from warmroute.config import Config
 from warmroute.edge import errors
 from warmroute.edge.admission_errors import to_error
 from warmroute.edge.body_scanner import BodyScanner, ScannedBody, scan
 from warmroute.edge.client_connection import ClientConnection
 from warmroute.edge.connection_pool import ConnectionPools
+from warmroute.edge.ended_request import EndedRequest
 from warmroute.edge.errors import HttpError
-from warmroute.edge.exchange import EndedRequest, ProxyExchange
+from warmroute.edge.exchange import ProxyExchange
 from warmroute.edge.http1 import RequestHead
 from warmroute.edge.large_body import LargeBodyExchange, end_with
 from warmroute.edge.own_endpoints import OwnEndpoints
@@ -27,6 +29,7 @@ from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node
 from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.prompt_length import estimated_tokens, longest_prompt, most_tokens
+from warmroute.prompt.request_body import has_prompt
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.admission import Admission
 from warmroute.routing.attempts import Attempts
@@ -54,6 +57,7 @@ class Proxy:
         pools: ConnectionPools,
         counters: Counters,
         journal: Journal,
+        capture: Capture,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.router = router
@@ -70,12 +74,16 @@ class Proxy:
             fleet, router, admission, counters, journal, config.upstream.max_attempts, now, self._node_freed,
             hedging=config.hedging, call_soon=_call_soon,
         )  # fmt: skip
+        self.dispatcher.capture = capture.request_ended
+        self._capture = capture
         self._prompt_reader = prompt_reader
         self._held: list[PendingPrompt] | None = None
         """Requests that wait while the router starts; None: they do not wait."""
         self._freed_nodes: dict[Node, None] = {}
         """Nodes that may have room for queued requests since the last iteration of the event loop."""
         self._request_ids = random_ids()
+        self.sample_prompt: Callable[[Attempts, bytes, bytes], object] | None = None
+        """Called with the path and the body of each request; None: prompts are not sampled."""
         self.tracing: Tracing | None = None
         """None: the header lines of traces pass unchanged."""
         self.reconfigure(config)
@@ -166,6 +174,8 @@ class Proxy:
             exchange.attempts.charge = charge
         if path not in FORWARDED:  # the router does not know what such a path does
             exchange.attempts.repeatable = False
+        elif self.sample_prompt is not None:
+            self.sample_prompt(exchange.attempts, path, body)
         if self._held is not None and request.may_queue and not request.deadline_s and not request.total_deadline_s:
             exchange.pending_prompt = PendingPrompt(lambda _: self._resume(exchange, path, body, scanned.outline))
             self._held.append(exchange.pending_prompt)
@@ -183,6 +193,8 @@ class Proxy:
     def _route(self, exchange: ProxyExchange, path: bytes, body: bytes, outline: Outline | None) -> None:
         """Read the prompt and ask for a node. Raises HttpError."""
         attempts = exchange.attempts
+        if self._capture.on and has_prompt(path):
+            attempts.captured = CapturedPrompt(len(body))
         prompt = self.read_prompt(attempts.request, path, body, outline, exchange.prompt_read)
         if isinstance(prompt, PendingPrompt):
             exchange.pending_prompt = prompt
@@ -213,9 +225,9 @@ class Proxy:
         self, request: RoutingRequest, path: bytes, body: bytes, outline: Outline | None,
         then: Callable[[Prompt | None], None],
     ) -> Prompt | PendingPrompt | None:  # fmt: skip
-        """The prompt; or PendingPrompt, which calls `then`; or None where neither the policy nor the nodes' context
-        windows need it."""
-        wanted = self.router.policy_of(request).wants_tokens and len(body) >= self._min_tokens
+        """The prompt; or PendingPrompt, which calls `then`; or None where neither the policy, nor the nodes' context
+        windows, nor a capture need it."""
+        wanted = (self._capture.on or self.router.policy_of(request).wants_tokens) and len(body) >= self._min_tokens
         group = self.dispatcher.fleet.group(request.model)
         if group is not None and group.windows is not None and outline is not None:
             shortest = group.windows.sizes[0]
@@ -234,6 +246,8 @@ class Proxy:
             request.input_tokens, request.input_exact = longest_prompt(prompt)
             if not self.router.policy_of(request).wants_tokens:
                 return None
+        elif self._capture.on and not self.router.policy_of(request).wants_tokens:
+            return None
         tokens = prompt.total_tokens
         if tokens < self._min_tokens:
             return None
@@ -243,6 +257,8 @@ class Proxy:
     def enter(self, attempts: Attempts, prompt: Prompt | None) -> None:
         """Asks for a node. Raises HttpError."""
         request = attempts.request
+        if attempts.captured is not None:
+            attempts.captured.prompt = prompt
         try:
             tokens = prompt.total_tokens if prompt is not None else None
             attempts.enter(self.lookup(request, prompt), tokens, self.now())

@@ -197,7 +197,7 @@ class CacheView:
         chain = lookup.blocks(base, lora, cache.block_size)
         if not chain:
             return None
-        self.reuse.record(chain, now_s)
+        sampled, known = self.reuse.record(chain, now_s)
         if lookup.cache_group:
             self.tenants.record(lookup.cache_group, chain, now_s)
         exact = lookup.exact_tokens == lookup.token_count
@@ -209,7 +209,7 @@ class CacheView:
             cache.routed_tokens += lookup.token_count
             cache.predicted_tokens += tokens
         return Prediction(
-            cache, chain, lookup.token_count, tokens, rank, exact, now_s, lookup.text, comparable
+            cache, chain, lookup.token_count, tokens, rank, exact, now_s, lookup.text, comparable, sampled, known
         )  # fmt: skip
 
     def record_peer_routed(self, prompt: RoutedPrompt, prefilled_s: float, now_s: float) -> None:

@@ -27,6 +27,10 @@ class Prediction(msgspec.Struct, eq=False):
     """Whether the prompt is matched by its text: its tokens are four bytes each, not the engine's."""
     comparable: bool = True
     """Whether the cached tokens that the response reports can be compared with `tokens`."""
+    sampled_blocks: int = 0
+    """Blocks of the prompt that index/reuse.py samples."""
+    known_blocks: int = 0
+    """Those of them that an earlier prompt had."""
     pending: bool = False
     """Whether the blocks count as pending; that ends shortly after the first token."""
     _generation: int = 0

@@ -21,6 +21,7 @@ UPDATE_EVERY: Final = 32
 UPDATE_FADE: Final = FADE**UPDATE_EVERY
 
 sample_of = Recency.sample
+_NONE: Final = (0, 0)
 
 
 class Reuse:
@@ -32,24 +33,27 @@ class Reuse:
         """Probability by bucket of age."""
         self._until_update = 1
 
-    def record(self, chain: bytes, now_s: float) -> None:
-        """Count the blocks of a prompt, whichever node serves it."""
+    def record(self, chain: bytes, now_s: float) -> tuple[int, int]:
+        """Count the blocks of a prompt, whichever node serves it. Return how many of them were sampled, and how many of
+        these an earlier prompt had."""
         self._uses *= FADE
         sample = sample_of(chain)
-        if sample:
-            self._record_blocks(sample, now_s)
+        counts = self._record_blocks(sample, now_s) if sample else _NONE
         left = self._until_update = self._until_update - 1
         if left <= 0:
             self._until_update = UPDATE_EVERY
             self._update()
+        return counts
 
-    def _record_blocks(self, sample: bytes, now_s: float) -> None:
+    def _record_blocks(self, sample: bytes, now_s: float) -> tuple[int, int]:
         recency, reused = self._recency, self._reused
-        blocks = len(sample) // 8
+        blocks, known = len(sample) // 8, 0
         for first, end, stamp in recency.last_uses(sample, blocks, inf):
             reused[_bucket(now_s - stamp)] += end - first
+            known += end - first
         self._uses += blocks
         recency.touch(sample, now_s)
+        return blocks, known
 
     def _update(self) -> None:
         reused, chances = self._reused, self.chances

@@ -35,12 +35,21 @@ from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.dispatcher import Dispatcher
 from warmroute.routing.failover import Failover
 from warmroute.routing.rate_limits import Charge
-from warmroute.routing.routing_errors import AllNodesBusy, RoutingError
+from warmroute.routing.routing_errors import AllNodesBusy, NotAdmitted, RoutingError
 
 Usage = tuple[int | None, int | None, int | None]
 """Prompt tokens, cached prompt tokens and output tokens that a response reports; None where it does not."""
 _NOT_YET: Final[Any] = None
 """What a request gets with its first node."""
+
+
+class SampledPrompt(Protocol):
+    """A request whose prompt the prompt doctor compares with others."""
+
+    def completed(
+        self, attempts: Attempts, key: tuple[str, str], prompt_tokens: int, cached_tokens: int, ms_per_token: float
+    ) -> None:
+        """The response is complete. `key`: the model and route that its tokens count for."""
 
 
 class AttemptDriver(Protocol):
@@ -79,6 +88,8 @@ class Attempts(msgspec.Struct, eq=False):
     lookup: Lookup | None = None
     charge: Charge | None = None
     """What the request took of its tenant's rate limit."""
+    captured: Any = None
+    """What the capture of traffic keeps of the request; None: the request is not captured."""
     decision: Decision = _NOT_YET
     tried: int = 0
     """Number of nodes that the request was sent to. Also identifies the current attempt."""
@@ -92,6 +103,7 @@ class Attempts(msgspec.Struct, eq=False):
     """Whether the request may be sent to a second node while the first one may still execute it."""
     history: AttemptHistory | None = None
     """Set if the request is traced."""
+    sample: SampledPrompt | None = None
     # at the current node
     ticket: Ticket = _NOT_YET
     hedge: Ticket | None = None
@@ -121,10 +133,12 @@ class Attempts(msgspec.Struct, eq=False):
                 )
                 charge.take_tokens(prompt_tokens, output, now_s)
             dispatcher.admission.submit(self, now_s)
-        except RoutingError:
+        except RoutingError as error:
             self.done = True
             if charge is not None:
                 charge.cancel()
+            if isinstance(error, NotAdmitted):
+                self._capture(None, now_s)
             raise
         self._queued = True
         if self.history is not None:
@@ -153,6 +167,7 @@ class Attempts(msgspec.Struct, eq=False):
             self.done = True
             if self.charge is not None:
                 self.charge.cancel()
+            self._capture(None, self._dispatcher.now())
             try:
                 self.driver.reject(error)
             except Exception as failure:
@@ -356,12 +371,15 @@ class Attempts(msgspec.Struct, eq=False):
     @property
     def wants_usage(self) -> bool:
         """Whether somebody uses the token counts that the response reports."""
+        if self.status >= 400:
+            return False
         charge = self.charge
-        return self.status < 400 and (
+        return (
             self._dispatcher.request_completed is not None
             or isinstance(self.ticket, Dispatch)
-            or (charge is not None and charge.wants_usage)
+            or self.captured is not None
             or self.history is not None
+            or (charge is not None and charge.wants_usage)
         )
 
     def response_ended(self, usage: Usage | None, now_s: float) -> None:
@@ -414,6 +432,7 @@ class Attempts(msgspec.Struct, eq=False):
             dispatcher.admission.queue.cancel(self)
             if self.charge is not None:
                 self.charge.cancel()
+            self._capture(Outcome.CANCELLED, now_s)
             return
         dispatcher.waiting.pop(self, None)
         if self.hedge is not None:
@@ -426,3 +445,12 @@ class Attempts(msgspec.Struct, eq=False):
             journal = self._dispatcher.journal
             assert journal is not None
             journal.complete(self._entry, self, outcome, now_s)
+        if self.captured is not None:
+            self._capture(outcome, now_s)
+
+    def _capture(self, outcome: Outcome | None, now_s: float) -> None:
+        """The request has ended: hand it to the capture of traffic. `outcome`: None if no node got it."""
+        captured, self.captured = self.captured, None
+        capture = self._dispatcher.capture
+        if captured is not None and capture is not None:
+            capture(self, captured, outcome, now_s)

@@ -94,6 +94,8 @@ class Dispatcher:
         self._ticket_closed = ticket_closed
         self.request_completed: Callable[[Attempts, float], object] | None = None
         """Called after a complete response with a status below 400."""
+        self.capture: Callable[[Attempts, Any, Outcome | None, float], object] | None = None
+        """Called with what was `captured` of a request when it has ended; without an outcome if it was not admitted."""
         self.hedging = Hedging(hedging or HedgingConfig())
         self.decisions: dict[tuple[str, str], int] = {}
         """Requests that were sent to a first node, by policy and reason."""

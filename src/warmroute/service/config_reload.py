@@ -80,12 +80,14 @@ class ConfigReload:
         if config.shutdown != before.shutdown:
             reconfigure_exit(config.shutdown)
         service.journal.reconfigure(config.journal)
+        service.capture.reconfigure(config.capture)
         if config.islands != before.islands or config.island_affinity != before.island_affinity:
             service.fleet.islands.reconfigure(config.islands, config.island_affinity)
         if config.scaling.enabled and service.scaling is not None:
             service.scaling.reconfigure(config)
         service.fleet.outlier_detection.config = config.outlier_detection
         service.proxy.reconfigure(config)
+        service.set_prompt_doctor(config.prompt_doctor.enabled)
         service.watcher.reconfigure(config)
         changed = service.nodes.reconfigure(config.nodes, config.health)
         service.pools.drop_changed_keys()

@@ -12,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from warmroute.capture.capture import Capture
 from warmroute.config import Config, is_loopback
 from warmroute.console.admin import AdminApi
+from warmroute.console.capture_stream import CaptureStreams
 from warmroute.console.decisions import Decisions
 from warmroute.console.live_feed import LiveFeed
 from warmroute.console.live_snapshot import LiveSnapshot
@@ -33,6 +35,7 @@ from warmroute.fleet.node import Node
 from warmroute.index.cache_view import CacheView
 from warmroute.prompt.tokenizer import pack_token_ids
 from warmroute.prompt.tokenizer_registry import TokenizerRegistry
+from warmroute.prompt_doctor.prompt_doctor import PromptDoctor
 from warmroute.routing.admission import Admission
 from warmroute.routing.router import Router
 from warmroute.scaling.scaling_service import ScalingService
@@ -48,9 +51,13 @@ from warmroute.service.startup import hold_until_started
 from warmroute.service.tokenizer_search import find_tokenizer_files
 from warmroute.service.workers.worker import Worker
 from warmroute.telemetry.alerts import Alerts
+from warmroute.telemetry.cache_changes import CacheChanges
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.fleet_alerts import FleetAlerts
 from warmroute.telemetry.history import History, ScalingChange
+from warmroute.telemetry.hit_rate_alerts import HitRateAlerts
+from warmroute.telemetry.hit_rate_causes import Causes
+from warmroute.telemetry.hit_rate_metrics import HitRateMetrics
 from warmroute.telemetry.journal import Journal
 from warmroute.telemetry.loop_delay import LoopDelay
 from warmroute.telemetry.process_metrics import add_process_metrics
@@ -96,9 +103,10 @@ class Service:
         self.timers = TimerWheel(now)
         self.pools = ConnectionPools(config.upstream, self.timers)
         self.journal = Journal(config.journal, self.counters, now)
+        self.capture = Capture(config.capture, self.counters, now)
         self.proxy = Proxy(
             config, self.fleet, self.router, self.admission, self.prompt_reader, self.pools, self.counters,
-            self.journal, now,
+            self.journal, self.capture, now,
         )  # fmt: skip
         tracing = create_tracing(config.tracing, self.counters, lambda model: self.fleet.group(model) is not None)
         if tracing is not None:
@@ -106,6 +114,8 @@ class Service:
         self._trace_exporter = tracing[1] if tracing is not None else None
         self.traffic = Traffic()
         self.proxy.dispatcher.request_completed = self.traffic.request_completed
+        self.prompt_doctor = PromptDoctor(self.traffic.requests, now)
+        self.set_prompt_doctor(config.prompt_doctor.enabled)
         self.listener = Listener(self.proxy, config.limits, self.timers)
         node_client = NodeClient(self.pools)
         self.watcher = NodeWatcher(
@@ -124,7 +134,10 @@ class Service:
         self.certificates = Certificates(self)
         self.scaling = self._create_scaling(config, node_client) if config.scaling.enabled else None
         self.loop_delay = LoopDelay()
-        self.alerts = Alerts(FleetAlerts(self.fleet, self.cache_view, self.counters))
+        changes = CacheChanges(self.fleet, self.cache_view)
+        causes = Causes(self.fleet, self.cache_view, changes, lambda key: self.prompt_doctor.reports.get(key))
+        hit_rates = HitRateAlerts(self.traffic, changes, causes, lambda: self.prompt_doctor.findings)
+        self.alerts = Alerts(FleetAlerts(self.fleet, self.cache_view, self.counters), hit_rates)
         page = MetricsPage(
             self.fleet,
             self.cache_view,
@@ -135,6 +148,7 @@ class Service:
             lambda: self.scaling.stats() if self.scaling is not None else None,
             (
                 TrafficMetrics(self.traffic, self.counters),
+                HitRateMetrics(hit_rates, self.prompt_doctor),
                 RouterMetrics(
                     self.config_reload.reloads, self.loop_delay, self.alerts, self.proxy.dispatcher.decisions
                 ),
@@ -146,12 +160,12 @@ class Service:
         self.history = History(self.traffic, self.counters, self.fleet, lambda: queue.waiting, self._last_scaling)
         snapshot = LiveSnapshot(
             self.fleet, self.cache_view, queue, self.traffic, self.history, self.alerts, self.journal,
-            lambda: self.config.routing.policy, self.describe_scaling, now,
+            lambda: self.config.routing.policy, self.describe_scaling, self.describe_prompts, now,
         )  # fmt: skip
         self.live_feed = LiveFeed(snapshot)
         decisions = Decisions(self.journal, self.proxy)
         admin = AdminApi(
-            self.fleet, self.cache_view, self.scrapes, decisions, self.live_feed, self,
+            self.fleet, self.cache_view, self.scrapes, decisions, self.live_feed, CaptureStreams(self.capture), self,
             config.admin.token_sha256 if worker is None else "",
         )  # fmt: skip
         self.admin_listener = Listener(AsyncHandler(admin.answer, admin.admit), config.limits, self.timers)
@@ -199,6 +213,15 @@ class Service:
         last = self.scaling.autoscaler.last_decision if self.scaling is not None else None
         return None if last is None else ScalingChange(last.at_s, last.nodes, last.desired_nodes, last.reasons)
 
+    def set_prompt_doctor(self, enabled: bool) -> None:
+        """Turn the sampling of prompts on or off. Without it, the doctor forgets what it has."""
+        self.proxy.sample_prompt = self.prompt_doctor.samples.offer if enabled else None
+        if not enabled:
+            self.prompt_doctor.forget()
+
+    def describe_prompts(self, show_text: bool = False) -> dict[str, Any]:
+        return self.prompt_doctor.describe(time.time() - time.monotonic(), show_text)
+
     def describe_models(self) -> list[dict[str, Any]]:
         models = {model.name: model for model in self.config.models}
         return describe_models(
@@ -233,7 +256,9 @@ class Service:
             loop.create_task(run_hedging(self.proxy.dispatcher)),
             loop.create_task(self.model_watch.run()),
             loop.create_task(self.journal.run()),
+            loop.create_task(self.capture.run()),
             loop.create_task(run_history(self.history, self.alerts)),
+            loop.create_task(self.prompt_doctor.run()),
         ]
         if (file := self._config_file) is not None:
             changed = watch_files(lambda: [file], lambda: self.config_reload.file_changed(file))
@@ -325,6 +350,7 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await self.journal.close()
+        await self.capture.close()
         if self._trace_exporter is not None:
             await self._trace_exporter.close()
         await asyncio.sleep(0)

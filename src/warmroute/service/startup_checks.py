@@ -54,7 +54,11 @@ def _errors_of(check: Callable[[], object]) -> list[str]:
 
 
 def _directory_problems(config: Config) -> Iterator[str]:
-    for key, path in (("journal.file", config.journal.file), ("listen.unix_socket", config.listen.unix_socket)):
+    for key, path in (
+        ("journal.file", config.journal.file),
+        ("listen.unix_socket", config.listen.unix_socket),
+        ("capture.directory", config.capture.directory),
+    ):
         folder = Path(path).parent
         if path and not folder.is_dir():
             yield f"{key}: the directory {folder} does not exist"

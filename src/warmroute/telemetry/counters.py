@@ -14,6 +14,8 @@ TRACE_DROPS: Final = ("queue_full", "export_failed", "shutdown")
 
 class Counters:
     __slots__ = (
+        "capture_dropped",
+        "capture_written",
         "disconnects",
         "errors",
         "hedges",
@@ -68,6 +70,10 @@ class Counters:
         """Decisions written to the journal file."""
         self.journal_dropped = 0
         """Decisions that could not be written to the journal file."""
+        self.capture_written = 0
+        """Requests written to captures, once for each capture."""
+        self.capture_dropped = 0
+        """Requests that could not be written to a capture."""
         self.traces_exported = 0
         """Traces that the collector took."""
         self.traces_dropped: Counter[str] = Counter()

@@ -11,12 +11,10 @@ counts entries; requests never wait for it.
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
@@ -34,6 +32,7 @@ from warmroute.routing.attempts import Attempts
 from warmroute.routing.decision_record import KEEP_ALL_UP_TO, DecisionRecord
 from warmroute.routing.explanation import explain_decision
 from warmroute.routing.price_terms import TERMS
+from warmroute.telemetry.append_file import append_all, size_of
 from warmroute.telemetry.counters import Counters
 
 log = EventLog("warmroute.journal")
@@ -217,25 +216,10 @@ class Journal:
 
 def append(path: Path, lines: bytes, max_bytes: int) -> None:
     """Append all lines or none. Rotate the file first if it would become too large. Raises OSError."""
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        size = 0
+    size = size_of(path)
     if size and size + len(lines) > max_bytes:
         path.replace(path.with_name(path.name + ".1"))
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o640)
-    try:
-        before = os.fstat(file).st_size
-        try:
-            rest = memoryview(lines)
-            while rest:
-                rest = rest[os.write(file, rest) :]
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(file, before)
-            raise
-    finally:
-        os.close(file)
+    append_all(path, lines)
 
 
 def describe_decision(record: DecisionRecord) -> dict[str, Any]:

@@ -22,9 +22,11 @@ METRICS: Final[list[Metric]] = []
 
 LABELS: Final = {
     "alert": "name of the alert, such as `node_down`",
+    "cause": "`prompts_changed`, `cache_too_small`, `kv_events_lost`, `node_restarted`, `new_traffic` or `unknown`",
     "change": "`added`, `removed`, `refused` (the provisioner refused the request) or `lost` (the machine disappeared)",
     "code": "error code of the response body",
     "island": "name of the island; for moved conversations, the island they left",
+    "kind": "what differs: `time`, `id`, `number`, `order`, `text` or `history`",
     "model": "model that a node serves; `(other)` beyond the number of counters that the router keeps",
     "node": "name of the node",
     "outcome": "`ok`, `rejected` (4xx), `busy` (429 or 503), `failed` (before the first byte), `broken` (after it) or "
@@ -174,6 +176,8 @@ JOURNAL_WRITTEN: Final = _counter("journal_decisions_written", "Decisions writte
 JOURNAL_DROPPED: Final = _counter(
     "journal_decisions_dropped", "Decisions that could not be written to the journal file."
 )
+CAPTURE_WRITTEN: Final = _counter("capture_requests_written", "Requests written to captures of traffic.")
+CAPTURE_DROPPED: Final = _counter("capture_requests_dropped", "Requests that could not be written to a capture.")
 TRACES_EXPORTED: Final = _counter("traces_exported", "Traces of requests that the collector received.")
 TRACES_DROPPED: Final = _counter("traces_dropped", "Recorded traces that the collector did not receive.", "reason")
 TRACES_LIMITED: Final = _counter(
@@ -298,6 +302,36 @@ CACHE_PREDICTIONS: Final = _counter(
 )
 CACHE_EXACT: Final = _counter("node_cache_exact_predictions", "Predictions equal to the node's report.", "node")
 CACHE_EVENT_GAPS: Final = _counter("node_cache_event_gaps", "Times that KV events were lost for good.", "node")
+
+HIT_RATIO: Final = _gauge(
+    "route_hit_ratio", "Fraction of the prompt tokens that was cached, in the last half minute.", "model", "route"
+)
+HIT_RATIO_BASELINE: Final = _gauge(
+    "route_hit_ratio_baseline", "The usual hit ratio of the route, decayed over about an hour.", "model", "route"
+)
+HIT_RATIO_DROPPED: Final = _gauge(
+    "route_hit_ratio_dropped",
+    "1 while the hit ratio is far below its baseline, for the likely cause.",
+    "model",
+    "route",
+    "cause",
+)
+HIT_RATIO_DROPS: Final = _counter(
+    "route_hit_ratio_drops", "Drops of the hit ratio below its baseline, by likely cause.", "model", "route", "cause"
+)
+HIT_RATIO_LOST: Final = _counter(
+    "route_hit_ratio_lost_gpu_seconds",
+    "Prefill time during drops beyond that at the baseline's hit ratio.",
+    "model",
+    "route",
+)
+PROMPTS_LOST: Final = _gauge(
+    "prompt_doctor_lost_gpus",
+    "GPU seconds per second spent because prompts differ before common text.",
+    "model",
+    "route",
+    "kind",
+)
 
 ISLAND_ROUND_TRIP: Final = _gauge(
     "island_round_trip_seconds", "Configured or measured round trip to the island.", "island"

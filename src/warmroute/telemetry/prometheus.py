@@ -114,6 +114,8 @@ class MetricsPage:
             (metrics.PROMPTS_NOT_TOKENIZED, counters.prompts_not_tokenized),
             (metrics.JOURNAL_WRITTEN, counters.journal_written),
             (metrics.JOURNAL_DROPPED, counters.journal_dropped),
+            (metrics.CAPTURE_WRITTEN, counters.capture_written),
+            (metrics.CAPTURE_DROPPED, counters.capture_dropped),
             (metrics.TRACES_EXPORTED, counters.traces_exported),
             (metrics.TRACES_LIMITED, counters.traces_limited),
         ):

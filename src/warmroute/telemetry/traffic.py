@@ -71,12 +71,26 @@ class Traffic:
                 self.prefixes.sample(
                     (model, request.route), request.tenant, ticket.prediction, attempts.lookup, now_s
                 )  # fmt: skip
+            prediction = ticket.prediction
+            if prediction is not None and prediction.sampled_blocks:
+                recorder.route.sampled_blocks += prediction.sampled_blocks
+                recorder.route.known_blocks += prediction.known_blocks
         prompt, cached, output = attempts.reported or _UNREPORTED
         recorder.record(
             ticket, request.arrived_s, attempts.admitted_s - attempts.entered_s, now_s, request.streams, prompt, cached,
             output, predicted, query.known_hits if query is not None else None,
             query.candidates.by_name if query is not None else None,
         )  # fmt: skip
+        if attempts.sample is not None:
+            tokens = prompt if prompt is not None else ticket.tokens
+            gpu_ms = node.speed.ms_per_token * node.config.gpus
+            known = cached if cached is not None else predicted or 0
+            attempts.sample.completed(attempts, (model, request.route), tokens, min(max(0, known), tokens), gpu_ms)
+
+    def requests(self, key: tuple[str, str]) -> int:
+        """Return the number of complete requests of a model and route."""
+        traffic = self.by_route.get(key)
+        return traffic.requests if traffic is not None else 0
 
     @property
     def total(self) -> RouteTraffic:

@@ -12,6 +12,7 @@ from warmroute.replay.summary import Run
 LOAD_COLUMNS: Final = ("offered req/s", "clients", "threshold")
 KEY_COLUMNS: Final = ("policy", *LOAD_COLUMNS)
 """Columns that name a run."""
+NO_POLICY: Final = ("oracle", "measured")
 
 
 def ms(value: float | None) -> str:
@@ -112,6 +113,6 @@ def by_load(runs: Sequence[Run]) -> list[list[Run]]:
 def best_of(group: Sequence[Run], column: Column) -> float | None:
     if column.value is None or len(group) < 2:
         return None
-    # The oracle is an upper bound, not a policy.
-    known = [value for run in group if run["policy"] != "oracle" and (value := column.value(run)) is not None]
+    # The oracle is an upper bound, and what was measured is the past: neither is a policy.
+    known = [value for run in group if run["policy"] not in NO_POLICY and (value := column.value(run)) is not None]
     return (max if column.more_is_better else min)(known, default=None)

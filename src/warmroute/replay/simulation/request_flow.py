@@ -15,7 +15,7 @@ from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.replay.simulation.results import RequestResults
 from warmroute.replay.simulation.simulated_node import ProcessState, SimulatedNode
-from warmroute.replay.simulation.simulated_request import MODEL, SimulatedLookup, SimulatedRequest
+from warmroute.replay.simulation.simulated_request import MODEL, SimulatedRequest, simulated_request
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 from warmroute.routing.admission import TICK_S
 from warmroute.routing.attempts import Attempts
@@ -137,14 +137,14 @@ class RequestFlow:
         self.inflight += 1
         world.results.arrived(prompt, now_ms)
         route = self._routes.pick(MODEL, PATH, prompt.tenant, lambda _name: b"") if self._routes else None
-        request = SimulatedRequest(prompt, number, world.conditions.form, route, now_ms / 1000.0)
+        request = simulated_request(prompt, number, world.conditions.form, route, now_ms / 1000.0)
         wanted = (
             replica.router.policy_of(request).wants_tokens
             and request.prompt_tokens >= replica.cache_view.config.min_prompt_tokens
         )
         flight = Flight(self, prompt, request, world.results)
         try:
-            lookup = SimulatedLookup(request) if wanted else None
+            lookup = request.lookup() if wanted else None
             flight.attempts.enter(lookup, request.prompt_tokens, now_ms / 1000.0)
         except RoutingError as why:
             self.rejected(flight, why)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 
+import msgspec
+
 from warmroute.config.priority import PRIORITY_NUMBERS
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
@@ -15,18 +17,14 @@ MODEL = "sim"
 """The model that every simulated node serves."""
 
 
-class SimulatedLookup(Lookup):
+class SimulatedLookup(Lookup, kw_only=True):
     """A lookup by the engine's own block hashes, because simulated prompts have no tokens."""
 
-    __slots__ = ("_request",)
-
-    def __init__(self, request: SimulatedRequest) -> None:
-        super().__init__(b"", request.prompt_tokens, request.prompt_tokens)
-        self._request = request
+    request: SimulatedRequest
 
     @property
     def prompt(self) -> WorkloadPrompt:
-        return self._request.prompt
+        return self.request.prompt
 
     def prefix(self, tokens: int) -> SimulatedLookup:
         return self
@@ -35,32 +33,20 @@ class SimulatedLookup(Lookup):
         key = (model, lora, block_size)
         found = self._chains.get(key)
         if found is None:
-            found = self._chains[key] = array("Q", self._request.blocks(block_size)).tobytes()
+            found = self._chains[key] = array("Q", self.request.blocks(block_size)).tobytes()
         return found
 
 
-class SimulatedRequest(RoutingRequest):
-    __slots__ = ("_chains", "_form", "number", "prompt")
+class SimulatedRequest(RoutingRequest, kw_only=True):
+    prompt: WorkloadPrompt
+    number: int
+    """The request's number in this run, which identifies it everywhere."""
+    form: Form = "chat"
+    _hashes: dict[int, list[int]] = msgspec.field(default_factory=dict)
+    """The result of `blocks`, by block size."""
 
-    def __init__(
-        self, prompt: WorkloadPrompt, number: int, form: Form = "chat", route: Route | None = None, now_s: float = 0.0
-    ) -> None:
-        """A simulated client always states its priority, so a route does not set it."""
-        super().__init__(
-            prompt.lora_name or MODEL,
-            session=prompt.session,
-            tenant=prompt.tenant,
-            priority=PRIORITY_NUMBERS[prompt.priority],
-            arrived_s=now_s,
-            route=route.name if route is not None else "",
-            deadline_s=now_s + route.ttft_s if route is not None and route.ttft_s else 0.0,
-            total_deadline_s=now_s + route.total_s if route is not None and route.total_s else 0.0,
-        )
-        self.prompt = prompt
-        self.number = number
-        """The request's number in this run, which identifies it everywhere."""
-        self._form = form
-        self._chains: dict[int, list[int]] = {}
+    def lookup(self) -> SimulatedLookup:
+        return SimulatedLookup(b"", self.prompt_tokens, self.prompt_tokens, request=self)
 
     def prefix_key(self) -> bytes | None:
         self.first_user_text()
@@ -69,7 +55,7 @@ class SimulatedRequest(RoutingRequest):
     def first_user_text(self) -> bytes:
         """Return the leading text of the first user message. It is generated on first use: few policies need it."""
         if self.user is None:
-            self.system, self.user = leading_text(self.prompt, self._form)
+            self.system, self.user = leading_text(self.prompt, self.form)
         return self.user
 
     @property
@@ -78,8 +64,27 @@ class SimulatedRequest(RoutingRequest):
 
     def blocks(self, block_size: int) -> list[int]:
         """Return the hashes of the prompt's full blocks, as in an engine with this block size."""
-        chain = self._chains.get(block_size)
+        chain = self._hashes.get(block_size)
         if chain is None:
             content = self.prompt.blocks.content(block_size)
-            chain = self._chains[block_size] = content.hashes(0, self.prompt.prompt_tokens // block_size)
+            chain = self._hashes[block_size] = content.hashes(0, self.prompt.prompt_tokens // block_size)
         return chain
+
+
+def simulated_request(
+    prompt: WorkloadPrompt, number: int, form: Form = "chat", route: Route | None = None, now_s: float = 0.0
+) -> SimulatedRequest:
+    """A simulated client always states its priority, so a route does not set it."""
+    return SimulatedRequest(
+        prompt.lora_name or MODEL,
+        session=prompt.session,
+        tenant=prompt.tenant,
+        priority=PRIORITY_NUMBERS[prompt.priority],
+        arrived_s=now_s,
+        route=route.name if route is not None else "",
+        deadline_s=now_s + route.ttft_s if route is not None and route.ttft_s else 0.0,
+        total_deadline_s=now_s + route.total_s if route is not None and route.total_s else 0.0,
+        prompt=prompt,
+        number=number,
+        form=form,
+    )

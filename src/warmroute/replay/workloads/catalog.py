@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator, Sequence
+from glob import has_magic
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar, Final, Protocol
@@ -61,6 +62,8 @@ class Trace(msgspec.Struct, frozen=True):
     speed: float = 1.0
     id_tokens: int | None = None
     """Tokens that one hash id covers; None to infer it from the prompt lengths."""
+    model: str = ""
+    """Of a capture, only the requests for this model; empty for all."""
 
     requests: ClassVar[int | None] = None
     """Number of requests to replay; None for all of a trace."""
@@ -73,8 +76,8 @@ class Trace(msgspec.Struct, frozen=True):
         self, seed: int, rate: float | None = None, burst: int = 1, limit: int | None = None
     ) -> Iterator[WorkloadPrompt]:
         """Return the prompts in the order of arrival, `rate` per second on average."""
-        speed = self.speed if rate is None else rate / trace.mean_rate(self.path, limit)
-        return at_trace_times(trace.prompts(self.path, self.id_tokens), speed)
+        speed = self.speed if rate is None else rate / trace.mean_rate(self.path, limit, self.model)
+        return at_trace_times(trace.prompts(self.path, self.id_tokens, self.model), speed)
 
 
 class Generated(msgspec.Struct, frozen=True):
@@ -106,12 +109,13 @@ def parse_workload(words: Sequence[str], speed: float = 1.0) -> Workload:
     if name in GENERATORS:
         return Generated(name, _convert(parameters, GENERATORS[name], name))
     path = Path(name)
-    if not path.exists():
+    if not path.exists() and not has_magic(name):
         near = difflib.get_close_matches(name, GENERATORS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"generators: {', '.join(GENERATORS)}"
         raise BadWorkload(f"{name}: not a file and not a generator; {hint}")
+    model = parameters.pop("model", "")
     options = _convert(parameters, _TraceOptions, name)
-    return Trace(path, speed, options.id_tokens)
+    return Trace(path, speed, options.id_tokens, model)
 
 
 class _TraceOptions(msgspec.Struct, forbid_unknown_fields=True):

@@ -3,44 +3,35 @@
     {"timestamp": 1200, "input_length": 1950, "output_length": 130, "hash_ids": [4, 5, 17, 18], "session_id": "7"}
 
 timestamp is in milliseconds. hash_ids (optional) are prefix-chained ids of the prompt's blocks of fixed length, usually
-512 tokens. They cover the prompt only, so no request of a trace hits the cached answer of another one. session_id
-(optional) names the conversation.
+512 tokens. They cover the prompt only, so no request of a trace hits the cached answer of another one, unless the trace
+states which prompt a prompt follows, as captures do (conversation_answers.py). session_id (optional) names the
+conversation.
 
 The system prompt is taken to be the first hash id's tokens. In a trace with sessions it is the prefix that a session's
-first request shares with the first requests of earlier sessions, if that is longer.
+first request shares with the first requests of earlier sessions, if that is longer. In a capture, every request that
+follows no other begins a session.
 """
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, cast
 
 import msgspec
 
+from warmroute.capture.trace_row import TraceRow
 from warmroute.fake_engine.core.block_content import BlockContent, TraceContent, mix64, namespace_offset
+from warmroute.replay.workloads.conversation_answers import ConversationAnswers
+from warmroute.replay.workloads.text_lengths import TextLengths, text_lengths
+from warmroute.replay.workloads.trace_files import BadTrace as BadTrace
+from warmroute.replay.workloads.trace_files import TraceFiles
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 ID_TOKENS = (512, 64, 16, 32, 128, 256, 1024)
 """Tokens that one hash id may cover, the likeliest first."""
-
-
-class BadTrace(ValueError):
-    """What is wrong with a trace file."""
-
-
-class _Row(msgspec.Struct, gc=False):
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: list[int] = []
-    session_id: str | int | None = None
-
-
-class _Time(msgspec.Struct, gc=False):
-    timestamp: float
+MAX_SYSTEM_IDS = 1 << 20
+"""Ids of first requests that are remembered in a trace with ids of few tokens."""
 
 
 class TraceBlocks(msgspec.Struct, gc=False):
@@ -48,21 +39,27 @@ class TraceBlocks(msgspec.Struct, gc=False):
 
     hash_ids: list[int]
     id_tokens: int
-    prompt_tokens: int
+    known_tokens: int
+    """Tokens that the ids cover: those of the prompt, in a capture also those of the answer."""
     seed: int
 
     def content(self, block_size: int) -> BlockContent:
-        return TraceContent(self.hash_ids, self.id_tokens, block_size, self.prompt_tokens, seed=self.seed)
+        return TraceContent(self.hash_ids, self.id_tokens, block_size, self.known_tokens, seed=self.seed)
 
 
-def prompts(path: Path, id_tokens: int | None = None) -> Iterator[WorkloadPrompt]:
-    """Return the trace's requests with its own order and times. Raises BadTrace."""
-    rows = _rows(path, msgspec.json.Decoder(_Row))
+def prompts(path: Path, id_tokens: int | None = None, model: str = "") -> Iterator[WorkloadPrompt]:
+    """Return the trace's requests in the order of their times; only those for `model`, if given. Raises BadTrace."""
+    files = TraceFiles(path, model)
+    rows = files.rows()
     first = list(islice(rows, 64))
-    size = id_tokens or tokens_per_id([(row.input_length, len(row.hash_ids)) for row in first], path)
-    sessions = _Sessions()
+    if model and not first:
+        raise BadTrace(f"{path}: no request is for the model {model!r}")
+    size = id_tokens or tokens_per_id(first, path)
+    sessions, answers = _Sessions(), ConversationAnswers(size)
+    lengths = text_lengths(files) if any(row.block_size for row in first) else TextLengths({})
     for number, row in enumerate(chain(first, rows)):
-        yield _prompt(row, number, size, sessions)
+        lengths.correct(row)
+        yield _prompt(row, number, size, sessions, answers)
 
 
 class _Sessions:
@@ -77,29 +74,50 @@ class _Sessions:
             return 1
         found = self._system_ids.get(session)
         if found is None:
-            new = next((at for at, one in enumerate(ids) if one not in self._first_request_ids), len(ids))
-            found = self._system_ids[session] = max(1, new)
-            self._first_request_ids.update(ids)
+            found = self._system_ids[session] = self.shared_ids(ids)
         return found
 
+    def shared_ids(self, ids: list[int]) -> int:
+        """Return the number of leading ids that are those of earlier first requests, at least 1."""
+        known = self._first_request_ids
+        new = next((at for at, one in enumerate(ids) if one not in known), len(ids))
+        if len(known) < MAX_SYSTEM_IDS:
+            known.update(ids)
+        return max(1, new)
 
-def _prompt(row: _Row, number: int, id_tokens: int, sessions: _Sessions) -> WorkloadPrompt:
+
+def _prompt(
+    row: TraceRow, number: int, id_tokens: int, sessions: _Sessions, answers: ConversationAnswers
+) -> WorkloadPrompt:
     ids = row.hash_ids
-    tokens = max(1, row.input_length)
+    tokens, output_tokens = max(1, row.input_length), max(1, row.output_length)
     session = b"" if row.session_id is None else str(row.session_id).encode()
+    known_tokens = tokens
+    if row.block_size:  # a capture
+        turn = answers.read(row, sessions.shared_ids)
+        system_ids, ids, known_tokens = turn.system_ids, turn.ids, turn.known_tokens
+    else:
+        system_ids = sessions.system_ids(session, ids)
     return WorkloadPrompt(
         prompt_tokens=tokens,
-        output_tokens=max(1, row.output_length),
-        blocks=TraceBlocks(ids, id_tokens, tokens, mix64(namespace_offset("trace", None), number)),
+        output_tokens=output_tokens,
+        blocks=TraceBlocks(ids, id_tokens, known_tokens, mix64(namespace_offset("trace", None), number)),
         at_ms=row.timestamp,
-        system_tokens=min(id_tokens * sessions.system_ids(session, ids), tokens - 1) if ids else 0,
+        system_tokens=min(id_tokens * system_ids, tokens - 1) if ids else 0,
         session=session,
+        priority=row.priority,
+        tenant=row.tenant,
     )
 
 
-def tokens_per_id(lengths: list[tuple[int, int]], path: Path) -> int:
+def tokens_per_id(rows: list[TraceRow], path: Path) -> int:
     """Return how many tokens a hash id covers: the size that fits every row, whether or not its last block is full."""
-    with_ids = [(tokens, ids) for tokens, ids in lengths if ids]
+    stated = {row.block_size for row in rows if row.block_size}
+    if len(stated) > 1:
+        raise BadTrace(f"{path}: its lines have different block sizes: {', '.join(map(str, sorted(stated)))}")
+    if stated:
+        return stated.pop()
+    with_ids = [(row.input_length, len(row.hash_ids)) for row in rows if row.hash_ids]
     if not with_ids:
         return ID_TOKENS[0]
     for size in ID_TOKENS:
@@ -108,26 +126,9 @@ def tokens_per_id(lengths: list[tuple[int, int]], path: Path) -> int:
     raise BadTrace(f"{path}: the number of hash_ids fits no block size; add id_tokens=N, the tokens that one id covers")
 
 
-def mean_rate(path: Path, limit: int | None = None) -> float:
+def mean_rate(path: Path, limit: int | None = None, model: str = "") -> float:
     """Return the requests per second of the trace, or of its first `limit` requests. Reads the times only."""
-    times_ms: list[float] = [row.timestamp for row in islice(_rows(path, msgspec.json.Decoder(_Time)), limit)]
+    times_ms = list(islice(TraceFiles(path, model).times_ms(), limit))
     if not times_ms or times_ms[-1] <= times_ms[0]:
         raise BadTrace(f"{path}: cannot compute a rate: all requests have the same time")
     return (len(times_ms) - 1) / (times_ms[-1] - times_ms[0]) * 1000.0
-
-
-def _rows(path: Path, decoder: msgspec.json.Decoder[Any]) -> Iterator[Any]:
-    try:
-        with open_text(path) as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    try:
-                        yield decoder.decode(line)
-                    except (msgspec.ValidationError, msgspec.DecodeError) as error:
-                        raise BadTrace(f"{path}, line {number}: {error}") from None
-    except OSError as error:
-        raise BadTrace(f"{path}: {error.strerror or error}") from None
-
-
-def open_text(path: Path) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")

@@ -1,0 +1,31 @@
+"""Takes the place of an exchange when its request has ended, so that nothing leads from the attempts back to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from warmroute.fleet.node import Node
+from warmroute.routing.routing_errors import RoutingError
+
+
+class EndedRequest:
+    """The attempt driver of requests that have ended. Only a bug calls it."""
+
+    def __init__(self, internal_error: Callable[[Exception], object]) -> None:
+        self._internal_error = internal_error
+
+    def send(self, node: Node) -> None:
+        raise AssertionError("the request has ended")
+
+    send_hedge = send
+
+    def withdraw(self) -> None:
+        """There is nothing to withdraw."""
+
+    withdraw_hedge = promote_hedge = withdraw
+
+    def reject(self, why: RoutingError) -> int:
+        return 0
+
+    def internal_error(self, error: Exception) -> None:
+        self._internal_error(error)

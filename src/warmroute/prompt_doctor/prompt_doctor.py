@@ -1,0 +1,203 @@
+"""Compares the sampled prompts in a thread, every few seconds, with at most MAX_CPU_SHARE of a core."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from warmroute.event_log import EventLog, where_it_failed
+from warmroute.prompt_doctor.findings import Finding, describe_part, find
+from warmroute.prompt_doctor.masked_prompt import MaskedPrompt
+from warmroute.prompt_doctor.prompt_changes import PromptChange, find_change
+from warmroute.prompt_doctor.prompt_parts import read_parts
+from warmroute.prompt_doctor.prompt_samples import MAX_ROUTES, PromptSample, PromptSamples, RouteKey, RouteSamples
+
+log = EventLog("warmroute.prompt_doctor")
+
+INTERVAL_S: Final = 5.0
+MAX_CPU_SHARE: Final = 0.02
+MAX_BYTES: Final = 32 << 20
+"""Memory for samples. Beyond it, the routes with the oldest samples lose them."""
+MAX_FINDINGS: Final = 3
+"""Per route: those that cost the most."""
+FORGET_S: Final = 600.0
+"""A route without requests for this long has no findings."""
+
+
+class RouteReport(NamedTuple):
+    samples: int
+    agrees_until: str
+    """Where most prompts stop to agree with others, such as `message 1 (user)`."""
+    common_share: float
+    """Share of the prompts' text before that."""
+    findings: tuple[Finding, ...]
+    """The most expensive first."""
+    change: PromptChange | None
+    """How recent prompts differ from earlier ones."""
+
+
+class PromptDoctor:
+    def __init__(self, requests: Callable[[RouteKey], int], now: Callable[[], float] = time.monotonic) -> None:
+        """`requests`: the number of complete requests of a route."""
+        self._requests = requests
+        self._now = now
+        self.samples = PromptSamples()
+        self.reports: dict[RouteKey, RouteReport] = {}
+        """Replaced as a whole by each examination."""
+        self._routes: dict[RouteKey, RouteSamples] = {}
+        self._counted: dict[RouteKey, tuple[int, float]] = {}
+        """Requests of each route, and when, at the last examination."""
+        self._failed = False
+        self._forgotten = 0
+        """How often everything was forgotten."""
+
+    def forget(self) -> None:
+        """Drop all samples and reports."""
+        self.samples.forget_all()
+        self._forgotten += 1
+        self._routes, self._counted, self.reports = {}, {}, {}
+
+    # In the background.
+
+    async def run(self) -> None:
+        wait_s = INTERVAL_S
+        while True:
+            await asyncio.sleep(wait_s)
+            started_s = time.monotonic()
+            try:
+                wait_s = max(INTERVAL_S, await self.examine() / MAX_CPU_SHARE)
+            except Exception as error:
+                if not self._failed:
+                    self._failed = True
+                    log.error("prompt_doctor_failed", "It tries again.", reason=where_it_failed(error))
+                wait_s = max(INTERVAL_S, (time.monotonic() - started_s) / MAX_CPU_SHARE)
+
+    async def examine(self) -> float:
+        """Compare the samples of the routes that have new ones. Return the CPU time that this took."""
+        new = self.samples.take()
+        if not new and not self.reports:
+            return 0.0
+        counts = {key: self._requests(key) for key in {*self.reports, *[key for key, _sample in new]}}
+        forgotten, now_s = self._forgotten, self._now()
+        loop = asyncio.get_running_loop()
+        reports, cpu_s = await loop.run_in_executor(None, self.compare, new, counts, now_s)
+        if self._forgotten == forgotten:
+            self.reports = reports
+        else:  # while the thread worked
+            self._routes, self._counted = {}, {}
+        return cpu_s
+
+    def compare(
+        self, new: list[tuple[RouteKey, PromptSample]], counts: dict[RouteKey, int], now_s: float
+    ) -> tuple[dict[RouteKey, RouteReport], float]:
+        """Read new samples and compare those of their routes. Return the reports of all routes, and the CPU time."""
+        started_s = time.thread_time()
+        changed: set[RouteKey] = set()
+        for key, sample in new:
+            if self._read(sample) and (key in self._routes or len(self._routes) < MAX_ROUTES):
+                self._routes.setdefault(key, RouteSamples()).add(sample)
+                changed.add(key)
+        self._limit_memory()
+        reports: dict[RouteKey, RouteReport] = {}
+        for key, route in list(self._routes.items()):
+            if not route.recent or now_s - route.recent[-1].arrived_s > FORGET_S:
+                del self._routes[key]
+                self._counted.pop(key, None)
+                continue
+            before = self.reports.get(key)
+            report = self._report(key, route) if key in changed or before is None else before
+            reports[key] = self._with_costs(key, report, before, counts.get(key, 0), now_s)
+        return reports, time.thread_time() - started_s
+
+    @staticmethod
+    def _read(sample: PromptSample) -> bool:
+        """Replace a sample's body by its text. Return False if it has no prompt."""
+        body, sample.body = sample.body, b""
+        try:
+            parts = read_parts(sample.path, body)
+        except Exception as error:  # whatever clients send
+            log.debug("prompt_not_compared", reason=where_it_failed(error))
+            return False
+        if parts is None or not sample.prompt_tokens:
+            return False
+        sample.prompt = MaskedPrompt(parts)
+        return True
+
+    def _limit_memory(self) -> None:
+        sizes = {key: route.size_bytes for key, route in self._routes.items()}
+        while sum(sizes.values()) > MAX_BYTES:
+            key = max(sizes, key=lambda one: sizes[one])
+            route = self._routes[key]
+            for samples in (route.recent, route.older):
+                for _ in range((len(samples) + 1) // 2):
+                    samples.popleft()
+            sizes[key] = route.size_bytes
+
+    @staticmethod
+    def _report(key: RouteKey, route: RouteSamples) -> RouteReport:
+        samples = list(route.recent)
+        prompts = [sample.prompt for sample in samples if sample.prompt is not None]
+        findings, shared = find(key, samples)
+        findings.sort(key=lambda finding: -finding.lost_ms)
+        places: Counter[str] = Counter()
+        common = total = 0
+        for prompt, at in zip(prompts, shared, strict=True):
+            part = prompt.position(at).part
+            places[describe_part(part.kind, part.number, part.role)] += 1
+            common += prompt.raw_characters(at)
+            total += prompt.characters
+        return RouteReport(
+            len(samples), places.most_common(1)[0][0] if len(prompts) > 1 else "", common / max(1, total),
+            tuple(findings[:MAX_FINDINGS]), find_change(samples, list(route.older)),
+        )  # fmt: skip
+
+    def _with_costs(
+        self, key: RouteKey, report: RouteReport, before: RouteReport | None, requests: int, now_s: float
+    ) -> RouteReport:
+        """Add what the findings cost since the last examination."""
+        known = {finding.id: finding for finding in before.findings} if before is not None else {}
+        last_requests, last_s = self._counted.get(key, (requests, now_s))
+        self._counted[key] = (requests, now_s)
+        count, seconds = max(0, requests - last_requests), now_s - last_s
+        findings: list[Finding] = []
+        for finding in report.findings:
+            past = known.get(finding.id)
+            lost_s = finding.lost_ms * count / 1000.0
+            findings.append(
+                msgspec.structs.replace(
+                    finding,
+                    since_s=past.since_s if past is not None else now_s,
+                    lost_gpu_s=(past.lost_gpu_s if past is not None else 0.0) + lost_s,
+                    gpus=lost_s / seconds if seconds > 0 else 0.0,
+                )
+            )
+        return report._replace(findings=tuple(findings))
+
+    # For the page, the admin API and the alerts.
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Return the findings of all routes, the most expensive first."""
+        found = [finding for report in self.reports.values() for finding in report.findings]
+        return sorted(found, key=lambda finding: -finding.gpus)
+
+    def describe(self, wall_s: float, show_text: bool = False) -> dict[str, Any]:
+        """`wall_s`: the Unix time at which the router's clock was 0."""
+        return {
+            "routes": [
+                {
+                    "model": model,
+                    "route": route,
+                    "samples": report.samples,
+                    "agrees_until": report.agrees_until,
+                    "common_share": round(report.common_share, 3),
+                }
+                for (model, route), report in sorted(self.reports.items())
+            ],
+            "findings": [finding.describe(wall_s, show_text) for finding in self.findings],
+        }
