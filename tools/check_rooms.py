@@ -28,6 +28,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "prompt_doctor": {"_kernel", "fleet", "prompt", "routing"},
     "capture": {"_kernel", "blocking", "config", "prompt", "fleet", "routing", "telemetry"},
     "edge": {"_kernel", "capture", "config", "prompt", "fleet", "routing", "telemetry"},
+    "cluster": {"config", "fleet", "index", "routing"},
     "engines": {"config", "fleet", "index"},
     "discovery": {"blocking", "config", "fleet", "kubernetes"},
     "scaling": {"blocking", "config", "fleet", "index", "kubernetes"},
@@ -35,7 +36,8 @@ MAY_KNOW: dict[str, set[str]] = {
     "monitoring": {"telemetry"},
     "fake_engine": {"config", "edge"},
     "replay": {
-        "_kernel", "capture", "config", "prompt", "index", "fleet", "routing", "engines", "scaling", "fake_engine",
+        "_kernel", "capture", "config", "prompt", "index", "fleet", "routing", "cluster", "engines", "scaling",
+        "fake_engine",
     },
     "demo": {"config", "scaling", "fake_engine", "replay"},
 }  # fmt: skip

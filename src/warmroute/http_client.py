@@ -78,7 +78,12 @@ class Response:
 
 @asynccontextmanager
 async def open_response(
-    method: str, url: str, body: bytes = b"", headers: Headers = (), tls: ssl.SSLContext | None = None
+    method: str,
+    url: str,
+    body: bytes = b"",
+    headers: Headers = (),
+    tls: ssl.SSLContext | None = None,
+    unix_socket: str = "",
 ) -> AsyncIterator[Response]:
     """Send a request and wait for the response's head. A body is sent as JSON, unless `headers` has a Content-Type.
 
@@ -90,7 +95,10 @@ async def open_response(
     if secure and tls is None:
         tls = ssl.create_default_context()
     host, port = parts.hostname or "", parts.port or (443 if secure else 80)
-    reader, writer = await asyncio.open_connection(host, port, ssl=tls if secure else None)
+    if unix_socket:
+        reader, writer = await asyncio.open_unix_connection(unix_socket)
+    else:
+        reader, writer = await asyncio.open_connection(host, port, ssl=tls if secure else None)
     try:
         fields = {"Host": parts.netloc.rpartition("@")[2], "Connection": "close", "Accept": "*/*"}
         if body or method == "POST":
@@ -129,7 +137,8 @@ async def request(
     timeout_s: float,
     limit_bytes: int,
     tls: ssl.SSLContext | None = None,
+    unix_socket: str = "",
 ) -> tuple[int, bytes]:
     """Return the status and the whole body. Raises TimeoutError if it takes longer than `timeout_s` in all."""
-    async with asyncio.timeout(timeout_s), open_response(method, url, body, headers, tls) as response:
+    async with asyncio.timeout(timeout_s), open_response(method, url, body, headers, tls, unix_socket) as response:
         return response.status, await response.read(limit_bytes)

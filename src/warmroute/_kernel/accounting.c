@@ -29,6 +29,30 @@ static void learn_prefill_speed(SpeedState *s, double done, double step_ms, doub
     s->answers++;
 }
 
+static void record_lone_prefill(SpeedState *s, double work, double took_ms);
+
+/* What the router learns from a first token. `lone`: no other prompt waited at that time. */
+static void learn_first_token(SpeedState *s, double done, double step_ms, double sent_s, double now_s, int lone) {
+    if (lone && sent_s >= s->last_first_token_s)
+        record_lone_prefill(s, done, (now_s - sent_s) * 1000.0);
+    learn_prefill_speed(s, done, step_ms, sent_s, now_s);
+}
+
+static PyObject *speed_learn(SpeedState *s, PyObject *const *args, Py_ssize_t count) {
+    double done, step_ms, sent_s, now_s;
+    int lone;
+    if (check_count(count, 5) < 0 || as_double(args[0], &done) < 0 || as_double(args[1], &step_ms) < 0 ||
+        as_double(args[2], &sent_s) < 0 || as_double(args[3], &now_s) < 0 || (lone = PyObject_IsTrue(args[4])) < 0)
+        return NULL;
+    learn_first_token(s, done, step_ms, sent_s, now_s, lone);
+    Py_RETURN_NONE;
+}
+
+static void speed_dealloc(SpeedState *self) {
+    Py_CLEAR(self->samples);
+    Py_TYPE(self)->tp_free(self);
+}
+
 /* A prompt that no other one waited beside got its first token after `took_ms`. */
 static void record_lone_prefill(SpeedState *s, double work, double took_ms) {
     double weight = larger(REVIEW_WEIGHT, 1.0 / (double)++s->lone_prefills);
@@ -79,7 +103,12 @@ static PyMemberDef speed_members[] = {
     {"timed_answers", T_PYSSIZET, offsetof(SpeedState, timed_answers), 0, NULL},
     {"early_share", T_DOUBLE, offsetof(SpeedState, early_share), 0, NULL},
     {"answers", T_PYSSIZET, offsetof(SpeedState, answers), 0, NULL},
+    {"samples", T_OBJECT, offsetof(SpeedState, samples), 0, NULL},
     NO_MEMBER};
+
+static PyMethodDef speed_methods[] = {
+    {"learn", FAST(speed_learn), "Learn from a first token: a prompt with this much work, sent then, was prefilled now."},
+    NO_METHOD};
 
 PyTypeObject SpeedType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = MODULE "SpeedState",
@@ -87,6 +116,8 @@ PyTypeObject SpeedType = {
     .tp_basicsize = sizeof(SpeedState),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
     .tp_new = PyType_GenericNew,
+    .tp_dealloc = (destructor)speed_dealloc,
+    .tp_methods = speed_methods,
     .tp_members = speed_members,
 };
 
@@ -134,6 +165,7 @@ static void unlist_unstreamed(NodeState *node, TicketState *t) {
 /* Its prefill is done, as far as the router knows. */
 static void end_prefill(NodeState *node, TicketState *t) {
     node->pending_work -= t->pending_work;
+    node->changes++;
     t->pending_work = 0.0;
     if (t->is_unstreamed)
         unlist_unstreamed(node, t);
@@ -242,6 +274,8 @@ static PyMemberDef node_members[] = {
     {"other_load", T_PYSSIZET, offsetof(NodeState, other_load), 0, NULL},
     {"polls", T_PYSSIZET, offsetof(NodeState, polls), 0, NULL},
     {"unstarted", T_PYSSIZET, offsetof(NodeState, unstarted), 0, NULL},
+    {"kv_sum", T_DOUBLE, offsetof(NodeState, kv_sum), READONLY, NULL},
+    {"changes", T_PYSSIZET, offsetof(NodeState, changes), READONLY, NULL},
     {"unstreamed_prefills", T_PYSSIZET, offsetof(NodeState, unstreamed_prefills), READONLY, NULL},
     NO_MEMBER};
 
@@ -299,9 +333,14 @@ static always_inline NodeState *node_of(const TicketState *t) {
     return NULL;
 }
 
+static void change_kv(NodeState *node, double tokens) {
+    node->kv_delta += tokens;
+    node->kv_sum += tokens;
+}
+
 static void add_prompt(TicketState *t, NodeState *node, double now_s) {
     node->pending_work += t->unlearned_work;
-    node->kv_delta += (double)t->new_tokens;
+    change_kv(node, (double)t->new_tokens);
     node->kv_new += t->new_tokens;
     node->context_tokens += t->tokens;
     if (t->streams)
@@ -341,6 +380,7 @@ static PyObject *ticket_open(TicketState *t, PyObject *const *args, Py_ssize_t c
     t->polls = node->polls;
     node->inflight++;
     node->unstarted++;
+    node->changes++;
     record_arrival(node, now_s);
     if (has_prompt) {
         t->decode_speed = (DecodeSpeedState *)Py_NewRef(args[2]);
@@ -361,9 +401,15 @@ static void learn_prefill(TicketState *t, NodeState *node, double now_s) {
     double arrived_s = t->opened_s + node->round_trip_ms / 1000.0; /* the network's time is not the node's */
     if (arrived_s >= now_s)                                        /* then the round trip is shorter than configured */
         arrived_s = t->opened_s;
-    if (t->streams && arrived_s >= speed->last_first_token_s && node->pending_work < 1.0)
-        record_lone_prefill(speed, t->unlearned_work, (now_s - arrived_s) * 1000.0);
-    learn_prefill_speed(speed, t->unlearned_work, step_ms, arrived_s, now_s);
+    int lone = t->streams && node->pending_work < 1.0;
+    if (!speed->samples || !PyList_Check(speed->samples)) {
+        learn_first_token(speed, t->unlearned_work, step_ms, arrived_s, now_s, lone);
+        return;
+    }
+    PyObject *sample = Py_BuildValue("(ddddO)", t->unlearned_work, step_ms, arrived_s, now_s, lone ? Py_True : Py_False);
+    if (!sample || PyList_Append(speed->samples, sample) < 0)
+        PyErr_Clear(); /* out of memory: the speed stays */
+    Py_XDECREF(sample);
 }
 
 static PyObject *ticket_first_token(TicketState *t, PyObject *const *args, Py_ssize_t count) {
@@ -431,9 +477,9 @@ static PyObject *ticket_record_answer(TicketState *t, PyObject *const *args, Py_
 static void remove_prompt(TicketState *t, NodeState *node) {
     if (t->first_token_s == 0.0)
         end_prefill(node, t);
-    node->kv_delta -= (double)t->new_tokens;
+    change_kv(node, -(double)t->new_tokens);
     if (node->polled_s > t->opened_s) /* the last poll counted some of its answer, too */
-        node->kv_delta -= t->output_tokens;
+        change_kv(node, -t->output_tokens);
     node->kv_new -= t->new_tokens;
     node->context_tokens -= t->tokens;
 }
@@ -453,6 +499,7 @@ static PyObject *ticket_release(TicketState *t, PyObject *const *args, Py_ssize_
     if (t->decode_speed)
         remove_prompt(t, node);
     t->is_open = 0;
+    node->changes++;
     if (!--node->inflight)
         node->pending_work = 0.0; /* removes the rounding errors of the sum */
     if (t->first_token_s == 0.0 && t->polls == node->polls)

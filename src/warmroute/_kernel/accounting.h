@@ -17,6 +17,7 @@ typedef struct {
     double early_share;                             /* of answers whose first token came sooner than a step allows */
     Py_ssize_t answers, lone_prefills, timed_answers;
     char is_replaced;                               /* ms_per_token is the peers' */
+    PyObject *samples;                              /* a list: learn() takes them later; NULL: learn at once */
 } SpeedState;
 
 /* fleet/decode_speed.py inherits from it: time per output token as a line over the context, with a lower bound. */
@@ -43,6 +44,8 @@ typedef struct {
     double round_trip_ms, polled_s, last_ticket_s, latency_ms, ttft_sum_ms;
     double streamed_ttft_ms, streamed_work, streamed_steps_ms; /* sums over streamed responses with a known prompt */
     Py_ssize_t polls, unstarted;
+    double kv_sum;        /* the sum of all changes of kv_delta: polls do not reset it */
+    Py_ssize_t changes;   /* how often tickets changed these figures */
     /* Tickets of answers that are not streamed, whose prefill is not due yet: a list in the order they are due, which holds
      * a reference to each. */
     Py_ssize_t unstreamed_prefills;

@@ -68,6 +68,11 @@ class SpeedState:
     _ms: float
     _at_s: float
     _last_first_token_s: float
+    samples: list[tuple[float, float, float, float, bool]] | None
+    """What `learn` takes, for each first token, if it is to be learned later; None: the kernel learns at once."""
+
+    def learn(self, work: float, step_ms: float, sent_s: float, now_s: float, lone: bool, /) -> None:
+        """Learn from a first token: a prompt with this much work, sent at `sent_s`, was prefilled at `now_s`."""
 
 class DecodeSpeedState:
     """The learned decode speed of a model."""
@@ -104,6 +109,12 @@ class NodeState:
     polls: int
     unstarted: int
 
+    @property
+    def kv_sum(self) -> float:
+        """The sum of all changes that tickets made to `kv_delta`. Polls do not reset it."""
+    @property
+    def changes(self) -> int:
+        """How often tickets changed these figures."""
     @property
     def unstreamed_prefills(self) -> int:
         """Our requests without streaming whose prefill is not due yet."""

@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = create_parser().parse_args(argv)
     except SystemExit as ended:  # a wrong argument, or --help
         return int(ended.code or 0)
+    args.own_arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = int(args.run(args) or 0)
         sys.stdout.flush()

@@ -119,12 +119,34 @@ def add_to(commands: Any) -> None:
         metavar="'60 fail node-3'",
         help="fail, hang, restart, drain or provision a node at a time in seconds; repeatable",
     )
+    _add_replica_flags(parser)
     _add_scaling_flags(parser)
     report = parser.add_argument_group("report")
     report.add_argument("--json", type=output_file, metavar="FILE", help="write all results as JSON")
     report.add_argument("--html", type=output_file, metavar="FILE", help="write a page with plots")
     report.add_argument("--quiet", action="store_true", help="print no progress bar and no table")
     parser.set_defaults(run=run)
+
+
+def _add_replica_flags(parser: argparse.ArgumentParser) -> None:
+    replicas = parser.add_argument_group("several routers")
+    replicas.add_argument(
+        "--replicas", type=whole(1, 64), default=1, metavar="R", help="number of routers (default: 1)"
+    )
+    replicas.add_argument(
+        "--sync-lag", type=number(0.0), metavar="MS", help="delay of messages between routers (default: 20)"
+    )
+    replicas.add_argument(
+        "--sync-loss", type=fraction, metavar="FRACTION", help="messages between routers that are lost (default: 0)"
+    )
+    replicas.add_argument(
+        "--partition",
+        action="append",
+        default=[],
+        metavar="'FROM TO'",
+        help="time in seconds in which no message between routers arrives; repeatable",
+    )
+    replicas.add_argument("--no-sync", action="store_true", help="routers tell each other nothing")
 
 
 def _add_scaling_flags(parser: argparse.ArgumentParser) -> None:
@@ -183,6 +205,8 @@ def create_setups(args: argparse.Namespace) -> list[Setup]:
     workload = parse_workload(args.workload, args.scale_rate)
     policies = [parse_policy(text) for text in args.policy or ("price", "round_robin")]
     conditions, nodes = _conditions(args), _nodes(args)
+    if conditions.replicas > 1 and (args.autoscale or args.scaler):
+        raise ConfigError("--replicas: not together with --autoscale or --scaler")
     return [
         Setup(
             workload=workload,
@@ -275,6 +299,11 @@ def _conditions(args: argparse.Namespace) -> Conditions:
         "poll_loss": args.poll_loss,
         "kv_lag_ms": args.kv_lag,
         "kv_loss": args.kv_loss,
+        "replicas": args.replicas,
+        "sync_lag_ms": args.sync_lag,
+        "sync_loss": args.sync_loss,
+        "shares": not args.no_sync,
+        "partitions": tuple(_partition(text) for text in args.partition),
     }
     islands: dict[str, Island] = {}
     for text in args.island:
@@ -284,6 +313,14 @@ def _conditions(args: argparse.Namespace) -> Conditions:
         except argparse.ArgumentTypeError:
             raise ConfigError(f"--island {text!r}: expected NAME=MS, such as eu-west=80") from None
     return msgspec.structs.replace(Conditions(seed=args.seed, islands=islands), **_given(values))
+
+
+def _partition(text: str) -> tuple[float, float]:
+    try:
+        begin_s, end_s = map(number(0.0), text.split())
+    except (ValueError, argparse.ArgumentTypeError):
+        raise ConfigError(f"--partition {text!r}: expected two times in seconds, such as '60 90'") from None
+    return begin_s, end_s
 
 
 def _nodes(args: argparse.Namespace) -> tuple[NodeSpec, ...]:

@@ -11,13 +11,17 @@ import msgspec
 import uvloop
 
 from warmroute import config as configuration
-from warmroute.cli.arguments import port
+from warmroute.cli.arguments import port, whole
 from warmroute.config import Config, ConfigError, NodeConfig
 from warmroute.edge.process_limits import keep_freed_memory, raise_file_limit
 from warmroute.event_log import EventLog
 from warmroute.service import Service
 from warmroute.service.process_exit import leave
 from warmroute.service.startup_checks import check_startup
+from warmroute.service.workers.seat import take_seat
+from warmroute.service.workers.supervisor import Supervisor
+from warmroute.service.workers.worker import Worker
+from warmroute.service.workers.worker_process import worker_command
 from warmroute.telemetry import log as logs
 
 log = EventLog("warmroute.service")
@@ -35,6 +39,12 @@ def add_to(commands: Any) -> None:
         "--node", action="append", default=[], metavar="URL", help="engine to send requests to; repeatable"
     )
     parser.add_argument("--policy", choices=get_args(configuration.PolicyName), help="routing policy (default: price)")
+    parser.add_argument(
+        "--workers",
+        type=whole(1, 256),
+        metavar="N",
+        help="processes that serve requests, behind one port (default: 1; see docs/concepts/several-processes.md)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -47,13 +57,33 @@ def run(args: argparse.Namespace) -> int:
     logs.set_up(config.log)
     for warning in report.warnings:
         log.warning("config_warning", warning)
-    service = Service(lambda: read_config(args), args.config)
+    seat = take_seat()
     keep_freed_memory()
     raise_file_limit()
+    if seat is None and (args.workers or 1) > 1:
+        return _supervise(args, config)
+    if seat is None:
+        service = Service(lambda: read_config(args), args.config)
+    else:
+        service = Service(lambda: read_config(args), worker=Worker(seat))  # the parent watches the configuration file
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(service.run_until_signal())
         leave()
     return 0
+
+
+def _supervise(args: argparse.Namespace, config: Config) -> int:
+    if config.scaling.enabled:
+        raise ConfigError("--workers: a fleet with [scaling] has one process; remove --workers or set enabled = false")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+
+        async def supervise() -> int:
+            supervisor = Supervisor(
+                lambda: read_config(args), args.config, args.workers, worker_command(args.own_arguments)
+            )
+            return await supervisor.run_until_signal()
+
+        return runner.run(supervise())
 
 
 def read_config(args: argparse.Namespace) -> Config:

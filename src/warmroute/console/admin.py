@@ -81,17 +81,7 @@ class AdminApi:
 
     def admit(self, head: RequestHead) -> str:
         """Check the token. Raises HttpError."""
-        if head.target in PUBLIC_PATHS:
-            return ""
-        if not self._token:
-            _reject_browsers(head)
-            return ""
-        scheme, _, token = head.authorization.partition(b" ")
-        if scheme.lower() != b"bearer" or not compare_digest(sha256(token.strip()).digest(), self._token):
-            raise HttpError(
-                401, "The admin API requires its token: send `Authorization: Bearer TOKEN`.", code="invalid_token",
-                headers=(("WWW-Authenticate", "Bearer"),),
-            )  # fmt: skip
+        check_token(head, self._token)
         return ""
 
     async def answer(self, request: Request, responder: Responder) -> None:
@@ -219,6 +209,21 @@ class AdminApi:
         for node in self._fleet:
             if node.name != name and canonical_address(node.url) == address:
                 raise HttpError(409, f"{same_engine(node.name, name, config.url)}.", code="same_engine")
+
+
+def check_token(head: RequestHead, token_sha256: bytes) -> None:
+    """Raises HttpError if the request may not use the admin API."""
+    if head.target in PUBLIC_PATHS:
+        return
+    if not token_sha256:
+        _reject_browsers(head)
+        return
+    scheme, _, token = head.authorization.partition(b" ")
+    if scheme.lower() != b"bearer" or not compare_digest(sha256(token.strip()).digest(), token_sha256):
+        raise HttpError(
+            401, "The admin API requires its token: send `Authorization: Bearer TOKEN`.", code="invalid_token",
+            headers=(("WWW-Authenticate", "Bearer"),),
+        )  # fmt: skip
 
 
 def _reject_browsers(head: RequestHead) -> None:

@@ -66,6 +66,32 @@ def _options(listener: Listener, tls: ssl.SSLContext | None) -> dict[str, Any]:
     return options
 
 
+def open_tcp_socket(host: str, port: int) -> socket.socket:
+    """Return a listening socket that other processes can serve. Raises ConfigError if the address is unusable."""
+    try:
+        if host == "::":
+            return socket.create_server(
+                ("::", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=socket.has_dualstack_ipv6()
+            )
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {_advice(error, host)}") from None
+
+
+def open_unix_socket(path: str) -> socket.socket:
+    """Return a listening socket that other processes can serve. Raises ConfigError if the path is unusable."""
+    _remove_stale_socket(path)
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        listening.bind(path)
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from None
+    return listening
+
+
 def _advice(error: OSError, host: str) -> str:
     if isinstance(error, socket.gaierror):
         return f"the name {host} cannot be resolved; use an address of this machine"

@@ -89,6 +89,7 @@ class Fleet:
         del self._nodes[name]
         before, node.groups = node.groups, ()
         for group in before:
+            group.inflight -= node.peer_load.inflight
             group.remove(node)
             self._members_changed(group)
         self.islands.remove(node)
@@ -169,6 +170,11 @@ class Fleet:
         names = dict.fromkeys(node.models or ())
         self._remember_models(names)
         node.groups = tuple(self._groups.get(name) or self._groups.setdefault(name, Group(name)) for name in names)
+        if peer_inflight := node.peer_load.inflight:
+            for group in before:
+                group.inflight -= peer_inflight
+            for group in node.groups:
+                group.inflight += peer_inflight
         for group in before:
             if group.model not in names:
                 group.remove(node)

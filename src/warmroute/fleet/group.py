@@ -57,9 +57,11 @@ class Group:
     """Set if the model is a LoRA adapter."""
     decode_speed: DecodeSpeed = field(default_factory=DecodeSpeed)
     inflight: int = 0
-    """This router's requests on the group's nodes, for any model."""
+    """Requests of this process and its peers on the group's nodes, for any model."""
     waiting: int = 0
-    """Requests in the admission queue for this group."""
+    """Requests in the admission queues of this process and its peers for this group."""
+    peer_waiting: int = 0
+    """Those of them that wait in the queues of peers."""
     members: tuple[Node, ...] = ()
     """In the order in which the fleet got them."""
     spans_islands: bool = False

@@ -25,6 +25,7 @@ from warmroute.fleet.health import Health
 from warmroute.fleet.lora_adapters import FleetAdapters, LoadedAdapters
 from warmroute.fleet.node_speed import NodeSpeed
 from warmroute.fleet.outlier_detection import RecentRequests
+from warmroute.fleet.peer_load import PeerLoad
 from warmroute.fleet.reported_values import ReportedValues
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ class Node(NodeState):
     __slots__ = (
         "adapter_names", "api_key_env", "busy_until_s", "config", "context_windows", "draining", "engine",
         "excused_failures", "groups", "health", "host", "incarnation", "island", "last_progress_s", "loaded_adapters",
-        "model_cards", "models", "number", "port", "rates", "recent_requests", "reported", "role", "running", "scheme",
-        "seed", "url", "waiting",
+        "model_cards", "models", "number", "peer_load", "port", "rates", "recent_requests", "reported", "role",
+        "running", "scheme", "seed", "url", "waiting",
     )  # fmt: skip
 
     def __init__(self, config: NodeConfig, health: HealthConfig, adapters: FleetAdapters | None = None) -> None:
@@ -110,8 +111,10 @@ class Node(NodeState):
         self.distance_ms = 0.0
         self.round_trip_ms = 0.0
 
-        # Accounting of this router's requests on the node.
+        # Accounting of requests on the node: those of this process, and those that its peers have published.
         self.groups: tuple[Group, ...] = ()
+        self.peer_load = PeerLoad()
+        """The part of the figures below that is the peers' (see peer_load.py). Zero without peers."""
         self.inflight = 0
         self.unstarted = 0
         """Requests sent since the last poll that have no first token yet."""
@@ -156,8 +159,13 @@ class Node(NodeState):
         return not self.inflight or self.last_ticket_s < self.health.half_open_s
 
     @property
+    def own_inflight(self) -> int:
+        """Requests of this process."""
+        return self.inflight - self.peer_load.inflight
+
+    @property
     def load(self) -> int:
-        """Requests on the node: exact for this router's, as last polled for others."""
+        """Requests on the node: exact for this process's, as published for its peers', as polled for others."""
         return self.inflight + self.other_load
 
     @property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
+from itertools import count
 from typing import Final
 
 from warmroute._kernel import BlockIndex, add_hits, match_hits
@@ -30,6 +32,10 @@ EVENT_AGES_S: Final = (5.0, 30.0)
 
 LOWER_TIERS: Final = SAVED_SHARE[1:]
 
+RoutedPrompt = tuple[str, bytes, bool, str]
+"""A prompt that was sent to a node: the node, the block hashes, whether they are those of the node's events, and the
+tenant's cache group."""
+
 
 class CacheView:
     def __init__(self, config: IndexConfig) -> None:
@@ -49,9 +55,14 @@ class CacheView:
         """Pending predictions with a first token, and when the router looks for their events."""
         self._overdue: deque[tuple[float, Prediction]] = deque()
         """Those whose events had not arrived by then, and when they stop being pending in any case."""
+        self._peers_pending: list[tuple[float, int, Prediction]] = []
+        """A heap: pending predictions of peers, and when they stop being pending."""
+        self._order = count()
         self.lookup_errors = 0
         """Requests that were routed by load because the index failed at their prompt."""
         self._logged_errors: set[str] = set()
+        self.routed_log: list[RoutedPrompt] | None = None
+        """Prompts that were sent to nodes, for the peers of this process; None without peers."""
         self.tenants = TenantIsolation(self.index)
         self.reuse = Reuse()
         self.reconfigure(config)
@@ -118,7 +129,7 @@ class CacheView:
     def hits(self, model: str, lookup: Lookup, now_s: float) -> dict[str, Hit]:
         """Return a hit for every node that holds a prefix of the prompt; the sum for several prompts. The time grows
         with the length of the match, not with the size of the index."""
-        if self._prefilled or self._overdue:
+        if self._prefilled or self._overdue or self._peers_pending:
             self._expire_pending(now_s)
         special = lookup.special
         if special is not None and special.skips_cache:
@@ -190,6 +201,8 @@ class CacheView:
         if lookup.cache_group:
             self.tenants.record(lookup.cache_group, chain, now_s)
         exact = lookup.exact_tokens == lookup.token_count
+        if self.routed_log is not None:
+            self.routed_log.append((name, chain, exact, lookup.cache_group))
         tokens, rank = (hit.tokens, hit.rank) if hit is not None else (0, ROUTED)
         comparable = lookup.special is None
         if comparable:
@@ -198,6 +211,19 @@ class CacheView:
         return Prediction(
             cache, chain, lookup.token_count, tokens, rank, exact, now_s, lookup.text, comparable, sampled, known
         )  # fmt: skip
+
+    def record_peer_routed(self, prompt: RoutedPrompt, prefilled_s: float, now_s: float) -> None:
+        """Record that a peer sent a prompt to a node, which will have prefilled it by `prefilled_s`."""
+        name, chain, exact, cache_group = prompt
+        cache = self._caches.get(name)
+        if cache is None or not chain:
+            return
+        self.reuse.record(chain, now_s)
+        if cache_group:
+            self.tenants.record(cache_group, chain, now_s)
+        prediction = Prediction(cache, chain, 0, 0, ROUTED, exact, now_s, comparable=False)
+        if prediction.pending:
+            heappush(self._peers_pending, (prefilled_s + EVENT_DELAY_S, next(self._order), prediction))
 
     def first_token(self, prediction: Prediction, now_s: float) -> None:
         """Handle a first token: the prompt is prefilled, and events will soon report the pending blocks."""
@@ -215,6 +241,8 @@ class CacheView:
                 overdue.append((at_s - EVENT_DELAY_S + PENDING_TIMEOUT_S, prediction))
         while overdue and overdue[0][0] <= now_s:
             self._end_pending(overdue.popleft()[1])
+        while self._peers_pending and self._peers_pending[0][0] <= now_s:
+            heappop(self._peers_pending)[2].end_pending()
 
     def _reported_by_events(self, cache: NodeCache, block: bytes) -> bool:
         """Return whether the node's events say that it holds this block."""

@@ -45,8 +45,8 @@ class NodeCache(CacheState):
     accuracy: Accuracy
     __slots__ = (
         "__weakref__", "_complete", "_index", "_on_block_size", "_owners", "disagrees", "gaps", "generation", "model",
-        "pending_holder", "predicted_tokens", "prefilled_s", "prompts_without_events", "ranks", "recency",
-        "routed_holder", "routed_tokens", "store_events", "token_mismatches",
+        "output_tokens", "pending_holder", "predicted_tokens", "prefilled_s", "prompts_without_events", "ranks",
+        "recency", "routed_holder", "routed_tokens", "store_events", "token_mismatches",
     )  # fmt: skip
 
     def __init__(
@@ -88,6 +88,8 @@ class NodeCache(CacheState):
         """When the latest prompt that the node has prefilled was sent."""
         self.routed_tokens = self.predicted_tokens = 0
         """Tokens of the prompts that were sent to the node, and those of them that were predicted to be cached."""
+        self.output_tokens = 0
+        """Tokens that the node generated for this process."""
         self.disagrees = False
         """Whether the engine's own hit rate is far from the predicted one."""
         self.gaps = 0
@@ -266,6 +268,11 @@ class NodeCache(CacheState):
 
     def record_output(self, tokens: int, now_s: float) -> None:
         """Account for generated tokens, which take room in the node's cache."""
+        self.output_tokens += tokens
+        self.record_peer_output(tokens, now_s)
+
+    def record_peer_output(self, tokens: int, now_s: float) -> None:
+        """Account for tokens that the node generated for a peer."""
         if tokens >= self.block_size:
             self._add_anonymous(self._index, self.routed_holder, tokens // self.block_size, now_s)
 

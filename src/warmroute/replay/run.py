@@ -87,6 +87,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             "concurrency": self.concurrency,
             "queue_threshold": self.queue_threshold,
             "seed": self.conditions.seed,
+            **({"replicas": self.conditions.replicas} if self.conditions.replicas > 1 else {}),
         }
 
 
@@ -125,9 +126,13 @@ def build_world(setup: Setup) -> World:
     peer = setup.policy.peer(conditions.seed)
     if peer is not None and peer.poll_interval_s is not None:
         conditions = msgspec.structs.replace(conditions, poll_interval_s=peer.poll_interval_s)
-    world = World(setup.nodes, conditions, setup.policy.config(), policy=peer, listener=peer)
+    more_peers = [setup.policy.peer(conditions.seed + 1000 * at) for at in range(1, conditions.replicas)]
+    world = World(
+        setup.nodes, conditions, setup.policy.config(), policy=peer, listener=peer, more_peers=more_peers
+    )  # fmt: skip
     if setup.queue_threshold is not None:
-        world.router.policy = QueueThresholdPolicy(world.router.policy, setup.queue_threshold)
+        for replica in world.replicas:
+            replica.router.policy = QueueThresholdPolicy(replica.router.policy, setup.queue_threshold)
     for fault in setup.faults:
         schedule_fault(world, fault, setup.nodes[0])
     return world

@@ -30,7 +30,7 @@ from warmroute.fleet.node import Node
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing import eligible_nodes
-from warmroute.routing.admission_queue import AGE_BONUS, LONG_WAIT_S, AdmissionQueue, Key, PendingRequest, QueuedRequest
+from warmroute.routing.admission_queue import LONG_WAIT_S, AdmissionQueue, Key, PendingRequest, QueuedRequest
 from warmroute.routing.deadline_check import check_deadlines
 from warmroute.routing.decision import Decision
 from warmroute.routing.router import Router
@@ -44,6 +44,7 @@ from warmroute.routing.routing_errors import (
     RoutingError,
     WouldQueue,
 )
+from warmroute.routing.turns import Turns
 
 MAX_EXAMINED_PER_TENANT: Final = 64
 """Queued requests of each tenant that admission examines when a node has room."""
@@ -65,6 +66,8 @@ class Admission:
         """Incremented when something may have changed. Decisions of queued requests hold within one version."""
         self._admission_rate = ArrivalRate()
         """Of queued requests."""
+        self.turns: Turns | None = None
+        """Whose turn it is among several processes; None if this is the only one."""
         self.first_node_wait_s = 0.0
         """How long a request waits for a first node, if the fleet is autoscaled; 0: it is rejected at once."""
         self.reconfigure(config, routes)
@@ -105,13 +108,15 @@ class Admission:
         if self._has_threshold or not request.may_queue or request.deadline_s or request.total_deadline_s:
             decision = self._eligible(request, decision, now_s)
         overtakes = request.priority != LOW or not self._has_to_queue(request, decision, now_s)
-        if overtakes and self._admits_at_once(request, decision):
+        if overtakes and self._admits_at_once(request, decision, now_s):
             if queue.tenants and decision.price is not None:  # a trial request or another policy has no price
                 queue.charge_unqueued(request, decision.price.prefill)
             pending.on_admitted(decision)
             return
         displaced = self._check_may_queue(request, decision, now_s)
         queue.add(pending, decision)
+        if self.turns is not None:
+            self.turns.queued()
         if displaced is not None:
             self._displace(displaced, now_s)
 
@@ -121,20 +126,28 @@ class Admission:
         snapshot._router = self._router.snapshot()
         decision = snapshot._eligible(request, snapshot._router.decide(request, now_s, lookup), now_s)
         overtakes = request.priority != LOW or not snapshot._has_to_queue(request, decision, now_s)
-        if overtakes and self._admits_at_once(request, decision):
+        if overtakes and self._admits_at_once(request, decision, now_s):
             return decision, False
         snapshot._check_may_queue(request, decision, now_s)
         return decision, True
 
-    def _admits_at_once(self, request: RoutingRequest, decision: Decision) -> bool:
-        return decision.index < 0 or self.has_room(decision.node) or not self._queues(request)
+    def _admits_at_once(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
+        if decision.index < 0 or not self._queues(request):
+            return True
+        if not self.has_room(decision.node):
+            return False
+        price, turns = decision.price, self.turns
+        return turns is None or price is None or turns.is_ours(decision.node, request.priority, price.prefill, now_s)
 
     def has_room(self, node: Node) -> bool:
         """Return whether the node's queued prefill work is below the limit. An idle node always has room."""
         if not node.inflight:
             return True
+        work = node.pending_work
+        if self.turns is not None:
+            work += self.turns.unseen_work(node)
         # Work in transit keeps no GPU busy, and a distant node has more of it.
-        return node.pending_work * node.speed.ms_per_token <= self.config.max_node_backlog_ms + node.round_trip_ms
+        return work * node.speed.ms_per_token <= self.config.max_node_backlog_ms + node.round_trip_ms
 
     def _queues(self, request: RoutingRequest) -> bool:
         """Return whether the request waits at the router while its node has no room."""
@@ -247,6 +260,9 @@ class Admission:
             for examined in tenant.candidates_for(node, limit):
                 best = self._best_for(node, key, examined, now_s)
                 if best is not None and queue.contains(key, best):
+                    turns = self.turns
+                    if turns is not None and not turns.is_ours(node, key[0], best.score(now_s), now_s):
+                        return None
                     if (price := best.decision.price) is not None:
                         queue.charge(key, tenant, price.prefill)
                     return key, best
@@ -266,7 +282,7 @@ class Admission:
                 return queued
             if decision.node is not node or (self._has_threshold and self._over_threshold(request, node)):
                 continue
-            score = decision.price.prefill - AGE_BONUS * (now_s - request.arrived_s) * 1000.0
+            score = queued.score(now_s)
             if best is None or score < best_score:
                 best, best_score = queued, score
         return best
@@ -342,7 +358,7 @@ class Admission:
                 queue.remove_without_node(pending)
                 pending.on_rejected(error)
             else:
-                if self._admits_at_once(request, decision):
+                if self._admits_at_once(request, decision, now_s):
                     queue.remove_without_node(pending)
                     pending.on_admitted(decision)
                 else:

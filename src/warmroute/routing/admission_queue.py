@@ -29,6 +29,8 @@ AGE_BONUS: Final = 0.1
 """10 ms of waiting count as much as 1 ms less work."""
 FAIR_LEAD: Final = 2
 """A tenant has to make room for another one of the same priority if it has this many queued requests more."""
+HEAD_SAMPLE: Final = 8
+"""Requests of each tenant and node that `heads` looks at."""
 WORK_SAMPLE: Final = 64
 """Requests of each tenant that `work_ahead_ms` looks at. It extrapolates to the others."""
 
@@ -62,6 +64,12 @@ class QueuedRequest(msgspec.Struct, eq=False):
     """The group that counts the request as waiting."""
     version: int = 0
     """The version of Admission's state that the decision is based on."""
+
+    def score(self, now_s: float) -> float:
+        """Return the prefill time minus a bonus for waiting: of one tenant's requests, the lowest score is first."""
+        price = self.decision.price
+        prefill_ms = price.prefill if price is not None else 0.0
+        return prefill_ms - AGE_BONUS * (now_s - self.pending.request.arrived_s) * 1000.0
 
     def may_go_to(self, node: Node) -> bool:
         query = self.decision.query
@@ -110,6 +118,11 @@ class TenantQueue(msgspec.Struct, eq=False):
         del on_node[id(queued.pending)]
         if not on_node:
             del self._by_node[node]
+
+    def by_node(self) -> Iterator[tuple[Node, list[QueuedRequest]]]:
+        """Yield each node that requests wait for, with the oldest of them."""
+        for node, queued in self._by_node.items():
+            yield node, list(islice(queued.values(), HEAD_SAMPLE))
 
     def candidates_for(self, node: Node, limit: int) -> Iterator[list[QueuedRequest]]:
         """Yield the `limit` oldest requests; then, if none of them may use this node at all, the oldest ones for it.
@@ -274,6 +287,16 @@ class AdmissionQueue:
                     sample_ms += price.prefill
             ahead_ms += sample_ms * max(1.0, len(tenant.waiting) / WORK_SAMPLE)
         return ahead_ms
+
+    def heads(self, now_s: float) -> dict[str, tuple[int, float]]:
+        """Return, by node, the priority and the score of the first request that waits for it."""
+        heads: dict[str, tuple[int, float]] = {}
+        for key, tenant in self.tenants.items():
+            for node, queued in tenant.by_node():
+                head = (key[0], min(one.score(now_s) for one in queued))
+                if node.name not in heads or head < heads[node.name]:
+                    heads[node.name] = head
+        return heads
 
     # Order.
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 from array import array
 from typing import Final, NamedTuple
 
+from warmroute._kernel import key_hash
+
 REMEMBERED_S: Final = 3600.0
 """Time for which a conversation without requests is remembered, and at least half of it."""
 MAX_ENTRIES: Final = 1 << 17
@@ -33,7 +35,7 @@ class ConversationIslands(NamedTuple):
 
 
 class ConversationAffinity:
-    __slots__ = ("_generation_s", "_new", "_old", "_pairs")
+    __slots__ = ("_generation_s", "_new", "_old", "_pairs", "log")
 
     def __init__(self) -> None:
         self._new: dict[int, ConversationIslands] = {}
@@ -41,12 +43,14 @@ class ConversationAffinity:
         self._generation_s = 0.0
         self._pairs: dict[tuple[str, str], ConversationIslands] = {}
         """One object per pair: there are few islands and many conversations."""
+        self.log: list[tuple[int, str, str]] | None = None
+        """Key, home and last island of what was remembered, for the peers of this process; None without peers."""
 
     def __len__(self) -> int:
         return len(self._new) + len(self._old)
 
     def by_session(self, tenant: str, model: str, session: bytes) -> ConversationIslands | None:
-        key = hash((tenant, model, session))
+        key = _session_key(tenant, model, session)
         return self._new.get(key) or self._old.get(key)
 
     def by_prompt(self, chain: bytes, blocks: int, cache_group: str) -> ConversationIslands | None:
@@ -55,7 +59,7 @@ class ConversationAffinity:
             return None
         ends = array("Q", chain[max(0, blocks - 1 - SEARCHED_BLOCKS) * 8 : (blocks - 1) * 8]).tolist()
         if cache_group:
-            salt = hash(cache_group)
+            salt = _salt(cache_group)
             ends = [end ^ salt for end in ends]
         for known in (self._new, self._old):
             if not known.keys().isdisjoint(ends):
@@ -63,16 +67,22 @@ class ConversationAffinity:
         return None
 
     def remember_session(self, tenant: str, model: str, session: bytes, islands: tuple[str, str], now_s: float) -> None:
-        self._remember(hash((tenant, model, session)), islands, now_s)
+        self._remember(_session_key(tenant, model, session), islands, now_s)
 
     def remember_prompt(
         self, chain: bytes, blocks: int, cache_group: str, islands: tuple[str, str], now_s: float
     ) -> None:
         if blocks:
             (end,) = array("Q", chain[(blocks - 1) * 8 : blocks * 8])
-            self._remember(end ^ hash(cache_group) if cache_group else end, islands, now_s)
+            self._remember(end ^ _salt(cache_group) if cache_group else end, islands, now_s)
 
     def _remember(self, key: int, islands: tuple[str, str], now_s: float) -> None:
+        if self.log is not None:
+            self.log.append((key, *islands))
+        self.remember(key, islands, now_s)
+
+    def remember(self, key: int, islands: tuple[str, str], now_s: float) -> None:
+        """Remember the islands of a conversation, also of one that a peer serves."""
         if now_s - self._generation_s > REMEMBERED_S / 2 or len(self._new) >= MAX_ENTRIES:
             self._generation_s = now_s
             self._old, self._new = self._new, {}
@@ -81,6 +91,16 @@ class ConversationAffinity:
         if found is None:
             found = self._pairs[islands] = ConversationIslands(*islands)
         self._new[key] = found
+
+
+def _session_key(tenant: str, model: str, session: bytes) -> int:
+    """Equal in all processes, unlike Python's hash()."""
+    tenant_bytes, model_bytes = tenant.encode("utf-8", "surrogatepass"), model.encode("utf-8", "surrogatepass")
+    return key_hash(b"%d %s%d %s%s" % (len(tenant_bytes), tenant_bytes, len(model_bytes), model_bytes, session))
+
+
+def _salt(cache_group: str) -> int:
+    return key_hash(cache_group.encode("utf-8", "surrogatepass"))
 
 
 def stable_blocks(tokens: int, block_size: int) -> int:

@@ -42,7 +42,7 @@ class IslandChoice:
         self._islands = islands
         self._cache_view = cache_view
         self._output_lengths = output_lengths
-        self._affinity = ConversationAffinity()
+        self.affinity = ConversationAffinity()
 
     @property
     def tracks_queues(self) -> bool:
@@ -93,13 +93,13 @@ class IslandChoice:
     def _conversation(self, query: Query) -> ConversationIslands | None:
         request, lookup = query.request, query.lookup
         if request.session_header:
-            return self._affinity.by_session(request.tenant, request.model, request.session_header)
+            return self.affinity.by_session(request.tenant, request.model, request.session_header)
         if lookup is None:
             return None
         chain, block_size = self._cache_view.chain(query.group.model, lookup)
         if not chain:
             return None
-        return self._affinity.by_prompt(chain, stable_blocks(lookup.token_count, block_size), lookup.cache_group)
+        return self.affinity.by_prompt(chain, stable_blocks(lookup.token_count, block_size), lookup.cache_group)
 
     def _on_islands(self, query: Query, *islands: str) -> Candidates:
         if query.candidates is query.group.up:
@@ -148,12 +148,12 @@ class IslandChoice:
             self._count(conversation, island, query.move_reason)
         request, lookup, islands = query.request, query.lookup, (home, island)
         if request.session_header:
-            self._affinity.remember_session(request.tenant, request.model, request.session_header, islands, now_s)
+            self.affinity.remember_session(request.tenant, request.model, request.session_header, islands, now_s)
         elif lookup is not None:
             chain, block_size = self._cache_view.chain(query.group.model, lookup)
             if chain:
                 blocks = stable_blocks(lookup.token_count, block_size)
-                self._affinity.remember_prompt(chain, blocks, lookup.cache_group, islands, now_s)
+                self.affinity.remember_prompt(chain, blocks, lookup.cache_group, islands, now_s)
         if lookup is not None:
             output = self._output_lengths.expected(request.model, request.tenant, request.max_output_tokens)
             self._islands.record_request_size(PROMPT_TOKEN_BYTES * lookup.token_count + OUTPUT_TOKEN_BYTES * output)

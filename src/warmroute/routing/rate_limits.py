@@ -24,13 +24,15 @@ MAX_DEBT_MIN: Final = 10.0
 
 
 class Bucket:
-    __slots__ = ("_level", "_updated_s", "limit")
+    __slots__ = ("_level", "_updated_s", "limit", "taken")
 
     def __init__(self, limit: int, now_s: float, level: float | None = None) -> None:
         """`limit` is the amount per minute, and the capacity."""
         self.limit = limit
         self._level = float(limit) if level is None else level
         self._updated_s = now_s
+        self.taken = 0.0
+        """What this process took from it since its start."""
 
     def level(self, now_s: float) -> float:
         """Return what is left; negative in debt."""
@@ -46,6 +48,11 @@ class Bucket:
 
     def take(self, amount: float) -> None:
         """A negative amount is given back. A debt is at most MAX_DEBT_MIN minutes."""
+        self.taken += amount
+        self.peer_took(amount)
+
+    def peer_took(self, amount: float) -> None:
+        """Another process of the cluster took this amount from the same limit."""
         self._level = max(self._level - amount, -MAX_DEBT_MIN * self.limit)
 
 
@@ -151,6 +158,24 @@ class RateLimits:
     def of(self, tenant: str) -> TenantLimits | None:
         return self._tenants.get(tenant)
 
+    def taken(self) -> dict[str, tuple[float, float]]:
+        """Return what each tenant's requests took in this process since its start: requests and tokens."""
+        return {
+            tenant: (
+                limits.requests.taken if limits.requests is not None else 0.0,
+                limits.tokens.taken if limits.tokens is not None else 0.0,
+            )
+            for tenant, limits in self._tenants.items()
+        }
+
+    def peer_took(self, tenant: str, requests: float, tokens: float) -> None:
+        """Another process of the cluster took this much from a tenant's limits."""
+        limits = self._tenants.get(tenant)
+        if limits is not None and limits.requests is not None:
+            limits.requests.peer_took(requests)
+        if limits is not None and limits.tokens is not None:
+            limits.tokens.peer_took(tokens)
+
     def reconfigure(self, keys: Sequence[KeyConfig], now_s: float) -> None:
         """Apply new limits. What tenants have used still counts."""
         requests: dict[str, int] = {}
@@ -177,4 +202,6 @@ def _resize(before: Bucket | None, limit: int, now_s: float) -> Bucket | None:
         return None
     if before is None or before.limit == limit:
         return before or Bucket(limit, now_s)
-    return Bucket(limit, now_s, before.level(now_s) * limit / before.limit)  # as full as before
+    bucket = Bucket(limit, now_s, before.level(now_s) * limit / before.limit)  # as full as before
+    bucket.taken = before.taken
+    return bucket

@@ -47,6 +47,8 @@ class Router:
         """Set if the fleet is autoscaled."""
         self.hot: HotPrefixes | None = None
         """Set if the fleet is autoscaled."""
+        self.on_dispatch: Callable[[], object] | None = None
+        """Called for each request that is sent to a node, if the process has peers."""
         self.may_serve: Callable[[str], bool] = lambda _model: True
         """Whether a node that the autoscaler starts would serve a model. Asked while the fleet is empty."""
         self.reconfigure(config, pricing or Pricing(), routes)
@@ -172,6 +174,8 @@ class Router:
     def dispatch(self, decision: Decision, node: Node, now_s: float) -> Ticket:
         """Open the ticket of a request on the node that it is sent to: the chosen one or a fallback."""
         query = decision.query
+        if self.on_dispatch is not None:
+            self.on_dispatch()
         if query is not None:
             if (windows := query.group.windows) is not None:
                 windows.record(self._context_fit.needed(query.request), now_s)

@@ -53,6 +53,7 @@ from warmroute.service.process_exit import guard_exit
 from warmroute.service.startup import hold_until_started
 from warmroute.service.systemd import ADMIN_SOCKET, Systemd
 from warmroute.service.tokenizer_search import find_tokenizer_files
+from warmroute.service.workers.worker import Worker
 from warmroute.telemetry.alerts import Alerts
 from warmroute.telemetry.cache_changes import CacheChanges
 from warmroute.telemetry.counters import Counters
@@ -85,7 +86,11 @@ CUT_OFF_S = 1.0
 class Service:
     """Create it, call `start` in a running event loop, and `stop` at the end."""
 
-    def __init__(self, read_config: Callable[[], Config], config_file: Path | None = None) -> None:
+    def __init__(
+        self, read_config: Callable[[], Config], config_file: Path | None = None, worker: Worker | None = None
+    ) -> None:
+        """`worker`: this process gets its connections from a parent process."""
+        self._worker = worker
         self.config_reload = ConfigReload(self, read_config)
         self._config_file = config_file
         self.systemd = Systemd(os.environ)
@@ -173,7 +178,7 @@ class Service:
         decisions = Decisions(self.journal, self.proxy)
         admin = AdminApi(
             self.fleet, self.cache_view, self.scrapes, decisions, self.live_feed, CaptureStreams(self.capture), self,
-            config.admin.token_sha256,
+            config.admin.token_sha256 if worker is None else "",
         )  # fmt: skip
         self.admin_listener = Listener(AsyncHandler(admin.answer, admin.admit), config.limits, self.timers)
         self.add_node, self.remove_node = self.nodes.add_node, self.nodes.remove_node
@@ -282,6 +287,10 @@ class Service:
             await self.scaling.start()
         if config.startup.max_wait_s:
             self._tasks.append(loop.create_task(hold_until_started(self)))
+        if self._worker is not None:
+            self._tasks.append(loop.create_task(self._worker.run()))
+            log.info("worker_started", worker=self._worker.seat.number, nodes=len(self.fleet))
+            return
         admin = f"http://{_url_host(config.admin.host)}:{self.admin_port}" if config.admin.enabled else "off"
         log.info("service_started", address=address, admin=admin, nodes=len(self.fleet), policy=config.routing.policy)
         if not config.keys and not config.listen.unix_socket and not is_loopback(config.listen.host):
@@ -297,6 +306,9 @@ class Service:
         """Open the listeners. Return the address for clients."""
         listen, admin = self.config.listen, self.config.admin
         tls = self.certificates.load()
+        if self._worker is not None:
+            self._servers.append(await self._worker.join(self, tls))
+            return f"worker {self._worker.seat.number}"
         if (inherited := self.systemd.take_socket()) is not None:
             self._servers.append(await listen_inherited(self.listener, inherited, tls))
             name = inherited.getsockname()
@@ -332,8 +344,11 @@ class Service:
                 await self._stop_now.wait()
         except TimeoutError:
             pass
-        for server in self._servers[:1]:
-            server.close()
+        if self._worker is not None:
+            self._worker.stop_accepting()
+        else:
+            for server in self._servers[:1]:
+                server.close()
         self.listener.close_idle()
         await self._finish_requests(shutdown.deadline_s)
         if self.listener.connections:
@@ -346,6 +361,8 @@ class Service:
                 deadline_s=shutdown.deadline_s,
             )
             await self._cut_off()
+        if self._worker is not None:
+            self._worker.close()
         self.admin_listener.abort_all()
         for server in self._servers:
             server.close()

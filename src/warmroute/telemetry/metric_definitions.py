@@ -367,3 +367,6 @@ SCALING_COST: Final = _gauge("scaling_cost_usd_per_hour", "Cost of all nodes wit
 SCALING_LEADER: Final = _gauge("scaling_leader", "1 if this process scales the fleet.")
 SCALING_NODES: Final = _gauge("scaling_nodes", "Nodes of provisioners by lifecycle state.", "state")
 SCALING_CHANGES: Final = _counter("scaling_changes", "Changes of the fleet.", "change")
+
+WORKERS: Final = _gauge("workers", "Workers that serve (`serve --workers`).")
+WORKER_RESTARTS: Final = _counter("worker_restarts", "Workers that ended and were started again.")

@@ -132,7 +132,7 @@ class MetricsPage:
         ttft, implausible = page[metrics.NODE_TTFT], page[metrics.NODE_PREFILL_IMPLAUSIBLE]
         for node in list(self._fleet):
             name = f'node="{label_value(node.name)}"'
-            in_flight.add(node.inflight, name)
+            in_flight.add(node.own_inflight, name)
             other_requests.add(node.other_load, name)
             waiting.add(node.waiting, name)
             kv_usage.add(node.kv_usage, name)

@@ -31,6 +31,8 @@ class _Active:
 
 
 class Dynamo(PeerPolicy):
+    tells_replicas = True  # its replica sync
+
     def __init__(self, random: Random, *, overlap_weight: float = 1.0) -> None:
         super().__init__("dynamo", random, EventBlocks())
         self._overlap_weight = overlap_weight

@@ -48,6 +48,16 @@ class Conditions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Maximum number of nodes tried for one request; 0: every eligible node."""
     first_byte_timeout_s: float = 600.0
     """How long the router waits for a node that does not answer."""
+    replicas: int = 1
+    """Number of routers. Each request goes to one of them at random."""
+    shares: bool = True
+    """Whether the routers tell each other what they do."""
+    sync_lag_ms: float = 20.0
+    """Delay of a message between two routers."""
+    sync_loss: float = 0.0
+    """Fraction of messages between two routers that are lost."""
+    partitions: tuple[tuple[float, float], ...] = ()
+    """Times in seconds, from and to, in which no message between routers arrives."""
     refused_pause_ms: float = 1000.0
     """How long a closed-loop client waits after a rejected request: the router's Retry-After."""
 

@@ -26,6 +26,8 @@ class PolicyListener:
     """Subclass it and override the methods you need."""
 
     wants_kv_events: bool = False
+    tells_replicas: bool = False
+    """Whether several routers with this policy tell each other of their requests."""
     poll_interval_s: float | None = None
     """Its own interval between two polls of a node; None for that of the conditions."""
 
@@ -59,27 +61,30 @@ class KvEventDelivery:
     when the simulation next advances the engine, at the next poll at the latest.
     """
 
-    def __init__(self, calendar: Calendar, conditions: Conditions, listener: PolicyListener) -> None:
+    def __init__(self, calendar: Calendar, conditions: Conditions, listener: PolicyListener, replica: int = 0) -> None:
         self._calendar = calendar
         self._lag_ms = conditions.kv_lag_ms
         self._loss = conditions.kv_loss
-        self._random = Random(f"{conditions.seed} kv events")
+        self._random = Random(f"{conditions.seed} kv events" + (f" {replica}" if replica else ""))
         self._listener = listener
 
-    def sink(self, sim: SimulatedNode) -> KvEventSink:
-        """Return where the node's next incarnation publishes its events."""
-        incarnation = sim.incarnation + 1
+    def sink(self, sim: SimulatedNode, replica: int = 0) -> KvEventSink:
+        """Return where the node's next incarnation publishes its events to this router."""
+        incarnation, next_sequence, node = sim.incarnation + 1, 0, sim.views[replica]
 
         def publish(at_ms: float, events: list[KvEvent]) -> None:
-            sequence = sim.next_event_sequence
-            sim.next_event_sequence += 1
+            nonlocal next_sequence
+            sequence = next_sequence
+            next_sequence += 1
+            if not replica:
+                sim.next_event_sequence = next_sequence
             if self._loss and self._random.random() < self._loss:
                 return
             due_ms = max(self._calendar.now_ms, at_ms + sim.one_way_ms + self._lag_ms)
             self._calendar.at(due_ms, deliver, sequence, events)
 
         def deliver(sequence: int, events: list[KvEvent]) -> None:
-            self._listener.kv_events(sim.node, incarnation, sequence, events, self._calendar.now_s)
+            self._listener.kv_events(node, incarnation, sequence, events, self._calendar.now_s)
 
         return publish
 

@@ -17,15 +17,17 @@ from warmroute.replay.simulation.conditions import Conditions
 from warmroute.replay.simulation.simulated_node import ProcessState, SimulatedNode
 
 if TYPE_CHECKING:
+    from warmroute.replay.simulation.replica import Replica
     from warmroute.replay.simulation.world import World
 
 
 class Polls:
-    def __init__(self, world: World, conditions: Conditions, health: Health) -> None:
+    def __init__(self, world: World, replica: Replica, conditions: Conditions, health: Health) -> None:
         self._world = world
+        self._replica = replica
         self._conditions = conditions
         self._timeout_ms = health.timeout_s * 1000.0
-        self._random = Random(f"{conditions.seed} polls")
+        self._random = Random(f"{conditions.seed} polls" + (f" {replica.index}" if replica.index else ""))
 
     def begin(self, sim: SimulatedNode) -> None:
         """Schedule the first poll somewhere within the first interval, so that nodes are not polled in step."""
@@ -35,7 +37,7 @@ class Polls:
         world, conditions = self._world, self._conditions
         if sim.node.name not in world.nodes:
             return
-        calendar = world.calendar
+        calendar, fleet, node = world.calendar, self._replica.fleet, sim.views[self._replica.index]
         waited_ms = 0.0
         if sim.state is ProcessState.SERVING:
             if not conditions.poll_loss or self._random.random() >= conditions.poll_loss:
@@ -44,20 +46,20 @@ class Polls:
                 calendar.after(sim.one_way_ms + conditions.poll_lag_ms, self._respond, sim, _load_report(sim))
         elif sim.state is ProcessState.DEAD:
             refused = "connection refused"
-            calendar.after(sim.one_way_ms, lambda: world.fleet.check_failed(sim.node, calendar.now_s, refused))
+            calendar.after(sim.one_way_ms, lambda: fleet.check_failed(node, calendar.now_s, refused))
         else:
             waited_ms = self._timeout_ms
-            calendar.after(waited_ms, lambda: world.fleet.check_timed_out(sim.node, calendar.now_s))
-        sim.node.drop_stale_load(conditions.stale_s, calendar.now_s)
+            calendar.after(waited_ms, lambda: fleet.check_timed_out(node, calendar.now_s))
+        node.drop_stale_load(conditions.stale_s, calendar.now_s)
         jitter = conditions.poll_jitter
         pause_s = conditions.poll_interval_s * (1.0 - jitter + 2.0 * jitter * self._random.random())
         calendar.after(waited_ms + pause_s * 1000.0, self._poll, sim)
 
     def _respond(self, sim: SimulatedNode, report: LoadReport) -> None:
-        world = self._world
-        now_s = world.calendar.now_s
-        apply_health_pass(world.fleet, sim.node, 2.0 * sim.one_way_ms, now_s)
-        apply_load_report(sim.node, report, world.listener.node_kv_events(sim.node), now_s)
+        replica, now_s = self._replica, self._world.calendar.now_s
+        node = sim.views[replica.index]
+        apply_health_pass(replica.fleet, node, 2.0 * sim.one_way_ms, now_s)
+        apply_load_report(node, report, replica.listener.node_kv_events(node), now_s)
 
 
 def _load_report(sim: SimulatedNode) -> LoadReport:

@@ -25,6 +25,7 @@ from warmroute.routing.route_matching import Routes
 from warmroute.routing.routing_errors import AllNodesFailed, RoutingError
 
 if TYPE_CHECKING:
+    from warmroute.replay.simulation.replica import Replica
     from warmroute.replay.simulation.world import World
 
 
@@ -37,10 +38,11 @@ CHECK_MS = 1000.0 * CHECK_S
 class Leg:
     """One attempt of a simulated request: its way to one node and back."""
 
-    __slots__ = ("flight", "live", "node")
+    __slots__ = ("flight", "flow", "live", "node")
 
     def __init__(self, flight: Flight, node: SimulatedNode) -> None:
         self.flight = flight
+        self.flow = flight.flow
         self.node = node
         self.live = True
         """Cleared when the attempt has ended. What still comes back from the node is ignored."""
@@ -50,7 +52,7 @@ class Flight:
     """One simulated request, which drives its attempts in virtual time."""
 
     __slots__ = (
-        "_flow", "arrived_ms", "attempts", "cached_tokens", "first_ms", "hedge", "leg", "prompt", "request",
+        "arrived_ms", "attempts", "cached_tokens", "first_ms", "flow", "hedge", "leg", "prompt", "request",
         "request_id", "results",
     )  # fmt: skip
 
@@ -58,7 +60,7 @@ class Flight:
         self, flow: RequestFlow, prompt: WorkloadPrompt, request: SimulatedRequest, results: RequestResults
     ) -> None:
         # for its whole life
-        self._flow = flow
+        self.flow = flow
         self.prompt = prompt
         self.request = request
         self.request_id = str(request.number)
@@ -78,25 +80,25 @@ class Flight:
     # The driver of its attempts.
 
     def send(self, node: Node) -> None:
-        self.leg = self._flow.sent(self, node)
+        self.leg = self.flow.sent(self, node)
 
     def withdraw(self) -> None:
-        self._flow.withdrawn(self.leg)
+        self.flow.withdrawn(self.leg)
 
     def send_hedge(self, node: Node) -> None:
-        self.hedge = self._flow.sent(self, node)
+        self.hedge = self.flow.sent(self, node)
 
     def withdraw_hedge(self) -> None:
         hedge, self.hedge = self.hedge, None
         if hedge is not None:
-            self._flow.withdrawn(hedge)
+            self.flow.withdrawn(hedge)
 
     def promote_hedge(self) -> None:
         assert self.hedge is not None
         self.leg, self.hedge = self.hedge, None
 
     def reject(self, why: RoutingError) -> int:
-        self._flow.rejected(self, why)
+        self.flow.rejected(self, why)
         return 0
 
     def internal_error(self, error: Exception) -> None:
@@ -112,17 +114,17 @@ class FlowCounters:
 
 
 class RequestFlow:
-    def __init__(self, world: World, routes: Routes) -> None:
+    def __init__(self, world: World, replica: Replica, routes: Routes) -> None:
         self._world = world
+        self.replica = replica
         self.calendar = world.calendar
         self._routes = routes
         self.counters = FlowCounters()
-        self.dispatcher = Dispatcher(
-            world.fleet, world.router, world.admission, self.counters, None, world.conditions.attempts,
-            lambda: self.calendar.now_s, self._node_freed, self._ticket_closed, world.hedging,
+        self.dispatcher: Dispatcher = Dispatcher(
+            replica.fleet, replica.router, replica.admission, self.counters, None, world.conditions.attempts,
+            lambda: self.calendar.now_s, self.node_freed, self._ticket_closed, replica.hedging,
         )  # fmt: skip
         self._ticking = self._hedging = False
-        self.arrivals = 0
         self.inflight = 0
         """Requests that have arrived and not ended."""
 
@@ -130,16 +132,15 @@ class RequestFlow:
 
     def arrive(self, prompt: WorkloadPrompt) -> Flight | None:
         """A request reaches the router. Return None where it is rejected at once."""
-        world, now_ms = self._world, self.calendar.now_ms
-        number = self.arrivals
-        self.arrivals += 1
+        world, replica, now_ms = self._world, self.replica, self.calendar.now_ms
+        number = world.arrivals - 1
         self.inflight += 1
         world.results.arrived(prompt, now_ms)
         route = self._routes.pick(MODEL, PATH, prompt.tenant, lambda _name: b"") if self._routes else None
         request = simulated_request(prompt, number, world.conditions.form, route, now_ms / 1000.0)
         wanted = (
-            world.router.policy_of(request).wants_tokens
-            and request.prompt_tokens >= world.cache_view.config.min_prompt_tokens
+            replica.router.policy_of(request).wants_tokens
+            and request.prompt_tokens >= replica.cache_view.config.min_prompt_tokens
         )
         flight = Flight(self, prompt, request, world.results)
         try:
@@ -150,7 +151,7 @@ class RequestFlow:
             return None
         if prompt.patience_ms is not None:
             self.calendar.after(prompt.patience_ms, self._lose_patience, flight)
-        if world.admission.queue.waiting and not self._ticking:
+        if replica.admission.queue.waiting and not self._ticking:
             self._ticking = True
             self.calendar.after(TICK_MS, self._tick)
         if not self._hedging:
@@ -165,14 +166,15 @@ class RequestFlow:
             self.calendar.after(CHECK_MS, self._hedge)
 
     def _tick(self) -> None:
-        world = self._world
-        self._ticking = world.admission.queue.waiting > 0 or world.fleet.islands.has_queues
+        replica, at = self.replica, self.replica.index
+        self._ticking = replica.admission.queue.waiting > 0 or replica.fleet.islands.has_queues
         if self._ticking:
-            world.admission.tick((sim.node for sim in list(world.nodes.values())), self.calendar.now_s)
+            nodes = (sim.views[at] for sim in list(self._world.nodes.values()))
+            replica.admission.tick(nodes, self.calendar.now_s)
             self.calendar.after(TICK_MS, self._tick)
 
-    def _node_freed(self, node: Node, now_s: float) -> None:
-        admission = self._world.admission
+    def node_freed(self, node: Node, now_s: float) -> None:
+        admission = self.replica.admission
         if admission.queue.waiting:
             admission.node_freed(node, now_s)
 
@@ -199,10 +201,12 @@ class RequestFlow:
         flight = attempts.driver
         assert isinstance(flight, Flight)
         world, node = self._world, ticket.node
-        sim = flight.node if flight.node.node is node else world.nodes.get(node.name)
+        sim = flight.node if node in flight.node.views else world.nodes.get(node.name)
         if sim is not None:
             sim.account_inflight(self.calendar.now_ms)
-        world.listener.request_ended(flight.request, node, now_s)
+            self.replica.request_ended(flight.request, sim)
+        else:
+            self.replica.listener.request_ended(flight.request, node, now_s)
 
     def rejected(self, flight: Flight, why: RoutingError) -> None:
         failed = isinstance(why, AllNodesFailed)
@@ -251,7 +255,7 @@ class RequestFlow:
         flight.first_ms = now_ms
         flight.cached_tokens = cached_tokens
         flight.results.first_token(flight.prompt, flight.arrived_ms, cached_tokens, now_ms)
-        self._world.listener.first_token(flight.request, leg.node.node, cached_tokens, now_ms / 1000.0)
+        self.replica.first_token(flight.request, leg.node, cached_tokens)
         flight.attempts.first_token(now_ms / 1000.0)
 
     def answered(self, leg: Leg) -> None:

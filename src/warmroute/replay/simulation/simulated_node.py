@@ -33,9 +33,11 @@ class EngineTotals(NamedTuple):
 
 
 class SimulatedNode:
-    def __init__(self, spec: NodeSpec, node: Node, one_way_ms: float, now_ms: float) -> None:
+    def __init__(self, spec: NodeSpec, views: tuple[Node, ...], one_way_ms: float, now_ms: float) -> None:
         self.spec = spec
-        self.node = node
+        self.views = views
+        """The node in the fleet of each router."""
+        self.node = views[0]
         self.one_way_ms = one_way_ms
         self.joined_ms = now_ms
         # Of the current incarnation:
@@ -73,10 +75,15 @@ class SimulatedNode:
         self.state, self.wakes_at_ms, self.flights = state, math.inf, {}
         return flights
 
+    @property
+    def inflight(self) -> int:
+        """Requests of all routers on the node."""
+        return sum([node.own_inflight for node in self.views])
+
     def account_inflight(self, now_ms: float) -> None:
         """Update `inflight_ms`. Call this after the router opened or closed a ticket on this node."""
         self.inflight_ms += self._inflight * (now_ms - self._changed_ms)
-        self._inflight = self.node.inflight
+        self._inflight = self.inflight
         self._changed_ms = now_ms
 
     def measure_from(self, now_ms: float) -> None:

@@ -7,28 +7,25 @@ one node; only the router's own decision looks at the whole fleet.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from random import Random
+from typing import Any
 
-import msgspec
-
-from warmroute.config import Config, Health, Hedging, NodeConfig
+from warmroute.config import Config, Health, NodeConfig
 from warmroute.fake_engine.core.engine_request import EngineOutput, EngineRequest, Finished, FirstToken
-from warmroute.fleet.fleet import Fleet
-from warmroute.index.cache_view import CacheView
+from warmroute.fake_engine.core.kv_event_types import KvEvent, KvEventSink
 from warmroute.replay.simulation.calendar import Calendar
 from warmroute.replay.simulation.clients import Clients
 from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.simulation.policy_listener import IndexUpdates, KvEventDelivery, PolicyListener
-from warmroute.replay.simulation.polls import Polls
-from warmroute.replay.simulation.request_flow import Flight, RequestFlow
+from warmroute.replay.simulation.policy_listener import PolicyListener
+from warmroute.replay.simulation.replica import Replica
+from warmroute.replay.simulation.request_flow import Flight
 from warmroute.replay.simulation.results import RequestResults
+from warmroute.replay.simulation.simulated_cluster import SimulatedCluster
 from warmroute.replay.simulation.simulated_node import ProcessState, SimulatedNode
 from warmroute.replay.simulation.simulated_request import MODEL
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
-from warmroute.routing.admission import Admission
 from warmroute.routing.decision import Policy
-from warmroute.routing.route_matching import Routes
-from warmroute.routing.router import Router
 
 DEFAULT_ISLAND = "local"
 """The island of every node if the router does not know islands."""
@@ -44,33 +41,27 @@ class World:
         policy: Policy | None = None,
         listener: PolicyListener | None = None,
         health: Health | None = None,
+        more_peers: Sequence[Any] = (),
     ) -> None:
-        """`config` is the router's configuration. `policy` replaces the policy that it names."""
+        """`config` is the router's configuration. `policy` replaces the policy that it names. `more_peers` has an entry
+        for each further router: its policy and listener, or None."""
         self.conditions = conditions = conditions or Conditions()
         self.calendar = Calendar()
         self.results = RequestResults()
-        health = health or Health()
-        self.fleet = Fleet(health)
-        # With a seed of 0, production's router would take one from the operating system.
-        config = config or Config()
-        self.fleet.islands.reconfigure(config.islands, config.island_affinity)
-        self.cache_view = CacheView(config.index)
-        routing = msgspec.structs.replace(config.routing, seed=config.routing.seed or conditions.seed * 2 + 1)
-        self.router = Router(self.fleet, self.cache_view, routing, config.price, config.routes)
-        self.hedging = config.hedging if policy is None else Hedging(max_ratio=0.0)  # other routers do not hedge
-        if policy is not None:
-            self.router.policy = policy
-        self.admission = Admission(self.router, config.admission, config.routes)
-        if listener is None and (self.router.policy.wants_tokens or (config.routes and config.uses_kv_events)):
-            listener = IndexUpdates(self.cache_view, lambda: self.calendar.now_s, events=config.uses_kv_events)
+        health, config = health or Health(), config or Config()
         self.nodes: dict[str, SimulatedNode] = {}
         """The fleet's nodes by name."""
         self.departed: list[SimulatedNode] = []
         """Nodes that have left. Their results still count."""
-        self.listener = listener = listener or PolicyListener()
-        self._feed = KvEventDelivery(self.calendar, conditions, listener) if listener.wants_kv_events else None
-        self.requests = RequestFlow(self, Routes(config.routes))
-        self._polls = Polls(self, conditions, health)
+        first = Replica(self, 0, config, health, policy, listener)
+        more = [Replica(self, 1 + at, config, health, peer, peer) for at, peer in enumerate(more_peers)]
+        self.replicas = (first, *more)
+        """The routers. The attributes below are those of the first one."""
+        self.fleet, self.cache_view, self.router = first.fleet, first.cache_view, first.router
+        self.admission, self.listener, self.requests = first.admission, first.listener, first.requests
+        self.cluster = SimulatedCluster(self) if more and conditions.shares and policy is None else None
+        self._replica_random = Random(f"{conditions.seed} replicas")
+        self.arrivals = 0
         self._clients: Clients | None = None
         self._warm_up = -1
         self._measured_ms: float | None = None
@@ -78,7 +69,8 @@ class World:
         self._prefilling: dict[str, Callable[[], object]] = {}
         """What to call when a prefill is done, by request id."""
         for spec in specs:
-            self.fleet.check_passed(self.add(spec).node, 0.0)
+            for replica, node in zip(self.replicas, self.add(spec).views, strict=True):
+                replica.fleet.check_passed(node, 0.0)
 
     # The fleet and its faults.
 
@@ -92,17 +84,26 @@ class World:
             gpu=spec.profile.name,
             usd_per_hour=spec.usd_per_hour,
         )
-        node = self.fleet.add(config)
-        if spec.adapters:
-            cards: list[dict[str, object]] = [{"id": MODEL}]
-            cards += [{"id": name, "parent": MODEL} for name in spec.adapters]
-            self.fleet.update_models(node, config.models, cards)
-        sim = SimulatedNode(spec, node, self.conditions.island(spec.island).one_way_ms, self.calendar.now_ms)
+        views = tuple([replica.add(config, spec.adapters) for replica in self.replicas])
+        sim = SimulatedNode(spec, views, self.conditions.island(spec.island).one_way_ms, self.calendar.now_ms)
         self.nodes[spec.name] = sim
-        sim.start(self._feed.sink(sim) if self._feed else None)
-        self.listener.node_joined(node, spec.block_size, sim.engine.config.num_blocks)
-        self._polls.begin(sim)
+        sim.start(self._kv_event_sink(sim))
+        for replica, node in zip(self.replicas, views, strict=True):
+            replica.listener.node_joined(node, spec.block_size, sim.engine.config.num_blocks)
+            replica.polls.begin(sim)
         return sim
+
+    def _kv_event_sink(self, sim: SimulatedNode) -> KvEventSink | None:
+        """Return where the node's next incarnation publishes its events: to every router that follows them."""
+        sinks = [replica.feed.sink(sim, replica.index) for replica in self.replicas if replica.feed is not None]
+        if len(sinks) < 2:
+            return sinks[0] if sinks else None
+
+        def publish(at_ms: float, events: list[KvEvent]) -> None:
+            for sink in sinks:
+                sink(at_ms, events)
+
+        return publish
 
     def provision(self, spec: NodeSpec, delay_s: float) -> None:
         """Add a node after its provisioning delay."""
@@ -110,11 +111,12 @@ class World:
 
     def drain(self, name: str) -> None:
         """Send the node no new requests, and remove it when the running ones have finished."""
-        self.fleet.drain(name)
+        for replica in self.replicas:
+            replica.fleet.drain(name)
         self._leave_when_empty(self.nodes[name])
 
     def _leave_when_empty(self, sim: SimulatedNode) -> None:
-        if sim.node.inflight:
+        if sim.inflight:
             self.calendar.after(100.0, self._leave_when_empty, sim)
         elif sim.node.name in self.nodes:
             self.remove(sim.node.name)
@@ -122,22 +124,24 @@ class World:
     def remove(self, name: str) -> None:
         """Remove a node at once. Its running requests finish, except those without a first token: they move."""
         sim = self.nodes.pop(name)
-        self.fleet.remove(name)
-        self.requests.dispatcher.leave(sim.node, "the node was removed")
+        for replica, node in zip(self.replicas, sim.views, strict=True):
+            replica.fleet.remove(name)
+            replica.requests.dispatcher.leave(node, "the node was removed")
         sim.record_departure(self.calendar.now_ms)
         self.departed.append(sim)
-        self.listener.node_left(sim.node)
+        for replica, node in zip(self.replicas, sim.views, strict=True):
+            replica.listener.node_left(node)
 
     def fail(self, name: str) -> None:
         """Kill the node's process: its requests and its cache are lost."""
-        node_failed, one_way_ms = self.requests.node_failed, self.nodes[name].one_way_ms
+        one_way_ms = self.nodes[name].one_way_ms
         for leg in self.nodes[name].stop(ProcessState.DEAD):
-            self.calendar.after(one_way_ms, node_failed, leg, "the node died")
+            self.calendar.after(one_way_ms, leg.flow.node_failed, leg, "the node died")
 
     def hang(self, name: str) -> None:
         """Let the node accept connections and answer nothing."""
         for leg in self.nodes[name].stop(ProcessState.HANGING):
-            self.requests.time_out_later(leg)
+            leg.flow.time_out_later(leg)
 
     def slow(self, name: str, times: float) -> None:
         """Make everything on the node take `times` as long from now on."""
@@ -150,7 +154,7 @@ class World:
         sim = self.nodes[name]
         if sim.state is ProcessState.SERVING:
             self.fail(name)
-        sim.start(self._feed.sink(sim) if self._feed else None)
+        sim.start(self._kv_event_sink(sim))
 
     # Time.
 
@@ -164,7 +168,7 @@ class World:
         warm_up: int = 0,
     ) -> None:
         """Run until every request of the workload has ended. The first `warm_up` requests are not measured."""
-        self._warm_up = self.requests.arrivals + warm_up if warm_up else -1
+        self._warm_up = self.arrivals + warm_up if warm_up else -1
         self._measured_ms = None if duration_s is None else duration_s * 1000.0
         clients = self._clients = Clients(self, prompts, concurrency, limit)
         if not warm_up:
@@ -189,17 +193,20 @@ class World:
 
     def arrive(self, prompt: WorkloadPrompt) -> Flight | None:
         """A request reaches the router. Return None where it is rejected at once."""
-        if self.requests.arrivals == self._warm_up:
+        if self.arrivals == self._warm_up:
             self.measure_from_now()
-        return self.requests.arrive(prompt)
+        self.arrivals += 1
+        if len(self.replicas) == 1:
+            return self.requests.arrive(prompt)
+        return self._replica_random.choice(self.replicas).requests.arrive(prompt)
 
     @property
     def inflight(self) -> int:
         """Requests that have arrived and not ended."""
-        return self.requests.inflight
+        return sum(replica.requests.inflight for replica in self.replicas)
 
     def request_sent(self, flight: Flight, sim: SimulatedNode) -> None:
-        self.listener.request_sent(flight.request, sim.node, self.calendar.now_s)
+        flight.flow.replica.request_sent(flight.request, sim)
 
     def request_ended(self, flight: Flight, answered: bool) -> None:
         if self._clients is not None:
@@ -218,10 +225,10 @@ class World:
                     self._prefilled(output)
                 elif isinstance(output, FirstToken):
                     leg, cached = flights[output.request_id], output.cached_tokens
-                    at(output.at_ms + one_way_ms, self.requests.first_token, leg, cached)
+                    at(output.at_ms + one_way_ms, leg.flow.first_token, leg, cached)
                 elif isinstance(output, Finished):
                     leg = flights.pop(output.request_id)
-                    at(output.at_ms + one_way_ms, self.requests.answered, leg)
+                    at(output.at_ms + one_way_ms, leg.flow.answered, leg)
         self.arm(sim)
 
     def prefill(self, sim: SimulatedNode, prompt: WorkloadPrompt, tokens: int, then: Callable[[], object]) -> None:

@@ -1,0 +1,141 @@
+"""The cluster as one process sees it: publishes what this process does, and counts what its peers published in the
+fleet, the cache index and the conversations that routing uses. Takes messages and a clock; no I/O.
+
+A process decides alone. Nothing here is awaited on the way of a request: `publish` and `receive` run between requests,
+and a decision reads the same fields as without peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from warmroute.cluster.cluster_turns import ClusterTurns
+from warmroute.cluster.messages import PEER_TTL_S, BadMessage, Update, decode, encode
+from warmroute.cluster.peer import Peer
+from warmroute.cluster.publisher import Publisher
+from warmroute.cluster.shared_speeds import SharedSpeeds
+from warmroute.cluster.transport import Transport
+from warmroute.event_log import EventLog
+from warmroute.fleet.fleet import UnknownNode
+from warmroute.fleet.node import Node
+from warmroute.index.cache_view import CacheView
+from warmroute.routing.dispatcher import Dispatcher
+from warmroute.routing.rate_limits import RateLimits
+
+log = EventLog("warmroute.cluster")
+
+Changed = Callable[[], object]
+
+MAX_PEERS: Final = 256
+"""Processes whose messages count. A cluster has fewer; a flood of made-up senders stays harmless."""
+
+
+class ClusterState:
+    def __init__(
+        self,
+        sender: str,
+        dispatcher: Dispatcher,
+        cache_view: CacheView,
+        changed: Changed,
+        limits: RateLimits | None = None,
+    ) -> None:
+        """`sender` identifies this process. `changed` is called when there is something to publish."""
+        self.sender = sender
+        self._dispatcher = dispatcher
+        self._limits = limits
+        self._fleet = fleet = dispatcher.fleet
+        self._cache_view = cache_view
+        self._affinity = affinity = dispatcher.router.island_choice.affinity
+        self._node_freed = node_freed = dispatcher.node_freed
+        self._speeds = SharedSpeeds(fleet)
+        queue = dispatcher.admission.queue
+        self.publisher = Publisher(sender, fleet, cache_view, affinity, queue, self._speeds, limits)
+        self.peers: dict[str, Peer] = {}
+
+        def freed(node: Node, now_s: float) -> None:
+            node_freed(node, now_s)
+            changed()
+
+        dispatcher.node_freed = freed
+        dispatcher.router.on_dispatch = changed
+        turns = dispatcher.admission.turns = ClusterTurns(self.peers, changed)
+        turns.published_work = self.publisher.published_work
+        self.received = self.rejected = 0
+        self._logged: set[str] = set()
+
+    def publish(self, transport: Transport, now_s: float) -> None:
+        """Publish what has changed. Call it every PUBLISH_S."""
+        self._forget_silent(now_s)
+        update = self.publisher.next_update(now_s)
+        if update is not None:
+            transport.publish(encode(update))
+        self._speeds.learn(now_s)
+
+    def receive(self, message: bytes, now_s: float) -> None:
+        """Take a message of another process. Never raises."""
+        try:
+            update = decode(message)
+        except BadMessage as error:
+            self._reject(str(error))
+            return
+        if update.sender == self.publisher.sender:
+            return
+        peer = self.peers.get(update.sender)
+        if peer is None:
+            if len(self.peers) >= MAX_PEERS:
+                self._reject("there are too many processes")
+                return
+            peer = self.peers[update.sender] = Peer(update.sender, self._fleet, self._cache_view, self._limits)
+            log.info("peer_joined", peer=update.sender)
+        self.received += 1
+        if peer.is_old(update):
+            peer.lost += 1
+        else:
+            freed = peer.apply(update, now_s)
+            for one in update.prefills:
+                self._speeds.add(one, peer.local_s(one.sent_s), min(now_s, peer.local_s(one.at_s)))
+            self._apply_routed(update, now_s)
+            for home in update.homes:
+                self._affinity.remember(home.key, (home.home, home.last), now_s)
+            for node in freed:
+                self._node_freed(node, now_s)
+
+    def _apply_routed(self, update: Update, now_s: float) -> None:
+        for prompt in update.routed:
+            try:
+                node = self._fleet.node(prompt.node)
+            except UnknownNode:
+                continue
+            backlog_s = node.pending_work * node.speed.ms_per_token / 1000.0
+            routed = (prompt.node, prompt.chain, prompt.exact, prompt.cache_group)
+            self._cache_view.record_peer_routed(routed, now_s + backlog_s, now_s)
+
+    def _reject(self, reason: str) -> None:
+        self.rejected += 1
+        if reason not in self._logged and len(self._logged) < 32:
+            self._logged.add(reason)
+            log.warning("message_rejected", "The process ignores such messages of its peers.", reason=reason)
+
+    def _forget_silent(self, now_s: float) -> None:
+        silent = [peer for peer in self.peers.values() if now_s - peer.heard_s > PEER_TTL_S]
+        for peer in silent:
+            self.forget(peer.sender, now_s)
+
+    def forget(self, sender: str, now_s: float) -> None:
+        """Count nothing of a process any more: it is silent, or it has ended."""
+        peer = self.peers.pop(sender, None)
+        if peer is not None:
+            log.warning("peer_lost", "Its requests no longer count in the load of nodes.", peer=sender)
+            for node in peer.forget():
+                self._node_freed(node, now_s)
+
+    def close(self) -> None:
+        dispatcher = self._dispatcher
+        dispatcher.node_freed, dispatcher.router.on_dispatch = self._node_freed, None
+        dispatcher.admission.turns = None
+        self.publisher.close()
+        self._speeds.close()
+        for peer in self.peers.values():
+            peer.forget()
+        self.peers.clear()

@@ -1,0 +1,75 @@
+"""Combines what the admin APIs of several workers reply, as one process would reply.
+
+Figures of a node's load are the same in all workers, since each counts the requests of all. What each worker counted
+alone is summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+Json = Any
+
+_SUMMED_OF_ISLAND: Final = ("conversations_started", "turns_at_home", "turns_away", "conversations_returned")
+
+
+def add_counts(total: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Return the sums by key."""
+    return {key: total.get(key, 0) + more.get(key, 0) for key in {**total, **more}}
+
+
+def combine_node(views: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    node = dict(views[0])
+    for view in views[1:]:
+        for key in ("outcomes", "ejections"):
+            node[key] = add_counts(node[key], view[key])
+    return node
+
+
+def by_name(lists: Sequence[Sequence[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """Group the entries of several lists by their name, in the order of the first list."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for entries in lists:
+        for entry in entries:
+            found.setdefault(str(entry["name"]), []).append(entry)
+    return list(found.values())
+
+
+def combine_nodes(replies: Sequence[Json]) -> Json:
+    return {"nodes": [combine_node(views) for views in by_name([reply["nodes"] for reply in replies])]}
+
+
+def combine_models(replies: Sequence[Json]) -> Json:
+    models = []
+    for views in by_name([reply["models"] for reply in replies]):
+        model = dict(views[0])
+        for view in views[1:]:
+            model["prompts"] = add_counts(model["prompts"], view["prompts"])
+        models.append(model)
+    return {"models": models}
+
+
+def combine_islands(replies: Sequence[Json]) -> Json:
+    islands = []
+    for views in by_name([reply["islands"] for reply in replies]):
+        island = dict(views[0])
+        moved: dict[tuple[str, str], int] = {}
+        for view in views:
+            for one in view["conversations_moved"]:
+                way = (one["to"], one["reason"])
+                moved[way] = moved.get(way, 0) + one["count"]
+        for key in _SUMMED_OF_ISLAND:
+            island[key] = sum(view[key] for view in views)
+        island["conversations_moved"] = [
+            {"to": to, "reason": reason, "count": count} for (to, reason), count in sorted(moved.items())
+        ]
+        islands.append(island)
+    return {"islands": islands}
+
+
+def combine_decisions(replies: Sequence[Json], limit: int) -> Json:
+    """The latest decisions of all workers, newest first."""
+    decisions = [decision for reply in replies for decision in reply["decisions"]]
+    decisions.sort(key=lambda decision: str(decision["time"]), reverse=True)
+    return {"stored": sum(reply["stored"] for reply in replies), "decisions": decisions[:limit]}

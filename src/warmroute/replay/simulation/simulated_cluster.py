@@ -1,0 +1,67 @@
+"""The network between several simulated routers: production's cluster state, with messages that take virtual time, get
+lost, or do not pass during a partition."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from warmroute.cluster.cluster_state import ClusterState
+from warmroute.cluster.messages import FULL_S
+from warmroute.cluster.publish_timing import PublishTiming
+
+if TYPE_CHECKING:
+    from warmroute.replay.simulation.replica import Replica
+    from warmroute.replay.simulation.world import World
+
+
+class SimulatedCluster:
+    def __init__(self, world: World) -> None:
+        self._calendar = world.calendar
+        self._conditions = world.conditions
+        self._random = Random(f"{world.conditions.seed} cluster")
+        self.sent = self.sent_bytes = 0
+        self.states = [self._join(replica) for replica in world.replicas]
+
+    def _join(self, replica: Replica) -> ClusterState:
+        calendar = self._calendar
+        timing = PublishTiming(lambda: calendar.now_s, lambda delay_s: calendar.after(1000.0 * delay_s, publish))
+        name = f"router-{replica.index}"
+        state = ClusterState(name, replica.requests.dispatcher, replica.cache_view, timing.changed)
+        link = _Link(self, state)
+
+        def publish() -> None:
+            timing.published()
+            state.publish(link, calendar.now_s)
+
+        def publish_regularly() -> None:
+            timing.changed()
+            calendar.after(1000.0 * FULL_S, publish_regularly)
+
+        calendar.after(self._random.random() * 1000.0 * FULL_S, publish_regularly)
+        return state
+
+    def deliver(self, sender: ClusterState, message: bytes) -> None:
+        """Send a message to all routers but its sender."""
+        conditions, now_s = self._conditions, self._calendar.now_s
+        self.sent += 1
+        self.sent_bytes += len(message)
+        if any(begin_s <= now_s < end_s for begin_s, end_s in conditions.partitions):
+            return
+        for state in self.states:
+            if state is not sender and not (conditions.sync_loss and self._random.random() < conditions.sync_loss):
+                self._calendar.after(conditions.sync_lag_ms, self._arrive, state, message)
+
+    def _arrive(self, state: ClusterState, message: bytes) -> None:
+        state.receive(message, self._calendar.now_s)
+
+
+class _Link:
+    """The transport of one router."""
+
+    def __init__(self, cluster: SimulatedCluster, state: ClusterState) -> None:
+        self._cluster = cluster
+        self._state = state
+
+    def publish(self, message: bytes) -> None:
+        self._cluster.deliver(self._state, message)

@@ -1,0 +1,24 @@
+"""Whose turn it is when several processes have requests waiting for the same node.
+
+Each process has its own admission queue. When a node has room, all of them see it at about the same time; if each sent
+its first request, the node would get many at once. So a process leaves the room to a peer whose first request comes
+before its own.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from warmroute.fleet.node import Node
+
+
+class Turns(Protocol):
+    def is_ours(self, node: Node, priority: int, score: float, now_s: float) -> bool:
+        """Return whether a request with this priority and score may go to a node with room now. False: a peer has a
+        request that comes before it."""
+
+    def unseen_work(self, node: Node) -> float:
+        """Return how much work peers may have sent to the node that this process does not know of yet."""
+
+    def queued(self) -> None:
+        """A request was queued: peers should know of it."""

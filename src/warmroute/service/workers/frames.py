@@ -1,0 +1,75 @@
+"""Frames between the parent and a worker, over a pair of connected Unix sockets: length, kind, payload.
+
+parent ← worker    READY       it serves; the payload is its id in the cluster
+parent ← worker    OPEN        how many connections it has received, and how many are open (two unsigned 64-bit)
+parent ↔ worker    STATE       an update of the cluster; the parent passes it to all other workers
+parent → worker    GONE        a worker has ended; the payload is its id in the cluster
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+from typing import Final, cast
+
+from warmroute.cluster.messages import MAX_MESSAGE_BYTES
+
+READY: Final = b"R"
+OPEN: Final = b"O"
+STATE: Final = b"S"
+GONE: Final = b"G"
+
+MAX_UNSENT_BYTES: Final = 4 << 20
+"""What may wait for a process that does not read. Updates beyond it are lost."""
+COUNTS: Final = struct.Struct("<QQ")
+_HEADER: Final = struct.Struct("<Ic")
+
+
+class FrameLink(asyncio.Protocol):
+    def __init__(self, on_frame: Callable[[bytes, bytes], object], on_closed: Callable[[], object]) -> None:
+        """`on_frame` gets the kind and the payload."""
+        self._on_frame = on_frame
+        self._on_closed = on_closed
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self.lost = 0
+        """Frames that were not sent because the other side does not read."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._on_closed()
+
+    def send(self, kind: bytes, payload: bytes = b"") -> None:
+        transport = self._transport
+        if transport is None or transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            self.lost += 1
+            return
+        transport.write(_HEADER.pack(len(payload), kind) + payload)
+
+    def publish(self, message: bytes) -> None:
+        """Send an update of the cluster: this is the transport of a worker (cluster/transport.py)."""
+        self.send(STATE, message)
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        at = 0
+        while len(buffer) - at >= _HEADER.size:
+            length, kind = _HEADER.unpack_from(buffer, at)
+            if length > MAX_MESSAGE_BYTES:
+                self.close()
+                return
+            end = at + _HEADER.size + length
+            if len(buffer) < end:
+                break
+            self._on_frame(kind, bytes(buffer[at + _HEADER.size : end]))
+            at = end
+        del buffer[:at]
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()

@@ -1,0 +1,197 @@
+"""Client connections that the parent accepts and passes to workers.
+
+The parent gives each connection to the worker with the fewest open ones, so a few long-lived connections spread evenly.
+While no worker serves, connections wait in the kernel's backlog; none is refused because a worker restarts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Final, Protocol
+
+from warmroute.edge.listener import Listener
+from warmroute.edge.listening_sockets import TLS_SHUTDOWN_S
+from warmroute.event_log import EventLog
+
+log = EventLog("warmroute.service")
+
+ACCEPTED_AT_ONCE: Final = 64
+RETRY_S: Final = 0.01
+"""How long the parent waits if no worker can take a connection, or the process has no file descriptor left."""
+_RECEIVED_AT_ONCE: Final = 16
+
+
+class Taker(Protocol):
+    """A worker that serves."""
+
+    @property
+    def open_connections(self) -> int: ...
+
+    def give(self, connection: socket.socket) -> bool:
+        """Pass a connection, which is the worker's then. Return False if the worker does not take it now."""
+
+
+class ConnectionPassing:
+    """The parent's part."""
+
+    def __init__(self, sockets: Sequence[socket.socket], takers: Callable[[], Sequence[Taker]]) -> None:
+        self._sockets = list(sockets)
+        self._takers = takers
+        self._turn = 0
+        self._held: list[socket.socket] = []
+        """Accepted connections that no worker has taken yet."""
+        self._retry: asyncio.TimerHandle | None = None
+        self.accepted = 0
+        self._closed = False
+
+    def start(self) -> None:
+        for listening in self._sockets:
+            listening.setblocking(False)
+        self.resume()
+
+    def resume(self) -> None:
+        """Accept connections: a worker serves."""
+        loop = asyncio.get_running_loop()
+        for listening in self._sockets:
+            loop.add_reader(listening, self._accept, listening)
+
+    def _pause(self) -> None:
+        loop = asyncio.get_running_loop()
+        for listening in self._sockets:
+            loop.remove_reader(listening)
+        if self._retry is None:
+            self._retry = loop.call_later(RETRY_S, self._try_again)
+
+    def _try_again(self) -> None:
+        self._retry = None
+        while self._held:
+            if not self._give(self._held[-1]):
+                self._pause()
+                return
+            self._held.pop()
+        if self._sockets:
+            self.resume()
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            if not self._takers():
+                self._pause()
+                return
+            try:
+                connection, _address = listening.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # for example too many open files
+                log.error("accept_failed", "The router tries again.", reason=error.strerror or str(error))
+                self._pause()
+                return
+            self.accepted += 1
+            if not self._give(connection):
+                self._held.append(connection)
+                self._pause()
+                return
+
+    def _give(self, connection: socket.socket) -> bool:
+        takers = self._takers()
+        self._turn += 1
+        first = self._turn % len(takers) if takers else 0
+        order = sorted((*takers[first:], *takers[:first]), key=lambda taker: taker.open_connections)
+        return any(taker.give(connection) for taker in order)
+
+    def give_again(self, connections: Sequence[socket.socket]) -> None:
+        """Pass connections that a worker did not receive before it ended."""
+        if self._closed:
+            for connection in connections:
+                connection.close()
+        elif connections:
+            self._held += connections
+            self._pause()
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        self._closed = True
+        if self._retry is not None:
+            self._retry.cancel()
+        loop = asyncio.get_running_loop()
+        for listening in self._sockets:
+            loop.remove_reader(listening)
+            listening.close()
+        self._sockets = []
+        for connection in self._held:
+            connection.close()
+        self._held.clear()
+
+
+class PassedConnections:
+    """The worker's part."""
+
+    def __init__(
+        self, passing_fd: int, listener: Listener, tls: ssl.SSLContext | None, on_received: Callable[[], object]
+    ) -> None:
+        """`on_received` is called after connections were received."""
+        self._on_received = on_received
+        self._passing = socket.socket(fileno=passing_fd)
+        self._passing.setblocking(False)
+        self._listener = listener
+        self._options: dict[str, Any] = {"ssl": tls}
+        if tls is not None:
+            timeout_s = listener.limits.header_timeout_s
+            self._options |= {"ssl_handshake_timeout": timeout_s, "ssl_shutdown_timeout": TLS_SHUTDOWN_S}
+        self._opening: set[asyncio.Task[None]] = set()
+        self.received = 0
+        asyncio.get_running_loop().add_reader(self._passing, self._receive)
+
+    @property
+    def open(self) -> int:
+        return len(self._listener.connections) + len(self._opening)
+
+    def _receive(self) -> None:
+        before = self.received
+        self._receive_some()
+        if self.received != before:
+            self._on_received()
+
+    def _receive_some(self) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(_RECEIVED_AT_ONCE):
+            try:
+                data, fds, _flags, _address = socket.recv_fds(self._passing, 1, 1)
+            except BlockingIOError:
+                return
+            except OSError:
+                data, fds = b"", []
+            if not data:  # the parent has ended, which its link reports, too
+                loop.remove_reader(self._passing)
+                return
+            self.received += len(fds)
+            for fd in fds:
+                task = loop.create_task(self._open(socket.socket(fileno=fd)))
+                self._opening.add(task)
+                task.add_done_callback(self._opening.discard)
+
+    async def _open(self, connection: socket.socket) -> None:
+        try:
+            connection.setblocking(False)
+            if connection.family != socket.AF_UNIX:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            loop = asyncio.get_running_loop()
+            await loop.connect_accepted_socket(self._listener.protocol, connection, **self._options)
+        except (OSError, ssl.SSLError, asyncio.CancelledError):  # the client left, or its TLS handshake failed
+            connection.close()
+
+    def close(self) -> None:
+        """Take no more connections."""
+        with suppress(OSError, ValueError):
+            asyncio.get_running_loop().remove_reader(self._passing)
+        self._receive_rest()
+
+    def _receive_rest(self) -> None:
+        """Serve what the parent has passed before it knew that this worker stops."""
+        self._receive()
+        with suppress(OSError):
+            os.close(self._passing.detach())

@@ -1,0 +1,247 @@
+"""The parent of `warmroute serve --workers N`: starts, watches and restarts the workers, passes them connections and
+each other's state, reloads and drains them together, and serves the one admin listener."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from warmroute.config import Config, ConfigError
+from warmroute.console.combined_admin import CombinedAdmin
+from warmroute.edge.async_handler import AsyncHandler
+from warmroute.edge.listener import Listener
+from warmroute.edge.listening_sockets import listen_inherited, listen_tcp, open_tcp_socket, open_unix_socket, server_tls
+from warmroute.edge.timer_wheel import TimerWheel
+from warmroute.event_log import EventLog
+from warmroute.service.file_watch import watch_files
+from warmroute.service.process_exit import EXIT_GRACE_S
+from warmroute.service.systemd import ADMIN_SOCKET, Systemd
+from warmroute.service.workers.frames import GONE, STATE
+from warmroute.service.workers.passed_connections import ConnectionPassing
+from warmroute.service.workers.worker_process import WorkerProcess
+
+log = EventLog("warmroute.service")
+
+FIRST_PAUSE_S: Final = 0.1
+MAX_PAUSE_S: Final = 15.0
+"""Longest time between two starts of a worker that keeps ending."""
+STEADY_S: Final = 30.0
+"""A worker that served for this long is restarted without delay."""
+
+
+class Supervisor:
+    def __init__(
+        self, read_config: Callable[[], Config], config_file: Path | None, workers: int, command: Sequence[str]
+    ) -> None:
+        """`command` starts a worker."""
+        self._read_config = read_config
+        self._config_file = config_file
+        self.config = read_config()
+        self._systemd = Systemd(os.environ)
+        self._command = command
+        self._count = workers
+        self._folder = Path(tempfile.mkdtemp(prefix="warmroute-"))
+        self._workers: dict[int, WorkerProcess] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = asyncio.Event()
+        self._failed: int | None = None
+        """Exit status of a worker that ended before any worker served."""
+        self.restarts = 0
+        self._timers = TimerWheel(time.monotonic)
+        self.admin = CombinedAdmin(self, self.config.admin.token_sha256)
+        self._admin_listener = Listener(
+            AsyncHandler(self.admin.answer, self.admin.admit), self.config.limits, self._timers
+        )
+        self._passing: ConnectionPassing | None = None
+        self.port = self.admin_port = 0
+
+    # For the admin API.
+
+    @property
+    def sockets(self) -> list[tuple[int, str]]:
+        """Number and admin socket of each worker that serves."""
+        return [(number, worker.admin_socket) for number, worker in sorted(self._workers.items()) if worker.serves]
+
+    @property
+    def wanted(self) -> int:
+        return self._count
+
+    # Start.
+
+    async def run_until_signal(self) -> int:
+        """Serve until SIGTERM or SIGINT. Return the exit status."""
+        loop = asyncio.get_running_loop()
+        try:
+            admin_server = await self._start()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._stopping.set)
+            loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn(self._reload("SIGHUP")))
+            await self._stopping.wait()
+            if self._failed is None:
+                await self._stop()
+            if admin_server is not None:
+                admin_server.close()
+            self._admin_listener.abort_all()
+        finally:
+            for worker in self._workers.values():
+                worker.signal(signal.SIGKILL)
+            for task in self._tasks:
+                task.cancel()
+            shutil.rmtree(self._folder, ignore_errors=True)
+        return self._failed or 0
+
+    async def _start(self) -> asyncio.Server | None:
+        """Raises ConfigError if an address cannot be used."""
+        listen, admin = self.config.listen, self.config.admin
+        scheme = "https" if server_tls(listen.tls_cert, listen.tls_key) is not None else "http"
+        if (inherited := self._systemd.take_socket()) is not None:
+            inherited.setblocking(False)
+            sockets, name = [inherited], inherited.getsockname()
+            self.port = name[1] if isinstance(name, tuple) else 0
+            address = f"{scheme}://{name[0]}:{self.port}" if self.port else f"unix:{name}"
+        elif listen.unix_socket:
+            sockets, address = [open_unix_socket(listen.unix_socket)], f"unix:{listen.unix_socket}"
+        else:
+            sockets = [open_tcp_socket(listen.host, listen.port)]
+            self.port = sockets[0].getsockname()[1]
+            address = f"{scheme}://{listen.host}:{self.port}"
+        self._passing = ConnectionPassing(sockets, self._takers)
+        server = None
+        if admin.enabled:
+            inherited = self._systemd.take_socket(ADMIN_SOCKET)
+            if inherited is not None:
+                server = await listen_inherited(self._admin_listener, inherited)
+            else:
+                server = await listen_tcp(self._admin_listener, admin.host, admin.port)
+            name = server.sockets[0].getsockname()
+            self.admin_port = name[1] if isinstance(name, tuple) else 0
+        self._spawn(self._timers.run())
+        self._spawn(self._systemd.keep_alive())
+        if (file := self._config_file) is not None:
+            changed = lambda: self._spawn(self._reload(f"{file} changed"))  # noqa: E731
+            self._spawn(watch_files(lambda: [file], changed))
+        for number in range(self._count):
+            self._spawn(self._keep_running(number))
+        self._passing.start()
+        admin_address = f"http://{admin.host}:{self.admin_port}" if admin.enabled else "off"
+        log.info(
+            "service_started", address=address, admin=admin_address, nodes=len(self.config.nodes),
+            policy=self.config.routing.policy, workers=self._count,
+        )  # fmt: skip
+        return server
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks = [task for task in self._tasks if not task.done()]
+        self._tasks.append(asyncio.get_running_loop().create_task(work))
+
+    async def _keep_running(self, number: int) -> None:
+        """Start a worker, and start it again whenever it ends."""
+        pause_s = FIRST_PAUSE_S
+        while not self._stopping.is_set():
+            worker = self._workers[number] = WorkerProcess(number, self._folder, self._ready, self._pass_on)
+            await worker.start(self._command)
+            if self._stopping.is_set():
+                worker.signal(signal.SIGTERM)
+            status = await worker.wait()
+            if worker.cluster_id:
+                self._tell_others(worker, GONE, worker.cluster_id)
+            if self._passing is not None:
+                self._passing.give_again(worker.take_unconfirmed())
+            if self._stopping.is_set():
+                return
+            if not any(one.cluster_id for one in self._workers.values()):
+                self._failed = status if status > 0 else 1
+                self._stopping.set()
+                return
+            self.restarts += 1
+            served_s = time.monotonic() - worker.started_s
+            pause_s = FIRST_PAUSE_S if served_s > STEADY_S else min(MAX_PAUSE_S, 2.0 * pause_s)
+            log.error(
+                "worker_ended", "Its connections are lost. The parent starts it again.", worker=number, status=status,
+                served_s=round(served_s, 1), pause_s=pause_s,
+            )  # fmt: skip
+            await asyncio.sleep(pause_s)
+
+    def _ready(self, worker: WorkerProcess) -> None:
+        self._spawn(self._admit(worker))
+
+    async def _admit(self, worker: WorkerProcess) -> None:
+        """Bring a new worker up to date, and pass it connections."""
+        await self.admin.repeat_changes(worker.admin_socket)
+        worker.serves = True
+        log.info("worker_ready", worker=worker.number, pid=worker.pid)
+        self._report_ready()
+
+    def _report_ready(self) -> None:
+        self._systemd.ready(f"{len(self._takers())} of {self._count} workers serve")
+
+    # While it runs.
+
+    def _takers(self) -> list[WorkerProcess]:
+        return [worker for worker in self._workers.values() if worker.serves]
+
+    def _pass_on(self, sender: WorkerProcess, message: bytes) -> None:
+        self._tell_others(sender, STATE, message)
+
+    def _tell_others(self, sender: WorkerProcess, kind: bytes, payload: bytes) -> None:
+        for worker in self._workers.values():
+            if worker is not sender and worker.cluster_id:
+                worker.link.send(kind, payload)
+
+    async def _reload(self, reason: str) -> None:
+        await self.reload(reason)
+
+    async def reload(self, reason: str) -> tuple[int, bytes]:
+        """Reload the configuration of all workers. Return the status and body of the admin API's answer."""
+        log.info("reload_requested", reason=reason)
+        self._systemd.reloading()
+        try:
+            self.config = self._read_config()
+        except ConfigError as error:
+            log.error("config_rejected", "The router keeps the previous configuration.", reason=error)
+        else:
+            self._admin_listener.limits = self.config.limits
+        try:
+            return await self.admin.reload_workers()
+        finally:
+            self._report_ready()
+
+    # Stop.
+
+    async def _stop(self) -> None:
+        """Let the workers finish their requests, and end. A second signal makes them cut off running requests."""
+        loop, shutdown = asyncio.get_running_loop(), self.config.shutdown
+        self._systemd.stopping()
+        log.info("service_stopping", "Running requests finish first.", deadline_s=shutdown.deadline_s)
+        assert self._passing is not None
+        hurry = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, hurry.set)
+        self._signal_all(signal.SIGTERM)
+        loop.call_later(shutdown.delay_s, self._passing.close)  # until then, load balancers see that it is not ready
+        running = loop.create_task(self._until_all_ended())
+        try:
+            async with asyncio.timeout(shutdown.delay_s + shutdown.deadline_s + EXIT_GRACE_S):
+                hurried = loop.create_task(hurry.wait())
+                await asyncio.wait((running, hurried), return_when=asyncio.FIRST_COMPLETED)
+                if hurry.is_set():
+                    self._passing.close()
+                    self._signal_all(signal.SIGTERM)
+                await running
+        except TimeoutError:
+            log.error("workers_killed", "They did not end before the shutdown deadline.")
+        self._passing.close()
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for worker in self._workers.values():
+            worker.signal(number)
+
+    async def _until_all_ended(self) -> None:
+        await asyncio.gather(*(worker.ended.wait() for worker in self._workers.values()))

@@ -1,0 +1,94 @@
+"""A worker: the service of one process, which gets its connections from its parent and shares its state through it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import ssl
+import time
+from typing import TYPE_CHECKING, Final
+
+from warmroute.cluster.cluster_state import ClusterState
+from warmroute.edge.listening_sockets import listen_unix
+from warmroute.event_log import EventLog
+from warmroute.service.cluster_member import ClusterMember
+from warmroute.service.workers.frames import COUNTS, GONE, OPEN, READY, STATE, FrameLink
+from warmroute.service.workers.passed_connections import PassedConnections
+from warmroute.service.workers.seat import Seat
+
+if TYPE_CHECKING:
+    from warmroute.service.service import Service
+
+log = EventLog("warmroute.service")
+
+REPORT_S: Final = 0.02
+"""Time between two reports of the open connections to the parent."""
+
+
+class Worker:
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+        self._link = FrameLink(self._receive, self._parent_gone)
+        self._connections: PassedConnections | None = None
+        self._member: ClusterMember | None = None
+        self._reported = (0, 0)
+        self._stopping = False
+
+    async def join(self, service: Service, tls: ssl.SSLContext | None) -> asyncio.Server:
+        """Join the cluster, and open the admin API for the parent. Return its server."""
+        loop = asyncio.get_running_loop()
+        link = socket.socket(fileno=self.seat.link_fd)
+        link.setblocking(False)
+        await loop.create_unix_connection(lambda: self._link, sock=link)
+        name = f"worker-{self.seat.number}-{os.getpid()}-{time.monotonic_ns() & 0xFFFFFF:x}"
+        self._member = ClusterMember(
+            name, service.proxy.dispatcher, service.cache_view, service.proxy.rate_limits, self._link
+        )
+        self._connections = PassedConnections(self.seat.passing_fd, service.listener, tls, self._report)
+        return await listen_unix(service.admin_listener, self.seat.admin_socket)
+
+    async def run(self) -> None:
+        """Tell the parent that this worker serves, and keep telling it how many connections are open."""
+        assert self._connections is not None and self._member is not None
+        self._link.send(READY, self._member.state.sender.encode())
+        while True:
+            self._report()
+            await asyncio.sleep(REPORT_S)
+
+    def _report(self) -> None:
+        """Tell the parent how many connections have arrived and are open, if that has changed."""
+        assert self._connections is not None
+        counts = (self._connections.received, self._connections.open)
+        if counts != self._reported:
+            self._reported = counts
+            self._link.send(OPEN, COUNTS.pack(*counts))
+
+    @property
+    def state(self) -> ClusterState | None:
+        return self._member.state if self._member is not None else None
+
+    def _receive(self, kind: bytes, payload: bytes) -> None:
+        member = self._member
+        if member is None:
+            return
+        if kind == STATE:
+            member.receive(payload)
+        elif kind == GONE:
+            member.state.forget(payload.decode("ascii", "replace"), time.monotonic())
+
+    def _parent_gone(self) -> None:
+        if not self._stopping:
+            log.error("parent_gone", "The parent process has ended. The worker finishes its requests and ends.")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def stop_accepting(self) -> None:
+        if self._connections is not None:
+            self._connections.close()
+
+    def close(self) -> None:
+        self._stopping = True
+        if self._member is not None:
+            self._member.close()
+        self._link.close()

@@ -1,0 +1,120 @@
+"""One worker, as its parent sees it: a child process, the link to it, and how many connections it has."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from warmroute.service.workers.frames import COUNTS, OPEN, READY, STATE, FrameLink
+from warmroute.service.workers.seat import Seat
+
+
+class WorkerProcess:
+    def __init__(
+        self,
+        number: int,
+        folder: Path,
+        on_ready: Callable[[WorkerProcess], object],
+        on_state: Callable[[WorkerProcess, bytes], object],
+    ) -> None:
+        self.number = number
+        self.admin_socket = str(folder / f"worker-{number}-{time.monotonic_ns()}.sock")
+        self._on_ready = on_ready
+        self._on_state = on_state
+        self.cluster_id = b""
+        """Its id in the cluster; empty until it serves."""
+        self.serves = False
+        self.started_s = time.monotonic()
+        self.link = FrameLink(self._receive, lambda: None)
+        self.ended = asyncio.Event()
+        self._passing: socket.socket | None = None
+        self._passed = self._received = self._open = 0
+        self._unconfirmed: deque[socket.socket] = deque()
+        """Connections that were passed, and that the worker has not confirmed. They outlive it."""
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self, command: Sequence[str]) -> None:
+        link, its_link = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        passing, its_passing = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its_link, its_passing:
+            seat = Seat(self.number, its_link.fileno(), its_passing.fileno(), self.admin_socket)
+            self._process = await asyncio.create_subprocess_exec(
+                *command, env=seat.environment(), pass_fds=(seat.link_fd, seat.passing_fd), start_new_session=True
+            )
+        for one in (link, passing):
+            one.setblocking(False)
+        self._passing = passing
+        await asyncio.get_running_loop().create_unix_connection(lambda: self.link, sock=link)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    async def wait(self) -> int:
+        """Wait until the process has ended. Return its exit status; negative for a signal."""
+        assert self._process is not None
+        status = await self._process.wait()
+        self.serves = False
+        self.link.close()
+        if self._passing is not None:
+            self._passing.close()
+            self._passing = None
+        with suppress(OSError):
+            os.unlink(self.admin_socket)
+        self.ended.set()
+        return status
+
+    def signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    # Connections.
+
+    @property
+    def open_connections(self) -> int:
+        return self._open + self._passed - self._received
+
+    def give(self, connection: socket.socket) -> bool:
+        """Pass a connection, which is the worker's then. Return False if the worker does not take it now."""
+        if self._passing is None or not self.serves:
+            return False
+        try:
+            socket.send_fds(self._passing, [b"c"], [connection.fileno()])
+        except OSError:  # it does not read at the moment, or has just ended
+            return False
+        self._passed += 1
+        self._unconfirmed.append(connection)
+        return True
+
+    def take_unconfirmed(self) -> list[socket.socket]:
+        """Return the connections that the worker, which has ended, never received."""
+        connections = list(self._unconfirmed)
+        self._unconfirmed.clear()
+        return connections
+
+    def _receive(self, kind: bytes, payload: bytes) -> None:
+        if kind == STATE:
+            self._on_state(self, payload)
+        elif kind == OPEN:
+            with suppress(struct.error):
+                self._received, self._open = COUNTS.unpack(payload)
+                while len(self._unconfirmed) > self._passed - self._received:
+                    self._unconfirmed.popleft().close()
+        elif kind == READY:
+            self.cluster_id = payload
+            self._on_ready(self)
+
+
+def worker_command(arguments: Sequence[str]) -> list[str]:
+    """Return the command that starts a worker with the arguments of this process."""
+    return [sys.executable, "-m", "warmroute.cli.main", *arguments]

@@ -1,0 +1,101 @@
+"""Several processes whose requests wait for the same node: who goes first, and by how much they exceed its limit."""
+
+from __future__ import annotations
+
+import pytest
+from test_cluster_state import Process, exchange
+
+from warmroute.config.priority import HIGH, NORMAL
+from warmroute.index.lookup import Lookup
+from warmroute.prompt.routing_request import RoutingRequest
+from warmroute.routing.decision import Decision
+from warmroute.routing.routing_errors import RoutingError
+
+LIMIT_MS = 250.0
+"""The default of admission.max_node_backlog_ms."""
+
+
+class Pending:
+    """A request of one process, with a prompt that no node knows."""
+
+    def __init__(self, process: Process, number: int, tokens: int, priority: int = NORMAL) -> None:
+        self.process = process
+        self.request = RoutingRequest("m", priority=priority, arrived_s=process.now_s)
+        self.lookup: Lookup | None = Lookup(number.to_bytes(4, "little") * tokens, tokens, tokens)
+        self.sent_s: float | None = None
+
+    def on_admitted(self, decision: Decision) -> None:
+        self.sent_s = self.process.now_s
+        self.ticket = self.process.router.dispatch(decision, decision.node, self.process.now_s)
+
+    def on_rejected(self, error: RoutingError) -> None:
+        raise error
+
+
+def work_ms(processes: list[Process]) -> float:
+    """The prefill work that all processes have sent to the node."""
+    exchange(*processes)
+    node = processes[0].node()
+    return node.pending_work * node.speed.ms_per_token
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_processes_exceed_the_limit_of_a_node_by_at_most_one_prompt_each(count: int) -> None:
+    processes = [Process(f"p{at}", nodes=1) for at in range(count)]
+    exchange(*processes)
+    tokens = 1000
+    prompt_ms = tokens * 1.05 * processes[0].node().speed.ms_per_token
+    for number in range(40):  # no process hears of the others meanwhile
+        for at, process in enumerate(processes):
+            process.admission.submit(Pending(process, 1000 * at + number, tokens), process.now_s)
+    assert work_ms(processes) <= LIMIT_MS + count * prompt_ms * 1.05
+    assert sum(process.admission.queue.waiting for process in processes) > 0
+
+
+def test_a_node_with_room_gets_the_first_request_of_all_processes() -> None:
+    a, b = Process("a", nodes=1), Process("b", nodes=1)
+    first = Pending(a, 0, 8000)
+    a.admission.submit(first, a.now_s)
+    exchange(a, b)
+    longer, shorter, urgent = Pending(a, 1, 6000), Pending(b, 2, 3000), Pending(b, 3, 7000, HIGH)
+    a.admission.submit(longer, a.now_s)
+    b.admission.submit(shorter, b.now_s)
+    b.admission.submit(urgent, b.now_s)
+    exchange(a, b)
+    assert longer.sent_s is shorter.sent_s is urgent.sent_s is None
+    order: list[Pending] = []
+    running: list[Pending] = [first]
+    for _ in range(200):
+        for process in (a, b):
+            process.now_s += 0.02
+        if running:
+            done = running.pop()
+            done.ticket.first_token(done.process.now_s)
+        exchange(a, b)
+        for process in (a, b):
+            process.admission.node_freed(process.node(), process.now_s)
+            exchange(a, b)
+        for one in (longer, shorter, urgent):
+            if one.sent_s is not None and one not in order:
+                order.append(one)
+                running.append(one)
+        if len(order) == 3:
+            break
+    assert order == [urgent, shorter, longer]
+
+
+def test_no_process_waits_for_one_that_does_not_take_its_turn() -> None:
+    a, b = Process("a", nodes=1), Process("b", nodes=1)
+    first = Pending(a, 0, 8000)
+    a.admission.submit(first, a.now_s)
+    exchange(a, b)
+    mine, theirs = Pending(a, 1, 7000), Pending(b, 2, 6000)
+    a.admission.submit(mine, a.now_s)
+    b.admission.submit(theirs, b.now_s)
+    exchange(a, b)
+    first.ticket.first_token(a.now_s)
+    a.admission.node_freed(a.node(), a.now_s)
+    assert mine.sent_s is None  # it is b's turn, but b does nothing
+    a.now_s += 0.15
+    a.admission.tick([a.node()], a.now_s)
+    assert mine.sent_s == a.now_s

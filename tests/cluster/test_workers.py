@@ -1,0 +1,156 @@
+"""`serve --workers N`: one port and one admin API; a worker that dies takes only its own connections along."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from support.engine_scripts import DONE, SSE_HEAD, chunk, script, sse_event
+from support.polling import until
+from support.raw_client import post
+from support.scripted_engine import ScriptedEngine, engines
+from support.serve_process import ServeProcess, serve
+
+PATIENCE_S = 30.0
+
+
+@asynccontextmanager
+async def workers(folder: Path, *nodes: ScriptedEngine, count: int = 2) -> AsyncIterator[ServeProcess]:
+    file = folder / "router.toml"
+    tables = "".join(f'[[nodes]]\nurl = "{node.url}"\nname = "node-{at}"\n' for at, node in enumerate(nodes))
+    file.write_text("[routing]\npolicy = 'least_loaded'\n" + tables)
+    async with serve("--config", file, "--workers", str(count), "--port", "0", "--admin-port", "0") as router:
+        await all_serve(router, count)
+        yield router
+
+
+async def all_serve(router: ServeProcess, count: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while await metric(router, "warmroute_workers") < count or (await admin(router, "/ready"))[0] != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def admin(router: ServeProcess, path: str, method: str = "GET") -> tuple[int, bytes]:
+    request = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n".encode()
+    response = await router.request(request, router.admin_port)
+    return response.status, response.body
+
+
+async def metric(router: ServeProcess, name: str) -> float:
+    """Return the sum over all labels."""
+    page = (await admin(router, "/metrics"))[1].decode()
+    return sum(float(line.split()[-1]) for line in page.splitlines() if re.match(rf"{name}[ {{]", line))
+
+
+async def until_known(router: ServeProcess, requests: int) -> None:
+    """Wait until the first worker counts this many requests on its nodes, those of the other one included."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            nodes = json.loads((await admin(router, "/admin/nodes"))[1])["nodes"]
+            if sum(node["requests_in_flight"] for node in nodes) == requests:
+                return
+            await asyncio.sleep(0.02)
+
+
+def worker_pids(router: ServeProcess) -> list[int]:
+    children = Path(f"/proc/{router.process.pid}/task/{router.process.pid}/children").read_text()
+    return [int(pid) for pid in children.split()]
+
+
+def none_runs(pids: list[int]) -> bool:
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+async def test_one_port_one_admin_api_and_a_killed_worker_loses_only_its_own_connections(tmp_path: Path) -> None:
+    async with engines() as [engine]:
+        release = asyncio.Event()
+        async with workers(tmp_path, engine) as router:
+            for _ in range(6):
+                assert (await router.request()).status == 200
+            assert await metric(router, "warmroute_node_requests_total") == 6
+            decisions = json.loads((await admin(router, "/admin/decisions"))[1])
+            assert len(decisions["decisions"]) == decisions["stored"] == 6
+            found = decisions["decisions"][0]["request_id"]
+            assert (await admin(router, f"/admin/decisions/{found}"))[0] == 200
+
+            engine.behave = script(SSE_HEAD, chunk(sse_event(0)), release, chunk(sse_event(1)), DONE)
+            streams = [await router.connect() for _ in range(4)]
+            for one in streams:
+                one.write(post(headers=["Connection: close"]))
+                assert (await one.head()).status == 200
+            # Each worker knows of the requests of the other.
+            await until_known(router, 4)
+            assert await metric(router, "warmroute_node_requests_in_flight") == 4
+            assert await metric(router, "warmroute_client_connections") == 4
+
+            os.kill(worker_pids(router)[0], signal.SIGKILL)
+            await until(lambda: router.logged("worker_ended"))
+            engine.behave = script(SSE_HEAD, chunk(sse_event(0)), DONE)
+            assert (await router.request()).status == 200  # the other worker serves
+            release.set()
+            ends = [DONE.rstrip() in await one.rest() for one in streams]
+            assert sorted(ends) == [False, False, True, True]
+            assert await metric(router, "warmroute_node_requests_total") >= 6  # a counter never falls
+            assert await metric(router, "warmroute_worker_restarts_total") == 1
+            await all_serve(router, 2)
+            assert await metric(router, "warmroute_node_requests_total") >= 6
+            counted = await metric(router, "warmroute_node_requests_total")
+            assert (await router.request()).status == 200
+            assert await metric(router, "warmroute_node_requests_total") == counted + 1
+
+
+async def test_changes_reach_all_workers_also_those_that_start_later(tmp_path: Path) -> None:
+    async with engines(2) as [first, second], workers(tmp_path, first, second) as router:
+        assert (await admin(router, "/admin/nodes/node-0/drain", "POST"))[0] == 200
+        for _ in range(6):
+            assert (await router.request()).status == 200
+        assert not first.seen
+        for pid in worker_pids(router):
+            os.kill(pid, signal.SIGKILL)
+        for _ in range(4):  # connections wait until a worker serves again
+            assert (await router.request()).status == 200
+        assert not first.seen
+        await all_serve(router, 2)
+
+        file = tmp_path / "router.toml"
+        file.write_text(file.read_text().partition("[[nodes]]")[0] + f'[[nodes]]\nurl = "{first.url}"\n')
+        assert (await admin(router, "/admin/reload", "POST"))[0] == 200
+        await until(lambda: sum("config_reloaded" in line for line in router.lines) == 2, "", PATIENCE_S)
+        file.write_text("no configuration")
+        assert (await admin(router, "/admin/reload", "POST"))[0] == 400
+        assert len(json.loads((await admin(router, "/admin/nodes"))[1])["nodes"]) == 1
+
+        release = asyncio.Event()
+        first.behave = script(SSE_HEAD, chunk(sse_event(0)), release, DONE)
+        stream = await router.connect()
+        stream.write(post())
+        assert (await stream.head()).status == 200
+        pids = worker_pids(router)
+        router.signal(signal.SIGTERM)
+        await until(lambda: router.logged("service_stopping"))
+        release.set()
+        assert DONE.rstrip() in await stream.rest()
+        await router.process.wait()
+        assert router.process.returncode == 0
+        assert none_runs(pids)
+
+
+async def test_workers_end_when_their_parent_has_ended(tmp_path: Path) -> None:
+    async with engines() as [engine], workers(tmp_path, engine) as router:
+        pids = worker_pids(router)
+        assert len(pids) == 2
+        router.signal(signal.SIGKILL)
+        await until(lambda: none_runs(pids), "they end", PATIENCE_S)
+
+
+async def test_a_configuration_that_workers_reject_ends_the_parent(tmp_path: Path) -> None:
+    file = tmp_path / "router.toml"
+    file.write_text("[scaling]\nenabled = true\n[[provisioners]]\nname = 'p'\nkind = 'command'\ncommand = ['true']\n")
+    async with serve("--config", file, "--workers", "2", "--port", "0", "--admin-port", "0") as router:
+        assert await router.process.wait() == 2
