@@ -49,12 +49,13 @@ class Notifications:
 
 @asynccontextmanager
 async def activated(
-    folder: Path, *sockets: socket.socket, names: str = ""
+    folder: Path, *sockets: socket.socket, names: str = "", options: tuple[str, ...] = ()
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, list[str]]]:
     """`warmroute serve` as systemd would start it: the sockets are file descriptors 3 and following."""
     config = folder / "warmroute.toml"
     config.write_text("[admin]\nport = 0\n[shutdown]\ndelay_s = 0.0\n")
-    command = shlex.join([sys.executable, "-m", "warmroute.cli.main", "serve", "--config", str(config), "--port", "1"])
+    serve = [sys.executable, "-m", "warmroute.cli.main", "serve", "--config", str(config), "--port", "1"]
+    command = shlex.join([*serve, *options])
     moves = " ".join(f"{3 + number}<&{one.fileno()}" for number, one in enumerate(sockets))
     environment = os.environ | {
         "LISTEN_FDS": str(len(sockets)), "LISTEN_FDNAMES": names, "NOTIFY_SOCKET": str(folder / "notify"),
@@ -116,6 +117,26 @@ async def test_a_service_of_systemd(tmp_path: Path) -> None:
     waiting = asyncio.ensure_future(ask(clients.getsockname()[1]))
     async with activated(tmp_path, clients):
         assert await waiting == 200
+    notifications.close()
+    clients.close()
+    admin.close()
+
+
+async def test_workers_of_a_service_of_systemd(tmp_path: Path) -> None:
+    """The parent takes the sockets and reports; the workers do neither."""
+    notifications = Notifications(str(tmp_path / "notify"))
+    clients, admin = listening(), listening()
+    options = ("--workers", "2")
+    async with activated(tmp_path, clients, admin, names="client:admin", options=options) as (process, lines):
+        await until(lambda: notifications.count("READY=1") == 2 or process.returncode is not None, "ready", 30)
+        assert process.returncode is None, lines
+        assert any("STATUS=2 of 2 workers serve" in one for one in notifications.received)
+        assert await ask(clients.getsockname()[1]) == await ask(admin.getsockname()[1]) == 200
+        process.send_signal(signal.SIGHUP)
+        await until(lambda: notifications.count("RELOADING=1") == 1 and notifications.count("READY=1") == 3)
+        process.send_signal(signal.SIGTERM)
+        await process.wait()
+        assert notifications.count("STOPPING=1") == 1 and process.returncode == 0, lines
     notifications.close()
     clients.close()
     admin.close()

@@ -1,4 +1,4 @@
-"""The seam between the cluster's state and what carries its messages: the parent process of `--workers`, Redis, or
+"""The seam between the cluster's state and what carries its messages: the parent process of `--workers`, or
 replay's virtual network.
 
 A transport calls `ClusterMember.receive` in the event loop with each message of another process. It may lose, delay,
