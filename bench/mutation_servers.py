@@ -209,7 +209,7 @@ async def run_router(record: Record, urls: list[str]) -> None:
     config = from_table(router_table(urls))
     service = Service(lambda: config)
     await service.start()
-    while sum(len(group.up) for group in service.fleet.groups) < len(urls) * len(MODELS):  # noqa: ASYNC110
+    while sum(len(group.sort_if_changed().up) for group in service.fleet.groups) < len(urls) * len(MODELS):  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     print(service.port, flush=True)
     await asyncio.Event().wait()

@@ -307,7 +307,7 @@ def test_a_health_change_costs_what_it_changes(monkeypatch: pytest.MonkeyPatch) 
         for node in nodes:
             fleet.update_models(node, names, ADAPTERS)
             fleet.check_passed(node, 1.0)
-    assert all(len(group.up) == 64 for group in fleet.groups)
+    assert all(len(group.sort_if_changed().up) == 64 for group in fleet.groups)
     sorted_groups: list[str] = []
     sort = Group._sort
 
@@ -322,7 +322,8 @@ def test_a_health_change_costs_what_it_changes(monkeypatch: pytest.MonkeyPatch) 
     assert group is not None and len(group.up) == 63 and nodes[7] not in group.up.nodes
     assert group.half_open == () and group.last_resort.nodes == () and sorted_groups == ["adapter7"]
     fleet.check_passed(nodes[7], 3.0)
-    assert group.up.nodes == tuple(nodes), "the order stays"
+    assert group.sort_if_changed().up.nodes == tuple(nodes), "the order stays"
+    assert fleet.group("adapter7") is group and sorted_groups == ["adapter7"] * 2
 
 
 def test_an_adapter_that_is_loaded_changes_its_group_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,10 +129,12 @@ class Fleet:
     # Models.
 
     def group(self, model: str) -> Group | None:
-        return self._groups.get(model)
+        group = self._groups.get(model)
+        return group if group is None or group.is_sorted else group.sort_if_changed()
 
     @property
     def groups(self) -> Iterable[Group]:
+        """Those that nobody has asked for since a change of health are not sorted by it."""
         return self._groups.values()
 
     @property
@@ -142,7 +144,7 @@ class Fleet:
     @property
     def only_group(self) -> Group | None:
         """The group of the only model that the fleet serves."""
-        return next(iter(self._groups.values())) if len(self._groups) == 1 else None
+        return next(iter(self._groups.values())).sort_if_changed() if len(self._groups) == 1 else None
 
     @property
     def all_models_known(self) -> bool:
@@ -150,7 +152,8 @@ class Fleet:
 
     @property
     def can_serve(self) -> bool:
-        return any(len(group.up) or len(group.last_resort) for group in self._groups.values())
+        groups = (group.sort_if_changed() for group in self._groups.values())
+        return any(group.up.nodes or group.last_resort.nodes for group in groups)
 
     def update_models(self, node: Node, models: Sequence[str], cards: Sequence[dict[str, object]]) -> None:
         """Take over what the node's /v1/models reports."""

@@ -1,8 +1,9 @@
 """A group: the nodes that serve one model, sorted by how the router may use them.
 
 A request finds its candidates without a search: the fleet tells a group when a member comes, leaves or changes. After a
-change of a member's health, the group sorts its members when they are next asked for. So a node with hundreds of LoRA
-adapters changes its health at the cost of a mark in each of its groups, and only those with requests sort anew.
+change of a member's health, the group sorts its members when somebody next asks the fleet for it. So a node with
+hundreds of LoRA adapters changes its health at the cost of a mark in each of its groups, and only those with requests
+sort anew.
 """
 
 from __future__ import annotations
@@ -70,13 +71,16 @@ class Group:
     """Set while the members differ in their context window."""
     _serving: tuple[Node, ...] = ()
     """Those that serve requests when they are up."""
-    # by health
-    _is_sorted: bool = False
+    # By health. Fleet.group() sorts a group before it returns it; who keeps a group calls sort_if_changed() first.
+    is_sorted: bool = False
+    up: Candidates = _NO_CANDIDATES
+    last_resort: Candidates = _NO_CANDIDATES
+    """Suspected, half-open and ejected nodes: used while none is up."""
+    half_open: tuple[Node, ...] = ()
+    """Nodes that get one trial request at a time until one succeeds."""
+    slow_start_until_s: float = 0.0
+    """Until then at least one node gets less than its normal share of the traffic."""
     _slow_start_s: float = 0.0
-    _up: Candidates = _NO_CANDIDATES
-    _last_resort: Candidates = _NO_CANDIDATES
-    _half_open: tuple[Node, ...] = ()
-    _slow_start_until_s: float = 0.0
 
     # Members.
 
@@ -105,45 +109,24 @@ class Group:
     # Their health.
 
     def health_changed(self, slow_start_s: float) -> None:
-        self._is_sorted = False
+        self.is_sorted = False
         self._slow_start_s = slow_start_s
 
+    def sort_if_changed(self) -> Group:
+        """Sort the members if the health of one has changed since. Return the group."""
+        if not self.is_sorted:
+            self._sort()
+        return self
+
     def _sort(self) -> None:
+        self.is_sorted = True  # first: another thread may report a change meanwhile
         serving = self._serving
         up = [node for node in serving if node.health.state is HealthState.UP]
-        self._up = Candidates(up)
-        self._half_open = tuple(node for node in serving if node.health.state is HealthState.HALF_OPEN)
-        self._last_resort = Candidates(node for node in serving if node.health.usable_as_last_resort)
-        self._slow_start_until_s = max((node.health.up_since_s + self._slow_start_s for node in up), default=0.0)
-        self._is_sorted = True
-
-    @property
-    def up(self) -> Candidates:
-        if not self._is_sorted:
-            self._sort()
-        return self._up
-
-    @property
-    def last_resort(self) -> Candidates:
-        """Suspected, half-open and ejected nodes: used while none is up."""
-        if not self._is_sorted:
-            self._sort()
-        return self._last_resort
-
-    @property
-    def half_open(self) -> tuple[Node, ...]:
-        """Nodes that get one trial request at a time until one succeeds."""
-        if not self._is_sorted:
-            self._sort()
-        return self._half_open
-
-    @property
-    def slow_start_until_s(self) -> float:
-        """Until then at least one node gets less than its normal share of the traffic."""
-        if not self._is_sorted:
-            self._sort()
-        return self._slow_start_until_s
+        self.up = Candidates(up)
+        self.half_open = tuple(node for node in serving if node.health.state is HealthState.HALF_OPEN)
+        self.last_resort = Candidates(node for node in serving if node.health.usable_as_last_resort)
+        self.slow_start_until_s = max((node.health.up_since_s + self._slow_start_s for node in up), default=0.0)
 
     def on_islands(self, *islands: str) -> Candidates:
         """Return the nodes on these islands that are up."""
-        return self.up.subset(islands, lambda node: node.island in islands)
+        return self.sort_if_changed().up.subset(islands, lambda node: node.island in islands)

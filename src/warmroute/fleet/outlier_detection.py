@@ -175,7 +175,8 @@ class OutlierDetection:
             return None
         slowdown = recent.slowdown
         if slowdown >= factor and recent.lateness >= factor:
-            others = [other.recent_requests for group in node.groups for other in group.up.nodes if other is not node]
+            groups = [group.sort_if_changed() for group in node.groups]
+            others = [other.recent_requests for group in groups for other in group.up.nodes if other is not node]
             if others and slowdown >= factor * median([other.slowdown for other in others]):
                 return Outlier(SLOW, f"first tokens take {slowdown:.1f} times as long as before; other nodes keep up")
         typical_ms = max((self._typical_ms(group, gpu, now_s) for group in node.groups), default=0.0) if gpu else 0.0
@@ -189,7 +190,7 @@ class OutlierDetection:
         key = group.model, gpu
         computed_s, typical_ms = self._typical.get(key, (-math.inf, 0.0))
         if now_s - computed_s >= PEERS_VALID_S:
-            nodes = [node for node in group.up.nodes if node.config.gpu == gpu]
+            nodes = [node for node in group.sort_if_changed().up.nodes if node.config.gpu == gpu]
             speeds = [ms for node in nodes if (ms := node.recent_requests.ms_per_token)]
             typical_ms = median(speeds) if len(speeds) > 2 else 0.0
             if len(self._typical) >= MAX_KEPT:  # of models that are gone, too
@@ -199,7 +200,7 @@ class OutlierDetection:
 
     def _leaves_enough(self, group: Group) -> bool:
         """Return whether enough nodes of the model stay up without one of them."""
-        left = len(group.up) - 1
+        left = len(group.sort_if_changed().up) - 1
         return left >= max(1, math.ceil(group.serving * (1.0 - self.config.max_ejected_ratio)))
 
 

@@ -398,7 +398,7 @@ class Admission:
     def _node_is_gone(self, queued: QueuedRequest) -> bool:
         query = queued.decision.query
         assert query is not None
-        name, group = queued.decision.node.name, query.group
+        name, group = queued.decision.node.name, query.group.sort_if_changed()
         return name not in group.up.by_name and name not in group.last_resort.by_name
 
     def _reject_if_late(self, key: Key, queued: QueuedRequest, now_s: float, margin_s: float = 0.0) -> bool:
