@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import gzip
 import json
 import logging
@@ -49,6 +50,7 @@ from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.query import lookup_of
 from warmroute.routing.router import Router
+from warmroute.service.service import GC_THRESHOLD
 from warmroute.telemetry.counters import Counters
 
 CHAT = b"/v1/chat/completions"
@@ -300,6 +302,9 @@ async def main() -> None:
     await tokenizer_registry.load_configured()
     reader = tokenizer_registry.prompt_tokenizer("m")
     print(f"{folder.name}: loaded in {time.perf_counter() - started:.1f} s")
+    gc.collect()  # as the service does once it has started
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
     for agent in (False, True):
         measure(report, tokenizer_registry, text, 8_000, agent, conversations=40)
         measure(report, tokenizer_registry, text, 47_000, agent, conversations=20)
