@@ -56,7 +56,7 @@ export function showOverview(sections: Sections, charts: Charts): void {
     ]),
     tile("Time to first token", ms(window.ttft_p50_ms), `p90: ${ms(window.ttft_p90_ms)}`),
     tile("Requests per second", rate(now("requests_per_s")), `${count(now("in_flight"))} running, ${count(window.requests)} in ${seconds(window.seconds)}`),
-    tile("Waiting in the router", count(queue.waiting), `${count(rejected)} rejected in ${seconds(window.seconds)}`, [], rejected > 0 ? "warn" : ""),
+    tile("Waiting in the router", count(queue.waiting), `${count(rejected)} rejected in ${seconds(window.seconds)}`, [], rejected > 0 ? "warn-note" : ""),
     tile("Nodes up", `${up} of ${nodes.length}`, draining ? `${draining} draining` : `KV memory ${percent(now("kv_usage"))} used`, [], up + draining < nodes.length ? "bad" : ""),
   );
 }
