@@ -31,8 +31,9 @@ CAPACITY = 64_000
 def finding(kind: str = "time", part: str = "message", since_s: float = 0.0, could: float = 0.95) -> Finding:
     return Finding(
         model=KEY[0], route=KEY[1], kind=kind, part=part, number=0, role="system" if part == "message" else "",  # type: ignore[arg-type]
-        character=14, token=5, share=0.9, prompts=40, values=40, more_places=0, could_share=could, lost_tokens=800.0,
-        lost_ms=160.0, excerpt=Excerpt("Time: ", ("1", "2"), " x"), since_s=since_s, lost_gpu_s=12.5, gpus=1.5,
+        character=14, token=5, share=0.9, prompts=40, values=40, more_places=0, cached_share=0.1, could_share=could,
+        lost_tokens=800.0, lost_ms=160.0, excerpt=Excerpt("Time: ", ("1", "2"), " x"), since_s=since_s,
+        lost_gpu_s=12.5, gpus=1.5,
     )  # fmt: skip
 
 
