@@ -68,7 +68,7 @@ function showAdvice({ prompts }: Sections): void {
   const advice = byId("advice");
   advice.hidden = !finding || finding.gpus < 0.005;
   if (!finding || advice.hidden) return;
-  const text = `${findingTitle(finding)}, costs the work of ${gpuCount(finding.gpus)}. `;
+  const text = `${findingTitle(finding)} costs the work of ${gpuCount(finding.gpus)}. `;
   fill(advice, el("b", {}, "What to change: "), text, el("a", { href: "#prompts" }, "What prevents reuse?"));
 }
 
