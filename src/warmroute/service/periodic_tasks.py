@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 
 from warmroute.event_log import EventLog
@@ -18,6 +19,16 @@ from warmroute.telemetry.history import FINE_S, History
 log = EventLog("warmroute.service")
 CLEAN_UP_S = 0.25
 ALERTS_S = 2.0
+COLLECT_S = 60.0
+
+
+async def run_garbage_collection() -> None:
+    """Free what refers to itself: connections, subscriptions and caches of nodes that left. Requests free themselves,
+    so Python's own collections come too rarely: they count allocated objects. What existed at the start is not searched
+    (`gc.freeze`), so one takes some milliseconds."""
+    while True:
+        await asyncio.sleep(COLLECT_S)
+        gc.collect()
 
 
 async def run_admission(admission: Admission, fleet: Fleet) -> None:

@@ -48,7 +48,13 @@ from warmroute.service.file_watch import watch_files
 from warmroute.service.model_report import describe_models
 from warmroute.service.model_watch import ModelWatch
 from warmroute.service.node_set import NodeSet, log_health_change
-from warmroute.service.periodic_tasks import run_admission, run_clean_up, run_hedging, run_history
+from warmroute.service.periodic_tasks import (
+    run_admission,
+    run_clean_up,
+    run_garbage_collection,
+    run_hedging,
+    run_history,
+)
 from warmroute.service.process_exit import guard_exit
 from warmroute.service.startup import hold_until_started
 from warmroute.service.systemd import ADMIN_SOCKET, Systemd
@@ -265,6 +271,7 @@ class Service:
             loop.create_task(self.timers.run()),
             loop.create_task(self.loop_delay.run()),
             loop.create_task(run_clean_up(self.cache_view, self.tokenizer_registry)),
+            loop.create_task(run_garbage_collection()),
             loop.create_task(run_admission(self.admission, self.fleet)),
             loop.create_task(run_hedging(self.proxy.dispatcher)),
             loop.create_task(self.model_watch.run()),
