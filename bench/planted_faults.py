@@ -131,8 +131,8 @@ def application(number: int) -> tuple[str, list[dict[str, Any]]]:
     return system, tools
 
 
-def plan(chats: Sequence[list[dict[str, str]]], scenario: str, rate: float, seconds: float) -> list[Planned]:
-    random = Random(7)
+def plan(chats: Sequence[list[dict[str, str]]], scenario: str, rate: float, seconds: float, seed: int) -> list[Planned]:
+    random = Random(seed)
     count = APPLICATIONS.get(scenario, DEFAULT_APPLICATIONS)
     applications = [application(number) for number in range(count)]
     planned: list[Planned] = []
@@ -360,6 +360,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2.5, help="requests per second (default: 2.5)")
     parser.add_argument("--before", type=float, default=270.0, help="seconds without the fault (default: 270)")
     parser.add_argument("--after", type=float, default=90.0, help="seconds with it (default: 90)")
+    parser.add_argument("--seed", type=int, default=7, help="of the requests and their times (default: 7)")
     parser.add_argument("--replay-only", action="store_true", help="print what replay says and exit")
     parser.add_argument("--together", type=int, default=2, help="scenarios that run at the same time (default: 2)")
     add_record_option(parser)
@@ -376,7 +377,7 @@ def main() -> None:
 async def _run(args: argparse.Namespace, chats: Sequence[Any], scenarios: Sequence[str], report: Report) -> None:
     tokenizer = ModelTokenizer(args.data / TOKENIZER)
     seconds = args.before + args.after
-    plans = {name: plan(chats, name, args.rate, seconds) for name in scenarios}
+    plans = {name: plan(chats, name, args.rate, seconds, args.seed) for name in scenarios}
     said: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, planned in plans.items():
@@ -401,6 +402,7 @@ async def _run(args: argparse.Namespace, chats: Sequence[Any], scenarios: Sequen
 
     results = await asyncio.gather(*(one(number, name) for number, name in enumerate(scenarios)))
     report.value("load average", load)
+    report.value("seed", args.seed)
     report.table("faults", "fault", "hit rate before", "after", "alert after", "cause", "the router says")
     for name, seen in zip(scenarios, results, strict=True):
         after = f"{seen.alert_s:.0f} s" if seen.alert_s is not None else "never"

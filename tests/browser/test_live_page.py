@@ -73,6 +73,9 @@ def check(found: dict[str, Any], running: Scenario) -> None:
     assert len(found["routes"]) == 3 and found["prefixes"] >= 3
     assert "requests_per_min" in found["queue"]
     assert any("route nightly: a date or time at message 0 (system), character 6" in text for text in found["findings"])
+    assert any("could be. Lost since" in text for text in found["findings"])
+    assert found["advice"].startswith("What to change: qwen3-8b, route nightly: a date or time"), found["advice"]
+    assert found["cut"] == [], "a table is wider than its card"
     assert not any("Time" in text or "2026" in text for text in found["findings"]), "text is hidden"
 
     # Decisions, filters, drains.

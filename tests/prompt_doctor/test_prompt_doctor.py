@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from warmroute.fleet.node_speed import work
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.prompt_doctor import prompt_samples
 from warmroute.prompt_doctor.prompt_doctor import MAX_BYTES, PromptDoctor
-from warmroute.prompt_doctor.prompt_samples import MAX_PENDING, MAX_RECENT, SAMPLE_S
+from warmroute.prompt_doctor.prompt_samples import MAX_PENDING, MAX_RECENT, SAMPLE_S, PromptSamples
 from warmroute.routing.attempts import Attempts, SampledPrompt
 
 MS = 0.2
@@ -36,6 +38,7 @@ class Traffic:
         self.requests = 0
         self.now_s = 1000.0
         self.doctor = PromptDoctor(lambda _key: self.requests, lambda: self.now_s)
+        self.doctor.samples = PromptSamples(lambda: 0.5)
 
     def offer(self, body: bytes, tenant: str = "", route: str = "r", path: bytes = CHAT) -> FakeAttempts:
         attempts = FakeAttempts(RoutingRequest("m", tenant=tenant, route=route, arrived_s=self.now_s))
@@ -70,6 +73,7 @@ def test_a_finding_states_position_share_and_cost() -> None:
         traffic.send(examples.chat(f"Time: {examples.stamp()}\n{SYSTEM}"), tokens=1000, cached=16)
     traffic.examine()
     [finding] = traffic.doctor.findings
+    assert finding.cached_share == pytest.approx(0.016)
     could = finding.could_share * 1000
     assert 850 < could < 990
     expected_s = 30 * MS * (work(could, 0) - work(16, 0)) / 1000
@@ -132,6 +136,18 @@ def test_new_prompts_and_tenants_are_seen() -> None:
     [report] = traffic.doctor.reports.values()
     assert report.change is not None
     assert report.change.new_share > 0.5 and report.change.new_tenant_share > 0.5
+
+
+def test_a_client_that_sends_at_fixed_intervals_is_sampled_about_as_often_as_others() -> None:
+    traffic, random = Traffic(), Random(5)
+    traffic.doctor.samples = PromptSamples(Random(6).random)
+    arrivals = [(0.5001 * number, b"fixed") for number in range(1000)]
+    arrivals += [(random.uniform(0.0, 500.0), b"other") for _ in range(2000)]
+    sampled: Counter[bytes] = Counter()
+    for at_s, who in sorted(arrivals):
+        traffic.now_s = at_s
+        sampled[who] += traffic.offer(b"{}").sample is not None
+    assert 0.25 < sampled[b"fixed"] / sampled.total() < 0.5, "a third of the requests"
 
 
 def test_a_route_is_sampled_once_a_second() -> None:

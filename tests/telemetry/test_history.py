@@ -151,8 +151,9 @@ def test_rejections_are_an_alert_for_a_minute_with_their_reasons() -> None:
     setting = Setting()
     setting.alert_ids(0.0)
     setting.counters.rejected["requests_per_min", 2] += 7
+    setting.counters.rejected_by_tenant["batch", 2, "requests_per_min"] += 7
     assert setting.alert_ids(2.0) == ["rejections"]
-    assert "requests_per_min (7)" in setting.alerts.current[0].cause
+    assert setting.alerts.current[0].cause == "Reasons: requests_per_min (7). Tenant: batch (7)."
     assert "Raise requests_per_min" in setting.alerts.current[0].what_to_do
     for second in range(4, 64, 2):
         setting.alert_ids(float(second))

@@ -31,8 +31,9 @@ CAPACITY = 64_000
 def finding(kind: str = "time", part: str = "message", since_s: float = 0.0, could: float = 0.95) -> Finding:
     return Finding(
         model=KEY[0], route=KEY[1], kind=kind, part=part, number=0, role="system" if part == "message" else "",  # type: ignore[arg-type]
-        character=14, token=5, share=0.9, prompts=40, values=40, more_places=0, could_share=could, lost_tokens=800.0,
-        lost_ms=160.0, excerpt=Excerpt("Time: ", ("1", "2"), " x"), since_s=since_s, lost_gpu_s=12.5, gpus=1.5,
+        character=14, token=5, share=0.9, prompts=40, values=40, more_places=0, cached_share=0.1, could_share=could,
+        lost_tokens=800.0, lost_ms=160.0, excerpt=Excerpt("Time: ", ("1", "2"), " x"), since_s=since_s,
+        lost_gpu_s=12.5, gpus=1.5,
     )  # fmt: skip
 
 
@@ -57,12 +58,12 @@ class Setting:
         self.now_s = 0.0
         self._random = Random(1)
 
-    def run(self, seconds: float, share: float, known: float) -> None:
-        """Complete ten requests a second, of whose tokens these shares are cached, and known."""
+    def run(self, seconds: float, share: float, known: float, requests: int = 20) -> None:
+        """Complete `requests` every two seconds, of whose tokens these shares are cached, and known."""
         until_s = self.now_s + seconds
         while self.now_s < until_s:
             self.now_s += 2.0
-            for _ in range(20):
+            for _ in range(requests):
                 own = share + self._random.uniform(-0.1, 0.1) * min(share, 1.0 - share)
                 self.sums.requests += 1
                 self.sums.counted_prompts += 1
@@ -252,3 +253,13 @@ def test_prompts_that_always_prevented_reuse_are_an_alert_without_a_drop() -> No
     setting.findings = [finding(could=0.1)]
     setting.run(10, 0.02, 0.02)
     assert not setting.alerts.current
+
+
+def test_that_alert_stays_while_few_prompts_arrive() -> None:
+    setting = Setting()
+    setting.findings = [finding()]
+    setting.run(34, 0.02, 0.02, requests=2)
+    since_s = setting.alert.since_s
+    for _ in range(20):
+        setting.run(6, 0.02, 0.02, requests=1)
+        assert setting.alert.since_s == since_s

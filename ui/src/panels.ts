@@ -2,7 +2,7 @@
 import type { Charts } from "./charts";
 import { byId, el, fill, meter, setText, table } from "./dom";
 import { ago, clock, count, decimal, ms, NONE, percent, plural, rate, seconds } from "./format";
-import type { Alert, Sections, Sums } from "./types";
+import type { Alert, Finding, Sections, Sums } from "./types";
 
 const CACHE_POLICIES = ["price", "overlap", "approximate"];
 
@@ -39,6 +39,7 @@ function gpuCount(value: number): string {
 export function showOverview(sections: Sections, charts: Charts): void {
   const { window, queue, nodes } = sections;
   setText(byId("verdict"), verdict(window, sections.router.policy));
+  showAdvice(sections);
   const now = (field: string) => charts.latest(field) ?? 0;
   const up = nodes.filter((node) => node.state === "up").length;
   const draining = nodes.filter((node) => node.state === "draining").length;
@@ -56,9 +57,24 @@ export function showOverview(sections: Sections, charts: Charts): void {
     ]),
     tile("Time to first token", ms(window.ttft_p50_ms), `p90: ${ms(window.ttft_p90_ms)}`),
     tile("Requests per second", rate(now("requests_per_s")), `${count(now("in_flight"))} running, ${count(window.requests)} in ${seconds(window.seconds)}`),
-    tile("Waiting in the router", count(queue.waiting), `${count(rejected)} rejected in ${seconds(window.seconds)}`, [], rejected > 0 ? "warn" : ""),
+    tile("Waiting in the router", count(queue.waiting), `${count(rejected)} rejected in ${seconds(window.seconds)}`, [], rejected > 0 ? "warn-note" : ""),
     tile("Nodes up", `${up} of ${nodes.length}`, draining ? `${draining} draining` : `KV memory ${percent(now("kv_usage"))} used`, [], up + draining < nodes.length ? "bad" : ""),
   );
+}
+
+/** The costliest finding of the prompt doctor, beside what the router saves. */
+function showAdvice({ prompts }: Sections): void {
+  const finding = prompts.findings[0];
+  const advice = byId("advice");
+  advice.hidden = !finding || finding.gpus < 0.005;
+  if (!finding || advice.hidden) return;
+  const text = `${findingTitle(finding)} costs the work of ${gpuCount(finding.gpus)}. `;
+  fill(advice, el("b", {}, "What to change: "), text, el("a", { href: "#prompts" }, "What prevents reuse?"));
+}
+
+function findingTitle(finding: Finding): string {
+  const route = [finding.model, finding.route && `route ${finding.route}`].filter(Boolean).join(", ");
+  return `${route}: ${finding.what_differs} at ${finding.place} (token ${count(finding.token)})`;
 }
 
 function tile(name: string, value: string, note: string, bars: HTMLElement[] = [], kind = ""): HTMLElement {
@@ -192,8 +208,8 @@ export function showPrompts(sections: Sections): void {
       el(
         "article",
         { class: "finding" },
-        el("h3", {}, [finding.model, finding.route && `route ${finding.route}`].filter(Boolean).join(", "), `: ${finding.what_differs} at ${finding.place} (token ${count(finding.token)})`),
-        el("p", {}, `${percent(finding.share)} of the prompts differ there, before text that they have in common. ${percent(finding.could_share)} of the prompt tokens could be cached. Lost since ${clock(finding.since)}: ${seconds(finding.lost_gpu_s)} of GPU time, now the work of ${gpuCount(finding.gpus)}.`),
+        el("h3", {}, findingTitle(finding)),
+        el("p", {}, `${percent(finding.share)} of the prompts differ there, before text that they have in common. Of the route's prompt tokens, ${percent(finding.cached_share)} were cached and ${percent(finding.could_share)} could be. Lost since ${clock(finding.since)}: ${seconds(finding.lost_gpu_s)} of GPU time, now the work of ${gpuCount(finding.gpus)}.`),
         el("p", { class: "excerpt" }, el("code", {}, finding.excerpt.before, el("mark", {}, finding.excerpt.values[0] ?? ""), finding.excerpt.after)),
         el("p", {}, el("b", {}, "What to do: "), finding.what_to_do),
       ),

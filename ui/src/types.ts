@@ -106,6 +106,7 @@ export interface Finding {
   token: number;
   share: number;
   values: number;
+  cached_share: number;
   could_share: number;
   lost_gpu_s: number;
   gpus: number;

@@ -73,6 +73,8 @@ found.queue = await page.textContent("#queue-table");
 found.prefixes = await page.locator("#prefix-table tbody tr").count();
 await page.waitForSelector(".finding");
 found.findings = await page.locator(".finding").allTextContents();
+found.advice = await page.textContent("#advice");
+found.cut = await page.evaluate(() => [...document.querySelectorAll(".scroll, .nodes td, .nodes th")].filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.textContent));
 found.charts = await page.locator(".plot canvas").count();
 found.connection = await page.textContent("#connection");
 await shot(page, "live-page-light");

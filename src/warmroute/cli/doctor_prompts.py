@@ -64,8 +64,8 @@ def _print_finding(out: Console, finding: Row) -> None:
     _write(
         out,
         f"cost: {finding['lost_tokens_per_request']:,} tokens per request, {finding['lost_gpu_s']:,.1f} GPU seconds so "
-        f"far, now the work of {finding['gpus']:.2g} GPUs. {finding['could_share']:.0%} of the prompt tokens could be "
-        "cached.",
+        f"far, now the work of {finding['gpus']:.2g} GPUs. {finding['cached_share']:.0%} of the prompt tokens were "
+        f"cached, {finding['could_share']:.0%} could be.",
     )
     excerpt = finding["excerpt"]
     for value in excerpt["values"]:

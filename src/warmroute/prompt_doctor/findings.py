@@ -77,6 +77,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int
     values: int
     more_places: int
+    cached_share: float
+    """Of the sampled prompts' tokens: those that were cached."""
     could_share: float
     """Of the route's prompt tokens: those that could be cached without the difference, the cached ones included."""
     lost_tokens: float
@@ -120,6 +122,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
             "prompts": self.prompts,
             "values": self.values,
             "more_places": self.more_places,
+            "cached_share": round(self.cached_share, 3),
             "could_share": round(self.could_share, 3),
             "lost_tokens_per_request": round(self.lost_tokens),
             "lost_gpu_s": round(self.lost_gpu_s, 3),
@@ -156,6 +159,7 @@ def find(key: tuple[str, str], samples: Sequence[PromptSample]) -> tuple[list[Fi
     if len(prompts) < MIN_SAMPLES:
         return [], comparison.shared
     total_tokens = sum([sample.prompt_tokens for sample in samples]) or 1
+    cached_tokens = sum([sample.cached_tokens for sample in samples])
     found: list[Finding] = []
     for place in comparison.places:
         lost_tokens = lost_ms = could_tokens = 0.0
@@ -175,7 +179,8 @@ def find(key: tuple[str, str], samples: Sequence[PromptSample]) -> tuple[list[Fi
                 model=key[0], route=key[1], kind=place.kind, part=part.kind, number=part.number, role=part.role,
                 character=place.position.character, token=_token_of(place, samples, prompts),
                 share=len(place.prompts) / len(prompts), prompts=len(place.prompts), values=place.values,
-                more_places=place.more_places, could_share=(could_tokens + others) / total_tokens,
+                more_places=place.more_places, cached_share=cached_tokens / total_tokens,
+                could_share=(could_tokens + others) / total_tokens,
                 lost_tokens=lost_tokens / len(prompts), lost_ms=lost_ms / len(prompts),
                 excerpt=_excerpt(place, prompts),
             )

@@ -7,13 +7,16 @@ others. The sample is complete when the response has ended: then the doctor know
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from random import Random
 from typing import Final
 
 from warmroute.prompt_doctor.masked_prompt import MaskedPrompt
 from warmroute.routing.attempts import Attempts
 
 SAMPLE_S: Final = 1.0
-"""Least time between two samples of a route."""
+"""Mean of the least time between two samples of a route. It varies between 0 and twice this: else a client that sends
+at fixed intervals would be sampled again and again, and others seldom."""
 MAX_ROUTES: Final = 64
 """Further routes are not sampled."""
 MAX_PENDING: Final = 256
@@ -91,12 +94,13 @@ class RouteSamples:
 class PromptSamples:
     """Used on the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, random: Callable[[], float] | None = None) -> None:
         self._due_s: dict[RouteKey, float] = {}
         self._pending: dict[PromptSample, int] = {}
         """Samples whose response is not complete, and the size of their bodies; the oldest first."""
         self._pending_bytes = 0
         self._new: list[tuple[RouteKey, PromptSample]] = []
+        self._random = random or Random().random
 
     def offer(self, attempts: Attempts, path: bytes, body: bytes) -> None:
         """Take a sample of a request that has just arrived, if its route is due."""
@@ -108,7 +112,7 @@ class PromptSamples:
             self._due_s = {one: due_s for one, due_s in self._due_s.items() if due_s > now_s}
             if len(self._due_s) > MAX_ROUTES:
                 return
-        self._due_s[key] = now_s + SAMPLE_S
+        self._due_s[key] = now_s + SAMPLE_S * 2.0 * self._random()
         sample = PromptSample(self, path, body, request.tenant, now_s)
         attempts.sample = sample
         pending = self._pending

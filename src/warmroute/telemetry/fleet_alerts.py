@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Final
@@ -29,8 +29,8 @@ class FleetAlerts:
         self._fleet = fleet
         self._cache_view = cache_view
         self._counters = counters
-        self._rejected: deque[tuple[float, dict[str, int]]] = deque()
-        """Rejections by reason, as of the last REJECTIONS_S."""
+        self._rejected: deque[tuple[float, Counter[str], Counter[str]]] = deque()
+        """Rejections by reason and by tenant, as of the last REJECTIONS_S."""
 
     def __call__(self, now_s: float) -> Iterator[Alert]:
         nodes = list(self._fleet)
@@ -99,21 +99,26 @@ class FleetAlerts:
             )  # fmt: skip
 
     def _rejections(self, now_s: float) -> Iterator[Alert]:
-        reasons: dict[str, int] = {}
+        reasons: Counter[str] = Counter()
         for (reason, _), count in self._counters.rejected.items():
-            reasons[reason] = reasons.get(reason, 0) + count
-        self._rejected.append((now_s, reasons))
+            reasons[reason] += count
+        tenants: Counter[str] = Counter()
+        for (tenant, _, _), count in self._counters.rejected_by_tenant.items():
+            tenants[tenant] += count
+        self._rejected.append((now_s, reasons, tenants))
         while len(self._rejected) > 1 and self._rejected[1][0] <= now_s - REJECTIONS_S:
             self._rejected.popleft()
-        before_s, before = self._rejected[0]
-        recent = {reason: count - before.get(reason, 0) for reason, count in reasons.items()}
-        recent = {reason: count for reason, count in recent.items() if count > 0}
+        before_s, reasons_before, tenants_before = self._rejected[0]
+        recent = reasons - reasons_before
         if recent:
-            worst = sorted(recent, key=recent.__getitem__, reverse=True)
+            worst = [reason for reason, _ in recent.most_common()]
+            named = [(name, count) for name, count in (tenants - tenants_before).most_common(SHOWN_NAMES) if name]
+            senders = ", ".join(f"{name} ({count:,})" for name, count in named)
             yield Alert(
                 id="rejections", severity="warning",
                 title=f"{sum(recent.values()):,} requests rejected in the last {max(1.0, now_s - before_s):.0f} s",
-                cause="Reasons: " + ", ".join(f"{reason} ({recent[reason]:,})" for reason in worst) + ".",
+                cause="Reasons: " + ", ".join(f"{reason} ({recent[reason]:,})" for reason in worst)
+                + (f". {'Tenant' if len(named) == 1 else 'Tenants'}: {senders}." if named else "."),
                 what_to_do=_ADVICE.get(worst[0], "Add nodes, or let clients send fewer requests."),
             )  # fmt: skip
 

@@ -182,6 +182,8 @@ class HitRate:
         self.baseline = Baseline()
         self.window: Totals | None = None
         """The current window; None with too little traffic."""
+        self.hit_ratio: float | None = None
+        """Of the last window with enough prompts; None before the first."""
         self.drop: Drop | None = None
         self.ended: End | None = None
         """Why the last drop ended, at the check at which it did."""
@@ -208,6 +210,8 @@ class HitRate:
             self._absorbed = max(0, self._absorbed - 1)
         windows = list(self._windows(now))
         self.window = windows[0] if windows else None
+        if self.window is not None:
+            self.hit_ratio = self.window.hit_ratio
         if self.drop is not None:
             self._follow(self.drop, now, last)
             return

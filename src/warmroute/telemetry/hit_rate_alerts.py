@@ -72,11 +72,11 @@ class HitRateAlerts:
         for finding in self._findings():
             key = (finding.model, finding.route)
             rate, cause_now = self.rates.get(key), self.causes.get(key)
-            window = rate.window if rate is not None else None
-            if cause_now is not None or window is None:
+            hit_ratio = rate.hit_ratio if rate is not None else None
+            if cause_now is not None or hit_ratio is None:
                 continue
-            if finding.could_share - window.hit_ratio >= MIN_LOST_SHARE:
-                yield _finding_alert(finding, window.hit_ratio)
+            if finding.could_share - hit_ratio >= MIN_LOST_SHARE:
+                yield _finding_alert(finding, hit_ratio)
 
     def _lost_events(self, now_s: float) -> Iterator[Alert]:
         """Yield an alert while KV events are being lost, unless a drop names them as its cause."""
