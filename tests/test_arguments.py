@@ -22,7 +22,8 @@ NUMBERS = {
     "replay": (
         "nodes", "blocks", "block-size", "cpu-blocks", "rate", "scale-rate", "day", "burst", "concurrency", "limit",
         "duration", "warm-up", "warm-rate", "seed", "queue-threshold", "poll-interval", "poll-lag", "poll-loss",
-        "kv-lag", "kv-loss", "min-nodes", "max-nodes", "start", "usd", "quota", "ceiling",
+        "kv-lag", "kv-loss", "min-nodes", "max-nodes", "start", "usd", "quota", "ceiling", "replicas", "sync-lag",
+        "sync-loss",
     ),
     "plan": ("usd", "max-nodes", "rate", "scale-rate", "limit", "warm-up", "seed", "ttft-p50", "ttft-p90", "ttft-p99"),
     "load": (
@@ -33,13 +34,16 @@ NUMBERS = {
         "events-port", "replay-port", "max-loras", "data-parallel-size", "speed", "answer-tokens", "seed",
     ),
     "demo": ("port", "speed"),
-    "serve": ("port", "admin-port"),
+    "serve": ("port", "admin-port", "workers"),
     "doctor": ("timeout",),
+    "init": ("port", "admin-port", "timeout"),
+    "capture": ("listen", "minutes", "max-mb", "output-tokens"),
+    "monitoring": ("ttft-seconds", "queue-wait-seconds"),
 }  # fmt: skip
 WITH_WORKLOAD = ("replay", "plan", "load")
 MAY_BE_ZERO = (
     "cpu-blocks", "warm-up", "seed", "poll-lag", "poll-loss", "kv-lag", "kv-loss", "min-nodes", "start", "usd", "quota",
-    "port", "events-port", "replay-port", "admin-port",
+    "port", "events-port", "replay-port", "admin-port", "sync-lag", "sync-loss", "listen",
 )  # fmt: skip
 
 

@@ -164,6 +164,38 @@ def test_a_node_that_becomes_far_slower_than_its_peers_is_ejected() -> None:
     assert "times as long as before; other nodes keep up" in harness.node(0).health.reason
 
 
+@pytest.mark.parametrize("gpus", [(), ("H100",) * 4])
+def test_a_single_stall_ejects_nobody(gpus: Sequence[str]) -> None:
+    harness = OutlierHarness(4, gpus)
+    for _ in range(20):
+        harness.second(ms_per_token=(0.1,) * 4)
+    harness.second(ms_per_token=(5.0, 0.1, 0.1, 0.1))
+    for _ in range(30):
+        harness.second(ms_per_token=(0.1,) * 4)
+        assert harness.states() == ["up"] * 4
+
+
+def test_an_idle_peer_does_not_show_that_peers_keep_up() -> None:
+    """Both may run on one machine that has become busy."""
+    harness = OutlierHarness(2)
+    for _ in range(20):
+        harness.second(ms_per_token=(0.1, 0.1))
+    for _ in range(11):
+        harness.second()
+    for _ in range(30):
+        harness.second(ms_per_token=(1.0,))
+    assert harness.states() == ["up"] * 2
+
+
+def test_a_slow_node_with_few_requests_is_ejected_too() -> None:
+    harness = OutlierHarness(4, min_requests=150)  # which have come only after some seconds of each half interval
+    for _ in range(40):
+        harness.second(ms_per_token=(0.1,) * 4)
+    for _ in range(30):
+        harness.second(ms_per_token=(1.0, 0.1, 0.1, 0.1))
+    assert harness.states() == ["ejected", "up", "up", "up"]
+
+
 def test_a_slower_gpu_is_not_an_outlier() -> None:
     for gpus in (("L4", "H100", "H100", "H100"), ()):
         harness = OutlierHarness(4, gpus)
@@ -174,7 +206,7 @@ def test_a_slower_gpu_is_not_an_outlier() -> None:
 
 def test_a_node_that_is_far_slower_than_others_with_the_same_gpu_is_ejected() -> None:
     harness = OutlierHarness(4, ("H100",) * 4)
-    for _ in range(5):
+    for _ in range(15):
         harness.second(ms_per_token=(1.5, 0.1, 0.1, 0.1))
     assert harness.states() == ["ejected", "up", "up", "up"]
     assert "other nodes with H100" in harness.node(0).health.reason

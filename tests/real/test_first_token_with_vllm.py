@@ -38,6 +38,7 @@ def test_the_prefill_lasts_until_the_first_content(real_engines: list[RealEngine
                 peer.write(raw_client.post(body, path))
                 if path == "/v1/responses":
                     assert b"response.created" in await peer.reader.readuntil(b"response.in_progress")
+                await until(lambda: node.inflight == 1, "the request is sent to the engine", 30)
                 await asyncio.sleep(PAUSED_S)
                 assert node.inflight == 1 and node.pending_work > 0 and node.speed.answers == 0
             finally:

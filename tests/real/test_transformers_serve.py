@@ -51,6 +51,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Transforme
 class Times:
     role_s: float
     content_s: float
+    """0.0 if the response had none: tokens without text."""
 
 
 def messages(salt: str, words: int) -> list[dict[str, str]]:
@@ -106,20 +107,25 @@ async def asked(r: RunningRouter, engine: TransformersEngine, said: list[dict[st
 
 
 def test_the_learned_speed_is_that_of_the_prefill(served: list[TransformersEngine]) -> None:
+    """The engine is also asked directly, in turns: a busy machine slows down both alike."""
     engine = served[0]
-    own = [ask(engine, messages(f"own {number}", 400)) for number in range(5)]
-    role_s, content_s = median(times.role_s for times in own), median(times.content_s for times in own)
-    assert content_s > 3 * role_s, "the engine does not send its role early"
 
     async def work() -> None:
         async with routed([engine]) as r:
             node = r.node(0)
             tokens = 0
+            own: list[Times] = []
             for number in range(12):
+                times = await asyncio.to_thread(ask, engine, messages(f"own {number}", 400))
+                if times.content_s:
+                    own.append(times)
                 response = await asked(r, engine, messages(f"learn {number}", 400))
                 predicted = response.get("x-warmroute-hit")
                 assert predicted is not None
                 tokens = int(predicted.partition("/")[2])
+            assert len(own) >= 6, "most responses have no content"
+            role_s, content_s = median(times.role_s for times in own), median(times.content_s for times in own)
+            assert content_s > 3 * role_s, "the engine does not send its role early"
             learned_ms = node.speed.ms_per_token
             assert learned_ms > 3 * 1000 * role_s / tokens, "learned from the role"
             assert 0.3 < learned_ms / (1000 * content_s / tokens) < 3, (learned_ms, content_s, tokens)

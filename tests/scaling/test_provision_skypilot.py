@@ -372,7 +372,7 @@ async def test_a_slow_termination_continues_in_the_next_call(sky: Sky) -> None:
 
 
 async def test_a_launch_without_a_cluster_is_terminated_later(sky: Sky) -> None:
-    sky.tell("slow", "3")
+    sky.tell("slow", "8")
     provisioner = sky.provisioner(timeout_s=4.0)
     await provisioner.provision(OFFER, T1)
     (machine,) = await provisioner.status()

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from warmroute.cli.arguments import number
+
 GRAFANA_FILE = "grafana/warmroute.json"
 RULES_FILE = "prometheus/alerts.yaml"
 
@@ -19,10 +21,13 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help=f"for {GRAFANA_FILE} and {RULES_FILE}")
     parser.add_argument(
-        "--ttft-seconds", type=float, metavar="S", help="TTFT objective, one of the histogram's buckets (default: 2.5)"
+        "--ttft-seconds",
+        type=number(above=0),
+        metavar="S",
+        help="TTFT objective, one of the histogram's buckets (default: 2.5)",
     )
     parser.add_argument(
-        "--queue-wait-seconds", type=float, metavar="S", help="p90 of the queue wait that alerts (default: 1)"
+        "--queue-wait-seconds", type=number(above=0), metavar="S", help="p90 of the queue wait that alerts (default: 1)"
     )
     parser.add_argument("--reference", type=Path, metavar="FILE", help="also write the page that explains the alerts")
     parser.add_argument("--check", action="store_true", help="write nothing, fail if a file is not up to date")

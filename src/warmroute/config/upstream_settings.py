@@ -82,7 +82,10 @@ class Hedging(Section, frozen=True):
 class OutlierDetection(Section, frozen=True):
     """Ejection of nodes that answer far worse than their peers."""
 
-    interval_s: Annotated[Seconds, Meta(description="Time over which the requests of a node are judged.")] = 10.0
+    interval_s: Annotated[
+        Seconds,
+        Meta(description="Time over which the requests of a node are judged. A slow one is ejected after this time."),
+    ] = 10.0
     min_requests: Annotated[Count, Meta(description="A node with fewer requests in this time is not judged.")] = 10
     failure_ratio: Annotated[
         float, Meta(ge=0, le=1, description="Share of failed requests from which on a node is ejected. 0: never.")

@@ -6,7 +6,10 @@ The rules, for a node with at least `min_requests` requests within `interval_s`:
                the request is at fault.
     slow       its first tokens take `slow_factor` times as long as usual on this node, and it slowed down `slow_factor`
                times as much as its peers; or a prompt token takes `slow_factor` times as long as on peers with the same
-               `gpu`. "As usual" takes into account what was on the node at each dispatch:
+               `gpu`. Only peers whose first tokens were compared within `interval_s`, too, tell how much peers slowed
+               down: idle peers may run on the same busy machine. It has to be slow for a whole `interval_s`: after a
+               single stall, a node is as fast as before. "As usual" takes into account what was on the node at each
+               dispatch:
 
                lateness = sum of times to first token / sum of (work ahead · usual time per token + steps)
 
@@ -71,13 +74,16 @@ class RecentRequests:
     """How a node's requests ended within the last interval, its usual speed, and its ejections."""
 
     __slots__ = (
-        "_middle", "_middle_s", "_repeats", "_returned_s", "_start", "checked_s", "ejections", "lateness",
-        "ms_per_token", "queued_s", "usual_lateness", "usual_ms",
+        "_middle", "_middle_s", "_repeats", "_returned_s", "_slow_s", "_slow_since_s", "_start", "checked_s",
+        "compared_s", "ejections", "lateness", "ms_per_token", "queued_s", "usual_lateness", "usual_ms",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self._start = self._middle = Counts()
         self._middle_s = self._returned_s = self.checked_s = self.queued_s = -math.inf
+        self._slow_since_s = self._slow_s = -math.inf
+        self.compared_s = -math.inf
+        """When its first tokens were last compared with the usual ones."""
         self._repeats = 0
         self.ms_per_token = self.usual_ms = 0.0
         """Its present and its usual prefill time per token; 0.0 before they are known."""
@@ -89,6 +95,7 @@ class RecentRequests:
         """Forget what was before: the node has just come up."""
         self._start = self._middle = now
         self._middle_s = self._returned_s = now_s
+        self._slow_s = self.compared_s = -math.inf
 
     def since(self, now: Counts, now_s: float, interval_s: float) -> Counts:
         """Return the counts of the last half to whole interval."""
@@ -110,12 +117,22 @@ class RecentRequests:
         """How many times as long first tokens take as usual; 1.0 if that is not known."""
         return self.lateness / self.usual_lateness
 
-    def judge(self, counts: Counts, ms_per_token: float, queued: bool) -> None:
+    def judge(self, counts: Counts, ms_per_token: float, queued: bool, now_s: float) -> None:
         """Compare the first tokens of the last interval with the usual ones. `queued`: the engine had a long queue."""
         self.ms_per_token = ms_per_token
         expected_ms = counts.work * self.usual_ms + counts.steps_ms
         known = self.usual_ms and expected_ms and not queued
         self.lateness = counts.ttft_ms / expected_ms if known else self.usual_lateness
+        if known:
+            self.compared_s = now_s
+
+    def slow_for_s(self, slow: bool, now_s: float, interval_s: float) -> float:
+        """Keep whether the node is slow now, and return for how long it has been. Gaps without enough requests to tell
+        do not count if they are shorter than the interval."""
+        if now_s - self._slow_s >= interval_s:
+            self._slow_since_s = now_s
+        self._slow_s = now_s if slow else -math.inf
+        return now_s - self._slow_since_s if slow else 0.0
 
     def learn_usual(self, elapsed_s: float) -> None:
         weight = 1.0 - math.exp(-elapsed_s / USUAL_S) if self.usual_ms else 1.0
@@ -145,11 +162,14 @@ class OutlierDetection:
         if node.waiting > node.running or (node.waiting and node.kv_usage > LONG_QUEUE_KV_USAGE):
             recent.queued_s = now_s
         if outlier is None and counts.first_tokens >= config.min_requests:
-            recent.judge(counts, node.speed.ms_per_token, now_s - recent.queued_s < config.interval_s)
+            recent.judge(counts, node.speed.ms_per_token, now_s - recent.queued_s < config.interval_s, now_s)
             if counts.ttft_ms >= MIN_SLOW_TTFT_MS * counts.first_tokens:
                 outlier = self._slow(node, now_s)
+            slow_for_s = recent.slow_for_s(outlier is not None, now_s, config.interval_s)
             if outlier is None:
                 recent.learn_usual(elapsed_s)
+            elif slow_for_s < config.interval_s:
+                return None
         if outlier is None or not all(self._leaves_enough(group) for group in node.groups):
             return None
         return outlier
@@ -177,7 +197,8 @@ class OutlierDetection:
         if slowdown >= factor and recent.lateness >= factor:
             groups = [group.sort_if_changed() for group in node.groups]
             others = [other.recent_requests for group in groups for other in group.up.nodes if other is not node]
-            if others and slowdown >= factor * median([other.slowdown for other in others]):
+            slowdowns = [other.slowdown for other in others if now_s - other.compared_s < self.config.interval_s]
+            if slowdowns and slowdown >= factor * median(slowdowns):
                 return Outlier(SLOW, f"first tokens take {slowdown:.1f} times as long as before; other nodes keep up")
         typical_ms = max((self._typical_ms(group, gpu, now_s) for group in node.groups), default=0.0) if gpu else 0.0
         if typical_ms and recent.ms_per_token >= factor * typical_ms:

@@ -11,7 +11,7 @@ from typing import Final
 from warmroute.config import Config
 from warmroute.engines.node_http import Post
 from warmroute.engines.remote_tokenizer import tokenize_request
-from warmroute.event_log import EventLog
+from warmroute.event_log import EventLog, where_it_failed
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node
@@ -86,8 +86,8 @@ class ModelWatch:
                 if self._config().uses_kv_events:
                     self.warn_missing()
                     await self.compare()
-            except Exception:
-                log.exception("model_watch_failed", "The router tries again.")
+            except Exception as error:
+                log.error("model_watch_failed", "The router tries again.", reason=where_it_failed(error))
 
     def warn_missing(self) -> None:
         """Log models whose prompts are matched as text, each once until it gets a tokenizer."""
