@@ -1,6 +1,6 @@
 /* The ids of blocks in a capture: SipHash-2-4 of each block hash under the capture's key, cut to 48 bits.
  *
- * SipHash is a pseudorandom function: without the key nobody can compute an id from a text, or compare the ids of two
+ * SipHash is a pseudorandom function: without the key, ids cannot be computed from a text, nor compared between two
  * captures. 48 bits are exact in every JSON reader, also in those that read numbers as doubles.
  */
 #include "kernel.h"

@@ -1,6 +1,6 @@
 """What a capture writes instead of content and names: a keyed hash of each block, tenant and session.
 
-The key is random, belongs to one capture and exists only in memory. Without it nobody can test whether a known text or
+The key is random, belongs to one capture and exists only in memory. Without it, a reader cannot test whether a known text or
 name is in a capture, or compare two captures.
 """
 

@@ -1,6 +1,6 @@
 """A target: an engine that a source lists, as a node's configuration, and whether it is ready for requests.
 
-Whoever can write a source's labels can name models, roles and prices, so the values are checked and bounded. A label
+The author of a source's labels names models, roles and prices, so the values are checked and bounded. A label
 never sets an API key or an endpoint of KV events.
 """
 

@@ -134,7 +134,7 @@ class Fleet:
 
     @property
     def groups(self) -> Iterable[Group]:
-        """Those that nobody has asked for since a change of health are not sorted by it."""
+        """All groups. A group whose nodes changed health is sorted when `group` returns it, not here."""
         return self._groups.values()
 
     @property

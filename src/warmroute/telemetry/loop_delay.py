@@ -22,7 +22,7 @@ class LoopDelay:
 
     @property
     def max_s(self) -> float:
-        """The longest delay of the last one to two WINDOW_S, whoever asks and how often."""
+        """The longest delay of the last one to two WINDOW_S. Reading it does not reset it."""
         return max(self._max_s, self._max_before_s)
 
     def record(self, delay_s: float, now_s: float) -> None:
