@@ -21,7 +21,7 @@ from support.raw_client import RawConnection, chat, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
-from warmroute.console import live_feed
+from warmroute.console import live_feed, live_viewers
 from warmroute.console.page_files import FOLDER, PAGE_PATHS
 from warmroute.look import theme_css
 from warmroute.telemetry.alerts import Alert
@@ -144,7 +144,7 @@ async def test_nothing_is_rendered_without_viewers() -> None:
 
 
 async def test_the_number_of_viewers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_feed, "MAX_VIEWERS", 2)
+    monkeypatch.setattr(live_viewers, "MAX_VIEWERS", 2)
     async with engines() as [engine], router(engine) as r:
         first, _second = await viewer(r), await viewer(r)
         refused = await r.admin("GET", "/admin/live")
@@ -156,7 +156,7 @@ async def test_the_number_of_viewers_is_bounded(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_a_viewer_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_feed, "MAX_UNREAD_BYTES", 200_000)
+    monkeypatch.setattr(live_viewers, "MAX_UNREAD_BYTES", 200_000)
     async with engines() as [engine], router(engine) as r:
         large = [Alert(id="a", severity="info", title="x" * 1_000_000, cause="", what_to_do="")]
         slow, reading = await viewer(r), await viewer(r)

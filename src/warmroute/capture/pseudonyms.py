@@ -1,7 +1,7 @@
 """What a capture writes instead of content and names: a keyed hash of each block, tenant and session.
 
-The key is random, belongs to one capture and exists only in memory. Without it, a reader cannot test whether a known text or
-name is in a capture, or compare two captures.
+The key is random, belongs to one capture and exists only in memory. Without it, a reader cannot test whether a known
+text or name is in a capture, or compare two captures.
 """
 
 from __future__ import annotations

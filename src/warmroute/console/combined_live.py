@@ -10,7 +10,8 @@ from typing import Any, Final
 import msgspec
 
 from warmroute.console.combined_sections import combine_history, combine_points, combine_sections
-from warmroute.console.live_feed import FIRST_DECISIONS, HEADERS, INTERVAL_S, MAX_UNREAD_BYTES, MAX_VIEWERS
+from warmroute.console.live_feed import FIRST_DECISIONS, INTERVAL_S
+from warmroute.console.live_viewers import LiveViewers, server_sent_event
 from warmroute.edge.async_handler import Responder
 from warmroute.edge.errors import HttpError
 from warmroute.event_log import EventLog
@@ -54,7 +55,7 @@ class _Feed:
 class CombinedLive:
     def __init__(self, workers: Callable[[], list[tuple[int, str]]]) -> None:
         self._workers = workers
-        self._viewers: dict[Responder, asyncio.Event] = {}
+        self._viewers = LiveViewers()
         self._feeds: dict[str, _Feed] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
@@ -62,24 +63,16 @@ class CombinedLive:
 
     async def stream(self, responder: Responder) -> None:
         """Send the feed until the viewer leaves. Raises HttpError if there are too many viewers."""
-        if len(self._viewers) >= MAX_VIEWERS:
-            raise HttpError(
-                503, f"The live feed has its maximum of {MAX_VIEWERS} viewers. Close another page.",
-                code="too_many_viewers", headers=(("Retry-After", "10"),),
-            )  # fmt: skip
-        ended = asyncio.Event()
-        self._viewers[responder] = ended
-        try:
-            if self._task is None:
-                self._task = asyncio.get_running_loop().create_task(self._run())
-            await self._until_known()
-            responder.start(200, "text/event-stream; charset=utf-8", HEADERS)
-            responder.write(self._snapshot())
-            await ended.wait()
-        finally:
-            self._viewers.pop(responder, None)
-            if not self._viewers:
-                self._stop()
+        with self._viewers.joined(responder) as ended:
+            try:
+                if self._task is None:
+                    self._task = asyncio.get_running_loop().create_task(self._run())
+                await self._until_known()
+                self._viewers.start(responder, self._snapshot())
+                await ended.wait()
+            finally:
+                if len(self._viewers) == 1:  # it is the last one
+                    self._stop()
 
     def _stop(self) -> None:
         for task in (self._task, *self._following.values()):
@@ -88,6 +81,7 @@ class CombinedLive:
         self._task = None
         self._following.clear()
         self._feeds.clear()
+        self._sent.clear()
 
     async def _until_known(self) -> None:
         for _ in range(int(FIRST_S / 0.05)):
@@ -146,7 +140,7 @@ class CombinedLive:
             history[name] = combine_history(first["fields"], first[f"{name}_s"], points)
         sections = combine_sections([feed.sections for feed in feeds])
         decisions = [decision for feed in feeds for decision in feed.decisions][-FIRST_DECISIONS:]
-        return _event("snapshot", {**sections, "history": history, "decisions": decisions})
+        return server_sent_event("snapshot", {**sections, "history": history, "decisions": decisions})
 
     def _send_update(self) -> None:
         feeds = self._known()
@@ -167,17 +161,4 @@ class CombinedLive:
         encoded = {name: msgspec.json.encode(section) for name, section in sections.items()}
         changed = {name: sections[name] for name, text in encoded.items() if self._sent.get(name) != text}
         self._sent = encoded
-        event = _event("update", {**changed, **more})
-        for responder, ended in list(self._viewers.items()):
-            if not responder.started:
-                continue
-            if responder.unread_bytes > MAX_UNREAD_BYTES:
-                log.info("live_viewer_too_slow", "The router disconnected it.", unread_bytes=responder.unread_bytes)
-                responder.abort()
-                ended.set()
-            else:
-                responder.write(event)
-
-
-def _event(name: str, fields: dict[str, Any]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(fields))
+        self._viewers.send(server_sent_event("update", {**changed, **more}))
