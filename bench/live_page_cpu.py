@@ -148,8 +148,8 @@ async def measure() -> list[dict[str, float]]:
     snapshot.read_on_loop = with_viewers.wrap(snapshot.read_on_loop)  # type: ignore[method-assign]
     snapshot.ended_since = with_viewers.wrap(snapshot.ended_since)  # type: ignore[method-assign]
     feed._render_update = with_viewers.wrap(feed._render_update)  # type: ignore[method-assign]
-    viewers = feed._viewers
-    viewers.send = with_viewers.wrap(viewers.send)  # type: ignore[method-assign]
+    sending = feed._viewers
+    sending.send = with_viewers.wrap(sending.send)  # type: ignore[method-assign]
     await service.start()
     while not all(node.health.state.value == "up" for node in service.fleet):  # noqa: ASYNC110 (no event says so)
         await asyncio.sleep(0.05)
