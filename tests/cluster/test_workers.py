@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 from support.engine_scripts import DONE, SSE_HEAD, chunk, script, sse_event
 from support.polling import until
 from support.raw_client import post
@@ -107,6 +108,7 @@ async def test_one_port_one_admin_api_and_a_killed_worker_loses_only_its_own_con
 
 async def test_changes_reach_all_workers_also_those_that_start_later(tmp_path: Path) -> None:
     async with engines(2) as [first, second], workers(tmp_path, first, second) as router:
+        assert (await admin(router, "/admin/capture/stream"))[0] == 409
         assert (await admin(router, "/admin/nodes/node-0/drain", "POST"))[0] == 200
         for _ in range(6):
             assert (await router.request()).status == 200
@@ -149,8 +151,12 @@ async def test_workers_end_when_their_parent_has_ended(tmp_path: Path) -> None:
         await until(lambda: none_runs(pids), "they end", PATIENCE_S)
 
 
-async def test_a_configuration_that_workers_reject_ends_the_parent(tmp_path: Path) -> None:
+SCALING = "[scaling]\nenabled = true\n[[provisioners]]\nname = 'p'\nkind = 'command'\ncommand = ['true']\n"
+
+
+@pytest.mark.parametrize("text", [SCALING, "[capture]\ndirectory = '.'\n"])
+async def test_a_configuration_for_one_process_ends_the_parent(tmp_path: Path, text: str) -> None:
     file = tmp_path / "router.toml"
-    file.write_text("[scaling]\nenabled = true\n[[provisioners]]\nname = 'p'\nkind = 'command'\ncommand = ['true']\n")
+    file.write_text(text)
     async with serve("--config", file, "--workers", "2", "--port", "0", "--admin-port", "0") as router:
         assert await router.process.wait() == 2

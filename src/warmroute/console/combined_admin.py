@@ -25,6 +25,7 @@ from warmroute.console.combined_views import (
 from warmroute.console.page_files import PageFiles
 from warmroute.console.worker_api import Reply, ask, ask_all, no_worker
 from warmroute.edge.async_handler import Request, Responder
+from warmroute.edge.errors import HttpError
 from warmroute.edge.http1 import RequestHead
 from warmroute.telemetry import metric_definitions as metrics
 from warmroute.telemetry.combined_metrics import CombinedMetrics
@@ -75,6 +76,11 @@ class CombinedAdmin:
             case "GET", ["ready"]:
                 replies = sorted(await self._ask(request, target), key=lambda reply: reply.status)
                 _pass(responder, replies[0])
+            case "GET", ["admin", "capture", *_]:
+                raise HttpError(
+                    409, "A capture is written by one process: start the router without --workers.",
+                    code="not_with_workers",
+                )  # fmt: skip
             case "GET", ["admin", "live"]:
                 await self._live.stream(responder)
             case "GET", ["admin", "nodes"]:
