@@ -19,6 +19,8 @@ from warmroute._kernel import (
     EARLY_STEPS,
     FIRST_TOKEN_STEPS,
     LATENCY_WEIGHT,
+    LONG_PREFILL_WEIGHT,
+    LONG_PREFILL_WORK,
     PREFILL_MIN_SHARE,
     REVIEW_WEIGHT,
     SPEED_DECAY_S,
@@ -60,6 +62,16 @@ def record_lone_prefill(speed: NodeSpeed, work: float, took_ms: float) -> None:
     speed.lone_ms += weight * dy
     speed.lone_xx = (1.0 - weight) * (speed.lone_xx + weight * dx * dx)
     speed.lone_xy = (1.0 - weight) * (speed.lone_xy + weight * dx * dy)
+
+
+def record_long_prefill(speed: NodeSpeed, work: float, took_ms: float) -> None:
+    """Update the mean work and time of lone prompts whose prefill takes several steps."""
+    speed.long_prefills += 1
+    weight = max(LONG_PREFILL_WEIGHT, 1.0 / speed.long_prefills)
+    if speed.long_prefills > 1:
+        took_ms = min(took_ms, SPEED_MAX_FACTOR * work * speed.long_ms / speed.long_work)
+    speed.long_work += weight * (work - speed.long_work)
+    speed.long_ms += weight * (took_ms - speed.long_ms)
 
 
 def record_times(speed: NodeSpeed, ttft_ms: float, token_ms: float) -> None:
@@ -186,7 +198,10 @@ class ReferenceTicket:
         if arrived_s >= now_s:
             arrived_s = self.opened_s
         if self.streams and arrived_s >= node.speed._last_first_token_s and node.pending_work < 1.0:
-            record_lone_prefill(node.speed, self.prefill, (now_s - arrived_s) * 1000.0)
+            took_ms = (now_s - arrived_s) * 1000.0
+            record_lone_prefill(node.speed, self.prefill, took_ms)
+            if self.prefill >= LONG_PREFILL_WORK:
+                record_long_prefill(node.speed, self.prefill, max(0.0, took_ms - 0.5 * step_ms))
         record_first_token(node.speed, self.prefill, step_ms, arrived_s, now_s)
 
     def _record_decode(self, decode_speed: DecodeSpeed, took_ms: float, steps: int) -> None:

@@ -30,11 +30,15 @@ static void learn_prefill_speed(SpeedState *s, double done, double step_ms, doub
 }
 
 static void record_lone_prefill(SpeedState *s, double work, double took_ms);
+static void record_long_prefill(SpeedState *s, double work, double took_ms);
 
 /* What the router learns from a first token. `lone`: no other prompt waited at that time. */
 static void learn_first_token(SpeedState *s, double done, double step_ms, double sent_s, double now_s, int lone) {
-    if (lone && sent_s >= s->last_first_token_s)
+    if (lone && sent_s >= s->last_first_token_s) {
         record_lone_prefill(s, done, (now_s - sent_s) * 1000.0);
+        if (done >= LONG_PREFILL_WORK) /* it waited for half a step on average, if the node was decoding */
+            record_long_prefill(s, done, larger(0.0, (now_s - sent_s) * 1000.0 - 0.5 * step_ms));
+    }
     learn_prefill_speed(s, done, step_ms, sent_s, now_s);
 }
 
@@ -63,6 +67,15 @@ static void record_lone_prefill(SpeedState *s, double work, double took_ms) {
     s->lone_ms += weight * dy;
     s->lone_xx = (1.0 - weight) * (s->lone_xx + weight * dx * dx);
     s->lone_xy = (1.0 - weight) * (s->lone_xy + weight * dx * dy);
+}
+
+/* The same for a prompt whose prefill takes several steps of the batch: its time is that of its tokens. */
+static void record_long_prefill(SpeedState *s, double work, double took_ms) {
+    double weight = larger(LONG_PREFILL_WEIGHT, 1.0 / (double)++s->long_prefills);
+    if (s->long_prefills > 1)
+        took_ms = smaller(took_ms, SPEED_MAX_FACTOR * work * s->long_ms / s->long_work);
+    s->long_work += weight * (work - s->long_work);
+    s->long_ms += weight * (took_ms - s->long_ms);
 }
 
 /* An answer's first token came after `ttft_ms`, and each further one took `token_ms`. */
@@ -100,6 +113,9 @@ static PyMemberDef speed_members[] = {
     {"lone_ms", T_DOUBLE, offsetof(SpeedState, lone_ms), 0, NULL},
     {"lone_xx", T_DOUBLE, offsetof(SpeedState, lone_xx), 0, NULL},
     {"lone_xy", T_DOUBLE, offsetof(SpeedState, lone_xy), 0, NULL},
+    {"long_prefills", T_PYSSIZET, offsetof(SpeedState, long_prefills), 0, NULL},
+    {"long_work", T_DOUBLE, offsetof(SpeedState, long_work), 0, NULL},
+    {"long_ms", T_DOUBLE, offsetof(SpeedState, long_ms), 0, NULL},
     {"timed_answers", T_PYSSIZET, offsetof(SpeedState, timed_answers), 0, NULL},
     {"early_share", T_DOUBLE, offsetof(SpeedState, early_share), 0, NULL},
     {"answers", T_PYSSIZET, offsetof(SpeedState, answers), 0, NULL},

@@ -7,12 +7,13 @@ The times in it are Unix times in seconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final, NamedTuple
 
 from warmroute import __version__
 from warmroute.config.priority import PRIORITY_NAMES
 from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node, Outcome
 from warmroute.index.cache_view import CacheView
 from warmroute.index.node_cache import NodeCache
@@ -72,6 +73,7 @@ class LiveSnapshot:
         now_s = self._now()
         wall_s = time.time() - now_s
         window = self.history.window(now_s)
+        down = {node.name for node in self._fleet if node.health.state is HealthState.DOWN}
         return {
             "router": {
                 "version": __version__,
@@ -96,7 +98,7 @@ class LiveSnapshot:
                 for (model, route), sums in sorted(window.routes.items())
             ],
             "queue": self._describe_queue(window, now_s),
-            "prefixes": [self._describe_prefix(prefix) for prefix in state.prefixes],
+            "prefixes": [self._describe_prefix(prefix, down) for prefix in state.prefixes],
             "scaling": self._describe_scaling_changes(state.scaling, wall_s),
             "prompts": self._describe_prompts(),
             "alerts": [
@@ -176,8 +178,9 @@ class LiveSnapshot:
         ordered = [rows[key] for key in sorted(rows)]
         return {"waiting": queue.waiting, "queued_total": queue.queued_total, "rows": ordered}
 
-    def _describe_prefix(self, prefix: PopularPrefix) -> dict[str, Any]:
-        holders = sorted(self._cache_view.holders(prefix.chain))
+    def _describe_prefix(self, prefix: PopularPrefix, down: Collection[str]) -> dict[str, Any]:
+        """`down`: nodes whose cache no request can use."""
+        holders = sorted([name for name in self._cache_view.holders(prefix.chain) if name not in down])
         model, route, tenant = prefix.sender or ("", "", "")
         return {
             "id": prefix.chain[-8:].hex()[:8],
