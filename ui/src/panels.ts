@@ -197,10 +197,13 @@ export function showPrefixes(sections: Sections): void {
 export function showPrompts(sections: Sections): void {
   const { findings, routes } = sections.prompts;
   const body = byId("prompts-body");
+  const cannot = routes.filter((route) => route.unavailable);
+  const names = cannot.map((route) => [route.model, route.route && `route ${route.route}`].filter(Boolean).join(", ")).join("; ");
+  const unavailable = cannot.length ? `${names}: ${cannot[0]?.unavailable ?? ""}` : "";
   if (!findings.length) {
     const samples = routes.reduce((sum, route) => sum + route.samples, 0);
-    const text = samples ? `Nothing found in ${plural(samples, "sampled prompt")}: prompts differ where their common text ends.` : "No prompt was sampled yet.";
-    return fill(body, el("p", { class: "soft" }, text));
+    const text = samples ? `Nothing found in ${plural(samples, "sampled prompt")}: prompts differ where their common text ends.` : unavailable ? "" : "No prompt was sampled yet.";
+    return fill(body, text && el("p", { class: "soft" }, text), unavailable && el("p", {}, unavailable));
   }
   fill(
     body,

@@ -43,10 +43,12 @@ def _print(out: Console, found: Row) -> None:
                 "their text comes before that.",
             )
         elif not own:
-            _write(out, "too few prompts to compare")
+            _write(out, route.get("unavailable") or "too few prompts to compare")
         out.print()
     if not found["routes"]:
         out.print("No prompt was sampled yet, or prompt_doctor.enabled is false.")
+        return
+    if all(route.get("unavailable") for route in found["routes"]):
         return
     count = len(findings)
     summary = f"{count} finding{'s' if count != 1 else ''}" if count else "nothing prevents reuse"

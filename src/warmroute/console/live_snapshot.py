@@ -246,7 +246,7 @@ def _describe_node(node: Node, cache: NodeCache | None) -> dict[str, Any]:
         "waiting": node.waiting,
         "kv_usage": round(node.kv_usage, 3),
         "kv_tokens": cache.capacity_blocks * cache.block_size if cache is not None else 0,
-        "prefill_us": round(node.speed.ms_per_token * 1000.0, 1),
+        "prefill_us": round(node.speed.long_ms_per_token * 1000.0, 1),
         "backlog_ms": round(node.pending_work * node.speed.ms_per_token, 1),
         "latency_ms": round(node.latency_ms, 1),
         "cache": source,

@@ -13,9 +13,9 @@ says more about the step than about the prefill, so it weighs less: weight = wor
 
 Until a node has served a request, it has the speed of its peers. speed_review.py judges what was learned.
 
-`ms_per_token` predicts the next first token. It is not what a token costs: while most of each prompt is cached, the time
-of a short prefill is mostly that of the step which the engine takes in any case. `long_ms_per_token` is learned from
-prompts with at least LONG_PREFILL_WORK that were prefilled alone, and telemetry counts costs with it:
+`ms_per_token` predicts the next first token. It is not what a token costs: while most of each prompt is cached, the
+time of a short prefill is mostly that of the step which the engine takes in any case. `long_ms_per_token` is learned
+from prompts with at least LONG_PREFILL_WORK that were prefilled alone, and telemetry counts costs with it:
 
     prefill_cost = max(step_ms, long_ms_per_token · work)                             [ms]
 """

@@ -30,9 +30,9 @@ FORGET_S: Final = 600.0
 
 
 NOT_COUNTED: Final = (
-    "The router cannot compare these prompts, because it does not know how many of their tokens were cached: the policy "
-    "does not look up caches, and responses do not report it. Set routing.policy to price, overlap or approximate; or let "
-    "clients request usage (stream_options.include_usage) and engines report cached tokens (vLLM: "
+    "The router cannot compare these prompts, because it does not know how many of their tokens were cached: the "
+    "policy does not look up caches, and responses do not report it. Set routing.policy to price, overlap or "
+    "approximate; or let clients request usage (stream_options.include_usage) and engines report cached tokens (vLLM: "
     "--enable-prompt-tokens-details)."
 )
 

@@ -1,9 +1,9 @@
 """A bounded sample of recent prompts, by model and route.
 
-Of the requests of a route that arrive within SAMPLE_S, the router keeps a reference to the body of one, chosen at random
-with equal chances, and nothing of the others. The sample stands for all of them (its weight), so that shares and costs
-do not depend on the rhythm in which clients send. It is complete when the response has ended: then the doctor knows how
-much of the prompt was cached.
+Of the requests of a route that arrive within SAMPLE_S, the router keeps a reference to the body of one, drawn at
+random with equal chances, and nothing of the others. The sample stands for all of them (its weight), so that shares and
+costs do not depend on the rhythm in which clients send. It is complete when the response has ended: then the doctor
+knows how much of the prompt was cached.
 """
 
 from __future__ import annotations
