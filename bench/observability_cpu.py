@@ -88,14 +88,16 @@ class RouterProcess:
     async def _scrape(self) -> None:
         while True:
             reader, writer = await asyncio.open_connection("127.0.0.1", self.admin_port)
-            writer.write(b"GET /metrics HTTP/1.1\r\nHost: r\r\nAccept-Encoding: gzip\r\nConnection: close\r\n\r\n")
-            await reader.read(-1)
+            fields = b"Host: 127.0.0.1\r\nAccept-Encoding: gzip\r\nConnection: close\r\n"
+            writer.write(b"GET /metrics HTTP/1.1\r\n" + fields + b"\r\n")
+            assert (await reader.read(-1)).startswith(b"HTTP/1.1 200")
             writer.close()
             await asyncio.sleep(SCRAPE_S)
 
     async def _view(self) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.admin_port)
         writer.write(b"GET /admin/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
         while await reader.read(65536):
             pass
 

@@ -11,9 +11,9 @@ router to simulated engines in their own processes, in real time. In the middle 
     lost_events  half of the engines' KV events are lost, and there is no replay of them
 
 All requests and their times are fixed in advance. `warmroute replay` gets the same requests as traces, with and without
-the fault. The difference of the GPUs' busy time is what the fault costs; the router states its own estimate. Replays with
-other seeds differ by some GPU seconds, because other requests happen to share a decode step. So the cost is the mean of
-REPLAYS pairs, with its standard error.
+the fault. The difference of the GPUs' busy time is what the fault costs; the router states its own estimate. Replays
+with other seeds differ by some GPU seconds, because other requests happen to share a decode step. So the cost is the
+mean of REPLAYS pairs, with its standard error.
 """
 
 from __future__ import annotations
