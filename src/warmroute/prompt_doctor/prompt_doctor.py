@@ -133,15 +133,15 @@ class PromptDoctor:
         reports: dict[RouteKey, RouteReport] = {}
         for key, route in list(self._routes.items()):
             if not route.recent or now_s - route.recent[-1].arrived_s > FORGET_S:
-                del self._routes[key]
+                self._routes.pop(key, None)
                 self._counted.pop(key, None)
                 continue
             before = self.reports.get(key)
             report = self._report(key, route) if key in changed or before is None else before
-            reports[key] = self._with_costs(key, report, before, counts.get(key, 0), now_s)
+            reports[key] = self._with_costs(key, route, report, before, counts.get(key, 0), now_s)
         for key, arrived_s in list(self._uncounted.items()):
             if now_s - arrived_s > FORGET_S:
-                del self._uncounted[key]
+                self._uncounted.pop(key, None)
             else:
                 reports.setdefault(key, _UNCOUNTED)
         return reports, time.thread_time() - started_s
@@ -163,10 +163,11 @@ class PromptDoctor:
         return True
 
     def _limit_memory(self) -> None:
-        sizes = {key: route.size_bytes for key, route in self._routes.items()}
+        routes = self._routes
+        sizes = {key: route.size_bytes for key, route in routes.items()}
         while sum(sizes.values()) > MAX_BYTES:
             key = max(sizes, key=lambda one: sizes[one])
-            route = self._routes[key]
+            route = routes[key]
             for samples in (route.recent, route.older):
                 for _ in range((len(samples) + 1) // 2):
                     samples.popleft()
@@ -191,14 +192,14 @@ class PromptDoctor:
         )  # fmt: skip
 
     def _with_costs(
-        self, key: RouteKey, report: RouteReport, before: RouteReport | None, requests: int, now_s: float
-    ) -> RouteReport:
+        self, key: RouteKey, route: RouteSamples, report: RouteReport, before: RouteReport | None, requests: int,
+        now_s: float,
+    ) -> RouteReport:  # fmt: skip
         """Add what the findings cost since the last examination.
 
         The new samples stand for the requests since then. A finding that is new counts the earlier samples, too.
         """
         known = {finding.id: finding for finding in before.findings} if before is not None else {}
-        route = self._routes[key]
         last = self._counted.get(key) or _Counted(requests, now_s, route.last_number)
         new = sum([sample.weight for sample in route.recent if sample.number > last.sample])
         count, seconds = max(0, requests - last.requests), now_s - last.at_s
