@@ -33,7 +33,7 @@ export function verdict(window: Sums, policy: string): string {
 }
 
 function gpuCount(value: number): string {
-  return `${decimal(value)} ${value === 1 ? "GPU" : "GPUs"}`;
+  return value < 0.995 ? `${percent(value)} of a GPU` : `${decimal(value)} ${value < 1.05 ? "GPU" : "GPUs"}`;
 }
 
 export function showOverview(sections: Sections, charts: Charts): void {
@@ -68,7 +68,7 @@ function showAdvice({ prompts }: Sections): void {
   const advice = byId("advice");
   advice.hidden = !finding || finding.gpus < 0.005;
   if (!finding || advice.hidden) return;
-  const text = `${findingTitle(finding)} costs the work of ${gpuCount(finding.gpus)}. `;
+  const text = `${findingTitle(finding)} costs the work of ${gpuCount(finding.gpus)}. ${finding.what_to_do} `;
   fill(advice, el("b", {}, "What to change: "), text, el("a", { href: "#prompts" }, "What prevents reuse?"));
 }
 
