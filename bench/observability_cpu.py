@@ -111,7 +111,7 @@ def run_router(setting: str, arguments: list[str]) -> None:
         pass
 
     if setting == "without_alerts":
-        service.run_history = nothing
+        service.run_history = nothing  # type: ignore[attr-defined,assignment]
     sys.argv = ["warmroute", "serve", *arguments]
     sys.exit(warmroute())
 

@@ -66,10 +66,11 @@ def record_lone_prefill(speed: NodeSpeed, work: float, took_ms: float) -> None:
 
 def record_long_prefill(speed: NodeSpeed, work: float, took_ms: float) -> None:
     """Update the mean work and time of lone prompts whose prefill takes several steps."""
+    long_ms_per_token = max(1e-4, speed.long_ms / speed.long_work) if speed.long_prefills else None
+    estimate_ms = work * (speed.learned_ms_per_token if long_ms_per_token is None else long_ms_per_token)
     speed.long_prefills += 1
     weight = max(LONG_PREFILL_WEIGHT, 1.0 / speed.long_prefills)
-    if speed.long_prefills > 1:
-        took_ms = min(took_ms, SPEED_MAX_FACTOR * work * speed.long_ms / speed.long_work)
+    took_ms = min(took_ms, SPEED_MAX_FACTOR * estimate_ms)
     speed.long_work += weight * (work - speed.long_work)
     speed.long_ms += weight * (took_ms - speed.long_ms)
 

@@ -93,7 +93,7 @@ async def test_a_viewer_gets_a_snapshot_and_then_what_changes() -> None:
         assert [node["name"] for node in data["nodes"]] == ["node0", "node1"]
         assert data["router"]["policy"] == "price" and data["router"]["models"] == ["m"]
         assert data["totals"]["requests"] == 3 and data["totals"]["cached_tokens"] == 3 * 1984
-        assert data["totals"]["saved_s"] > 0 and data["totals"]["output_tokens"] == 51
+        assert data["totals"]["saved_s"] >= 0 and data["totals"]["output_tokens"] == 51
         [route] = data["routes"]
         assert (route["model"], route["requests"]) == ("m", 3) and route["hit_ratio"] == pytest.approx(0.945, abs=0.01)
         assert len(data["decisions"]) == 3 and data["decisions"][0]["candidates"]

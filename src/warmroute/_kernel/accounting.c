@@ -71,9 +71,9 @@ static void record_lone_prefill(SpeedState *s, double work, double took_ms) {
 
 /* The same for a prompt whose prefill takes several steps of the batch: its time is that of its tokens. */
 static void record_long_prefill(SpeedState *s, double work, double took_ms) {
+    double estimate_ms = work * (s->long_prefills ? larger(1e-4, s->long_ms / s->long_work) : s->learned_ms_per_token);
     double weight = larger(LONG_PREFILL_WEIGHT, 1.0 / (double)++s->long_prefills);
-    if (s->long_prefills > 1)
-        took_ms = smaller(took_ms, SPEED_MAX_FACTOR * work * s->long_ms / s->long_work);
+    took_ms = smaller(took_ms, SPEED_MAX_FACTOR * estimate_ms);
     s->long_work += weight * (work - s->long_work);
     s->long_ms += weight * (took_ms - s->long_ms);
 }
