@@ -23,6 +23,7 @@ from warmroute._kernel import (
     LONG_PREFILL_WORK,
     PREFILL_MIN_SHARE,
     REVIEW_WEIGHT,
+    SHORT_PREFILL_WORK,
     SPEED_DECAY_S,
     SPEED_MAX_FACTOR,
     SPEED_MIN_KEPT,
@@ -73,6 +74,15 @@ def record_long_prefill(speed: NodeSpeed, work: float, took_ms: float) -> None:
     took_ms = min(took_ms, SPEED_MAX_FACTOR * estimate_ms)
     speed.long_work += weight * (work - speed.long_work)
     speed.long_ms += weight * (took_ms - speed.long_ms)
+
+
+def record_short_prefill(speed: NodeSpeed, took_ms: float) -> None:
+    """Update the mean time of lone prompts whose prefill takes one step."""
+    speed.short_prefills += 1
+    weight = max(REVIEW_WEIGHT, 1.0 / speed.short_prefills)
+    if speed.short_prefills > 1:
+        took_ms = min(took_ms, SPEED_MAX_FACTOR * max(1e-3, speed.short_ms))
+    speed.short_ms += weight * (took_ms - speed.short_ms)
 
 
 def record_times(speed: NodeSpeed, ttft_ms: float, token_ms: float) -> None:
@@ -201,8 +211,11 @@ class ReferenceTicket:
         if self.streams and arrived_s >= node.speed._last_first_token_s and node.pending_work < 1.0:
             took_ms = (now_s - arrived_s) * 1000.0
             record_lone_prefill(node.speed, self.prefill, took_ms)
+            took_ms = max(0.0, took_ms - 0.5 * step_ms)
             if self.prefill >= LONG_PREFILL_WORK:
-                record_long_prefill(node.speed, self.prefill, max(0.0, took_ms - 0.5 * step_ms))
+                record_long_prefill(node.speed, self.prefill, took_ms)
+            elif self.prefill <= SHORT_PREFILL_WORK:
+                record_short_prefill(node.speed, took_ms)
         record_first_token(node.speed, self.prefill, step_ms, arrived_s, now_s)
 
     def _record_decode(self, decode_speed: DecodeSpeed, took_ms: float, steps: int) -> None:

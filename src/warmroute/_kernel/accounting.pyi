@@ -34,8 +34,10 @@ DECODE_FACTOR_WEIGHT: Final[float]
 """Weight of one response in a node's decode factor."""
 LONG_PREFILL_WORK: Final[float]
 """A prefill with at least this much work takes longer than a step that decodes, on all GPUs: 200 to 430 tokens do."""
+SHORT_PREFILL_WORK: Final[float]
+"""A prefill with at most this much work takes about one step."""
 LONG_PREFILL_WEIGHT: Final[float]
-"""Weight of one of these in their moving means."""
+"""Weight of one long prefill in their moving means."""
 
 # Judging a learned speed (fleet/speed_review.py).
 REVIEW_WEIGHT: Final[float]
@@ -69,6 +71,8 @@ class SpeedState:
     long_prefills: int
     long_work: float
     long_ms: float
+    short_prefills: int
+    short_ms: float
     timed_answers: int
     early_share: float
     _work: float

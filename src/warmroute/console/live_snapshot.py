@@ -26,6 +26,8 @@ from warmroute.telemetry.traffic import Traffic
 
 MAX_HOLDERS: Final = 8
 """Nodes that are named for each popular prefix."""
+MIN_PREFIX_SHARE: Final = 0.1
+"""Prefixes with less than this fraction of the most popular one's prompts are left out: single conversations."""
 FAILURES: Final = (Outcome.FAILED, Outcome.BROKEN, Outcome.BUSY)
 
 Section = dict[str, Any] | list[Any] | None
@@ -66,7 +68,9 @@ class LiveSnapshot:
 
     def read_on_loop(self) -> LoopState:
         """Read what changes while a thread would read it. Call it on the event loop, and pass it to `sections`."""
-        return LoopState(self._traffic.prefixes.popular(self._now()), self._describe_scaling())
+        popular = self._traffic.prefixes.popular(self._now())
+        least = MIN_PREFIX_SHARE * max([prefix.share for prefix in popular], default=0.0)
+        return LoopState([prefix for prefix in popular if prefix.share >= least], self._describe_scaling())
 
     def sections(self, state: LoopState) -> dict[str, Section]:
         """Return the current state, without history and decisions. A thread may call it."""

@@ -92,6 +92,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     excerpt: Excerpt
     losses: dict[int, float]
     """Number of each sample that has it → lost prefill time [ms] of the requests that it stands for."""
+    counted: frozenset[int] = frozenset()
+    """Numbers of the samples that `lost_gpu_s` counts."""
     since_s: float
     """When the first of these samples arrived."""
     lost_gpu_s: float = 0.0

@@ -197,7 +197,8 @@ class PromptDoctor:
     ) -> RouteReport:  # fmt: skip
         """Add what the findings cost since the last examination.
 
-        The new samples stand for the requests since then. A finding that is new counts the earlier samples, too.
+        The new samples stand for the requests since then. Earlier samples count, too, if only now another prompt shows
+        that they have the difference.
         """
         known = {finding.id: finding for finding in before.findings} if before is not None else {}
         last = self._counted.get(key) or _Counted(requests, now_s, route.last_number)
@@ -208,13 +209,15 @@ class PromptDoctor:
         findings: list[Finding] = []
         for finding in report.findings:
             past = known.get(finding.id)
-            lost_ms = sum([lost for number, lost in finding.losses.items() if number > last.sample])
+            losses = finding.losses
+            counted = past.counted if past is not None else frozenset()
+            lost_ms = sum([lost for number, lost in losses.items() if number > last.sample])
             lost_ms *= count / new if new else 0.0
-            if past is None:
-                lost_ms += sum([lost for number, lost in finding.losses.items() if number <= last.sample])
+            lost_ms += sum([lost for number, lost in losses.items() if number <= last.sample and number not in counted])
             findings.append(
                 msgspec.structs.replace(
                     finding,
+                    counted=frozenset([number for number in counted if number >= route.recent[0].number]).union(losses),
                     since_s=past.since_s if past is not None else finding.since_s,
                     lost_gpu_s=(past.lost_gpu_s if past is not None else 0.0) + lost_ms / 1000.0,
                     gpus=finding.lost_ms * count / 1000.0 / seconds if seconds > 0 else 0.0,

@@ -93,7 +93,7 @@ class Traffic:
         node = ticket.node
         tokens = prompt if prompt is not None else ticket.tokens
         known = cached if cached is not None else predicted
-        step_ms = node.speed.step_ms(query.group.decode_speed.token_ms(0.0)) if query is not None else 0.0
+        step_ms = node.speed.step_ms(query.group.decode_speed.mean_ms) if query is not None else 0.0
         sample.completed(
             attempts, (model, attempts.request.route), tokens, None if known is None else min(max(0, known), tokens),
             node.speed.long_ms_per_token * node.config.gpus, step_ms * node.config.gpus,
