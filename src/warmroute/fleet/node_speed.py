@@ -80,8 +80,8 @@ class NodeSpeed(SpeedState):
         return self.long_ms / self.long_work if self.long_prefills and not self.is_replaced else self.ms_per_token
 
     def step_ms(self, token_ms: float) -> float:
-        """Return the least time of a prefill: that of a short one. `token_ms`: of the model's decode speed, which counts
-        until a short one was measured."""
+        """Return the least time of a prefill: that of a short one. `token_ms`: of the model's decode speed. It counts
+        until a short prefill was measured."""
         return min(self.short_ms if self.short_prefills else token_ms * self.factor, STEP_WORK * self.long_ms_per_token)
 
     @property

@@ -143,11 +143,10 @@ def _slow(nodes: Sequence[Node]) -> Iterator[Alert]:
     slow: list[str] = []
     worst = 0.0
     for peers in by_model.values():
-        speeds = {
-            one.name: one.speed.long_ms_per_token for one in peers if one.speed.long_prefills >= MIN_LONG_PREFILLS
-        }
+        measured = [node for node in peers if node.speed.long_prefills >= MIN_LONG_PREFILLS]
+        speeds = {node.name: node.speed.long_ms_per_token for node in measured}
         if len(speeds) < MIN_PEERS:
-            speeds = {one.name: one.speed.ms_per_token for one in peers if one.speed.answers >= MIN_ANSWERS}
+            speeds = {node.name: node.speed.ms_per_token for node in peers if node.speed.answers >= MIN_ANSWERS}
         if len(speeds) < MIN_PEERS:
             continue
         usual = median(speeds.values())
