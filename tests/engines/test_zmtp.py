@@ -156,6 +156,20 @@ async def test_messages_that_nobody_reads_stay_with_their_publisher() -> None:
     publisher.stop()
 
 
+async def test_a_closed_connection_frees_what_it_received_without_a_garbage_collection() -> None:
+    publisher = HostilePublisher(encode(b"x" * 1000) * 1000)
+    port = await publisher.start()
+    budget = ByteBudget()
+    connection = ZmtpConnection("127.0.0.1", port, SUB, encode(b"\x01"), budget, lambda: None)
+    await until(lambda: budget.used_bytes > 1 << 18, "the buffer is full")
+    link = connection._link
+    assert link is not None and link.decoder.buffered_bytes > 1 << 18
+    connection.close()
+    await until(lambda: link.decoder.buffered_bytes == 0, "the buffer is free")
+    assert budget.used_bytes == 0
+    publisher.stop()
+
+
 async def test_a_node_whose_ranks_exceed_its_budget_loses_connections() -> None:
     publisher = HostilePublisher(b"\x02" + (MAX_MESSAGE_BYTES).to_bytes(8, "big") + b"x" * (1 << 20))
     budget, reasons = ByteBudget(limit_bytes=4 << 20), list[str]()

@@ -137,8 +137,8 @@ class _Link(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        self._connection.budget.used_bytes -= self._counted_bytes
-        self._counted_bytes = 0
+        self.decoder.discard()
+        self._count_bytes()
         self._connection.detached(self)
         self.lost.set()
 
