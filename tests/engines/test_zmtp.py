@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 from hypothesis import given
@@ -167,6 +169,13 @@ async def test_a_closed_connection_frees_what_it_received_without_a_garbage_coll
     connection.close()
     await until(lambda: link.decoder.buffered_bytes == 0, "the buffer is free")
     assert budget.used_bytes == 0
+    freed = weakref.ref(connection)
+    gc.disable()
+    try:
+        del link, connection
+        await until(lambda: freed() is None, "nothing refers to the connection")
+    finally:
+        gc.enable()
     publisher.stop()
 
 
