@@ -164,15 +164,12 @@ async def test_a_closed_connection_frees_what_it_received_without_a_garbage_coll
     budget = ByteBudget()
     connection = ZmtpConnection("127.0.0.1", port, SUB, encode(b"\x01"), budget, lambda: None)
     await until(lambda: budget.used_bytes > 1 << 18, "the buffer is full")
-    link = connection._link
-    assert link is not None and link.decoder.buffered_bytes > 1 << 18
     connection.close()
-    await until(lambda: link.decoder.buffered_bytes == 0, "the buffer is free")
-    assert budget.used_bytes == 0
+    await until(lambda: budget.used_bytes == 0, "the buffer is free")
     freed = weakref.ref(connection)
     gc.disable()
     try:
-        del link, connection
+        del connection
         await until(lambda: freed() is None, "nothing refers to the connection")
     finally:
         gc.enable()

@@ -79,7 +79,7 @@ class ZmtpConnection:
         if self._task is not None:
             self.closed = True
             self._task.cancel()
-            self._task = None  # A cancelled task refers to what it ran. Without this, both wait for a garbage collection.
+            self._task = None  # it refers to this connection: otherwise both would wait for a garbage collection
             if self._link is not None:
                 self._link.abort()
 
