@@ -40,7 +40,7 @@ def failing() -> Failing:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if "failing" not in pyfuncitem.fixturenames:
         return None
-    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    arguments: dict[str, Any] = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
