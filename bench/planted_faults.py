@@ -276,7 +276,7 @@ async def live(
         engines = []
         for number in range(NODES):
             port = free_port(first_port + 20 * number)
-            engines.append(Engine(children, data, blocks, port, free_port(port + 10)))
+            engines.append(await asyncio.to_thread(Engine, children, data, blocks, port, free_port(port + 10)))
         tables: dict[str, Any] = {
             "nodes": [
                 {
