@@ -127,7 +127,7 @@ def test_short_prefills_do_not_make_a_saved_token_look_expensive() -> None:
     these seems to take 0.8 ms."""
     harness = Harness(1)
     node, speed = harness.nodes[0], harness.nodes[0].speed
-    harness.fleet.group(MODEL).decode_speed.mean_ms = 40.0  # type: ignore[union-attr]
+    speed._step_ms = 40.0
     for number in range(200):
         new = 4000 if number % 20 == 0 else 50
         took_s = max(40.0, 0.2 * work(new, 0)) / 1000.0
@@ -144,6 +144,7 @@ def test_short_prefills_do_not_make_a_saved_token_look_expensive() -> None:
 def test_a_prompt_that_fits_into_one_step_saves_nothing() -> None:
     harness = Harness(1)
     harness.nodes[0].speed.guess(0.2)
+    harness.nodes[0].speed._step_ms = 40.0
     lookup = prompt(64, 7)
     harness.warm(harness.nodes[0], lookup)
     harness.serve(lookup, (64, 48, 10))

@@ -13,11 +13,11 @@ typedef struct {
     double work, ms, at_s, last_first_token_s;      /* the sums that ms_per_token is learned from */
     double learned_ms_per_token;                    /* ms_per_token, unless that is replaced */
     double long_work, long_ms;                      /* moving means of lone prefills that take several steps */
-    double short_ms;                                /* the same of those that take one */
+    double step_ms;                                 /* a decode step that no prefill interrupts; 0: unknown */
     /* What fleet/speed_review.py judges it by. */
     double lone_work, lone_ms, lone_xx, lone_xy;    /* moving means and covariances of lone prefills */
     double early_share;                             /* of answers whose first token came sooner than a step allows */
-    Py_ssize_t answers, lone_prefills, timed_answers, long_prefills, short_prefills;
+    Py_ssize_t answers, lone_prefills, timed_answers, long_prefills;
     char is_replaced;                               /* ms_per_token is the peers' */
     PyObject *samples;                              /* a list: learn() takes them later; NULL: learn at once */
 } SpeedState;
@@ -89,10 +89,9 @@ static always_inline double long_prefill_ms_per_token(const SpeedState *s) {
     return s->long_prefills && !s->is_replaced ? s->long_ms / s->long_work : s->ms_per_token;
 }
 
-/* The least time of a prefill: that of a short one. While none was measured, that of a decode step; prefills of other
- * prompts between two tokens make that seem longer. */
-static always_inline double short_prefill_ms(const SpeedState *s, double token_ms) {
-    return smaller(s->short_prefills ? s->short_ms : token_ms * s->factor, STEP_WORK * long_prefill_ms_per_token(s));
+/* The least time of a prefill: one step of the engine. */
+static always_inline double least_prefill_ms(const SpeedState *s) {
+    return smaller(s->step_ms, STEP_WORK * long_prefill_ms_per_token(s));
 }
 
 /* ---- A name and a part ---- */

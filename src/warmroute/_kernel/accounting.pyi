@@ -34,8 +34,10 @@ DECODE_FACTOR_WEIGHT: Final[float]
 """Weight of one response in a node's decode factor."""
 LONG_PREFILL_WORK: Final[float]
 """A prefill with at least this much work takes longer than a step that decodes, on all GPUs: 200 to 430 tokens do."""
-SHORT_PREFILL_WORK: Final[float]
-"""A prefill with at most this much work takes about one step."""
+STEP_FALL: Final[float]
+"""Weight of a response whose tokens came faster than `step_ms`, in this."""
+STEP_RISE: Final[float]
+"""Weight of one whose tokens came more slowly: so it is a low quantile."""
 LONG_PREFILL_WEIGHT: Final[float]
 """Weight of one long prefill in their moving means."""
 
@@ -71,8 +73,7 @@ class SpeedState:
     long_prefills: int
     long_work: float
     long_ms: float
-    short_prefills: int
-    short_ms: float
+    _step_ms: float
     timed_answers: int
     early_share: float
     _work: float

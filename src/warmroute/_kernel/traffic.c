@@ -281,8 +281,7 @@ static always_inline double work_of(double tokens) { return tokens + 0.5 * ATTEN
 static Prefill prefill_of(const TicketState *ticket, double tokens) {
     const SpeedState *speed = speed_of(ticket->node);
     Prefill p = {.tokens = tokens, .ms_per_token = long_prefill_ms_per_token(speed)};
-    if (ticket->decode_speed)
-        p.step_ms = short_prefill_ms(speed, ticket->decode_speed->mean_ms);
+    p.step_ms = least_prefill_ms(speed);
     p.whole_ms = larger(p.step_ms, p.ms_per_token * work_of(tokens));
     return p;
 }

@@ -15,8 +15,8 @@ Until a node has served a request, it has the speed of its peers. speed_review.p
 
 `ms_per_token` predicts the next first token. It is not what a token costs: while most of each prompt is cached, the
 time of a short prefill is mostly that of the step which the engine takes in any case. `long_ms_per_token` is learned
-from prompts with at least LONG_PREFILL_WORK that were prefilled alone, and `short_ms`, the time of a step, from those
-with at most SHORT_PREFILL_WORK. Telemetry counts costs with them:
+from prompts with at least LONG_PREFILL_WORK that were prefilled alone, and `step_ms`, the time of a step, as a low
+quantile of the time per output token. Telemetry counts costs with them:
 
     prefill_cost = max(step_ms, long_ms_per_token · work)                             [ms]
 """
@@ -79,10 +79,10 @@ class NodeSpeed(SpeedState):
         """Prefill time per token of long prompts; that of all prompts until a long one was measured."""
         return self.long_ms / self.long_work if self.long_prefills and not self.is_replaced else self.ms_per_token
 
-    def step_ms(self, token_ms: float) -> float:
-        """Return the least time of a prefill: that of a short one. `token_ms`: of the model's decode speed. It counts
-        until a short prefill was measured."""
-        return min(self.short_ms if self.short_prefills else token_ms * self.factor, STEP_WORK * self.long_ms_per_token)
+    @property
+    def step_ms(self) -> float:
+        """The least time of a prefill: a decode step that no prefill interrupts."""
+        return min(self._step_ms, STEP_WORK * self.long_ms_per_token)
 
     @property
     def source(self) -> str:

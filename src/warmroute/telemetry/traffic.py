@@ -89,14 +89,13 @@ class Traffic:
     def _sample_completed(attempts: Attempts, sample: SampledPrompt, model: str, predicted: int | None) -> None:
         """Tell the prompt doctor what a sampled prompt took."""
         prompt, cached, _output = attempts.reported or _UNREPORTED
-        ticket, query = attempts.ticket, attempts.decision.query
+        ticket = attempts.ticket
         node = ticket.node
         tokens = prompt if prompt is not None else ticket.tokens
         known = cached if cached is not None else predicted
-        step_ms = node.speed.step_ms(query.group.decode_speed.mean_ms) if query is not None else 0.0
         sample.completed(
             attempts, (model, attempts.request.route), tokens, None if known is None else min(max(0, known), tokens),
-            node.speed.long_ms_per_token * node.config.gpus, step_ms * node.config.gpus,
+            node.speed.long_ms_per_token * node.config.gpus, node.speed.step_ms * node.config.gpus,
         )  # fmt: skip
 
     def requests(self, key: tuple[str, str]) -> int:
