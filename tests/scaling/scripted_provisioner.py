@@ -164,6 +164,9 @@ class Harness:
         self.cache_view.remove_node(name)
         return self.fleet.remove(name)
 
+    def drain(self, name: str, draining: bool) -> Node:
+        return self.fleet.drain(name, draining)
+
     async def tick(self, seconds: float = 1.0) -> None:
         self.clock.now_s += seconds
         self.loop.turn()

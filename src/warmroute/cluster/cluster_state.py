@@ -83,6 +83,8 @@ class ClusterState:
         turns = dispatcher.admission.turns = ClusterTurns(self.peers, changed)
         turns.published_work = self.publisher.published_work
         self.received = self.rejected = 0
+        self._lost = 0
+        """Messages of peers that are gone which did not arrive."""
         self._logged: set[str] = set()
 
     def publish(self, transport: Transport, now_s: float) -> None:
@@ -201,6 +203,11 @@ class ClusterState:
             if hot is not None and cache is not None:
                 hot.record_peer(prompt.chain, cache.block_size, now_s)
 
+    @property
+    def lost(self) -> int:
+        """Messages of peers that did not arrive, or not in order."""
+        return self._lost + sum(peer.lost for peer in list(self.peers.values()))
+
     def _reject(self, reason: str) -> None:
         self.rejected += 1
         if reason not in self._logged and len(self._logged) < 32:
@@ -216,6 +223,7 @@ class ClusterState:
         """Count nothing of a process any more: it is silent, or it has ended. `left`: it has said so."""
         peer = self.peers.pop(sender, None)
         if peer is not None:
+            self._lost += peer.lost
             if left:
                 log.info("peer_left", peer=sender)
             else:

@@ -55,7 +55,7 @@ class Publisher:
         self._taken: dict[str, tuple[float, float, float, float]] = {}
         self._routed = cache_view.routed_log = []
         self._homes = affinity.log = []
-        self._sequence = 0
+        self.sequence = 0
         self._published: dict[str, tuple[Node, int]] = {}
         """By node: its `changes` when it was last published."""
         self._heads: dict[str, tuple[int, float]] = {}
@@ -83,17 +83,17 @@ class Publisher:
         if full:
             self._full_s = now_s
         self._heads = heads
-        self._sequence += 1
+        self.sequence += 1
         return Update(
-            VERSION, self.sender, self._sequence, now_s, full, rows, waiting, heads, taken, prefills,
+            VERSION, self.sender, self.sequence, now_s, full, rows, waiting, heads, taken, prefills,
             tuple(self._take_routed()), tuple(self._take_homes()), changes, nodes.digest if nodes is not None else 0,
             demand.own() if demand is not None and full else None, asks,
         )  # fmt: skip
 
     def last_update(self, now_s: float) -> Update:
         """Return the message with which this process leaves the cluster."""
-        self._sequence += 1
-        return Update(VERSION, self.sender, self._sequence, now_s, True, leaving=True)
+        self.sequence += 1
+        return Update(VERSION, self.sender, self.sequence, now_s, True, leaving=True)
 
     def _newly_taken(self, full: bool, now_s: float) -> dict[str, tuple[float, float, float, float]]:
         """Return the totals of the tenants for which they changed; of all tenants in a full update."""

@@ -78,9 +78,18 @@ class SharedNodes:
     def drain_node(self, name: str, draining: bool) -> Node:
         """Raises UnknownNode."""
         node = self._operations.drain_node(name, draining)
-        known = self._changes.get(name)
-        self._record(node, known.config if known is not None and not known.removed else b"")
+        self._record_draining(node)
         return node
+
+    def drain(self, name: str, draining: bool = True) -> Node:
+        """Drain like `drain_node`, for the autoscaler, which logs it otherwise. Raises UnknownNode."""
+        node = self._fleet.drain(name, draining)
+        self._record_draining(node)
+        return node
+
+    def _record_draining(self, node: Node) -> None:
+        known = self._changes.get(node.name)
+        self._record(node, known.config if known is not None and not known.removed else b"")
 
     def _record(self, node: Node, config: bytes = b"", removed: bool = False) -> None:
         if self._on_change is None:

@@ -43,8 +43,10 @@ MAX_PIECES_BYTES: Final = 2 << 20
 MAX_PIECES: Final = 1 << 18
 ANSWER_S: Final = 1.0
 """How long a process waits for a peer's snapshot, or for its next message, before it asks another one."""
+CONNECT_S: Final = 2.0
+"""How long a process that starts waits for its link to the others."""
 PEERS_S: Final = 0.6
-"""How long a process that starts waits for the first message of a peer."""
+"""How long it then waits for the first message of a peer."""
 REPEAT_S: Final = 20.0
 """A process sends another one its snapshot at most once in this time."""
 
@@ -139,6 +141,7 @@ class SnapshotRequest:
         self._fleet = fleet
         self._cache_view = cache_view
         self._affinity = affinity
+        self._started_s: float | None = None
         self._since_s: float | None = None
         """When it was last able to ask, or heard an answer."""
         self._asked: set[str] = set()
@@ -153,9 +156,15 @@ class SnapshotRequest:
         if self.done:
             self._apply_waiting(now_s)
             return
+        if self._started_s is None:
+            self._started_s = now_s
         if self._since_s is None:
-            self._since_s = now_s
-        if now_s - self._since_s <= (ANSWER_S if self.asks else 0.0):
+            if connected:
+                self._since_s = now_s
+            elif now_s - self._started_s > CONNECT_S:
+                self._end("the server does not reply")
+            return
+        if self.asks and now_s - self._since_s <= ANSWER_S:
             return
         peer = next((name for name, one in self._peers.items() if name not in self._asked and one.may_know), "")
         if peer:

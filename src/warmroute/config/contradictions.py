@@ -36,6 +36,8 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"capture.block_size: {config.capture.block_size} is not a power of two, as the engines' block sizes are"
     yield from tracing_problems(config.tracing)
     yield from cluster_problems(config.cluster)
+    if config.cluster.url and config.scaling.lock_file:
+        yield "scaling.lock_file and cluster.url are both set: replicas elect the one that scales; remove the lock file"
 
 
 def _listener_problems(config: Config) -> Iterator[str]:

@@ -157,7 +157,7 @@ class MachineReconciler:
                 self._controller.offer_failed(managed, reason)
                 self._controller.apply(managed, LifecycleEvent.REMOVE, reason)
                 return
-            self._fleet.drain(node.name)
+            self._controller.set_draining(node.name, True)
         elif self._managed.named(node.name) is not None:
             self._controller.apply(managed, LifecycleEvent.ACCEPTED)
             return  # another managed node still has this address
