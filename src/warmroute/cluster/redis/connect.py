@@ -66,7 +66,7 @@ def create_client(config: Cluster) -> Client:
     options: dict[str, Any] = {
         "db": address.database, "username": address.username or None, "password": read_password(config) or None,
         "socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S, "socket_keepalive": True,
-        "retry": Retry(NoBackoff(), 0), "retry_on_timeout": False, "retry_on_error": [], "protocol": 2,
+        "retry": Retry(NoBackoff(), 0), "retry_on_error": [], "protocol": 2,
     }  # fmt: skip
     if address.tls:
         options |= {"ssl": True, "ssl_ca_certs": config.ca_file or None, "ssl_check_hostname": True}

@@ -22,7 +22,7 @@ from contextlib import suppress
 from typing import Final
 
 from warmroute.cluster.redis.connect import Client, create_client
-from warmroute.cluster.redis.link import describe_error
+from warmroute.cluster.redis.link import describe_error, end_tasks
 from warmroute.config import Cluster
 from warmroute.event_log import EventLog
 
@@ -111,8 +111,7 @@ class Lease:
         """Let another replica lead at once."""
         if self._task is None:
             return
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks([self._task])
         if self.is_leader():
             self._ends_s = -1e9
             with suppress(Exception):

@@ -40,7 +40,7 @@ STORE_S: Final = 2.0
 REGISTER_TTL_S: Final = 3600
 REPLICA_TTL_S: Final = 10
 MIN_PAUSE_S: Final = 0.1
-MAX_PAUSE_S: Final = 2.0
+MAX_PAUSE_S: Final = 1.0
 """Time between two attempts to connect; it doubles, with jitter."""
 MAX_UNSENT_BYTES: Final = 8 << 20
 """What may wait for a slow server. Messages beyond it are lost."""
@@ -82,6 +82,7 @@ class RedisLink:
         self._unstored: dict[str, bytes] = {}
         self._store_wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._closing = False
         self._heard_s = -1e9
         """When the last message of this replica returned."""
         self.connected = False
@@ -108,9 +109,8 @@ class RedisLink:
             async with asyncio.timeout(0.2):
                 while self.connected and self._unsent:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._closing = True
+        await end_tasks(self._tasks)
 
     # For the cluster's state.
 
@@ -279,7 +279,7 @@ class RedisLink:
         self._receiver.link_changed()
 
     def _set_writable(self, writable: bool) -> None:
-        if writable == self.writable:
+        if writable == self.writable or self._closing:
             return
         self.writable = writable
         self.changed_s = self._now()
@@ -297,12 +297,21 @@ class RedisLink:
         self._receiver.link_changed()
 
 
+async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel tasks until they have ended: redis-py may take a cancellation for the end of one of its own timeouts."""
+    running = set(tasks)
+    while running:
+        for task in running:
+            task.cancel()
+        _, running = await asyncio.wait(running, timeout=0.05)
+
+
 async def _values(client: Client, key: str) -> Iterable[bytes]:
     found: dict[bytes, bytes] = await client.hgetall(key)
     return found.values()
 
 
 def describe_error(error: Exception) -> str:
-    """Return why a command failed, without values of keys."""
-    text = str(error).split("\n")[0][:200]
+    """Return why a command failed. redis-py puts a pipeline's command, with values, before the server's words."""
+    text = str(error).split("\n")[0].rpartition("caused error: ")[2].strip("()',\" ")[:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
