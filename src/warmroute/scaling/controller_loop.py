@@ -134,7 +134,8 @@ class ControllerLoop:
         if not lease.state:
             return
         try:
-            restored = restore_state(self.autoscaler, lease.state, self._now(), time.time())
+            terminated = self._reconciler.terminated_s
+            restored = restore_state(self.autoscaler, terminated, lease.state, self._now(), time.time())
         except ValueError as error:
             log.warning("scaling_state_ignored", "The router adopts the machines that it finds.", reason=error)
             return
@@ -152,7 +153,8 @@ class ControllerLoop:
         """Return whether this process still leads, after it has stored what it intends to do."""
         if self._lease is None:
             return True
-        return await self._lease.commit(encode_state(self.autoscaler, self._now(), time.time()))
+        terminated = self._reconciler.terminated_s
+        return await self._lease.commit(encode_state(self.autoscaler, terminated, self._now(), time.time()))
 
     async def _store(self) -> None:
         try:

@@ -48,9 +48,15 @@ class StoredScaling(msgspec.Struct, frozen=True):
     removed_age_s: float
     nodes: list[StoredNode]
     backoffs: list[StoredBackoff]
+    terminated: list[tuple[str, str, float]]
+    """Provisioner, token and age of machines that were terminated, and that a provisioner may still report."""
 
 
-def encode_state(autoscaler: Autoscaler, now_s: float, wall_s: float) -> bytes:
+Terminated = dict[tuple[str, str], float]
+"""By provisioner and token: when a machine was terminated."""
+
+
+def encode_state(autoscaler: Autoscaler, terminated: Terminated, now_s: float, wall_s: float) -> bytes:
     added_s, removed_s = autoscaler.scaler.changed_s
     return msgspec.json.encode(
         StoredScaling(
@@ -60,6 +66,7 @@ def encode_state(autoscaler: Autoscaler, now_s: float, wall_s: float) -> bytes:
             min(MAX_AGE_S, now_s - removed_s),
             [_stored(managed, now_s) for managed in autoscaler.managed],
             [StoredBackoff(*row) for row in autoscaler.offers.backoff_rows(now_s)],
+            [(*key, now_s - terminated_s) for key, terminated_s in terminated.items()],
         )
     )
 
@@ -73,7 +80,9 @@ def _stored(managed: ManagedNode, now_s: float) -> StoredNode:
     )  # fmt: skip
 
 
-def restore_state(autoscaler: Autoscaler, stored: bytes, now_s: float, wall_s: float) -> list[tuple[ManagedNode, str]]:
+def restore_state(
+    autoscaler: Autoscaler, terminated: Terminated, stored: bytes, now_s: float, wall_s: float
+) -> list[tuple[ManagedNode, str]]:
     """Take over the state of the process that led before. Return the managed nodes, each with its name in the fleet.
     Raises ValueError if the state cannot be read."""
     try:
@@ -87,6 +96,7 @@ def restore_state(autoscaler: Autoscaler, stored: bytes, now_s: float, wall_s: f
     for backoff in state.backoffs:
         key = (backoff.provisioner, backoff.offer)
         autoscaler.offers.restore_backoff(key, then_s + backoff.left_s, backoff.duration_s, backoff.reason)
+    terminated.update({(provisioner, token): then_s - age_s for provisioner, token, age_s in state.terminated})
     restored = []
     for one in state.nodes:
         if one.state is LifecycleState.TERMINATED:

@@ -9,6 +9,7 @@
 - Before each action, the leader writes its state together with its token (`commit`). The server refuses it if another
   holder has come, and then the action does not happen. What a leader still does after it was suspended just then, its
   successor has read as intended.
+- A server that takes no writes renews no lease.
 - Another replica takes the lease when it has expired or was released. If it is gone earlier (the server was flushed),
   the others wait until it would have expired.
 """
@@ -45,8 +46,8 @@ local token = held[2]
 if held[1] ~= ARGV[1] then
   token = math.max(tonumber(redis.call('GET', KEYS[2]) or '0'), tonumber(ARGV[3])) + 1
   redis.call('SET', KEYS[2], token)
-  redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'token', token)
 end
+redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'token', token)
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return {1, tostring(token), redis.call('GET', KEYS[3])}
 """
@@ -81,6 +82,8 @@ class Lease:
         """The highest token known here; that of this process while it leads."""
         self.state = b""
         """The autoscaler's state when this process got the lease."""
+        self._failed = False
+        """Whether the state could not be stored last time."""
         self._task: asyncio.Task[None] | None = None
         self._client: Client | None = None
 
@@ -101,8 +104,11 @@ class Lease:
                 _COMMIT, 2, self._keys[0], self._keys[2], self._holder, str(token), state, STATE_TTL_S
             )
         except Exception as error:  # redis-py raises many
-            log.warning("scaling_state_not_stored", "The autoscaler does not act.", reason=describe_error(error))
+            if not self._failed:
+                log.warning("scaling_state_not_stored", "The autoscaler does not act.", reason=describe_error(error))
+            self._failed = True
             return False
+        self._failed = False
         if not confirmed:
             self._ends_s = -1e9
         return bool(confirmed) and self.is_leader()
