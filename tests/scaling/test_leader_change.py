@@ -1,4 +1,4 @@
-"""Several routers scale one fleet in turn: a leader stores what it intends before it acts, and its successor goes on."""
+"""Several routers scale one fleet in turn: a leader stores what it intends to do, and its successor goes on."""
 
 from __future__ import annotations
 
