@@ -112,6 +112,7 @@ class Network:
             _ip("link", "set", outside, "up")
             _ip("-n", name, "addr", "add", f"10.{net}.{at}.2/30", "dev", inside)
             _ip("-n", name, "link", "set", inside, "up")
+        _ip("-n", name, "route", "add", "default", "via", f"10.88.{at}.1")
 
     def engines_host(self, at: int) -> str:
         return f"10.88.{at}.1" if self.namespaces else "127.0.0.1"

@@ -5,11 +5,11 @@
 faults    one replica killed; Redis killed and restarted, paused, flushed, read-only, full; a replica cut off from Redis
 limit     a tenant with 600 requests/min sends as many as it can to all replicas, for a minute
 drain     a node is drained through one replica, again and again: the last request that others send there
-scaler    the leader is suspended for longer than its lease, and goes on: who leads when, and what the cloud is asked for
+scaler    the leader is suspended for longer than its lease, and goes on: who leads when, and what it asks the cloud for
 rolling   all replicas are restarted, one after the other: the hit rate of conversations, on engines without KV events
 
-A client sends each request to the next replica. If it gets no byte of a response, it tries another one, as a load balancer
-does. A request is lost if three attempts fail.
+A client sends each request to the next replica. If it gets no byte of a response, it tries another one, as a load
+balancer does. A request is lost if three attempts fail.
 """
 
 from __future__ import annotations

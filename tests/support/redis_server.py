@@ -36,11 +36,14 @@ needs_redis = pytest.mark.skipif(
 
 
 class RedisServer:
-    def __init__(self, folder: Path, *options: str, tls: bool = False, sentinel: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *options: str, tls: bool = False, sentinel: bool = False, executable: str | None = None
+    ) -> None:
         self._folder = folder
         self._options = options
         self._tls = tls
         self._sentinel = sentinel
+        self._executable = executable or redis_executable()
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -49,7 +52,7 @@ class RedisServer:
         return f"{'rediss' if self._tls else 'redis'}://localhost:{self.port}/0"
 
     def start(self) -> None:
-        executable = redis_executable()
+        executable = self._executable
         assert executable is not None
         port = ("--port", "0", "--tls-port", str(self.port)) if self._tls else ("--port", str(self.port))
         if self._sentinel:

@@ -31,6 +31,8 @@ from warmroute.scaling.stored_state import encode_state, restore_state
 log = EventLog("warmroute.scaling")
 
 TURN_S: Final = 1.0
+STANDBY_S: Final = 0.1
+"""Time after which a router that does not lead looks whether it does."""
 RETRY_S: Final = 1.0
 MAX_RETRY_S: Final = 60.0
 """Termination is retried until it succeeds, ever more slowly: a machine that runs is paid for."""
@@ -97,7 +99,8 @@ class ControllerLoop:
                 self.turn()
             except Exception:
                 log.exception("scaling_turn_failed", "The autoscaler tries again.")
-            await asyncio.sleep(min(TURN_S, self.autoscaler.config.interval_s))
+            waits = self._lease is not None and not self.leading
+            await asyncio.sleep(min(STANDBY_S if waits else TURN_S, self.autoscaler.config.interval_s))
 
     def turn(self) -> None:
         now_s = self._now()

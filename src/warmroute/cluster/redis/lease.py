@@ -31,8 +31,10 @@ log = EventLog("warmroute.cluster")
 
 RENEWALS: Final = 5.0
 """How often a holder renews within one lease."""
-MARGIN: Final = 0.1
-"""The part of the lease by which a holder stops earlier than the server."""
+HOLDS: Final = 0.8
+EXPIRES: Final = 0.9
+"""The parts of a lease for which its holder leads, and after which the server lets another one in: that one leads before
+the whole lease is over."""
 STATE_TTL_S: Final = 7 * 86_400
 MAX_STATE_BYTES: Final = 4 << 20
 
@@ -154,13 +156,14 @@ class Lease:
         was_leader = began_s < self._ends_s
         may_take_missing = was_leader or began_s >= self._free_s
         taken, token, rest = await client.eval(
-            _TAKE, 3, *self._keys, self._holder, int(1000.0 * lease_s), self.token, "1" if may_take_missing else "0"
-        )
+            _TAKE, 3, *self._keys, self._holder, int(1000.0 * EXPIRES * lease_s), self.token,
+            "1" if may_take_missing else "0",
+        )  # fmt: skip
         self.token = max(self.token, int(token or 0))
         if taken:
             if not was_leader:
                 self.state = bytes(rest or b"")
-            self._ends_s = began_s + lease_s * (1.0 - MARGIN)
+            self._ends_s = began_s + HOLDS * lease_s
         else:
             self._ends_s = -1e9
             if int(rest) > 0:
