@@ -33,8 +33,8 @@ RENEWALS: Final = 5.0
 """How often a holder renews within one lease."""
 HOLDS: Final = 0.8
 EXPIRES: Final = 0.9
-"""The parts of a lease for which its holder leads, and after which the server lets another one in: that one leads before
-the whole lease is over."""
+"""The parts of a lease for which its holder leads, and after which the server lets another one in: that one leads
+before the whole lease is over."""
 STATE_TTL_S: Final = 7 * 86_400
 MAX_STATE_BYTES: Final = 4 << 20
 
