@@ -250,14 +250,18 @@ class Cluster:
         self.replicas = [Replica(self.network, self.redis, at, self._folder, engine_ports, more) for at in range(count)]
 
     async def __aenter__(self) -> Cluster:
-        self.redis.start()
-        await asyncio.sleep(0.3)
-        for replica in self.replicas:
-            await replica.start()
-        for replica in self.replicas:
-            await replica.ready()
-        for replica in self.replicas:
-            await replica.until_heard(len(self.replicas) - 1)
+        try:
+            self.redis.start()
+            await asyncio.sleep(0.3)
+            for replica in self.replicas:
+                await replica.start()
+            for replica in self.replicas:
+                await replica.ready()
+            for replica in self.replicas:
+                await replica.until_heard(len(self.replicas) - 1)
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -35,9 +35,11 @@ class Conversations:
 
     async def _run(self, number: int) -> None:
         random = Random(number)
+        turns = random.randrange(1, TURNS + 1)  # so that not all conversations begin at the same time
+        await asyncio.sleep(3.0 * random.random())
         while True:
             messages: list[dict[str, str]] = []
-            for _ in range(TURNS):
+            for _ in range(turns):
                 words = " ".join(f"w{random.randrange(10_000)}" for _ in range(WORDS))
                 messages.append({"role": "user", "content": words})
                 body = json.dumps({"model": "sim", "messages": messages, "max_tokens": 8}).encode()
@@ -51,11 +53,13 @@ class Conversations:
                 self.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
                 messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
                 await asyncio.sleep(1.0 + random.random())
+            turns = TURNS
 
     async def _send(self, body: bytes) -> dict[str, Any] | None:
-        for _ in range(3):
-            self._next += 1
-            replica = self._replicas[self._next % len(self._replicas)]
+        self._next += 1
+        first = self._next
+        for attempt in range(3):
+            replica = self._replicas[(first + attempt) % len(self._replicas)]
             try:
                 return await post(replica.host, replica.port, body)
             except (OSError, TimeoutError, EOFError, ValueError):

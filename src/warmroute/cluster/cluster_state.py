@@ -191,6 +191,8 @@ class ClusterState:
                 self._apply_routed(update, now_s)
 
     def _apply_routed(self, update: Update, now_s: float) -> None:
+        if update.routed and self.snapshot is not None:
+            self.snapshot.apply_waiting(now_s)
         for prompt in update.routed:
             try:
                 node = self._fleet.node(prompt.node)

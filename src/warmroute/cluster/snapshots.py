@@ -47,6 +47,8 @@ CONNECT_S: Final = 2.0
 """How long a process that starts waits for its link to the others."""
 PEERS_S: Final = 0.6
 """How long it then waits for the first message of a peer."""
+WAITING_S: Final = 60.0
+"""How long the prompts of a node wait until this process knows the node."""
 REPEAT_S: Final = 20.0
 """A process sends another one its snapshot at most once in this time."""
 
@@ -148,13 +150,14 @@ class SnapshotRequest:
         self.asks = ""
         """The peer that is asked now."""
         self.done = False
+        """Whether the snapshot has arrived, or will not."""
         self._waiting: dict[str, tuple[Snapshot, float]] = {}
         """Prompts routed to nodes that this process does not know yet, and when they arrived."""
 
     def update(self, connected: bool, now_s: float) -> None:
         """Ask a peer, or another one. Call it regularly. `connected`: whether messages can arrive."""
         if self.done:
-            self._apply_waiting(now_s)
+            self.apply_waiting(now_s)
             return
         if self._started_s is None:
             self._started_s = now_s
@@ -172,6 +175,11 @@ class SnapshotRequest:
             self._asked.add(peer)
         elif self.asks or now_s - self._since_s > PEERS_S:
             self._end("no peer sent a snapshot" if self.asks else "there is no peer")
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that has arrived is taken over."""
+        return self.done and not self._waiting
 
     def receive(self, snapshot: Snapshot, now_s: float) -> None:
         if self.done or snapshot.sender != self.asks:
@@ -213,9 +221,10 @@ class SnapshotRequest:
         cache.restore_routed(snapshot.block_size, ((received_s - age_s, hashes) for age_s, hashes in snapshot.pieces))
         return True
 
-    def _apply_waiting(self, now_s: float) -> None:
+    def apply_waiting(self, now_s: float) -> None:
+        """Take over the prompts of nodes that this process knows by now, before other prompts are recorded there."""
         for name, (snapshot, received_s) in list(self._waiting.items()):
-            if self._apply_routed(snapshot, received_s, now_s) or now_s - received_s > 60.0:
+            if self._apply_routed(snapshot, received_s, now_s) or now_s - received_s > WAITING_S:
                 del self._waiting[name]
 
 

@@ -95,7 +95,7 @@ class ClusterMember:
     def starts(self) -> bool:
         """Whether this process waits for a peer's snapshot."""
         snapshot = self.state.snapshot
-        return snapshot is not None and not snapshot.done
+        return snapshot is not None and not snapshot.complete
 
     def figures(self) -> ClusterFigures:
         """Return the figures for the metrics."""
