@@ -46,8 +46,9 @@ class ClusterMember:
         self._tasks = [loop.create_task(self._publish_regularly()), loop.create_task(self._send_snapshots())]
 
     def _node_changed(self, change: NodeChange) -> None:
+        """Publish a change of a node as soon as this call has ended, not with the next regular message."""
         self._transport.store(change.name, encode_change(change))
-        self._timing.changed()
+        asyncio.get_running_loop().call_soon(self._publish)
 
     def _publish(self) -> None:
         self._timing.published()
