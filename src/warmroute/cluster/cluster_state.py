@@ -193,6 +193,7 @@ class ClusterState:
     def _apply_routed(self, update: Update, now_s: float) -> None:
         if update.routed and self.snapshot is not None:
             self.snapshot.apply_waiting(now_s)
+        hot = self._dispatcher.router.hot
         for prompt in update.routed:
             try:
                 node = self._fleet.node(prompt.node)
@@ -201,8 +202,7 @@ class ClusterState:
             backlog_s = node.pending_work * node.speed.ms_per_token / 1000.0
             routed = (prompt.node, prompt.chain, prompt.exact, prompt.cache_group)
             self._cache_view.record_peer_routed(routed, now_s + backlog_s, now_s)
-            hot, cache = self._dispatcher.router.hot, self._cache_view.cache(prompt.node)
-            if hot is not None and cache is not None:
+            if hot is not None and (cache := self._cache_view.cache(prompt.node)) is not None:
                 hot.record_peer(prompt.chain, cache.block_size, now_s)
 
     @property
