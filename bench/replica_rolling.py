@@ -88,7 +88,7 @@ async def post(host: str, port: int, body: bytes) -> dict[str, Any]:
     return found
 
 
-async def measure_rolling(report: Report, free_port: Callable[[], int], phase_s: float = 40.0) -> None:
+async def measure_rolling(report: Report, free_port: Callable[[], int], phase_s: float = 45.0) -> None:
     ports = [free_port() for _ in range(3)]
     engines = [
         await asyncio.create_subprocess_exec(
@@ -103,7 +103,7 @@ async def measure_rolling(report: Report, free_port: Callable[[], int], phase_s:
         await asyncio.sleep(3.0)
         async with Cluster(ports) as cluster:
             load = Conversations(cluster.replicas)
-            await asyncio.sleep(20.0)
+            await asyncio.sleep(30.0)
 
             async def measure(phase: str, work: Callable[[], Any]) -> None:
                 load.reset()

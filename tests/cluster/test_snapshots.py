@@ -67,6 +67,11 @@ def test_a_new_process_knows_what_was_routed_where_conversations_are_and_how_fas
     deliver(a)
     a.now_s += 1.0
     deliver(a)
+    for number in range(40):  # again, so that blocks are reused
+        route(a, number, f"n{number % 2}")
+    shared_before = a.cache_view.reuse.share_within(1000.0)
+    assert shared_before > 0.3
+    deliver(a)
     b = Starting("b")
     b.now_s = a.now_s
     assert b.state.snapshot is not None
@@ -76,6 +81,7 @@ def test_a_new_process_knows_what_was_routed_where_conversations_are_and_how_fas
     for number in range(40):
         hits = b.cache_view.hits("m", lookup(number), b.now_s)
         assert list(hits) == [f"n{number % 2}"] and hits[f"n{number % 2}"].tokens > 400
+    assert b.cache_view.reuse.share_within(1000.0) == pytest.approx(shared_before, abs=0.02)
     assert b.router.island_choice.affinity.by_session("acme", "m", b"7") == ("eu", "us")
     assert b.node().speed.ms_per_token == pytest.approx(a.node().speed.ms_per_token, rel=0.2)
     cache_a, cache_b = a.cache_view.cache("n0"), b.cache_view.cache("n0")

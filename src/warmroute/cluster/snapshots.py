@@ -1,5 +1,6 @@
 """Snapshots: what a process that starts needs to know from a peer, since no engine reports it again: the prompts that
-were routed to each node (for engines without KV events), the homes of conversations, and learned speeds.
+were routed to each node (for engines without KV events), how often blocks are used again, the homes of conversations,
+and learned speeds.
 
     new process   Update.asks = peer ──────────────────►  peer
                   ◄── Snapshot messages, one for each node, then homes and tenants, the last one with `last`
@@ -77,6 +78,9 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     """The tenants that sent `pieces`, if `node` is empty."""
     speeds: Annotated[tuple[Speed, ...], Meta(max_length=MAX_NODES)] = ()
     homes: Annotated[tuple[Home, ...], Meta(max_length=MAX_HOMES)] = ()
+    uses: Number = 0.0
+    reused: Annotated[tuple[Number, ...], Meta(max_length=256)] = ()
+    """How often blocks are used again, by age (index/reuse.py). Then `pieces` are the sampled blocks."""
 
 
 _decoder = msgspec.msgpack.Decoder(Snapshot)
@@ -111,6 +115,10 @@ def snapshot_messages(
         if node.speed.answers
     )
     yield encode_snapshot(Snapshot(VERSION, sender, to, speeds=speeds))
+    uses, reused, sampled = cache_view.reuse.export()
+    if uses:
+        pieces = _newest(sampled, now_s)
+        yield encode_snapshot(Snapshot(VERSION, sender, to, pieces=pieces, uses=uses, reused=reused))
     for cache in cache_view:
         if pieces := _newest(cache.recency.pieces(), now_s):
             snapshot = Snapshot(VERSION, sender, to, node=cache.name, block_size=cache.block_size, pieces=pieces)
@@ -189,6 +197,9 @@ class SnapshotRequest:
             self._apply_speed(speed)
         for home in snapshot.homes:
             self._affinity.remember(home.key, (home.home, home.last), now_s)
+        if snapshot.uses:
+            pieces = ((now_s - age_s, hashes) for age_s, hashes in snapshot.pieces if hashes)
+            self._cache_view.reuse.restore(snapshot.uses, snapshot.reused, pieces)
         if snapshot.node and not self._apply_routed(snapshot, now_s, now_s):
             self._waiting[snapshot.node] = (snapshot, now_s)
         elif snapshot.cache_group:
