@@ -162,7 +162,7 @@ lock: $(READY)
 	$(BIN)/pip-compile --quiet --no-header --no-emit-index-url --no-emit-trusted-host --no-emit-find-links --strip-extras \
 	  --extra dev --output-file requirements-dev.lock pyproject.toml
 	$(BIN)/pip-compile --quiet --no-header --no-emit-index-url --no-emit-trusted-host --no-emit-find-links --strip-extras \
-	  --extra dns --extra keda --extra kubernetes --constraint requirements-dev.lock \
+	  --extra dns --extra keda --extra kubernetes --extra redis --constraint requirements-dev.lock \
 	  --output-file requirements-image.lock pyproject.toml
 
 clean:

@@ -24,7 +24,7 @@ from warmroute.cluster.messages import (
 
 ROW = NodeRow("a", 3, 1000.0, 500, 400, -5.0, 9, 120, 0.05, 1.0, 8)
 UPDATE = Update(
-    VERSION, "router-0", 7, 12.5, True, (ROW,), {"m": 2}, {"a": (1, -4.5)}, {"acme": (3.0, 120.5)},
+    VERSION, "router-0", 7, 12.5, True, (ROW,), {"m": 2}, {"a": (1, -4.5)}, {"acme": (3.0, 120.5, 9.0, -4.0)},
     (Prefill("a", 1000.0, 20.0, 11.0, 11.5, True),), (RoutedPrompt("a", b"12345678", True, ""),),
     (Home((1 << 64) - 1, "eu", "us"),),
 )  # fmt: skip
@@ -56,7 +56,7 @@ def changed(**fields: Any) -> bytes:
         changed(nodes=(msgspec.structs.replace(ROW, pending_work=inf),)),
         changed(nodes=(msgspec.structs.replace(ROW, ms_per_token=-1.0),)),
         changed(heads={"a": (1, nan)}),
-        changed(taken={"a": (nan, 0.0)}),
+        changed(taken={"a": (nan, 0.0, 0.0, 0.0)}),
         changed(prefills=(Prefill("a", 1.0, 1.0, inf, 1.0, True),)),
         changed(prefills=(Prefill("a", nan, 1.0, 1.0, 1.0, True),)),
         changed(routed=(RoutedPrompt("a", b"123", True, ""),)),

@@ -6,6 +6,7 @@ import pytest
 from test_cluster_state import Process, exchange
 
 from warmroute.config.priority import HIGH, NORMAL
+from warmroute.fleet.node import Outcome
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.decision import Decision
@@ -99,3 +100,20 @@ def test_no_process_waits_for_one_that_does_not_take_its_turn() -> None:
     a.now_s += 0.15
     a.admission.tick([a.node()], a.now_s)
     assert mine.sent_s == a.now_s
+
+
+def test_an_idle_node_is_not_left_to_a_peer_whose_request_has_gone() -> None:
+    a, b = Process("a", nodes=1), Process("b", nodes=1)
+    blocking = Pending(a, 0, 8000)
+    a.admission.submit(blocking, a.now_s)
+    exchange(a, b)
+    b.admission.submit(Pending(b, 1, 1000, HIGH), b.now_s)
+    exchange(a, b)
+    assert a.state.peers["b"].heads
+    turns = a.admission.turns
+    assert turns is not None
+    assert not turns.is_ours(a.node(), NORMAL, 1000.0, a.now_s)
+    blocking.ticket.first_token(a.now_s)
+    blocking.ticket.close(Outcome.OK, a.now_s)
+    assert not a.node().inflight
+    assert turns.is_ours(a.node(), NORMAL, 1000.0, a.now_s)  # no message of b has arrived

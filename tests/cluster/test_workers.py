@@ -143,6 +143,28 @@ async def test_changes_reach_all_workers_also_those_that_start_later(tmp_path: P
         assert none_runs(pids)
 
 
+async def test_explain_and_the_live_feed_show_all_workers_as_one_router(tmp_path: Path) -> None:
+    async with engines(2) as nodes, workers(tmp_path, *nodes) as router:
+        for _ in range(4):
+            assert (await router.request()).status == 200
+        body = json.dumps({"body": {"model": "m", "messages": [{"role": "user", "content": "hello"}]}}).encode()
+        request = f"POST /admin/explain HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        explained = await router.request(request + body, router.admin_port)
+        assert explained.status == 200 and json.loads(explained.body)["node"] in ("node-0", "node-1")
+
+        viewer = await router.connect(router.admin_port)
+        viewer.write(b"GET /admin/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert (await viewer.head()).status == 200
+        async with asyncio.timeout(PATIENCE_S):
+            seen = b""
+            while (found := re.search(rb"data: (\{.*?\})\n\n", seen, re.S)) is None:
+                seen += await viewer.reader.read(65536)
+        first = json.loads(re.sub(rb"\r\n[0-9a-f]+\r\n", b"", found[1]))
+        assert {node["name"] for node in first["nodes"]} == {"node-0", "node-1"}
+        assert first["totals"]["requests"] == 4 and sum(node["ok"] for node in first["nodes"]) == 4
+        viewer.close()
+
+
 async def test_workers_end_when_their_parent_has_ended(tmp_path: Path) -> None:
     async with engines() as [engine], workers(tmp_path, engine) as router:
         pids = worker_pids(router)

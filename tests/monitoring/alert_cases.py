@@ -98,6 +98,14 @@ CASES = (
         "10m",
     ),
     Case(
+        "WarmrouteReplicaAlone",
+        router("warmroute_cluster_connected", "1x3 0x40"),
+        router("warmroute_cluster_connected", "1x40"),
+        INSTANCE,
+        "r:1 does not hear other replicas",
+        "10m",
+    ),
+    Case(
         "WarmrouteNodeDown",
         node("node_state", "0x3 1x40", ',state="half_open"'),
         node("node_state", "1x40", ',state="draining"') | node("node_state", "0x9 1 0x40", ',state="down"'),

@@ -16,7 +16,7 @@ from warmroute.fleet.node import Node
 from warmroute.index.cache_view import CacheView
 from warmroute.index.hot_prefixes import HotPrefixes
 from warmroute.scaling.autoscaler import Autoscaler
-from warmroute.scaling.controller_loop import ControllerLoop
+from warmroute.scaling.controller_loop import ControllerLoop, LeaderLease
 from warmroute.scaling.node_lifecycle import LifecycleState, ManagedNode
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.prewarm import Post, PrefixPrefiller
@@ -136,6 +136,7 @@ class Harness:
         clock: Clock | None = None,
         post: Post = accept_prefill,
         is_leader: Callable[[], bool] = lambda: True,
+        lease: LeaderLease | None = None,
         **scaling: Any,
     ) -> None:
         self.scaling = {"interval_s": 1.0, "cooldown_up_s": 30.0, "cooldown_down_s": 2.0, **scaling}
@@ -150,7 +151,7 @@ class Harness:
         )
         self.clients = [ProvisionerClient(one, timeout_s, self.clock) for one in provisioners]
         self.loop = ControllerLoop(
-            self.autoscaler, self.clients, self.fleet, self, PrefixPrefiller(post), self.clock, is_leader
+            self.autoscaler, self.clients, self.fleet, self, PrefixPrefiller(post), self.clock, is_leader, lease=lease
         )
         self.controller = self.loop.controller
         self.unhealthy: set[str] = set()
@@ -163,6 +164,9 @@ class Harness:
     def remove_node(self, name: str) -> Node:
         self.cache_view.remove_node(name)
         return self.fleet.remove(name)
+
+    def drain(self, name: str, draining: bool) -> Node:
+        return self.fleet.drain(name, draining)
 
     async def tick(self, seconds: float = 1.0) -> None:
         self.clock.now_s += seconds

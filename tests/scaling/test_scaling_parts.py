@@ -23,7 +23,7 @@ from warmroute.config import (
     Scaling,
     from_table,
 )
-from warmroute.fleet.demand import TIME_BOUNDS_MS, DemandMeter, percentile_ms
+from warmroute.fleet.demand import COUNTERS, TIME_BOUNDS_MS, DemandMeter, percentile_ms
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.island_registry import IslandRegistry
 from warmroute.index.cache_view import CacheView
@@ -32,7 +32,7 @@ from warmroute.index.lookup import Lookup
 from warmroute.scaling import node_lifecycle, offer_selection
 from warmroute.scaling.autoscaler import Autoscaler
 from warmroute.scaling.capacity import Demand, FleetSize, GpuSpeeds, ScalingInputs, size_of
-from warmroute.scaling.fleet_observer import COUNTERS, FleetObserver, Sample, WindowMetrics
+from warmroute.scaling.fleet_observer import FleetObserver, Sample, WindowMetrics
 from warmroute.scaling.metric_windows import MetricWindows
 from warmroute.scaling.node_lifecycle import (
     PENDING_STATES,

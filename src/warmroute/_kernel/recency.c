@@ -428,6 +428,26 @@ PyObject *recency_hashes(const Recency *r) {
 
 /* ---- The Python type ---- */
 
+static PyObject *list_pieces(Recency *r, PyObject *Py_UNUSED(none)) {
+    PyObject *pieces = PyList_New(0);
+    for (uint32_t i = r->oldest; pieces && i != NONE; i = entry_at(r, i)->newer) {
+        const entry *e = entry_at(r, i);
+        if (e->chain == ANONYMOUS)
+            continue;
+        PyObject *hashes = make_hashes(e->n);
+        if (hashes) {
+            memcpy(bytes_of(hashes), &e->hash, 8);
+            if (e->n > 1)
+                memcpy(bytes_of(hashes) + 8, e->rest, (e->n - 1) * sizeof(uint64_t));
+        }
+        PyObject *piece = hashes ? Py_BuildValue("(dN)", e->stamp, hashes) : NULL;
+        if (!piece || PyList_Append(pieces, piece) < 0)
+            Py_CLEAR(pieces);
+        Py_XDECREF(piece);
+    }
+    return pieces;
+}
+
 static PyObject *list_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"capacity", NULL};
     PyObject *given;
@@ -581,6 +601,7 @@ static PyMethodDef list_methods[] = {
     {"drop", FAST(list_drop), "Forget some of a prompt's blocks; return how many of them were held."},
     {"resize", (PyCFunction)list_resize, METH_O, "Change the capacity; return the evicted hashes."},
     {"clear", (PyCFunction)list_clear, METH_NOARGS, "Forget everything, and free the memory."},
+    {"pieces", (PyCFunction)list_pieces, METH_NOARGS, "Return (stamp, hashes) of each piece, oldest first."},
     {"match", (PyCFunction)list_match, METH_O, "Return how many leading blocks are held."},
     {"last_uses", FAST(list_last_uses), "Return when the first blocks of a prompt were last touched, piece by piece."},
     {"sample", (PyCFunction)list_sample, METH_O | METH_STATIC, "Return one in 64 of these hashes, chosen by the hash."},

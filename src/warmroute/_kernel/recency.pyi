@@ -26,6 +26,9 @@ class Recency:
         """Change the capacity; return the evicted hashes, oldest first."""
     def clear(self) -> None:
         """Forget everything, and free the memory."""
+    def pieces(self) -> list[tuple[float, bytes]]:
+        """Return all blocks with hashes, as (stamp, hashes) of each piece, the oldest first. Touching the pieces in
+        this order fills an empty list alike."""
     def match(self, hashes: Packed, /) -> int:
         """Return how many leading blocks are held. Does not count as a use."""
     def last_uses(self, hashes: Packed, depth: int, latest: float, /) -> list[tuple[int, int, float]]:

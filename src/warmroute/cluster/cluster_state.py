@@ -11,10 +11,14 @@ from collections.abc import Callable
 from typing import Final
 
 from warmroute.cluster.cluster_turns import ClusterTurns
-from warmroute.cluster.messages import PEER_TTL_S, BadMessage, Update, decode, encode
+from warmroute.cluster.messages import FULL_S, PEER_TTL_S, BadMessage, Update, decode, encode
 from warmroute.cluster.peer import Peer
 from warmroute.cluster.publisher import Publisher
+from warmroute.cluster.shared_demand import SharedDemand
+from warmroute.cluster.shared_limits import SharedLimits
+from warmroute.cluster.shared_nodes import SharedNodes
 from warmroute.cluster.shared_speeds import SharedSpeeds
+from warmroute.cluster.snapshots import MARK, SnapshotAnswers, SnapshotRequest, decode_snapshot, snapshot_messages
 from warmroute.cluster.transport import Transport
 from warmroute.event_log import EventLog
 from warmroute.fleet.fleet import UnknownNode
@@ -29,6 +33,8 @@ Changed = Callable[[], object]
 
 MAX_PEERS: Final = 256
 """Processes whose messages count. A cluster has fewer; a flood of made-up senders stays harmless."""
+MAX_HELD: Final = 1024
+"""Updates that may wait for a snapshot."""
 
 
 class ClusterState:
@@ -39,10 +45,15 @@ class ClusterState:
         cache_view: CacheView,
         changed: Changed,
         limits: RateLimits | None = None,
+        nodes: SharedNodes | None = None,
+        demand: SharedDemand | None = None,
+        asks_snapshot: bool = False,
     ) -> None:
-        """`sender` identifies this process. `changed` is called when there is something to publish."""
+        """`sender` identifies this process. `changed` is called when there is something to publish. `nodes`: changes of
+        nodes at run time, and `demand`, if they are shared. `asks_snapshot`: this process has just started."""
         self.sender = sender
         self._dispatcher = dispatcher
+        self._changed = changed
         self._limits = limits
         self._fleet = fleet = dispatcher.fleet
         self._cache_view = cache_view
@@ -52,6 +63,16 @@ class ClusterState:
         queue = dispatcher.admission.queue
         self.publisher = Publisher(sender, fleet, cache_view, affinity, queue, self._speeds, limits)
         self.peers: dict[str, Peer] = {}
+        self.nodes = nodes
+        self._demand = demand
+        self.shared_limits = SharedLimits(limits, self.peers) if limits is not None else None
+        self._applied_nodes_s = 0.0
+        self.connected = True
+        """Whether messages of all other processes can arrive."""
+        self.snapshot = SnapshotRequest(self.peers, fleet, cache_view, affinity) if asks_snapshot else None
+        self._answers = SnapshotAnswers()
+        self._held: list[Update] = []
+        """Updates whose routed prompts wait until the snapshot has arrived."""
 
         def freed(node: Node, now_s: float) -> None:
             node_freed(node, now_s)
@@ -62,19 +83,43 @@ class ClusterState:
         turns = dispatcher.admission.turns = ClusterTurns(self.peers, changed)
         turns.published_work = self.publisher.published_work
         self.received = self.rejected = 0
+        self._lost = 0
+        """Messages of peers that are gone which did not arrive."""
         self._logged: set[str] = set()
 
     def publish(self, transport: Transport, now_s: float) -> None:
         """Publish what has changed. Call it every PUBLISH_S."""
         self._forget_silent(now_s)
-        update = self.publisher.next_update(now_s)
+        if self.nodes is not None and now_s - self._applied_nodes_s >= FULL_S:
+            self._applied_nodes_s = now_s
+            self.nodes.apply_again()
+        asks = self._ask_snapshot(now_s)
+        update = self.publisher.next_update(now_s, self.nodes, self._demand, asks)
         if update is not None:
             transport.publish(encode(update))
         self._speeds.learn(now_s)
+        if self.shared_limits is not None:
+            self.shared_limits.update(now_s)
+
+    def leave(self, transport: Transport, now_s: float) -> None:
+        """Tell the others that this process ends."""
+        transport.publish(encode(self.publisher.last_update(now_s)))
+
+    def set_connected(self, connected: bool) -> None:
+        """Messages of all other processes can arrive, or not."""
+        self.connected = connected
+        if self.shared_limits is not None:
+            self.shared_limits.connected = connected
 
     def receive(self, message: bytes, now_s: float) -> None:
         """Take a message of another process. Never raises."""
         try:
+            if message.startswith(MARK):
+                snapshot = decode_snapshot(message)
+                if self.snapshot is not None and snapshot.to == self.sender:
+                    self.snapshot.receive(snapshot, now_s)
+                    self._release_held(now_s)
+                return
             update = decode(message)
         except BadMessage as error:
             self._reject(str(error))
@@ -82,6 +127,10 @@ class ClusterState:
         if update.sender == self.publisher.sender:
             return
         peer = self.peers.get(update.sender)
+        if update.leaving:
+            self.received += 1
+            self.forget(update.sender, now_s, left=True)
+            return
         if peer is None:
             if len(self.peers) >= MAX_PEERS:
                 self._reject("there are too many processes")
@@ -95,13 +144,56 @@ class ClusterState:
             freed = peer.apply(update, now_s)
             for one in update.prefills:
                 self._speeds.add(one, peer.local_s(one.sent_s), min(now_s, peer.local_s(one.at_s)))
-            self._apply_routed(update, now_s)
+            if self.snapshot is not None and not self.snapshot.done and update.routed and len(self._held) < MAX_HELD:
+                self._held.append(update)
+            else:
+                self._apply_routed(update, now_s)
             for home in update.homes:
                 self._affinity.remember(home.key, (home.home, home.last), now_s)
+            self._apply_shared(update, now_s)
             for node in freed:
                 self._node_freed(node, now_s)
+            if self.shared_limits is not None:
+                self.shared_limits.update(now_s)
+
+    def _apply_shared(self, update: Update, now_s: float) -> None:
+        """Apply what only replicas share."""
+        if self.nodes is not None:
+            self.nodes.merge(update.changes)
+            self.nodes.compare(update.changes_digest, now_s)
+            if self.nodes.has_unpublished:
+                self._changed()
+        if self._demand is not None and update.demand is not None:
+            self._demand.apply(update.sender, update.demand)
+        if update.asks == self.sender and self._answers.may_answer(update.sender, now_s):
+            messages = snapshot_messages(
+                self.sender, update.sender, self._fleet, self._cache_view, self._affinity, now_s
+            )
+            self._answers.add(update.sender, messages)
+
+    def next_snapshot_message(self) -> tuple[str, bytes] | None:
+        """Return the receiver and the next message of a snapshot that a peer has asked for."""
+        return self._answers.next_message()
+
+    def _ask_snapshot(self, now_s: float) -> str:
+        """Return the peer that should send this process a snapshot."""
+        request = self.snapshot
+        if request is None:
+            return ""
+        request.update(self.connected, now_s)
+        self._release_held(now_s)
+        return request.asks
+
+    def _release_held(self, now_s: float) -> None:
+        if self._held and self.snapshot is not None and self.snapshot.done:
+            held, self._held = self._held, []
+            for update in held:
+                self._apply_routed(update, now_s)
 
     def _apply_routed(self, update: Update, now_s: float) -> None:
+        if update.routed and self.snapshot is not None:
+            self.snapshot.apply_waiting(now_s)
+        hot = self._dispatcher.router.hot
         for prompt in update.routed:
             try:
                 node = self._fleet.node(prompt.node)
@@ -110,6 +202,13 @@ class ClusterState:
             backlog_s = node.pending_work * node.speed.ms_per_token / 1000.0
             routed = (prompt.node, prompt.chain, prompt.exact, prompt.cache_group)
             self._cache_view.record_peer_routed(routed, now_s + backlog_s, now_s)
+            if hot is not None and (cache := self._cache_view.cache(prompt.node)) is not None:
+                hot.record_peer(prompt.chain, cache.block_size, now_s)
+
+    @property
+    def lost(self) -> int:
+        """Messages of peers that did not arrive, or not in order."""
+        return self._lost + sum(peer.lost for peer in list(self.peers.values()))
 
     def _reject(self, reason: str) -> None:
         self.rejected += 1
@@ -122,11 +221,17 @@ class ClusterState:
         for peer in silent:
             self.forget(peer.sender, now_s)
 
-    def forget(self, sender: str, now_s: float) -> None:
-        """Count nothing of a process any more: it is silent, or it has ended."""
+    def forget(self, sender: str, now_s: float, left: bool = False) -> None:
+        """Count nothing of a process any more: it is silent, or it has ended. `left`: it has said so."""
         peer = self.peers.pop(sender, None)
         if peer is not None:
-            log.warning("peer_lost", "Its requests no longer count in the load of nodes.", peer=sender)
+            self._lost += peer.lost
+            if left:
+                log.info("peer_left", peer=sender)
+            else:
+                log.warning("peer_lost", "Its requests no longer count in the load of nodes.", peer=sender)
+            if self._demand is not None:
+                self._demand.forget(sender)
             for node in peer.forget():
                 self._node_freed(node, now_s)
 
@@ -136,6 +241,8 @@ class ClusterState:
         dispatcher.admission.turns = None
         self.publisher.close()
         self._speeds.close()
+        if self._demand is not None:
+            self._demand.close()
         for peer in self.peers.values():
             peer.forget()
         self.peers.clear()

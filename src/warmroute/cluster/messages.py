@@ -16,7 +16,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Changes with the meaning of a field. A process ignores messages of other versions."""
 PUBLISH_S: Final = 0.02
 """Shortest time between two messages of a process."""
@@ -34,6 +34,10 @@ MAX_ROUTED: Final = 4_096
 MAX_ROUTED_BYTES: Final = 1 << 20
 """Block hashes in one message. What is beyond is not published, and counted."""
 MAX_HOMES: Final = 8_192
+MAX_CHANGES: Final = 4_096
+"""Nodes that were added, removed or drained at run time."""
+MAX_NODE_BYTES: Final = 16_384
+MAX_TIMES: Final = 256
 
 Total = Annotated[float, Meta(ge=-1e15, le=1e15)]
 Name = Annotated[str, Meta(max_length=512)]
@@ -94,6 +98,28 @@ class Home(msgspec.Struct, frozen=True, array_like=True):
     last: Name
 
 
+class NodeChange(msgspec.Struct, frozen=True, array_like=True):
+    """What was last decided about a node through the admin API of any process, or by the autoscaler. Of two changes of
+    a node, the one with the higher version counts, then the one with the higher sender."""
+
+    name: Name
+    version: Count
+    sender: Name
+    config: Annotated[bytes, Meta(max_length=MAX_NODE_BYTES)]
+    """The node as JSON, if it was added at run time; empty for a node of the configuration or of a source."""
+    removed: bool
+    draining: bool
+
+
+class Demand(msgspec.Struct, frozen=True, array_like=True):
+    """Totals of a process's demand meter (fleet/demand.py), for the process that scales the fleet."""
+
+    waiting: Count
+    counts: Annotated[tuple[Number, ...], Meta(max_length=64)]
+    ttft: Annotated[tuple[Count, ...], Meta(max_length=MAX_TIMES)]
+    latency: Annotated[tuple[Count, ...], Meta(max_length=MAX_TIMES)]
+
+
 class Update(msgspec.Struct, frozen=True, array_like=True):
     version: int
     sender: Name
@@ -106,11 +132,20 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     """Requests in its admission queue, by model."""
     heads: Annotated[dict[Name, tuple[Count, float]], Meta(max_length=MAX_NODES)] = {}
     """Priority and score of the first request that waits for a node, by node."""
-    taken: Annotated[dict[Name, tuple[Total, Total]], Meta(max_length=MAX_TENANTS)] = {}
-    """Totals of the requests and tokens that its requests took from the limits of tenants, where they changed."""
+    taken: Annotated[dict[Name, tuple[Total, Total, Total, Total]], Meta(max_length=MAX_TENANTS)] = {}
+    """Of the tenants for which it changed: totals of the requests and tokens that its requests took from the limits,
+    and what it knows to be left of both."""
     prefills: Annotated[tuple[Prefill, ...], Meta(max_length=MAX_PREFILLS)] = ()
     routed: Annotated[tuple[RoutedPrompt, ...], Meta(max_length=MAX_ROUTED)] = ()
     homes: Annotated[tuple[Home, ...], Meta(max_length=MAX_HOMES)] = ()
+    changes: Annotated[tuple[NodeChange, ...], Meta(max_length=MAX_CHANGES)] = ()
+    changes_digest: int = 0
+    """A hash of all changes of nodes that it knows: whether two processes know the same ones."""
+    demand: Demand | None = None
+    asks: Name = ""
+    """The process that should send it a snapshot (snapshots.py)."""
+    leaving: bool = False
+    """It ends: this is its last message."""
 
 
 class BadMessage(ValueError):

@@ -20,6 +20,9 @@ MIN_ANSWERS: Final = 8
 CLOCK_DRIFT: Final = 1e-4
 """How fast the clocks of two machines may drift apart."""
 
+Taken = dict[str, tuple[float, float, float, float]]
+"""By tenant: see `Update.taken`."""
+
 _NOTHING: Final = PeerLoad()
 
 
@@ -44,11 +47,16 @@ class Peer:
         """Messages that did not arrive, or not in order."""
         self.heads: dict[str, tuple[int, float]] = {}
         """Priority and score of its first waiting request, by node."""
-        self._knows_all = False
-        """Whether all totals of the peer were counted from its start, or from its first message here."""
+        self._from_start = False
+        """Whether this process has heard the peer's first message: then its totals count from 0."""
         self._clock_offset_s = inf
         self._counted: dict[str, _Counted] = {}
         self._waiting: dict[str, tuple[Group, int]] = {}
+
+    @property
+    def may_know(self) -> bool:
+        """Whether it started before this process."""
+        return not self._from_start
 
     def is_old(self, update: Update) -> bool:
         """Return whether a later message of the peer has arrived before this one."""
@@ -58,7 +66,8 @@ class Peer:
         """Count what the peer published. Return the nodes that have less work than before."""
         if self.sequence >= 0:
             self.lost += update.sequence - self.sequence - 1
-        self._knows_all = self.sequence >= 0 or update.sequence == 1
+        else:
+            self._from_start = update.sequence == 1
         self._follow_clock(update.sent_s, now_s)
         self.sequence, self.heard_s = update.sequence, now_s
         freed = [node for row in update.nodes if (node := self._apply_row(row, now_s)) is not None]
@@ -72,14 +81,17 @@ class Peer:
         self._apply_waiting(update.waiting)
         self.heads = update.heads
         if self._limits is not None:
-            self._apply_taken(update.taken, self._limits)
+            self._apply_taken(update.taken, self._limits, now_s)
         return freed
 
-    def _apply_taken(self, taken: dict[str, tuple[float, float]], limits: RateLimits) -> None:
-        for tenant, (requests, tokens) in taken.items():
-            before = self._taken.get(tenant, (0.0, 0.0))
+    def _apply_taken(self, taken: Taken, limits: RateLimits, now_s: float) -> None:
+        for tenant, (requests, tokens, requests_left, tokens_left) in taken.items():
+            before = self._taken.get(tenant, (0.0, 0.0) if self._from_start else None)
             self._taken[tenant] = (requests, tokens)
-            limits.peer_took(tenant, requests - before[0], tokens - before[1])
+            if before is None:
+                limits.peer_has_left(tenant, requests_left, tokens_left, now_s)
+            else:
+                limits.peer_took(tenant, requests - before[0], tokens - before[1])
 
     def local_s(self, time_s: float) -> float:
         """Translate a time of the peer's clock."""
@@ -99,7 +111,7 @@ class Peer:
             return None  # it was removed here, or is not added yet
         if counted is None or counted.node is not node:
             start = row
-            if counted is None and self._knows_all:  # else the totals may be old
+            if counted is None and self._from_start:  # else the totals may be old
                 start = msgspec.structs.replace(row, kv_sum=0.0, opened=0, output_tokens=0)
             counted = self._counted[row.node] = _Counted(node, _NOTHING, start)
         before, load = counted.row, PeerLoad(row.inflight, row.pending_work, row.context_tokens, row.kv_new)

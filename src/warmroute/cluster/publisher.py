@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import islice
+from typing import Final
 
 from warmroute.cluster.messages import (
     FULL_S,
@@ -19,6 +20,8 @@ from warmroute.cluster.messages import (
     RoutedPrompt,
     Update,
 )
+from warmroute.cluster.shared_demand import SharedDemand
+from warmroute.cluster.shared_nodes import SharedNodes
 from warmroute.cluster.shared_speeds import SharedSpeeds
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node
@@ -27,6 +30,8 @@ from warmroute.index.cache_view import CacheView
 from warmroute.routing.admission_queue import AdmissionQueue
 from warmroute.routing.conversation_affinity import ConversationAffinity
 from warmroute.routing.rate_limits import RateLimits
+
+_UNTAKEN: Final = (0.0, 0.0, 0.0, 0.0)
 
 
 class Publisher:
@@ -47,45 +52,57 @@ class Publisher:
         self._queue = queue
         self._speeds = speeds
         self._limits = limits
-        self._taken: dict[str, tuple[float, float]] = {}
+        self._taken: dict[str, tuple[float, float, float, float]] = {}
         self._routed = cache_view.routed_log = []
         self._homes = affinity.log = []
-        self._sequence = 0
+        self.sequence = 0
         self._published: dict[str, tuple[Node, int]] = {}
         """By node: its `changes` when it was last published."""
         self._heads: dict[str, tuple[int, float]] = {}
         self.published_work: dict[str, float] = {}
         """By node: this process's pending work, as it was last published."""
         self._full_s = -1e9
+        self._asks = ""
         self.unpublished = 0
         """Routed prompts and homes that were too many for a message."""
 
-    def next_update(self, now_s: float) -> Update | None:
+    def next_update(
+        self, now_s: float, nodes: SharedNodes | None = None, demand: SharedDemand | None = None, asks: str = ""
+    ) -> Update | None:
         """Return what has changed since the last call; None if nothing has, and the next full update is not due."""
         full = now_s - self._full_s >= FULL_S
         rows, prefills = tuple(self._rows(full)), tuple(self._speeds.take_own())
         waiting = {group.model: own for group in self._fleet.groups if (own := group.waiting - group.peer_waiting) > 0}
-        taken = self._newly_taken(full) if self._limits else {}
+        taken = self._newly_taken(full, now_s) if self._limits else {}
         heads = self._queue.heads(now_s) if self._queue.tenants else {}
-        if not (full or rows or prefills or taken or self._routed or self._homes or heads.keys() != self._heads.keys()):
+        news = rows or prefills or taken or self._routed or self._homes or heads.keys() != self._heads.keys()
+        changes = nodes.take_unpublished() if nodes is not None else ()
+        if not (full or news or changes or asks != self._asks):
             return None
+        self._asks = asks
         if full:
             self._full_s = now_s
         self._heads = heads
-        self._sequence += 1
+        self.sequence += 1
         return Update(
-            VERSION, self.sender, self._sequence, now_s, full, rows, waiting, heads, taken, prefills,
-            tuple(self._take_routed()), tuple(self._take_homes()),
+            VERSION, self.sender, self.sequence, now_s, full, rows, waiting, heads, taken, prefills,
+            tuple(self._take_routed()), tuple(self._take_homes()), changes, nodes.digest if nodes is not None else 0,
+            demand.own() if demand is not None and full else None, asks,
         )  # fmt: skip
 
-    def _newly_taken(self, full: bool) -> dict[str, tuple[float, float]]:
+    def last_update(self, now_s: float) -> Update:
+        """Return the message with which this process leaves the cluster."""
+        self.sequence += 1
+        return Update(VERSION, self.sender, self.sequence, now_s, True, leaving=True)
+
+    def _newly_taken(self, full: bool, now_s: float) -> dict[str, tuple[float, float, float, float]]:
         """Return the totals of the tenants for which they changed; of all tenants in a full update."""
         assert self._limits is not None
-        now, before = self._limits.taken(), self._taken
+        now, before = self._limits.taken(now_s), self._taken
         self._taken = now
         if full:
             return dict(islice(now.items(), MAX_TENANTS))
-        return {tenant: taken for tenant, taken in now.items() if before.get(tenant) != taken}
+        return {tenant: taken for tenant, taken in now.items() if before.get(tenant, _UNTAKEN)[:2] != taken[:2]}
 
     def _rows(self, full: bool) -> Iterable[NodeRow]:
         published, count = self._published, 0

@@ -6,6 +6,7 @@ The router reads it from one TOML file. An unknown key is an error that names th
 
 from warmroute.config.addresses import canonical_address, is_loopback
 from warmroute.config.capture_settings import Capture
+from warmroute.config.cluster_settings import Cluster, RedisAddress, parse_redis_url
 from warmroute.config.config import Config, check, from_table, keys_needing_restart, load, tables
 from warmroute.config.discovery_settings import DEFAULT_ENGINE_PORT, DiscoveryConfig
 from warmroute.config.island_settings import IslandAffinity, IslandConfig
@@ -29,6 +30,7 @@ __all__ = [
     "Admin",
     "Admission",
     "Capture",
+    "Cluster",
     "Config",
     "ConfigError",
     "DiscoveryConfig",
@@ -54,6 +56,7 @@ __all__ = [
     "PromptDoctor",
     "Prompts",
     "ProvisionerConfig",
+    "RedisAddress",
     "RouteConfig",
     "Routing",
     "Scaling",
@@ -70,6 +73,7 @@ __all__ = [
     "keys_needing_restart",
     "load",
     "node_name",
+    "parse_redis_url",
     "parse_section",
     "tables",
 ]

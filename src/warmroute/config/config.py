@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, get_origin
 
 from warmroute.config.capture_settings import Capture
+from warmroute.config.cluster_settings import Cluster
 from warmroute.config.contradictions import contradictions
 from warmroute.config.discovery_settings import DiscoveryConfig
 from warmroute.config.island_settings import IslandAffinity, IslandConfig
@@ -48,6 +49,7 @@ class Config(Section, frozen=True):
     log: Log = Log()
     tracing: Tracing = Tracing()
     scaling: Scaling = Scaling()
+    cluster: Cluster = Cluster()
     startup: Startup = Startup()
     shutdown: Shutdown = Shutdown()
     nodes: tuple[NodeConfig, ...] = ()
@@ -137,9 +139,9 @@ def check(config: Config) -> None:
 
 
 RESTART_KEYS: Final = (
-    "listen", "admin", "provisioners", "scaling.enabled", "scaling.lock_file", "scaling.keda_host", "scaling.keda_port",
-    "index.memory_bytes", "prompts.threads", "startup", "tracing.enabled", "tracing.endpoint", "tracing.headers_env",
-    "tracing.service_name",
+    "listen", "admin", "cluster", "provisioners", "scaling.enabled", "scaling.lock_file", "scaling.keda_host",
+    "scaling.keda_port", "index.memory_bytes", "prompts.threads", "startup", "tracing.enabled", "tracing.endpoint",
+    "tracing.headers_env", "tracing.service_name",
 )  # fmt: skip
 """Tables and keys that a running router does not reload."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from warmroute.config.addresses import canonical_address, is_loopback, same_port
+from warmroute.config.cluster_settings import cluster_problems
 from warmroute.config.discovery_settings import discovery_problems
 from warmroute.config.island_settings import island_problems
 from warmroute.config.node_settings import NodeConfig, node_name
@@ -34,6 +35,9 @@ def contradictions(config: Config) -> Iterator[str]:
     if config.capture.block_size & (config.capture.block_size - 1):
         yield f"capture.block_size: {config.capture.block_size} is not a power of two, as the engines' block sizes are"
     yield from tracing_problems(config.tracing)
+    yield from cluster_problems(config.cluster)
+    if config.cluster.url and config.scaling.lock_file:
+        yield "scaling.lock_file and cluster.url are both set: replicas elect the one that scales; remove the lock file"
 
 
 def _listener_problems(config: Config) -> Iterator[str]:

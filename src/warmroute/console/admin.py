@@ -54,6 +54,7 @@ class Operations(Protocol):
     def describe_prompts(self, show_text: bool) -> dict[str, Any]:
         """Return what prevents reuse; the text around differences only with `show_text`."""
 
+    def describe_cluster(self) -> dict[str, Any]: ...
     def describe_discovery(self) -> list[dict[str, Any]]: ...
 
 
@@ -108,6 +109,8 @@ class AdminApi:
                 _reply(responder, 200, {"islands": describe_islands(self._fleet.islands)})
             case "GET", ["admin", "scaling"]:
                 _reply(responder, 200, self._operations.describe_scaling())
+            case "GET", ["admin", "cluster"]:
+                _reply(responder, 200, self._operations.describe_cluster())
             case "GET", ["admin", "prompts"]:
                 _reply(responder, 200, self._operations.describe_prompts(self._may_show_text(request)))
             case "GET", ["admin", "discovery"]:

@@ -15,6 +15,12 @@ from typing import Final
 TIME_BOUNDS_MS: Final = tuple(2.0 * 1.15**step for step in range(90))
 """Histogram bounds from 2 ms to 8 minutes, 15 % apart, which is the precision of a percentile."""
 
+COUNTERS: Final = (
+    "arrived", "shed", "sent", "prompt_tokens", "cached_tokens", "prefill_work", "prefill_squares", "responses",
+    "decode_context",
+)  # fmt: skip
+"""The fields of a demand meter that are not histograms."""
+
 
 def _empty_histogram() -> array[int]:
     return array("q", bytes(8 * (len(TIME_BOUNDS_MS) + 1)))
@@ -37,6 +43,8 @@ class DemandMeter:
     """Output tokens × the mean context of their own request."""
     ttft_counts: array[int] = field(default_factory=_empty_histogram)
     latency_counts: array[int] = field(default_factory=_empty_histogram)
+    peers: DemandMeter | None = None
+    """What the other processes of a cluster counted since this one heard from them."""
 
     def record_sent(self, tokens: float, cached: float, work: float) -> None:
         self.sent += 1
@@ -55,6 +63,23 @@ class DemandMeter:
 
     def record_latency(self, latency_ms: float) -> None:
         self.latency_counts[bisect_left(TIME_BOUNDS_MS, latency_ms)] += 1
+
+    def own_counts(self) -> list[float]:
+        """Return the values of COUNTERS in this process."""
+        return [float(getattr(self, name)) for name in COUNTERS]
+
+    def counts(self) -> list[float]:
+        """Return the values of COUNTERS in all processes."""
+        own = self.own_counts()
+        return own if self.peers is None else [a + b for a, b in zip(own, self.peers.own_counts(), strict=True)]
+
+    def times(self) -> tuple[array[int], array[int]]:
+        """Return the histograms of TTFT and latency of all processes."""
+        ttft, latency, peers = self.ttft_counts[:], self.latency_counts[:], self.peers
+        if peers is not None:
+            ttft = array("q", [a + b for a, b in zip(ttft, peers.ttft_counts, strict=True)])
+            latency = array("q", [a + b for a, b in zip(latency, peers.latency_counts, strict=True)])
+        return ttft, latency
 
 
 def percentile_ms(counts: Sequence[int], share: float) -> float | None:

@@ -221,6 +221,9 @@ class CacheView:
         self.reuse.record(chain, now_s)
         if cache_group:
             self.tenants.record(cache_group, chain, now_s)
+        if not (exact and cache.complete):
+            cache.record_routed(chain, 0, now_s)
+            return
         prediction = Prediction(cache, chain, 0, 0, ROUTED, exact, now_s, comparable=False)
         if prediction.pending:
             heappush(self._peers_pending, (prefilled_s + EVENT_DELAY_S, next(self._order), prediction))

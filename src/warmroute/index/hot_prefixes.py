@@ -63,7 +63,11 @@ class HotPrefixes:
     def __len__(self) -> int:
         return len(self._counts)
 
-    def record(self, chain: bytes, block_size: int, prompt: Lookup, now_s: float) -> None:
+    def record_peer(self, chain: bytes, block_size: int, now_s: float) -> None:
+        """Count a prompt that another process sent. Its prefixes get an example from a prompt of this process."""
+        self.record(chain, block_size, None, now_s)
+
+    def record(self, chain: bytes, block_size: int, prompt: Lookup | None, now_s: float) -> None:
         """Count a prompt with these block hashes. The router keeps a part of the prompt only for hot prefixes."""
         counts = self._counts
         blocks = len(chain) // 8
@@ -80,7 +84,9 @@ class HotPrefixes:
                 continue
             found.uses = found.now(now_s) + 1.0
             found.at_s = now_s
-            if found.example is None and found.uses >= HOT_USES and self._examples < MAX_EXAMPLES:
+            if prompt is None or found.example is not None or found.uses < HOT_USES:
+                continue
+            if self._examples < MAX_EXAMPLES:
                 found.example = prompt.prefix(depth * block_size) if self._keep_examples else _NO_EXAMPLE
                 found.chain = chain[: depth * 8]
                 self._examples += 1

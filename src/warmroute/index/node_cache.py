@@ -11,7 +11,7 @@ match. They are recorded all the same, for the time when events are lost.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import inf
 from typing import Final
 
@@ -253,6 +253,18 @@ class NodeCache(CacheState):
         latter covers only blocks that the node has prefilled: those of prompts that still wait there may be missing."""
         depth = tokens // self.block_size
         return self._touch(self._index, self.routed_holder, chain, now_s, depth, self.prefilled_s)
+
+    def restore_routed(self, block_size: int, pieces: Iterable[tuple[float, bytes]]) -> bool:
+        """Take over the blocks that another process has recorded, the oldest first: when they were last used, and their
+        hashes. Return False if this process has recorded prompts already."""
+        if len(self.recency):
+            return False
+        if block_size != self.block_size:
+            self.set_size(block_size, 0)
+        for stamp_s, hashes in pieces:
+            if hashes:
+                self._touch(self._index, self.routed_holder, hashes, stamp_s, 0, self.prefilled_s)
+        return True
 
     def last_used_s(self, chain: bytes, tokens: float) -> float | None:
         """Return when a prompt with the same first `tokens` tokens was last sent there; None if there was none."""

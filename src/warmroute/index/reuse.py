@@ -8,6 +8,7 @@ followed by another one within `age`.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Sequence
 from math import inf, log2
 from typing import Final
 
@@ -66,6 +67,19 @@ class Reuse:
                 later += uses
                 reused[bucket] = uses * UPDATE_FADE
             chances[bucket] = later / (later + never + 1.0)
+
+    def export(self) -> tuple[float, tuple[float, ...], list[tuple[float, bytes]]]:
+        """Return the uses, the reuses by age, and the sampled blocks, for another process."""
+        return self._uses, tuple(self._reused), self._recency.pieces()
+
+    def restore(self, uses: float, reused: Sequence[float], pieces: Iterable[tuple[float, bytes]]) -> None:
+        """Take over what another process has learned, unless this one has learned something already."""
+        if self._uses or len(reused) != BUCKETS:
+            return
+        self._uses, self._reused = uses, list(reused)
+        for stamp_s, hashes in pieces:
+            self._recency.touch(hashes, stamp_s)
+        self._update()
 
     def chance(self, age_s: float) -> float:
         """Return the probability that a block unused for `age_s` is used again."""

@@ -15,7 +15,7 @@ counts for a tenant
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from warmroute._kernel import BlockIndex, Recency
@@ -57,6 +57,11 @@ class TenantIsolation:
         self._blocks += len(sent.recency) - before
         if self._blocks > self._max_blocks:
             self._make_room()
+
+    def groups(self) -> Iterator[tuple[str, list[tuple[float, bytes]]]]:
+        """Yield each group with the blocks that it sent, as Recency.pieces returns them."""
+        for group, sent in list(self._sent.items()):
+            yield group, sent.recency.pieces()
 
     def _make_room(self) -> None:
         self._blocks = sum(len(sent.recency) for sent in self._sent.values())  # the index may have evicted some

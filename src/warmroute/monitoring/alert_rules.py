@@ -237,6 +237,15 @@ def _router_rules() -> list[AlertRule]:
             "Give the router a core of its own, or start more routers. Look for other processes on the machine.",
         ),
         AlertRule(
+            "WarmrouteReplicaAlone", "warning",
+            f"min by (job, instance) ({metrics.CLUSTER_CONNECTED.name}) == 0", "1m",
+            "{{ $labels.instance }} does not hear other replicas",
+            "Redis is down, slow or unreachable. Requests go on: the replica knows its own load, uses its share of the "
+            "rate limits, and does not scale.",
+            "Read the reason at `GET /admin/cluster` or in the log (`cluster_disconnected`), and repair Redis or the "
+            "network.",
+        ),
+        AlertRule(
             "WarmrouteOpenFiles", "warning", f"{files} > 0.8 and on (job, instance) {metrics.BUILD_INFO.name}", "5m",
             "{{ $labels.instance }} has {{ $value | humanizePercentage }} of its open files in use",
             "Each connection is an open file. Beyond the limit the router refuses connections.",

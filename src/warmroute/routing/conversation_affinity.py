@@ -14,6 +14,7 @@ expire without a search.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from warmroute._kernel import key_hash
@@ -48,6 +49,12 @@ class ConversationAffinity:
 
     def __len__(self) -> int:
         return len(self._new) + len(self._old)
+
+    def entries(self) -> Iterator[tuple[int, str, str]]:
+        """Yield the key, home and last island of each conversation, those of the older generation first."""
+        for generation in (self._old, self._new):
+            for key, islands in list(generation.items()):
+                yield key, *islands
 
     def by_session(self, tenant: str, model: str, session: bytes) -> ConversationIslands | None:
         key = _session_key(tenant, model, session)

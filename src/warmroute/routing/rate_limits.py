@@ -4,11 +4,16 @@ Each limit is a token bucket that holds one minute's amount and refills evenly. 
 and its prompt tokens plus its expected output tokens from the second. When it ends, the difference to what it really
 used is settled, which may leave a debt. A request that needs more than the bucket can hold passes when it is full: late
 rather than never.
+
+Several processes share a limit (cluster/shared_limits.py). Each has a bucket of the whole limit, takes from it what its
+peers took, and spends no more than its slice of what is left before it has heard from all of them again. So all of them
+together exceed a limit by at most one slice. A process that cannot hear from the others has a fraction of the limit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import inf
 from typing import Final
 
 import msgspec
@@ -22,9 +27,12 @@ BYTES_PER_TOKEN: Final = 4.0
 MAX_DEBT_MIN: Final = 10.0
 """The longest time for which usage that a response reported can shut a tenant out, in minutes of its limit."""
 
+SLICE_WAIT_S: Final = 0.1
+"""When a process that has spent its slice may try again."""
+
 
 class Bucket:
-    __slots__ = ("_level", "_updated_s", "limit", "taken")
+    __slots__ = ("_level", "_slice", "_slice_left", "_updated_s", "fraction", "limit", "taken")
 
     def __init__(self, limit: int, now_s: float, level: float | None = None) -> None:
         """`limit` is the amount per minute, and the capacity."""
@@ -33,27 +41,45 @@ class Bucket:
         self._updated_s = now_s
         self.taken = 0.0
         """What this process took from it since its start."""
+        self.fraction = 1.0
+        """Of the limit: below 1 if this process cannot hear from all that share it."""
+        self._slice = self._slice_left = inf
+        """What this process may take before it has heard from its peers, and what is left of that."""
 
     def level(self, now_s: float) -> float:
         """Return what is left; negative in debt."""
-        refilled = self._level + max(0.0, now_s - self._updated_s) * self.limit / 60.0
-        self._level = min(float(self.limit), refilled)
+        share = self.limit * self.fraction
+        refilled = self._level + max(0.0, now_s - self._updated_s) * share / 60.0
+        self._level = min(share, refilled)
         self._updated_s = max(self._updated_s, now_s)
         return self._level
 
     def wait_s(self, amount: float, now_s: float) -> float:
         """Return the time until this amount is left, or until the bucket is full; 0.0 if it is now."""
-        missing = min(amount, float(self.limit)) - self.level(now_s)
-        return missing * 60.0 / self.limit if missing > 1e-9 else 0.0
+        share = self.limit * self.fraction
+        missing = min(amount, share) - self.level(now_s)
+        if missing > 1e-9:
+            return missing * 60.0 / share
+        # A request that needs more than a slice passes as the first one.
+        return SLICE_WAIT_S if self._slice_left < min(amount, self._slice) else 0.0
+
+    def start_slice(self, processes: int, now_s: float) -> None:
+        """This process has heard from all others: it may take its part of what is left."""
+        self._slice = self._slice_left = max(0.0, self.level(now_s)) / processes if processes > 1 else inf
 
     def take(self, amount: float) -> None:
         """A negative amount is given back. A debt is at most MAX_DEBT_MIN minutes."""
         self.taken += amount
+        self._slice_left -= amount
         self.peer_took(amount)
 
     def peer_took(self, amount: float) -> None:
         """Another process of the cluster took this amount from the same limit."""
         self._level = max(self._level - amount, -MAX_DEBT_MIN * self.limit)
+
+    def peer_has_left(self, amount: float, now_s: float) -> None:
+        """A process that took from the same limit before this one heard from it knows of this much that is left."""
+        self._level = min(self.level(now_s), max(amount, -MAX_DEBT_MIN * self.limit))
 
 
 class TenantLimits(msgspec.Struct, eq=False):
@@ -150,6 +176,7 @@ class Charge(msgspec.Struct, eq=False):
 class RateLimits:
     def __init__(self, keys: Sequence[KeyConfig], now_s: float) -> None:
         self._tenants: dict[str, TenantLimits] = {}
+        self._fraction, self._processes = 1.0, 1
         self.reconfigure(keys, now_s)
 
     def __bool__(self) -> bool:
@@ -158,12 +185,15 @@ class RateLimits:
     def of(self, tenant: str) -> TenantLimits | None:
         return self._tenants.get(tenant)
 
-    def taken(self) -> dict[str, tuple[float, float]]:
-        """Return what each tenant's requests took in this process since its start: requests and tokens."""
+    def taken(self, now_s: float) -> dict[str, tuple[float, float, float, float]]:
+        """Return what each tenant's requests took in this process since its start, requests and tokens, and what is
+        left of both."""
         return {
             tenant: (
                 limits.requests.taken if limits.requests is not None else 0.0,
                 limits.tokens.taken if limits.tokens is not None else 0.0,
+                limits.requests.level(now_s) if limits.requests is not None else 0.0,
+                limits.tokens.level(now_s) if limits.tokens is not None else 0.0,
             )
             for tenant, limits in self._tenants.items()
         }
@@ -175,6 +205,31 @@ class RateLimits:
             limits.requests.peer_took(requests)
         if limits is not None and limits.tokens is not None:
             limits.tokens.peer_took(tokens)
+
+    def peer_has_left(self, tenant: str, requests: float, tokens: float, now_s: float) -> None:
+        """A process whose requests took from a tenant's limits before this one heard from it has this much left."""
+        limits = self._tenants.get(tenant)
+        if limits is not None and limits.requests is not None:
+            limits.requests.peer_has_left(requests, now_s)
+        if limits is not None and limits.tokens is not None:
+            limits.tokens.peer_has_left(tokens, now_s)
+
+    def start_slices(self, processes: int, now_s: float) -> None:
+        """This process has heard from all others: it may take its part of what is left."""
+        self._processes = processes
+        for bucket in self._buckets():
+            bucket.start_slice(processes, now_s)
+
+    def set_fraction(self, fraction: float, now_s: float) -> None:
+        """Use this fraction of each limit: the other processes, which cannot be heard, use the rest."""
+        self._fraction = fraction
+        for bucket in self._buckets():
+            bucket.level(now_s)
+            bucket.fraction = fraction
+
+    def _buckets(self) -> Iterator[Bucket]:
+        for limits in self._tenants.values():
+            yield from (bucket for bucket in (limits.requests, limits.tokens) if bucket is not None)
 
     def reconfigure(self, keys: Sequence[KeyConfig], now_s: float) -> None:
         """Apply new limits. What tenants have used still counts."""
@@ -190,6 +245,8 @@ class RateLimits:
                 limits.requests = _resize(limits.requests, requests[tenant], now_s)
                 limits.tokens = _resize(limits.tokens, tokens[tenant], now_s)
                 self._tenants[tenant] = limits
+        self.set_fraction(self._fraction, now_s)
+        self.start_slices(self._processes, now_s)
 
 
 def _needed(prompt: float | None, output: float, assumed_prompt: float, has_output: bool) -> tuple[float, float]:

@@ -26,10 +26,13 @@ from warmroute.scaling.prewarm import PrefixPrefiller
 from warmroute.scaling.provisioner import Machine, NoCapacity, ProvisionerError
 from warmroute.scaling.provisioner_client import ProvisionerClient
 from warmroute.scaling.scaling_decision import DecisionLog
+from warmroute.scaling.stored_state import encode_state, restore_state
 
 log = EventLog("warmroute.scaling")
 
 TURN_S: Final = 1.0
+STANDBY_S: Final = 0.1
+"""Time after which a router that does not lead looks whether it does."""
 RETRY_S: Final = 1.0
 MAX_RETRY_S: Final = 60.0
 """Termination is retried until it succeeds, ever more slowly: a machine that runs is paid for."""
@@ -40,6 +43,18 @@ class NodeRegistry(Protocol):
 
     def add_node(self, config: NodeConfig) -> Node: ...
     def remove_node(self, name: str) -> Node: ...
+    def drain(self, name: str, draining: bool) -> object: ...
+
+
+class LeaderLease(Protocol):
+    """Decides which one of several routers scales the fleet, and keeps its state for the next one."""
+
+    @property
+    def state(self) -> bytes:
+        """What the leader before stored; empty if nothing."""
+
+    async def commit(self, state: bytes) -> bool:
+        """Store the state before an action. Return whether this process leads, and may act."""
 
 
 class ControllerLoop:
@@ -55,17 +70,20 @@ class ControllerLoop:
         now: Callable[[], float] = time.monotonic,
         is_leader: Callable[[], bool] = lambda: True,
         on_leader_change: Callable[[], None] = lambda: None,
+        lease: LeaderLease | None = None,
     ) -> None:
-        """`is_leader`: whether this process scales the fleet."""
+        """`is_leader`: whether this process scales the fleet. `lease`: if routers on several machines do."""
         self.autoscaler = autoscaler
         self.clients = {client.name: client for client in clients}
-        self.controller = NodeController(autoscaler, fleet, self, now)
+        self.controller = NodeController(autoscaler, fleet, self, now, drain=self._set_draining)
         self._reconciler = MachineReconciler(self.controller, self.clients, fleet, nodes.add_node, now)
         self._nodes = nodes
         self._prefiller = prefiller
         self._now = now
         self._is_leader = is_leader
         self._on_leader_change = on_leader_change
+        self._lease = lease
+        self._storing = False
         self.leading = False
         self._decided_s = float("-inf")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -81,7 +99,8 @@ class ControllerLoop:
                 self.turn()
             except Exception:
                 log.exception("scaling_turn_failed", "The autoscaler tries again.")
-            await asyncio.sleep(min(TURN_S, self.autoscaler.config.interval_s))
+            waits = self._lease is not None and not self.leading
+            await asyncio.sleep(min(STANDBY_S if waits else TURN_S, self.autoscaler.config.interval_s))
 
     def turn(self) -> None:
         now_s = self._now()
@@ -90,9 +109,14 @@ class ControllerLoop:
             self.leading = leading
             sentence = "This process scales the fleet." if leading else "Another process scales the fleet."
             log.info("scaling_leader_changed", sentence, leading=leading)
+            if self._lease is not None:
+                self._take_over(self._lease) if leading else self._step_down()
             self._on_leader_change()
         if not leading:
             return
+        if self._lease is not None and not self._storing:
+            self._storing = True
+            self._start(self._store())
         for client in self.clients.values():
             if client.name not in self._refreshing and now_s >= client.next_refresh_s:
                 self._refreshing.add(client.name)
@@ -105,6 +129,45 @@ class ControllerLoop:
             decision = self.autoscaler.decide(now_s, time.time())
             self._decision_log.log(decision, now_s, has_provisioners=bool(self.clients))
             self.controller.execute(decision)
+
+    # Several routers.
+
+    def _take_over(self, lease: LeaderLease) -> None:
+        """Go on where the router stopped that led before."""
+        if not lease.state:
+            return
+        try:
+            terminated = self._reconciler.terminated_s
+            restored = restore_state(self.autoscaler, terminated, lease.state, self._now(), time.time())
+        except ValueError as error:
+            log.warning("scaling_state_ignored", "The router adopts the machines that it finds.", reason=error)
+            return
+        for managed, name in restored:
+            self.controller.resume(managed, name)
+        log.info("scaling_state_restored", nodes=len(restored))
+
+    def _step_down(self) -> None:
+        """Another router leads: stop all actions, and manage nothing."""
+        for task in self._tasks:
+            task.cancel()
+        self.autoscaler.managed.clear()
+
+    async def _may_act(self) -> bool:
+        """Return whether this process still leads, after it has stored what it intends to do."""
+        if self._lease is None:
+            return True
+        terminated = self._reconciler.terminated_s
+        return await self._lease.commit(encode_state(self.autoscaler, terminated, self._now(), time.time()))
+
+    async def _store(self) -> None:
+        try:
+            await self._may_act()
+        finally:
+            self._storing = False
+
+    def _set_draining(self, name: str, draining: bool) -> None:
+        if self._lease is None or self._is_leader():
+            self._nodes.drain(name, draining)
 
     async def close(self) -> None:
         """Leave all machines as they are: the next router adopts them."""
@@ -147,7 +210,8 @@ class ControllerLoop:
 
     async def _terminate_duplicate(self, client: ProvisionerClient, machine: Machine, key: tuple[str, str]) -> None:
         try:
-            await client.terminate(machine)
+            if await self._may_act():
+                await client.terminate(machine)
         finally:
             self._duplicates.discard(key)
 
@@ -158,6 +222,9 @@ class ControllerLoop:
         self._start(self._provision(self.clients[managed.offer.provisioner], managed))
 
     async def _provision(self, client: ProvisionerClient, managed: ManagedNode) -> None:
+        if not await self._may_act():
+            self.autoscaler.managed.discard(managed)
+            return
         try:
             await client.provision(managed.offer, managed.token)
         except NoCapacity as error:
@@ -209,7 +276,7 @@ class ControllerLoop:
         retry_s = RETRY_S
         while client is not None and managed.state is LifecycleState.TERMINATING:
             machine = client.machines.get(managed.token)
-            if machine is not None and await client.terminate(machine):
+            if machine is not None and await self._may_act() and await client.terminate(machine):
                 self._reconciler.machine_terminated(client.name, managed.token)
                 break
             reported_after_s = client.status_s - managed.state_since_s if client.status_s is not None else 0.0
@@ -220,7 +287,8 @@ class ControllerLoop:
         self.controller.apply(managed, LifecycleEvent.GONE)
 
     def remove_node(self, name: str) -> None:
-        self._nodes.remove_node(name)
+        if self._lease is None or self._is_leader():
+            self._nodes.remove_node(name)
 
     # Events.
 

@@ -15,7 +15,7 @@ from math import inf
 import msgspec
 
 from warmroute.fleet.decode_speed import DEFAULT_SLOPE_MS
-from warmroute.fleet.demand import DemandMeter, percentile_ms
+from warmroute.fleet.demand import COUNTERS, DemandMeter, percentile_ms
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node
@@ -23,12 +23,6 @@ from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN
 from warmroute.index.cache_view import CacheView
 from warmroute.scaling.node_lifecycle import LifecycleState, ManagedNode
 from warmroute.scaling.offer import OfferKey
-
-COUNTERS = (
-    "arrived", "shed", "sent", "prompt_tokens", "cached_tokens", "prefill_work", "prefill_squares", "responses",
-    "decode_context",
-)  # fmt: skip
-"""Those of the demand meter that a sample has."""
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,19 +157,16 @@ class FleetObserver:
         self._cache_view = cache_view
         self._meter = demand_meter
         self._waiting = waiting
-        self._counts = self._read()
-        self._ttft, self._latency = demand_meter.ttft_counts[:], demand_meter.latency_counts[:]
+        self._counts = demand_meter.counts()
+        self._ttft, self._latency = demand_meter.times()
         self._read_s: float | None = None
         self._busy_s = inf
         """Time of the last request. Idle time starts with the first sample."""
 
-    def _read(self) -> list[float]:
-        return [float(getattr(self._meter, name)) for name in COUNTERS]
-
     def sample(self, now_s: float) -> Sample:
         """Return what happened since the last sample."""
         meter, fleet = self._meter, self._fleet
-        counts, ttft, latency = self._read(), meter.ttft_counts[:], meter.latency_counts[:]
+        counts, (ttft, latency) = meter.counts(), meter.times()
         span_s = max(0.0, now_s - self._read_s) if self._read_s is not None else 0.0
         waiting = self._waiting()
         usages = [node.kv_usage for node in fleet if not node.draining and node.health.state is HealthState.UP]

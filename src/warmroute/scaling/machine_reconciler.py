@@ -39,7 +39,7 @@ class MachineReconciler:
         self._fleet = fleet
         self._add_node = add_node
         self._now = now
-        self._terminated_s: dict[tuple[str, str], float] = {}
+        self.terminated_s: dict[tuple[str, str], float] = {}
         """By provisioner and token: when a machine was terminated that may still be reported."""
 
     def update_offers(self, client: ProvisionerClient) -> None:
@@ -69,7 +69,7 @@ class MachineReconciler:
         self._check_missing(client)
 
     def machine_terminated(self, provisioner: str, token: str) -> None:
-        self._terminated_s[provisioner, token] = self._now()
+        self.terminated_s[provisioner, token] = self._now()
 
     def _reconcile(self, client: ProvisionerClient, machine: Machine) -> None:
         controller = self._controller
@@ -107,7 +107,7 @@ class MachineReconciler:
     def _adopt(self, client: ProvisionerClient, machine: Machine) -> ManagedNode | None:
         """Return a managed node for a machine that an earlier router requested; None if it is not to be adopted."""
         assert client.status_s is not None
-        terminated_s = self._terminated_s.get((client.name, machine.token))
+        terminated_s = self.terminated_s.get((client.name, machine.token))
         may_be_stale = terminated_s is not None and client.status_s - terminated_s <= CONSISTENCY_S
         if machine.state in TERMINATED_STATES or self._controller.autoscaler.config.dry_run or may_be_stale:
             return None
@@ -157,7 +157,7 @@ class MachineReconciler:
                 self._controller.offer_failed(managed, reason)
                 self._controller.apply(managed, LifecycleEvent.REMOVE, reason)
                 return
-            self._fleet.drain(node.name)
+            self._controller.set_draining(node.name, True)
         elif self._managed.named(node.name) is not None:
             self._controller.apply(managed, LifecycleEvent.ACCEPTED)
             return  # another managed node still has this address
@@ -175,6 +175,6 @@ class MachineReconciler:
                 managed.missing_since_s = client.status_s
             elif client.status_s - managed.missing_since_s > CONSISTENCY_S:
                 self._controller.apply(managed, LifecycleEvent.GONE, "the provisioner does not report it any more")
-        for (name, token), terminated_s in list(self._terminated_s.items()):
+        for (name, token), terminated_s in list(self.terminated_s.items()):
             if name == client.name and token not in client.machines and client.status_s - terminated_s > CONSISTENCY_S:
-                del self._terminated_s[name, token]
+                del self.terminated_s[name, token]

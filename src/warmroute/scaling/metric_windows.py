@@ -8,7 +8,8 @@ from collections import deque
 from typing import Final
 
 from warmroute.config import Scaling
-from warmroute.scaling.fleet_observer import COUNTERS, Sample, WindowMetrics, summarize
+from warmroute.fleet.demand import COUNTERS
+from warmroute.scaling.fleet_observer import Sample, WindowMetrics, summarize
 
 MAX_SAMPLES: Final = 2048
 MIN_TREND_SAMPLES: Final = 12

@@ -55,13 +55,15 @@ class Actuator(Protocol):
 class NodeController:
     def __init__(
         self, autoscaler: Autoscaler, fleet: Fleet, actuator: Actuator, now: Callable[[], float],
-        create_token: Callable[[], str] = new_token,
+        create_token: Callable[[], str] = new_token, drain: Callable[[str, bool], object] | None = None,
     ) -> None:  # fmt: skip
+        """`drain` sends a node no requests any more, or sends it requests again: also those of other processes."""
         self.autoscaler = autoscaler
         self._fleet = fleet
         self._actuator = actuator
         self._now = now
         self._create_token = create_token
+        self.set_draining = drain if drain is not None else fleet.drain
         self.added = self.removed = self.refused = self.lost = 0
         """Nodes that began to serve, that were removed, whose request failed, that went without being removed."""
 
@@ -100,6 +102,24 @@ class NodeController:
                 self._actuator.terminate(managed)
             case LifecycleState.TERMINATED:
                 self._remove(managed, before)
+
+    def resume(self, managed: ManagedNode, name: str) -> None:
+        """Go on with a node that another process managed before. `name`: in the fleet."""
+        try:
+            managed.node = self._fleet.node(name) if name else None
+        except UnknownNode:
+            managed.node = None
+        if managed.node is None and managed.state in (*IN_FLEET, LifecycleState.DRAINING):
+            managed.state, managed.state_since_s = LifecycleState.BOOTING, self._now()  # it joins again
+        match managed.state:
+            case LifecycleState.REQUESTED:  # a second call with the same token creates nothing
+                self._actuator.request_machine(managed, managed.reason or "another process requested it")
+            case LifecycleState.WARMING:
+                self._actuator.prewarm(managed)
+            case LifecycleState.DRAINING:
+                self._actuator.drain(managed)
+            case LifecycleState.TERMINATING:
+                self._actuator.terminate(managed)
 
     def offer_failed(self, managed: ManagedNode, reason: str) -> None:
         """The request for this node failed: its offer backs off."""
@@ -152,7 +172,7 @@ class NodeController:
         node = self.fleet_node(managed)
         if node is None:
             return  # check_nodes removes it
-        self._fleet.drain(node.name, False)
+        self.set_draining(node.name, False)
         self.added += 1
         start_s = nan if managed.adopted else self._now() - managed.requested_s
         self.autoscaler.offers.node_started(managed.offer.key, start_s)
@@ -161,7 +181,7 @@ class NodeController:
         """Send the node no new requests; running ones finish."""
         node = self.fleet_node(managed)
         if node is not None and managed.state is not LifecycleState.TERMINATED and not node.draining:
-            self._fleet.drain(node.name)
+            self.set_draining(node.name, True)
         managed.routing_stopped = True
 
     def _remove(self, managed: ManagedNode, before: LifecycleState) -> None:
@@ -194,7 +214,7 @@ class NodeController:
                 self._check_health(managed, node, now_s)
             elif drains:
                 if not node.draining:  # somebody ended the drain through the admin API
-                    self._fleet.drain(node.name)
+                    self.set_draining(node.name, True)
                 if not node.load:
                     self.apply(managed, LifecycleEvent.DRAINED)
 

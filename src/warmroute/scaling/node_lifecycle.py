@@ -155,6 +155,14 @@ class ManagedNodes:
             managed = self._nodes[token] = ManagedNode(token, offer, now_s)
         return managed
 
+    def discard(self, managed: ManagedNode) -> None:
+        """Forget a node that was never requested."""
+        self._nodes.pop(managed.token, None)
+
+    def clear(self) -> None:
+        """Manage nothing any more: another process does."""
+        self._nodes.clear()
+
     def apply(self, managed: ManagedNode, event: LifecycleEvent, now_s: float, reason: str = "") -> bool:
         """Return whether the event changed the node's state."""
         if self._nodes.get(managed.token) is not managed:

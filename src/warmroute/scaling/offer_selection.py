@@ -82,6 +82,14 @@ class OfferSelector:
         """Return the time from the request until the node serves: measured, or else the provisioner's estimate."""
         return self._start_s.get(offer.key, offer.start_s)
 
+    def backoff_rows(self, now_s: float) -> list[tuple[str, str, float, float, str]]:
+        """Return provisioner, offer, time left, last duration and reason of each offer that backs off."""
+        found = [(key, one) for key, one in self._backoffs.items() if one.until_s > now_s]
+        return [(*key, one.until_s - now_s, one.duration_s, one.reason) for key, one in found]
+
+    def restore_backoff(self, key: OfferKey, until_s: float, duration_s: float, reason: str) -> None:
+        self._backoffs[key] = _Backoff(until_s, duration_s, reason)
+
     def backing_off(self, now_s: float) -> dict[OfferKey, tuple[float, str]]:
         """Return the offers that back off: until when, and why."""
         return {key: (one.until_s, one.reason) for key, one in self._backoffs.items() if one.until_s > now_s}

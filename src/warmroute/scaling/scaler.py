@@ -55,6 +55,15 @@ class Scaler:
         self._spare: deque[tuple[float, int]] = deque()
         """How many nodes were spare at each decision within the last `cooldown_down_s`."""
 
+    @property
+    def changed_s(self) -> tuple[float, float]:
+        """When nodes were last added and removed."""
+        return self._added_s, self._removed_s
+
+    @changed_s.setter
+    def changed_s(self, times_s: tuple[float, float]) -> None:
+        self._added_s, self._removed_s = times_s
+
     def request_failed(self) -> None:
         """A requested node does not come: the next request need not wait for the cooldown."""
         self._added_s = float("-inf")

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -20,7 +20,7 @@ from warmroute.fleet.fleet import Fleet
 from warmroute.index.cache_view import CacheView
 from warmroute.index.hot_prefixes import HotPrefixes
 from warmroute.scaling.autoscaler import Autoscaler
-from warmroute.scaling.controller_loop import ControllerLoop, NodeRegistry
+from warmroute.scaling.controller_loop import ControllerLoop, LeaderLease, NodeRegistry
 from warmroute.scaling.leader_lock import LeaderLock
 from warmroute.scaling.node_lifecycle import LifecycleState
 from warmroute.scaling.prewarm import Post, PrefixPrefiller
@@ -44,20 +44,32 @@ class ScalingStats(msgspec.Struct, frozen=True):
     leading: bool
 
 
+class RouterLease(LeaderLease, Protocol):
+    """A lease that runs beside the autoscaler."""
+
+    def is_leader(self) -> bool: ...
+    def start(self) -> None: ...
+    async def close(self) -> None:
+        """Let another router lead at once."""
+
+
 class ScalingService:
     def __init__(
         self, config: Config, fleet: Fleet, cache_view: CacheView, nodes: NodeRegistry, post: Post,
         waiting: Callable[[], int], set_first_node_wait: Callable[[float], None],
+        lease: RouterLease | None = None,
     ) -> None:  # fmt: skip
-        """`waiting`: number of requests that wait at the router. Raises ConfigError if a provisioner cannot be
-        created."""
+        """`waiting`: number of requests that wait at the router. `lease`: if routers on several machines scale the
+        fleet in turn. Raises ConfigError if a provisioner cannot be created."""
         self._config = config
         self._fleet = fleet
         self.demand_meter = DemandMeter()
         self.hot = HotPrefixes() if config.scaling.prewarm_prefixes else None
         self._waiting = waiting
         self._set_first_node_wait = set_first_node_wait
-        self.autoscaler = Autoscaler(config.scaling, fleet, cache_view, self.demand_meter, self.hot, waiting)
+        self.autoscaler = Autoscaler(
+            config.scaling, fleet, cache_view, self.demand_meter, self.hot, lambda: self._waiting()
+        )
         now = time.monotonic
         clients = [
             ProvisionerClient(create_provisioner(one), one.timeout_s, now, one.api_key_env)
@@ -65,13 +77,21 @@ class ScalingService:
         ]
         lock_file = config.scaling.lock_file
         self._lock = LeaderLock(Path(lock_file).expanduser()) if lock_file else None
+        self._lease = lease
         is_leader = self._lock.is_leader if self._lock is not None else lambda: True
+        if lease is not None:
+            is_leader = lease.is_leader
         self.loop = ControllerLoop(
-            self.autoscaler, clients, fleet, nodes, PrefixPrefiller(post), now, is_leader, self._update_first_node_wait
-        )
+            self.autoscaler, clients, fleet, nodes, PrefixPrefiller(post), now, is_leader,
+            self._update_first_node_wait, lease,
+        )  # fmt: skip
         self._update_first_node_wait()
         self._task: asyncio.Task[None] | None = None
         self._keda: Any = None
+
+    def set_waiting(self, waiting: Callable[[], int]) -> None:
+        """Set the number of requests that wait at all routers."""
+        self._waiting = waiting
 
     @property
     def first_node_wait_s(self) -> float:
@@ -101,6 +121,8 @@ class ScalingService:
             self._keda = KedaScaler(lambda: self.autoscaler.desired_nodes)
             await self._keda.start(scaling.keda_host, scaling.keda_port)
             log.info("keda_listening", address=f"{scaling.keda_host}:{self._keda.port}")
+        if self._lease is not None:
+            self._lease.start()
         self._task = asyncio.get_running_loop().create_task(self.loop.run())
         log.info(
             "scaling_started",
@@ -124,6 +146,8 @@ class ScalingService:
             await self._keda.close()
         if self._lock is not None:
             self._lock.release()
+        if self._lease is not None:
+            await self._lease.close()
 
     def stats(self) -> ScalingStats:
         autoscaler, controller = self.autoscaler, self.loop.controller

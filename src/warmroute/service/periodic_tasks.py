@@ -1,12 +1,13 @@
-"""Work that the router does every few milliseconds, apart from requests."""
+"""Work that the router does every few milliseconds, apart from requests, and the log of what fails there."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import time
+from typing import Any
 
-from warmroute.event_log import EventLog
+from warmroute.event_log import EventLog, where_it_failed
 from warmroute.fleet.fleet import Fleet
 from warmroute.index.cache_view import CacheView
 from warmroute.prompt.tokenizer_registry import TokenizerRegistry
@@ -22,6 +23,13 @@ ALERTS_S = 2.0
 COLLECT_S = 60.0
 MAX_COLLECT_SHARE = 0.0002
 """Of the time: with a thousand nodes, a collection takes some 70 ms, and the next one comes after six minutes."""
+
+
+def log_loop_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """An exception that nothing caught. Its message may contain a user's text."""
+    error = context.get("exception")
+    reason = where_it_failed(error) if isinstance(error, BaseException) else str(context.get("message", ""))
+    log.error("event_loop_error", "The router continues.", reason=reason)
 
 
 async def run_garbage_collection() -> None:

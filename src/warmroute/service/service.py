@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from warmroute.capture.capture import Capture
-from warmroute.config import Config, is_loopback
+from warmroute.cluster.shared_nodes import SharedNodes
+from warmroute.config import Config
 from warmroute.console.admin import AdminApi
 from warmroute.console.capture_stream import CaptureStreams
 from warmroute.console.decisions import Decisions
@@ -31,7 +32,7 @@ from warmroute.edge.proxy import Proxy
 from warmroute.edge.timer_wheel import TimerWheel
 from warmroute.engines.node_watcher import NodeWatcher
 from warmroute.engines.remote_tokenizer import RemoteTokenizer
-from warmroute.event_log import EventLog, where_it_failed
+from warmroute.event_log import EventLog
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node
 from warmroute.index.cache_view import CacheView
@@ -42,6 +43,8 @@ from warmroute.routing.admission import Admission
 from warmroute.routing.router import Router
 from warmroute.scaling.scaling_service import ScalingService
 from warmroute.service.certificates import Certificates
+from warmroute.service.cluster_alerts import cluster_alerts
+from warmroute.service.cluster_member import ClusterMember
 from warmroute.service.config_reload import ConfigReload
 from warmroute.service.discovery_alerts import discovery_alerts
 from warmroute.service.file_watch import watch_files
@@ -49,6 +52,7 @@ from warmroute.service.model_report import describe_models
 from warmroute.service.model_watch import ModelWatch
 from warmroute.service.node_set import NodeSet, log_health_change
 from warmroute.service.periodic_tasks import (
+    log_loop_error,
     run_admission,
     run_clean_up,
     run_garbage_collection,
@@ -56,12 +60,14 @@ from warmroute.service.periodic_tasks import (
     run_history,
 )
 from warmroute.service.process_exit import guard_exit
-from warmroute.service.startup import hold_until_started
+from warmroute.service.replica import Replica, create_lease
+from warmroute.service.startup import hold_until_started, log_started, url_host
 from warmroute.service.systemd import ADMIN_SOCKET, Systemd
 from warmroute.service.tokenizer_search import find_tokenizer_files
 from warmroute.service.workers.worker import Worker
 from warmroute.telemetry.alerts import Alerts
 from warmroute.telemetry.cache_changes import CacheChanges
+from warmroute.telemetry.cluster_metrics import ClusterMetrics
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.discovery_metrics import DiscoveryMetrics
 from warmroute.telemetry.fleet_alerts import FleetAlerts
@@ -143,6 +149,9 @@ class Service:
         self.remote_tokenizer = RemoteTokenizer(node_client.post, pack_token_ids)
         self.model_watch = ModelWatch(self.fleet, self.tokenizer_registry, node_client.post, lambda: self.config)
         self.nodes = NodeSet(self)
+        self.shared_nodes = SharedNodes(self.fleet, self.nodes)
+        self.member: ClusterMember | None = None
+        self._replica: Replica | None = None
         self.discovery = DiscoveryService(self.fleet, self.nodes)
         self.certificates = Certificates(self)
         self.scaling = self._create_scaling(config, node_client) if config.scaling.enabled else None
@@ -154,6 +163,7 @@ class Service:
             FleetAlerts(self.fleet, self.cache_view, self.counters),
             hit_rates,
             lambda _now_s: discovery_alerts(self.discovery),
+            lambda now_s: cluster_alerts(self.member, now_s),
         )
         page = MetricsPage(
             self.fleet,
@@ -170,6 +180,7 @@ class Service:
                     self.config_reload.reloads, self.loop_delay, self.alerts, self.proxy.dispatcher.decisions
                 ),
                 DiscoveryMetrics(self.discovery.stats),
+                ClusterMetrics(lambda: self.member.figures() if self.member is not None else None),
                 add_process_metrics,
             ),
         )
@@ -187,8 +198,8 @@ class Service:
             config.admin.token_sha256 if worker is None else "",
         )  # fmt: skip
         self.admin_listener = Listener(AsyncHandler(admin.answer, admin.admit), config.limits, self.timers)
-        self.add_node, self.remove_node = self.nodes.add_node, self.nodes.remove_node
-        self.drain_node = self.nodes.drain_node
+        self.add_node, self.remove_node = self.shared_nodes.add_node, self.shared_nodes.remove_node
+        self.drain_node = self.shared_nodes.drain_node
         self.reload, self.needs_restart = self.config_reload.reload, self.config_reload.needs_restart
         self.readiness = self.proxy.own_endpoints.readiness
         self.describe_discovery = self.discovery.describe
@@ -207,8 +218,8 @@ class Service:
             self.admission.first_node_wait_s = seconds
 
         scaling = ScalingService(
-            config, self.fleet, self.cache_view, self.nodes, node_client.post, lambda: self.admission.queue.waiting,
-            set_first_node_wait,
+            config, self.fleet, self.cache_view, self.shared_nodes, node_client.post,
+            lambda: self.admission.queue.waiting, set_first_node_wait, create_lease(config.cluster),
         )  # fmt: skip
         self.router.demand_meter, self.router.hot = scaling.demand_meter, scaling.hot
         self.router.may_serve = self._may_serve
@@ -227,6 +238,9 @@ class Service:
 
     def describe_scaling(self) -> dict[str, Any]:
         return self.scaling.describe() if self.scaling is not None else {"enabled": False}
+
+    def describe_cluster(self) -> dict[str, Any]:
+        return self.member.describe() if self.member is not None else {"enabled": False}
 
     def _last_scaling(self) -> ScalingChange | None:
         last = self.scaling.autoscaler.last_decision if self.scaling is not None else None
@@ -290,6 +304,9 @@ class Service:
             self._trace_exporter.start()
         self.nodes.reconfigure(config.nodes, config.health)
         self.discovery.reconfigure(config.discovery)
+        if config.cluster.url and self._worker is None:
+            self._replica = Replica(self)
+            self.member = self._replica.member
         if self.scaling is not None:
             await self.scaling.start()
         if config.startup.max_wait_s:
@@ -298,16 +315,7 @@ class Service:
             self._tasks.append(loop.create_task(self._worker.run()))
             log.info("worker_started", worker=self._worker.seat.number, nodes=len(self.fleet))
             return
-        admin = f"http://{_url_host(config.admin.host)}:{self.admin_port}" if config.admin.enabled else "off"
-        log.info("service_started", address=address, admin=admin, nodes=len(self.fleet), policy=config.routing.policy)
-        if not config.keys and not config.listen.unix_socket and not is_loopback(config.listen.host):
-            log.warning(
-                "no_api_keys", "Everybody who reaches this address can use the fleet. Add [[keys]].", address=address
-            )
-        if not config.nodes and not config.provisioners and not config.discovery:
-            log.warning(
-                "no_nodes", "Add [[nodes]] or [[discovery]] to the configuration, use --node URL, or POST /admin/nodes."
-            )
+        log_started(config, address, self.admin_port, len(self.fleet))
 
     async def _listen(self) -> str:
         """Open the listeners. Return the address for clients."""
@@ -321,7 +329,7 @@ class Service:
             name = inherited.getsockname()
             self.port = name[1] if isinstance(name, tuple) else 0
             scheme = "https" if tls else "http"
-            address = f"{scheme}://{_url_host(name[0])}:{self.port}" if self.port else f"unix:{name}"
+            address = f"{scheme}://{url_host(name[0])}:{self.port}" if self.port else f"unix:{name}"
         elif listen.unix_socket:
             self._servers.append(await listen_unix(self.listener, listen.unix_socket, tls))
             address = f"unix:{listen.unix_socket}"
@@ -329,7 +337,7 @@ class Service:
             server = await listen_tcp(self.listener, listen.host, listen.port, tls)
             self._servers.append(server)
             self.port = server.sockets[0].getsockname()[1]
-            address = f"{'https' if tls else 'http'}://{_url_host(listen.host)}:{self.port}"
+            address = f"{'https' if tls else 'http'}://{url_host(listen.host)}:{self.port}"
         if admin.enabled:
             inherited = self.systemd.take_socket(ADMIN_SOCKET)
             if inherited is not None:
@@ -376,6 +384,8 @@ class Service:
         await self.discovery.close()
         if self.scaling is not None:
             await self.scaling.close()
+        if self._replica is not None:
+            await self._replica.close()
         self.watcher.close()
         self.prompt_reader.close()
         self.proxy.body_scanner.close()
@@ -421,7 +431,7 @@ class Service:
             loop.add_signal_handler(number, signaled.set)
         guard_exit(self.config.shutdown)
         loop.add_signal_handler(signal.SIGHUP, self.reload, "SIGHUP")
-        loop.set_exception_handler(_log_loop_error)
+        loop.set_exception_handler(log_loop_error)
         gc.collect()
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)
@@ -436,14 +446,3 @@ class Service:
         await stopping
         watchdog.cancel()
         threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _log_loop_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """An exception that nothing caught. Its message may contain a user's text."""
-    error = context.get("exception")
-    reason = where_it_failed(error) if isinstance(error, BaseException) else str(context.get("message", ""))
-    log.error("event_loop_error", "The router continues.", reason=reason)
-
-
-def _url_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -10,6 +10,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Final
 
+from warmroute.config import Config, is_loopback
 from warmroute.event_log import EventLog
 
 if TYPE_CHECKING:
@@ -17,6 +18,24 @@ if TYPE_CHECKING:
 
 log = EventLog("warmroute.service")
 CHECK_S: Final = 0.02
+
+
+def log_started(config: Config, address: str, admin_port: int, nodes: int) -> None:
+    """Log where the router listens, and what its configuration lacks."""
+    admin = f"http://{url_host(config.admin.host)}:{admin_port}" if config.admin.enabled else "off"
+    log.info("service_started", address=address, admin=admin, nodes=nodes, policy=config.routing.policy)
+    if not config.keys and not config.listen.unix_socket and not is_loopback(config.listen.host):
+        log.warning(
+            "no_api_keys", "Everybody who reaches this address can use the fleet. Add [[keys]].", address=address
+        )
+    if not config.nodes and not config.provisioners and not config.discovery:
+        log.warning(
+            "no_nodes", "Add [[nodes]] or [[discovery]] to the configuration, use --node URL, or POST /admin/nodes."
+        )
+
+
+def url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 async def hold_until_started(service: Service) -> None:
@@ -47,6 +66,8 @@ def unknown_nodes(service: Service) -> list[str]:
     """Return the names of sources that have not listed their nodes yet, and of nodes whose health or earlier KV events
     are not known, or whose tokenizer is being loaded."""
     unknown = service.discovery.pending or [node.name for node in service.fleet if not service.watcher.is_settled(node)]
+    if not unknown and service.member is not None and service.member.starts:
+        unknown = ["snapshot of a peer"]
     if not unknown and service.tokenizer_registry.is_loading:
         unknown = [node.name for node in service.fleet]
     return unknown

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from warmroute.cluster.redis.connect import check_cluster
 from warmroute.config import Config, ConfigError, ModelConfig
 from warmroute.discovery.discovery_service import create_source
 from warmroute.edge.connection_pool import node_tls
@@ -34,6 +35,8 @@ def check_startup(config: Config) -> StartupReport:
     problems += _errors_of(lambda: server_tls(config.listen.tls_cert, config.listen.tls_key))
     problems += _errors_of(lambda: node_tls(config.upstream))
     problems += _directory_problems(config)
+    if config.cluster.url:
+        problems += _errors_of(lambda: check_cluster(config.cluster))
     if config.tracing.enabled:
         problems += _errors_of(import_opentelemetry)
     for model in config.models:

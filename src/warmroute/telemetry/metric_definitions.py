@@ -26,6 +26,8 @@ LABELS: Final = {
     "change": "`added`, `drained`, `removed`, `refused` (the provisioner refused the request) or `lost` (the machine "
     "disappeared)",
     "code": "error code of the response body",
+    "direction": "`sent`, `received`, `lost` (of other processes, on the way here) or `rejected` (damaged, or of "
+    "another version)",
     "island": "name of the island; for moved conversations, the island they left",
     "kind": "what differs: `time`, `id`, `number`, `order`, `text` or `history`",
     "model": "model that a node serves; `(other)` beyond the number of counters that the router keeps",
@@ -367,6 +369,16 @@ SCALING_COST: Final = _gauge("scaling_cost_usd_per_hour", "Cost of all nodes wit
 SCALING_LEADER: Final = _gauge("scaling_leader", "1 if this process scales the fleet.")
 SCALING_NODES: Final = _gauge("scaling_nodes", "Nodes of provisioners by lifecycle state.", "state")
 SCALING_CHANGES: Final = _counter("scaling_changes", "Changes of the fleet.", "change")
+
+CLUSTER_PEERS: Final = _gauge("cluster_peers", "Other router processes that this one hears: workers and replicas.")
+CLUSTER_MESSAGES: Final = _counter("cluster_messages", "Messages between router processes.", "direction")
+CLUSTER_LIMIT_FRACTION: Final = _gauge(
+    "cluster_limit_fraction",
+    "Fraction of the rate limits that this router and those it hears may use: below 1 while others cannot be heard.",
+)
+CLUSTER_CONNECTED: Final = _gauge("cluster_connected", "1 if messages of other replicas arrive through Redis, else 0.")
+CLUSTER_WRITABLE: Final = _gauge("cluster_writable", "1 if Redis takes writes, else 0: no replica scales.")
+CLUSTER_DELAY: Final = _gauge("cluster_delay_seconds", "How long the last message took through Redis.")
 
 WORKERS: Final = _gauge("workers", "Workers that serve (`serve --workers`).")
 WORKER_RESTARTS: Final = _counter("worker_restarts", "Workers that ended and were started again.")

@@ -3,6 +3,10 @@
 parent ← worker    READY       it serves; the payload is its id in the cluster
 parent ← worker    OPEN        how many connections it has received, and how many are open (two unsigned 64-bit)
 parent ↔ worker    STATE       an update of the cluster; the parent passes it to all other workers
+parent ← worker    DIRECT      a message for one process: the length of its id (two bytes), its id, the message
+parent ← worker    STORE       a change of a node, to be stored in Redis: length of the name (two bytes), name, value
+parent → worker    STORED      the changes of nodes that Redis has, as a MessagePack list
+parent → worker    LINK        the state of the link to Redis (cluster/transport.py LinkStatus) as MessagePack
 parent → worker    GONE        a worker has ended; the payload is its id in the cluster
 """
 
@@ -19,11 +23,16 @@ READY: Final = b"R"
 OPEN: Final = b"O"
 STATE: Final = b"S"
 GONE: Final = b"G"
+DIRECT: Final = b"D"
+STORE: Final = b"W"
+STORED: Final = b"V"
+LINK: Final = b"L"
 
 MAX_UNSENT_BYTES: Final = 4 << 20
 """What may wait for a process that does not read. Updates beyond it are lost."""
 COUNTS: Final = struct.Struct("<QQ")
 _HEADER: Final = struct.Struct("<Ic")
+_NAME: Final = struct.Struct("<H")
 
 
 class FrameLink(asyncio.Protocol):
@@ -43,16 +52,26 @@ class FrameLink(asyncio.Protocol):
         self._transport = None
         self._on_closed()
 
-    def send(self, kind: bytes, payload: bytes = b"") -> None:
+    def send_frame(self, kind: bytes, payload: bytes = b"") -> None:
         transport = self._transport
         if transport is None or transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.lost += 1
             return
         transport.write(_HEADER.pack(len(payload), kind) + payload)
 
+    # The transport of a worker (cluster/transport.py).
+
     def publish(self, message: bytes) -> None:
-        """Send an update of the cluster: this is the transport of a worker (cluster/transport.py)."""
-        self.send(STATE, message)
+        """Send an update of the cluster."""
+        self.send_frame(STATE, message)
+
+    def send(self, to: str, message: bytes) -> None:
+        """Send a message to one process of the cluster."""
+        self.send_frame(DIRECT, pack_named(to, message))
+
+    def store(self, name: str, value: bytes) -> None:
+        """Let the parent store a change of a node."""
+        self.send_frame(STORE, pack_named(name, value))
 
     def data_received(self, data: bytes) -> None:
         buffer = self._buffer
@@ -73,3 +92,15 @@ class FrameLink(asyncio.Protocol):
     def close(self) -> None:
         if self._transport is not None:
             self._transport.abort()
+
+
+def pack_named(name: str, value: bytes) -> bytes:
+    encoded = name.encode()
+    return _NAME.pack(len(encoded)) + encoded + value
+
+
+def unpack_named(payload: bytes) -> tuple[str, bytes]:
+    """Raises ValueError or struct.error."""
+    (length,) = _NAME.unpack_from(payload)
+    end = _NAME.size + length
+    return payload[_NAME.size : end].decode(), payload[end:]

@@ -21,6 +21,8 @@ class Seat(msgspec.Struct, frozen=True):
     """Accepted connections from the parent."""
     admin_socket: str
     """Path of the Unix socket for its admin API."""
+    origin: str
+    """The parent's name among the replicas, which begins the worker's."""
 
     def environment(self) -> dict[str, str]:
         return {**os.environ, ENVIRONMENT: msgspec.json.encode(self).decode()}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from warmroute.cluster.redis.link import new_origin
 from warmroute.config import Config, ConfigError
 from warmroute.console.combined_admin import CombinedAdmin
 from warmroute.edge.async_handler import AsyncHandler
@@ -23,8 +24,9 @@ from warmroute.event_log import EventLog
 from warmroute.service.file_watch import watch_files
 from warmroute.service.process_exit import EXIT_GRACE_S
 from warmroute.service.systemd import ADMIN_SOCKET, Systemd
-from warmroute.service.workers.frames import GONE, STATE
+from warmroute.service.workers.frames import GONE
 from warmroute.service.workers.passed_connections import ConnectionPassing
+from warmroute.service.workers.replica_link import ReplicaLink
 from warmroute.service.workers.worker_process import WorkerProcess
 
 log = EventLog("warmroute.service")
@@ -60,6 +62,10 @@ class Supervisor:
             AsyncHandler(self.admin.answer, self.admin.admit), self.config.limits, self._timers
         )
         self._passing: ConnectionPassing | None = None
+        self._origin = new_origin()
+        self._replicas = ReplicaLink(
+            self._origin, lambda: [worker for worker in self._workers.values() if worker.cluster_id]
+        )
         self.port = self.admin_port = 0
 
     # For the admin API.
@@ -90,6 +96,7 @@ class Supervisor:
                 admin_server.close()
             self._admin_listener.abort_all()
         finally:
+            await self._replicas.close()
             for worker in self._workers.values():
                 worker.signal(signal.SIGKILL)
             for task in self._tasks:
@@ -124,6 +131,8 @@ class Supervisor:
             self.admin_port = name[1] if isinstance(name, tuple) else 0
         self._spawn(self._timers.run())
         self._spawn(self._systemd.keep_alive())
+        self._replicas.start(self.config.cluster)
+        self._spawn(self._replicas.run())
         if (file := self._config_file) is not None:
             changed = lambda: self._spawn(self._reload(f"{file} changed"))  # noqa: E731
             self._spawn(watch_files(lambda: [file], changed))
@@ -145,13 +154,16 @@ class Supervisor:
         """Start a worker, and start it again whenever it ends."""
         pause_s = FIRST_PAUSE_S
         while not self._stopping.is_set():
-            worker = self._workers[number] = WorkerProcess(number, self._folder, self._ready, self._pass_on)
+            worker = self._workers[number] = WorkerProcess(
+                number, self._folder, self._origin, self._ready, self._replicas.pass_on
+            )
             await worker.start(self._command)
             if self._stopping.is_set():
                 worker.signal(signal.SIGTERM)
             status = await worker.wait()
             if worker.cluster_id:
                 self._tell_others(worker, GONE, worker.cluster_id)
+                self._replicas.ended(worker)
             if self._passing is not None:
                 self._passing.give_again(worker.take_unconfirmed())
             if self._stopping.is_set():
@@ -174,7 +186,9 @@ class Supervisor:
 
     async def _admit(self, worker: WorkerProcess) -> None:
         """Bring a new worker up to date, and pass it connections."""
-        await self.admin.repeat_changes(worker.admin_socket)
+        self._replicas.joined(worker)
+        if not self.config.cluster.url:  # else it gets them from its peers, or from Redis
+            await self.admin.repeat_changes(worker.admin_socket)
         worker.serves = True
         log.info("worker_ready", worker=worker.number, pid=worker.pid)
         self._report_ready()
@@ -187,13 +201,10 @@ class Supervisor:
     def _takers(self) -> list[WorkerProcess]:
         return [worker for worker in self._workers.values() if worker.serves]
 
-    def _pass_on(self, sender: WorkerProcess, message: bytes) -> None:
-        self._tell_others(sender, STATE, message)
-
     def _tell_others(self, sender: WorkerProcess, kind: bytes, payload: bytes) -> None:
         for worker in self._workers.values():
             if worker is not sender and worker.cluster_id:
-                worker.link.send(kind, payload)
+                worker.link.send_frame(kind, payload)
 
     async def _reload(self, reason: str) -> None:
         await self.reload(reason)

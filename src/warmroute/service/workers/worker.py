@@ -10,11 +10,13 @@ import ssl
 import time
 from typing import TYPE_CHECKING, Final
 
-from warmroute.cluster.cluster_state import ClusterState
+import msgspec
+
+from warmroute.cluster.transport import LinkStatus
 from warmroute.edge.listening_sockets import listen_unix
 from warmroute.event_log import EventLog
 from warmroute.service.cluster_member import ClusterMember
-from warmroute.service.workers.frames import COUNTS, GONE, OPEN, READY, STATE, FrameLink
+from warmroute.service.workers.frames import COUNTS, GONE, LINK, OPEN, READY, STATE, STORED, FrameLink
 from warmroute.service.workers.passed_connections import PassedConnections
 from warmroute.service.workers.seat import Seat
 
@@ -34,6 +36,8 @@ class Worker:
         self._connections: PassedConnections | None = None
         self._member: ClusterMember | None = None
         self._reported = (0, 0)
+        self._status: LinkStatus | None = None
+        """The parent's link to other replicas."""
         self._stopping = False
 
     async def join(self, service: Service, tls: ssl.SSLContext | None) -> asyncio.Server:
@@ -42,17 +46,17 @@ class Worker:
         link = socket.socket(fileno=self.seat.link_fd)
         link.setblocking(False)
         await loop.create_unix_connection(lambda: self._link, sock=link)
-        name = f"worker-{self.seat.number}-{os.getpid()}-{time.monotonic_ns() & 0xFFFFFF:x}"
-        self._member = ClusterMember(
-            name, service.proxy.dispatcher, service.cache_view, service.proxy.rate_limits, self._link
-        )
+        name = f"{self.seat.origin}/worker-{self.seat.number}-{os.getpid()}-{time.monotonic_ns() & 0xFFFFFF:x}"
+        service.member = self._member = ClusterMember(name, service, self._link)
+        self._member.read_status = lambda: self._status
+        self._member.link_changed()
         self._connections = PassedConnections(self.seat.passing_fd, service.listener, tls, self._report)
         return await listen_unix(service.admin_listener, self.seat.admin_socket)
 
     async def run(self) -> None:
         """Tell the parent that this worker serves, and keep telling it how many connections are open."""
         assert self._connections is not None and self._member is not None
-        self._link.send(READY, self._member.state.sender.encode())
+        self._link.send_frame(READY, self._member.state.sender.encode())
         while True:
             self._report()
             await asyncio.sleep(REPORT_S)
@@ -63,11 +67,7 @@ class Worker:
         counts = (self._connections.received, self._connections.open)
         if counts != self._reported:
             self._reported = counts
-            self._link.send(OPEN, COUNTS.pack(*counts))
-
-    @property
-    def state(self) -> ClusterState | None:
-        return self._member.state if self._member is not None else None
+            self._link.send_frame(OPEN, COUNTS.pack(*counts))
 
     def _receive(self, kind: bytes, payload: bytes) -> None:
         member = self._member
@@ -75,6 +75,11 @@ class Worker:
             return
         if kind == STATE:
             member.receive(payload)
+        elif kind == LINK:
+            self._status = msgspec.msgpack.decode(payload, type=LinkStatus)
+            member.link_changed()
+        elif kind == STORED:
+            member.receive_stored(msgspec.msgpack.decode(payload, type=list[bytes]))
         elif kind == GONE:
             member.state.forget(payload.decode("ascii", "replace"), time.monotonic())
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from warmroute.service.workers.frames import COUNTS, OPEN, READY, STATE, FrameLink
+from warmroute.service.workers.frames import COUNTS, DIRECT, OPEN, READY, STATE, STORE, FrameLink
 from warmroute.service.workers.seat import Seat
 
 
@@ -23,13 +23,16 @@ class WorkerProcess:
         self,
         number: int,
         folder: Path,
+        origin: str,
         on_ready: Callable[[WorkerProcess], object],
-        on_state: Callable[[WorkerProcess, bytes], object],
+        on_frame: Callable[[WorkerProcess, bytes, bytes], object],
     ) -> None:
+        """`on_frame` gets the frames that are for other processes."""
         self.number = number
         self.admin_socket = str(folder / f"worker-{number}-{time.monotonic_ns()}.sock")
         self._on_ready = on_ready
-        self._on_state = on_state
+        self._on_frame = on_frame
+        self._origin = origin
         self.cluster_id = b""
         """Its id in the cluster; empty until it serves."""
         self.serves = False
@@ -46,7 +49,7 @@ class WorkerProcess:
         link, its_link = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         passing, its_passing = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its_link, its_passing:
-            seat = Seat(self.number, its_link.fileno(), its_passing.fileno(), self.admin_socket)
+            seat = Seat(self.number, its_link.fileno(), its_passing.fileno(), self.admin_socket, self._origin)
             self._process = await asyncio.create_subprocess_exec(
                 *command, env=seat.environment(), pass_fds=(seat.link_fd, seat.passing_fd), start_new_session=True
             )
@@ -103,8 +106,8 @@ class WorkerProcess:
         return connections
 
     def _receive(self, kind: bytes, payload: bytes) -> None:
-        if kind == STATE:
-            self._on_state(self, payload)
+        if kind in (STATE, DIRECT, STORE):
+            self._on_frame(self, kind, payload)
         elif kind == OPEN:
             with suppress(struct.error):
                 self._received, self._open = COUNTS.unpack(payload)

@@ -1,0 +1,201 @@
+"""Nodes that were added, drained or removed at run time, alike in all processes: a register of the last change of each
+node, which every process holds whole.
+
+A change gets the next version after all those that its process knows. Of two changes of one node the higher version
+counts, then the sender with the higher name, so all processes end with the same register, in whatever order messages
+arrive. Each message carries a digest of its sender's register; a process that sees another digest publishes its whole
+register. So a lost message, a partition or a new process needs nothing else. The register is also stored in Redis, for
+the time when all processes have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+from typing import Final, Protocol
+
+import msgspec
+
+from warmroute.cluster.messages import MAX_CHANGES, MAX_NODE_BYTES, NodeChange
+from warmroute.config import ConfigError, NodeConfig, parse_section
+from warmroute.event_log import EventLog
+from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
+from warmroute.fleet.node import Node
+
+log = EventLog("warmroute.cluster")
+
+REPEAT_S: Final = 0.5
+"""Shortest time between two publications of the whole register."""
+
+
+class NodeOperations(Protocol):
+    """Adds nodes to the service, drains and removes them."""
+
+    def add_node(self, config: NodeConfig) -> Node: ...
+    def remove_node(self, name: str) -> Node: ...
+    def drain_node(self, name: str, draining: bool) -> Node: ...
+
+
+class SharedNodes:
+    """The operations of the admin API and of the autoscaler: each applies here, and then in all other processes."""
+
+    def __init__(self, fleet: Fleet, operations: NodeOperations) -> None:
+        self._fleet = fleet
+        self._operations = operations
+        self._sender = ""
+        self._on_change: Callable[[NodeChange], object] | None = None
+        self._changes: dict[str, NodeChange] = {}
+        self._version = 0
+        self.digest = 0
+        self._unpublished: dict[str, NodeChange] = {}
+        self._repeated_s = -1e9
+        self._applied: dict[str, tuple[int, str, int]] = {}
+        """By node: version and sender of the change that was applied, and the number of the fleet's node then."""
+
+    def join(self, sender: str, on_change: Callable[[NodeChange], object]) -> None:
+        """Share changes from now on. `on_change` is called with each change of this process, which has to be published
+        and stored."""
+        self._sender, self._on_change = sender, on_change
+
+    @property
+    def changes(self) -> list[NodeChange]:
+        return list(self._changes.values())
+
+    # Changes of this process.
+
+    def add_node(self, config: NodeConfig) -> Node:
+        """Raises ConfigError or NameTaken."""
+        node = self._operations.add_node(config)
+        self._record(node, msgspec.json.encode(config))
+        return node
+
+    def remove_node(self, name: str) -> Node:
+        """Raises UnknownNode."""
+        node = self._operations.remove_node(name)
+        self._record(node, removed=True)
+        return node
+
+    def drain_node(self, name: str, draining: bool) -> Node:
+        """Raises UnknownNode."""
+        node = self._operations.drain_node(name, draining)
+        self._record_draining(node)
+        return node
+
+    def drain(self, name: str, draining: bool = True) -> Node:
+        """Drain like `drain_node`, for the autoscaler, which logs it otherwise. Raises UnknownNode."""
+        node = self._fleet.drain(name, draining)
+        self._record_draining(node)
+        return node
+
+    def _record_draining(self, node: Node) -> None:
+        known = self._changes.get(node.name)
+        self._record(node, known.config if known is not None and not known.removed else b"")
+
+    def _record(self, node: Node, config: bytes = b"", removed: bool = False) -> None:
+        if self._on_change is None:
+            return
+        if len(config) > MAX_NODE_BYTES:
+            log.warning("node_change_failed", "Other routers do not get it.", node=node.name, reason="it is too long")
+            return
+        self._version += 1
+        draining = node.draining and not removed
+        change = NodeChange(node.name, self._version, self._sender, config, removed, draining)
+        self._keep(change)
+        self._applied[node.name] = (change.version, change.sender, 0 if removed else node.number)
+        self._unpublished[node.name] = change
+        self._on_change(change)
+
+    # Changes of others.
+
+    def merge(self, changes: Iterable[NodeChange]) -> None:
+        """Take over the changes that are later than those known here."""
+        for change in changes:
+            known = self._changes.get(change.name)
+            if known is None or (change.version, change.sender) > (known.version, known.sender):
+                self._keep(change)
+                self._apply(change)
+
+    def merge_stored(self, values: Iterable[bytes]) -> list[NodeChange]:
+        """Take over the register that Redis has. Return the changes that it lacks."""
+        stored: dict[str, NodeChange] = {}
+        for value in values:
+            try:
+                change = _decoder.decode(value)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+            stored[change.name] = change
+        self.merge(stored.values())
+        return [change for name, change in self._changes.items() if stored.get(name) != change]
+
+    def compare(self, digest: int, now_s: float) -> None:
+        """A process has a register with this digest. Publish this one if it is another."""
+        if digest != self.digest and self._changes and now_s - self._repeated_s >= REPEAT_S:
+            self._repeated_s = now_s
+            self._unpublished.update(self._changes)
+
+    def take_unpublished(self) -> tuple[NodeChange, ...]:
+        found = tuple(self._unpublished.values())[:MAX_CHANGES]
+        if found:
+            self._unpublished.clear()
+        return found
+
+    @property
+    def has_unpublished(self) -> bool:
+        return bool(self._unpublished)
+
+    def apply_again(self) -> None:
+        """Apply changes of nodes that the configuration or a source has added meanwhile, or added again."""
+        for change in self.changes:
+            marker = (change.version, change.sender, self._number(change.name))
+            if self._applied.get(change.name) != marker:
+                self._apply(change)
+
+    def _keep(self, change: NodeChange) -> None:
+        if change.name not in self._changes and len(self._changes) >= MAX_CHANGES:
+            oldest = min(self._changes.values(), key=lambda one: (not one.removed, one.version))
+            self._forget(oldest)
+        known = self._changes.get(change.name)
+        if known is not None:
+            self.digest ^= _digest(known)
+        self._changes[change.name] = change
+        self.digest ^= _digest(change)
+        self._version = max(self._version, change.version)
+
+    def _forget(self, change: NodeChange) -> None:
+        del self._changes[change.name]
+        self._applied.pop(change.name, None)
+        self.digest ^= _digest(change)
+
+    def _apply(self, change: NodeChange) -> None:
+        operations, name = self._operations, change.name
+        try:
+            number = self._number(name)
+            if change.removed:
+                if number:
+                    operations.remove_node(name)
+            elif not number and change.config:
+                config = parse_section(NodeConfig, msgspec.json.decode(change.config))
+                operations.add_node(config)
+            if not change.removed and self._number(name) and self._fleet.node(name).draining != change.draining:
+                operations.drain_node(name, change.draining)
+        except (ConfigError, NameTaken, UnknownNode, msgspec.DecodeError) as error:
+            log.warning("node_change_failed", "Another router changed it.", node=name, reason=error)
+        self._applied[name] = (change.version, change.sender, self._number(name))
+
+    def _number(self, name: str) -> int:
+        """Return the number of the fleet's node, which is another one after each time it is added; 0 if it is gone."""
+        try:
+            return self._fleet.node(name).number
+        except UnknownNode:
+            return 0
+
+
+_decoder = msgspec.msgpack.Decoder(NodeChange)
+
+
+def encode_change(change: NodeChange) -> bytes:
+    return msgspec.msgpack.encode(change)
+
+
+def _digest(change: NodeChange) -> int:
+    return int.from_bytes(blake2b(encode_change(change), digest_size=7).digest())

@@ -1,0 +1,119 @@
+"""Changes of nodes at run time: all processes end with the same nodes, in whatever order messages arrive."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+import pytest
+
+from warmroute.cluster.messages import MAX_CHANGES, NodeChange
+from warmroute.cluster.shared_nodes import SharedNodes, encode_change
+from warmroute.config import Health, NodeConfig
+from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.node import Node
+
+
+class Router:
+    def __init__(self, name: str) -> None:
+        self.fleet = Fleet(Health())
+        self.shared = SharedNodes(self.fleet, self)
+        self.stored: dict[str, bytes] = {}
+        self.shared.join(name, lambda change: self.stored.update({change.name: encode_change(change)}))
+        self.fleet.reconfigure([NodeConfig(url="http://c0:1", name="c0")], Health())
+
+    def add_node(self, config: NodeConfig) -> Node:
+        return self.fleet.add(config)
+
+    def remove_node(self, name: str) -> Node:
+        return self.fleet.remove(name)
+
+    def drain_node(self, name: str, draining: bool) -> Node:
+        return self.fleet.drain(name, draining)
+
+    @property
+    def nodes(self) -> dict[str, bool]:
+        return {node.name: node.draining for node in self.fleet}
+
+
+def change_something(router: Router, random: Random) -> None:
+    name = f"n{random.randrange(4)}"
+    if name not in router.nodes:
+        router.shared.add_node(NodeConfig(url=f"http://{name}:1", name=name))
+    elif random.random() < 0.4:
+        router.shared.remove_node(name)
+    else:
+        router.shared.drain_node(name, random.random() < 0.5)
+    if random.random() < 0.2 and "c0" in router.nodes:
+        router.shared.drain_node("c0", random.random() < 0.5)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_all_processes_end_with_the_same_nodes(seed: int) -> None:
+    random = Random(seed)
+    routers = [Router(name) for name in "abc"]
+    waiting: list[tuple[Router, tuple[NodeChange, ...]]] = []
+    for _ in range(60):
+        sender = random.choice(routers)
+        change_something(sender, random)
+        changes = sender.shared.take_unpublished()
+        waiting += [(router, changes) for router in routers if router is not sender and random.random() < 0.7]
+        random.shuffle(waiting)
+        while waiting and random.random() < 0.6:
+            receiver, late = waiting.pop()
+            receiver.shared.merge(late)
+    for turn in range(4):  # digests differ, so all publish what they know
+        for router in routers:
+            for other in routers:
+                router.shared.compare(other.shared.digest, 10.0 * turn)
+        for router in routers:
+            changes = router.shared.take_unpublished()
+            for other in routers:
+                if other is not router:
+                    other.shared.merge(changes)
+    assert len({router.shared.digest for router in routers}) == 1
+    assert routers[0].nodes == routers[1].nodes == routers[2].nodes
+    late_router = Router("d")
+    assert not late_router.shared.merge_stored([encode_change(one) for one in routers[0].shared.changes])
+    assert late_router.nodes == routers[0].nodes
+
+
+def test_a_change_counts_for_a_node_that_appears_later_or_again() -> None:
+    a, b = Router("a"), Router("b")
+    a.shared.drain_node("c0", True)
+    a.fleet.reconfigure([NodeConfig(url="http://c0:1", name="c0"), NodeConfig(url="http://c1:1", name="c1")], Health())
+    a.shared.remove_node("c1")
+    b.shared.merge(a.shared.take_unpublished())
+    assert b.nodes == {"c0": True}
+    b.fleet.reconfigure([NodeConfig(url="http://c1:1", name="c1")], Health())  # c0 is gone, c1 is new
+    b.shared.apply_again()
+    assert b.nodes == {}
+    b.fleet.add(NodeConfig(url="http://c0:1", name="c0"))
+    b.shared.apply_again()
+    assert b.nodes == {"c0": True}
+    b.fleet.drain("c0", False)  # somebody on this machine alone, say its discovery: it stays
+    b.shared.apply_again()
+    assert b.nodes == {"c0": False}
+
+
+def test_the_server_gets_back_what_it_lost_and_nothing_that_it_has() -> None:
+    a = Router("a")
+    a.shared.add_node(NodeConfig(url="http://n0:1", name="n0"))
+    a.shared.drain_node("n0", True)
+    assert not a.shared.merge_stored(a.stored.values())
+    assert [change.name for change in a.shared.merge_stored([])] == ["n0"]
+    assert [change.name for change in a.shared.merge_stored([b"nonsense", b""])] == ["n0"]
+
+
+def test_a_flood_of_changes_and_an_invalid_node_do_no_harm() -> None:
+    a = Router("a")
+    bad = [
+        NodeChange("bad", 5, "x", b"no json", False, False),
+        NodeChange("bad2", 5, "x", msgspec.json.encode({"url": "ftp://x"}), False, False),
+        NodeChange("bad3", 5, "x", msgspec.json.encode({"nonsense": 1}), False, True),
+        NodeChange("c0", 5, "x", b"", False, True),
+    ]
+    a.shared.merge(bad)
+    assert a.nodes == {"c0": True}
+    a.shared.merge(NodeChange(f"gone-{at}", at, "x", b"", True, False) for at in range(MAX_CHANGES + 100))
+    assert len(a.shared.changes) <= MAX_CHANGES
