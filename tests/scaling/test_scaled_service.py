@@ -60,6 +60,17 @@ async def test_without_provisioners_requests_wait_at_every_process(tmp_path: Pat
     other.release()
 
 
+async def test_without_provisioners_every_process_knows_the_desired_number(tmp_path: Path) -> None:
+    """KEDA may ask any of them, and keeps its connection."""
+    other = LeaderLock(tmp_path / "lock")
+    assert other.is_leader()
+    service = Service(lambda: scaled(tmp_path, {}, lock_file=str(tmp_path / "lock"), min_nodes=3))
+    assert service.scaling is not None
+    service.scaling.loop.turn()
+    assert service.scaling.autoscaler.desired_nodes == 3
+    other.release()
+
+
 async def test_a_fleet_that_is_scaled_to_zero_is_ready(tmp_path: Path) -> None:
     """Otherwise Kubernetes would send the router no request, and nothing would start the first node."""
     now = scaled(tmp_path, {})
