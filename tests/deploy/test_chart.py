@@ -132,6 +132,17 @@ def test_replicas_share_their_state_through_redis(tmp_path: Path) -> None:
     assert not [one for one in found if one["kind"] == "Secret"]
 
 
+def test_tables_that_the_chart_writes_take_further_keys(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(
+        "keda: {enabled: true}\nengines: {deployment: vllm}\ntables:\n  scaling: {prewarm_prefixes: 4, interval_s: 2}\n"
+        '  log: {level: debug}\n  admin: {}\n  discovery: {models: [a, "b\\"c"], role: decode}\n'
+    )
+    config = config_of(render("-f", str(values)))
+    assert (config.scaling.prewarm_prefixes, config.scaling.interval_s, config.log.level) == (4, 2.0, "debug")
+    assert config.discovery[0].models == ("a", 'b"c') and config.discovery[0].role == "decode"
+
+
 def test_a_changed_secret_restarts_the_pods_and_a_changed_configuration_does_not() -> None:
     def template(**values: Any) -> Any:
         return next(one["spec"]["template"] for one in render(**values) if one["kind"] == "Deployment")
