@@ -95,9 +95,7 @@ async def test_an_applied_chart_serves_a_deployment_that_is_scaled_under_load(cl
             pod.name: max([0.0, *(one.at_s - pod.terminating_s for one in pod.engine.seen)])
             for pod in pods.pods.values() if pod.terminating_s
         }  # fmt: skip
-        print(
-            f"{policy}: {len(statuses)} requests: eligible {eligible_s}, first {first_s}, last {late}"
-        )
+        print(f"{policy}: {len(statuses)} requests: eligible {eligible_s}, first {first_s}, last {late}")
         assert max(eligible_s.values()) < 2.0 and max(first_s.values()) < 2.0
         assert max(late.values()) < 0.5, "it was terminating"
         # a changed ConfigMap, which the kubelet would write to the volume, is reloaded
