@@ -20,6 +20,7 @@ from warmroute.fake_engine.core import BlockRemoved, BlockStored, EngineConfig, 
 from warmroute.fake_engine.profiles import profile
 from warmroute.fake_engine.server import engine_server, metrics_page
 from warmroute.fake_engine.server.engine_server import EngineServer, ServerConfig
+from warmroute.fake_engine.server.kv_event_publisher import EventPublisher
 from warmroute.fake_engine.server.model_tokenizer import ModelTokenizer
 
 METRICS = {
@@ -53,7 +54,7 @@ def sglang_events(events: Iterable[KvEvent]) -> Iterable[list[object]]:
             yield ["AllBlocksCleared"]
 
 
-class Publisher(engine_server.EventPublisher):
+class Publisher(EventPublisher):
     def publish(self, events: list[KvEvent]) -> None:
         payload = msgspec.msgpack.encode([0.0, list(sglang_events(events)), self._rank])
         sequence = self._sequence.to_bytes(8, "big")
@@ -114,7 +115,7 @@ def main() -> None:
         events_port=urlsplit(events["endpoint"].replace("*", "a")).port,
         replay_port=urlsplit(events["replay_endpoint"].replace("*", "a")).port,
     )  # fmt: skip
-    engine_server.EventPublisher = Publisher  # type: ignore[misc]
+    setattr(engine_server, "EventPublisher", Publisher)  # noqa: B010
 
     async def serve() -> None:
         await SglangEngine(config, flags).serve_until_signal()
