@@ -56,7 +56,7 @@ def contexts(clouds: dict[str, RealCluster], path: Path) -> None:
 
 
 def pods_of(cluster: RealCluster) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = cluster.request("GET", PODS)["items"]
+    found: list[dict[str, Any]] = cluster.request("GET", f"{PODS}?labelSelector=app%3Dvllm")["items"]
     return found
 
 
