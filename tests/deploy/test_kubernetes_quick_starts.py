@@ -139,4 +139,5 @@ async def test_the_chain_from_the_queue_to_a_serving_pod(cluster: Cluster) -> No
         assert isinstance(ended[0], asyncio.CancelledError), ended
         print(f"KEDA's metric: {seen}; {len(statuses)} requests")
         assert set(statuses) == {200} and seen[:2] == [0, 1] and max(seen) >= 3
-        assert all(pod.first_request_s and pod.first_request_s - pod.ready_s < 5 for pod in pods.pods.values())
+        first_s = [pod.first_request_s - pod.ready_s for pod in pods.pods.values() if pod.first_request_s]
+        assert len(first_s) >= 3 and max(first_s) < 5  # one more may start when the load ends
