@@ -12,6 +12,7 @@ from textwrap import dedent
 ROOT = Path(__file__).resolve().parents[2]
 URL = "http://127.0.0.1:{port}{path}"
 WAIT = f"for turn in $(seq 200); do curl -sfo /dev/null {URL} && break; kill -0 $!; sleep 0.5; done\n"
+WAIT_FOR_TOKENIZER = "for turn in $(seq 200); do grep -q tokenizer_loaded router.log && break; sleep 0.5; done\n"
 
 
 def blocks_of(page: str) -> list[str]:
@@ -39,7 +40,7 @@ def follow(
             if engines == 2:
                 script += WAIT.format(port=8000, path="/health") + WAIT.format(port=8001, path="/health")
         elif block.startswith("warmroute serve"):
-            script += f"{block} > router.log 2>&1 &\n" + WAIT.format(port=8080, path="/ready")
+            script += f"{block} > router.log 2>&1 &\n" + WAIT.format(port=8080, path="/ready") + WAIT_FOR_TOKENIZER
         else:
             script += f"echo '###'\n{block}\n"
     own_network, setup = list[str](), ""
