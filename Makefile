@@ -32,7 +32,7 @@ run: $(RUNTIME)
 	$(BIN)/warmroute demo $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check src tests tools bench fuzz

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 from hypothesis import given
@@ -153,6 +155,24 @@ async def test_messages_that_nobody_reads_stay_with_their_publisher() -> None:
         await asyncio.sleep(0.1)
     assert budget.used_bytes < 1 << 21, "reading stopped after the read-ahead"
     connection.close()
+    publisher.stop()
+
+
+async def test_a_closed_connection_frees_what_it_received_without_a_garbage_collection() -> None:
+    publisher = HostilePublisher(encode(b"x" * 1000) * 1000)
+    port = await publisher.start()
+    budget = ByteBudget()
+    connection = ZmtpConnection("127.0.0.1", port, SUB, encode(b"\x01"), budget, lambda: None)
+    await until(lambda: budget.used_bytes > 1 << 18, "the buffer is full")
+    connection.close()
+    await until(lambda: budget.used_bytes == 0, "the buffer is free")
+    freed = weakref.ref(connection)
+    gc.disable()
+    try:
+        del connection
+        await until(lambda: freed() is None, "nothing refers to the connection")
+    finally:
+        gc.enable()
     publisher.stop()
 
 

@@ -68,6 +68,11 @@ class ZmtpDecoder:
     def feed(self, data: bytes) -> None:
         self._buffer += data
 
+    def discard(self) -> None:
+        """Free what was received: the connection is lost, and nobody will read it."""
+        self._buffer = bytearray()
+        self._frames, self._message_bytes = [], 0
+
     @property
     def buffered_bytes(self) -> int:
         return len(self._buffer) + self._message_bytes

@@ -52,7 +52,7 @@ class ZmtpConnection:
         self._on_error = on_error
         self._link: _Link | None = None
         self.closed = False
-        self._task = asyncio.get_running_loop().create_task(self._keep_connected())
+        self._task: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(self._keep_connected())
 
     async def _keep_connected(self) -> None:
         loop = asyncio.get_running_loop()
@@ -76,9 +76,10 @@ class ZmtpConnection:
         return link.receive() if link is not None else None
 
     def close(self) -> None:
-        if not self.closed:
+        if self._task is not None:
             self.closed = True
             self._task.cancel()
+            self._task = None  # it refers to this connection: otherwise both would wait for a garbage collection
             if self._link is not None:
                 self._link.abort()
 
@@ -137,8 +138,8 @@ class _Link(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        self._connection.budget.used_bytes -= self._counted_bytes
-        self._counted_bytes = 0
+        self.decoder.discard()
+        self._count_bytes()
         self._connection.detached(self)
         self.lost.set()
 
