@@ -21,6 +21,7 @@ from support.polling import until
 from support.quick_start import blocks_of
 from support.raw_client import RawConnection, chat, get, post
 
+from warmroute import __version__
 from warmroute.config import from_table
 from warmroute.scaling.keda import METRIC, SERVICE, messages
 
@@ -61,7 +62,7 @@ def test_the_quick_starts_on_kubernetes(cluster: Cluster) -> None:
     assert objects["Deployment", "vllm"]["spec"]["replicas"] == 5
     router = objects["Deployment", "warmroute"]["spec"]
     assert router["replicas"] == 3
-    assert router["template"]["spec"]["containers"][0]["image"] == "REGISTRY/warmroute:0.2.0"
+    assert router["template"]["spec"]["containers"][0]["image"] == f"REGISTRY/warmroute:{__version__}"
     assert objects["ScaledObject", "warmroute-engines"]["spec"]["scaleTargetRef"]["name"] == "vllm"
     config = from_table(tomllib.loads(objects["ConfigMap", "warmroute"]["data"]["warmroute.toml"]))
     assert config.prompts.download_tokenizers and config.scaling.keda_port == 8083 and config.scaling.max_nodes == 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,8 @@ def test_the_router_finds_the_sample_engines_and_they_end_gracefully() -> None:
 def test_all_versions_are_the_packages() -> None:
     chart = yaml.safe_load((ROOT / "deploy" / "helm" / "warmroute" / "Chart.yaml").read_text())
     assert chart["version"] == chart["appVersion"] == __version__
+    guide = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
+    assert set(re.findall(r"/warmroute:([\w.]+)", guide)) == {__version__}
 
 
 def test_the_containerfile_copies_files_that_exist_and_runs_the_tested_steps() -> None:
