@@ -11,7 +11,9 @@ router to simulated engines in their own processes, in real time. In the middle 
     lost_events  half of the engines' KV events are lost, and there is no replay of them
 
 All requests and their times are fixed in advance. `warmroute replay` gets the same requests as traces, with and without
-the fault. The difference of the GPU's busy time is what the fault costs; the router states its own estimate.
+the fault. The difference of the GPUs' busy time is what the fault costs; the router states its own estimate. Replays
+with other seeds differ by some GPU seconds, because other requests happen to share a decode step. So the cost is the
+mean of REPLAYS pairs, with its standard error.
 """
 
 from __future__ import annotations
@@ -20,14 +22,17 @@ import argparse
 import asyncio
 import gzip
 import json
+import multiprocessing
 import re
 import tempfile
 import time
 import urllib.request
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from random import Random
+from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 from external_data import add_data_option, data_files
@@ -40,7 +45,7 @@ from warmroute.fake_engine.profiles import profile
 from warmroute.fake_engine.server.model_tokenizer import ModelTokenizer
 from warmroute.replay import Setup, replay
 from warmroute.replay.policy_spec import parse_policy
-from warmroute.replay.simulation.conditions import NodeSpec
+from warmroute.replay.simulation.conditions import Conditions, NodeSpec
 from warmroute.replay.workloads.catalog import parse_workload
 
 CHATS, TOKENIZER = "chats/mt_bench_101.jsonl.gz", "tokenizers/qwen3-rebuilt"
@@ -54,7 +59,9 @@ OUTPUT_TOKENS = 12
 BLOCK = 16
 BLOCKS = {"small_cache": 1200}
 """KV blocks of a node; the profile's own in the other scenarios."""
+REPLAYS = 8
 SCENARIOS = ("time_stamp", "tool_id", "small_cache", "lost_events")
+CHANGED_PROMPTS = ("time_stamp", "tool_id")
 EXPECTED = {
     "time_stamp": "prompts_changed", "tool_id": "prompts_changed", "small_cache": "cache_too_small",
     "lost_events": "kv_events_lost",
@@ -186,12 +193,27 @@ def write_trace(path: Path, bodies: Sequence[tuple[float, dict[str, Any]]], toke
             file.write(json.dumps(row) + "\n")
 
 
-def replayed(path: Path, blocks: int | None) -> tuple[float, float]:
-    """Return the GPU seconds and the hit rate."""
-    nodes = tuple(NodeSpec(f"gpu-{number}", profile(PROFILE), blocks=blocks) for number in range(NODES))
+class Cost(NamedTuple):
+    gpu_s: float
+    error_s: float
+    """Its standard error."""
+
+
+def replayed_cost(healthy: Path, faulty: Path) -> Cost:
+    """Return the GPU seconds that the fault costs by replay."""
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        seeds = range(1, REPLAYS + 1)
+        before, after = (list(pool.map(busy_gpu_s, [path] * REPLAYS, seeds)) for path in (healthy, faulty))
+    costs = [with_s - without_s for with_s, without_s in zip(after, before, strict=True)]
+    return Cost(mean(costs), stdev(costs) / REPLAYS**0.5)
+
+
+def busy_gpu_s(path: Path, seed: int) -> float:
+    nodes = tuple(NodeSpec(f"gpu-{number}", profile(PROFILE)) for number in range(NODES))
     workload = parse_workload([str(path), f"id_tokens={BLOCK}"])
-    run = replay(Setup(workload=workload, nodes=nodes, policy=parse_policy("price")))
-    return run["gpu_seconds"], run["hit_rate"]
+    conditions = Conditions(seed=seed)
+    run = replay(Setup(workload=workload, nodes=nodes, policy=parse_policy("price"), conditions=conditions))
+    return float(run["gpu_seconds"])
 
 
 # The live run.
@@ -254,7 +276,7 @@ async def live(
         engines = []
         for number in range(NODES):
             port = free_port(first_port + 20 * number)
-            engines.append(Engine(children, data, blocks, port, free_port(port + 10)))
+            engines.append(await asyncio.to_thread(Engine, children, data, blocks, port, free_port(port + 10)))
         tables: dict[str, Any] = {
             "nodes": [
                 {
@@ -378,19 +400,15 @@ async def _run(args: argparse.Namespace, chats: Sequence[Any], scenarios: Sequen
     tokenizer = ModelTokenizer(args.data / TOKENIZER)
     seconds = args.before + args.after
     plans = {name: plan(chats, name, args.rate, seconds, args.seed) for name in scenarios}
-    said: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {}
+    costs: dict[str, Cost] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, planned in plans.items():
-            healthy, faulty = Path(folder) / "healthy.jsonl", Path(folder) / "faulty.jsonl"
+        for name in [name for name in scenarios if name in CHANGED_PROMPTS]:
+            planned, healthy, faulty = plans[name], Path(folder) / "healthy.jsonl", Path(folder) / "faulty.jsonl"
             write_trace(healthy, [(one.at_s, one.healthy) for one in planned], tokenizer)
             changed = [(one.at_s, one.faulty if one.at_s >= args.before else one.healthy) for one in planned]
             write_trace(faulty, changed, tokenizer)
-            blocks = BLOCKS.get(name)
-            small = blocks // 2 if name == "small_cache" and blocks else blocks
-            said[name] = (replayed(healthy, blocks), replayed(faulty, small))
-            print(
-                f"replay {name}: {len(planned)} requests, healthy {said[name][0]}, faulty {said[name][1]}", flush=True
-            )
+            cost = costs[name] = replayed_cost(healthy, faulty)
+            print(f"replay {name}: {len(planned)} requests, {cost.gpu_s:.1f} ± {cost.error_s:.1f} GPU s", flush=True)
     if args.replay_only:
         return
     limit = asyncio.Semaphore(args.together)
@@ -408,15 +426,18 @@ async def _run(args: argparse.Namespace, chats: Sequence[Any], scenarios: Sequen
         after = f"{seen.alert_s:.0f} s" if seen.alert_s is not None else "never"
         report.row(name, f"{seen.hit_before:.0%}", f"{seen.hit_after:.0%}", after, seen.cause, seen.alert)
         report.value(f"{name} alert s", round(seen.alert_s or -1))
-    report.table("cost", "fault", "position", "replay: GPU s", "drop: GPU s", "finding: GPU s", "difference")
+    report.table("cost", "fault", "position", "replay: GPU s", "alert: GPU s", "", "prompt doctor: GPU s", "")
     for name, seen in zip(scenarios, results, strict=True):
-        if name in ("time_stamp", "tool_id"):
-            cost = said[name][1][0] - said[name][0][0]
+        if name in CHANGED_PROMPTS:
+            cost = costs[name]
             place = f"{seen.finding.get('place', '')}, token {seen.finding.get('token', '')}"
+            drop, finding = seen.drop_gpu_s / cost.gpu_s - 1.0, seen.finding_gpu_s / cost.gpu_s - 1.0
             report.row(
-                name, place, f"{cost:.1f}", f"{seen.drop_gpu_s:.1f}", f"{seen.finding_gpu_s:.1f}",
-                f"{seen.drop_gpu_s / cost - 1.0:+.0%}",
+                name, place, f"{cost.gpu_s:.1f} ± {cost.error_s:.1f}", f"{seen.drop_gpu_s:.1f}", f"{drop:+.0%}",
+                f"{seen.finding_gpu_s:.1f}", f"{finding:+.0%}",
             )  # fmt: skip
+            report.value(f"{name} alert off", f"{drop:+.0%}")
+            report.value(f"{name} doctor off", f"{finding:+.0%}")
     for name, seen in zip(scenarios, results, strict=True):
         print(name, *seen.log, sep="\n    ")
 

@@ -26,6 +26,8 @@ TIMED = {
     "live_page_cpu": "live_page_cpu.py",
     "metrics_page": "metrics_page.py",
     "tracing_cpu": "tracing_cpu.py",
+    "observability_cpu": "observability_cpu.py",
+    "demo": "demo.py",
     "peers_prefix_hash": "peers.py --harness HARNESS --policy prefix_hash",
     "peers_least_loaded": "peers.py --harness HARNESS --policy least_loaded",
     "peers_price": "peers.py --harness HARNESS --policy price --peers vr-rr,sgl-ca",

@@ -19,11 +19,15 @@ from warmroute._kernel import (
     EARLY_STEPS,
     FIRST_TOKEN_STEPS,
     LATENCY_WEIGHT,
+    LONG_PREFILL_WEIGHT,
+    LONG_PREFILL_WORK,
     PREFILL_MIN_SHARE,
     REVIEW_WEIGHT,
     SPEED_DECAY_S,
     SPEED_MAX_FACTOR,
     SPEED_MIN_KEPT,
+    STEP_FALL,
+    STEP_RISE,
     STEP_WORK,
     TTFT_BOUNDS_MS,
 )
@@ -60,6 +64,27 @@ def record_lone_prefill(speed: NodeSpeed, work: float, took_ms: float) -> None:
     speed.lone_ms += weight * dy
     speed.lone_xx = (1.0 - weight) * (speed.lone_xx + weight * dx * dx)
     speed.lone_xy = (1.0 - weight) * (speed.lone_xy + weight * dx * dy)
+
+
+def record_long_prefill(speed: NodeSpeed, work: float, took_ms: float) -> None:
+    """Update the mean work and time of lone prompts whose prefill takes several steps."""
+    long_ms_per_token = max(1e-4, speed.long_ms / speed.long_work) if speed.long_prefills else None
+    estimate_ms = work * (speed.learned_ms_per_token if long_ms_per_token is None else long_ms_per_token)
+    speed.long_prefills += 1
+    weight = max(LONG_PREFILL_WEIGHT, 1.0 / speed.long_prefills)
+    took_ms = min(took_ms, SPEED_MAX_FACTOR * estimate_ms)
+    speed.long_work += weight * (work - speed.long_work)
+    speed.long_ms += weight * (took_ms - speed.long_ms)
+
+
+def record_step(speed: NodeSpeed, token_ms: float) -> None:
+    """Update the time of a decode step that no prefill interrupts: a low quantile of the time per token."""
+    step_ms = speed._step_ms
+    if step_ms == 0.0:
+        speed._step_ms = token_ms
+    else:
+        weight = STEP_FALL if token_ms < step_ms else STEP_RISE
+        speed._step_ms += weight * (min(token_ms, 2.0 * step_ms) - step_ms)
 
 
 def record_times(speed: NodeSpeed, ttft_ms: float, token_ms: float) -> None:
@@ -186,12 +211,16 @@ class ReferenceTicket:
         if arrived_s >= now_s:
             arrived_s = self.opened_s
         if self.streams and arrived_s >= node.speed._last_first_token_s and node.pending_work < 1.0:
-            record_lone_prefill(node.speed, self.prefill, (now_s - arrived_s) * 1000.0)
+            took_ms = (now_s - arrived_s) * 1000.0
+            record_lone_prefill(node.speed, self.prefill, took_ms)
+            if self.prefill >= LONG_PREFILL_WORK:
+                record_long_prefill(node.speed, self.prefill, max(0.0, took_ms - 0.5 * step_ms))
         record_first_token(node.speed, self.prefill, step_ms, arrived_s, now_s)
 
     def _record_decode(self, decode_speed: DecodeSpeed, took_ms: float, steps: int) -> None:
         node = self.node
         token_ms = took_ms / steps
+        record_step(node.speed, token_ms)
         record_decode_factor(node.speed, token_ms / decode_speed.token_ms(node.context_tokens))
         record_token_ms(decode_speed, token_ms / node.speed.factor, node.context_tokens)
 

@@ -87,4 +87,4 @@ def check(found: dict[str, Any], running: Scenario) -> None:
     # For everybody.
     assert all(not violations for violations in found["axe"].values()), found["axe"]
     assert found["dark"] != found["toggled"]
-    assert found["phone_width"] <= 390
+    assert found["phone_width"] <= 390 and found["phone_cut"] == []

@@ -52,6 +52,14 @@ def test_user_messages_that_repeat_a_question_with_other_numbers_are_healthy() -
     assert not compared(bodies).places
 
 
+def test_a_difference_that_has_just_begun_is_seen_in_four_prompts() -> None:
+    examples = Examples()
+    healthy = [examples.chat() for _ in range(60)]
+    stamped = [examples.chat(f"Current time: {examples.stamp()}\n{SYSTEM}") for _ in range(4)]
+    assert [place.kind for place in compared([*healthy, *stamped]).places] == ["time"]
+    assert not compared([*stamped, *healthy]).places, "a few of many are no finding"
+
+
 def test_a_time_in_front_of_the_system_prompt_is_named_with_its_position() -> None:
     examples = Examples()
     [place] = compared([examples.chat(f"Current time: {examples.stamp()}\n{SYSTEM}") for _ in range(COUNT)]).places

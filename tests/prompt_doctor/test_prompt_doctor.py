@@ -36,6 +36,7 @@ class Traffic:
 
     def __init__(self) -> None:
         self.requests = 0
+        self.step_ms = 0.0
         self.now_s = 1000.0
         self.doctor = PromptDoctor(lambda _key: self.requests, lambda: self.now_s)
         self.doctor.samples = PromptSamples(lambda: 0.5)
@@ -46,15 +47,15 @@ class Traffic:
         self.now_s += SAMPLE_S
         return attempts
 
-    def send(self, body: bytes, tokens: int = 1000, cached: int = 0, **more: Any) -> None:
+    def send(self, body: bytes, tokens: int = 1000, cached: int | None = 0, **more: Any) -> None:
         attempts = self.offer(body, **more)
         self.requests += 1
         if attempts.sample is not None:
-            attempts.sample.completed(_cast(attempts), ("m", more.get("route", "r")), tokens, cached, MS)
+            attempts.sample.completed(_cast(attempts), ("m", more.get("route", "r")), tokens, cached, MS, self.step_ms)
 
     def examine(self) -> None:
         counts = {("m", "r"): self.requests}
-        self.doctor.reports, _cpu_s = self.doctor.compare(self.doctor.samples.take(), counts, self.now_s)
+        self.doctor.reports, _cpu_s = self.doctor.compare(self.doctor.samples.take(self.now_s), counts, self.now_s)
 
 
 def _cast(attempts: FakeAttempts) -> Attempts:
@@ -68,7 +69,8 @@ def test_a_finding_states_position_share_and_cost() -> None:
     traffic.examine()
     [finding] = traffic.doctor.findings
     assert (finding.kind, finding.place, finding.share) == ("time", "message 0 (system), character 6", 1.0)
-    assert finding.lost_gpu_s == 0.0  # it counts from the first examination on
+    first_s = finding.lost_gpu_s
+    assert first_s == pytest.approx(30 * MS * (work(1000, 0) - work(60, 940)) / 1000, rel=0.1), "of all its samples"
     for _ in range(30):
         traffic.send(examples.chat(f"Time: {examples.stamp()}\n{SYSTEM}"), tokens=1000, cached=16)
     traffic.examine()
@@ -77,8 +79,55 @@ def test_a_finding_states_position_share_and_cost() -> None:
     could = finding.could_share * 1000
     assert 850 < could < 990
     expected_s = 30 * MS * (work(could, 0) - work(16, 0)) / 1000
-    assert finding.lost_gpu_s == pytest.approx(expected_s, rel=0.05)
+    assert finding.lost_gpu_s - first_s == pytest.approx(expected_s, rel=0.05)
     assert finding.gpus == pytest.approx(expected_s / 30, rel=0.05)
+
+
+def test_a_fault_that_has_just_begun_is_stated_at_its_full_share_and_cost() -> None:
+    traffic, examples = Traffic(), Examples()
+    for _ in range(60):
+        traffic.send(examples.chat(), tokens=1000, cached=960)
+    traffic.examine()
+    for _ in range(10):
+        traffic.send(examples.chat(f"Time: {examples.stamp()}\n{SYSTEM}"), tokens=1000, cached=16)
+    traffic.examine()
+    [finding] = traffic.doctor.findings
+    assert finding.share == 1.0 and finding.cached_share == pytest.approx(0.016) and finding.since_s == 1060.0
+    assert finding.lost_gpu_s == pytest.approx(10 * MS * 930 / 1000, rel=0.1)
+    for _ in range(10):
+        traffic.send(examples.chat(f"Time: {examples.stamp()}\n{SYSTEM}"), tokens=1000, cached=16)
+    traffic.examine()
+    [finding] = traffic.doctor.findings
+    assert finding.lost_gpu_s == pytest.approx(20 * MS * 930 / 1000, rel=0.1)
+
+
+def test_a_prefill_takes_at_least_a_step_whatever_is_cached() -> None:
+    """The engine would have taken the step in any case: a prompt that needs no more of it costs nothing more."""
+    traffic, examples = Traffic(), Examples()
+    traffic.step_ms = 100.0
+    for _ in range(20):
+        traffic.send(examples.chat(f"Time: {examples.stamp()}\n{SYSTEM}"), tokens=1000, cached=16)
+    traffic.examine()
+    [finding] = traffic.doctor.findings
+    assert finding.lost_ms == pytest.approx(MS * work(984, 16) - 100.0)
+
+
+def test_prompts_whose_cached_tokens_nobody_counts_are_not_judged() -> None:
+    traffic, examples = Traffic(), Examples()
+    for _ in range(20):
+        traffic.send(examples.chat(f"Time: {examples.stamp()}\n{SYSTEM}"), cached=None)
+        traffic.send(examples.chat(f"Time: {examples.stamp()}\n{SYSTEM}"), tokens=0, cached=0)
+    traffic.examine()
+    [route] = traffic.doctor.describe(0.0)["routes"]
+    assert route["samples"] == 0 and "routing.policy" in route["unavailable"] and not traffic.doctor.findings
+    for _ in range(10):
+        traffic.send(examples.chat(f"Time: {examples.stamp()}\n{SYSTEM}"))
+    traffic.examine()
+    [route] = traffic.doctor.describe(0.0)["routes"]
+    assert route["samples"] == 10 and not route["unavailable"] and traffic.doctor.findings
+    traffic.now_s += 1000.0
+    traffic.examine()
+    assert not traffic.doctor.reports
 
 
 def test_text_is_hidden_unless_the_operator_asks() -> None:
@@ -138,24 +187,34 @@ def test_new_prompts_and_tenants_are_seen() -> None:
     assert report.change.new_share > 0.5 and report.change.new_tenant_share > 0.5
 
 
-def test_a_client_that_sends_at_fixed_intervals_is_sampled_about_as_often_as_others() -> None:
+def test_samples_stand_for_all_requests_in_whatever_rhythm_clients_send() -> None:
     traffic, random = Traffic(), Random(5)
     traffic.doctor.samples = PromptSamples(Random(6).random)
-    arrivals = [(0.5001 * number, b"fixed") for number in range(1000)]
-    arrivals += [(random.uniform(0.0, 500.0), b"other") for _ in range(2000)]
-    sampled: Counter[bytes] = Counter()
+    arrivals = [(0.5001 * number, "fixed") for number in range(2000)]
+    arrivals += [(random.uniform(0.0, 1000.0), "other") for _ in range(3000)]
+    arrivals += [(100.0 * burst + 0.001 * number, "burst") for burst in range(10) for number in range(100)]
+    weights: Counter[str] = Counter()
     for at_s, who in sorted(arrivals):
         traffic.now_s = at_s
-        sampled[who] += traffic.offer(b"{}").sample is not None
-    assert 0.25 < sampled[b"fixed"] / sampled.total() < 0.5, "a third of the requests"
+        traffic.send(b"{}", tenant=who)
+        for _key, sample in traffic.doctor.samples.take(at_s):
+            weights[sample.tenant] += sample.weight
+    assert weights.total() == pytest.approx(6000, rel=0.01)
+    assert weights["fixed"] == pytest.approx(2000, rel=0.1) and weights["other"] == pytest.approx(3000, rel=0.1)
+    assert weights["burst"] == pytest.approx(1000, rel=0.15)
 
 
-def test_a_route_is_sampled_once_a_second() -> None:
+def test_a_route_has_one_sample_a_second_of_all_its_requests() -> None:
     traffic, examples = Traffic(), Examples()
     body = examples.chat()
-    first = traffic.offer(body)
-    traffic.now_s -= SAMPLE_S / 2
-    assert first.sample is not None and traffic.offer(body).sample is None
+    traffic.doctor.samples = PromptSamples(lambda: 0.4)  # the second request replaces the first, the third does not
+    for _ in range(3):
+        traffic.send(body, tenant="r")
+        traffic.now_s -= 0.9 * SAMPLE_S
+    assert traffic.doctor.samples.take(traffic.now_s) == [], "another request may still be drawn"
+    traffic.now_s += SAMPLE_S
+    [(_key, sample)] = traffic.doctor.samples.take(traffic.now_s)
+    assert sample.weight == 3 and sample.arrived_s == pytest.approx(1000.1)
     assert traffic.offer(body, route="another").sample is not None
 
 
@@ -168,22 +227,22 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert samples._pending_bytes <= 1 << 20
     for attempts in waiting:  # those that were dropped are not completed
         assert attempts.sample is not None
-        attempts.sample.completed(_cast(attempts), ("m", "r"), 9, 0, MS)
-    assert len(samples.take()) == 5 and samples._pending_bytes == 0
+        attempts.sample.completed(_cast(attempts), ("m", "r"), 9, 0, MS, 0.0)
+    assert len(samples.take(traffic.now_s)) == 5 and samples._pending_bytes == 0
     for number in range(2 * MAX_PENDING):
         traffic.offer(b"{}", route=f"route {number % 7}")
     assert len(samples._pending) <= MAX_PENDING
     for number in range(10_000):
         traffic.now_s -= SAMPLE_S
         traffic.offer(b"{}", route=f"invented {number}")
-    assert len(samples._due_s) <= prompt_samples.MAX_ROUTES + 1
+    assert len(samples._draws) <= prompt_samples.MAX_ROUTES
 
 
 def test_long_prompts_do_not_take_more_memory_than_allowed() -> None:
     traffic, examples = Traffic(), Examples()
     for number in range(2 * MAX_RECENT):
         traffic.send(examples.chat("é" * 90_000 + str(number)), route=f"route {number % 2}")
-    traffic.doctor.compare(traffic.doctor.samples.take(), {}, traffic.now_s)
+    traffic.doctor.compare(traffic.doctor.samples.take(traffic.now_s), {}, traffic.now_s)
     assert sum(route.size_bytes for route in traffic.doctor._routes.values()) <= MAX_BYTES
 
 

@@ -246,11 +246,13 @@ def test_other_traces_have_nothing_measured(tmp_path: Path) -> None:
 def test_replay_prints_what_was_measured_beside_the_policies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, out = capture(tmp_path), tmp_path / "out.json"
-    assert main(["replay", str(file), "--nodes", "2", "--json", str(out)]) == 0
+    file, out, html = capture(tmp_path), tmp_path / "out.json", tmp_path / "out.html"
+    assert main(["replay", str(file), "--nodes", "2", "--json", str(out), "--html", str(html)]) == 0
     printed = capsys.readouterr().out
     assert "│ measured " in printed and "60.0%" in printed and "20% of the output lengths are estimates." in printed
     assert json.loads(out.read_text())["measured"]["hit_rate"] == 0.6
+    row = html.read_text().partition("The live fleet, as the capture has it")[2]
+    assert "</span>measured</td>" in row and "60.0%" in row
     assert main(["replay", str(file), "--nodes", "2", "--rate", "5"]) == 0
     assert "measured" not in capsys.readouterr().out  # another load
 

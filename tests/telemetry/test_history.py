@@ -137,6 +137,19 @@ def test_a_slow_node_is_an_alert_once_it_stays_slow() -> None:
     assert "3.0 times as slow" in setting.alerts.current[0].title
 
 
+def test_a_slow_node_is_noticed_by_a_few_long_prompts() -> None:
+    """A node that is slow gets few requests, and the times of short prefills differ by chance."""
+    setting = Setting(4)
+    for number, node in enumerate(setting.fleet):
+        node.speed.ms_per_token *= 1.0 + number
+        for at in range(5):
+            took_s = (0.8 if node.name == "n1" else 0.2) * (1.0 if at > 1 else 0.5)
+            node.speed.learn(2000.0, 0.0, 10.0 * at, 10.0 * at + took_s, True)
+    setting.alert_ids(0.0)
+    assert setting.alert_ids(LASTING_S) == ["slow_node"]
+    assert setting.alerts.current[0].nodes == ("n1",) and "4.0 times as slow" in setting.alerts.current[0].title
+
+
 def test_full_kv_memory_missing_events_and_other_tokens_are_alerts() -> None:
     setting = Setting()
     setting.fleet.node("n0").kv_usage = 0.99

@@ -32,7 +32,7 @@ def finding(kind: str = "time", part: str = "message", since_s: float = 0.0, cou
     return Finding(
         model=KEY[0], route=KEY[1], kind=kind, part=part, number=0, role="system" if part == "message" else "",  # type: ignore[arg-type]
         character=14, token=5, share=0.9, prompts=40, values=40, more_places=0, cached_share=0.1, could_share=could,
-        lost_tokens=800.0, lost_ms=160.0, excerpt=Excerpt("Time: ", ("1", "2"), " x"), since_s=since_s,
+        lost_tokens=800.0, lost_ms=160.0, excerpt=Excerpt("Time: ", ("1", "2"), " x"), losses={}, since_s=since_s,
         lost_gpu_s=12.5, gpus=1.5,
     )  # fmt: skip
 
@@ -247,9 +247,9 @@ def test_metrics_state_rate_baseline_and_drop() -> None:
 def test_prompts_that_always_prevented_reuse_are_an_alert_without_a_drop() -> None:
     setting = Setting()
     setting.findings = [finding()]
-    setting.run(100, 0.02, 0.02)
+    setting.run(100, 0.9, 0.9)  # the compared prompts count, not the route's others
     assert setting.alert.id == "prompts_prevent_reuse m chat time"
-    assert "2% of the prompt tokens are cached, 95% could be" in setting.alert.title
+    assert "10% of the prompt tokens are cached, 95% could be" in setting.alert.title
     setting.findings = [finding(could=0.1)]
     setting.run(10, 0.02, 0.02)
     assert not setting.alerts.current

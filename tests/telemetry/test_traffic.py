@@ -117,9 +117,38 @@ def test_saved_time_is_the_prefill_time_of_the_cached_tokens() -> None:
     lookup = prompt(4000, 7)
     harness.warm(harness.nodes[0], lookup)
     harness.serve(lookup, (4000, 3200, 10))
-    ms_per_token = harness.nodes[0].speed.ms_per_token
+    ms_per_token = harness.nodes[0].speed.long_ms_per_token
     expected_ms = ms_per_token * (work(4000, 0) - work(800, 3200))
     assert harness.traffic.total.saved_ms == pytest.approx(expected_ms)
+
+
+def test_short_prefills_do_not_make_a_saved_token_look_expensive() -> None:
+    """A node takes 40 ms for each step and 0.2 ms for each token. While prompts are cached but for 50 tokens, each of
+    these seems to take 0.8 ms."""
+    harness = Harness(1)
+    node, speed = harness.nodes[0], harness.nodes[0].speed
+    speed._step_ms = 40.0
+    for number in range(200):
+        new = 4000 if number % 20 == 0 else 50
+        took_s = max(40.0, 0.2 * work(new, 0)) / 1000.0
+        speed.learn(work(new, 0), 0.0, 10.0 * number, 10.0 * number + took_s, True)
+    assert speed.ms_per_token > 0.5 and speed.long_ms_per_token == pytest.approx(0.2)
+    lookup = prompt(4000, 7)
+    harness.warm(node, lookup)
+    harness.serve(lookup, (4000, 3990, 10))
+    total = harness.traffic.total
+    assert total.prompt_gpu_ms == pytest.approx(0.2 * work(4000, 0), rel=0.05)
+    assert total.saved_ms == pytest.approx(total.prompt_gpu_ms - 40.0, rel=0.01), "the last step is not saved"
+
+
+def test_a_prompt_that_fits_into_one_step_saves_nothing() -> None:
+    harness = Harness(1)
+    harness.nodes[0].speed.guess(0.2)
+    harness.nodes[0].speed._step_ms = 40.0
+    lookup = prompt(64, 7)
+    harness.warm(harness.nodes[0], lookup)
+    harness.serve(lookup, (64, 48, 10))
+    assert harness.traffic.total.cached_tokens == 48 and harness.traffic.total.saved_ms == 0.0
 
 
 def test_the_round_robin_estimate_is_the_mean_over_all_candidates() -> None:

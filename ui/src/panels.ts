@@ -33,7 +33,7 @@ export function verdict(window: Sums, policy: string): string {
 }
 
 function gpuCount(value: number): string {
-  return `${decimal(value)} ${value === 1 ? "GPU" : "GPUs"}`;
+  return value < 0.995 ? `${percent(value)} of a GPU` : `${decimal(value)} ${value < 1.05 ? "GPU" : "GPUs"}`;
 }
 
 export function showOverview(sections: Sections, charts: Charts): void {
@@ -68,7 +68,7 @@ function showAdvice({ prompts }: Sections): void {
   const advice = byId("advice");
   advice.hidden = !finding || finding.gpus < 0.005;
   if (!finding || advice.hidden) return;
-  const text = `${findingTitle(finding)} costs the work of ${gpuCount(finding.gpus)}. `;
+  const text = `${findingTitle(finding)} costs the work of ${gpuCount(finding.gpus)}. ${finding.what_to_do} `;
   fill(advice, el("b", {}, "What to change: "), text, el("a", { href: "#prompts" }, "What prevents reuse?"));
 }
 
@@ -197,10 +197,13 @@ export function showPrefixes(sections: Sections): void {
 export function showPrompts(sections: Sections): void {
   const { findings, routes } = sections.prompts;
   const body = byId("prompts-body");
+  const cannot = routes.filter((route) => route.unavailable);
+  const names = cannot.map((route) => [route.model, route.route && `route ${route.route}`].filter(Boolean).join(", ")).join("; ");
+  const unavailable = cannot.length ? `${names}: ${cannot[0]?.unavailable ?? ""}` : "";
   if (!findings.length) {
     const samples = routes.reduce((sum, route) => sum + route.samples, 0);
-    const text = samples ? `Nothing found in ${plural(samples, "sampled prompt")}: prompts differ where their common text ends.` : "No prompt was sampled yet.";
-    return fill(body, el("p", { class: "soft" }, text));
+    const text = samples ? `Nothing found in ${plural(samples, "sampled prompt")}: prompts differ where their common text ends.` : unavailable ? "" : "No prompt was sampled yet.";
+    return fill(body, text && el("p", { class: "soft" }, text), unavailable && el("p", {}, unavailable));
   }
   fill(
     body,

@@ -116,7 +116,7 @@ export interface Finding {
 }
 
 export interface Prompts {
-  routes: { model: string; route: string; samples: number; agrees_until: string; common_share: number }[];
+  routes: { model: string; route: string; samples: number; agrees_until: string; common_share: number; unavailable: string }[];
   findings: Finding[];
 }
 

@@ -139,12 +139,13 @@ await dark.getByRole("button", { name: "Theme: auto" }).click();
 found.toggled = await dark.evaluate(() => getComputedStyle(document.body).backgroundColor);
 await dark.context().close();
 
-// Phone width: nothing is wider than the screen.
+// Phone width: nothing is wider than the screen, and no table scrolls sideways.
 const phone = await open({ viewport: { width: 390, height: 844 }, colorScheme: "light", isMobile: true, hasTouch: true });
 await signIn(phone, token);
 await phone.waitForSelector("#live:not([hidden]) .tile");
 await phone.waitForTimeout(1500);
 found.phone_width = await phone.evaluate(() => document.documentElement.scrollWidth);
+found.phone_cut = await phone.evaluate(() => [...document.querySelectorAll(".scroll")].filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.getAttribute("aria-label")));
 await checkAccessibility(phone, "phone");
 await shot(phone, "live-page-phone");
 await phone.context().close();

@@ -30,11 +30,15 @@ static void learn_prefill_speed(SpeedState *s, double done, double step_ms, doub
 }
 
 static void record_lone_prefill(SpeedState *s, double work, double took_ms);
+static void record_long_prefill(SpeedState *s, double work, double took_ms);
 
 /* What the router learns from a first token. `lone`: no other prompt waited at that time. */
 static void learn_first_token(SpeedState *s, double done, double step_ms, double sent_s, double now_s, int lone) {
-    if (lone && sent_s >= s->last_first_token_s)
+    if (lone && sent_s >= s->last_first_token_s) {
         record_lone_prefill(s, done, (now_s - sent_s) * 1000.0);
+        if (done >= LONG_PREFILL_WORK) /* it waited for half a step on average, if the node was decoding */
+            record_long_prefill(s, done, larger(0.0, (now_s - sent_s) * 1000.0 - 0.5 * step_ms));
+    }
     learn_prefill_speed(s, done, step_ms, sent_s, now_s);
 }
 
@@ -65,6 +69,15 @@ static void record_lone_prefill(SpeedState *s, double work, double took_ms) {
     s->lone_xy = (1.0 - weight) * (s->lone_xy + weight * dx * dy);
 }
 
+/* The same for a prompt whose prefill takes several steps of the batch: its time is that of its tokens. */
+static void record_long_prefill(SpeedState *s, double work, double took_ms) {
+    double estimate_ms = work * (s->long_prefills ? larger(1e-4, s->long_ms / s->long_work) : s->learned_ms_per_token);
+    double weight = larger(LONG_PREFILL_WEIGHT, 1.0 / (double)++s->long_prefills);
+    took_ms = smaller(took_ms, SPEED_MAX_FACTOR * estimate_ms);
+    s->long_work += weight * (work - s->long_work);
+    s->long_ms += weight * (took_ms - s->long_ms);
+}
+
 /* An answer's first token came after `ttft_ms`, and each further one took `token_ms`. */
 static void record_times(SpeedState *s, double ttft_ms, double token_ms) {
     double weight = larger(REVIEW_WEIGHT, 1.0 / (double)++s->timed_answers);
@@ -73,6 +86,10 @@ static void record_times(SpeedState *s, double ttft_ms, double token_ms) {
 
 /* An output token took `token_ms` beside this much context, where it takes `usual_ms` on a node like the others. */
 static void learn_decode_speed(SpeedState *s, DecodeSpeedState *d, double token_ms, double usual_ms, double context) {
+    if (s->step_ms == 0.0)
+        s->step_ms = token_ms;
+    else /* prefills of other prompts lengthen some responses, and shorten none */
+        s->step_ms += (token_ms < s->step_ms ? STEP_FALL : STEP_RISE) * (smaller(token_ms, 2.0 * s->step_ms) - s->step_ms);
     s->factor += DECODE_FACTOR_WEIGHT * (smaller(token_ms / usual_ms, SPEED_MAX_FACTOR * s->factor) - s->factor);
     d->answers++;
     double weight = larger(DECODE_WEIGHT, 1.0 / (double)(d->answers + 1));
@@ -100,6 +117,10 @@ static PyMemberDef speed_members[] = {
     {"lone_ms", T_DOUBLE, offsetof(SpeedState, lone_ms), 0, NULL},
     {"lone_xx", T_DOUBLE, offsetof(SpeedState, lone_xx), 0, NULL},
     {"lone_xy", T_DOUBLE, offsetof(SpeedState, lone_xy), 0, NULL},
+    {"long_prefills", T_PYSSIZET, offsetof(SpeedState, long_prefills), 0, NULL},
+    {"_step_ms", T_DOUBLE, offsetof(SpeedState, step_ms), 0, NULL},
+    {"long_work", T_DOUBLE, offsetof(SpeedState, long_work), 0, NULL},
+    {"long_ms", T_DOUBLE, offsetof(SpeedState, long_ms), 0, NULL},
     {"timed_answers", T_PYSSIZET, offsetof(SpeedState, timed_answers), 0, NULL},
     {"early_share", T_DOUBLE, offsetof(SpeedState, early_share), 0, NULL},
     {"answers", T_PYSSIZET, offsetof(SpeedState, answers), 0, NULL},

@@ -12,10 +12,12 @@ typedef struct {
     double factor;                                  /* decode time relative to other nodes of the model */
     double work, ms, at_s, last_first_token_s;      /* the sums that ms_per_token is learned from */
     double learned_ms_per_token;                    /* ms_per_token, unless that is replaced */
+    double long_work, long_ms;                      /* moving means of lone prefills that take several steps */
+    double step_ms;                                 /* a decode step that no prefill interrupts; 0: unknown */
     /* What fleet/speed_review.py judges it by. */
     double lone_work, lone_ms, lone_xx, lone_xy;    /* moving means and covariances of lone prefills */
     double early_share;                             /* of answers whose first token came sooner than a step allows */
-    Py_ssize_t answers, lone_prefills, timed_answers;
+    Py_ssize_t answers, lone_prefills, timed_answers, long_prefills;
     char is_replaced;                               /* ms_per_token is the peers' */
     PyObject *samples;                              /* a list: learn() takes them later; NULL: learn at once */
 } SpeedState;
@@ -79,6 +81,17 @@ static always_inline Py_ssize_t load_of(const NodeState *node) { return node->in
 /* Time per output token beside this much context, on a node like the others. */
 static always_inline double decode_ms(const DecodeSpeedState *d, double context) {
     return larger(d->least_ms, d->mean_ms + d->slope_ms * (context - d->mean_context));
+}
+
+/* Time of a prefill with this much work, apart from the step that the engine takes in any case. While most of each prompt
+ * is cached, ms_per_token is mostly that step. */
+static always_inline double long_prefill_ms_per_token(const SpeedState *s) {
+    return s->long_prefills && !s->is_replaced ? s->long_ms / s->long_work : s->ms_per_token;
+}
+
+/* The least time of a prefill: one step of the engine. */
+static always_inline double least_prefill_ms(const SpeedState *s) {
+    return smaller(s->step_ms, STEP_WORK * long_prefill_ms_per_token(s));
 }
 
 /* ---- A name and a part ---- */

@@ -32,6 +32,14 @@ PREFILL_MIN_SHARE: Final[float]
 step; without this bound nothing would be left for the prefill, and the node would seem infinitely fast."""
 DECODE_FACTOR_WEIGHT: Final[float]
 """Weight of one response in a node's decode factor."""
+LONG_PREFILL_WORK: Final[float]
+"""A prefill with at least this much work takes longer than a step that decodes, on all GPUs: 200 to 430 tokens do."""
+STEP_FALL: Final[float]
+"""Weight of a response whose tokens came faster than `step_ms`, in this."""
+STEP_RISE: Final[float]
+"""Weight of one whose tokens came more slowly: so it is a low quantile."""
+LONG_PREFILL_WEIGHT: Final[float]
+"""Weight of one long prefill in their moving means."""
 
 # Judging a learned speed (fleet/speed_review.py).
 REVIEW_WEIGHT: Final[float]
@@ -62,6 +70,10 @@ class SpeedState:
     lone_ms: float
     lone_xx: float
     lone_xy: float
+    long_prefills: int
+    long_work: float
+    long_ms: float
+    _step_ms: float
     timed_answers: int
     early_share: float
     _work: float

@@ -69,6 +69,10 @@
     X(SPEED_MAX_FACTOR, 4.0)                                                                                               \
     X(PREFILL_MIN_SHARE, 0.5)                                                                                              \
     X(DECODE_FACTOR_WEIGHT, 0.05)                                                                                          \
+    X(LONG_PREFILL_WORK, 600.0)                                                                                            \
+    X(STEP_FALL, 0.1)                                                                                                      \
+    X(STEP_RISE, 0.005)                                                                                                    \
+    X(LONG_PREFILL_WEIGHT, 0.2)                                                                                            \
     /* What a learned speed is judged by. */                                                                               \
     X(REVIEW_WEIGHT, 0.02)                                                                                                 \
     X(EARLY_STEPS, 0.5)                                                                                                    \

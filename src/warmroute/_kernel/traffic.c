@@ -270,13 +270,35 @@ static double estimate_weight(RouteTraffic *route, double now_s) {
     return (route->random >> 33) % SAMPLED_RESPONSES ? 0.0 : (double)SAMPLED_RESPONSES; /* regular traffic has no pattern */
 }
 
+/* The prefill of one prompt on its node. It takes at least a step of the engine (telemetry/traffic.py). */
+typedef struct {
+    double tokens, ms_per_token, step_ms, whole_ms; /* whole_ms: with nothing cached */
+} Prefill;
+
+/* The prefill work of a prompt's first tokens (fleet/node_speed.py). */
+static always_inline double work_of(double tokens) { return tokens + 0.5 * ATTENTION_WORK * tokens * tokens; }
+
+static Prefill prefill_of(const TicketState *ticket, double tokens) {
+    const SpeedState *speed = speed_of(ticket->node);
+    Prefill p = {.tokens = tokens, .ms_per_token = long_prefill_ms_per_token(speed)};
+    p.step_ms = least_prefill_ms(speed);
+    p.whole_ms = larger(p.step_ms, p.ms_per_token * work_of(tokens));
+    return p;
+}
+
+/* The time that this many cached tokens save. */
+static always_inline double saved_by(const Prefill *p, double cached) {
+    double left = work_of(p->tokens) - work_of(smaller(cached, p->tokens));
+    return p->whole_ms - larger(p->step_ms, p->ms_per_token * left);
+}
+
 /* Estimates what a candidate that is chosen at random would have cached: the sum of its expected tokens over all
- * candidates, and of their squares. Of many hits it looks at some, which are others each time. */
-static int sum_hits(PyObject *hits, PyObject *candidates, size_t turn, double *tokens, double *squares) {
+ * candidates, and of the time that they save. Of many hits it looks at some, which are others each time. */
+static int sum_hits(PyObject *hits, PyObject *candidates, size_t turn, const Prefill *p, double *tokens, double *saved_ms) {
     PyObject *name, *hit;
     Py_ssize_t at = 0, number = 0, stride = PyDict_GET_SIZE(hits) / SAMPLED_HITS;
     Py_ssize_t offset = stride > 1 ? (Py_ssize_t)(turn % (size_t)stride) : 0;
-    *tokens = *squares = 0.0;
+    *tokens = *saved_ms = 0.0;
     while (PyDict_Next(hits, &at, &name, &hit)) {
         if (stride > 1 && number++ % stride != offset)
             continue;
@@ -286,20 +308,16 @@ static int sum_hits(PyObject *hits, PyObject *candidates, size_t turn, double *t
         if (counts < 0)
             return -1;
         if (counts) {
-            double expected = ((Hit *)hit)->expected;
-            *tokens += expected;
-            *squares += expected * expected;
+            *tokens += ((Hit *)hit)->expected;
+            *saved_ms += saved_by(p, ((Hit *)hit)->expected);
         }
     }
     if (stride > 1) {
         *tokens *= (double)stride;
-        *squares *= (double)stride;
+        *saved_ms *= (double)stride;
     }
     return 0;
 }
-
-/* The prefill work that cached tokens save (fleet/node_speed.py). */
-static always_inline double saved_work(double tokens, double squares) { return tokens + 0.5 * ATTENTION_WORK * squares; }
 
 static void observe_times(RouteTraffic *route, const TicketState *ticket, double arrived_s, double waited_s, double now_s,
                           int streams, Py_ssize_t output) {
@@ -341,12 +359,11 @@ static PyObject *recorder_record(TrafficRecorder *self, PyObject *const *args, P
             one.cached_tokens = prompt;
         if (cached >= 0)
             one.reported_tokens = one.cached_tokens;
-        double ms_per_token = speed_of(ticket->node)->ms_per_token, tokens = (double)one.cached_tokens, squares;
-        double saved_ms = ms_per_token * saved_work(tokens, tokens * tokens);
+        const Prefill prefill = prefill_of(ticket, (double)prompt);
+        double tokens = (double)one.cached_tokens, saved_ms = saved_by(&prefill, tokens), share = tokens / (double)prompt;
         route->saved_ms += saved_ms;
         route->saved_gpu_ms += saved_ms * self->gpus;
-        double share = tokens / (double)prompt, all = (double)prompt;
-        route->prompt_gpu_ms += ms_per_token * saved_work(all, all * all) * self->gpus;
+        route->prompt_gpu_ms += prefill.whole_ms * self->gpus;
         route->counted_prompts++;
         route->hit_shares += share;
         route->hit_share_squares += share * share;
@@ -358,9 +375,9 @@ static PyObject *recorder_record(TrafficRecorder *self, PyObject *const *args, P
                    PyDict_GET_SIZE(args[10])) {
             double candidates = (double)PyDict_GET_SIZE(args[10]), weight = estimate_weight(route, now_s);
             if (weight > 0.0) {
-                if (sum_hits(args[9], args[10], (size_t)(route->random >> 40), &tokens, &squares) < 0)
+                if (sum_hits(args[9], args[10], (size_t)(route->random >> 40), &prefill, &tokens, &saved_ms) < 0)
                     return NULL;
-                saved_ms = weight * ms_per_token * saved_work(tokens / candidates, squares / candidates);
+                saved_ms *= weight / candidates;
                 route->round_robin_tokens += weight * tokens / candidates;
                 route->round_robin_saved_ms += saved_ms;
                 route->round_robin_saved_gpu_ms += saved_ms * self->gpus;

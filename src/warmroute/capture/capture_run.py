@@ -76,30 +76,35 @@ class CaptureRun:
                 if prompt.exact and prompt_tokens:
                     tokens = prompt_tokens
         arrived_s = request.arrived_s
-        arrived_us = round((arrived_s - self.started_s) * 1e6)
+        arrived_us = int((arrived_s - self.started_s) * 1e6 + 0.5)
         first_token_s = ended.first_token_s if request.streams else 0.0
-        return TraceRow(
-            timestamp=arrived_us // 1000,
-            input_length=max(1, tokens),
-            output_length=max(1, round(ended.output_tokens)),
-            hash_ids=ids,
-            block_size=self._block_size,
-            timestamp_us=arrived_us % 1000,
-            session_id=self._pseudonyms.name(request.session_key()) or None,
-            follows=follows,
-            answer_length=ended.answer_tokens if follows else 0,
-            input_estimated=prompt_tokens is None if prompt is None else not prompt.exact,
-            output_estimated=ended.output_estimated,
-            model=request.model[:MAX_NAME].encode("utf-8", "replace").decode(),
-            tenant=self._pseudonyms.name(request.tenant.encode("utf-8", "surrogatepass")),
-            route=request.route,
-            priority=PRIORITY_NAMES[request.priority],
-            outcome=ended.outcome,
-            node=ended.node,
-            attempts=ended.attempts,
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
-            predicted_tokens=ended.predicted,
-            ttft_ms=round((first_token_s - arrived_s) * 1000.0, 1) if first_token_s else None,
-            duration_ms=round((ended.ended_s - arrived_s) * 1000.0, 1) if ended.outcome != "mirrored" else None,
+        return TraceRow(  # by position, in the order of its fields: by name it would take five times as long
+            arrived_us // 1000,
+            tokens if tokens > 1 else 1,
+            max(1, round(ended.output_tokens)),
+            ids,
+            self._block_size,
+            arrived_us % 1000,
+            self._pseudonyms.name(request.session_key()) or None,
+            follows,
+            ended.answer_tokens if follows else 0,
+            prompt_tokens is None if prompt is None else not prompt.exact,
+            ended.output_estimated,
+            request.model[:MAX_NAME].encode("utf-8", "replace").decode(),
+            self._pseudonyms.name(request.tenant.encode("utf-8", "surrogatepass")),
+            request.route,
+            PRIORITY_NAMES[request.priority],
+            ended.outcome,
+            ended.node,
+            ended.attempts,
+            prompt_tokens,
+            cached_tokens,
+            ended.predicted,
+            _tenths_ms(first_token_s - arrived_s) if first_token_s else None,
+            _tenths_ms(ended.ended_s - arrived_s) if ended.outcome != "mirrored" else None,
         )
+
+
+def _tenths_ms(seconds: float) -> float:
+    """Return milliseconds with one digit after the point. Faster than `round`."""
+    return int(seconds * 10_000.0 + 0.5) / 10.0

@@ -25,30 +25,33 @@ class Conversations:
     def follows(self, tokens: bytes, ids: list[int], is_text: bool) -> int:
         """Return the length in tokens of the longest earlier prompt that this one begins with and exceeds; 0 if there
         is none. Remember this prompt. `is_text`: the tokens are bytes of its text, the last one padded."""
-        block_bytes = self._block_size * TOKEN_BYTES
-        found = 0
+        if not ids:
+            return 0
         tails = self._tails
-        may_follow = not tails.keys().isdisjoint(ids)
-        for at in range(len(ids) - 1, -1, -1) if may_follow else ():
-            known = tails.get(ids[at])
-            if known is not None:
-                start = (at + 1) * block_bytes
-                lengths = [len(tail) for tail in known if tokens.startswith(tail, start)]
-                longest = max((n for n in lengths if start + n < len(tokens)), default=-1)
-                if longest >= 0:
-                    found = -(-(start + longest) // TOKEN_BYTES)
-                    break
-        if ids:
-            tail = tokens[len(ids) * block_bytes :]
-            self._remember(ids[-1], tail.rstrip(b"\0") if is_text else tail)
-        return found
-
-    def _remember(self, last: int, tail: bytes) -> None:
-        tails = self._tails
-        known = tails.pop(last, None) or []
-        if tail not in known:
+        found = 0 if tails.keys().isdisjoint(ids) else self._search(tokens, ids)
+        last, tail = ids[-1], tokens[len(ids) * self._block_size * TOKEN_BYTES :]
+        if is_text:
+            tail = tail.rstrip(b"\0")
+        known = tails.pop(last, None)
+        if known is None:
+            known = [tail]
+            if len(tails) >= MAX_PROMPTS:
+                del tails[next(iter(tails))]
+        elif tail not in known:
             known.append(tail)
             del known[:-MAX_TAILS]
-        tails[last] = known
-        if len(tails) > MAX_PROMPTS:
-            del tails[next(iter(tails))]
+        tails[last] = known  # as the latest
+        return found
+
+    def _search(self, tokens: bytes, ids: list[int]) -> int:
+        start, block_bytes = len(ids) * self._block_size * TOKEN_BYTES, self._block_size * TOKEN_BYTES
+        for known in map(self._tails.get, reversed(ids)):
+            if known is not None:
+                longest = -1
+                for tail in known:
+                    if longest < len(tail) < len(tokens) - start and tokens.startswith(tail, start):
+                        longest = len(tail)
+                if longest >= 0:
+                    return -(-(start + longest) // TOKEN_BYTES)
+            start -= block_bytes
+        return 0

@@ -43,10 +43,12 @@ def _print(out: Console, found: Row) -> None:
                 "their text comes before that.",
             )
         elif not own:
-            _write(out, "too few prompts to compare")
+            _write(out, route.get("unavailable") or "too few prompts to compare")
         out.print()
     if not found["routes"]:
         out.print("No prompt was sampled yet, or prompt_doctor.enabled is false.")
+        return
+    if all(route.get("unavailable") for route in found["routes"]):
         return
     count = len(findings)
     summary = f"{count} finding{'s' if count != 1 else ''}" if count else "nothing prevents reuse"
@@ -64,13 +66,17 @@ def _print_finding(out: Console, finding: Row) -> None:
     _write(
         out,
         f"cost: {finding['lost_tokens_per_request']:,} tokens per request, {finding['lost_gpu_s']:,.1f} GPU seconds so "
-        f"far, now the work of {finding['gpus']:.2g} GPUs. {finding['cached_share']:.0%} of the prompt tokens were "
+        f"far, now the work of {_gpus(finding['gpus'])}. {finding['cached_share']:.0%} of the prompt tokens were "
         f"cached, {finding['could_share']:.0%} could be.",
     )
     excerpt = finding["excerpt"]
     for value in excerpt["values"]:
         _write(out, f"{excerpt['before']}[{value}]{excerpt['after']}".replace("\n", " "), "dim")
     _write(out, finding["what_to_do"], "cyan")
+
+
+def _gpus(count: float) -> str:
+    return f"{count:.0%} of a GPU" if count < 0.995 else f"{count:.2g} GPUs"
 
 
 def _write(out: Console, text: str, style: str = "") -> None:

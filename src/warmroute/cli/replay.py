@@ -185,13 +185,13 @@ def run(args: argparse.Namespace) -> int:
         runs = _replay_all(setups, args, measured)
     except (BadWorkload, BadTrace, BadPolicy, BadFault) as error:
         raise ConfigError(str(error)) from None
+    past = measured.run(setups[0].workload.name) if measured is not None else None
     if args.json:
-        past = measured.run(setups[0].workload.name) if measured is not None else None
         write_json(args.json, {"runs": runs, **({"measured": past} if past is not None else {})})
     if args.html:
         from warmroute.replay.report.html_page import page
 
-        args.html.write_text(page(runs, _title(args)), encoding="utf-8")
+        args.html.write_text(page(runs, _title(args), past), encoding="utf-8")
     return 0
 
 

@@ -7,12 +7,13 @@ The times in it are Unix times in seconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final, NamedTuple
 
 from warmroute import __version__
 from warmroute.config.priority import PRIORITY_NAMES
 from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node, Outcome
 from warmroute.index.cache_view import CacheView
 from warmroute.index.node_cache import NodeCache
@@ -25,6 +26,8 @@ from warmroute.telemetry.traffic import Traffic
 
 MAX_HOLDERS: Final = 8
 """Nodes that are named for each popular prefix."""
+MIN_PREFIX_SHARE: Final = 0.1
+"""Prefixes with less than this fraction of the most popular one's prompts are left out: single conversations."""
 FAILURES: Final = (Outcome.FAILED, Outcome.BROKEN, Outcome.BUSY)
 
 Section = dict[str, Any] | list[Any] | None
@@ -65,13 +68,16 @@ class LiveSnapshot:
 
     def read_on_loop(self) -> LoopState:
         """Read what changes while a thread would read it. Call it on the event loop, and pass it to `sections`."""
-        return LoopState(self._traffic.prefixes.popular(self._now()), self._describe_scaling())
+        popular = self._traffic.prefixes.popular(self._now())
+        least = MIN_PREFIX_SHARE * max([prefix.share for prefix in popular], default=0.0)
+        return LoopState([prefix for prefix in popular if prefix.share >= least], self._describe_scaling())
 
     def sections(self, state: LoopState) -> dict[str, Section]:
         """Return the current state, without history and decisions. A thread may call it."""
         now_s = self._now()
         wall_s = time.time() - now_s
         window = self.history.window(now_s)
+        down = {node.name for node in self._fleet if node.health.state is HealthState.DOWN}
         return {
             "router": {
                 "version": __version__,
@@ -96,7 +102,7 @@ class LiveSnapshot:
                 for (model, route), sums in sorted(window.routes.items())
             ],
             "queue": self._describe_queue(window, now_s),
-            "prefixes": [self._describe_prefix(prefix) for prefix in state.prefixes],
+            "prefixes": [self._describe_prefix(prefix, down) for prefix in state.prefixes],
             "scaling": self._describe_scaling_changes(state.scaling, wall_s),
             "prompts": self._describe_prompts(),
             "alerts": [
@@ -176,8 +182,9 @@ class LiveSnapshot:
         ordered = [rows[key] for key in sorted(rows)]
         return {"waiting": queue.waiting, "queued_total": queue.queued_total, "rows": ordered}
 
-    def _describe_prefix(self, prefix: PopularPrefix) -> dict[str, Any]:
-        holders = sorted(self._cache_view.holders(prefix.chain))
+    def _describe_prefix(self, prefix: PopularPrefix, down: Collection[str]) -> dict[str, Any]:
+        """`down`: nodes whose cache no request can use."""
+        holders = sorted([name for name in self._cache_view.holders(prefix.chain) if name not in down])
         model, route, tenant = prefix.sender or ("", "", "")
         return {
             "id": prefix.chain[-8:].hex()[:8],
@@ -243,7 +250,7 @@ def _describe_node(node: Node, cache: NodeCache | None) -> dict[str, Any]:
         "waiting": node.waiting,
         "kv_usage": round(node.kv_usage, 3),
         "kv_tokens": cache.capacity_blocks * cache.block_size if cache is not None else 0,
-        "prefill_us": round(node.speed.ms_per_token * 1000.0, 1),
+        "prefill_us": round(node.speed.long_ms_per_token * 1000.0, 1),
         "backlog_ms": round(node.pending_work * node.speed.ms_per_token, 1),
         "latency_ms": round(node.latency_ms, 1),
         "cache": source,

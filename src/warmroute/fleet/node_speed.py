@@ -12,13 +12,20 @@ first token, or since its own dispatch if that was later, and the speed is the r
 says more about the step than about the prefill, so it weighs less: weight = work / (work + step_work).
 
 Until a node has served a request, it has the speed of its peers. speed_review.py judges what was learned.
+
+`ms_per_token` predicts the next first token. It is not what a token costs: while most of each prompt is cached, the
+time of a short prefill is mostly that of the step which the engine takes in any case. `long_ms_per_token` is learned
+from prompts with at least LONG_PREFILL_WORK that were prefilled alone, and `step_ms`, the time of a step, as a low
+quantile of the time per output token. Telemetry counts costs with them:
+
+    prefill_cost = max(step_ms, long_ms_per_token · work)                             [ms]
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from warmroute._kernel import ATTENTION_WORK, SpeedState
+from warmroute._kernel import ATTENTION_WORK, STEP_WORK, SpeedState
 
 DEFAULT_MS_PER_TOKEN: Final = 0.05
 PRIOR_WORK: Final = 2000.0
@@ -66,6 +73,16 @@ class NodeSpeed(SpeedState):
         """Use the learned speed again."""
         self.is_replaced = False
         self.ms_per_token = self.learned_ms_per_token
+
+    @property
+    def long_ms_per_token(self) -> float:
+        """Prefill time per token of long prompts; that of all prompts until a long one was measured."""
+        return self.long_ms / self.long_work if self.long_prefills and not self.is_replaced else self.ms_per_token
+
+    @property
+    def step_ms(self) -> float:
+        """The least time of a prefill: a decode step that no prefill interrupts."""
+        return min(self._step_ms, STEP_WORK * self.long_ms_per_token)
 
     @property
     def source(self) -> str:

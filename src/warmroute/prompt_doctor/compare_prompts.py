@@ -31,7 +31,7 @@ MIN_COMMON: Final = 256
 MIN_PROMPTS: Final = 4
 """Prompts at a place below which it may be chance."""
 MIN_SHARE: Final = 0.1
-"""The same as a share of the sample."""
+"""The same as a share of the sample, from the first prompt at the place on: it may be new."""
 
 DifferenceKind = Literal["time", "id", "number", "order", "text", "history"]
 
@@ -56,6 +56,11 @@ class Place:
     more_places: int = 0
     """Further differences after it that have to be removed, too."""
 
+    def is_common(self, prompts: int) -> bool:
+        """Return whether enough of this many prompts, the oldest first, have it."""
+        since = prompts - min(self.prompts, default=0)
+        return len(self.prompts) >= max(MIN_PROMPTS, MIN_SHARE * since)
+
 
 @dataclass(slots=True, eq=False)
 class Comparison:
@@ -66,11 +71,10 @@ class Comparison:
 
 
 def compare_prompts(prompts: Sequence[MaskedPrompt]) -> Comparison:
-    """Takes milliseconds for some dozens of prompts: call it in a thread."""
+    """`prompts`: the oldest first. Takes milliseconds for some dozens of prompts: call it in a thread."""
     ranked = sorted(range(len(prompts)), key=lambda number: prompts[number].text)
     shared = [0] * len(prompts)
     places: dict[tuple[str, int, str], Place] = {}
-    least = max(MIN_PROMPTS, MIN_SHARE * len(prompts))
     for one, other in pairwise(ranked):
         common = common_prefix(prompts[one].text, prompts[other].text)
         shared[one], shared[other] = max(shared[one], common), max(shared[other], common)
@@ -92,10 +96,10 @@ def compare_prompts(prompts: Sequence[MaskedPrompt]) -> Comparison:
             place = places[key] = Place(kind, position, (one, other), at)
         place.heads.setdefault(prompts[one].text[:reach], at)
         place.more_places = max(place.more_places, len(differences) - 1)
-    found = [place for place in places.values() if _spread(place, prompts, shared) >= least]
+    found = [place for place in places.values() if _spread(place, prompts, shared) and place.is_common(len(prompts))]
     taken = {number for place in found for number in place.prompts}
     rest = [number for number in range(len(prompts)) if number not in taken]
-    found += [place for place in _line_places(prompts, rest, shared) if len(place.prompts) >= least]
+    found += [place for place in _line_places(prompts, rest, shared) if place.is_common(len(prompts))]
     found.sort(key=lambda place: (-len(place.prompts), place.at))
     return Comparison(shared, found)
 

@@ -2,9 +2,14 @@
 
 A prompt of which `could` tokens could be reused and `cached` ones were cost this much more prefill time than necessary:
 
-    lost = ms_per_token · (work(could, 0) − work(cached, 0))                                                   [ms]
+    lost = cost(cached) − cost(could)                                                                          [ms]
 
-`could` is the text that other prompts have in common, or that an earlier request of the same conversation had.
+`could` is the text that other prompts have in common, or that an earlier request of the same conversation had. `cost`
+is the prefill time of the prompt with this many cached tokens (telemetry/traffic.py).
+
+Shares and means are over the samples after the first one that has the difference: those before it say nothing about it,
+and a difference that has just begun is in all prompts, not in a tenth of the samples. Each sample counts with its
+weight.
 """
 
 from __future__ import annotations
@@ -14,7 +19,6 @@ from typing import Any, Final
 
 import msgspec
 
-from warmroute.fleet.node_speed import work
 from warmroute.prompt_doctor.compare_prompts import DifferenceKind, Place, compare_prompts, value_at
 from warmroute.prompt_doctor.masked_prompt import MaskedPrompt, common_prefix
 from warmroute.prompt_doctor.prompt_parts import PartKind
@@ -73,20 +77,25 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     token: int
     """Within the prompt."""
     share: float
-    """Of the sampled prompts."""
+    """Of the prompts since the first one that has it."""
     prompts: int
     values: int
     more_places: int
     cached_share: float
-    """Of the sampled prompts' tokens: those that were cached."""
+    """Of these prompts' tokens: those that were cached."""
     could_share: float
-    """Of the route's prompt tokens: those that could be cached without the difference, the cached ones included."""
+    """Of these prompts' tokens: those that could be cached without the difference, the cached ones included."""
     lost_tokens: float
     """Per request of the route."""
     lost_ms: float
     """Prefill time per request of the route."""
     excerpt: Excerpt
-    since_s: float = 0.0
+    losses: dict[int, float]
+    """Number of each sample that has it → lost prefill time [ms] of the requests that it stands for."""
+    counted: frozenset[int] = frozenset()
+    """Numbers of the samples that `lost_gpu_s` counts."""
+    since_s: float
+    """When the first of these samples arrived."""
     lost_gpu_s: float = 0.0
     """Since `since_s`, over all requests."""
     gpus: float = 0.0
@@ -158,34 +167,41 @@ def find(key: tuple[str, str], samples: Sequence[PromptSample]) -> tuple[list[Fi
     comparison = compare_prompts(prompts)
     if len(prompts) < MIN_SAMPLES:
         return [], comparison.shared
-    total_tokens = sum([sample.prompt_tokens for sample in samples]) or 1
-    cached_tokens = sum([sample.cached_tokens for sample in samples])
     found: list[Finding] = []
     for place in comparison.places:
-        lost_tokens = lost_ms = could_tokens = 0.0
+        first = min(place.prompts)
+        numbers = range(min(first + 1, len(samples) - 1), len(samples))
+        weights = sum([samples[number].weight for number in numbers])
+        total = sum([samples[number].weight * samples[number].prompt_tokens for number in numbers]) or 1
+        cached = sum([samples[number].weight * _cached(samples[number]) for number in numbers])
+        lost_tokens = 0.0
+        losses: dict[int, float] = {}
         for number, characters in place.prompts.items():
             sample, prompt = samples[number], prompts[number]
             could = min(1.0, characters / max(1, prompt.characters)) * sample.prompt_tokens
-            could_tokens += max(could, sample.cached_tokens)
-            if could > sample.cached_tokens:
-                lost_tokens += could - sample.cached_tokens
-                lost_ms += sample.ms_per_token * (work(could, 0) - work(sample.cached_tokens, 0))
-        if lost_tokens < MIN_LOST_SHARE * total_tokens:
+            if could > _cached(sample):
+                losses[sample.number] = sample.weight * (sample.cost_ms(_cached(sample)) - sample.cost_ms(could))
+                lost_tokens += sample.weight * (could - _cached(sample)) if number in numbers else 0.0
+        if lost_tokens < MIN_LOST_SHARE * total:
             continue
-        others = sum([sample.cached_tokens for number, sample in enumerate(samples) if number not in place.prompts])
         part = place.position.part
+        lost_ms = sum([losses.get(samples[number].number, 0.0) for number in numbers])
         found.append(
             Finding(
                 model=key[0], route=key[1], kind=place.kind, part=part.kind, number=part.number, role=part.role,
                 character=place.position.character, token=_token_of(place, samples, prompts),
-                share=len(place.prompts) / len(prompts), prompts=len(place.prompts), values=place.values,
-                more_places=place.more_places, cached_share=cached_tokens / total_tokens,
-                could_share=(could_tokens + others) / total_tokens,
-                lost_tokens=lost_tokens / len(prompts), lost_ms=lost_ms / len(prompts),
-                excerpt=_excerpt(place, prompts),
+                share=sum([samples[number].weight for number in numbers if number in place.prompts]) / weights,
+                prompts=len(place.prompts), values=place.values, more_places=place.more_places,
+                cached_share=cached / total, could_share=(cached + lost_tokens) / total,
+                lost_tokens=lost_tokens / weights, lost_ms=lost_ms / weights, excerpt=_excerpt(place, prompts),
+                losses=losses, since_s=min([samples[number].arrived_s for number in place.prompts]),
             )
         )  # fmt: skip
     return found, comparison.shared
+
+
+def _cached(sample: PromptSample) -> int:
+    return sample.cached_tokens or 0
 
 
 def _token_of(place: Place, samples: Sequence[PromptSample], prompts: Sequence[MaskedPrompt]) -> int:

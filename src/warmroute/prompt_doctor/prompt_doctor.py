@@ -29,6 +29,14 @@ FORGET_S: Final = 600.0
 """A route without requests for this long has no findings."""
 
 
+NOT_COUNTED: Final = (
+    "The router cannot compare these prompts, because it does not know how many of their tokens were cached: the "
+    "policy does not look up caches, and responses do not report it. Set routing.policy to price, overlap or "
+    "approximate; or let clients request usage (stream_options.include_usage) and engines report cached tokens (vLLM: "
+    "--enable-prompt-tokens-details)."
+)
+
+
 class RouteReport(NamedTuple):
     samples: int
     agrees_until: str
@@ -41,6 +49,19 @@ class RouteReport(NamedTuple):
     """How recent prompts differ from earlier ones."""
 
 
+_UNCOUNTED: Final = RouteReport(0, "", 0.0, (), None)
+"""Of a route whose cached tokens nobody counts."""
+
+
+class _Counted(NamedTuple):
+    """Up to where the costs of a route's findings are counted."""
+
+    requests: int
+    at_s: float
+    sample: int
+    """Number of the last sample."""
+
+
 class PromptDoctor:
     def __init__(self, requests: Callable[[RouteKey], int], now: Callable[[], float] = time.monotonic) -> None:
         """`requests`: the number of complete requests of a route."""
@@ -50,8 +71,9 @@ class PromptDoctor:
         self.reports: dict[RouteKey, RouteReport] = {}
         """Replaced as a whole by each examination."""
         self._routes: dict[RouteKey, RouteSamples] = {}
-        self._counted: dict[RouteKey, tuple[int, float]] = {}
-        """Requests of each route, and when, at the last examination."""
+        self._counted: dict[RouteKey, _Counted] = {}
+        self._uncounted: dict[RouteKey, float] = {}
+        """Routes of which no sample could be compared, and when the last one arrived: nobody counted cached tokens."""
         self._failed = False
         self._forgotten = 0
         """How often everything was forgotten."""
@@ -60,7 +82,7 @@ class PromptDoctor:
         """Drop all samples and reports."""
         self.samples.forget_all()
         self._forgotten += 1
-        self._routes, self._counted, self.reports = {}, {}, {}
+        self._routes, self._counted, self._uncounted, self.reports = {}, {}, {}, {}
 
     # In the background.
 
@@ -79,7 +101,7 @@ class PromptDoctor:
 
     async def examine(self) -> float:
         """Compare the samples of the routes that have new ones. Return the CPU time that this took."""
-        new = self.samples.take()
+        new = self.samples.take(self._now())
         if not new and not self.reports:
             return 0.0
         counts = {key: self._requests(key) for key in {*self.reports, *[key for key, _sample in new]}}
@@ -89,7 +111,7 @@ class PromptDoctor:
         if self._forgotten == forgotten:
             self.reports = reports
         else:  # while the thread worked
-            self._routes, self._counted = {}, {}
+            self._routes, self._counted, self._uncounted = {}, {}, {}
         return cpu_s
 
     def compare(
@@ -99,19 +121,29 @@ class PromptDoctor:
         started_s = time.thread_time()
         changed: set[RouteKey] = set()
         for key, sample in new:
-            if self._read(sample) and (key in self._routes or len(self._routes) < MAX_ROUTES):
-                self._routes.setdefault(key, RouteSamples()).add(sample)
-                changed.add(key)
+            if not self._read(sample) or (key not in self._routes and len(self._routes) >= MAX_ROUTES):
+                continue
+            if sample.cached_tokens is None:
+                self._uncounted[key] = sample.arrived_s
+                continue
+            self._uncounted.pop(key, None)
+            self._routes.setdefault(key, RouteSamples()).add(sample)
+            changed.add(key)
         self._limit_memory()
         reports: dict[RouteKey, RouteReport] = {}
         for key, route in list(self._routes.items()):
             if not route.recent or now_s - route.recent[-1].arrived_s > FORGET_S:
-                del self._routes[key]
+                self._routes.pop(key, None)
                 self._counted.pop(key, None)
                 continue
             before = self.reports.get(key)
             report = self._report(key, route) if key in changed or before is None else before
-            reports[key] = self._with_costs(key, report, before, counts.get(key, 0), now_s)
+            reports[key] = self._with_costs(key, route, report, before, counts.get(key, 0), now_s)
+        for key, arrived_s in list(self._uncounted.items()):
+            if now_s - arrived_s > FORGET_S:
+                self._uncounted.pop(key, None)
+            else:
+                reports.setdefault(key, _UNCOUNTED)
         return reports, time.thread_time() - started_s
 
     @staticmethod
@@ -123,16 +155,19 @@ class PromptDoctor:
         except Exception as error:  # whatever clients send
             log.debug("prompt_not_compared", reason=where_it_failed(error))
             return False
-        if parts is None or not sample.prompt_tokens:
+        if not sample.prompt_tokens:
+            sample.cached_tokens = None
+        if parts is None:
             return False
         sample.prompt = MaskedPrompt(parts)
         return True
 
     def _limit_memory(self) -> None:
-        sizes = {key: route.size_bytes for key, route in self._routes.items()}
+        routes = self._routes
+        sizes = {key: route.size_bytes for key, route in routes.items()}
         while sum(sizes.values()) > MAX_BYTES:
             key = max(sizes, key=lambda one: sizes[one])
-            route = self._routes[key]
+            route = routes[key]
             for samples in (route.recent, route.older):
                 for _ in range((len(samples) + 1) // 2):
                     samples.popleft()
@@ -157,23 +192,35 @@ class PromptDoctor:
         )  # fmt: skip
 
     def _with_costs(
-        self, key: RouteKey, report: RouteReport, before: RouteReport | None, requests: int, now_s: float
-    ) -> RouteReport:
-        """Add what the findings cost since the last examination."""
+        self, key: RouteKey, route: RouteSamples, report: RouteReport, before: RouteReport | None, requests: int,
+        now_s: float,
+    ) -> RouteReport:  # fmt: skip
+        """Add what the findings cost since the last examination.
+
+        The new samples stand for the requests since then. Earlier samples count, too, if only now another prompt shows
+        that they have the difference.
+        """
         known = {finding.id: finding for finding in before.findings} if before is not None else {}
-        last_requests, last_s = self._counted.get(key, (requests, now_s))
-        self._counted[key] = (requests, now_s)
-        count, seconds = max(0, requests - last_requests), now_s - last_s
+        last = self._counted.get(key) or _Counted(requests, now_s, route.last_number)
+        new = sum([sample.weight for sample in route.recent if sample.number > last.sample])
+        count, seconds = max(0, requests - last.requests), now_s - last.at_s
+        if new or not count or key not in self._counted:
+            self._counted[key] = _Counted(requests, now_s, route.last_number)
         findings: list[Finding] = []
         for finding in report.findings:
             past = known.get(finding.id)
-            lost_s = finding.lost_ms * count / 1000.0
+            losses = finding.losses
+            counted = past.counted if past is not None else frozenset()
+            lost_ms = sum([lost for number, lost in losses.items() if number > last.sample])
+            lost_ms *= count / new if new else 0.0
+            lost_ms += sum([lost for number, lost in losses.items() if number <= last.sample and number not in counted])
             findings.append(
                 msgspec.structs.replace(
                     finding,
-                    since_s=past.since_s if past is not None else now_s,
-                    lost_gpu_s=(past.lost_gpu_s if past is not None else 0.0) + lost_s,
-                    gpus=lost_s / seconds if seconds > 0 else 0.0,
+                    counted=frozenset([number for number in counted if number >= route.recent[0].number]).union(losses),
+                    since_s=past.since_s if past is not None else finding.since_s,
+                    lost_gpu_s=(past.lost_gpu_s if past is not None else 0.0) + lost_ms / 1000.0,
+                    gpus=finding.lost_ms * count / 1000.0 / seconds if seconds > 0 else 0.0,
                 )
             )
         return report._replace(findings=tuple(findings))
@@ -196,6 +243,7 @@ class PromptDoctor:
                     "samples": report.samples,
                     "agrees_until": report.agrees_until,
                     "common_share": round(report.common_share, 3),
+                    "unavailable": NOT_COUNTED if report is _UNCOUNTED else "",
                 }
                 for (model, route), report in sorted(self.reports.items())
             ],

@@ -1,7 +1,9 @@
 """A bounded sample of recent prompts, by model and route.
 
-On the request path the router keeps a reference to the body of one request per SAMPLE_S and route, and nothing of the
-others. The sample is complete when the response has ended: then the doctor knows how much of the prompt was cached.
+Of the requests of a route that arrive within SAMPLE_S, the router keeps a reference to the body of one, drawn at
+random with equal chances, and nothing of the others. The sample stands for all of them (its weight), so that shares and
+costs do not depend on the rhythm in which clients send. It is complete when the response has ended: then the doctor
+knows how much of the prompt was cached.
 """
 
 from __future__ import annotations
@@ -11,12 +13,11 @@ from collections.abc import Callable
 from random import Random
 from typing import Final
 
+from warmroute.fleet.node_speed import work
 from warmroute.prompt_doctor.masked_prompt import MaskedPrompt
 from warmroute.routing.attempts import Attempts
 
 SAMPLE_S: Final = 1.0
-"""Mean of the least time between two samples of a route. It varies between 0 and twice this: else a client that sends
-at fixed intervals would be sampled again and again, and others seldom."""
 MAX_ROUTES: Final = 64
 """Further routes are not sampled."""
 MAX_PENDING: Final = 256
@@ -33,15 +34,31 @@ RouteKey = tuple[str, str]
 """Model and route, as telemetry/traffic.py counts them."""
 
 
+class _Draw:
+    """The requests of a route of which one is sampled."""
+
+    __slots__ = ("ends_s", "requests", "sample")
+
+    def __init__(self, ends_s: float) -> None:
+        self.ends_s = ends_s
+        self.requests = 0
+        self.sample: PromptSample | None = None
+
+
 class PromptSample:
     __slots__ = (
-        "arrived_s", "body", "cached_tokens", "ms_per_token", "path", "prompt", "prompt_tokens", "samples", "tenant",
-        "tokens",
+        "arrived_s", "body", "cached_tokens", "draw", "ms_per_token", "number", "path", "prompt", "prompt_tokens",
+        "samples", "step_ms", "tenant", "tokens",
     )  # fmt: skip
 
-    def __init__(self, samples: PromptSamples, path: bytes, body: bytes, tenant: str, arrived_s: float) -> None:
+    def __init__(
+        self, samples: PromptSamples, draw: _Draw, path: bytes, body: bytes, tenant: str, arrived_s: float
+    ) -> None:
         self.samples: PromptSamples | None = samples
         """None once it is complete or dropped."""
+        self.draw = draw
+        self.number = 0
+        """Of the route's samples, in the order in which the doctor got them."""
         self.path = path
         self.body = body
         """Empty once the doctor has read it."""
@@ -51,19 +68,32 @@ class PromptSample:
         self.tokens = b""
         """As the router read them, four bytes each."""
         self.prompt_tokens = 0
-        self.cached_tokens = 0
+        self.cached_tokens: int | None = None
+        """None if neither the node nor the router knows it. Then the prompt is not compared."""
         self.ms_per_token = 0.0
+        self.step_ms = 0.0
 
     def completed(
-        self, attempts: Attempts, key: RouteKey, prompt_tokens: int, cached_tokens: int, ms_per_token: float
-    ) -> None:
+        self, attempts: Attempts, key: RouteKey, prompt_tokens: int, cached_tokens: int | None, ms_per_token: float,
+        step_ms: float,
+    ) -> None:  # fmt: skip
         samples, self.samples = self.samples, None
         if samples is None:
             return
-        if attempts.lookup is not None:
+        if attempts.lookup is not None and not attempts.lookup.text:
             self.tokens = attempts.lookup.tokens
-        self.prompt_tokens, self.cached_tokens, self.ms_per_token = prompt_tokens, cached_tokens, ms_per_token
+        self.prompt_tokens, self.cached_tokens = prompt_tokens, cached_tokens
+        self.ms_per_token, self.step_ms = ms_per_token, step_ms
         samples.add(key, self)
+
+    def cost_ms(self, cached: float) -> float:
+        """Return the prefill time of the prompt with this many cached tokens (telemetry/traffic.py)."""
+        return max(self.step_ms, self.ms_per_token * work(self.prompt_tokens - cached, cached))
+
+    @property
+    def weight(self) -> int:
+        """The number of requests that it stands for, itself included."""
+        return self.draw.requests
 
     @property
     def size_bytes(self) -> int:
@@ -77,9 +107,12 @@ class RouteSamples:
     def __init__(self) -> None:
         self.recent: deque[PromptSample] = deque(maxlen=MAX_RECENT)
         self.older: deque[PromptSample] = deque(maxlen=MAX_OLDER)
+        self.last_number = 0
 
     def add(self, sample: PromptSample) -> None:
         """Add a sample that was read. Every OLDER_S, one moves to the older ones."""
+        self.last_number += 1
+        sample.number = self.last_number
         if len(self.recent) == MAX_RECENT:
             first = self.recent[0]
             if not self.older or first.arrived_s - self.older[-1].arrived_s >= OLDER_S:
@@ -95,33 +128,44 @@ class PromptSamples:
     """Used on the event loop."""
 
     def __init__(self, random: Callable[[], float] | None = None) -> None:
-        self._due_s: dict[RouteKey, float] = {}
+        self._draws: dict[RouteKey, _Draw] = {}
         self._pending: dict[PromptSample, int] = {}
         """Samples whose response is not complete, and the size of their bodies; the oldest first."""
         self._pending_bytes = 0
-        self._new: list[tuple[RouteKey, PromptSample]] = []
+        self._new: dict[PromptSample, RouteKey] = {}
         self._random = random or Random().random
 
     def offer(self, attempts: Attempts, path: bytes, body: bytes) -> None:
-        """Take a sample of a request that has just arrived, if its route is due."""
+        """Take a sample of a request that has just arrived, if the draw of its route falls on it."""
         request = attempts.request
         key, now_s = (request.model, request.route), request.arrived_s
-        if now_s < self._due_s.get(key, 0.0):
-            return
-        if len(self._due_s) > MAX_ROUTES and key not in self._due_s:
-            self._due_s = {one: due_s for one, due_s in self._due_s.items() if due_s > now_s}
-            if len(self._due_s) > MAX_ROUTES:
+        draw = self._draws.get(key)
+        if draw is None or now_s >= draw.ends_s:
+            if draw is None and not self._has_room(now_s):
                 return
-        self._due_s[key] = now_s + SAMPLE_S * 2.0 * self._random()
-        sample = PromptSample(self, path, body, request.tenant, now_s)
-        attempts.sample = sample
+            draw = self._draws[key] = _Draw(now_s + SAMPLE_S)
+        draw.requests = requests = draw.requests + 1
+        if requests > 1 and self._random() * requests >= 1.0:
+            return
+        if draw.sample is not None:
+            self._drop(draw.sample)
+        sample = draw.sample = attempts.sample = PromptSample(self, draw, path, body, request.tenant, now_s)
         pending = self._pending
         pending[sample] = len(body)
         self._pending_bytes += len(body)
         while len(pending) > MAX_PENDING or self._pending_bytes > MAX_PENDING_BYTES:
-            oldest = next(iter(pending))
-            self._forget(oldest)
-            oldest.samples, oldest.body = None, b""
+            self._drop(next(iter(pending)))
+
+    def _has_room(self, now_s: float) -> bool:
+        """Return whether another route can be sampled. Routes without requests make room."""
+        if len(self._draws) >= MAX_ROUTES:
+            self._draws = {key: draw for key, draw in self._draws.items() if draw.ends_s > now_s}
+        return len(self._draws) < MAX_ROUTES
+
+    def _drop(self, sample: PromptSample) -> None:
+        self._forget(sample)
+        self._new.pop(sample, None)
+        sample.samples, sample.body = None, b""
 
     def _forget(self, sample: PromptSample) -> None:
         self._pending_bytes -= self._pending.pop(sample, 0)
@@ -130,14 +174,17 @@ class PromptSamples:
         """Add a sample whose response is complete."""
         self._forget(sample)
         if len(self._new) < MAX_PENDING:
-            self._new.append((key, sample))
+            self._new[sample] = key
 
     def forget_all(self) -> None:
-        for sample in list(self._pending):
+        for sample in (*self._pending, *self._new):
             sample.samples, sample.body = None, b""
-        self._pending, self._pending_bytes, self._new = {}, 0, []
+        self._draws, self._pending, self._pending_bytes, self._new = {}, {}, 0, {}
 
-    def take(self) -> list[tuple[RouteKey, PromptSample]]:
-        """Return the samples that are complete since the last call."""
-        new, self._new = self._new, []
-        return new
+    def take(self, now_s: float) -> list[tuple[RouteKey, PromptSample]]:
+        """Return the samples that are complete since the last call, except those that another may still replace."""
+        taken = [(key, sample) for sample, key in self._new.items() if sample.draw.ends_s <= now_s]
+        for _key, sample in taken:
+            del self._new[sample]
+            sample.draw.sample = None
+        return taken

@@ -17,7 +17,11 @@ from warmroute.telemetry.counters import Counters
 SLOW_FACTOR: Final = 2.0
 """A node is slow if it prefills a token this many times as slowly as the median of its model's nodes."""
 MIN_ANSWERS: Final = 50
-"""First tokens from which a node's learned speed is compared."""
+"""First tokens from which a node's learned speed is compared, if too few nodes had long prompts."""
+MIN_LONG_PREFILLS: Final = 5
+"""Long prompts from which a node's speed with these is compared. It is the better measure: the time of a short prefill
+is mostly that of one step."""
+MIN_PEERS: Final = 3
 FULL_KV: Final = 0.95
 LASTING_S: Final = 30.0
 REJECTIONS_S: Final = 60.0
@@ -134,18 +138,22 @@ _ADVICE: Final = {
 def _slow(nodes: Sequence[Node]) -> Iterator[Alert]:
     by_model: dict[str, list[Node]] = {}
     for node in nodes:
-        if node.groups and node.speed.answers >= MIN_ANSWERS:
+        if node.groups:
             by_model.setdefault(node.groups[0].model, []).append(node)
     slow: list[str] = []
     worst = 0.0
     for peers in by_model.values():
-        if len(peers) < 3:
+        measured = [node for node in peers if node.speed.long_prefills >= MIN_LONG_PREFILLS]
+        speeds = {node.name: node.speed.long_ms_per_token for node in measured}
+        if len(speeds) < MIN_PEERS:
+            speeds = {node.name: node.speed.ms_per_token for node in peers if node.speed.answers >= MIN_ANSWERS}
+        if len(speeds) < MIN_PEERS:
             continue
-        usual = median([node.speed.ms_per_token for node in peers])
-        for node in peers:
-            factor = node.speed.ms_per_token / usual if usual > 0 else 0.0
+        usual = median(speeds.values())
+        for name, ms_per_token in speeds.items():
+            factor = ms_per_token / usual if usual > 0 else 0.0
             if factor >= SLOW_FACTOR:
-                slow.append(node.name)
+                slow.append(name)
                 worst = max(worst, factor)
     if slow:
         yield Alert(

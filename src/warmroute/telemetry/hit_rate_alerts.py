@@ -71,12 +71,11 @@ class HitRateAlerts:
         yield from self._lost_events(now_s)
         for finding in self._findings():
             key = (finding.model, finding.route)
-            rate, cause_now = self.rates.get(key), self.causes.get(key)
-            hit_ratio = rate.hit_ratio if rate is not None else None
-            if cause_now is not None or hit_ratio is None:
+            rate = self.rates.get(key)
+            if key in self.causes or rate is None or rate.hit_ratio is None:
                 continue
-            if finding.could_share - hit_ratio >= MIN_LOST_SHARE:
-                yield _finding_alert(finding, hit_ratio)
+            if finding.could_share - finding.cached_share >= MIN_LOST_SHARE:
+                yield _finding_alert(finding)
 
     def _lost_events(self, now_s: float) -> Iterator[Alert]:
         """Yield an alert while KV events are being lost, unless a drop names them as its cause."""
@@ -155,10 +154,10 @@ class HitRateAlerts:
         )  # fmt: skip
 
 
-def _finding_alert(finding: Finding, hit_ratio: float) -> Alert:
+def _finding_alert(finding: Finding) -> Alert:
     return Alert(
         id=f"prompts_prevent_reuse {finding.model} {finding.route} {finding.kind}", severity="warning",
-        title=f"{_route((finding.model, finding.route))}: {hit_ratio:.0%} of the prompt tokens are cached, "
+        title=f"{_route((finding.model, finding.route))}: {finding.cached_share:.0%} of the prompt tokens are cached, "
         f"{finding.could_share:.0%} could be",
         cause=f"{finding.share:.0%} of the prompts differ by {finding.what_differs} at {finding.place} "
         f"(token {finding.token:,}), before text that they have in common. Cost so far: {finding.lost_gpu_s:,.1f} GPU "

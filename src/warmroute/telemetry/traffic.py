@@ -3,10 +3,11 @@
 The responses are counted by model and route, by model and tenant, and by model and node: not by all of them at once,
 which would be a number of counters that no operator can use. _kernel/traffic.c has the counters.
 
-A cached token saves the time that its node would have needed to prefill it:
+Cached tokens save the time that their node would have needed to prefill them, at the speed of long prompts. A prefill
+takes at least one step of the engine, however few tokens are left:
 
-    saved(cached) = ms_per_token · (work(prompt, 0) − work(prompt − cached, cached))
-                  = ms_per_token · (cached + ATTENTION_WORK / 2 · cached²)                               [ms]
+    cost(new, cached) = max(step_ms, long_ms_per_token · work(new, cached))                              [ms]
+    saved(cached)     = cost(prompt, 0) − cost(prompt − cached, cached)                                  [ms]
 
 `saved_ms` compares with a cold fleet: the cached tokens are those that the node reported, or the predicted ones if it
 reported none. `round_robin_saved_ms` estimates what round robin would have saved: the mean over all candidates of what
@@ -27,7 +28,7 @@ from warmroute._kernel import RouteTraffic as RouteTraffic
 from warmroute._kernel import TokenTraffic as TokenTraffic
 from warmroute._kernel import TrafficRecorder
 from warmroute.fleet.node import Node
-from warmroute.routing.attempts import Attempts, Usage
+from warmroute.routing.attempts import Attempts, SampledPrompt, Usage
 from warmroute.routing.dispatch import Dispatch
 from warmroute.telemetry.popular_prefixes import PopularPrefixes
 
@@ -82,10 +83,20 @@ class Traffic:
             query.candidates.by_name if query is not None else None,
         )  # fmt: skip
         if attempts.sample is not None:
-            tokens = prompt if prompt is not None else ticket.tokens
-            gpu_ms = node.speed.ms_per_token * node.config.gpus
-            known = cached if cached is not None else predicted or 0
-            attempts.sample.completed(attempts, (model, request.route), tokens, min(max(0, known), tokens), gpu_ms)
+            self._sample_completed(attempts, attempts.sample, model, predicted)
+
+    @staticmethod
+    def _sample_completed(attempts: Attempts, sample: SampledPrompt, model: str, predicted: int | None) -> None:
+        """Tell the prompt doctor what a sampled prompt took."""
+        prompt, cached, _output = attempts.reported or _UNREPORTED
+        ticket = attempts.ticket
+        node = ticket.node
+        tokens = prompt if prompt is not None else ticket.tokens
+        known = cached if cached is not None else predicted
+        sample.completed(
+            attempts, (model, attempts.request.route), tokens, None if known is None else min(max(0, known), tokens),
+            node.speed.long_ms_per_token * node.config.gpus, node.speed.step_ms * node.config.gpus,
+        )  # fmt: skip
 
     def requests(self, key: tuple[str, str]) -> int:
         """Return the number of complete requests of a model and route."""

@@ -14,7 +14,8 @@ from warmroute.replay.summary import Run
 ERROR_COLUMNS = ("preemptions", "rejected", "failed", "left", "retries")
 
 
-def page(runs: Sequence[Run], title: str) -> str:
+def page(runs: Sequence[Run], title: str, measured: Run | None = None) -> str:
+    """`measured`: what the capture that was replayed measured."""
     series = {name: at for at, name in enumerate(dict.fromkeys(run["policy"] for run in runs))}
     loads = sorted({load for run in runs if (load := svg_plots.load_of(run)) is not None})
     last = [run for run in runs if svg_plots.load_of(run) == (loads[-1] if loads else None)]
@@ -45,7 +46,7 @@ def page(runs: Sequence[Run], title: str) -> str:
         f'<h1>{escape(title)}</h1>\n<p>{escape(_subtitle(runs))}</p>\n<p class="lead">{_lead(runs)}</p>\n'
         f'<section class="bare plots">\n{"".join(sections)}</section>\n'
         "<section>\n<h2>All numbers</h2>\n<p>The best value at each load is marked.</p>\n"
-        f'<div class="scroll">{_table(runs, series)}</div>\n</section>\n'
+        f'<div class="scroll">{_table(runs, series, measured)}</div>\n</section>\n'
         "<footer><p>Simulated engines in virtual time under the production router core. Hover over a mark for its "
         "numbers.</p></footer>\n</main>\n</body>\n</html>\n"
     )
@@ -93,7 +94,7 @@ def _lead(runs: Sequence[Run]) -> str:
     )
 
 
-def _table(runs: Sequence[Run], series: dict[str, int]) -> str:
+def _table(runs: Sequence[Run], series: dict[str, int], measured: Run | None) -> str:
     hidden = [head for head in ERROR_COLUMNS if not any(run.get(head) for run in runs)]
     shown = [column for column in columns(runs) if column.head not in (*LOAD_COLUMNS, *hidden)]
     head = "".join(f"<th>{escape(column.head)}</th>" for column in shown)
@@ -106,11 +107,16 @@ def _table(runs: Sequence[Run], series: dict[str, int]) -> str:
         for run in group:
             cells = "".join(_cell(run, column, good, series) for column, good in zip(shown, best, strict=True))
             rows.append(f"<tr>{cells}</tr>")
+    if measured is not None:
+        rows.append(f'<tr class="load"><td colspan="{len(shown)}">The live fleet, as the capture has it</td></tr>')
+        cells = "".join(_cell(measured, column, None, series) for column in shown)
+        rows.append(f"<tr>{cells}</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def _cell(run: Run, column: Column, good: float | None, series: dict[str, int]) -> str:
-    colour = f'style="color: var(--c{series[run["policy"]] % svg.COLOURS})"'
+    at = series.get(run["policy"])
+    colour = f'style="color: var({f"--c{at % svg.COLOURS}" if at is not None else "--soft"})"'
     words = escape(column.text(run))
     if column.head == "policy":
         words = f'<span class="key" {colour}></span>{words}'
