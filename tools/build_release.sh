@@ -4,6 +4,7 @@
 #
 #   tools/build_release.sh FOLDER PYTHON...       for example: dist python3.11 python3.12 python3.13
 set -eu
+unset PYTHONPATH    # a package that it shows would not be installed
 here=$(cd "$(dirname "$0")/.." && pwd)
 folder=$(mkdir -p "$1" && cd "$1" && pwd)
 shift

@@ -2,6 +2,7 @@
 # Installs the newest wheel of dist/ (or of $WHEELS) into an empty environment with no compiler on its PATH, and runs the router's demo.
 #   sh tools/check_wheel.sh [PYTHON]
 set -eu
+unset PYTHONPATH    # a package that it shows would not be installed
 python=${1:-python3}
 here=$(cd "$(dirname "$0")/.." && pwd)
 tag=$("$python" -c 'import sys; print(f"cp{sys.version_info[0]}{sys.version_info[1]}")')

@@ -4,6 +4,7 @@
 #   steps.sh wheels PYTHON SOURCE WHEELS     build the router's wheel, and download those of its dependencies
 #   steps.sh install PYTHON WHEELS TARGET    install from these wheels alone into an environment at TARGET
 set -eu
+unset PYTHONPATH    # a package that it shows would not be installed
 step=$1 python=$2
 case $step in
 wheels)

@@ -10,6 +10,6 @@ render() {
         grep -v -E '^ *(helm.sh/chart|app.kubernetes.io/managed-by):|^# Source:'
 }
 render > "$folder/warmroute.yaml"
-render --set replicas=3,keda.enabled=true,engines.deployment=vllm,networkPolicy.enabled=true \
+render --set keda.enabled=true,engines.deployment=vllm,networkPolicy.enabled=true \
     --set admin.token=change-me,serviceMonitor.enabled=true \
     > "$folder/warmroute-keda.yaml"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+from support.kubernetes_schemas import custom_problems, is_builtin, schema_problems
 
 from warmroute.config import from_table
 
@@ -38,6 +41,11 @@ def config_of(found: list[dict[str, Any]]) -> Any:
     return from_table(tomllib.loads(text))
 
 
+@cache
+def operator_schemas() -> Any:
+    return json.loads(run(TOOLS / "python", ROOT / "tools" / "operator_schemas.py").stdout)
+
+
 def test_the_chart_is_clean_and_the_manifests_are_what_it_renders(tmp_path: Path) -> None:
     run(TOOLS / "helm", "lint", "--strict", CHART)
     run("sh", ROOT / "deploy" / "kubernetes" / "render.sh", TOOLS / "helm", tmp_path)
@@ -61,7 +69,86 @@ def test_values_become_a_configuration_that_the_router_accepts(tmp_path: Path) -
     assert not [one for one in found if "s3cret" in str(one) and one["kind"] != "Secret"]
     assert config_of(render(engines__podSelector="")).discovery == ()
     assert "ClusterRole" not in {one["kind"] for one in render(readNodes="false")}
-    config_of(render("-f", str(CHART / "values-replicas.yaml")))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"engines__podSelector": "", "readNodes": "false", "podDisruptionBudget__enabled": "false"},
+        {
+            "keda__enabled": "true", "engines__deployment": "vllm", "engines__apiKey": "k", "replicas": 3,
+            "cluster__url": "rediss://redis:6379/1", "cluster__password": "p", "admin__token": "t",
+            "networkPolicy__enabled": "true", "networkPolicy__clients[0]__ipBlock__cidr": "10.0.0.0/8",
+            "networkPolicy__monitoring[0]__namespaceSelector__matchLabels__name": "monitoring",
+            "serviceMonitor__enabled": "true", "serviceMonitor__labels__release": "prometheus",
+            "prometheusRule__enabled": "true", "grafanaDashboard__enabled": "true", "podAnnotations__a": "b",
+            "env[0]__name": "HF_TOKEN", "env[0]__value": "x", "image__pullSecrets[0]__name": "registry",
+            "nodeSelector__pool": "cpu", "tolerations[0]__key": "t", "service__type": "LoadBalancer",
+        },
+        {"admin__existingSecret": "s", "admin__tokenSha256": "0" * 64, "serviceMonitor__enabled": "true"},
+    ],
+    ids=["defaults", "least", "everything", "existing secret"],
+)  # fmt: skip
+def test_what_the_chart_renders_matches_the_schemas(values: dict[str, Any]) -> None:
+    found = render(**values)
+    assert [problem for one in found if is_builtin(one) for problem in schema_problems(one)] == []
+    custom = [one for one in found if not is_builtin(one)]
+    assert [problem for one in custom for problem in custom_problems(one, operator_schemas())] == []
+
+
+def test_mistakes_in_objects_of_the_operators_are_found() -> None:
+    values = {"engines__deployment": "vllm", "keda__enabled": "true", "admin__token": "t"}
+    found = render(**values, serviceMonitor__enabled="true", prometheusRule__enabled="true")
+    kinds = {one["kind"]: one for one in found}
+    scaled, monitor, rules = kinds["ScaledObject"], kinds["ServiceMonitor"], kinds["PrometheusRule"]
+    scaled["spec"]["maxReplicaCount"] = "ten"
+    monitor["spec"]["endpoints"][0]["authorization"]["credentials"]["nmae"] = "secret"
+    rules["spec"]["groups"][0]["rules"][0]["expresion"] = "1"
+    for one, part in ((scaled, "'ten' is not of type"), (monitor, "'nmae' was unexpected"), (rules, "'expresion'")):
+        assert part in str(custom_problems(one, operator_schemas()))
+
+
+def test_replicas_share_their_state_through_redis(tmp_path: Path) -> None:
+    def environment(found: list[dict[str, Any]]) -> dict[str, Any]:
+        [pod] = [one["spec"]["template"]["spec"] for one in found if one["kind"] == "Deployment"]
+        return {one["name"]: one.get("valueFrom") for one in pod["containers"][0]["env"]}
+
+    found = render("-f", str(CHART / "values-replicas.yaml"))
+    service = yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "redis.yaml").read_text())
+    [port] = [one["spec"]["ports"][0]["port"] for one in service if one["kind"] == "Service"]
+    assert config_of(found).cluster.url == f"redis://redis:{port}/0" and "REDIS_PASSWORD" not in environment(found)
+    values = tmp_path / "values.yaml"
+    values.write_text('cluster: {url: "redis://r:6379/0", password: "s3cret"}\n')
+    found = render("-f", str(values))
+    [secret] = [one for one in found if one["kind"] == "Secret"]
+    assert secret["stringData"] == {"redis-password": "s3cret"} and config_of(found).cluster.password_env
+    assert environment(found)[config_of(found).cluster.password_env] == {
+        "secretKeyRef": {"name": "r-warmroute", "key": "redis-password"}
+    }
+    assert not [one for one in found if "s3cret" in str(one) and one["kind"] != "Secret"]
+    found = render("-f", str(values), cluster__existingSecret="own")
+    assert environment(found)["REDIS_PASSWORD"]["secretKeyRef"]["name"] == "own"
+    assert not [one for one in found if one["kind"] == "Secret"]
+
+
+def test_tables_that_the_chart_writes_take_further_keys(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(
+        "keda: {enabled: true}\nengines: {deployment: vllm}\ntables:\n  scaling: {prewarm_prefixes: 4, interval_s: 2}\n"
+        '  log: {level: debug}\n  admin: {}\n  discovery: {models: [a, "b\\"c"], role: decode}\n'
+    )
+    config = config_of(render("-f", str(values)))
+    assert (config.scaling.prewarm_prefixes, config.scaling.interval_s, config.log.level) == (4, 2.0, "debug")
+    assert config.discovery[0].models == ("a", 'b"c') and config.discovery[0].role == "decode"
+
+
+def test_a_changed_secret_restarts_the_pods_and_a_changed_configuration_does_not() -> None:
+    def template(**values: Any) -> Any:
+        return next(one["spec"]["template"] for one in render(**values) if one["kind"] == "Deployment")
+
+    assert template(engines__apiKey="a") != template(engines__apiKey="b")
+    assert template(shutdown__delaySeconds=5) == template(config="[log]")
 
 
 def test_the_alert_rules_and_the_dashboard_are_those_of_the_repository() -> None:
@@ -75,6 +162,10 @@ def test_the_alert_rules_and_the_dashboard_are_those_of_the_repository() -> None
     ("values", "message"),
     [
         ({"keda__enabled": "true"}, "keda.enabled needs engines.deployment"),
+        (
+            {"keda__enabled": "true", "engines__deployment": "vllm", "replicas": 2},
+            "keda.enabled with several replicas needs cluster.url",
+        ),
         ({"serviceMonitor__enabled": "true"}, "serviceMonitor.enabled needs admin.token"),
         ({"admin__existingSecret": "s"}, "admin.existingSecret needs admin.tokenSha256"),
     ],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+from support.kubernetes_schemas import is_builtin, schema_problems
 
 from warmroute import __version__
 from warmroute.config import Config, from_table
@@ -27,6 +29,25 @@ def find(found: list[Object], kind: str) -> Object:
 
 def router_config(found: list[Object]) -> Config:
     return from_table(tomllib.loads(find(found, "ConfigMap")["data"]["warmroute.toml"]))
+
+
+@pytest.mark.parametrize("path", sorted(KUBERNETES.glob("*.yaml")), ids=lambda path: path.name)
+def test_the_manifests_match_the_schemas_of_kubernetes(path: Path) -> None:
+    """Those of KEDA and of the Prometheus operator: test_chart.py."""
+    found = [one for one in objects(path.name) if is_builtin(one)]
+    assert found and [problem for one in found for problem in schema_problems(one)] == []
+
+
+def test_a_misspelled_field_and_a_wrong_type_are_found() -> None:
+    [engines] = objects("vllm.yaml")
+    container = engines["spec"]["template"]["spec"]["containers"][0]
+    container["readinesProbe"] = container.pop("readinessProbe")
+    assert any("'readinesProbe' was unexpected" in problem for problem in schema_problems(engines))
+    [engines] = objects("vllm.yaml")
+    engines["spec"]["template"]["spec"]["containers"][0]["ports"][0]["containerPort"] = "8000"
+    assert any("'8000' is not of type 'integer'" in problem for problem in schema_problems(engines))
+    engines["apiVersion"] = "apps/v1beta1"
+    assert "there is no apps/v1beta1 Deployment" in schema_problems(engines)[0]
 
 
 @pytest.mark.parametrize("name", ["warmroute.yaml", "warmroute-keda.yaml"])
@@ -76,6 +97,8 @@ def test_the_router_finds_the_sample_engines_and_they_end_gracefully() -> None:
 def test_all_versions_are_the_packages() -> None:
     chart = yaml.safe_load((ROOT / "deploy" / "helm" / "warmroute" / "Chart.yaml").read_text())
     assert chart["version"] == chart["appVersion"] == __version__
+    guide = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
+    assert set(re.findall(r"/warmroute:([\w.]+)", guide)) == {__version__}
 
 
 def test_the_containerfile_copies_files_that_exist_and_runs_the_tested_steps() -> None:

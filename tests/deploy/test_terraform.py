@@ -97,12 +97,17 @@ def test_the_module_for_eks_is_valid_and_can_be_planned(tmp_path: Path) -> None:
         moto.wait()
 
 
+def render_values(folder: Path, home: str, other_island: str, other: str) -> str:
+    """Return the chart's values as the module `two-clouds` writes them."""
+    variables = f'{{home_island="{home}", other_island="{other_island}", other="{other}", egress_usd_per_gb=0.09}}'
+    template = MODULES / "two-clouds" / "values.yaml.tftpl"
+    text = terraform(folder, "console", stdin=f'jsonencode(templatefile("{template}", {variables}))\n')
+    return str(json.loads(json.loads(text)))
+
+
 def test_the_charts_values_for_two_clouds(tmp_path: Path) -> None:
     values = tmp_path / "values.yaml"
-    variables = '{home_island="aws/us-east-1", other_island="gce/us-east4", other="gke", egress_usd_per_gb=0.09}'
-    template = MODULES / "two-clouds" / "values.yaml.tftpl"
-    text = terraform(tmp_path, "console", stdin=f'jsonencode(templatefile("{template}", {variables}))\n')
-    values.write_text(json.loads(json.loads(text)))
+    values.write_text(render_values(tmp_path, "aws/us-east-1", "gce/us-east4", "gke"))
     helm = ROOT / ".venv-deploy" / "bin" / "helm"
     chart = ROOT / "deploy" / "helm" / "warmroute"
     done = subprocess.run([helm, "template", "r", chart, "-f", values], capture_output=True, text=True, check=True)

@@ -60,6 +60,32 @@ async def test_without_provisioners_requests_wait_at_every_process(tmp_path: Pat
     other.release()
 
 
+async def test_without_provisioners_every_process_knows_the_desired_number(tmp_path: Path) -> None:
+    """KEDA may ask any of them, and keeps its connection."""
+    other = LeaderLock(tmp_path / "lock")
+    assert other.is_leader()
+    service = Service(lambda: scaled(tmp_path, {}, lock_file=str(tmp_path / "lock"), min_nodes=3))
+    assert service.scaling is not None
+    service.scaling.loop.turn()
+    assert service.scaling.autoscaler.desired_nodes == 3
+    other.release()
+
+
+async def test_a_fleet_that_is_scaled_to_zero_is_ready(tmp_path: Path) -> None:
+    """Otherwise Kubernetes would send the router no request, and nothing would start the first node."""
+    now = scaled(tmp_path, {})
+    service = Service(lambda: now)
+    assert service.readiness()[0] == 200
+    service.add_node(NodeConfig(url="http://127.0.0.1:9", name="down"))
+    assert service.readiness()[0] == 503, "there is a node, and it cannot serve"
+    service.drain_node("down", True)
+    assert service.readiness()[0] == 200, "the last node leaves"
+    service.remove_node("down")
+    now = scaled(tmp_path, {}, dry_run=True)
+    service.reload()
+    assert service.readiness()[0] == 503, "nobody adds a node"
+
+
 async def test_provisioned_nodes_may_use_the_api_key_of_the_start_after_a_reload(tmp_path: Path) -> None:
     now = scaled(tmp_path, {"api_key_env": "OLD_KEY"})
     service = Service(lambda: now)

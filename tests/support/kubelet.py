@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from support.engine_scripts import Behaviour
 from support.kubernetes_workload import Workload
 from support.scripted_engine import ScriptedEngine
 
@@ -19,6 +20,8 @@ class PodRun:
         self.name = name
         self.engine = engine
         self.ready_s = 0.0
+        self.ready_at = 0.0
+        """The same as wall-clock time, to compare with logs."""
         self.terminating_s = 0.0
         """When the kubelet saw its deletion; 0 before."""
         self.gone = False
@@ -32,11 +35,12 @@ class PodRun:
 
 
 class Kubelet:
-    def __init__(self, workload: Workload, port: int, pre_stop_s: float) -> None:
+    def __init__(self, workload: Workload, port: int, pre_stop_s: float, behave: Behaviour | None) -> None:
         self._workload = workload
         self._port = port
         self._pre_stop_s = pre_stop_s
         """For how long a Pod serves after its deletion, as with `preStop: sleep`."""
+        self._behave = behave
         self._numbers = itertools.count(2)
         self.pods: dict[str, PodRun] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -61,9 +65,10 @@ class Kubelet:
     async def _start(self, name: str) -> None:
         address = f"127.0.77.{next(self._numbers)}"
         run = self.pods[name] = PodRun(name, ScriptedEngine(host=address, port=self._port))
+        run.engine.behave = self._behave or run.engine.behave
         await run.engine.listen()
         await asyncio.to_thread(self._workload.run, name, address=address)
-        run.ready_s = time.monotonic()
+        run.ready_s, run.ready_at = time.monotonic(), time.time()
 
     async def _end(self, run: PodRun) -> None:
         await asyncio.sleep(self._pre_stop_s)
@@ -80,8 +85,11 @@ class Kubelet:
 
 
 @asynccontextmanager
-async def kubelet(workload: Workload, port: int, pre_stop_s: float = 1.0) -> AsyncIterator[Kubelet]:
-    one = Kubelet(workload, port, pre_stop_s)
+async def kubelet(
+    workload: Workload, port: int, pre_stop_s: float = 1.0, behave: Behaviour | None = None
+) -> AsyncIterator[Kubelet]:
+    """`behave`: how the engines answer."""
+    one = Kubelet(workload, port, pre_stop_s, behave)
     running = asyncio.ensure_future(one.run())
     try:
         yield one

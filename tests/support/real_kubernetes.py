@@ -53,7 +53,9 @@ class RealCluster:
         self._start(
             "kube-controller-manager", "--kubeconfig", self.kubeconfig("admin"), "--port", "0", "--secure-port",
             str(free_port()), "--bind-address", "127.0.0.1", "--cert-dir", str(folder / "certs"),
-            "--leader-elect=false", "--controllers", "deployment,replicaset,statefulset,garbagecollector,endpointslice",
+            "--leader-elect=false", "--controllers",
+            "deployment,replicaset,statefulset,garbagecollector,endpointslice,serviceaccount-token",
+            "--service-account-private-key-file", str(key), "--root-ca-file", str(folder / "certs" / "apiserver.crt"),
         )  # fmt: skip
 
     def kubeconfig(self, user: str) -> str:

@@ -8,7 +8,7 @@ output "cluster_name" {
 }
 
 output "kubeconfig_command" {
-  value = "aws eks update-kubeconfig --region ${data.aws_region.this.name} --name ${aws_eks_cluster.this.name}"
+  value = "aws eks update-kubeconfig --region ${data.aws_region.this.name} --name ${aws_eks_cluster.this.name} --alias eks"
 }
 
 output "cidrs" {

@@ -8,7 +8,7 @@ output "cluster_name" {
 }
 
 output "kubeconfig_command" {
-  value = "gcloud container clusters get-credentials ${google_container_cluster.this.name} --region ${var.region}"
+  value = "gcloud container clusters get-credentials ${google_container_cluster.this.name} --region ${var.region} && kubectl config rename-context \"$(kubectl config current-context)\" gke"
 }
 
 output "cidrs" {

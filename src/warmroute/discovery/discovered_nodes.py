@@ -14,23 +14,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections import Counter
-from typing import Final, Protocol
+from typing import Protocol
 
 from msgspec.structs import replace
 
 from warmroute.config import ConfigError, NodeConfig, canonical_address, node_name
 from warmroute.discovery.target import MAX_TARGETS, Address, Target
+from warmroute.discovery.turn import Turn
 from warmroute.event_log import EventLog
 from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
 from warmroute.fleet.node import Node
 
 log = EventLog("warmroute.discovery")
-
-TURN_S: Final = 0.002
-"""After this time other tasks get their turn: with many nodes, changes take long."""
 
 
 class NodeRegistry(Protocol):
@@ -105,14 +101,13 @@ class DiscoveredNodes:
         """Change the fleet."""
         wanted, sources = self._merged()
         others = self._addresses_of_others()
-        turn_s = time.perf_counter()
+        turn = Turn()
         for address, target in wanted.items():
             self._apply(address, target, sources[address], address in others)
-            if time.perf_counter() - turn_s > TURN_S:
-                await asyncio.sleep(0)
-                turn_s = time.perf_counter()
+            await turn.share()
         for address in [one for one in self._discovered if one not in wanted]:
             self._leave(address)
+            await turn.share()
         self.leaving = any(address not in wanted for address in self._discovered)
         self._refused &= wanted.keys()
 

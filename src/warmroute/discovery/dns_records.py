@@ -16,6 +16,7 @@ import dns.exception
 import dns.name
 import dns.resolver
 
+from warmroute.blocking import run_in_thread
 from warmroute.config import DiscoveryConfig
 from warmroute.discovery.target import MAX_TARGETS, SourceError, Target, Targets, create_target, split_host_port
 
@@ -30,7 +31,6 @@ class DnsRecords:
 
     def __init__(self, config: DiscoveryConfig) -> None:
         self._config = config
-        self._slots = asyncio.Semaphore(LOOKUPS)
 
     def _resolver(self) -> dns.asyncresolver.Resolver:
         """Read /etc/resolv.conf each time: it changes with the network."""
@@ -48,14 +48,15 @@ class DnsRecords:
 
     async def run(self, report: Callable[[Targets], None]) -> None:
         while True:
-            targets, ttl_s = await self._resolve()
+            # In a thread: a long answer takes tens of milliseconds to parse, and requests must not wait for it.
+            targets, ttl_s = await run_in_thread(lambda: asyncio.run(self._resolve()), "dns")
             report(targets)
             await asyncio.sleep(max(MIN_REFRESH_S, min(ttl_s, self._config.max_refresh_s)))
 
     async def _resolve(self) -> tuple[Targets, float]:
         """Return the targets, and for how long they are valid. Raises SourceError."""
         config, invalid = self._config, list[str]()
-        resolver = self._resolver()
+        resolver, slots = self._resolver(), asyncio.Semaphore(LOOKUPS)
         found: list[Target | None] = []
         if config.record_type == "SRV":
             records, ttl_s = await self._records(resolver, config.dns_name, "SRV")
@@ -64,9 +65,8 @@ class DnsRecords:
             if config.scheme == "https":  # the certificate has the host's name
                 found = [create_target(config, host, config.port or port, {}, invalid) for host, port in hosts]
                 return Targets([one for one in found if one is not None], invalid), ttl_s
-            for (host, port), (addresses, host_ttl_s) in zip(
-                hosts, await asyncio.gather(*(self._addresses(resolver, host) for host, _port in hosts)), strict=True
-            ):
+            resolved = await asyncio.gather(*(self._addresses(resolver, host, slots) for host, _port in hosts))
+            for (host, port), (addresses, host_ttl_s) in zip(hosts, resolved, strict=True):
                 ttl_s = min(ttl_s, host_ttl_s)
                 port = config.port or port
                 name = f"{host}:{port}" if len(addresses) == 1 else ""
@@ -76,9 +76,11 @@ class DnsRecords:
             found = [create_target(config, record.address, config.port, {}, invalid) for record in records]
         return Targets([one for one in found if one is not None], invalid), ttl_s
 
-    async def _addresses(self, resolver: dns.asyncresolver.Resolver, host: str) -> tuple[list[str], float]:
+    async def _addresses(
+        self, resolver: dns.asyncresolver.Resolver, host: str, slots: asyncio.Semaphore
+    ) -> tuple[list[str], float]:
         """Return the IPv4 addresses of a host, or its IPv6 addresses if it has no others."""
-        async with self._slots:
+        async with slots:
             ttls_s = []
             for kind in ("A", "AAAA"):
                 records, ttl_s = await self._records(resolver, f"{host}.", kind)

@@ -20,6 +20,7 @@ from warmroute.config import ConfigError, DiscoveryConfig
 from warmroute.config.provisioner_settings import COMMON_VARIABLES
 from warmroute.discovery.kubernetes_targets import key_of, node_names, pod_targets, slice_targets
 from warmroute.discovery.target import MAX_TARGETS, SourceError, Target, Targets
+from warmroute.discovery.turn import Turn
 from warmroute.event_log import EventLog
 from warmroute.kubernetes.cluster import cluster_config, http_client
 from warmroute.kubernetes.objects import Object, meta
@@ -30,6 +31,8 @@ log = EventLog("warmroute.discovery")
 SERVICE_LABEL: Final = "kubernetes.io/service-name"
 SLICE_VERSIONS: Final = ("v1", "v1beta1")
 """Versions of EndpointSlices; clusters before 1.21 have only the second."""
+REPORT_S: Final = 0.05
+"""Shortest time between two reports: changes that arrive meanwhile are reported together."""
 NODE_LOOKUPS: Final = 16
 NODE_LOOKUP_S: Final = 2.0
 NODE_AGE_S: Final = 600.0
@@ -86,35 +89,53 @@ class KubernetesObjects:
         may_be_missing: bool = False,
     ) -> None:  # fmt: skip
         """Report each change, for ever. Return only if the API server does not know the path."""
+        loop = asyncio.get_running_loop()
+        pending: asyncio.TimerHandle | None = None
+        reported_s = -REPORT_S
+
+        def report_all() -> None:
+            nonlocal pending, reported_s
+            pending, reported_s = None, loop.time()
+            report(self._all())
+
         try:
             async with aclosing(list_and_watch(client, path, selector, MAX_TARGETS)) as changes:
                 async for change in changes:
                     await self._apply(client, change)
-                    report(self._all())
+                    pending = pending or loop.call_at(reported_s + REPORT_S, report_all)
         except ApiFailure as failure:
             if failure.status == 404 and may_be_missing:
                 return
             raise SourceError(str(failure)) from None
+        finally:
+            if pending is not None:
+                pending.cancel()
+                report_all()
 
     async def _apply(self, client: httpx2.AsyncClient, change: Change) -> None:
-        if change.kind == "listed":
-            self._targets.clear()
         if change.kind == "deleted":
             for one in change.objects:
                 self._targets.pop(key_of(one), None)
             return
         await self._look_up(client, {name for one in change.objects for name in _node_names(one)})
         nodes = {name: node for name, (_read_s, node) in self._nodes.items()}
+        read = pod_targets if self._config.pod_selector else slice_targets
+        known = {} if change.kind == "listed" else self._targets
+        turn = Turn()
         for one in change.objects:
             key = key_of(one)
-            if len(self._targets) >= MAX_TARGETS and key not in self._targets:
+            if len(known) >= MAX_TARGETS and key not in known:
                 continue
+            found: list[Target] = []
             invalid: list[str] = []
-            read = pod_targets if self._config.pod_selector else slice_targets
             try:
-                self._targets[key] = read(self._config, one, nodes, invalid), invalid
+                for target in read(self._config, one, nodes, invalid):
+                    found.append(target)
+                    await turn.share()
             except ODD_SHAPE as error:
-                self._targets[key] = [], [f"{str(meta(one).get('name'))[:80]}: {error!r}"]
+                found, invalid = [], [f"{str(meta(one).get('name'))[:80]}: {error!r}"]
+            known[key] = found, invalid
+        self._targets = known
 
     def _all(self) -> Targets:
         """Return the targets of all objects. A Pod may have an IPv4 and an IPv6 address, in two slices: the router uses

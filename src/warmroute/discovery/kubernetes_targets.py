@@ -6,6 +6,7 @@ A label or annotation `warmroute/model`, `warmroute/role`, `warmroute/gpu`, `war
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from warmroute.config import DiscoveryConfig
@@ -22,6 +23,8 @@ from warmroute.kubernetes.objects import (
     meta,
 )
 
+Nodes = Mapping[str, Object]
+"""Kubernetes nodes by name."""
 PREFIX: Final = "warmroute/"
 GPU_PRODUCT: Final = "nvidia.com/gpu.product"
 """Label of a Kubernetes node, from NVIDIA's GPU feature discovery."""
@@ -39,24 +42,24 @@ def node_names(one: Object) -> list[str]:
     return [str(own)] if own else []
 
 
-def pod_targets(config: DiscoveryConfig, pod: Object, nodes: dict[str, Object], invalid: list[str]) -> list[Target]:
-    """Return the Pod's target; none before it has an address, or after it has ended."""
+def pod_targets(config: DiscoveryConfig, pod: Object, nodes: Nodes, invalid: list[str]) -> Iterator[Target]:
+    """Yield the Pod's target; none before it has an address, or after it has ended."""
     status = pod.get("status") or {}
     host = str(status.get("podIP") or "")
     if not host or status.get("phase") in ("Succeeded", "Failed"):
-        return []
+        return
     ready = condition(pod, "Ready").get("status") == "True" and not meta(pod).get("deletionTimestamp")
     node = nodes.get(str((pod.get("spec") or {}).get("nodeName") or ""))
     labels = _settings(pod, node, first_label(labels_of(pod), REGION), first_label(labels_of(pod), ZONE))
     port = config.port or _container_port(pod, config.port_name)
     target = create_target(config, host, port, labels, invalid, name=str(meta(pod).get("name") or ""), ready=ready)
-    return [target] if target is not None else []
+    if target is not None:
+        yield target
 
 
-def slice_targets(config: DiscoveryConfig, one: Object, nodes: dict[str, Object], invalid: list[str]) -> list[Target]:
-    """Return a target for each endpoint of an EndpointSlice."""
+def slice_targets(config: DiscoveryConfig, one: Object, nodes: Nodes, invalid: list[str]) -> Iterator[Target]:
+    """Yield a target for each endpoint of an EndpointSlice."""
     port = config.port or _slice_port(one, config.port_name)
-    found: list[Target] = []
     for endpoint in one.get("endpoints") or ():
         addresses = endpoint.get("addresses") or ()
         state = endpoint.get("conditions") or {}
@@ -69,8 +72,7 @@ def slice_targets(config: DiscoveryConfig, one: Object, nodes: dict[str, Object]
             continue
         target = create_target(config, str(addresses[0]), port, labels, invalid, name=name, ready=ready)
         if target is not None:
-            found.append(target)
-    return found
+            yield target
 
 
 def _endpoint_node(endpoint: Object) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from urllib.parse import unquote
 
 import msgspec
@@ -18,6 +18,8 @@ class OwnEndpoints:
         self._fleet = fleet
         self.starting = False
         self.stopping = False
+        self.waits_for_first_node: Callable[[], bool] = lambda: False
+        """Whether requests wait while the fleet is empty, because the autoscaler will add a node."""
 
     def serve(self, client: ClientConnection, path: bytes) -> None:
         """Raises HttpError for a model that no node serves."""
@@ -40,9 +42,12 @@ class OwnEndpoints:
             return 503, b'{"status":"stopping"}'
         if self.starting:
             return 503, b'{"status":"starting"}'
-        if not self._fleet.can_serve:
+        if not self._fleet.can_serve and not (self.waits_for_first_node() and self._is_scaled_to_zero()):
             return 503, b'{"status":"no node can serve"}'
         return 200, b'{"status":"ready"}'
+
+    def _is_scaled_to_zero(self) -> bool:
+        return all(node.draining for node in self._fleet)
 
     def model_cards(self) -> Sequence[dict[str, object]]:
         """Every model of the fleet, as the first node with the longest context window describes it."""

@@ -20,7 +20,8 @@ from warmroute.kubernetes.objects import Object, meta
 WATCH_S: Final = 60
 """After this time the server ends a watch: a connection that died without a trace is noticed that soon."""
 GRACE_S: Final = 10.0
-PAGE: Final = 500
+PAGE: Final = 100
+"""Objects that are decoded at once: a Pod may have 10 KB and more."""
 MAX_BODY_BYTES: Final = 64 << 20
 """Of a page of objects, or of one change."""
 GONE: Final = 410

@@ -75,7 +75,8 @@ class ScalingService:
             ProvisionerClient(create_provisioner(one), one.timeout_s, now, one.api_key_env)
             for one in config.provisioners
         ]
-        lock_file = config.scaling.lock_file
+        # without provisioners every router decides, since KEDA may ask any of them
+        lock_file = config.scaling.lock_file if config.provisioners else ""
         self._lock = LeaderLock(Path(lock_file).expanduser()) if lock_file else None
         self._lease = lease
         is_leader = self._lock.is_leader if self._lock is not None else lambda: True

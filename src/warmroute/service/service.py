@@ -202,6 +202,7 @@ class Service:
         self.drain_node = self.shared_nodes.drain_node
         self.reload, self.needs_restart = self.config_reload.reload, self.config_reload.needs_restart
         self.readiness = self.proxy.own_endpoints.readiness
+        self.proxy.own_endpoints.waits_for_first_node = lambda: self.admission.first_node_wait_s > 0
         self.describe_discovery = self.discovery.describe
         self._servers: list[asyncio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []

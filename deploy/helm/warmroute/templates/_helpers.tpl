@@ -18,6 +18,20 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if .Values.admin.existingSecret }}{{ required "admin.existingSecret needs admin.tokenSha256: printf %s TOKEN | sha256sum" .Values.admin.tokenSha256 }}{{ else if .Values.admin.token }}{{ .Values.admin.token | sha256sum }}{{ end }}
 {{- end }}
 
+{{- define "warmroute.keys" -}}
+{{- range $key, $value := index .root.Values.tables .table }}
+{{ $key }} = {{ toJson $value }}
+{{- end }}
+{{- end }}
+
+{{- define "warmroute.hasRedisPassword" -}}
+{{- if and .Values.cluster.url (or .Values.cluster.existingSecret .Values.cluster.password) }}yes{{ end }}
+{{- end }}
+
+{{- define "warmroute.hasSecret" -}}
+{{- if or .Values.engines.apiKey (and .Values.admin.token (not .Values.admin.existingSecret)) (and .Values.cluster.url .Values.cluster.password (not .Values.cluster.existingSecret)) }}yes{{ end }}
+{{- end }}
+
 {{- define "warmroute.adminSecret" -}}
 {{ .Values.admin.existingSecret | default (include "warmroute.name" .) }}
 {{- end }}
