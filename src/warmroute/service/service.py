@@ -220,7 +220,8 @@ class Service:
 
         scaling = ScalingService(
             config, self.fleet, self.cache_view, self.shared_nodes, node_client.post,
-            lambda: self.admission.queue.waiting, set_first_node_wait, create_lease(config.cluster),
+            lambda: self.admission.queue.waiting, set_first_node_wait,
+            create_lease(config.cluster) if config.provisioners else None,  # KEDA may ask any replica
         )  # fmt: skip
         self.router.demand_meter, self.router.hot = scaling.demand_meter, scaling.hot
         self.router.may_serve = self._may_serve
