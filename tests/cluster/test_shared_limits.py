@@ -5,6 +5,7 @@ from __future__ import annotations
 from test_cluster_state import Process, exchange
 
 from warmroute.cluster.messages import FULL_S, PEER_TTL_S
+from warmroute.cluster.shared_limits import LEFT_S
 from warmroute.routing.routing_errors import RateLimited
 
 LIMIT = 600
@@ -103,3 +104,28 @@ def test_a_silent_peer_holds_nobody_up_for_longer_than_it_counts() -> None:
     wait(PEER_TTL_S + 0.1, a)
     a.state.publish(a, a.now_s)  # b has ended
     assert taken(a) >= LIMIT / 2
+
+
+def test_a_process_that_misses_its_peers_before_the_connection_uses_its_share() -> None:
+    a, b = (Process(name, requests_per_min=LIMIT) for name in "ab")
+    exchange(a, b)
+    wait(PEER_TTL_S + 0.1, a)
+    a.state.publish(a, a.now_s)  # b is silent, but the connection has not been missed yet
+    shared = a.state.shared_limits
+    assert shared is not None and shared.fraction == 1 / 2
+    a.state.set_connected(False)
+    wait(60.0, a)
+    a.state.publish(a, a.now_s)
+    assert shared.fraction == 1 / 2 and taken(a) <= LIMIT / 2 + 1
+
+
+def test_a_process_that_has_ended_leaves_its_share_to_the_others() -> None:
+    a, b = (Process(name, requests_per_min=LIMIT) for name in "ab")
+    exchange(a, b)
+    wait(PEER_TTL_S + 0.1, a)
+    a.state.publish(a, a.now_s)
+    shared = a.state.shared_limits
+    assert shared is not None
+    wait(LEFT_S + 0.1, a)
+    a.state.publish(a, a.now_s)
+    assert shared.fraction == 1.0

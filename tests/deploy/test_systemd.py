@@ -82,9 +82,9 @@ async def activated(
         await reading
 
 
-def listening() -> socket.socket:
+def listening(host: str = "127.0.0.1") -> socket.socket:
     """A socket whose number does not collide with those that the process expects."""
-    one = socket.create_server(("127.0.0.1", 0))
+    one = socket.create_server((host, 0))
     while one.fileno() < 10:
         one = socket.socket(fileno=os.dup(one.detach()))
     return one
@@ -120,6 +120,20 @@ async def test_a_service_of_systemd(tmp_path: Path) -> None:
     notifications.close()
     clients.close()
     admin.close()
+
+
+@pytest.mark.parametrize("options", [(), ("--workers", "1")])
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+async def test_an_inherited_public_socket_without_api_keys_is_logged(
+    tmp_path: Path, host: str, options: tuple[str, ...]
+) -> None:
+    notifications = Notifications(str(tmp_path / "notify"))
+    clients = listening(host)
+    async with activated(tmp_path, clients, options=options) as (process, lines):
+        await until(lambda: notifications.count("READY=1") == 1 or process.returncode is not None, "ready", 20)
+        assert any("no_api_keys" in line for line in lines) == (host == "0.0.0.0"), lines
+    notifications.close()
+    clients.close()
 
 
 async def test_workers_of_a_service_of_systemd(tmp_path: Path) -> None:

@@ -18,6 +18,10 @@ from warmroute.routing.rate_limits import RateLimits
 SLICE_S: Final = 0.05
 """Shortest time of a slice. A message arrives within this time, or its sender's slice is the error of the limit."""
 
+LEFT_S: Final = 2.0
+"""A process that is silent for this time, while messages arrive, has ended. Before, this process may be the one that is
+cut off and has not noticed it yet."""
+
 
 class SharedLimits:
     def __init__(self, limits: RateLimits, peers: Mapping[str, Peer]) -> None:
@@ -27,6 +31,8 @@ class SharedLimits:
         """Whether messages of all other processes can arrive."""
         self._known = 1
         """Processes when messages could last arrive, this one included."""
+        self._fewer_since_s: float | None = None
+        """Since when fewer processes are heard than are known, although messages seem to arrive."""
         self._fraction = 1.0
         self._processes = 1
         self._started_s = -inf
@@ -39,8 +45,14 @@ class SharedLimits:
     def update(self, now_s: float) -> None:
         """Call it after each change of the peers, and regularly."""
         processes = len(self._peers) + 1
-        if self.connected:
-            self._known = processes
+        if processes >= self._known:
+            self._known, self._fewer_since_s = processes, None
+        elif not self.connected:
+            self._fewer_since_s = None
+        elif self._fewer_since_s is None:
+            self._fewer_since_s = now_s
+        elif now_s - self._fewer_since_s >= LEFT_S:
+            self._known, self._fewer_since_s = processes, None
         fraction = min(1.0, processes / self._known)
         if fraction != self._fraction:
             self._fraction = fraction

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
 from warmroute.config import Config, is_loopback
 from warmroute.event_log import EventLog
@@ -24,13 +25,19 @@ def log_started(config: Config, address: str, admin_port: int, nodes: int) -> No
     """Log where the router listens, and what its configuration lacks."""
     admin = f"http://{url_host(config.admin.host)}:{admin_port}" if config.admin.enabled else "off"
     log.info("service_started", address=address, admin=admin, nodes=nodes, policy=config.routing.policy)
-    if not config.keys and not config.listen.unix_socket and not is_loopback(config.listen.host):
-        log.warning(
-            "no_api_keys", "Everybody who reaches this address can use the fleet. Add [[keys]].", address=address
-        )
+    warn_without_keys(config, address)
     if not config.nodes and not config.provisioners and not config.discovery:
         log.warning(
             "no_nodes", "Add [[nodes]] or [[discovery]] to the configuration, use --node URL, or POST /admin/nodes."
+        )
+
+
+def warn_without_keys(config: Config, address: str) -> None:
+    """`address`: where the router listens. It can differ from the configuration: systemd may have opened the socket."""
+    host = urlsplit(address).hostname
+    if not config.keys and host is not None and not is_loopback(host):
+        log.warning(
+            "no_api_keys", "Everybody who reaches this address can use the fleet. Add [[keys]].", address=address
         )
 
 

@@ -23,6 +23,7 @@ from warmroute.edge.timer_wheel import TimerWheel
 from warmroute.event_log import EventLog
 from warmroute.service.file_watch import watch_files
 from warmroute.service.process_exit import EXIT_GRACE_S
+from warmroute.service.startup import url_host, warn_without_keys
 from warmroute.service.systemd import ADMIN_SOCKET, Systemd
 from warmroute.service.workers.frames import GONE
 from warmroute.service.workers.passed_connections import ConnectionPassing
@@ -112,13 +113,13 @@ class Supervisor:
             inherited.setblocking(False)
             sockets, name = [inherited], inherited.getsockname()
             self.port = name[1] if isinstance(name, tuple) else 0
-            address = f"{scheme}://{name[0]}:{self.port}" if self.port else f"unix:{name}"
+            address = f"{scheme}://{url_host(name[0])}:{self.port}" if self.port else f"unix:{name}"
         elif listen.unix_socket:
             sockets, address = [open_unix_socket(listen.unix_socket)], f"unix:{listen.unix_socket}"
         else:
             sockets = [open_tcp_socket(listen.host, listen.port)]
             self.port = sockets[0].getsockname()[1]
-            address = f"{scheme}://{listen.host}:{self.port}"
+            address = f"{scheme}://{url_host(listen.host)}:{self.port}"
         self._passing = ConnectionPassing(sockets, self._takers)
         server = None
         if admin.enabled:
@@ -139,11 +140,12 @@ class Supervisor:
         for number in range(self._count):
             self._spawn(self._keep_running(number))
         self._passing.start()
-        admin_address = f"http://{admin.host}:{self.admin_port}" if admin.enabled else "off"
+        admin_address = f"http://{url_host(admin.host)}:{self.admin_port}" if admin.enabled else "off"
         log.info(
             "service_started", address=address, admin=admin_address, nodes=len(self.config.nodes),
             policy=self.config.routing.policy, workers=self._count,
         )  # fmt: skip
+        warn_without_keys(self.config, address)
         return server
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
