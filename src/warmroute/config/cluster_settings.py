@@ -21,7 +21,7 @@ _SCHEMES: Final = {
 
 class Cluster(Section, frozen=True):
     """Replicas of the router that share their state through Redis or Valkey. They need
-    `pip install 'warmroute[redis]'`."""
+    the extra `redis`: `pip install '.[redis]'`."""
 
     url: Annotated[
         str,
