@@ -31,8 +31,10 @@ PIP := -m pip install --quiet --disable-pip-version-check
 run: $(RUNTIME)
 	$(BIN)/warmroute demo $(ARGS)
 
+# A test that hangs beyond its timeout ends its process, which prints all stacks.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 \
+	  -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check src tests tools bench fuzz
