@@ -21,7 +21,7 @@ from support.free_port import free_port
 from warmroute.config import ProvisionerConfig
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerError
-from warmroute.scaling.provisioners.process import ProcessProvisioner
+from warmroute.scaling.provisioners.process import TOKEN_VARIABLE, ProcessProvisioner
 
 SLEEPER = (sys.executable, "-c", "import time; time.sleep(600)", "{port}", "{token}", "{name}")
 IGNORES_SIGTERM = (
@@ -149,6 +149,8 @@ async def test_a_crash_between_start_and_record_leaves_no_orphan(tmp_path: Path)
     async with cleaned(first) as offer:
         await first.provision(offer, "t1")
         (machine,) = await first.status()
+        environment = Path(f"/proc/{machine.id.removeprefix('pid ')}/environ")
+        await until(lambda: TOKEN_VARIABLE.encode() in environment.read_bytes())
         file = records(tmp_path) / "t1.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"pid": 0, "start_id": ""}))
         second = create(tmp_path)
