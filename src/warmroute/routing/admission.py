@@ -30,7 +30,14 @@ from warmroute.fleet.node import Node
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing import eligible_nodes
-from warmroute.routing.admission_queue import LONG_WAIT_S, AdmissionQueue, Key, PendingRequest, QueuedRequest
+from warmroute.routing.admission_queue import (
+    LONG_WAIT_S,
+    AdmissionQueue,
+    Key,
+    PendingRequest,
+    QueuedRequest,
+    QueueOrder,
+)
 from warmroute.routing.deadline_check import check_deadlines
 from warmroute.routing.decision import Decision
 from warmroute.routing.router import Router
@@ -57,9 +64,15 @@ HITS_VALID_S: Final = 0.25
 
 
 class Admission:
-    def __init__(self, router: Router, config: AdmissionConfig, routes: Sequence[RouteConfig] = ()) -> None:
+    def __init__(
+        self,
+        router: Router,
+        config: AdmissionConfig,
+        routes: Sequence[RouteConfig] = (),
+        order: QueueOrder = QueueOrder.SHORTEST_WITH_AGE,
+    ) -> None:
         self._router = router
-        self.queue = AdmissionQueue()
+        self.queue = AdmissionQueue(order)
         self._filling: dict[Node, None] = {}
         """Nodes with room that queued requests are being sent to."""
         self._version = 0

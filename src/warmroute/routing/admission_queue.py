@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from enum import Enum
 from itertools import islice
 from typing import Final, Protocol
 
@@ -33,6 +34,15 @@ HEAD_SAMPLE: Final = 8
 """Requests of each tenant and node that `heads` looks at."""
 WORK_SAMPLE: Final = 64
 """Requests of each tenant that `work_ahead_ms` looks at. It extrapolates to the others."""
+
+
+class QueueOrder(Enum):
+    """The order of one tenant's requests. Replay compares the default with the others."""
+
+    SHORTEST_WITH_AGE = "least prefill work first, with a bonus for waiting"
+    SHORTEST = "least prefill work first"
+    FIRST_COME = "first come, first served"
+
 
 Key = tuple[int, str]
 """Priority and tenant."""
@@ -62,13 +72,18 @@ class QueuedRequest(msgspec.Struct, eq=False):
     decision: Decision
     group: Group
     """The group that counts the request as waiting."""
+    order: QueueOrder = QueueOrder.SHORTEST_WITH_AGE
     version: int = 0
     """The version of Admission's state that the decision is based on."""
 
     def score(self, now_s: float) -> float:
         """Return the prefill time minus a bonus for waiting: of one tenant's requests, the lowest score is first."""
+        if self.order is QueueOrder.FIRST_COME:
+            return self.pending.request.arrived_s
         price = self.decision.price
         prefill_ms = price.prefill if price is not None else 0.0
+        if self.order is QueueOrder.SHORTEST:
+            return prefill_ms
         return prefill_ms - AGE_BONUS * (now_s - self.pending.request.arrived_s) * 1000.0
 
     def may_go_to(self, node: Node) -> bool:
@@ -137,7 +152,8 @@ class TenantQueue(msgspec.Struct, eq=False):
 
 
 class AdmissionQueue:
-    def __init__(self) -> None:
+    def __init__(self, order: QueueOrder = QueueOrder.SHORTEST_WITH_AGE) -> None:
+        self._order = order
         self.tenants: dict[Key, TenantQueue] = {}
         """Those with queued requests."""
         self.past_work_ms: dict[Key, float] = {}
@@ -217,7 +233,7 @@ class AdmissionQueue:
             tenant = self.tenants[key] = TenantQueue(work_ms)
         query = decision.query
         assert query is not None
-        tenant.add(QueuedRequest(pending, decision, query.group))
+        tenant.add(QueuedRequest(pending, decision, query.group, self._order))
         self.waiting += 1
         self._counts[key] += 1
 
