@@ -29,7 +29,7 @@ from warmroute.replay.peers.dynamo_router import Dynamo
 from warmroute.replay.peers.kubeai_router import Kubeai
 from warmroute.replay.peers.llm_d_router import LlmD
 from warmroute.replay.peers.sglang_router import Sglang
-from warmroute.routing.admission_queue import QueueOrder
+from warmroute.routing.queued_request import QueueOrder
 
 INDEX_BYTES = 1 << 30
 """Large enough that the index never evicts in a replay."""

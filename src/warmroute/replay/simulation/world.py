@@ -25,8 +25,8 @@ from warmroute.replay.simulation.simulated_cluster import SimulatedCluster
 from warmroute.replay.simulation.simulated_node import ProcessState, SimulatedNode
 from warmroute.replay.simulation.simulated_request import MODEL
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
-from warmroute.routing.admission_queue import QueueOrder
 from warmroute.routing.decision import Policy
+from warmroute.routing.queued_request import QueueOrder
 
 DEFAULT_ISLAND = "local"
 """The island of every node if the router does not know islands."""
