@@ -2,8 +2,7 @@
 
 A request whose cheapest node has room goes there at once. Otherwise it waits in the admission queue and not in the
 engine's: until its turn comes, its cached prefix may be evicted, or another node may become cheaper. When a node has
-room again, admission decides again for the first queued requests, in the queue's order; of one tenant's requests, those
-with the least work go first, with a bonus for waiting.
+room again, admission decides again for the first queued requests, in the queue's order (admission_queue.py).
 
 Admission rejects a request that cannot meet its deadline, that finds the queue full, or that must not queue. From half
 of `max_waiting` on, low-priority requests no longer overtake others; if the queue is full, others displace them. So no
@@ -30,7 +29,7 @@ from warmroute.fleet.node import Node
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing import eligible_nodes
-from warmroute.routing.admission_queue import LONG_WAIT_S, AdmissionQueue, Key
+from warmroute.routing.admission_queue import LONG_WAIT_S, AdmissionQueue, Key, TenantQueue
 from warmroute.routing.deadline_check import check_deadlines
 from warmroute.routing.decision import Decision
 from warmroute.routing.queued_request import PendingRequest, QueuedRequest, QueueOrder
@@ -46,6 +45,7 @@ from warmroute.routing.routing_errors import (
     WouldQueue,
 )
 from warmroute.routing.turns import Turns
+from warmroute.routing.waiting_guarantee import GRACE_S
 
 EXAMINED_PER_TENANT: Final = 16
 """Queued requests of each tenant that admission examines when a node has room: so many of those that wait for this
@@ -68,7 +68,7 @@ class Admission:
         router: Router,
         config: AdmissionConfig,
         routes: Sequence[RouteConfig] = (),
-        order: QueueOrder = QueueOrder.SHORTEST_WITH_AGE,
+        order: QueueOrder = QueueOrder.GUARANTEED,
     ) -> None:
         self._router = router
         self.queue = AdmissionQueue(order)
@@ -267,6 +267,7 @@ class Admission:
         """Return the request to admit next: the first one for this node, or a trial request for a half-open node."""
         queue, turns = self.queue, self.turns
         without_low = self._half_full and queue.has_higher_priority
+        queue.note_overdue(now_s)
         overdue = self._next_overdue(node, without_low, now_s)
         if overdue is not None:
             queue.charge(*overdue, now_s, by_guarantee=True)
@@ -275,8 +276,10 @@ class Admission:
         limit = min(EXAMINED_PER_TENANT, max(1, EXAMINED // max(1, len(tenants))))
         for key, tenant in tenants:
             best = self._best_for(node, key, tenant.candidates_for(node, limit), now_s)
+            if best is not None and best.is_overdue and now_s > best.cheaper_s + GRACE_S:
+                best = self._oldest_overdue(node, key, tenant, now_s) or best
             if best is not None and queue.contains(key, best):
-                if turns is not None and not turns.is_ours(node, key[0], best.score(now_s), now_s):
+                if turns is not None and not turns.is_ours(node, key[0], best.prefill_ms, now_s):
                     return None
                 queue.charge(key, best, now_s, by_guarantee=False)
                 return key, best
@@ -285,7 +288,7 @@ class Admission:
     def _next_overdue(self, node: Node, without_low: bool, now_s: float) -> tuple[Key, QueuedRequest] | None:
         """Return the overdue request that gets this node by its guarantee (see waiting_guarantee.py)."""
         queue = self.queue
-        for queued in queue.guarantee.oldest_overdue(node, EXAMINED_OVERDUE, now_s):
+        for queued in queue.guarantee.oldest_overdue(node, EXAMINED_OVERDUE):
             request = queued.pending.request
             key = (request.priority, request.tenant)
             if (without_low and key[0] == LOW) or not self._is_current(key, queued, now_s):
@@ -333,6 +336,15 @@ class Admission:
             if best is None or (queued.key, queued.number) < (best.key, best.number):
                 best = queued
         return best
+
+    def _oldest_overdue(self, node: Node, key: Key, tenant: TenantQueue, now_s: float) -> QueuedRequest | None:
+        """Return the tenant's oldest overdue request whose cheapest node this is."""
+        for queued in tenant.overdue.first_ones(node, EXAMINED_OVERDUE):
+            if not self._is_current(key, queued, now_s) or queued.decision.node is not node:
+                continue
+            if not (self._has_threshold and self._over_threshold(queued.pending.request, node)):
+                return queued
+        return None
 
     def _over_threshold(self, request: RoutingRequest, node: Node) -> bool:
         threshold = self._config_of(request).queue_threshold

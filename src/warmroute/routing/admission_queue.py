@@ -1,8 +1,9 @@
 """The admission queue: requests that wait at the router for a node, and whose turn is next. No I/O.
 
-Order: higher priority first, then the tenant with the least admitted work, then the request with the least prefill work
-(queued_request.py). Requests that have waited for long have a guarantee, whatever their priority, tenant and work
-(waiting_guarantee.py). Requests for which no node exists at all wait separately (`waiting_for_first_node`).
+Order: higher priority first, then the tenant with the least admitted work, then the request with the least prefill
+work. If that one is overdue, the tenant's oldest overdue request goes instead. Overdue requests have a guarantee,
+whatever their priority, tenant and work (waiting_guarantee.py). Requests for which no node exists at all wait
+separately (`waiting_for_first_node`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from warmroute.fleet.node import Node
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.decision import Decision
 from warmroute.routing.queued_request import (
-    AGE_BONUS,
     PendingRequest,
     QueuedRequest,
     QueueOrder,
@@ -49,12 +49,15 @@ class TenantQueue(msgspec.Struct, eq=False):
     waiting: dict[int, QueuedRequest] = {}
     """In order of arrival, by the pending request's id()."""
     by_work: RequestsByNode = msgspec.field(default_factory=RequestsByNode)
+    overdue: RequestsByNode = msgspec.field(default_factory=RequestsByNode)
+    """Those that are overdue, in order of arrival."""
     _by_decision: dict[int, QueuedRequest] = {}
     """The same as `waiting`, the oldest decision first."""
 
     def add(self, queued: QueuedRequest) -> None:
         self.waiting[id(queued.pending)] = self._by_decision[id(queued.pending)] = queued
         queued.key = queued.current_key()
+        queued.note_work(queued.pending.request.arrived_s)
         self.by_work.add(queued.key, queued)
         queued.group.waiting += 1
 
@@ -63,6 +66,8 @@ class TenantQueue(msgspec.Struct, eq=False):
         if queued is not None:
             del self._by_decision[id(pending)]
             self.by_work.remove(queued.key, queued, queued.decision.node)
+            if queued.is_overdue:
+                self.overdue.remove(queued.pending.request.arrived_s, queued, queued.decision.node)
             queued.group.waiting -= 1
         return queued
 
@@ -75,6 +80,7 @@ class TenantQueue(msgspec.Struct, eq=False):
             queued.group.waiting += 1
         self._by_decision[number] = self._by_decision.pop(number)
         queued.decision = decision
+        queued.note_work(query.now_s if query is not None else 0.0)
         key = queued.current_key()
         if key != queued.key:
             self.by_work.remove(queued.key, queued, before)
@@ -82,6 +88,8 @@ class TenantQueue(msgspec.Struct, eq=False):
             self.by_work.add(key, queued)
         elif decision.node is not before:
             self.by_work.move(key, queued, before)
+        if queued.is_overdue and decision.node is not before:
+            self.overdue.move(queued.pending.request.arrived_s, queued, before)
 
     def candidates_for(self, node: Node, limit: int) -> list[QueuedRequest]:
         """Return the requests with the least work, those with the least work whose decision is this node, and those
@@ -97,9 +105,9 @@ class TenantQueue(msgspec.Struct, eq=False):
 
 
 class AdmissionQueue:
-    def __init__(self, order: QueueOrder = QueueOrder.SHORTEST_WITH_AGE) -> None:
+    def __init__(self, order: QueueOrder = QueueOrder.GUARANTEED) -> None:
         self._order = order
-        self.guarantee = WaitingGuarantee(SHARE if order is QueueOrder.SHORTEST_WITH_AGE else 0.0)
+        self.guarantee = WaitingGuarantee(SHARE if order is QueueOrder.GUARANTEED else 0.0)
         self.tenants: dict[Key, TenantQueue] = {}
         """Those with queued requests."""
         self.past_work_ms: dict[Key, float] = {}
@@ -240,7 +248,7 @@ class AdmissionQueue:
             return next(reversed(tenant.waiting.values())).pending
         return next(pending for pending in reversed(self.waiting_for_first_node.values()) if _key(pending) == key)
 
-    def work_ahead_ms(self, request: RoutingRequest, group: Group, work_ms: float, now_s: float) -> float:
+    def work_ahead_ms(self, request: RoutingRequest, group: Group, work_ms: float) -> float:
         """Return the queued prefill work that would be admitted before a new request with this much work.
 
         It counts higher priorities and the request's own tenant. The work of other tenants with the same priority
@@ -251,24 +259,30 @@ class AdmissionQueue:
             if key[0] >= request.priority and key != own_key:
                 continue
             waiting = tenant.by_work.all
-            count = len(waiting) if key != own_key else waiting.count_up_to(work_ms + AGE_BONUS * 1000.0 * now_s)
+            count = len(waiting) if key != own_key else waiting.count_up_to(work_ms)
             sample = waiting.sample(count, WORK_SAMPLE)
             if sample:
                 sample_ms = sum(queued.prefill_ms for queued in sample if queued.group is group)
                 ahead_ms += sample_ms * count / len(sample)
         return ahead_ms
 
-    def heads(self, now_s: float) -> dict[str, tuple[int, float]]:
-        """Return, by node, the priority and the score of the first request that waits for it."""
+    def heads(self) -> dict[str, tuple[int, float]]:
+        """Return, by node, the priority and the prefill time of the first request that waits for it."""
         heads: dict[str, tuple[int, float]] = {}
         for key, tenant in self.tenants.items():
             for node, queued in tenant.by_work.heads():
-                head = (key[0], queued.score(now_s))
+                head = (key[0], queued.key)
                 if node.name not in heads or head < heads[node.name]:
                     heads[node.name] = head
         return heads
 
     # Order.
+
+    def note_overdue(self, now_s: float) -> None:
+        """Find the requests that have become overdue."""
+        for queued in self.guarantee.newly_overdue(now_s):
+            tenant = self.tenants[_key(queued.pending)]
+            tenant.overdue.add(queued.pending.request.arrived_s, queued)
 
     def tenants_in_order(self, without_low: bool) -> list[tuple[Key, TenantQueue]]:
         """Return the tenants by priority, then by admitted work."""
