@@ -10,6 +10,7 @@ from routing_harness import FakeRequest, RoutingHarness, explained, one_busy_nod
 
 from warmroute.config.priority import HIGH, LOW, NORMAL
 from warmroute.routing.admission import OVERDUE
+from warmroute.routing.admission_queue import KEY_TOLERANCE
 from warmroute.routing.queued_request import QueuedRequest
 from warmroute.routing.waiting_guarantee import GRACE_S, PATIENCE, SHARE
 
@@ -23,12 +24,13 @@ def all_queued(harness: RoutingHarness) -> list[QueuedRequest]:
 def assert_sorted_like_brute_force(harness: RoutingHarness) -> None:
     for tenant in harness.admission.queue.tenants.values():
         waiting = list(tenant.waiting.values())
-        expected = sorted(waiting, key=lambda one: (one.prefill_ms, one.number))
+        expected = sorted(waiting, key=lambda one: (one.key, one.number))
+        assert all(one.key == pytest.approx(one.prefill_ms, rel=KEY_TOLERANCE) for one in waiting)
         assert list(tenant.by_work.all) == expected
         for node, first in tenant.by_work.heads():
             assert first is next(one for one in expected if one.decision.node is node)
-        overdue = sorted((one for one in waiting if one.is_overdue), key=lambda one: one.number)
-        assert list(tenant.overdue.all) == overdue
+    overdue = [one for one in all_queued(harness) if one.is_overdue]
+    assert list(harness.admission.queue.guarantee._overdue.all) == sorted(overdue, key=lambda one: one.number)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -29,7 +29,7 @@ from warmroute.fleet.node import Node
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing import eligible_nodes
-from warmroute.routing.admission_queue import LONG_WAIT_S, AdmissionQueue, Key, TenantQueue
+from warmroute.routing.admission_queue import LONG_WAIT_S, AdmissionQueue, Key
 from warmroute.routing.deadline_check import check_deadlines
 from warmroute.routing.decision import Decision
 from warmroute.routing.queued_request import PendingRequest, QueuedRequest, QueueOrder
@@ -47,7 +47,7 @@ from warmroute.routing.routing_errors import (
 from warmroute.routing.turns import Turns
 from warmroute.routing.waiting_guarantee import GRACE_S
 
-EXAMINED_PER_TENANT: Final = 16
+EXAMINED_PER_TENANT: Final = 8
 """Queued requests of each tenant that admission examines when a node has room: so many of those that wait for this
 node, as many of all, and half as many of those with the oldest decisions."""
 EXAMINED: Final = 64
@@ -267,8 +267,8 @@ class Admission:
         """Return the request to admit next: the first one for this node, or a trial request for a half-open node."""
         queue, turns = self.queue, self.turns
         without_low = self._half_full and queue.has_higher_priority
-        queue.note_overdue(now_s)
-        overdue = self._next_overdue(node, without_low, now_s)
+        has_overdue = queue.guarantee.find_overdue(now_s)
+        overdue = self._next_overdue(node, without_low, now_s) if has_overdue else None
         if overdue is not None:
             queue.charge(*overdue, now_s, by_guarantee=True)
             return overdue
@@ -277,7 +277,7 @@ class Admission:
         for key, tenant in tenants:
             best = self._best_for(node, key, tenant.candidates_for(node, limit), now_s)
             if best is not None and best.is_overdue and now_s > best.cheaper_s + GRACE_S:
-                best = self._oldest_overdue(node, key, tenant, now_s) or best
+                best = self._oldest_overdue(node, key, now_s) or best
             if best is not None and queue.contains(key, best):
                 if turns is not None and not turns.is_ours(node, key[0], best.prefill_ms, now_s):
                     return None
@@ -288,6 +288,8 @@ class Admission:
     def _next_overdue(self, node: Node, without_low: bool, now_s: float) -> tuple[Key, QueuedRequest] | None:
         """Return the overdue request that gets this node by its guarantee (see waiting_guarantee.py)."""
         queue = self.queue
+        if queue.guarantee.credit_ms(node) < 0.0:
+            return None
         for queued in queue.guarantee.oldest_overdue(node, EXAMINED_OVERDUE):
             request = queued.pending.request
             key = (request.priority, request.tenant)
@@ -333,16 +335,17 @@ class Admission:
                 continue
             if self._has_threshold and self._over_threshold(queued.pending.request, node):
                 continue
-            if best is None or (queued.key, queued.number) < (best.key, best.number):
+            if best is None or queued.current_key() < best.current_key():
                 best = queued
         return best
 
-    def _oldest_overdue(self, node: Node, key: Key, tenant: TenantQueue, now_s: float) -> QueuedRequest | None:
-        """Return the tenant's oldest overdue request whose cheapest node this is."""
-        for queued in tenant.overdue.first_ones(node, EXAMINED_OVERDUE):
-            if not self._is_current(key, queued, now_s) or queued.decision.node is not node:
+    def _oldest_overdue(self, node: Node, key: Key, now_s: float) -> QueuedRequest | None:
+        """Return the oldest overdue request of this tenant whose cheapest node this is, if it is among the oldest."""
+        for queued in self.queue.guarantee.oldest_overdue(node, EXAMINED_OVERDUE):
+            request = queued.pending.request
+            if (request.priority, request.tenant) != key or not self._is_current(key, queued, now_s):
                 continue
-            if not (self._has_threshold and self._over_threshold(queued.pending.request, node)):
+            if queued.decision.node is node and not (self._has_threshold and self._over_threshold(request, node)):
                 return queued
         return None
 

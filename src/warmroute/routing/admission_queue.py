@@ -8,7 +8,7 @@ separately (`waiting_for_first_node`).
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from typing import Final
 
 import msgspec
@@ -30,6 +30,8 @@ LONG_WAIT_S: Final = 10.0
 """Low-priority requests that waited for so long are rejected if the queue is half full."""
 FAIR_LEAD: Final = 2
 """A tenant has to make room for another one of the same priority if it has this many queued requests more."""
+KEY_TOLERANCE: Final = 0.02
+"""A request keeps its place in the order if its work changes by less than this fraction."""
 WORK_SAMPLE: Final = 64
 """Requests of each tenant from which `work_ahead_ms` estimates the work of all."""
 
@@ -49,9 +51,7 @@ class TenantQueue(msgspec.Struct, eq=False):
     waiting: dict[int, QueuedRequest] = {}
     """In order of arrival, by the pending request's id()."""
     by_work: RequestsByNode = msgspec.field(default_factory=RequestsByNode)
-    overdue: RequestsByNode = msgspec.field(default_factory=RequestsByNode)
-    """Those that are overdue, in order of arrival."""
-    _by_decision: dict[int, QueuedRequest] = {}
+    _by_decision: OrderedDict[int, QueuedRequest] = msgspec.field(default_factory=OrderedDict)
     """The same as `waiting`, the oldest decision first."""
 
     def add(self, queued: QueuedRequest) -> None:
@@ -66,8 +66,6 @@ class TenantQueue(msgspec.Struct, eq=False):
         if queued is not None:
             del self._by_decision[id(pending)]
             self.by_work.remove(queued.key, queued, queued.decision.node)
-            if queued.is_overdue:
-                self.overdue.remove(queued.pending.request.arrived_s, queued, queued.decision.node)
             queued.group.waiting -= 1
         return queued
 
@@ -78,18 +76,16 @@ class TenantQueue(msgspec.Struct, eq=False):
             queued.group.waiting -= 1
             queued.group = query.group
             queued.group.waiting += 1
-        self._by_decision[number] = self._by_decision.pop(number)
+        self._by_decision.move_to_end(number)
         queued.decision = decision
         queued.note_work(query.now_s if query is not None else 0.0)
         key = queued.current_key()
-        if key != queued.key:
+        if abs(key - queued.key) > KEY_TOLERANCE * queued.key:
             self.by_work.remove(queued.key, queued, before)
             queued.key = key
             self.by_work.add(key, queued)
         elif decision.node is not before:
-            self.by_work.move(key, queued, before)
-        if queued.is_overdue and decision.node is not before:
-            self.overdue.move(queued.pending.request.arrived_s, queued, before)
+            self.by_work.move(queued.key, queued, before)
 
     def candidates_for(self, node: Node, limit: int) -> list[QueuedRequest]:
         """Return the requests with the least work, those with the least work whose decision is this node, and those
@@ -277,12 +273,6 @@ class AdmissionQueue:
         return heads
 
     # Order.
-
-    def note_overdue(self, now_s: float) -> None:
-        """Find the requests that have become overdue."""
-        for queued in self.guarantee.newly_overdue(now_s):
-            tenant = self.tenants[_key(queued.pending)]
-            tenant.overdue.add(queued.pending.request.arrived_s, queued)
 
     def tenants_in_order(self, without_low: bool) -> list[tuple[Key, TenantQueue]]:
         """Return the tenants by priority, then by admitted work."""

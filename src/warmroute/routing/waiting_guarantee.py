@@ -83,23 +83,18 @@ class WaitingGuarantee:
 
     # Turns.
 
-    def newly_overdue(self, now_s: float) -> list[QueuedRequest]:
-        """Return the requests that have become overdue since the last call."""
-        not_due, found = self._not_due, list[QueuedRequest]()
+    def find_overdue(self, now_s: float) -> bool:
+        """Find the requests that have become overdue. Return whether any request is."""
+        not_due = self._not_due
         while not_due and (queued := not_due.first).due_s <= now_s:
             not_due.remove(queued.due_s, queued)
             queued.is_overdue = True
             self._overdue.add(queued.pending.request.arrived_s, queued)
-            found.append(queued)
-        return found
+        return bool(self._overdue.all)
 
     def oldest_overdue(self, node: Node, limit: int) -> list[QueuedRequest]:
-        """Return the oldest overdue requests, then the oldest ones that wait for this node: `limit` of each. Empty if
-        the node has given overdue requests their share."""
-        overdue = self._overdue
-        if not overdue.all or self._credit_ms.get(node, 0.0) < 0.0:
-            return []
-        return overdue.first_ones(node, limit)
+        """Return the oldest overdue requests, then the oldest ones that wait for this node: `limit` of each."""
+        return self._overdue.first_ones(node, limit)
 
     def credit_ms(self, node: Node) -> float:
         return self._credit_ms.get(node, 0.0)
