@@ -9,8 +9,8 @@ import pytest
 from routing_harness import FakeRequest, RoutingHarness, explained, one_busy_node, prompt
 
 from warmroute.config.priority import HIGH, LOW, NORMAL
-from warmroute.routing.admission import OVERDUE
 from warmroute.routing.admission_queue import KEY_TOLERANCE
+from warmroute.routing.overdue_turns import OVERDUE
 from warmroute.routing.queued_request import QueuedRequest
 from warmroute.routing.waiting_guarantee import GRACE_S, PATIENCE, SHARE
 
@@ -27,8 +27,8 @@ def assert_sorted_like_brute_force(harness: RoutingHarness) -> None:
         expected = sorted(waiting, key=lambda one: (one.key, one.number))
         assert all(one.key == pytest.approx(one.prefill_ms, rel=KEY_TOLERANCE) for one in waiting)
         assert list(tenant.by_work.all) == expected
-        for node, first in tenant.by_work.heads():
-            assert first is next(one for one in expected if one.decision.node is node)
+        for first in tenant.by_work.heads():
+            assert first is next(one for one in expected if one.decision.node is first.decision.node)
     overdue = [one for one in all_queued(harness) if one.is_overdue]
     assert list(harness.admission.queue.guarantee._overdue.all) == sorted(overdue, key=lambda one: one.number)
 
@@ -63,7 +63,7 @@ def test_the_lists_are_sorted_like_brute_force_whatever_happens(seed: int) -> No
 
 def assert_nothing_is_left(harness: RoutingHarness) -> None:
     queue = harness.admission.queue
-    assert not queue.tenants and not queue.waiting and not harness.group.waiting
+    assert not queue.tenants and not queue.waiting and not queue.with_deadline and not harness.group.waiting
     assert not queue.guarantee._not_due and not queue.guarantee._overdue.all
     assert queue.guarantee._work_ms == 0.0 and not queue.guarantee._credit_ms
 

@@ -9,6 +9,7 @@ separately (`waiting_for_first_node`).
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from typing import Final
 
 import msgspec
@@ -119,6 +120,8 @@ class AdmissionQueue:
         """Queued requests of each tenant, including those that wait for a first node."""
         self.waiting = 0
         """Number of queued requests, including those that wait for a first node."""
+        self.with_deadline = 0
+        """Those of them that wait for room and have a deadline."""
         self.queued_total = 0
         """Requests that were ever queued."""
         self.admitted_by_work = 0
@@ -157,6 +160,7 @@ class AdmissionQueue:
         if tenant is None or (queued := tenant.remove(pending)) is None:
             return False
         self.guarantee.remove(queued)
+        self.with_deadline -= queued.has_deadline
         self._count_removed(key)
         if not tenant.waiting:
             self.past_work_ms[key] = tenant.work_ms
@@ -192,6 +196,7 @@ class AdmissionQueue:
         queued = QueuedRequest(pending, decision, query.group, self._number, self._order)
         tenant.add(queued)
         self.guarantee.add(queued)
+        self.with_deadline += queued.has_deadline
         self.waiting += 1
         self._counts[key] += 1
 
@@ -262,14 +267,18 @@ class AdmissionQueue:
                 ahead_ms += sample_ms * count / len(sample)
         return ahead_ms
 
-    def heads(self) -> dict[str, tuple[int, float]]:
+    def heads(self) -> Iterator[QueuedRequest]:
+        """Yield the first request of each tenant for each node."""
+        for tenant in self.tenants.values():
+            yield from tenant.by_work.heads()
+
+    def heads_by_node(self) -> dict[str, tuple[int, float]]:
         """Return, by node, the priority and the prefill time of the first request that waits for it."""
         heads: dict[str, tuple[int, float]] = {}
-        for key, tenant in self.tenants.items():
-            for node, queued in tenant.by_work.heads():
-                head = (key[0], queued.key)
-                if node.name not in heads or head < heads[node.name]:
-                    heads[node.name] = head
+        for queued in self.heads():
+            name, head = queued.decision.node.name, (queued.pending.request.priority, queued.key)
+            if name not in heads or head < heads[name]:
+                heads[name] = head
         return heads
 
     # Order.

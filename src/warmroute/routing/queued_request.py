@@ -70,6 +70,11 @@ class QueuedRequest(msgspec.Struct, eq=False):
         price = self.decision.price
         return price.prefill if price is not None else 0.0
 
+    @property
+    def has_deadline(self) -> bool:
+        request = self.pending.request
+        return bool(request.deadline_s or request.total_deadline_s)
+
     def current_key(self) -> float:
         """Return the key of its present decision."""
         return self.prefill_ms if self.order is not QueueOrder.FIRST_COME else self.pending.request.arrived_s
@@ -160,10 +165,10 @@ class RequestsByNode:
         if not on_node:
             del self._by_node[node]
 
-    def heads(self) -> Iterator[tuple[Node, QueuedRequest]]:
-        """Yield each node that requests wait for, with the first of them."""
-        for node, queued in self._by_node.items():
-            yield node, queued.first
+    def heads(self) -> Iterator[QueuedRequest]:
+        """Yield the first request for each node."""
+        for queued in self._by_node.values():
+            yield queued.first
 
     def first_ones(self, node: Node, count: int) -> list[QueuedRequest]:
         """Return the first requests, then the first ones whose decision is this node: `count` of each."""
