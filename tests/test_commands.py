@@ -136,7 +136,7 @@ def test_check_config_reports_everything_that_serve_would_refuse(
         "journal.file: the directory /nowhere does not exist",
         "models: cannot load the tokenizer of 'm': /nowhere/model: No such file or directory",
         "models: cannot load the chat template of 'm'",
-        "nodes.api_key_env: NOT_SET_HERE is not set here; it has the API key of http://a",
+        "nodes.api_key_env: the environment variable NOT_SET_HERE, which has the API key of http://a, is not set",
     ]
     code, printed = check_config(capsys, path, text)
     lines = printed.splitlines()

@@ -258,4 +258,4 @@ def test_a_missing_extra_is_named_with_the_command(tmp_path: Path) -> None:
         "import sys; sys.modules['opentelemetry.sdk'] = None; sys.modules['opentelemetry.exporter'] = None; "
         f"from warmroute.cli.main import main; sys.exit(main(['serve', '--config', {str(file)!r}]))"
     )
-    assert "pip install 'warmroute[otel]'" in _python(code)
+    assert "pip install '.[otel]'" in _python(code)
