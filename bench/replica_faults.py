@@ -25,12 +25,14 @@ from random import Random
 from statistics import median, quantiles
 from typing import Any
 
+from quick_engine import QuickEngine
 from record import Report, add_record_option, load_average
-from replica_cluster import Cluster, Engine, Replica, free_port
+from replica_cluster import Cluster, Replica, free_port
 from replica_rolling import measure_rolling
 from replica_scaler import measure_scaler
 
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello " * 50}]}).encode()
+ENGINE_S = 0.02
 KEY = "key-of-a-tenant"
 LIMIT = f'[[keys]]\nsha256 = "{sha256(KEY.encode()).hexdigest()}"\ntenant = "acme"\nrequests_per_min = 600\n'
 HEAD = (
@@ -132,7 +134,7 @@ class Load:
 async def start_engines(count: int) -> tuple[list[int], list[list[float]], list[asyncio.Server]]:
     arrivals: list[list[float]] = [[] for _ in range(count)]
     servers = [
-        await asyncio.get_running_loop().create_server(lambda one=one: Engine(one), "0.0.0.0", 0)  # type: ignore[misc]
+        await asyncio.get_running_loop().create_server(lambda one=one: QuickEngine(ENGINE_S, one), "0.0.0.0", 0)  # type: ignore[misc]
         for one in arrivals
     ]
     return [server.sockets[0].getsockname()[1] for server in servers], arrivals, servers
