@@ -28,6 +28,16 @@ def check_config(capsys: pytest.CaptureFixture[str], path: Path, text: str) -> t
 # check-config.
 
 
+def test_check_config_takes_the_file_like_other_commands_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[listen]\nport = 8080\n")
+    assert main(["check-config", "--config", str(file)]) == 0
+    assert main(["check-config", str(file)]) == 0
+    assert main(["check-config"]) == 2 and "needs one FILE" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
