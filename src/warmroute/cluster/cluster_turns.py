@@ -18,7 +18,7 @@ from typing import Final
 from warmroute.cluster.peer import Peer
 from warmroute.fleet.node import Node
 from warmroute.fleet.peer_load import own_load
-from warmroute.routing.admission_queue import AGE_BONUS
+from warmroute.routing.queued_request import AGE_BONUS
 
 MAX_YIELD_S: Final = 0.1
 
