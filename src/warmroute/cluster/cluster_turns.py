@@ -2,8 +2,8 @@
 
 Each process publishes, by node, the priority and the prefill time of its first request. A process leaves a node's room
 to a peer whose first request comes before its own, but not for longer than MAX_YIELD_S: the peer's request may have
-gone elsewhere meanwhile. An idle node is left to nobody. Each process keeps the guarantee of its own requests, and
-leaves no room to others in their turns. The order between tenants is kept within each process only.
+gone elsewhere meanwhile. It does not leave an idle node to a peer, nor the turn of an overdue request: each process
+keeps the guarantee of its own requests. The order between tenants is kept within each process only.
 
 Two processes can still send to a node at the same time: each knows only what the other published. `unseen_work` assumes
 that each peer has sent the node as much since its last message as this process has. So all processes together exceed

@@ -246,6 +246,9 @@ class Service:
     def describe_cluster(self) -> dict[str, Any]:
         return self.member.describe() if self.member is not None else {"enabled": False}
 
+    async def confirm_changes(self) -> dict[str, Any] | None:
+        return await self.member.confirm_changes() if self.member is not None else None
+
     def _last_scaling(self) -> ScalingChange | None:
         last = self.scaling.autoscaler.last_decision if self.scaling is not None else None
         return None if last is None else ScalingChange(last.at_s, last.nodes, last.desired_nodes, last.reasons)
