@@ -49,6 +49,7 @@ class World:
         self.calendar = Calendar()
         self.results = RequestResults()
         health, config = health or Health(), config or Config()
+        self.config = config
         self.nodes: dict[str, SimulatedNode] = {}
         """The fleet's nodes by name."""
         self.departed: list[SimulatedNode] = []
@@ -62,6 +63,8 @@ class World:
         self.cluster = SimulatedCluster(self) if more and conditions.shares and policy is None else None
         self._replica_random = Random(f"{conditions.seed} replicas")
         self.arrivals = 0
+        self.on_arrival: Callable[[WorkloadPrompt], object] | None = None
+        """Called with each prompt that reaches a router."""
         self._clients: Clients | None = None
         self._warm_up = -1
         self._measured_ms: float | None = None
@@ -196,6 +199,8 @@ class World:
         if self.arrivals == self._warm_up:
             self.measure_from_now()
         self.arrivals += 1
+        if self.on_arrival is not None:
+            self.on_arrival(prompt)
         if len(self.replicas) == 1:
             return self.requests.arrive(prompt)
         return self._replica_random.choice(self.replicas).requests.arrive(prompt)
