@@ -29,14 +29,14 @@ from warmroute.replay.workloads.catalog import Generated, parse_workload
 from warmroute.replay.workloads.conversations import Conversation
 from warmroute.replay.workloads.generators import system_prompts
 from warmroute.replay.workloads.trace import TraceBlocks
-from warmroute.replay.workloads.workload_prompt import FollowUp, Segments, WorkloadPrompt, segment_id
+from warmroute.replay.workloads.workload_prompt import FollowUp, WorkloadPrompt
 
 AGENT_TRACE = "traces/weka_60sessions_mooncake_format.jsonl.gz"
 AGENT_ID_TOKENS = 64
 MAX_PAUSE_MS = 600_000.0
 MS_PER_TOKEN = 20.0
 """Of an answer, to get the think time from the time between two requests of a session."""
-DAY_S = 86_400.0
+DAY_S = 28_800.0
 
 
 class DayLoad(msgspec.Struct, frozen=True):
@@ -49,16 +49,18 @@ class DayLoad(msgspec.Struct, frozen=True):
     """Of the TTFT p90."""
     fixed: tuple[int, ...]
     """Fixed fleets to compare with."""
+    block_size: int
+    """Of the engines."""
 
 
 def day_load(name: str, data: Path | None) -> DayLoad:
     if name == "chat":
-        words = "multi_turn_chat systems=8 system_tokens=1500 message_tokens=1200 output_tokens=500 turns=5 think_s=40"
-        return DayLoad(parse_workload(words.split()), 0.16, "l4-8b", 0.8, 2000.0, (6, 8, 10, 12))
+        words = "multi_turn_chat systems=8 system_tokens=1500 message_tokens=700 output_tokens=800 turns=4 think_s=60"
+        return DayLoad(parse_workload(words.split()), 0.1, "l4-8b", 0.8, 2000.0, (6, 8, 10), 64)
     if name == "agentic":
         assert data is not None
-        return DayLoad(Generated("agents", AgentSessions(data)), 0.006, "2xh100-32b", 5.0, 3000.0, (4, 6, 8, 10))
-    return DayLoad(Generated("conversations", LongTailedChats()), 0.5, "4xa100-70b", 8.0, 5000.0, (4, 6, 8, 10))
+        return DayLoad(Generated("agents", AgentSessions(data)), 0.006, "2xh100-32b", 5.0, 3000.0, (4, 6, 8), 256)
+    return DayLoad(Generated("conversations", LongTailedChats()), 0.3, "4xa100-70b", 8.0, 8000.0, (4, 6, 8), 128)
 
 
 @dataclass

@@ -145,6 +145,25 @@ class FleetPlan(msgspec.Struct, kw_only=True):
         return "; ".join(parts)
 
 
+def excess(
+    objective: Objective, ttft_p90_ms: float | None, ttft_p99_ms: float | None, inter_token_p90_ms: float | None,
+    good_ratio: float | None,
+) -> float:  # fmt: skip
+    """Return the largest measured value relative to its limit. `warmroute plan` and the autoscaler both judge fleets
+    with it."""
+    ratios = [0.0]
+    for value, limit in (
+        (ttft_p90_ms, objective.ttft_p90_ms),
+        (ttft_p99_ms, objective.ttft_p99_ms),
+        (inter_token_p90_ms, objective.inter_token_p90_ms),
+    ):
+        if limit and value is not None:
+            ratios.append(value / limit)
+    if objective.min_good_ratio and good_ratio is not None:
+        ratios.append((1.0 - good_ratio) / max(1e-3, 1.0 - objective.min_good_ratio))
+    return max(ratios)
+
+
 def describe(fleet: ReplayedFleet, objective: Objective, *, with_limit: bool = False) -> str:
     """Return what the replay measured for each limit of the objective."""
     parts = []

@@ -21,6 +21,9 @@ from warmroute.scaling.scale_down import paid_node, rank_candidates
 from warmroute.scaling.scaling_decision import PaidNode
 
 MIN_KV_TOKENS: Final = 1024
+MIN_CPU_S: Final = 5.0
+MAX_INTERVALS: Final = 1.5
+"""A search takes at most this many times `scaling.replay.interval_s`."""
 MAX_NODES: Final = 512
 """Larger fleets are not replayed."""
 
@@ -81,6 +84,7 @@ def plan_request(
         margin=config.replay.margin,
         max_requests=config.replay.max_requests,
         lead_s=min(starts_s, default=0.0) + config.replay.interval_s,
+        max_cpu_s=max(MIN_CPU_S, MAX_INTERVALS * config.replay.interval_s * config.replay.cpu_share),
         router=router,
     )
 

@@ -45,7 +45,7 @@ def planned_nodes(inputs: ScalingInputs, plan: FleetPlan, burst: float) -> tuple
     """Return how many nodes to add, and the reasons. `burst`: the result of `burst_ratio`."""
     explained = plan.explain(inputs.config.objective)
     reasons = [explained] if explained else []
-    wanted = plan.nodes + plan.add
+    wanted = plan.desired_nodes
     if plan.growth > 1.005:
         reasons.append(f"forecast: {plan.growth:.0%} of the recent load when a new node serves")
     if burst:

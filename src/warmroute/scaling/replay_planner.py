@@ -34,7 +34,7 @@ MATTERS: Final = 0.5
 WRONG_BEFORE_FALLBACK: Final = 3
 RIGHT_BEFORE_RETURN: Final = 2
 MIN_FIRST_TOKENS: Final = 50
-TARGET_AGE_S: Final = 3600.0
+TARGET_AGE_S: Final = 1200.0
 """How long the planner remembers that no fleet meets the objective."""
 
 
@@ -72,7 +72,7 @@ class ReplayPlanner:
         self._runner = runner
         self.stats = PlannerStats()
         self._plan: FleetPlan | None = None
-        self._planned_s = float("-inf")
+        self.planned_s = float("-inf")
         """When the traffic of the plan was recorded."""
         self._started_s = float("-inf")
         self._running = False
@@ -90,7 +90,7 @@ class ReplayPlanner:
         plan = self._plan
         if plan is None or not self.stats.trusted or plan.skipped:
             return None
-        if now_s - self._planned_s > MAX_AGE_INTERVALS * self.config.replay.interval_s:
+        if now_s - self.planned_s > MAX_AGE_INTERVALS * self.config.replay.interval_s:
             self.problem = self.problem or "the last replay is too old"
             return None
         return plan
@@ -149,7 +149,7 @@ class ReplayPlanner:
         stats.cpu_s += plan.cpu_s
         if plan.target_excess > 1.0 and (self._plan is None or self._plan.target_excess <= 1.0):
             self._unreachable_s = started_s
-        before, self._plan, self._planned_s = self._plan, plan, started_s
+        before, self._plan, self.planned_s = self._plan, plan, started_s
         if plan.larger is None and before is not None and before.desired_nodes == plan.desired_nodes:
             plan.larger = before.larger
         self.problem = plan.skipped

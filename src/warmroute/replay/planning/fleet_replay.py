@@ -21,7 +21,7 @@ from warmroute.replay.simulation.results import RequestResults
 from warmroute.replay.simulation.world import World
 from warmroute.replay.summary import percentile
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
-from warmroute.scaling.fleet_plan import FleetNode, PlanRequest, ReplayedFleet
+from warmroute.scaling.fleet_plan import FleetNode, PlanRequest, ReplayedFleet, excess
 from warmroute.scaling.offer import OfferKey
 
 LONG_PROMPT: Final = 4096
@@ -123,22 +123,11 @@ def _measured(
         good_ratio=results.good_first_tokens / len(ttft_ms) if ttft_ms else None,
         hit_ratio=results.cached_tokens / results.prompt_tokens if results.prompt_tokens else 0.0,
     )
-    excess = max(excess_of(fleet, objective), HOPELESS if hopeless else 0.0)
+    over = excess(
+        objective, fleet.ttft_p90_ms, fleet.ttft_p99_ms, fleet.inter_token_p90_ms, fleet.good_ratio
+    )  # fmt: skip
+    if hopeless:
+        over = max(over, HOPELESS)
     if results.total("rejected") + results.total("failed") > MAX_LOST * results.total("arrived"):
-        excess = max(excess, LOST_EXCESS)
-    return msgspec.structs.replace(fleet, excess=excess)
-
-
-def excess_of(fleet: ReplayedFleet, objective: Objective) -> float:
-    """Return the largest measured value relative to its limit."""
-    ratios = [0.0]
-    for value, limit in (
-        (fleet.ttft_p90_ms, objective.ttft_p90_ms),
-        (fleet.ttft_p99_ms, objective.ttft_p99_ms),
-        (fleet.inter_token_p90_ms, objective.inter_token_p90_ms),
-    ):
-        if limit and value is not None:
-            ratios.append(value / limit)
-    if objective.min_good_ratio and fleet.good_ratio is not None:
-        ratios.append((1.0 - fleet.good_ratio) / max(1e-3, 1.0 - objective.min_good_ratio))
-    return max(ratios)
+        over = max(over, LOST_EXCESS)
+    return msgspec.structs.replace(fleet, excess=over)

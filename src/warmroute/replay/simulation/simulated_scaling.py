@@ -91,7 +91,7 @@ class SimulatedScaling:
         world.router.demand_meter, world.router.hot = demand_meter, hot
         world.admission.first_node_wait_s = config.first_node_wait_s
         planning = None
-        if setup.planning is not None and config.replay.enabled:
+        if setup.planning is not None and config.replay.enabled and world.is_own_policy:
             replay = config.replay
             planning = setup.planning(world, replay.window_s, replay.cpu_share), router_settings(world.config)
         self.autoscaler = Autoscaler(

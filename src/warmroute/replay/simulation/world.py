@@ -50,6 +50,8 @@ class World:
         self.results = RequestResults()
         health, config = health or Health(), config or Config()
         self.config = config
+        self.is_own_policy = policy is None
+        """Whether the router has a policy of its own, and not another router's."""
         self.nodes: dict[str, SimulatedNode] = {}
         """The fleet's nodes by name."""
         self.departed: list[SimulatedNode] = []
