@@ -6,6 +6,7 @@ reach.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -73,36 +74,43 @@ class FleetReplay:
         world = World(specs, conditions, config)
         self.replays += 1
         hopeless = _Hopeless(world, request.objective, len(sample.requests) - sample.warm_up)
-        world.run(self._prompts(world, speed_up, hopeless), warm_up=sample.warm_up)
+        world.run(self._prompts(speed_up, hopeless), warm_up=sample.warm_up)
         usd = sum(node.usd_per_hour for node in nodes)
         return _measured(world.results, request.objective, len(nodes), usd, load, offer, hopeless.found)
 
-    def _prompts(self, world: World, speed_up: float, hopeless: _Hopeless) -> Iterator[WorkloadPrompt]:
+    def _prompts(self, speed_up: float, hopeless: _Hopeless) -> Iterator[WorkloadPrompt]:
         for at, prompt in enumerate(self._sample.prompts(speed_up)):
             self._pause()
-            if at % CHECK_EVERY == 0 and at > self._sample.warm_up and hopeless.check():
+            if at % CHECK_EVERY == 0 and hopeless.check():
                 return
             self.requests += 1
+            hopeless.arrivals_ms.append(prompt.at_ms)
             yield prompt
 
 
 class _Hopeless:
-    """Whether so many first tokens are far over the limit that the fleet cannot meet the objective any more."""
+    """Whether so many first tokens are far over the limit, or will be, that the fleet cannot meet the objective."""
 
     def __init__(self, world: World, objective: Objective, measured: int) -> None:
         self._world = world
+        self._warm_up_results = world.results
         self.found = False
+        self.arrivals_ms: list[float] = []
         self._limits = [
-            (HOPELESS * limit_ms, allowed * measured)
+            (HOPELESS * limit_ms, allowed * measured + CHECK_EVERY)
             for limit_ms, allowed in ((objective.ttft_p90_ms, 0.1), (objective.ttft_p99_ms, 0.01))
             if limit_ms
         ]
 
     def check(self) -> bool:
-        times_ms = self._world.results.ttft_ms
-        self.found = any(
-            sum(one > limit_ms for one in times_ms) > allowed + CHECK_EVERY for limit_ms, allowed in self._limits
-        )
+        results, now_ms = self._world.results, self._world.calendar.now_ms
+        answered = len(results.ttft_ms)
+        if results is not self._warm_up_results:
+            answered += len(self._warm_up_results.ttft_ms)
+        for limit_ms, allowed in self._limits:
+            waiting = bisect_left(self.arrivals_ms, now_ms - limit_ms) - answered  # at least as many wait for so long
+            if max(waiting, sum(one > limit_ms for one in results.ttft_ms)) > allowed:
+                self.found = True
         return self.found
 
 

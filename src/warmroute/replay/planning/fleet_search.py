@@ -4,7 +4,7 @@
     load to remove nodes    growth · (1 + 2 · margin)     so has what is left of it
 
 If the current fleet does not meet the objective, the search doubles the number of added nodes of each offer until it
-does, then bisects, and takes the cheapest result. If twice the fleet is hardly better, no fleet meets the objective:
+does, then bisects, and takes the cheapest result. If three times the fleet is hardly better, none meets the objective:
 then the plan is the smallest fleet that comes within CLOSE of the best. If the current fleet meets it, the search
 removes nodes: 1, 2, then 4.
 """
@@ -132,8 +132,7 @@ class _Search:
             low = added
             hardly = before is not None and tried[added].excess > (1.0 - MIN_IMPROVEMENT) * before.excess
             before = tried[added]
-            double = max(2 * added, len(nodes))
-            added = min(offer.most, double if hardly else 2 * added)
+            added = min(offer.most, max(2 * added, 2 * len(nodes)) if hardly else 2 * added)
             if hardly and run(added).excess > max(self._target, (1.0 - MIN_IMPROVEMENT) * before.excess):
                 self._target = CLOSE * tried[added].excess
                 if current is not None and current.excess <= self._target:
