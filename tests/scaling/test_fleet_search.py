@@ -9,9 +9,9 @@ import pytest
 from scaling.recorded_loads import NODE, PLAIN, plan_request, recorded
 
 from warmroute.config import Config, Objective
-from warmroute.replay.planning.fleet_search import MIN_REQUESTS, plan_fleet
+from warmroute.replay.planning.fleet_search import plan_fleet
 from warmroute.replay.planning.recorded_traffic import growth, thinned
-from warmroute.scaling.fleet_plan import FleetNode, FleetPlan, NodeFigures, OfferedNode, PlanRequest
+from warmroute.scaling.fleet_plan import MIN_REQUESTS, FleetNode, FleetPlan, NodeFigures, OfferedNode, PlanRequest
 
 BUSY = recorded(per_s=6.0, seconds=80.0)
 

@@ -24,6 +24,7 @@ class Runner:
     """Answers a search when the test says so."""
 
     def __init__(self) -> None:
+        self.recorded = 1000
         self.requests: list[PlanRequest] = []
         self.done: Callable[[FleetPlan | None, str], object]
 
@@ -81,6 +82,16 @@ def test_a_plan_counts_until_it_is_old(planning: Planning) -> None:
     planning.now_s += 10 * INTERVAL_S
     assert planning.plan is None
     assert planning.planner.problem
+
+
+def test_no_search_starts_before_there_is_enough_traffic(planning: Planning) -> None:
+    planning.runner.recorded = 12
+    planning.turn()
+    assert not planning.runner.requests
+    assert planning.planner.problem == "replay has too little traffic: 12 of 100 requests"
+    planning.runner.recorded = 100
+    planning.planner.turn(planning.now_s + 1.0, 4, lambda: plan_request(4))
+    assert len(planning.runner.requests) == 1
 
 
 def test_a_search_without_a_result_leaves_the_decision_to_thresholds(planning: Planning) -> None:

@@ -8,11 +8,16 @@ Both cross a pipe: the search runs in another process (planning_process.py), in 
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from warmroute.config import Config, Objective
 from warmroute.scaling.offer import OfferKey
 from warmroute.scaling.scaling_decision import count_of_nodes
+
+MIN_REQUESTS: Final = 100
+"""Fewer requests say too little about a p90."""
 
 
 class NodeFigures(msgspec.Struct, frozen=True):
@@ -143,6 +148,10 @@ class FleetPlan(msgspec.Struct, kw_only=True):
         elif chosen.excess > 1.0:
             parts.append("the limits allow no fleet that meets the objective")
         return "; ".join(parts)
+
+
+def too_little_traffic(recorded: int) -> str:
+    return f"replay has too little traffic: {recorded} of {MIN_REQUESTS} requests"
 
 
 def excess(

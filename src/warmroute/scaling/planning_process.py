@@ -60,6 +60,10 @@ class PlanningProcess:
         self._closed = False
 
     @property
+    def recorded(self) -> int:
+        return len(self._traffic)
+
+    @property
     def pid(self) -> int | None:
         """The running search; None if there is none."""
         return self._process.pid if self._process is not None else None

@@ -1,10 +1,10 @@
 """Scaling by replay: when a search starts, how long its plan counts, and whether its predictions can be trusted.
 
-A search starts every `scaling.replay.interval_s`, if the last one has ended. Its plan counts for MAX_AGE_INTERVALS
-intervals. Now and then the search also replays the traffic as it was on the fleet as it is, and the planner compares
-the predicted TTFT p90 with the observed one. If they differ by more than MAX_ERROR several times in a row, the
-autoscaler goes by thresholds until they agree again. So it does without a plan: at the start, with little traffic, or
-if the searching process fails.
+A search starts every `scaling.replay.interval_s`, if the last one has ended and there is enough recorded traffic. Its
+plan counts for MAX_AGE_INTERVALS intervals. Now and then the search also replays the traffic as it was on the fleet as
+it is, and the planner compares the predicted TTFT p90 with the observed one. If they differ by more than MAX_ERROR
+several times in a row, the autoscaler goes by thresholds until they agree again. So it does without a plan: at the
+start, with little traffic, or if the searching process fails.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from warmroute.config import Scaling
 from warmroute.event_log import EventLog
 from warmroute.fleet.demand import DemandMeter, percentile_ms
-from warmroute.scaling.fleet_plan import FleetPlan, PlanRequest, duration
+from warmroute.scaling.fleet_plan import MIN_REQUESTS, FleetPlan, PlanRequest, duration, too_little_traffic
 from warmroute.scaling.plan_request import CannotPlan
 
 log = EventLog("warmroute.scaling")
@@ -40,6 +40,10 @@ TARGET_AGE_S: Final = 1200.0
 
 class PlanRunner(Protocol):
     """Runs a search beside the router."""
+
+    @property
+    def recorded(self) -> int:
+        """Number of requests in the recorded traffic."""
 
     def start(self, request: PlanRequest, done: Callable[[FleetPlan | None, str], object]) -> None:
         """Call `done` with the plan, or with None and the reason."""
@@ -104,6 +108,10 @@ class ReplayPlanner:
         """Start a search if it is time."""
         replay = self.config.replay
         if self._running or now_s - self._started_s < replay.interval_s:
+            return
+        recorded = self._runner.recorded
+        if recorded < MIN_REQUESTS:
+            self.problem, self._plan = too_little_traffic(recorded), None
             return
         self._started_s = now_s
         readings = self._readings

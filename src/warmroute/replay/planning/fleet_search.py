@@ -17,10 +17,16 @@ from typing import Final
 
 from warmroute.replay.planning.fleet_replay import FleetReplay
 from warmroute.replay.planning.recorded_traffic import RecordedRequest, growth, thinned
-from warmroute.scaling.fleet_plan import FleetNode, FleetPlan, OfferedNode, PlanRequest, ReplayedFleet
+from warmroute.scaling.fleet_plan import (
+    MIN_REQUESTS,
+    FleetNode,
+    FleetPlan,
+    OfferedNode,
+    PlanRequest,
+    ReplayedFleet,
+    too_little_traffic,
+)
 
-MIN_REQUESTS: Final = 100
-"""Fewer requests say too little about a p90."""
 MAX_OFFERS: Final = 3
 MIN_IMPROVEMENT: Final = 0.05
 """More nodes have hardly helped if they lower the excess by less than this fraction."""
@@ -41,7 +47,7 @@ def plan_fleet(
         return FleetPlan(
             nodes=nodes,
             recorded=len(recorded),
-            skipped=f"replay has too little traffic: {len(recorded)} of {MIN_REQUESTS} requests",
+            skipped=too_little_traffic(len(recorded)),
         )
     sample = thinned(recorded, nodes, request.share, request.max_requests)
     search = _Search(request, FleetReplay(request, sample, pause), growth(recorded, request.lead_s), cpu_s)

@@ -28,6 +28,10 @@ class SimulatedPlanning:
         self._count = 0
         world.on_arrival = self._record
 
+    @property
+    def recorded(self) -> int:
+        return len(self._recorded)
+
     def _record(self, prompt: WorkloadPrompt) -> None:
         now_ms, recorded = self._calendar.now_ms, self._recorded
         self._count += 1

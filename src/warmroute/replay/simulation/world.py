@@ -225,17 +225,20 @@ class World:
         """Run the engine up to now, and send its outputs back over the network."""
         outputs = sim.engine.advance(self.calendar.now_ms)
         if outputs:
-            one_way_ms, at = sim.one_way_ms, self.calendar.at
+            one_way_ms, at, now_ms = sim.one_way_ms, self.calendar.at, self.calendar.now_ms
             flights = sim.flights
             for output in outputs:
+                # A waiting request that shares a block which decoding has just filled starts earlier than the engine
+                # could foresee: its output may be older than now.
+                at_ms = max(output.at_ms + one_way_ms, now_ms)
                 if output.request_id not in flights:
                     self._prefilled(output)
                 elif isinstance(output, FirstToken):
                     leg, cached = flights[output.request_id], output.cached_tokens
-                    at(output.at_ms + one_way_ms, leg.flow.first_token, leg, cached)
+                    at(at_ms, leg.flow.first_token, leg, cached)
                 elif isinstance(output, Finished):
                     leg = flights.pop(output.request_id)
-                    at(output.at_ms + one_way_ms, leg.flow.answered, leg)
+                    at(at_ms, leg.flow.answered, leg)
         self.arm(sim)
 
     def prefill(self, sim: SimulatedNode, prompt: WorkloadPrompt, tokens: int, then: Callable[[], object]) -> None:
