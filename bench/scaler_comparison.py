@@ -61,7 +61,7 @@ OURS = "warmroute"
 LOADS = ("chat", "agentic", "conversation")
 SCALERS = (
     OURS, "warmroute:thresholds", "hpa:target=0.7", "hpa:target=0.9", "hpa:kv=1,target=0.4", "hpa:kv=1,target=0.7",
-    "keda:target=1", "keda:target=4", "keda:running=1,target=3", "keda:running=1,target=6", "threshold:up=0.5",
+    "keda:target=1", "keda:target=3", "keda:running=1,target=4", "keda:running=1,target=8", "threshold:up=0.5",
     "threshold:up=2",
 )  # fmt: skip
 

@@ -6,7 +6,7 @@ import re
 
 import msgspec
 import pytest
-from scaling.recorded_loads import NODE, PLAIN, plan_request, recorded
+from recorded_loads import NODE, PLAIN, plan_request, recorded
 
 from warmroute.config import Config, Objective
 from warmroute.replay.planning.fleet_search import plan_fleet
@@ -112,6 +112,15 @@ def test_a_search_ends_with_its_cpu_time() -> None:
     times = iter(range(1000))
     request = plan_request(1, max_cpu_s=0.5)
     assert plan_fleet(request, BUSY, cpu_s=lambda: float(next(times))).replays <= 2
+
+
+def test_a_clear_result_of_the_last_minutes_is_not_replayed_again() -> None:
+    first = plan_fleet(plan_request(8), BUSY)
+    again = plan_fleet(plan_request(8, known=first.fleets), BUSY)
+    assert again.replays < first.replays
+    assert again.desired_nodes == first.desired_nodes
+    more = plan_fleet(plan_request(8, known=first.fleets), recorded(per_s=12.0, seconds=80.0))
+    assert more.fleets[0].arrivals_per_s > first.fleets[0].arrivals_per_s, "more load is another question"
 
 
 def test_the_plan_explains_itself() -> None:

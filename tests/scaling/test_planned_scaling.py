@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scaling.fleet_views import offer, view
+from fleet_views import offer, view
 
 from warmroute.config import Scaling
 from warmroute.scaling.fleet_observer import FleetView

@@ -11,7 +11,7 @@ from random import Random
 
 import msgspec
 import pytest
-from scaling.recorded_loads import plan_request
+from recorded_loads import plan_request
 
 from warmroute.capture.trace_row import TraceRow
 from warmroute.replay.planning.process import Throttle, read_recorded, search

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from scaling.recorded_loads import plan_request
+from recorded_loads import plan_request
 
 from warmroute.config import Objective, Scaling, ScalingReplay
 from warmroute.fleet.demand import DemandMeter
@@ -172,6 +172,16 @@ def test_the_share_of_the_traffic_that_other_routers_get_is_known(planning: Plan
     planning.meter.arrived, planning.meter.peers.arrived = 100, 300
     planning.search()
     assert planning.runner.requests[-1].share == pytest.approx(0.25)
+
+
+def test_replays_are_remembered_for_a_quarter_of_an_hour(planning: Planning) -> None:
+    fleet = ReplayedFleet(nodes=4, usd_per_hour=8.0, arrivals_per_s=3.0, excess=0.3)
+    for _ in range(9):
+        planning.search(fleets=(fleet,))
+    assert planning.runner.requests[-1].known == (fleet,)
+    planning.search(fleets=(fleet,))
+    planning.search()
+    assert planning.runner.requests[-1].known == (), "a result that was only reused does not stay"
 
 
 def test_an_objective_that_no_fleet_meets_is_remembered_for_a_while(planning: Planning) -> None:

@@ -45,6 +45,27 @@ class OfferedNode(msgspec.Struct, frozen=True):
     """How many more nodes of this offer may be added."""
 
 
+class ReplayedFleet(msgspec.Struct, kw_only=True, frozen=True):
+    """The result of one replay."""
+
+    nodes: int
+    usd_per_hour: float
+    """Of the whole fleet."""
+    offer: OfferKey | None = None
+    """Of the nodes that were added."""
+    load: float = 1.0
+    """Arrivals relative to the recorded traffic."""
+    arrivals_per_s: float = 0.0
+    ttft_p50_ms: float | None = None
+    ttft_p90_ms: float | None = None
+    ttft_p99_ms: float | None = None
+    inter_token_p90_ms: float | None = None
+    good_ratio: float | None = None
+    hit_ratio: float = 0.0
+    excess: float = 0.0
+    """The largest value relative to its limit. At most 1: the fleet meets the objective."""
+
+
 class PlanRequest(msgspec.Struct, kw_only=True):
     nodes: tuple[FleetNode, ...]
     """Serving and pending ones. The last `removable` of them may be removed, the very last one first."""
@@ -64,6 +85,8 @@ class PlanRequest(msgspec.Struct, kw_only=True):
     """The fraction of the fleet's requests that is in the recorded traffic: other routers send the rest."""
     target_excess: float = 1.0
     """That of the last plan: above 1 if no fleet meets the objective."""
+    known: tuple[ReplayedFleet, ...] = ()
+    """Replays of the last minutes, which need not be repeated if they are clear enough."""
     predict_current: bool = False
     """Whether to replay the traffic as it was on the current fleet, to compare with what was observed."""
     show_larger: bool = False
@@ -71,26 +94,6 @@ class PlanRequest(msgspec.Struct, kw_only=True):
     max_cpu_s: float = 30.0
     router: Config = Config()
     """The router's own settings, as far as they matter for routing."""
-
-
-class ReplayedFleet(msgspec.Struct, kw_only=True, frozen=True):
-    """The result of one replay."""
-
-    nodes: int
-    usd_per_hour: float
-    """Of the whole fleet."""
-    offer: OfferKey | None = None
-    """Of the nodes that were added."""
-    load: float = 1.0
-    """Arrivals relative to the recorded traffic."""
-    ttft_p50_ms: float | None = None
-    ttft_p90_ms: float | None = None
-    ttft_p99_ms: float | None = None
-    inter_token_p90_ms: float | None = None
-    good_ratio: float | None = None
-    hit_ratio: float = 0.0
-    excess: float = 0.0
-    """The largest value relative to its limit. At most 1: the fleet meets the objective."""
 
 
 class FleetPlan(msgspec.Struct, kw_only=True):

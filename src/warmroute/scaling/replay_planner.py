@@ -19,7 +19,14 @@ import msgspec
 from warmroute.config import Scaling
 from warmroute.event_log import EventLog
 from warmroute.fleet.demand import DemandMeter, percentile_ms
-from warmroute.scaling.fleet_plan import MIN_REQUESTS, FleetPlan, PlanRequest, duration, too_little_traffic
+from warmroute.scaling.fleet_plan import (
+    MIN_REQUESTS,
+    FleetPlan,
+    PlanRequest,
+    ReplayedFleet,
+    duration,
+    too_little_traffic,
+)
 from warmroute.scaling.plan_request import CannotPlan
 
 log = EventLog("warmroute.scaling")
@@ -34,6 +41,8 @@ MATTERS: Final = 0.5
 WRONG_BEFORE_FALLBACK: Final = 3
 RIGHT_BEFORE_RETURN: Final = 2
 MIN_FIRST_TOKENS: Final = 50
+KNOWN_S: Final = 900.0
+"""How long a replay need not be repeated, if its result was clear."""
 TARGET_AGE_S: Final = 1200.0
 """How long the planner remembers that no fleet meets the objective."""
 
@@ -83,6 +92,8 @@ class ReplayPlanner:
         self._readings: deque[_Reading] = deque()
         self._counted = (0.0, 0.0)
         """Arrivals at this process and at all of them when the last search began."""
+        self._known: deque[tuple[float, ReplayedFleet]] = deque()
+        """Replays of the last minutes, each with the time of its search."""
         self._wrong = self._right = 0
         self._unreachable_s = float("-inf")
         self._failing = False
@@ -124,6 +135,9 @@ class ReplayPlanner:
             self.problem, self._plan = f"no replay: {reason}", None
             return
         request.share = self._share()
+        while self._known and self._known[0][0] < now_s - KNOWN_S:
+            self._known.popleft()
+        request.known = tuple(fleet for _, fleet in reversed(self._known))
         request.predict_current = request.show_larger = self.stats.searches % PREDICT_EVERY == PREDICT_EVERY - 1
         if self._plan is not None and now_s - self._unreachable_s < TARGET_AGE_S:
             request.target_excess = self._plan.target_excess
@@ -157,6 +171,8 @@ class ReplayPlanner:
         stats.cpu_s += plan.cpu_s
         if plan.target_excess > 1.0 and (self._plan is None or self._plan.target_excess <= 1.0):
             self._unreachable_s = started_s
+        known = {fleet for _, fleet in self._known}
+        self._known.extend((started_s, fleet) for fleet in plan.fleets if fleet not in known)
         before, self._plan, self.planned_s = self._plan, plan, started_s
         if plan.larger is None and before is not None and before.desired_nodes == plan.desired_nodes:
             plan.larger = before.larger

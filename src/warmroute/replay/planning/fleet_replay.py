@@ -50,6 +50,7 @@ class FleetReplay:
         prompts = sample.requests
         mean_tokens = sum(one.prompt.prompt_tokens for one in prompts) / len(prompts)
         self._block_size = 128 if mean_tokens >= LONG_PROMPT else 64
+        self.arrivals_per_s = sample.arrivals_per_s
         self.replays = self.requests = 0
 
     def run(self, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None = None) -> ReplayedFleet:
@@ -76,7 +77,8 @@ class FleetReplay:
         hopeless = _Hopeless(world, request.objective, len(sample.requests) - sample.warm_up)
         world.run(self._prompts(speed_up, hopeless), warm_up=sample.warm_up)
         usd = sum(node.usd_per_hour for node in nodes)
-        return _measured(world.results, request.objective, len(nodes), usd, load, offer, hopeless.found)
+        fleet = _measured(world.results, request.objective, len(nodes), usd, load, offer, hopeless.found)
+        return msgspec.structs.replace(fleet, arrivals_per_s=load * sample.arrivals_per_s)
 
     def _prompts(self, speed_up: float, hopeless: _Hopeless) -> Iterator[WorkloadPrompt]:
         for at, prompt in enumerate(self._sample.prompts(speed_up)):

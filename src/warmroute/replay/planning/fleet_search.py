@@ -26,12 +26,16 @@ from warmroute.scaling.fleet_plan import (
     ReplayedFleet,
     too_little_traffic,
 )
+from warmroute.scaling.offer import OfferKey
 
 MAX_OFFERS: Final = 3
 MIN_IMPROVEMENT: Final = 0.05
 """More nodes have hardly helped if they lower the excess by less than this fraction."""
 CLOSE: Final = 1.15
 LARGER: Final = 1.5
+CLEARLY_MET: Final = 0.7
+CLEARLY_MISSED: Final = 1.4
+"""Excess, relative to the target, of replays that need not be repeated with about the same load."""
 MAX_SPARE: Final = 4
 
 
@@ -93,9 +97,23 @@ class _Search:
         return plan
 
     def _run(self, nodes: Sequence[FleetNode], load: float, offer: OfferedNode | None = None) -> ReplayedFleet:
-        fleet = self._replay.run(nodes, load, offer.offer if offer is not None else None)
+        key = offer.offer if offer is not None else None
+        fleet = self._known(nodes, load, key) or self._replay.run(nodes, load, key)
         self._fleets.append(fleet)
         return fleet
+
+    def _known(self, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None) -> ReplayedFleet | None:
+        """Return an earlier replay of the same fleet that answers the question: with at least as many arrivals it met
+        the objective clearly, or with at most as many it missed it clearly."""
+        arrivals_per_s = load * self._replay.arrivals_per_s
+        usd = sum(node.usd_per_hour for node in nodes)
+        for one in self._request.known:
+            if (one.nodes, one.offer) != (len(nodes), offer) or abs(one.usd_per_hour - usd) > 0.01 * usd:
+                continue
+            is_met = one.excess < CLEARLY_MET * self._target and one.arrivals_per_s >= arrivals_per_s
+            if is_met or (one.excess > CLEARLY_MISSED * self._target and one.arrivals_per_s <= arrivals_per_s):
+                return one
+        return None
 
     def _cheapest_addition(self, current: ReplayedFleet | None, load: float) -> ReplayedFleet | None:
         best: ReplayedFleet | None = None
