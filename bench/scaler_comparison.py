@@ -125,11 +125,16 @@ def run(job: tuple[str, Path | None, str, Path | None]) -> tuple[str, str, dict[
     if file is not None and file.exists():
         return load, text, json.loads(file.read_text())
     start_s = time.process_time()
-    one = planned(load, data) if text == "plan" else replay(setup_of(load, data, text))
+    one = planned(load, data) if text == "plan" else replay(setup_of(load, data, text), partial(progress, load, text))
     one["cpu_s"] = round(time.process_time() - start_s, 1)
     if file is not None:
         file.write_text(json.dumps(one))
     return load, text, one
+
+
+def progress(load: str, text: str, ended: int) -> None:
+    if ended % 1000 == 0:
+        print(f"{load} {text}: {ended} requests", file=sys.stderr, flush=True)
 
 
 def planned(load: str, data: Path | None) -> dict[str, Any]:
@@ -151,7 +156,7 @@ def missed(one: dict[str, Any]) -> float:
     """Return the fraction of spans of at least MISS_SPAN_S that miss the objective."""
     over = one["ceiling"]
     at_once = max(1, round(MISS_SPAN_S / over["span_s"]))
-    spans = [
+    spans: list[tuple[int, int]] = [
         (sum(over["first_tokens"][at : at + at_once]), sum(over["over"][at : at + at_once]))
         for at in range(0, len(over["over"]), at_once)
     ]
@@ -212,7 +217,11 @@ def _comparison(runs: dict[str, dict[str, Any]], objective_ms: float) -> list[st
         points.setdefault(scaler, []).append((paid_gpu_hours(one) or 0.0, one["ttft_ms"]["p90"]))
         if missed(one) < 0.02:
             steady[text] = paid_gpu_hours(one) or 0.0
-    reached = {name: found for name, at in points.items() if (found := hours_at(at, objective_ms))}
+    reached: dict[str, float] = {}
+    for name, at in points.items():
+        least = hours_at(at, objective_ms)
+        if least is not None:
+            reached[name] = least
     cells = [f"{objective_ms:,.0f}", f"{hours:.1f}", f"{ours['ttft_ms']['p90']:,.0f}", f"{missed(ours):.1%}"]
     for found in (reached, steady):
         best = min(found, key=found.__getitem__, default="")

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 import pytest
 from recorded_loads import NODE, PLAIN, plan_request, recorded
 
 from warmroute.config import Config, Objective
-from warmroute.replay.planning.fleet_search import plan_fleet
-from warmroute.replay.planning.recorded_traffic import growth, thinned
+from warmroute.replay.planning import fleet_search
+from warmroute.replay.planning.recorded_traffic import RecordedRequest, growth, thinned
 from warmroute.scaling.fleet_plan import MIN_REQUESTS, FleetNode, FleetPlan, NodeFigures, OfferedNode, PlanRequest
+
+
+def plan_fleet(request: PlanRequest, requests: list[RecordedRequest], **more: Any) -> FleetPlan:
+    return fleet_search.plan_fleet(request, requests, requests[-1].at_ms, **more)
+
 
 BUSY = recorded(per_s=6.0, seconds=80.0)
 
@@ -134,7 +140,7 @@ def test_the_plan_explains_itself() -> None:
 def test_a_large_fleet_is_replayed_in_part() -> None:
     """A tenth of the requests on a tenth of the nodes has about the same result."""
     requests = recorded(per_s=60.0, seconds=60.0)
-    sample = thinned(requests, nodes=40, share=1.0, most=600)
+    sample = thinned(requests, 60_000.0, nodes=40, share=1.0, most=600)
     assert len(sample.requests) <= 600
     assert sample.share < 0.3
     assert sample.arrivals_per_s == pytest.approx(60.0, rel=0.15)
@@ -155,8 +161,13 @@ def test_a_steady_rise_is_expected_to_go_on() -> None:
         for one in recorded(2.0 + minute, 60.0, seed=minute):
             one.at_ms += 60_000.0 * minute
             rising.append(one)
-    assert growth(rising, lead_s=180.0) > 1.3
-    assert growth(recorded(6.0, 600.0), lead_s=180.0) == pytest.approx(1.0, abs=0.15)
+    assert growth(rising, 600_000.0, lead_s=180.0) > 1.3
+    assert growth(recorded(6.0, 600.0), 600_000.0, lead_s=180.0) == pytest.approx(1.0, abs=0.15)
+
+
+def test_traffic_that_has_stopped_says_nothing() -> None:
+    plan = fleet_search.plan_fleet(plan_request(4), BUSY, 30.0 * BUSY[-1].at_ms)
+    assert "too little traffic of the last minutes" in plan.skipped
 
 
 def test_requests_and_plans_cross_a_pipe() -> None:

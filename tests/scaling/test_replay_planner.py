@@ -181,7 +181,7 @@ def test_replays_are_remembered_for_a_quarter_of_an_hour(planning: Planning) -> 
     assert planning.runner.requests[-1].known == (fleet,)
     planning.search(fleets=(fleet,))
     planning.search()
-    assert planning.runner.requests[-1].known == (), "a result that was only reused does not stay"
+    assert not planning.runner.requests[-1].known, "a result that was only reused does not stay"
 
 
 def test_an_objective_that_no_fleet_meets_is_remembered_for_a_while(planning: Planning) -> None:

@@ -66,7 +66,7 @@ class ScalingReplay(Section, frozen=True):
     enabled: Annotated[
         bool, Meta(description="Replay recent traffic to decide how many nodes are needed. false: thresholds only.")
     ] = True
-    interval_s: Annotated[Seconds, Meta(description="Shortest time between two searches.")] = 180.0
+    interval_s: Annotated[Seconds, Meta(description="Shortest time between two searches.")] = 300.0
     window_s: Annotated[Seconds, Meta(description="How much of the recent traffic is replayed.")] = 1800.0
     max_requests: Annotated[int, Meta(ge=100, le=100_000, description="Maximum number of requests in one replay.")] = (
         1500

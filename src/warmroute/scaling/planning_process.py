@@ -40,7 +40,7 @@ class PlanningTask(msgspec.Struct, kw_only=True):
     """Process that the plan is for: without it the search ends."""
     block_tokens: int
     recorded_ms: float
-    """Time until which requests have been recorded."""
+    """The time now, as the times of the requests count."""
 
 
 class SearchFailed(Exception):

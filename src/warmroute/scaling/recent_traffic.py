@@ -8,8 +8,9 @@ whole conversations, so that caches work in a replay as they do for the rest.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -32,7 +33,6 @@ class _Row(msgspec.Struct, gc=False):
     input_length: int
     hash_ids: list[int] = []
     follows: int = 0
-    duration_ms: float | None = None
 
 
 class _Line(msgspec.Struct, gc=False):
@@ -44,14 +44,16 @@ class _Line(msgspec.Struct, gc=False):
 class RecentTraffic:
     """A thread writes, another one reads."""
 
-    def __init__(self, window_s: float) -> None:
+    def __init__(self, window_s: float, now: Callable[[], float] = time.monotonic) -> None:
         self.path = Path("scaling.replay")
+        self._now = now
+        self.started_s = now()
+        """The lines' times count from here."""
         self.window_s = window_s
         self.share = 1.0
         """The fraction of the conversations that is kept."""
         self._lines: deque[_Line] = deque()
         self._bytes = 0
-        self._latest_ms = 0.0
         self._turns: dict[tuple[int, int], int] = {}
         """The conversation of each prompt, by the id of its last full block and its length."""
         self._decoder = msgspec.json.Decoder(_Row)
@@ -71,7 +73,6 @@ class RecentTraffic:
     def _add(self, text: bytes) -> None:
         row = self._decoder.decode(text)
         conversation = self._conversation(row)
-        self._latest_ms = max(self._latest_ms, row.timestamp + (row.duration_ms or 0.0))
         if self._keeps(conversation):
             self._lines.append(_Line(row.timestamp, conversation, text))
             self._bytes += len(text) + LINE_BYTES
@@ -97,7 +98,7 @@ class RecentTraffic:
         return conversation <= self.share * _MASK
 
     def _forget_old(self) -> None:
-        lines, since_ms = self._lines, self._latest_ms - 1000.0 * self.window_s
+        lines, since_ms = self._lines, self._now_ms() - 1000.0 * self.window_s
         while lines and lines[0].at_ms < since_ms:
             self._bytes -= len(lines.popleft().text) + LINE_BYTES
 
@@ -106,14 +107,18 @@ class RecentTraffic:
         self._lines = deque(line for line in self._lines if self._keeps(line.conversation))
         self._bytes = sum(len(line.text) + LINE_BYTES for line in self._lines)
 
+    def _now_ms(self) -> float:
+        return 1000.0 * (self._now() - self.started_s)
+
     def __len__(self) -> int:
         return len(self._lines)
 
     def snapshot(self) -> tuple[list[tuple[int, bytes]], float, float]:
-        """Return conversation and line of each request, the share of the conversations, and the time until which
-        requests have been recorded, in the lines' own time."""
+        """Return conversation and line of each request, the share of the conversations, and the time now, in the
+        lines' own time."""
         with self._lock:
-            return [(line.conversation, line.text) for line in self._lines], self.share, self._latest_ms
+            self._forget_old()
+            return [(line.conversation, line.text) for line in self._lines], self.share, self._now_ms()
 
 
 def framed(lines: list[tuple[int, bytes]]) -> Iterator[bytes]:

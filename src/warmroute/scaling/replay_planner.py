@@ -31,8 +31,8 @@ from warmroute.scaling.plan_request import CannotPlan
 
 log = EventLog("warmroute.scaling")
 
-MAX_AGE_INTERVALS: Final = 5.0
-PREDICT_EVERY: Final = 4
+MAX_AGE_INTERVALS: Final = 4.0
+PREDICT_EVERY: Final = 3
 """One of so many searches also predicts the current fleet's TTFT, and says what a larger fleet would save."""
 MAX_ERROR: Final = 2.0
 """Largest ratio of predicted and observed TTFT p90."""

@@ -25,8 +25,8 @@ from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 from warmroute.scaling.fleet_plan import FleetNode, PlanRequest, ReplayedFleet, excess
 from warmroute.scaling.offer import OfferKey
 
-LONG_PROMPT: Final = 4096
-"""Mean prompt length from which larger blocks are precise enough."""
+BLOCK_SIZES: Final = ((16_384, 256), (4096, 128), (0, 64))
+"""Mean prompt length, and the block size that is precise enough from this length on."""
 POLL_INTERVAL_S: Final = 2.0
 CHECK_EVERY: Final = 32
 HOPELESS: Final = 2.0
@@ -49,7 +49,7 @@ class FleetReplay:
         self._usual = next(iter(self._profiles.values()))
         prompts = sample.requests
         mean_tokens = sum(one.prompt.prompt_tokens for one in prompts) / len(prompts)
-        self._block_size = 128 if mean_tokens >= LONG_PROMPT else 64
+        self._block_size = next(size for tokens, size in BLOCK_SIZES if mean_tokens >= tokens)
         self.arrivals_per_s = sample.arrivals_per_s
         self.replays = self.requests = 0
 

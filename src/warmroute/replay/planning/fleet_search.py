@@ -28,6 +28,8 @@ from warmroute.scaling.fleet_plan import (
 )
 from warmroute.scaling.offer import OfferKey
 
+MIN_MEASURED: Final = 30
+"""Fewer measured requests say too little about a p90, and nothing if the traffic has just stopped."""
 MAX_OFFERS: Final = 3
 MIN_IMPROVEMENT: Final = 0.05
 """More nodes have hardly helped if they lower the excess by less than this fraction."""
@@ -42,10 +44,11 @@ MAX_SPARE: Final = 4
 def plan_fleet(
     request: PlanRequest,
     recorded: Sequence[RecordedRequest],
+    until_ms: float,
     pause: Callable[[], object] = lambda: None,
     cpu_s: Callable[[], float] = time.process_time,
 ) -> FleetPlan:
-    """Search the cheapest fleet. `recorded`: in the order of arrival."""
+    """Search the cheapest fleet. `recorded`: in the order of arrival. `until_ms`: the end of the recorded time."""
     nodes = len(request.nodes)
     if len(recorded) < MIN_REQUESTS:
         return FleetPlan(
@@ -53,8 +56,13 @@ def plan_fleet(
             recorded=len(recorded),
             skipped=too_little_traffic(len(recorded)),
         )
-    sample = thinned(recorded, nodes, request.share, request.max_requests)
-    search = _Search(request, FleetReplay(request, sample, pause), growth(recorded, request.lead_s), cpu_s)
+    sample = thinned(recorded, until_ms, nodes, request.share, request.max_requests)
+    if len(sample.requests) - sample.warm_up < MIN_MEASURED:
+        return FleetPlan(
+            nodes=nodes, recorded=len(recorded), skipped="replay has too little traffic of the last minutes"
+        )
+    expected = growth(recorded, until_ms, request.lead_s)
+    search = _Search(request, FleetReplay(request, sample, pause), expected, cpu_s)
     plan = search.run()
     plan.recorded, plan.measured_s, plan.arrivals_per_s = len(recorded), sample.measured_s, sample.arrivals_per_s
     return plan

@@ -59,9 +59,9 @@ def lower_priority(max_cpu_s: float) -> None:
         resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
-def read_recorded(lines: Iterator[bytes], block_tokens: int, recorded_ms: float) -> list[RecordedRequest]:
-    """Return the recorded requests in the order of their arrival, without the last moments: many requests that arrived
-    then have not ended yet."""
+def read_recorded(lines: Iterator[bytes], block_tokens: int, recorded_ms: float) -> tuple[list[RecordedRequest], float]:
+    """Return the recorded requests in the order of their arrival, and until when: without the last moments, because
+    many requests that arrived then have not ended yet."""
     decoder = msgspec.json.Decoder(TraceRow)
     rows: list[tuple[float, int, TraceRow]] = []
     for line in lines:
@@ -69,16 +69,16 @@ def read_recorded(lines: Iterator[bytes], block_tokens: int, recorded_ms: float)
         row = decoder.decode(text)
         rows.append((row.timestamp + row.timestamp_us / 1000.0, int(conversation), row))
     durations_ms = sorted(row.duration_ms or 0.0 for _, _, row in rows)
-    if durations_ms:
-        until_ms = recorded_ms - durations_ms[min(len(rows) - 1, int(ENDED_SHARE * len(rows)))]
-        rows = [one for one in rows if one[0] <= until_ms]
+    until_ms = recorded_ms - (durations_ms[int(ENDED_SHARE * (len(rows) - 1))] if rows else 0.0)
+    rows = [one for one in rows if one[0] <= until_ms]
     rows.sort(key=lambda one: one[0])
     in_order = [row for _, _, row in rows]
     prompts = prompts_of(in_order, block_tokens, text_lengths(in_order))
-    return [
+    recorded = [
         RecordedRequest(prompt, at_ms, conversation)
         for prompt, (at_ms, conversation, _) in zip(prompts, rows, strict=True)
     ]
+    return recorded, until_ms
 
 
 def search(file: IO[bytes]) -> bytes:
@@ -87,8 +87,8 @@ def search(file: IO[bytes]) -> bytes:
     lower_priority(task.request.max_cpu_s)
     throttle = Throttle(task.cpu_share, task.parent)
     throttle.pause()
-    recorded = read_recorded(iter(file), task.block_tokens, task.recorded_ms)
-    plan = plan_fleet(task.request, recorded, throttle.pause)
+    recorded, until_ms = read_recorded(iter(file), task.block_tokens, task.recorded_ms)
+    plan = plan_fleet(task.request, recorded, until_ms, throttle.pause)
     plan.cpu_s = time.process_time()
     return msgspec.msgpack.encode(plan)
 

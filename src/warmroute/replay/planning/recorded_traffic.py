@@ -55,9 +55,9 @@ class Sample(msgspec.Struct, kw_only=True):
             yield msgspec.structs.replace(one.prompt, at_ms=(one.at_ms - first_ms) / load, next_turn=None)
 
 
-def thinned(requests: Sequence[RecordedRequest], nodes: int, share: float, most: int) -> Sample:
-    """Return a sample of at most `most` requests for a fleet of about `nodes` nodes. `share`: the fraction of the
-    fleet's requests that was recorded."""
+def thinned(requests: Sequence[RecordedRequest], until_ms: float, nodes: int, share: float, most: int) -> Sample:
+    """Return a sample of at most `most` requests for a fleet of about `nodes` nodes. `until_ms`: the end of the
+    recorded time. `share`: the fraction of the fleet's requests that was recorded."""
     kept = requests
     if len(requests) > most:
         fraction = max(most / len(requests), min(1.0, MIN_SIMULATED_NODES / max(1.0, nodes * share)))
@@ -65,10 +65,9 @@ def thinned(requests: Sequence[RecordedRequest], nodes: int, share: float, most:
             kept = [one for one in requests if mix64(one.conversation, 1) % _HASHES < fraction * _HASHES]
             share *= len(kept) / len(requests)
     kept = kept[-most:]
-    first_ms, last_ms = kept[0].at_ms, kept[-1].at_ms
-    from_ms = last_ms - MEASURED_SHARE * (last_ms - first_ms)
+    from_ms = until_ms - MEASURED_SHARE * (until_ms - kept[0].at_ms)
     warm_up = sum(one.at_ms < from_ms for one in kept)
-    measured_s = max(1e-3, (last_ms - from_ms) / 1000.0)
+    measured_s = max(1e-3, (until_ms - from_ms) / 1000.0)
     return Sample(
         requests=kept,
         share=share,
@@ -78,11 +77,11 @@ def thinned(requests: Sequence[RecordedRequest], nodes: int, share: float, most:
     )
 
 
-def growth(requests: Sequence[RecordedRequest], lead_s: float) -> float:
-    """Return the expected arrivals per second `lead_s` after the last request, relative to those of the measured part:
+def growth(requests: Sequence[RecordedRequest], until_ms: float, lead_s: float) -> float:
+    """Return the expected arrivals per second `lead_s` after the recorded time, relative to those of the measured part:
     the value of a line through the arrivals of equal spans of time, as far as chance cannot explain it."""
-    first_ms, last_ms = requests[0].at_ms, requests[-1].at_ms
-    span_ms = (last_ms - first_ms) / TREND_SPANS
+    first_ms = requests[0].at_ms
+    span_ms = (until_ms - first_ms) / TREND_SPANS
     if span_ms <= 0:
         return 1.0
     counts = [0] * TREND_SPANS

@@ -41,6 +41,6 @@ class SimulatedPlanning:
             recorded.popleft()
 
     def start(self, request: PlanRequest, done: Callable[[FleetPlan | None, str], object]) -> None:
-        plan = plan_fleet(request, list(self._recorded))
+        plan = plan_fleet(request, list(self._recorded), self._calendar.now_ms)
         plan.cpu_s = REQUEST_CPU_S * plan.replayed_requests
         self._calendar.after(1000.0 * plan.cpu_s / self._cpu_share, done, plan, "")
