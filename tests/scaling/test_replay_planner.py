@@ -48,7 +48,7 @@ class Planning:
         for _ in range(100 if observed_ms else 0):
             self.meter.record_ttft(observed_ms)
         self.turn()
-        fields: dict[str, Any] = {"nodes": 4, "measured_s": INTERVAL_S, **plan}
+        fields: dict[str, Any] = {"nodes": 4, "measured_s": INTERVAL_S, "recorded": 1000, **plan}
         if predicted_ms:
             fields["predicted"] = ReplayedFleet(nodes=4, usd_per_hour=8.0, ttft_p90_ms=predicted_ms)
         self.runner.done(FleetPlan(**fields), "")

@@ -21,6 +21,9 @@ from warmroute.scaling.scale_down import paid_node, rank_candidates
 from warmroute.scaling.scaling_decision import PaidNode
 
 MIN_KV_TOKENS: Final = 1024
+MAX_CONTEXT_STEPS: Final = 6.0
+"""A decode step reads the weights once and the KV cache of its context. A full cache is at most about so many times as
+large as the weights. With short answers the learned slope is mostly the prefills between their tokens, and too high."""
 MIN_CPU_S: Final = 5.0
 MAX_INTERVALS: Final = 1.5
 """A search takes at most this many times `scaling.replay.interval_s`."""
@@ -103,11 +106,13 @@ def node_figures(view: FleetView) -> dict[str, NodeFigures]:
         if not capacities:
             continue
         steps_ms = [node.step_ms for node in nodes if node.step_ms > 0]
+        step_ms, kv_tokens = min([view.decode_base_ms, *([median(steps_ms)] if steps_ms else [])]), median(capacities)
+        slope_ms = max(0.0, view.slope_ms) if isfinite(view.slope_ms) else 0.0
         figures[gpu] = NodeFigures(
             ms_per_token=median(node.long_ms_per_token for node in nodes),
-            step_ms=min([view.decode_base_ms, *([median(steps_ms)] if steps_ms else [])]),
-            slope_ms=max(0.0, view.slope_ms) if isfinite(view.slope_ms) else 0.0,
-            kv_tokens=int(median(capacities)),
+            step_ms=step_ms,
+            slope_ms=min(slope_ms, MAX_CONTEXT_STEPS * step_ms / kv_tokens),
+            kv_tokens=int(kv_tokens),
         )
     if not figures:
         raise CannotPlan("no node reports the size of its KV cache")

@@ -43,6 +43,8 @@ RIGHT_BEFORE_RETURN: Final = 2
 MIN_FIRST_TOKENS: Final = 50
 KNOWN_S: Final = 900.0
 """How long a replay need not be repeated, if its result was clear."""
+MIN_KNOWN_REQUESTS: Final = 3 * MIN_REQUESTS
+"""A replay of fewer requests is repeated."""
 TARGET_AGE_S: Final = 1200.0
 """How long the planner remembers that no fleet meets the objective."""
 
@@ -171,8 +173,9 @@ class ReplayPlanner:
         stats.cpu_s += plan.cpu_s
         if plan.target_excess > 1.0 and (self._plan is None or self._plan.target_excess <= 1.0):
             self._unreachable_s = started_s
-        known = {fleet for _, fleet in self._known}
-        self._known.extend((started_s, fleet) for fleet in plan.fleets if fleet not in known)
+        if plan.recorded >= MIN_KNOWN_REQUESTS:
+            known = {fleet for _, fleet in self._known}
+            self._known.extend((started_s, fleet) for fleet in plan.fleets if fleet not in known)
         before, self._plan, self.planned_s = self._plan, plan, started_s
         if plan.larger is None and before is not None and before.desired_nodes == plan.desired_nodes:
             plan.larger = before.larger
