@@ -9,7 +9,6 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable
-from functools import partial
 from random import Random
 from typing import Any, get_args
 
@@ -17,9 +16,9 @@ import msgspec
 
 from warmroute.config import Admission, Config, PolicyName, Pricing, Routing, Section, from_table
 from warmroute.replay.peers.aibrix_router import Aibrix
-from warmroute.replay.peers.dynamo_router import Dynamo
+from warmroute.replay.peers.dynamo_router import Dynamo, DynamoFcfs, DynamoWspt
 from warmroute.replay.peers.kubeai_router import Kubeai
-from warmroute.replay.peers.llm_d_router import LlmD
+from warmroute.replay.peers.llm_d_router import LlmD, LlmDPrecise
 from warmroute.replay.peers.sglang_router import Sglang
 
 INDEX_BYTES = 1 << 30
@@ -30,8 +29,10 @@ ORACLE = "oracle"
 PEERS: dict[str, Callable[..., Any]] = {
     "sglang": Sglang,
     "llm_d": LlmD,
-    "llm_d_precise": partial(LlmD, precise=True),
+    "llm_d_precise": LlmDPrecise,
     "dynamo": Dynamo,
+    "dynamo_fcfs": DynamoFcfs,
+    "dynamo_wspt": DynamoWspt,
     "kubeai": Kubeai,
     "aibrix": Aibrix,
 }
@@ -103,7 +104,7 @@ def _parameters_of(name: str) -> dict[str, Any]:
         return {}
     if name in PEERS:
         parameters = inspect.signature(PEERS[name]).parameters.values()
-        return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY and one.name != "precise"}
+        return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
     if name == "price":
         return {key: value for _, section in _sections(name) for key, value in msgspec.structs.asdict(section).items()}
     return {"load_factor": Routing().load_factor} if name in ("session", "prefix_hash") else {}
