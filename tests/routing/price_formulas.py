@@ -11,6 +11,7 @@ from math import exp
 from warmroute._kernel import (
     ARRIVAL_DECAY_S,
     ATTENTION_WORK,
+    DECODE_FACTOR_NOISE,
     EVICTED_WEIGHT,
     FIRST_TOKEN_STEPS,
     KV_FULL_MARGIN,
@@ -46,6 +47,11 @@ def work_of_prompts(new: float, cached: float, prompts: int) -> float:
 def prefill(work: float, ms_per_token: float, token_ms: float) -> float:
     """Return the work of the uncached tokens × the node's speed, plus the steps of a running batch [ms]."""
     return FIRST_TOKEN_STEPS * token_ms + work * ms_per_token
+
+
+def decode_factor(learned: float) -> float:
+    """Return a node's decode time relative to its model's line. Deviations up to DECODE_FACTOR_NOISE count as noise."""
+    return max(1.0, learned - DECODE_FACTOR_NOISE) if learned > 1.0 else min(1.0, learned + DECODE_FACTOR_NOISE)
 
 
 def contention(output: float, token_ms: float, fastest_ms: float) -> float:

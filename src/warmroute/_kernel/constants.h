@@ -81,6 +81,8 @@
     X(DECODE_WEIGHT, 0.03)                                                                                                 \
     X(DECODE_MIN_SHARE, 0.2)                                                                                               \
     X(DECODE_MAX_FACTOR, 4.0)                                                                                              \
+    X(REQUEST_CONTEXT, 500.0)                                                                                              \
+    X(DECODE_FACTOR_NOISE, 0.1)                                                                                            \
     /* Averages of a node. */                                                                                              \
     X(ARRIVAL_DECAY_S, 10.0)                                                                                               \
     X(LATENCY_WEIGHT, 0.1)                                                                                                 \

@@ -46,9 +46,11 @@ typedef struct {
     int room, memory, congestion; /* whether these terms count */
 } request;
 
-/* Time per output token. */
+/* Time per output token. Small deviations from the model's line are noise, which would keep requests away from a node. */
 static always_inline double token_ms_on(const NodeState *node, const request *q) {
-    return speed_of(node)->factor * decode_ms(q->decode_speed, (double)node->context_tokens);
+    double factor = speed_of(node)->factor;
+    factor = factor > 1.0 ? larger(1.0, factor - DECODE_FACTOR_NOISE) : smaller(1.0, factor + DECODE_FACTOR_NOISE);
+    return factor * decode_ms(q->decode_speed, (double)node->context_tokens);
 }
 
 /* The prefill work of prompts of equal length, in tokens of a short prompt. */
