@@ -45,6 +45,15 @@ def test_short_prompts_without_a_shared_prefix_are_balanced_by_count() -> None:
     assert ours["inter_token_ms"]["p50"] < 1.01 * theirs["inter_token_ms"]["p50"]
 
 
+def test_a_prefix_is_not_copied_for_a_few_milliseconds_of_one_request() -> None:
+    """A copy takes no longer than waiting for the prefix, and stalls the requests that run on the other node."""
+    nodes = tuple(NodeSpec(f"node-{at}", profile("2xh100-32b")) for at in range(8))
+    ours, affine = (run(policy, "few_shot", 80.0, 300, nodes=nodes) for policy in ("price", "llm_d"))
+    assert ours["hit_rate"] > 0.965 * affine["hit_rate"]
+    assert ours["ttft_ms"]["mean"] < 1.1 * affine["ttft_ms"]["mean"]
+    assert ours["load_variation"] < 0.2 < affine["load_variation"]
+
+
 SMALL_CACHES = tuple(msgspec.structs.replace(spec, blocks=2500) for spec in FLEET)
 ONE_MISREPORTS = (msgspec.structs.replace(SMALL_CACHES[0], misreports=("cache", "usage", "load")), *SMALL_CACHES[1:])
 

@@ -141,6 +141,7 @@ def test_prices_equal_the_reference(
                 output,
                 own_ms,
                 min(token_ms),
+                min(node.speed.ms_per_token for node in nodes),
                 behind,
                 config,
                 adapters[at] if adapters is not None else 0.0,

@@ -104,9 +104,7 @@ class LlmDPrecise(LlmD):
         self, random: Random, *, prefix: float = 2.0, kv: float = 2.0, queue: float = 0.0, active: float = 4.0,
         no_hit_lru: float = 2.0, poll_s: float = 0.05,
     ) -> None:  # fmt: skip
-        super().__init__(
-            random, prefix=prefix, kv=kv, queue=queue, active=active, no_hit_lru=no_hit_lru, poll_s=poll_s
-        )
+        super().__init__(random, prefix=prefix, kv=kv, queue=queue, active=active, no_hit_lru=no_hit_lru, poll_s=poll_s)
         self._sent: deque[tuple[float, str, list[int]]] = deque()
         self._expected: dict[str, Counter[int]] = {}
         """For each node, the blocks of the requests in `_sent`."""
