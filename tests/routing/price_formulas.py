@@ -131,15 +131,16 @@ def arrivals_per_ms(node: Node, now_s: float) -> float:
 
 def price(
     node: Node, cache: NodeCache | None, reuse: Reuse, now_s: float, tokens: float, cached: float, output: float,
-    token_ms: float, fastest_ms: float, fastest_ms_per_token: float, behind: float, config: Pricing, adapter_ms: float = 0.0,
-    due_ms: float = 0.0, late_penalty_ms: float = 0.0, prompts: int = 1, reserved_rate: float = 0.0,
+    token_ms: float, fastest_ms: float, fastest_ms_per_token: float, behind: float, config: Pricing,
+    adapter_ms: float = 0.0, due_ms: float = 0.0, late_penalty_ms: float = 0.0, prompts: int = 1,
+    reserved_rate: float = 0.0,
 ) -> Price:  # fmt: skip
     """Return the price for a prompt of `tokens` tokens of which `cached` are cached, with `output` output tokens.
 
-    `token_ms`: decode time per token on this node; `fastest_ms`: on the fastest node. `fastest_ms_per_token`: prefill time
-    per token on the fastest node. `adapter_ms`: time to load the
-    LoRA adapter. `prompts`: number of prompts that the tokens are divided among. `reserved_rate`: arrivals [1/ms] that
-    need a longer context window than this request, and may go to this node.
+    `token_ms`: decode time per token on this node; `fastest_ms`: on the fastest node. `fastest_ms_per_token`: prefill
+    time per token on the fastest node. `adapter_ms`: time to load the LoRA adapter. `prompts`: number of prompts that
+    the tokens are divided among. `reserved_rate`: arrivals [1/ms] that need a longer context window than this request,
+    and may go to this node.
     """
     cached *= config.cache_weight
     ms_per_token = node.speed.ms_per_token
