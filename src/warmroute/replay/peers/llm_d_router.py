@@ -39,12 +39,12 @@ class LlmD(PeerPolicy):
     uses_kv_events = False
 
     def __init__(
-        self, random: Random, *, prefix: float = 3.0, kv: float = 2.0, queue: float = 2.0, active: float = 0.0,
+        self, random: Random, *, prefix: float = 3.0, kv: float = 2.0, short_queue: float = 2.0, active: float = 0.0,
         no_hit_lru: float = 2.0, poll_s: float = 0.05,
     ) -> None:  # fmt: skip
         super().__init__(self.kind, random, EventBlocks() if self.uses_kv_events else RoutedBlocks())
         self.poll_interval_s = poll_s
-        self._weights = prefix, kv, queue, active, no_hit_lru
+        self._weights = prefix, kv, short_queue, active, no_hit_lru
         self._last_cold: dict[str, None] = {}
         """Nodes that got a cold request, the least recent first."""
         self._cold_requests: set[int] = set()
@@ -52,7 +52,7 @@ class LlmD(PeerPolicy):
 
     def decide(self, query: Query) -> Decision:
         nodes = query.candidates.nodes
-        prefix, kv, queue, active, no_hit_lru = self._weights
+        prefix, kv, short_queue, active, no_hit_lru = self._weights
         chain, depths = self._depths(query.request, nodes)
         queues = [node.waiting for node in nodes]
         longest, shortest, most = max(queues), min(queues), max(node.inflight for node in nodes)
@@ -66,7 +66,7 @@ class LlmD(PeerPolicy):
             -(
                 prefix * (depth / len(chain) if chain else 0.0)
                 + kv * (1.0 - node.kv_usage)
-                + queue * ((longest - node.waiting) / between if between else 1.0)
+                + short_queue * ((longest - node.waiting) / between if between else 1.0)
                 + active * ((most - node.inflight) / most if node.inflight else 1.0)
                 + no_hit_lru * turn
             )
@@ -101,10 +101,12 @@ class LlmDPrecise(LlmD):
     uses_kv_events = True
 
     def __init__(
-        self, random: Random, *, prefix: float = 2.0, kv: float = 2.0, queue: float = 0.0, active: float = 4.0,
+        self, random: Random, *, prefix: float = 2.0, kv: float = 2.0, short_queue: float = 0.0, active: float = 4.0,
         no_hit_lru: float = 2.0, poll_s: float = 0.05,
     ) -> None:  # fmt: skip
-        super().__init__(random, prefix=prefix, kv=kv, queue=queue, active=active, no_hit_lru=no_hit_lru, poll_s=poll_s)
+        super().__init__(
+            random, prefix=prefix, kv=kv, short_queue=short_queue, active=active, no_hit_lru=no_hit_lru, poll_s=poll_s
+        )
         self._sent: deque[tuple[float, str, list[int]]] = deque()
         self._expected: dict[str, Counter[int]] = {}
         """For each node, the blocks of the requests in `_sent`."""

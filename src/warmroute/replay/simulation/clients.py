@@ -2,7 +2,7 @@
 
     open      Requests are sent at the workload's arrival times, whatever has been answered.
     turns     The same, but a turn of a conversation waits for the answer of the turn before it and for a think time. A
-              trace's turn is sent at its own time or then, whichever is later. This is what agents and chats do, and the
+              trace's turn is sent at its own time or then, whichever is later. Agents and chats do this, and it is the
               default: in a workload without conversations it is the open loop.
     clients   A number of clients; each sends its next request when the last one is answered.
 
