@@ -96,7 +96,7 @@
     X(KV_GROWTH_SHARE, 0.3)                                                                                                \
     X(STREAMED_WEIGHT, 0.2)                                                                                                \
     X(STALLED_WEIGHT, 0.2)                                                                                                 \
-    X(STALLED_MAX_WORK, 8192.0)                                                                                            \
+    X(STALLED_MAX_WORK, 4096.0)                                                                                            \
     X(EVICTED_WEIGHT, 2.5)                                                                                                 \
     X(RISK_POWER, 4.0)                                                                                                     \
     /* Chance of reuse, and confidence in a cache. */                                                                      \
