@@ -39,7 +39,8 @@ def wait(pending_work: float, ms_per_token: float, queue_ms: float, room_ms: flo
     It is at least as long as requests have recently waited in the engine's own queue, as far as the lack of KV memory
     (`room_ms`) does not explain that; `queue_ms` is 0 while the engine has no queue.
     """
-    return max(pending_work * ms_per_token, queue_ms - room_ms) if queue_ms else pending_work * ms_per_token
+    wait_ms = max(0.0, pending_work) * ms_per_token  # the sum may have a rounding error
+    return max(wait_ms, queue_ms - room_ms) if queue_ms else wait_ms
 
 
 def work_of_prompts(new: float, cached: float, prompts: int) -> float:

@@ -103,7 +103,7 @@ static void price_node(price *p, const NodeState *node, const CacheState *cache,
         cost = larger(cost, work_of(q->tokens, 0.0, q->prompts) - q->max_saving_ms / ms_per_token);
     *p = (price){
         .cached = cached, .new = new, .output = q->output, .distance = node->distance_ms, .adapter = adapter_ms};
-    p->wait = node->pending_work * ms_per_token;
+    p->wait = larger(0.0, node->pending_work) * ms_per_token; /* the sum may have a rounding error */
     p->prefill = (load_of(node) ? FIRST_TOKEN_STEPS * token_ms : 0.0) + cost * ms_per_token;
     double missing = 0.0, drained = 1.0;
     if (cache) {
