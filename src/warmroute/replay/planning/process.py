@@ -73,7 +73,7 @@ def read_recorded(lines: Iterator[bytes], block_tokens: int, recorded_ms: float)
     rows = [one for one in rows if one[0] <= until_ms]
     rows.sort(key=lambda one: one[0])
     in_order = [row for _, _, row in rows]
-    prompts = prompts_of(in_order, block_tokens, text_lengths(in_order))
+    prompts = (prompt for _, prompt in prompts_of(in_order, block_tokens, text_lengths(in_order)))
     recorded = [
         RecordedRequest(prompt, at_ms, conversation)
         for prompt, (at_ms, conversation, _) in zip(prompts, rows, strict=True)

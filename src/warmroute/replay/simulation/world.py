@@ -174,11 +174,12 @@ class World:
         limit: int | None = None,
         duration_s: float | None = None,
         warm_up: int = 0,
+        waits: bool = True,
     ) -> None:
         """Run until every request of the workload has ended. The first `warm_up` requests are not measured."""
         self._warm_up = self.arrivals + warm_up if warm_up else -1
         self._measured_ms = None if duration_s is None else duration_s * 1000.0
-        clients = self._clients = Clients(self, prompts, concurrency, limit)
+        clients = self._clients = Clients(self, prompts, concurrency, limit, waits=waits)
         if not warm_up:
             self._end_measuring_later()
         clients.start()
@@ -209,6 +210,11 @@ class World:
         if len(self.replicas) == 1:
             return self.requests.arrive(prompt)
         return self._replica_random.choice(self.replicas).requests.arrive(prompt)
+
+    @property
+    def loop(self) -> str:
+        """`closed` if clients waited for answers before they sent their next request, else `open`."""
+        return "closed" if self._clients is not None and self._clients.closed else "open"
 
     @property
     def inflight(self) -> int:
