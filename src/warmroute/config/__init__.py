@@ -12,6 +12,7 @@ from warmroute.config.discovery_settings import DEFAULT_ENGINE_PORT, DiscoveryCo
 from warmroute.config.island_settings import IslandAffinity, IslandConfig
 from warmroute.config.journal_settings import Journal
 from warmroute.config.node_settings import NodeConfig, node_name
+from warmroute.config.picker_settings import Picker
 from warmroute.config.priority import PriorityName
 from warmroute.config.prompt_settings import ModelConfig, PromptDoctor, Prompts
 from warmroute.config.provisioner_settings import ProvisionerConfig
@@ -49,6 +50,7 @@ __all__ = [
     "ModelConfig",
     "NodeConfig",
     "OutlierDetection",
+    "Picker",
     "PolicyName",
     "Polling",
     "Pricing",

@@ -80,6 +80,7 @@ class DiscoveryService:
         self.nodes = DiscoveredNodes(fleet, registry)
         self.sources: dict[str, SourceStatus] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._priorities: dict[str, str] = {}
         self._changed = asyncio.Event()
         self._applying: asyncio.Task[None] | None = None
 
@@ -111,6 +112,10 @@ class DiscoveryService:
     def pending(self) -> list[str]:
         """Sources that have neither answered nor failed yet."""
         return [name for name, status in self.sources.items() if status.is_pending]
+
+    def priorities(self) -> dict[str, str]:
+        """Return the priority (`high`, `normal`, `low`) of each InferenceObjective of the sources' pools."""
+        return self._priorities
 
     # The tasks.
 
