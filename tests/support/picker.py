@@ -19,7 +19,7 @@ from warmroute.cli.picker import picker_factory
 from warmroute.config import from_table
 from warmroute.picker import ext_proc, messages
 from warmroute.picker.exchange import PickerExchange
-from warmroute.picker.ext_proc import BUFFERED, NONE, STREAMED, message_class
+from warmroute.picker.ext_proc import BUFFERED, NONE, STREAMED
 from warmroute.picker.ext_proc import FULL_DUPLEX_STREAMED as DUPLEX
 from warmroute.picker.server import PickerServer
 from warmroute.service import Service
@@ -33,7 +33,7 @@ def chat_body(text: str = "hello", **more: Any) -> bytes:
 
 def headers_message(kind: str, fields: dict[str, str], end: bool) -> Any:
     pairs = [ext_proc.HeaderValue(key=name, raw_value=value.encode()) for name, value in fields.items()]
-    headers = message_class("HttpHeaders")(headers=message_class("HeaderMap")(headers=pairs), end_of_stream=end)
+    headers = ext_proc.MESSAGES["HttpHeaders"](headers=ext_proc.MESSAGES["HeaderMap"](headers=pairs), end_of_stream=end)
     return ext_proc.ProcessingRequest(**{kind: headers})
 
 
@@ -105,10 +105,10 @@ class FakeEnvoy:
         parts = [body[at : at + size] for at in range(0, len(body), size)] or [b""]
         for number, part in enumerate(parts, 1):
             ends = number == len(parts) and not trailers
-            http = message_class("HttpBody")(body=part, end_of_stream=ends)
+            http = ext_proc.MESSAGES["HttpBody"](body=part, end_of_stream=ends)
             await self.call.write(ext_proc.ProcessingRequest(request_body=http))
         if trailers and self.mode != BUFFERED:
-            await self.call.write(ext_proc.ProcessingRequest(request_trailers=message_class("HttpTrailers")()))
+            await self.call.write(ext_proc.ProcessingRequest(request_trailers=ext_proc.MESSAGES["HttpTrailers"]()))
 
     _early: Any = None
 
@@ -166,7 +166,7 @@ class FakeEnvoy:
         shown = [(piece, False) for piece in pieces] + ([(b"", True)] if end else [])
         for piece, ends in shown:
             await self.call.write(
-                ext_proc.ProcessingRequest(response_body=message_class("HttpBody")(body=piece, end_of_stream=ends))
+                ext_proc.ProcessingRequest(response_body=ext_proc.MESSAGES["HttpBody"](body=piece, end_of_stream=ends))
             )
             answer = await self.read()
             assert answer.HasField("response_body")

@@ -1,4 +1,4 @@
-"""The endpoints of nodes as Envoy knows them: IP address and port. Names in nodes' URLs are resolved in the background."""
+"""The endpoints of nodes as Envoy knows them: IP address and port. Names in URLs are resolved in the background."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ log = EventLog("warmroute.picker")
 
 REFRESH_S: Final = 1.0
 """How often the endpoints are compared with the fleet."""
+CHECK_S: Final = 0.02
 RESOLVE_S: Final = 30.0
 """How often a name is resolved again."""
 RETRY_S: Final = 2.0
@@ -86,7 +87,13 @@ class Endpoints:
                 del due_s[gone]
                 self._addresses.pop(gone, None)
             self.refresh()
-            await asyncio.sleep(REFRESH_S)
+            await self._until_changed(loop.time() + REFRESH_S)
+
+    async def _until_changed(self, until_s: float) -> None:
+        """Wait, but not longer than until a node joins or leaves."""
+        loop, nodes = asyncio.get_running_loop(), len(self._fleet)
+        while loop.time() < until_s and len(self._fleet) == nodes:
+            await asyncio.sleep(CHECK_S)
 
     async def _resolve(self, name: str) -> bool:
         """An address that was known before stays if the name cannot be resolved now."""

@@ -125,22 +125,18 @@ def _set_type(field: Any, kind: str) -> None:
         field.type, field.type_name = _MESSAGE, f".{_FOREIGN.get(kind) or f'{_PACKAGE}.{kind}'}"
 
 
-_classes: Final = _build()
-BodyMutation: Final = _classes["BodyMutation"]
-BodyResponse: Final = _classes["BodyResponse"]
-CommonResponse: Final = _classes["CommonResponse"]
-HeaderMutation: Final = _classes["HeaderMutation"]
-HeaderValue: Final = _classes["HeaderValue"]
-HeaderValueOption: Final = _classes["HeaderValueOption"]
-HeadersResponse: Final = _classes["HeadersResponse"]
-HttpStatus: Final = _classes["HttpStatus"]
-ImmediateResponse: Final = _classes["ImmediateResponse"]
-ProcessingRequest: Final = _classes["ProcessingRequest"]
-ProcessingResponse: Final = _classes["ProcessingResponse"]
-StreamedBodyResponse: Final = _classes["StreamedBodyResponse"]
-TrailersResponse: Final = _classes["TrailersResponse"]
-
-
-def message_class(name: str) -> Any:
-    """Return the class of any message of the table."""
-    return _classes[name]
+MESSAGES: Final = _build()
+"""The classes by name."""
+BodyMutation: Final = MESSAGES["BodyMutation"]
+BodyResponse: Final = MESSAGES["BodyResponse"]
+CommonResponse: Final = MESSAGES["CommonResponse"]
+HeaderMutation: Final = MESSAGES["HeaderMutation"]
+HeaderValue: Final = MESSAGES["HeaderValue"]
+HeaderValueOption: Final = MESSAGES["HeaderValueOption"]
+HeadersResponse: Final = MESSAGES["HeadersResponse"]
+HttpStatus: Final = MESSAGES["HttpStatus"]
+ImmediateResponse: Final = MESSAGES["ImmediateResponse"]
+ProcessingRequest: Final = MESSAGES["ProcessingRequest"]
+ProcessingResponse: Final = MESSAGES["ProcessingResponse"]
+StreamedBodyResponse: Final = MESSAGES["StreamedBodyResponse"]
+TrailersResponse: Final = MESSAGES["TrailersResponse"]

@@ -31,6 +31,8 @@ log = EventLog("warmroute.picker")
 
 MAX_PEERS: Final = 4_096
 """Envoys that the picker remembers."""
+MAX_MISSED: Final = 64
+"""Requests in a row without the head of a response, after which an Envoy is taken for one that shows none."""
 STOP_S: Final = 3_600.0
 """gRPC ends streams this long after the picker stopped accepting new ones; the service ends them earlier."""
 _CLIENT_KEYS: Final = ("authorization", "x-api-key")
@@ -57,8 +59,8 @@ class PickerServer:
         self._server: Any = None
         self._resolving: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
-        self._peers: set[str] = set()
-        """Envoys that show the heads of responses."""
+        self._peers: dict[str, int] = {}
+        """Envoys that show the heads of responses: how many requests in a row had none."""
         self._warned = False
         self.port = 0
 
@@ -171,14 +173,20 @@ class PickerServer:
 
     def shows_responses(self, peer: str) -> None:
         """An Envoy showed the head of a response."""
-        host = peer.rpartition(":")[0]
-        if host not in self._peers:
-            if len(self._peers) >= MAX_PEERS:
-                self._peers.clear()
-            self._peers.add(host)
+        if len(self._peers) >= MAX_PEERS:
+            self._peers.clear()
+        self._peers[peer.rpartition(":")[0]] = 0
 
     def sees_heads_of(self, peer: str) -> bool:
-        return peer.rpartition(":")[0] in self._peers
+        """Return whether an Envoy shows the heads of responses. Asked for a request that ended without one."""
+        host = peer.rpartition(":")[0]
+        missed = self._peers.get(host)
+        if missed is None:
+            return False
+        self._peers[host] = missed + 1
+        if missed >= MAX_MISSED:  # its configuration has changed
+            del self._peers[host]
+        return True
 
     def warn_without_bodies(self) -> None:
         if not self._warned:

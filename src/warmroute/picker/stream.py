@@ -25,6 +25,7 @@ from warmroute.edge.exchange import seconds_of
 from warmroute.edge.large_body import LargeBodyExchange
 from warmroute.edge.local_replies import Headers, with_request_id
 from warmroute.edge.paths import is_anthropic
+from warmroute.edge.proxy_client import RequestExchange
 from warmroute.fleet.node import Node
 from warmroute.picker import messages
 from warmroute.picker.exchange import PickerExchange
@@ -55,7 +56,7 @@ class PickerStream:
         self.tenant = ""
         self.body_started_s = 0.0
         self._envoy: EnvoyHead | None = None
-        self._exchange: PickerExchange | LargeBodyExchange | None = None
+        self._exchange: RequestExchange | LargeBodyExchange | None = None
         self._mode = DUPLEX
         self._response_mode = NONE
         self._subset: frozenset[str] | None = None
@@ -75,16 +76,14 @@ class PickerStream:
         self._saw_response = False
 
     async def run(self) -> None:
-        write, at_end = self._context.write, False
+        write = self._context.write
         try:
             while not self._over:
                 message = await self._next_message()
                 if message is grpc.aio.EOF:
-                    at_end = True
                     return
                 self._safely(message)
                 if self._deciding and not await self._until_decided():
-                    at_end = True
                     return
                 outbox, self._outbox = self._outbox, []
                 for one in outbox:
@@ -97,7 +96,7 @@ class PickerStream:
             for one in self._outbox:
                 await write(one)
         finally:
-            self._end(at_end)
+            self._end()
 
     async def _next_message(self) -> Any:
         if self._reading is None:
@@ -329,16 +328,15 @@ class PickerStream:
                 retry_after = field.raw_value
             elif name == "content-encoding":
                 encoded = True
-            elif name == "x-envoy-upstream-service-time":
+            elif name == "x-envoy-upstream-service-time":  # Envoy's own answers do not have it
                 from_node = True
         served = messages.served_endpoint(message)
         node = server.endpoints.node_at(served) if served else None
         is_event_stream = not encoded and content_type[:17].lower() == b"text/event-stream"
         server.shows_responses(self._context.peer())
-        exchange.response_started(
-            status, node, not served and not from_node, seconds_of(retry_after) if status in (429, 503) else None,
-            is_event_stream, self.sees_responses,
-        )  # fmt: skip
+        by_envoy = not from_node and (status >= 500 or status == 429)
+        retry_after_s = seconds_of(retry_after) if status in (429, 503) else None
+        exchange.response_started(status, node, by_envoy, retry_after_s, is_event_stream, self.sees_responses)
         if message.response_headers.end_of_stream:
             exchange.response_ended()
 
@@ -355,8 +353,8 @@ class PickerStream:
 
     # The end.
 
-    def _end(self, at_end: bool) -> None:
-        """The stream has ended. `at_end`: Envoy ended it, without an error."""
+    def _end(self) -> None:
+        """The stream has ended: with the response, with the client, or because Envoy does not wait longer."""
         self._release_body()
         if self._reading is not None:
             self._reading.cancel()
@@ -365,9 +363,7 @@ class PickerStream:
         if exchange is not None:
             undecided, self._deciding = self._deciding, False
             try:
-                unseen = at_end and not undecided and isinstance(exchange, PickerExchange)
-                if unseen and not self.sees_responses and self._response_is_unseen():
-                    assert isinstance(exchange, PickerExchange)
+                if isinstance(exchange, PickerExchange) and not undecided and self._response_is_unseen():
                     exchange.ended_unseen()
                 else:
                     exchange.client_left()
@@ -376,7 +372,10 @@ class PickerStream:
         self._server.stream_ended(self)
 
     def _response_is_unseen(self) -> bool:
-        """Return whether the response may have ended although its head did not come: Envoy does not show it."""
+        """Return whether the response has ended, as far as the picker can know: Envoy does not show the end. If it
+        shows the head and there was none, the client has left."""
+        if self.sees_responses:
+            return False
         return self._saw_response or not self._server.sees_heads_of(self._context.peer())
 
     def cut_off(self) -> None:

@@ -100,8 +100,8 @@ class Service:
         self, read_config: Callable[[], Config], config_file: Path | None = None, worker: Worker | None = None,
         create_picker: Callable[[Service], EnvoyClients] | None = None,
     ) -> None:  # fmt: skip
-        """`worker`: this process gets its connections from a parent process. `create_picker`: it serves Envoy instead of
-        HTTP clients."""
+        """`worker`: this process gets its connections from a parent process. `create_picker`: Envoy asks it for nodes,
+        and it serves no HTTP clients."""
         self._worker = worker
         self.config_reload = ConfigReload(self, read_config)
         self._config_file = config_file
