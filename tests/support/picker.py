@@ -160,6 +160,10 @@ class FakeEnvoy:
             message.metadata_context.filter_metadata["envoy.lb"][messages.SERVED] = served
         await self.call.write(message)
         assert (await self.read()).HasField("response_headers")
+        return await self.show(*pieces, end=end)
+
+    async def show(self, *pieces: bytes, end: bool = True) -> list[bytes]:
+        """Show the picker more of the response. Return what goes to the client."""
         passed: list[bytes] = []
         if self.response_mode == NONE:
             return passed
