@@ -9,8 +9,8 @@ Two mock nodes answer at once. All paths get the same requests in turns, so that
     proxy               `warmroute serve`
     Envoy, MODE         Envoy asks `warmroute picker`; MODE: how bodies go to it, and what it sees of responses
 
-Latency: one request after the other on one connection; `added` is the median less the direct one. CPU time (all threads, user
-and system) of the router's process and of Envoy, each divided by the requests; median of the rounds.
+Latency: one request after the other on one connection; `added` is the median less the direct one. CPU time (of all
+threads, user and system) of the router's process and of Envoy, each divided by the requests; median of the rounds.
 """
 
 from __future__ import annotations

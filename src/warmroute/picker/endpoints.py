@@ -92,7 +92,7 @@ class Endpoints:
     async def _until_changed(self, until_s: float) -> None:
         """Wait, but not longer than until a node joins or leaves."""
         loop, nodes = asyncio.get_running_loop(), len(self._fleet)
-        while loop.time() < until_s and len(self._fleet) == nodes:
+        while loop.time() < until_s and len(self._fleet) == nodes:  # noqa: ASYNC110 (the fleet has no event)
             await asyncio.sleep(CHECK_S)
 
     async def _resolve(self, name: str) -> bool:
