@@ -98,8 +98,11 @@ async def test_objectives_of_the_pool_have_priorities(cluster: FakeCluster, monk
 
 
 def test_absurd_objects_are_ignored_or_named() -> None:
-    for spec in (None, [], {"selector": {}}, {"selector": {"matchLabels": {"a": "b"}}, "targetPorts": [{"number": 0}]}):
+    no_port = {"selector": {"matchLabels": {"a": "b"}}, "targetPorts": [{"number": 0}]}
+    pools: list[Any] = [None, [], {"selector": {}}, no_port]
+    for spec in pools:
         with pytest.raises(SourceError):
             read_pool({"spec": spec})
-    for spec in (None, [], {"poolRef": "pool"}, {"poolRef": {"name": "pool"}, "priority": "high"}):
+    objectives: list[Any] = [None, [], {"poolRef": "pool"}, {"poolRef": {"name": "pool"}, "priority": "high"}]
+    for spec in objectives:
         assert read_priority({"spec": spec}, "pool") == ""

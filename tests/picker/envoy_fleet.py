@@ -22,13 +22,13 @@ WORDS = [f"word{number}" for number in range(500)]
 
 
 class PickerProcess:
-    """`warmroute picker`, which can be killed and started again on its ports."""
+    """`warmroute picker` or `serve`, which can be killed and started again on its ports."""
 
-    def __init__(self, children: Children, urls: Sequence[str], *flags: str) -> None:
+    def __init__(self, children: Children, urls: Sequence[str], *flags: str, command: str = "picker") -> None:
         self._children = children
         self.port, self.admin_port = any_port(), any_port()
         nodes = [word for url in urls for word in ("--node", url)]
-        self._arguments = ("picker", "--port", str(self.port), "--admin-port", str(self.admin_port), *nodes, *flags)
+        self._arguments = (command, "--port", str(self.port), "--admin-port", str(self.admin_port), *nodes, *flags)
         self.child: Child
         self.start()
 
@@ -89,6 +89,10 @@ class Load:
         self._random = random.Random(seed)
         self._abort_share = abort_share
         self._largest = largest
+        self._texts = [
+            f"conversation {one} " + " ".join(WORDS[(one + at) % 500] for at in range(largest // 7))
+            for one in range(40)
+        ]
         self.statuses: Counter[str] = Counter()
         self.slowest_s = 0.0
 
@@ -113,9 +117,7 @@ class Load:
     def _body(self, number: int) -> bytes:
         draw = self._random
         size = int(1_000 * (self._largest / 1_000) ** (draw.random() ** 2))  # most are small, as in real traffic
-        conversation = draw.randrange(40)
-        text = f"conversation {conversation} " + " ".join(WORDS[(conversation + at) % 500] for at in range(size // 8))
-        return request_body(text[:size], stream=bool(number % 2))
+        return request_body(draw.choice(self._texts)[:size], stream=bool(number % 2))
 
     async def _one(self, number: int) -> str:
         body = self._body(number)

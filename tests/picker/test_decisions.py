@@ -14,7 +14,7 @@ from support.scripted_engine import engines
 
 KEY = "secret"
 KEYS = [{"sha256": hashlib.sha256(KEY.encode()).hexdigest(), "tenant": "t", "max_priority": "high"}]
-BIG = {"limits": {"body_bytes": 12 << 20}}
+BIG: dict[str, Any] = {"limits": {"body_bytes": 12 << 20}}
 
 
 @pytest.mark.parametrize("mode", ["buffered", "duplex", "streamed"])
@@ -138,7 +138,7 @@ async def test_other_paths_and_methods_are_rejected_and_the_model_list_is_answer
 
 async def test_headers_with_line_breaks_or_given_twice_are_rejected() -> None:
     async with engines(1) as nodes, picker(*nodes) as p:
-        bad: list[dict[str, str]] = [
+        bad: list[dict[str, Any]] = [
             {"x_evil": "a\r\nauthorization: Bearer b"}, {"x_evil": "a\nb"}, {"content_encoding": "gzip"},
         ]  # fmt: skip
         for headers in bad:

@@ -63,7 +63,7 @@ async def test_header_and_metadata_name_the_same_endpoints() -> None:
 # Priorities.
 
 
-async def _queued(p: RunningPicker, **headers: str) -> tuple[Any, int]:
+async def _queued(p: RunningPicker, **headers: Any) -> tuple[Any, int]:
     """Return the stream of a request that waits, and its priority."""
     envoy = p.stream("duplex")
     before = p.service.admission.queue.waiting

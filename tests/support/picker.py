@@ -135,14 +135,14 @@ class FakeEnvoy:
 
     async def body_back(self) -> bytes:
         """Read the body that the picker sends back (FULL_DUPLEX_STREAMED)."""
-        body = b""
+        body: bytes = b""
         while True:
             message = await self.read()
             if message.HasField("request_trailers"):
                 return body
             chunk = message.request_body.response.body_mutation.streamed_response
             assert len(chunk.body) <= messages.MAX_CHUNK_BYTES
-            body += chunk.body
+            body += bytes(chunk.body)
             if chunk.end_of_stream:
                 return body
 
