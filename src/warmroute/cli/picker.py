@@ -12,7 +12,7 @@ import uvloop
 
 from warmroute import config as configuration
 from warmroute.cli.arguments import port
-from warmroute.config import Config, ConfigError, NodeConfig
+from warmroute.config import Config, ConfigError, NodeConfig, missing_extra
 from warmroute.edge.process_limits import keep_freed_memory, raise_file_limit
 from warmroute.event_log import EventLog
 from warmroute.service import Service
@@ -65,7 +65,7 @@ def picker_factory() -> Any:
     except ImportError as error:
         if (error.name or "").startswith("warmroute"):
             raise
-        raise ConfigError(f"the picker needs {error.name}, which is not installed: install warmroute[picker]") from None
+        raise missing_extra("the picker", error, "picker") from None
 
     def create(service: Service) -> EnvoyClients:
         return PickerServer(

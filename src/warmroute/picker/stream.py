@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 MARGIN: Final = 0.1
 """Share of Envoy's timeout that is left when the picker stops waiting for a node."""
 
+SCAN_S: Final = 0.005
+
 
 class PickerStream:
     __slots__ = (
@@ -132,10 +134,12 @@ class PickerStream:
 
     def _time_is_up(self) -> None:
         exchange = self._exchange
+        if not self._deciding:
+            return
         if isinstance(exchange, PickerExchange):
             exchange.time_is_up()
-        elif exchange is not None:  # its body is still being scanned
-            exchange.cut_off()
+        else:  # its body is still being scanned
+            asyncio.get_running_loop().call_later(SCAN_S, self._time_is_up)
 
     # Messages.
 
