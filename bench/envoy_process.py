@@ -45,7 +45,11 @@ def _endpoints(ports: Sequence[int]) -> dict[str, Any]:
     return {"cluster_name": "one", "endpoints": [{"lb_endpoints": found}]}
 
 
-_MANY: Final = {"thresholds": [{"max_connections": 40000, "max_pending_requests": 40000, "max_requests": 40000}]}
+_MANY: Final = {
+    "thresholds": [
+        {"max_connections": 40000, "max_pending_requests": 40000, "max_requests": 40000, "max_retries": 10000}
+    ]
+}
 
 
 def envoy_config(
@@ -80,7 +84,7 @@ def envoy_config(
         set_metadata = {"@type": f"{TYPES}.filters.http.set_metadata.v3.Config", "metadata": [hint]}
         filters.insert(0, {"name": "envoy.filters.http.set_metadata", "typed_config": set_metadata})
     retry = {
-        "retry_on": "connect-failure,refused-stream,reset-before-request",
+        "retry_on": "connect-failure,refused-stream,reset",
         "num_retries": retries,
         "retry_back_off": {"base_interval": "0.005s", "max_interval": "0.05s"},
     }

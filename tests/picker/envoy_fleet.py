@@ -94,6 +94,8 @@ class Load:
             for one in range(40)
         ]
         self.statuses: Counter[str] = Counter()
+        self.errors: Counter[bytes] = Counter()
+        """The ends of error responses, with the bytes of their requests."""
         self.slowest_s = 0.0
 
     async def run(self, requests: int, clients: int = 12) -> None:
@@ -140,7 +142,18 @@ class Load:
             answer = await reader.read(-1)
             status = answer[9:12].decode()
             if status == "200" and (b"[DONE]" if number % 2 else b'"usage"') not in answer:
-                return "incomplete"
+                return "LOOKS COMPLETE" if _has_its_end(answer) else "broken off"
+            if status != "200":
+                self.errors[answer[-200:]] += len(body)
             return status
         finally:
             writer.close()
+
+
+def _has_its_end(answer: bytes) -> bool:
+    """Return whether a client would take the response for complete: by its length, or by its last chunk."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+    if b"content-length" in fields:
+        return len(body) >= int(fields[b"content-length"])
+    return body.endswith(b"0\r\n\r\n") if b"transfer-encoding" in fields else True
