@@ -5,7 +5,8 @@ python bench/policy_comparison.py --data DIR [--workload NAME â€¦] [--policy P â
 Light is a load that every policy can serve. At the knee, load balancing alone begins to queue. Beyond is more than it
 can serve. Goodput counts answers whose first token came within 2 s + 0.5 ms for each token of the prompt. The tables
 state how often each policy is within 3 % of the best in TTFT p50, TTFT p90 and goodput, and compare the hit rates with
-that of one cache as large as the fleet's (`oracle`).
+that of one cache as large as the fleet's (`oracle`). The table `tail` has the TTFT p99 of the 10 % of requests with the
+most prefill work, and of the others.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ def main() -> None:
 def show(done: list[tuple[str, int, str, int, dict[str, Any]]], policies: list[str], report: Report) -> None:
     cells = sorted({(name, load) for name, load, *_ in done}, key=lambda cell: (list(LOADS).index(cell[0]), cell[1]))
     shown = [policy for policy in policies if policy != "oracle"]
-    lists: list[list[list[str]]] = [[] for _ in range(5)]
-    times, goods, hits, verdicts, behind = lists
+    lists: list[list[list[str]]] = [[] for _ in range(6)]
+    times, goods, hits, tails, verdicts, behind = lists
     counts = {policy: [0, 0, 0, 1.0, 1.0] for policy in shown}
     """For each policy: how often it is among the best in p50, p90 and goodput; its worst p50 and p90 / the best."""
     for name, load in cells:
@@ -125,6 +126,7 @@ def show(done: list[tuple[str, int, str, int, dict[str, Any]]], policies: list[s
         cell = (name, LOAD_NAMES[load])
         times.append([*cell, *(_times(row, least) for row in others.values())])
         goods.append([*cell, *(_bold(row["good"] * WITHIN >= most, f"{row['good']:.3g}") for row in others.values())])
+        tails.append([*cell, *(f"{row['long']:,.0f} / {row['short']:,.0f}" for row in others.values())])
         hits.append([*cell, *(f"{row['hit']:.1%}" for row in rows.values())])
         ours = rows["price"]
         p50, p90, p99 = (ours[key] / least[key] for key in ("p50", "p90", "p99"))
@@ -153,6 +155,7 @@ def show(done: list[tuple[str, int, str, int, dict[str, Any]]], policies: list[s
         ("price", ["workload", "load", "p50", "p90", "p99", "goodput", "hit rate / oracle"], verdicts),
         ("ttft", ["workload", "load", *shown], times),
         ("goodput", ["workload", "load", *shown], goods),
+        ("tail", ["workload", "load", *shown], tails),
         ("hits", ["workload", "load", *policies], hits),
     ):
         report.table(title, *columns)
@@ -169,6 +172,8 @@ def _mean(found: list[dict[str, Any]]) -> dict[str, float]:
         "p50": lambda r: r["ttft_ms"]["p50"],
         "p90": lambda r: r["ttft_ms"]["p90"],
         "p99": lambda r: r["ttft_ms"]["p99"],
+        "long": lambda r: r["ttft_ms_by_work"]["longest_10_percent"]["p99"],
+        "short": lambda r: r["ttft_ms_by_work"]["others"]["p99"],
         "good": lambda r: r["good_per_s"],
     }
     return {key: sum(value(one) for one in found) / len(found) for key, value in read.items()}

@@ -46,7 +46,7 @@ PEERS: dict[str, Callable[..., Any]] = {
 }
 
 QUEUE_ORDERS: dict[str, QueueOrder] = {
-    "warmroute": QueueOrder.SHORTEST_WITH_AGE,
+    "warmroute": QueueOrder.GUARANTEED,
     "fcfs": QueueOrder.FIRST_COME,
     "shortest": QueueOrder.SHORTEST,
 }

@@ -181,6 +181,9 @@ def over_ttft_limit(world: World) -> Run:
         "ms": world.results.ceiling_ms,
         "seconds_over": rounded(len(spans) * timeline.span_ms / 1000.0),
         "requests_over": int(sum(span[5] for span in timeline.sums)),
+        "span_s": timeline.span_ms / 1000.0,
+        "first_tokens": [int(span[4]) for span in timeline.sums],
+        "over": [int(span[5]) for span in timeline.sums],
     }
 
 

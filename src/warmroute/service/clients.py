@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sized
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from warmroute.config import Limits
+
+if TYPE_CHECKING:
+    from warmroute.service.service import Service
 
 CUT_OFF_S: Final = 1.0
 """How long clients may take to read the end of a response that was cut off."""
@@ -43,6 +46,12 @@ class EnvoyClients(Clients, Protocol):
         """Return the address. Raises ConfigError if it cannot be used."""
 
     async def close(self) -> None: ...
+
+
+def pool_name(service: Service) -> str | None:
+    """Return the name of the picker's InferencePool for the metrics; None if the service is not a picker."""
+    pools = (one.inference_pool for one in service.config.discovery if one.inference_pool)
+    return None if service.picker is None else next(pools, "default")
 
 
 async def finish_requests(clients: Clients, stop_now: asyncio.Event, deadline_s: float) -> None:

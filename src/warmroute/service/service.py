@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from warmroute.routing.admission import Admission
 from warmroute.routing.router import Router
 from warmroute.scaling.scaling_service import ScalingService
 from warmroute.service.certificates import Certificates
-from warmroute.service.clients import Clients, EnvoyClients, cut_off, finish_requests
+from warmroute.service.clients import Clients, EnvoyClients, cut_off, finish_requests, pool_name
 from warmroute.service.cluster_alerts import cluster_alerts
 from warmroute.service.cluster_member import ClusterMember
 from warmroute.service.config_reload import ConfigReload
@@ -65,6 +66,7 @@ from warmroute.service.replica import Replica, create_lease
 from warmroute.service.startup import hold_until_started, log_started, url_host
 from warmroute.service.systemd import ADMIN_SOCKET, Systemd
 from warmroute.service.tokenizer_search import find_tokenizer_files
+from warmroute.service.traffic_recording import record_recent_traffic
 from warmroute.service.workers.worker import Worker
 from warmroute.telemetry.alerts import Alerts
 from warmroute.telemetry.cache_changes import CacheChanges
@@ -184,7 +186,7 @@ class Service:
                 ),
                 DiscoveryMetrics(self.discovery.stats),
                 ClusterMetrics(lambda: self.member.figures() if self.member is not None else None),
-                InferencePoolMetrics(self.fleet, lambda: self.admission.queue.waiting, self._pool_name),
+                InferencePoolMetrics(self.fleet, lambda: self.admission.queue.waiting, lambda: pool_name(self)),
                 add_process_metrics,
             ),
         )
@@ -221,16 +223,14 @@ class Service:
         return self.config_reload.current
 
     def _create_scaling(self, config: Config, node_client: NodeClient) -> ScalingService:
-        def set_first_node_wait(seconds: float) -> None:
-            self.admission.first_node_wait_s = seconds
-
         scaling = ScalingService(
             config, self.fleet, self.cache_view, self.shared_nodes, node_client.post,
-            lambda: self.admission.queue.waiting, set_first_node_wait,
+            lambda: self.admission.queue.waiting, partial(setattr, self.admission, "first_node_wait_s"),
             create_lease(config.cluster) if config.provisioners else None,  # KEDA may ask any replica
         )  # fmt: skip
         self.router.demand_meter, self.router.hot = scaling.demand_meter, scaling.hot
         self.router.may_serve = self._may_serve
+        record_recent_traffic(self.capture, scaling.traffic)
         return scaling
 
     def _models_reported(self, node: Node, cards: Sequence[dict[str, Any]]) -> None:
@@ -243,11 +243,6 @@ class Service:
         served before and those configured. Before the first node, every model is possible."""
         served = self.fleet.models_ever_served
         return not served or model in served or any(one.name == model for one in self.config.models)
-
-    def _pool_name(self) -> str | None:
-        """Return the name of the InferencePool for the metrics; None if this is not a picker."""
-        pools = (one.inference_pool for one in self.config.discovery if one.inference_pool)
-        return None if self.picker is None else next(pools, "default")
 
     def describe_scaling(self) -> dict[str, Any]:
         return self.scaling.describe() if self.scaling is not None else {"enabled": False}

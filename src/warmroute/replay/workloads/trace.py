@@ -14,7 +14,7 @@ follows no other begins a session.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 
@@ -55,11 +55,16 @@ def prompts(path: Path, id_tokens: int | None = None, model: str = "") -> Iterat
     if model and not first:
         raise BadTrace(f"{path}: no request is for the model {model!r}")
     size = id_tokens or tokens_per_id(first, path)
-    sessions, answers = _Sessions(), ConversationAnswers(size)
-    lengths = text_lengths(files) if any(row.block_size for row in first) else TextLengths({})
-    for number, row in enumerate(chain(first, rows)):
+    lengths = text_lengths(files.rows()) if any(row.block_size for row in first) else TextLengths({})
+    yield from prompts_of(chain(first, rows), size, lengths)
+
+
+def prompts_of(rows: Iterable[TraceRow], id_tokens: int, lengths: TextLengths) -> Iterator[WorkloadPrompt]:
+    """Return the prompts of rows that are in the order of their times."""
+    sessions, answers = _Sessions(), ConversationAnswers(id_tokens)
+    for number, row in enumerate(rows):
         lengths.correct(row)
-        yield _prompt(row, number, size, sessions, answers)
+        yield _prompt(row, number, id_tokens, sessions, answers)
 
 
 class _Sessions:
