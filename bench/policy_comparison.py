@@ -5,7 +5,8 @@ python bench/policy_comparison.py --data DIR [--workload NAME â€¦] [--policy P â
 Light is a load that every policy can serve. At the knee, load balancing alone begins to queue. Beyond is more than it
 can serve. Goodput counts answers whose first token came within 2 s + 0.5 ms for each token of the prompt. The tables
 state how often each policy is within 3 % of the best in TTFT p50, p90, p99 and goodput, and compare the hit rates with
-that of one cache as large as the fleet's (`oracle`).
+that of one cache as large as the fleet's (`oracle`). The table `tail` has the TTFT p99 of the 10 % of requests with the
+most prefill work, and of the others.
 
 A p50 that a rule buys with a worse mean is no better p50: a rule that keeps a few nodes for long prompts makes half of
 the requests faster and the others much slower. So a policy's p50 is compared only with policies whose mean TTFT is at
@@ -170,8 +171,8 @@ def behind_best(policy: str, rows: dict[str, dict[str, float]]) -> dict[str, flo
 def show(done: list[Done], policies: list[str], report: Report) -> None:
     cells = sorted({(name, load) for name, load, *_ in done}, key=lambda cell: (list(LOADS).index(cell[0]), cell[1]))
     shown = [policy for policy in policies if policy != "oracle"]
-    lists: list[list[list[str]]] = [[] for _ in range(5)]
-    times, goods, hits, verdicts, behind = lists
+    lists: list[list[list[str]]] = [[] for _ in range(6)]
+    times, goods, hits, tails, verdicts, behind = lists
     factors: dict[str, list[dict[str, float]]] = {policy: [] for policy in shown}
     for name, load in cells:
         rows = {
@@ -184,6 +185,7 @@ def show(done: list[Done], policies: list[str], report: Report) -> None:
         now = {policy: factors[policy][-1] for policy in shown}
         times.append([*cell, *(_times(row, now[policy]) for policy, row in others.items())])
         goods.append([*cell, *(_bold(now[p]["good"] <= WITHIN, f"{row['good']:.3g}") for p, row in others.items())])
+        tails.append([*cell, *(f"{row['long']:,.0f} / {row['short']:,.0f}" for row in others.values())])
         hits.append([*cell, *(f"{row['hit']:.1%}" for row in rows.values())])
         ours = now["price"]
         oracle = rows.get("oracle", {}).get("hit", 0.0)
@@ -211,6 +213,7 @@ def show(done: list[Done], policies: list[str], report: Report) -> None:
         ("price", ["workload", "load", "p50", "p90", "p99", "goodput", "hit rate / oracle"], verdicts),
         ("ttft", ["workload", "load", *shown], times),
         ("goodput", ["workload", "load", *shown], goods),
+        ("tail", ["workload", "load", *shown], tails),
         ("hits", ["workload", "load", *policies], hits),
     ):
         report.table(title, *columns)
@@ -227,6 +230,8 @@ def _mean(found: list[dict[str, Any]]) -> dict[str, float]:
         "p50": lambda r: r["ttft_ms"]["p50"],
         "p90": lambda r: r["ttft_ms"]["p90"],
         "p99": lambda r: r["ttft_ms"]["p99"],
+        "long": lambda r: r["ttft_ms_by_work"]["longest_10_percent"]["p99"],
+        "short": lambda r: r["ttft_ms_by_work"]["others"]["p99"],
         "mean": lambda r: r["ttft_ms"]["mean"],
         "good": lambda r: r["good_per_s"],
     }

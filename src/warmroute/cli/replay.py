@@ -249,6 +249,7 @@ def _scalers(args: argparse.Namespace, nodes: tuple[NodeSpec, ...]) -> list[tupl
         _reject_scaling_flags(args)
         return [("", None, 0.0)]
     from warmroute.replay import scaling_options
+    from warmroute.replay.planning.simulated_planning import SimulatedPlanning
     from warmroute.replay.simulation.simulated_scaling import ScalingSetup
 
     table, offers = scaling_options.read(args.offers) if args.offers else ({}, ())
@@ -278,7 +279,13 @@ def _scalers(args: argparse.Namespace, nodes: tuple[NodeSpec, ...]) -> list[tupl
             found.append((name, None, fleet_usd))
         else:
             scaler = scaling_options.parse_scaler(name)
-            setup = ScalingSetup(config=config, offers=offers, decision_maker=scaler, moves_prefixes=scaler is None)
+            setup = ScalingSetup(
+                config=config,
+                offers=offers,
+                decision_maker=scaler,
+                planning=SimulatedPlanning if name == scaling_options.OURS else None,
+                moves_prefixes=scaler is None,
+            )
             found.append((name, setup, 0.0))
     return found
 

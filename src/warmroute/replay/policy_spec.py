@@ -47,7 +47,7 @@ PEERS: dict[str, Callable[..., Any]] = {
 }
 
 QUEUE_ORDERS: dict[str, QueueOrder] = {
-    "warmroute": QueueOrder.SHORTEST_WITH_AGE,
+    "warmroute": QueueOrder.GUARANTEED,
     "fcfs": QueueOrder.FIRST_COME,
     "shortest": QueueOrder.SHORTEST,
 }
