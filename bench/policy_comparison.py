@@ -108,7 +108,7 @@ def run_all(jobs: list[Job], path: Path | None, processes: int) -> Iterator[Done
     if path is not None and path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
             key, done = json.loads(line)
-            kept[key] = tuple(done)  # type: ignore[assignment]
+            kept[key] = tuple(done)
     missing = [job for job in jobs if _key(job) not in kept]
     yield from (kept[_key(job)] for job in jobs if _key(job) in kept)
     with ProcessPoolExecutor(processes) as pool:
@@ -195,11 +195,11 @@ def show(done: list[Done], policies: list[str], report: Report) -> None:
         worse = [f"{key} × {ours[key]:.2f}" for key in ("p50", "p90", "p99") if ours[key] > WITHIN]
         worse += [f"goodput × {1 / ours['good']:.2f}"] if ours["good"] > WITHIN else []
         behind += [[*cell, ", ".join(worse)]] if worse else []
-    summary = []
+    summary: list[list[str]] = []
     for policy, found in factors.items():
         best = [sum(one[key] <= WITHIN for one in found) for key in MEASURES]
         worst = [max(one[key] for one in found) for key in ("p50", "p90", "p99")]
-        summary.append([policy, sum(best), *best, *(f"× {one:.3g}" for one in worst)])
+        summary.append([policy, *map(str, (sum(best), *best)), *(f"× {one:.3g}" for one in worst)])
     summary.sort(key=lambda line: -int(line[1]))
     of_price = [one[key] for one in factors["price"] for key in MEASURES]
     report.value("rows", len(cells))

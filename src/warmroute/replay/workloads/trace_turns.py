@@ -23,6 +23,9 @@ ANSWER_MS_PER_TOKEN: Final = 20.0
 MAX_REQUESTS: Final = 1 << 17
 """Requests that a later one can follow, the latest ones."""
 
+MAX_KNOWN_IDS: Final = 1 << 22
+"""Ids of blocks that are remembered, the first ones."""
+
 
 class _Earlier(msgspec.Struct, gc=False):
     number: int
@@ -51,7 +54,7 @@ class TraceTurns:
                 self._last[last] = _Earlier(number, row.timestamp, row.input_length, row.output_length, row.session_id)
                 if len(self._last) > MAX_REQUESTS:
                     del self._last[next(iter(self._last))]
-        if not row.block_size:
+        if not row.block_size and len(self._known) < MAX_KNOWN_IDS:
             self._known.update(row.hash_ids)
         if before is None:
             return -1, 0.0

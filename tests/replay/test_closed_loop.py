@@ -76,7 +76,7 @@ def sent_ms(world: World, prompts: list[WorkloadPrompt], **more: Any) -> list[fl
         times[one.number] = world.calendar.now_ms
         return arrive(one)
 
-    world.arrive = record  # type: ignore[method-assign]
+    world.arrive = record  # type: ignore[method-assign, assignment]
     world.run(iter(prompts), **more)
     assert_all_requests_ended(world)
     return [times[number] for number in sorted(times)]
