@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from warmroute._kernel import MAX_LOOKUP_TOKENS, MAX_LOOP_BYTES, Outline
 from warmroute.capture.capture import Capture, CapturedPrompt
@@ -24,8 +24,10 @@ from warmroute.edge.paths import FORWARDED, HEALTH, WITH_OUTPUT_TOKENS, check_pa
 from warmroute.edge.prompt_reader import PendingPrompt, PromptReader
 from warmroute.edge.request_builder import RequestBuilder
 from warmroute.edge.request_ids import random_ids
+from warmroute.edge.splittable import may_split
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.kv_transfer_protocol import KvTransfer
 from warmroute.fleet.node import Node
 from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.prompt_length import estimated_tokens, longest_prompt, most_tokens
@@ -59,7 +61,10 @@ class Proxy:
         journal: Journal,
         capture: Capture,
         now: Callable[[], float] = time.monotonic,
+        kv_transfers: Mapping[str, KvTransfer] | None = None,
     ) -> None:
+        """`kv_transfers`: the KV transfer protocols by engine."""
+        self._fleet = fleet
         self.router = router
         self.admission = admission
         self.pools = pools
@@ -70,6 +75,7 @@ class Proxy:
         self.own_endpoints = OwnEndpoints(fleet)
         self.ended = EndedRequest(self.internal_error)
         self.rate_limits = RateLimits((), now())
+        self._kv_transfers = kv_transfers or {}
         self.dispatcher = Dispatcher(
             fleet, router, admission, counters, journal, config.upstream.max_attempts, now, self._node_freed,
             hedging=config.hedging, call_soon=_call_soon,
@@ -172,6 +178,9 @@ class Proxy:
             trace.begin(exchange.attempts)
         if charge is not None:
             exchange.attempts.charge = charge
+        if self._kv_transfers and self._fleet.has_roles and may_split(path, body, scanned.outline):
+            request.may_split = True
+            exchange.outline = scanned.outline
         if path not in FORWARDED:  # the router does not know what such a path does
             exchange.attempts.repeatable = False
         elif self.sample_prompt is not None:
@@ -274,6 +283,11 @@ class Proxy:
             return limits.begin(self.now(), len(body), path in WITH_OUTPUT_TOKENS)
         except RateLimited as limited:
             raise self.to_http_error(limited, request) from None
+
+    def kv_transfer(self, prefill_node: Node) -> KvTransfer:
+        """Return the protocol of a prefill node; vLLM's while the engine is not known."""
+        transfers = self._kv_transfers
+        return transfers.get(prefill_node.engine) or transfers["vllm"]
 
     def to_http_error(self, why: RoutingError, request: RoutingRequest) -> HttpError:
         """The client's error for a request without a node; counted."""

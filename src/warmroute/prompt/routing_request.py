@@ -39,6 +39,8 @@ class RoutingRequest(msgspec.Struct, eq=False, gc=False):
     input_exact: bool = False
     """Whether `input_tokens` is exact; else it is an estimate, rather too high than too low."""
 
+    may_split: bool = False
+    """Whether one node may prefill the prompt and another one decode the answer."""
     start: bytes = b""
     """First bytes of the prompt's JSON text, where a policy uses them."""
 

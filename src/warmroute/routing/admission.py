@@ -134,10 +134,12 @@ class Admission:
     def _admits_at_once(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
         if decision.index < 0 or not self._queues(request):
             return True
-        if not self.has_room(decision.node):
+        if not self.has_room(decision.entry_node):
             return False
         price, turns = decision.price, self.turns
-        return turns is None or price is None or turns.is_ours(decision.node, request.priority, price.prefill, now_s)
+        return (
+            turns is None or price is None or turns.is_ours(decision.entry_node, request.priority, price.prefill, now_s)
+        )
 
     def has_room(self, node: Node) -> bool:
         """Return whether the node's queued prefill work is below the limit. An idle node always has room."""
@@ -280,7 +282,7 @@ class Admission:
             decision = queued.decision
             if decision.price is None:
                 return queued
-            if decision.node is not node or (self._has_threshold and self._over_threshold(request, node)):
+            if decision.entry_node is not node or (self._has_threshold and self._over_threshold(request, node)):
                 continue
             score = queued.score(now_s)
             if best is None or score < best_score:

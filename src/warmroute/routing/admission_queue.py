@@ -73,7 +73,11 @@ class QueuedRequest(msgspec.Struct, eq=False):
 
     def may_go_to(self, node: Node) -> bool:
         query = self.decision.query
-        return query is not None and node.name in query.candidates.by_name
+        if query is None:
+            return False
+        return node.name in query.candidates.by_name or (
+            query.group.has_roles and node.name in query.group.prefill_nodes.by_name
+        )
 
 
 class TenantQueue(msgspec.Struct, eq=False):
@@ -89,7 +93,7 @@ class TenantQueue(msgspec.Struct, eq=False):
     def add(self, queued: QueuedRequest) -> None:
         key = id(queued.pending)
         self.waiting[key] = queued
-        self._by_node.setdefault(queued.decision.node, {})[key] = queued
+        self._by_node.setdefault(queued.decision.entry_node, {})[key] = queued
         queued.group.waiting += 1
 
     def remove(self, pending: PendingRequest) -> bool:
@@ -107,13 +111,13 @@ class TenantQueue(msgspec.Struct, eq=False):
             queued.group.waiting -= 1
             queued.group = query.group
             queued.group.waiting += 1
-        if decision.node is not queued.decision.node:
+        if decision.entry_node is not queued.decision.entry_node:
             self._remove_from_node(queued)
-            self._by_node.setdefault(decision.node, {})[id(queued.pending)] = queued
+            self._by_node.setdefault(decision.entry_node, {})[id(queued.pending)] = queued
         queued.decision = decision
 
     def _remove_from_node(self, queued: QueuedRequest) -> None:
-        node = queued.decision.node
+        node = queued.decision.entry_node
         on_node = self._by_node[node]
         del on_node[id(queued.pending)]
         if not on_node:

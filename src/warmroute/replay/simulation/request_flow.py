@@ -52,7 +52,7 @@ class Flight:
     """One simulated request, which drives its attempts in virtual time."""
 
     __slots__ = (
-        "arrived_ms", "attempts", "cached_tokens", "first_ms", "flow", "hedge", "leg", "prompt", "request",
+        "arrived_ms", "attempts", "cached_tokens", "first_ms", "flow", "hedge", "leg", "prefill", "prompt", "request",
         "request_id", "results",
     )  # fmt: skip
 
@@ -70,6 +70,7 @@ class Flight:
         # at the current node
         self.leg: Leg
         self.hedge: Leg | None = None
+        self.prefill: Leg | None = None
         self.first_ms: float | None = None
         self.cached_tokens = 0
 
@@ -84,6 +85,14 @@ class Flight:
 
     def withdraw(self) -> None:
         self.flow.withdrawn(self.leg)
+
+    def send_prefill(self, prefill_node: Node, node: Node) -> None:
+        self.prefill = self.flow.sent_prefill(self, prefill_node)
+
+    def withdraw_prefill(self) -> None:
+        prefill, self.prefill = self.prefill, None
+        if prefill is not None:
+            self.flow.withdrawn(prefill)
 
     def send_hedge(self, node: Node) -> None:
         self.hedge = self.flow.sent(self, node)
@@ -110,6 +119,7 @@ class FlowCounters:
 
     def __init__(self) -> None:
         self.responses: Counter[int] = Counter()
+        self.split_requests: Counter[str] = Counter()
         self.interrupted = self.disconnects = self.retries = self.hedges = self.hedges_won = 0
 
 
@@ -190,6 +200,9 @@ class RequestFlow:
         world.request_sent(flight, sim)
         self.calendar.at(now_ms + sim.one_way_ms, self._reach, leg)
         return leg
+
+    def sent_prefill(self, flight: Flight, node: Node) -> Leg:
+        raise NotImplementedError
 
     def withdrawn(self, leg: Leg) -> None:
         """The router gave up this attempt: the engine stops when it learns of it."""
