@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-LATENCY_MS: Final = 5.0
+LATENCY_MS: Final = 10.0
 """Time of a transfer without any tokens: two requests instead of one, and the connection between the engines."""
 PRIOR_MS_PER_TOKEN: Final = 0.02
 FAR_FACTOR: Final = 10.0

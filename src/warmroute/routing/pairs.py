@@ -12,7 +12,9 @@ A pair is a candidate like a node, with a price in the same milliseconds:
 A node that prefills on its own delays the answers that it decodes meanwhile. So the price of a node alone gets one more
 term where some nodes have a role:
 
-           + interference = STREAMED_WEIGHT · prefill work [ms] · answers that the node is decoding
+           + interference = STREAMED_WEIGHT · (prefill work − a step) [ms] · answers that the node is decoding
+
+Work of up to one step of the batch delays nobody: a step reads the weights in any case.
 
 The cheapest of all wins: short or cached prompts stay on the decode node because that is cheaper, and nobody sets a
 threshold. Only the best few nodes of each side are combined. Where no node of a model has a role, none of this runs.
@@ -212,8 +214,8 @@ def _interference_ms(node: Node, row: Price, group: Group) -> float:
     decoding = node.inflight - node.unstarted
     if decoding <= 0:
         return 0.0
-    steps_ms = FIRST_TOKEN_STEPS * group.decode_speed.token_ms(node.context_tokens) * node.speed.factor
-    return STREAMED_WEIGHT * max(0.0, row.prefill - steps_ms) * decoding
+    token_ms = group.decode_speed.token_ms(node.context_tokens) * node.speed.factor
+    return STREAMED_WEIGHT * max(0.0, row.prefill - (FIRST_TOKEN_STEPS + 1.0) * token_ms) * decoding
 
 
 def _best_decode(prices: Prices, nodes: Sequence[Node], chosen: int) -> Sequence[int]:
