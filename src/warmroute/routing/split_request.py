@@ -219,10 +219,13 @@ class SplitRequest:
 
     # The end.
 
-    def response_started(self) -> None:
-        if self.phase is Phase.PREFILLING:  # a decode node that was faster than its prefill node's answer
+    def response_started(self, now_s: float) -> None:
+        if self.phase is Phase.OVER:
+            return
+        if self.phase is Phase.PREFILLING:  # the decode node has the KV cache before the prefill node has answered
             self._attempts.driver.withdraw_prefill()
-            self._close_prefill(Outcome.CANCELLED, self._dispatcher.now())
+            self.prefill_ticket.first_token(now_s)
+            self._close_prefill(Outcome.OK, now_s)
         self._end(TRANSFERRED)
 
     def learn_transfer(self, now_s: float) -> None:
