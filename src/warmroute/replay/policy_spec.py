@@ -21,6 +21,7 @@ from warmroute.replay.peers.dynamo_router import Dynamo
 from warmroute.replay.peers.kubeai_router import Kubeai
 from warmroute.replay.peers.llm_d_router import LlmD
 from warmroute.replay.peers.sglang_router import Sglang
+from warmroute.replay.peers.split_routers import DynamoSplit, LlmDSplit
 
 INDEX_BYTES = 1 << 30
 """Large enough that the index never evicts in a replay."""
@@ -34,6 +35,8 @@ PEERS: dict[str, Callable[..., Any]] = {
     "dynamo": Dynamo,
     "kubeai": Kubeai,
     "aibrix": Aibrix,
+    "llm_d_split": LlmDSplit,
+    "dynamo_split": DynamoSplit,
 }
 
 POLICIES: tuple[str, ...] = (*get_args(PolicyName), *PEERS, ORACLE)
