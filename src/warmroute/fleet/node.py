@@ -55,7 +55,7 @@ class Node(NodeState):
         "adapter_names", "api_key_env", "busy_until_s", "config", "context_windows", "draining", "engine",
         "excused_failures", "groups", "health", "host", "incarnation", "island", "kv_connector", "last_progress_s",
         "loaded_adapters", "model_cards", "models", "no_transfer_until_s", "number", "peer_load", "port", "rates",
-        "recent_requests", "reported", "role", "running", "scheme", "seed", "url", "waiting",
+        "recent_requests", "reported", "role", "running", "scheme", "seed", "transfer_tokens", "url", "waiting",
     )  # fmt: skip
 
     def __init__(self, config: NodeConfig, health: HealthConfig, adapters: FleetAdapters | None = None) -> None:
@@ -86,6 +86,8 @@ class Node(NodeState):
         """Whether the engine reports that it can transfer KV cache to and from other nodes."""
         self.no_transfer_until_s = 0.0
         """Until when the node prefills for no other one, because its last answer had no KV transfer parameters."""
+        self.transfer_tokens = 0.0
+        """KV tokens that other nodes will fetch from this one, or are fetching."""
         self.incarnation = 0.0
         """Start time of the engine's process, as it reports it. It changes with a restart."""
 

@@ -12,9 +12,9 @@ A pair is a candidate like a node, with a price in the same milliseconds:
 A node that prefills on its own delays the answers that it decodes meanwhile. So the price of a node alone gets one more
 term where some nodes have a role:
 
-           + interference = STREAMED_WEIGHT · (prefill work − a step) [ms] · answers that the node is decoding
+           + interference = INTERFERENCE_WEIGHT · (prefill work − TOLERATED_MS) [ms] · answers that the node is decoding
 
-Work of up to one step of the batch delays nobody: a step reads the weights in any case.
+Short prompts disturb nobody: they fit into a step of the batch, or make one gap that nobody notices.
 
 The cheapest of all wins: short or cached prompts stay on the decode node because that is cheaper, and nobody sets a
 threshold. Only the best few nodes of each side are combined. Where no node of a model has a role, none of this runs.
@@ -33,7 +33,7 @@ from typing import Final
 
 import msgspec
 
-from warmroute._kernel import FIRST_TOKEN_STEPS, STREAMED_WEIGHT, Prices
+from warmroute._kernel import FIRST_TOKEN_STEPS, Prices
 from warmroute.fleet.group import Candidates, Group
 from warmroute.fleet.node import Node
 from warmroute.routing.decision import Decision, Policy
@@ -48,6 +48,10 @@ MAX_DECODE: Final = 8
 """Decode nodes by each of two orders: the cheapest ones, and those with the least context."""
 NEAR: Final = 1.5
 """Nodes with a price up to this × the lowest one are among the cheapest."""
+INTERFERENCE_WEIGHT: Final = 1.0
+"""Milliseconds of price for each millisecond in which an answer stands still. Unlike slower decoding, users see it."""
+TOLERATED_MS: Final = 50.0
+"""A gap between two tokens that users do not notice."""
 REASON: Final = "cheapest pair"
 ALONE: Final = "cheapest alone"
 """The node costs less than any pair."""
@@ -144,7 +148,10 @@ class Pairs:
             for p in prefill:
                 if p.node is d.node or (p.node.engine != d.node.engine and d.node.needs_partner):
                     continue
-                transfer_ms = speeds.between(p.node.island, d.node.island).ms(missing)
+                speed = speeds.between(p.node.island, d.node.island)
+                # Transfers from the same node share its network; those that end during the prefill delay nothing.
+                link_ms = p.node.transfer_tokens * speed.ms_per_token - p.row.prefill
+                transfer_ms = speed.ms(missing) + (link_ms if link_ms > 0.0 else 0.0)
                 own_ms = p.own_ms + transfer_ms + d.own_ms
                 total = own_ms + p.others_ms + d.others_ms + policy.risk_ms(query, own_ms)
                 if total < least_pair * TIE or d.node.needs_partner:
@@ -215,7 +222,11 @@ def _interference_ms(node: Node, row: Price, group: Group) -> float:
     if decoding <= 0:
         return 0.0
     token_ms = group.decode_speed.token_ms(node.context_tokens) * node.speed.factor
-    return STREAMED_WEIGHT * max(0.0, row.prefill - (FIRST_TOKEN_STEPS + 1.0) * token_ms) * decoding
+    return (
+        INTERFERENCE_WEIGHT
+        * max(0.0, row.prefill - FIRST_TOKEN_STEPS * token_ms - max(token_ms, TOLERATED_MS))
+        * decoding
+    )
 
 
 def _best_decode(prices: Prices, nodes: Sequence[Node], chosen: int) -> Sequence[int]:

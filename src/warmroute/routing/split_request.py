@@ -92,6 +92,7 @@ class SplitRequest:
         attempts, dispatcher = self._attempts, self._dispatcher
         attempts.split = self
         self.phase = Phase.PREFILLING
+        self.pair.prefill_node.transfer_tokens += self.pair.transfer_tokens
         self.prefill_ticket = dispatcher.router.dispatch(self._decision, self.pair.prefill_node, now_s, PrefillDispatch)
         self.reserve(node, now_s)
         attempts.driver.send_prefill(self.pair.prefill_node, node)
@@ -244,12 +245,16 @@ class SplitRequest:
         if self.phase is Phase.PREFILLING:
             self._attempts.driver.withdraw_prefill()
             self._close_prefill(Outcome.CANCELLED, now_s)
-        self.phase = Phase.OVER
-        self._dispatcher.splits.pop(self._attempts, None)
+        self._is_over()
+
+    def _is_over(self) -> None:
+        if self.phase is not Phase.OVER:
+            self.phase = Phase.OVER
+            self.pair.prefill_node.transfer_tokens -= self.pair.transfer_tokens
+            self._dispatcher.splits.pop(self._attempts, None)
 
     def _end(self, outcome: str) -> None:
-        self.phase = Phase.OVER
-        self._dispatcher.splits.pop(self._attempts, None)
+        self._is_over()
         self._dispatcher.counters.split_requests[outcome] += 1
 
     def _close_prefill(self, outcome: Outcome, now_s: float, reason: str = "") -> None:
