@@ -193,6 +193,8 @@ class Pairs:
         for index in indexes[:MAX_PREFILL]:
             row = Price._make(prices[index])
             node = prefill_nodes.nodes[index]
+            if 0 < node.context_window(query.group.model) <= row.cached + row.new:
+                continue
             decoding_ms = 0.0 if node.role == "prefill" else _interference_ms(node, row, query.group)
             parts.append(_Part(node, index, row, row.own, row.memory + row.congestion + decoding_ms))
         return parts
@@ -222,11 +224,8 @@ def _interference_ms(node: Node, row: Price, group: Group) -> float:
     if decoding <= 0:
         return 0.0
     token_ms = group.decode_speed.token_ms(node.context_tokens) * node.speed.factor
-    return (
-        INTERFERENCE_WEIGHT
-        * max(0.0, row.prefill - FIRST_TOKEN_STEPS * token_ms - max(token_ms, TOLERATED_MS))
-        * decoding
-    )
+    stall_ms = row.prefill - FIRST_TOKEN_STEPS * token_ms - max(token_ms, TOLERATED_MS)
+    return INTERFERENCE_WEIGHT * max(0.0, stall_ms) * decoding
 
 
 def _best_decode(prices: Prices, nodes: Sequence[Node], chosen: int) -> Sequence[int]:
