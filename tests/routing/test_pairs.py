@@ -136,6 +136,9 @@ def test_sglang_decode_nodes_always_get_a_prefill_node() -> None:
     assert pair_of(harness.choose(None))[0] in ("p0", "p1"), "also if the prompt was not read"
     harness.add("x0", 400_000, engine="sglang")
     assert pair_of(harness.choose(prompt(100), may_split=False)) == (None, "x0")
+    assert pair_of(harness.choose(prompt(100))) == (None, "x0"), "no transfer"
+    harness.decodes("x0", 50)
+    assert pair_of(harness.choose(prompt(30_000)))[1] == "d0"
 
 
 def test_a_queued_request_waits_for_its_prefill_node() -> None:

@@ -44,7 +44,7 @@ from warmroute.routing.routing_errors import NoNodeAvailable
 
 MAX_PREFILL: Final = 4
 """Prefill nodes that are combined with decode nodes."""
-MAX_DECODE: Final = 8
+MAX_DECODE: Final = 4
 """Decode nodes by each of two orders: the cheapest ones, and those with the least context."""
 NEAR: Final = 1.5
 """Nodes with a price up to this × the lowest one are among the cheapest."""
@@ -136,7 +136,8 @@ class Pairs:
     def _by_price(self, decision: Decision, query: Query, policy: PricePolicy, prefill_nodes: Candidates) -> Decision:
         prefill = self._prefill_parts(query, policy, prefill_nodes)
         decode = self._decode_parts(decision, query)
-        least_alone = min([part.alone_ms for part in decode])
+        alone = [part for part in decode if not part.node.needs_partner]
+        least_alone = min([part.alone_ms for part in alone], default=math.inf)
         always = policy.split == "always"
         least_pair = math.inf if always else least_alone
         found: list[tuple[float, _Part, _Part, float, float]] = []
@@ -144,9 +145,9 @@ class Pairs:
         for d in decode:
             if not d.node.transfers_kv:
                 continue
-            missing = max(0.0, d.row.new)
+            missing, needs_partner = max(0.0, d.row.new), d.node.needs_partner
             for p in prefill:
-                if p.node is d.node or (p.node.engine != d.node.engine and d.node.needs_partner):
+                if p.node is d.node or (needs_partner and p.node.engine != d.node.engine):
                     continue
                 speed = speeds.between(p.node.island, d.node.island)
                 # Transfers from the same node share its network; those that end during the prefill delay nothing.
@@ -154,17 +155,18 @@ class Pairs:
                 transfer_ms = speed.ms(missing) + (link_ms if link_ms > 0.0 else 0.0)
                 own_ms = p.own_ms + transfer_ms + d.own_ms
                 total = own_ms + p.others_ms + d.others_ms + policy.risk_ms(query, own_ms)
-                if total < least_pair * TIE or d.node.needs_partner:
+                if total < least_pair * TIE or needs_partner:
                     found.append((total, p, d, transfer_ms, own_ms))
                     least_pair = min(least_pair, total)
-        must_split = always or all(d.node.needs_partner for d in decode)
-        if not found or (least_pair >= least_alone and not must_split):
-            return self._alone(decision, decode, least_alone)
+        if not found or (least_pair >= least_alone and not always):
+            if not alone:
+                raise NoNodeAvailable(query.group.model)
+            return self._alone(decision, alone, least_alone)
         least_pair = min(one[0] for one in found)
         tied = [one for one in found if one[0] <= least_pair * TIE]
         total, p, d, transfer_ms, own_ms = tied[int(self._random.random() * len(tied))]
-        pair = Pair(p.node, max(0.0, d.row.new), _price_of_pair(total, p, d, transfer_ms, own_ms), transfer_ms,
-                    least_alone)  # fmt: skip
+        price = _price_of_pair(total, p, d, transfer_ms, own_ms)
+        pair = Pair(p.node, max(0.0, d.row.new), price, transfer_ms, least_alone if alone else 0.0)
         return Decision(
             d.node, decision.policy, REASON, decision.order, decision.prices, decision.candidates, d.index,
             decision.cache_counts, pair=pair,
@@ -173,7 +175,7 @@ class Pairs:
     def _alone(self, decision: Decision, decode: Sequence[_Part], least: float) -> Decision:
         """Keep the policy's node, unless it delays the answers that it decodes more than another one would."""
         chosen = next((part for part in decode if part.node is decision.node), None)
-        if chosen is None or chosen.alone_ms <= least * TIE:
+        if chosen is not None and chosen.alone_ms <= least * TIE:
             return decision
         tied = [part for part in decode if part.alone_ms <= least * TIE]
         part = tied[int(self._random.random() * len(tied))]
