@@ -21,6 +21,9 @@ from support.running_router import RunningRouter, router
 from warmroute.engines.vllm_kv_transfer import VllmKvTransfer
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+AUTO_TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+PATIENCE_S = 120.0
+"""vLLM on a busy CPU takes its time."""
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 WORDS = ["alpha", "beta", "gamma", "delta", "import", "class", "return", "self", "value", "index"]
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
@@ -47,9 +50,9 @@ def split_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Rea
     """The prefill engine, the decode engine, and a mixed one without a KV connector."""
     folder = tmp_path_factory.mktemp("nixl")
     model = make_tiny_model(folder)
-    flags = ["--kv-transfer-config", json.dumps(CONNECTOR)]
+    flags = [*AUTO_TOOLS, "--kv-transfer-config", json.dumps(CONNECTOR)]
     found: list[RealEngine] = [SplittingEngine(name, model, folder, flags=flags) for name in ("prefill", "decode")]
-    found.append(RealEngine("mixed", model, folder))
+    found.append(RealEngine("mixed", model, folder, flags=AUTO_TOOLS))
     try:
         for engine in found:
             engine.start()
@@ -72,6 +75,14 @@ async def split_router(prefill: RealEngine, *decode: RealEngine, split: str = "a
     }  # fmt: skip
     async with router(*nodes, check_leaks=False, **tables) as r:
         yield r
+
+
+async def ask(r: RunningRouter, request: bytes) -> Response:
+    peer = await r.connect()
+    peer.write(request)
+    response = await peer.response(patience_s=PATIENCE_S)
+    peer.close()
+    return response
 
 
 def text_of(seed: int, words: int) -> str:
@@ -105,11 +116,11 @@ def test_answers_are_those_of_one_engine(split_engines: list[RealEngine]) -> Non
     async def work() -> None:
         async with split_router(prefill, decode) as r, router({"url": mixed.url}, check_leaks=False) as alone:
             for request in requests:
-                expected, found = await alone.request(post(request)), await r.request(post(request))
+                expected, found = await ask(alone, post(request)), await ask(r, post(request))
                 assert text(found) == text(expected)
             completion = json.dumps({"model": "tiny", "prompt": text_of(11, 100), "max_tokens": 9, "temperature": 0})
             raw = post(completion.encode(), "/v1/completions")
-            assert text(await r.request(raw)) == text(await alone.request(raw))
+            assert text(await ask(r, raw)) == text(await ask(alone, raw))
             assert r.service.counters.split_requests == {"transferred": len(requests)}, "all but the short one"
             assert r.inflight() == 0
 
@@ -123,14 +134,14 @@ def test_the_second_turn_finds_its_first(split_engines: list[RealEngine]) -> Non
         async with split_router(prefill, decode) as r:
             first = {"role": "user", "content": text_of(20, 150)}
             body = {"model": "tiny", "temperature": 0, "max_tokens": 8, "messages": [first]}
-            answer = text(await r.request(post(json.dumps(body).encode())))
+            answer = text(await ask(r, post(json.dumps(body).encode())))
             body["messages"] = [
                 first,
                 {"role": "assistant", "content": answer},
                 {"role": "user", "content": "go on " * 40},
             ]
             await asyncio.sleep(0.5)  # the KV events of both engines
-            await r.request(post(json.dumps(body).encode()))
+            await ask(r, post(json.dumps(body).encode()))
             entry = (await r.admin("GET", "/admin/decisions?limit=1")).json["decisions"][0]
             assert entry["prefill_node"] == "node0" and entry["reported"]["cached_tokens"] >= 400
             assert entry["cached_tokens"] >= 400, "the router knew it"
@@ -145,15 +156,15 @@ def test_kill_9_of_the_prefill_engine(split_engines: list[RealEngine], stream: b
 
     async def work() -> None:
         async with split_router(prefill, decode) as r, router({"url": mixed.url}, check_leaks=False) as alone:
-            assert text(await r.request(post(chat(30 + stream))))
+            assert text(await ask(r, post(chat(30 + stream))))
             requests = [post(chat(40 + 10 * stream + number, 200, stream=stream)) for number in range(6)]
-            asking = [asyncio.ensure_future(r.request(request)) for request in requests]
+            asking = [asyncio.ensure_future(ask(r, request)) for request in requests]
             await until(lambda: r.node(0).inflight > 0)
             prefill.kill()
             for request, response in zip(requests, await asyncio.gather(*asking), strict=True):
-                assert text(response) == text(await alone.request(request))
+                assert text(response) == text(await ask(alone, request))
             await until(lambda: r.node(0).health.state.value == "down")
-            assert text(await r.request(post(chat(60))))
+            assert text(await ask(r, post(chat(60))))
             assert r.inflight() == 0
 
     try:
@@ -174,10 +185,10 @@ def test_a_prefill_engine_that_died_after_the_prefill(split_engines: list[RealEn
 
     async def work() -> None:
         async with split_router(prefill, decode) as r, router({"url": mixed.url}, check_leaks=False) as alone:
-            assert text(await r.request(post(chat(80 + stream))))
+            assert text(await ask(r, post(chat(80 + stream))))
             r.service.proxy.kv_transfer = lambda _node: KillingTransfer()  # type: ignore[method-assign]
             request = post(chat(70 + stream, 200, stream=stream))
-            assert text(await r.request(request)) == text(await alone.request(request))
+            assert text(await ask(r, request)) == text(await ask(alone, request))
             assert r.service.counters.split_requests == {"transferred": 1, "transfer_failed": 1}
 
     try:
@@ -192,8 +203,8 @@ def test_kill_9_of_the_decode_engine(split_engines: list[RealEngine]) -> None:
 
     async def work() -> None:
         async with split_router(prefill, decode, mixed) as r:
-            expected = [text(await r.request(post(chat(90 + number, 200)))) for number in range(4)]
-            asking = [asyncio.ensure_future(r.request(post(chat(90 + number, 200)))) for number in range(4)]
+            expected = [text(await ask(r, post(chat(90 + number, 200)))) for number in range(4)]
+            asking = [asyncio.ensure_future(ask(r, post(chat(90 + number, 200)))) for number in range(4)]
             await until(lambda: r.node(1).inflight > 0 or r.node(2).inflight > 0)
             decode.kill()
             assert [text(response) for response in await asyncio.gather(*asking)] == expected
@@ -213,9 +224,9 @@ def test_a_frozen_prefill_engine_is_left(split_engines: list[RealEngine]) -> Non
 
     async def work() -> None:
         async with split_router(prefill, decode) as r:
-            assert text(await r.request(post(chat(100))))
+            assert text(await ask(r, post(chat(100))))
             os.killpg(group, signal.SIGSTOP)
-            assert text(await r.request(post(chat(101, 200, stream=True))))
+            assert text(await ask(r, post(chat(101, 200, stream=True))))
             assert r.inflight() == 0
 
     try:

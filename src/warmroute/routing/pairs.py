@@ -37,7 +37,7 @@ from warmroute._kernel import FIRST_TOKEN_STEPS, Prices
 from warmroute.fleet.group import Candidates, Group
 from warmroute.fleet.node import Node
 from warmroute.routing.decision import Decision, Policy
-from warmroute.routing.policies.price_policy import PricePolicy
+from warmroute.routing.policies.price_policy import BEHIND_SHARE, PricePolicy
 from warmroute.routing.price_terms import TIE, Price
 from warmroute.routing.query import Query
 from warmroute.routing.routing_errors import NoNodeAvailable
@@ -205,6 +205,8 @@ class Pairs:
         prices, group = decision.prices, query.group
         assert prices is not None
         nodes = decision.candidates
+        # The queue is for the prefill nodes: decode nodes get short prompts at once.
+        behind = BEHIND_SHARE * group.waiting / query.candidates.shared_by
         parts = []
         for index in _best_decode(prices, nodes, decision.index):
             node, row = nodes[index], Price._make(prices[index])
@@ -215,7 +217,7 @@ class Pairs:
             share = (step_ms + row.room + row.adapter + row.memory) / work_ms if work_ms > 0.0 else 0.0
             others_ms = row.contention + row.memory + row.congestion * min(1.0, share)
             own_ms = row.room + row.distance + row.adapter + step_ms
-            alone_ms = row.total + _interference_ms(node, row, group)
+            alone_ms = row.total + _interference_ms(node, row, group) - behind * work_ms
             parts.append(_Part(node, index, row, own_ms, others_ms, alone_ms))
         return parts
 
