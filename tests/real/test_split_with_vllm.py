@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 AUTO_TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 PATIENCE_S = 120.0
 """vLLM on a busy CPU takes its time."""
+PATIENT = {"first_byte_timeout_s": PATIENCE_S, "between_chunks_timeout_s": PATIENCE_S}
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 WORDS = ["alpha", "beta", "gamma", "delta", "import", "class", "return", "self", "value", "index"]
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
@@ -71,7 +72,7 @@ async def split_router(prefill: RealEngine, *decode: RealEngine, split: str = "a
     tables: dict[str, Any] = {
         "routing": {"policy": "price", "seed": 7}, "index": {"min_prompt_tokens": 16}, "price": {"split": split},
         "journal": {"response_headers": "always"}, "models": [{"name": "tiny", "tokenizer": str(prefill.model)}],
-        "health": {"interval_s": 0.2, "timeout_s": 5.0}, "hedging": {"min_delay_s": 2.0},
+        "health": {"interval_s": 0.2, "timeout_s": 5.0}, "hedging": {"min_delay_s": 2.0}, "upstream": PATIENT,
     }  # fmt: skip
     async with router(*nodes, check_leaks=False, **tables) as r:
         yield r
@@ -114,7 +115,10 @@ def test_answers_are_those_of_one_engine(split_engines: list[RealEngine]) -> Non
     ]  # fmt: skip
 
     async def work() -> None:
-        async with split_router(prefill, decode) as r, router({"url": mixed.url}, check_leaks=False) as alone:
+        async with (
+            split_router(prefill, decode) as r,
+            router({"url": mixed.url}, check_leaks=False, upstream=PATIENT) as alone,
+        ):
             for request in requests:
                 expected, found = await ask(alone, post(request)), await ask(r, post(request))
                 assert text(found) == text(expected)
@@ -155,7 +159,10 @@ def test_kill_9_of_the_prefill_engine(split_engines: list[RealEngine], stream: b
     prefill, decode, mixed = split_engines
 
     async def work() -> None:
-        async with split_router(prefill, decode) as r, router({"url": mixed.url}, check_leaks=False) as alone:
+        async with (
+            split_router(prefill, decode) as r,
+            router({"url": mixed.url}, check_leaks=False, upstream=PATIENT) as alone,
+        ):
             assert text(await ask(r, post(chat(30 + stream))))
             requests = [post(chat(40 + 10 * stream + number, 200, stream=stream)) for number in range(6)]
             asking = [asyncio.ensure_future(ask(r, request)) for request in requests]
@@ -184,7 +191,10 @@ def test_a_prefill_engine_that_died_after_the_prefill(split_engines: list[RealEn
             return super().read_transfer(response)
 
     async def work() -> None:
-        async with split_router(prefill, decode) as r, router({"url": mixed.url}, check_leaks=False) as alone:
+        async with (
+            split_router(prefill, decode) as r,
+            router({"url": mixed.url}, check_leaks=False, upstream=PATIENT) as alone,
+        ):
             assert text(await ask(r, post(chat(80 + stream))))
             r.service.proxy.kv_transfer = lambda _node: KillingTransfer()  # type: ignore[method-assign]
             request = post(chat(70 + stream, 200, stream=stream))

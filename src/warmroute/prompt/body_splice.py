@@ -22,10 +22,17 @@ def splice(body: bytes, outline: Outline, values: Mapping[str, bytes]) -> bytes:
         at = end
     close = body.rindex(b"}")
     pieces.append(view[at:close])
-    separator = b"," if fields else b""
+    separator = b"" if _is_empty(body, close) else b","
     for name, value in values.items():
         if name not in fields:
             pieces.append(b'%b"%b":%b' % (separator, name.encode("ascii"), value))
             separator = b","
     pieces.append(view[close:])
     return b"".join(pieces)
+
+
+def _is_empty(body: bytes, close: int) -> bool:
+    """Return whether nothing but space is between the braces. The outline does not list every field."""
+    while body[close - 1] in b" \t\r\n":
+        close -= 1
+    return body[close - 1] == ord("{")
