@@ -8,7 +8,7 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -78,6 +78,10 @@ async def split_router(prefill: RealEngine, *decode: RealEngine, split: str = "a
         yield r
 
 
+def alone_router(mixed: RealEngine) -> AbstractAsyncContextManager[RunningRouter]:
+    return router({"url": mixed.url}, check_leaks=False, upstream=PATIENT)
+
+
 async def ask(r: RunningRouter, request: bytes) -> Response:
     peer = await r.connect()
     peer.write(request)
@@ -117,7 +121,7 @@ def test_answers_are_those_of_one_engine(split_engines: list[RealEngine]) -> Non
     async def work() -> None:
         async with (
             split_router(prefill, decode) as r,
-            router({"url": mixed.url}, check_leaks=False, upstream=PATIENT) as alone,
+            alone_router(mixed) as alone,
         ):
             for request in requests:
                 expected, found = await ask(alone, post(request)), await ask(r, post(request))
@@ -161,7 +165,7 @@ def test_kill_9_of_the_prefill_engine(split_engines: list[RealEngine], stream: b
     async def work() -> None:
         async with (
             split_router(prefill, decode) as r,
-            router({"url": mixed.url}, check_leaks=False, upstream=PATIENT) as alone,
+            alone_router(mixed) as alone,
         ):
             assert text(await ask(r, post(chat(30 + stream))))
             requests = [post(chat(40 + 10 * stream + number, 200, stream=stream)) for number in range(6)]
@@ -193,7 +197,7 @@ def test_a_prefill_engine_that_died_after_the_prefill(split_engines: list[RealEn
     async def work() -> None:
         async with (
             split_router(prefill, decode) as r,
-            router({"url": mixed.url}, check_leaks=False, upstream=PATIENT) as alone,
+            alone_router(mixed) as alone,
         ):
             assert text(await ask(r, post(chat(80 + stream))))
             r.service.proxy.kv_transfer = lambda _node: KillingTransfer()  # type: ignore[method-assign]

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from random import getrandbits
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote
 
 import msgspec
 
@@ -24,6 +23,7 @@ from warmroute.edge.first_token import FirstTokenDetector, detector_for
 from warmroute.edge.http1 import CHUNKED, UNTIL_CLOSE, ChunkReader, RequestHead, ResponseHead
 from warmroute.edge.node_attempt import NodeAttempt
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
+from warmroute.edge.node_headers import node_lines
 from warmroute.edge.paths import is_anthropic
 from warmroute.edge.split_attempt import DecodeAttempt, PrefillAttempt
 from warmroute.fleet.node import Node, Outcome
@@ -32,7 +32,6 @@ from warmroute.prompt.body_splice import splice
 from warmroute.prompt.prompt import Prompt
 from warmroute.routing.attempts import Attempts
 from warmroute.routing.dispatch import Dispatch
-from warmroute.routing.pair_dispatch import DecodeDispatch
 from warmroute.routing.routing_errors import RoutingError
 from warmroute.routing.split_request import SplitRequest
 from warmroute.telemetry.tracing.request_trace import RequestTrace
@@ -47,8 +46,6 @@ MAX_RETRY_AFTER_S: Final = 3600
 TAIL_PIECES: Final = 8
 """Pieces kept from the end of a response: the usage, the [DONE] after it and the last chunk's end may come apart."""
 EXPLAIN_HEADER: Final = b"x-warmroute-explain"
-_NAME_CHARACTERS: Final = " !#$&'()*+,/:;<=>?@[]^`{|}"
-"""Characters of a node's name that need no escape in a header, beside letters and digits."""
 _NODE_LIMITS: Final = re.compile(rb"(?im)^x-ratelimit-[^\r\n]*\r\n")
 """Rate limits of a node, which the router replaces with its own where the tenant has some."""
 _NOT_YET: Final[Any] = None
@@ -247,8 +244,8 @@ class ProxyExchange(msgspec.Struct, eq=False):
         more_lines = b""
         if attempts.charge is not None:
             passing, more_lines = _NODE_LIMITS.sub(b"", passing), _header_lines(attempts.charge.headers(now_s))
-        if proxy.node_headers:
-            more_lines += self._node_lines()
+        if proxy.node_headers and (proxy.node_headers == "always" or self._head.get(EXPLAIN_HEADER) == b"1"):
+            more_lines += node_lines(attempts)
         if not keep_alive or not self._head.minor_version:
             more_lines += client.connection_line(keep_alive)
         self._head_sent = True
@@ -277,23 +274,6 @@ class ProxyExchange(msgspec.Struct, eq=False):
             if attempt is not None and attempt.connection is not None:
                 attempt.connection.replace_sink(self._sink)
             self.attempts.first_token(self._proxy.now())
-
-    def _node_lines(self) -> bytes:
-        """Headers that name the node and the predicted cache hit, for clients that may know."""
-        if self._proxy.node_headers == "on_request" and self._head.get(EXPLAIN_HEADER) != b"1":
-            return b""
-        ticket = self.attempts.ticket
-        node = quote(ticket.node.name, safe=_NAME_CHARACTERS).encode("ascii")
-        if not isinstance(ticket, Dispatch):
-            return b"X-Warmroute-Node: %b\r\n" % node
-        lines, cached = b"", ticket.cached
-        split = self.attempts.split
-        if split is not None and isinstance(ticket, DecodeDispatch):
-            prefill_node = quote(split.pair.prefill_node.name, safe=_NAME_CHARACTERS).encode("ascii")
-            lines = b"X-Warmroute-Prefill-Node: %b\r\n" % prefill_node
-            if isinstance(split.prefill_ticket, Dispatch):
-                cached = split.prefill_ticket.cached
-        return b"X-Warmroute-Node: %b\r\n%bX-Warmroute-Hit: %d/%d\r\n" % (node, lines, cached, ticket.tokens)
 
     @staticmethod
     def _keeping_tail(write: Callable[[bytes], object], tail: deque[bytes]) -> Callable[[bytes], object]:

@@ -29,6 +29,7 @@ from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
+from warmroute.routing.attempt_driver import AttemptDriver
 from warmroute.routing.attempt_history import AttemptHistory
 from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch
@@ -54,33 +55,6 @@ class SampledPrompt(Protocol):
     ) -> None:  # fmt: skip
         """The response is complete. `key`: the model and route that its tokens count for. `cached_tokens`: None if
         neither the node nor the router knows them. A prefill takes `ms_per_token`, and at least `step_ms`."""
-
-
-class AttemptDriver(Protocol):
-    def send(self, node: Node) -> None:
-        """Send the request to this node. The ticket is open."""
-
-    def withdraw(self) -> None:
-        """Give up the attempt that `send` began: the node must stop, and nothing that it sends counts."""
-
-    def send_prefill(self, prefill_node: Node, node: Node) -> None:
-        """Let `prefill_node` prefill the prompt for `node`. `send` follows; its request names the KV cache then."""
-
-    def withdraw_prefill(self) -> None: ...
-
-    def send_hedge(self, node: Node) -> None:
-        """Send the request to this node, too."""
-
-    def withdraw_hedge(self) -> None: ...
-
-    def promote_hedge(self) -> None:
-        """The hedge takes the place of the attempt that `send` began, which has failed or was withdrawn."""
-
-    def reject(self, why: RoutingError) -> int:
-        """End the request with this error: the client has received nothing. Return the HTTP status."""
-
-    def internal_error(self, error: Exception) -> None:
-        """The router itself failed while it let the request out of the queue."""
 
 
 class Attempts(msgspec.Struct, eq=False):
