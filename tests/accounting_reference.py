@@ -22,6 +22,7 @@ from warmroute._kernel import (
     LONG_PREFILL_WEIGHT,
     LONG_PREFILL_WORK,
     PREFILL_MIN_SHARE,
+    REQUEST_CONTEXT,
     REVIEW_WEIGHT,
     SPEED_DECAY_S,
     SPEED_MAX_FACTOR,
@@ -95,11 +96,13 @@ def record_times(speed: NodeSpeed, ttft_ms: float, token_ms: float) -> None:
     speed.early_share += weight * (early - speed.early_share)
 
 
-def record_decode_factor(speed: NodeSpeed, factor: float) -> None:
-    """Update the node's decode factor. `factor`: how much slower a response was than the model's decode speed."""
+def record_decode_factor(speed: NodeSpeed, factor: float, answers: int) -> None:
+    """Update the node's decode factor. `factor`: how much slower a response was than the model's decode speed, which
+    was learned from `answers` responses: at first, a deviation from it says little about the node."""
     before = speed.factor
     limit = SPEED_MAX_FACTOR * before
-    speed.factor = before + DECODE_FACTOR_WEIGHT * ((factor if factor < limit else limit) - before)
+    trust = DECODE_FACTOR_WEIGHT * min(1.0, DECODE_WEIGHT * answers)
+    speed.factor = before + trust * ((factor if factor < limit else limit) - before)
 
 
 def record_token_ms(decode_speed: DecodeSpeed, token_ms: float, context: float) -> None:
@@ -172,12 +175,12 @@ class ReferenceTicket:
             node.arrival_rate * exp((node.arrival_s - now_s) / ARRIVAL_DECAY_S) + 0.001 / ARRIVAL_DECAY_S
         )
         node.arrival_s = node.last_ticket_s = now_s
+        node.context_tokens += tokens + int(REQUEST_CONTEXT)
         if decode_speed is None:
             return
         node.pending_work += prefill
         node.kv_delta += new
         node.kv_new += new
-        node.context_tokens += tokens
         if not streams:
             node.assume_prefilled(now_s)
             self.due_s = now_s + (node.pending_work * node.speed.ms_per_token + node.round_trip_ms) / 1000.0
@@ -221,7 +224,8 @@ class ReferenceTicket:
         node = self.node
         token_ms = took_ms / steps
         record_step(node.speed, token_ms)
-        record_decode_factor(node.speed, token_ms / decode_speed.token_ms(node.context_tokens))
+        usual_ms = decode_speed.token_ms(node.context_tokens)
+        record_decode_factor(node.speed, token_ms / usual_ms, decode_speed.answers)
         record_token_ms(decode_speed, token_ms / node.speed.factor, node.context_tokens)
 
     def record_answer(self, output: int | None, now_s: float) -> None:
@@ -257,7 +261,7 @@ class ReferenceTicket:
             if node.polled_s > self.opened_s:
                 node.kv_delta -= self.output
             node.kv_new -= self.new
-            node.context_tokens -= self.tokens
+        node.context_tokens -= self.tokens + int(REQUEST_CONTEXT)
         node.inflight -= 1
         if not node.inflight:
             node.pending_work = 0.0

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from warmroute._kernel import REQUEST_CONTEXT
 from warmroute.cluster.cluster_state import ClusterState
 from warmroute.cluster.messages import FULL_S, PEER_TTL_S, decode, encode
 from warmroute.config import Admission as AdmissionConfig
@@ -94,7 +95,11 @@ def test_a_node_counts_the_requests_of_all_processes() -> None:
     exchange(a, b)
     assert a.node().inflight == b.node().inflight == 3
     assert a.node().pending_work == b.node().pending_work == 1700.0
-    assert b.node().context_tokens == 1700 and b.node().kv_new == 1700 and b.node().kv_delta == 1700.0
+    assert (
+        b.node().context_tokens == 1700 + 3 * REQUEST_CONTEXT
+        and b.node().kv_new == 1700
+        and b.node().kv_delta == 1700.0
+    )
     assert b.node().own_inflight == 1 and own_load(b.node()).pending_work == pytest.approx(200.0)
     assert b.node().arrival_rate == pytest.approx(a.node().arrival_rate)
     group = b.fleet.group("m")

@@ -158,10 +158,20 @@ def test_the_decode_factor_of_a_node_is_learned() -> None:
     speed = NodeSpeed()
     assert speed.factor == 1.0
     for _ in range(100):
-        record_decode_factor(speed, 2.0)
+        record_decode_factor(speed, 2.0, 1000)
     assert speed.factor == pytest.approx(2.0, rel=0.02)
-    record_decode_factor(speed, 1e9)
+    record_decode_factor(speed, 1e9, 1000)
     assert speed.factor < 2.5
+
+
+def test_the_first_responses_of_a_model_say_little_about_their_nodes() -> None:
+    """The model's line starts with a default. A node that is measured against it would look slow for ever."""
+    speed, decode_speed = NodeSpeed(), DecodeSpeed()
+    for _ in range(8):
+        record_decode_factor(speed, 60.0 / decode_speed.token_ms(1000), decode_speed.answers)
+        record_token_ms(decode_speed, 60.0 / speed.factor, 1000)
+    assert decode_speed.token_ms(1000) > 50.0
+    assert speed.factor < 1.03
 
 
 def test_the_decode_speed_of_a_model_is_learned_by_context() -> None:

@@ -194,3 +194,17 @@ def test_the_default_decode_step_is_not_evidence() -> None:
     served.check()
     assert served.nodes[0].speed.timed_answers == 0 and DEFAULT_BASE_MS > 4.0
     assert not served.nodes[0].speed.implausible
+
+
+def test_the_decode_factor_of_a_node_without_requests_returns_towards_1() -> None:
+    """A node that was slow for a while gets few requests. It has to be tried again."""
+    served = ServedFleet(2)
+    idle, busy = served.nodes
+    idle.speed.factor = 2.0
+    for _ in range(60):
+        served.serve(busy, 1, SLOW_MS)
+        busy.speed.factor = 2.0
+        for node in served.nodes:
+            served.fleet.check_passed(node, served.now_s)
+        assert busy.speed.factor == 2.0
+    assert idle.speed.factor < 1.1

@@ -6,16 +6,18 @@ from random import Random
 from typing import Any
 
 import pytest
-from small_worlds import NEAR, nodes_of, prompt, specs
+from small_worlds import NEAR, assert_all_requests_ended, nodes_of, prompt, specs
 
 from warmroute.fake_engine.core.kv_event_types import BlockRemoved, BlockStored
+from warmroute.replay import parse_policy
 from warmroute.replay.peers.aibrix_router import Aibrix
 from warmroute.replay.peers.block_holders import Holders, RoutedBlocks
 from warmroute.replay.peers.dynamo_router import Dynamo
 from warmroute.replay.peers.kubeai_router import Kubeai
-from warmroute.replay.peers.llm_d_router import LlmD
+from warmroute.replay.peers.llm_d_router import LlmD, LlmDPrecise
 from warmroute.replay.peers.sglang_router import Sglang
 from warmroute.replay.peers.single_cache import single_cache_hit_rate
+from warmroute.replay.policy_spec import PEERS
 from warmroute.replay.simulation.simulated_request import SimulatedRequest, simulated_request
 from warmroute.replay.simulation.world import World
 from warmroute.replay.workloads.catalog import parse_workload
@@ -36,19 +38,19 @@ class Fleet:
         self._count += 1
         return simulated_request(prompt(*names, tokens=tokens, **more), self._count)
 
-    def decide(self, request: SimulatedRequest) -> int:
+    def decide(self, request: SimulatedRequest, now_s: float = 0.0) -> int:
         policy: Policy = self.peer
         group = self.world.fleet.group("sim")
         assert group is not None
-        return self.nodes.index(policy.decide(Query(request, group.up, group, 0.0, None, self.world.cache_view)).node)
+        return self.nodes.index(policy.decide(Query(request, group.up, group, now_s, None, self.world.cache_view)).node)
 
     def send(self, at: int, *names: object, **more: Any) -> SimulatedRequest:
         request = self.request(*names, **more)
         self.peer.request_sent(request, self.nodes[at], 0.0)
         return request
 
-    def choices(self, *names: object, times: int = 60) -> set[int]:
-        return {self.decide(self.request(*names)) for _ in range(times)}
+    def choices(self, *names: object, times: int = 60, now_s: float = 0.0) -> set[int]:
+        return {self.decide(self.request(*names), now_s) for _ in range(times)}
 
     def load(self, *loads: int) -> None:
         for node, load in zip(self.nodes, loads, strict=True):
@@ -91,20 +93,20 @@ def test_routed_blocks_evict_the_tail_of_the_least_recent_prompt_first() -> None
     assert routed.size(node) == 0
 
 
-def test_sglang_prefers_the_match_then_the_smallest_tree_unless_out_of_balance() -> None:
+def test_sglang_prefers_the_match_then_the_least_loaded_node_unless_out_of_balance() -> None:
     fleet = Fleet(Sglang(Random(1)))
-    assert fleet.choices("cold") == {0, 1, 2}  # all trees are empty: a random node
+    assert fleet.choices("cold") == {0, 1, 2}  # all are idle: a random node
     fleet.send(0, "a", tokens=320)
-    fleet.send(1, "b", tokens=160)
-    assert fleet.choices("cold") == {2}  # the smallest tree
     fleet.send(2, "c", tokens=640)
+    fleet.load(2, 3, 1)
+    assert fleet.choices("cold") == {2}  # the least loaded, though its tree is the largest
     assert fleet.decide(fleet.request("a", "more", tokens=320)) == 0  # 20 of 40 blocks match
     assert fleet.decide(fleet.request("a", tokens=320)) == 0
     # more than 0.3 of the prompt is a match, a quarter is not
     fleet.send(0, "short", tokens=48)
     assert len(fleet.request("short", "x", "y", tokens=48).blocks(16)) == 9
     assert fleet.decide(fleet.request("short", "x", "y", tokens=48)) == 0  # 1/3
-    assert fleet.decide(fleet.request("short", "x", "y", "z", tokens=48)) == 1  # 1/4
+    assert fleet.decide(fleet.request("short", "x", "y", "z", tokens=48)) == 2  # 1/4
     # load decides only above both thresholds
     fleet.load(64, 0, 0)
     assert fleet.decide(fleet.request("a", tokens=320)) == 0
@@ -114,6 +116,14 @@ def test_sglang_prefers_the_match_then_the_smallest_tree_unless_out_of_balance()
     assert fleet.decide(fleet.request("a", tokens=320)) == 0  # 200 is not over 1.5 × 135
 
 
+def test_sglang_with_the_older_rule_sends_a_miss_to_the_smallest_tree() -> None:
+    fleet = Fleet(Sglang(Random(1), miss_by_tree=True))
+    fleet.send(0, "a", tokens=320)
+    fleet.send(1, "b", tokens=160)
+    fleet.load(0, 0, 5)
+    assert fleet.choices("cold") == {2}
+
+
 def test_llm_d_weighs_match_kv_usage_and_queue() -> None:
     fleet = Fleet(LlmD(Random(1)))
     fleet.send(0, "a")
@@ -121,25 +131,50 @@ def test_llm_d_weighs_match_kv_usage_and_queue() -> None:
     assert fleet.decide(fleet.request("a")) == 0
     a.waiting, b.waiting, c.waiting = 4, 2, 0
     a.kv_usage = 0.4
-    # a: 3 + 2·0.6 + 0; b: 0 + 2 + 1; c: 0 + 2 + 2
+    # a: 3 + 2·0.6 + 0; b: 0 + 2 + 1; c: 0 + 2 + 2; no-hit-lru: 1 for all, since one of them has a match
     assert fleet.decide(fleet.request("a")) == 0
     a.kv_usage = 0.6
     # a: 3 + 0.8 = 3.8 against 4
     assert fleet.decide(fleet.request("a")) == 2
-    assert fleet.choices("new") == {2}
 
 
-def test_llm_d_precise_uses_kv_events_only() -> None:
-    fleet = Fleet(LlmD(Random(1), precise=True))
-    request = fleet.send(0, "a")
-    assert fleet.choices("a") == {0, 1, 2}
+def test_llm_d_sends_cold_requests_to_the_node_that_got_none_for_the_longest_time() -> None:
+    fleet = Fleet(LlmD(Random(1)))
+    got = []
+    for number in range(7):
+        request = fleet.request(f"cold {number}")
+        got.append(fleet.decide(request))
+        fleet.peer.request_sent(request, fleet.nodes[got[-1]], 0.0)
+    assert sorted(got[:3]) == [0, 1, 2]
+    assert got[3:6] == got[:3]
+    # a match changes nobody's turn
+    fleet.peer.request_sent(fleet.request("cold 0", "more"), fleet.nodes[got[1]], 0.0)
+    assert fleet.decide(fleet.request("cold 7")) == got[1]
+    # the queue counts as much: 2 · 1 against 2 · 0.5
+    fleet.nodes[got[1]].waiting = 3
+    assert fleet.decide(fleet.request("cold 8")) == got[2]
+
+
+def test_llm_d_precise_uses_kv_events_and_what_was_sent_in_the_last_two_seconds() -> None:
+    fleet = Fleet(LlmDPrecise(Random(1)))
+    request = fleet.request("a")
     fleet.peer.kv_events(fleet.nodes[1], 1, 0, stored(request, 10), 0.0)
     assert fleet.choices("a") == {1}
+    fleet.load(4, 8, 4)
+    # 1: 2 · 1 + 4 · 0; others: 4 · 0.5: a tie
+    assert fleet.choices("a") == {0, 1, 2}
+    fleet.load(3, 8, 4)
+    assert fleet.choices("a") == {0}
+    fleet.load(0, 0, 0)
     fleet.peer.kv_events(fleet.nodes[1], 1, 1, [BlockRemoved(request.blocks(16)[:1], "GPU")], 0.0)
-    assert fleet.choices("a") == {0, 1, 2}
+    assert fleet.choices("a") == {0}  # a cold request: the first of the nodes that never got one
     fleet.peer.kv_events(fleet.nodes[2], 1, 0, stored(request, 10), 0.0)
+    assert fleet.choices("a") == {2}
     fleet.peer.kv_events(fleet.nodes[2], 2, 0, stored(fleet.request("b"), 1), 0.0)  # another incarnation
-    assert fleet.choices("a") == {0, 1, 2}
+    assert fleet.choices("a") == {0}
+    fleet.peer.request_sent(fleet.request("x"), fleet.nodes[2], 0.0)
+    assert fleet.choices("x", now_s=1.9) == {2}
+    assert fleet.choices("x", now_s=2.1) == {0}
 
 
 def test_dynamo_adds_prefill_in_flight_and_decode_blocks() -> None:
@@ -160,6 +195,39 @@ def test_dynamo_adds_prefill_in_flight_and_decode_blocks() -> None:
     fleet.peer.first_token(shared, fleet.nodes[0], 160, 1.0)
     # its blocks are already there: 0 + 10, none is new
     assert fleet.choices("a") == {0}
+
+
+@pytest.mark.parametrize(("policy", "order"), [("dynamo_fcfs", "long short"), ("dynamo_wspt", "short long")])
+def test_dynamo_queues_requests_while_every_node_is_busy(policy: str, order: str) -> None:
+    fleet = Fleet(parse_policy(f"{policy}:queue_threshold=0.01").peer(1), 2)  # 82 tokens
+    first = fleet.send(0, "a")
+    assert not fleet.peer.queues(fleet.request("new"), 0.0)  # the other node is idle
+    fleet.send(1, "b")
+    fleet.peer.kv_events(fleet.nodes[0], 1, 0, stored(fleet.request("short"), 9), 0.0)
+    requests = {name: fleet.request(name) for name in ("long", "gone", "short", "longest")}
+    for name in ("long", "gone", "short"):
+        assert fleet.peer.queues(requests[name], 0.0)
+    fleet.peer.client_left(requests["gone"])
+    assert fleet.peer.next_queued(0.0) is None
+    fleet.peer.first_token(first, fleet.nodes[0], 0, 1.0)
+    requests["longest"] = fleet.request("longest", tokens=320)
+    assert fleet.peer.queues(requests["longest"], 1.0)  # nobody overtakes the queue
+    for name in (*order.split(), "longest"):
+        assert fleet.peer.next_queued(1.0) is requests[name]
+    assert fleet.peer.next_queued(1.0) is None
+    assert not fleet.peer.queues(fleet.request("new"), 1.0)
+
+
+@pytest.mark.parametrize("policy", ["dynamo_fcfs", "dynamo_wspt"])
+def test_a_run_with_dynamos_queue_answers_every_request_or_sees_its_client_leave(policy: str) -> None:
+    peer = parse_policy(f"{policy}:queue_threshold=0.1").peer(1)
+    world = World(specs(2), NEAR, policy=peer, listener=peer)
+    prompts = [prompt(f"p{n}", tokens=1600, at_ms=n, output=20) for n in range(40)]
+    for impatient in prompts[20:25]:
+        impatient.patience_ms = 1.0
+    world.run(iter(prompts))
+    assert (world.results.total("finished"), world.results.total("left")) == (35, 5)
+    assert_all_requests_ended(world)
 
 
 def test_kubeai_keeps_a_key_on_its_node_until_the_node_is_overloaded() -> None:
@@ -186,12 +254,25 @@ def test_aibrix_prefers_balance_to_the_match() -> None:
     assert fleet.choices("a", "b") == {1}
     fleet.load(0, 1, 0)
     assert fleet.choices("a", times=20) == {0}  # the same match, fewer requests
-    fleet.load(1, 8, 1)  # mean 3.3 + σ 3.3 < 8
-    assert fleet.choices("a", "b", times=20) == {0}
-    fleet.load(9, 9, 0)
+    fleet.load(1, 17, 1)
+    assert fleet.choices("a", "b", times=20) == {1}  # 17 − 1 is no imbalance, and 17 ≤ 6.3 + 2 · 9.2
+    fleet.load(1, 18, 1)
+    assert fleet.choices("a", "b", times=20) == {0}  # of the least loaded nodes, the one with a match
+    fleet.load(18, 18, 1)
     assert fleet.choices("a", times=20) == {2}
     fleet.load(1, 1, 0)
     assert fleet.choices("unseen", times=20) == {2}
+
+
+def test_aibrix_leaves_a_match_on_a_node_far_above_the_mean() -> None:
+    fleet = Fleet(Aibrix(Random(1)), 8)
+    fleet.send(0, "a")
+    fleet.load(16, 0, 0, 0, 0, 0, 0, 0)  # 16 > mean 2 + 2 · σ 5.7
+    assert 0 not in fleet.choices("a")
+    fleet.load(16, 6, 6, 6, 6, 6, 6, 6)  # 16 > 7.25 + 2 · 3.5
+    assert 0 not in fleet.choices("a")
+    fleet.load(16, 0, 14, 0, 14, 0, 14, 0)
+    assert fleet.choices("a") == {0}
 
 
 def test_the_oracle_is_one_lru_cache() -> None:
@@ -210,10 +291,8 @@ def test_the_oracle_is_one_lru_cache() -> None:
     assert rate > 0.6
 
 
-@pytest.mark.parametrize("name", ["sglang", "llm_d", "llm_d_precise", "dynamo", "kubeai", "aibrix"])
+@pytest.mark.parametrize("name", sorted(PEERS))
 def test_no_policy_sends_all_unique_prompts_to_one_node(name: str) -> None:
-    from warmroute.replay import parse_policy
-
     peer = parse_policy(name).peer(1)
     world = World(specs(4), NEAR, policy=peer, listener=peer)
     world.run(

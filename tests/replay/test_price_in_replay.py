@@ -30,6 +30,30 @@ def test_a_hot_prefix_is_spread_without_losing_hits() -> None:
     assert spread["hit_rate"] > 0.95 * not_spread["hit_rate"]
 
 
+def test_short_prompts_without_a_shared_prefix_are_balanced_by_count() -> None:
+    """Half of the prompts are too short to be looked up. They decode, too."""
+    workload = parse_workload(["unique_batch", "prompt_tokens=250", "output_tokens=220"])
+    nodes = tuple(NodeSpec(f"node-{at}", profile("l4-8b")) for at in range(8))
+    more = {"nodes": nodes, "conditions": Conditions(seed=1), "rate": 16.0, "limit": 500}
+    ours, theirs = (
+        replay(Setup(workload=workload, policy=parse_policy(policy), **more))  # type: ignore[arg-type]
+        for policy in ("price", "least_loaded")
+    )
+    assert ours["load_variation"] < 0.15
+    assert ours["ttft_ms"]["p50"] < 1.02 * theirs["ttft_ms"]["p50"]
+    assert ours["ttft_ms"]["p90"] < theirs["ttft_ms"]["p90"]
+    assert ours["inter_token_ms"]["p50"] < 1.01 * theirs["inter_token_ms"]["p50"]
+
+
+def test_a_prefix_is_not_copied_for_a_few_milliseconds_of_one_request() -> None:
+    """A copy takes no longer than waiting for the prefix, and stalls the requests that run on the other node."""
+    nodes = tuple(NodeSpec(f"node-{at}", profile("2xh100-32b")) for at in range(8))
+    ours, affine = (run(policy, "few_shot", 80.0, 300, nodes=nodes) for policy in ("price", "llm_d"))
+    assert ours["hit_rate"] > 0.965 * affine["hit_rate"]
+    assert ours["ttft_ms"]["mean"] < 1.1 * affine["ttft_ms"]["mean"]
+    assert ours["load_variation"] < 0.2 < affine["load_variation"]
+
+
 SMALL_CACHES = tuple(msgspec.structs.replace(spec, blocks=2500) for spec in FLEET)
 ONE_MISREPORTS = (msgspec.structs.replace(SMALL_CACHES[0], misreports=("cache", "usage", "load")), *SMALL_CACHES[1:])
 

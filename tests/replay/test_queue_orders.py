@@ -12,7 +12,7 @@ from warmroute.replay.workloads.catalog import parse_workload
 
 def overloaded(policy: str, limit: int = 120, rate: float = 40.0) -> Run:
     workload = parse_workload(["unique_batch", "prompt_tokens=4000", "output_tokens=4", "spread=0.95"])
-    return replay(Setup(workload=workload, nodes=specs(2), policy=parse_policy(policy), rate=rate, limit=limit))
+    return replay(Setup(workload=workload, nodes=tuple(specs(2)), policy=parse_policy(policy), rate=rate, limit=limit))
 
 
 @pytest.mark.parametrize("queue", QUEUES)

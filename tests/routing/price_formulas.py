@@ -11,6 +11,7 @@ from math import exp
 from warmroute._kernel import (
     ARRIVAL_DECAY_S,
     ATTENTION_WORK,
+    DECODE_FACTOR_NOISE,
     EVICTED_WEIGHT,
     FIRST_TOKEN_STEPS,
     KV_FULL_MARGIN,
@@ -19,7 +20,10 @@ from warmroute._kernel import (
     KV_GROWTH_SHARE,
     KV_MAX_FULL,
     KV_USABLE_SHARE,
+    PREFILL_SPEED_NOISE,
     RISK_POWER,
+    STALLED_MAX_WORK,
+    STALLED_WEIGHT,
     STREAMED_WEIGHT,
 )
 from warmroute.config import Pricing
@@ -35,7 +39,8 @@ def wait(pending_work: float, ms_per_token: float, queue_ms: float, room_ms: flo
     It is at least as long as requests have recently waited in the engine's own queue, as far as the lack of KV memory
     (`room_ms`) does not explain that; `queue_ms` is 0 while the engine has no queue.
     """
-    return max(pending_work * ms_per_token, queue_ms - room_ms) if queue_ms else pending_work * ms_per_token
+    wait_ms = max(0.0, pending_work) * ms_per_token  # the sum may have a rounding error
+    return max(wait_ms, queue_ms - room_ms) if queue_ms else wait_ms
 
 
 def work_of_prompts(new: float, cached: float, prompts: int) -> float:
@@ -48,9 +53,25 @@ def prefill(work: float, ms_per_token: float, token_ms: float) -> float:
     return FIRST_TOKEN_STEPS * token_ms + work * ms_per_token
 
 
-def contention(output: float, token_ms: float, fastest_ms: float) -> float:
-    """Return how much longer decoding takes than on the fastest node, for this request and for its batch."""
-    return STREAMED_WEIGHT * output * (token_ms - fastest_ms)
+def decode_factor(learned: float) -> float:
+    """Return a node's decode time relative to its model's line. Deviations up to DECODE_FACTOR_NOISE count as noise."""
+    return max(1.0, learned - DECODE_FACTOR_NOISE) if learned > 1.0 else min(1.0, learned + DECODE_FACTOR_NOISE)
+
+
+def contention(output: float, token_ms: float, fastest_ms: float, stall_ms: float) -> float:
+    """Return how much longer decoding takes than on the fastest node, for this request and for its batch, and how long
+    other requests stall."""
+    return STREAMED_WEIGHT * output * (token_ms - fastest_ms) + stall_ms
+
+
+def stall(running: int, work: float, ms_per_token: float, fastest_ms_per_token: float) -> float:
+    """Return what the node's running requests lose: they get no token while it prefills this prompt, and again what it
+    preempts to make room. A prefill stops the batch for one step at a time, so a long one counts like one step.
+
+    Differences of the nodes' prefill speeds up to PREFILL_SPEED_NOISE count as noise.
+    """
+    step_ms = min(work, STALLED_MAX_WORK) * max(fastest_ms_per_token, ms_per_token / PREFILL_SPEED_NOISE)
+    return STALLED_WEIGHT * running * step_ms
 
 
 def kv_used(node: Node, capacity: float, output: float) -> float:
@@ -67,18 +88,18 @@ def kv_freed_per_ms(used: float, output: float, token_ms: float) -> float:
     return max(used, 1.0) / max(1.0, output * token_ms)
 
 
-def room(used: float, needed: float, growth: float, capacity: float, freed_per_ms: float) -> float:
-    """Return the time to wait for `needed` tokens of KV memory.
+def missing_room(used: float, needed: float, growth: float, capacity: float) -> float:
+    """Return the tokens of KV memory that the request has to wait for, or that running requests lose to it.
 
-    The time in which as much is freed, × the probability that none is free by then (close to 0 up to three quarters
-    of the capacity), plus the time until what is missing now is freed.
+    The needed tokens × the probability that none is free (close to 0 up to three quarters of the capacity), plus
+    what is missing now.
 
-        needed / freed · full(ρ) + max(0, used + needed − capacity) / freed     ρ = (used + needed + growth) / capacity
+        needed · full(ρ) + max(0, used + needed − capacity)                   ρ = (used + needed + growth) / capacity
     """
     share = min(KV_MAX_FULL, (used + needed + growth) / capacity)
     full: float = KV_FULL_SCALE * share**KV_FULL_POWER / (KV_FULL_MARGIN - share)
     missing = used + needed - KV_USABLE_SHARE * capacity
-    return (needed * full + (missing if missing > 0.0 else 0.0)) / freed_per_ms
+    return needed * full + (missing if missing > 0.0 else 0.0)
 
 
 def risk(own: float, due_ms: float, late_penalty_ms: float) -> float:
@@ -111,14 +132,16 @@ def arrivals_per_ms(node: Node, now_s: float) -> float:
 
 def price(
     node: Node, cache: NodeCache | None, reuse: Reuse, now_s: float, tokens: float, cached: float, output: float,
-    token_ms: float, fastest_ms: float, behind: float, config: Pricing, adapter_ms: float = 0.0,
-    due_ms: float = 0.0, late_penalty_ms: float = 0.0, prompts: int = 1, reserved_rate: float = 0.0,
+    token_ms: float, fastest_ms: float, fastest_ms_per_token: float, behind: float, config: Pricing,
+    adapter_ms: float = 0.0, due_ms: float = 0.0, late_penalty_ms: float = 0.0, prompts: int = 1,
+    reserved_rate: float = 0.0,
 ) -> Price:  # fmt: skip
     """Return the price for a prompt of `tokens` tokens of which `cached` are cached, with `output` output tokens.
 
-    `token_ms`: decode time per token on this node; `fastest_ms`: on the fastest node. `adapter_ms`: time to load the
-    LoRA adapter. `prompts`: number of prompts that the tokens are divided among. `reserved_rate`: arrivals [1/ms] that
-    need a longer context window than this request, and may go to this node.
+    `token_ms`: decode time per token on this node; `fastest_ms`: on the fastest node. `fastest_ms_per_token`: prefill
+    time per token on the fastest node. `adapter_ms`: time to load the LoRA adapter. `prompts`: number of prompts that
+    the tokens are divided among. `reserved_rate`: arrivals [1/ms] that need a longer context window than this request,
+    and may go to this node.
     """
     cached *= config.cache_weight
     ms_per_token = node.speed.ms_per_token
@@ -127,18 +150,20 @@ def price(
     if cached:
         new_work = max(new_work, work_of_prompts(tokens, 0.0, prompts) - config.max_saving_ms / ms_per_token)
     prefill_ms = prefill(new_work, ms_per_token, token_ms if node.load else 0.0)
-    contention_ms = contention(output, token_ms, fastest_ms)
-    room_ms = memory_ms = congestion_ms = 0.0
+    missing = room_ms = memory_ms = congestion_ms = 0.0
     if cache is not None:
         capacity = cache.capacity_blocks * cache.block_size
         if capacity and config.room:
             used = kv_used(node, capacity, output)
             freed_per_ms = kv_freed_per_ms(used, output, token_ms)
-            room_ms = room(used, new + output, KV_GROWTH_SHARE * output * node.inflight, capacity, freed_per_ms)
+            missing = missing_room(used, new + output, KV_GROWTH_SHARE * output * node.inflight, capacity)
+            room_ms = missing / freed_per_ms
         recency = cache.recency
         evicted = new + output - (recency.capacity - len(recency)) * cache.block_size
         if evicted > 0.0 and config.memory and (oldest_s := recency.oldest) is not None:
             memory_ms = memory(min(evicted, new + output), ms_per_token, reuse.chance(now_s - oldest_s))
+    stall_ms = stall(node.load, new_work + missing, ms_per_token, fastest_ms_per_token)
+    contention_ms = contention(output, token_ms, fastest_ms, stall_ms)
     wait_ms = wait(node.pending_work, ms_per_token, node.queue_ms, room_ms)
     on_node_ms = wait_ms + prefill_ms + room_ms + adapter_ms
     own = on_node_ms + node.distance_ms

@@ -122,7 +122,10 @@ def test_prices_equal_the_reference(
         due, behind, decode_speed, settings,
     )  # fmt: skip
     assert len(prices) == len(nodes)
-    token_ms = [node.speed.factor * decode_speed.token_ms(node.context_tokens) for node in nodes]
+    factors = [price_formulas.decode_factor(node.speed.factor) for node in nodes]
+    token_ms = [
+        factor * decode_speed.token_ms(node.context_tokens) for factor, node in zip(factors, nodes, strict=True)
+    ]
     reference = []
     for at, (node, cache, own_ms) in enumerate(zip(nodes, caches, token_ms, strict=True)):
         hit = hits.get(node.name)
@@ -138,6 +141,7 @@ def test_prices_equal_the_reference(
                 output,
                 own_ms,
                 min(token_ms),
+                min(node.speed.ms_per_token for node in nodes),
                 behind,
                 config,
                 adapters[at] if adapters is not None else 0.0,

@@ -9,8 +9,9 @@ import pytest
 from routing_harness import FakeRequest, RoutingHarness, explained, one_busy_node, prompt
 
 from warmroute.config.priority import HIGH, LOW, NORMAL
-from warmroute.routing.admission import OVERDUE
-from warmroute.routing.queued_request import AGE_BONUS, QueuedRequest
+from warmroute.routing.admission_queue import KEY_TOLERANCE
+from warmroute.routing.overdue_turns import OVERDUE
+from warmroute.routing.queued_request import QueuedRequest
 from warmroute.routing.waiting_guarantee import GRACE_S, PATIENCE, SHARE
 
 # The order.
@@ -23,17 +24,13 @@ def all_queued(harness: RoutingHarness) -> list[QueuedRequest]:
 def assert_sorted_like_brute_force(harness: RoutingHarness) -> None:
     for tenant in harness.admission.queue.tenants.values():
         waiting = list(tenant.waiting.values())
-        key = {
-            one: one.decision.price.prefill + AGE_BONUS * 1000.0 * one.pending.request.arrived_s
-            for one in waiting
-            if one.decision.price is not None
-        }
-        expected = sorted(waiting, key=lambda one: (key[one], one.number))
+        expected = sorted(waiting, key=lambda one: (one.key, one.number))
+        assert all(one.key == pytest.approx(one.prefill_ms, rel=KEY_TOLERANCE) for one in waiting)
         assert list(tenant.by_work.all) == expected
-        for node, first in tenant.by_work.heads():
-            assert first is next(one for one in expected if one.decision.node is node)
-        by_score = sorted(waiting, key=lambda one: (one.score(harness.now_s), one.number))
-        assert by_score == expected, "the order does not depend on the time"
+        for first in tenant.by_work.heads():
+            assert first is next(one for one in expected if one.decision.node is first.decision.node)
+    overdue = [one for one in all_queued(harness) if one.is_overdue]
+    assert list(harness.admission.queue.guarantee._overdue.all) == sorted(overdue, key=lambda one: one.number)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -66,7 +63,7 @@ def test_the_lists_are_sorted_like_brute_force_whatever_happens(seed: int) -> No
 
 def assert_nothing_is_left(harness: RoutingHarness) -> None:
     queue = harness.admission.queue
-    assert not queue.tenants and not queue.waiting and not harness.group.waiting
+    assert not queue.tenants and not queue.waiting and not queue.with_deadline and not harness.group.waiting
     assert not queue.guarantee._not_due and not queue.guarantee._overdue.all
     assert queue.guarantee._work_ms == 0.0 and not queue.guarantee._credit_ms
 
@@ -80,7 +77,7 @@ def test_a_short_request_is_found_behind_hundreds_of_older_long_ones() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_request_with_the_lowest_score_goes_first(seed: int) -> None:
+def test_the_request_with_the_least_work_goes_first(seed: int) -> None:
     (harness, running), random = one_busy_node(), Random(seed)
     requests: list[FakeRequest] = []
     for _ in range(200):
@@ -92,7 +89,7 @@ def test_the_request_with_the_lowest_score_goes_first(seed: int) -> None:
         requests.remove(admitted)
         expected = min(all_queued(harness), key=lambda one: (one.key, one.number)).pending
         admitted.finish()
-        assert expected in requests and not expected.queued  # type: ignore[attr-defined]
+        assert expected in requests and not expected.queued
 
 
 def test_a_request_that_became_cheaper_is_found() -> None:
@@ -255,6 +252,36 @@ def test_an_overdue_request_takes_any_node_when_the_credit_pays_for_its_prefill(
     assert work_ms == pytest.approx(request.decision.price.prefill / SHARE, rel=0.3)
 
 
+def test_of_overdue_requests_the_oldest_has_the_turn_of_the_shortest() -> None:
+    harness, running = one_busy_node()
+    old = harness.submit(30_000)
+    harness.advance(1.0)
+    short = harness.submit(8000)
+    harness.advance(30.0)
+    fresh = harness.submit(12_000)
+    harness.admission.queue.guarantee._credit_ms[harness.nodes[0]] = -100_000.0  # the share of overdue ones is spent
+    harness.free(running)
+    assert old.events == ["admitted"] and short.queued and fresh.queued
+    shorter = harness.submit(6000)
+    old.finish()
+    assert shorter.events == ["admitted"] and short.queued, "a shorter one that is not overdue goes first"
+
+
+def test_an_overdue_request_that_became_cheap_goes_at_once() -> None:
+    """Its prefix was cached while it waited, by an earlier turn of its conversation."""
+    harness, running = one_busy_node()
+    old = harness.submit(30_000)
+    mine = prompt(40_000, 1)
+    cheap = FakeRequest(harness, mine)
+    cheap.submit()
+    harness.advance(30.0)
+    harness.warm(harness.nodes[0], mine)
+    harness.admission.queue.guarantee._credit_ms[harness.nodes[0]] = -100_000.0
+    harness.free(running)
+    assert cheap.events == ["admitted"]
+    assert old.queued or (old.decision.price is not None and old.decision.price.wait > 0.0), "behind the cheap one"
+
+
 def test_the_explanation_names_the_guarantee() -> None:
     harness, running = one_busy_node()
     low = harness.submit(priority=LOW)
@@ -270,7 +297,7 @@ def test_the_explanation_names_the_guarantee() -> None:
 def test_a_request_that_is_cancelled_or_rejected_leaves_no_trace() -> None:
     harness, running = one_busy_node()
     requests = [harness.submit(tokens, tenant=str(tokens % 3)) for tokens in range(6000, 40_000, 900)]
-    harness.advance(15.0)
+    harness.advance(13.0)
     harness.free(running)
     assert harness.admission.queue.guarantee._overdue.all and harness.admission.queue.guarantee._not_due
     for request in requests:

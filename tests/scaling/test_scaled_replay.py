@@ -309,7 +309,7 @@ def test_offers_come_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--scaler", "magic"], "choose one of warmroute, threshold, hpa, fixed"),
+        (["--scaler", "magic"], "choose one of warmroute, warmroute:thresholds, threshold, hpa, keda, fixed"),
         (["--scaler", "hpa:tagret=1"], "hpa takes target"),
         (["--autoscale", "--offers", "/nowhere.toml"], "cannot read it"),
         (["--autoscale", "--nodes", "4", "--max-nodes", "2"], "--nodes 4 is above --max-nodes 2"),

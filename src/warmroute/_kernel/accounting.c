@@ -90,7 +90,9 @@ static void learn_decode_speed(SpeedState *s, DecodeSpeedState *d, double token_
         s->step_ms = token_ms;
     else /* prefills of other prompts lengthen some responses, and shorten none */
         s->step_ms += (token_ms < s->step_ms ? STEP_FALL : STEP_RISE) * (smaller(token_ms, 2.0 * s->step_ms) - s->step_ms);
-    s->factor += DECODE_FACTOR_WEIGHT * (smaller(token_ms / usual_ms, SPEED_MAX_FACTOR * s->factor) - s->factor);
+    /* While the model's line is new, a deviation from it says nothing about the node. */
+    double trust = DECODE_FACTOR_WEIGHT * smaller(1.0, DECODE_WEIGHT * (double)d->answers);
+    s->factor += trust * (smaller(token_ms / usual_ms, SPEED_MAX_FACTOR * s->factor) - s->factor);
     d->answers++;
     double weight = larger(DECODE_WEIGHT, 1.0 / (double)(d->answers + 1));
     double dx = context - d->mean_context;
@@ -363,7 +365,6 @@ static void add_prompt(TicketState *t, NodeState *node, double now_s) {
     node->pending_work += t->unlearned_work;
     change_kv(node, (double)t->new_tokens);
     node->kv_new += t->new_tokens;
-    node->context_tokens += t->tokens;
     if (t->streams)
         return;
     assume_prefilled(node, now_s);
@@ -403,6 +404,7 @@ static PyObject *ticket_open(TicketState *t, PyObject *const *args, Py_ssize_t c
     node->unstarted++;
     node->changes++;
     record_arrival(node, now_s);
+    node->context_tokens += tokens + (Py_ssize_t)REQUEST_CONTEXT;
     if (has_prompt) {
         t->decode_speed = (DecodeSpeedState *)Py_NewRef(args[2]);
         t->streams = (char)streams;
@@ -502,7 +504,6 @@ static void remove_prompt(TicketState *t, NodeState *node) {
     if (node->polled_s > t->opened_s) /* the last poll counted some of its answer, too */
         change_kv(node, -t->output_tokens);
     node->kv_new -= t->new_tokens;
-    node->context_tokens -= t->tokens;
 }
 
 static PyObject *ticket_release(TicketState *t, PyObject *const *args, Py_ssize_t count) {
@@ -519,6 +520,7 @@ static PyObject *ticket_release(TicketState *t, PyObject *const *args, Py_ssize_
         Py_RETURN_FALSE;
     if (t->decode_speed)
         remove_prompt(t, node);
+    node->context_tokens -= t->tokens + (Py_ssize_t)REQUEST_CONTEXT;
     t->is_open = 0;
     node->changes++;
     if (!--node->inflight)

@@ -56,6 +56,11 @@ DECODE_MIN_SHARE: Final[float]
 """A token takes at least this share of the mean."""
 DECODE_MAX_FACTOR: Final[float]
 """One response counts as at most this many times slower than the estimate."""
+REQUEST_CONTEXT: Final[float]
+"""Each request of a batch slows it down like this many tokens of context, besides those of its prompt: its output, and
+the work that an engine does for each request of a step (300 to 1,300 tokens on an H200)."""
+DECODE_FACTOR_NOISE: Final[float]
+"""Prices ignore deviations of a node's decode speed from its model's line up to this."""
 
 class SpeedState:
     """The learned speed of a node."""
@@ -115,6 +120,7 @@ class NodeState:
     last_ticket_s: float
     latency_ms: float
     context_tokens: int
+    """Prompt tokens of its requests, and REQUEST_CONTEXT for each of them."""
     kv_new: int
     inflight: int
     other_load: int

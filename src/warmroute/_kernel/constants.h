@@ -81,6 +81,9 @@
     X(DECODE_WEIGHT, 0.03)                                                                                                 \
     X(DECODE_MIN_SHARE, 0.2)                                                                                               \
     X(DECODE_MAX_FACTOR, 4.0)                                                                                              \
+    X(REQUEST_CONTEXT, 500.0)                                                                                              \
+    X(DECODE_FACTOR_NOISE, 0.1)                                                                                            \
+    X(PREFILL_SPEED_NOISE, 1.3)                                                                                            \
     /* Averages of a node. */                                                                                              \
     X(ARRIVAL_DECAY_S, 10.0)                                                                                               \
     X(LATENCY_WEIGHT, 0.1)                                                                                                 \
@@ -92,6 +95,8 @@
     X(KV_USABLE_SHARE, 0.98)                                                                                               \
     X(KV_GROWTH_SHARE, 0.3)                                                                                                \
     X(STREAMED_WEIGHT, 0.2)                                                                                                \
+    X(STALLED_WEIGHT, 0.2)                                                                                                 \
+    X(STALLED_MAX_WORK, 4096.0)                                                                                            \
     X(EVICTED_WEIGHT, 2.5)                                                                                                 \
     X(RISK_POWER, 4.0)                                                                                                     \
     /* Chance of reuse, and confidence in a cache. */                                                                      \

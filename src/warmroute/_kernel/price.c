@@ -40,15 +40,18 @@ typedef struct {
     double prompts; /* that the tokens are divided among */
     double behind; /* requests that wait behind this one, for each node */
     const DecodeSpeedState *decode_speed;
-    double fastest_token_ms; /* on the fastest node */
+    double fastest_token_ms;   /* on the fastest node */
+    double fastest_prefill_ms; /* for a token */
     double max_saving_ms, locality;
     double due_ms, late_ms; /* time until the first token is due, and the penalty for being late */
     int room, memory, congestion; /* whether these terms count */
 } request;
 
-/* Time per output token. */
+/* Time per output token. Small deviations from the model's line are noise, which would keep requests away from a node. */
 static always_inline double token_ms_on(const NodeState *node, const request *q) {
-    return speed_of(node)->factor * decode_ms(q->decode_speed, (double)node->context_tokens);
+    double factor = speed_of(node)->factor;
+    factor = factor > 1.0 ? larger(1.0, factor - DECODE_FACTOR_NOISE) : smaller(1.0, factor + DECODE_FACTOR_NOISE);
+    return factor * decode_ms(q->decode_speed, (double)node->context_tokens);
 }
 
 /* The prefill work of prompts of equal length, in tokens of a short prompt. */
@@ -66,14 +69,17 @@ static double chance_of_reuse(const request *q, double age_s) {
     return read_double(q->chances + bucket * (Py_ssize_t)sizeof(double));
 }
 
-static double room_term(const NodeState *node, double capacity, double new, double token_ms, const request *q) {
+/* The tokens of KV memory that the request has to wait for, or that running requests lose to it; and the tokens that the
+ * node frees in a millisecond. */
+static double missing_room(const NodeState *node, double capacity, double new, double token_ms, const request *q,
+                           double *drained) {
     double output = q->output, running = (double)node->inflight, need = new + output;
     double usage = node->kv_usage + (1.0 - node->kv_usage) * node->kv_pressure;
     double used = larger(usage * capacity + node->kv_delta, (double)node->kv_new + 0.5 * output * running);
-    double drained = larger(used, 1.0) / larger(1.0, output * token_ms);
+    *drained = larger(used, 1.0) / larger(1.0, output * token_ms);
     double share = smaller(KV_MAX_FULL, (used + need + KV_GROWTH_SHARE * output * running) / capacity);
     double full = KV_FULL_SCALE * pow(share, KV_FULL_POWER) / (KV_FULL_MARGIN - share);
-    return (need * full + larger(0.0, used + need - KV_USABLE_SHARE * capacity)) / drained;
+    return need * full + larger(0.0, used + need - KV_USABLE_SHARE * capacity);
 }
 
 /* Requests per millisecond that arrive at the node. */
@@ -97,18 +103,24 @@ static void price_node(price *p, const NodeState *node, const CacheState *cache,
         cost = larger(cost, work_of(q->tokens, 0.0, q->prompts) - q->max_saving_ms / ms_per_token);
     *p = (price){
         .cached = cached, .new = new, .output = q->output, .distance = node->distance_ms, .adapter = adapter_ms};
-    p->wait = node->pending_work * ms_per_token;
+    p->wait = larger(0.0, node->pending_work) * ms_per_token; /* the sum may have a rounding error */
     p->prefill = (load_of(node) ? FIRST_TOKEN_STEPS * token_ms : 0.0) + cost * ms_per_token;
-    p->contention = STREAMED_WEIGHT * q->output * (token_ms - q->fastest_token_ms);
+    double missing = 0.0, drained = 1.0;
     if (cache) {
         double block_size = (double)cache->block_size, capacity = (double)cache->capacity_blocks * block_size;
-        if (capacity != 0.0 && q->room)
-            p->room = room_term(node, capacity, new, token_ms, q);
+        if (capacity != 0.0 && q->room) {
+            missing = missing_room(node, capacity, new, token_ms, q, &drained);
+            p->room = missing / drained;
+        }
         double evicted = need - (double)cache->free_blocks * block_size;
         if (evicted > 0.0 && q->memory && !isnan(cache->oldest_s))
             p->memory = smaller(evicted, need) * ms_per_token * EVICTED_WEIGHT *
                         chance_of_reuse(q, q->now_s - cache->oldest_s);
     }
+    double stall_ms_per_token = larger(q->fastest_prefill_ms, ms_per_token / PREFILL_SPEED_NOISE);
+    p->contention = STREAMED_WEIGHT * q->output * (token_ms - q->fastest_token_ms) +
+                    STALLED_WEIGHT * (double)load_of(node) *
+                        (smaller(cost + missing, STALLED_MAX_WORK) * stall_ms_per_token);
     if (node->queue_ms != 0.0) /* the engine's queue takes longer than the work that this router sent */
         p->wait = larger(p->wait, node->queue_ms - p->room);
     double on_node = p->wait + p->prefill + p->room + p->adapter, own = on_node + p->distance;
@@ -154,9 +166,12 @@ static Prices *price_all(PyObject *nodes, PyObject *caches, PyObject *hits, cons
     prices->prompts = q->prompts;
     if (check_nodes(nodes, caches) < 0)
         goto failed;
-    q->fastest_token_ms = INFINITY;
-    for (Py_ssize_t at = 0; at < n; at++)
-        q->fastest_token_ms = smaller(q->fastest_token_ms, token_ms_on(node_at(nodes, at), q));
+    q->fastest_token_ms = q->fastest_prefill_ms = INFINITY;
+    for (Py_ssize_t at = 0; at < n; at++) {
+        const NodeState *node = node_at(nodes, at);
+        q->fastest_token_ms = smaller(q->fastest_token_ms, token_ms_on(node, q));
+        q->fastest_prefill_ms = smaller(q->fastest_prefill_ms, speed_of(node)->ms_per_token);
+    }
     int has_hits = PyDict_GET_SIZE(hits) > 0;
     for (Py_ssize_t at = 0; at < n; at++) {
         const NodeState *node = node_at(nodes, at);

@@ -15,6 +15,13 @@ KV_GROWTH_SHARE: Final[float]
 STREAMED_WEIGHT: Final[float]
 """Weight of a millisecond while an answer is streamed, relative to one before its first token: a tenth, since it can be
 read meanwhile, and as much again for the other answers of the batch, which this one slows down."""
+STALLED_WEIGHT: Final[float]
+"""Weight of a millisecond for which a running request gets no token because its node prefills another prompt, relative
+to one before its first token."""
+STALLED_MAX_WORK: Final[float]
+"""Prefill work for which running requests stall at most: that of one step of an engine."""
+PREFILL_SPEED_NOISE: Final[float]
+"""Nodes whose prefill speeds differ by up to this factor stall their requests equally long."""
 EVICTED_WEIGHT: Final[float]
 """A block from within a long prompt takes this many times longer to prefill than one of a short prompt."""
 RISK_POWER: Final[float]

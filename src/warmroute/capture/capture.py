@@ -68,9 +68,11 @@ class Sink(Protocol):
 class _Target:
     """One capture and where it goes."""
 
-    def __init__(self, run: CaptureRun, sink: Sink) -> None:
+    def __init__(self, run: CaptureRun, sink: Sink, internal: bool = False) -> None:
         self.run = run
         self.sink = sink
+        self.internal = internal
+        """Whether the router itself uses it: then no operator started it, and it is not counted."""
         self.failing = False
         self.written = self.written_bytes = self.dropped = 0
 
@@ -106,9 +108,9 @@ class Capture:
             self._file = self.start(files, run)
             log.info("capture_started", directory=config.directory)
 
-    def start(self, sink: Sink, run: CaptureRun | None = None) -> _Target:
-        """Begin a capture. Requests that arrive from now on are in it."""
-        target = _Target(run or CaptureRun(self.config.block_size, self._now()), sink)
+    def start(self, sink: Sink, run: CaptureRun | None = None, internal: bool = False) -> _Target:
+        """Begin a capture. Requests that arrive from now on are in it. `internal`: the router itself uses it."""
+        target = _Target(run or CaptureRun(self.config.block_size, self._now()), sink, internal)
         self._targets = (*self._targets, target)
         self.on = True
         return target
@@ -202,7 +204,8 @@ class Capture:
             return
         target.written += run.requests - before
         target.written_bytes += len(lines)
-        counters.capture_written += run.requests - before
+        if not target.internal:
+            counters.capture_written += run.requests - before
         if target.failing:
             target.failing = False
             log.info("capture_write_recovered", file=target.sink.path, dropped=target.dropped)
@@ -221,6 +224,7 @@ class Capture:
                     "failing": target.failing,
                 }
                 for target in self._targets
+                if not target.internal
             ]
         }
 

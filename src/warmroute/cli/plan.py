@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from warmroute.cli.arguments import number, output_file, whole
 from warmroute.cli.column_tables import TableColumn, fit_tables
 from warmroute.cli.terminal import console, progress_bar, write_json
-from warmroute.config import ConfigError
+from warmroute.config import ConfigError, Objective
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,7 +24,6 @@ WORKLOAD is a trace (.jsonl or .jsonl.gz in Mooncake's format) or a generator, a
 Example: warmroute plan trace.jsonl.gz --ttft-p90 500ms --profile 2xh100-32b --usd 5
 """
 POLICIES = ("price", "round_robin")
-DEFAULT_TTFT_P90_MS = 1000.0
 
 
 def add_to(commands: Any) -> None:
@@ -36,13 +35,19 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("workload", nargs="+", metavar="WORKLOAD", help="trace or generator, then key=value …")
     for percent in (50, 90, 99):
-        default = " (default: 1s if no limit is given)" if percent == 90 else ""
+        default = " (default: 2s if no limit is given, as scaling.objective)" if percent == 90 else ""
         parser.add_argument(
             f"--ttft-p{percent}",
             type=parse_duration_ms,
             metavar="T",
             help=f"limit for the p{percent} of the time to first token, such as 500ms or 2s{default}",
         )
+    parser.add_argument(
+        "--inter-token-p90",
+        type=parse_duration_ms,
+        metavar="T",
+        help="limit for the p90, over requests, of the mean time between tokens",
+    )
     parser.add_argument(
         "--policy", action="append", metavar="P", help="policy; repeatable (default: price and round_robin)"
     )
@@ -106,8 +111,9 @@ def plan(args: argparse.Namespace) -> tuple[list[NodesNeeded], Limits]:
     from warmroute.replay import parse_policy
     from warmroute.replay.sizing import Limits, nodes_needed
 
-    p50, p90, p99 = args.ttft_p50, args.ttft_p90, args.ttft_p99
-    limits = Limits(p50, p90 if p90 or p50 or p99 else DEFAULT_TTFT_P90_MS, p99)
+    p50, p90, p99, inter_token = args.ttft_p50, args.ttft_p90, args.ttft_p99, args.inter_token_p90
+    given = p50 or p90 or p99 or inter_token
+    limits = Limits(p50, p90, p99, inter_token) if given else Limits.of(Objective())
     policies = [parse_policy(text) for text in args.policy or POLICIES]
     if any(one.name == "oracle" for one in policies):
         raise ConfigError("--policy oracle: the oracle serves no requests, so it needs no nodes")
@@ -154,6 +160,8 @@ def result_tables(results: list[NodesNeeded], args: argparse.Namespace, limits: 
     from warmroute.replay.report.table import ms, number
 
     targets = ", ".join(f"TTFT {key} within {ms(limit)}" for key, limit in limits.given)
+    if limits.inter_token_p90_ms:
+        targets += f"{', ' if targets else ''}inter-token p90 within {ms(limits.inter_token_p90_ms)}"
     heads = ["policy", "nodes", "GPUs", *(["USD/h"] if args.usd else []), "hit rate", "TTFT p50", "p90", "p99"]
     gpus = profile(args.profile).gpus
     rows: list[list[str]] = []

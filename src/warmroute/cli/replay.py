@@ -25,7 +25,8 @@ parameters as key=value (of a trace: model=NAME, id_tokens=N):
 shared_system_prompts, multi_turn_chat, rag, few_shot, tool_agents, unique_batch, hot_prefix_storm, priority_mix,
 mixed_lengths, llm_d.
 Policies can have parameters: prefix_hash:load_factor=2. Policies of other routers: sglang, llm_d, llm_d_precise,
-dynamo, kubeai, aibrix. `oracle` is the hit rate of one cache as large as the fleet's. See docs/lab/simulation.md.
+dynamo, dynamo_fcfs, dynamo_wspt, kubeai, aibrix. `oracle` is the hit rate of one cache as large as the fleet's. See
+docs/lab/simulation.md.
 """
 
 
@@ -92,7 +93,12 @@ def add_to(commands: Any) -> None:
         "--concurrency",
         type=several(whole(1, 1_000_000)),
         metavar="N,…",
-        help="closed loop with N clients, a run for each",
+        help="N clients that send one request after the other, a run for each",
+    )
+    load.add_argument(
+        "--open-loop",
+        action="store_true",
+        help="send the turns of a trace at their times, answered or not (default: they wait for answers)",
     )
     load.add_argument(
         "--limit", type=whole(1), metavar="N", help="stop after N requests (default: the whole trace, or 2000)"
@@ -230,6 +236,7 @@ def create_setups(args: argparse.Namespace) -> list[Setup]:
             rate=rate,
             burst=args.burst,
             concurrency=None if concurrency is None else int(concurrency),
+            open_loop=args.open_loop,
             limit=args.limit,
             duration_s=args.duration,
             warm_up=args.warm_up,
@@ -256,6 +263,7 @@ def _scalers(args: argparse.Namespace, nodes: tuple[NodeSpec, ...]) -> list[tupl
         _reject_scaling_flags(args)
         return [("", None, 0.0)]
     from warmroute.replay import scaling_options
+    from warmroute.replay.planning.simulated_planning import SimulatedPlanning
     from warmroute.replay.simulation.simulated_scaling import ScalingSetup
 
     table, offers = scaling_options.read(args.offers) if args.offers else ({}, ())
@@ -285,7 +293,13 @@ def _scalers(args: argparse.Namespace, nodes: tuple[NodeSpec, ...]) -> list[tupl
             found.append((name, None, fleet_usd))
         else:
             scaler = scaling_options.parse_scaler(name)
-            setup = ScalingSetup(config=config, offers=offers, decision_maker=scaler, moves_prefixes=scaler is None)
+            setup = ScalingSetup(
+                config=config,
+                offers=offers,
+                decision_maker=scaler,
+                planning=SimulatedPlanning if name == scaling_options.OURS else None,
+                moves_prefixes=scaler is None,
+            )
             found.append((name, setup, 0.0))
     return found
 
@@ -399,9 +413,11 @@ def _replay_all(setups: list[Setup], args: argparse.Namespace, measured: Measure
             runs.append(replay(setup, lambda ended, task=task: bar.update(task, completed=ended)))  # type: ignore[misc]
             bar.remove_task(task)
     if not args.quiet:
+        from warmroute.replay.report.table import loop_name
+
         past = measured.run(setups[0].workload.name) if measured is not None else None
         out = console()
-        print_runs(out, runs if past is None else [past, *runs], _title(args))
+        print_runs(out, runs if past is None else [past, *runs], f"{_title(args)}, {loop_name(runs)}")
         for note in measured.notes() if measured is not None else ():
             out.print(note, highlight=False)
     return runs

@@ -18,7 +18,15 @@ from warmroute.config.prompt_settings import ModelConfig, PromptDoctor, Prompts
 from warmroute.config.provisioner_settings import ProvisionerConfig
 from warmroute.config.route_settings import RouteConfig
 from warmroute.config.routing_settings import Admission, Index, Pricing, Routing
-from warmroute.config.scaling_settings import LOW_QUEUE_PER_NODE, LOW_UTILISATION, Hours, IslandLimits, Scaling
+from warmroute.config.scaling_settings import (
+    LOW_QUEUE_PER_NODE,
+    LOW_UTILISATION,
+    Hours,
+    IslandLimits,
+    Objective,
+    Scaling,
+    ScalingReplay,
+)
 from warmroute.config.section import ConfigError, PolicyName, Section, describe_keys, parse_section
 from warmroute.config.serving_settings import Admin, KeyConfig, Limits, Listen, Log, Shutdown, Startup
 from warmroute.config.tracing_settings import Tracing
@@ -49,6 +57,7 @@ __all__ = [
     "Log",
     "ModelConfig",
     "NodeConfig",
+    "Objective",
     "OutlierDetection",
     "PolicyName",
     "Polling",
@@ -61,6 +70,7 @@ __all__ = [
     "RouteConfig",
     "Routing",
     "Scaling",
+    "ScalingReplay",
     "Section",
     "Shutdown",
     "Startup",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, get_origin
 
@@ -140,8 +141,8 @@ def check(config: Config) -> None:
 
 RESTART_KEYS: Final = (
     "listen", "admin", "cluster", "provisioners", "scaling.enabled", "scaling.lock_file", "scaling.keda_host",
-    "scaling.keda_port", "index.memory_bytes", "prompts.threads", "startup", "tracing.enabled", "tracing.endpoint",
-    "tracing.headers_env", "tracing.service_name",
+    "scaling.keda_port", "scaling.replay.enabled", "index.memory_bytes", "prompts.threads", "startup",
+    "tracing.enabled", "tracing.endpoint", "tracing.headers_env", "tracing.service_name",
 )  # fmt: skip
 """Tables and keys that a running router does not reload."""
 
@@ -154,7 +155,7 @@ def keys_needing_restart(before: Config, after: Config) -> list[str]:
         old, new = getattr(before, table), getattr(after, table)
         if isinstance(old, Section):
             keys = (key,) if key else old.__struct_fields__
-            found += [f"{table}.{one}" for one in keys if getattr(old, one) != getattr(new, one)]
+            found += [f"{table}.{one}" for one in keys if attrgetter(one)(old) != attrgetter(one)(new)]
         elif old != new:
             found.append(table)
     return found

@@ -39,6 +39,52 @@ class Hours(Section, frozen=True):
     )
 
 
+class Objective(Section, frozen=True):
+    """What the autoscaler has to reach with the cheapest fleet. All limits that are set count. The budget is
+    `scaling.budget_usd_per_hour`."""
+
+    ttft_p90_ms: Annotated[float, Meta(ge=0, description="Limit of the p90 time to first token. 0: no limit.")] = 2000.0
+    ttft_p99_ms: Annotated[float, Meta(ge=0, description="Limit of the p99 time to first token. 0: no limit.")] = 0.0
+    inter_token_p90_ms: Annotated[
+        float, Meta(ge=0, description="Limit of the p90, over requests, of the mean time between tokens. 0: no limit.")
+    ] = 0.0
+    min_good_ratio: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Minimum fraction of requests whose first token comes within 2 s + 0.5 ms × prompt tokens. "
+            "0: no limit.",
+        ),
+    ] = 0.0
+
+
+class ScalingReplay(Section, frozen=True):
+    """Scaling by replay: before the autoscaler changes the fleet, a process of low priority replays the recent traffic
+    on fleets of other sizes."""
+
+    enabled: Annotated[
+        bool, Meta(description="Replay recent traffic to decide how many nodes are needed. false: thresholds only.")
+    ] = True
+    interval_s: Annotated[Seconds, Meta(description="Shortest time between two searches.")] = 300.0
+    window_s: Annotated[Seconds, Meta(description="How much of the recent traffic is replayed.")] = 1800.0
+    max_requests: Annotated[int, Meta(ge=100, le=100_000, description="Maximum number of requests in one replay.")] = (
+        1500
+    )
+    margin: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="The fleet has to meet the objective with this fraction more requests than expected; to remove "
+            "a node, the rest has to meet it with twice this fraction more.",
+        ),
+    ] = 0.1
+    cpu_share: Annotated[
+        Ratio, Meta(description="Fraction of one core that the replaying process may take on average.")
+    ] = 0.1
+
+
 class Scaling(Section, frozen=True):
     """When the router adds and removes nodes."""
 
@@ -131,6 +177,8 @@ class Scaling(Section, frozen=True):
     max_step_up: Annotated[Count, NOT_IN_FILE] = 8
     max_step_down: Annotated[Count, NOT_IN_FILE] = 4
     """Nodes that one decision adds or removes at most."""
+    objective: Objective = Objective()
+    replay: ScalingReplay = ScalingReplay()
     hours: tuple[Hours, ...] = ()
     islands: tuple[IslandLimits, ...] = ()
 
@@ -139,6 +187,10 @@ def scaling_problems(scaling: Scaling) -> Iterator[str]:
     """Find values that contradict each other."""
     if scaling.min_nodes > scaling.max_nodes:
         yield f"scaling.min_nodes ({scaling.min_nodes}) is above scaling.max_nodes ({scaling.max_nodes})"
+    objective = scaling.objective
+    limits = (objective.ttft_p90_ms, objective.ttft_p99_ms, objective.inter_token_p90_ms, objective.min_good_ratio)
+    if scaling.replay.enabled and not any(limits):
+        yield "scaling.objective has no limit: set one, or scaling.replay.enabled = false"
     if scaling.panic_window_s > scaling.stable_window_s:
         yield "scaling.panic_window_s is above scaling.stable_window_s"
     names: set[str] = set()

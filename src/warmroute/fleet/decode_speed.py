@@ -1,6 +1,7 @@
 """The decode speed of a model: the time per output token, as a line over the context of a node's batch.
 
     token_ms(node) = factor(node) · (base + slope · context)                          [ms]
+    context        = prompt tokens of the node's requests + REQUEST_CONTEXT for each of them
 
 All nodes of a model share one line, so that the estimate for an idle node stays current. Each node's deviation from it
 is its own factor (see node_speed.py). The kernel updates both when a response ends; tests/accounting_reference.py has

@@ -31,6 +31,9 @@ DEFAULT_MS_PER_TOKEN: Final = 0.05
 PRIOR_WORK: Final = 2000.0
 """An initial guess weighs as much as this many prefilled tokens."""
 
+FACTOR_RELAXATION: Final = 0.05
+"""Share of a decode factor's deviation from 1 that a health check without a response in between takes away."""
+
 
 def work(new: float, cached: float, prompts: int = 1) -> float:
     """Return the prefill work of `new` tokens behind `cached` ones, in tokens of a short prompt.
@@ -43,11 +46,13 @@ def work(new: float, cached: float, prompts: int = 1) -> float:
 class NodeSpeed(SpeedState):
     """The learned speed of one node. SpeedState holds the fields for the kernel."""
 
-    __slots__ = ("implausible",)
+    __slots__ = ("_responses", "implausible")
 
     def __init__(self) -> None:
         self.implausible = ""
         """Why the learned speed is implausible; empty if it is not."""
+        self._responses = 0
+        """Responses of the node at the last review."""
         self.answers = 0
         """First tokens that the speed was learned from."""
         self.ms_per_token = DEFAULT_MS_PER_TOKEN
@@ -63,6 +68,13 @@ class NodeSpeed(SpeedState):
         self.ms_per_token = self.learned_ms_per_token = ms_per_token
         self._work = PRIOR_WORK
         self._ms = PRIOR_WORK * ms_per_token
+
+    def relax(self, responses: int) -> None:
+        """Let the decode factor of a node that gave no response since the last call return towards 1: a node that was
+        slow for a while gets few requests, and has to be measured again."""
+        if responses == self._responses:
+            self.factor += FACTOR_RELAXATION * (1.0 - self.factor)
+        self._responses = responses
 
     def replace(self, ms_per_token: float) -> None:
         """Use this speed in prices instead of the learned one. Learning goes on beside it."""

@@ -11,6 +11,7 @@ the router does not know) seems to be far faster than it is, and would get every
 
 Then prices use the peers' median instead, or the default where no peer has a plausible speed. The node goes on learning
 beside it, and its own speed returns when it is plausible. A node that has not served a request has its peers' speed.
+While a node serves no requests, its decode factor returns towards 1.
 Peers are the nodes that serve the same model, with the same `gpu` if there are such.
 
 The fleet calls `review` at each passed health check, so the rules need no timer and run in replay, too.
@@ -22,6 +23,7 @@ import math
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
+from warmroute._kernel import OUTCOME_OK
 from warmroute.event_log import EventLog
 from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN, NodeSpeed
 
@@ -62,6 +64,7 @@ class SpeedReview:
     def review(self, node: Node, now_s: float) -> None:
         """Judge a node's speed, and update it where it is not the node's own."""
         speed = node.speed
+        speed.relax(node.outcomes[OUTCOME_OK])
         if not speed.answers:
             self.assume_peers(node, now_s)
             return

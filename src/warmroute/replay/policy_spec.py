@@ -17,7 +17,6 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable
-from functools import partial
 from random import Random
 from typing import Any, get_args
 
@@ -25,9 +24,9 @@ import msgspec
 
 from warmroute.config import Admission, Config, PolicyName, Pricing, Routing, Section, from_table
 from warmroute.replay.peers.aibrix_router import Aibrix
-from warmroute.replay.peers.dynamo_router import Dynamo
+from warmroute.replay.peers.dynamo_router import Dynamo, DynamoFcfs, DynamoWspt
 from warmroute.replay.peers.kubeai_router import Kubeai
-from warmroute.replay.peers.llm_d_router import LlmD
+from warmroute.replay.peers.llm_d_router import LlmD, LlmDPrecise
 from warmroute.replay.peers.sglang_router import Sglang
 from warmroute.replay.peers.split_routers import DynamoSplit, LlmDSplit
 from warmroute.routing.queued_request import QueueOrder
@@ -40,8 +39,10 @@ ORACLE = "oracle"
 PEERS: dict[str, Callable[..., Any]] = {
     "sglang": Sglang,
     "llm_d": LlmD,
-    "llm_d_precise": partial(LlmD, precise=True),
+    "llm_d_precise": LlmDPrecise,
     "dynamo": Dynamo,
+    "dynamo_fcfs": DynamoFcfs,
+    "dynamo_wspt": DynamoWspt,
     "kubeai": Kubeai,
     "aibrix": Aibrix,
     "llm_d_split": LlmDSplit,
@@ -49,7 +50,7 @@ PEERS: dict[str, Callable[..., Any]] = {
 }
 
 QUEUE_ORDERS: dict[str, QueueOrder] = {
-    "warmroute": QueueOrder.SHORTEST_WITH_AGE,
+    "warmroute": QueueOrder.GUARANTEED,
     "fcfs": QueueOrder.FIRST_COME,
     "shortest": QueueOrder.SHORTEST,
 }
@@ -141,7 +142,7 @@ def _parameters_of(name: str) -> dict[str, Any]:
     own: dict[str, Any] = {}
     if name in PEERS:
         parameters = inspect.signature(PEERS[name]).parameters.values()
-        own = {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY and one.name != "precise"}
+        own = {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
     elif name == "price":
         own = {key: value for _, section in _sections(name) for key, value in msgspec.structs.asdict(section).items()}
     elif name in ("session", "prefix_hash"):

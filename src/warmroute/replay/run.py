@@ -38,7 +38,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Requests per second; None for the workload's own rate."""
     burst: int = 1
     concurrency: int | None = None
-    """Number of closed-loop clients; None for the open loop."""
+    """Number of clients that send one request after the other; None for the workload's arrival times."""
+    open_loop: bool = False
+    """Whether turns of a trace are sent at their times, even if the turn before them is not answered."""
     limit: int | None = None
     """Number of measured requests."""
     duration_s: float | None = None
@@ -108,8 +110,9 @@ def replay(setup: Setup, progress: Progress | None = None) -> Run:
         limit=None if limit is None else limit + setup.warm_up,
         duration_s=setup.duration_s,
         warm_up=setup.warm_up,
+        waits=not setup.open_loop,
     )
-    run = {**setup.describe(), **summary(world)}
+    run = {**setup.describe(), "loop": world.loop, **summary(world)}
     if setup.ceiling_ms is not None:
         run["ceiling"] = over_ttft_limit(world)
     if scaling is not None:

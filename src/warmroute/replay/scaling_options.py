@@ -28,9 +28,11 @@ from warmroute.replay.simulation.simulated_scaling import CreateDecisionMaker, S
 from warmroute.scaling.offer import Offer, is_quantity
 
 OURS = "warmroute"
+THRESHOLDS = "warmroute:thresholds"
+"""The autoscaler without replay."""
 FIXED = "fixed"
 """Not a scaler: the fleet stays as it is."""
-NAMES = (OURS, *SCALERS, FIXED)
+NAMES = (OURS, THRESHOLDS, *SCALERS, FIXED)
 PROVISIONER = "replay"
 
 
@@ -99,7 +101,7 @@ def scaling_of(table: dict[str, Any]) -> Scaling:
 def parse_scaler(text: str) -> CreateDecisionMaker | None:
     """Parse a `--scaler` such as `hpa:target=0.8`. Return None for production's own. Raises ConfigError."""
     name, _, rest = text.partition(":")
-    if name == OURS and not rest:
+    if text in (OURS, THRESHOLDS):
         return None
     kind = SCALERS.get(name)
     if kind is None:

@@ -11,27 +11,54 @@ from collections.abc import Callable
 
 import msgspec
 
+from warmroute.config import Objective
 from warmroute.replay.policy_spec import PolicySpec
 from warmroute.replay.run import Progress, Setup, replay
 from warmroute.replay.summary import Run
+from warmroute.scaling.fleet_plan import excess
 
 MIN_IMPROVEMENT = 0.01
 """Doubling the fleet has not helped if it shortens the TTFT by less than this fraction."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """The highest TTFT allowed at each percentile; None for no limit."""
+    """The highest TTFT allowed at each percentile; None for no limit. And the objective of the autoscaler, which
+    judges fleets in the same way."""
 
     ttft_p50_ms: float | None = None
     ttft_p90_ms: float | None = None
     ttft_p99_ms: float | None = None
+    inter_token_p90_ms: float | None = None
+    min_good_ratio: float = 0.0
+
+    @classmethod
+    def of(cls, objective: Objective) -> Limits:
+        """Return the limits that the autoscaler has."""
+        return cls(
+            ttft_p90_ms=objective.ttft_p90_ms or None,
+            ttft_p99_ms=objective.ttft_p99_ms or None,
+            inter_token_p90_ms=objective.inter_token_p90_ms or None,
+            min_good_ratio=objective.min_good_ratio,
+        )
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(
+            ttft_p90_ms=self.ttft_p90_ms or 0.0,
+            ttft_p99_ms=self.ttft_p99_ms or 0.0,
+            inter_token_p90_ms=self.inter_token_p90_ms or 0.0,
+            min_good_ratio=self.min_good_ratio,
+        )
 
     def met(self, run: Run) -> bool:
         """Return whether the run answered every request and stayed within the limits."""
-        if run["rejected"] or run["failed"]:
-            return False
         times = run["ttft_ms"]
-        return all(times[key] is not None and times[key] <= limit for key, limit in self.given)
+        if run["rejected"] or run["failed"] or any(times[key] is None for key, _ in self.given):
+            return False
+        is_fast = self.ttft_p50_ms is None or times["p50"] <= self.ttft_p50_ms
+        good_ratio = run["good_per_s"] * run["duration_s"] / max(1, run["finished"])
+        inter_token_ms = run["inter_token_ms"]["p90"]
+        return is_fast and excess(self.objective, times["p90"], times["p99"], inter_token_ms, good_ratio) <= 1.0
 
     @property
     def given(self) -> list[tuple[str, float]]:

@@ -2,8 +2,7 @@
 
 A request whose cheapest node has room goes there at once. Otherwise it waits in the admission queue and not in the
 engine's: until its turn comes, its cached prefix may be evicted, or another node may become cheaper. When a node has
-room again, admission decides again for the first queued requests, in the queue's order; of one tenant's requests, those
-with the least work go first, with a bonus for waiting.
+room again, admission decides again for the first queued requests, in the queue's order (admission_queue.py).
 
 Admission rejects a request that cannot meet its deadline, that finds the queue full, or that must not queue. From half
 of `max_waiting` on, low-priority requests no longer overtake others; if the queue is full, others displace them. So no
@@ -33,6 +32,7 @@ from warmroute.routing import eligible_nodes
 from warmroute.routing.admission_queue import LONG_WAIT_S, AdmissionQueue, Key
 from warmroute.routing.deadline_check import check_deadlines
 from warmroute.routing.decision import Decision
+from warmroute.routing.overdue_turns import OverdueTurns
 from warmroute.routing.queued_request import PendingRequest, QueuedRequest, QueueOrder
 from warmroute.routing.router import Router
 from warmroute.routing.routing_errors import (
@@ -46,18 +46,17 @@ from warmroute.routing.routing_errors import (
     WouldQueue,
 )
 from warmroute.routing.turns import Turns
+from warmroute.routing.waiting_guarantee import GRACE_S
 
-EXAMINED_PER_TENANT: Final = 16
+EXAMINED_PER_TENANT: Final = 8
 """Queued requests of each tenant that admission examines when a node has room: so many of those that wait for this
 node, as many of all, and half as many of those with the oldest decisions."""
 EXAMINED: Final = 64
 """The same for all tenants together. Of each tenant it examines at least one of each kind."""
-EXAMINED_OVERDUE: Final = 4
-"""Overdue requests that admission examines: so many of those that wait for this node, and as many of all."""
 TICK_S: Final = 0.05
 """Time between two calls of `tick`. A request is rejected this much before it would miss its deadline."""
-OVERDUE: Final = "its waiting guarantee came due"
-"""Reason of a decision by which an overdue request gets its node."""
+FULL_CHECK_TICKS: Final = 20
+"""Every so many ticks admission checks each queued request, even if nothing calls for it."""
 HITS_VALID_S: Final = 0.25
 """Time for which the looked-up hits of a queued request are used again."""
 
@@ -68,10 +67,11 @@ class Admission:
         router: Router,
         config: AdmissionConfig,
         routes: Sequence[RouteConfig] = (),
-        order: QueueOrder = QueueOrder.SHORTEST_WITH_AGE,
+        order: QueueOrder = QueueOrder.GUARANTEED,
     ) -> None:
         self._router = router
         self.queue = AdmissionQueue(order)
+        self._overdue_turns = OverdueTurns(self.queue, router, self._is_current, self._over_threshold)
         self._filling: dict[Node, None] = {}
         """Nodes with room that queued requests are being sent to."""
         self._version = 0
@@ -86,6 +86,7 @@ class Admission:
 
     def reconfigure(self, config: AdmissionConfig, routes: Sequence[RouteConfig] = ()) -> None:
         self.config = config
+        self._ticks = -1  # the next tick checks each queued request
         self._by_route: dict[str, AdmissionConfig] = {}
         """Settings of the routes that have their own."""
         for route in routes:
@@ -267,7 +268,8 @@ class Admission:
         """Return the request to admit next: the first one for this node, or a trial request for a half-open node."""
         queue, turns = self.queue, self.turns
         without_low = self._half_full and queue.has_higher_priority
-        overdue = self._next_overdue(node, without_low, now_s)
+        has_overdue = queue.guarantee.find_overdue(now_s)
+        overdue = self._overdue_turns.next_for(node, without_low, now_s) if has_overdue else None
         if overdue is not None:
             queue.charge(*overdue, now_s, by_guarantee=True)
             return overdue
@@ -275,43 +277,14 @@ class Admission:
         limit = min(EXAMINED_PER_TENANT, max(1, EXAMINED // max(1, len(tenants))))
         for key, tenant in tenants:
             best = self._best_for(node, key, tenant.candidates_for(node, limit), now_s)
+            if best is not None and best.is_overdue and now_s > best.cheaper_s + GRACE_S:
+                best = self._overdue_turns.oldest_of(key, node, now_s) or best
             if best is not None and queue.contains(key, best):
-                if turns is not None and not turns.is_ours(node, key[0], best.score(now_s), now_s):
+                if turns is not None and not turns.is_ours(node, key[0], best.prefill_ms, now_s):
                     return None
                 queue.charge(key, best, now_s, by_guarantee=False)
                 return key, best
         return None
-
-    def _next_overdue(self, node: Node, without_low: bool, now_s: float) -> tuple[Key, QueuedRequest] | None:
-        """Return the overdue request that gets this node by its guarantee (see waiting_guarantee.py)."""
-        queue = self.queue
-        for queued in queue.guarantee.oldest_overdue(node, EXAMINED_OVERDUE, now_s):
-            request = queued.pending.request
-            key = (request.priority, request.tenant)
-            if (without_low and key[0] == LOW) or not self._is_current(key, queued, now_s):
-                continue
-            waits_for_it = queued.decision.entry_node is node
-            if not waits_for_it and not queued.may_go_to(node):
-                continue
-            if self._has_threshold and self._over_threshold(request, node):
-                continue
-            if waits_for_it:
-                queued.decision.reason = OVERDUE
-                return key, queued
-            return (key, queued) if self._credit_pays_for(node, key, queued) else None
-        return None
-
-    def _credit_pays_for(self, node: Node, key: Key, queued: QueuedRequest) -> bool:
-        """Decide for this node if its credit pays for the whole prefill, although another node is cheaper."""
-        query, credit_ms = queued.decision.query, self.queue.guarantee.credit_ms(node)
-        if query is None or credit_ms <= 0.0:
-            return False
-        decision = self._router.decide_among((node,), query)
-        if decision.price is None or decision.price.prefill > credit_ms:
-            return False
-        decision.reason, decision.query = OVERDUE, query
-        self.queue.update_decision(key, queued, decision)
-        return True
 
     def _is_current(self, key: Key, queued: QueuedRequest, now_s: float) -> bool:
         """Update the decision of a queued request. Return False if it does not wait any more."""
@@ -329,15 +302,15 @@ class Admission:
             decision = queued.decision
             if decision.price is None:
                 return queued
-            if decision.entry_node is not node:
+            if decision.entry_node is not node or self._over_threshold(queued.pending.request, node):
                 continue
-            if self._has_threshold and self._over_threshold(queued.pending.request, node):
-                continue
-            if best is None or (queued.key, queued.number) < (best.key, best.number):
+            if best is None or queued.current_key() < best.current_key():
                 best = queued
         return best
 
     def _over_threshold(self, request: RoutingRequest, node: Node) -> bool:
+        if not self._has_threshold:
+            return False
         threshold = self._config_of(request).queue_threshold
         return (
             bool(threshold)
@@ -418,6 +391,14 @@ class Admission:
         queue = self.queue
         default_max_wait_s = self.config.max_wait_s
         default_queues = self.config.queue_at_router and self._router.policy.queues_at_router
+        self._ticks += 1
+        if (
+            self._ticks % FULL_CHECK_TICKS
+            and default_queues
+            and not (default_max_wait_s or self._by_route or queue.with_deadline or self._half_full)
+            and not any(self._node_is_gone(head) for head in queue.heads())
+        ):
+            return
         for key, queued in queue.all_queued():
             if not queue.contains(key, queued):
                 continue

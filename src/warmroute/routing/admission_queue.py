@@ -1,13 +1,15 @@
 """The admission queue: requests that wait at the router for a node, and whose turn is next. No I/O.
 
-Order: higher priority first, then the tenant with the least admitted work, then the request with the least prefill work
-(queued_request.py). Requests that have waited for long have a guarantee, whatever their priority, tenant and work
-(waiting_guarantee.py). Requests for which no node exists at all wait separately (`waiting_for_first_node`).
+Order: higher priority first, then the tenant with the least admitted work, then the request with the least prefill
+work. If that one is overdue, the tenant's oldest overdue request goes instead. Overdue requests have a guarantee,
+whatever their priority, tenant and work (waiting_guarantee.py). Requests for which no node exists at all wait
+separately (`waiting_for_first_node`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from typing import Final
 
 import msgspec
@@ -18,7 +20,6 @@ from warmroute.fleet.node import Node
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.decision import Decision
 from warmroute.routing.queued_request import (
-    AGE_BONUS,
     PendingRequest,
     QueuedRequest,
     QueueOrder,
@@ -30,6 +31,8 @@ LONG_WAIT_S: Final = 10.0
 """Low-priority requests that waited for so long are rejected if the queue is half full."""
 FAIR_LEAD: Final = 2
 """A tenant has to make room for another one of the same priority if it has this many queued requests more."""
+KEY_TOLERANCE: Final = 0.02
+"""A request keeps its place in the order if its work changes by less than this fraction."""
 WORK_SAMPLE: Final = 64
 """Requests of each tenant from which `work_ahead_ms` estimates the work of all."""
 
@@ -49,12 +52,13 @@ class TenantQueue(msgspec.Struct, eq=False):
     waiting: dict[int, QueuedRequest] = {}
     """In order of arrival, by the pending request's id()."""
     by_work: RequestsByNode = msgspec.field(default_factory=RequestsByNode)
-    _by_decision: dict[int, QueuedRequest] = {}
+    _by_decision: OrderedDict[int, QueuedRequest] = msgspec.field(default_factory=OrderedDict)
     """The same as `waiting`, the oldest decision first."""
 
     def add(self, queued: QueuedRequest) -> None:
         self.waiting[id(queued.pending)] = self._by_decision[id(queued.pending)] = queued
         queued.key = queued.current_key()
+        queued.note_work(queued.pending.request.arrived_s)
         self.by_work.add(queued.key, queued)
         queued.group.waiting += 1
 
@@ -73,15 +77,16 @@ class TenantQueue(msgspec.Struct, eq=False):
             queued.group.waiting -= 1
             queued.group = query.group
             queued.group.waiting += 1
-        self._by_decision[number] = self._by_decision.pop(number)
+        self._by_decision.move_to_end(number)
         queued.decision = decision
+        queued.note_work(query.now_s if query is not None else 0.0)
         key = queued.current_key()
-        if key != queued.key:
+        if abs(key - queued.key) > KEY_TOLERANCE * queued.key:
             self.by_work.remove(queued.key, queued, before)
             queued.key = key
             self.by_work.add(key, queued)
         elif decision.entry_node is not before:
-            self.by_work.move(key, queued, before)
+            self.by_work.move(queued.key, queued, before)
 
     def candidates_for(self, node: Node, limit: int) -> list[QueuedRequest]:
         """Return the requests with the least work, those with the least work whose decision is this node, and those
@@ -97,9 +102,9 @@ class TenantQueue(msgspec.Struct, eq=False):
 
 
 class AdmissionQueue:
-    def __init__(self, order: QueueOrder = QueueOrder.SHORTEST_WITH_AGE) -> None:
+    def __init__(self, order: QueueOrder = QueueOrder.GUARANTEED) -> None:
         self._order = order
-        self.guarantee = WaitingGuarantee(SHARE if order is QueueOrder.SHORTEST_WITH_AGE else 0.0)
+        self.guarantee = WaitingGuarantee(SHARE if order is QueueOrder.GUARANTEED else 0.0)
         self.tenants: dict[Key, TenantQueue] = {}
         """Those with queued requests."""
         self.past_work_ms: dict[Key, float] = {}
@@ -115,6 +120,8 @@ class AdmissionQueue:
         """Queued requests of each tenant, including those that wait for a first node."""
         self.waiting = 0
         """Number of queued requests, including those that wait for a first node."""
+        self.with_deadline = 0
+        """Those of them that wait for room and have a deadline."""
         self.queued_total = 0
         """Requests that were ever queued."""
         self.admitted_by_work = 0
@@ -153,6 +160,7 @@ class AdmissionQueue:
         if tenant is None or (queued := tenant.remove(pending)) is None:
             return False
         self.guarantee.remove(queued)
+        self.with_deadline -= queued.has_deadline
         self._count_removed(key)
         if not tenant.waiting:
             self.past_work_ms[key] = tenant.work_ms
@@ -188,6 +196,7 @@ class AdmissionQueue:
         queued = QueuedRequest(pending, decision, query.group, self._number, self._order)
         tenant.add(queued)
         self.guarantee.add(queued)
+        self.with_deadline += queued.has_deadline
         self.waiting += 1
         self._counts[key] += 1
 
@@ -240,7 +249,7 @@ class AdmissionQueue:
             return next(reversed(tenant.waiting.values())).pending
         return next(pending for pending in reversed(self.waiting_for_first_node.values()) if _key(pending) == key)
 
-    def work_ahead_ms(self, request: RoutingRequest, group: Group, work_ms: float, now_s: float) -> float:
+    def work_ahead_ms(self, request: RoutingRequest, group: Group, work_ms: float) -> float:
         """Return the queued prefill work that would be admitted before a new request with this much work.
 
         It counts higher priorities and the request's own tenant. The work of other tenants with the same priority
@@ -251,21 +260,25 @@ class AdmissionQueue:
             if key[0] >= request.priority and key != own_key:
                 continue
             waiting = tenant.by_work.all
-            count = len(waiting) if key != own_key else waiting.count_up_to(work_ms + AGE_BONUS * 1000.0 * now_s)
+            count = len(waiting) if key != own_key else waiting.count_up_to(work_ms)
             sample = waiting.sample(count, WORK_SAMPLE)
             if sample:
                 sample_ms = sum(queued.prefill_ms for queued in sample if queued.group is group)
                 ahead_ms += sample_ms * count / len(sample)
         return ahead_ms
 
-    def heads(self, now_s: float) -> dict[str, tuple[int, float]]:
-        """Return, by node, the priority and the score of the first request that waits for it."""
+    def heads(self) -> Iterator[QueuedRequest]:
+        """Yield the first request of each tenant for each node."""
+        for tenant in self.tenants.values():
+            yield from tenant.by_work.heads()
+
+    def heads_by_node(self) -> dict[str, tuple[int, float]]:
+        """Return, by node, the priority and the prefill time of the first request that waits for it."""
         heads: dict[str, tuple[int, float]] = {}
-        for key, tenant in self.tenants.items():
-            for node, queued in tenant.by_work.heads():
-                head = (key[0], queued.score(now_s))
-                if node.name not in heads or head < heads[node.name]:
-                    heads[node.name] = head
+        for queued in self.heads():
+            name, head = queued.decision.entry_node.name, (queued.pending.request.priority, queued.key)
+            if name not in heads or head < heads[name]:
+                heads[name] = head
         return heads
 
     # Order.

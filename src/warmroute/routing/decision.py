@@ -45,7 +45,7 @@ class Decision(msgspec.Struct, eq=False):
             if self.pair is not None and self.pair.price is not None:
                 return self.pair.price
             assert self.prices is not None
-            self._price = Price._make(self.prices[self.index])
+            self._price = tuple.__new__(Price, self.prices[self.index])
         return self._price
 
     @property

@@ -33,7 +33,7 @@ from typing import Final
 
 import msgspec
 
-from warmroute._kernel import FIRST_TOKEN_STEPS, Prices
+from warmroute._kernel import FIRST_TOKEN_STEPS, STREAMED_WEIGHT, Prices
 from warmroute.fleet.group import Candidates, Group
 from warmroute.fleet.node import Node
 from warmroute.routing.decision import Decision, Policy
@@ -82,6 +82,7 @@ class _Part(msgspec.Struct, eq=False, gc=False):
     others_ms: float
     """What its part costs besides."""
     alone_ms: float = 0.0
+    contention_ms: float = 0.0
 
 
 class Pairs:
@@ -207,18 +208,22 @@ class Pairs:
         nodes = decision.candidates
         # The queue is for the prefill nodes: decode nodes get short prompts at once.
         behind = BEHIND_SHARE * group.waiting / query.candidates.shared_by
+        indexes = _best_decode(prices, nodes, decision.index)
+        decode_speed = group.decode_speed
+        tokens_ms = [decode_speed.token_ms(nodes[at].context_tokens) * nodes[at].speed.factor for at in indexes]
+        fastest_ms = min(tokens_ms)
         parts = []
-        for index in _best_decode(prices, nodes, decision.index):
+        for index, token_ms in zip(indexes, tokens_ms, strict=True):
             node, row = nodes[index], Price._make(prices[index])
-            step_ms = FIRST_TOKEN_STEPS * group.decode_speed.token_ms(node.context_tokens) * node.speed.factor
-            if not node.load:
-                step_ms = 0.0
+            step_ms = FIRST_TOKEN_STEPS * token_ms if node.load else 0.0
+            # Without the stall of a prefill, which is elsewhere.
+            contention_ms = STREAMED_WEIGHT * row.output * (token_ms - fastest_ms)
             work_ms = row.prefill + row.room + row.adapter + row.memory
             share = (step_ms + row.room + row.adapter + row.memory) / work_ms if work_ms > 0.0 else 0.0
-            others_ms = row.contention + row.memory + row.congestion * min(1.0, share)
+            others_ms = contention_ms + row.memory + row.congestion * min(1.0, share)
             own_ms = row.room + row.distance + row.adapter + step_ms
             alone_ms = row.total + _interference_ms(node, row, group) - behind * work_ms
-            parts.append(_Part(node, index, row, own_ms, others_ms, alone_ms))
+            parts.append(_Part(node, index, row, own_ms, others_ms, alone_ms, contention_ms))
         return parts
 
 
@@ -245,10 +250,10 @@ def _best_decode(prices: Prices, nodes: Sequence[Node], chosen: int) -> Sequence
 def _price_of_pair(total: float, p: _Part, d: _Part, transfer_ms: float, own_ms: float) -> Price:
     on_p, on_d = p.row, d.row
     others_ms = total - own_ms
-    congestion_ms = others_ms - on_d.contention - on_p.memory - on_d.memory
+    congestion_ms = others_ms - d.contention_ms - on_p.memory - on_d.memory
     step_ms = d.own_ms - on_d.room - on_d.distance - on_d.adapter
     return Price(
-        total, on_p.wait, on_p.prefill + step_ms, on_p.room + on_d.room, on_d.contention,
+        total, on_p.wait, on_p.prefill + step_ms, on_p.room + on_d.room, d.contention_ms,
         on_p.distance + on_d.distance + transfer_ms, on_p.adapter + on_d.adapter, 0.0, on_p.memory + on_d.memory,
         max(0.0, congestion_ms), on_p.cached, on_p.new, on_d.output,
     )  # fmt: skip

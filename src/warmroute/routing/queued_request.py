@@ -1,14 +1,4 @@
-"""A request in the admission queue, and lists of such requests in the order of a key.
-
-The order of one tenant's requests is by prefill work, with a bonus for waiting:
-
-    score(now) = prefill − AGE_BONUS × (now − arrival)         [ms]
-
-All scores fall at the same rate, so the order of two requests does not change while they wait. The lists are sorted by
-the part that does not depend on the time:
-
-    key = prefill + AGE_BONUS × arrival                        [ms]
-"""
+"""A request in the admission queue, and lists of such requests in the order of a key."""
 
 from __future__ import annotations
 
@@ -16,7 +6,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from enum import Enum
 from itertools import islice
-from typing import Final, Protocol
+from math import inf
+from typing import Protocol
 
 import msgspec
 
@@ -27,14 +18,11 @@ from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.decision import Decision
 from warmroute.routing.routing_errors import RoutingError
 
-AGE_BONUS: Final = 0.1
-"""10 ms of waiting count as much as 1 ms less work."""
-
 
 class QueueOrder(Enum):
     """The order of one tenant's requests. Replay compares the default with the others."""
 
-    SHORTEST_WITH_AGE = "least prefill work first, with a bonus for waiting, and a guarantee for those that wait long"
+    GUARANTEED = "least prefill work first, with a guarantee for requests that have waited for long"
     SHORTEST = "least prefill work first"
     FIRST_COME = "first come, first served"
 
@@ -61,13 +49,16 @@ class QueuedRequest(msgspec.Struct, eq=False):
     """The group that counts the request as waiting."""
     number: int
     """In the order in which requests were queued."""
-    order: QueueOrder = QueueOrder.SHORTEST_WITH_AGE
+    order: QueueOrder = QueueOrder.GUARANTEED
     version: int = 0
     """The version of Admission's state that the decision is based on."""
     key: float = 0.0
-    """Its place in lists by work."""
+    """Its place in lists by work: of one tenant's requests, the lowest key is first."""
     work_ms: float = 0.0
     """Prefill time on its node when it was queued."""
+    least_work_ms: float = inf
+    cheaper_s: float = 0.0
+    """When its work last became less than half of `least_work_ms`, because its prefix was cached meanwhile."""
     due_s: float = 0.0
     """It is overdue if it still waits then."""
     is_overdue: bool = False
@@ -79,16 +70,20 @@ class QueuedRequest(msgspec.Struct, eq=False):
         price = self.decision.price
         return price.prefill if price is not None else 0.0
 
+    @property
+    def has_deadline(self) -> bool:
+        request = self.pending.request
+        return bool(request.deadline_s or request.total_deadline_s)
+
     def current_key(self) -> float:
         """Return the key of its present decision."""
-        arrived_ms = 1000.0 * self.pending.request.arrived_s
-        if self.order is QueueOrder.SHORTEST_WITH_AGE:
-            return self.prefill_ms + AGE_BONUS * arrived_ms
-        return self.prefill_ms if self.order is QueueOrder.SHORTEST else AGE_BONUS * arrived_ms
+        return self.prefill_ms if self.order is not QueueOrder.FIRST_COME else self.pending.request.arrived_s
 
-    def score(self, now_s: float) -> float:
-        """Return the prefill time minus a bonus for waiting: of one tenant's requests, the lowest score is first."""
-        return self.key - (AGE_BONUS * 1000.0 * now_s if self.order is not QueueOrder.SHORTEST else 0.0)
+    def note_work(self, now_s: float) -> None:
+        """Its decision has changed."""
+        work_ms = self.prefill_ms
+        if work_ms < 0.5 * self.least_work_ms:
+            self.least_work_ms, self.cheaper_s = work_ms, now_s
 
     def may_go_to(self, node: Node) -> bool:
         query = self.decision.query
@@ -170,10 +165,10 @@ class RequestsByNode:
         if not on_node:
             del self._by_node[node]
 
-    def heads(self) -> Iterator[tuple[Node, QueuedRequest]]:
-        """Yield each node that requests wait for, with the first of them."""
-        for node, queued in self._by_node.items():
-            yield node, queued.first
+    def heads(self) -> Iterator[QueuedRequest]:
+        """Yield the first request for each node."""
+        for queued in self._by_node.values():
+            yield queued.first
 
     def first_ones(self, node: Node, count: int) -> list[QueuedRequest]:
         """Return the first requests, then the first ones whose decision is this node: `count` of each."""

@@ -13,9 +13,9 @@ from warmroute.fleet.node import Node
 
 
 class Turns(Protocol):
-    def is_ours(self, node: Node, priority: int, score: float, now_s: float) -> bool:
-        """Return whether a request with this priority and score may go to a node with room now. False: a peer has a
-        request that comes before it."""
+    def is_ours(self, node: Node, priority: int, work_ms: float, now_s: float) -> bool:
+        """Return whether a request with this priority and prefill time may go to a node with room now. False: a peer
+        has a request that comes before it."""
 
     def unseen_work(self, node: Node) -> float:
         """Return how much work peers may have sent to the node that this process does not know of yet."""

@@ -83,17 +83,18 @@ class WaitingGuarantee:
 
     # Turns.
 
-    def oldest_overdue(self, node: Node, limit: int, now_s: float) -> list[QueuedRequest]:
-        """Return the oldest overdue requests, then the oldest ones that wait for this node: `limit` of each. Empty if
-        the node has given overdue requests their share."""
-        not_due, overdue = self._not_due, self._overdue
+    def find_overdue(self, now_s: float) -> bool:
+        """Find the requests that have become overdue. Return whether any request is."""
+        not_due = self._not_due
         while not_due and (queued := not_due.first).due_s <= now_s:
             not_due.remove(queued.due_s, queued)
             queued.is_overdue = True
-            overdue.add(queued.pending.request.arrived_s, queued)
-        if not overdue.all or self._credit_ms.get(node, 0.0) < 0.0:
-            return []
-        return overdue.first_ones(node, limit)
+            self._overdue.add(queued.pending.request.arrived_s, queued)
+        return bool(self._overdue.all)
+
+    def oldest_overdue(self, node: Node, limit: int) -> list[QueuedRequest]:
+        """Return the oldest overdue requests, then the oldest ones that wait for this node: `limit` of each."""
+        return self._overdue.first_ones(node, limit)
 
     def credit_ms(self, node: Node) -> float:
         return self._credit_ms.get(node, 0.0)

@@ -7,15 +7,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from warmroute.config import Scaling
+from warmroute.config import Config, Scaling
 from warmroute.fleet.demand import DemandMeter
 from warmroute.fleet.fleet import Fleet
 from warmroute.index.cache_view import CacheView
 from warmroute.index.hot_prefixes import HotPrefix, HotPrefixes
+from warmroute.scaling.capacity import ScalingInputs
 from warmroute.scaling.fleet_observer import FleetObserver, FleetView
+from warmroute.scaling.fleet_plan import FleetPlan
 from warmroute.scaling.metric_windows import MetricWindows
 from warmroute.scaling.node_lifecycle import LifecycleState, ManagedNodes
 from warmroute.scaling.offer_selection import OfferSelector
+from warmroute.scaling.plan_request import plan_request
+from warmroute.scaling.replay_planner import PlanRunner, ReplayPlanner
 from warmroute.scaling.scaler import Scaler
 from warmroute.scaling.scaling_decision import PaidNode, ScalingDecision, paid_for
 
@@ -26,9 +30,10 @@ MAX_PREFIXES_MOVED: Final = 8
 class Autoscaler:
     def __init__(
         self, config: Scaling, fleet: Fleet, cache_view: CacheView, demand_meter: DemandMeter,
-        hot: HotPrefixes | None, waiting: Callable[[], int],
+        hot: HotPrefixes | None, waiting: Callable[[], int], planning: tuple[PlanRunner, Config] | None = None,
     ) -> None:  # fmt: skip
-        """`waiting` returns the number of requests that wait at the router."""
+        """`waiting` returns the number of requests that wait at the router. `planning`: runs searches by replay, with
+        the router's settings; None for thresholds only."""
         self._fleet = fleet
         self._cache_view = cache_view
         self._hot = hot
@@ -39,9 +44,13 @@ class Autoscaler:
         self._windows = MetricWindows(config)
         self._observer = FleetObserver(fleet, cache_view, demand_meter, waiting)
         self.last_decision: ScalingDecision | None = None
+        self.planner = ReplayPlanner(config, demand_meter, planning[0]) if planning is not None else None
+        self.router_settings = planning[1] if planning is not None else Config()
 
     def reconfigure(self, config: Scaling) -> None:
         self.config = self.managed.config = self.offers.config = self.scaler.config = self._windows.config = config
+        if self.planner is not None:
+            self.planner.config = config
 
     @property
     def desired_nodes(self) -> int:
@@ -66,8 +75,20 @@ class Autoscaler:
 
     def decide(self, now_s: float, wall_s: float = 0.0) -> ScalingDecision:
         view = self.observe(now_s)
-        self.last_decision = self.scaler.decide(view, self.pending, wall_s, self.terminating)
+        planned = self._planned if self.planner is not None and self.config.replay.enabled else None
+        self.last_decision = self.scaler.decide(view, self.pending, wall_s, self.terminating, planned)
         return self.last_decision
+
+    def _planned(self, inputs: ScalingInputs) -> FleetPlan | None:
+        """Start a search if it is time, and return the last plan if it counts."""
+        planner, now_s = self.planner, inputs.view.now_s
+        assert planner is not None
+        planner.turn(
+            now_s,
+            len(inputs.serving) if not inputs.pending else -1,
+            lambda: plan_request(inputs, self.offers, self.terminating, self.router_settings),
+        )
+        return planner.plan(now_s)
 
     @property
     def draining_names(self) -> set[str]:

@@ -14,7 +14,7 @@ from math import inf
 
 import msgspec
 
-from warmroute.fleet.decode_speed import DEFAULT_SLOPE_MS
+from warmroute.fleet.decode_speed import DEFAULT_BASE_MS, DEFAULT_SLOPE_MS
 from warmroute.fleet.demand import COUNTERS, DemandMeter, percentile_ms
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import HealthState
@@ -51,8 +51,14 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     ms_per_token: float = DEFAULT_MS_PER_TOKEN
     learned: bool = False
     """Whether its speed was measured."""
+    long_ms_per_token: float = DEFAULT_MS_PER_TOKEN
+    """Prefill time per token of long prompts, in which the time of a step does not count."""
+    step_ms: float = 0.0
+    """Time of a decode step that no prefill interrupts; 0 if unknown."""
     cache_blocks: int = 0
     """Capacity of its cache; 0 if unknown."""
+    kv_tokens: int = 0
+    """The same in tokens."""
     held_blocks: int = 0
     oldest_age_s: float = 0.0
     """Time since the last use of the block that it would evict next."""
@@ -86,6 +92,7 @@ class WindowMetrics(msgspec.Struct, kw_only=True):
     """Variance of that work divided by the square of its mean."""
     decode_context: float | None = None
     """Mean of output tokens × context of a request."""
+    ttft_p90_ms: float | None = None
     ttft_p99_ms: float | None = None
     latency_p99_ms: float | None = None
     first_tokens: int = 0
@@ -107,6 +114,8 @@ class FleetView(msgspec.Struct, kw_only=True):
     """Requests that wait at the router now, also for the first node."""
     slope_ms: float = DEFAULT_SLOPE_MS
     """Additional decode time per output token for each token of context (fleet/decode_speed.py)."""
+    decode_base_ms: float = DEFAULT_BASE_MS
+    """Decode time per output token over an empty context."""
     idle_s: float = 0.0
     """Time since the last request, or since the autoscaler started."""
     reuse_within: Callable[[float], float] = lambda _age_s: 0.0
@@ -140,6 +149,7 @@ def summarize(samples: Iterable[Sample]) -> WindowMetrics:
         prefill_work=work if sent > 0 else None,
         variation=max(0.0, total["prefill_squares"] / sent / work**2 - 1.0) if work > 0 else 0.0,
         decode_context=total["decode_context"] / responses if responses > 0 else None,
+        ttft_p90_ms=percentile_ms(ttft, 0.9),
         ttft_p99_ms=percentile_ms(ttft, 0.99),
         latency_p99_ms=percentile_ms(latency, 0.99),
         first_tokens=sum(ttft),
@@ -190,7 +200,7 @@ class FleetObserver:
     ) -> FleetView:  # fmt: skip
         """Return the fleet's current state, without nodes that do not serve yet."""
         fleet = self._fleet
-        slopes = [group.decode_speed.slope_ms for group in fleet.groups]
+        decode_speeds = [group.decode_speed for group in fleet.groups]
         by_name: dict[str, ManagedNode] = {}
         for one in managed:
             by_name.setdefault(one.name, one)
@@ -201,7 +211,8 @@ class FleetObserver:
             panic=panic,
             nodes=tuple(self._node(node, one, now_s) for node, one in managed_nodes if one is None or not one.pending),
             waiting=self._waiting(),
-            slope_ms=slopes[0] if slopes else DEFAULT_SLOPE_MS,
+            slope_ms=decode_speeds[0].slope_ms if decode_speeds else DEFAULT_SLOPE_MS,
+            decode_base_ms=decode_speeds[0].token_ms(0.0) if decode_speeds else DEFAULT_BASE_MS,
             idle_s=max(0.0, now_s - self._busy_s),
             reuse_within=self._cache_view.reuse.share_within,
             reuse_chance=self._cache_view.reuse.chance,
@@ -231,7 +242,10 @@ class FleetObserver:
             kv_usage=node.kv_usage,
             ms_per_token=node.speed.ms_per_token,
             learned=node.speed.answers > 0,
+            long_ms_per_token=node.speed.long_ms_per_token,
+            step_ms=node.speed.step_ms,
             cache_blocks=capacity,
+            kv_tokens=capacity * cache.block_size if cache is not None else 0,
             held_blocks=held,
             oldest_age_s=max(0.0, now_s - oldest_s) if oldest_s == oldest_s else 0.0,
         )

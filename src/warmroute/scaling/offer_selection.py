@@ -44,7 +44,7 @@ class OfferSelector:
     def __init__(self, config: Scaling, round_trip_ms: Callable[[str], float] = lambda _island: 0.0) -> None:
         """`round_trip_ms` returns the round trip to an island; 0 if it is unknown."""
         self.config = config
-        self._island_round_trip_ms = round_trip_ms
+        self.island_round_trip_ms = round_trip_ms
         self.offers: tuple[Offer, ...] = ()
         self._backoffs: dict[OfferKey, _Backoff] = {}
         self._start_s: dict[OfferKey, float] = {}
@@ -96,15 +96,40 @@ class OfferSelector:
 
     def select(
         self, paid: Sequence[PaidNode], speeds: GpuSpeeds, now_s: float, *, prefill_work: float = 0.0,
-        panicking: bool = False, island: str | None = None,
+        panicking: bool = False, island: str | None = None, planned: OfferKey | None = None,
     ) -> tuple[Offer | None, str]:  # fmt: skip
         """Return the best offer, or None, and why. `island`: only offers there. `prefill_work`: that of an average
-        request, which the node has to finish within the TTFT limit."""
+        request, which the node has to finish within the TTFT limit. `planned`: the offer that a replay chose, which
+        is taken if it is available."""
         if not self.offers:
             return None, "no provisioner offers nodes"
+        available, skipped = self._available(_Limits(self.config, paid), speeds, now_s, prefill_work, island)
+        if not available:
+            return None, "no offer is available: " + ", ".join(f"{n} × {why}" for why, n in skipped.most_common())
+        if panicking:
+            fastest_s = min(self.start_s(offer) for offer in available)
+            limit_s = PANIC_START_RATIO * max(MIN_START_S, fastest_s)
+            available = [offer for offer in available if self.start_s(offer) <= limit_s]
+        best = min(available, key=lambda offer: (offer.key != planned, *self._rank(offer, speeds)))
+        price = f"{best.usd_per_hour:g} USD/hour for {speeds.weight(best.gpu):.2g} × the usual speed"
+        which = "as replayed" if best.key == planned else f"cheapest of {len(available)}"
+        return best, f"{best.provisioner}/{best.name}: {which} ({price})"
+
+    def ranked(
+        self, paid: Sequence[PaidNode], speeds: GpuSpeeds, now_s: float, prefill_work: float = 0.0
+    ) -> list[tuple[Offer, int]]:
+        """Return the available offers, the cheapest for its speed first, and how many nodes of each may be added."""
+        limits = _Limits(self.config, paid)
+        available, _skipped = self._available(limits, speeds, now_s, prefill_work)
+        available.sort(key=lambda offer: self._rank(offer, speeds))
+        return [(offer, limits.most(offer)) for offer in available]
+
+    def _available(
+        self, limits: _Limits, speeds: GpuSpeeds, now_s: float, prefill_work: float, island: str | None = None
+    ) -> tuple[list[Offer], Counter[str]]:
+        """Return the available offers, and why others are not."""
         skipped: Counter[str] = Counter()
         available: list[Offer] = []
-        limits = _Limits(self.config, paid)
         for offer in self.offers:
             backoff = self._backoffs.get(offer.key)
             if island is not None and offer.island != island:
@@ -117,24 +142,15 @@ class OfferSelector:
                 skipped[reason] += 1
             else:
                 available.append(offer)
-        if not available:
-            return None, "no offer is available: " + ", ".join(f"{n} × {why}" for why, n in skipped.most_common())
-        if panicking:
-            fastest_s = min(self.start_s(offer) for offer in available)
-            limit_s = PANIC_START_RATIO * max(MIN_START_S, fastest_s)
-            available = [offer for offer in available if self.start_s(offer) <= limit_s]
+        return available, skipped
 
-        def rank(offer: Offer) -> tuple[float, float, OfferKey]:
-            start_s = self.start_s(offer)
-            return offer.usd_per_hour / speeds.weight(offer.gpu) * (1.0 + start_s / STAY_S), start_s, offer.key
-
-        best = min(available, key=rank)
-        price = f"{best.usd_per_hour:g} USD/hour for {speeds.weight(best.gpu):.2g} × the usual speed"
-        return best, f"{best.provisioner}/{best.name}: cheapest of {len(available)} ({price})"
+    def _rank(self, offer: Offer, speeds: GpuSpeeds) -> tuple[float, float, OfferKey]:
+        start_s = self.start_s(offer)
+        return offer.usd_per_hour / speeds.weight(offer.gpu) * (1.0 + start_s / STAY_S), start_s, offer.key
 
     def round_trip_ms(self, offer: Offer) -> float:
         """Return the round trip to a node of this offer: as the provisioner reports it, or else that of its island."""
-        return self._island_round_trip_ms(offer.island) if offer.round_trip_ms is None else offer.round_trip_ms
+        return self.island_round_trip_ms(offer.island) if offer.round_trip_ms is None else offer.round_trip_ms
 
     def _too_late(self, offer: Offer, speeds: GpuSpeeds, prefill_work: float) -> str:
         """Return which limit of time a node of this offer could not keep, or an empty string."""
@@ -157,6 +173,7 @@ class _Limits:
         self._by_island = Counter(one.island for one in paid if one.counts_toward_limit)
         self._by_offer = Counter(one.offer for one in paid)
         self._usd_per_hour = sum(one.usd_per_hour for one in paid if isfinite(one.usd_per_hour))
+        self._free = config.max_nodes - sum(one.counts_toward_limit for one in paid)
 
     def reason_against(self, offer: Offer) -> str:
         if self._by_island[offer.island] >= self._max_by_island.get(offer.island, inf):
@@ -166,3 +183,12 @@ class _Limits:
         if self._budget_usd_per_hour and self._usd_per_hour + offer.usd_per_hour > self._budget_usd_per_hour:
             return "over the budget"
         return ""
+
+    def most(self, offer: Offer) -> int:
+        """Return how many nodes of this offer may be added, if no other ones are."""
+        most = min(float(self._free), self._max_by_island.get(offer.island, inf) - self._by_island[offer.island])
+        if offer.max_nodes is not None:
+            most = min(most, offer.max_nodes - self._by_offer[offer.key])
+        if self._budget_usd_per_hour and offer.usd_per_hour > 0:
+            most = min(most, (self._budget_usd_per_hour - self._usd_per_hour) // offer.usd_per_hour)
+        return max(0, int(most))

@@ -15,10 +15,11 @@ from warmroute.scaling.offer import is_quantity
 
 T = TypeVar("T", WindowMetrics, NodeView)
 
-_LIMITS: Final = {"hit_ratio": (0.0, 1.0), "ms_per_token": (1e-6, 1e6)}
+_LIMITS: Final = {"hit_ratio": (0.0, 1.0), "ms_per_token": (1e-6, 1e6), "long_ms_per_token": (1e-6, 1e6)}
 """The possible range of a field, where 0 to infinity is too wide."""
 _NODE_FIELDS: Final = (
-    "usd_per_hour", "kv_usage", "ms_per_token", "cache_blocks", "held_blocks", "oldest_age_s", "queued",
+    "usd_per_hour", "kv_usage", "ms_per_token", "long_ms_per_token", "step_ms", "cache_blocks", "kv_tokens",
+    "held_blocks", "oldest_age_s", "queued",
 )  # fmt: skip
 
 
@@ -40,7 +41,7 @@ def _window(window: WindowMetrics, problems: list[str]) -> WindowMetrics:
 
 def _node(node: NodeView, problems: list[str]) -> NodeView:
     sanitized = _replace_impossible(node, NodeView(name=""), _NODE_FIELDS, f" of node {node.name}", problems)
-    if sanitized.ms_per_token != node.ms_per_token:
+    if (sanitized.ms_per_token, sanitized.long_ms_per_token) != (node.ms_per_token, node.long_ms_per_token):
         return msgspec.structs.replace(sanitized, learned=False)
     return sanitized
 

@@ -1,5 +1,6 @@
 """Decides once an interval whether to add or remove nodes. No I/O.
 
+planned_scaling.py says how many nodes to add and to remove by a replay of the recent traffic. Without a plan,
 scale_up.py says how many nodes the demand needs, scale_down.py which nodes the fleet could do without. This module adds
 the limits: minimums by configuration, schedule and island, `max_nodes`, the budget, step sizes and cooldowns.
 
@@ -15,7 +16,7 @@ added for `cooldown_up_s` and none is removed for `cooldown_down_s`. A node is r
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
@@ -23,7 +24,10 @@ from warmroute.config import LOW_QUEUE_PER_NODE, Hours, Scaling
 from warmroute.config.scaling_settings import DAYS
 from warmroute.scaling.capacity import ScalingInputs
 from warmroute.scaling.fleet_observer import FleetView
+from warmroute.scaling.fleet_plan import FleetPlan
+from warmroute.scaling.offer import OfferKey
 from warmroute.scaling.offer_selection import OfferSelector
+from warmroute.scaling.planned_scaling import burst_ratio, planned_nodes, planned_removals
 from warmroute.scaling.sanitize_metrics import sanitize
 from warmroute.scaling.scale_down import RemovalCandidate, exchange_candidate, paid_node, removable_nodes
 from warmroute.scaling.scale_up import nodes_needed
@@ -41,6 +45,9 @@ PANIC_RATIO: Final = 1.5
 MIN_PANIC_ARRIVALS: Final = 8
 """Fewer arrivals cause no panic: one long prompt is none."""
 MAX_GROWTH: Final = 2.0
+
+Planner = Callable[[ScalingInputs], FleetPlan | None]
+"""Returns the plan that counts now, or None: then thresholds decide."""
 
 
 class Scaler:
@@ -70,15 +77,17 @@ class Scaler:
 
     def decide(
         self, view: FleetView, pending: Sequence[PaidNode] = (), wall_s: float = 0.0,
-        terminating: Sequence[PaidNode] = (),
+        terminating: Sequence[PaidNode] = (), planner: Planner | None = None,
     ) -> ScalingDecision:  # fmt: skip
         """`wall_s`: seconds since 1970, for the schedule. `terminating`: machines that are paid for and not in the
-        view."""
+        view. `planner`: if the autoscaler goes by replay."""
         config = self.config
         problems: list[str] = [*self._offers.problems]
         view = sanitize(view, problems)
         inputs = ScalingInputs(config, view, pending, self._growth(view))
-        inputs.panicking = self._panicking(inputs)
+        plan = planner(inputs) if planner is not None and inputs.serving else None
+        burst = burst_ratio(inputs, plan) if plan is not None else 0.0
+        inputs.panicking = self._panicking(inputs) if plan is None else self._bursting(inputs, burst)
         decision = ScalingDecision(
             at_s=view.now_s,
             desired_nodes=inputs.node_count,
@@ -92,7 +101,7 @@ class Scaler:
         any_island = max(config.min_nodes, scheduled_min_nodes(config.hours, wall_s))
         by_island = sum(one.min_nodes for one in config.islands) - sum(not_offered.values())
         minimum = self._minimum(inputs, min(max(any_island, by_island), config.max_nodes))
-        needed, reasons = nodes_needed(inputs)
+        needed, reasons = nodes_needed(inputs) if plan is None else planned_nodes(inputs, plan, burst)
         if inputs.node_count < minimum:
             needed = max(needed, min(any_island, minimum) - inputs.node_count)
             running = "running or starting" if inputs.pending else "running"
@@ -105,11 +114,16 @@ class Scaler:
         paid = [*current, *inputs.pending, *terminating]
         blocked = False
         if needed > 0 or missing:
-            blocked = self._add(decision, inputs, paid, needed, missing, reasons, obstacles)
+            planned = plan.offer if plan is not None else None
+            blocked = self._add(decision, inputs, paid, needed, missing, reasons, obstacles, planned)
         if needed > 0 or (missing and not blocked):
             self._spare.clear()
         else:  # also where only an island misses nodes, and none is available for it
-            candidates, reason = removable_nodes(inputs, minimum, any_node=not self._offers.offers)
+            any_node = not self._offers.offers
+            if plan is None:
+                candidates, reason = removable_nodes(inputs, minimum, any_node=any_node)
+            else:
+                candidates, reason = planned_removals(inputs, minimum, plan, any_node=any_node)
             exchange = missing and not candidates and not inputs.pending and len(inputs.serving) > 1
             if exchange and not inputs.panicking:
                 candidates, reason = exchange_candidate(inputs, paid, missing, self._offers)
@@ -147,6 +161,11 @@ class Scaler:
             self._panic_until_s = view.now_s + config.stable_window_s
         return view.now_s < self._panic_until_s
 
+    def _bursting(self, inputs: ScalingInputs, burst: float) -> bool:
+        if burst:
+            self._panic_until_s = inputs.view.now_s + self.config.stable_window_s
+        return inputs.view.now_s < self._panic_until_s
+
     def _minimum(self, inputs: ScalingInputs, minimum: int) -> int:
         config, view = self.config, inputs.view
         idle = config.scale_to_zero_after_s > 0 and view.idle_s >= config.scale_to_zero_after_s
@@ -169,10 +188,10 @@ class Scaler:
 
     def _add(
         self, decision: ScalingDecision, inputs: ScalingInputs, paid: list[PaidNode], needed: int,
-        missing: dict[str, int], reasons: list[str], obstacles: list[str],
+        missing: dict[str, int], reasons: list[str], obstacles: list[str], planned: OfferKey | None,
     ) -> bool:  # fmt: skip
         """Add `needed` nodes; those that islands miss come first and count among them. Return whether no node is
-        available, for another reason than a cooldown."""
+        available, for another reason than a cooldown. `planned`: the offer that a replay chose."""
         config, view = self.config, inputs.view
         desired = min(decision.nodes + max(needed, sum(missing.values())), config.max_nodes)
         decision.desired_nodes = max(decision.nodes, desired)
@@ -204,6 +223,7 @@ class Scaler:
                     prefill_work=view.stable.prefill_work or 0.0,
                     panicking=inputs.panicking or no_nodes,
                     island=island,
+                    planned=planned,
                 )
                 if offer is None:
                     if reason not in obstacles:

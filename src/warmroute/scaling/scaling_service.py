@@ -23,9 +23,13 @@ from warmroute.scaling.autoscaler import Autoscaler
 from warmroute.scaling.controller_loop import ControllerLoop, LeaderLease, NodeRegistry
 from warmroute.scaling.leader_lock import LeaderLock
 from warmroute.scaling.node_lifecycle import LifecycleState
+from warmroute.scaling.plan_request import router_settings
+from warmroute.scaling.planning_process import PlanningProcess
 from warmroute.scaling.prewarm import Post, PrefixPrefiller
 from warmroute.scaling.provisioner_client import ProvisionerClient
 from warmroute.scaling.provisioners import create_provisioner
+from warmroute.scaling.recent_traffic import RecentTraffic
+from warmroute.scaling.replay_planner import PlannerStats
 
 log = EventLog("warmroute.scaling")
 
@@ -42,6 +46,8 @@ class ScalingStats(msgspec.Struct, frozen=True):
     refused: int
     lost: int
     leading: bool
+    replay: PlannerStats | None = None
+    """None if the autoscaler goes by thresholds only."""
 
 
 class RouterLease(LeaderLease, Protocol):
@@ -67,9 +73,14 @@ class ScalingService:
         self.hot = HotPrefixes() if config.scaling.prewarm_prefixes else None
         self._waiting = waiting
         self._set_first_node_wait = set_first_node_wait
+        replay = config.scaling.replay
+        self.traffic = RecentTraffic(replay.window_s) if replay.enabled else None
+        """The recent traffic, which the capture writes; None if the autoscaler goes by thresholds only."""
+        self._planning = PlanningProcess(self.traffic, replay.cpu_share) if self.traffic is not None else None
         self.autoscaler = Autoscaler(
-            config.scaling, fleet, cache_view, self.demand_meter, self.hot, lambda: self._waiting()
-        )
+            config.scaling, fleet, cache_view, self.demand_meter, self.hot, lambda: self._waiting(),
+            (self._planning, router_settings(config)) if self._planning is not None else None,
+        )  # fmt: skip
         now = time.monotonic
         clients = [
             ProvisionerClient(create_provisioner(one), one.timeout_s, now, one.api_key_env)
@@ -136,6 +147,10 @@ class ScalingService:
     def reconfigure(self, config: Config) -> None:
         """Provisioners, the lock file and KEDA's address stay as they are until a restart."""
         self.autoscaler.reconfigure(config.scaling)
+        self.autoscaler.router_settings = router_settings(config)
+        if self.traffic is not None and self._planning is not None:
+            self.traffic.window_s = config.scaling.replay.window_s
+            self._planning.cpu_share = config.scaling.replay.cpu_share
         self._update_first_node_wait()
 
     async def close(self) -> None:
@@ -143,6 +158,8 @@ class ScalingService:
         if self._task is not None:
             self._task.cancel()
         await self.loop.close()
+        if self._planning is not None:
+            await self._planning.close()
         if self._keda is not None:
             await self._keda.close()
         if self._lock is not None:
@@ -164,6 +181,7 @@ class ScalingService:
             refused=controller.refused,
             lost=controller.lost,
             leading=self.loop.leading,
+            replay=autoscaler.planner.stats if autoscaler.planner is not None else None,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -187,6 +205,7 @@ class ScalingService:
                 "reasons": last.reasons,
                 "invalid_inputs": last.invalid_inputs,
             },
+            "replay": self._describe_replay(now_s),
             "nodes": [
                 {
                     "node": managed.name,
@@ -212,4 +231,30 @@ class ScalingService:
                 for offer in autoscaler.offers.offers
             ],
             "errors": {name: client.error for name, client in self.loop.clients.items() if client.error},
+        }
+
+    def _describe_replay(self, now_s: float) -> dict[str, Any] | None:
+        """Return what the last replays said; None if the autoscaler goes by thresholds only."""
+        planner = self.autoscaler.planner
+        if planner is None or not self.autoscaler.config.replay.enabled:
+            return None
+        plan, stats = planner.last_plan, planner.stats
+        return {
+            "decides": planner.plan(now_s) is not None,
+            "problem": planner.problem,
+            "objective": msgspec.to_builtins(self.autoscaler.config.objective),
+            "recorded_requests": len(self.traffic) if self.traffic is not None else 0,
+            "predicted_ttft_p90_ms": round(stats.predicted_ms, 1),
+            "observed_ttft_p90_ms": round(stats.observed_ms, 1),
+            "plan": None
+            if plan is None
+            else {
+                "age_s": round(now_s - planner.planned_s, 1),
+                "explanation": plan.explain(self.autoscaler.config.objective),
+                "nodes": plan.nodes,
+                "desired_nodes": plan.desired_nodes,
+                "growth": round(plan.growth, 3),
+                "cpu_s": round(plan.cpu_s, 2),
+                "fleets": msgspec.to_builtins([*plan.fleets, *([plan.larger] if plan.larger is not None else [])]),
+            },
         }

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ from warmroute.service.replica import Replica, create_lease
 from warmroute.service.startup import hold_until_started, log_started, url_host
 from warmroute.service.systemd import ADMIN_SOCKET, Systemd
 from warmroute.service.tokenizer_search import find_tokenizer_files
+from warmroute.service.traffic_recording import record_recent_traffic
 from warmroute.service.workers.worker import Worker
 from warmroute.telemetry.alerts import Alerts
 from warmroute.telemetry.cache_changes import CacheChanges
@@ -218,16 +220,14 @@ class Service:
         return self.config_reload.current
 
     def _create_scaling(self, config: Config, node_client: NodeClient) -> ScalingService:
-        def set_first_node_wait(seconds: float) -> None:
-            self.admission.first_node_wait_s = seconds
-
         scaling = ScalingService(
             config, self.fleet, self.cache_view, self.shared_nodes, node_client.post,
-            lambda: self.admission.queue.waiting, set_first_node_wait,
+            lambda: self.admission.queue.waiting, partial(setattr, self.admission, "first_node_wait_s"),
             create_lease(config.cluster) if config.provisioners else None,  # KEDA may ask any replica
         )  # fmt: skip
         self.router.demand_meter, self.router.hot = scaling.demand_meter, scaling.hot
         self.router.may_serve = self._may_serve
+        record_recent_traffic(self.capture, scaling.traffic)
         return scaling
 
     def _models_reported(self, node: Node, cards: Sequence[dict[str, Any]]) -> None:

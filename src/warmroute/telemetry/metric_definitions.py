@@ -382,6 +382,19 @@ SCALING_COST: Final = _gauge("scaling_cost_usd_per_hour", "Cost of all nodes wit
 SCALING_LEADER: Final = _gauge("scaling_leader", "1 if this process scales the fleet.")
 SCALING_NODES: Final = _gauge("scaling_nodes", "Nodes of provisioners by lifecycle state.", "state")
 SCALING_CHANGES: Final = _counter("scaling_changes", "Changes of the fleet.", "change")
+SCALING_SEARCHES: Final = _counter(
+    "scaling_replay_searches", "Searches for a better fleet by replay of the recent traffic, by their result.", "result"
+)
+SCALING_REPLAYS: Final = _counter("scaling_replays", "Fleets on which the recent traffic was replayed.")
+SCALING_REPLAY_CPU: Final = _counter("scaling_replay_cpu_seconds", "CPU time of the replaying process.")
+SCALING_REPLAY_TRUSTED: Final = _gauge(
+    "scaling_replay_trusted", "1 unless replay's predictions were wrong, and the autoscaler goes by thresholds."
+)
+SCALING_REPLAY_TTFT: Final = _gauge(
+    "scaling_replay_ttft_p90_seconds",
+    "TTFT p90 of the last comparison: as replay predicted it for the current fleet, and as observed. 0: none yet.",
+    "source",
+)
 
 CLUSTER_PEERS: Final = _gauge("cluster_peers", "Other router processes that this one hears: workers and replicas.")
 CLUSTER_MESSAGES: Final = _counter("cluster_messages", "Messages between router processes.", "direction")

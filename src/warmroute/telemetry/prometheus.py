@@ -20,6 +20,18 @@ from warmroute.telemetry.exposition import MetricLines, Page, Pauses, bucket_bou
 from warmroute.telemetry.metric_definitions import METRICS
 
 
+class PlannerStats(Protocol):
+    """Of scaling by replay."""
+
+    searches: int
+    failures: int
+    replays: int
+    cpu_s: float
+    predicted_ms: float
+    observed_ms: float
+    trusted: bool
+
+
 class ScalingStats(Protocol):
     @property
     def desired_nodes(self) -> int: ...
@@ -39,6 +51,8 @@ class ScalingStats(Protocol):
     def lost(self) -> int: ...
     @property
     def leading(self) -> bool: ...
+    @property
+    def replay(self) -> PlannerStats | None: ...
 
 
 _HEALTH_STATES: Final = [(state, f',state="{state.value}"') for state in HealthState]
@@ -230,3 +244,13 @@ class MetricsPage:
             ("added", stats.added), ("removed", stats.removed), ("refused", stats.refused), ("lost", stats.lost),
         ):  # fmt: skip
             page[metrics.SCALING_CHANGES].add(count, format_labels(change=change))
+        replay = stats.replay
+        if replay is None:
+            return
+        page[metrics.SCALING_SEARCHES].add(replay.searches - replay.failures, format_labels(result="ended"))
+        page[metrics.SCALING_SEARCHES].add(replay.failures, format_labels(result="failed"))
+        page[metrics.SCALING_REPLAYS].add(replay.replays)
+        page[metrics.SCALING_REPLAY_CPU].add(replay.cpu_s)
+        page[metrics.SCALING_REPLAY_TRUSTED].add(replay.trusted)
+        for source, ms in (("predicted", replay.predicted_ms), ("observed", replay.observed_ms)):
+            page[metrics.SCALING_REPLAY_TTFT].add(ms / 1000.0, format_labels(source=source))

@@ -1,10 +1,12 @@
-"""Dynamo's KV router chooses the node with the lowest
+"""Dynamo's KV router, as of Dynamo 1.4.1 (lib/kv-router/src/scheduling/selector/default.rs): the node with the lowest
 
     max(0, (prefill tokens in flight + prompt tokens) / block size − overlap blocks) + decode blocks
 
 The overlap comes from KV events. Prefill tokens in flight are the uncached tokens of prompts without a first token.
-Decode blocks are the blocks of the node's running requests and of this one, shared blocks counted once. The temperature
-is 0: the lowest cost always wins, with ties broken at random.
+Decode blocks are the blocks of the node's running requests and of this one, shared blocks counted once. The weights are
+its defaults, and the temperature is 0: the lowest cost always wins, with ties broken at random.
+
+`dynamo` has no queue, as by default. `dynamo_fcfs` and `dynamo_wspt` have the queue of dynamo_queue.py.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from random import Random
 
 from warmroute.fleet.node import Node
 from warmroute.replay.peers.block_holders import EventBlocks
+from warmroute.replay.peers.dynamo_queue import MAX_BATCHED_TOKENS, DynamoQueue
 from warmroute.replay.peers.peer_policy import PeerPolicy, simulated
 from warmroute.replay.simulation.simulated_request import SimulatedRequest
 from warmroute.routing.decision import Decision
@@ -31,10 +34,11 @@ class _Active:
 
 
 class Dynamo(PeerPolicy):
+    kind = "dynamo"
     tells_replicas = True  # its replica sync
 
     def __init__(self, random: Random, *, overlap_weight: float = 1.0) -> None:
-        super().__init__("dynamo", random, EventBlocks())
+        super().__init__(self.kind, random, EventBlocks())
         self._overlap_weight = overlap_weight
         self._active: dict[str, _Active] = {}
 
@@ -76,3 +80,50 @@ class Dynamo(PeerPolicy):
                 held[block] = count
             else:
                 del held[block]
+
+
+class _QueueingDynamo(Dynamo):
+    """Dynamo with its router queue."""
+
+    shortest_first = False
+
+    def __init__(self, random: Random, *, overlap_weight: float = 1.0, queue_threshold: float = 1.0) -> None:
+        super().__init__(random, overlap_weight=overlap_weight)
+        self._busy_tokens = queue_threshold * MAX_BATCHED_TOKENS
+        self._queue = DynamoQueue(self.shortest_first)
+        self._nodes: dict[str, Node] = {}
+
+    def node_joined(self, node: Node, block_size: int, num_blocks: int) -> None:
+        super().node_joined(node, block_size, num_blocks)
+        self._nodes[node.name] = node
+
+    def node_left(self, node: Node) -> None:
+        super().node_left(node)
+        self._nodes.pop(node.name, None)
+
+    def _all_busy(self) -> bool:
+        return bool(self._nodes) and all(
+            self._active[name].prefilling_tokens > self._busy_tokens for name in self._nodes
+        )
+
+    def queues(self, request: SimulatedRequest, now_s: float) -> bool:
+        if not self._queue and not self._all_busy():
+            return False
+        _, depths = self._depths(request, tuple(self._nodes.values()))
+        self._queue.push(request, request.prompt_tokens - max(depths, default=0) * self._block_size)
+        return True
+
+    def next_queued(self, now_s: float) -> SimulatedRequest | None:
+        return None if self._all_busy() else self._queue.pop()
+
+    def client_left(self, request: SimulatedRequest) -> None:
+        self._queue.remove(request)
+
+
+class DynamoFcfs(_QueueingDynamo):
+    kind = "dynamo_fcfs"
+
+
+class DynamoWspt(_QueueingDynamo):
+    kind = "dynamo_wspt"
+    shortest_first = True

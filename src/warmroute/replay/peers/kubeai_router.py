@@ -1,4 +1,5 @@
-"""KubeAI's PrefixHash: consistent hashing with bounded load.
+"""KubeAI's PrefixHash, as of KubeAI 0.22.1 (internal/loadbalancer/balance_chwbl.go, October 2025): consistent hashing
+with bounded load.
 
 The hash of the first 100 characters of the first user message is a point on a ring with 256 virtual nodes for each
 node. From there on, the first node takes the request for which

@@ -1,48 +1,136 @@
-"""llm-d's weighted scorers with the weights of its guide: choose the node with the highest
+"""llm-d's weighted scorers, as of llm-d-router 0.10 (August 2026). The node with the highest sum gets the request:
 
-    3 × matched fraction of the prompt + 2 × (1 − KV usage) + 2 × (max queue − queue) / (max queue − min queue)
+    llm_d           3 × match + 2 × free KV memory + 2 × short queue + 2 × no-hit-lru
+    llm_d_precise   2 × match + 2 × free KV memory + 4 × few requests + 2 × no-hit-lru
 
-The KV usage and the queue (requests waiting in the engine) are those of the last poll, every 50 ms as in its endpoint
-picker. If all queues are equal, the queue score is 1. The match is approximate (`llm_d`: estimated from routed
-requests, LRU with as many blocks as the node has) or precise (`llm_d_precise`: from KV events). Ties are broken at
-random.
+The first is its "optimized baseline", the second its precise prefix routing (test/perf/config/router-configs). Each
+score is in 0…1:
+
+- match: the matched fraction of the prompt. Approximate (`llm_d`: estimated from routed requests, LRU with as many
+  blocks as the node has) or from KV events (`llm_d_precise`).
+- free KV memory: 1 − KV usage, as last polled, every 50 ms as in its endpoint picker.
+- short queue: (max − queue) / (max − min), of requests that wait in the engine, as last polled; 1 if all are equal.
+- few requests: (max − n) / max, of requests in flight; 1 for an idle node.
+- no-hit-lru: 0.5 for every node if any node has a part of the prompt. Else 1 for the node that got such a cold request
+  the longest time ago, down to 0 for the last one; nodes that never got one come first.
+
+Ties are broken at random.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
+from collections.abc import Sequence
 from random import Random
 
+from warmroute.fleet.node import Node
+from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.replay.peers.block_holders import EventBlocks, RoutedBlocks
-from warmroute.replay.peers.peer_policy import PeerPolicy
+from warmroute.replay.peers.peer_policy import PeerPolicy, simulated
+from warmroute.replay.simulation.simulated_request import SimulatedRequest
 from warmroute.routing.decision import Decision
 from warmroute.routing.query import Query
 
+SPECULATIVE_S = 2.0
+
 
 class LlmD(PeerPolicy):
+    kind = "llm_d"
+    uses_kv_events = False
+
     def __init__(
-        self, random: Random, *, prefix: float = 3.0, kv: float = 2.0, queue: float = 2.0, poll_s: float = 0.05,
-        precise: bool = False,
+        self, random: Random, *, prefix: float = 3.0, kv: float = 2.0, short_queue: float = 2.0, active: float = 0.0,
+        no_hit_lru: float = 2.0, poll_s: float = 0.05,
     ) -> None:  # fmt: skip
-        if precise:
-            super().__init__("llm_d_precise", random, EventBlocks())
-        else:
-            super().__init__("llm_d", random, RoutedBlocks())
+        super().__init__(self.kind, random, EventBlocks() if self.uses_kv_events else RoutedBlocks())
         self.poll_interval_s = poll_s
-        self._weights = prefix, kv, queue
+        self._weights = prefix, kv, short_queue, active, no_hit_lru
+        self._last_cold: dict[str, None] = {}
+        """Nodes that got a cold request, the least recent first."""
+        self._cold_requests: set[int] = set()
+        """Requests without a match on any node that were decided and not yet sent."""
 
     def decide(self, query: Query) -> Decision:
         nodes = query.candidates.nodes
-        prefix, kv, queue = self._weights
+        prefix, kv, short_queue, active, no_hit_lru = self._weights
         chain, depths = self._depths(query.request, nodes)
         queues = [node.waiting for node in nodes]
-        longest, shortest = max(queues), min(queues)
+        longest, shortest, most = max(queues), min(queues), max(node.inflight for node in nodes)
         between = longest - shortest
+        if any(depths):
+            turns = [0.5] * len(nodes)
+        else:
+            turns = self._cold_turns(nodes)
+            self._cold_requests.add(simulated(query.request).number)
         costs = [
             -(
                 prefix * (depth / len(chain) if chain else 0.0)
                 + kv * (1.0 - node.kv_usage)
-                + queue * ((longest - node.waiting) / between if between else 1.0)
+                + short_queue * ((longest - node.waiting) / between if between else 1.0)
+                + active * ((most - node.inflight) / most if node.inflight else 1.0)
+                + no_hit_lru * turn
             )
-            for node, depth in zip(nodes, depths, strict=True)
+            for node, depth, turn in zip(nodes, depths, turns, strict=True)
         ]
         return self._pick_lowest(nodes, costs, "highest score")
+
+    def _cold_turns(self, nodes: Sequence[Node]) -> list[float]:
+        """Return the no-hit-lru score of each node for a request that no node has a match for."""
+        if len(nodes) == 1:
+            return [1.0]
+        unused = [node.name for node in nodes if node.name not in self._last_cold]
+        ranks = {name: rank for rank, name in enumerate([*unused, *self._last_cold])}
+        return [max(0.0, 1.0 - ranks[node.name] / (len(nodes) - 1)) for node in nodes]
+
+    def request_sent(self, request: SimulatedRequest, node: Node, now_s: float) -> None:
+        super().request_sent(request, node, now_s)
+        if request.number in self._cold_requests:
+            self._cold_requests.discard(request.number)
+            self._last_cold.pop(node.name, None)
+            self._last_cold[node.name] = None
+
+    def node_left(self, node: Node) -> None:
+        super().node_left(node)
+        self._last_cold.pop(node.name, None)
+
+
+class LlmDPrecise(LlmD):
+    """With speculative entries: for 2 s after a request was sent, its node counts as one that holds its blocks."""
+
+    kind = "llm_d_precise"
+    uses_kv_events = True
+
+    def __init__(
+        self, random: Random, *, prefix: float = 2.0, kv: float = 2.0, short_queue: float = 0.0, active: float = 4.0,
+        no_hit_lru: float = 2.0, poll_s: float = 0.05,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            random, prefix=prefix, kv=kv, short_queue=short_queue, active=active, no_hit_lru=no_hit_lru, poll_s=poll_s
+        )
+        self._sent: deque[tuple[float, str, list[int]]] = deque()
+        self._expected: dict[str, Counter[int]] = {}
+        """For each node, the blocks of the requests in `_sent`."""
+
+    def decide(self, query: Query) -> Decision:
+        while self._sent and self._sent[0][0] <= query.now_s:
+            _, name, chain = self._sent.popleft()
+            expected = self._expected[name]
+            expected.subtract(chain)
+            for block in chain:
+                if not expected[block]:
+                    del expected[block]
+        return super().decide(query)
+
+    def _depths(self, request: RoutingRequest, nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
+        chain, depths = super()._depths(request, nodes)
+        for at, node in enumerate(nodes):
+            expected = self._expected.get(node.name)
+            while expected and depths[at] < len(chain) and chain[depths[at]] in expected:
+                depths[at] += 1
+        return chain, depths
+
+    def request_sent(self, request: SimulatedRequest, node: Node, now_s: float) -> None:
+        super().request_sent(request, node, now_s)
+        chain = request.blocks(self._block_size)
+        self._sent.append((now_s + SPECULATIVE_S, node.name, chain))
+        self._expected.setdefault(node.name, Counter()).update(chain)

@@ -8,6 +8,10 @@ hpa         Kubernetes' HorizontalPodAutoscaler on utilisation, which is the fra
             When it grows, nodes that are not ready count as idle. It adds up to the larger of 4 nodes and 100 % every
             15 s, and shrinks to the highest number desired within the last 5 minutes (kubernetes.io, "Horizontal Pod
             Autoscaling", algorithm details and default behaviour). With kv=1 the metric is KV cache usage.
+keda        KEDA with a Prometheus trigger on the number of requests that wait at engines and router, as in vLLM
+            production-stack's guide ("Autoscaling with KEDA": vllm:num_requests_waiting): the HPA's rule with an
+            average value, desired = ceil(waiting / target), read every 30 s. With running=1 running requests count,
+            too.
 """
 
 from __future__ import annotations
@@ -110,4 +114,32 @@ class Hpa:
         return _decision(view, pending, wanted, f"mean utilisation is {mean:.0%}", self._config, self._offers)
 
 
-SCALERS = {"threshold": Threshold, "hpa": Hpa}
+class Keda:
+    def __init__(
+        self, config: Scaling, offers: OfferSelector, busy: BusyShares, *, target: float = 5.0, tolerance: float = 0.1,
+        polling_s: float = 30.0, stabilisation_s: float = 300.0, running: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._config, self._offers = config, offers
+        self._target, self._tolerance = target, tolerance
+        self._polling_s, self._stabilisation_s = polling_s, stabilisation_s
+        self._running = bool(running)
+        self._next_s = 0.0
+        self._wanted: deque[tuple[float, int]] = deque()
+
+    def decide(self, view: FleetView, pending: Sequence[PaidNode], wall_s: float = 0.0) -> ScalingDecision:
+        count = sum(node.serving for node in view.nodes) + len(pending)
+        if view.now_s < self._next_s:
+            return ScalingDecision(at_s=view.now_s, desired_nodes=count, nodes=count)
+        self._next_s = view.now_s + self._polling_s
+        requests = view.waiting + sum(node.load if self._running else node.queued for node in view.nodes)
+        ratio = requests / (self._target * max(1, count))
+        now = count if abs(ratio - 1.0) <= self._tolerance else ceil(requests / self._target)
+        now = min(now, max(2 * count, count + 4))
+        self._wanted.append((view.now_s, now))
+        while self._wanted[0][0] < view.now_s - self._stabilisation_s:
+            self._wanted.popleft()
+        wanted = min(count, max(one for _, one in self._wanted)) if now < count else now
+        return _decision(view, pending, wanted, f"{requests} requests", self._config, self._offers)
+
+
+SCALERS = {"threshold": Threshold, "hpa": Hpa, "keda": Keda}

@@ -1,11 +1,12 @@
-"""SGLang's cache_aware policy.
+"""SGLang's cache_aware policy, as of SGLang 0.5.18 (sgl-model-gateway/src/policies/cache_aware.rs, August 2026).
 
     if max − min > 64 and max > 1.5 × min, over requests in flight:  the least loaded
-    else if the longest match in its tree > 0.3 of the prompt:       the node with that match
-    else:                                                            the node with the smallest tree
+    else if the longest match in its tree > 0.3 of the prompt:       a node with that match
+    else:                                                            the least loaded
 
-The tree is estimated from routed requests. It holds blocks here instead of characters, and evicts LRU over 2^26
-characters a node (taken as 4 characters a token).
+The thresholds are the defaults of its launcher. Before 2026 a miss went to the node with the smallest tree;
+vllm-router 0.1.16 still does that (`miss_by_tree=true`). The tree is estimated from routed requests. It holds blocks
+here instead of characters, and evicts LRU over 2^26 characters a node (taken as 4 characters a token).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from warmroute.routing.query import Query
 class Sglang(PeerPolicy):
     def __init__(
         self, random: Random, *, cache_threshold: float = 0.3, balance_abs: int = 64, balance_rel: float = 1.5,
-        tree_tokens: int = 2**26 // 4,
+        tree_tokens: int = 2**26 // 4, miss_by_tree: bool = False,
     ) -> None:  # fmt: skip
         self._tree = RoutedBlocks()
         super().__init__("sglang", random, self._tree)
@@ -30,6 +31,7 @@ class Sglang(PeerPolicy):
         self._balance_abs = balance_abs
         self._balance_rel = balance_rel
         self._tree_tokens = tree_tokens
+        self._miss_by_tree = miss_by_tree
 
     def decide(self, query: Query) -> Decision:
         nodes = query.candidates.nodes
@@ -39,7 +41,9 @@ class Sglang(PeerPolicy):
         chain, depths = self._depths(query.request, nodes)
         if chain and max(depths) / len(chain) > self._cache_threshold:
             return self._pick_lowest(nodes, [-depth for depth in depths], "longest match")
-        return self._pick_lowest(nodes, [self._tree.size(node) for node in nodes], "smallest tree")
+        if self._miss_by_tree:
+            return self._pick_lowest(nodes, [self._tree.size(node) for node in nodes], "smallest tree")
+        return self._pick_lowest(nodes, loads, "least loaded")
 
     def node_joined(self, node: Node, block_size: int, num_blocks: int) -> None:
         super().node_joined(node, block_size, num_blocks)

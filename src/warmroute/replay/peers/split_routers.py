@@ -15,7 +15,7 @@ from random import Random
 
 from warmroute.fleet.node import Node
 from warmroute.replay.peers.dynamo_router import Dynamo
-from warmroute.replay.peers.llm_d_router import LlmD
+from warmroute.replay.peers.llm_d_router import LlmDPrecise
 from warmroute.replay.peers.peer_policy import simulated
 from warmroute.replay.simulation.simulated_request import SimulatedRequest
 from warmroute.routing.decision import Decision
@@ -23,10 +23,11 @@ from warmroute.routing.pairs import Pair
 from warmroute.routing.query import Query
 
 
-class LlmDSplit(LlmD):
+class LlmDSplit(LlmDPrecise):
+    kind = "llm_d_split"
+
     def __init__(self, random: Random, *, threshold: int = 256) -> None:
-        super().__init__(random, precise=True)
-        self.name = "llm_d_split"
+        super().__init__(random)
         self._threshold = threshold
 
     def decide(self, query: Query) -> Decision:
@@ -81,7 +82,7 @@ class DynamoSplit(Dynamo):
             del self._split[request.number]
 
 
-def _new_tokens(policy: LlmD | Dynamo, query: Query, node: Node, block_size: int) -> int:
+def _new_tokens(policy: LlmDPrecise | Dynamo, query: Query, node: Node, block_size: int) -> int:
     """Return how many tokens of the prompt the node does not have."""
     tokens = simulated(query.request).prompt_tokens
     return max(0, tokens - policy._depths(query.request, (node,))[1][0] * block_size)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from warmroute.look import theme_css
 from warmroute.replay.report import svg, svg_plots
-from warmroute.replay.report.table import LOAD_COLUMNS, Column, best_of, by_load, columns, ms
+from warmroute.replay.report.table import LOAD_COLUMNS, Column, best_of, by_load, columns, loop_name, ms
 from warmroute.replay.summary import Run
 
 ERROR_COLUMNS = ("preemptions", "rejected", "failed", "left", "retries")
@@ -73,7 +73,7 @@ def _subtitle(runs: Sequence[Run]) -> str:
     requests = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
     loads = len({svg_plots.load_of(run) for run in runs})
     counts = f"{policies} {'policies' if policies > 1 else 'policy'}, {requests} requests"
-    return f"{counts} per run{f', {loads} loads' if loads > 1 else ''}, seed {runs[0]['seed']}."
+    return f"{counts} per run{f', {loads} loads' if loads > 1 else ''}, {loop_name(runs)}, seed {runs[0]['seed']}."
 
 
 def _lead(runs: Sequence[Run]) -> str:

@@ -68,6 +68,12 @@ def columns(runs: Sequence[Run]) -> list[Column]:
     return found
 
 
+def loop_name(runs: Sequence[Run]) -> str:
+    """Return whether the clients waited for answers before they sent their next request."""
+    loops = sorted({run["loop"] for run in runs if "loop" in run})
+    return f"{' and '.join(loops) or 'open'} loop{'s' if len(loops) > 1 else ''}"
+
+
 def paid_gpu_hours(run: Run) -> float | None:
     """Return the GPU hours paid. In a scaled fleet a node is paid for from its request on."""
     if "scaling" in run:

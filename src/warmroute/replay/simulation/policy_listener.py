@@ -50,6 +50,17 @@ class PolicyListener:
     def request_ended(self, request: SimulatedRequest, node: Node, now_s: float) -> None:
         """A request ended on a node, with or without success: once after each `request_sent`."""
 
+    def queues(self, request: SimulatedRequest, now_s: float) -> bool:
+        """Return whether this router keeps a new request in a queue of its own. If so, the policy has queued it."""
+        return False
+
+    def next_queued(self, now_s: float) -> SimulatedRequest | None:
+        """Remove the next request that may leave the router's own queue, and return it."""
+        return None
+
+    def client_left(self, request: SimulatedRequest) -> None:
+        """The client of a request in the router's own queue went away."""
+
     def kv_events(self, node: Node, incarnation: int, sequence: int, events: list[KvEvent], now_s: float) -> None:
         """A batch of KV events arrived. Numbers start at 0 for each incarnation; a gap in them is a loss."""
 

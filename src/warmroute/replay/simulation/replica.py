@@ -55,7 +55,7 @@ class Replica:
         self.hedging = config.hedging if policy is None else Hedging(max_ratio=0.0)  # other routers do not hedge
         if policy is not None:
             self.router.policy = policy
-        order = queue_order or QueueOrder.SHORTEST_WITH_AGE
+        order = queue_order or QueueOrder.GUARANTEED
         self.admission = Admission(self.router, config.admission, config.routes, order)
         if listener is None and (self.router.policy.wants_tokens or (config.routes and config.uses_kv_events)):
             listener = IndexUpdates(self.cache_view, lambda: calendar.now_s, events=config.uses_kv_events)

@@ -144,6 +144,8 @@ class RequestFlow:
         self._ticking = self._hedging = False
         self.inflight = 0
         """Requests that have arrived and not ended."""
+        self._queued: dict[int, Flight] = {}
+        """Requests in the own queue of another router's policy."""
 
     # At the router.
 
@@ -155,16 +157,10 @@ class RequestFlow:
         world.results.arrived(prompt, now_ms)
         route = self._routes.pick(MODEL, PATH, prompt.tenant, lambda _name: b"") if self._routes else None
         request = simulated_request(prompt, number, world.conditions.form, route, now_ms / 1000.0)
-        wanted = (
-            replica.router.policy_of(request).wants_tokens
-            and request.prompt_tokens >= replica.cache_view.config.min_prompt_tokens
-        )
         flight = Flight(self, prompt, request, world.results)
-        try:
-            lookup = request.lookup() if wanted else None
-            flight.attempts.enter(lookup, request.prompt_tokens, now_ms / 1000.0)
-        except RoutingError as why:
-            self.rejected(flight, why)
+        if replica.listener.queues(request, now_ms / 1000.0):
+            self._queued[request.number] = flight
+        elif not self._enter(flight):
             return None
         if prompt.patience_ms is not None:
             self.calendar.after(prompt.patience_ms, self._lose_patience, flight)
@@ -175,6 +171,25 @@ class RequestFlow:
             self._hedging = True
             self.calendar.after(CHECK_MS, self._hedge)
         return flight
+
+    def _enter(self, flight: Flight) -> bool:
+        """Ask admission for a node. Return whether the request was not rejected at once."""
+        request, replica, now_s = flight.request, self.replica, self.calendar.now_s
+        wanted = (
+            replica.router.policy_of(request).wants_tokens
+            and request.prompt_tokens >= replica.cache_view.config.min_prompt_tokens
+        )
+        try:
+            flight.attempts.enter(request.lookup() if wanted else None, request.prompt_tokens, now_s)
+        except RoutingError as why:
+            self.rejected(flight, why)
+            return False
+        return True
+
+    def _leave_queue(self) -> None:
+        """Send what the policy lets out of its own queue."""
+        while self._queued and (request := self.replica.listener.next_queued(self.calendar.now_s)) is not None:
+            self._enter(self._queued.pop(request.number))
 
     def _hedge(self) -> None:
         self._hedging = bool(self.dispatcher.waiting)
@@ -239,6 +254,8 @@ class RequestFlow:
             self.replica.request_ended(flight.request, sim)
         else:
             self.replica.listener.request_ended(flight.request, node, now_s)
+        if self._queued:
+            self._leave_queue()
 
     def rejected(self, flight: Flight, why: RoutingError) -> None:
         failed = isinstance(why, AllNodesFailed)
@@ -331,6 +348,8 @@ class RequestFlow:
         flight.results.first_token(flight.prompt, flight.arrived_ms, cached_tokens, now_ms)
         self.replica.first_token(flight.request, leg.node, cached_tokens)
         flight.attempts.first_token(now_ms / 1000.0)
+        if self._queued:
+            self._leave_queue()
 
     def answered(self, leg: Leg) -> None:
         if not leg.live:
@@ -407,6 +426,10 @@ class RequestFlow:
     def _lose_patience(self, flight: Flight) -> None:
         attempts = flight.attempts
         if attempts.done or flight.first_ms is not None:
+            return
+        if self._queued.pop(flight.request.number, None) is not None:
+            self.replica.listener.client_left(flight.request)
+            self._end(flight, RequestResults.left)
             return
         attempts.client_left(self.calendar.now_s)
         self._end(flight, RequestResults.left)

@@ -25,6 +25,8 @@ from warmroute.scaling.node_controller import NodeController
 from warmroute.scaling.node_lifecycle import LifecycleEvent, LifecycleState, ManagedNode
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.offer_selection import OfferSelector
+from warmroute.scaling.plan_request import router_settings
+from warmroute.scaling.replay_planner import PlanRunner
 from warmroute.scaling.scaling_decision import PaidNode, ScalingDecision
 
 DRAIN_POLL_MS = 100.0
@@ -50,6 +52,10 @@ BusyShares = Callable[[], dict[str, float]]
 CreateDecisionMaker = Callable[[Scaling, OfferSelector, BusyShares], DecisionMaker]
 
 
+CreatePlanRunner = Callable[[World, float, float], PlanRunner]
+"""Creates it from the simulation, `window_s` and `cpu_share`."""
+
+
 class ScalingSetup(msgspec.Struct, frozen=True, kw_only=True):
     """How a simulated fleet is scaled."""
 
@@ -58,6 +64,8 @@ class ScalingSetup(msgspec.Struct, frozen=True, kw_only=True):
     """The fleet's first nodes come from the first of them."""
     decision_maker: CreateDecisionMaker | None = None
     """Creates one to compare with; None for production's scaler."""
+    planning: CreatePlanRunner | None = None
+    """Creates what searches by replay run in, with the router's settings; None for thresholds only."""
     moves_prefixes: bool = True
     """Whether hot prefixes are prefilled on new nodes, and moved before a node leaves."""
 
@@ -82,8 +90,12 @@ class SimulatedScaling:
         hot = HotPrefixes() if world.router.policy.wants_tokens and setup.moves_prefixes else None
         world.router.demand_meter, world.router.hot = demand_meter, hot
         world.admission.first_node_wait_s = config.first_node_wait_s
+        planning = None
+        if setup.planning is not None and config.replay.enabled and world.is_own_policy:
+            replay = config.replay
+            planning = setup.planning(world, replay.window_s, replay.cpu_share), router_settings(world.config)
         self.autoscaler = Autoscaler(
-            config, world.fleet, world.cache_view, demand_meter, hot, lambda: world.admission.queue.waiting
+            config, world.fleet, world.cache_view, demand_meter, hot, lambda: world.admission.queue.waiting, planning
         )
         self.autoscaler.offers.update_offers(one.offer for one in setup.offers)
         self.controller = NodeController(

@@ -52,6 +52,9 @@ class World:
         self.calendar = Calendar()
         self.results = RequestResults()
         health, config = health or Health(), config or Config()
+        self.config = config
+        self.is_own_policy = policy is None
+        """Whether the router has a policy of its own, and not another router's."""
         self.nodes: dict[str, SimulatedNode] = {}
         """The fleet's nodes by name."""
         self.departed: list[SimulatedNode] = []
@@ -65,6 +68,8 @@ class World:
         self.cluster = SimulatedCluster(self) if more and conditions.shares and policy is None else None
         self._replica_random = Random(f"{conditions.seed} replicas")
         self.arrivals = 0
+        self.on_arrival: Callable[[WorkloadPrompt], object] | None = None
+        """Called with each prompt that reaches a router."""
         self._clients: Clients | None = None
         self._warm_up = -1
         self._measured_ms: float | None = None
@@ -174,11 +179,12 @@ class World:
         limit: int | None = None,
         duration_s: float | None = None,
         warm_up: int = 0,
+        waits: bool = True,
     ) -> None:
         """Run until every request of the workload has ended. The first `warm_up` requests are not measured."""
         self._warm_up = self.arrivals + warm_up if warm_up else -1
         self._measured_ms = None if duration_s is None else duration_s * 1000.0
-        clients = self._clients = Clients(self, prompts, concurrency, limit)
+        clients = self._clients = Clients(self, prompts, concurrency, limit, waits=waits)
         if not warm_up:
             self._end_measuring_later()
         clients.start()
@@ -204,9 +210,16 @@ class World:
         if self.arrivals == self._warm_up:
             self.measure_from_now()
         self.arrivals += 1
+        if self.on_arrival is not None:
+            self.on_arrival(prompt)
         if len(self.replicas) == 1:
             return self.requests.arrive(prompt)
         return self._replica_random.choice(self.replicas).requests.arrive(prompt)
+
+    @property
+    def loop(self) -> str:
+        """`closed` if clients waited for answers before they sent their next request, else `open`."""
+        return "closed" if self._clients is not None and self._clients.closed else "open"
 
     @property
     def inflight(self) -> int:
@@ -226,17 +239,20 @@ class World:
         """Run the engine up to now, and send its outputs back over the network."""
         outputs = sim.engine.advance(self.calendar.now_ms)
         if outputs:
-            one_way_ms, at = sim.one_way_ms, self.calendar.at
+            one_way_ms, at, now_ms = sim.one_way_ms, self.calendar.at, self.calendar.now_ms
             flights = sim.flights
             for output in outputs:
+                # A waiting request that shares a block which decoding has just filled starts earlier than the engine
+                # could foresee: its output may be older than now.
+                at_ms = max(output.at_ms + one_way_ms, now_ms)
                 if output.request_id not in flights:
                     self._prefilled(output)
                 elif isinstance(output, FirstToken):
                     leg, cached = flights[output.request_id], output.cached_tokens
-                    at(output.at_ms + one_way_ms, leg.flow.first_token, leg, cached)
+                    at(at_ms, leg.flow.first_token, leg, cached)
                 elif isinstance(output, Finished):
                     leg = flights.pop(output.request_id)
-                    at(output.at_ms + one_way_ms, leg.flow.answered, leg)
+                    at(at_ms, leg.flow.answered, leg)
         self.arm(sim)
 
     def prefill(self, sim: SimulatedNode, prompt: WorkloadPrompt, tokens: int, then: Callable[[], object]) -> None:

@@ -1,6 +1,6 @@
-"""Arrival times of an open loop, which does not wait for answers: recorded in a trace, or random.
+"""Arrival times: recorded in a trace, or random.
 
-The closed loop, in which each client waits for its answer, is in `simulation/clients.py`.
+Clients that wait for an answer before they send their next request are in `simulation/clients.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def at_trace_times(prompts: Iterable[WorkloadPrompt], speed: float = 1.0) -> Ite
         if start_ms is None:
             start_ms = prompt.at_ms
         prompt.at_ms = (prompt.at_ms - start_ms) / speed
+        prompt.think_ms /= speed
         yield prompt
 
 

@@ -7,11 +7,11 @@ tokens for each estimated one. It scales all estimated prompts of the model alik
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Final
 
 from warmroute.capture.trace_row import TraceRow
 from warmroute.fake_engine.core.block_content import mix64
-from warmroute.replay.workloads.trace_files import TraceFiles
 
 MIN_RATIO: Final = 0.1
 MAX_RATIO: Final = 4.0
@@ -41,11 +41,11 @@ class TextLengths:
         ]
 
 
-def text_lengths(files: TraceFiles) -> TextLengths:
-    """Read the ratios of a capture. Raises BadTrace."""
+def text_lengths(rows: Iterable[TraceRow]) -> TextLengths:
+    """Return the ratios of a capture."""
     reported: defaultdict[str, int] = defaultdict(int)
     estimated: defaultdict[str, int] = defaultdict(int)
-    for row in files.rows():
+    for row in rows:
         if row.input_estimated and row.prompt_tokens and row.hash_ids:
             reported[row.model] += row.prompt_tokens
             estimated[row.model] += row.input_length

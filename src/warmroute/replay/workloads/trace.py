@@ -14,7 +14,7 @@ follows no other begins a session.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from warmroute.replay.workloads.conversation_answers import ConversationAnswers
 from warmroute.replay.workloads.text_lengths import TextLengths, text_lengths
 from warmroute.replay.workloads.trace_files import BadTrace as BadTrace
 from warmroute.replay.workloads.trace_files import TraceFiles
+from warmroute.replay.workloads.trace_turns import TraceTurns
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 ID_TOKENS = (512, 64, 16, 32, 128, 256, 1024)
@@ -55,11 +56,23 @@ def prompts(path: Path, id_tokens: int | None = None, model: str = "") -> Iterat
     if model and not first:
         raise BadTrace(f"{path}: no request is for the model {model!r}")
     size = id_tokens or tokens_per_id(first, path)
-    sessions, answers = _Sessions(), ConversationAnswers(size)
-    lengths = text_lengths(files) if any(row.block_size for row in first) else TextLengths({})
-    for number, row in enumerate(chain(first, rows)):
+    lengths = text_lengths(files.rows()) if any(row.block_size for row in first) else TextLengths({})
+    turns = TraceTurns(size)
+    for row, prompt in prompts_of(chain(first, rows), size, lengths):
+        prompt.follows, prompt.think_ms = turns.follow(row, prompt.number)
+        yield prompt
+
+
+def prompts_of(
+    rows: Iterable[TraceRow], id_tokens: int, lengths: TextLengths
+) -> Iterator[tuple[TraceRow, WorkloadPrompt]]:
+    """Return rows that are in the order of their times, with their prompts."""
+    sessions, answers = _Sessions(), ConversationAnswers(id_tokens)
+    for number, row in enumerate(rows):
         lengths.correct(row)
-        yield _prompt(row, number, size, sessions, answers)
+        prompt = _prompt(row, number, id_tokens, sessions, answers)
+        prompt.number = number
+        yield row, prompt
 
 
 class _Sessions:

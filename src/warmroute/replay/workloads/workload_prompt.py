@@ -94,6 +94,12 @@ class WorkloadPrompt(msgspec.Struct, gc=False):
     cache_salt: str | None = None
     patience_ms: float | None = None
     """The client disconnects if it has no first token by then."""
+    number: int = -1
+    """Of a trace's request: its place in the trace."""
+    follows: int = -1
+    """Of a trace's request: the number of the request whose answer the client waited for; -1 if it waited for none."""
+    think_ms: float = 0.0
+    """Time between that answer and this request."""
     next_turn: Callable[[], FollowUp | None] | None = None
     """Returns the conversation's next turn. It is called when this one has been answered in full."""
 

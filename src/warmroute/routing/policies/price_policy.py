@@ -3,7 +3,7 @@
     own      wait         prefill work queued ahead of it on the node
            + prefill      of the tokens that are not cached with confidence, at the node's learned speed
            + room         waiting for KV memory for its new tokens and its output
-           + contention   slower decoding in a large batch
+           + contention   slower decoding in a large batch, and running requests that stall during its prefill
            + distance     round trip to the node's island, egress, and the queue for the island
            + adapter      loading the LoRA adapter, if the node has not loaded it
            + risk         probability of a late first token × penalty, if it has a deadline
@@ -27,7 +27,7 @@ from __future__ import annotations
 from random import Random
 from typing import Final
 
-from warmroute._kernel import RISK_POWER, CacheState, Prices, price_nodes
+from warmroute._kernel import RISK_POWER, STALLED_WEIGHT, CacheState, Prices, price_nodes
 from warmroute.config import Pricing
 from warmroute.fleet.group import Candidates
 from warmroute.fleet.node_speed import work
@@ -114,7 +114,8 @@ class PricePolicy(Policy):
             return True
         uses = PAYBACK_S / max(query.now_s - used_s, MIN_INTERVAL_S)
         extra_work = work(second.new, second.cached, prompts) - work(home.new, home.cached, prompts)
-        copy_ms = extra_work * nodes[second_index].speed.ms_per_token
+        node = nodes[second_index]
+        copy_ms = extra_work * node.speed.ms_per_token * (1.0 + STALLED_WEIGHT * node.load)
         saved_ms = home.own + home.contention - (second.own + second.contention - copy_ms)
         return COPY_SHARE * uses * saved_ms >= second.total - home.total
 

@@ -1,0 +1,203 @@
+"""Which fleets are replayed, and which one is chosen: the cheapest that meets the objective with a margin.
+
+    load to add nodes       growth · (1 + margin)         the fleet has to meet the objective with this many arrivals
+    load to remove nodes    growth · (1 + 2 · margin)     so has what is left of it
+
+If the current fleet does not meet the objective, the search doubles the number of added nodes of each offer until it
+does, then bisects, and takes the cheapest result. If three times the fleet is hardly better, none meets the objective:
+then the plan is the smallest fleet that comes within CLOSE of the best. If the current fleet meets it, the search
+removes nodes: 1, 2, then 4.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from warmroute.replay.planning.fleet_replay import FleetReplay
+from warmroute.replay.planning.recorded_traffic import RecordedRequest, growth, thinned
+from warmroute.scaling.fleet_plan import (
+    MIN_REQUESTS,
+    FleetNode,
+    FleetPlan,
+    OfferedNode,
+    PlanRequest,
+    ReplayedFleet,
+    too_little_traffic,
+)
+from warmroute.scaling.offer import OfferKey
+
+MIN_MEASURED: Final = 30
+"""Fewer measured requests say too little about a p90, and nothing if the traffic has just stopped."""
+MAX_OFFERS: Final = 3
+MIN_IMPROVEMENT: Final = 0.05
+"""More nodes have hardly helped if they lower the excess by less than this fraction."""
+CLOSE: Final = 1.15
+LARGER: Final = 1.5
+CLEARLY_MET: Final = 0.7
+CLEARLY_MISSED: Final = 1.4
+"""Excess, relative to the target, of replays that need not be repeated with about the same load."""
+MAX_SPARE: Final = 4
+
+
+def plan_fleet(
+    request: PlanRequest,
+    recorded: Sequence[RecordedRequest],
+    until_ms: float,
+    pause: Callable[[], object] = lambda: None,
+    cpu_s: Callable[[], float] = time.process_time,
+) -> FleetPlan:
+    """Search the cheapest fleet. `recorded`: in the order of arrival. `until_ms`: the end of the recorded time."""
+    nodes = len(request.nodes)
+    if len(recorded) < MIN_REQUESTS:
+        return FleetPlan(
+            nodes=nodes,
+            recorded=len(recorded),
+            skipped=too_little_traffic(len(recorded)),
+        )
+    sample = thinned(recorded, until_ms, nodes, request.share, request.max_requests)
+    if len(sample.requests) - sample.warm_up < MIN_MEASURED:
+        return FleetPlan(
+            nodes=nodes, recorded=len(recorded), skipped="replay has too little traffic of the last minutes"
+        )
+    expected = growth(recorded, until_ms, request.lead_s)
+    search = _Search(request, FleetReplay(request, sample, pause), expected, cpu_s)
+    plan = search.run()
+    plan.recorded, plan.measured_s, plan.arrivals_per_s = len(recorded), sample.measured_s, sample.arrivals_per_s
+    return plan
+
+
+class _Search:
+    def __init__(self, request: PlanRequest, replay: FleetReplay, growth: float, cpu_s: Callable[[], float]) -> None:
+        self._request = request
+        self._replay = replay
+        self._growth = growth
+        self._cpu_s = cpu_s
+        self._start_s = cpu_s()
+        self._fleets: list[ReplayedFleet] = []
+        self._target = max(1.0, request.target_excess)
+
+    @property
+    def _late(self) -> bool:
+        """Whether the search has taken as long as it may."""
+        return self._cpu_s() - self._start_s > self._request.max_cpu_s
+
+    def run(self) -> FleetPlan:
+        request, nodes = self._request, self._request.nodes
+        plan = FleetPlan(nodes=len(nodes), growth=self._growth)
+        up = self._growth * (1.0 + request.margin)
+        current = self._run(nodes, up) if nodes else None
+        if current is None or current.excess > self._target:
+            chosen = self._cheapest_addition(current, up)
+            if chosen is not None:
+                plan.add, plan.offer = chosen.nodes - len(nodes), chosen.offer
+        else:
+            plan.spare = self._spare(self._growth * (1.0 + 2.0 * request.margin))
+        if request.predict_current and nodes:
+            plan.predicted = self._replay.run(nodes, 1.0)
+        if request.show_larger and not self._late:
+            plan.larger = self._larger(plan, up)
+        plan.fleets = tuple(self._fleets)
+        plan.target_excess = self._target
+        plan.replays, plan.replayed_requests = self._replay.replays, self._replay.requests
+        plan.cpu_s = self._cpu_s() - self._start_s
+        return plan
+
+    def _run(self, nodes: Sequence[FleetNode], load: float, offer: OfferedNode | None = None) -> ReplayedFleet:
+        key = offer.offer if offer is not None else None
+        fleet = self._known(nodes, load, key) or self._replay.run(nodes, load, key)
+        self._fleets.append(fleet)
+        return fleet
+
+    def _known(self, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None) -> ReplayedFleet | None:
+        """Return an earlier replay of the same fleet that answers the question: with at least as many arrivals it met
+        the objective clearly, or with at most as many it missed it clearly."""
+        arrivals_per_s = load * self._replay.arrivals_per_s
+        usd = sum(node.usd_per_hour for node in nodes)
+        for one in self._request.known:
+            if (one.nodes, one.offer) != (len(nodes), offer) or abs(one.usd_per_hour - usd) > 0.01 * usd:
+                continue
+            is_met = one.excess < CLEARLY_MET * self._target and one.arrivals_per_s >= arrivals_per_s
+            if is_met or (one.excess > CLEARLY_MISSED * self._target and one.arrivals_per_s <= arrivals_per_s):
+                return one
+        return None
+
+    def _cheapest_addition(self, current: ReplayedFleet | None, load: float) -> ReplayedFleet | None:
+        best: ReplayedFleet | None = None
+        for offer in self._request.offers[:MAX_OFFERS]:
+            if offer.most < 1 or self._late:
+                continue
+            found = self._smallest_addition(offer, current, load)
+            if current is not None and current.excess <= self._target:
+                return None  # no fleet meets the objective, and the current one comes close enough
+            if found is not None and (best is None or self._is_better(found, best)):
+                best = found
+        return best
+
+    def _is_better(self, one: ReplayedFleet, other: ReplayedFleet) -> bool:
+        meets, other_meets = one.excess <= self._target, other.excess <= self._target
+        if meets != other_meets:
+            return meets
+        if not meets:
+            return one.excess < other.excess
+        return (one.usd_per_hour, one.nodes) < (other.usd_per_hour, other.nodes)
+
+    def _smallest_addition(
+        self, offer: OfferedNode, current: ReplayedFleet | None, load: float
+    ) -> ReplayedFleet | None:
+        """Return the smallest fleet with more nodes of this offer that meets the target; the largest one if none
+        does."""
+        nodes = self._request.nodes
+        tried: dict[int, ReplayedFleet] = {}
+
+        def run(added: int) -> ReplayedFleet:
+            if added not in tried:
+                tried[added] = self._run((*nodes, *[offer.node] * added), load, offer)
+            return tried[added]
+
+        low, added = 0, 1
+        before = current
+        while run(added).excess > self._target:
+            if added >= offer.most or self._late:
+                break
+            low = added
+            hardly = before is not None and tried[added].excess > (1.0 - MIN_IMPROVEMENT) * before.excess
+            before = tried[added]
+            added = min(offer.most, max(2 * added, 2 * len(nodes)) if hardly else 2 * added)
+            if hardly and run(added).excess > max(self._target, (1.0 - MIN_IMPROVEMENT) * before.excess):
+                self._target = CLOSE * tried[added].excess
+                if current is not None and current.excess <= self._target:
+                    return None
+                low = 0
+        high = added
+        while high - low > 1 and tried[high].excess <= self._target and not self._late:
+            middle = (low + high) // 2
+            if run(middle).excess <= self._target:
+                high = middle
+            else:
+                low = middle
+        return tried[high]
+
+    def _spare(self, load: float) -> int:
+        """Return how many nodes the fleet could do without."""
+        request, spare = self._request, 0
+        most = min(MAX_SPARE, request.removable, len(request.nodes) - 1)
+        for removed in (1, 2, MAX_SPARE):
+            if removed > most or self._late:
+                break
+            if self._run(request.nodes[:-removed], load).excess > self._target:
+                break
+            spare = removed
+        return spare
+
+    def _larger(self, plan: FleetPlan, load: float) -> ReplayedFleet | None:
+        """Return what half as many nodes more than planned would reach."""
+        request = self._request
+        offer = next((one for one in request.offers if plan.offer in (None, one.offer)), None)
+        if offer is None:
+            return None
+        added = plan.add - plan.spare + max(1, round((LARGER - 1.0) * plan.desired_nodes))
+        if added < 1:
+            return None
+        return self._replay.run((*request.nodes, *[offer.node] * added), load, offer.offer)

@@ -1,0 +1,100 @@
+"""The recorded traffic of the last minutes as a sample that can be replayed.
+
+Replays are measured in the last part of the recorded time (MEASURED_SHARE). The requests before it fill the caches.
+
+A router with much traffic replays a part of it on a part of the fleet: the conversations whose hash is below a
+threshold. Whole conversations are kept or left out, so caches work as in the whole. For k nodes and a sample with the
+fraction f of all requests, round(k · f) nodes are simulated, and arrival times are scaled so that each simulated node
+gets as many requests as a real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+from warmroute.fake_engine.core.block_content import mix64
+from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+
+MEASURED_SHARE: Final = 0.6
+MIN_SIMULATED_NODES: Final = 4
+"""The sample is not thinned to less than so many nodes can serve: a small fleet queues more than a large one."""
+TREND_SPANS: Final = 10
+TREND_ERRORS: Final = 2.0
+"""A trend counts minus this many standard errors, so that noise is no trend."""
+MAX_GROWTH: Final = 2.0
+_HASHES: Final = 1 << 64
+
+
+class RecordedRequest(msgspec.Struct, gc=False):
+    prompt: WorkloadPrompt
+    at_ms: float
+    conversation: int
+    """The same number for all turns of a conversation."""
+
+
+class Sample(msgspec.Struct, kw_only=True):
+    """A part of the recorded traffic."""
+
+    requests: Sequence[RecordedRequest]
+    """In the order of their arrival."""
+    share: float
+    """The fraction of all requests of the fleet that it has."""
+    warm_up: int
+    """Requests before the measured part."""
+    measured_s: float
+    arrivals_per_s: float
+    """Of the whole fleet, in the measured part."""
+
+    def prompts(self, load: float) -> Iterator[WorkloadPrompt]:
+        """Return the prompts with `load` times as many arrivals per second."""
+        first_ms = self.requests[0].at_ms
+        for one in self.requests:
+            yield msgspec.structs.replace(one.prompt, at_ms=(one.at_ms - first_ms) / load, next_turn=None)
+
+
+def thinned(requests: Sequence[RecordedRequest], until_ms: float, nodes: int, share: float, most: int) -> Sample:
+    """Return a sample of at most `most` requests for a fleet of about `nodes` nodes. `until_ms`: the end of the
+    recorded time. `share`: the fraction of the fleet's requests that was recorded."""
+    kept = requests
+    if len(requests) > most:
+        fraction = max(most / len(requests), min(1.0, MIN_SIMULATED_NODES / max(1.0, nodes * share)))
+        if fraction < 1.0:
+            kept = [one for one in requests if mix64(one.conversation, 1) % _HASHES < fraction * _HASHES]
+            share *= len(kept) / len(requests)
+    kept = kept[-most:]
+    from_ms = until_ms - MEASURED_SHARE * (until_ms - kept[0].at_ms)
+    warm_up = sum(one.at_ms < from_ms for one in kept)
+    measured_s = max(1e-3, (until_ms - from_ms) / 1000.0)
+    return Sample(
+        requests=kept,
+        share=share,
+        warm_up=warm_up,
+        measured_s=measured_s,
+        arrivals_per_s=(len(kept) - warm_up) / measured_s / share,
+    )
+
+
+def growth(requests: Sequence[RecordedRequest], until_ms: float, lead_s: float) -> float:
+    """Return the expected arrivals per second `lead_s` after the recorded time, relative to those of the measured part:
+    the value of a line through the arrivals of equal spans of time, as far as chance cannot explain it."""
+    first_ms = requests[0].at_ms
+    span_ms = (until_ms - first_ms) / TREND_SPANS
+    if span_ms <= 0:
+        return 1.0
+    counts = [0] * TREND_SPANS
+    for one in requests:
+        counts[min(TREND_SPANS - 1, int((one.at_ms - first_ms) / span_ms))] += 1
+    mean = sum(counts) / TREND_SPANS
+    middle = (TREND_SPANS - 1) / 2
+    spread = sum((at - middle) ** 2 for at in range(TREND_SPANS))
+    slope = sum((at - middle) * (count - mean) for at, count in enumerate(counts)) / spread
+    residual = sum((count - mean - slope * (at - middle)) ** 2 for at, count in enumerate(counts))
+    error = TREND_ERRORS * (residual / (TREND_SPANS - 2) / spread) ** 0.5
+    certain = max(0.0, slope - error) if slope > 0 else min(0.0, slope + error)
+    measured = TREND_SPANS * (1.0 - MEASURED_SHARE / 2) - 0.5  # the middle of the measured part
+    level = mean + certain * (measured - middle)
+    ahead = TREND_SPANS - 0.5 + lead_s * 1000.0 / span_ms - measured
+    return min(MAX_GROWTH, max(1.0 / MAX_GROWTH, 1.0 + certain * ahead / level)) if level > 0 else 1.0

@@ -1,0 +1,205 @@
+"""A fleet plan: what the replay of recent traffic says about fleets of other sizes, and how many nodes follow from it.
+
+    PlanRequest   the fleet, the offers, the learned speeds, the objective: what a search is made from
+    FleetPlan     its result: nodes to add of which offer, or nodes to spare, and the replayed fleets that show why
+
+Both cross a pipe: the search runs in another process (planning_process.py), in virtual time in this one.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from warmroute.config import Config, Objective
+from warmroute.scaling.offer import OfferKey
+from warmroute.scaling.scaling_decision import count_of_nodes
+
+MIN_REQUESTS: Final = 100
+"""Fewer requests say too little about a p90."""
+
+
+class NodeFigures(msgspec.Struct, frozen=True):
+    """The learned speed and the memory of one kind of node."""
+
+    ms_per_token: float
+    """Prefill time per token of a short prompt, without the time of a step."""
+    step_ms: float
+    """Time of a decode step over an empty context."""
+    slope_ms: float
+    """Additional time of a step for each token of context."""
+    kv_tokens: int
+
+
+class FleetNode(msgspec.Struct, frozen=True):
+    gpu: str
+    island: str
+    usd_per_hour: float = 0.0
+
+
+class OfferedNode(msgspec.Struct, frozen=True):
+    offer: OfferKey
+    node: FleetNode
+    most: int
+    """How many more nodes of this offer may be added."""
+
+
+class ReplayedFleet(msgspec.Struct, kw_only=True, frozen=True):
+    """The result of one replay."""
+
+    nodes: int
+    usd_per_hour: float
+    """Of the whole fleet."""
+    offer: OfferKey | None = None
+    """Of the nodes that were added."""
+    load: float = 1.0
+    """Arrivals relative to the recorded traffic."""
+    arrivals_per_s: float = 0.0
+    ttft_p50_ms: float | None = None
+    ttft_p90_ms: float | None = None
+    ttft_p99_ms: float | None = None
+    inter_token_p90_ms: float | None = None
+    good_ratio: float | None = None
+    hit_ratio: float = 0.0
+    excess: float = 0.0
+    """The largest value relative to its limit. At most 1: the fleet meets the objective."""
+
+
+class PlanRequest(msgspec.Struct, kw_only=True):
+    nodes: tuple[FleetNode, ...]
+    """Serving and pending ones. The last `removable` of them may be removed, the very last one first."""
+    removable: int = 0
+    offers: tuple[OfferedNode, ...] = ()
+    """The available ones, the cheapest for its speed first."""
+    figures: dict[str, NodeFigures]
+    """By GPU. One that is not listed counts as the first one."""
+    round_trip_ms: dict[str, float] = {}
+    """By island."""
+    objective: Objective = Objective()
+    margin: float = 0.1
+    max_requests: int = 1500
+    lead_s: float = 0.0
+    """Time until a node that is requested now would serve."""
+    share: float = 1.0
+    """The fraction of the fleet's requests that is in the recorded traffic: other routers send the rest."""
+    target_excess: float = 1.0
+    """That of the last plan: above 1 if no fleet meets the objective."""
+    known: tuple[ReplayedFleet, ...] = ()
+    """Replays of the last minutes, which need not be repeated if they are clear enough."""
+    predict_current: bool = False
+    """Whether to replay the traffic as it was on the current fleet, to compare with what was observed."""
+    show_larger: bool = False
+    """Whether to replay a larger fleet, to say what it would save."""
+    max_cpu_s: float = 30.0
+    router: Config = Config()
+    """The router's own settings, as far as they matter for routing."""
+
+
+class FleetPlan(msgspec.Struct, kw_only=True):
+    nodes: int = 0
+    """Size of the current fleet, pending nodes included."""
+    add: int = 0
+    offer: OfferKey | None = None
+    spare: int = 0
+    """How many nodes the fleet could do without."""
+    fleets: tuple[ReplayedFleet, ...] = ()
+    larger: ReplayedFleet | None = None
+    """What more nodes than needed would reach."""
+    target_excess: float = 1.0
+    """Above 1 if no fleet meets the objective: then the plan is the smallest fleet that comes close to the best."""
+    growth: float = 1.0
+    """Expected arrivals when a node that is requested now would serve, relative to the recorded traffic."""
+    arrivals_per_s: float = 0.0
+    """Of the recorded traffic, scaled to all routers."""
+    recorded: int = 0
+    """Requests in the recorded traffic."""
+    measured_s: float = 0.0
+    """The last part of the recorded traffic, in which replays are measured. The rest fills the caches."""
+    predicted: ReplayedFleet | None = None
+    """The traffic as it was on the current fleet."""
+    replays: int = 0
+    replayed_requests: int = 0
+    cpu_s: float = 0.0
+    skipped: str = ""
+    """Why nothing was replayed; empty if something was."""
+
+    @property
+    def desired_nodes(self) -> int:
+        return self.nodes + self.add - self.spare
+
+    def fleet(self, nodes: int) -> ReplayedFleet | None:
+        """Return the replay with this many nodes; with the offer that was chosen, if several were replayed."""
+        found = [one for one in self.fleets if one.nodes == nodes and one.offer in (None, self.offer)]
+        return found[-1] if found else None
+
+    def explain(self, objective: Objective) -> str:
+        """Return why this is the size that the fleet should have."""
+        if self.skipped:
+            return self.skipped
+        chosen = self.fleet(self.desired_nodes)
+        if chosen is None:
+            return ""
+        parts = [f"{count_of_nodes(chosen.nodes)}: {describe(chosen, objective, with_limit=True)}"]
+        smaller = self.fleet(chosen.nodes - 1)
+        if smaller is not None:
+            parts.append(f"{count_of_nodes(smaller.nodes)}: {describe(smaller, objective)}")
+        if self.larger is not None:
+            parts.append(_saving(chosen, self.larger))
+        if self.target_excess > 1.0:
+            parts.append("no fleet meets the objective: more nodes would hardly help")
+        elif chosen.excess > 1.0:
+            parts.append("the limits allow no fleet that meets the objective")
+        return "; ".join(parts)
+
+
+def too_little_traffic(recorded: int) -> str:
+    return f"replay has too little traffic: {recorded} of {MIN_REQUESTS} requests"
+
+
+def excess(
+    objective: Objective, ttft_p90_ms: float | None, ttft_p99_ms: float | None, inter_token_p90_ms: float | None,
+    good_ratio: float | None,
+) -> float:  # fmt: skip
+    """Return the largest measured value relative to its limit. `warmroute plan` and the autoscaler both judge fleets
+    with it."""
+    ratios = [0.0]
+    for value, limit in (
+        (ttft_p90_ms, objective.ttft_p90_ms),
+        (ttft_p99_ms, objective.ttft_p99_ms),
+        (inter_token_p90_ms, objective.inter_token_p90_ms),
+    ):
+        if limit and value is not None:
+            ratios.append(value / limit)
+    if objective.min_good_ratio and good_ratio is not None:
+        ratios.append((1.0 - good_ratio) / max(1e-3, 1.0 - objective.min_good_ratio))
+    return max(ratios)
+
+
+def describe(fleet: ReplayedFleet, objective: Objective, *, with_limit: bool = False) -> str:
+    """Return what the replay measured for each limit of the objective."""
+    parts = []
+    for name, value_ms, limit_ms in (
+        ("TTFT p90", fleet.ttft_p90_ms, objective.ttft_p90_ms),
+        ("TTFT p99", fleet.ttft_p99_ms, objective.ttft_p99_ms),
+        ("inter-token p90", fleet.inter_token_p90_ms, objective.inter_token_p90_ms),
+    ):
+        if limit_ms and value_ms is not None:
+            parts.append(f"{name} {duration(value_ms)}" + (f" (objective {duration(limit_ms)})" if with_limit else ""))
+    if objective.min_good_ratio and fleet.good_ratio is not None:
+        limit = f" (objective {objective.min_good_ratio:.0%})" if with_limit else ""
+        parts.append(f"{fleet.good_ratio:.1%} good{limit}")
+    return ", ".join(parts) or "nothing measured"
+
+
+def _saving(chosen: ReplayedFleet, larger: ReplayedFleet) -> str:
+    saved_ms = (chosen.ttft_p90_ms or 0.0) - (larger.ttft_p90_ms or 0.0)
+    usd = larger.usd_per_hour - chosen.usd_per_hour
+    cost = f" for {usd:.2f} USD/h" if usd > 0 else ""
+    if saved_ms < 0.02 * (chosen.ttft_p90_ms or 0.0):
+        return f"{count_of_nodes(larger.nodes)} would save nothing{cost}"
+    return f"{count_of_nodes(larger.nodes)} would save {duration(saved_ms)}{cost}"
+
+
+def duration(ms: float) -> str:
+    return f"{ms / 1000.0:.2g} s" if ms >= 1000.0 else f"{ms:.0f} ms"

@@ -1,0 +1,230 @@
+"""Scaling by replay: when a search starts, how long its plan counts, and whether its predictions can be trusted.
+
+A search starts every `scaling.replay.interval_s`, if the last one has ended and there is enough recorded traffic. Its
+plan counts for MAX_AGE_INTERVALS intervals. Now and then the search also replays the traffic as it was on the fleet as
+it is, and the planner compares the predicted TTFT p90 with the observed one. If they differ by more than MAX_ERROR
+several times in a row, the autoscaler goes by thresholds until they agree again. So it does without a plan: at the
+start, with little traffic, or if the searching process fails.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import msgspec
+
+from warmroute.config import Scaling
+from warmroute.event_log import EventLog
+from warmroute.fleet.demand import DemandMeter, percentile_ms
+from warmroute.scaling.fleet_plan import (
+    MIN_REQUESTS,
+    FleetPlan,
+    PlanRequest,
+    ReplayedFleet,
+    duration,
+    too_little_traffic,
+)
+from warmroute.scaling.plan_request import CannotPlan
+
+log = EventLog("warmroute.scaling")
+
+MAX_AGE_INTERVALS: Final = 4.0
+PREDICT_EVERY: Final = 3
+"""One of so many searches also predicts the current fleet's TTFT, and says what a larger fleet would save."""
+MAX_ERROR: Final = 2.0
+"""Largest ratio of predicted and observed TTFT p90."""
+MATTERS: Final = 0.5
+"""A wrong prediction counts only if one of the two is above this fraction of the objective."""
+WRONG_BEFORE_FALLBACK: Final = 3
+RIGHT_BEFORE_RETURN: Final = 2
+MIN_FIRST_TOKENS: Final = 50
+KNOWN_S: Final = 900.0
+"""How long a replay need not be repeated, if its result was clear."""
+MIN_KNOWN_REQUESTS: Final = 3 * MIN_REQUESTS
+"""A replay of fewer requests is repeated."""
+TARGET_AGE_S: Final = 1200.0
+"""How long the planner remembers that no fleet meets the objective."""
+
+
+class PlanRunner(Protocol):
+    """Runs a search beside the router."""
+
+    @property
+    def recorded(self) -> int:
+        """Number of requests in the recorded traffic."""
+
+    def start(self, request: PlanRequest, done: Callable[[FleetPlan | None, str], object]) -> None:
+        """Call `done` with the plan, or with None and the reason."""
+
+
+class PlannerStats(msgspec.Struct):
+    """For the metrics."""
+
+    searches: int = 0
+    failures: int = 0
+    replays: int = 0
+    cpu_s: float = 0.0
+    predicted_ms: float = 0.0
+    observed_ms: float = 0.0
+    trusted: bool = True
+
+
+class _Reading(msgspec.Struct):
+    """First tokens until a search began, and the nodes that served then."""
+
+    at_s: float
+    ttft_counts: array[int]
+    nodes: int
+
+
+class ReplayPlanner:
+    def __init__(self, config: Scaling, meter: DemandMeter, runner: PlanRunner) -> None:
+        self.config = config
+        self._meter = meter
+        self._runner = runner
+        self.stats = PlannerStats()
+        self._plan: FleetPlan | None = None
+        self.planned_s = float("-inf")
+        """When the traffic of the plan was recorded."""
+        self._started_s = float("-inf")
+        self._running = False
+        self._readings: deque[_Reading] = deque()
+        self._counted = (0.0, 0.0)
+        """Arrivals at this process and at all of them when the last search began."""
+        self._known: deque[tuple[float, ReplayedFleet]] = deque()
+        """Replays of the last minutes, each with the time of its search."""
+        self._wrong = self._right = 0
+        self._unreachable_s = float("-inf")
+        self._failing = False
+        self.problem = "no replay has ended yet"
+        """Why there is no plan; empty if there is one."""
+
+    def plan(self, now_s: float) -> FleetPlan | None:
+        """Return the plan that counts, or None: then thresholds decide."""
+        plan = self._plan
+        if plan is None or not self.stats.trusted or plan.skipped:
+            return None
+        if now_s - self.planned_s > MAX_AGE_INTERVALS * self.config.replay.interval_s:
+            self.problem = self.problem or "the last replay is too old"
+            return None
+        return plan
+
+    @property
+    def last_plan(self) -> FleetPlan | None:
+        """The last one, whether it counts or not."""
+        return self._plan
+
+    def turn(self, now_s: float, serving: int, create_request: Callable[[], PlanRequest]) -> None:
+        """Start a search if it is time."""
+        replay = self.config.replay
+        if self._running or now_s - self._started_s < replay.interval_s:
+            return
+        recorded = self._runner.recorded
+        if recorded < MIN_REQUESTS:
+            self.problem, self._plan = too_little_traffic(recorded), None
+            return
+        self._started_s = now_s
+        readings = self._readings
+        readings.append(_Reading(now_s, self._meter.times()[0], serving))
+        while readings[0].at_s < now_s - replay.window_s - replay.interval_s:
+            readings.popleft()
+        try:
+            request = create_request()
+        except CannotPlan as reason:
+            self.problem, self._plan = f"no replay: {reason}", None
+            return
+        request.share = self._share()
+        while self._known and self._known[0][0] < now_s - KNOWN_S:
+            self._known.popleft()
+        request.known = tuple(fleet for _, fleet in reversed(self._known))
+        request.predict_current = request.show_larger = self.stats.searches % PREDICT_EVERY == PREDICT_EVERY - 1
+        if self._plan is not None and now_s - self._unreachable_s < TARGET_AGE_S:
+            request.target_excess = self._plan.target_excess
+        self._running = True
+        self._runner.start(request, lambda plan, reason: self._ended(plan, reason, now_s))
+
+    def _share(self) -> float:
+        """Return the fraction of all routers' arrivals since the last search that came to this process."""
+        own, everyone = self._meter.own_counts()[0], self._meter.counts()[0]
+        before_own, before_everyone = self._counted
+        self._counted = own, everyone
+        if everyone - before_everyone < 1.0:
+            return 1.0
+        return min(1.0, max(0.01, (own - before_own) / (everyone - before_everyone)))
+
+    def _ended(self, plan: FleetPlan | None, reason: str, started_s: float) -> None:
+        self._running = False
+        stats = self.stats
+        stats.searches += 1
+        if plan is None:
+            stats.failures += 1
+            self.problem = f"replay failed: {reason}"
+            if not self._failing:
+                self._failing = True
+                log.warning("scaling_replay_failed", "The autoscaler goes by thresholds meanwhile.", reason=reason)
+            return
+        if self._failing:
+            self._failing = False
+            log.info("scaling_replay_recovered", "The autoscaler goes by replay again.")
+        stats.replays += plan.replays
+        stats.cpu_s += plan.cpu_s
+        if plan.target_excess > 1.0 and (self._plan is None or self._plan.target_excess <= 1.0):
+            self._unreachable_s = started_s
+        if plan.recorded >= MIN_KNOWN_REQUESTS:
+            known = {fleet for _, fleet in self._known}
+            self._known.extend((started_s, fleet) for fleet in plan.fleets if fleet not in known)
+        before, self._plan, self.planned_s = self._plan, plan, started_s
+        if plan.larger is None and before is not None and before.desired_nodes == plan.desired_nodes:
+            plan.larger = before.larger
+        self.problem = plan.skipped
+        self._compare(plan, started_s)
+
+    # Accuracy.
+
+    def _compare(self, plan: FleetPlan, started_s: float) -> None:
+        predicted_ms = plan.predicted.ttft_p90_ms if plan.predicted is not None else None
+        observed_ms = self._observed_ms(plan, started_s)
+        if predicted_ms is None or observed_ms is None:
+            return
+        stats, objective = self.stats, self.config.objective
+        stats.predicted_ms, stats.observed_ms = predicted_ms, observed_ms
+        larger, smaller = max(predicted_ms, observed_ms), max(1e-3, min(predicted_ms, observed_ms))
+        limit_ms = objective.ttft_p90_ms or objective.ttft_p99_ms
+        if larger > MAX_ERROR * smaller and larger > MATTERS * limit_ms:
+            self._wrong, self._right = self._wrong + 1, 0
+        else:
+            self._wrong, self._right = 0, self._right + 1
+        if stats.trusted and self._wrong >= WRONG_BEFORE_FALLBACK:
+            stats.trusted = False
+            self.problem = f"replay predicts TTFT p90 {duration(predicted_ms)}, observed {duration(observed_ms)}"
+            log.warning(
+                "scaling_replay_inaccurate",
+                "The autoscaler goes by thresholds until predictions are right again.",
+                predicted_ms=round(predicted_ms),
+                observed_ms=round(observed_ms),
+            )
+        elif not stats.trusted and self._right >= RIGHT_BEFORE_RETURN:
+            stats.trusted = True
+            log.info(
+                "scaling_replay_accurate",
+                "The autoscaler goes by replay again.",
+                predicted_ms=round(predicted_ms),
+                observed_ms=round(observed_ms),
+            )
+
+    def _observed_ms(self, plan: FleetPlan, started_s: float) -> float | None:
+        """Return the TTFT p90 of the time that the replay measured; None if the fleet changed meanwhile."""
+        until = next((one for one in self._readings if one.at_s == started_s), None)
+        since_s = started_s - plan.measured_s
+        before = [one for one in self._readings if one.at_s < started_s]
+        if until is None or not before:
+            return None
+        since = min(before, key=lambda one: abs(one.at_s - since_s))
+        between = [one for one in self._readings if since.at_s <= one.at_s <= started_s]
+        if abs(since.at_s - since_s) > 0.5 * plan.measured_s or any(one.nodes != plan.nodes for one in between):
+            return None
+        counts = [after - earlier for after, earlier in zip(until.ttft_counts, since.ttft_counts, strict=True)]
+        return percentile_ms(counts, 0.9) if sum(counts) >= MIN_FIRST_TOKENS else None

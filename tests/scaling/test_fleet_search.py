@@ -1,0 +1,177 @@
+"""The search by replay: the cheapest fleet on which the recorded traffic meets the objective."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+import pytest
+from recorded_loads import NODE, PLAIN, plan_request, recorded
+
+from warmroute.config import Config, Objective
+from warmroute.replay.planning import fleet_search
+from warmroute.replay.planning.recorded_traffic import RecordedRequest, growth, thinned
+from warmroute.scaling.fleet_plan import MIN_REQUESTS, FleetNode, FleetPlan, NodeFigures, OfferedNode, PlanRequest
+
+
+def plan_fleet(request: PlanRequest, requests: list[RecordedRequest], **more: Any) -> FleetPlan:
+    return fleet_search.plan_fleet(request, requests, requests[-1].at_ms, **more)
+
+
+BUSY = recorded(per_s=6.0, seconds=80.0)
+
+
+def test_an_overloaded_fleet_gets_the_fewest_nodes_that_meet_the_objective() -> None:
+    plan = plan_fleet(plan_request(1), BUSY)
+    chosen, smaller = plan.fleet(plan.desired_nodes), plan.fleet(plan.desired_nodes - 1)
+    assert plan.add > 0
+    assert plan.offer == ("cloud", "small")
+    assert chosen is not None and chosen.excess <= 1.0
+    assert smaller is not None and smaller.excess > 1.0
+
+
+def test_what_is_left_of_a_large_fleet_meets_the_objective() -> None:
+    plan = plan_fleet(plan_request(8), BUSY)
+    assert plan.add == 0
+    assert plan.spare > 0
+    left = plan.fleet(plan.desired_nodes)
+    assert left is not None and left.excess <= 1.0
+
+
+def test_a_fleet_of_the_right_size_stays() -> None:
+    wanted = plan_fleet(plan_request(1), BUSY).desired_nodes
+    plan = plan_fleet(plan_request(wanted), BUSY)
+    assert (plan.add, plan.spare) == (0, 0)
+
+
+def test_the_fleet_meets_the_objective_with_more_requests_than_expected() -> None:
+    plan = plan_fleet(plan_request(2, margin=0.5), BUSY)
+    assert plan.fleets[0].load == pytest.approx(1.5 * plan.growth)
+    assert plan.desired_nodes > plan_fleet(plan_request(2, margin=0.0), BUSY).desired_nodes
+
+
+def test_nodes_are_not_removed_with_less_than_twice_the_margin() -> None:
+    plan = plan_fleet(plan_request(8, margin=0.1), BUSY)
+    assert [fleet.load for fleet in plan.fleets[:2]] == pytest.approx([1.1 * plan.growth, 1.2 * plan.growth])
+
+
+def test_nodes_that_do_not_help_are_not_bought() -> None:
+    """Each prompt takes three seconds by itself: no fleet reaches two."""
+    long_prompts = recorded(per_s=0.5, seconds=400.0, tokens=3000)
+    plan = plan_fleet(plan_request(6), long_prompts)
+    assert (plan.add, plan.spare) == (0, 0)
+    assert plan.target_excess > 1.0
+    assert "no fleet meets the objective" in plan.explain(Objective(ttft_p90_ms=2000.0))
+
+
+def test_the_cheaper_of_two_offers_is_chosen() -> None:
+    fast = NodeFigures(ms_per_token=0.5, step_ms=10.0, slope_ms=0.0, kv_tokens=64_000)
+
+    def chosen(usd_per_hour: float) -> object:
+        offers = (
+            OfferedNode(("cloud", "small"), NODE, 8),
+            OfferedNode(("cloud", "fast"), FleetNode("fast", "local", usd_per_hour), 8),
+        )
+        return plan_fleet(plan_request(2, offers=offers, figures={"plain": PLAIN, "fast": fast}), BUSY).offer
+
+    assert chosen(usd_per_hour=2.5) == ("cloud", "fast")
+    assert chosen(usd_per_hour=20.0) == ("cloud", "small")
+
+
+def test_an_offer_that_is_too_far_away_is_not_chosen() -> None:
+    offers = (
+        OfferedNode(("cloud", "far"), FleetNode("plain", "far", 1.0), 8),
+        OfferedNode(("cloud", "near"), NODE, 8),
+    )
+    request = plan_request(1, offers=offers, round_trip_ms={"local": 1.0, "far": 5000.0})
+    assert plan_fleet(request, BUSY).offer == ("cloud", "near")
+
+
+def test_an_offer_is_used_up_to_its_limit() -> None:
+    plan = plan_fleet(plan_request(1, offers=(OfferedNode(("cloud", "small"), NODE, 1),)), BUSY)
+    assert plan.add == 1
+    assert "the limits allow no fleet that meets the objective" in plan.explain(Objective(ttft_p90_ms=2000.0))
+
+
+@pytest.mark.parametrize(
+    ("objective", "nodes"),
+    [
+        (Objective(ttft_p90_ms=0, ttft_p99_ms=1500.0), 3),
+        (Objective(ttft_p90_ms=0, inter_token_p90_ms=100.0), 5),
+        (Objective(ttft_p90_ms=0, min_good_ratio=0.99), 3),
+    ],
+)
+def test_every_kind_of_objective_adds_nodes(objective: Objective, nodes: int) -> None:
+    plan = plan_fleet(plan_request(nodes, objective=objective), BUSY)
+    assert plan.add > 0
+    assert "objective" in plan.explain(objective)
+
+
+def test_little_traffic_says_nothing() -> None:
+    plan = plan_fleet(plan_request(2), BUSY[: MIN_REQUESTS - 1])
+    assert plan.replays == 0
+    assert "too little traffic" in plan.skipped
+
+
+def test_a_search_ends_with_its_cpu_time() -> None:
+    times = iter(range(1000))
+    request = plan_request(1, max_cpu_s=0.5)
+    assert plan_fleet(request, BUSY, cpu_s=lambda: float(next(times))).replays <= 2
+
+
+def test_a_clear_result_of_the_last_minutes_is_not_replayed_again() -> None:
+    first = plan_fleet(plan_request(8), BUSY)
+    again = plan_fleet(plan_request(8, known=first.fleets), BUSY)
+    assert again.replays < first.replays
+    assert again.desired_nodes == first.desired_nodes
+    more = plan_fleet(plan_request(8, known=first.fleets), recorded(per_s=12.0, seconds=80.0))
+    assert more.fleets[0].arrivals_per_s > first.fleets[0].arrivals_per_s, "more load is another question"
+
+
+def test_the_plan_explains_itself() -> None:
+    plan = plan_fleet(plan_request(1, show_larger=True), BUSY)
+    sentence = plan.explain(Objective(ttft_p90_ms=2000.0))
+    assert re.match(
+        r"\d nodes: TTFT p90 .* \(objective 2 s\); \d nodes?: TTFT p90 .* s; \d nodes would save ", sentence
+    )
+
+
+def test_a_large_fleet_is_replayed_in_part() -> None:
+    """A tenth of the requests on a tenth of the nodes has about the same result."""
+    requests = recorded(per_s=60.0, seconds=60.0)
+    sample = thinned(requests, 60_000.0, nodes=40, share=1.0, most=600)
+    assert len(sample.requests) <= 600
+    assert sample.share < 0.3
+    assert sample.arrivals_per_s == pytest.approx(60.0, rel=0.15)
+    offers = (OfferedNode(("cloud", "small"), NODE, 60),)
+    plan = plan_fleet(plan_request(20, max_requests=600, offers=offers), requests)
+    assert 30 <= plan.desired_nodes <= 60
+
+
+def test_the_traffic_of_one_of_two_routers_counts_twice() -> None:
+    half = plan_fleet(plan_request(2, share=0.5), recorded(per_s=3.0, seconds=160.0)).desired_nodes
+    whole = plan_fleet(plan_request(2), recorded(per_s=6.0, seconds=160.0)).desired_nodes
+    assert abs(half - whole) <= 1
+
+
+def test_a_steady_rise_is_expected_to_go_on() -> None:
+    rising = []
+    for minute in range(10):
+        for one in recorded(2.0 + minute, 60.0, seed=minute):
+            one.at_ms += 60_000.0 * minute
+            rising.append(one)
+    assert growth(rising, 600_000.0, lead_s=180.0) > 1.3
+    assert growth(recorded(6.0, 600.0), 600_000.0, lead_s=180.0) == pytest.approx(1.0, abs=0.15)
+
+
+def test_traffic_that_has_stopped_says_nothing() -> None:
+    plan = fleet_search.plan_fleet(plan_request(4), BUSY, 30.0 * BUSY[-1].at_ms)
+    assert "too little traffic of the last minutes" in plan.skipped
+
+
+def test_requests_and_plans_cross_a_pipe() -> None:
+    request = plan_request(2, router=Config())
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=PlanRequest) == request
+    plan = plan_fleet(request, BUSY)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=FleetPlan) == plan

@@ -1,0 +1,139 @@
+"""Decisions of the scaler by a plan, and what thresholds still do between two replays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleet_views import offer, view
+
+from warmroute.config import Scaling
+from warmroute.scaling.fleet_observer import FleetView
+from warmroute.scaling.fleet_plan import FleetPlan, ReplayedFleet
+from warmroute.scaling.offer_selection import OfferSelector
+from warmroute.scaling.scaler import Scaler
+from warmroute.scaling.scaling_decision import ScalingDecision
+
+CHEAP, DEAR = offer("cheap", usd_per_hour=1.0), offer("dear", gpu="H100", usd_per_hour=4.0)
+
+
+def fleets(*p90_s: float, smallest: int = 3) -> tuple[ReplayedFleet, ...]:
+    return tuple(
+        ReplayedFleet(nodes=smallest + at, usd_per_hour=smallest + at, ttft_p90_ms=1000.0 * value, excess=value / 2.0)
+        for at, value in enumerate(p90_s)
+    )
+
+
+class Decisions:
+    def __init__(self, **config: Any) -> None:
+        self.config = Scaling(enabled=True, max_nodes=12, cooldown_up_s=10.0, cooldown_down_s=60.0, **config)
+        selector = OfferSelector(self.config)
+        selector.update_offers([CHEAP, DEAR])
+        self.scaler = Scaler(self.config, selector)
+
+    def decide(self, seen: FleetView, plan: FleetPlan | None) -> ScalingDecision:
+        return self.scaler.decide(seen, planner=lambda _inputs: plan)
+
+
+def steady(now_s: float = 100.0, count: int = 4, arrivals_per_s: float = 1.0, **more: Any) -> FleetView:
+    stable = {"ttft_p90_ms": 900.0, **more.pop("stable", {})}
+    return view(now_s, count, arrivals_per_s, stable=stable, **more)
+
+
+def plan(nodes: int = 4, **more: Any) -> FleetPlan:
+    return FleetPlan(nodes=nodes, arrivals_per_s=1.0, **more)
+
+
+def test_the_plan_decides_how_many_nodes_of_which_offer_are_added() -> None:
+    wanted = plan(add=2, offer=DEAR.key, fleets=fleets(9.0, 2.8, 1.5, smallest=4))
+    decision = Decisions().decide(steady(), wanted)
+    assert [one.offer.name for one in decision.additions] == ["dear", "dear"]
+    assert decision.desired_nodes == 6
+    assert decision.reasons[0] == "6 nodes: TTFT p90 1.5 s (objective 2 s); 5 nodes: TTFT p90 2.8 s"
+
+
+def test_an_offer_that_is_not_available_any_more_is_replaced() -> None:
+    decisions = Decisions()
+    decisions.scaler._offers.back_off(DEAR.key, "no capacity", 90.0)
+    decision = decisions.decide(steady(), plan(add=1, offer=DEAR.key))
+    assert [one.offer.name for one in decision.additions] == ["cheap"]
+
+
+def test_a_hit_floor_buys_no_node_that_the_plan_does_not_want() -> None:
+    seen = steady(stable={"hit_ratio": 0.05}, reuse_within=lambda age_s: min(1.0, age_s / 1e5))
+    assert Decisions(min_hit_ratio=0.5).decide(seen, None).desired_nodes > 4
+    assert Decisions(min_hit_ratio=0.5).decide(seen, plan()).desired_nodes == 4
+
+
+def test_utilisation_and_kv_memory_buy_no_node_that_the_plan_does_not_want() -> None:
+    seen = steady(arrivals_per_s=7.5, stable={"kv_usage": 0.9})
+    assert Decisions().decide(seen, None).desired_nodes > 4
+    calm = plan()
+    calm.arrivals_per_s = 7.5
+    assert Decisions().decide(seen, calm).desired_nodes == 4
+
+
+def test_a_node_is_removed_after_it_was_spare_for_a_while() -> None:
+    decisions = Decisions()
+    removed_s = []
+    for now_s in range(0, 200, 5):
+        if decisions.decide(steady(float(now_s)), plan(spare=1, fleets=fleets(1.2))).removals:
+            removed_s.append(now_s)
+            break
+    assert removed_s and 50 <= removed_s[0] <= 70
+
+
+def test_a_plan_that_was_carried_out_is_not_carried_out_again() -> None:
+    decision = Decisions().decide(steady(count=3), plan(nodes=4, spare=1))
+    assert (decision.additions, decision.removals) == ((), ())
+    decision = Decisions().decide(steady(count=6), plan(nodes=4, add=2))
+    assert (decision.additions, decision.removals) == ((), ())
+
+
+def test_a_lost_node_is_replaced_at_once() -> None:
+    assert len(Decisions().decide(steady(count=3), plan(nodes=4)).additions) == 1
+
+
+def test_no_node_is_removed_while_the_objective_is_missed() -> None:
+    decisions = Decisions()
+    for now_s in range(0, 200, 5):
+        seen = steady(float(now_s), stable={"ttft_p90_ms": 2500.0})
+        assert not decisions.decide(seen, plan(spare=2)).removals
+
+
+def test_a_burst_adds_nodes_at_once_in_proportion() -> None:
+    seen = steady(panic={"arrivals": 180, "span_s": 60.0, "waiting": 30.0})
+    decision = Decisions().decide(seen, plan())
+    assert decision.panicking
+    assert len(decision.additions) == 8  # 4 · 3 nodes
+    assert any("3.0 × the arrivals" in reason for reason in decision.reasons)
+
+
+def test_chance_is_no_burst() -> None:
+    seen = steady(panic={"arrivals": 12, "span_s": 8.0, "waiting": 30.0})
+    assert not Decisions().decide(seen, plan()).panicking
+
+
+def test_rejected_requests_add_a_node_whatever_was_replayed() -> None:
+    decision = Decisions().decide(steady(stable={"shed_per_s": 0.2}), plan())
+    assert len(decision.additions) == 1
+
+
+def test_a_queue_adds_a_node_only_while_the_objective_is_missed() -> None:
+    assert not Decisions().decide(steady(stable={"waiting": 40.0}), plan()).additions
+    late = {"waiting": 40.0, "ttft_p90_ms": 4000.0}
+    assert len(Decisions().decide(steady(stable=late), plan()).additions) == 1
+
+
+def test_the_budget_and_the_maximum_count_as_without_a_plan() -> None:
+    decision = Decisions(budget_usd_per_hour=5.0).decide(steady(), plan(add=3, offer=CHEAP.key))
+    assert len(decision.additions) == 1
+    assert "over the budget" in "; ".join(decision.obstacles)
+
+
+def test_an_idle_fleet_scales_to_zero_whatever_was_replayed() -> None:
+    decisions = Decisions(min_nodes=0, scale_to_zero_after_s=50.0)
+    removed = 0
+    for now_s in range(0, 300, 5):
+        seen = steady(float(now_s), 2, 0.0, idle_s=100.0)
+        removed = max(removed, len(decisions.decide(seen, plan(nodes=2)).removals))
+    assert removed == 2

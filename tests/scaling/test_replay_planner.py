@@ -1,0 +1,193 @@
+"""When a search by replay starts, when its plan counts, and when the autoscaler goes by thresholds instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from recorded_loads import plan_request
+
+from warmroute.config import Objective, Scaling, ScalingReplay
+from warmroute.fleet.demand import DemandMeter
+from warmroute.scaling.fleet_plan import FleetPlan, PlanRequest, ReplayedFleet
+from warmroute.scaling.plan_request import CannotPlan
+from warmroute.scaling.replay_planner import PREDICT_EVERY, ReplayPlanner
+
+INTERVAL_S = 100.0
+CONFIG = Scaling(
+    enabled=True, objective=Objective(ttft_p90_ms=2000.0), replay=ScalingReplay(interval_s=INTERVAL_S, window_s=1000.0)
+)
+
+
+class Runner:
+    """Answers a search when the test says so."""
+
+    def __init__(self) -> None:
+        self.recorded = 1000
+        self.requests: list[PlanRequest] = []
+        self.done: Callable[[FleetPlan | None, str], object]
+
+    def start(self, request: PlanRequest, done: Callable[[FleetPlan | None, str], object]) -> None:
+        self.requests.append(request)
+        self.done = done
+
+
+class Planning:
+    def __init__(self) -> None:
+        self.runner, self.meter = Runner(), DemandMeter()
+        self.planner = ReplayPlanner(CONFIG, self.meter, self.runner)
+        self.now_s = 0.0
+
+    def turn(self, nodes: int = 4) -> None:
+        self.now_s += INTERVAL_S
+        self.planner.turn(self.now_s, nodes, lambda: plan_request(nodes))
+
+    def search(self, predicted_ms: float = 0.0, observed_ms: float = 0.0, **plan: Any) -> None:
+        """Let an interval pass in which requests took `observed_ms`, and a search end that predicted `predicted_ms`."""
+        for _ in range(100 if observed_ms else 0):
+            self.meter.record_ttft(observed_ms)
+        self.turn()
+        fields: dict[str, Any] = {"nodes": 4, "measured_s": INTERVAL_S, "recorded": 1000, **plan}
+        if predicted_ms:
+            fields["predicted"] = ReplayedFleet(nodes=4, usd_per_hour=8.0, ttft_p90_ms=predicted_ms)
+        self.runner.done(FleetPlan(**fields), "")
+
+    @property
+    def plan(self) -> FleetPlan | None:
+        return self.planner.plan(self.now_s)
+
+
+@pytest.fixture
+def planning() -> Planning:
+    return Planning()
+
+
+def test_searches_do_not_overlap_and_keep_their_interval(planning: Planning) -> None:
+    planning.turn()
+    planning.turn()
+    assert len(planning.runner.requests) == 1
+    planning.runner.done(FleetPlan(nodes=4), "")
+    planning.planner.turn(planning.now_s + 1.0, 4, lambda: plan_request(4))
+    assert len(planning.runner.requests) == 2
+    planning.runner.done(FleetPlan(nodes=4), "")
+    planning.planner.turn(planning.now_s + 2.0, 4, lambda: plan_request(4))
+    assert len(planning.runner.requests) == 2
+
+
+def test_a_plan_counts_until_it_is_old(planning: Planning) -> None:
+    assert planning.plan is None
+    planning.search(add=2)
+    assert planning.plan is not None and planning.plan.add == 2
+    planning.now_s += 10 * INTERVAL_S
+    assert planning.plan is None
+    assert planning.planner.problem
+
+
+def test_no_search_starts_before_there_is_enough_traffic(planning: Planning) -> None:
+    planning.runner.recorded = 12
+    planning.turn()
+    assert not planning.runner.requests
+    assert planning.planner.problem == "replay has too little traffic: 12 of 100 requests"
+    planning.runner.recorded = 100
+    planning.planner.turn(planning.now_s + 1.0, 4, lambda: plan_request(4))
+    assert len(planning.runner.requests) == 1
+
+
+def test_a_search_without_a_result_leaves_the_decision_to_thresholds(planning: Planning) -> None:
+    planning.search(skipped="replay has too little traffic: 12 of 100 requests")
+    assert planning.plan is None
+    assert "too little traffic" in planning.planner.problem
+
+
+def test_a_failure_is_logged_once_and_the_last_plan_counts_until_it_is_old(
+    planning: Planning, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    planning.search()
+    for _ in range(3):
+        planning.turn()
+        planning.runner.done(None, "the process was ended by signal 9")
+    assert planning.plan is not None
+    assert caplog.text.count("scaling_replay_failed") == 1
+    assert planning.planner.stats.failures == 3
+    planning.search()
+    assert caplog.text.count("scaling_replay_recovered") == 1
+
+
+def test_a_fleet_that_cannot_be_replayed_is_left_to_thresholds(planning: Planning) -> None:
+    def refuse() -> PlanRequest:
+        raise CannotPlan("the speed of no node is known yet")
+
+    planning.search()
+    planning.planner.turn(planning.now_s + INTERVAL_S, 4, refuse)
+    assert planning.plan is None
+    assert "the speed of no node is known yet" in planning.planner.problem
+
+
+def test_wrong_predictions_end_scaling_by_replay_until_they_are_right_again(
+    planning: Planning, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    planning.search(predicted_ms=500.0, observed_ms=500.0)
+    for _ in range(2):
+        planning.search(predicted_ms=500.0, observed_ms=3000.0)
+    assert planning.plan is not None, "two wrong predictions may be chance"
+    planning.search(predicted_ms=500.0, observed_ms=3000.0)
+    assert planning.plan is None
+    assert not planning.planner.stats.trusted
+    assert "scaling_replay_inaccurate" in caplog.text
+    planning.search(predicted_ms=1500.0, observed_ms=1400.0)
+    assert planning.plan is None
+    planning.search(predicted_ms=1500.0, observed_ms=1400.0)
+    assert planning.plan is not None
+    assert "scaling_replay_accurate" in caplog.text
+
+
+def test_a_wrong_prediction_far_below_the_objective_does_not_matter(planning: Planning) -> None:
+    for _ in range(6):
+        planning.search(predicted_ms=100.0, observed_ms=400.0)
+    assert planning.plan is not None
+
+
+def test_predictions_are_not_compared_while_the_fleet_changes(planning: Planning) -> None:
+    planning.search(predicted_ms=500.0, observed_ms=500.0)
+    for nodes in (5, 6, 7, 8, 9):
+        for _ in range(100):
+            planning.meter.record_ttft(9000.0)
+        planning.turn(nodes)
+        predicted = ReplayedFleet(nodes=nodes, usd_per_hour=8.0, ttft_p90_ms=500.0)
+        planning.runner.done(FleetPlan(nodes=nodes, measured_s=INTERVAL_S, predicted=predicted), "")
+    assert planning.planner.stats.trusted
+
+
+def test_some_searches_also_predict_the_current_fleet(planning: Planning) -> None:
+    for _ in range(2 * PREDICT_EVERY):
+        planning.search()
+    assert sum(request.predict_current for request in planning.runner.requests) == 2
+
+
+def test_the_share_of_the_traffic_that_other_routers_get_is_known(planning: Planning) -> None:
+    planning.meter.peers = DemandMeter()
+    planning.meter.arrived, planning.meter.peers.arrived = 100, 300
+    planning.search()
+    assert planning.runner.requests[-1].share == pytest.approx(0.25)
+
+
+def test_replays_are_remembered_for_a_quarter_of_an_hour(planning: Planning) -> None:
+    fleet = ReplayedFleet(nodes=4, usd_per_hour=8.0, arrivals_per_s=3.0, excess=0.3)
+    for _ in range(9):
+        planning.search(fleets=(fleet,))
+    assert planning.runner.requests[-1].known == (fleet,)
+    planning.search(fleets=(fleet,))
+    planning.search()
+    assert not planning.runner.requests[-1].known, "a result that was only reused does not stay"
+
+
+def test_an_objective_that_no_fleet_meets_is_remembered_for_a_while(planning: Planning) -> None:
+    planning.search(target_excess=1.4)
+    planning.search(target_excess=1.4)
+    assert planning.runner.requests[-1].target_excess == pytest.approx(1.4)
+    planning.now_s += 2000.0
+    planning.search()
+    assert planning.runner.requests[-1].target_excess == 1.0
