@@ -18,7 +18,7 @@ from warmroute.replay import Setup, parse_policy, replay
 from warmroute.replay.simulation.conditions import NodeSpec
 from warmroute.replay.workloads.catalog import parse_workload
 
-RATES = (4.0, 8.0, 12.0, 16.0, 20.0)
+RATES = (4.0, 8.0, 12.0, 16.0)
 POLICIES = ("price", "price:split=always", "llm_d_split", "dynamo_split")
 MIXED = "mixed"
 

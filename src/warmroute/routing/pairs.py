@@ -48,8 +48,8 @@ MAX_DECODE: Final = 4
 """Decode nodes by each of two orders: the cheapest ones, and those with the least context."""
 NEAR: Final = 1.5
 """Nodes with a price up to this × the lowest one are among the cheapest."""
-INTERFERENCE_WEIGHT: Final = 1.0
-"""Milliseconds of price for each millisecond in which an answer stands still. Unlike slower decoding, users see it."""
+INTERFERENCE_WEIGHT: Final = 0.5
+"""Milliseconds of price for each millisecond in which an answer stands still, beside what every price counts of it."""
 TOLERATED_MS: Final = 50.0
 """A gap between two tokens that users do not notice."""
 REASON: Final = "cheapest pair"
