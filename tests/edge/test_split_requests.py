@@ -22,7 +22,7 @@ from warmroute.fake_engine.server.engine_server import EngineServer, ServerConfi
 from warmroute.fake_engine.server.fake_tokenizer import FakeTokenizer
 from warmroute.fake_engine.server.kv_transfers import KvTransfers
 
-ALWAYS = {
+ALWAYS: dict[str, Any] = {
     "routing": {"policy": "price", "seed": 7}, "price": {"split": "always"}, "journal": {"response_headers": "always"},
 }  # fmt: skip
 LONG = "word " * 800
@@ -132,7 +132,7 @@ async def test_a_prefill_node_that_fails_is_invisible(fault: str, stream: bool) 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_kv_cache_that_is_gone_is_invisible(stream: bool) -> None:
     async with split_fleet() as fleet:
-        fleet.transfers(fleet.prefill).release = lambda _request_id: False  # type: ignore[method-assign]
+        fleet.transfers(fleet.prefill).release = lambda request_id: False  # type: ignore[method-assign]
         response = await fleet.ask(stream=stream)
         assert text(response) and response.get("x-warmroute-prefill-node") is None
         assert fleet.outcomes == {"transfer_failed": 1}

@@ -201,7 +201,7 @@ def test_a_prefill_engine_that_died_after_the_prefill(split_engines: list[RealEn
             alone_router(mixed) as alone,
         ):
             assert text(await ask(r, post(chat(80 + stream))))
-            r.service.proxy.kv_transfer = lambda _node: KillingTransfer()  # type: ignore[method-assign]
+            r.service.proxy.kv_transfer = lambda prefill_node: KillingTransfer()  # type: ignore[method-assign]
             request = post(chat(70 + stream, 200, stream=stream))
             assert text(await ask(r, request)) == text(await ask(alone, request))
             assert r.service.counters.split_requests == {"transferred": 1, "transfer_failed": 1}

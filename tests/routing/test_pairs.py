@@ -109,7 +109,7 @@ def test_a_request_that_may_not_be_split_goes_to_one_node() -> None:
 
 
 def test_never_and_always() -> None:
-    never, always = (PairHarness(pricing=Pricing(split=split)) for split in ("never", "always"))  # type: ignore[arg-type]
+    never, always = (PairHarness(pricing=Pricing(split=split)) for split in ("never", "always"))
     never.decodes("d0", 20)
     assert never.choose(prompt(30_000)).pair is None
     assert pair_of(always.choose(prompt(100))) == ("p0", "d0")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from attempt_harness import AttemptHarness, NotingDriver
 
@@ -22,7 +24,7 @@ class SplitHarness(AttemptHarness):
         for number in range(decode):
             self.add(f"d{number}", 400_000, role="decode", engine=engine)
 
-    def split(self, tokens: int = 2000, **fields: object) -> tuple[Attempts, NotingDriver, SplitRequest]:
+    def split(self, tokens: int = 2000, **fields: Any) -> tuple[Attempts, NotingDriver, SplitRequest]:
         attempts, driver = self.start(tokens, may_split=True, **fields)
         assert attempts.split is not None
         return attempts, driver, attempts.split
