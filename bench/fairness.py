@@ -6,7 +6,7 @@ Priorities: high, normal and low requests at one to two times the load that two 
 rejections of high and normal requests while a low one was waiting, or was being served. Both must be 0.
 
 Tenants: four, of which the first sends ten times as many requests; each of the others sends more than a quarter of
-the load that the fleet can serve. The table has the uncached tokens that each tenant was served while all tenants had
+the load that the fleet can serve. The table has the prefill time, in ms, that each tenant got while all tenants had
 requests waiting.
 """
 
@@ -49,8 +49,8 @@ class FairnessWorld(World):
         """Rejections of high and normal requests while a low one was waiting."""
         self.rejected_while_low_runs = 0
         """Rejections of high and normal requests while a low one was being served."""
-        self.served_tokens: Counter[str] = Counter()
-        """Uncached tokens by tenant, of requests sent while all tenants had requests waiting."""
+        self.served_ms: Counter[str] = Counter()
+        """Expected prefill time by tenant, of requests sent while all tenants had requests waiting."""
         self.tenants: frozenset[str] = frozenset()
         self._running_low: set[int] = set()
 
@@ -62,7 +62,7 @@ class FairnessWorld(World):
             if decision.price is not None and self.tenants:
                 waiting = {tenant for _priority, tenant in self.admission.queue.tenants}
                 if self.tenants <= waiting | {flight.request.tenant}:
-                    self.served_tokens[flight.request.tenant] += round(decision.price.new)
+                    self.served_ms[flight.request.tenant] += round(decision.price.prefill)
         super().request_sent(flight, sim)
 
     def request_ended(self, flight: Flight, answered: bool) -> None:
@@ -116,14 +116,14 @@ def run_flood(
     gpu: str = "l4-1.5b",
     seed: int = 1,
 ) -> dict[str, int]:
-    """Each tenant sends `rate` requests per second, the first one `factor` times as many. Return the uncached tokens
+    """Each tenant sends `rate` requests per second, the first one `factor` times as many. Return the prefill time
     that each tenant was served."""
     world = FairnessWorld(nodes, gpu, Admission(max_waiting=100_000), seed)
     names = [f"tenant-{at}" for at in range(tenants)]
     world.tenants = frozenset(names)
     weights = [factor] + [1.0] * (tenants - 1)
     world.run(_tenant_prompts(names, weights, rate * sum(weights), seed), limit=requests)
-    return {name: world.served_tokens[name] for name in names}
+    return {name: world.served_ms[name] for name in names}
 
 
 def _tenant_prompts(names: list[str], weights: list[float], rate: float, seed: int) -> Iterator[WorkloadPrompt]:
@@ -151,13 +151,13 @@ def main() -> None:
             for name in ("high", "normal", "low")
         ]
         report.row(f"{rate:g}", *cells, result.rejected_while_low_waits, result.rejected_while_low_runs)
-    columns = ("uncached tokens: the first", "second", "third", "fourth", "largest difference from the mean")
+    columns = ("prefill time, ms: the first", "second", "third", "fourth", "largest difference from the mean")
     report.table("tenants", "seed", *columns)
     for seed in range(1, args.seeds + 1):
         served = list(run_flood(rate=TENANT_RATE, factor=FLOOD_FACTOR, requests=args.requests, seed=seed).values())
         mean = sum(served) / len(served)
-        difference = max(abs(tokens - mean) for tokens in served) / mean
-        report.row(seed, *(f"{tokens:,}" for tokens in served), f"{difference:.1%}")
+        difference = max(abs(work_ms - mean) for work_ms in served) / mean
+        report.row(seed, *(f"{work_ms:,}" for work_ms in served), f"{difference:.1%}")
     report.record(args.record)
 
 

@@ -60,7 +60,7 @@ def _keys_only(table: dict[str, Any], section: type[Section]) -> dict[str, Any]:
         ({"limits": {"body_byte": 1}}, "unknown key limits.body_byte; did you mean limits.body_bytes?"),
         ({"nodes": [{"url": "http://a", "modls": []}]}, "unknown key nodes.modls; did you mean nodes.models?"),
         ({"keys": [{"sha25": HASH, "tenant": "t"}]}, "unknown key keys.sha25; did you mean keys.sha256?"),
-        ({"port": 1}, "unknown key port; did you mean listen.port or admin.port?"),
+        ({"port": 1}, "unknown key port; did you mean listen.port or picker.port or admin.port?"),
         ({"cache_weight": 0.5}, "unknown key cache_weight; did you mean price.cache_weight?"),
         ({"url": "http://a"}, "unknown key url; did you mean cluster.url?"),
         ({"tenant": "t"}, "unknown key tenant; did you mean keys.tenant or routes.tenant?"),

@@ -124,7 +124,7 @@ ROUTING_ERRORS = (
     routing_errors.UnknownModel(), routing_errors.MissingModel(), routing_errors.NoNodeAvailable(),
     routing_errors.ContextTooLong(9000, 2048), routing_errors.AllNodesFailed(2, None),
     routing_errors.AllNodesBusy(1), routing_errors.AllNodesUnavailable(1), routing_errors.QueueFull(),
-    routing_errors.Displaced(),
+    routing_errors.Displaced(), routing_errors.HeldTooLong(),
     routing_errors.NodeQueuesFull(), routing_errors.WouldQueue(), routing_errors.QueueTimeout(),
     routing_errors.DeadlineUnreachable(True, 2.0, 1.0), routing_errors.RateLimited("requests", 1.0, 1, 1.0, ()),
 )  # fmt: skip

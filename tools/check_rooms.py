@@ -28,6 +28,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "prompt_doctor": {"_kernel", "fleet", "prompt", "routing"},
     "capture": {"_kernel", "blocking", "config", "prompt", "fleet", "routing", "telemetry"},
     "edge": {"_kernel", "capture", "config", "prompt", "fleet", "routing", "telemetry"},
+    "picker": {"_kernel", "config", "edge", "fleet", "prompt", "routing", "telemetry"},
     "cluster": {"config", "fleet", "index", "routing"},
     "engines": {"config", "fleet", "index"},
     "discovery": {"blocking", "config", "fleet", "kubernetes"},

@@ -18,7 +18,7 @@ install)
     wheels=$3 target=$4
     "$python" -m venv "$target"
     "$target/bin/python" -m pip install --quiet --disable-pip-version-check --no-index --find-links "$wheels" \
-        --no-compile "warmroute[dns,keda,kubernetes,redis]"
+        --no-compile "warmroute[dns,keda,kubernetes,picker,redis]"
     "$target/bin/python" -m pip uninstall --quiet --yes pip setuptools wheel 2>/dev/null || true
     "$target/bin/python" -m compileall -q "$target/lib"
     ;;

@@ -202,8 +202,10 @@ def test_contradictions_are_named() -> None:
         ({"kind": "file"}, "discovery.file: kind 'file' requires it"),
         ({"kind": "dns"}, "discovery.dns_name: kind 'dns' requires it"),
         ({"kind": "dns", "dns_name": "a", "file": "b"}, "discovery.file: kind 'dns' does not have this key"),
-        ({"kind": "kubernetes"}, "requires either service or pod_selector"),
-        ({"kind": "kubernetes", "service": "a", "pod_selector": "b"}, "requires either service or pod_selector"),
+        ({"kind": "kubernetes"}, "requires one of service, pod_selector and inference_pool"),
+        ({"kind": "kubernetes", "service": "a", "pod_selector": "b"}, "requires one of service, pod_selector"),
+        ({"kind": "kubernetes", "inference_pool": "a", "service": "b"}, "requires one of service, pod_selector"),
+        ({"kind": "kubernetes", "inference_pool": "a", "port": 1}, "remove port and port_name"),
         ({"kind": "consul"}, "unknown value 'consul'"),
         ({"kind": "dns", "dns_name": "a", "dns_server": "ns.test"}, "invalid format"),
     ):

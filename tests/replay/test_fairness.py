@@ -36,9 +36,9 @@ def test_low_requests_get_the_spare_capacity() -> None:
 def test_tenants_get_equal_shares_although_one_floods(seed: int) -> None:
     served = run_flood(rate=6, factor=10, requests=900, seed=seed)
     mean = sum(served.values()) / len(served)
-    assert mean > 20_000
-    for name, tokens in served.items():
-        assert tokens == pytest.approx(mean, rel=0.1), name
+    assert mean > 5000.0
+    for name, work_ms in served.items():
+        assert work_ms == pytest.approx(mean, rel=0.1), name
 
 
 def test_a_tenant_below_its_share_hardly_waits_while_another_floods() -> None:

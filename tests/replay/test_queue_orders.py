@@ -7,6 +7,8 @@ from small_worlds import specs
 
 from warmroute.replay import BadPolicy, Run, Setup, parse_policy, replay
 from warmroute.replay.policy_spec import QUEUES
+from warmroute.replay.report.html_page import page
+from warmroute.replay.report.table import columns
 from warmroute.replay.workloads.catalog import parse_workload
 
 
@@ -30,6 +32,28 @@ def test_shortest_first_order_halves_the_median_of_the_same_placement() -> None:
 def test_the_queue_of_price_is_its_own_and_none_is_queue_at_router() -> None:
     for one, other in (("price", "price:queue=warmroute"), ("price:queue=none", "price:queue_at_router=false")):
         assert overloaded(one)["ttft_ms"] == overloaded(other)["ttft_ms"]
+
+
+def test_no_request_waits_longer_than_its_guarantee_and_the_report_shows_it() -> None:
+    """Prompts of very different lengths, at several times the load that the nodes can serve."""
+    run = overloaded("price", limit=200, rate=20.0)
+    queue, by_work = run["queue"], run["ttft_ms_by_work"]
+    assert queue["over_guarantee"] == 0 and 0.0 < queue["longest_wait_ratio"] <= 1.0
+    assert queue["admitted_by_guarantee"] > 0
+    assert queue["admitted_by_guarantee"] + queue["admitted_by_work"] == queue["queued"]
+    assert by_work["longest_10_percent"]["p50"] > by_work["others"]["p50"]
+    heads = [column.head for column in columns([run])]
+    assert {"long 1% p99", "long 10% p99", "others p99", "wait / guarantee"} <= {*heads}
+    assert "long 10% p99" in page([run], "title") and "wait / guarantee" in page([run], "title")
+
+
+def test_long_prompts_wait_hardly_longer_than_first_come_first_served() -> None:
+    """Without a guarantee they wait until all others are served."""
+    tail = {
+        queue: overloaded(f"price:queue={queue}", limit=300, rate=6.0)["ttft_ms_by_work"]["longest_1_percent"]["p99"]
+        for queue in ("warmroute", "fcfs", "shortest")
+    }
+    assert tail["warmroute"] < 1.4 * tail["fcfs"] and tail["warmroute"] < tail["shortest"], tail
 
 
 def test_an_unknown_queue_is_reported() -> None:

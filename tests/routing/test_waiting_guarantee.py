@@ -65,7 +65,7 @@ def assert_nothing_is_left(harness: RoutingHarness) -> None:
     queue = harness.admission.queue
     assert not queue.tenants and not queue.waiting and not queue.with_deadline and not harness.group.waiting
     assert not queue.guarantee._not_due and not queue.guarantee._overdue.all
-    assert queue.guarantee._work_ms == 0.0 and not queue.guarantee._credit_ms
+    assert queue.guarantee._work == 0.0 and not queue.guarantee._credit_ms
 
 
 def test_a_short_request_is_found_behind_hundreds_of_older_long_ones() -> None:

@@ -101,16 +101,21 @@ def test_no_node_is_removed_while_the_objective_is_missed() -> None:
 
 
 def test_a_burst_adds_nodes_at_once_in_proportion() -> None:
-    seen = steady(panic={"arrivals": 180, "span_s": 60.0, "waiting": 30.0})
+    seen = steady(stable={"arrivals": 105, "waiting": 30.0})
     decision = Decisions().decide(seen, plan())
     assert decision.panicking
-    assert len(decision.additions) == 8  # 4 · 3 nodes
-    assert any("3.0 × the arrivals" in reason for reason in decision.reasons)
+    assert len(decision.additions) == 3  # 4 · 1.75 nodes
+    assert any("1.8 × the arrivals" in reason for reason in decision.reasons)
+    assert len(Decisions().decide(steady(stable={"arrivals": 600, "waiting": 30.0}), plan()).additions) == 4
 
 
 def test_chance_is_no_burst() -> None:
-    seen = steady(panic={"arrivals": 12, "span_s": 8.0, "waiting": 30.0})
+    seen = steady(stable={"arrivals": 12, "span_s": 6.0, "waiting": 30.0})
     assert not Decisions().decide(seen, plan()).panicking
+
+
+def test_many_arrivals_for_which_nobody_waits_are_no_burst() -> None:
+    assert not Decisions().decide(steady(stable={"arrivals": 180, "waiting": 2.0}), plan()).panicking
 
 
 def test_rejected_requests_add_a_node_whatever_was_replayed() -> None:

@@ -184,6 +184,15 @@ def test_replays_are_remembered_for_a_quarter_of_an_hour(planning: Planning) -> 
     assert not planning.runner.requests[-1].known, "a result that was only reused does not stay"
 
 
+def test_a_node_is_spare_if_no_plan_of_the_last_minutes_wanted_it(planning: Planning) -> None:
+    planning.search(nodes=4)
+    planning.search(nodes=4, spare=1)
+    assert planning.plan is not None and planning.plan.spare == 0
+    for _ in range(7):
+        planning.search(nodes=4, spare=1)
+    assert planning.plan is not None and planning.plan.spare == 1
+
+
 def test_an_objective_that_no_fleet_meets_is_remembered_for_a_while(planning: Planning) -> None:
     planning.search(target_excess=1.4)
     planning.search(target_excess=1.4)

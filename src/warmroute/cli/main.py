@@ -20,6 +20,7 @@ from warmroute.cli import (
     load,
     metrics_reference,
     monitoring,
+    picker,
     plan,
     replay,
     serve,
@@ -29,7 +30,7 @@ from warmroute.cli.arguments import Parser
 from warmroute.config import ConfigError
 
 COMMANDS = (
-    serve, init, doctor, demo, engine, capture, replay, plan, load, explain, top, check_config, hash_key,
+    serve, picker, init, doctor, demo, engine, capture, replay, plan, load, explain, top, check_config, hash_key,
     config_reference,
     metrics_reference, monitoring,
 )  # fmt: skip

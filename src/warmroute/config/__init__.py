@@ -13,6 +13,7 @@ from warmroute.config.extras import missing_extra
 from warmroute.config.island_settings import IslandAffinity, IslandConfig
 from warmroute.config.journal_settings import Journal
 from warmroute.config.node_settings import NodeConfig, node_name
+from warmroute.config.picker_settings import Picker
 from warmroute.config.priority import PriorityName
 from warmroute.config.prompt_settings import ModelConfig, PromptDoctor, Prompts
 from warmroute.config.provisioner_settings import ProvisionerConfig
@@ -59,6 +60,7 @@ __all__ = [
     "NodeConfig",
     "Objective",
     "OutlierDetection",
+    "Picker",
     "PolicyName",
     "Polling",
     "Pricing",

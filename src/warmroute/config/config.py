@@ -16,6 +16,7 @@ from warmroute.config.discovery_settings import DiscoveryConfig
 from warmroute.config.island_settings import IslandAffinity, IslandConfig
 from warmroute.config.journal_settings import Journal
 from warmroute.config.node_settings import NodeConfig
+from warmroute.config.picker_settings import Picker
 from warmroute.config.prompt_settings import ModelConfig, PromptDoctor, Prompts
 from warmroute.config.provisioner_settings import ProvisionerConfig
 from warmroute.config.route_settings import RouteConfig
@@ -31,6 +32,7 @@ class Config(Section, frozen=True):
     """The configuration file."""
 
     listen: Listen = Listen()
+    picker: Picker = Picker()
     admin: Admin = Admin()
     limits: Limits = Limits()
     upstream: Upstream = Upstream()
@@ -143,6 +145,7 @@ RESTART_KEYS: Final = (
     "listen", "admin", "cluster", "provisioners", "scaling.enabled", "scaling.lock_file", "scaling.keda_host",
     "scaling.keda_port", "scaling.replay.enabled", "index.memory_bytes", "prompts.threads", "startup",
     "tracing.enabled", "tracing.endpoint", "tracing.headers_env", "tracing.service_name",
+    "picker.host", "picker.port", "picker.tls_cert", "picker.tls_key", "picker.tls_client_ca",
 )  # fmt: skip
 """Tables and keys that a running router does not reload."""
 

@@ -10,6 +10,7 @@ from warmroute.config.cluster_settings import cluster_problems
 from warmroute.config.discovery_settings import discovery_problems
 from warmroute.config.island_settings import island_problems
 from warmroute.config.node_settings import NodeConfig, node_name
+from warmroute.config.picker_settings import picker_problems
 from warmroute.config.provisioner_settings import provisioner_problems
 from warmroute.config.route_settings import route_problems
 from warmroute.config.scaling_settings import scaling_problems
@@ -36,6 +37,7 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"capture.block_size: {config.capture.block_size} is not a power of two, as the engines' block sizes are"
     yield from tracing_problems(config.tracing)
     yield from cluster_problems(config.cluster)
+    yield from picker_problems(config.picker)
     if config.cluster.url and config.scaling.lock_file:
         yield "scaling.lock_file and cluster.url are both set: replicas elect the one that scales; remove the lock file"
 

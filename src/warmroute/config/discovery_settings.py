@@ -84,6 +84,13 @@ class DiscoveryConfig(Section, frozen=True):
     pod_selector: Annotated[
         str, Meta(description="kubernetes: label selector of the Pods, for example `app=vllm,tier=gpu`.")
     ] = ""
+    inference_pool: Annotated[
+        str,
+        Meta(
+            description="kubernetes: InferencePool (inference.networking.k8s.io/v1) that lists Pods and ports. "
+            "Its InferenceObjectives set the priorities of requests that reach `warmroute picker`."
+        ),
+    ] = ""
     port_name: Annotated[str, Meta(description="kubernetes: name of the port, if a Service or a Pod has several.")] = ""
     namespace: Annotated[
         str, Meta(description="kubernetes: namespace of the Service or of the Pods. Empty: that of the context.")
@@ -114,7 +121,8 @@ _KEYS_OF_KIND = {
     "file": {"file"},
     "dns": {"dns_name", "record_type", "dns_server", "max_refresh_s", "port", "timeout_s"},
     "kubernetes": {
-        "service", "pod_selector", "port", "port_name", "namespace", "kubeconfig", "context", "pass_env", "timeout_s",
+        "service", "pod_selector", "inference_pool", "port", "port_name", "namespace", "kubeconfig", "context",
+        "pass_env", "timeout_s",
     },
 }  # fmt: skip
 
@@ -140,5 +148,7 @@ def _problems(one: DiscoveryConfig) -> Iterator[str]:
         yield f"discovery.file: kind 'file' requires it ({one.label})"
     if one.kind == "dns" and not one.dns_name:
         yield f"discovery.dns_name: kind 'dns' requires it ({one.label})"
-    if one.kind == "kubernetes" and bool(one.service) == bool(one.pod_selector):
-        yield f"discovery: kind 'kubernetes' requires either service or pod_selector ({one.label})"
+    if one.kind == "kubernetes" and sum(map(bool, (one.service, one.pod_selector, one.inference_pool))) != 1:
+        yield f"discovery: kind 'kubernetes' requires one of service, pod_selector and inference_pool ({one.label})"
+    if one.inference_pool and (one.port or one.port_name):
+        yield f"discovery: the InferencePool names the ports; remove port and port_name ({one.label})"

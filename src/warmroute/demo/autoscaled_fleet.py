@@ -111,8 +111,8 @@ class AutoscaledFleet:
                 "trend_window_s": 0.0,
                 "cooldown_up_s": 3.0,
                 "cooldown_down_s": 8.0,
-                "replay": {"enabled": False},  # a minute has too little traffic
             },
+            "scaling.replay": {"enabled": False},  # a minute has too little traffic
             "prompts": {"remote_tokenize": True},
             "provisioners": [{name: getattr(self._provisioner, name) for name in settings}],
         }

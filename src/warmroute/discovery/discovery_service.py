@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any, Final
 
@@ -63,6 +63,8 @@ class SourceStatus:
         self.ignored = 0
         """Targets beyond the maximum."""
         self.invalid: list[str] = []
+        self.priorities: Mapping[str, str] = {}
+        """Of InferenceObjectives."""
         self.last_update_s: float | None = None
         self.failed_since_s: float | None = None
 
@@ -78,6 +80,7 @@ class DiscoveryService:
         self.nodes = DiscoveredNodes(fleet, registry)
         self.sources: dict[str, SourceStatus] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._priorities: dict[str, str] = {}
         self._changed = asyncio.Event()
         self._applying: asyncio.Task[None] | None = None
 
@@ -109,6 +112,10 @@ class DiscoveryService:
     def pending(self) -> list[str]:
         """Sources that have neither answered nor failed yet."""
         return [name for name, status in self.sources.items() if status.is_pending]
+
+    def priorities(self) -> dict[str, str]:
+        """Return the priority (`high`, `normal`, `low`) of each InferenceObjective of the sources' pools."""
+        return self._priorities
 
     # The tasks.
 
@@ -171,6 +178,9 @@ class DiscoveryService:
             )  # fmt: skip
         status.targets, status.empty, status.ignored = len(targets.found), empty, ignored
         status.invalid = targets.invalid
+        if status.priorities != targets.priorities:
+            status.priorities = targets.priorities
+            self._priorities = {name: one for other in self.sources.values() for name, one in other.priorities.items()}
         status.updates += 1
         status.last_update_s, status.error, status.failed_since_s = self._now(), "", None
         self._changed.set()
@@ -203,6 +213,7 @@ class DiscoveryService:
                 "invalid": status.invalid[:8],
                 "updates": status.updates,
                 "failures": status.failures,
+                "objectives": dict(status.priorities),
                 "nodes": [
                     {"url": target.node.url, "ready": target.ready, "node": self.nodes.node_at(target.address) or None}
                     for target in self.nodes.listed(name)[:SHOWN_TARGETS]

@@ -1,4 +1,4 @@
-"""kind = "kubernetes": the Pods with certain labels, or the endpoints of a Service, watched.
+"""kind = "kubernetes": the Pods with certain labels or of an InferencePool, or the endpoints of a Service, watched.
 
 A Pod that is not ready, or that terminates, gets no new requests, and leaves the fleet when its requests have ended.
 """
@@ -8,17 +8,19 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import aclosing
 from fnmatch import fnmatchcase
 from typing import Final
 from urllib.parse import quote
 
 import httpx2
+import msgspec
 
 from warmroute.config import ConfigError, DiscoveryConfig
 from warmroute.config.provisioner_settings import COMMON_VARIABLES
-from warmroute.discovery.kubernetes_targets import key_of, node_names, pod_targets, slice_targets
+from warmroute.discovery.inference_pool import Pool, watch_objectives, watch_pool
+from warmroute.discovery.kubernetes_targets import Nodes, key_of, node_names, pod_targets, slice_targets
 from warmroute.discovery.target import MAX_TARGETS, SourceError, Target, Targets
 from warmroute.discovery.turn import Turn
 from warmroute.event_log import EventLog
@@ -72,17 +74,59 @@ class KubernetesObjects:
         """By object: its targets, and what is wrong with it."""
         self._nodes: dict[str, tuple[float, Object]] = {}
         self._may_read_nodes = not (config.island and config.gpu)
+        self._pool: Pool | None = None
+        self._priorities: dict[str, str] = {}
 
     async def run(self, report: Callable[[Targets], None]) -> None:
         config = self._config
         namespace = f"namespaces/{quote(self._namespace, safe='')}"
         async with http_client(self._cluster, config.timeout_s) as client:
+            if config.inference_pool:
+                await self._follow_pool(client, namespace, report)
             if config.pod_selector:
                 await self._follow(client, f"/api/v1/{namespace}/pods", config.pod_selector, report)
             for version in SLICE_VERSIONS:
                 path = f"/apis/discovery.k8s.io/{version}/{namespace}/endpointslices"
                 await self._follow(client, path, f"{SERVICE_LABEL}={config.service}", report, version == "v1")
         raise SourceError("the cluster has no EndpointSlices")
+
+    async def _follow_pool(self, client: httpx2.AsyncClient, namespace: str, report: Callable[[Targets], None]) -> None:
+        """Follow the Pods that the pool selects, anew when the pool changes."""
+        config = self._config
+
+        def objectives_changed(priorities: dict[str, str]) -> None:
+            self._priorities = priorities
+            if self._pool is not None:
+                report(self._all())
+
+        async def follow(pool: Pool) -> None:
+            self._targets = {}
+            await self._follow(client, f"/api/v1/{namespace}/pods", pool.selector, report)
+
+        async def watch() -> None:
+            async for pool in watch_pool(client, namespace, config.inference_pool):
+                if following := tasks.pop("pods", None):
+                    following.cancel()
+                self._pool = pool
+                tasks["pods"] = loop.create_task(follow(pool))
+
+        loop = asyncio.get_running_loop()
+        watching = loop.create_task(watch())
+        objectives = loop.create_task(
+            watch_objectives(client, namespace, config.inference_pool, config.label, objectives_changed)
+        )
+        tasks: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                pods = tasks.get("pods")
+                await asyncio.wait({watching, *([pods] if pods else [])}, timeout=0.5, return_when="FIRST_COMPLETED")
+                for task in (watching, pods):
+                    if task is not None and task.done() and not task.cancelled():
+                        task.result()  # raises why it ended
+                        raise SourceError("the watch ended")
+        finally:
+            for task in (watching, objectives, *tasks.values()):
+                task.cancel()
 
     async def _follow(
         self, client: httpx2.AsyncClient, path: str, selector: str, report: Callable[[Targets], None],
@@ -119,7 +163,7 @@ class KubernetesObjects:
             return
         await self._look_up(client, {name for one in change.objects for name in _node_names(one)})
         nodes = {name: node for name, (_read_s, node) in self._nodes.items()}
-        read = pod_targets if self._config.pod_selector else slice_targets
+        read = self._pool_targets if self._pool is not None else slice_targets if self._config.service else pod_targets
         known = {} if change.kind == "listed" else self._targets
         turn = Turn()
         for one in change.objects:
@@ -137,13 +181,25 @@ class KubernetesObjects:
             known[key] = found, invalid
         self._targets = known
 
+    def _pool_targets(self, config: DiscoveryConfig, pod: Object, nodes: Nodes, invalid: list[str]) -> Iterator[Target]:
+        """Yield a target for each of the pool's ports."""
+        ports = self._pool.ports if self._pool is not None else ()
+        for port in ports:
+            for target in pod_targets(msgspec.structs.replace(config, port=port), pod, nodes, invalid):
+                if len(ports) == 1:
+                    yield target
+                else:
+                    name = f"{target.node.name}:{port}"
+                    yield target._replace(node=msgspec.structs.replace(target.node, name=name))
+
     def _all(self) -> Targets:
         """Return the targets of all objects. A Pod may have an IPv4 and an IPv6 address, in two slices: the router uses
         the first."""
         every = [target for targets, _invalid in self._targets.values() for target in targets]
         with_ipv4 = {target.node.name for target in every if ":" not in target.address[0]} - {""}
         found = [target for target in every if ":" not in target.address[0] or target.node.name not in with_ipv4]
-        return Targets(found, [problem for _targets, invalid in self._targets.values() for problem in invalid])
+        invalid = [problem for _targets, invalid in self._targets.values() for problem in invalid]
+        return Targets(found, invalid, self._priorities)
 
     # Kubernetes nodes, for the islands and GPUs.
 

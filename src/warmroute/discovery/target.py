@@ -37,6 +37,8 @@ class Targets(NamedTuple):
     found: list[Target]
     invalid: list[str]
     """What is wrong with targets or labels that were ignored."""
+    priorities: Mapping[str, str] = {}
+    """By InferenceObjective: `high`, `normal` or `low`."""
 
 
 class Source(Protocol):

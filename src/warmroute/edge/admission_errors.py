@@ -22,6 +22,7 @@ _NOT_ADMITTED: Final[dict[type[reasons.NotAdmitted], tuple[str, str]]] = {
     ),
     reasons.NodeQueuesFull: ("overloaded", f"Every node already has a long queue. {RETRY}"),
     reasons.AllNodesBusy: ("overloaded", f"Every node is busy. {RETRY}"),
+    reasons.HeldTooLong: ("overloaded", f"No node has room for a low-priority request now. {RETRY}"),
     reasons.WouldQueue: (
         "would_queue",
         "No node has room for the request now, and its header `X-Queue: no` forbids queueing. "

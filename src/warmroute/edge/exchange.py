@@ -215,7 +215,7 @@ class ProxyExchange(msgspec.Struct, eq=False):
         status, attempts = head.status, self.attempts
         if self.trace is not None:
             self.trace.node_answered(attempt.ticket, status)
-        retry_after_s = _seconds(head.retry_after) if status in (429, 503) else None
+        retry_after_s = seconds_of(head.retry_after) if status in (429, 503) else None
         if attempt is self._hedge:
             if not attempts.hedge_started(status, retry_after_s, now_s):
                 self._hedge = None
@@ -430,7 +430,7 @@ def _header_lines(headers: tuple[tuple[str, str], ...]) -> bytes:
     return b"".join([f"{name}: {value}\r\n".encode() for name, value in headers])
 
 
-def _seconds(retry_after: bytes) -> int | None:
+def seconds_of(retry_after: bytes) -> int | None:
     """Return the time in a Retry-After header, which is a number of seconds or a date; None if it is neither."""
     if not retry_after or len(retry_after) > 40:
         return None

@@ -13,8 +13,8 @@ from warmroute.edge.http1 import RequestHead
 from warmroute.telemetry.tracing.request_trace import RequestTrace
 
 if TYPE_CHECKING:
-    from warmroute.edge.client_connection import ClientConnection
     from warmroute.edge.proxy import Proxy
+    from warmroute.edge.proxy_client import ProxyClient
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +22,7 @@ class LargeBodyExchange:
     """Implements listener.Exchange until the scan is done."""
 
     _proxy: Proxy
-    _client: ClientConnection
+    _client: ProxyClient
     _head: RequestHead
     _path: bytes
     _body: bytes

@@ -9,7 +9,7 @@ import msgspec
 
 from warmroute.edge import errors
 from warmroute.edge.admission_errors import RETRY_AFTER_S
-from warmroute.edge.client_connection import ClientConnection
+from warmroute.edge.proxy_client import ProxyClient
 from warmroute.fleet.fleet import Fleet
 
 
@@ -21,7 +21,7 @@ class OwnEndpoints:
         self.waits_for_first_node: Callable[[], bool] = lambda: False
         """Whether requests wait while the fleet is empty, because the autoscaler will add a node."""
 
-    def serve(self, client: ClientConnection, path: bytes) -> None:
+    def serve(self, client: ProxyClient, path: bytes) -> None:
         """Raises HttpError for a model that no node serves."""
         if path == b"/health":
             client.reply(200, b'{"status":"alive"}')

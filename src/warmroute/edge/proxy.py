@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from warmroute._kernel import MAX_LOOKUP_TOKENS, MAX_LOOP_BYTES, TOKEN_BYTES, Outline
 from warmroute.capture.capture import Capture, CapturedPrompt
@@ -22,6 +23,7 @@ from warmroute.edge.large_body import LargeBodyExchange, end_with
 from warmroute.edge.own_endpoints import OwnEndpoints
 from warmroute.edge.paths import FORWARDED, HEALTH, WITH_OUTPUT_TOKENS, check_path
 from warmroute.edge.prompt_reader import PendingPrompt, PromptReader
+from warmroute.edge.proxy_client import ProxyClient, RequestExchange
 from warmroute.edge.request_builder import RequestBuilder
 from warmroute.edge.request_ids import random_ids
 from warmroute.edge.splittable import may_split
@@ -88,6 +90,8 @@ class Proxy:
         self._freed_nodes: dict[Node, None] = {}
         """Nodes that may have room for queued requests since the last iteration of the event loop."""
         self.new_request_id = random_ids().__next__
+        self.create_exchange: Callable[[Proxy, Any, RequestHead, bytes, RoutingRequest], RequestExchange] = _to_nodes
+        """Creates what does the I/O of a request: of its own connections to nodes, or of Envoy's."""
         self.sample_prompt: Callable[[Attempts, bytes, bytes], object] | None = None
         """Called with the path and the body of each request; None: prompts are not sampled."""
         self.tracing: Tracing | None = None
@@ -130,9 +134,7 @@ class Proxy:
 
     # With the body.
 
-    def serve(
-        self, client: ClientConnection, head: RequestHead, body: bytes
-    ) -> ProxyExchange | LargeBodyExchange | None:
+    def serve(self, client: ProxyClient, head: RequestHead, body: bytes) -> RequestExchange | LargeBodyExchange | None:
         path = head.target
         if b"?" in path:
             path = path.partition(b"?")[0]
@@ -153,8 +155,8 @@ class Proxy:
             raise
 
     def _serve(
-        self, client: ClientConnection, head: RequestHead, path: bytes, body: bytes, trace: RequestTrace | bytes | None
-    ) -> ProxyExchange | LargeBodyExchange:
+        self, client: ProxyClient, head: RequestHead, path: bytes, body: bytes, trace: RequestTrace | bytes | None
+    ) -> RequestExchange | LargeBodyExchange:
         if len(body) <= MAX_LOOP_BYTES:
             return self.begin(client, head, path, body, scan(path, head.content_type, body), trace)
         large = LargeBodyExchange(self, client, head, path, body, trace)
@@ -162,15 +164,15 @@ class Proxy:
         return large
 
     def begin(
-        self, client: ClientConnection, head: RequestHead, path: bytes, body: bytes, scanned: ScannedBody,
+        self, client: ProxyClient, head: RequestHead, path: bytes, body: bytes, scanned: ScannedBody,
         trace: RequestTrace | bytes | None,
-    ) -> ProxyExchange:  # fmt: skip
+    ) -> RequestExchange:  # fmt: skip
         """Serve a request whose body is scanned. Raises HttpError."""
         request = self.requests.build(head, path, scanned, client.tenant)
         if request.route:
             self.counters.route_requests[request.route] += 1
         charge = self._begin_charge(request, path, body) if self._limited else None
-        exchange = ProxyExchange(self, client, head, body)
+        exchange = self.create_exchange(self, client, head, body, request)
         request_id = head.request_id or self.new_request_id()
         exchange.attempts = Attempts(self.dispatcher, exchange, request, request_id)
         if isinstance(trace, bytes):
@@ -180,9 +182,9 @@ class Proxy:
             trace.begin(exchange.attempts)
         if charge is not None:
             exchange.attempts.charge = charge
-        if self._kv_transfers and self._fleet.has_roles and may_split(path, body, scanned.outline):
-            request.may_split = True
-            exchange.outline = scanned.outline
+        if self._kv_transfers and self._fleet.has_roles and isinstance(exchange, ProxyExchange):
+            request.may_split = may_split(path, body, scanned.outline)
+            exchange.outline = scanned.outline if request.may_split else None
         if path not in FORWARDED:  # the router does not know what such a path does
             exchange.attempts.repeatable = False
         elif self.sample_prompt is not None:
@@ -201,7 +203,7 @@ class Proxy:
             raise self.internal_error(error, request_id) from None
         return exchange
 
-    def _route(self, exchange: ProxyExchange, path: bytes, body: bytes, outline: Outline | None) -> None:
+    def _route(self, exchange: RequestExchange, path: bytes, body: bytes, outline: Outline | None) -> None:
         """Read the prompt and ask for a node. Raises HttpError."""
         attempts = exchange.attempts
         if self._capture.on and has_prompt(path):
@@ -223,7 +225,7 @@ class Proxy:
         for pending in held or ():
             pending.done(None)
 
-    def _resume(self, exchange: ProxyExchange, path: bytes, body: bytes, outline: Outline | None) -> None:
+    def _resume(self, exchange: RequestExchange, path: bytes, body: bytes, outline: Outline | None) -> None:
         exchange.pending_prompt = None
         try:
             self._route(exchange, path, body, outline)
@@ -342,6 +344,12 @@ class Proxy:
             duration_ms=round((now_s - ticket.opened_s) * 1000.0, 1),
             attempts=attempts.tried,
         )
+
+
+def _to_nodes(
+    proxy: Proxy, client: ClientConnection, head: RequestHead, body: bytes, _request: RoutingRequest
+) -> ProxyExchange:
+    return ProxyExchange(proxy, client, head, body)
 
 
 def _call_soon(act: Callable[[], None]) -> None:

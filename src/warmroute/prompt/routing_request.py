@@ -41,6 +41,8 @@ class RoutingRequest(msgspec.Struct, eq=False, gc=False):
 
     may_split: bool = False
     """Whether one node may prefill the prompt and another one decode the answer."""
+    subset: frozenset[str] | None = None
+    """The names of the nodes that may serve it; None: all. Envoy may restrict a request to some of its endpoints."""
     start: bytes = b""
     """First bytes of the prompt's JSON text, where a policy uses them."""
 

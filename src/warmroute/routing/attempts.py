@@ -82,6 +82,8 @@ class Attempts(msgspec.Struct, eq=False):
     _entry: Any = None
     _failover: Failover | None = None
     """Set once a node has failed."""
+    envoy_retries: bool = False
+    """Whether Envoy has the request and sends it to the next node itself. `served_by` says which one that was."""
     repeatable: bool = True
     """Whether the request may be sent to a second node while the first one may still execute it."""
     history: AttemptHistory | None = None
@@ -215,6 +217,16 @@ class Attempts(msgspec.Struct, eq=False):
             demand_meter.shed += 1
         self.status = self.driver.reject(error)
         self._complete_entry(outcome, now_s)
+
+    def served_by(self, node: Node, now_s: float) -> None:
+        """Envoy could not use the request's node, and another one answers. The ticket moves there, as old as it was."""
+        opened_s = self.ticket.opened_s
+        failover = self._give_up(Outcome.FAILED, "Envoy used a fallback", now_s)
+        dispatcher = self._dispatcher
+        dispatcher.counters.retries += 1
+        self.tried += 1
+        self.request.streams = False  # its time includes that of the failed attempt: an upper bound of its prefill
+        self.ticket = dispatcher.router.dispatch(failover.decision, node, opened_s)
 
     def _give_up(self, outcome: Outcome, reason: str, now_s: float) -> Failover:
         """Close the ticket on a node that failed."""

@@ -134,7 +134,7 @@ class Dispatcher:
         decisions[key] = decisions.get(key, 0) + 1
 
     def may_try_another(self, attempts: Attempts) -> bool:
-        return not self.max_attempts or attempts.tried < self.max_attempts
+        return not attempts.envoy_retries and (not self.max_attempts or attempts.tried < self.max_attempts)
 
     # Nodes that go down.
 

@@ -54,16 +54,16 @@ class QueuedRequest(msgspec.Struct, eq=False):
     """The version of Admission's state that the decision is based on."""
     key: float = 0.0
     """Its place in lists by work: of one tenant's requests, the lowest key is first."""
-    work_ms: float = 0.0
-    """Prefill time on its node when it was queued."""
+    work: float = 0.0
+    """Prefill work on its node when it was queued, in tokens of a short prompt."""
     least_work_ms: float = inf
     cheaper_s: float = 0.0
     """When its work last became less than half of `least_work_ms`, because its prefix was cached meanwhile."""
     due_s: float = 0.0
     """It is overdue if it still waits then."""
     is_overdue: bool = False
-    ahead_ms: float = 0.0
-    """Prefill time of the requests that waited when it was queued."""
+    work_ahead: float = 0.0
+    """Prefill work of the requests that waited when it was queued."""
 
     @property
     def prefill_ms(self) -> float:

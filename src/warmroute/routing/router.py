@@ -30,6 +30,7 @@ from warmroute.routing.policies import make_policy
 from warmroute.routing.price_terms import ASSUMED_PROMPT_TOKENS
 from warmroute.routing.query import Query
 from warmroute.routing.routing_errors import MissingModel, NoNodeAvailable, RoutingError, UnknownModel
+from warmroute.routing.subset import within_subset
 
 
 class Router:
@@ -82,7 +83,7 @@ class Router:
     def decide(self, request: RoutingRequest, now_s: float, lookup: Lookup | None = None) -> Decision:
         """`lookup` has the prompt's blocks, if the policy wants them. Raises RoutingError."""
         group = self._fleet.group(request.model) or self._group(request)
-        up = candidates = group.up
+        up = candidates = group.up if request.subset is None else within_subset(group.up, request.subset)
         if group.windows is not None:
             up = candidates = self._context_fit.candidates(request, group, group.windows, up)
         if now_s < group.slow_start_until_s:
@@ -90,6 +91,8 @@ class Router:
         uses_last_resort = False
         if not candidates.nodes:
             candidates = group.last_resort
+            if request.subset is not None:
+                candidates = within_subset(candidates, request.subset)
             if group.windows is not None:
                 candidates = self._context_fit.candidates(request, group, group.windows, candidates)
             if not candidates.nodes:
@@ -117,8 +120,10 @@ class Router:
     @staticmethod
     def _half_open_node(request: RoutingRequest, group: Group) -> Node | None:
         """Return a node for which the request can be the trial request."""
-        windows, tokens = group.windows, request.input_tokens
+        windows, tokens, subset = group.windows, request.input_tokens, request.subset
         for node in group.half_open:
+            if subset is not None and node.name not in subset:
+                continue
             if node.needs_trial_request and (windows is None or windows.holds(node, tokens)):
                 return node
         return None
@@ -146,7 +151,7 @@ class Router:
     def decide_again(self, query: Query, now_s: float) -> Decision:
         """Decide for the same request a moment later, without looking up its hits again."""
         group = self._fleet.group(query.group.model)
-        if group is None or group.half_open or now_s < group.slow_start_until_s:
+        if group is None or group.half_open or now_s < group.slow_start_until_s or query.request.subset is not None:
             return self.decide(query.request, now_s, query.lookup)
         up = group.up
         if group.windows is not None:

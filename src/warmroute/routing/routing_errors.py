@@ -102,6 +102,12 @@ class QueueTimeout(NotAdmitted):
     reason = "queue_timeout"
 
 
+class HeldTooLong(NotAdmitted):
+    """No node had room for a low-priority request within Envoy's timeout."""
+
+    reason = "envoy_timeout"
+
+
 class DeadlineUnreachable(NotAdmitted):
     """The router expects to miss the request's deadline on every node."""
 

@@ -29,7 +29,7 @@ from warmroute.routing.queued_request import QueuedRequest, RequestsByNode, Sort
 
 GRACE_S: Final = 10.0
 PATIENCE: Final = 2.0
-SHARE: Final = 0.1
+SHARE: Final = 0.15
 
 
 class WaitingGuarantee:
@@ -40,10 +40,10 @@ class WaitingGuarantee:
         """In the order in which they become due."""
         self._overdue = RequestsByNode()
         """In the order of their arrival."""
-        self._work_ms = 0.0
-        """Prefill time of all queued requests."""
-        self._longest_ms = 0.0
-        """Longest prefill of a request so far."""
+        self._work = 0.0
+        """Prefill work of all queued requests, in tokens of a short prompt: the nodes' speeds may not be known yet."""
+        self._longest = 0.0
+        """Longest prefill of a request so far, likewise."""
         self._credit_ms: dict[Node, float] = {}
         self.longest_wait_ratio = 0.0
         """Largest wait of an admitted request, relative to its guarantee."""
@@ -55,17 +55,18 @@ class WaitingGuarantee:
     def add(self, queued: QueuedRequest) -> None:
         if not self._share:
             return
-        work_ms = queued.work_ms = queued.prefill_ms
-        queued.ahead_ms = self._work_ms
+        work_ms = queued.prefill_ms
+        queued.work = work_ms / queued.decision.node.speed.ms_per_token
+        queued.work_ahead = self._work
         queued.due_s = queued.pending.request.arrived_s + GRACE_S + PATIENCE * work_ms / 1000.0
-        self._work_ms += work_ms
-        self._longest_ms = max(self._longest_ms, work_ms)
+        self._work += queued.work
+        self._longest = max(self._longest, queued.work)
         self._not_due.add(queued.due_s, queued)
 
     def remove(self, queued: QueuedRequest) -> None:
         if not self._share:
             return
-        self._work_ms -= queued.work_ms
+        self._work -= queued.work
         if not queued.is_overdue:
             self._not_due.remove(queued.due_s, queued)
             return
@@ -78,7 +79,7 @@ class WaitingGuarantee:
             self._overdue.move(queued.pending.request.arrived_s, queued, from_node)
 
     def queue_is_empty(self) -> None:
-        self._work_ms = 0.0
+        self._work = 0.0
         self._credit_ms.clear()
 
     # Turns.
@@ -112,12 +113,18 @@ class WaitingGuarantee:
             self._credit_ms[node] = self._credit_ms.get(node, 0.0) - work_ms / len(nodes)
 
     def record_wait(self, queued: QueuedRequest, now_s: float) -> None:
-        if not self._share:
-            return
-        query = queued.decision.query
-        nodes = max(1, query.candidates.shared_by) if query is not None else 1
-        turn_s = (self._longest_ms + queued.ahead_ms / nodes) / self._share / 1000.0
-        guaranteed_s = GRACE_S + PATIENCE * queued.work_ms / 1000.0 + turn_s
-        ratio = (now_s - queued.pending.request.arrived_s) / guaranteed_s
-        self.longest_wait_ratio = max(self.longest_wait_ratio, ratio)
-        self.exceeded += ratio > 1.0
+        """A request leaves the queue for a node."""
+        wait_s = now_s - queued.pending.request.arrived_s
+        if self._share and wait_s > GRACE_S:
+            ratio = wait_s / self._guaranteed_s(queued)
+            self.longest_wait_ratio = max(self.longest_wait_ratio, ratio)
+            self.exceeded += ratio > 1.0
+
+    def _guaranteed_s(self, queued: QueuedRequest) -> float:
+        """Return the request's guarantee at the present speeds of the nodes."""
+        query, node = queued.decision.query, queued.decision.node
+        nodes = query.candidates.nodes if query is not None else (node,)
+        ms_per_token = node.speed.ms_per_token
+        all_nodes_ms_per_token = 1.0 / sum(1.0 / one.speed.ms_per_token for one in nodes)
+        turn_ms = self._longest * ms_per_token + queued.work_ahead * all_nodes_ms_per_token
+        return GRACE_S + (PATIENCE * queued.work * ms_per_token + turn_ms / self._share) / 1000.0

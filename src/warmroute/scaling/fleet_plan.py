@@ -137,7 +137,7 @@ class FleetPlan(msgspec.Struct, kw_only=True):
         """Return why this is the size that the fleet should have."""
         if self.skipped:
             return self.skipped
-        chosen = self.fleet(self.desired_nodes)
+        chosen = self.fleet(self.desired_nodes) or self.fleet(self.nodes)
         if chosen is None:
             return ""
         parts = [f"{count_of_nodes(chosen.nodes)}: {describe(chosen, objective, with_limit=True)}"]
@@ -202,4 +202,6 @@ def _saving(chosen: ReplayedFleet, larger: ReplayedFleet) -> str:
 
 
 def duration(ms: float) -> str:
+    if ms >= 10_000.0:
+        return f"{ms / 1000.0:.0f} s"
     return f"{ms / 1000.0:.2g} s" if ms >= 1000.0 else f"{ms:.0f} ms"

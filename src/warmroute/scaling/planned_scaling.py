@@ -2,8 +2,8 @@
 know.
 
     add     what the plan wants beyond the current nodes
-    add     a burst: the short window has BURST times the arrivals of the plan, more than chance explains, and requests
-            wait: as many nodes as the plan has, scaled by the arrivals
+    add     a burst: the stable window has BURST times the arrivals of the plan, more than chance explains, and requests
+            wait: as many nodes as the plan has, scaled by the arrivals, at most MAX_BURST times as many
     add     the router rejects requests, or the objective is missed while more than `max_queue_per_node` requests wait
             for each node: 1, if none is starting
     remove  what the plan can spare, if the objective is met now
@@ -23,22 +23,23 @@ from warmroute.scaling.scale_down import RemovalCandidate, rank_candidates, remo
 from warmroute.scaling.scaling_decision import count_of_nodes
 
 BURST: Final = 1.5
-CHANCE_ERRORS: Final = 3.0
-"""Arrivals above the expected ones by less than this many standard errors are chance."""
+MAX_BURST: Final = 2.0
+CHANCE_ERRORS: Final = 4.0
+"""Arrivals above the expected ones by less than this many standard errors are chance. Conversations arrive less evenly
+than chance alone would have it."""
 MIN_FIRST_TOKENS: Final = 20
 """A p90 of fewer first tokens is unknown."""
 
 
 def burst_ratio(inputs: ScalingInputs, plan: FleetPlan) -> float:
-    """Return the arrivals of the short window relative to those of the plan, if they are a burst; 0 if not."""
-    panic = inputs.view.panic
-    planned = plan.arrivals_per_s * plan.growth
-    expected = planned * panic.span_s
-    if panic.arrivals < max(BURST * expected, expected + CHANCE_ERRORS * expected**0.5) or expected <= 0:
+    """Return the arrivals of the stable window relative to those of the plan, if they are a burst; 0 if not."""
+    stable = inputs.view.stable
+    expected = plan.arrivals_per_s * plan.growth * stable.span_s
+    if stable.arrivals < max(BURST * expected, expected + CHANCE_ERRORS * expected**0.5) or expected <= 0:
         return 0.0
-    if inputs.view.waiting + panic.waiting <= LOW_QUEUE_PER_NODE * len(inputs.serving):
+    if stable.waiting <= LOW_QUEUE_PER_NODE * len(inputs.serving):
         return 0.0
-    return panic.arrivals / expected
+    return min(MAX_BURST, stable.arrivals / expected)
 
 
 def planned_nodes(inputs: ScalingInputs, plan: FleetPlan, burst: float) -> tuple[int, list[str]]:

@@ -31,6 +31,8 @@ START_S: Final = 60.0
 LATE: Final = 3.0
 """A process that takes this many times its time is killed."""
 LINES_AT_ONCE: Final = 64
+ENVIRONMENT: Final = ("PATH", "HOME", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR")
+"""Variables that the process inherits: it needs no credentials."""
 
 
 class PlanningTask(msgspec.Struct, kw_only=True):
@@ -100,8 +102,9 @@ class PlanningProcess:
                 time.sleep(0)  # lets the event loop run
             file.seek(0)
             process = subprocess.Popen(
-                self._command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-            )
+                self._command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+                env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+            )  # fmt: skip
         self._process = process
         try:
             output, errors = process.communicate(timeout=timeout_s)

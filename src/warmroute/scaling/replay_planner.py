@@ -41,6 +41,8 @@ MATTERS: Final = 0.5
 WRONG_BEFORE_FALLBACK: Final = 3
 RIGHT_BEFORE_RETURN: Final = 2
 MIN_FIRST_TOKENS: Final = 50
+STAY_INTERVALS: Final = 2.2
+"""Nodes are spare that no plan of this many intervals wanted."""
 KNOWN_S: Final = 900.0
 """How long a replay need not be repeated, if its result was clear."""
 MIN_KNOWN_REQUESTS: Final = 3 * MIN_REQUESTS
@@ -96,6 +98,8 @@ class ReplayPlanner:
         """Arrivals at this process and at all of them when the last search began."""
         self._known: deque[tuple[float, ReplayedFleet]] = deque()
         """Replays of the last minutes, each with the time of its search."""
+        self._desired: deque[tuple[float, int]] = deque()
+        """How many nodes the plans of the last STAY_INTERVALS wanted."""
         self._wrong = self._right = 0
         self._unreachable_s = float("-inf")
         self._failing = False
@@ -176,6 +180,12 @@ class ReplayPlanner:
         if plan.recorded >= MIN_KNOWN_REQUESTS:
             known = {fleet for _, fleet in self._known}
             self._known.extend((started_s, fleet) for fleet in plan.fleets if fleet not in known)
+        desired = plan.desired_nodes if not plan.skipped else 0
+        self._desired.append((started_s, desired))
+        while self._desired[0][0] < started_s - STAY_INTERVALS * self.config.replay.interval_s:
+            self._desired.popleft()
+        most = max(nodes for _, nodes in self._desired)
+        plan.spare = max(0, min(plan.spare, plan.nodes - most))
         before, self._plan, self.planned_s = self._plan, plan, started_s
         if plan.larger is None and before is not None and before.desired_nodes == plan.desired_nodes:
             plan.larger = before.larger

@@ -68,7 +68,7 @@ class ConfigReload:
 
     def _apply(self, config: Config, before: Config) -> tuple[int, int]:
         service = self._service
-        service.listener.limits = service.admin_listener.limits = config.limits
+        service.clients.limits = service.admin_listener.limits = config.limits
         routes_changed = config.routes != before.routes
         if config.routing != before.routing or config.price != before.price or routes_changed:
             service.router.reconfigure(config.routing, config.price, config.routes)

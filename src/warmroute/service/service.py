@@ -45,6 +45,7 @@ from warmroute.routing.admission import Admission
 from warmroute.routing.router import Router
 from warmroute.scaling.scaling_service import ScalingService
 from warmroute.service.certificates import Certificates
+from warmroute.service.clients import Clients, EnvoyClients, cut_off, finish_requests, pool_name
 from warmroute.service.cluster_alerts import cluster_alerts
 from warmroute.service.cluster_member import ClusterMember
 from warmroute.service.config_reload import ConfigReload
@@ -78,6 +79,7 @@ from warmroute.telemetry.history import History, ScalingChange
 from warmroute.telemetry.hit_rate_alerts import HitRateAlerts
 from warmroute.telemetry.hit_rate_causes import Causes
 from warmroute.telemetry.hit_rate_metrics import HitRateMetrics
+from warmroute.telemetry.inference_pool_metrics import InferencePoolMetrics
 from warmroute.telemetry.journal import Journal
 from warmroute.telemetry.loop_delay import LoopDelay
 from warmroute.telemetry.process_metrics import add_process_metrics
@@ -95,17 +97,16 @@ GC_THRESHOLD = 20_000
 SWITCH_INTERVAL_S = 0.0005
 """Longest time for which a thread that tokenizes a prompt keeps the interpreter lock from the event loop."""
 
-CUT_OFF_S = 1.0
-"""How long clients may take to read the end of a response that was cut off."""
-
 
 class Service:
     """Create it, call `start` in a running event loop, and `stop` at the end."""
 
     def __init__(
-        self, read_config: Callable[[], Config], config_file: Path | None = None, worker: Worker | None = None
-    ) -> None:
-        """`worker`: this process gets its connections from a parent process."""
+        self, read_config: Callable[[], Config], config_file: Path | None = None, worker: Worker | None = None,
+        create_picker: Callable[[Service], EnvoyClients] | None = None,
+    ) -> None:  # fmt: skip
+        """`worker`: this process gets its connections from a parent process. `create_picker`: Envoy asks it for nodes,
+        and it serves no HTTP clients."""
         self._worker = worker
         self.config_reload = ConfigReload(self, read_config)
         self._config_file = config_file
@@ -173,7 +174,7 @@ class Service:
             self.fleet,
             self.cache_view,
             self.counters,
-            lambda: (len(self.listener.connections), self.listener.accepted),
+            lambda: (len(self.clients.connections), self.clients.accepted),
             lambda: (self.admission.queue.waiting, self.admission.queue.queued_total),
             now,
             lambda: self.scaling.stats() if self.scaling is not None else None,
@@ -186,6 +187,7 @@ class Service:
                 ),
                 DiscoveryMetrics(self.discovery.stats),
                 ClusterMetrics(lambda: self.member.figures() if self.member is not None else None),
+                InferencePoolMetrics(self.fleet, lambda: self.admission.queue.waiting, lambda: pool_name(self)),
                 add_process_metrics,
             ),
         )
@@ -209,6 +211,8 @@ class Service:
         self.readiness = self.proxy.own_endpoints.readiness
         self.proxy.own_endpoints.waits_for_first_node = lambda: self.admission.first_node_wait_s > 0
         self.describe_discovery = self.discovery.describe
+        self.picker = create_picker(self) if create_picker is not None else None
+        self.clients: Clients = self.picker or self.listener
         self._servers: list[asyncio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stop_now = asyncio.Event()
@@ -332,7 +336,10 @@ class Service:
         if self._worker is not None:
             self._servers.append(await self._worker.join(self, tls))
             return f"worker {self._worker.seat.number}"
-        if (inherited := self.systemd.take_socket()) is not None:
+        if self.picker is not None:
+            address = await self.picker.listen()
+            self.port = self.picker.port
+        elif (inherited := self.systemd.take_socket()) is not None:
             self._servers.append(await listen_inherited(self.listener, inherited, tls))
             name = inherited.getsockname()
             self.port = name[1] if isinstance(name, tuple) else 0
@@ -369,21 +376,23 @@ class Service:
             pass
         if self._worker is not None:
             self._worker.stop_accepting()
-        else:
+        elif self.picker is None:
             for server in self._servers[:1]:
                 server.close()
-        self.listener.close_idle()
-        await self._finish_requests(shutdown.deadline_s)
-        if self.listener.connections:
+        self.clients.close_idle()
+        await finish_requests(self.clients, self._stop_now, shutdown.deadline_s)
+        if self.clients.connections:
             log.warning(
                 "requests_cut_off",
                 "A second signal arrived."
                 if self._stop_now.is_set()
                 else "They did not finish before shutdown.deadline_s.",
-                requests=self.listener.busy,
+                requests=self.clients.busy,
                 deadline_s=shutdown.deadline_s,
             )
-            await self._cut_off()
+            await cut_off(self.clients)
+        if self.picker is not None:
+            await self.picker.close()
         if self._worker is not None:
             self._worker.close()
         self.admin_listener.abort_all()
@@ -406,22 +415,6 @@ class Service:
         if self._trace_exporter is not None:
             await self._trace_exporter.close()
         await asyncio.sleep(0)
-
-    async def _finish_requests(self, deadline_s: float) -> None:
-        """Wait until all clients have left, at most until the deadline or `stop_now`."""
-        endings = [asyncio.create_task(self.listener.until_empty()), asyncio.create_task(self._stop_now.wait())]
-        await asyncio.wait(endings, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
-        for ending in endings:
-            ending.cancel()
-
-    async def _cut_off(self) -> None:
-        """End running requests with an error, and give their clients a moment to read it."""
-        self.listener.cut_off_all()
-        try:
-            async with asyncio.timeout(CUT_OFF_S):
-                await self.listener.until_empty()
-        except TimeoutError:
-            self.listener.abort_all()
 
     def stop_now(self) -> None:
         """Let `stop` cut off running requests now."""

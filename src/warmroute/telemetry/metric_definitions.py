@@ -30,6 +30,9 @@ LABELS: Final = {
     "another version)",
     "island": "name of the island; for moved conversations, the island they left",
     "kind": "what differs: `time`, `id`, `number`, `order`, `text` or `history`",
+    "inference_pool": "name of the InferencePool; `default` without one",
+    "model_name": "model that a node serves",
+    "name": "name of the InferencePool; `default` without one",
     "model": "model that a node serves; `(other)` beyond the number of counters that the router keeps",
     "node": "name of the node",
     "order": "`work` (priority, tenant and prefill work) or `guarantee` (it had waited for too long)",
@@ -72,6 +75,11 @@ def _gauge(name: str, text: str, *labels: str) -> Metric:
 
 def _histogram(name: str, text: str, *labels: str) -> Metric:
     return _add("histogram", name, text, labels)
+
+
+def _extension(name: str, text: str, *labels: str) -> Metric:
+    """A gauge under the name that the Gateway API Inference Extension gives it."""
+    return _add("gauge", name, text, labels, "inference_")
 
 
 def _process(kind: Kind, name: str, text: str) -> Metric:
@@ -212,6 +220,26 @@ CONFIG_RELOAD_OK: Final = _gauge(
 CONFIG_RELOADED: Final = _gauge(
     "config_last_reload_success_timestamp_seconds", "Unix time of the last reload that succeeded, or of the start."
 )
+# Of `warmroute picker` alone, beside its own.
+POOL_KV_USAGE: Final = _extension(
+    "pool_average_kv_cache_utilization",
+    "Picker only: mean fraction of KV blocks in use, of nodes that are up.",
+    "name",
+)
+POOL_QUEUE: Final = _extension(
+    "pool_average_queue_size", "Picker only: mean requests in the engines' own queues, of nodes that are up.", "name"
+)
+POOL_RUNNING: Final = _extension(
+    "pool_average_running_requests", "Picker only: mean requests that the engines run, of nodes that are up.", "name"
+)
+POOL_READY: Final = _extension("pool_ready_pods", "Picker only: nodes that are up and not draining.", "name")
+OBJECTIVE_RUNNING: Final = _extension(
+    "objective_running_requests", "Picker only: requests in flight on the nodes that serve the model.", "model_name"
+)
+EXTENSION_QUEUE: Final = _extension(
+    "extension_flow_control_queue_size", "Picker only: requests that wait in the picker for a node.", "inference_pool"
+)
+
 PROCESS_CPU: Final = _process("counter", "cpu_seconds_total", "User and system CPU time of the router's process.")
 PROCESS_RSS: Final = _process("gauge", "resident_memory_bytes", "Resident memory of the router's process.")
 PROCESS_VIRTUAL: Final = _process("gauge", "virtual_memory_bytes", "Virtual memory of the router's process.")

@@ -1,7 +1,7 @@
 """Which fleets are replayed, and which one is chosen: the cheapest that meets the objective with a margin.
 
     load to add nodes       growth · (1 + margin)         the fleet has to meet the objective with this many arrivals
-    load to remove nodes    growth · (1 + 2 · margin)     so has what is left of it
+    load to remove nodes    growth · (1 + 2 · margin)     what is left has to stay below SPARE_EXCESS of it
 
 If the current fleet does not meet the objective, the search doubles the number of added nodes of each offer until it
 does, then bisects, and takes the cheapest result. If three times the fleet is hardly better, none meets the objective:
@@ -39,6 +39,9 @@ CLEARLY_MET: Final = 0.7
 CLEARLY_MISSED: Final = 1.4
 """Excess, relative to the target, of replays that need not be repeated with about the same load."""
 MAX_SPARE: Final = 4
+SPARE_EXCESS: Final = 0.85
+"""What is left of the fleet has to stay below this fraction of the objective, so that noise does not remove a node that
+the next search adds again."""
 
 
 def plan_fleet(
@@ -186,7 +189,7 @@ class _Search:
         for removed in (1, 2, MAX_SPARE):
             if removed > most or self._late:
                 break
-            if self._run(request.nodes[:-removed], load).excess > self._target:
+            if self._run(request.nodes[:-removed], load).excess > SPARE_EXCESS * self._target:
                 break
             spare = removed
         return spare

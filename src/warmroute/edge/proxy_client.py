@@ -1,0 +1,55 @@
+"""What the proxy needs of a client, and of what does the I/O of its request: a connection, or a stream from Envoy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from warmroute.edge.errors import HttpError
+from warmroute.edge.listener import Exchange
+from warmroute.edge.local_replies import Headers
+from warmroute.prompt.prompt import Prompt
+from warmroute.routing.attempt_driver import AttemptDriver
+from warmroute.routing.attempts import Attempts
+from warmroute.telemetry.tracing.request_trace import RequestTrace
+
+if TYPE_CHECKING:
+    from warmroute.edge.prompt_reader import PendingPrompt
+
+
+class RequestExchange(Exchange, AttemptDriver, Protocol):
+    attempts: Attempts
+    trace: RequestTrace | None
+    node_fields: bytes
+    """Header lines for a node; empty: the client's as they are."""
+    pending_prompt: PendingPrompt | None
+    """Set while the prompt is being read in a thread or by a node."""
+
+    def prompt_read(self, prompt: Prompt | None) -> None: ...
+
+    def send_error(self, error: HttpError) -> None:
+        """End a request that has no node with an error."""
+
+    def release(self) -> None:
+        """Give up what the request holds."""
+
+    def forget(self) -> None:
+        """Drop the body of a request that has ended."""
+
+
+class ProxyClient(Protocol):
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def body_started_s(self) -> float: ...
+
+    def reply(self, status: int, body: bytes, headers: Headers = (), content_type: str = ...) -> None:
+        """Send a response of the router itself."""
+
+    def send_error(self, error: HttpError, request_id: bytes = b"") -> None: ...
+
+    def is_serving(self, exchange: Any) -> bool:
+        """Return whether this exchange answers the current request."""
+
+    def replace_exchange(self, exchange: Any, other: Any) -> None:
+        """Another exchange answers the current request from now on."""

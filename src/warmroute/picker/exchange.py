@@ -1,0 +1,244 @@
+"""One request between Envoy and the attempt machine: tells Envoy the node, and observes the response.
+
+Envoy sends the request, and sends it again to the next endpoint if one fails. So the machine's ticket is open from the
+answer to Envoy until the end of the response, and moves if another node answered. Where Envoy shows the picker no
+response, the end of the stream is the end of the response, and nothing else is learned from it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from warmroute._kernel import FirstTokenSearch, read_usage
+from warmroute.edge import errors
+from warmroute.edge.exchange import TAIL_PIECES
+from warmroute.edge.http1 import RequestHead
+from warmroute.fleet.node import Node, Outcome
+from warmroute.prompt.prompt import Prompt
+from warmroute.routing.attempts import Attempts
+from warmroute.routing.dispatch import Dispatch
+from warmroute.routing.held_requests import send_or_shed
+from warmroute.routing.routing_errors import RoutingError
+from warmroute.telemetry.tracing.request_trace import RequestTrace
+
+if TYPE_CHECKING:
+    from warmroute.edge.prompt_reader import PendingPrompt
+    from warmroute.edge.proxy import Proxy
+    from warmroute.picker.stream import PickerStream
+
+_NOT_YET: Final[Any] = None
+NO_ENDPOINT: Final = "its name is not resolved"
+
+
+class PickerExchange(msgspec.Struct, eq=False):
+    # for the whole request
+    _proxy: Proxy
+    _client: PickerStream
+    _head: RequestHead
+    body: bytes
+    attempts: Attempts = _NOT_YET
+    trace: RequestTrace | None = None
+    node_fields: bytes = b""
+    pending_prompt: PendingPrompt | None = None
+    # the response
+    _sent: bool = False
+    """Whether Envoy has the request."""
+    _first_token_search: FirstTokenSearch | None = None
+    _tail: deque[bytes] | None = None
+    """The last pieces of the response, where its usage is wanted."""
+
+    # Before a node is chosen.
+
+    def prompt_read(self, prompt: Prompt | None) -> None:
+        self.pending_prompt = None
+        if self.attempts.done:
+            return
+        try:
+            self._proxy.enter(self.attempts, prompt)
+        except errors.HttpError as error:
+            self.send_error(error)
+        except Exception as error:
+            self.internal_error(error)
+
+    def time_is_up(self) -> None:
+        """Envoy will not wait longer: decide now, or shed the request."""
+        proxy, attempts = self._proxy, self.attempts
+        if self.pending_prompt is not None:
+            self.pending_prompt.cancel()
+            self.prompt_read(None)
+        if not attempts.done and not attempts.tried:
+            send_or_shed(proxy.admission, proxy.router, attempts, proxy.now())
+
+    def send_error(self, error: errors.HttpError) -> None:
+        """End a request that has no node with an error."""
+        self.attempts.done = True
+        self._client.send_error(error, self.attempts.request_id)
+        self._end_trace(error)
+        self.forget()
+
+    def reject(self, why: RoutingError) -> int:
+        if self._sent:  # the client has the response of the node, or of Envoy
+            return self.attempts.status
+        error = self._proxy.to_http_error(why, self.attempts.request)
+        self._client.send_error(error, self.attempts.request_id)
+        self._end_trace(error)
+        self.forget()
+        return error.status
+
+    # To a node.
+
+    def send(self, node: Node) -> None:
+        attempts, proxy, client = self.attempts, self._proxy, self._client
+        proxy.dispatcher.waiting.pop(attempts, None)  # Envoy has the request: it cannot be moved or hedged
+        if not client.send_to(self, node):
+            attempts.node_failed(Outcome.FAILED, NO_ENDPOINT, proxy.now())
+            return
+        self._sent = attempts.envoy_retries = True
+        self.body = b""
+
+    def withdraw(self) -> None:
+        """The request cannot be taken back from Envoy."""
+
+    withdraw_hedge = promote_hedge = withdraw_prefill = withdraw
+
+    def send_hedge(self, node: Node) -> None:
+        raise AssertionError("Envoy sends a request to one node at a time")
+
+    def send_prefill(self, prefill_node: Node, node: Node) -> None:
+        raise AssertionError("Envoy sends a request to one node at a time")
+
+    @property
+    def rank(self) -> int | None:
+        """The data-parallel rank that holds the prompt."""
+        ticket = self.attempts.ticket
+        return ticket.rank if isinstance(ticket, Dispatch) else None
+
+    # The response, as far as Envoy shows it.
+
+    def response_started(
+        self, status: int, served: Node | None, by_envoy: bool, retry_after_s: int | None, is_event_stream: bool,
+        sees_body: bool,
+    ) -> None:  # fmt: skip
+        """`served`: the node that answers; None if it is unknown. `by_envoy`: no node answers, but Envoy itself."""
+        attempts, now_s = self.attempts, self._proxy.now()
+        if attempts.done:
+            return
+        if served is not None and served is not attempts.ticket.node:
+            attempts.served_by(served, now_s)
+        if self.trace is not None:
+            self.trace.node_answered(attempts.ticket, status)
+        attempts.status = status
+        if by_envoy and status < 500:  # another filter rejects the request
+            attempts.abandon(now_s)
+        elif by_envoy:
+            attempts.node_failed(Outcome.FAILED, f"Envoy answered {status}", now_s)
+        elif attempts.response_started(status, retry_after_s, now_s):
+            self._observe(is_event_stream, sees_body)
+            return
+        self._proxy.counters.responses[status] += 1  # it failed, and Envoy tried all others
+        self._finish("failed")
+
+    def _observe(self, is_event_stream: bool, sees_body: bool) -> None:
+        attempts = self.attempts
+        if not sees_body:
+            return
+        if attempts.wants_usage:
+            self._tail = deque(maxlen=TAIL_PIECES)
+        if is_event_stream and attempts.status < 400:
+            self._first_token_search = FirstTokenSearch()
+
+    def response_data(self, data: bytes) -> None:
+        attempts = self.attempts
+        if attempts.done or not attempts.answering or not data:
+            return
+        if self._tail is not None:
+            self._tail.append(data)
+        if attempts.ticket.first_token_s:
+            return
+        search = self._first_token_search
+        if search is None or search.feed(data):
+            self._first_token_search = None
+            attempts.first_token(self._proxy.now())
+
+    def response_ended(self) -> None:
+        attempts, proxy = self.attempts, self._proxy
+        if attempts.done:
+            return
+        usage = None
+        if self._tail is not None:
+            usage = read_usage(b"".join(self._tail))
+            if usage is not None:
+                usage = attempts.ticket.node.reported.usage(*usage)
+        attempts.response_ended(usage, proxy.now())
+        self._finish("complete")
+
+    def ended_unseen(self) -> None:
+        """The response has ended, and Envoy did not show it."""
+        attempts = self.attempts
+        if not attempts.done and not attempts.answering:
+            attempts.response_started(0, None, self._proxy.now())
+        self.response_ended()
+
+    def _finish(self, how: str) -> None:
+        proxy = self._proxy
+        if self.trace is not None:
+            self.trace.end(proxy.now(), self.attempts.status)
+        if proxy.log_requests:
+            proxy.log_request(self.attempts, how)
+        self.forget()
+
+    # The end.
+
+    def client_left(self) -> None:
+        attempts, proxy = self.attempts, self._proxy
+        if attempts.done:
+            return
+        self.release()
+        proxy.counters.disconnects += 1
+        if self.trace is not None:
+            self.trace.end(proxy.now(), attempts.status, client_left=True)
+        if attempts.tried and proxy.log_requests:
+            proxy.log_request(attempts, "client_left")
+
+    def release(self) -> None:
+        """Give up what the request holds: its prompt, its place in the queue, its ticket."""
+        if self.pending_prompt is not None:
+            self.pending_prompt.cancel()
+        if not self.attempts.done:
+            self.attempts.abandon(self._proxy.now())
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the body, and what leads from the attempts back to this exchange."""
+        self.body = b""
+        self.attempts.driver = self._proxy.ended
+
+    def internal_error(self, error: Exception) -> None:
+        request_id = self.attempts.request_id
+        http_error = self._proxy.internal_error(error, request_id)
+        try:
+            self.release()
+        except Exception as another:
+            self._proxy.internal_error(another, request_id)
+        self._end_trace(http_error)
+        self._client.send_error(http_error, request_id)
+
+    def cut_off(self) -> None:
+        """The picker stops. Envoy completes a response that has a node without it."""
+        self.release()
+        why = errors.router_stopping()
+        self._end_trace(why)
+        if not self._sent:
+            self._client.send_error(why, self.attempts.request_id)
+
+    def pause_response(self) -> None:
+        """Envoy sends the response to the client."""
+
+    resume_response = pause_response
+
+    def _end_trace(self, error: errors.HttpError) -> None:
+        if self.trace is not None:
+            self.trace.end(self._proxy.now(), error.status, error.code)

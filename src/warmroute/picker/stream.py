@@ -1,0 +1,403 @@
+"""One ext_proc stream: one HTTP request, which Envoy describes in messages. To the proxy it is a client.
+
+    Envoy's body mode              answer to the headers          then
+    -----------------------------  -----------------------------  --------------------------------------------------
+    BUFFERED                       at once: continue              the decision answers the body
+    FULL_DUPLEX_STREAMED           the decision, after the body   the body goes back to Envoy in pieces
+    STREAMED, sent without waiting the decision, after the body   a `continue` for each piece of the body
+    NONE, STREAMED, or no body     the decision, without a prompt
+
+Envoy names its modes in the first message (`protocol_config`). If it does not, the picker assumes the mode that the
+Inference Extension requires, FULL_DUPLEX_STREAMED. A request that has no node yet delays the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc
+
+from warmroute.edge import errors
+from warmroute.edge.body_scanner import ScannedBody
+from warmroute.edge.errors import HttpError
+from warmroute.edge.exchange import seconds_of
+from warmroute.edge.large_body import LargeBodyExchange
+from warmroute.edge.local_replies import Headers, with_request_id
+from warmroute.edge.paths import is_anthropic
+from warmroute.edge.proxy_client import RequestExchange
+from warmroute.fleet.node import Node
+from warmroute.picker import messages
+from warmroute.picker.exchange import PickerExchange
+from warmroute.picker.ext_proc import BUFFERED, BUFFERED_PARTIAL, NONE, STREAMED
+from warmroute.picker.ext_proc import FULL_DUPLEX_STREAMED as DUPLEX
+from warmroute.picker.request_head import EnvoyHead
+
+if TYPE_CHECKING:
+    from warmroute.picker.server import PickerServer
+
+MARGIN: Final = 0.1
+"""Share of Envoy's timeout that is left when the picker stops waiting for a node."""
+
+SCAN_S: Final = 0.005
+
+
+class PickerStream:
+    __slots__ = (
+        "_answered", "_body_bytes", "_chunks", "_context", "_deciding", "_envoy", "_exchange", "_has_body", "_mode",
+        "_outbox", "_over", "_pieces", "_reading", "_response_mode", "_saw_response", "_server", "_subset", "_task",
+        "_trailers", "body_started_s", "peer", "tenant",
+    )  # fmt: skip
+
+    def __init__(self, server: PickerServer, context: Any) -> None:
+        # for the whole request
+        self._server = server
+        self._context = context
+        self._task = asyncio.current_task()
+        self.peer = b""
+        self.tenant = ""
+        self.body_started_s = 0.0
+        self._envoy: EnvoyHead | None = None
+        self._exchange: RequestExchange | LargeBodyExchange | None = None
+        self._mode = DUPLEX
+        self._response_mode = NONE
+        self._subset: frozenset[str] | None = None
+        self._over = False
+        """Whether the picker has nothing more to say about the request."""
+        self._outbox: list[bytes] = []
+        """Messages for Envoy."""
+        # until it has a node
+        self._pieces: list[bytes] = []
+        self._body_bytes = 0
+        self._chunks = 0
+        """Pieces of the body that wait for an answer."""
+        self._has_body = self._trailers = self._deciding = False
+        self._answered: asyncio.Future[None] | None = None
+        self._reading: asyncio.Task[Any] | None = None
+        # the response
+        self._saw_response = False
+
+    async def run(self) -> None:
+        write = self._context.write
+        try:
+            while not self._over:
+                message = await self._next_message()
+                if message is grpc.aio.EOF:
+                    return
+                self._safely(message)
+                if self._deciding and not await self._until_decided():
+                    return
+                outbox, self._outbox = self._outbox, []
+                for one in outbox:
+                    await write(one)
+        except asyncio.CancelledError:
+            if not self._over:
+                raise
+            if self._task is not None:
+                self._task.uncancel()
+            for one in self._outbox:
+                await write(one)
+        finally:
+            self._end()
+
+    async def _next_message(self) -> Any:
+        if self._reading is None:
+            return await self._context.read()
+        reading, self._reading = self._reading, None
+        return await reading
+
+    async def _until_decided(self) -> bool:
+        """Wait for the decision, as long as Envoy does. Return False if Envoy has ended the stream."""
+        loop, config = asyncio.get_running_loop(), self._server.config
+        self._answered = loop.create_future()
+        timer: asyncio.TimerHandle | None = None
+        if self._mode != DUPLEX:  # which has no timeout
+            limit_s = config.message_timeout_s
+            if config.max_message_timeout_s and self._mode != STREAMED:
+                limit_s = config.max_message_timeout_s
+                await self._context.write(messages.more_time(limit_s))
+            timer = loop.call_later(limit_s * (1.0 - MARGIN), self._time_is_up)
+        try:
+            if self._deciding:
+                self._reading = asyncio.ensure_future(self._context.read())
+                await asyncio.wait((self._answered, self._reading), return_when=asyncio.FIRST_COMPLETED)
+            if self._deciding:  # Envoy spoke first
+                assert self._reading is not None
+                if self._reading.result() is grpc.aio.EOF:
+                    return False
+                await self._answered
+            return True
+        finally:
+            self._answered = None
+            if timer is not None:
+                timer.cancel()
+
+    def _time_is_up(self) -> None:
+        exchange = self._exchange
+        if not self._deciding:
+            return
+        if isinstance(exchange, PickerExchange):
+            exchange.time_is_up()
+        else:  # its body is still being scanned
+            asyncio.get_running_loop().call_later(SCAN_S, self._time_is_up)
+
+    # Messages.
+
+    def _safely(self, message: Any) -> None:
+        try:
+            self._receive(message)
+        except HttpError as error:
+            self.send_error(error)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.internal_error(error)
+        else:
+            self.send_error(self._server.proxy.internal_error(error))
+        self._over = True
+
+    def _receive(self, message: Any) -> None:
+        """Raises HttpError."""
+        kind = message.WhichOneof("request")
+        if kind == "response_body":
+            self._receive_response(message.response_body)
+        elif kind == "request_headers":
+            self._receive_head(message)
+        elif kind == "request_body":
+            self._receive_body(message.request_body)
+        elif kind == "response_headers":
+            self._receive_response_head(message)
+        elif kind == "request_trailers":
+            if self._exchange is None:
+                self._trailers = True
+                self._decide()
+            else:
+                self._outbox.append(messages.CONTINUE_TRAILERS)
+        elif kind == "response_trailers":
+            if isinstance(self._exchange, PickerExchange):
+                self._exchange.response_ended()
+            self._outbox.append(messages.CONTINUE_RESPONSE_TRAILERS)
+
+    def _receive_head(self, message: Any) -> None:
+        server, http = self._server, message.request_headers
+        if message.HasField("protocol_config"):
+            protocol = message.protocol_config
+            self._mode, self._response_mode = protocol.request_body_mode, protocol.response_body_mode
+            if self._mode == STREAMED and not protocol.send_body_without_waiting_for_header_response:
+                self._mode = NONE
+        self._envoy = envoy = EnvoyHead(http.headers.headers, server.objectives(), server.limits.header_bytes)
+        if len(server.connections) > server.limits.connections:
+            raise errors.too_many_connections()
+        self.tenant = server.proxy.admit(envoy.head)
+        self.body_started_s = server.proxy.now()
+        hint = messages.subset_hint(message)
+        if hint is not None:
+            self._subset = server.endpoints.names_at(hint)
+        if http.end_of_stream or self._mode == NONE:
+            if not http.end_of_stream:
+                server.warn_without_bodies()
+            self._decide()
+        else:
+            self._has_body = True
+            if envoy.body_bytes > server.limits.body_bytes:
+                raise errors.body_too_large(server.limits.body_bytes)
+            if self._mode in (BUFFERED, BUFFERED_PARTIAL):
+                self._outbox.append(messages.CONTINUE_HEADERS)
+
+    def _receive_body(self, http: Any) -> None:
+        if self._exchange is not None:  # decided without it
+            self._outbox.append(messages.CONTINUE_BODY)
+            return
+        server, piece = self._server, http.body
+        self._chunks += 1
+        self._body_bytes += len(piece)
+        server.buffered_bytes += len(piece)
+        if piece:
+            self._pieces.append(piece)
+        limits = server.limits
+        if self._body_bytes > limits.body_bytes:
+            raise errors.body_too_large(limits.body_bytes)
+        if server.buffered_bytes > limits.buffered_bytes:
+            raise errors.request_buffer_full()
+        if self._mode == BUFFERED_PARTIAL and not http.end_of_stream:
+            raise errors.body_too_large(self._body_bytes)  # Envoy's buffer is smaller than the body
+        if http.end_of_stream or self._mode == BUFFERED:
+            self._decide()
+
+    def _decide(self) -> None:
+        """The request is complete: ask for a node. Raises HttpError."""
+        envoy, proxy = self._envoy, self._server.proxy
+        if envoy is None:
+            raise errors.bad_request("The body came before the headers.")
+        self._deciding = True
+        head = envoy.head
+        if head.method == b"POST" and not self._has_body and not self._pieces and self._mode == NONE:
+            path = head.target.partition(b"?")[0]
+            self._exchange = proxy.begin(self, head, path, b"", ScannedBody(envoy.model, b""), None)
+            return
+        pieces = self._pieces
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        exchange = proxy.serve(self, head, body)
+        if self._exchange is None:
+            self._exchange = exchange
+
+    # From the proxy.
+
+    @property
+    def subset(self) -> frozenset[str] | None:
+        """The names of the nodes that Envoy allows; None: all."""
+        return self._subset
+
+    @property
+    def sees_responses(self) -> bool:
+        """Whether Envoy shows the picker the bodies of responses."""
+        return bool(self._response_mode != NONE)
+
+    def is_serving(self, exchange: object) -> bool:
+        return self._exchange is exchange and self._deciding
+
+    def replace_exchange(self, exchange: object, other: PickerExchange) -> None:
+        if self._exchange is exchange:
+            self._exchange = other
+
+    def send_to(self, exchange: PickerExchange, node: Node) -> bool:
+        """Tell Envoy to send the request to this node. Return False if the node's endpoint is unknown."""
+        server, envoy = self._server, self._envoy
+        assert envoy is not None
+        named = server.named_endpoints(exchange.attempts.decision, node, exchange.attempts)
+        if not named:
+            return False
+        authorization, remove = server.credentials(node)
+        rank = exchange.rank
+        if rank is None and envoy.rank_given:
+            remove = (*remove, messages.RANK)
+        on_body = self._has_body and self._mode in (BUFFERED, BUFFERED_PARTIAL)
+        outbox = self._outbox
+        outbox.append(messages.decision(named, on_body, rank, authorization, remove))
+        if self._has_body and self._mode == DUPLEX:
+            outbox.extend(messages.request_chunks(self._pieces, not self._trailers))
+        elif self._has_body and self._mode == STREAMED:
+            outbox.extend([messages.CONTINUE_BODY] * self._chunks)
+        if self._trailers:
+            outbox.append(messages.CONTINUE_TRAILERS)
+        self._answer()
+        return True
+
+    def reply(self, status: int, body: bytes, headers: Headers = (), content_type: str = "application/json") -> None:
+        """Answer in place of a node."""
+        self._outbox = [messages.immediate(status, body, headers, content_type)]
+        self._over = True
+        self._answer()
+
+    def send_error(self, error: HttpError, request_id: bytes = b"") -> None:
+        proxy, envoy = self._server.proxy, self._envoy
+        head = envoy.head if envoy is not None else None
+        request_id = request_id or (head.request_id if head is not None else b"") or proxy.new_request_id()
+        proxy.error_sent(error, request_id)
+        anthropic = head is not None and is_anthropic(head.target)
+        self.reply(error.status, error.body(anthropic), with_request_id(error, request_id))
+
+    def _answer(self) -> None:
+        self._deciding = False
+        self._release_body()
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_result(None)
+
+    def _release_body(self) -> None:
+        self._server.buffered_bytes -= self._body_bytes
+        self._body_bytes = 0
+        self._pieces = []
+
+    # The response.
+
+    def _receive_response_head(self, message: Any) -> None:
+        self._saw_response = True
+        self._outbox.append(messages.CONTINUE_RESPONSE_HEADERS)
+        exchange, server = self._exchange, self._server
+        if not isinstance(exchange, PickerExchange):
+            return
+        status, content_type, retry_after = 0, b"", b""
+        encoded = from_node = False
+        for field in message.response_headers.headers.headers:
+            name = field.key
+            if name == ":status":
+                value = field.raw_value or field.value.encode()
+                status = int(value) if value.isdigit() and len(value) == 3 else 0
+            elif name == "content-type":
+                content_type = field.raw_value
+            elif name == "retry-after":
+                retry_after = field.raw_value
+            elif name == "content-encoding":
+                encoded = True
+            elif name == "x-envoy-upstream-service-time":  # Envoy's own answers do not have it
+                from_node = True
+        served = messages.served_endpoint(message)
+        node = server.endpoints.node_at(served) if served else None
+        is_event_stream = not encoded and content_type[:17].lower() == b"text/event-stream"
+        server.shows_responses(self._context.peer())
+        by_envoy = not from_node and (status >= 500 or status == 429)
+        retry_after_s = seconds_of(retry_after) if status in (429, 503) else None
+        exchange.response_started(status, node, by_envoy, retry_after_s, is_event_stream, self.sees_responses)
+        if message.response_headers.end_of_stream:
+            exchange.response_ended()
+
+    def _receive_response(self, http: Any) -> None:
+        exchange, ends = self._exchange, http.end_of_stream
+        if self._response_mode == DUPLEX:
+            self._outbox.append(messages.response_chunk(http.body, ends))
+        else:
+            self._outbox.append(messages.CONTINUE_RESPONSE_BODY)
+        if isinstance(exchange, PickerExchange):
+            exchange.response_data(http.body)
+            if ends:
+                exchange.response_ended()
+
+    # The end.
+
+    def _end(self) -> None:
+        """The stream has ended: with the response, with the client, or because Envoy does not wait longer."""
+        self._release_body()
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            undecided, self._deciding = self._deciding, False
+            try:
+                if isinstance(exchange, PickerExchange) and not undecided and self._response_is_unseen():
+                    exchange.ended_unseen()
+                else:
+                    exchange.client_left()
+            except Exception as error:
+                self._server.proxy.internal_error(error)
+        self._server.stream_ended(self)
+
+    def _response_is_unseen(self) -> bool:
+        """Return whether the response has ended, as far as the picker can know: Envoy does not show the end. If it
+        shows the head and there was none, the client has left."""
+        if self.sees_responses:
+            return False
+        return self._saw_response or not self._server.sees_heads_of(self._context.peer())
+
+    def cut_off(self) -> None:
+        """The picker stops: end the stream, so that Envoy continues without it."""
+        exchange = self._exchange
+        if exchange is not None:
+            exchange.cut_off()
+        else:
+            self.send_error(errors.router_stopping())
+        self._over = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def abort(self) -> None:
+        self._over = False
+        if self._task is not None:
+            self._task.cancel()
+
+    @property
+    def busy(self) -> bool:
+        return self._exchange is not None or self._body_bytes > 0
