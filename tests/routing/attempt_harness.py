@@ -30,6 +30,12 @@ class NotingDriver:
     def withdraw(self) -> None:
         self.events.append("withdraw")
 
+    def send_prefill(self, prefill_node: Node, node: Node) -> None:
+        self.events.append(f"prefill {prefill_node.name} for {node.name}")
+
+    def withdraw_prefill(self) -> None:
+        self.events.append("withdraw prefill")
+
     def send_hedge(self, node: Node) -> None:
         self.events.append(f"hedge {node.name}")
 
@@ -93,7 +99,7 @@ class AttemptHarness(RoutingHarness):
 
     def assert_all_counters_are_zero(self) -> None:
         super().assert_all_counters_are_zero()
-        assert not self.dispatcher.waiting
+        assert not self.dispatcher.waiting and not self.dispatcher.splits
 
     def fail(self, attempts: Attempts) -> None:
         """Its current node answers 500."""

@@ -56,8 +56,8 @@ class RoutingHarness:
         self.router = Router(self.fleet, self.cache_view, Routing(policy="price", seed=3), pricing)
         self.admission = Admission(self.router, admission or AdmissionConfig())
 
-    def add(self, name: str, cache_tokens: int = 0, island: str = "local") -> Node:
-        node = self.fleet.add(NodeConfig(url=f"http://{name}:1", name=name, models=(MODEL,), island=island))
+    def add(self, name: str, cache_tokens: int = 0, island: str = "local", **fields: Any) -> Node:
+        node = self.fleet.add(NodeConfig(url=f"http://{name}:1", name=name, models=(MODEL,), island=island, **fields))
         self.fleet.check_passed(node, 0.0)
         self.cache_view.add_node(name, [MODEL]).set_size(16, cache_tokens)
         return node

@@ -98,7 +98,7 @@ class RawConnection:
         """Read the next response. 1xx responses are skipped."""
         async with asyncio.timeout(patience_s):
             while True:
-                response = await self._response(without_body)
+                response = await self._response(without_body, patience_s)
                 if response.status >= 200:
                     return response
 
@@ -113,8 +113,8 @@ class RawConnection:
             fields = [(name.lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines[1:-2])]
             return Response(int(lines[0].split(" ")[1]), fields, b"", False, [], head)
 
-    async def _response(self, without_body: bool) -> Response:
-        response = await self.head()
+    async def _response(self, without_body: bool, patience_s: float) -> Response:
+        response = await self.head(patience_s)
         if without_body or response.status in (100, 204, 304):
             response.complete = True
             return response

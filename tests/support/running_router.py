@@ -146,6 +146,7 @@ async def check_nothing_in_flight(service: Service) -> None:
             and all(group.inflight == 0 for group in groups)
             and service.admission.queue.waiting == 0
             and not service.proxy.dispatcher.waiting
+            and not service.proxy.dispatcher.splits
             and not any(group.waiting for group in service.fleet.groups)
             and listener.buffered_bytes == 0
             and not listener.connections

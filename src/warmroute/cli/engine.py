@@ -53,6 +53,18 @@ def add_to(commands: Any) -> None:
         metavar="PATH",
         help="tokenizer.json of a model, or its directory (default: a simulated tokenizer)",
     )
+    parser.add_argument(
+        "--role",
+        choices=("mixed", "prefill", "decode"),
+        help="transfer KV cache from and to other engines, as vLLM with a KV connector (default: no transfers)",
+    )
+    parser.add_argument(
+        "--kv-bandwidth",
+        type=number(above=0),
+        default=10.0,
+        metavar="GB/S",
+        help="bandwidth of KV transfers, shared by all of them (default: 10)",
+    )
     parser.add_argument("--seed", type=whole(), default=0, help="seed of outputs and faults (default: 0)")
     parser.set_defaults(run=run)
 
@@ -104,6 +116,9 @@ def run(args: argparse.Namespace) -> int:
         speed=args.speed,
         seed=args.seed,
         mean_output_tokens=args.answer_tokens,
+        kv_connector=args.role is not None,
+        kv_bytes_per_token=chosen.kv_bytes_per_token,
+        kv_gigabytes_per_s=args.kv_bandwidth,
     )
 
     async def serve() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from warmroute.cli.arguments import fraction, number, output_file, several, whole
 from warmroute.cli.terminal import console, print_runs, progress_bar, write_json
@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from warmroute.replay.simulation.conditions import Conditions, NodeSpec
     from warmroute.replay.simulation.simulated_scaling import ScalingSetup
 
+Role = Literal["mixed", "prefill", "decode"]
+ROLES: tuple[Role, ...] = ("mixed", "prefill", "decode")
+
 EPILOG = """\
 WORKLOAD is a trace in Mooncake's format (.jsonl or .jsonl.gz), a directory of captures, or a generator, followed by its
 parameters as key=value (of a trace: model=NAME, id_tokens=N):
-shared_system_prompts, multi_turn_chat, rag, few_shot, tool_agents, unique_batch, hot_prefix_storm, priority_mix, llm_d.
+shared_system_prompts, multi_turn_chat, rag, few_shot, tool_agents, unique_batch, hot_prefix_storm, priority_mix,
+mixed_lengths, llm_d.
 Policies can have parameters: prefix_hash:load_factor=2. Policies of other routers: sglang, llm_d, llm_d_precise,
 dynamo, dynamo_fcfs, dynamo_wspt, kubeai, aibrix. `oracle` is the hit rate of one cache as large as the fleet's. See
 docs/lab/simulation.md.
@@ -58,6 +62,16 @@ def add_to(commands: Any) -> None:
         default=[],
         metavar="NAME=MS",
         help="island and its round trip; repeatable: nodes take the islands in turn",
+    )
+    fleet.add_argument(
+        "--role",
+        action="append",
+        default=[],
+        metavar="ROLE=N[:PROFILE]",
+        help="role (prefill or decode) of the first N nodes, then of the next; repeatable (default: all are mixed)",
+    )
+    fleet.add_argument(
+        "--kv-bandwidth", type=number(above=0), metavar="GB/S", help="of KV transfers from a prefill node (default: 10)"
     )
     load = parser.add_argument_group("load")
     load.add_argument(
@@ -313,6 +327,7 @@ def _conditions(args: argparse.Namespace) -> Conditions:
         "poll_loss": args.poll_loss,
         "kv_lag_ms": args.kv_lag,
         "kv_loss": args.kv_loss,
+        "kv_gigabytes_per_s": args.kv_bandwidth,
         "replicas": args.replicas,
         "sync_lag_ms": args.sync_lag,
         "sync_loss": args.sync_loss,
@@ -344,10 +359,13 @@ def _nodes(args: argparse.Namespace) -> tuple[NodeSpec, ...]:
     try:
         profiles = [profile(name) for name in args.profile or ("2xh100-32b",)]
         islands = [text.partition("=")[0] for text in args.island] or ["local"]
+        roles = _roles(args.role, args.nodes)
         return tuple(
             NodeSpec(
                 name=f"node-{at}",
-                profile=profiles[at % len(profiles)],
+                profile=profile(roles[at][1]) if roles[at][1] else profiles[at % len(profiles)],
+                role=roles[at][0],
+                kv_connector=bool(args.role) and roles[at][0] == "mixed",
                 island=islands[at % len(islands)],
                 blocks=args.blocks,
                 block_size=args.block_size,
@@ -357,6 +375,21 @@ def _nodes(args: argparse.Namespace) -> tuple[NodeSpec, ...]:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _roles(texts: list[str], nodes: int) -> list[tuple[Role, str]]:
+    """Return the role of each node, and its profile if the role has one of its own."""
+    found: list[tuple[Role, str]] = []
+    for text in texts:
+        role, _, rest = text.partition("=")
+        count, _, profile_name = rest.partition(":")
+        known: Role | None = next((one for one in ROLES if one == role), None)
+        if known is None or not count.isdigit():
+            raise ConfigError(f"--role {text!r}: expected ROLE=N, such as prefill=2 or decode=6:h200-8b")
+        found += [(known, profile_name)] * int(count)
+    if len(found) > nodes:
+        raise ConfigError(f"--role: {len(found)} nodes have a role, but there are {nodes} (--nodes)")
+    return found + [("mixed", "")] * (nodes - len(found))
 
 
 def _measured(setup: Setup, args: argparse.Namespace) -> Measured | None:

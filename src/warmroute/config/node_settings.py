@@ -37,8 +37,19 @@ class NodeConfig(Section, frozen=True):
     ] = "auto"
     role: Annotated[
         Literal["mixed", "prefill", "decode"],
-        Meta(description="The router sends requests to `mixed` nodes, or to `decode` nodes if there are no others."),
+        Meta(
+            description="`prefill` nodes prefill prompts for other nodes. `decode` nodes decode answers, and prefill "
+            "where that costs less. `mixed` nodes do both."
+        ),
     ] = "mixed"
+    bootstrap_port: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65_535,
+            description="Port of a prefill node's bootstrap server (SGLang's `--disaggregation-bootstrap-port`).",
+        ),
+    ] = 8998
     island: Annotated[
         str, Meta(description="Island of the node: provider and region, for example `aws/us-east-1`.")
     ] = "local"

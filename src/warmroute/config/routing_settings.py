@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -77,6 +77,13 @@ class Pricing(Section, frozen=True):
         float, Meta(ge=0, description="Penalty in milliseconds for missing the TTFT deadline.")
     ] = 10_000.0
     adapter_load_ms: Annotated[float, Meta(ge=0, description="Time a node takes to load a LoRA adapter.")] = 200.0
+    split: Annotated[
+        Literal["by_price", "always", "never"],
+        Meta(
+            description="When a `prefill` node prefills for another node: where that costs less, always if a prefill "
+            "node is up, or never."
+        ),
+    ] = "by_price"
     max_saving_ms: Annotated[float, Meta(gt=0), NOT_IN_FILE] = 60_000.0
     """Upper limit for the time that a cached prefix saves, so that no prefix keeps its node for ever."""
     room: Annotated[bool, NOT_IN_FILE] = True

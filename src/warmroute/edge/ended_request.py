@@ -19,10 +19,13 @@ class EndedRequest:
 
     send_hedge = send
 
+    def send_prefill(self, prefill_node: Node, node: Node) -> None:
+        raise AssertionError("the request has ended")
+
     def withdraw(self) -> None:
         """There is nothing to withdraw."""
 
-    withdraw_hedge = promote_hedge = withdraw
+    withdraw_hedge = promote_hedge = withdraw_prefill = withdraw
 
     def reject(self, why: RoutingError) -> int:
         return 0

@@ -11,25 +11,29 @@ import time
 from collections import deque
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
+from random import getrandbits
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote
 
 import msgspec
 
-from warmroute._kernel import read_usage
+from warmroute._kernel import Outline, read_usage
 from warmroute.edge import errors
 from warmroute.edge.connection_pool import ConnectionPool
 from warmroute.edge.first_token import FirstTokenDetector, detector_for
 from warmroute.edge.http1 import CHUNKED, UNTIL_CLOSE, ChunkReader, RequestHead, ResponseHead
 from warmroute.edge.node_attempt import NodeAttempt
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
+from warmroute.edge.node_headers import node_lines
 from warmroute.edge.paths import is_anthropic
+from warmroute.edge.split_attempt import DecodeAttempt, PrefillAttempt
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
+from warmroute.prompt.body_splice import splice
 from warmroute.prompt.prompt import Prompt
 from warmroute.routing.attempts import Attempts
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.routing_errors import RoutingError
+from warmroute.routing.split_request import SplitRequest
 from warmroute.telemetry.tracing.request_trace import RequestTrace
 
 if TYPE_CHECKING:
@@ -42,8 +46,6 @@ MAX_RETRY_AFTER_S: Final = 3600
 TAIL_PIECES: Final = 8
 """Pieces kept from the end of a response: the usage, the [DONE] after it and the last chunk's end may come apart."""
 EXPLAIN_HEADER: Final = b"x-warmroute-explain"
-_NAME_CHARACTERS: Final = " !#$&'()*+,/:;<=>?@[]^`{|}"
-"""Characters of a node's name that need no escape in a header, beside letters and digits."""
 _NODE_LIMITS: Final = re.compile(rb"(?im)^x-ratelimit-[^\r\n]*\r\n")
 """Rate limits of a node, which the router replaces with its own where the tenant has some."""
 _NOT_YET: Final[Any] = None
@@ -62,6 +64,10 @@ class ProxyExchange(msgspec.Struct, eq=False):
     """Header lines for a node; empty: the client's as they are."""
     pending_prompt: PendingPrompt | None = None
     """Set while the prompt is being read in a thread or by a node."""
+    outline: Outline | None = None
+    """The positions of the body's fields, if the request may be split."""
+    _prefill: PrefillAttempt | None = None
+    _room: int = 0
     _attempt: NodeAttempt | None = None
     _hedge: NodeAttempt | None = None
     # the response
@@ -112,8 +118,37 @@ class ProxyExchange(msgspec.Struct, eq=False):
     # To nodes.
 
     def send(self, node: Node) -> None:
-        self._attempt = attempt = NodeAttempt(self, self.attempts.ticket, self._proxy.pools.for_node(node))
+        ticket, pool, split = self.attempts.ticket, self._proxy.pools.for_node(node), self.attempts.split
+        if split is None or split.prefill_node is None:
+            self._attempt = attempt = NodeAttempt(self, ticket, pool)
+        else:
+            self._attempt = attempt = DecodeAttempt(self, ticket, pool, split=split)
+            attempt.body = self._decode_body(split)
         attempt.start()
+
+    def send_prefill(self, prefill_node: Node, node: Node) -> None:
+        proxy, split, outline = self._proxy, self.attempts.split, self.outline
+        assert split is not None and outline is not None
+        self._room = getrandbits(63)
+        transfer = proxy.kv_transfer(prefill_node)
+        body = splice(self.body, outline, transfer.prefill_fields(outline.fields, prefill_node, self._room))
+        self._prefill = attempt = PrefillAttempt(self, split, transfer, proxy.pools.for_node(prefill_node), body)
+        attempt.start()
+
+    def withdraw_prefill(self) -> None:
+        attempt, self._prefill = self._prefill, None
+        if attempt is not None:
+            attempt.withdraw()
+
+    def _decode_body(self, split: SplitRequest) -> bytes:
+        prefill_node, outline = split.pair.prefill_node, self.outline
+        assert outline is not None
+        transfer = self._proxy.kv_transfer(prefill_node)
+        fields = transfer.decode_fields(outline.fields, prefill_node, self._room, split.transfer)
+        return splice(self.body, outline, fields)
+
+    def now(self) -> float:
+        return self._proxy.now()
 
     def withdraw(self) -> None:
         attempt, self._attempt = self._attempt, None
@@ -134,12 +169,12 @@ class ProxyExchange(msgspec.Struct, eq=False):
     def promote_hedge(self) -> None:
         self._attempt, self._hedge = self._hedge, None
 
-    def request_head(self, pool: ConnectionPool, ticket: Ticket) -> bytes:
+    def request_head(self, pool: ConnectionPool, ticket: Ticket, body_bytes: int) -> bytes:
         """Return the head for a node."""
         rank = ticket.rank if isinstance(ticket, Dispatch) else None  # the one that holds the prompt
         fields = self.node_fields if self.trace is None else self.trace.forwarded_fields(ticket)
         return self._head.for_node(
-            pool.host_line, pool.authorization_line, self._proxy.passes_authorization, len(self.body),
+            pool.host_line, pool.authorization_line, self._proxy.passes_authorization, body_bytes,
             self.attempts.request_id, self._client.peer, rank, fields,
         )  # fmt: skip
 
@@ -150,6 +185,8 @@ class ProxyExchange(msgspec.Struct, eq=False):
 
     def connect_failed(self, attempt: NodeAttempt, failure: ConnectFailure, reason: str) -> None:
         attempts, now_s = self.attempts, self._proxy.now()
+        if attempts.split is not None:
+            attempts.split.decode_sent = False
         # A local failure, such as too many open files, says nothing about the node.
         outcome = Outcome.BUSY if failure is ConnectFailure.LOCAL else Outcome.FAILED
         if attempt is self._hedge:
@@ -207,8 +244,8 @@ class ProxyExchange(msgspec.Struct, eq=False):
         more_lines = b""
         if attempts.charge is not None:
             passing, more_lines = _NODE_LIMITS.sub(b"", passing), _header_lines(attempts.charge.headers(now_s))
-        if proxy.node_headers:
-            more_lines += self._node_lines()
+        if proxy.node_headers and (proxy.node_headers == "always" or self._head.get(EXPLAIN_HEADER) == b"1"):
+            more_lines += node_lines(attempts)
         if not keep_alive or not self._head.minor_version:
             more_lines += client.connection_line(keep_alive)
         self._head_sent = True
@@ -237,16 +274,6 @@ class ProxyExchange(msgspec.Struct, eq=False):
             if attempt is not None and attempt.connection is not None:
                 attempt.connection.replace_sink(self._sink)
             self.attempts.first_token(self._proxy.now())
-
-    def _node_lines(self) -> bytes:
-        """Headers that name the node and the predicted cache hit, for clients that may know."""
-        if self._proxy.node_headers == "on_request" and self._head.get(EXPLAIN_HEADER) != b"1":
-            return b""
-        ticket = self.attempts.ticket
-        node = quote(ticket.node.name, safe=_NAME_CHARACTERS).encode("ascii")
-        if not isinstance(ticket, Dispatch):
-            return b"X-Warmroute-Node: %b\r\n" % node
-        return b"X-Warmroute-Node: %b\r\nX-Warmroute-Hit: %d/%d\r\n" % (node, ticket.cached, ticket.tokens)
 
     @staticmethod
     def _keeping_tail(write: Callable[[bytes], object], tail: deque[bytes]) -> Callable[[bytes], object]:
@@ -333,6 +360,7 @@ class ProxyExchange(msgspec.Struct, eq=False):
             self.pending_prompt.cancel()
         self.withdraw()
         self.withdraw_hedge()
+        self.withdraw_prefill()
         if not self.attempts.done:
             self.attempts.abandon(self._proxy.now())
         self.forget()
@@ -341,7 +369,8 @@ class ProxyExchange(msgspec.Struct, eq=False):
         """Drop the body of a request that has ended, and the references that lead back to this exchange: what it holds
         must not stay in memory until the next garbage collection."""
         self.body = b""
-        self._attempt = None
+        self.outline = None
+        self._attempt = self._prefill = None
         self.attempts.driver = self._proxy.ended
         if self._dechunk is not None:
             self._sink = self._client.write

@@ -29,6 +29,8 @@ class NodeAttempt(msgspec.Struct, eq=False):
     connection: NodeConnection | None = None
     _retried_stale: bool = False
     _withdrawn: bool = False
+    body: bytes | None = None
+    """What the node gets; None: the client's body as it is."""
 
     def start(self) -> None:
         connection = self.pool.take_idle()
@@ -40,7 +42,8 @@ class NodeAttempt(msgspec.Struct, eq=False):
     def _send(self, connection: NodeConnection) -> None:
         self.connection = connection
         exchange = self._exchange
-        connection.send_request(self, exchange.request_head(self.pool, self.ticket), exchange.body)
+        body = exchange.body if self.body is None else self.body
+        connection.send_request(self, exchange.request_head(self.pool, self.ticket, len(body)), body)
 
     def withdraw(self) -> None:
         self._withdrawn = True

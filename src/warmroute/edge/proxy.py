@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from warmroute._kernel import MAX_LOOKUP_TOKENS, MAX_LOOP_BYTES, TOKEN_BYTES, Outline
@@ -26,8 +26,10 @@ from warmroute.edge.prompt_reader import PendingPrompt, PromptReader
 from warmroute.edge.proxy_client import ProxyClient, RequestExchange
 from warmroute.edge.request_builder import RequestBuilder
 from warmroute.edge.request_ids import random_ids
+from warmroute.edge.splittable import may_split
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.kv_transfer_protocol import KvTransfer
 from warmroute.fleet.node import Node
 from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.prompt_length import estimated_tokens, longest_prompt, most_tokens
@@ -61,7 +63,10 @@ class Proxy:
         journal: Journal,
         capture: Capture,
         now: Callable[[], float] = time.monotonic,
+        kv_transfers: Mapping[str, KvTransfer] | None = None,
     ) -> None:
+        """`kv_transfers`: the KV transfer protocols by engine."""
+        self._fleet = fleet
         self.router = router
         self.admission = admission
         self.pools = pools
@@ -72,6 +77,7 @@ class Proxy:
         self.own_endpoints = OwnEndpoints(fleet)
         self.ended = EndedRequest(self.internal_error)
         self.rate_limits = RateLimits((), now())
+        self._kv_transfers = kv_transfers or {}
         self.dispatcher = Dispatcher(
             fleet, router, admission, counters, journal, config.upstream.max_attempts, now, self._node_freed,
             hedging=config.hedging, call_soon=_call_soon,
@@ -176,6 +182,9 @@ class Proxy:
             trace.begin(exchange.attempts)
         if charge is not None:
             exchange.attempts.charge = charge
+        if self._kv_transfers and self._fleet.has_roles and isinstance(exchange, ProxyExchange):
+            request.may_split = may_split(path, body, scanned.outline)
+            exchange.outline = scanned.outline if request.may_split else None
         if path not in FORWARDED:  # the router does not know what such a path does
             exchange.attempts.repeatable = False
         elif self.sample_prompt is not None:
@@ -280,6 +289,11 @@ class Proxy:
             return limits.begin(self.now(), len(body), path in WITH_OUTPUT_TOKENS)
         except RateLimited as limited:
             raise self.to_http_error(limited, request) from None
+
+    def kv_transfer(self, prefill_node: Node) -> KvTransfer:
+        """Return the protocol of a prefill node; vLLM's while the engine is not known."""
+        transfers = self._kv_transfers
+        return transfers.get(prefill_node.engine) or transfers["vllm"]
 
     def to_http_error(self, why: RoutingError, request: RoutingRequest) -> HttpError:
         """The client's error for a request without a node; counted."""

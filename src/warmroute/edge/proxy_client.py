@@ -8,7 +8,8 @@ from warmroute.edge.errors import HttpError
 from warmroute.edge.listener import Exchange
 from warmroute.edge.local_replies import Headers
 from warmroute.prompt.prompt import Prompt
-from warmroute.routing.attempts import AttemptDriver, Attempts
+from warmroute.routing.attempt_driver import AttemptDriver
+from warmroute.routing.attempts import Attempts
 from warmroute.telemetry.tracing.request_trace import RequestTrace
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from warmroute.engines.kv_zmq import SliceScheduler
 from warmroute.engines.node_http import Get, Post
 from warmroute.engines.node_updates import apply_health_pass, apply_load_report
 from warmroute.engines.served_models import ServedModels, parse_model_cards, read_cards
+from warmroute.engines.vllm import KV_CONNECTOR_METRICS
 from warmroute.event_log import EventLog
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import HealthState
@@ -212,11 +213,16 @@ class NodeWatcher:
                 self._set_engine(node, engine)
             report = parse_load(node.engine, page)
             if report is not None:
+                has_connector = KV_CONNECTOR_METRICS in page
+                if has_connector != node.kv_connector:
+                    node.kv_connector = has_connector
+                    self._fleet.transfers_changed(node)
                 apply_load_report(node, node.reported.check(report), self._kv_clients[node], self._now())
                 return
 
     def _set_engine(self, node: Node, engine: str) -> None:
         """Remember which engine a node runs, and look for its KV events where this engine publishes them."""
         node.engine = engine
+        self._fleet.transfers_changed(node)
         log.info("engine_detected", node=node.name, engine=engine)
         self._kv_clients[node].rediscover()

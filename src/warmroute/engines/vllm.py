@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from warmroute.engines.load_report import (
     LoadReport,
     counter,
@@ -15,6 +17,10 @@ from warmroute.engines.load_report import (
 from warmroute.fleet.engine_rates import EngineCounters
 
 MARKERS = (b"vllm:num_requests_running",)
+
+
+KV_CONNECTOR_METRICS: Final = b"\nvllm:nixl_"
+"""In the metrics of an engine with NixlConnector, which can transfer KV cache."""
 
 
 def parse_load(page: bytes) -> LoadReport:

@@ -52,6 +52,8 @@ class Fleet:
         self.models_ever_served: dict[str, None] = {}
         """Models that nodes have served, including nodes that are gone, the latest ones last. Of those that no node
         serves any more, the oldest are forgotten beyond MAX_PAST_MODELS."""
+        self.has_roles = False
+        """Whether a node has, or had, the role `prefill` or `decode`."""
         self._configured: set[str] = set()
         """Names of the nodes from the configuration. Nodes added at run time survive a reload."""
 
@@ -155,6 +157,12 @@ class Fleet:
         groups = (group.sort_if_changed() for group in self._groups.values())
         return any(group.up.nodes or group.last_resort.nodes for group in groups)
 
+    def transfers_changed(self, node: Node) -> None:
+        """The router learned which engine a node runs, or whether it can transfer KV cache."""
+        for group in node.groups:
+            if group.has_roles:
+                self._members_changed(group)
+
     def update_models(self, node: Node, models: Sequence[str], cards: Sequence[dict[str, object]]) -> None:
         """Take over what the node's /v1/models reports."""
         node.model_cards = tuple(cards)
@@ -202,6 +210,8 @@ class Fleet:
     def _members_changed(self, group: Group) -> None:
         members = group.members
         group.members_changed(self._health.slow_start_s)
+        if group.has_roles:
+            self.has_roles = True
         is_adapter = any(group.model in node.adapter_names for node in members)
         if is_adapter != (group.adapter is not None):
             group.adapter = GroupAdapter(group.model, self.adapters) if is_adapter else None

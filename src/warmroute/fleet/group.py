@@ -17,6 +17,7 @@ from typing import Final
 from warmroute.fleet.context_windows import ContextWindows
 from warmroute.fleet.decode_speed import DecodeSpeed
 from warmroute.fleet.health import HealthState
+from warmroute.fleet.kv_transfer import TransferSpeeds
 from warmroute.fleet.lora_adapters import GroupAdapter
 from warmroute.fleet.node import Node
 
@@ -78,6 +79,13 @@ class Group:
     """Suspected, half-open and ejected nodes: used while none is up."""
     half_open: tuple[Node, ...] = ()
     """Nodes that get one trial request at a time until one succeeds."""
+    # Prefill and decode nodes (routing/pairs.py).
+    has_roles: bool = False
+    """Whether a member has the role `prefill` or `decode`."""
+    prefill_nodes: Candidates = _NO_CANDIDATES
+    """Nodes that are up and can prefill for another node."""
+    half_open_prefill: tuple[Node, ...] = ()
+    transfer_speeds: TransferSpeeds = field(default_factory=TransferSpeeds)
     slow_start_until_s: float = 0.0
     """Until then at least one node gets less than its normal share of the traffic."""
     _slow_start_s: float = 0.0
@@ -94,9 +102,8 @@ class Group:
     def members_changed(self, slow_start_s: float) -> None:
         """A member came, left, or changed its island, role, context window or draining."""
         self.spans_islands = len({node.island for node in self.members}) > 1
-        serving = [node for node in self.members if not node.draining and node.role == "mixed"]
-        if not serving:
-            serving = [node for node in self.members if not node.draining and node.role == "decode"]
+        self.has_roles = any(node.role != "mixed" for node in self.members)
+        serving = [node for node in self.members if not node.draining and node.role != "prefill"]
         self._serving = tuple(serving)
         self.windows = ContextWindows.of(self.model, serving, self.windows)
         self.health_changed(slow_start_s)
@@ -121,11 +128,23 @@ class Group:
     def _sort(self) -> None:
         self.is_sorted = True  # first: another thread may report a change meanwhile
         serving = self._serving
+        if self.has_roles:
+            serving = self._sort_prefill_nodes(serving)
         up = [node for node in serving if node.health.state is HealthState.UP]
         self.up = Candidates(up)
         self.half_open = tuple(node for node in serving if node.health.state is HealthState.HALF_OPEN)
         self.last_resort = Candidates(node for node in serving if node.health.usable_as_last_resort)
         self.slow_start_until_s = max((node.health.up_since_s + self._slow_start_s for node in up), default=0.0)
+
+    def _sort_prefill_nodes(self, serving: tuple[Node, ...]) -> tuple[Node, ...]:
+        """Return the nodes that can serve a request. A decode node that cannot prefill needs a prefill node."""
+        nodes = [node for node in self.members if not node.draining and node.prefills_for_others]
+        self.prefill_nodes = Candidates(node for node in nodes if node.health.state is HealthState.UP)
+        self.half_open_prefill = tuple(
+            node for node in nodes if node.role == "prefill" and node.health.state is HealthState.HALF_OPEN
+        )
+        engines = {node.engine for node in (*self.prefill_nodes.nodes, *self.half_open_prefill)}
+        return tuple(node for node in serving if not node.needs_partner or node.engine in engines)
 
     def on_islands(self, *islands: str) -> Candidates:
         """Return the nodes on these islands that are up."""

@@ -22,6 +22,7 @@ from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig, node_name
 from warmroute.fleet.engine_rates import EngineCounters, EngineRates
 from warmroute.fleet.health import Health
+from warmroute.fleet.kv_transfer import NEEDS_PARTNER
 from warmroute.fleet.lora_adapters import FleetAdapters, LoadedAdapters
 from warmroute.fleet.node_speed import NodeSpeed
 from warmroute.fleet.outlier_detection import RecentRequests
@@ -52,9 +53,9 @@ class Node(NodeState):
     speed: NodeSpeed
     __slots__ = (
         "adapter_names", "api_key_env", "busy_until_s", "config", "context_windows", "draining", "engine",
-        "excused_failures", "groups", "health", "host", "incarnation", "island", "last_progress_s", "loaded_adapters",
-        "model_cards", "models", "number", "peer_load", "port", "rates", "recent_requests", "reported", "role",
-        "running", "scheme", "seed", "url", "waiting",
+        "excused_failures", "groups", "health", "host", "incarnation", "island", "kv_connector", "last_progress_s",
+        "loaded_adapters", "model_cards", "models", "no_transfer_until_s", "number", "peer_load", "port", "rates",
+        "recent_requests", "reported", "role", "running", "scheme", "seed", "transfer_tokens", "url", "waiting",
     )  # fmt: skip
 
     def __init__(self, config: NodeConfig, health: HealthConfig, adapters: FleetAdapters | None = None) -> None:
@@ -81,6 +82,12 @@ class Node(NodeState):
         self.loaded_adapters = LoadedAdapters(adapters or FleetAdapters())
         self.context_windows: dict[str, int] = {}
         """By model (see context_windows.py)."""
+        self.kv_connector = False
+        """Whether the engine reports that it can transfer KV cache to and from other nodes."""
+        self.no_transfer_until_s = 0.0
+        """Until when the node prefills for no other one, because its last answer had no KV transfer parameters."""
+        self.transfer_tokens = 0.0
+        """KV tokens that other nodes will fetch from this one, or are fetching."""
         self.incarnation = 0.0
         """Start time of the engine's process, as it reports it. It changes with a restart."""
 
@@ -152,6 +159,20 @@ class Node(NodeState):
         reported."""
         windows = self.context_windows
         return self.config.max_model_len or windows.get(model) or windows.get("", 0)
+
+    @property
+    def transfers_kv(self) -> bool:
+        """Whether the node can be one of a pair: it has a role, or its engine says so."""
+        return self.role != "mixed" or (self.kv_connector and self.engine not in NEEDS_PARTNER)
+
+    @property
+    def prefills_for_others(self) -> bool:
+        return self.role == "prefill" or (self.role == "mixed" and self.transfers_kv)
+
+    @property
+    def needs_partner(self) -> bool:
+        """Whether the node cannot prefill: its requests need a prefill node as well."""
+        return self.role == "decode" and self.engine in NEEDS_PARTNER
 
     @property
     def needs_trial_request(self) -> bool:

@@ -102,9 +102,12 @@ class PickerExchange(msgspec.Struct, eq=False):
     def withdraw(self) -> None:
         """The request cannot be taken back from Envoy."""
 
-    withdraw_hedge = promote_hedge = withdraw
+    withdraw_hedge = promote_hedge = withdraw_prefill = withdraw
 
     def send_hedge(self, node: Node) -> None:
+        raise AssertionError("Envoy sends a request to one node at a time")
+
+    def send_prefill(self, prefill_node: Node, node: Node) -> None:
         raise AssertionError("Envoy sends a request to one node at a time")
 
     @property

@@ -39,6 +39,8 @@ class RoutingRequest(msgspec.Struct, eq=False, gc=False):
     input_exact: bool = False
     """Whether `input_tokens` is exact; else it is an estimate, rather too high than too low."""
 
+    may_split: bool = False
+    """Whether one node may prefill the prompt and another one decode the answer."""
     subset: frozenset[str] | None = None
     """The names of the nodes that may serve it; None: all. Envoy may restrict a request to some of its endpoints."""
     start: bytes = b""

@@ -28,6 +28,7 @@ from warmroute.replay.peers.dynamo_router import Dynamo, DynamoFcfs, DynamoWspt
 from warmroute.replay.peers.kubeai_router import Kubeai
 from warmroute.replay.peers.llm_d_router import LlmD, LlmDPrecise
 from warmroute.replay.peers.sglang_router import Sglang
+from warmroute.replay.peers.split_routers import DynamoSplit, LlmDSplit
 from warmroute.routing.queued_request import QueueOrder
 
 INDEX_BYTES = 1 << 30
@@ -44,6 +45,8 @@ PEERS: dict[str, Callable[..., Any]] = {
     "dynamo_wspt": DynamoWspt,
     "kubeai": Kubeai,
     "aibrix": Aibrix,
+    "llm_d_split": LlmDSplit,
+    "dynamo_split": DynamoSplit,
 }
 
 QUEUE_ORDERS: dict[str, QueueOrder] = {

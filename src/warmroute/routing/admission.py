@@ -123,7 +123,7 @@ class Admission:
         overtakes = request.priority != LOW or not self._has_to_queue(request, decision, now_s)
         if overtakes and self._admits_at_once(request, decision, now_s):
             if queue.tenants and decision.price is not None:  # a trial request or another policy has no price
-                queue.charge_unqueued(request, decision.node, decision.price.prefill)
+                queue.charge_unqueued(request, decision.entry_node, decision.price.prefill)
             pending.on_admitted(decision)
             return
         displaced = self._check_may_queue(request, decision, now_s)
@@ -147,10 +147,10 @@ class Admission:
     def _admits_at_once(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
         if decision.index < 0 or not self._queues(request):
             return True
-        if not self.has_room(decision.node):
+        if not self.has_room(decision.entry_node):
             return False
-        price, turns = decision.price, self.turns
-        return turns is None or price is None or turns.is_ours(decision.node, request.priority, price.prefill, now_s)
+        price, turns, node = decision.price, self.turns, decision.entry_node
+        return turns is None or price is None or turns.is_ours(node, request.priority, price.prefill, now_s)
 
     def has_room(self, node: Node) -> bool:
         """Return whether the node's queued prefill work is below the limit. An idle node always has room."""
@@ -302,7 +302,7 @@ class Admission:
             decision = queued.decision
             if decision.price is None:
                 return queued
-            if decision.node is not node or self._over_threshold(queued.pending.request, node):
+            if decision.entry_node is not node or self._over_threshold(queued.pending.request, node):
                 continue
             if best is None or queued.current_key() < best.current_key():
                 best = queued

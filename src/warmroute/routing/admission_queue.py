@@ -66,13 +66,13 @@ class TenantQueue(msgspec.Struct, eq=False):
         queued = self.waiting.pop(id(pending), None)
         if queued is not None:
             del self._by_decision[id(pending)]
-            self.by_work.remove(queued.key, queued, queued.decision.node)
+            self.by_work.remove(queued.key, queued, queued.decision.entry_node)
             queued.group.waiting -= 1
         return queued
 
     def update_decision(self, queued: QueuedRequest, decision: Decision) -> None:
         """The group changes, too, if all nodes of the model left and others joined."""
-        query, before, number = decision.query, queued.decision.node, id(queued.pending)
+        query, before, number = decision.query, queued.decision.entry_node, id(queued.pending)
         if query is not None and query.group is not queued.group:
             queued.group.waiting -= 1
             queued.group = query.group
@@ -85,7 +85,7 @@ class TenantQueue(msgspec.Struct, eq=False):
             self.by_work.remove(queued.key, queued, before)
             queued.key = key
             self.by_work.add(key, queued)
-        elif decision.node is not before:
+        elif decision.entry_node is not before:
             self.by_work.move(queued.key, queued, before)
 
     def candidates_for(self, node: Node, limit: int) -> list[QueuedRequest]:
@@ -206,9 +206,9 @@ class AdmissionQueue:
         self._counts[_key(pending)] += 1
 
     def update_decision(self, key: Key, queued: QueuedRequest, decision: Decision) -> None:
-        before = queued.decision.node
+        before = queued.decision.entry_node
         self.tenants[key].update_decision(queued, decision)
-        if decision.node is not before:
+        if decision.entry_node is not before:
             self.guarantee.decision_changed(queued, before)
 
     # Contents.
@@ -276,7 +276,7 @@ class AdmissionQueue:
         """Return, by node, the priority and the prefill time of the first request that waits for it."""
         heads: dict[str, tuple[int, float]] = {}
         for queued in self.heads():
-            name, head = queued.decision.node.name, (queued.pending.request.priority, queued.key)
+            name, head = queued.decision.entry_node.name, (queued.pending.request.priority, queued.key)
             if name not in heads or head < heads[name]:
                 heads[name] = head
         return heads
@@ -295,7 +295,7 @@ class AdmissionQueue:
         tenant, work_ms = self.tenants[key], queued.prefill_ms
         self._work_level[key[0]] = max(self._work_level[key[0]], tenant.work_ms)
         tenant.work_ms += work_ms
-        self.guarantee.admitted(queued.decision.node, work_ms)
+        self.guarantee.admitted(queued.decision.entry_node, work_ms)
         self.guarantee.record_wait(queued, now_s)
         if by_guarantee:
             query = queued.decision.query

@@ -29,13 +29,16 @@ from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
+from warmroute.routing.attempt_driver import AttemptDriver
 from warmroute.routing.attempt_history import AttemptHistory
 from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.dispatcher import Dispatcher
 from warmroute.routing.failover import Failover
+from warmroute.routing.pair_dispatch import DecodeDispatch
 from warmroute.routing.rate_limits import Charge
 from warmroute.routing.routing_errors import AllNodesBusy, NotAdmitted, RoutingError
+from warmroute.routing.split_request import SplitRequest, try_pair
 
 Usage = tuple[int | None, int | None, int | None]
 """Prompt tokens, cached prompt tokens and output tokens that a response reports; None where it does not."""
@@ -52,28 +55,6 @@ class SampledPrompt(Protocol):
     ) -> None:  # fmt: skip
         """The response is complete. `key`: the model and route that its tokens count for. `cached_tokens`: None if
         neither the node nor the router knows them. A prefill takes `ms_per_token`, and at least `step_ms`."""
-
-
-class AttemptDriver(Protocol):
-    def send(self, node: Node) -> None:
-        """Send the request to this node. The ticket is open."""
-
-    def withdraw(self) -> None:
-        """Give up the attempt that `send` began: the node must stop, and nothing that it sends counts."""
-
-    def send_hedge(self, node: Node) -> None:
-        """Send the request to this node, too."""
-
-    def withdraw_hedge(self) -> None: ...
-
-    def promote_hedge(self) -> None:
-        """The hedge takes the place of the attempt that `send` began, which has failed or was withdrawn."""
-
-    def reject(self, why: RoutingError) -> int:
-        """End the request with this error: the client has received nothing. Return the HTTP status."""
-
-    def internal_error(self, error: Exception) -> None:
-        """The router itself failed while it let the request out of the queue."""
 
 
 class Attempts(msgspec.Struct, eq=False):
@@ -116,6 +97,8 @@ class Attempts(msgspec.Struct, eq=False):
     """When a hedge may be sent; 0.0: not computed yet."""
     answering: bool = False
     status: int = 0
+    split: SplitRequest | None = None
+    """Set if another node prefilled the prompt for this one, or tried to."""
 
     # Admission.
 
@@ -180,10 +163,16 @@ class Attempts(msgspec.Struct, eq=False):
     # One node after another.
 
     def _try(self, decision: Decision, node: Node, now_s: float) -> None:
+        splits = decision.pair is not None or self.split is not None
+        if splits and try_pair(self, self._dispatcher, decision, node, now_s):
+            return
+        self.tried += 1
+        self.send_alone(decision, node, now_s)
+
+    def send_alone(self, decision: Decision, node: Node, now_s: float) -> None:
         dispatcher = self._dispatcher
         self.ticket = dispatcher.router.dispatch(decision, node, now_s)
         self.overdue_s = 0.0
-        self.tried += 1
         dispatcher.waiting[self] = None
         self.driver.send(node)
 
@@ -215,6 +204,8 @@ class Attempts(msgspec.Struct, eq=False):
                 self._try(failover.decision, next_node, now_s)
                 return
         self.done = True
+        if self.split is not None:
+            self.split.abandon(now_s)
         if self.charge is not None:
             self.charge.cancel()
         if len(failover.at_fault) > 1:  # then the request may be at fault
@@ -257,6 +248,8 @@ class Attempts(msgspec.Struct, eq=False):
         """Return which of these nodes has the request."""
         if self.ticket.node in nodes:
             return self.ticket.node
+        if self.split is not None and (prefill_node := self.split.prefill_node) is not None and prefill_node in nodes:
+            return prefill_node
         return self.hedge.node if self.hedge is not None and self.hedge.node in nodes else None
 
     def leave(self, node: Node, reason: str, now_s: float) -> bool:
@@ -264,6 +257,9 @@ class Attempts(msgspec.Struct, eq=False):
         may still execute the request, which must not be executed twice."""
         if not self.repeatable and not node.health.confirmed_down:
             return False
+        if self.split is not None and node is self.split.prefill_node and node is not self.ticket.node:
+            self.split.leave(reason, now_s)
+            return True
         if self.hedge is not None:
             if self.hedge.node is node:
                 self.driver.withdraw_hedge()
@@ -367,6 +363,8 @@ class Attempts(msgspec.Struct, eq=False):
         self._dispatcher.waiting.pop(self, None)
         if self.hedge is not None:
             self._withdraw_hedge(now_s)
+        if self.split is not None:
+            self.split.response_started(now_s)
         self.answering = True
         self.status = status
         return True
@@ -377,6 +375,8 @@ class Attempts(msgspec.Struct, eq=False):
         ticket, served = self.ticket, self.status < 400
         ticket.first_token(now_s, served)
         ticket.node.last_progress_s = now_s
+        if self.split is not None and served and self.request.streams and isinstance(ticket, DecodeDispatch):
+            self.split.learn_transfer(now_s)
         demand_meter = self._dispatcher.router.demand_meter
         if demand_meter is not None and served and (self.request.streams or not isinstance(ticket, Dispatch)):
             demand_meter.record_ttft((now_s - self.request.arrived_s) * 1000.0)
@@ -404,8 +404,11 @@ class Attempts(msgspec.Struct, eq=False):
         charge, ticket, dispatcher = self.charge, self.ticket, self._dispatcher
         demand_meter = dispatcher.router.demand_meter
         if usage is not None:
-            self.reported = usage
             prompt_tokens, cached_tokens, output_tokens = usage
+            if self.split is not None and isinstance(ticket, DecodeDispatch):
+                cached_tokens = self.split.cached_tokens  # the decode node's own is what it had before the transfer
+                usage = (prompt_tokens, cached_tokens, output_tokens)
+            self.reported = usage
             if charge is not None:
                 charge.settle(prompt_tokens, output_tokens)
             if isinstance(ticket, Dispatch):
@@ -451,6 +454,8 @@ class Attempts(msgspec.Struct, eq=False):
         dispatcher.waiting.pop(self, None)
         if self.hedge is not None:
             self._withdraw_hedge(now_s)
+        if self.split is not None:
+            self.split.abandon(now_s)
         dispatcher.close_ticket(self, self.ticket, Outcome.CANCELLED, now_s)
         self._complete_entry(Outcome.CANCELLED, now_s)
 

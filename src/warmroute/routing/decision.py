@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -12,6 +12,9 @@ from warmroute.fleet.node import Node
 from warmroute.routing.decision_record import DecisionRecord
 from warmroute.routing.price_terms import Price
 from warmroute.routing.query import Query
+
+if TYPE_CHECKING:
+    from warmroute.routing.pairs import Pair
 
 
 class Decision(msgspec.Struct, eq=False):
@@ -31,15 +34,24 @@ class Decision(msgspec.Struct, eq=False):
     """Whether cached prefixes lowered the prices."""
     query: Query | None = None
     """What the decision is based on."""
+    pair: Pair | None = None
+    """Set if another node prefills the prompt, and `node` decodes."""
     _price: Price | None = None
 
     @property
     def price(self) -> Price | None:
         """The chosen node's price; None if it was not chosen by price."""
         if self._price is None and self.index >= 0:
+            if self.pair is not None and self.pair.price is not None:
+                return self.pair.price
             assert self.prices is not None
             self._price = tuple.__new__(Price, self.prices[self.index])
         return self._price
+
+    @property
+    def entry_node(self) -> Node:
+        """The node that gets the request first: its queue is the one to wait for."""
+        return self.node if self.pair is None else self.pair.prefill_node
 
     def fallbacks(self) -> list[Node]:
         """Return the other candidates, the best first."""
@@ -59,8 +71,9 @@ class Decision(msgspec.Struct, eq=False):
             return [*ranked, *(node for node in nodes if node not in ranked)]
 
         return Decision(
-            self.node, self.policy, self.reason, order, self.prices, self.candidates, self.index, self.cache_counts
-        )
+            self.node, self.policy, self.reason, order, self.prices, self.candidates, self.index, self.cache_counts,
+            pair=self.pair,
+        )  # fmt: skip
 
     def record(self) -> DecisionRecord:
         """Return what the journal keeps."""
@@ -79,7 +92,7 @@ class Decision(msgspec.Struct, eq=False):
                     expected_cached = hit.expected
         return DecisionRecord(
             node, self.policy, reason, tokens, expected_cached, self.index, (self.prices, candidates), len(candidates),
-            node.speed.ms_per_token, self.cache_counts,
+            self.entry_node.speed.ms_per_token, self.cache_counts, pair=self.pair,
         )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import nsmallest
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -12,6 +12,9 @@ from warmroute._kernel import Prices
 from warmroute.fleet.node import Node
 from warmroute.fleet.node_speed import work
 from warmroute.routing.price_terms import TIE, Price
+
+if TYPE_CHECKING:
+    from warmroute.routing.pairs import Pair
 
 KEEP_ALL_UP_TO: Final = 128
 """With more candidates than this, the journal keeps only the best prices once the request has ended."""
@@ -41,10 +44,14 @@ class DecisionRecord(msgspec.Struct, eq=False):
     """Whether cached prefixes lowered the prices; not with `cache_weight = 0`."""
     tied: int = 0
     """Number of candidates with the lowest price, counted by `keep_best`."""
+    pair: Pair | None = None
+    """Set if another node prefills the prompt, and `node` decodes."""
 
     @property
     def price(self) -> Price | None:
         """The node's price; None if it was not chosen by price."""
+        if self.pair is not None and self.pair.price is not None:
+            return self.pair.price
         prices, candidates = self.priced
         if self.index < 0 or prices is None:
             return None

@@ -39,6 +39,8 @@ class OtherPrompts(NamedTuple):
 
 class Dispatch(Ticket):
     __slots__ = ("_cache_view", "_others", "_output_lengths", "cached", "prediction", "request")
+    always_streams = False
+    """Whether the node's work counts as that of a streamed response, whatever the client gets."""
 
     def __init__(
         self, request: RoutingRequest, node: Node, now_s: float, cache_view: CacheView,
@@ -53,7 +55,8 @@ class Dispatch(Ticket):
         self.cached = cached
         """Prompt tokens that the node's cache should have. `new` counts them only as far as the router trusts this."""
         self._others = others
-        self.open(node, now_s, decode_speed, request.streams and others is None, tokens, new, work)
+        streams = (request.streams or self.always_streams) and others is None
+        self.open(node, now_s, decode_speed, streams, tokens, new, work)
         groups = self._groups = node.groups
         for group in groups:
             group.inflight += 1

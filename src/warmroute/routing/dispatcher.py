@@ -60,6 +60,7 @@ class AttemptCounters(Protocol):
     retries: int
     hedges: int
     hedges_won: int
+    split_requests: Counter[str]
 
 
 class Dispatcher:
@@ -103,6 +104,8 @@ class Dispatcher:
         """Requests that were sent to a first node."""
         self.waiting: dict[Attempts, None] = {}
         """Requests that were sent to a node and have no byte of a response, in the order in which they were sent."""
+        self.splits: dict[Attempts, None] = {}
+        """Those of them that another node prefills, or has prefilled, for the one that will answer."""
         self._leaving: dict[Node, str] = {}
         """Nodes that requests have to leave, and why."""
         self._to_move: deque[Attempts] = deque()
@@ -198,6 +201,13 @@ class Dispatcher:
         """Move and hedge requests. Call this every hedging.CHECK_S."""
         if self._to_move and self._call_soon is None:
             self._move(now_s)
+        for attempts in list(self.splits):
+            split = attempts.split
+            if split is not None:
+                try:
+                    split.check(now_s)
+                except Exception as error:  # ends this request, and no other
+                    attempts.driver.internal_error(error)
         hedging = self.hedging
         hedging.refill(self.sent)
         if not self.waiting or not hedging.config.max_ratio:
@@ -213,7 +223,12 @@ class Dispatcher:
                 self._hedge_start = position
                 break
             attempts = old[position]
-            if attempts.hedge is not None or attempts.done or not hedging.is_overdue(attempts, now_s):
+            if (
+                attempts.hedge is not None
+                or attempts.done
+                or attempts in self.splits
+                or not hedging.is_overdue(attempts, now_s)
+            ):
                 continue
             try:
                 if attempts.send_hedge(now_s):

@@ -9,11 +9,14 @@ The record does not have the nodes' loads, so "idle" is a node without queued pr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from warmroute.fleet.node import Node
 from warmroute.routing.decision_record import DecisionRecord
 from warmroute.routing.price_terms import TERMS, TIE, Price
+
+if TYPE_CHECKING:
+    from warmroute.routing.pairs import Pair
 
 NEGLIGIBLE_MS: Final = 1.0
 DERIVED_TERMS: Final = ("congestion", "risk")
@@ -43,6 +46,8 @@ def _why(record: DecisionRecord) -> str:
         return "trial request to a half-open node after failures" + (
             f"; the cheapest node is {cheapest[0][0].name}" if cheapest else ""
         )
+    if record.pair is not None:
+        return _by_pair(record, record.pair)
     if record.considered == 1 and ((record.policy, record.reason) in _BY_POLICY or record.reason in _PRICE_REASONS):
         return "the only candidate" + (f"; {_cached(record, ())}" if record.tokens else "")
     if record.price is None:
@@ -50,9 +55,23 @@ def _why(record: DecisionRecord) -> str:
     return _by_price(record, record.price)
 
 
+def _by_pair(record: DecisionRecord, pair: Pair) -> str:
+    price, name = pair.price, pair.prefill_node.name
+    if price is None:
+        return f"{name} prefills; the decode node needs a prefill node"
+    parts = [
+        f"{name} prefills ({price.cached:,.0f} of {_tokens(record.tokens)} cached there)",
+        f"{_tokens(pair.transfer_tokens)} transferred in {_ms(pair.transfer_ms)}",
+    ]
+    more_ms = pair.alone_ms - price.total
+    if more_ms >= NEGLIGIBLE_MS:
+        parts.append(f"one node alone would cost {_ms(more_ms)} more")
+    return "; ".join(parts)
+
+
 # The policy `price`.
 
-_PRICE_REASONS: Final = ("cheapest", "second home")
+_PRICE_REASONS: Final = ("cheapest", "second home", "cheapest alone")
 """Reasons of the policy itself. Other reasons come from island affinity and admission."""
 
 

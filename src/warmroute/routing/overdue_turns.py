@@ -43,9 +43,10 @@ class OverdueTurns:
             key = (request.priority, request.tenant)
             if (without_low and key[0] == LOW) or not self._is_current(key, queued, now_s):
                 continue
-            if not queued.may_go_to(node) or self._over_threshold(request, node):
+            waits_for_it = queued.decision.entry_node is node
+            if not (waits_for_it or queued.may_go_to(node)) or self._over_threshold(request, node):
                 continue
-            if queued.decision.node is node:
+            if waits_for_it:
                 queued.decision.reason = OVERDUE
                 return key, queued
             return (key, queued) if self._credit_pays_for(node, key, queued) else None
@@ -69,6 +70,6 @@ class OverdueTurns:
             request = queued.pending.request
             if (request.priority, request.tenant) != key or not self._is_current(key, queued, now_s):
                 continue
-            if queued.decision.node is node and not self._over_threshold(request, node):
+            if queued.decision.entry_node is node and not self._over_threshold(request, node):
                 return queued
         return None

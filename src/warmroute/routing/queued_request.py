@@ -153,7 +153,7 @@ class RequestsByNode:
         self._add_to_node(key, queued)
 
     def _add_to_node(self, key: float, queued: QueuedRequest) -> None:
-        node = queued.decision.node
+        node = queued.decision.entry_node
         on_node = self._by_node.get(node)
         if on_node is None:
             on_node = self._by_node[node] = SortedRequests()

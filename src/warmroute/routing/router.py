@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from copy import copy
 from functools import partial
+from operator import attrgetter
 from random import Random
 
 from warmroute.config import Pricing, RouteConfig, Routing
@@ -23,6 +24,8 @@ from warmroute.routing.decision import Decision, Policy
 from warmroute.routing.dispatch import Dispatch, OtherPrompts
 from warmroute.routing.island_choice import IslandChoice
 from warmroute.routing.output_length import OutputLengthEstimate
+from warmroute.routing.pair_dispatch import DecodeDispatch, PrefillDispatch
+from warmroute.routing.pairs import Pairs
 from warmroute.routing.policies import make_policy
 from warmroute.routing.price_terms import ASSUMED_PROMPT_TOKENS
 from warmroute.routing.query import Query
@@ -56,6 +59,7 @@ class Router:
 
     def reconfigure(self, config: Routing, pricing: Pricing, routes: Sequence[RouteConfig] = ()) -> None:
         self._random = Random(config.seed or None)
+        self._pairs = Pairs(self._random)
         self._fleet.adapters.reconfigure(pricing.adapter_load_ms)
         self.policy = make_policy(config, pricing, self._cache_view, self.output_lengths, self._random)
         self._by_route: dict[str, Policy] = {}
@@ -96,7 +100,8 @@ class Router:
             uses_last_resort = True
         query = Query(request, candidates, group, now_s, lookup, self._cache_view, now_s)
         try:
-            decision = self._choose(query) if self._by_route or group.spans_islands else self.policy.decide(query)
+            by_policy = not (self._by_route or group.spans_islands or group.has_roles)
+            decision = self.policy.decide(query) if by_policy else self._choose(query)
         except Exception as error:
             decision = self._decide_by_load(query, error)
         if candidates is not up and len(candidates) < len(up):  # nodes in slow start are still fallbacks
@@ -131,7 +136,9 @@ class Router:
 
     def _choose(self, query: Query) -> Decision:
         policy = self.policy_of(query.request)
-        return self.island_choice.decide(query, policy) if query.group.spans_islands else policy.decide(query)
+        group = query.group
+        decision = self.island_choice.decide(query, policy) if group.spans_islands else policy.decide(query)
+        return self._pairs.decide(decision, query, policy) if group.has_roles else decision
 
     def _decide_by_load(self, query: Query, error: Exception) -> Decision:
         """Decide without the cache index, which failed at this prompt: an error in it must not fail a request."""
@@ -176,12 +183,20 @@ class Router:
             return ()
         return (*group.up.nodes, *group.last_resort.nodes)
 
-    def dispatch(self, decision: Decision, node: Node, now_s: float) -> Ticket:
-        """Open the ticket of a request on the node that it is sent to: the chosen one or a fallback."""
+    def partner(self, decision: Decision, node: Node, failed: Container[Node]) -> Node | None:
+        """Return the least loaded prefill node for a decode node that needs one; None if there is none."""
+        query = decision.query
+        nodes = query.group.sort_if_changed().prefill_nodes.nodes if query is not None else ()
+        usable = (one for one in nodes if one.engine == node.engine and one not in failed)
+        return min(usable, key=attrgetter("load"), default=None)
+
+    def dispatch(self, decision: Decision, node: Node, now_s: float, kind: type[Dispatch] = Dispatch) -> Ticket:
+        """Open the ticket of a request on the node that it is sent to: the chosen one or a fallback. `kind`: the node
+        may only prefill, or only decode."""
         query = decision.query
         if self.on_dispatch is not None:
             self.on_dispatch()
-        if query is not None:
+        if query is not None and kind is not PrefillDispatch:
             if (windows := query.group.windows) is not None:
                 windows.record(self._context_fit.needed(query.request), now_s)
             if query.move_reason is not None:
@@ -191,7 +206,7 @@ class Router:
                     self._cache_view.lookup_failed(error)
             if query.group.adapter is not None:
                 node.loaded_adapters.mark_used(query.group.model)
-        demand_meter = self.demand_meter
+        demand_meter = self.demand_meter if kind is not DecodeDispatch else None
         if query is None or query.lookup is None:
             if demand_meter is not None:
                 demand_meter.record_sent(ASSUMED_PROMPT_TOKENS, 0.0, ASSUMED_PROMPT_TOKENS)
@@ -211,11 +226,13 @@ class Router:
         cached = hit.expected if hit is not None else 0.0
         new = tokens - cached
         new_work = work(new, cached) if others is None else others.work(new, cached)
+        if kind is DecodeDispatch:
+            new_work = 0.0
         if demand_meter is not None:
             demand_meter.record_sent(tokens, tokens - int(new), new_work)
             if self.hot is not None and prediction is not None:
                 self.hot.record(prediction.chain, prediction.cache.block_size, lookup, now_s)
-        return Dispatch(
+        return kind(
             request, node, now_s, cache_view, self.output_lengths, query.group.decode_speed, prediction, tokens,
             int(new), new_work, hit.tokens if hit is not None else 0, others,
         )  # fmt: skip

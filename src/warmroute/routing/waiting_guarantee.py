@@ -70,7 +70,7 @@ class WaitingGuarantee:
         if not queued.is_overdue:
             self._not_due.remove(queued.due_s, queued)
             return
-        self._overdue.remove(queued.pending.request.arrived_s, queued, queued.decision.node)
+        self._overdue.remove(queued.pending.request.arrived_s, queued, queued.decision.entry_node)
         if not self._overdue.all:
             self._credit_ms = {node: credit_ms for node, credit_ms in self._credit_ms.items() if credit_ms < 0.0}
 

@@ -31,6 +31,7 @@ from warmroute.edge.node_client import NodeClient
 from warmroute.edge.prompt_reader import PromptReader
 from warmroute.edge.proxy import Proxy
 from warmroute.edge.timer_wheel import TimerWheel
+from warmroute.engines.kv_transfers import KV_TRANSFERS
 from warmroute.engines.node_watcher import NodeWatcher
 from warmroute.engines.remote_tokenizer import RemoteTokenizer
 from warmroute.event_log import EventLog
@@ -128,7 +129,7 @@ class Service:
         self.capture = Capture(config.capture, self.counters, now)
         self.proxy = Proxy(
             config, self.fleet, self.router, self.admission, self.prompt_reader, self.pools, self.counters,
-            self.journal, self.capture, now,
+            self.journal, self.capture, now, KV_TRANSFERS,
         )  # fmt: skip
         tracing = create_tracing(config.tracing, self.counters, lambda model: self.fleet.group(model) is not None)
         if tracing is not None:

@@ -31,6 +31,7 @@ class Counters:
         "responses",
         "retries",
         "route_requests",
+        "split_requests",
         "stale_connections",
         "traces_dropped",
         "traces_exported",
@@ -54,6 +55,8 @@ class Counters:
         """Clients that disconnected before the end of their response."""
         self.retries = 0
         """Attempts on another node after a failed one."""
+        self.split_requests: Counter[str] = Counter()
+        """Requests that one node prefilled for another one, by outcome."""
         self.hedges = 0
         """Requests sent to a second node because their first token was overdue."""
         self.hedges_won = 0

@@ -231,6 +231,7 @@ def describe_decision(record: DecisionRecord) -> dict[str, Any]:
         "prompt_tokens": record.tokens or None,
         "cached_tokens": round(record.cached) if record.tokens else None,
         "new_tokens": record.tokens - round(record.cached) if record.tokens else None,
+        **_describe_pair(record),
         "candidate_count": record.considered,
         "candidates": [
             {
@@ -245,6 +246,20 @@ def describe_decision(record: DecisionRecord) -> dict[str, Any]:
             }
             for node, price in record.ranked(MAX_CANDIDATES)
         ],
+    }
+
+
+def _describe_pair(record: DecisionRecord) -> dict[str, Any]:
+    """Return what is known about the prefill node; nothing if one node serves the request."""
+    pair = record.pair
+    if pair is None:
+        return {}
+    return {
+        "prefill_node": pair.prefill_node.name,
+        "transfer_tokens": round(pair.transfer_tokens),
+        "transfer_ms": round(pair.transfer_ms, 3),
+        "pair_total_ms": round(pair.price.total, 3) if pair.price is not None else None,
+        "alone_total_ms": round(pair.alone_ms, 3) if pair.price is not None else None,
     }
 
 

@@ -108,6 +108,12 @@ CLIENT_DISCONNECTS: Final = _counter(
 RETRIES: Final = _counter("retries", "Attempts on another node after a failed one.")
 HEDGES: Final = _counter("hedges", "Requests sent to a second node because their first token was overdue.")
 HEDGES_WON: Final = _counter("hedges_won", "Hedged requests that the second node answered.")
+SPLIT_REQUESTS: Final = _counter(
+    "split_requests",
+    "Requests that one node prefilled for another one: transferred, or why the other node prefilled itself "
+    "(prefill_failed, prefill_slow, not_supported, transfer_failed).",
+    "outcome",
+)
 CLIENT_CONNECTIONS: Final = _gauge("client_connections", "Open client connections.")
 CLIENT_CONNECTIONS_ACCEPTED: Final = _counter("client_connections_accepted", "Accepted client connections.")
 NODE_CONNECTIONS_STALE: Final = _counter(

@@ -13,6 +13,7 @@ from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import TTFT_BOUNDS_MS, Outcome
 from warmroute.index.cache_view import EVENT_AGES_S, CacheView
+from warmroute.routing.split_request import OUTCOMES as SPLIT_OUTCOMES
 from warmroute.telemetry import metric_definitions as metrics
 from warmroute.telemetry.counters import TRACE_DROPS, Counters
 from warmroute.telemetry.exposition import MetricLines, Page, Pauses, bucket_bounds, format_labels, label_value
@@ -134,6 +135,8 @@ class MetricsPage:
             (metrics.TRACES_LIMITED, counters.traces_limited),
         ):
             page[metric].add(value)
+        for outcome in SPLIT_OUTCOMES:
+            page[metrics.SPLIT_REQUESTS].add(counters.split_requests[outcome], format_labels(outcome=outcome))
         for reason in TRACE_DROPS:
             page[metrics.TRACES_DROPPED].add(counters.traces_dropped[reason], format_labels(reason=reason))
 

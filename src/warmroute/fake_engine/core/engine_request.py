@@ -17,6 +17,8 @@ class EngineRequest(msgspec.Struct, frozen=True, gc=False):
     lora_name: str | None = None
     cache_salt: str | None = None
     session_id: str | None = None
+    remote_tokens: int = 0
+    """Prompt tokens whose KV cache another engine has computed and transferred."""
 
 
 class FirstToken(msgspec.Struct, frozen=True, gc=False):

@@ -209,6 +209,7 @@ class Scheduler:
         sequence.stored_blocks = len(hits)
         hit_tokens = len(hits) * self._config.block_size
         sequence.computed_tokens = hit_tokens + reloaded
+        remote_tokens = sequence.request.remote_tokens if not sequence.preemptions else 0
         self.running[sequence.admission] = sequence
         if sequence.admitted_ms is None:
             sequence.admitted_ms = now_ms
@@ -217,6 +218,8 @@ class Scheduler:
             stats.prefix_cache_queries += sequence.tokens
             stats.prefix_cache_hits += hit_tokens
         stats.reloaded_tokens += reloaded
+        if remote_tokens > sequence.computed_tokens:  # the engine computes at least one token
+            sequence.computed_tokens = min(remote_tokens, sequence.tokens - 1)
         load_ms = self.lora.add_request(sequence.request.lora_name)
         if load_ms:
             stats.lora_loads += 1

@@ -25,6 +25,7 @@ from warmroute.fake_engine.server.fake_tokenizer import Tokenizer
 from warmroute.fake_engine.server.faults import Fault, Faults
 from warmroute.fake_engine.server.generation import PlannedResponse, ResponsePlanner, respond
 from warmroute.fake_engine.server.kv_event_publisher import BUFFER_BATCHES, HIGH_WATER_MARK, EventPublisher
+from warmroute.fake_engine.server.kv_transfers import FETCH_PATH, KvTransfers
 from warmroute.fake_engine.server.rank import Rank
 from warmroute.fake_engine.server.request_bodies import decode_body
 from warmroute.fake_engine.server.vllm_errors import ApiError
@@ -58,6 +59,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     mean_output_tokens: int = 128
     """Mean length of outputs without max_tokens."""
+    kv_connector: bool = False
+    """Whether the engine transfers KV cache to and from others."""
+    kv_bytes_per_token: int = 131_072
+    kv_gigabytes_per_s: float = 10.0
 
 
 Endpoint = Callable[[Request, Responder], Awaitable[None] | None]
@@ -73,6 +78,11 @@ class EngineServer:
         self.faults = Faults(config.seed)
         self.clock = EngineClock(config.speed)
         self.ranks: list[Rank] = []
+        self.kv_transfers = (
+            KvTransfers(config.host, config.kv_bytes_per_token, config.kv_gigabytes_per_s, self.clock)
+            if config.kv_connector
+            else None
+        )
         self._planner = ResponsePlanner(
             config.tokenizer,
             config.model,
@@ -104,6 +114,7 @@ class EngineServer:
             "/sleep": {"POST": self._sleep},
             "/wake_up": {"POST": self._wake_up},
             "/is_sleeping": {"GET": self._is_sleeping},
+            FETCH_PATH: {"POST": self._release_kv},
             "/_sim/fail": {"POST": self._set_fault, "GET": self._get_fault},
         }
         # from one restart in place to the next
@@ -116,6 +127,8 @@ class EngineServer:
         config = self.config
         self._server = await listen_tcp(self._listener, config.host, config.port)
         self.port = self._server.sockets[0].getsockname()[1]
+        if self.kv_transfers is not None:
+            self.kv_transfers.port = self.port
         self._timer_task = asyncio.get_running_loop().create_task(self._deadlines.run())
         topic = f"kv@{config.host}:{self.port}@{config.model}" if config.topic is None else config.topic
         for number in range(config.ranks):
@@ -164,6 +177,7 @@ class EngineServer:
             "speed": config.speed,
             "kv_tokens": config.engine.num_blocks * config.engine.block_size,
             "block_size": config.engine.block_size,
+            "kv_connector": config.kv_connector,
             "events": [rank.events.port for rank in self.ranks if rank.events is not None],
             "replay": [rank.events.replay_port for rank in self.ranks if rank.events is not None],
         }
@@ -211,7 +225,10 @@ class EngineServer:
     def _generate(self, planned: PlannedResponse, request: Request, responder: Responder) -> Awaitable[None]:
         rank = self._rank_for(request)
         request_id = request.head.request_id.decode("ascii", "replace") or os.urandom(8).hex()
-        return respond(planned, rank, request_id, responder, self.config.engine.block_size, self.faults.early_event)
+        return respond(
+            planned, rank, request_id, responder, self.config.engine.block_size, self.faults.early_event,
+            self.kv_transfers,
+        )  # fmt: skip
 
     def _raise_fault(self) -> None:
         match self.faults.next_error():
@@ -231,6 +248,13 @@ class EngineServer:
         self._next_rank += 1
         count = len(self.ranks)
         return min((self.ranks[(self._next_rank + step) % count] for step in range(count)), key=lambda rank: rank.load)
+
+    def _release_kv(self, request: Request, responder: Responder) -> None:
+        """Another engine fetches the KV cache of a request."""
+        body = decode_body(request.body, request_bodies.FetchRequest)
+        if self.kv_transfers is None or not self.kv_transfers.release(body.request_id):
+            raise _PlainError(404, "Not Found")
+        _reply(responder, {})
 
     # ---- information
 
@@ -286,7 +310,10 @@ class EngineServer:
         _reply(responder, {"prompt": self.config.tokenizer.decode(body.tokens)})
 
     def _metrics(self, _request: Request, responder: Responder) -> None:
-        responder.reply(200, metrics_page.render(self._process, self.ranks), metrics_page.CONTENT_TYPE)
+        page = metrics_page.render(self._process, self.ranks)
+        if self.kv_transfers is not None:
+            page += self.kv_transfers.metrics(self.config.model)
+        responder.reply(200, page, metrics_page.CONTENT_TYPE)
 
     def _version(self, _request: Request, responder: Responder) -> None:
         _reply(responder, {"version": VERSION})

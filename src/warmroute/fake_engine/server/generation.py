@@ -12,6 +12,7 @@ import math
 import os
 import time
 from array import array
+from collections.abc import Callable
 from hashlib import blake2b
 from random import Random
 from typing import Any
@@ -22,6 +23,7 @@ from warmroute.edge.async_handler import Responder
 from warmroute.fake_engine.core import EngineRequest, Finished, TokenContent
 from warmroute.fake_engine.server import response_bodies, vllm_errors
 from warmroute.fake_engine.server.fake_tokenizer import Tokenizer
+from warmroute.fake_engine.server.kv_transfers import KvTransfers, TransferFailed
 from warmroute.fake_engine.server.rank import Rank
 from warmroute.fake_engine.server.request_bodies import (
     ChatRequest,
@@ -48,6 +50,7 @@ class PlannedResponse(msgspec.Struct):
     include_usage: bool
     priority: int
     cache_salt: str | None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class ResponsePlanner:
@@ -139,6 +142,7 @@ class ResponsePlanner:
             include_usage=body.stream_options is not None and body.stream_options.include_usage,
             priority=body.priority,
             cache_salt=body.cache_salt,
+            kv_transfer_params=body.kv_transfer_params,
         )
 
     def _output_seed(self, prompt: list[int], seed: int | None) -> int:
@@ -154,15 +158,18 @@ async def respond(
     responder: Responder,
     block_size: int,
     early_event: str | None = None,
+    kv_transfers: KvTransfers | None = None,
 ) -> None:
     """Submit a request to a rank and write its response. A cancellation or an error aborts it in the engine.
 
-    `early_event`: what a stream sends at once (see faults.py)."""
+    `early_event`: what a stream sends at once (see faults.py). `kv_transfers`: set if the engine has a KV connector."""
     writer = _ResponseWriter(planned, request_id, responder, block_size)
+    params = planned.kv_transfer_params or {}
     content = TokenContent(
         planned.prompt + planned.output, block_size, lora_name=planned.lora_name, cache_salt=planned.cache_salt
     )
     key = f"{request_id}-{os.urandom(4).hex()}"  # clients choose request ids, and may use one twice
+    fetches = kv_transfers is not None and bool(params.get("do_remote_prefill"))
     request = EngineRequest(
         key,
         len(planned.prompt),
@@ -171,12 +178,21 @@ async def respond(
         priority=planned.priority,
         lora_name=planned.lora_name,
         cache_salt=planned.cache_salt,
+        remote_tokens=len(planned.prompt) if fetches else 0,
     )
+    if kv_transfers is not None and params.get("do_remote_decode") and not planned.stream:
+        writer.pin = kv_transfers.pin
     if planned.stream:
         # As with uvicorn, the head is sent at once, and the first event with the first token.
         responder.start(200, "text/event-stream; charset=utf-8", (("X-Request-Id", request_id),))
         if early_event is not None:
             writer.send_early(early_event)
+    if fetches and kv_transfers is not None:
+        try:
+            await kv_transfers.fetch(params, len(planned.prompt) - rank.cached_tokens(request))
+        except TransferFailed:
+            writer.transfer_failed()
+            return
     try:
         rank.submit(request, planned.max_tokens, planned.finish_reason, writer)
         await writer.done
@@ -199,6 +215,7 @@ class _ResponseWriter:
         "_responder",
         "_role_sent",
         "done",
+        "pin",
     )
 
     def __init__(self, planned: PlannedResponse, request_id: str, responder: Responder, block_size: int) -> None:
@@ -212,6 +229,8 @@ class _ResponseWriter:
         self._next = 0
         self._role_sent = False
         self._cached_tokens = 0
+        self.pin: Callable[[str, int], dict[str, Any]] | None = None
+        """Keeps the KV cache for another engine; None: nobody asked for it."""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def send_early(self, event: str) -> None:
@@ -256,8 +275,20 @@ class _ResponseWriter:
             encode = response_bodies.chat_response if planned.chat else response_bodies.completion_response
             generated = "".join(planned.texts[: outcome.output_tokens])
             body = encode(self._id, self._created, planned.model, generated, reason, usage)
+            if self.pin is not None and not aborted:
+                params = msgspec.json.encode(self.pin(self._id, len(planned.prompt)))
+                body = body.replace(b'"kv_transfer_params":null', b'"kv_transfer_params":' + params)
             self._responder.reply(200, body, headers=(("X-Request-Id", self._request_id),))
         self.done.set_result(None)
+
+    def transfer_failed(self) -> None:
+        """Answer as vLLM does if it cannot load the KV cache: a stream has begun by then."""
+        error = vllm_errors.internal_error()
+        if self._planned.stream:
+            self._responder.write(self._events.start() + b"data: %b\n\n" % error.body() + response_bodies.DONE)
+            self._responder.end()
+        else:
+            self._responder.reply(error.status, error.body())
 
     def engine_restarted(self) -> None:
         if not self.done.done():

@@ -64,6 +64,12 @@ class Rank:
         self._sinks[request.request_id] = sink
         self.run_until_now()
 
+    def cached_tokens(self, request: EngineRequest) -> int:
+        """Return how many tokens of a prompt the engine has cached."""
+        block_size = self._config.block_size
+        blocks = (request.prompt_tokens - 1) // block_size
+        return len(self.core.scheduler.pool.match(list(request.content.hashes(0, blocks)), blocks)) * block_size
+
     def abort(self, request_id: str) -> None:
         """Abort a request, for example because its client disconnected. Its sink gets nothing more."""
         if self._sinks.pop(request_id, None) is not None:

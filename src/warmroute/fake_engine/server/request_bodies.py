@@ -28,6 +28,7 @@ class GenerationRequest(Struct, kw_only=True):
     seed: int | None = None
     priority: int = 0
     cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -55,6 +56,12 @@ class TokenizeRequest(Struct):
 class DetokenizeRequest(Struct):
     tokens: list[int]
     model: str | None = None
+
+
+class FetchRequest(Struct):
+    """Asks for the KV cache of a request."""
+
+    request_id: str
 
 
 Body = TypeVar("Body", bound=Struct)

@@ -43,6 +43,11 @@ def too_long(limit: int, prompt_tokens: int, output_tokens: int) -> ApiError:
     )
 
 
+def internal_error() -> ApiError:
+    """vLLM's error for a KV cache that it could not load."""
+    return ApiError(500, "InternalServerError", "Internal server error")
+
+
 def engine_failed() -> ApiError:
     return ApiError(
         500, "InternalServerError", "EngineCore encountered an issue. See stack trace (above) for the root cause."

@@ -58,6 +58,10 @@ class Conditions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fraction of messages between two routers that are lost."""
     partitions: tuple[tuple[float, float], ...] = ()
     """Times in seconds, from and to, in which no message between routers arrives."""
+    kv_gigabytes_per_s: float = 10.0
+    """Bandwidth of KV transfers from one prefill node, shared by all of them."""
+    kv_latency_ms: float = 5.0
+    """Time of a KV transfer in addition to that of its tokens."""
     refused_pause_ms: float = 1000.0
     """How long a closed-loop client waits after a rejected request: the router's Retry-After."""
 
@@ -71,6 +75,9 @@ class NodeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     profile: Profile
     island: str = "local"
+    role: Literal["mixed", "prefill", "decode"] = "mixed"
+    kv_connector: bool = False
+    """Whether a mixed node transfers KV cache, too."""
     blocks: int | None = None
     """KV cache blocks; None for what fits on the profile's GPUs."""
     block_size: int = 16

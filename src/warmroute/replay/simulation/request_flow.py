@@ -38,9 +38,14 @@ CHECK_MS = 1000.0 * CHECK_S
 class Leg:
     """One attempt of a simulated request: its way to one node and back."""
 
-    __slots__ = ("flight", "flow", "live", "node")
+    __slots__ = ("flight", "flow", "live", "node", "prefill_leg", "prefills")
 
-    def __init__(self, flight: Flight, node: SimulatedNode) -> None:
+    def __init__(
+        self, flight: Flight, node: SimulatedNode, prefills: bool = False, prefill_leg: Leg | None = None
+    ) -> None:
+        """`prefills`: the node only prefills, for another one. `prefill_leg`: whose KV cache the node fetches."""
+        self.prefills = prefills
+        self.prefill_leg = prefill_leg
         self.flight = flight
         self.flow = flight.flow
         self.node = node
@@ -52,8 +57,8 @@ class Flight:
     """One simulated request, which drives its attempts in virtual time."""
 
     __slots__ = (
-        "arrived_ms", "attempts", "cached_tokens", "first_ms", "flow", "hedge", "leg", "prompt", "request",
-        "request_id", "results",
+        "arrived_ms", "attempts", "cached_tokens", "first_ms", "flow", "hedge", "leg", "prefill", "prefill_cached",
+        "prompt", "request", "request_id", "results",
     )  # fmt: skip
 
     def __init__(
@@ -70,6 +75,9 @@ class Flight:
         # at the current node
         self.leg: Leg
         self.hedge: Leg | None = None
+        self.prefill: Leg | None = None
+        self.prefill_cached = 0
+        """Tokens that the prefill node had cached."""
         self.first_ms: float | None = None
         self.cached_tokens = 0
 
@@ -84,6 +92,14 @@ class Flight:
 
     def withdraw(self) -> None:
         self.flow.withdrawn(self.leg)
+
+    def send_prefill(self, prefill_node: Node, node: Node) -> None:
+        self.leg = self.prefill = self.flow.sent_prefill(self, prefill_node, node)
+
+    def withdraw_prefill(self) -> None:
+        prefill, self.prefill = self.prefill, None
+        if prefill is not None:
+            self.flow.withdrawn(prefill)
 
     def send_hedge(self, node: Node) -> None:
         self.hedge = self.flow.sent(self, node)
@@ -110,6 +126,7 @@ class FlowCounters:
 
     def __init__(self) -> None:
         self.responses: Counter[int] = Counter()
+        self.split_requests: Counter[str] = Counter()
         self.interrupted = self.disconnects = self.retries = self.hedges = self.hedges_won = 0
 
 
@@ -199,10 +216,25 @@ class RequestFlow:
         sim = world.nodes[node.name]
         sim.account_inflight(now_ms)
         sim.requests += 1
-        leg = Leg(flight, sim)
+        split = flight.attempts.split
+        transfers = split is not None and split.prefill_node is not None
+        leg = Leg(flight, sim, prefill_leg=flight.prefill if transfers else None)
         if flight.attempts.tried > 1:
             flight.results.retries += 1
-        world.request_sent(flight, sim)
+        if not transfers:
+            world.request_sent(flight, sim)
+        self.calendar.at(now_ms + sim.one_way_ms, self._reach, leg)
+        return leg
+
+    def sent_prefill(self, flight: Flight, prefill_node: Node, node: Node) -> Leg:
+        """The router opened tickets on both nodes, and sends the request to the one that prefills."""
+        world, now_ms = self._world, self.calendar.now_ms
+        sim = world.nodes[prefill_node.name]
+        for one in (sim, world.nodes[node.name]):
+            one.account_inflight(now_ms)
+            world.request_sent(flight, one)
+        sim.requests += 1
+        leg = Leg(flight, sim, prefills=True)
         self.calendar.at(now_ms + sim.one_way_ms, self._reach, leg)
         return leg
 
@@ -234,30 +266,66 @@ class RequestFlow:
     def _reach(self, leg: Leg) -> None:
         if not leg.live:
             return
-        flight, sim, world = leg.flight, leg.node, self._world
+        sim = leg.node
         if sim.state is ProcessState.DEAD:
             self.calendar.after(sim.one_way_ms, self._connection_refused, leg)
             return
         if sim.state is ProcessState.HANGING:
             self.time_out_later(leg)
             return
+        if leg.prefill_leg is not None:
+            self._transfer(leg, leg.prefill_leg)
+        else:
+            self._submit(leg, 0)
+
+    def _transfer(self, leg: Leg, prefill_leg: Leg) -> None:
+        """Fetch the KV tokens that the node lacks from its prefill node, after the transfers that began before."""
+        sim, source, conditions = leg.node, prefill_leg.node, self._world.conditions
+        prompt, now_ms = leg.flight.prompt, self.calendar.now_ms
+        if source.state is not ProcessState.SERVING:
+            self.calendar.after(sim.one_way_ms, self._transfer_failed, leg)
+            return
+        block_size = sim.spec.block_size
+        hashes = leg.flight.request.blocks(block_size)
+        cached = len(sim.engine.scheduler.pool.match(hashes, len(hashes))) * block_size
+        missing = max(0, prompt.prompt_tokens - cached)
+        megabytes = missing * sim.spec.profile.kv_bytes_per_token / 1e6
+        source.link_free_ms = max(source.link_free_ms, now_ms) + megabytes / conditions.kv_gigabytes_per_s
+        self.calendar.at(source.link_free_ms + conditions.kv_latency_ms, self._submit, leg, prompt.prompt_tokens)
+
+    def _transfer_failed(self, leg: Leg) -> None:
+        split = leg.flight.attempts.split
+        if leg.live and split is not None:
+            leg.live = False
+            split.transfer_failed("the KV cache is gone", self.calendar.now_s)
+
+    def _submit(self, leg: Leg, remote_tokens: int) -> None:
+        """Give a request to its engine. `remote_tokens`: those that it does not have to prefill."""
+        flight, sim = leg.flight, leg.node
+        if not leg.live:
+            return
+        if sim.state is not ProcessState.SERVING:  # it stopped during the transfer
+            self.calendar.after(sim.one_way_ms, self.node_failed, leg, "the node died")
+            return
         prompt = flight.prompt
+        request_id = f"{flight.request_id} prefill" if leg.prefills else flight.request_id
         request = EngineRequest(
-            flight.request_id,
+            request_id,
             prompt.prompt_tokens,
-            prompt.output_tokens,
+            1 if leg.prefills else prompt.output_tokens,
             prompt.blocks.content(sim.spec.block_size),
             flight.request.priority - NORMAL,
             prompt.lora_name,
             prompt.cache_salt,
+            remote_tokens=remote_tokens,
         )
         try:
             sim.engine.submit(request, self.calendar.now_ms)
         except RequestTooLong:
             self.calendar.after(sim.one_way_ms, self._too_long, leg)
             return
-        sim.flights[flight.request_id] = leg
-        world.arm(sim)
+        sim.flights[request_id] = leg
+        self._world.arm(sim)
 
     # Back at the router.
 
@@ -265,6 +333,12 @@ class RequestFlow:
         if not leg.live:
             return
         flight, now_ms = leg.flight, self.calendar.now_ms
+        if leg.prefills:
+            flight.prefill_cached = cached_tokens
+            self.replica.first_token(flight.request, leg.node, cached_tokens)
+            return
+        if leg.prefill_leg is not None:
+            cached_tokens = flight.prefill_cached
         if leg is flight.hedge:
             flight.attempts.hedge_started(200, None, now_ms / 1000.0)
         else:
@@ -283,6 +357,11 @@ class RequestFlow:
         leg.live = False
         flight = leg.flight
         prompt = flight.prompt
+        if leg.prefills:
+            split = flight.attempts.split
+            assert split is not None
+            split.prefill_ended(True, (prompt.prompt_tokens, flight.prefill_cached, 1), self.calendar.now_s)
+            return
         cached = prompt.prompt_tokens if "usage" in leg.node.spec.misreports else flight.cached_tokens
         flight.attempts.response_ended((prompt.prompt_tokens, cached, prompt.output_tokens), self.calendar.now_s)
         self._end(flight, None)
@@ -290,6 +369,9 @@ class RequestFlow:
     def _too_long(self, leg: Leg) -> None:
         if leg.live:
             flight, now_s = leg.flight, self.calendar.now_s
+            if leg.prefills:
+                self._prefill_failed(leg, Outcome.REJECTED, "the prompt is too long")
+                return
             if leg is flight.hedge:
                 flight.attempts.hedge_started(400, None, now_s)
             else:
@@ -302,6 +384,12 @@ class RequestFlow:
         if leg.live:
             leg.live = False
             flight, refused, now_s = leg.flight, "connection refused", self.calendar.now_s
+            if leg.prefills:
+                assert flight.attempts.split is not None
+                flight.attempts.split.prefill_refused(refused, now_s)
+                return
+            if flight.attempts.split is not None:
+                flight.attempts.split.decode_sent = False
             if leg is flight.hedge:
                 flight.hedge = None
                 flight.attempts.hedge_refused(refused, now_s)
@@ -315,6 +403,9 @@ class RequestFlow:
     def node_failed(self, leg: Leg, reason: str) -> None:
         if not leg.live:
             return
+        if leg.prefills:
+            self._prefill_failed(leg, Outcome.FAILED, reason)
+            return
         leg.live = False
         flight, now_s = leg.flight, self.calendar.now_s
         if leg is flight.hedge:
@@ -325,6 +416,12 @@ class RequestFlow:
         else:
             flight.attempts.response_broke(reason, now_s)
             self._end(flight, RequestResults.failed)
+
+    def _prefill_failed(self, leg: Leg, outcome: Outcome, reason: str) -> None:
+        leg.live = False
+        split = leg.flight.attempts.split
+        if split is not None:
+            split.prefill_failed(outcome, reason, self.calendar.now_s)
 
     def _lose_patience(self, flight: Flight) -> None:
         attempts = flight.attempts
@@ -341,6 +438,8 @@ class RequestFlow:
 
     def _abort(self, leg: Leg) -> None:
         sim, request_id = leg.node, leg.flight.request_id
+        if leg.prefills:
+            request_id += " prefill"
         if sim.flights.get(request_id) is leg:
             sim.engine.abort(request_id, self.calendar.now_ms)
             self._world.arm(sim)

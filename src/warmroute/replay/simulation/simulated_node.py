@@ -48,6 +48,8 @@ class SimulatedNode:
         self.wakes_at_ms = math.inf
         self.flights: dict[str, Leg] = {}
         """Requests in its engine, by id."""
+        self.link_free_ms = 0.0
+        """When the last KV transfer from this node ends."""
         # Measured over all incarnations:
         self.incarnation_stats: list[EngineStats] = []
         self.requests = 0

@@ -87,4 +87,5 @@ def simulated_request(
         prompt=prompt,
         number=number,
         form=form,
+        may_split=True,
     )

@@ -91,10 +91,15 @@ class World:
             island=spec.island if self.conditions.router_knows_islands else DEFAULT_ISLAND,
             gpu=spec.profile.name,
             usd_per_hour=spec.usd_per_hour,
+            role=spec.role,
         )
         views = tuple([replica.add(config, spec.adapters) for replica in self.replicas])
         sim = SimulatedNode(spec, views, self.conditions.island(spec.island).one_way_ms, self.calendar.now_ms)
         self.nodes[spec.name] = sim
+        if spec.kv_connector:
+            for replica, node in zip(self.replicas, views, strict=True):
+                node.kv_connector = True
+                replica.fleet.transfers_changed(node)
         sim.start(self._kv_event_sink(sim))
         for replica, node in zip(self.replicas, views, strict=True):
             replica.listener.node_joined(node, spec.block_size, sim.engine.config.num_blocks)

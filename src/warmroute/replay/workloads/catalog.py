@@ -19,6 +19,7 @@ from warmroute.replay.workloads.generators import (
     FewShot,
     HotPrefixStorm,
     LlmDBenchmark,
+    MixedLengths,
     PriorityMix,
     Rag,
     SharedSystemPrompts,
@@ -51,6 +52,7 @@ GENERATORS: dict[str, type[Generator]] = {
     "unique_batch": UniqueBatch,
     "hot_prefix_storm": HotPrefixStorm,
     "priority_mix": PriorityMix,
+    "mixed_lengths": MixedLengths,
     "llm_d": LlmDBenchmark,
 }
 
@@ -150,7 +152,7 @@ def _convert(parameters: dict[str, str], kind: Any, name: str) -> Any:
     return made
 
 
-_FRACTIONS: Final = ("spread", "high", "low", "stray", "hot_share")
+_FRACTIONS: Final = ("spread", "high", "low", "stray", "hot_share", "long_share")
 _MAX_NUMBER: Final = 1_000_000_000
 
 

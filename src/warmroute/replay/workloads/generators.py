@@ -66,6 +66,30 @@ class SharedSystemPrompts(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
             yield _request(prompt, answer_id, answer_tokens, system_tokens=self.system_tokens, session=session)
 
 
+class MixedLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Short prompts and, now and then, a very long one. No two share a prefix."""
+
+    short_tokens: int = 1000
+    long_tokens: int = 30_000
+    longest_tokens: int = 100_000
+    """Long prompts have a length between these two, evenly distributed."""
+    long_share: float = 0.1
+    """Fraction of the requests with a long prompt."""
+    output_tokens: int = 250
+    spread: float = 0.5
+    """Of the lengths of short prompts and answers around their mean."""
+    rate: float = 4.0
+
+    def generate(self, random: Random) -> Iterator[WorkloadPrompt]:
+        for number in count():
+            tokens = draw_length(random, self.short_tokens, self.spread)
+            if random.random() < self.long_share:
+                tokens = random.randint(self.long_tokens, max(self.long_tokens, self.longest_tokens))
+            answer_tokens = draw_length(random, self.output_tokens, self.spread)
+            prompt = Segments().followed_by(segment_id("prompt", number), tokens)
+            yield _request(prompt, segment_id("answer", number), answer_tokens)
+
+
 class PriorityMix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shared system prompts with three priorities, by default 20 % high, 60 % normal, 20 % low."""
 

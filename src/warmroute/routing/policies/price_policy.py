@@ -27,7 +27,7 @@ from __future__ import annotations
 from random import Random
 from typing import Final
 
-from warmroute._kernel import STALLED_WEIGHT, CacheState, Prices, price_nodes
+from warmroute._kernel import RISK_POWER, STALLED_WEIGHT, CacheState, Prices, price_nodes
 from warmroute.config import Pricing
 from warmroute.fleet.group import Candidates
 from warmroute.fleet.node_speed import work
@@ -66,6 +66,8 @@ class PricePolicy(Policy):
         self._context_fit = ContextFit(cache_view, output_lengths)
         self._second_home_ms = config.second_home_ms
         self._late_penalty_ms = config.late_penalty_ms
+        self.split = config.split
+        """When another node prefills (see pairs.py)."""
         self._settings = (config.max_saving_ms, config.cache_weight, config.room, config.memory, config.congestion)
         self._cache_counts = config.cache_weight > 0.0
         self._random = random
@@ -117,11 +119,13 @@ class PricePolicy(Policy):
         saved_ms = home.own + home.contention - (second.own + second.contention - copy_ms)
         return COPY_SHARE * uses * saved_ms >= second.total - home.total
 
-    def prices(self, query: Query) -> Prices:
+    def prices(self, query: Query, output: float | None = None) -> Prices:
+        """Price all candidates. `output`: output tokens; None: as many as expected."""
         request, candidates, group, now_s = query.request, query.candidates, query.group, query.now_s
         lookup, adapter, windows, cache_view = query.lookup, group.adapter, group.windows, self._cache_view
         hits = query.known_hits
-        output = self._output_lengths.expected(request.model, request.tenant, request.max_output_tokens)
+        if output is None:
+            output = self._output_lengths.expected(request.model, request.tenant, request.max_output_tokens)
         caches = self._caches.get(candidates)
         if caches is None or self._membership is not cache_view.membership:
             caches = self._caches_of(candidates)
@@ -141,6 +145,17 @@ class PricePolicy(Policy):
             group.decode_speed,
             self._settings,
         )
+
+    def risk_ms(self, query: Query, own_ms: float) -> float:
+        """Return the penalty for a late first token × its probability, if the request has a deadline."""
+        due_s, late_ms = query.request.deadline_s, self._late_penalty_ms
+        if not due_s or not late_ms:
+            return 0.0
+        due_ms = (due_s - query.now_s) * 1000.0
+        if due_ms < 1.0:
+            return late_ms
+        power: float = min(own_ms / due_ms, 1e6) ** RISK_POWER
+        return late_ms * power / (1.0 + power)
 
     def _caches_of(self, candidates: Candidates) -> tuple[CacheState | None, ...]:
         cache_view = self._cache_view

@@ -1,0 +1,59 @@
+"""Prefill and decode nodes against mixed ones, in virtual time: short prompts and a tenth of very long ones.
+
+    python bench/split_comparison.py [--nodes 8] [--prefill 3] [--requests 1000] [--record NAME]
+
+The fleet has the same GPUs in all runs. `price` decides for each request whether another node prefills it;
+`price:split=always` lets a prefill node prefill every prompt; `llm_d_split` and `dynamo_split` have the rules of these
+routers; `mixed` is the policy `price` on nodes without roles. Inter-token time is the mean of each answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from record import Report, add_record_option
+
+from warmroute.fake_engine.profiles import profile
+from warmroute.replay import Setup, parse_policy, replay
+from warmroute.replay.simulation.conditions import NodeSpec
+from warmroute.replay.workloads.catalog import parse_workload
+
+RATES = (4.0, 8.0, 12.0, 16.0)
+POLICIES = ("price", "price:split=always", "llm_d_split", "dynamo_split")
+MIXED = "mixed"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=8)
+    parser.add_argument("--prefill", type=int, default=3, help="number of prefill nodes")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--profile", default="h200-8b")
+    add_record_option(parser)
+    args = parser.parse_args()
+    report = Report()
+    report.table(
+        "split", "requests/s", "rule", "TTFT p50", "TTFT p90", "TTFT p99", "inter-token p50", "inter-token p99"
+    )
+    hardware = profile(args.profile)
+    roles = [NodeSpec(name=f"node-{at}", profile=hardware, role="prefill") for at in range(args.prefill)]
+    roles += [NodeSpec(name=f"node-{at}", profile=hardware, role="decode") for at in range(args.prefill, args.nodes)]
+    same = [NodeSpec(name=f"node-{at}", profile=hardware) for at in range(args.nodes)]
+    for rate in RATES:
+        for name in (*POLICIES, MIXED):
+            setup = Setup(
+                workload=parse_workload(["mixed_lengths"]),
+                nodes=tuple(same if name == MIXED else roles),
+                policy=parse_policy("price" if name == MIXED else name),
+                rate=rate,
+                limit=args.requests,
+            )
+            run = replay(setup)
+            ttft, between = run["ttft_ms"], run["inter_token_ms"]
+            times = [*(f"{ttft[key]:,.0f} ms" for key in ("p50", "p90", "p99"))]
+            report.row(f"{rate:g}", f"`{name}`", *times, *(f"{between[key]:,.1f} ms" for key in ("p50", "p99")))
+    report.record(args.record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""The I/O of a request that one node prefills and another one decodes.
+
+A `PrefillAttempt` sends the prefill request and reads its whole response, which is small. A `DecodeAttempt` sends the
+decode request. It holds the beginning of a stream until its first token: an engine that cannot fetch the KV cache may
+say so in an event, after it has sent a status of 200 and an event with a role. The client sees none of that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from warmroute._kernel import read_usage
+from warmroute.edge.connection_pool import ConnectionPool
+from warmroute.edge.first_token import FirstTokenDetector, detector_for
+from warmroute.edge.http1 import CHUNKED, ChunkReader, ResponseHead
+from warmroute.edge.node_attempt import NodeAttempt
+from warmroute.edge.node_connection import ConnectFailure, NodeConnection
+from warmroute.fleet.kv_transfer_protocol import KvTransfer
+from warmroute.fleet.node import Outcome
+from warmroute.routing.split_request import SplitRequest
+
+if TYPE_CHECKING:
+    from warmroute.edge.exchange import ProxyExchange
+
+MAX_PREFILL_RESPONSE_BYTES: Final = 16 << 20
+"""A longer response of a prefill node counts as a failure. Block ids of 100,000 tokens take about 50 KB."""
+MAX_HELD_BYTES: Final = 1 << 20
+_ERROR_EVENT: Final = re.compile(rb'(?m)^data:[ \t]*\{[ \t]*"error"')
+_NOT_YET: Final[Any] = None
+
+
+class PrefillAttempt(msgspec.Struct, eq=False):
+    """Implements node_connection.ResponseHandler."""
+
+    _exchange: ProxyExchange
+    _split: SplitRequest
+    _transfer: KvTransfer
+    _pool: ConnectionPool
+    _body: bytes
+    _connection: NodeConnection | None = None
+    _retried_stale: bool = False
+    _withdrawn: bool = False
+    _frames: ChunkReader | None = None
+    _received: list[bytes] = []
+    _received_bytes: int = 0
+    _readable: bool = True
+
+    def start(self) -> None:
+        connection = self._pool.take_idle()
+        if connection is None:
+            self._pool.connect(self)
+        else:
+            self._send(connection)
+
+    def _send(self, connection: NodeConnection) -> None:
+        self._connection = connection
+        head = self._exchange.request_head(self._pool, self._split.prefill_ticket, len(self._body))
+        connection.send_request(self, head, self._body)
+
+    def withdraw(self) -> None:
+        self._withdrawn = True
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.cancel()
+
+    def _now(self) -> float:
+        return self._exchange.now()
+
+    # From the connection.
+
+    def connected(self, connection: NodeConnection) -> bool:
+        if self._withdrawn:
+            return False
+        self._send(connection)
+        return True
+
+    def connect_failed(self, failure: ConnectFailure, reason: str) -> None:
+        if self._withdrawn:
+            return
+        if failure is ConnectFailure.REFUSED:
+            self._split.prefill_refused(reason, self._now())
+        else:  # a local failure, such as too many open files, says nothing about the node
+            outcome = Outcome.BUSY if failure is ConnectFailure.LOCAL else Outcome.FAILED
+            self._split.prefill_failed(outcome, reason, self._now())
+
+    def response_failed(self, reason: str, stale: bool) -> None:
+        self._connection = None
+        if stale and not self._retried_stale:
+            self._retried_stale = True
+            self._exchange.count_stale_connection()
+            self._pool.connect(self)
+        else:
+            self._split.prefill_failed(Outcome.FAILED, reason, self._now())
+
+    def response_started(
+        self, head: ResponseHead, first: bytes, whole: bool, now_s: float
+    ) -> Callable[[bytes], object] | None:
+        status = head.status
+        if status >= 400:
+            self._connection = None
+            outcome = Outcome.REJECTED if status < 500 and status != 429 else Outcome.FAILED
+            if status in (429, 503):
+                outcome = Outcome.BUSY
+            self._split.prefill_failed(outcome, f"HTTP status {status}", now_s)
+            return None
+        self._readable = not head.encoded
+        if head.length == CHUNKED:
+            self._frames = ChunkReader()
+        self._receive(first)
+        return self._receive
+
+    def _receive(self, data: bytes) -> None:
+        self._received_bytes += len(data)
+        if self._received_bytes > MAX_PREFILL_RESPONSE_BYTES:
+            self.withdraw()
+            self._split.prefill_failed(Outcome.FAILED, "the response is too large", self._now())
+        elif self._frames is not None:
+            self._frames.feed(data, self._received)
+        else:
+            self._received.append(data)
+
+    def response_ended(self, now_s: float) -> None:
+        self._connection = None
+        if self._withdrawn:
+            return
+        body, self._received = b"".join(self._received), []
+        usage = transfer = None
+        if self._readable:
+            usage = read_usage(body)
+            if usage is not None:
+                usage = self._split.prefill_ticket.node.reported.usage(*usage)
+            transfer = self._transfer.read_transfer(body)
+        self._split.prefill_ended(transfer, usage, now_s)
+
+    def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
+        self._connection = None
+        self._split.prefill_failed(Outcome.FAILED, reason, self._now())
+
+    def internal_error(self, error: Exception, frames: ChunkReader | None) -> None:
+        self._exchange.internal_error(error, None)
+
+
+class DecodeAttempt(NodeAttempt):
+    """Implements node_connection.ResponseHandler."""
+
+    split: SplitRequest = _NOT_YET
+    _head: ResponseHead | None = None
+    """Set while the beginning of a stream is held."""
+    _held: list[bytes] = msgspec.field(default_factory=list)
+    _held_bytes: int = 0
+    _detector: FirstTokenDetector = _NOT_YET
+
+    def response_started(
+        self, head: ResponseHead, first: bytes, whole: bool, now_s: float
+    ) -> Callable[[bytes], object] | None:
+        if head.status >= 500 and head.status != 503:
+            self.connection = None
+            self.split.transfer_failed(f"the decode node answered with HTTP status {head.status}", now_s)
+            return None
+        detector = detector_for(head) if head.content_type[:17].lower() == b"text/event-stream" else None
+        if detector is None:
+            return NodeAttempt.response_started(self, head, first, whole, now_s)
+        self._head, self._detector = head, detector
+        if not self._hold(first) and not whole:
+            return self._receive
+        return self._release(whole, now_s)
+
+    def _hold(self, data: bytes) -> bool:
+        """Keep these bytes. Return whether the first token is among them."""
+        self._held.append(data)
+        self._held_bytes += len(data)
+        return self._detector.feed(data) or self._held_bytes > MAX_HELD_BYTES
+
+    def _receive(self, data: bytes) -> None:
+        if self._hold(data):
+            connection = self.connection
+            sink = self._release(False, self._exchange.now())
+            if sink is not None and connection is not None:
+                connection.replace_sink(sink)
+
+    def _release(self, whole: bool, now_s: float) -> Callable[[bytes], object] | None:
+        """Pass on what was held, unless it is an error of the transfer."""
+        head, self._head = self._head, None
+        assert head is not None
+        held, self._held = b"".join(self._held), []
+        if _has_error(head, held):
+            self.split.transfer_failed("the decode node's stream began with an error", now_s)
+            return None
+        return NodeAttempt.response_started(self, head, held, whole, now_s)
+
+    def response_ended(self, now_s: float) -> None:
+        if self._head is not None and self._release(True, now_s) is None:
+            return
+        if not self._withdrawn:
+            NodeAttempt.response_ended(self, now_s)
+
+    def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
+        if self._head is not None:  # the client has received nothing
+            self.connection = None
+            self._exchange.response_failed(self, reason)
+        else:
+            NodeAttempt.response_broke(self, reason, frames)
+
+
+def _has_error(head: ResponseHead, held: bytes) -> bool:
+    if b'"error"' not in held:
+        return False
+    if head.length == CHUNKED:
+        pieces: list[bytes] = []
+        ChunkReader().feed(held, pieces)
+        held = b"".join(pieces)
+    return _ERROR_EVENT.search(held) is not None

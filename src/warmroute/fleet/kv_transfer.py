@@ -1,0 +1,74 @@
+"""How long KV tokens take from a prefill node to a decode node, learned for each pair of islands.
+
+    transfer = LATENCY_MS + ms_per_token · tokens          [ms]
+
+The prior is a network of about 6 GB/s within an island, and a tenth of it between islands, for a model with 128 KB of
+KV cache per token. The router sees the time between the decode request and the first token of its stream, less the
+steps of the decode node's batch. `ms_per_token` is the ratio of two decaying sums, as for a node's prefill speed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+LATENCY_MS: Final = 10.0
+"""Time of a transfer without any tokens: two requests instead of one, and the connection between the engines."""
+PRIOR_MS_PER_TOKEN: Final = 0.02
+FAR_FACTOR: Final = 10.0
+"""Between two islands, a token takes this many times as long until it was measured."""
+PRIOR_TOKENS: Final = 20_000.0
+"""The prior weighs as much as this many transferred tokens."""
+KEPT: Final = 0.98
+"""What a transfer leaves of the weight of earlier ones."""
+MIN_TOKENS: Final = 256
+"""A shorter transfer says nothing about the network."""
+MAX_FACTOR: Final = 10.0
+"""One transfer counts as at most this many times as slow as the others: it may have waited for memory."""
+MAX_ISLAND_PAIRS: Final = 256
+NEEDS_PARTNER: Final = frozenset(("sglang",))
+"""Engines whose decode nodes cannot prefill: their requests always go to a pair of nodes."""
+
+
+@dataclass(slots=True, eq=False)
+class TransferSpeed:
+    """Of one pair of islands."""
+
+    ms_per_token: float
+    transfers: int = 0
+    """Measured ones."""
+    _tokens: float = PRIOR_TOKENS
+    _ms: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._ms = self._tokens * self.ms_per_token
+
+    def ms(self, tokens: float) -> float:
+        return LATENCY_MS + self.ms_per_token * tokens if tokens > 0.0 else LATENCY_MS
+
+    def learn(self, tokens: float, took_ms: float) -> None:
+        """A transfer of this many tokens took this long."""
+        if tokens < MIN_TOKENS:
+            return
+        least_ms, most_ms = 0.01 * self.ms(tokens), MAX_FACTOR * self.ms(tokens)
+        self._tokens = self._tokens * KEPT + tokens
+        self._ms = self._ms * KEPT + min(max(took_ms - LATENCY_MS, least_ms), most_ms)
+        self.ms_per_token = self._ms / self._tokens
+        self.transfers += 1
+
+
+@dataclass(slots=True, eq=False)
+class TransferSpeeds:
+    """Of one model, between all islands."""
+
+    _speeds: dict[tuple[str, str], TransferSpeed] = field(default_factory=dict)
+
+    def between(self, prefill_island: str, decode_island: str) -> TransferSpeed:
+        key = (prefill_island, decode_island)
+        speed = self._speeds.get(key)
+        if speed is None:
+            far = 1.0 if prefill_island == decode_island else FAR_FACTOR
+            speed = TransferSpeed(PRIOR_MS_PER_TOKEN * far)
+            if len(self._speeds) < MAX_ISLAND_PAIRS:
+                self._speeds[key] = speed
+        return speed

@@ -1,0 +1,40 @@
+"""The tickets of a request that two nodes serve: one prefills its prompt, the other one decodes its answer.
+
+The prefill node answers with one token, so its whole response comes when the prompt is prefilled, and the router learns
+the node's speed from it. Only its report of cached tokens counts: the decode node reports what it had before the
+transfer. The decode node does no prefill work, so its first token says nothing about its prefill speed.
+"""
+
+from __future__ import annotations
+
+from warmroute._kernel import TicketState
+from warmroute.routing.dispatch import Dispatch
+
+
+class PrefillDispatch(Dispatch):
+    __slots__ = ()
+    always_streams = True
+
+
+class DecodeDispatch(Dispatch):
+    __slots__ = ()
+    always_streams = True
+
+    def first_token(self, now_s: float, served: bool = True) -> None:
+        TicketState.first_token(self, now_s, False)
+        if served and self.prediction is not None:
+            self._cache_view.first_token(self.prediction, now_s)
+
+    def record_usage(
+        self, prompt_tokens: int | None, cached_tokens: int | None, output_tokens: int | None, now_s: float
+    ) -> None:
+        prediction, request = self.prediction, self.request
+        if prediction is not None and prompt_tokens is not None:
+            prediction.check_prompt_tokens(prompt_tokens)
+        if output_tokens is None:
+            return
+        if request.streams:  # else only the end of the response was seen, and its start depended on the other node
+            self.record_answer(output_tokens, now_s)
+        self._output_lengths.record(request.model, request.tenant, output_tokens)
+        if prediction is not None:
+            prediction.record_output(output_tokens, now_s)

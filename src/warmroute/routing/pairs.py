@@ -1,0 +1,263 @@
+"""Pairs: one node prefills a prompt, transfers its KV cache to another one, and that one decodes the answer. No I/O.
+
+A pair is a candidate like a node, with a price in the same milliseconds:
+
+    own      wait, prefill, room, distance     on the prefill node, with what it has cached, for one output token
+           + transfer                          of the KV tokens that the decode node lacks (fleet/kv_transfer.py)
+           + room, distance, first step        on the decode node
+           + contention                        on the decode node
+           + risk                              as for a node
+    others'  memory, congestion                on both nodes
+
+A node that prefills on its own delays the answers that it decodes meanwhile. So the price of a node alone gets one more
+term where some nodes have a role:
+
+           + interference = INTERFERENCE_WEIGHT · (prefill work − TOLERATED_MS) [ms] · answers that the node is decoding
+
+Short prompts disturb nobody: they fit into a step of the batch, or make one gap that nobody notices.
+
+The cheapest of all wins: short or cached prompts stay on the decode node because that is cheaper, and nobody sets a
+threshold. Only the best few nodes of each side are combined. Where no node of a model has a role, none of this runs.
+
+A decode node of an engine that cannot prefill there (NEEDS_PARTNER) always gets a prefill node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from heapq import nsmallest
+from operator import attrgetter
+from random import Random
+from typing import Final
+
+import msgspec
+
+from warmroute._kernel import FIRST_TOKEN_STEPS, STREAMED_WEIGHT, Prices
+from warmroute.fleet.group import Candidates, Group
+from warmroute.fleet.node import Node
+from warmroute.routing.decision import Decision, Policy
+from warmroute.routing.policies.price_policy import BEHIND_SHARE, PricePolicy
+from warmroute.routing.price_terms import TIE, Price
+from warmroute.routing.query import Query
+from warmroute.routing.routing_errors import NoNodeAvailable
+
+MAX_PREFILL: Final = 4
+"""Prefill nodes that are combined with decode nodes."""
+MAX_DECODE: Final = 4
+"""Decode nodes by each of two orders: the cheapest ones, and those with the least context."""
+NEAR: Final = 1.5
+"""Nodes with a price up to this × the lowest one are among the cheapest."""
+INTERFERENCE_WEIGHT: Final = 0.5
+"""Milliseconds of price for each millisecond in which an answer stands still, beside what every price counts of it."""
+TOLERATED_MS: Final = 50.0
+"""A gap between two tokens that users do not notice."""
+REASON: Final = "cheapest pair"
+ALONE: Final = "cheapest alone"
+"""The node costs less than any pair."""
+
+
+class Pair(msgspec.Struct, eq=False):
+    """The part of a decision that is about its prefill node."""
+
+    prefill_node: Node
+    transfer_tokens: float
+    """KV tokens that the decode node is expected to lack."""
+    price: Price | None = None
+    """Of the pair: `wait`, `prefill` and `cached` are those of the prefill node, and `distance` includes the transfer.
+    None if the pair was not chosen by price."""
+    transfer_ms: float = 0.0
+    alone_ms: float = 0.0
+    """The price of the cheapest node alone."""
+
+
+class _Part(msgspec.Struct, eq=False, gc=False):
+    """A node as one side of a pair, or alone."""
+
+    node: Node
+    index: int
+    row: Price
+    own_ms: float
+    """Its part of the request's own time."""
+    others_ms: float
+    """What its part costs besides."""
+    alone_ms: float = 0.0
+    contention_ms: float = 0.0
+
+
+class Pairs:
+    def __init__(self, random: Random) -> None:
+        self._random = random
+
+    def decide(self, decision: Decision, query: Query, policy: Policy) -> Decision:
+        """Return the decision for a pair, or for a node alone, whichever costs less. Raises NoNodeAvailable."""
+        if decision.pair is not None:
+            return decision
+        group = query.group
+        prefill_nodes = group.prefill_nodes
+        if not query.request.may_split:
+            return self._without_partner(decision, query, policy)
+        if decision.prices is None or not isinstance(policy, PricePolicy) or query.lookup is None:
+            return self._by_load(decision, group) if decision.node.needs_partner else decision
+        never = policy.split == "never" and not decision.node.needs_partner
+        if never or query.lookup.special is not None:  # several prompts, or one that the engine truncates
+            return self._without_partner(decision, query, policy)
+        trial = next((node for node in group.half_open_prefill if node.needs_trial_request), None)
+        if trial is not None:
+            prefill_nodes = Candidates((trial,))
+        elif any(node.no_transfer_until_s > query.now_s for node in prefill_nodes.nodes):
+            prefill_nodes = Candidates([n for n in prefill_nodes.nodes if n.no_transfer_until_s <= query.now_s])
+        if not prefill_nodes.nodes:
+            return decision
+        return self._by_price(decision, query, policy, prefill_nodes)
+
+    def _by_load(self, decision: Decision, group: Group) -> Decision:
+        """Find the least loaded prefill node for a decode node that needs one."""
+        nodes = _partners(decision.node, group.prefill_nodes.nodes) or group.half_open_prefill
+        if not nodes:
+            raise NoNodeAvailable(group.model)
+        least = min([node.load for node in nodes])
+        tied = [node for node in nodes if node.load == least]
+        decision.pair = Pair(tied[int(self._random.random() * len(tied))], 0.0)
+        return decision
+
+    def _without_partner(self, decision: Decision, query: Query, policy: Policy) -> Decision:
+        """Return a decision for a node that can serve the request alone. Raises NoNodeAvailable."""
+        if not decision.node.needs_partner:
+            return decision
+        nodes = [node for node in query.candidates.nodes if not node.needs_partner]
+        if not nodes:
+            raise NoNodeAvailable(query.group.model)
+        among = query.repeat(query.now_s)
+        among.candidates = Candidates(nodes, len(query.candidates))
+        return policy.decide(among)
+
+    # By price.
+
+    def _by_price(self, decision: Decision, query: Query, policy: PricePolicy, prefill_nodes: Candidates) -> Decision:
+        prefill = self._prefill_parts(query, policy, prefill_nodes)
+        decode = self._decode_parts(decision, query)
+        alone = [part for part in decode if not part.node.needs_partner]
+        least_alone = min([part.alone_ms for part in alone], default=math.inf)
+        always = policy.split == "always"
+        least_pair = math.inf if always else least_alone
+        found: list[tuple[float, _Part, _Part, float, float]] = []
+        speeds = query.group.transfer_speeds
+        for d in decode:
+            if not d.node.transfers_kv:
+                continue
+            missing, needs_partner = max(0.0, d.row.new), d.node.needs_partner
+            for p in prefill:
+                if p.node is d.node or (needs_partner and p.node.engine != d.node.engine):
+                    continue
+                speed = speeds.between(p.node.island, d.node.island)
+                # Transfers from the same node share its network; those that end during the prefill delay nothing.
+                link_ms = p.node.transfer_tokens * speed.ms_per_token - p.row.prefill
+                transfer_ms = speed.ms(missing) + (link_ms if link_ms > 0.0 else 0.0)
+                own_ms = p.own_ms + transfer_ms + d.own_ms
+                total = own_ms + p.others_ms + d.others_ms + policy.risk_ms(query, own_ms)
+                if total < least_pair * TIE or needs_partner:
+                    found.append((total, p, d, transfer_ms, own_ms))
+                    least_pair = min(least_pair, total)
+        if not found or (least_pair >= least_alone and not always):
+            if not alone:
+                raise NoNodeAvailable(query.group.model)
+            return self._alone(decision, alone, least_alone)
+        least_pair = min(one[0] for one in found)
+        tied = [one for one in found if one[0] <= least_pair * TIE]
+        total, p, d, transfer_ms, own_ms = tied[int(self._random.random() * len(tied))]
+        price = _price_of_pair(total, p, d, transfer_ms, own_ms)
+        pair = Pair(p.node, max(0.0, d.row.new), price, transfer_ms, least_alone if alone else 0.0)
+        return Decision(
+            d.node, decision.policy, REASON, decision.order, decision.prices, decision.candidates, d.index,
+            decision.cache_counts, pair=pair,
+        )  # fmt: skip
+
+    def _alone(self, decision: Decision, decode: Sequence[_Part], least: float) -> Decision:
+        """Keep the policy's node, unless it delays the answers that it decodes more than another one would."""
+        chosen = next((part for part in decode if part.node is decision.node), None)
+        if chosen is not None and chosen.alone_ms <= least * TIE:
+            return decision
+        tied = [part for part in decode if part.alone_ms <= least * TIE]
+        part = tied[int(self._random.random() * len(tied))]
+        return Decision(
+            part.node, decision.policy, ALONE, decision.order, decision.prices, decision.candidates, part.index,
+            decision.cache_counts,
+        )  # fmt: skip
+
+    def _prefill_parts(self, query: Query, policy: PricePolicy, prefill_nodes: Candidates) -> list[_Part]:
+        on_prefill = query.repeat(query.now_s)
+        on_prefill.candidates = prefill_nodes
+        prices = policy.prices(on_prefill, 1.0)
+        tied = prices.least_loaded(prices.cheapest(TIE))
+        best = tied[int(self._random.random() * len(tied))]
+        indexes = [best, *[index for index in prices.cheapest(NEAR)[:MAX_PREFILL] if index != best]]
+        parts = []
+        for index in indexes[:MAX_PREFILL]:
+            row = Price._make(prices[index])
+            node = prefill_nodes.nodes[index]
+            if 0 < node.context_window(query.group.model) <= row.cached + row.new:
+                continue
+            decoding_ms = 0.0 if node.role == "prefill" else _interference_ms(node, row, query.group)
+            parts.append(_Part(node, index, row, row.own, row.memory + row.congestion + decoding_ms))
+        return parts
+
+    def _decode_parts(self, decision: Decision, query: Query) -> list[_Part]:
+        prices, group = decision.prices, query.group
+        assert prices is not None
+        nodes = decision.candidates
+        # The queue is for the prefill nodes: decode nodes get short prompts at once.
+        behind = BEHIND_SHARE * group.waiting / query.candidates.shared_by
+        indexes = _best_decode(prices, nodes, decision.index)
+        decode_speed = group.decode_speed
+        tokens_ms = [decode_speed.token_ms(nodes[at].context_tokens) * nodes[at].speed.factor for at in indexes]
+        fastest_ms = min(tokens_ms)
+        parts = []
+        for index, token_ms in zip(indexes, tokens_ms, strict=True):
+            node, row = nodes[index], Price._make(prices[index])
+            step_ms = FIRST_TOKEN_STEPS * token_ms if node.load else 0.0
+            # Without the stall of a prefill, which is elsewhere.
+            contention_ms = STREAMED_WEIGHT * row.output * (token_ms - fastest_ms)
+            work_ms = row.prefill + row.room + row.adapter + row.memory
+            share = (step_ms + row.room + row.adapter + row.memory) / work_ms if work_ms > 0.0 else 0.0
+            others_ms = contention_ms + row.memory + row.congestion * min(1.0, share)
+            own_ms = row.room + row.distance + row.adapter + step_ms
+            alone_ms = row.total + _interference_ms(node, row, group) - behind * work_ms
+            parts.append(_Part(node, index, row, own_ms, others_ms, alone_ms, contention_ms))
+        return parts
+
+
+def _interference_ms(node: Node, row: Price, group: Group) -> float:
+    """Return how much the prefill on this node delays the answers that it decodes."""
+    decoding = node.inflight - node.unstarted
+    if decoding <= 0:
+        return 0.0
+    token_ms = group.decode_speed.token_ms(node.context_tokens) * node.speed.factor
+    stall_ms = row.prefill - FIRST_TOKEN_STEPS * token_ms - max(token_ms, TOLERATED_MS)
+    return INTERFERENCE_WEIGHT * max(0.0, stall_ms) * decoding
+
+
+def _best_decode(prices: Prices, nodes: Sequence[Node], chosen: int) -> Sequence[int]:
+    if len(nodes) <= 2 * MAX_DECODE:
+        return range(len(nodes))
+    emptiest = nsmallest(MAX_DECODE, range(len(nodes)), key=lambda index: nodes[index].context_tokens)
+    best = dict.fromkeys((*prices.cheapest(NEAR)[:MAX_DECODE], *emptiest))
+    if chosen >= 0:
+        best[chosen] = None
+    return list(best)
+
+
+def _price_of_pair(total: float, p: _Part, d: _Part, transfer_ms: float, own_ms: float) -> Price:
+    on_p, on_d = p.row, d.row
+    others_ms = total - own_ms
+    congestion_ms = others_ms - d.contention_ms - on_p.memory - on_d.memory
+    step_ms = d.own_ms - on_d.room - on_d.distance - on_d.adapter
+    return Price(
+        total, on_p.wait, on_p.prefill + step_ms, on_p.room + on_d.room, d.contention_ms,
+        on_p.distance + on_d.distance + transfer_ms, on_p.adapter + on_d.adapter, 0.0, on_p.memory + on_d.memory,
+        max(0.0, congestion_ms), on_p.cached, on_p.new, on_d.output,
+    )  # fmt: skip
+
+
+def _partners(node: Node, nodes: Sequence[Node]) -> list[Node]:
+    return sorted([one for one in nodes if one.engine == node.engine], key=attrgetter("number"))

@@ -1,0 +1,251 @@
+"""Requests that one engine prefills and another one decodes, over real sockets with simulated engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from support.engine_scripts import CLOSE, SSE_HEAD, Behaviour, chunk, hanging, http_response, script
+from support.polling import until
+from support.raw_client import Response, chat, post
+from support.running_router import RunningRouter, router
+from support.scripted_engine import ScriptedEngine, engines
+
+from warmroute.fake_engine.core import EngineConfig
+from warmroute.fake_engine.profiles import profile
+from warmroute.fake_engine.server.engine_server import EngineServer, ServerConfig
+from warmroute.fake_engine.server.fake_tokenizer import FakeTokenizer
+from warmroute.fake_engine.server.kv_transfers import KvTransfers
+
+ALWAYS: dict[str, Any] = {
+    "routing": {"policy": "price", "seed": 7}, "price": {"split": "always"}, "journal": {"response_headers": "always"},
+}  # fmt: skip
+LONG = "word " * 800
+PARAMS = {"do_remote_prefill": True, "remote_host": "h"}
+ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+ERROR = b'data: {"error": {"message": "Internal server error", "code": 500}}\n\n'
+
+
+class Engines:
+    """Simulated engines with a KV connector: the prefill engine, then decode engines, and one mixed engine."""
+
+    def __init__(self, servers: list[EngineServer], r: RunningRouter) -> None:
+        self.prefill, *self.decode = servers
+        self.router = r
+
+    async def ask(self, content: str = LONG, **fields: Any) -> Response:
+        return await self.router.request(post(chat(content, **{"max_tokens": 8, **fields})))
+
+    def transfers(self, server: EngineServer) -> KvTransfers:
+        assert server.kv_transfers is not None
+        return server.kv_transfers
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        return dict(self.router.service.counters.split_requests)
+
+
+def engine(kv_connector: bool = True, speed: float = 50.0) -> EngineServer:
+    config = EngineConfig(num_blocks=4000, block_size=16, max_model_len=32_768, every_token=True)
+    settings = ServerConfig(
+        engine=config, timing=profile("h200-1.5b").timing, profile="h200-1.5b", tokenizer=FakeTokenizer(), port=0,
+        model="m", speed=speed, kv_connector=kv_connector,
+    )  # fmt: skip
+    return EngineServer(settings)
+
+
+@asynccontextmanager
+async def split_fleet(decode: int = 1, prefill_connector: bool = True, **tables: Any) -> AsyncIterator[Engines]:
+    servers = [engine(prefill_connector), *(engine() for _ in range(decode))]
+    for server in servers:
+        await server.start()
+    roles = ["prefill", *["decode"] * decode]
+    nodes = [
+        {"url": f"http://127.0.0.1:{server.port}", "role": role} for server, role in zip(servers, roles, strict=True)
+    ]
+    try:
+        async with router(*nodes, **{**ALWAYS, **tables}) as r:
+            yield Engines(servers, r)
+    finally:
+        for server in servers:
+            await server.stop()
+
+
+def text(response: Response) -> str:
+    """Return the answer's text, streamed or not."""
+    assert response.status == 200 and response.complete, response.body
+    if b"data:" not in response.body:
+        answer: str = response.json["choices"][0]["message"]["content"]
+        return answer
+    events = [json.loads(line[6:]) for line in response.body.splitlines() if line.startswith(b"data: {")]
+    assert not any("error" in event for event in events)
+    return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_answer_is_that_of_one_engine(stream: bool) -> None:
+    alone = engine(kv_connector=False)
+    await alone.start()
+    async with split_fleet() as fleet, router({"url": f"http://127.0.0.1:{alone.port}"}) as other:
+        for number in range(3):
+            content = f"{number} {LONG}"
+            expected = text(await other.request(post(chat(content, max_tokens=8, stream=stream))))
+            response = await fleet.ask(
+                content, stream=stream, stream_options={"include_usage": True} if stream else None
+            )
+            assert text(response) == expected
+            assert response.get("x-warmroute-node") == "node1" and response.get("x-warmroute-prefill-node") == "node0"
+        assert fleet.outcomes == {"transferred": 3}
+        assert fleet.transfers(fleet.decode[0]).transfers == 3
+        assert fleet.decode[0].ranks[0].core.stats.prompt_tokens_computed == 3, "one token of each prompt"
+    await alone.stop()
+
+
+async def test_the_second_turn_finds_its_first_on_both_nodes() -> None:
+    async with split_fleet() as fleet:
+        await fleet.ask(LONG)
+        response = await fleet.ask(LONG)
+        hit, _, tokens = (response.get("x-warmroute-hit") or "").partition("/")
+        assert int(hit) > 0.9 * int(tokens), "as the prefill node holds it; the prompt is matched by its text"
+        entry = (await fleet.router.admin("GET", "/admin/decisions?limit=1")).json["decisions"][0]
+        assert entry["prefill_node"] == "node0" and entry["node"] == "node1" and entry["transfer_tokens"] <= 16
+        assert entry["reported"]["cached_tokens"] > 700 and "node0 prefills" in entry["explanation"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fault", ["error500", "busy503", "die"])
+async def test_a_prefill_node_that_fails_is_invisible(fault: str, stream: bool) -> None:
+    async with split_fleet(health={"consecutive_failures": 100}) as fleet:
+        if fault == "die":
+            await fleet.prefill.stop()
+        else:
+            fleet.prefill.faults.set(type(fleet.prefill.faults.fault)(mode=fault))  # type: ignore[arg-type]
+        assert text(await fleet.ask(stream=stream))
+        assert fleet.outcomes in ({"prefill_failed": 1}, {})  # {}: it was down before the request came
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_kv_cache_that_is_gone_is_invisible(stream: bool) -> None:
+    async with split_fleet() as fleet:
+        fleet.transfers(fleet.prefill).release = lambda request_id: False  # type: ignore[method-assign]
+        response = await fleet.ask(stream=stream)
+        assert text(response) and response.get("x-warmroute-prefill-node") is None
+        assert fleet.outcomes == {"transfer_failed": 1}
+        assert fleet.router.node(1).outcomes[3] == 0, "not the decode node's failure"
+
+
+async def test_a_prefill_node_without_a_connector_is_not_asked_again() -> None:
+    async with split_fleet(prefill_connector=False) as fleet:
+        for _ in range(3):
+            assert text(await fleet.ask())
+        assert fleet.outcomes == {"not_supported": 1}
+
+
+async def test_a_decode_node_that_dies_is_replaced() -> None:
+    async with split_fleet(decode=2) as fleet:
+        await fleet.decode[0].stop()
+        for number in range(4):
+            assert text(await fleet.ask(f"{number} {LONG}", stream=True))
+        assert fleet.transfers(fleet.decode[1]).transfers == 4
+
+
+async def test_requests_that_cannot_be_split_go_to_the_decode_node() -> None:
+    async with split_fleet() as fleet:
+        assert (await fleet.ask(tool_choice="required")).get("x-warmroute-prefill-node") is None
+        completion = json.dumps({"model": "m", "prompt": LONG, "max_tokens": 4}).encode()
+        response = await fleet.router.request(post(completion, "/v1/completions"))
+        assert response.status == 200 and response.get("x-warmroute-prefill-node") == "node0"
+
+
+# With engines that follow a script.
+
+
+def prefilled(params: Any = PARAMS) -> Behaviour:
+    return script(http_response(json.dumps({"choices": [], "kv_transfer_params": params}).encode()))
+
+
+@asynccontextmanager
+async def scripted_fleet(**tables: Any) -> AsyncIterator[tuple[RunningRouter, ScriptedEngine, ScriptedEngine]]:
+    async with (
+        engines(2) as [prefill, decode],
+        router(
+            {"url": prefill.url, "role": "prefill"}, {"url": decode.url, "role": "decode"}, **{**ALWAYS, **tables}
+        ) as r,
+    ):
+        prefill.behave = prefilled()
+        yield r, prefill, decode
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+async def test_a_client_that_leaves_frees_the_nodes_within_100_ms(phase: str) -> None:
+    async with scripted_fleet() as (r, prefill, decode):
+        hung = prefill if phase == "prefill" else decode
+        hung.behave = hanging
+        client = await r.connect()
+        client.write(post(chat(LONG, stream=True)))
+        await until(lambda: hung.seen)
+        left_s = time.monotonic()
+        client.disconnect()
+        await asyncio.wait_for(hung.seen[0].left.wait(), 5)
+        assert hung.seen[0].left_s - left_s < 0.1
+        await until(lambda: r.inflight() == 0)
+
+
+async def test_the_bodies_differ_from_the_clients_only_in_the_protocols_fields() -> None:
+    async with scripted_fleet() as (r, prefill, decode):
+        body = chat(LONG, max_tokens=100, unknown={"a": [1.50]})
+        await r.request(post(body))
+        assert json.loads(prefill.seen[0].body) == {
+            **json.loads(body), "max_tokens": 1, "stream": False,
+            "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+        }  # fmt: skip
+        assert decode.seen[0].body == body[:-1] + b',"kv_transfer_params":%b}' % json.dumps(PARAMS).encode()
+        assert prefill.seen[0].get(b"x-request-id") == decode.seen[0].get(b"x-request-id")
+
+
+async def test_the_beginning_of_a_stream_is_held_until_its_first_token() -> None:
+    async with scripted_fleet() as (r, _prefill, decode):
+        decode.behave = script(SSE_HEAD, chunk(ROLE), chunk(ERROR), chunk(b"data: [DONE]\n\n"), b"0\r\n\r\n")
+        client = await r.connect()
+        client.write(post(chat(LONG, stream=True)))
+        await until(lambda: len(decode.seen) == 2)
+        assert b"kv_transfer_params" in decode.seen[0].body and b"kv_transfer_params" not in decode.seen[1].body
+        response = await client.response(False)
+        assert response.status == 200 and b"error" in response.body, "alone, the node's own error passes"
+
+
+async def test_a_decode_node_that_closes_before_its_first_token_is_retried_from_the_start() -> None:
+    async with (
+        engines(3) as [prefill, *decode],
+        router(
+            {"url": prefill.url, "role": "prefill"}, *({"url": one.url, "role": "decode"} for one in decode), **ALWAYS
+        ) as r,
+    ):
+        prefill.behave = prefilled()
+        for one in decode:
+            one.behave = script(SSE_HEAD, chunk(ROLE), CLOSE)
+        asking = asyncio.ensure_future(r.request(post(chat(LONG, stream=True))))
+        await until(lambda: decode[0].seen and decode[1].seen)
+        assert (await asking).status == 502 and len(prefill.seen) == 2
+
+
+@pytest.mark.parametrize("status", [400, 500, 503])
+async def test_an_error_of_the_decode_node_alone_reaches_the_client(status: int) -> None:
+    async with scripted_fleet() as (r, _prefill, decode):
+        decode.behave = script(http_response(b'{"error":{}}', status=status))
+        response = await r.request(post(chat(LONG)))
+        assert response.status == (400 if status == 400 else 502 if status == 500 else 503)
+        assert len(decode.seen) == (2 if status == 500 else 1)
+
+
+@pytest.mark.parametrize("answer", [b"", b"{", b"\xff" * 100, b'{"kv_transfer_params":' + b"[" * 5000])
+async def test_a_hostile_prefill_node_fails_no_request(answer: bytes) -> None:
+    async with scripted_fleet() as (r, prefill, decode):
+        prefill.behave = script(http_response(answer))
+        assert (await r.request(post(chat(LONG)))).status == 200
+        assert b"kv_transfer_params" not in decode.seen[0].body

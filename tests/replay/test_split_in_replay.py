@@ -1,0 +1,93 @@
+"""Prefill and decode nodes in replay: the router's own code, transfers over a link, faults."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from warmroute.fake_engine.profiles import profile
+from warmroute.replay import Setup, parse_policy, replay
+from warmroute.replay.run import build_world
+from warmroute.replay.simulation.conditions import Conditions, NodeSpec
+from warmroute.replay.simulation.fault_schedule import parse_fault
+from warmroute.replay.simulation.world import World
+from warmroute.replay.workloads.catalog import parse_workload
+
+H200 = profile("h200-8b")
+REQUESTS = 100
+
+
+def nodes(prefill: int, decode: int, mixed: int = 0) -> tuple[NodeSpec, ...]:
+    roles = ["prefill"] * prefill + ["decode"] * decode + ["mixed"] * mixed
+    return tuple(
+        NodeSpec(name=f"node-{at}", profile=H200, role=role, kv_connector=role == "mixed" and prefill + decode > 0)  # type: ignore[arg-type]
+        for at, role in enumerate(roles)
+    )
+
+
+def setup(
+    policy: str = "price", fleet: tuple[NodeSpec, ...] = nodes(2, 4), rate: float = 8.0, words: Sequence[str] = (),
+    **more: Any,
+) -> Setup:  # fmt: skip
+    workload = parse_workload(["mixed_lengths", *words])
+    return Setup(workload=workload, nodes=fleet, policy=parse_policy(policy), rate=rate, limit=REQUESTS, **more)
+
+
+def run_world(one: Setup) -> World:
+    world = build_world(one)
+    world.run(one.arrivals(), limit=REQUESTS)
+    for sim in world.nodes.values():
+        assert sim.inflight == 0 and sim.node.transfer_tokens == pytest.approx(0.0, abs=1e-6)
+        assert sim.node.context_tokens == sim.node.kv_new == 0
+    assert not world.requests.dispatcher.splits and not world.requests.dispatcher.waiting
+    return world
+
+
+def test_long_prompts_are_split_and_short_ones_are_not() -> None:
+    world = run_world(setup())
+    splits = world.requests.counters.split_requests
+    assert splits == {"transferred": splits["transferred"]} and 3 <= splits["transferred"] <= 0.25 * REQUESTS
+    prefilled = sum(sim.totals.prefilled_tokens for sim in world.nodes.values())
+    assert prefilled == pytest.approx(world.results.prompt_tokens, rel=0.01), "each prompt is prefilled once"
+
+
+@pytest.mark.parametrize("policy", ["price", "price:split=always", "llm_d_split", "dynamo_split"])
+def test_every_request_is_answered(policy: str) -> None:
+    run = replay(setup(policy))
+    assert run["finished"] == REQUESTS and not run["failed"] and not run["retries"]
+    assert replay(setup(policy))["ttft_ms"] == run["ttft_ms"], "a run can be repeated"
+
+
+def test_answers_stand_still_less_than_on_mixed_nodes() -> None:
+    split, mixed = replay(setup()), replay(setup(fleet=nodes(0, 0, 6)))
+    assert split["inter_token_ms"]["p99"] < 0.7 * mixed["inter_token_ms"]["p99"]
+
+
+@pytest.mark.parametrize("fault", ["fail", "hang"])
+@pytest.mark.parametrize("node", ["node-0", "node-2"])
+def test_a_node_that_dies_or_hangs_fails_no_request(node: str, fault: str) -> None:
+    faults = (parse_fault(f"4 {fault} {node}"),)
+    one = setup("price:split=always", faults=faults, words=["output_tokens=4"])
+    world = run_world(one)
+    assert world.results.total("finished") >= REQUESTS - 2, "two answers may have begun on the decode node"
+    splits = world.requests.counters.split_requests
+    if node == "node-0":
+        assert splits["prefill_failed"] + splits["prefill_slow"] + splits["transfer_failed"] >= 1
+
+
+def test_the_transfer_takes_the_bandwidth() -> None:
+    slow = Conditions(kv_gigabytes_per_s=0.5)
+    words = ["long_share=1", "longest_tokens=30000"]
+    fast_run = replay(setup("price:split=always", rate=0.2, words=words))
+    slow_run = replay(setup("price:split=always", rate=0.2, words=words, conditions=slow))
+    assert slow_run["ttft_ms"]["p50"] - fast_run["ttft_ms"]["p50"] > 3000.0, "2 GB at 0.5 instead of 10 GB/s"
+    world = run_world(setup(rate=1.0, words=words, conditions=slow))
+    assert world.requests.counters.split_requests["transferred"] < 10, "the router learns that, and stops splitting"
+
+
+def test_mixed_nodes_can_play_either_part() -> None:
+    for prefill, decode in ((2, 0), (0, 2)):
+        world = run_world(setup("price:split=always", nodes(prefill, decode, 2), rate=2.0))
+        assert world.requests.counters.split_requests["transferred"] >= 0.9 * REQUESTS

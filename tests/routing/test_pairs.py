@@ -1,0 +1,180 @@
+"""Pairs of a prefill node and a decode node: when they are chosen, and what they cost."""
+
+from __future__ import annotations
+
+import pytest
+from routing_harness import RoutingHarness, explained, prompt
+
+from warmroute.config import Pricing
+from warmroute.fleet.kv_transfer import LATENCY_MS, PRIOR_MS_PER_TOKEN, TransferSpeed
+from warmroute.fleet.node import Node, Outcome
+from warmroute.fleet.ticket import Ticket
+from warmroute.index.lookup import Lookup
+from warmroute.routing.decision import Decision
+
+
+class PairHarness(RoutingHarness):
+    """Prefill nodes p0, p1…, and decode nodes d0, d1…"""
+
+    def __init__(self, prefill: int = 1, decode: int = 1, engine: str = "vllm", pricing: Pricing | None = None) -> None:
+        super().__init__(0, pricing=pricing)
+        for number in range(prefill):
+            self.add(f"p{number}", 400_000, role="prefill", engine=engine)
+        for number in range(decode):
+            self.add(f"d{number}", 400_000, role="decode", engine=engine)
+
+    def node(self, name: str) -> Node:
+        return self.fleet.node(name)
+
+    def decodes(self, name: str, answers: int, tokens: int = 1000) -> list[Ticket]:
+        """Let a node decode answers."""
+        tickets = [self.send(self.node(name), prompt(tokens)) for _ in range(answers)]
+        for ticket in tickets:
+            ticket.first_token(self.now_s, False)
+        return tickets
+
+    def choose(self, lookup: Lookup | None, **fields: object) -> Decision:
+        return self.decide(lookup, **{"may_split": True, **fields})
+
+
+def pair_of(decision: Decision) -> tuple[str | None, str]:
+    return (decision.pair.prefill_node.name if decision.pair is not None else None, decision.node.name)
+
+
+def test_a_long_prompt_goes_to_a_pair_when_the_decode_node_is_decoding() -> None:
+    harness = PairHarness()
+    assert pair_of(harness.choose(prompt(30_000))) == (None, "d0"), "an idle node prefills itself: nobody is delayed"
+    harness.decodes("d0", 20)
+    decision = harness.choose(prompt(30_000))
+    assert pair_of(decision) == ("p0", "d0")
+    price, pair = decision.price, decision.pair
+    assert price is not None and pair is not None
+    assert pair.transfer_ms == pytest.approx(LATENCY_MS + 30_000 * PRIOR_MS_PER_TOKEN)
+    assert price.total < pair.alone_ms
+    assert price.prefill > 30_000 * 0.05 and price.distance >= pair.transfer_ms
+    assert price.own == pytest.approx(price.wait + price.prefill + price.room + price.adapter + price.distance)
+
+
+def test_short_and_cached_prompts_skip_the_split() -> None:
+    harness = PairHarness()
+    harness.decodes("d0", 20)
+    assert pair_of(harness.choose(prompt(50))) == (None, "d0")
+    long = prompt(30_000, 1)
+    harness.warm(harness.node("d0"), long)
+    assert pair_of(harness.choose(long)) == (None, "d0")
+
+
+def test_what_the_decode_node_has_is_not_transferred() -> None:
+    harness = PairHarness()
+    harness.decodes("d0", 30)
+    harness.warm(harness.node("d0"), prompt(16_000, 1))
+    decision = harness.choose(prompt(48_000, 1))
+    assert decision.pair is not None and pair_of(decision) == ("p0", "d0")
+    assert decision.pair.transfer_tokens == pytest.approx(32_000, abs=16)
+
+
+def test_the_prefill_node_that_has_the_prompt_is_chosen_and_a_queue_there_counts() -> None:
+    harness = PairHarness(prefill=3)
+    harness.decodes("d0", 30)
+    long = prompt(60_000, 1)
+    harness.warm(harness.node("p1"), long)
+    assert pair_of(harness.choose(long)) == ("p1", "d0")
+    for _ in range(4):
+        harness.busy(harness.node("p1"), 60_000)
+    assert pair_of(harness.choose(long))[0] in ("p0", "p2")
+
+
+def test_without_room_on_the_prefill_nodes_the_decode_node_prefills() -> None:
+    harness = PairHarness()
+    harness.decodes("d0", 5)
+    for _ in range(20):
+        harness.busy(harness.node("p0"), 60_000)
+    assert pair_of(harness.choose(prompt(20_000))) == (None, "d0")
+
+
+def test_ties_between_pairs_spread() -> None:
+    harness = PairHarness(prefill=2, decode=2)
+    for name in ("d0", "d1"):
+        harness.decodes(name, 20)
+    assert {pair_of(harness.choose(prompt(30_000))) for _ in range(60)} == {
+        (p, d) for p in ("p0", "p1") for d in ("d0", "d1")
+    }
+
+
+def test_a_request_that_may_not_be_split_goes_to_one_node() -> None:
+    harness = PairHarness()
+    harness.decodes("d0", 20)
+    assert harness.choose(prompt(30_000), may_split=False).pair is None
+    assert harness.choose(None).pair is None
+
+
+def test_never_and_always() -> None:
+    never, always = (PairHarness(pricing=Pricing(split=split)) for split in ("never", "always"))
+    never.decodes("d0", 20)
+    assert never.choose(prompt(30_000)).pair is None
+    assert pair_of(always.choose(prompt(100))) == ("p0", "d0")
+    always.fleet.check_failed(always.node("p0"), always.now_s, "connection refused")
+    assert pair_of(always.choose(prompt(30_000))) == (None, "d0"), "the only prefill node is down"
+
+
+def test_a_half_open_prefill_node_gets_a_trial_request() -> None:
+    harness = PairHarness(prefill=2)
+    harness.decodes("d0", 20)
+    node = harness.node("p0")
+    for _ in range(20):
+        harness.close(Ticket(node, harness.now_s), Outcome.FAILED)
+    assert node.health.state.value == "down"
+    harness.advance(1000.0)
+    harness.fleet.check_passed(node, harness.now_s)
+    assert node.health.state.value == "half_open"
+    assert pair_of(harness.choose(prompt(30_000))) == ("p0", "d0")
+
+
+def test_sglang_decode_nodes_always_get_a_prefill_node() -> None:
+    harness = PairHarness(prefill=2, engine="sglang")
+    assert pair_of(harness.choose(prompt(100)))[0] in ("p0", "p1")
+    assert pair_of(harness.choose(None))[0] in ("p0", "p1"), "also if the prompt was not read"
+    harness.add("x0", 400_000, engine="sglang")
+    assert pair_of(harness.choose(prompt(100), may_split=False)) == (None, "x0")
+    assert pair_of(harness.choose(prompt(100))) == (None, "x0"), "no transfer"
+    harness.decodes("x0", 50)
+    assert pair_of(harness.choose(prompt(30_000)))[1] == "d0"
+
+
+def test_a_queued_request_waits_for_its_prefill_node() -> None:
+    harness = PairHarness(pricing=Pricing(split="always"))
+    busy = [harness.busy(harness.node("p0"), 60_000) for _ in range(2)]
+    waiting = harness.submit(30_000, may_split=True)
+    assert waiting.queued and waiting.harness.admission.queue.waiting == 1
+    for ticket in busy:
+        harness.free(ticket)
+    assert not waiting.queued and pair_of(waiting.decision) == ("p0", "d0")
+
+
+def test_nobody_pays_where_no_node_has_a_role() -> None:
+    harness = RoutingHarness(3)
+    group = harness.fleet.group("m")
+    assert group is not None and not group.has_roles and not harness.fleet.has_roles
+    assert harness.decide(prompt(30_000), may_split=True).pair is None
+
+
+def test_the_explanation_names_both_nodes() -> None:
+    harness = PairHarness()
+    harness.decodes("d0", 20)
+    text = explained(harness.choose(prompt(30_000)))
+    assert "p0 prefills" in text and text.startswith("d0: ")
+
+
+def test_transfer_speeds_are_learned_within_bounds() -> None:
+    speed = TransferSpeed(PRIOR_MS_PER_TOKEN)
+    for _ in range(200):
+        speed.learn(10_000, LATENCY_MS + 1000.0)
+    assert speed.ms_per_token == pytest.approx(0.1, rel=0.05) and speed.transfers == 200
+    before = speed.ms_per_token
+    speed.learn(10, 1e9)
+    assert speed.ms_per_token == before, "too short to say anything"
+    speed.learn(10_000, 1e12)
+    assert speed.ms_per_token < 2.0 * before
+    for _ in range(1000):
+        speed.learn(10_000, -5.0)
+    assert 0.0 < speed.ms_per_token < 0.01

@@ -1,0 +1,233 @@
+"""A request that one node prefills and another one decodes: order, failures, tickets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attempt_harness import AttemptHarness, NotingDriver
+
+from warmroute.config import Hedging, Pricing
+from warmroute.fleet.node import Node, Outcome
+from warmroute.routing.attempts import Attempts
+from warmroute.routing.pair_dispatch import DecodeDispatch
+from warmroute.routing.split_request import SplitRequest
+
+TRANSFER = b'{"remote_engine_id":"p0"}'
+
+
+class SplitHarness(AttemptHarness):
+    def __init__(self, prefill: int = 1, decode: int = 2, engine: str = "vllm") -> None:
+        super().__init__(0, pricing=Pricing(split="always"), hedging=Hedging(min_delay_s=1.0))
+        for number in range(prefill):
+            self.add(f"p{number}", 400_000, role="prefill", engine=engine)
+        for number in range(decode):
+            self.add(f"d{number}", 400_000, role="decode", engine=engine)
+
+    def split(self, tokens: int = 2000, **fields: Any) -> tuple[Attempts, NotingDriver, SplitRequest]:
+        attempts, driver = self.start(tokens, may_split=True, **fields)
+        assert attempts.split is not None
+        return attempts, driver, attempts.split
+
+    def node(self, name: str) -> Node:
+        return self.fleet.node(name)
+
+    def finish(self, attempts: Attempts) -> None:
+        self.answer(attempts)
+        self.assert_all_counters_are_zero()
+
+
+def other(name: str) -> str:
+    return "d1" if name == "d0" else "d0"
+
+
+def test_the_decode_request_follows_the_prefill() -> None:
+    harness = SplitHarness()
+    attempts, driver, split = harness.split()
+    decode = attempts.ticket.node
+    assert driver.events == [f"prefill p0 for {decode.name}"] and not driver.sent
+    assert harness.node("p0").inflight == decode.inflight == 1
+    assert harness.node("p0").pending_work > 0.0 and decode.pending_work == 0.0 and decode.kv_new == 2000
+    harness.advance(0.2)
+    split.prefill_ended(TRANSFER, (2000, 512, 1), harness.now_s)
+    assert driver.sent == [decode.name] and harness.node("p0").inflight == 0 and split.transfer == TRANSFER
+    assert harness.node("p0").speed.answers == 1 and harness.node("p0").outcomes[Outcome.OK] == 1
+    harness.advance(0.05)
+    assert attempts.response_started(200, None, harness.now_s)
+    attempts.first_token(harness.now_s)
+    harness.advance(1.0)
+    attempts.response_ended((2000, 0, 40), harness.now_s)
+    assert attempts.reported == (2000, 512, 40), "the prefill node's cached tokens count"
+    assert decode.speed.answers == 0, "the decode node did no prefill"
+    assert harness.counters.split_requests == {"transferred": 1}
+    harness.assert_all_counters_are_zero()
+
+
+def test_the_transfer_speed_is_learned_from_the_stream() -> None:
+    harness = SplitHarness(decode=1)
+    group = harness.fleet.group("m")
+    assert group is not None
+    speed = group.transfer_speeds.between("local", "local")
+    for _ in range(50):
+        attempts, _driver, split = harness.split(20_000)
+        harness.advance(0.5)
+        split.prefill_ended(TRANSFER, None, harness.now_s)
+        harness.advance(2.0)
+        harness.answer(attempts)
+    assert speed.transfers == 50 and speed.ms(20_000) == pytest.approx(2000.0, rel=0.2)
+
+
+def test_predictions_are_compared_with_the_prefill_node() -> None:
+    harness = SplitHarness(decode=1)
+    _attempts, _driver, split = harness.split(2000)
+    cache = harness.cache_view.cache("p0")
+    assert cache is not None
+    split.prefill_ended(TRANSFER, (2000, 0, 1), harness.now_s)
+    assert harness.cache_view.hits("m", _attempts.lookup, harness.now_s)["p0"].tokens > 1900  # type: ignore[arg-type]
+    attempts, _driver, split = harness.split(2000)
+    assert attempts.ticket.node.name == "d0"
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.BUSY, Outcome.REJECTED])
+def test_the_decode_node_prefills_if_the_prefill_node_fails(outcome: Outcome) -> None:
+    harness = SplitHarness()
+    attempts, driver, split = harness.split()
+    decode = attempts.ticket.node
+    split.prefill_failed(outcome, "HTTP status 500", harness.now_s)
+    assert driver.sent == [decode.name] and not isinstance(attempts.ticket, DecodeDispatch)
+    assert decode.pending_work > 0.0 and harness.node("p0").outcomes[outcome] == 1
+    assert attempts.tried == 1 and harness.counters.split_requests == {"prefill_failed": 1}
+    split.prefill_ended(TRANSFER, None, harness.now_s)  # late: ignored
+    assert driver.sent == [decode.name]
+    harness.finish(attempts)
+
+
+def test_the_decode_node_prefills_if_the_prefill_node_goes_down_or_refuses() -> None:
+    harness = SplitHarness()
+    first, driver, split = harness.split()
+    second, other_driver, _split = harness.split()
+    split.prefill_refused("connection refused", harness.now_s)
+    for attempts, one in ((first, driver), (second, other_driver)):
+        assert one.sent == [attempts.ticket.node.name] and "withdraw prefill" in one.events
+        harness.answer(attempts)
+    harness.assert_all_counters_are_zero()
+
+
+def test_an_answer_without_parameters_is_remembered() -> None:
+    harness = SplitHarness()
+    attempts, driver, split = harness.split()
+    split.prefill_ended(None, None, harness.now_s)
+    assert driver.sent == [attempts.ticket.node.name]
+    assert harness.counters.split_requests == {"not_supported": 1}
+    harness.finish(attempts)
+    assert harness.start(may_split=True)[0].split is None, "not again for a while"
+    harness.advance(61.0)
+    assert harness.start(may_split=True)[0].split is not None
+
+
+def test_a_failed_transfer_is_not_the_decode_nodes_failure() -> None:
+    harness = SplitHarness()
+    attempts, driver, split = harness.split()
+    decode = attempts.ticket.node
+    split.prefill_ended(TRANSFER, None, harness.now_s)
+    split.transfer_failed("HTTP status 500", harness.now_s)
+    assert driver.sent == [decode.name, decode.name] and split.prefill_node is None
+    assert decode.outcomes[Outcome.FAILED] == 0 and decode.pending_work > 0.0
+    assert harness.counters.split_requests == {"transfer_failed": 1}
+    attempts.node_failed(Outcome.FAILED, "HTTP status 500", harness.now_s)
+    assert driver.sent[-1] == other(decode.name) and attempts.split is split, "the next failure is"
+    harness.finish(attempts)
+
+
+def test_another_decode_node_gets_the_same_kv_cache_if_nothing_was_sent() -> None:
+    harness = SplitHarness()
+    attempts, driver, split = harness.split()
+    decode = attempts.ticket.node
+    split.prefill_ended(TRANSFER, None, harness.now_s)
+    split.decode_sent = False
+    attempts.connection_refused("connection refused", harness.now_s)
+    assert driver.sent == [decode.name, other(decode.name)] and attempts.split is split
+    assert split.transfer == TRANSFER and isinstance(attempts.ticket, DecodeDispatch)
+    harness.finish(attempts)
+
+
+def test_another_decode_node_starts_over_if_the_kv_cache_may_be_released() -> None:
+    harness = SplitHarness()
+    attempts, driver, split = harness.split()
+    decode = attempts.ticket.node
+    split.prefill_ended(TRANSFER, None, harness.now_s)
+    attempts.node_failed(Outcome.FAILED, "the node closed the connection", harness.now_s)
+    assert driver.events[-1] == f"prefill p0 for {other(decode.name)}" and attempts.split is not split
+    assert attempts.split is not None
+    attempts.split.prefill_ended(TRANSFER, None, harness.now_s)
+    assert driver.sent == [decode.name, other(decode.name)]
+    harness.finish(attempts)
+
+
+def test_a_decode_node_that_goes_down_during_the_prefill_is_replaced() -> None:
+    harness = SplitHarness()
+    attempts, driver, split = harness.split()
+    decode = attempts.ticket.node
+    harness.fleet.check_failed(decode, harness.now_s, "connection refused")
+    assert attempts.ticket.node.name == other(decode.name) and split.prefill_node is harness.node("p0")
+    split.prefill_ended(TRANSFER, None, harness.now_s)
+    assert driver.sent == [other(decode.name)]
+    harness.finish(attempts)
+
+
+@pytest.mark.parametrize("prefilled", [False, True])
+def test_a_client_that_leaves_frees_both_nodes(prefilled: bool) -> None:
+    harness = SplitHarness()
+    attempts, driver, split = harness.split()
+    if prefilled:
+        split.prefill_ended(TRANSFER, None, harness.now_s)
+    attempts.client_left(harness.now_s)
+    assert ("withdraw prefill" in driver.events) is not prefilled
+    split.prefill_ended(TRANSFER, None, harness.now_s)
+    harness.assert_all_counters_are_zero()
+
+
+def test_a_prefill_node_that_hangs_is_left() -> None:
+    harness = SplitHarness(decode=1)
+    for _ in range(3):  # so that its speed is known
+        attempts, _driver, split = harness.split()
+        harness.advance(0.1)
+        split.prefill_ended(TRANSFER, None, harness.now_s)
+        harness.answer(attempts)
+    attempts, driver, split = harness.split()
+    harness.dispatcher.tick(harness.now_s + 0.5)
+    assert not driver.sent
+    harness.advance(30.0)
+    harness.dispatcher.tick(harness.now_s)
+    assert driver.sent == ["d0"] and harness.counters.split_requests["prefill_slow"] == 1
+    harness.finish(attempts)
+
+
+def test_a_transfer_that_hangs_is_given_up() -> None:
+    harness = SplitHarness(decode=1)
+    attempts, driver, split = harness.split()
+    harness.advance(0.1)
+    split.prefill_ended(TRANSFER, None, harness.now_s)
+    harness.advance(60.0)
+    harness.dispatcher.tick(harness.now_s)
+    assert driver.sent == ["d0", "d0"] and harness.counters.split_requests["transfer_failed"] == 1
+    harness.finish(attempts)
+
+
+def test_sglang_gets_both_requests_at_once_and_another_prefill_node_after_a_failure() -> None:
+    harness = SplitHarness(prefill=2, decode=1, engine="sglang")
+    attempts, driver, split = harness.split()
+    first = split.pair.prefill_node.name
+    assert driver.events == [f"prefill {first} for d0"] and driver.sent == ["d0"]
+    split.prefill_failed(Outcome.FAILED, "HTTP status 500", harness.now_s)
+    second = "p1" if first == "p0" else "p0"
+    assert driver.events[-1] == f"prefill {second} for d0" and driver.sent == ["d0", "d0"]
+    assert attempts.split is not None and attempts.split is not split
+    attempts.split.prefill_ended(b"{}", (2000, 100, 1), harness.now_s)
+    harness.finish(attempts)
+    attempts, driver, split = harness.split()
+    for _ in range(2):
+        assert attempts.split is not None
+        attempts.split.prefill_failed(Outcome.FAILED, "HTTP status 500", harness.now_s)
+    assert attempts.done and driver.error is not None
+    harness.assert_all_counters_are_zero()
