@@ -30,6 +30,7 @@ class Counts:
         from collections import Counter
 
         self.responses: Counter[int] = Counter()
+        self.split_requests: Counter[str] = Counter()
         self.interrupted = self.disconnects = self.retries = self.hedges = self.hedges_won = 0
 
 

@@ -211,7 +211,7 @@ def test_a_record_does_not_change_with_the_nodes() -> None:
 def test_nodes_over_the_queue_threshold(count: int) -> None:
     harness = RoutingHarness(count, admission=AdmissionConfig(queue_threshold=4))
     harness.warm(harness.nodes[0], prompt(8192, 1))
-    harness.nodes[0].update_load(8, 6, 0.1, harness.now_s)
+    harness.nodes[0].update_load(1, 6, 0.1, harness.now_s)
     request = FakeRequest(harness, prompt(8210, 1))
     request.submit()
     sentence = explained(request.decision)

@@ -302,7 +302,7 @@ def test_blocks_that_are_not_reused_cost_nothing_to_evict() -> None:
 @pytest.mark.parametrize("term", ["room", "memory", "congestion"])
 def test_a_term_can_be_switched_off(term: str) -> None:
     prices = []
-    for pricing in (Pricing(), Pricing(**{term: False})):
+    for pricing in (Pricing(), Pricing(**{term: False})):  # type: ignore[arg-type]
         harness = RoutingHarness(1, cache_tokens=32_000, pricing=pricing)
         record_reuse(harness, 10.0, 4000.0)
         fill_cache(harness, harness.nodes[0], 5.0)

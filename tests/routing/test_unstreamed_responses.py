@@ -132,6 +132,12 @@ class SilentDriver:
     def withdraw_hedge(self) -> None:
         pass
 
+    def send_prefill(self, prefill_node: Node, node: Node) -> None:
+        pass
+
+    def withdraw_prefill(self) -> None:
+        pass
+
     def promote_hedge(self) -> None:
         pass
 

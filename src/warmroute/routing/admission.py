@@ -149,8 +149,10 @@ class Admission:
             return True
         if not self.has_room(decision.entry_node):
             return False
-        price, turns, node = decision.price, self.turns, decision.entry_node
-        return turns is None or price is None or turns.is_ours(node, request.priority, price.prefill, now_s)
+        turns = self.turns
+        if turns is None or (price := decision.price) is None:
+            return True
+        return turns.is_ours(decision.entry_node, request.priority, price.prefill, now_s)
 
     def has_room(self, node: Node) -> bool:
         """Return whether the node's queued prefill work is below the limit. An idle node always has room."""
