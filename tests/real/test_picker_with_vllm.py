@@ -19,22 +19,30 @@ from envoy_fleet import PickerProcess
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 
+ROUNDS = 6
+"""Of two conversations each, which fit into the engines' caches of 64 blocks together: so chance evicts nothing."""
+
+
 def hit_rate(url: str, salt: str) -> float:
     """Run conversations of several turns, in turns. Return the share of cached prompt tokens, as vLLM reports it."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60.0)
-    talks: list[list[Any]] = [
-        [{"role": "user", "content": f"{salt} {number} " + f"tell me more about {number} " * 12}] for number in range(4)
-    ]
     cached = prompt = 0
-    for turn in range(4):
-        for talk in talks:
-            stream = bool(turn % 2)
-            more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-            answer = client.chat.completions.create(model="tiny", messages=talk, max_tokens=4, temperature=0, **more)
-            usage = list(answer)[-1].usage if stream else answer.usage
-            cached += usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
-            prompt += usage.prompt_tokens
-            talk += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": f"and then {turn} " * 8}]
+    for round_number in range(ROUNDS):
+        talks: list[list[Any]] = [
+            [{"role": "user", "content": f"{salt} {round_number} {number} " + f"tell me more about {number} " * 6}]
+            for number in range(2)
+        ]
+        for turn in range(4):
+            for talk in talks:
+                stream = bool(turn % 2)
+                more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+                answer = client.chat.completions.create(
+                    model="tiny", messages=talk, max_tokens=4, temperature=0, **more
+                )
+                usage = list(answer)[-1].usage if stream else answer.usage
+                cached += usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+                prompt += usage.prompt_tokens
+                talk += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": f"and then {turn} " * 4}]
     return cached / prompt
 
 
@@ -55,4 +63,4 @@ def test_the_hit_rate_is_that_of_the_proxy(
         picker.until_idle()
     print(f"\n{request_mode}, {responses}: proxy {through_proxy:.3f}, picker {through_picker:.3f}")
     assert through_proxy > 0.4
-    assert through_picker > through_proxy - 0.01
+    assert abs(through_picker - through_proxy) < 0.01 or through_picker > through_proxy
