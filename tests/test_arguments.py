@@ -31,10 +31,11 @@ NUMBERS = {
     ),
     "engine": (
         "port", "blocks", "block-size", "cpu-blocks", "max-num-seqs", "max-num-batched-tokens", "max-model-len",
-        "events-port", "replay-port", "max-loras", "data-parallel-size", "speed", "answer-tokens", "seed",
+        "events-port", "replay-port", "max-loras", "data-parallel-size", "speed", "answer-tokens", "seed", "kv-bandwidth",
     ),
     "demo": ("port", "speed"),
     "serve": ("port", "admin-port", "workers"),
+    "picker": ("port", "admin-port"),
     "doctor": ("timeout",),
     "init": ("port", "admin-port", "timeout"),
     "capture": ("listen", "minutes", "max-mb", "output-tokens"),

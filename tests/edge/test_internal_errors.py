@@ -52,7 +52,7 @@ BEFORE_THE_RESPONSE: dict[str, tuple[Any, str]] = {
     "dispatch: the request's bytes": (NodeConnection, "send_request"),
     "relay: the head": (NodeConnection, "_read_head"),
     "relay: the start": (Attempts, "response_started"),
-    "relay: before the first byte": (ProxyExchange, "_node_lines"),
+    "relay: before the first byte": (exchange, "node_lines"),
 }
 
 

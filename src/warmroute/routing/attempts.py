@@ -166,12 +166,17 @@ class Attempts(msgspec.Struct, eq=False):
         splits = decision.pair is not None or self.split is not None
         if splits and try_pair(self, self._dispatcher, decision, node, now_s):
             return
+        self.ticket = self._dispatcher.router.dispatch(decision, node, now_s)
         self.tried += 1
-        self.send_alone(decision, node, now_s)
+        self._send(node)
 
     def send_alone(self, decision: Decision, node: Node, now_s: float) -> None:
+        """Send the request to a node that was tried as part of a pair."""
+        self.ticket = self._dispatcher.router.dispatch(decision, node, now_s)
+        self._send(node)
+
+    def _send(self, node: Node) -> None:
         dispatcher = self._dispatcher
-        self.ticket = dispatcher.router.dispatch(decision, node, now_s)
         self.overdue_s = 0.0
         dispatcher.waiting[self] = None
         self.driver.send(node)

@@ -40,6 +40,8 @@ class Throttle:
         self._start_cpu_s = 0.0
 
     def pause(self) -> None:
+        if self._share >= 1.0:
+            return
         ahead_s = (time.process_time() - self._start_cpu_s) / self._share - (time.monotonic() - self._start_s)
         if ahead_s > SLEEP_S:
             if os.getppid() != self._parent:
