@@ -23,15 +23,19 @@ NUMBERS = {
         "nodes", "blocks", "block-size", "cpu-blocks", "rate", "scale-rate", "day", "burst", "concurrency", "limit",
         "duration", "warm-up", "warm-rate", "seed", "queue-threshold", "poll-interval", "poll-lag", "poll-loss",
         "kv-lag", "kv-loss", "min-nodes", "max-nodes", "start", "usd", "quota", "ceiling", "replicas", "sync-lag",
-        "sync-loss",
+        "sync-loss", "kv-bandwidth",
     ),
-    "plan": ("usd", "max-nodes", "rate", "scale-rate", "limit", "warm-up", "seed", "ttft-p50", "ttft-p90", "ttft-p99"),
+    "plan": (
+        "usd", "max-nodes", "rate", "scale-rate", "limit", "warm-up", "seed", "ttft-p50", "ttft-p90", "ttft-p99",
+        "inter-token-p90",
+    ),
     "load": (
         "rate", "scale-rate", "burst", "concurrency", "limit", "duration", "speed", "timeout", "seed",
     ),
     "engine": (
         "port", "blocks", "block-size", "cpu-blocks", "max-num-seqs", "max-num-batched-tokens", "max-model-len",
-        "events-port", "replay-port", "max-loras", "data-parallel-size", "speed", "answer-tokens", "seed", "kv-bandwidth",
+        "events-port", "replay-port", "max-loras", "data-parallel-size", "speed", "answer-tokens", "seed",
+        "kv-bandwidth",
     ),
     "demo": ("port", "speed"),
     "serve": ("port", "admin-port", "workers"),
