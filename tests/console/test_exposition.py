@@ -67,8 +67,8 @@ def test_metric_names_follow_the_conventions_of_prometheus() -> None:
     names = [metric.name for metric in METRICS]
     assert len(set(names)) == len(names)
     for metric in METRICS:
-        names = ("warmroute_", "process_", "inference_")  # the last: those of the Inference Extension
-        assert metric.name.startswith(names) and metric.help.endswith("."), metric.name
+        prefixes = ("warmroute_", "process_", "inference_")  # the last: those of the Inference Extension
+        assert metric.name.startswith(prefixes) and metric.help.endswith("."), metric.name
         assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
         assert not {"ms", "milliseconds", "kb", "mb", "percent"} & set(metric.name.split("_")), metric.name
         assert set(metric.labels) <= LABELS.keys(), metric.name
