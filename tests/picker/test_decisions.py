@@ -136,6 +136,40 @@ async def test_other_paths_and_methods_are_rejected_and_the_model_list_is_answer
         assert [one["id"] for one in listed["data"]] == ["m"]
 
 
+@pytest.mark.parametrize("responses", ["streamed", "none"])
+async def test_a_second_head_in_one_stream_is_rejected_and_ends_the_first_request(responses: str) -> None:
+    async with engines(1) as nodes, picker(*nodes) as p:
+        envoy = p.stream("none", responses)
+        for _ in range(2):
+            message = headers_message(
+                "request_headers",
+                {":method": "POST", ":path": "/v1/chat/completions", "x-gateway-model-name": "m"},
+                end=False,
+            )
+            message.protocol_config.response_body_mode = envoy.response_mode
+            await envoy.call.write(message)
+        assert (await envoy.decision()).endpoints
+        answer = await envoy.decision()
+        assert (answer.status, answer.error["code"]) == (400, "bad_request")
+        assert await envoy.read() is grpc.aio.EOF
+        await p.until_idle()
+        assert not p.service.counters.responses[200] and p.service.counters.disconnects == 1
+
+
+@pytest.mark.parametrize("mode", ["buffered", "duplex"])
+async def test_a_second_head_before_the_end_of_the_body_is_rejected(mode: str) -> None:
+    async with engines(1) as nodes, picker(*nodes) as p:
+        envoy = p.stream(mode)
+        message = headers_message("request_headers", {":method": "POST", ":path": "/v1/completions"}, end=False)
+        message.protocol_config.request_body_mode = envoy.mode
+        await envoy.call.write(message)
+        if mode == "buffered":
+            assert (await envoy.read()).HasField("request_headers")
+        await envoy.call.write(message)
+        assert (await envoy.decision()).status == 400
+        assert await envoy.read() is grpc.aio.EOF
+
+
 async def test_headers_with_line_breaks_or_given_twice_are_rejected() -> None:
     async with engines(1) as nodes, picker(*nodes) as p:
         bad: list[dict[str, Any]] = [

@@ -183,6 +183,9 @@ class PickerStream:
 
     def _receive_head(self, message: Any) -> None:
         server, http = self._server, message.request_headers
+        if self._envoy is not None:
+            self._leave()
+            raise errors.bad_request("A second request came in the same stream.")
         if message.HasField("protocol_config"):
             protocol = message.protocol_config
             self._mode, self._response_mode = protocol.request_body_mode, protocol.response_body_mode
@@ -232,6 +235,9 @@ class PickerStream:
         envoy, proxy = self._envoy, self._server.proxy
         if envoy is None:
             raise errors.bad_request("The body came before the headers.")
+        if self._exchange is not None:
+            self._leave()
+            raise errors.bad_request("The request was complete before.")
         self._deciding = True
         head = envoy.head
         if head.method == b"POST" and not self._has_body and not self._pieces and self._mode == NONE:
@@ -243,6 +249,12 @@ class PickerStream:
         exchange = proxy.serve(self, head, body)
         if self._exchange is None:
             self._exchange = exchange
+
+    def _leave(self) -> None:
+        """Give up the request that the stream has begun."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.client_left()
 
     # From the proxy.
 
