@@ -170,6 +170,21 @@ async def test_a_second_head_before_the_end_of_the_body_is_rejected(mode: str) -
         assert await envoy.read() is grpc.aio.EOF
 
 
+@pytest.mark.parametrize("mode", ["buffered", "duplex"])
+async def test_a_large_body_that_is_rejected_logs_no_internal_error(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with engines(1) as nodes, picker(*nodes) as p:
+        envoy = p.stream(mode)
+        await envoy.send_request(chat_body("x" * 400_000).replace(b'"m"', b'"other"'))
+        answer = await envoy.decision()
+        assert (answer.status, answer.error["code"]) == (404, "model_not_found")
+        assert await envoy.read() is grpc.aio.EOF
+        await p.until_idle()
+        assert not p.service.counters.disconnects
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def test_headers_with_line_breaks_or_given_twice_are_rejected() -> None:
     async with engines(1) as nodes, picker(*nodes) as p:
         bad: list[dict[str, Any]] = [

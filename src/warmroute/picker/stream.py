@@ -302,6 +302,8 @@ class PickerStream:
         """Answer in place of a node."""
         self._outbox = [messages.immediate(status, body, headers, content_type)]
         self._over = True
+        if isinstance(self._exchange, LargeBodyExchange):  # which has ended with this
+            self._exchange = None
         self._answer()
 
     def send_error(self, error: HttpError, request_id: bytes = b"") -> None:
