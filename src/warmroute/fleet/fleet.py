@@ -66,6 +66,11 @@ class Fleet:
     def __len__(self) -> int:
         return len(self._nodes)
 
+    @property
+    def membership(self) -> tuple[int, int]:
+        """Changes whenever a node joins or leaves."""
+        return self._added, len(self._nodes)
+
     def node(self, name: str) -> Node:
         try:
             return self._nodes[name]

@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Final
 
 from warmroute.event_log import EventLog
@@ -20,12 +21,15 @@ CHECK_S: Final = 0.02
 RESOLVE_S: Final = 30.0
 """How often a name is resolved again."""
 RETRY_S: Final = 2.0
+MAX_HOSTS: Final = 1 << 16
+"""Hosts of nodes that are kept as parsed."""
 
 
 def join_endpoint(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+@lru_cache(MAX_HOSTS)
 def _literal(host: str) -> str:
     """Return an IP address in its usual spelling; empty for a name."""
     try:
@@ -42,6 +46,8 @@ class Endpoints:
         self._addresses: dict[str, str] = {}
         """Of the names that were resolved."""
         self._failing: set[str] = set()
+        self._membership: tuple[int, int] | None = None
+        """The fleet's, as of the last refresh; None: an address has changed since."""
 
     def of(self, node: Node) -> str:
         """Return the node's endpoint; empty if its name is not resolved."""
@@ -49,20 +55,20 @@ class Endpoints:
         return found if found is not None else self._endpoint(node)
 
     def node_at(self, endpoint: str) -> Node | None:
-        found = self._by_endpoint.get(endpoint)
-        if found is None and endpoint:
+        if self._membership != self._fleet.membership:
             self.refresh()
-            found = self._by_endpoint.get(endpoint)
-        return found
+        return self._by_endpoint.get(endpoint)
 
     def names_at(self, endpoints: Iterable[str]) -> frozenset[str]:
         """Return the names of the nodes at these endpoints."""
-        self.refresh()
+        if self._membership != self._fleet.membership:
+            self.refresh()
         by_endpoint = self._by_endpoint
         return frozenset(by_endpoint[one].name for one in endpoints if one in by_endpoint)
 
     def refresh(self) -> None:
         """Take over the fleet's nodes."""
+        self._membership = self._fleet.membership
         found = {node: self._endpoint(node) for node in self._fleet}
         self._by_node = {node: endpoint for node, endpoint in found.items() if endpoint}
         self._by_endpoint = {endpoint: node for node, endpoint in self._by_node.items()}
@@ -86,13 +92,15 @@ class Endpoints:
             for gone in due_s.keys() - names:
                 del due_s[gone]
                 self._addresses.pop(gone, None)
-            self.refresh()
+                self._membership = None
+            if self._membership != self._fleet.membership:
+                self.refresh()
             await self._until_changed(loop.time() + REFRESH_S)
 
     async def _until_changed(self, until_s: float) -> None:
         """Wait, but not longer than until a node joins or leaves."""
-        loop, nodes = asyncio.get_running_loop(), len(self._fleet)
-        while loop.time() < until_s and len(self._fleet) == nodes:  # noqa: ASYNC110 (the fleet has no event)
+        loop, before = asyncio.get_running_loop(), self._fleet.membership
+        while loop.time() < until_s and self._fleet.membership == before:  # noqa: ASYNC110 (the fleet has no event)
             await asyncio.sleep(CHECK_S)
 
     async def _resolve(self, name: str) -> bool:
@@ -113,4 +121,5 @@ class Endpoints:
         self._failing.discard(name)
         if self._addresses.get(name) not in addresses:
             self._addresses[name] = addresses[0]
+            self._membership = None
         return True
