@@ -8,9 +8,14 @@ import json
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 from support.picker import chat_body, headers_message, picker
 from support.scripted_engine import engines
+
+from warmroute.fleet.node import Node
+from warmroute.routing.attempts import Attempts
+from warmroute.routing.decision import Decision
 
 KEY = "secret"
 KEYS = [{"sha256": hashlib.sha256(KEY.encode()).hexdigest(), "tenant": "t", "max_priority": "high"}]
@@ -246,6 +251,43 @@ async def test_a_node_whose_name_cannot_be_resolved_is_passed_over() -> None:
         p.server.endpoints._endpoint = lambda node: "" if node.name == "node0" else f"127.0.0.1:{node.port}"  # type: ignore[method-assign]
         for _ in range(4):
             assert (await p.ask()).endpoints == [f"127.0.0.1:{nodes[1].port}"]
+
+
+@pytest.mark.parametrize("policy", ["price", "round_robin"])
+async def test_a_prefill_node_is_never_an_endpoint(policy: str) -> None:
+    async with engines(3) as nodes:
+        listed: list[dict[str, Any]] = [{"url": node.url} for node in nodes]
+        listed[0]["role"] = "prefill"
+        async with picker(*listed, routing={"policy": policy}) as p:
+            others = sorted(f"127.0.0.1:{node.port}" for node in nodes[1:])
+            for _ in range(6):
+                assert sorted((await p.ask()).endpoints) == others
+            p.service.fleet.drain("node1")
+            p.service.fleet.drain("node2")
+            assert (await p.ask()).status == 503
+
+
+async def test_a_fallback_that_became_a_prefill_node_after_the_decision_is_not_named() -> None:
+    async with engines(3) as nodes, picker(*nodes) as p:
+        names, fleet = p.server.named_endpoints, p.service.fleet
+
+        def after_a_reload(decision: Decision, node: Node, attempts: Attempts) -> str:
+            other = next(one for one in fleet if one is not node)
+            config = msgspec.structs.replace(other.config, role="prefill")
+            fleet.update_config(other, config)
+            return names(decision, node, attempts)
+
+        p.server.named_endpoints = after_a_reload  # type: ignore[method-assign]
+        assert len((await p.ask()).endpoints) == 2
+
+
+async def test_a_decode_node_that_cannot_prefill_is_no_fallback() -> None:
+    async with engines(3) as nodes:
+        roles = ("mixed", "prefill", "decode")
+        listed = [{"url": node.url, "engine": "sglang", "role": role} for node, role in zip(nodes, roles, strict=True)]
+        async with picker(*listed) as p:
+            for _ in range(6):
+                assert (await p.ask()).endpoints == [f"127.0.0.1:{nodes[0].port}"]
 
 
 async def test_as_many_endpoints_as_configured_are_named() -> None:

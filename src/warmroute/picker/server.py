@@ -157,6 +157,8 @@ class PickerServer:
                 break
             if other is node or (subset is not None and other.name not in subset) or self._api_key(other) != key:
                 continue
+            if other.role == "prefill" or other.needs_partner:  # it cannot serve a whole request
+                continue
             if endpoint := of(other):
                 named.append(endpoint)
         return ",".join(named)
