@@ -208,3 +208,17 @@ def test_the_decode_factor_of_a_node_without_requests_returns_towards_1() -> Non
             served.fleet.check_passed(node, served.now_s)
         assert busy.speed.factor == 2.0
     assert idle.speed.factor < 1.1
+
+
+def test_the_decode_factor_of_a_node_that_still_answers_stays() -> None:
+    served = ServedFleet(1)
+    (node,) = served.nodes
+    node.speed.factor = 2.0
+    ticket = TicketState()
+    group = served.fleet.group("m")
+    assert group is not None
+    ticket.open(node, served.now_s, group.decode_speed, True, 100, 100, work(100, 0))
+    for _ in range(60):
+        served.fleet.check_passed(node, served.now_s)
+    assert node.speed.factor == 2.0
+    ticket.release(Outcome.OK, served.now_s)

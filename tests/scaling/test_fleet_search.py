@@ -175,3 +175,10 @@ def test_requests_and_plans_cross_a_pipe() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=PlanRequest) == request
     plan = plan_fleet(request, BUSY)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=FleetPlan) == plan
+
+
+def test_one_long_conversation_is_not_thinned_away() -> None:
+    requests = recorded(per_s=60.0, seconds=60.0)
+    for conversation in range(20):
+        same = [RecordedRequest(one.prompt, one.at_ms, conversation) for one in requests]
+        assert thinned(same, 60_000.0, nodes=16, share=1.0, most=600).requests

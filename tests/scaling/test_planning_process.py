@@ -85,6 +85,23 @@ async def test_the_router_survives_the_death_of_the_process() -> None:
     assert result.reason == "the process was ended by signal 9"
 
 
+async def test_an_unexpected_error_is_a_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = traffic()
+    monkeypatch.setattr(recorded, "snapshot", lambda: 1 / 0)
+    result = Result()
+    PlanningProcess(recorded, cpu_share=0.1).start(plan_request(1), result)
+    await result.ended.wait()
+    assert result.plan is None and result.reason.startswith("ZeroDivisionError")
+
+
+async def test_a_router_that_stops_at_once_does_not_wait_for_the_search() -> None:
+    process = PlanningProcess(traffic(), 0.1, (sys.executable, "-c", "import time; time.sleep(100)"))
+    process.start(plan_request(1), Result())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(20.0):
+        await process.close()
+
+
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
@@ -192,3 +209,19 @@ def test_the_memory_of_recent_traffic_is_bounded(monkeypatch: pytest.MonkeyPatch
     assert sum(len(text) + recent_traffic.LINE_BYTES for _, text in kept) <= 100_000
     assert share < 1.0
     assert len(kept) == pytest.approx(2000 * share, rel=0.25)
+
+
+def test_more_conversations_are_kept_again_after_a_busy_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent_traffic, "MAX_BYTES", 100_000)
+    now_s = 0.0
+    recorded = RecentTraffic(100.0, lambda: now_s)
+    recorded.write(lines(2000))
+    assert recorded.share < 0.5
+    shares = []
+    for _ in range(20):
+        now_s += 101.0
+        recorded.write(b"")
+        shares.append((recorded.share, recorded.snapshot()[1]))
+    assert shares[-1] == (1.0, 1.0)
+    assert all(reported <= kept for kept, reported in shares)
+    assert any(reported < kept for kept, reported in shares)  # until the window has turned over

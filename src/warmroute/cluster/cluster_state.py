@@ -232,6 +232,7 @@ class ClusterState:
         peer = self.peers.pop(sender, None)
         if peer is not None:
             self._lost += peer.lost
+            peer.left = left
             if left:
                 log.info("peer_left", peer=sender)
             else:

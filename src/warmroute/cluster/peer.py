@@ -49,6 +49,8 @@ class Peer:
         """Priority and score of its first waiting request, by node."""
         self.changes_digest = 0
         """A hash of all changes of nodes that it knows."""
+        self.left = False
+        """Whether it has said that it ends."""
         self._from_start = False
         """Whether this process has heard the peer's first message: then its totals count from 0."""
         self._clock_offset_s = inf

@@ -70,8 +70,8 @@ class NodeSpeed(SpeedState):
         self._ms = PRIOR_WORK * ms_per_token
 
     def relax(self, responses: int) -> None:
-        """Let the decode factor of a node that gave no response since the last call return towards 1: a node that was
-        slow for a while gets few requests, and has to be measured again."""
+        """Let the decode factor of a node without requests, and without a response since the last call, return to 1:
+        a node that was slow for a while gets few requests, and has to be measured again."""
         if responses == self._responses:
             self.factor += FACTOR_RELAXATION * (1.0 - self.factor)
         self._responses = responses

@@ -64,7 +64,8 @@ class SpeedReview:
     def review(self, node: Node, now_s: float) -> None:
         """Judge a node's speed, and update it where it is not the node's own."""
         speed = node.speed
-        speed.relax(node.outcomes[OUTCOME_OK])
+        if not node.inflight:
+            speed.relax(node.outcomes[OUTCOME_OK])
         if not speed.answers:
             self.assume_peers(node, now_s)
             return

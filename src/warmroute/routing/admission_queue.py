@@ -44,6 +44,16 @@ def _key(pending: PendingRequest) -> Key:
     return pending.request.priority, pending.request.tenant
 
 
+def _sharing_nodes(decision: Decision) -> tuple[Node, ...]:
+    """Return the nodes that share the prefill time of overdue requests like this one."""
+    query = decision.query
+    if query is None:
+        return ()
+    if decision.pair is not None:
+        return query.group.prefill_nodes.nodes or (decision.entry_node,)
+    return query.candidates.nodes
+
+
 class TenantQueue(msgspec.Struct, eq=False):
     """The queued requests of one tenant and priority."""
 
@@ -298,8 +308,7 @@ class AdmissionQueue:
         self.guarantee.admitted(queued.decision.entry_node, work_ms)
         self.guarantee.record_wait(queued, now_s)
         if by_guarantee:
-            query = queued.decision.query
-            self.guarantee.admitted_overdue(query.candidates.nodes if query is not None else (), work_ms)
+            self.guarantee.admitted_overdue(_sharing_nodes(queued.decision), work_ms)
             self.admitted_by_guarantee += 1
         else:
             self.admitted_by_work += 1

@@ -58,7 +58,7 @@ class OverdueTurns:
         if query is None or credit_ms <= 0.0:
             return False
         decision = self._router.decide_among((node,), query)
-        if decision.price is None or decision.price.prefill > credit_ms:
+        if decision.entry_node is not node or decision.price is None or decision.price.prefill > credit_ms:
             return False
         decision.reason, decision.query = OVERDUE, query
         self._queue.update_decision(key, queued, decision)

@@ -50,7 +50,7 @@ class Autoscaler:
     def reconfigure(self, config: Scaling) -> None:
         self.config = self.managed.config = self.offers.config = self.scaler.config = self._windows.config = config
         if self.planner is not None:
-            self.planner.config = config
+            self.planner.reconfigure(config)
 
     @property
     def desired_nodes(self) -> int:

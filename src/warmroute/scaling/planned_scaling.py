@@ -87,7 +87,7 @@ def planned_removals(
     serving = len(inputs.serving)
     if not minimum or serving > inputs.config.max_nodes:
         return removable_nodes(inputs, minimum, any_node=any_node)
-    spare = min(serving - minimum, serving - (plan.nodes - plan.spare))
+    spare = min(serving - minimum, serving - plan.desired_nodes)
     if spare <= 0 or inputs.pending or inputs.panicking or _misses_objective(inputs):
         return [], ""
     chosen = rank_candidates(inputs, any_node=any_node)[:spare]

@@ -17,7 +17,8 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from tempfile import TemporaryFile
+from typing import IO, Final
 
 import msgspec
 
@@ -76,9 +77,10 @@ class PlanningProcess:
     async def _run(self, request: PlanRequest, done: Callable[[FleetPlan | None, str], object]) -> None:
         try:
             plan = await run_in_thread(partial(self._search, request), "planning")
-        except (OSError, RuntimeError, SearchFailed, msgspec.MsgspecError) as error:
+        except Exception as error:  # whatever it is, thresholds remain, and the next search is tried
             if not self._closed:
-                done(None, str(error))
+                known = isinstance(error, OSError | SearchFailed | msgspec.MsgspecError)
+                done(None, str(error) if known else f"{type(error).__name__}: {error}")
         else:
             done(plan, "")
 
@@ -94,10 +96,12 @@ class PlanningProcess:
             recorded_ms=recorded_ms,
         )
         timeout_s = START_S + LATE * request.max_cpu_s / self.cpu_share
-        with open(os.memfd_create("recent traffic"), "w+b") as file:
+        with _new_file() as file:
             encoded = msgspec.msgpack.encode(task)
             file.write(len(encoded).to_bytes(8, "big") + encoded)
             for at in range(0, len(lines), LINES_AT_ONCE):
+                if self._closed:
+                    raise SearchFailed("the router stops")
                 file.writelines(framed(lines[at : at + LINES_AT_ONCE]))
                 time.sleep(0)  # lets the event loop run
             file.seek(0)
@@ -106,6 +110,8 @@ class PlanningProcess:
                 env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
             )  # fmt: skip
         self._process = process
+        if self._closed:  # `close` has not seen the process
+            process.kill()
         try:
             output, errors = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -125,6 +131,13 @@ class PlanningProcess:
             process.kill()
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
+
+
+def _new_file() -> IO[bytes]:
+    """Return a file in memory, where Python can create one."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("recent traffic"), "w+b")
+    return TemporaryFile()
 
 
 def _reason(code: int, errors: bytes) -> str:

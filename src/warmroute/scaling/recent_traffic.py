@@ -52,6 +52,9 @@ class RecentTraffic:
         self.window_s = window_s
         self.share = 1.0
         """The fraction of the conversations that is kept."""
+        self._before = 1.0
+        """The fraction before it last rose: lines of that time may still be in the window."""
+        self._changed_ms = 0.0
         self._lines: deque[_Line] = deque()
         self._bytes = 0
         self._turns: dict[tuple[int, int], int] = {}
@@ -69,6 +72,8 @@ class RecentTraffic:
             self._forget_old()
             while self._bytes > MAX_BYTES:
                 self._thin()
+            if self.share < 1.0:
+                self._thicken()
 
     def _add(self, text: bytes) -> None:
         row = self._decoder.decode(text)
@@ -106,6 +111,14 @@ class RecentTraffic:
         self.share /= 2.0
         self._lines = deque(line for line in self._lines if self._keeps(line.conversation))
         self._bytes = sum(len(line.text) + LINE_BYTES for line in self._lines)
+        self._before, self._changed_ms = self.share, self._now_ms()
+
+    def _thicken(self) -> None:
+        """Keep more conversations again if a whole window took little memory."""
+        now_ms = self._now_ms()
+        if self._bytes < MAX_BYTES / 4 and now_ms - self._changed_ms > 1000.0 * self.window_s:
+            self._before, self._changed_ms = self.share, now_ms
+            self.share = min(1.0, 2.0 * self.share)
 
     def _now_ms(self) -> float:
         return 1000.0 * (self._now() - self.started_s)
@@ -118,7 +131,10 @@ class RecentTraffic:
         lines' own time."""
         with self._lock:
             self._forget_old()
-            return [(line.conversation, line.text) for line in self._lines], self.share, self._now_ms()
+            now_ms = self._now_ms()
+            share = self.share if now_ms - self._changed_ms > 1000.0 * self.window_s else min(self.share, self._before)
+            lines = [(one.conversation, one.text) for one in self._lines if one.conversation <= share * _MASK]
+            return lines, share, now_ms
 
 
 def framed(lines: list[tuple[int, bytes]]) -> Iterator[bytes]:

@@ -38,6 +38,8 @@ MAX_ERROR: Final = 2.0
 """Largest ratio of predicted and observed TTFT p90."""
 MATTERS: Final = 0.5
 """A wrong prediction counts only if one of the two is above this fraction of the objective."""
+DEFAULT_LIMIT_MS: Final = 2000.0
+"""Limit of the TTFT for this purpose if the objective has none."""
 WRONG_BEFORE_FALLBACK: Final = 3
 RIGHT_BEFORE_RETURN: Final = 2
 MIN_FIRST_TOKENS: Final = 50
@@ -105,6 +107,15 @@ class ReplayPlanner:
         self._failing = False
         self.problem = "no replay has ended yet"
         """Why there is no plan; empty if there is one."""
+
+    def reconfigure(self, config: Scaling) -> None:
+        """Use a changed configuration. What was found for another objective does not count any more."""
+        before, self.config = self.config, config
+        if (before.objective, before.replay) != (config.objective, config.replay):
+            self._known.clear()
+            self._desired.clear()
+            self._plan = None
+            self._started_s = self._unreachable_s = float("-inf")
 
     def plan(self, now_s: float) -> FleetPlan | None:
         """Return the plan that counts, or None: then thresholds decide."""
@@ -175,7 +186,7 @@ class ReplayPlanner:
             log.info("scaling_replay_recovered", "The autoscaler goes by replay again.")
         stats.replays += plan.replays
         stats.cpu_s += plan.cpu_s
-        if plan.target_excess > 1.0 and (self._plan is None or self._plan.target_excess <= 1.0):
+        if plan.target_excess > 1.0 and started_s - self._unreachable_s >= TARGET_AGE_S:
             self._unreachable_s = started_s
         if plan.recorded >= MIN_KNOWN_REQUESTS:
             known = {fleet for _, fleet in self._known}
@@ -189,7 +200,8 @@ class ReplayPlanner:
         before, self._plan, self.planned_s = self._plan, plan, started_s
         if plan.larger is None and before is not None and before.desired_nodes == plan.desired_nodes:
             plan.larger = before.larger
-        self.problem = plan.skipped
+        if self.stats.trusted or plan.skipped:
+            self.problem = plan.skipped
         self._compare(plan, started_s)
 
     # Accuracy.
@@ -202,7 +214,7 @@ class ReplayPlanner:
         stats, objective = self.stats, self.config.objective
         stats.predicted_ms, stats.observed_ms = predicted_ms, observed_ms
         larger, smaller = max(predicted_ms, observed_ms), max(1e-3, min(predicted_ms, observed_ms))
-        limit_ms = objective.ttft_p90_ms or objective.ttft_p99_ms
+        limit_ms = objective.ttft_p90_ms or objective.ttft_p99_ms or DEFAULT_LIMIT_MS
         if larger > MAX_ERROR * smaller and larger > MATTERS * limit_ms:
             self._wrong, self._right = self._wrong + 1, 0
         else:

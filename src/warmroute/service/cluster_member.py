@@ -58,11 +58,13 @@ class ClusterMember:
         """Wait until all peers know the changes of nodes. Return who has confirmed them; None if none are shared."""
         if self.nodes is None:
             return None
-        until_s = time.monotonic() + CONFIRM_S
-        while (missing := self.state.without_changes()) and self.state.connected and time.monotonic() < until_s:  # noqa: ASYNC110
+        state, until_s = self.state, time.monotonic() + CONFIRM_S
+        asked = list(state.peers.values())
+        while state.without_changes() and state.connected and time.monotonic() < until_s:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
-        confirmed = len(self.state.peers) - len(missing)
-        return {"connected": self.state.connected, "confirmed": confirmed, "unconfirmed": missing}
+        asked = [peer for peer in asked if not peer.left]  # one that fell silent may still send requests
+        missing = [peer.sender for peer in asked if peer.changes_digest != self.nodes.digest]
+        return {"connected": state.connected, "confirmed": len(asked) - len(missing), "unconfirmed": missing}
 
     def _publish(self) -> None:
         self._timing.published()

@@ -25,6 +25,8 @@ TREND_SPANS: Final = 10
 TREND_ERRORS: Final = 2.0
 """A trend counts minus this many standard errors, so that noise is no trend."""
 MAX_GROWTH: Final = 2.0
+MIN_KEPT: Final = 50
+"""A sample by conversations has at least this many requests."""
 _HASHES: Final = 1 << 64
 
 
@@ -62,8 +64,10 @@ def thinned(requests: Sequence[RecordedRequest], until_ms: float, nodes: int, sh
     if len(requests) > most:
         fraction = max(most / len(requests), min(1.0, MIN_SIMULATED_NODES / max(1.0, nodes * share)))
         if fraction < 1.0:
-            kept = [one for one in requests if mix64(one.conversation, 1) % _HASHES < fraction * _HASHES]
-            share *= len(kept) / len(requests)
+            chosen = [one for one in requests if mix64(one.conversation, 1) % _HASHES < fraction * _HASHES]
+            if len(chosen) >= min(most, MIN_KEPT):  # else a few long conversations make up most of the traffic
+                kept = chosen
+                share *= len(kept) / len(requests)
     kept = kept[-most:]
     from_ms = until_ms - MEASURED_SHARE * (until_ms - kept[0].at_ms)
     warm_up = sum(one.at_ms < from_ms for one in kept)
