@@ -231,3 +231,19 @@ def test_sglang_gets_both_requests_at_once_and_another_prefill_node_after_a_fail
         attempts.split.prefill_failed(Outcome.FAILED, "HTTP status 500", harness.now_s)
     assert attempts.done and driver.error is not None
     harness.assert_all_counters_are_zero()
+
+
+def test_a_decode_node_that_fails_after_a_prefill_node_leaves_no_prefill_behind() -> None:
+    harness = SplitHarness(prefill=3, decode=2, engine="sglang")
+    attempts, driver, split = harness.split()
+    split.prefill_failed(Outcome.FAILED, "HTTP status 500", harness.now_s)
+    second = attempts.split
+    assert second is not None and second is not split
+    attempts.node_failed(Outcome.FAILED, "HTTP status 500", harness.now_s)
+    third = attempts.split
+    assert third is not None and third is not second and second.prefill_node is None
+    assert driver.events.count("withdraw prefill") == 2
+    second.prefill_failed(Outcome.FAILED, "late", harness.now_s)
+    assert attempts.split is third and third.prefill_node is not None
+    third.prefill_ended(b"{}", None, harness.now_s)
+    harness.finish(attempts)

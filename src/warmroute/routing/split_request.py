@@ -117,11 +117,16 @@ class SplitRequest:
         self.decode_sent = True  # the driver clears it if it could not connect
         self._attempts.driver.send(self._attempts.ticket.node)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the request is still split this way. What the driver says about an earlier pair is ignored."""
+        return self._attempts.split is self
+
     # From the driver.
 
     def prefill_ended(self, transfer: Any, usage: Usage | None, now_s: float) -> None:
         """The prefill node has answered. `transfer`: None if its answer does not say where its KV cache is."""
-        if self.phase is not Phase.PREFILLING:
+        if self.phase is not Phase.PREFILLING or not self.is_current:
             return
         ticket, concurrent = self.prefill_ticket, self._attempts.ticket.node.needs_partner
         if transfer is None and not concurrent:
@@ -151,18 +156,20 @@ class SplitRequest:
 
     def prefill_refused(self, reason: str, now_s: float) -> None:
         """No process listens at the prefill node's address."""
+        if not self.is_current:
+            return
         node = self.prefill_ticket.node
         self._dispatcher.fleet.check_failed(node, now_s, reason)
         if self.phase is Phase.PREFILLING and self.prefill_ticket.node is node:  # else it has left with the others
             self.prefill_failed(Outcome.FAILED, reason, now_s)
 
     def prefill_failed(self, outcome: Outcome, reason: str, now_s: float) -> None:
-        if self.phase is Phase.PREFILLING:
+        if self.phase is Phase.PREFILLING and self.is_current:
             self._fall_back(PREFILL_FAILED, outcome, reason, now_s)
 
     def transfer_failed(self, reason: str, now_s: float) -> None:
         """The decode node answered with an error, or the KV cache is gone. The client has received nothing."""
-        if self.phase is not Phase.OVER:
+        if self.phase is not Phase.OVER and self.is_current:
             self._fall_back(TRANSFER_FAILED, Outcome.CANCELLED, reason, now_s)
 
     # Nodes that go down, and nodes that hang.
@@ -301,7 +308,6 @@ def try_pair(attempts: Attempts, dispatcher: Dispatcher, decision: Decision, nod
             split.send_decode(now_s)
             return True
         pair = Pair(split.pair.prefill_node, 0.0)
-        split.abandon(now_s)
     elif node is not decision.node:
         pair = None
     if pair is None or pair.prefill_node in failed or pair.prefill_node.health.confirmed_down:
@@ -311,5 +317,7 @@ def try_pair(attempts: Attempts, dispatcher: Dispatcher, decision: Decision, nod
                 split.abandon(now_s)
             return False
         pair = Pair(partner, 0.0)
+    if split is not None:
+        split.abandon(now_s)
     SplitRequest(attempts, dispatcher, decision, pair, failed).begin(node, now_s)
     return True
