@@ -249,3 +249,14 @@ async def test_a_hostile_prefill_node_fails_no_request(answer: bytes) -> None:
         prefill.behave = script(http_response(answer))
         assert (await r.request(post(chat(LONG)))).status == 200
         assert b"kv_transfer_params" not in decode.seen[0].body
+
+
+async def test_a_node_with_a_role_whose_engine_is_unknown_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with engines(2) as [prefill, decode]:
+        prefill.metrics = script(http_response(b"", content_type=b"text/plain"))
+        nodes = {"url": prefill.url, "role": "prefill"}, {"url": decode.url, "role": "decode"}
+        async with router(*nodes, **ALWAYS, polling={"interval_s": 0.05}) as r:
+            await until(lambda: "kv_transfer_engine_unknown" in caplog.text)
+            await asyncio.sleep(0.2)
+            assert caplog.text.count("kv_transfer_engine_unknown") == 1
+            assert (await r.request(post(chat(LONG)))).status == 200 and not prefill.seen

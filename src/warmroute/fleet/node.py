@@ -162,12 +162,14 @@ class Node(NodeState):
 
     @property
     def transfers_kv(self) -> bool:
-        """Whether the node can be one of a pair: it has a role, or its engine says so."""
+        """Whether the node can be one of a pair: it has a role, or its engine says so; and it is known which engine."""
+        if self.engine == "auto":
+            return False
         return self.role != "mixed" or (self.kv_connector and self.engine not in NEEDS_PARTNER)
 
     @property
     def prefills_for_others(self) -> bool:
-        return self.role == "prefill" or (self.role == "mixed" and self.transfers_kv)
+        return self.role != "decode" and self.transfers_kv
 
     @property
     def needs_partner(self) -> bool:

@@ -299,7 +299,8 @@ def try_pair(attempts: Attempts, dispatcher: Dispatcher, decision: Decision, nod
     """Send a request to `node` and to a prefill node. Return False if `node` gets it alone."""
     split, pair = attempts.split, decision.pair
     failed: tuple[Node, ...] = split.failed_prefill if split is not None else ()
-    if split is not None and not failed and node.transfers_kv:
+    same_engine = split is not None and node.engine == split.pair.prefill_node.engine
+    if split is not None and not failed and node.transfers_kv and same_engine:
         if split.phase is Phase.PREFILLING and not node.needs_partner:  # only the decode node has failed
             split.reserve(node, now_s)
             return True
