@@ -247,3 +247,21 @@ def test_a_decode_node_that_fails_after_a_prefill_node_leaves_no_prefill_behind(
     assert attempts.split is third and third.prefill_node is not None
     third.prefill_ended(b"{}", None, harness.now_s)
     harness.finish(attempts)
+
+
+@pytest.mark.parametrize("prefilled", [False, True])
+def test_a_mixed_node_that_prefilled_decodes_alone_after_a_failure(prefilled: bool) -> None:
+    harness = SplitHarness(prefill=0, decode=1)
+    node = harness.add("x0", 400_000, engine="vllm")
+    node.kv_connector = True
+    harness.fleet.transfers_changed(node)
+    for _ in range(20):  # x0 is as good a decode node, and never with itself
+        attempts, driver, split = harness.split()
+        assert (split.pair.prefill_node.name, attempts.ticket.node.name) == ("x0", "d0")
+        if prefilled:
+            split.prefill_ended(TRANSFER, None, harness.now_s)
+            split.decode_sent = False
+        attempts.node_failed(Outcome.BUSY, "HTTP status 503", harness.now_s)
+        assert driver.sent[-1] == "x0" and not isinstance(attempts.ticket, DecodeDispatch)
+        assert split.prefill_node is None and attempts.split is split and split.transfer is None
+        harness.finish(attempts)

@@ -252,6 +252,7 @@ class SplitRequest:
         if self.phase is Phase.PREFILLING:
             self._attempts.driver.withdraw_prefill()
             self._close_prefill(Outcome.CANCELLED, now_s)
+        self.transfer = None
         self._is_over()
 
     def _is_over(self) -> None:
@@ -299,6 +300,10 @@ def try_pair(attempts: Attempts, dispatcher: Dispatcher, decision: Decision, nod
     """Send a request to `node` and to a prefill node. Return False if `node` gets it alone."""
     split, pair = attempts.split, decision.pair
     failed: tuple[Node, ...] = split.failed_prefill if split is not None else ()
+    if split is not None and node is split.pair.prefill_node:  # a mixed node: it has the prompt, and needs no transfer
+        split.failed_prefill = (*failed, node)
+        split.abandon(now_s)
+        return False
     same_engine = split is not None and node.engine == split.pair.prefill_node.engine
     if split is not None and not failed and node.transfers_kv and same_engine:
         if split.phase is Phase.PREFILLING and not node.needs_partner:  # only the decode node has failed
