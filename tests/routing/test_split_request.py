@@ -9,6 +9,7 @@ from attempt_harness import AttemptHarness, NotingDriver
 
 from warmroute.config import Hedging, Pricing
 from warmroute.fleet.node import Node, Outcome
+from warmroute.fleet.ticket import Ticket
 from warmroute.routing.attempts import Attempts
 from warmroute.routing.pair_dispatch import DecodeDispatch
 from warmroute.routing.split_request import SplitRequest
@@ -265,3 +266,67 @@ def test_a_mixed_node_that_prefilled_decodes_alone_after_a_failure(prefilled: bo
         assert driver.sent[-1] == "x0" and not isinstance(attempts.ticket, DecodeDispatch)
         assert split.prefill_node is None and attempts.split is split and split.transfer is None
         harness.finish(attempts)
+
+
+def with_mixed(prefill: int = 1) -> SplitHarness:
+    """SGLang nodes: d0 and d1 need a prefill node, x0 does not."""
+    harness = SplitHarness(prefill=prefill, decode=2, engine="sglang")
+    harness.add("x0", 400_000, engine="sglang")
+    return harness
+
+
+def test_a_request_that_may_not_be_split_never_fails_over_to_a_node_that_needs_a_partner() -> None:
+    harness = with_mixed()
+    attempts, driver = harness.start(2000)
+    assert driver.sent == ["x0"]
+    harness.fail(attempts)
+    assert driver.sent == ["x0"] and attempts.done and driver.error is not None
+    harness.assert_all_counters_are_zero()
+
+
+def test_a_request_that_fails_over_to_a_node_that_needs_a_partner_gets_one() -> None:
+    harness = with_mixed()
+    for name in ("d0", "d1"):
+        harness.fleet.drain(name)
+    attempts, driver = harness.start(2000, may_split=True)
+    assert driver.sent == ["x0"] and attempts.split is None
+    for name in ("d0", "d1"):
+        harness.fleet.drain(name, False)
+    harness.fail(attempts)
+    assert attempts.split is not None and driver.events[-1] == f"prefill p0 for {attempts.ticket.node.name}"
+    attempts.split.prefill_ended(b"{}", None, harness.now_s)
+    harness.finish(attempts)
+
+
+def test_a_node_that_needs_a_partner_is_no_hedge() -> None:
+    harness = with_mixed()
+    attempts, driver = harness.start(2000)
+    assert driver.sent == ["x0"] and not attempts.send_hedge(harness.now_s)
+    attempts.request.may_split = True
+    assert not attempts.send_hedge(harness.now_s)
+    harness.finish(attempts)
+
+
+@pytest.mark.parametrize("may_split", [False, True])
+def test_the_trial_request_of_a_node_that_needs_a_partner_has_one(may_split: bool) -> None:
+    harness = with_mixed()
+    harness.fleet.drain("d1")
+    node = harness.node("d0")
+    for _ in range(20):
+        harness.close(Ticket(node, harness.now_s), Outcome.FAILED)
+    harness.advance(1000.0)
+    harness.fleet.check_passed(node, harness.now_s)
+    assert node.health.state.value == "half_open"
+    attempts, driver = harness.start(2000, may_split=may_split)
+    assert driver.sent == (["d0"] if may_split else ["x0"]) and (attempts.split is not None) is may_split
+    attempts.abandon(harness.now_s)
+
+
+def test_a_node_that_needs_a_partner_gets_nothing_without_one() -> None:
+    harness = with_mixed()
+    harness.fleet.drain("x0")
+    attempts, driver, split = harness.split()
+    harness.fleet.drain("x0", False)
+    split.prefill_failed(Outcome.FAILED, "HTTP status 500", harness.now_s)
+    assert driver.sent[1:] == ["x0"], "no other prefill node is left"
+    harness.finish(attempts)

@@ -113,7 +113,7 @@ class Pairs:
             engines = {node.engine for node in decision.candidates if node.transfers_kv}
             prefill_nodes = Candidates([node for node in prefill_nodes.nodes if node.engine in engines])
         if not prefill_nodes.nodes:
-            return decision
+            return self._by_load(decision, group) if decision.node.needs_partner else decision
         return self._by_price(decision, query, policy, prefill_nodes)
 
     def _by_load(self, decision: Decision, group: Group) -> Decision:

@@ -297,7 +297,10 @@ class SplitRequest:
 
 
 def try_pair(attempts: Attempts, dispatcher: Dispatcher, decision: Decision, node: Node, now_s: float) -> bool:
-    """Send a request to `node` and to a prefill node. Return False if `node` gets it alone."""
+    """Send a request to `node` and to a prefill node. Return False if there is none: then `node` gets the request
+    alone, or not at all if it needs a partner."""
+    if not attempts.request.may_split:
+        return False
     split, pair = attempts.split, decision.pair
     failed: tuple[Node, ...] = split.failed_prefill if split is not None else ()
     if split is not None and node is split.pair.prefill_node:  # a mixed node: it has the prompt, and needs no transfer
