@@ -330,3 +330,16 @@ def test_a_node_that_needs_a_partner_gets_nothing_without_one() -> None:
     split.prefill_failed(Outcome.FAILED, "HTTP status 500", harness.now_s)
     assert driver.sent[1:] == ["x0"], "no other prefill node is left"
     harness.finish(attempts)
+
+
+def test_a_request_that_the_decode_node_rejects_teaches_no_prefill_speed() -> None:
+    harness = SplitHarness(decode=1, engine="sglang")
+    attempts, driver, split = harness.split(20_000)
+    harness.advance(0.001)
+    assert attempts.response_started(400, None, harness.now_s)
+    attempts.response_ended(None, harness.now_s)
+    prefill = harness.node("p0")
+    assert "withdraw prefill" in driver.events and split.prefill_node is None
+    assert prefill.speed.answers == 0 and prefill.outcomes[Outcome.CANCELLED] == 1
+    assert not harness.counters.split_requests
+    harness.assert_all_counters_are_zero()

@@ -375,7 +375,7 @@ class Attempts(msgspec.Struct, eq=False):
         if self.hedge is not None:
             self._withdraw_hedge(now_s)
         if self.split is not None:
-            self.split.response_started(now_s)
+            self.split.response_started(status, now_s)
         self.answering = True
         self.status = status
         return True

@@ -227,8 +227,11 @@ class SplitRequest:
 
     # The end.
 
-    def response_started(self, now_s: float) -> None:
+    def response_started(self, status: int, now_s: float) -> None:
         if self.phase is Phase.OVER:
+            return
+        if status >= 400 and self.phase is Phase.PREFILLING:  # nothing was prefilled: it says nothing about speed
+            self.abandon(now_s)
             return
         if self.phase is Phase.PREFILLING:  # the decode node has the KV cache before the prefill node has answered
             self._attempts.driver.withdraw_prefill()
