@@ -260,3 +260,13 @@ async def test_a_node_with_a_role_whose_engine_is_unknown_is_logged_once(caplog:
             await asyncio.sleep(0.2)
             assert caplog.text.count("kv_transfer_engine_unknown") == 1
             assert (await r.request(post(chat(LONG)))).status == 200 and not prefill.seen
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "length", None, 5])
+async def test_a_prefill_node_whose_answer_ends_with_its_first_token_is_asked_again(finish_reason: Any) -> None:
+    async with scripted_fleet() as (r, prefill, _decode):
+        body = {"choices": [{"index": 0, "finish_reason": finish_reason}], "kv_transfer_params": None}
+        prefill.behave = script(http_response(json.dumps(body).encode()))
+        for _ in range(2):
+            assert (await r.request(post(chat(LONG)))).status == 200
+        assert len(prefill.seen) == (2 if finish_reason == "stop" else 1)

@@ -343,3 +343,14 @@ def test_a_request_that_the_decode_node_rejects_teaches_no_prefill_speed() -> No
     assert prefill.speed.answers == 0 and prefill.outcomes[Outcome.CANCELLED] == 1
     assert not harness.counters.split_requests
     harness.assert_all_counters_are_zero()
+
+
+@pytest.mark.parametrize("finish_reason", [None, "length", "stop"])
+def test_an_answer_that_ends_with_its_first_token_needs_no_parameters(finish_reason: str | None) -> None:
+    harness = SplitHarness()
+    attempts, driver, split = harness.split()
+    split.prefill_ended(None, None, harness.now_s, finish_reason)
+    assert driver.sent == [attempts.ticket.node.name]
+    harness.finish(attempts)
+    again = harness.start(may_split=True)[0]
+    assert (again.split is not None) is (finish_reason == "stop")

@@ -33,6 +33,22 @@ _ERROR_EVENT: Final = re.compile(rb'(?m)^data:[ \t]*\{[ \t]*"error"')
 _NOT_YET: Final[Any] = None
 
 
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
+def _finish_reason(body: bytes) -> str | None:
+    try:
+        choices = msgspec.json.decode(body, type=_Answer).choices
+    except (ValueError, RecursionError):
+        return None
+    return choices[0].finish_reason if choices else None
+
+
 class PrefillAttempt(msgspec.Struct, eq=False):
     """Implements node_connection.ResponseHandler."""
 
@@ -128,13 +144,15 @@ class PrefillAttempt(msgspec.Struct, eq=False):
         if self._withdrawn:
             return
         body, self._received = b"".join(self._received), []
-        usage = transfer = None
+        usage = transfer = finish_reason = None
         if self._readable:
             usage = read_usage(body)
             if usage is not None:
                 usage = self._split.prefill_ticket.node.reported.usage(*usage)
             transfer = self._transfer.read_transfer(body)
-        self._split.prefill_ended(transfer, usage, now_s)
+            if transfer is None:
+                finish_reason = _finish_reason(body)
+        self._split.prefill_ended(transfer, usage, now_s, finish_reason)
 
     def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
         self._connection = None

@@ -50,6 +50,8 @@ OUTCOMES: Final = (TRANSFERRED, PREFILL_FAILED, PREFILL_SLOW, NOT_SUPPORTED, TRA
 
 UNSUPPORTED_S: Final = 60.0
 """A node whose answer had no KV transfer parameters prefills for no other node for this time."""
+UNFINISHED: Final = (None, "length", "not_finished")
+"""How an answer ends that another node could continue. Else it ended with its first token: nothing is to transfer."""
 
 
 class Phase(enum.Enum):
@@ -124,21 +126,18 @@ class SplitRequest:
 
     # From the driver.
 
-    def prefill_ended(self, transfer: Any, usage: Usage | None, now_s: float) -> None:
-        """The prefill node has answered. `transfer`: None if its answer does not say where its KV cache is."""
+    def prefill_ended(
+        self, transfer: Any, usage: Usage | None, now_s: float, finish_reason: str | None = None
+    ) -> None:  # fmt: skip
+        """The prefill node has answered. `transfer`: None if its answer does not say where its KV cache is.
+        `finish_reason`: that of an answer without `transfer`."""
         if self.phase is not Phase.PREFILLING or not self.is_current:
             return
         ticket, concurrent = self.prefill_ticket, self._attempts.ticket.node.needs_partner
         if transfer is None and not concurrent:
             ticket.first_token(now_s)
-            node = ticket.node
-            if not node.no_transfer_until_s:
-                log.warning(
-                    "kv_transfer_missing",
-                    "The node's answer has no KV transfer parameters. Check that its engine has a KV connector.",
-                    node=node.name,
-                )
-            node.no_transfer_until_s = now_s + UNSUPPORTED_S
+            if finish_reason in UNFINISHED:
+                self._ban(ticket.node, now_s)
             self._fall_back(NOT_SUPPORTED, Outcome.OK, "no KV transfer parameters", now_s)
             return
         ticket.first_token(now_s)
@@ -153,6 +152,17 @@ class SplitRequest:
         self._close_prefill(Outcome.OK, now_s)
         if not concurrent:
             self.send_decode(now_s)
+
+    @staticmethod
+    def _ban(node: Node, now_s: float) -> None:
+        """Let a node prefill for no other one for a while."""
+        if not node.no_transfer_until_s:
+            log.warning(
+                "kv_transfer_missing",
+                "The node's answer has no KV transfer parameters. Check that its engine has a KV connector.",
+                node=node.name,
+            )
+        node.no_transfer_until_s = now_s + UNSUPPORTED_S
 
     def prefill_refused(self, reason: str, now_s: float) -> None:
         """No process listens at the prefill node's address."""
