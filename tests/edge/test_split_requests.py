@@ -234,13 +234,26 @@ async def test_a_decode_node_that_closes_before_its_first_token_is_retried_from_
         assert (await asking).status == 502 and len(prefill.seen) == 2
 
 
-@pytest.mark.parametrize("status", [400, 500, 503])
+@pytest.mark.parametrize("status", [400, 422, 429, 500, 503])
 async def test_an_error_of_the_decode_node_alone_reaches_the_client(status: int) -> None:
     async with scripted_fleet() as (r, _prefill, decode):
         decode.behave = script(http_response(b'{"error":{}}', status=status))
         response = await r.request(post(chat(LONG)))
-        assert response.status == (400 if status == 400 else 502 if status == 500 else 503)
-        assert len(decode.seen) == (2 if status == 500 else 1)
+        assert response.status == (502 if status == 500 else status)
+        assert len(decode.seen) == (1 if status in (429, 503) else 2)
+
+
+@pytest.mark.parametrize("status", [400, 422])
+async def test_parameters_that_the_decode_node_rejects_fail_no_request(status: int) -> None:
+    async with scripted_fleet() as (r, _prefill, decode):
+        rejecting, answering = script(http_response(b'{"error":{}}', status=status)), decode.behave
+
+        async def behave(*args: Any) -> Any:
+            return await (rejecting if b"kv_transfer_params" in decode.seen[-1].body else answering)(*args)
+
+        decode.behave = behave
+        assert (await r.request(post(chat(LONG)))).status == 200 and len(decode.seen) == 2
+        assert r.service.counters.split_requests == {"transfer_failed": 1}
 
 
 @pytest.mark.parametrize("answer", [b"", b"{", b"\xff" * 100, b'{"kv_transfer_params":' + b"[" * 5000])

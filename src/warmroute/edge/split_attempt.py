@@ -175,7 +175,7 @@ class DecodeAttempt(NodeAttempt):
     def response_started(
         self, head: ResponseHead, first: bytes, whole: bool, now_s: float
     ) -> Callable[[bytes], object] | None:
-        if head.status >= 500 and head.status != 503:
+        if self._is_about_the_transfer(head.status):
             self.connection = None
             self.split.transfer_failed(f"the decode node answered with HTTP status {head.status}", now_s)
             return None
@@ -186,6 +186,13 @@ class DecodeAttempt(NodeAttempt):
         if not self._hold(first) and not whole:
             return self._receive
         return self._release(whole, now_s)
+
+    def _is_about_the_transfer(self, status: int) -> bool:
+        """Whether the node may answer otherwise to the request alone. The parameters may be what it rejects; but a node
+        that cannot prefill has no other way."""
+        if status >= 500:
+            return status != 503
+        return status >= 400 and status != 429 and not self.ticket.node.needs_partner
 
     def _hold(self, data: bytes) -> bool:
         """Keep these bytes. Return whether the first token is among them."""
