@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from routing_harness import RoutingHarness, explained, prompt
 
@@ -213,3 +214,15 @@ def test_a_node_of_an_unknown_engine_takes_part_in_no_pair() -> None:
         harness.node(name).engine = "vllm"
         harness.fleet.transfers_changed(harness.node(name))
     assert pair_of(harness.choose(prompt(30_000))) == ("p0", "d0")
+
+
+def test_a_changed_configuration_keeps_the_detected_engine() -> None:
+    harness = PairHarness(engine="auto")
+    node = harness.node("d0")
+    node.engine = "sglang"
+    node.update_config(msgspec.structs.replace(node.config, usd_per_hour=2.0))
+    assert node.engine == "sglang" and node.needs_partner
+    node.update_config(msgspec.structs.replace(node.config, engine="vllm"))
+    assert node.engine == "vllm"
+    node.update_config(msgspec.structs.replace(node.config, engine="auto"))
+    assert node.engine == "auto", "to be detected again"

@@ -150,7 +150,9 @@ class Node(NodeState):
 
     def update_config(self, config: NodeConfig) -> None:
         """Take over a changed configuration of the same endpoint. What the router learned about it stays."""
+        detected = self.engine if config.engine == self.config.engine else config.engine
         self._apply_config(config)
+        self.engine = detected
         if config.models:
             self.models = config.models
 
