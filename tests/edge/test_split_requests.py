@@ -234,13 +234,26 @@ async def test_a_decode_node_that_closes_before_its_first_token_is_retried_from_
         assert (await asking).status == 502 and len(prefill.seen) == 2
 
 
-@pytest.mark.parametrize("status", [400, 500, 503])
+@pytest.mark.parametrize("status", [400, 422, 429, 500, 503])
 async def test_an_error_of_the_decode_node_alone_reaches_the_client(status: int) -> None:
     async with scripted_fleet() as (r, _prefill, decode):
         decode.behave = script(http_response(b'{"error":{}}', status=status))
         response = await r.request(post(chat(LONG)))
-        assert response.status == (400 if status == 400 else 502 if status == 500 else 503)
-        assert len(decode.seen) == (2 if status == 500 else 1)
+        assert response.status == (502 if status == 500 else status)
+        assert len(decode.seen) == (1 if status in (429, 503) else 2)
+
+
+@pytest.mark.parametrize("status", [400, 422])
+async def test_parameters_that_the_decode_node_rejects_fail_no_request(status: int) -> None:
+    async with scripted_fleet() as (r, _prefill, decode):
+        rejecting, answering = script(http_response(b'{"error":{}}', status=status)), decode.behave
+
+        async def behave(*args: Any) -> Any:
+            return await (rejecting if b"kv_transfer_params" in decode.seen[-1].body else answering)(*args)
+
+        decode.behave = behave
+        assert (await r.request(post(chat(LONG)))).status == 200 and len(decode.seen) == 2
+        assert r.service.counters.split_requests == {"transfer_failed": 1}
 
 
 @pytest.mark.parametrize("answer", [b"", b"{", b"\xff" * 100, b'{"kv_transfer_params":' + b"[" * 5000])
@@ -249,3 +262,24 @@ async def test_a_hostile_prefill_node_fails_no_request(answer: bytes) -> None:
         prefill.behave = script(http_response(answer))
         assert (await r.request(post(chat(LONG)))).status == 200
         assert b"kv_transfer_params" not in decode.seen[0].body
+
+
+async def test_a_node_with_a_role_whose_engine_is_unknown_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with engines(2) as [prefill, decode]:
+        prefill.metrics = script(http_response(b"", content_type=b"text/plain"))
+        nodes = {"url": prefill.url, "role": "prefill"}, {"url": decode.url, "role": "decode"}
+        async with router(*nodes, **ALWAYS, polling={"interval_s": 0.05}) as r:
+            await until(lambda: "kv_transfer_engine_unknown" in caplog.text)
+            await asyncio.sleep(0.2)
+            assert caplog.text.count("kv_transfer_engine_unknown") == 1
+            assert (await r.request(post(chat(LONG)))).status == 200 and not prefill.seen
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "length", None, 5])
+async def test_a_prefill_node_whose_answer_ends_with_its_first_token_is_asked_again(finish_reason: Any) -> None:
+    async with scripted_fleet() as (r, prefill, _decode):
+        body = {"choices": [{"index": 0, "finish_reason": finish_reason}], "kv_transfer_params": None}
+        prefill.behave = script(http_response(json.dumps(body).encode()))
+        for _ in range(2):
+            assert (await r.request(post(chat(LONG)))).status == 200
+        assert len(prefill.seen) == (2 if finish_reason == "stop" else 1)

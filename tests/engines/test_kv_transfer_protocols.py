@@ -97,3 +97,19 @@ def test_which_requests_may_be_split(fields: dict[str, Any], expected: bool) -> 
     assert may_split(CHAT.encode(), body, outline_body(body)) is expected
     assert not may_split(b"/v1/messages", body, outline_body(body))
     assert not may_split(CHAT.encode(), body, None)
+
+
+def answer_with(engine: str, params: bytes, ids: bytes = b"[1]") -> bytes:
+    if engine == "vllm":
+        return b'{"kv_transfer_params":%b}' % params
+    choice = b'{"finish_reason":"length","disaggregated_params":%b}' % params
+    return b'{"choices":[%b],"prompt_token_ids":%b}' % (choice, ids)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "trtllm"])
+def test_parameters_are_valid_and_of_a_limited_size(engine: str) -> None:
+    assert bodies(engine, answer_with(engine, b'{"a":"%b"}' % (b"x" * 1_000_000)))[1] is not None
+    assert bodies(engine, answer_with(engine, b'{"a":"%b"}' % (b"x" * 1_100_000)))[1] is None
+    for params in (b'{"a":"\xff"}', b'{"\xff":1}', b'{"a":"\xed\xa0\x80"}', b'{"a":%b}' % (b"[" * 5000)):
+        assert bodies(engine, answer_with(engine, params))[1] is None
+    assert bodies("trtllm", answer_with("trtllm", b'{"a":1}', b'["\xff"]'))[1] is None

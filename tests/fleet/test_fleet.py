@@ -20,7 +20,8 @@ HEALTH = HealthConfig()
 
 
 def config(name: str, *models: str, role: str = "mixed", url: str = "") -> NodeConfig:
-    return NodeConfig(url=url or f"http://{name}:1", name=name, models=models, role=role)  # type: ignore[arg-type]
+    url = url or f"http://{name}:1"
+    return NodeConfig(url=url, name=name, models=models, role=role, engine="vllm")  # type: ignore[arg-type]
 
 
 def fleet_of(*configs: NodeConfig) -> Fleet:

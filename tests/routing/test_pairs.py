@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from routing_harness import RoutingHarness, explained, prompt
 
@@ -178,3 +179,50 @@ def test_transfer_speeds_are_learned_within_bounds() -> None:
     for _ in range(1000):
         speed.learn(10_000, -5.0)
     assert 0.0 < speed.ms_per_token < 0.01
+
+
+def test_both_nodes_of_a_pair_run_the_same_engine() -> None:
+    harness = PairHarness(prefill=0, pricing=Pricing(split="always"))
+    harness.add("s0", 400_000, role="prefill", engine="sglang")
+    assert pair_of(harness.choose(prompt(30_000))) == (None, "d0")
+    harness.add("p0", 400_000, role="prefill", engine="vllm")
+    assert pair_of(harness.choose(prompt(30_000))) == ("p0", "d0")
+
+
+def test_the_trial_request_of_a_prefill_node_is_one_for_its_engine() -> None:
+    harness = PairHarness(pricing=Pricing(split="always"))
+    node = harness.add("s0", 400_000, role="prefill", engine="sglang")
+    for _ in range(20):
+        harness.close(Ticket(node, harness.now_s), Outcome.FAILED)
+    harness.advance(1000.0)
+    harness.fleet.check_passed(node, harness.now_s)
+    assert node.health.state.value == "half_open"
+    assert pair_of(harness.choose(prompt(30_000))) == ("p0", "d0")
+
+
+def test_cheaper_prefill_nodes_of_another_engine_hide_no_partner() -> None:
+    harness = PairHarness(engine="sglang")
+    for number in range(6):
+        harness.warm(harness.add(f"v{number}", 400_000, role="prefill", engine="vllm"), prompt(30_000, 1))
+    assert pair_of(harness.choose(prompt(30_000, 1))) == ("p0", "d0")
+
+
+def test_a_node_of_an_unknown_engine_takes_part_in_no_pair() -> None:
+    harness = PairHarness(engine="auto", pricing=Pricing(split="always"))
+    assert pair_of(harness.choose(prompt(30_000))) == (None, "d0")
+    for name in ("p0", "d0"):
+        harness.node(name).engine = "vllm"
+        harness.fleet.transfers_changed(harness.node(name))
+    assert pair_of(harness.choose(prompt(30_000))) == ("p0", "d0")
+
+
+def test_a_changed_configuration_keeps_the_detected_engine() -> None:
+    harness = PairHarness(engine="auto")
+    node = harness.node("d0")
+    node.engine = "sglang"
+    node.update_config(msgspec.structs.replace(node.config, usd_per_hour=2.0))
+    assert node.engine == "sglang" and node.needs_partner
+    node.update_config(msgspec.structs.replace(node.config, engine="vllm"))
+    assert node.engine == "vllm"
+    node.update_config(msgspec.structs.replace(node.config, engine="auto"))
+    assert node.engine == "auto", "to be detected again"

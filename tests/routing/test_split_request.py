@@ -9,6 +9,7 @@ from attempt_harness import AttemptHarness, NotingDriver
 
 from warmroute.config import Hedging, Pricing
 from warmroute.fleet.node import Node, Outcome
+from warmroute.fleet.ticket import Ticket
 from warmroute.routing.attempts import Attempts
 from warmroute.routing.pair_dispatch import DecodeDispatch
 from warmroute.routing.split_request import SplitRequest
@@ -231,3 +232,125 @@ def test_sglang_gets_both_requests_at_once_and_another_prefill_node_after_a_fail
         attempts.split.prefill_failed(Outcome.FAILED, "HTTP status 500", harness.now_s)
     assert attempts.done and driver.error is not None
     harness.assert_all_counters_are_zero()
+
+
+def test_a_decode_node_that_fails_after_a_prefill_node_leaves_no_prefill_behind() -> None:
+    harness = SplitHarness(prefill=3, decode=2, engine="sglang")
+    attempts, driver, split = harness.split()
+    split.prefill_failed(Outcome.FAILED, "HTTP status 500", harness.now_s)
+    second = attempts.split
+    assert second is not None and second is not split
+    attempts.node_failed(Outcome.FAILED, "HTTP status 500", harness.now_s)
+    third = attempts.split
+    assert third is not None and third is not second and second.prefill_node is None
+    assert driver.events.count("withdraw prefill") == 2
+    second.prefill_failed(Outcome.FAILED, "late", harness.now_s)
+    assert attempts.split is third and third.prefill_node is not None
+    third.prefill_ended(b"{}", None, harness.now_s)
+    harness.finish(attempts)
+
+
+@pytest.mark.parametrize("prefilled", [False, True])
+def test_a_mixed_node_that_prefilled_decodes_alone_after_a_failure(prefilled: bool) -> None:
+    harness = SplitHarness(prefill=0, decode=1)
+    node = harness.add("x0", 400_000, engine="vllm")
+    node.kv_connector = True
+    harness.fleet.transfers_changed(node)
+    for _ in range(20):  # x0 is as good a decode node, and never with itself
+        attempts, driver, split = harness.split()
+        assert (split.pair.prefill_node.name, attempts.ticket.node.name) == ("x0", "d0")
+        if prefilled:
+            split.prefill_ended(TRANSFER, None, harness.now_s)
+            split.decode_sent = False
+        attempts.node_failed(Outcome.BUSY, "HTTP status 503", harness.now_s)
+        assert driver.sent[-1] == "x0" and not isinstance(attempts.ticket, DecodeDispatch)
+        assert split.prefill_node is None and attempts.split is split and split.transfer is None
+        harness.finish(attempts)
+
+
+def with_mixed(prefill: int = 1) -> SplitHarness:
+    """SGLang nodes: d0 and d1 need a prefill node, x0 does not."""
+    harness = SplitHarness(prefill=prefill, decode=2, engine="sglang")
+    harness.add("x0", 400_000, engine="sglang")
+    return harness
+
+
+def test_a_request_that_may_not_be_split_never_fails_over_to_a_node_that_needs_a_partner() -> None:
+    harness = with_mixed()
+    attempts, driver = harness.start(2000)
+    assert driver.sent == ["x0"]
+    harness.fail(attempts)
+    assert driver.sent == ["x0"] and attempts.done and driver.error is not None
+    harness.assert_all_counters_are_zero()
+
+
+def test_a_request_that_fails_over_to_a_node_that_needs_a_partner_gets_one() -> None:
+    harness = with_mixed()
+    for name in ("d0", "d1"):
+        harness.fleet.drain(name)
+    attempts, driver = harness.start(2000, may_split=True)
+    assert driver.sent == ["x0"] and attempts.split is None
+    for name in ("d0", "d1"):
+        harness.fleet.drain(name, False)
+    harness.fail(attempts)
+    assert attempts.split is not None and driver.events[-1] == f"prefill p0 for {attempts.ticket.node.name}"
+    attempts.split.prefill_ended(b"{}", None, harness.now_s)
+    harness.finish(attempts)
+
+
+def test_a_node_that_needs_a_partner_is_no_hedge() -> None:
+    harness = with_mixed()
+    attempts, driver = harness.start(2000)
+    assert driver.sent == ["x0"] and not attempts.send_hedge(harness.now_s)
+    attempts.request.may_split = True
+    assert not attempts.send_hedge(harness.now_s)
+    harness.finish(attempts)
+
+
+@pytest.mark.parametrize("may_split", [False, True])
+def test_the_trial_request_of_a_node_that_needs_a_partner_has_one(may_split: bool) -> None:
+    harness = with_mixed()
+    harness.fleet.drain("d1")
+    node = harness.node("d0")
+    for _ in range(20):
+        harness.close(Ticket(node, harness.now_s), Outcome.FAILED)
+    harness.advance(1000.0)
+    harness.fleet.check_passed(node, harness.now_s)
+    assert node.health.state.value == "half_open"
+    attempts, driver = harness.start(2000, may_split=may_split)
+    assert driver.sent == (["d0"] if may_split else ["x0"]) and (attempts.split is not None) is may_split
+    attempts.abandon(harness.now_s)
+
+
+def test_a_node_that_needs_a_partner_gets_nothing_without_one() -> None:
+    harness = with_mixed()
+    harness.fleet.drain("x0")
+    attempts, driver, split = harness.split()
+    harness.fleet.drain("x0", False)
+    split.prefill_failed(Outcome.FAILED, "HTTP status 500", harness.now_s)
+    assert driver.sent[1:] == ["x0"], "no other prefill node is left"
+    harness.finish(attempts)
+
+
+def test_a_request_that_the_decode_node_rejects_teaches_no_prefill_speed() -> None:
+    harness = SplitHarness(decode=1, engine="sglang")
+    attempts, driver, split = harness.split(20_000)
+    harness.advance(0.001)
+    assert attempts.response_started(400, None, harness.now_s)
+    attempts.response_ended(None, harness.now_s)
+    prefill = harness.node("p0")
+    assert "withdraw prefill" in driver.events and split.prefill_node is None
+    assert prefill.speed.answers == 0 and prefill.outcomes[Outcome.CANCELLED] == 1
+    assert not harness.counters.split_requests
+    harness.assert_all_counters_are_zero()
+
+
+@pytest.mark.parametrize("finish_reason", [None, "length", "stop"])
+def test_an_answer_that_ends_with_its_first_token_needs_no_parameters(finish_reason: str | None) -> None:
+    harness = SplitHarness()
+    attempts, driver, split = harness.split()
+    split.prefill_ended(None, None, harness.now_s, finish_reason)
+    assert driver.sent == [attempts.ticket.node.name]
+    harness.finish(attempts)
+    again = harness.start(may_split=True)[0]
+    assert (again.split is not None) is (finish_reason == "stop")

@@ -33,6 +33,22 @@ _ERROR_EVENT: Final = re.compile(rb'(?m)^data:[ \t]*\{[ \t]*"error"')
 _NOT_YET: Final[Any] = None
 
 
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
+def _finish_reason(body: bytes) -> str | None:
+    try:
+        choices = msgspec.json.decode(body, type=_Answer).choices
+    except (ValueError, RecursionError):
+        return None
+    return choices[0].finish_reason if choices else None
+
+
 class PrefillAttempt(msgspec.Struct, eq=False):
     """Implements node_connection.ResponseHandler."""
 
@@ -128,13 +144,15 @@ class PrefillAttempt(msgspec.Struct, eq=False):
         if self._withdrawn:
             return
         body, self._received = b"".join(self._received), []
-        usage = transfer = None
+        usage = transfer = finish_reason = None
         if self._readable:
             usage = read_usage(body)
             if usage is not None:
                 usage = self._split.prefill_ticket.node.reported.usage(*usage)
             transfer = self._transfer.read_transfer(body)
-        self._split.prefill_ended(transfer, usage, now_s)
+            if transfer is None:
+                finish_reason = _finish_reason(body)
+        self._split.prefill_ended(transfer, usage, now_s, finish_reason)
 
     def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
         self._connection = None
@@ -157,7 +175,7 @@ class DecodeAttempt(NodeAttempt):
     def response_started(
         self, head: ResponseHead, first: bytes, whole: bool, now_s: float
     ) -> Callable[[bytes], object] | None:
-        if head.status >= 500 and head.status != 503:
+        if self._is_about_the_transfer(head.status):
             self.connection = None
             self.split.transfer_failed(f"the decode node answered with HTTP status {head.status}", now_s)
             return None
@@ -168,6 +186,13 @@ class DecodeAttempt(NodeAttempt):
         if not self._hold(first) and not whole:
             return self._receive
         return self._release(whole, now_s)
+
+    def _is_about_the_transfer(self, status: int) -> bool:
+        """Whether the node may answer otherwise to the request alone. The parameters may be what it rejects; but a node
+        that cannot prefill has no other way."""
+        if status >= 500:
+            return status != 503
+        return status >= 400 and status != 429 and not self.ticket.node.needs_partner
 
     def _hold(self, data: bytes) -> bool:
         """Keep these bytes. Return whether the first token is among them."""

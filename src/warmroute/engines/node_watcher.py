@@ -59,6 +59,7 @@ class NodeWatcher:
         self._kv_clients: dict[Node, KvEventClient] = {}
         self._served: dict[Node, ServedModels] = {}
         self._checked: set[Node] = set()
+        self._warned_engine: set[Node] = set()
         """Nodes whose first health check has passed or failed."""
 
     def reconfigure(self, config: Config) -> None:
@@ -86,6 +87,7 @@ class NodeWatcher:
             task.cancel()
         self._served.pop(node, None)
         self._checked.discard(node)
+        self._warned_engine.discard(node)
         client = self._kv_clients.pop(node, None)
         if client is not None:
             client.close()
@@ -195,9 +197,21 @@ class NodeWatcher:
             polling = self._config.polling
             if node.health.state is not HealthState.DOWN:
                 await self._request_load(node)
+                self._warn_of_unknown_engine(node)
             node.drop_stale_load(polling.stale_s, self._now())
             node.decay_latency(self._now())
             await self._pause(polling.interval_s)
+
+    def _warn_of_unknown_engine(self, node: Node) -> None:
+        """Once the node was asked for its models and its metrics: a node in a pair needs its engine's protocol."""
+        if node.engine != "auto" or node.role == "mixed" or node not in self._checked or node in self._warned_engine:
+            return
+        self._warned_engine.add(node)
+        log.warning(
+            "kv_transfer_engine_unknown",
+            "The node has a role, but takes part in no pair: its engine is not known. Set `engine` in [[nodes]].",
+            node=node.name,
+        )
 
     async def _request_load(self, node: Node) -> None:
         for path in metrics_paths(node.engine):

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
+from warmroute.fleet.kv_transfer_protocol import MAX_PARAMETERS_BYTES
 from warmroute.fleet.node import Node
 
 _CONTEXT_ONLY: Final = b'{"request_type":"context_only"}'
@@ -60,11 +61,14 @@ class TrtllmKvTransfer:
     def read_transfer(self, response: bytes) -> bytes | None:
         try:
             found = msgspec.json.decode(response, type=_Response)
-        except (msgspec.DecodeError, RecursionError):
+            ids = found.prompt_token_ids if bytes(found.prompt_token_ids).startswith(b"[") else _NULL
+            msgspec.json.decode(ids)  # the decode node gets these bytes: all of them have to be valid
+        except (ValueError, RecursionError):
             return None
         choice = found.choices[0] if len(found.choices) == 1 else None
         if choice is None or not choice.disaggregated_params or choice.finish_reason not in _UNFINISHED:
             return None
-        params = {**choice.disaggregated_params, "request_type": "generation_only"}
-        ids = found.prompt_token_ids if bytes(found.prompt_token_ids).startswith(b"[") else _NULL
-        return msgspec.json.encode(_Transfer(msgspec.Raw(msgspec.json.encode(params)), ids))
+        params = msgspec.json.encode({**choice.disaggregated_params, "request_type": "generation_only"})
+        if len(params) > MAX_PARAMETERS_BYTES:
+            return None
+        return msgspec.json.encode(_Transfer(msgspec.Raw(params), ids))

@@ -16,6 +16,7 @@ from typing import Final
 
 import msgspec
 
+from warmroute.fleet.kv_transfer_protocol import MAX_PARAMETERS_BYTES
 from warmroute.fleet.node import Node
 
 _DO_REMOTE_DECODE: Final = b'{"do_remote_decode":true,"do_remote_prefill":false}'
@@ -37,9 +38,12 @@ class VllmKvTransfer:
     def read_transfer(self, response: bytes) -> bytes | None:
         try:
             transfer = bytes(msgspec.json.decode(response, type=_Response).kv_transfer_params)
-        except (msgspec.DecodeError, RecursionError):
+            if len(transfer) > MAX_PARAMETERS_BYTES:
+                return None
+            params = msgspec.json.decode(transfer)  # the decode node gets these bytes: all of them have to be valid
+        except (ValueError, RecursionError):
             return None
-        return transfer if transfer.startswith(b"{") and transfer != b"{}" else None
+        return transfer if params and isinstance(params, dict) else None
 
 
 def one_token_fields(fields: Container[str]) -> dict[str, bytes]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from typing import Protocol
+from typing import Final, Protocol
 
 from warmroute.fleet.node import Node
+
+MAX_PARAMETERS_BYTES: Final = 1 << 20
+"""Longer parameters of a prefill node are ignored. Block ids of 100,000 tokens take about 50 KB."""
 
 
 class KvTransfer(Protocol):
@@ -20,4 +23,4 @@ class KvTransfer(Protocol):
         """`transfer`: what `read_transfer` returned; None if the protocol sends both requests at the same time."""
 
     def read_transfer(self, response: bytes) -> bytes | None:
-        """Return what the prefill node's response says about its KV cache; None if it says nothing."""
+        """Return what the prefill node's response says about its KV cache; None if it says nothing valid."""

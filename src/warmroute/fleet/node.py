@@ -150,7 +150,9 @@ class Node(NodeState):
 
     def update_config(self, config: NodeConfig) -> None:
         """Take over a changed configuration of the same endpoint. What the router learned about it stays."""
+        detected = self.engine if config.engine == self.config.engine else config.engine
         self._apply_config(config)
+        self.engine = detected
         if config.models:
             self.models = config.models
 
@@ -162,12 +164,14 @@ class Node(NodeState):
 
     @property
     def transfers_kv(self) -> bool:
-        """Whether the node can be one of a pair: it has a role, or its engine says so."""
+        """Whether the node can be one of a pair: it has a role, or its engine says so; and it is known which engine."""
+        if self.engine == "auto":
+            return False
         return self.role != "mixed" or (self.kv_connector and self.engine not in NEEDS_PARTNER)
 
     @property
     def prefills_for_others(self) -> bool:
-        return self.role == "prefill" or (self.role == "mixed" and self.transfers_kv)
+        return self.role != "decode" and self.transfers_kv
 
     @property
     def needs_partner(self) -> bool:

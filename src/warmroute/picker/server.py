@@ -155,7 +155,12 @@ class PickerServer:
         for other in (decision.node, *decision.fallbacks()):
             if len(named) == most:
                 break
-            if other is node or (subset is not None and other.name not in subset) or self._api_key(other) != key:
+            if (
+                other is node
+                or other.needs_partner
+                or (subset is not None and other.name not in subset)
+                or self._api_key(other) != key
+            ):
                 continue
             if other.role == "prefill" or other.needs_partner:  # it cannot serve a whole request
                 continue

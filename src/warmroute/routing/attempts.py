@@ -163,8 +163,14 @@ class Attempts(msgspec.Struct, eq=False):
     # One node after another.
 
     def _try(self, decision: Decision, node: Node, now_s: float) -> None:
-        splits = decision.pair is not None or self.split is not None
+        needs_partner = node.needs_partner
+        splits = decision.pair is not None or self.split is not None or needs_partner
         if splits and try_pair(self, self._dispatcher, decision, node, now_s):
+            return
+        if needs_partner:
+            self.ticket = self._dispatcher.router.dispatch(decision, node, now_s, DecodeDispatch)
+            self.tried += 1
+            self.node_failed(Outcome.BUSY, "no prefill node is available", now_s)
             return
         self.ticket = self._dispatcher.router.dispatch(decision, node, now_s)
         self.tried += 1
@@ -286,7 +292,7 @@ class Attempts(msgspec.Struct, eq=False):
         """Send the request to a second node. Return False if none is up and has room."""
         dispatcher, node = self._dispatcher, self.ticket.node
         has_room = dispatcher.admission.has_room
-        other = self._other_node(now_s, lambda other: other is not node and has_room(other))
+        other = self._other_node(now_s, lambda o: o is not node and not o.needs_partner and has_room(o))
         if other is None:
             return False
         self.hedge = dispatcher.router.dispatch(self._get_failover().decision, other, now_s)
@@ -369,7 +375,7 @@ class Attempts(msgspec.Struct, eq=False):
         if self.hedge is not None:
             self._withdraw_hedge(now_s)
         if self.split is not None:
-            self.split.response_started(now_s)
+            self.split.response_started(status, now_s)
         self.answering = True
         self.status = status
         return True

@@ -1,7 +1,8 @@
 """Which node a request is sent to after one has failed, and which error its client gets if all have. No I/O.
 
     order   the decision's fallbacks; then nodes that came up meanwhile; then those that are only suspected to be down
-    never   draining nodes, nodes that are confirmed down, and nodes that failed at this request before
+    never   draining nodes, nodes that are confirmed down, nodes that failed at this request before, and nodes that
+            need a prefill node if the request may not be split
 
 A node that is busy (429, or 503 with `Retry-After`) is asked last for as long as its `Retry-After` says. After
 MAX_BUSY_ANSWERS such answers to one request it is not asked at all, so that an overloaded fleet does not also get every
@@ -83,21 +84,21 @@ class Failover:
             fallbacks.reverse()
         while fallbacks:
             node = fallbacks.pop()
-            if node.health.state is HealthState.UP and self._may_try(node, now_s):
+            if node.health.state is HealthState.UP and self._may_try(node, request, now_s):
                 return node
         return self._from_new_decision(router, request, lookup, now_s)
 
     def _from_new_decision(
         self, router: Router, request: RoutingRequest, lookup: Lookup | None, now_s: float
     ) -> Node | None:
-        last = [node for node in router.usable_nodes(request) if self._may_try(node, now_s)]
+        last = [node for node in router.usable_nodes(request) if self._may_try(node, request, now_s)]
         if not last:
             return None
         try:
             decision = self.decision = router.decide(request, now_s, lookup)
         except RoutingError:
             return None
-        ranked = (node for node in (decision.node, *decision.fallbacks()) if self._may_try(node, now_s))
+        ranked = (node for node in (decision.node, *decision.fallbacks()) if self._may_try(node, request, now_s))
         return next(ranked, last[0])
 
     def other_node(
@@ -111,7 +112,7 @@ class Failover:
         """Return a node that is up and that the request was not sent to, by a new decision; None if there is none."""
 
         def may_try(node: Node) -> bool:
-            return node.health.state is HealthState.UP and self._may_try(node, now_s) and accepts(node)
+            return node.health.state is HealthState.UP and self._may_try(node, request, now_s) and accepts(node)
 
         if self._is_late(request, now_s) or not any(map(may_try, router.usable_nodes(request))):
             return None
@@ -124,11 +125,12 @@ class Failover:
             self.decision, self._fallbacks = decision, None
         return node
 
-    def _may_try(self, node: Node, now_s: float) -> bool:
+    def _may_try(self, node: Node, request: RoutingRequest, now_s: float) -> bool:
         return (
             not node.draining
             and not node.health.confirmed_down
             and node not in self.failed
+            and (request.may_split or not node.needs_partner)
             and (self._busy < MAX_BUSY_ANSWERS or node.busy_until_s <= now_s)
         )
 

@@ -19,6 +19,7 @@ Short prompts disturb nobody: they fit into a step of the batch, or make one gap
 The cheapest of all wins: short or cached prompts stay on the decode node because that is cheaper, and nobody sets a
 threshold. Only the best few nodes of each side are combined. Where no node of a model has a role, none of this runs.
 
+Both nodes of a pair run the same engine, and the router knows which: engines have different protocols.
 A decode node of an engine that cannot prefill there (NEEDS_PARTNER) always gets a prefill node.
 """
 
@@ -102,18 +103,23 @@ class Pairs:
         never = policy.split == "never" and not decision.node.needs_partner
         if never or query.lookup.special is not None:  # several prompts, or one that the engine truncates
             return self._without_partner(decision, query, policy)
-        trial = next((node for node in group.half_open_prefill if node.needs_trial_request), None)
+        engine = decision.node.engine
+        trial = next((n for n in group.half_open_prefill if n.needs_trial_request and n.engine == engine), None)
         if trial is not None:
             prefill_nodes = Candidates((trial,))
         elif any(node.no_transfer_until_s > query.now_s for node in prefill_nodes.nodes):
             prefill_nodes = Candidates([n for n in prefill_nodes.nodes if n.no_transfer_until_s <= query.now_s])
+        if len({node.engine for node in prefill_nodes.nodes}) > 1:  # the best few are those that can be combined
+            engines = {node.engine for node in decision.candidates if node.transfers_kv}
+            prefill_nodes = Candidates([node for node in prefill_nodes.nodes if node.engine in engines])
         if not prefill_nodes.nodes:
-            return decision
+            return self._by_load(decision, group) if decision.node.needs_partner else decision
         return self._by_price(decision, query, policy, prefill_nodes)
 
     def _by_load(self, decision: Decision, group: Group) -> Decision:
         """Find the least loaded prefill node for a decode node that needs one."""
-        nodes = _partners(decision.node, group.prefill_nodes.nodes) or group.half_open_prefill
+        nodes = _partners(decision.node, group.prefill_nodes.nodes)
+        nodes = nodes or _partners(decision.node, group.half_open_prefill)
         if not nodes:
             raise NoNodeAvailable(group.model)
         least = min([node.load for node in nodes])
@@ -148,7 +154,7 @@ class Pairs:
                 continue
             missing, needs_partner = max(0.0, d.row.new), d.node.needs_partner
             for p in prefill:
-                if p.node is d.node or (needs_partner and p.node.engine != d.node.engine):
+                if p.node is d.node or p.node.engine != d.node.engine:
                     continue
                 speed = speeds.between(p.node.island, d.node.island)
                 # Transfers from the same node share its network; those that end during the prefill delay nothing.

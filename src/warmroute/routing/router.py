@@ -124,6 +124,8 @@ class Router:
         for node in group.half_open:
             if subset is not None and node.name not in subset:
                 continue
+            if node.needs_partner and not request.may_split:
+                continue
             if node.needs_trial_request and (windows is None or windows.holds(node, tokens)):
                 return node
         return None

@@ -50,6 +50,8 @@ OUTCOMES: Final = (TRANSFERRED, PREFILL_FAILED, PREFILL_SLOW, NOT_SUPPORTED, TRA
 
 UNSUPPORTED_S: Final = 60.0
 """A node whose answer had no KV transfer parameters prefills for no other node for this time."""
+UNFINISHED: Final = (None, "length", "not_finished")
+"""How an answer ends that another node could continue. Else it ended with its first token: nothing is to transfer."""
 
 
 class Phase(enum.Enum):
@@ -117,23 +119,25 @@ class SplitRequest:
         self.decode_sent = True  # the driver clears it if it could not connect
         self._attempts.driver.send(self._attempts.ticket.node)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the request is still split this way. What the driver says about an earlier pair is ignored."""
+        return self._attempts.split is self
+
     # From the driver.
 
-    def prefill_ended(self, transfer: Any, usage: Usage | None, now_s: float) -> None:
-        """The prefill node has answered. `transfer`: None if its answer does not say where its KV cache is."""
-        if self.phase is not Phase.PREFILLING:
+    def prefill_ended(
+        self, transfer: Any, usage: Usage | None, now_s: float, finish_reason: str | None = None
+    ) -> None:  # fmt: skip
+        """The prefill node has answered. `transfer`: None if its answer does not say where its KV cache is.
+        `finish_reason`: that of an answer without `transfer`."""
+        if self.phase is not Phase.PREFILLING or not self.is_current:
             return
         ticket, concurrent = self.prefill_ticket, self._attempts.ticket.node.needs_partner
         if transfer is None and not concurrent:
             ticket.first_token(now_s)
-            node = ticket.node
-            if not node.no_transfer_until_s:
-                log.warning(
-                    "kv_transfer_missing",
-                    "The node's answer has no KV transfer parameters. Check that its engine has a KV connector.",
-                    node=node.name,
-                )
-            node.no_transfer_until_s = now_s + UNSUPPORTED_S
+            if finish_reason in UNFINISHED:
+                self._ban(ticket.node, now_s)
             self._fall_back(NOT_SUPPORTED, Outcome.OK, "no KV transfer parameters", now_s)
             return
         ticket.first_token(now_s)
@@ -149,20 +153,33 @@ class SplitRequest:
         if not concurrent:
             self.send_decode(now_s)
 
+    @staticmethod
+    def _ban(node: Node, now_s: float) -> None:
+        """Let a node prefill for no other one for a while."""
+        if not node.no_transfer_until_s:
+            log.warning(
+                "kv_transfer_missing",
+                "The node's answer has no KV transfer parameters. Check that its engine has a KV connector.",
+                node=node.name,
+            )
+        node.no_transfer_until_s = now_s + UNSUPPORTED_S
+
     def prefill_refused(self, reason: str, now_s: float) -> None:
         """No process listens at the prefill node's address."""
+        if not self.is_current:
+            return
         node = self.prefill_ticket.node
         self._dispatcher.fleet.check_failed(node, now_s, reason)
         if self.phase is Phase.PREFILLING and self.prefill_ticket.node is node:  # else it has left with the others
             self.prefill_failed(Outcome.FAILED, reason, now_s)
 
     def prefill_failed(self, outcome: Outcome, reason: str, now_s: float) -> None:
-        if self.phase is Phase.PREFILLING:
+        if self.phase is Phase.PREFILLING and self.is_current:
             self._fall_back(PREFILL_FAILED, outcome, reason, now_s)
 
     def transfer_failed(self, reason: str, now_s: float) -> None:
         """The decode node answered with an error, or the KV cache is gone. The client has received nothing."""
-        if self.phase is not Phase.OVER:
+        if self.phase is not Phase.OVER and self.is_current:
             self._fall_back(TRANSFER_FAILED, Outcome.CANCELLED, reason, now_s)
 
     # Nodes that go down, and nodes that hang.
@@ -220,8 +237,11 @@ class SplitRequest:
 
     # The end.
 
-    def response_started(self, now_s: float) -> None:
+    def response_started(self, status: int, now_s: float) -> None:
         if self.phase is Phase.OVER:
+            return
+        if status >= 400 and self.phase is Phase.PREFILLING:  # nothing was prefilled: it says nothing about speed
+            self.abandon(now_s)
             return
         if self.phase is Phase.PREFILLING:  # the decode node has the KV cache before the prefill node has answered
             self._attempts.driver.withdraw_prefill()
@@ -245,6 +265,7 @@ class SplitRequest:
         if self.phase is Phase.PREFILLING:
             self._attempts.driver.withdraw_prefill()
             self._close_prefill(Outcome.CANCELLED, now_s)
+        self.transfer = None
         self._is_over()
 
     def _is_over(self) -> None:
@@ -289,10 +310,18 @@ class SplitRequest:
 
 
 def try_pair(attempts: Attempts, dispatcher: Dispatcher, decision: Decision, node: Node, now_s: float) -> bool:
-    """Send a request to `node` and to a prefill node. Return False if `node` gets it alone."""
+    """Send a request to `node` and to a prefill node. Return False if there is none: then `node` gets the request
+    alone, or not at all if it needs a partner."""
+    if not attempts.request.may_split:
+        return False
     split, pair = attempts.split, decision.pair
     failed: tuple[Node, ...] = split.failed_prefill if split is not None else ()
-    if split is not None and not failed and node.transfers_kv:
+    if split is not None and node is split.pair.prefill_node:  # a mixed node: it has the prompt, and needs no transfer
+        split.failed_prefill = (*failed, node)
+        split.abandon(now_s)
+        return False
+    same_engine = split is not None and node.engine == split.pair.prefill_node.engine
+    if split is not None and not failed and node.transfers_kv and same_engine:
         if split.phase is Phase.PREFILLING and not node.needs_partner:  # only the decode node has failed
             split.reserve(node, now_s)
             return True
@@ -301,7 +330,6 @@ def try_pair(attempts: Attempts, dispatcher: Dispatcher, decision: Decision, nod
             split.send_decode(now_s)
             return True
         pair = Pair(split.pair.prefill_node, 0.0)
-        split.abandon(now_s)
     elif node is not decision.node:
         pair = None
     if pair is None or pair.prefill_node in failed or pair.prefill_node.health.confirmed_down:
@@ -311,5 +339,7 @@ def try_pair(attempts: Attempts, dispatcher: Dispatcher, decision: Decision, nod
                 split.abandon(now_s)
             return False
         pair = Pair(partner, 0.0)
+    if split is not None:
+        split.abandon(now_s)
     SplitRequest(attempts, dispatcher, decision, pair, failed).begin(node, now_s)
     return True

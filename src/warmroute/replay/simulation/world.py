@@ -92,6 +92,7 @@ class World:
             gpu=spec.profile.name,
             usd_per_hour=spec.usd_per_hour,
             role=spec.role,
+            engine="vllm",
         )
         views = tuple([replica.add(config, spec.adapters) for replica in self.replicas])
         sim = SimulatedNode(spec, views, self.conditions.island(spec.island).one_way_ms, self.calendar.now_ms)
