@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -135,6 +136,11 @@ async def test_explain_shows_a_past_decision(children: Children, tmp_path: Path)
         assert code == 0 and json.loads(out)["request_id"] == "first"
 
 
+def without_other(explanation: str) -> str:
+    """Two idle nodes without the prompt are alike: the sentence may name either."""
+    return re.sub(r"gpu-\d is idle", "another is idle", explanation)
+
+
 async def test_explain_predicts_the_decision_for_a_request(children: Children, tmp_path: Path) -> None:
     file = tmp_path / "request.json"
     file.write_text(json.dumps(question("And what is a chain of them?")))
@@ -150,12 +156,14 @@ async def test_explain_predicts_the_decision_for_a_request(children: Children, t
         assert would["node"] == home and would["cached_tokens"] > 100 and "outcome" not in would
         for _ in range(3):
             code, out, _ = await explain(r, "--request", str(file))
-            assert code == 0 and out.splitlines()[0] == would["explanation"] and f"→ {home}" in out.replace("  ", " ")
+            assert code == 0 and f"→ {home}" in out.replace("  ", " ")
+            assert without_other(out.splitlines()[0]) == without_other(would["explanation"])
         assert state_of(r) == before, "nothing changes"
         await ask(r, "real", "And what is a chain of them?")
         real = (await r.admin("GET", "/admin/decisions/real")).json
         real["explanation"] = real["explanation"].partition("; queued for ")[0]  # a busy machine may let it wait
-        for name in ("node", "explanation", "prompt_tokens", "cached_tokens", "policy", "reason", "candidate_count"):
+        assert without_other(real["explanation"]) == without_other(would["explanation"])
+        for name in ("node", "prompt_tokens", "cached_tokens", "policy", "reason", "candidate_count"):
             assert real[name] == would[name], name
 
 
