@@ -16,7 +16,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Changes with the meaning of a field. A process ignores messages of other versions."""
 PUBLISH_S: Final = 0.02
 """Shortest time between two messages of a process."""
