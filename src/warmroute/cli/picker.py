@@ -7,21 +7,16 @@ import asyncio
 from pathlib import Path
 from typing import Any, get_args
 
-import msgspec
 import uvloop
 
 from warmroute import config as configuration
 from warmroute.cli.arguments import port
-from warmroute.config import Config, ConfigError, NodeConfig, missing_extra
+from warmroute.cli.service_start import check_and_log, read_config
+from warmroute.config import missing_extra
 from warmroute.edge.process_limits import keep_freed_memory, raise_file_limit
-from warmroute.event_log import EventLog
 from warmroute.service import Service
 from warmroute.service.clients import EnvoyClients
 from warmroute.service.process_exit import leave
-from warmroute.service.startup_checks import check_startup
-from warmroute.telemetry import log as logs
-
-log = EventLog("warmroute.service")
 
 
 def add_to(commands: Any) -> None:
@@ -40,18 +35,12 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = read_config(args)
+    config = read_config(args, "picker")
     create = picker_factory()
-    report = check_startup(config)
-    if report.problems:
-        where = f"{args.config}: " if args.config else ""
-        raise ConfigError(*(where + problem for problem in report.problems))
-    logs.set_up(config.log)
-    for warning in report.warnings:
-        log.warning("config_warning", warning)
+    check_and_log(args, config)
     keep_freed_memory()
     raise_file_limit()
-    service = Service(lambda: read_config(args), args.config, create_picker=create)
+    service = Service(lambda: read_config(args, "picker"), args.config, create_picker=create)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(service.run_until_signal())
         leave()
@@ -74,19 +63,3 @@ def picker_factory() -> Any:
         )  # fmt: skip
 
     return create
-
-
-def read_config(args: argparse.Namespace) -> Config:
-    """Return the configuration of the file. Flags override it."""
-    config = configuration.load(args.config) if args.config else Config()
-    replace = msgspec.structs.replace
-    listen = {key: value for key, value in (("host", args.host), ("port", args.port)) if value is not None}
-    config = replace(config, picker=replace(config.picker, **listen))
-    if args.admin_port is not None:
-        config = replace(config, admin=replace(config.admin, port=args.admin_port))
-    if args.policy:
-        config = replace(config, routing=replace(config.routing, policy=args.policy))
-    if args.node:
-        config = replace(config, nodes=(*config.nodes, *(NodeConfig(url=url) for url in args.node)))
-    configuration.check(config)
-    return config

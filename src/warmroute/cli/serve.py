@@ -7,24 +7,19 @@ import asyncio
 from pathlib import Path
 from typing import Any, get_args
 
-import msgspec
 import uvloop
 
 from warmroute import config as configuration
 from warmroute.cli.arguments import port, whole
-from warmroute.config import Config, ConfigError, NodeConfig
+from warmroute.cli.service_start import check_and_log, read_config
+from warmroute.config import Config, ConfigError
 from warmroute.edge.process_limits import keep_freed_memory, raise_file_limit
-from warmroute.event_log import EventLog
 from warmroute.service import Service
 from warmroute.service.process_exit import leave
-from warmroute.service.startup_checks import check_startup
 from warmroute.service.workers.seat import take_seat
 from warmroute.service.workers.supervisor import Supervisor
 from warmroute.service.workers.worker import Worker
 from warmroute.service.workers.worker_process import worker_command
-from warmroute.telemetry import log as logs
-
-log = EventLog("warmroute.service")
 
 
 def add_to(commands: Any) -> None:
@@ -49,23 +44,17 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = read_config(args)
-    report = check_startup(config)
-    if report.problems:
-        where = f"{args.config}: " if args.config else ""
-        raise ConfigError(*(where + problem for problem in report.problems))
-    logs.set_up(config.log)
-    for warning in report.warnings:
-        log.warning("config_warning", warning)
+    config = read_config(args, "listen")
+    check_and_log(args, config)
     seat = take_seat()
     keep_freed_memory()
     raise_file_limit()
     if seat is None and (args.workers or 1) > 1:
         return _supervise(args, config)
     if seat is None:
-        service = Service(lambda: read_config(args), args.config)
-    else:
-        service = Service(lambda: read_config(args), worker=Worker(seat))  # the parent watches the configuration file
+        service = Service(lambda: read_config(args, "listen"), args.config)
+    else:  # the parent watches the configuration file
+        service = Service(lambda: read_config(args, "listen"), worker=Worker(seat))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(service.run_until_signal())
         leave()
@@ -81,24 +70,8 @@ def _supervise(args: argparse.Namespace, config: Config) -> int:
 
         async def supervise() -> int:
             supervisor = Supervisor(
-                lambda: read_config(args), args.config, args.workers, worker_command(args.own_arguments)
+                lambda: read_config(args, "listen"), args.config, args.workers, worker_command(args.own_arguments)
             )
             return await supervisor.run_until_signal()
 
         return runner.run(supervise())
-
-
-def read_config(args: argparse.Namespace) -> Config:
-    """Return the configuration of the file. Flags override it."""
-    config = configuration.load(args.config) if args.config else Config()
-    replace = msgspec.structs.replace
-    listen = {key: value for key, value in (("host", args.host), ("port", args.port)) if value is not None}
-    config = replace(config, listen=replace(config.listen, **listen))
-    if args.admin_port is not None:
-        config = replace(config, admin=replace(config.admin, port=args.admin_port))
-    if args.policy:
-        config = replace(config, routing=replace(config.routing, policy=args.policy))
-    if args.node:
-        config = replace(config, nodes=(*config.nodes, *(NodeConfig(url=url) for url in args.node)))
-    configuration.check(config)
-    return config

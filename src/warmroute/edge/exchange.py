@@ -344,15 +344,7 @@ class ProxyExchange(msgspec.Struct, eq=False):
     # From the client.
 
     def client_left(self) -> None:
-        attempts, proxy = self.attempts, self._proxy
-        if attempts.done:
-            return
-        self.release()
-        proxy.counters.disconnects += 1
-        if self.trace is not None:
-            self.trace.end(proxy.now(), attempts.status, client_left=True)
-        if attempts.tried and proxy.log_requests:
-            proxy.log_request(attempts, "client_left")
+        self._proxy.client_left(self)
 
     def release(self) -> None:
         """Give up what the request holds: its prompt, its connection to a node, its ticket."""

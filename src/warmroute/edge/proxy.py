@@ -329,6 +329,18 @@ class Proxy:
         if self.log_requests:
             log.info("request_rejected", request_id=request_id.decode("ascii"), status=error.status, reason=error.code)
 
+    def client_left(self, exchange: RequestExchange) -> None:
+        """End a request whose client has disconnected."""
+        attempts = exchange.attempts
+        if attempts.done:
+            return
+        exchange.release()
+        self.counters.disconnects += 1
+        if exchange.trace is not None:
+            exchange.trace.end(self.now(), attempts.status, client_left=True)
+        if attempts.tried and self.log_requests:
+            self.log_request(attempts, "client_left")
+
     def log_request(self, attempts: Attempts, ended: str) -> None:
         now_s, ticket, request = self.now(), attempts.ticket, attempts.request
         first_ms = (ticket.first_token_s - ticket.opened_s) * 1000.0 if ticket.first_token_s else None

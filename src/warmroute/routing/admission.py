@@ -49,14 +49,14 @@ from warmroute.routing.turns import Turns
 from warmroute.routing.waiting_guarantee import GRACE_S
 
 EXAMINED_PER_TENANT: Final = 8
-"""Queued requests of each tenant that admission examines when a node has room: so many of those that wait for this
-node, as many of all, and half as many of those with the oldest decisions."""
+"""Queued requests of each tenant that admission examines when a node has room: this number of those that wait for
+the node, as many of all, and half as many of those with the oldest decisions."""
 EXAMINED: Final = 64
 """The same for all tenants together. Of each tenant it examines at least one of each kind."""
 TICK_S: Final = 0.05
 """Time between two calls of `tick`. A request is rejected this much before it would miss its deadline."""
 FULL_CHECK_TICKS: Final = 20
-"""Every so many ticks admission checks each queued request, even if nothing calls for it."""
+"""Number of ticks after which admission checks each queued request, even if no event calls for it."""
 HITS_VALID_S: Final = 0.25
 """Time for which the looked-up hits of a queued request are used again."""
 

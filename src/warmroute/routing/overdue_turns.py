@@ -13,7 +13,7 @@ from warmroute.routing.queued_request import QueuedRequest
 from warmroute.routing.router import Router
 
 EXAMINED_OVERDUE: Final = 4
-"""Overdue requests that are examined: so many of the oldest, and as many of the oldest that wait for this node."""
+"""How many of the oldest overdue requests are examined, and how many of the oldest that wait for this node."""
 OVERDUE: Final = "its waiting guarantee came due"
 """Reason of a decision by which an overdue request gets its node."""
 

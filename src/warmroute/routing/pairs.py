@@ -14,10 +14,11 @@ term where some nodes have a role:
 
            + interference = INTERFERENCE_WEIGHT · (prefill work − TOLERATED_MS) [ms] · answers that the node is decoding
 
-Short prompts disturb nobody: they fit into a step of the batch, or make one gap that nobody notices.
+Short prompts delay no answer noticeably: they fit into a step of the batch, or make one short gap.
 
-The cheapest of all wins: short or cached prompts stay on the decode node because that is cheaper, and nobody sets a
-threshold. Only the best few nodes of each side are combined. Where no node of a model has a role, none of this runs.
+The cheapest of all wins: short or cached prompts stay on the decode node because that is cheaper, and there is no
+threshold to set. Only the best few nodes of each side are combined. Where no node of a model has a role, nothing of it
+runs.
 
 Both nodes of a pair run the same engine, and the router knows which: engines have different protocols.
 A decode node of an engine that cannot prefill there (NEEDS_PARTNER) always gets a prefill node.

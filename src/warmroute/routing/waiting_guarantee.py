@@ -1,4 +1,4 @@
-"""The guarantee of queued requests: none waits for ever, whatever its length and whoever else waits.
+"""The guarantee of queued requests: none waits for ever, whatever its length and whatever else waits.
 
 A request whose prefill takes w is due GRACE_S + PATIENCE × w after its arrival. If it still waits then, it is overdue.
 Overdue requests get, in the order of their arrival, at least SHARE of the prefill time of each node. So a request waits

@@ -22,8 +22,8 @@ from warmroute.scaling.scaling_decision import PaidNode
 
 MIN_KV_TOKENS: Final = 1024
 MAX_CONTEXT_STEPS: Final = 6.0
-"""A decode step reads the weights once and the KV cache of its context. A full cache is at most about so many times as
-large as the weights. With short answers the learned slope is mostly the prefills between their tokens, and too high."""
+"""A decode step reads the weights once and the KV cache of its context. A full cache is at most about this many times
+as large as the weights. With short answers the learned slope is mostly the prefills between tokens, and too high."""
 MIN_CPU_S: Final = 5.0
 MAX_INTERVALS: Final = 1.5
 """A search takes at most this many times `scaling.replay.interval_s`."""

@@ -33,7 +33,7 @@ log = EventLog("warmroute.scaling")
 
 MAX_AGE_INTERVALS: Final = 4.0
 PREDICT_EVERY: Final = 3
-"""One of so many searches also predicts the current fleet's TTFT, and says what a larger fleet would save."""
+"""One search in this many also predicts the current fleet's TTFT, and says what a larger fleet would save."""
 MAX_ERROR: Final = 2.0
 """Largest ratio of predicted and observed TTFT p90."""
 MATTERS: Final = 0.5

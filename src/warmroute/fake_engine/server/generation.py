@@ -230,7 +230,7 @@ class _ResponseWriter:
         self._role_sent = False
         self._cached_tokens = 0
         self.pin: Callable[[str, int], dict[str, Any]] | None = None
-        """Keeps the KV cache for another engine; None: nobody asked for it."""
+        """Keeps the KV cache for another engine; None: no request asked for it."""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def send_early(self, event: str) -> None:

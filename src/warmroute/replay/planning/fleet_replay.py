@@ -91,7 +91,7 @@ class FleetReplay:
 
 
 class _Hopeless:
-    """Whether so many first tokens are far over the limit, or will be, that the fleet cannot meet the objective."""
+    """Whether the first tokens that are, or will be, far over the limit are too many to meet the objective."""
 
     def __init__(self, world: World, objective: Objective, measured: int) -> None:
         self._world = world

@@ -20,7 +20,7 @@ from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 MEASURED_SHARE: Final = 0.6
 MIN_SIMULATED_NODES: Final = 4
-"""The sample is not thinned to less than so many nodes can serve: a small fleet queues more than a large one."""
+"""The sample has work for at least this many nodes: a small fleet queues more than a large one."""
 TREND_SPANS: Final = 10
 TREND_ERRORS: Final = 2.0
 """A trend counts minus this many standard errors, so that noise is no trend."""

@@ -3,7 +3,7 @@
 A capture states it (`follows`). In other traces a request follows the latest earlier one whose whole prompt it begins
 with, if
 
-1. the last full block of that prompt was new in it: a system prompt that many share links nobody, and
+1. the last full block of that prompt was new in it: a system prompt that many share connects no prompts, and
 2. it is longer by the answer at least, so that it can contain it, and
 3. both have the same session_id, if the trace has sessions.
 
