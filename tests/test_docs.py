@@ -28,6 +28,7 @@ from warmroute.monitoring.promql import samples_of
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing import routing_errors
 from warmroute.routing.routing_errors import NotAdmitted, RoutingError
+from warmroute.scaling.scaling_decision import PoolDecision
 from warmroute.scaling.scaling_service import ScalingStats
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.metric_definitions import METRICS

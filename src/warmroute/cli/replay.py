@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from warmroute.cli.arguments import fraction, number, output_file, several, whole
 from warmroute.cli.terminal import console, print_runs, progress_bar, write_json
 from warmroute.config import ConfigError
+from warmroute.config.node_settings import Role
 
 if TYPE_CHECKING:
     from warmroute.replay import Run, Setup
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from warmroute.replay.simulation.conditions import Conditions, NodeSpec
     from warmroute.replay.simulation.simulated_scaling import ScalingSetup
 
-Role = Literal["mixed", "prefill", "decode"]
 ROLES: tuple[Role, ...] = ("mixed", "prefill", "decode")
 
 EPILOG = """\

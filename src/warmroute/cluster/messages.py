@@ -118,6 +118,7 @@ class Demand(msgspec.Struct, frozen=True, array_like=True):
     counts: Annotated[tuple[Number, ...], Meta(max_length=64)]
     ttft: Annotated[tuple[Count, ...], Meta(max_length=MAX_TIMES)]
     latency: Annotated[tuple[Count, ...], Meta(max_length=MAX_TIMES)]
+    inter_token: Annotated[tuple[Count, ...], Meta(max_length=MAX_TIMES)] = ()
 
 
 class Update(msgspec.Struct, frozen=True, array_like=True):

@@ -211,7 +211,7 @@ class Router:
         demand_meter = self.demand_meter if kind is not DecodeDispatch else None
         if query is None or query.lookup is None:
             if demand_meter is not None:
-                demand_meter.record_sent(ASSUMED_PROMPT_TOKENS, 0.0, ASSUMED_PROMPT_TOKENS)
+                demand_meter.record_sent(ASSUMED_PROMPT_TOKENS, 0.0, ASSUMED_PROMPT_TOKENS, node.role == "prefill")
             return Ticket(node, now_s)
         request, lookup, cache_view = query.request, query.lookup, self._cache_view
         special, others = lookup.special, None
@@ -231,7 +231,7 @@ class Router:
         if kind is DecodeDispatch:
             new_work = 0.0
         if demand_meter is not None:
-            demand_meter.record_sent(tokens, tokens - int(new), new_work)
+            demand_meter.record_sent(tokens, tokens - int(new), new_work, node.role == "prefill")
             if self.hot is not None and prediction is not None:
                 self.hot.record(prediction.chain, prediction.cache.block_size, lookup, now_s)
         return kind(

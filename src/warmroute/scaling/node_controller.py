@@ -21,6 +21,7 @@ from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node
 from warmroute.index.hot_prefixes import HotPrefix
 from warmroute.scaling.autoscaler import Autoscaler
+from warmroute.scaling.fleet_observer import pool_of
 from warmroute.scaling.node_lifecycle import LifecycleEvent, LifecycleState, ManagedNode
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import new_token
@@ -126,7 +127,7 @@ class NodeController:
         self.refused += 1
         self._actuator.offer_failed(managed, reason)
         self.autoscaler.offers.back_off(managed.offer.key, reason, self._now())
-        self.autoscaler.scaler.request_failed()  # ends the cooldown: the next decision may request another node
+        self.autoscaler.request_failed(managed.offer)  # ends the cooldown: the next decision may request another node
 
     def join(self, managed: ManagedNode, node: Node, url: str) -> None:
         """The node has an address and is in the fleet, which checks its health from now on."""
@@ -147,21 +148,24 @@ class NodeController:
         """Yield what to prefill before the node serves, one after the other."""
         node = self.fleet_node(managed)
         for prefix in self.autoscaler.prefixes_to_prewarm(self._now()):
-            if node is None or managed.state is not LifecycleState.WARMING:
+            if node is None or managed.state is not LifecycleState.WARMING or node.needs_partner:
                 return
             yield node, prefix
 
     def drain_prefills(self, managed: ManagedNode) -> Iterator[tuple[Node, HotPrefix]]:
-        """Yield the hot prefixes that only this node holds, each with the least loaded node that stays. A machine that
-        its cloud reclaims has no time for it."""
-        if managed.reclaimed or self.fleet_node(managed) is None:
+        """Yield the hot prefixes that only this node holds, each with the least loaded node of its pool that stays. A
+        machine that its cloud reclaims has no time for it."""
+        leaving_node = self.fleet_node(managed)
+        if managed.reclaimed or leaving_node is None:
             return
+        pool = pool_of(leaving_node.role)
         for prefix in self.autoscaler.prefixes_to_move(managed.name, self._now()):
             leaving = self.autoscaler.draining_names
             staying = [
                 node
                 for node in self._fleet
                 if not node.draining and node.health.state is HealthState.UP and node.name not in leaving
+                if pool_of(node.role) == pool and not node.needs_partner
             ]
             if staying:
                 yield min(staying, key=lambda node: node.pending_work), prefix

@@ -6,6 +6,8 @@ from typing import Final
 
 import msgspec
 
+from warmroute.config.node_settings import Role
+from warmroute.config.scaling_settings import Pool
 from warmroute.event_log import EventLog
 from warmroute.scaling.offer import Offer, OfferKey
 
@@ -25,11 +27,12 @@ class PaidNode(msgspec.Struct, frozen=True):
     gpu: str = ""
     counts_toward_limit: bool = True
     """Whether it counts towards the limits of nodes. Its price always counts towards the budget."""
+    role: Role = "mixed"
 
 
 def paid_for(offer: Offer) -> PaidNode:
     """Return a machine of this offer."""
-    return PaidNode(offer.key, offer.island, offer.usd_per_hour, offer.gpu)
+    return PaidNode(offer.key, offer.island, offer.usd_per_hour, offer.gpu, role=offer.role)
 
 
 class AddNode(msgspec.Struct, frozen=True):
@@ -40,6 +43,14 @@ class AddNode(msgspec.Struct, frozen=True):
 class RemoveNode(msgspec.Struct, frozen=True):
     node: str
     reason: str
+
+
+class PoolDecision(msgspec.Struct, frozen=True):
+    """The part of a decision that is about the prefill nodes, or about those that serve requests."""
+
+    nodes: int
+    desired_nodes: int
+    utilisation: float
 
 
 class ScalingDecision(msgspec.Struct, kw_only=True):
@@ -61,6 +72,8 @@ class ScalingDecision(msgspec.Struct, kw_only=True):
     dry_run: bool = False
     utilisation: float = 0.0
     """Fraction of the serving nodes' time that the work takes."""
+    pools: dict[Pool, PoolDecision] = {}
+    """By role; empty where no node has one."""
 
     @property
     def changes(self) -> bool:

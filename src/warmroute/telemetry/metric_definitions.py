@@ -405,6 +405,12 @@ DISCOVERY_CHANGES: Final = _counter(
 )
 
 SCALING_DESIRED_NODES: Final = _gauge("scaling_desired_nodes", "Number of nodes that the fleet should have.")
+SCALING_POOL_DESIRED_NODES: Final = _gauge(
+    "scaling_pool_desired_nodes", "Number of nodes that a pool should have, where nodes have roles.", "role"
+)
+SCALING_POOL_UTILISATION: Final = _gauge(
+    "scaling_pool_utilisation_ratio", "Fraction of the pool's time that its load takes, where nodes have roles.", "role"
+)
 SCALING_UTILISATION: Final = _gauge("scaling_utilisation_ratio", "Fraction of the fleet's time that its load takes.")
 SCALING_COST: Final = _gauge("scaling_cost_usd_per_hour", "Cost of all nodes with a known price.")
 SCALING_LEADER: Final = _gauge("scaling_leader", "1 if this process scales the fleet.")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
 
 from warmroute import __version__
 from warmroute.config.priority import PRIORITY_NAMES
@@ -32,7 +32,16 @@ class PlannerStats(Protocol):
     trusted: bool
 
 
+class PoolStats(Protocol):
+    @property
+    def desired_nodes(self) -> int: ...
+    @property
+    def utilisation(self) -> float: ...
+
+
 class ScalingStats(Protocol):
+    @property
+    def pools(self) -> Mapping[Any, PoolStats]: ...
     @property
     def desired_nodes(self) -> int: ...
     @property
@@ -236,6 +245,9 @@ class MetricsPage:
             return
         page[metrics.SCALING_DESIRED_NODES].add(stats.desired_nodes)
         page[metrics.SCALING_UTILISATION].add(stats.utilisation)
+        for role, pool in stats.pools.items():
+            page[metrics.SCALING_POOL_DESIRED_NODES].add(pool.desired_nodes, format_labels(role=role))
+            page[metrics.SCALING_POOL_UTILISATION].add(pool.utilisation, format_labels(role=role))
         page[metrics.SCALING_COST].add(stats.usd_per_hour)
         page[metrics.SCALING_LEADER].add(stats.leading)
         for state, count in stats.states.items():

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from warmroute.config.node_settings import Role
 from warmroute.fake_engine.core.engine_config import EngineConfig
 from warmroute.fake_engine.profiles import Profile
 from warmroute.replay.workloads.prompt_text import Form
@@ -75,7 +76,7 @@ class NodeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     profile: Profile
     island: str = "local"
-    role: Literal["mixed", "prefill", "decode"] = "mixed"
+    role: Role = "mixed"
     kv_connector: bool = False
     """Whether a mixed node transfers KV cache, too."""
     blocks: int | None = None
