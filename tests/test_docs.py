@@ -70,7 +70,7 @@ def exported_metrics() -> set[str]:
     cache_view.add_node("a:1")
     stats = ScalingStats(
         desired_nodes=1, states={"serving": 1}, usd_per_hour=1.0, utilisation=0.5, added=1, removed=0, refused=0,
-        lost=0, leading=True,
+        lost=0, leading=True, pools={"prefill": PoolDecision(1, 1, 0.5)},
     )  # fmt: skip
     page = MetricsPage(fleet, cache_view, Counters(), lambda: (0, 0), lambda: (0, 0), scaling=lambda: stats)
     lines = b"".join(page.render()).decode().splitlines()
