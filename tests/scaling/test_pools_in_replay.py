@@ -68,3 +68,31 @@ def test_pools_shrink_to_one_node_each() -> None:
     world, _ = run_scaled(["long_share=0", "output_tokens=4"], 0.5, 90, 3, 3)
     assert {sim.spec.role for sim in world.nodes.values()} == {"prefill", "decode"}
     assert len(world.nodes) == 2
+
+
+def test_decode_nodes_become_prefill_nodes_in_a_fleet_of_fixed_size() -> None:
+    specs = tuple(
+        NodeSpec(f"{role}-{at}", H200, role=role, kv_connector=True)  # type: ignore[arg-type]
+        for role, count in (("prefill", 1), ("decode", 5))
+        for at in range(count)
+    )
+    world = World(specs, Conditions(seed=7), Config())
+    settings = Scaling(
+        enabled=True,
+        min_nodes=6,
+        max_nodes=6,
+        switch_roles=True,
+        cooldown_up_s=10.0,
+        cooldown_down_s=30.0,
+        interval_s=5.0,
+    )
+    scaling = SimulatedScaling(world, ScalingSetup(config=settings, offers=(sim_offer("prefill"), sim_offer("decode"))))
+    long = Setup(
+        workload=parse_workload(["mixed_lengths", "long_share=0.7"]), nodes=specs, policy=parse_policy("price"),
+        rate=0.8, limit=100,
+    )  # fmt: skip
+    world.run(long.arrivals(), limit=100)
+    assert world.results.total("finished") == 100
+    switches = [switch for decision in scaling.decisions for switch in decision.switches]
+    assert switches and {switch.role for switch in switches} == {"prefill"}
+    assert len(world.nodes) == 6 and sum(sim.node.role == "prefill" for sim in world.nodes.values()) >= 2

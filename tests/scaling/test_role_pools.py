@@ -214,3 +214,53 @@ def test_contradicting_limits_are_rejected() -> None:
     ):
         with pytest.raises(ConfigError, match=problem):
             from_table({"scaling": {"enabled": True, "max_nodes": 16, "roles": roles}})
+
+
+# Nodes that change sides.
+
+
+def test_a_spare_decode_node_becomes_a_prefill_node() -> None:
+    fleet = pool_nodes(2, 4, switchable=True)
+    assert set(added(Pools().decide(fleet, on_prefill=1.5))) == {"prefill"}, "not without the setting"
+    pools = Pools(switch_roles=True)
+    decision = pools.decide(fleet, on_prefill=1.5)
+    assert {(one.node[0], one.role) for one in decision.switches} == {("d", "prefill")} and not decision.additions
+    assert decision.pools["prefill"].desired_nodes == 2 + len(decision.switches)
+    assert decision.pools["decode"].desired_nodes == 4 - len(decision.switches) and decision.desired_nodes == 6
+    assert any("of the decode pool become prefill nodes" in reason for reason in decision.reasons)
+    again = pools.decide(fleet, 1005.0, on_prefill=1.5)
+    assert not again.changes, "cooldown"
+
+
+def test_a_node_changes_back_only_after_a_longer_time() -> None:
+    pools = Pools(switch_roles=True, cooldown_up_s=10.0, cooldown_down_s=100.0)
+    assert pools.decide(pool_nodes(2, 4, switchable=True), on_prefill=1.5).switches
+    fleet = pool_nodes(4, 2, switchable=True)
+    assert not pools.decide(fleet, 1050.0, on_decode=1.5).switches
+    assert {one.role for one in pools.decide(fleet, 1150.0, on_decode=1.5).switches} == {"decode"}
+
+
+@pytest.mark.parametrize(
+    ("more", "demand"),
+    [
+        ({"switchable": False}, {}),
+        ({"switchable": True}, {"on_decode": 1.5}),  # the other pool is busy
+        ({"switchable": True}, {"kv_usage": 0.3}),  # its memory is needed
+    ],
+)  # fmt: skip
+def test_no_node_changes_sides_if_its_pool_needs_it_or_its_engine_cannot(more: Any, demand: Any) -> None:
+    decision = Pools(switch_roles=True).decide(pool_nodes(2, 4, **more), on_prefill=1.5, **demand)
+    assert not decision.switches and added(decision)["prefill"]
+
+
+def test_the_last_node_of_a_pool_and_mixed_nodes_do_not_change_sides() -> None:
+    assert not Pools(switch_roles=True).decide(pool_nodes(2, 1, switchable=True), on_prefill=1.5).switches
+    fleet = (*pool_nodes(2, 0), *nodes(4, switchable=True))
+    assert not Pools(switch_roles=True).decide(fleet, on_prefill=1.5).switches, "the price uses them as it needs"
+
+
+def test_roles_change_without_provisioners() -> None:
+    pools = Pools(switch_roles=True)
+    pools.offers.update_offers(())
+    decision = pools.decide(pool_nodes(2, 4, switchable=True), on_prefill=1.5)
+    assert decision.switches and decision.desired_nodes >= 6

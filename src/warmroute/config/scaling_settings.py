@@ -178,6 +178,13 @@ class Scaling(Section, frozen=True):
         str,
         Meta(description="Lock file. Of all routers that use it, only one scales the fleet. Empty: no lock."),
     ] = ""
+    switch_roles: Annotated[
+        bool,
+        Meta(
+            description="Change the role of a prefill or decode node that its pool can spare, if the other pool lacks "
+            "nodes and the engine can play both parts (vLLM with `kv_role` `kv_both`)."
+        ),
+    ] = False
     keda_host: Annotated[str, Meta(description="Address of the gRPC listener for KEDA's external scaler.")] = (
         "127.0.0.1"
     )

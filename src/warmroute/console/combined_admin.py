@@ -137,14 +137,14 @@ class CombinedAdmin:
             self._changes[name] = [one for one in self._changes.get(name, []) if not one[1].endswith("/drain")]
         elif request.method == "DELETE" or target.endswith("/drain"):
             before = self._changes.pop(name, [])
-            was_added = any(method == "POST" and not path.endswith("/drain") for method, path, _ in before)
+            was_added = any(method == "POST" and not path.endswith(("/drain", "/role")) for method, path, _ in before)
             if request.method == "DELETE":
                 if not was_added:  # it is in the configuration
                     self._changes[name] = [change]
             else:
                 self._changes[name] = [*(one for one in before if one[1] != target), change]
         else:
-            self._changes[name] = [*self._changes.get(name, []), change]
+            self._changes[name] = [*(one for one in self._changes.get(name, []) if one[1] != target), change]
 
     async def repeat_changes(self, socket: str) -> None:
         """Make a new worker's nodes those of the others."""

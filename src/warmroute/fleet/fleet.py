@@ -9,6 +9,7 @@ from typing import Final
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig, node_name
 from warmroute.config import OutlierDetection as OutlierConfig
+from warmroute.config.node_settings import Role
 from warmroute.fleet.context_windows import windows_by_model
 from warmroute.fleet.group import Group
 from warmroute.fleet.health import HealthState
@@ -106,6 +107,14 @@ class Fleet:
         """Send no new requests to a node. Running ones finish."""
         node = self.node(name)
         node.draining = draining
+        for group in node.groups:
+            self._members_changed(group)
+        return node
+
+    def set_role(self, name: str, role: Role) -> Node:
+        """Give a node another role, until its configuration changes. Its requests continue."""
+        node = self.node(name)
+        node.role = role
         for group in node.groups:
             self._members_changed(group)
         return node

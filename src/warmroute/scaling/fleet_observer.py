@@ -32,6 +32,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     role: Role = "mixed"
+    switchable: bool = False
+    """Whether it could have another role."""
     island: str = "local"
     gpu: str = ""
     offer: OfferKey | None = None
@@ -291,6 +293,7 @@ class FleetObserver:
         return NodeView(
             name=node.name,
             role=node.role,
+            switchable=not node.obstacle_to("decode" if node.role == "prefill" else "prefill"),
             island=node.island,
             gpu=node.config.gpu,
             offer=managed.offer.key if managed is not None else None,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from math import nan
 from typing import Protocol
 
+from warmroute.config.node_settings import Role
 from warmroute.fleet.fleet import Fleet, UnknownNode
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node
@@ -57,6 +58,7 @@ class NodeController:
     def __init__(
         self, autoscaler: Autoscaler, fleet: Fleet, actuator: Actuator, now: Callable[[], float],
         create_token: Callable[[], str] = new_token, drain: Callable[[str, bool], object] | None = None,
+        set_role: Callable[[str, Role], object] | None = None,
     ) -> None:  # fmt: skip
         """`drain` sends a node no requests any more, or sends it requests again: also those of other processes."""
         self.autoscaler = autoscaler
@@ -65,6 +67,7 @@ class NodeController:
         self._now = now
         self._create_token = create_token
         self.set_draining = drain if drain is not None else fleet.drain
+        self._set_role = set_role if set_role is not None else fleet.set_role
         self.added = self.removed = self.refused = self.lost = 0
         """Nodes that began to serve, that were removed, whose request failed, that went without being removed."""
 
@@ -73,6 +76,11 @@ class NodeController:
             return
         for addition in decision.additions:
             self._request(addition.offer, addition.reason)
+        for switch in decision.switches:
+            try:
+                self._set_role(switch.node, switch.role)
+            except UnknownNode:  # somebody removed it meanwhile
+                continue
         for removal in decision.removals:
             managed = self.autoscaler.managed.named(removal.node)
             if managed is not None:

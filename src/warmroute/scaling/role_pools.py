@@ -23,13 +23,21 @@ import msgspec
 
 from warmroute.config import Scaling
 from warmroute.config.scaling_settings import Pool, RoleLimits
-from warmroute.scaling.capacity import Demand, GpuSpeeds, size_of
+from warmroute.scaling.capacity import Demand, GpuSpeeds, ScalingInputs, size_of
 from warmroute.scaling.fleet_observer import FleetView, pool_of
 from warmroute.scaling.metric_windows import MetricWindows
 from warmroute.scaling.offer_selection import OfferSelector
-from warmroute.scaling.scale_down import paid_node
+from warmroute.scaling.sanitize_metrics import sanitize
+from warmroute.scaling.scale_down import paid_node, removable_nodes
 from warmroute.scaling.scaler import Scaler, scheduled_min_nodes
-from warmroute.scaling.scaling_decision import PaidNode, PoolDecision, ScalingDecision, paid_for
+from warmroute.scaling.scaling_decision import (
+    PaidNode,
+    PoolDecision,
+    ScalingDecision,
+    SwitchRole,
+    count_of_nodes,
+    paid_for,
+)
 
 POOLS: Final[tuple[Pool, ...]] = ("prefill", "decode")
 NO_BUDGET: Final = 1e-9
@@ -41,6 +49,8 @@ class RolePools:
 
     def __init__(self, config: Scaling, offers: OfferSelector) -> None:
         self.scalers = {pool: Scaler(config, offers) for pool in POOLS}
+        self._switched_s = float("-inf")
+        self._switched_to: Pool | None = None
 
     def decide(
         self, view: FleetView, windows: MetricWindows, config: Scaling, offers: OfferSelector,
@@ -52,9 +62,10 @@ class RolePools:
         paid = {pool: _of_pool((*current, *pending, *terminating), pool) for pool in POOLS}
         decisions: dict[Pool, ScalingDecision] = {}
         removed = 0
+        limits_of: dict[Pool, Scaling] = {}
         for pool in sorted(pools, key=lambda one: -_utilisation(views[one])):  # the one that lacks more comes first
             other = POOLS[1 - POOLS.index(pool)]
-            limits = _limits(config, pool, paid[pool], paid[other], removed, view, wall_s)
+            limits = limits_of[pool] = _limits(config, pool, paid[pool], paid[other], removed, view, wall_s)
             scaler = self.scalers[pool]
             scaler.limit(limits, offers.for_pool(limits, pool))
             decision = decisions[pool] = scaler.decide(
@@ -62,7 +73,41 @@ class RolePools:
             )
             paid[pool] += [paid_for(one.offer) for one in decision.additions]
             removed += len(decision.removals)
-        return _combined([(pool, decisions[pool]) for pool in pools], offers.problems)
+        switches = self._switches(config, limits_of, views, decisions, pending)
+        return _combined([(pool, decisions[pool]) for pool in pools], offers.problems, switches)
+
+    def _switches(
+        self, config: Scaling, limits: dict[Pool, Scaling], views: dict[Pool, FleetView],
+        decisions: dict[Pool, ScalingDecision], pending: Sequence[PaidNode],
+    ) -> list[SwitchRole]:  # fmt: skip
+        """Let nodes change sides instead of adding nodes to one pool, where the other one has nodes to spare. A switch
+        in the opposite direction has to wait for `cooldown_down_s`."""
+        if not config.switch_roles or len(views) < len(POOLS):
+            return []
+        to = max(POOLS, key=lambda pool: decisions[pool].needed)
+        other = POOLS[1 - POOLS.index(to)]
+        lacking, sparing, now_s = decisions[to], decisions[other], views[to].now_s
+        wait_s = config.cooldown_up_s if self._switched_to == to else config.cooldown_down_s
+        if not lacking.needed or sparing.needed or now_s - self._switched_s < wait_s:
+            return []
+        inputs = ScalingInputs(limits[other], sanitize(views[other], []), _of_pool(pending, other), 1.0)
+        inputs.panicking = sparing.panicking
+        candidates, _ = removable_nodes(inputs, _role_limits(config, other).min_nodes, any_node=True)
+        room = _role_limits(config, to).max_nodes - lacking.nodes
+        names = [one.node.name for one in candidates if one.node.switchable and one.node.role != "mixed"]
+        chosen = names[: max(0, min(lacking.needed, room))]
+        if not chosen:
+            return []
+        self._switched_s, self._switched_to = now_s, to
+        self.scalers[to].changed_s = (now_s, self.scalers[to].changed_s[1])
+        self.scalers[other].changed_s = (self.scalers[other].changed_s[0], now_s)
+        kept = max(0, len(lacking.additions) - len(chosen))
+        lacking.additions = lacking.additions[:kept]
+        sparing.removals = tuple(one for one in sparing.removals if one.node not in chosen)
+        lacking.desired_nodes = lacking.nodes + len(chosen) + kept
+        sparing.desired_nodes = sparing.nodes - len(chosen) - len(sparing.removals)
+        lacking.reasons = (*lacking.reasons, f"{count_of_nodes(len(chosen))} of the {other} pool become {to} nodes")
+        return [SwitchRole(name, to, f"the {other} pool can spare it") for name in chosen]
 
     def request_failed(self, pool: Pool) -> None:
         self.scalers[pool].request_failed()
@@ -118,13 +163,17 @@ def _utilisation(view: FleetView) -> float:
     return used if isfinite(used) else 1e9
 
 
+def _role_limits(config: Scaling, pool: Pool) -> RoleLimits:
+    return next((one for one in config.roles if one.role == pool), RoleLimits(role=pool))
+
+
 def _limits(
     config: Scaling, pool: Pool, own: Sequence[PaidNode], elsewhere: Sequence[PaidNode], removed: int,
     view: FleetView, wall_s: float,
 ) -> Scaling:  # fmt: skip
     """Return the settings of one pool. `own`, `elsewhere`: the machines of this pool and of the other one, of which
     `removed` will be removed."""
-    limits = next((one for one in config.roles if one.role == pool), RoleLimits(role=pool))
+    limits = _role_limits(config, pool)
     taken, here = (sum(one.counts_toward_limit for one in paid) for paid in (elsewhere, own))
     minimum = limits.min_nodes
     idle = 0 < config.scale_to_zero_after_s <= view.idle_s and not view.waiting
@@ -152,7 +201,9 @@ def _limits(
     )
 
 
-def _combined(of_pools: Sequence[tuple[Pool, ScalingDecision]], problems: tuple[str, ...]) -> ScalingDecision:
+def _combined(
+    of_pools: Sequence[tuple[Pool, ScalingDecision]], problems: tuple[str, ...], switches: Sequence[SwitchRole]
+) -> ScalingDecision:
     def told(pool: Pool, texts: Iterable[str]) -> list[str]:
         return [f"{pool} pool: {text}" for text in texts]
 
@@ -166,6 +217,8 @@ def _combined(of_pools: Sequence[tuple[Pool, ScalingDecision]], problems: tuple[
             for addition in one.additions
         ),
         removals=tuple(removal for _, one in of_pools for removal in one.removals),
+        switches=tuple(switches),
+        needed=sum(one.needed for _, one in of_pools),
         reasons=tuple(text for pool, one in of_pools for text in told(pool, one.reasons)),
         obstacles=tuple(text for pool, one in of_pools for text in told(pool, one.obstacles)),
         invalid_inputs=tuple(dict.fromkeys((*problems, *(text for _, one in of_pools for text in one.invalid_inputs)))),

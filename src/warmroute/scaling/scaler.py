@@ -110,6 +110,7 @@ class Scaler:
             needed = max(needed, min(any_island, minimum) - inputs.node_count)
             running = "running or starting" if inputs.pending else "running"
             reasons.append(f"{count_of_nodes(inputs.node_count)} {running}, minimum is {minimum}")
+        decision.needed = needed
         obstacles = [
             f"island {island} needs {count_of_nodes(count)} more, and no provisioner offers nodes there"
             for island, count in not_offered.items()

@@ -45,6 +45,12 @@ class RemoveNode(msgspec.Struct, frozen=True):
     reason: str
 
 
+class SwitchRole(msgspec.Struct, frozen=True):
+    node: str
+    role: Role
+    reason: str
+
+
 class PoolDecision(msgspec.Struct, frozen=True):
     """The part of a decision that is about the prefill nodes, or about those that serve requests."""
 
@@ -62,6 +68,10 @@ class ScalingDecision(msgspec.Struct, kw_only=True):
     """Serving and pending ones."""
     additions: tuple[AddNode, ...] = ()
     removals: tuple[RemoveNode, ...] = ()
+    switches: tuple[SwitchRole, ...] = ()
+    """Nodes that get another role."""
+    needed: int = 0
+    """Nodes that are missing, whatever the limits allow."""
     reasons: tuple[str, ...] = ()
     """Why this many nodes are desired, and what prevents them."""
     obstacles: tuple[str, ...] = ()
@@ -77,7 +87,7 @@ class ScalingDecision(msgspec.Struct, kw_only=True):
 
     @property
     def changes(self) -> bool:
-        return bool(self.additions or self.removals)
+        return bool(self.additions or self.removals or self.switches)
 
 
 def count_of_nodes(count: int) -> str:
