@@ -51,6 +51,12 @@ class NodeConfig(Section, frozen=True):
             description="Port of a prefill node's bootstrap server (SGLang's `--disaggregation-bootstrap-port`).",
         ),
     ] = 8998
+    kv_store: Annotated[
+        str,
+        Meta(
+            description="Shared KV store of the node: the name of a `[[kv_stores]]`. Empty: that of its island, if any."
+        ),
+    ] = ""
     island: Annotated[
         str, Meta(description="Island of the node: provider and region, for example `aws/us-east-1`.")
     ] = "local"

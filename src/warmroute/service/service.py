@@ -116,6 +116,7 @@ class Service:
         self.fleet = Fleet(config.health, log_health_change, config.outlier_detection)
         self.fleet.islands.reconfigure(config.islands, config.island_affinity)
         self.cache_view = CacheView(config.index)
+        self.cache_view.set_stores({one.name: one.capacity_tokens for one in config.kv_stores})
         self.tokenizer_registry = TokenizerRegistry(config.prompts, config.models, locate=find_tokenizer_files)
         self.prompt_reader = PromptReader(
             self.tokenizer_registry, config.prompts, self.counters, self._fetch_tokens,

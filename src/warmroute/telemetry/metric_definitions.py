@@ -323,6 +323,13 @@ INDEX_BLOCK_COPIES: Final = _gauge("index_block_copies", "Blocks in the cache in
 LOOKUP_ERRORS: Final = _counter(
     "lookup_errors", "Requests routed by load because the cache index failed at their prompt."
 )
+STORE_BLOCKS: Final = _gauge(
+    "kv_store_blocks", "Blocks that a shared KV store should hold, by the prompts of its nodes.", "store"
+)
+STORE_PREDICTED: Final = _counter(
+    "kv_store_predicted_tokens", "Prompt tokens that nodes should load from a shared KV store.", "store"
+)
+STORE_LOADED: Final = _counter("kv_store_loaded_tokens", "Those of them that the engines reported as cached.", "store")
 INDEX_EVICTIONS: Final = _counter("index_evictions", "Block copies evicted from the index to stay below its maximum.")
 
 CACHE_EVENTS_COMPLETE: Final = _gauge(

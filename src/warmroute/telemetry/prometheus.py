@@ -205,6 +205,11 @@ class MetricsPage:
         page[metrics.INDEX_BLOCK_COPIES].add(stats["pairs"])
         page[metrics.INDEX_EVICTIONS].add(stats["evicted"])
         page[metrics.LOOKUP_ERRORS].add(self._cache_view.lookup_errors)
+        for store in list(self._cache_view.stores.values()):
+            labels = format_labels(store=store.name)
+            page[metrics.STORE_BLOCKS].add(store.blocks, labels)
+            page[metrics.STORE_PREDICTED].add(store.accuracy.predicted_tokens, labels)
+            page[metrics.STORE_LOADED].add(store.accuracy.reported_tokens, labels)
 
     def _add_caches(self, page: Page) -> None:
         now_s = self._now()
