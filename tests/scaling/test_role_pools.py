@@ -198,8 +198,8 @@ def test_metrics_of_a_pool() -> None:
     pools: dict[Pool, PoolSample] = {"prefill": PoolSample(3, 0.2), "decode": PoolSample(5, 0.6)}
     windows.add(Sample(10.0, 10.0, meter.counts(), ttft, latency, 9, 0.4, inter_token, pools))
     prefill, decode = windows.of_pool("prefill")[0], windows.of_pool("decode")[0]
-    assert (prefill.arrivals, prefill.prefill_work, prefill.hit_ratio) == (1, 900.0, pytest.approx(0.1))
-    assert (decode.arrivals, decode.prefill_work, decode.hit_ratio) == (4, pytest.approx(150 / 4), pytest.approx(0.5))
+    assert prefill.arrivals == 1 and prefill.prefill_work == 900.0 and prefill.hit_ratio == pytest.approx(0.1)
+    assert decode.arrivals == 4 and decode.prefill_work == 150 / 4 and decode.hit_ratio == pytest.approx(0.5)
     assert (prefill.waiting, decode.waiting, prefill.kv_usage, decode.kv_usage) == (3, 5, 0.2, 0.6)
     assert prefill.decode_context is None and decode.decode_context is not None
     assert prefill.inter_token_p90_ms is None and decode.inter_token_p90_ms == TIME_BOUNDS_MS[5]

@@ -131,7 +131,8 @@ def has_pools(view: FleetView, offers: OfferSelector) -> bool:
 
 def _exists(pool: Pool, view: FleetView, pending: Iterable[PaidNode], offers: OfferSelector) -> bool:
     """Return whether the pool has nodes, or could have some."""
-    return any(pool_of(one.role) == pool for one in (*view.nodes, *pending, *offers.offers))
+    roles = [*(one.role for one in view.nodes), *(one.role for one in pending), *(one.role for one in offers.offers)]
+    return any(pool_of(role) == pool for role in roles)
 
 
 def _of_pool(paid: Iterable[PaidNode], pool: Pool) -> list[PaidNode]:
