@@ -12,6 +12,7 @@ from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.lookup import Lookup
 from warmroute.routing.decision import Decision
+from warmroute.routing.routing_errors import NoNodeAvailable
 
 
 class PairHarness(RoutingHarness):
@@ -209,11 +210,32 @@ def test_cheaper_prefill_nodes_of_another_engine_hide_no_partner() -> None:
 
 def test_a_node_of_an_unknown_engine_takes_part_in_no_pair() -> None:
     harness = PairHarness(engine="auto", pricing=Pricing(split="always"))
+    with pytest.raises(NoNodeAvailable):  # it could be one that needs a partner
+        harness.choose(prompt(30_000))
+    harness.node("d0").engine_undetected = True
+    harness.fleet.transfers_changed(harness.node("d0"))
     assert pair_of(harness.choose(prompt(30_000))) == (None, "d0")
     for name in ("p0", "d0"):
         harness.node(name).engine = "vllm"
         harness.fleet.transfers_changed(harness.node(name))
     assert pair_of(harness.choose(prompt(30_000))) == ("p0", "d0")
+
+
+def test_prefill_nodes_serve_whole_requests_if_no_other_node_is_up() -> None:
+    harness = PairHarness(prefill=2, decode=2)
+    for name in ("d0", "d1"):
+        harness.fleet.check_failed(harness.node(name), harness.now_s, "connection refused")
+    decision = harness.choose(prompt(30_000))
+    assert decision.pair is None and decision.node.role == "prefill"
+    harness.fleet.check_passed(harness.node("d1"), harness.now_s)
+    assert harness.choose(prompt(100)).node.name == "d1", "a decode node serves again"
+
+
+def test_a_prefill_node_of_sglang_serves_nothing_alone() -> None:
+    harness = PairHarness(engine="sglang")
+    harness.fleet.check_failed(harness.node("d0"), harness.now_s, "connection refused")
+    with pytest.raises(NoNodeAvailable):
+        harness.choose(prompt(100))
 
 
 def test_a_changed_configuration_keeps_the_detected_engine() -> None:

@@ -97,6 +97,8 @@ class Pairs:
             return decision
         group = query.group
         prefill_nodes = group.prefill_nodes
+        if decision.node.role == "prefill":  # no other node is up
+            return decision
         if not query.request.may_split:
             return self._without_partner(decision, query, policy)
         if decision.prices is None or not isinstance(policy, PricePolicy) or query.lookup is None:
