@@ -411,7 +411,9 @@ DISCOVERY_CHANGES: Final = _counter(
     "discovery_changes", "Nodes that discovery added, drained and removed.", "source", "change"
 )
 
-SCALING_DESIRED_NODES: Final = _gauge("scaling_desired_nodes", "Number of nodes that the fleet should have.")
+SCALING_DESIRED_NODES: Final = _gauge(
+    "scaling_desired_nodes", "Number of nodes that the fleet should have; 0 if another process scales it."
+)
 SCALING_POOL_DESIRED_NODES: Final = _gauge(
     "scaling_pool_desired_nodes", "Number of nodes that a pool should have, where nodes have roles.", "role"
 )
