@@ -176,6 +176,10 @@ class Pairs:
             return self._alone(decision, alone, least_alone)
         least_pair = min(one[0] for one in found)
         tied = [one for one in found if one[0] <= least_pair * TIE]
+        # Seconds of prefill make all decode nodes look alike: what these differ in decides among them.
+        on_decode = [one[3] + one[2].own_ms + one[2].others_ms for one in tied]
+        most_ms = min(on_decode) * TIE
+        tied = [one for one, ms in zip(tied, on_decode, strict=True) if ms <= most_ms]
         total, p, d, transfer_ms, own_ms = tied[int(self._random.random() * len(tied))]
         price = _price_of_pair(total, p, d, transfer_ms, own_ms)
         pair = Pair(p.node, max(0.0, d.row.new), price, transfer_ms, least_alone if alone else 0.0)
