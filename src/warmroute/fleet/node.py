@@ -20,6 +20,7 @@ from warmroute._kernel import (
 from warmroute._kernel import TTFT_BOUNDS_MS as TTFT_BOUNDS_MS
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig, node_name
+from warmroute.config.node_settings import Role
 from warmroute.fleet.engine_rates import EngineCounters, EngineRates
 from warmroute.fleet.health import Health
 from warmroute.fleet.kv_transfer import NEEDS_PARTNER
@@ -144,7 +145,7 @@ class Node(NodeState):
     def _apply_config(self, config: NodeConfig) -> None:
         self.config = config
         self.island = config.island
-        self.role = config.role
+        self.role: Role = config.role
         self.engine: str = config.engine
         self.api_key_env = config.api_key_env
 
@@ -177,6 +178,19 @@ class Node(NodeState):
     def needs_partner(self) -> bool:
         """Whether the node cannot prefill: its requests need a prefill node as well."""
         return self.role == "decode" and self.engine in NEEDS_PARTNER
+
+    def obstacle_to(self, role: Role) -> str:
+        """Return why the node cannot have another role, or an empty string. SGLang is started for one role; an engine
+        without a KV connector can only serve whole requests."""
+        if role == self.role:
+            return ""
+        if self.engine == "auto":
+            return "its engine is not known: set `engine`"
+        if self.engine in NEEDS_PARTNER:
+            return f"{self.engine} has the role that it was started with"
+        if self.engine == "vllm" and not self.kv_connector:
+            return "its engine reports no KV connector"
+        return ""
 
     @property
     def needs_trial_request(self) -> bool:
