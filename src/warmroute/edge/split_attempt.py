@@ -154,6 +154,7 @@ class PrefillAttempt(msgspec.Struct, eq=False):
         if self._withdrawn:
             return
         body, self._received = b"".join(self._received), []
+        self._body = b""  # it will not be sent again
         usage = transfer = finish_reason = None
         if self._readable:
             usage = read_usage(body)
@@ -225,6 +226,7 @@ class DecodeAttempt(NodeAttempt):
         if _has_error(head, held):
             self.split.transfer_failed("the decode node's stream began with an error", now_s)
             return None
+        self.body = b""  # it will not be sent again, and the stream may take minutes
         return NodeAttempt.response_started(self, head, held, whole, now_s)
 
     def response_ended(self, now_s: float) -> None:

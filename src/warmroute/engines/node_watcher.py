@@ -210,6 +210,8 @@ class NodeWatcher:
         if node.engine != "auto" or node.role == "mixed" or node not in self._checked or node in self._warned_engine:
             return
         self._warned_engine.add(node)
+        node.engine_undetected = True
+        self._fleet.transfers_changed(node)
         log.warning(
             "kv_transfer_engine_unknown",
             "The node has a role, but takes part in no pair: its engine is not known. Set `engine` in [[nodes]].",

@@ -50,7 +50,7 @@ class VllmKvTransfer:
 def one_token_fields(fields: Container[str]) -> dict[str, bytes]:
     """Return the fields that make a request's answer one token that is not streamed."""
     values = {"stream": b"false"}
-    if "input" in fields:  # /v1/responses
+    if "input" in fields and "messages" not in fields and "prompt" not in fields:  # /v1/responses
         values["max_output_tokens"] = b"1"
         values["store"] = b"false"
         if "stream_options" in fields:

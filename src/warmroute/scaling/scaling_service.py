@@ -218,7 +218,7 @@ class ScalingService:
             refused=controller.refused,
             lost=controller.lost,
             leading=self.loop.leading,
-            pools=last.pools if last is not None else {},
+            pools=last.pools if last is not None and self.loop.leading else {},
             replay=autoscaler.planner.stats if autoscaler.planner is not None else None,
         )
 
