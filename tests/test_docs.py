@@ -357,6 +357,13 @@ DIALECT = (
 """Words of an older private dialect. Each has a plain form: "the router estimates", "recently", "the queue"."""
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_has_marks_of_a_merge(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    assert not [line for line in lines if line.startswith(("<<<<<<<", ">>>>>>>")) or line == "======="]
+
+
+
 @every_page
 def test_pages_are_written_in_plain_words(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)

@@ -45,11 +45,13 @@ LABELS: Final = {
     "reason": "why the policy chose the node, why admission rejected the request, why the conversation moved, or why "
     "the node was ejected (`failures` or `slow`); for dropped traces: `queue_full`, `export_failed` or `shutdown`",
     "result": "`success` or `failure`",
+    "role": "`prefill` or `decode`",
     "route": "name of the route; empty for requests that match none",
     "severity": "`critical`, `warning` or `info`",
     "source": "name of the source in [[discovery]]",
     "state": "health or lifecycle state of the node",
     "status": "HTTP status",
+    "store": "name of the shared KV store",
     "tenant": "tenant of the API key; empty if no keys are configured",
     "to": "island that the conversation moved to",
     "version": "version of Warmroute",
