@@ -58,7 +58,7 @@ def test_the_picker_and_tracing_work_in_one_process() -> None:
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
-        "import sys; sys.modules['grpc'] = None; sys.argv = ['warmroute', 'picker', '--port', '0'];"
+        "import sys; sys.modules['hpack'] = None; sys.argv = ['warmroute', 'picker', '--port', '0'];"
         "import warmroute.cli.main as m; sys.exit(m.main())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
@@ -84,7 +84,7 @@ async def test_a_stopping_picker_lets_its_requests_finish_and_accepts_no_more() 
         await running.send_request(chat_body())
         await running.decision()
         stopping = asyncio.ensure_future(p.service.stop())
-        await until(lambda: p.service.proxy.own_endpoints.stopping and p.server._stopping is not None)
+        await until(lambda: p.service.proxy.own_endpoints.stopping and p.server.stopping)
         late = RunningPicker(p.service)
         with pytest.raises(grpc.aio.AioRpcError):
             await late.ask()
