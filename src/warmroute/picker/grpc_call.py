@@ -34,16 +34,17 @@ class CallHandler(Protocol):
 class Call:
     __slots__ = (
         "_connection", "_ended", "_partial", "_status", "client_done", "handler", "headers_sent", "id", "pending",
-        "receive_window", "send_window",
+        "received", "send_window",
     )  # fmt: skip
 
-    def __init__(self, connection: Http2Connection, number: int, receive_window: int, send_window: int) -> None:
+    def __init__(self, connection: Http2Connection, number: int, send_window: int) -> None:
         self._connection = connection
         self.id = number
         self.handler: CallHandler
         self.client_done = False
         self.headers_sent = False
-        self.receive_window = receive_window
+        self.received = 0
+        """Bytes since the client was last allowed to send more."""
         self.send_window = send_window
         self.pending = bytearray()
         """What the client's flow control does not allow yet."""
@@ -89,6 +90,7 @@ class Call:
             compressed, size = _PREFIX.unpack_from(partial)
             if compressed:
                 self.end(UNIMPLEMENTED, "messages must not be compressed")
+                self.handler.cancelled()
                 return
             stop = _PREFIX_BYTES + size
             if not connection.server.may_buffer(size):

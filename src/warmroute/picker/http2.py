@@ -80,7 +80,7 @@ class GrpcServer(Protocol):
 class Http2Connection(asyncio.Protocol):
     __slots__ = (
         "_block", "_block_ends", "_block_id", "_calls", "_closing", "_corked", "_decoder", "_initial_window",
-        "_last_id", "_out", "_paused", "_receive_window", "_rest", "_send_window", "_started",
+        "_last_id", "_out", "_paused", "_received", "_rest", "_send_window", "_started",
         "_table", "_timer", "_transport", "peer_host", "server",
     )  # fmt: skip
 
@@ -104,7 +104,8 @@ class Http2Connection(asyncio.Protocol):
         self._block_id = 0
         self._block_ends = False
         self._initial_window = self._send_window = DEFAULT_WINDOW
-        self._receive_window = CONNECTION_WINDOW
+        self._received = 0
+        """Bytes since the client was last allowed to send more."""
 
     # The transport.
 
@@ -206,23 +207,19 @@ class Http2Connection(asyncio.Protocol):
 
     def _data(self, flags: int, number: int, payload: bytes) -> None:
         size = len(payload)
-        self._receive_window -= size
-        if self._receive_window < 0:
-            raise Http2Error(FLOW_CONTROL_ERROR, "the connection's window is exceeded")
-        if self._receive_window < CONNECTION_WINDOW // 2:
-            self._send(frame(WINDOW_UPDATE, 0, 0, _NUMBER.pack(CONNECTION_WINDOW - self._receive_window)))
-            self._receive_window = CONNECTION_WINDOW
+        self._received += size
+        if self._received > CONNECTION_WINDOW // 2:
+            self._send(frame(WINDOW_UPDATE, 0, 0, _NUMBER.pack(self._received)))
+            self._received = 0
         call = self._calls.get(number)
         if call is None or call.client_done:
             if not number or (number > self._last_id and not self._closing):
                 raise Http2Error(PROTOCOL_ERROR, "data of an unknown call")
             return  # of a call that has ended, or was refused
-        call.receive_window -= size
-        if call.receive_window < 0:
-            raise Http2Error(FLOW_CONTROL_ERROR, "the call's window is exceeded")
-        if call.receive_window < CALL_WINDOW // 2 and not flags & END_STREAM:
-            self._send(frame(WINDOW_UPDATE, 0, number, _NUMBER.pack(CALL_WINDOW - call.receive_window)))
-            call.receive_window = CALL_WINDOW
+        call.received += size
+        if call.received > CALL_WINDOW // 2 and not flags & END_STREAM:
+            self._send(frame(WINDOW_UPDATE, 0, number, _NUMBER.pack(call.received)))
+            call.received = 0
         if flags & PADDED:
             payload = _unpadded(payload)
         if payload:
@@ -267,7 +264,7 @@ class Http2Connection(asyncio.Protocol):
             self._send(frame(RST_STREAM, 0, number, _NUMBER.pack(REFUSED_STREAM)))
             return
         self._last_id = number
-        call = Call(self, number, CALL_WINDOW, self._initial_window)
+        call = Call(self, number, self._initial_window)
         handler = self.server.handler_of(path, call)
         self._calls[number] = call
         if handler is None:
