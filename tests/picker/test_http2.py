@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import random
 import struct
@@ -20,7 +21,9 @@ from support.polling import until
 from support.scripted_engine import engines
 
 from warmroute.picker import ext_proc, http2, messages
+from warmroute.picker.grpc_call import Call
 from warmroute.picker.server import PROCESS
+from warmroute.picker.stream import PickerStream
 
 FIELDS = [
     (":method", "POST"), (":scheme", "http"), (":path", PROCESS), (":authority", "picker"),
@@ -172,6 +175,7 @@ async def test_a_request_in_single_bytes_is_understood() -> None:
 async def test_a_bad_call_gets_a_status_and_the_connection_stays() -> None:
     async with engines(1) as nodes, picker(*nodes) as p, client(p) as c:
         unknown = c.call([*FIELDS[:2], (":path", "/x.Y/Z"), *FIELDS[3:]])
+        await c.send(unknown, grpc_message(b""))
         assert await c.status(unknown) == b"12"
         compressed = c.call()
         await c.send(compressed, grpc_message(b"x", compressed=1))
@@ -304,6 +308,31 @@ async def test_a_stopping_picker_refuses_new_calls_and_closes_after_the_last_one
         assert http2.frame(http2.RST_STREAM, 0, 3, b"\0\0\0\7") in answer
         assert answer.endswith(b"grpc-status\x010")
         writer.close()
+
+
+async def test_ended_calls_leave_nothing_in_memory() -> None:
+    """Python's garbage collection comes rarely."""
+    async with engines(1) as nodes, picker(*nodes) as p:
+        gc.collect()
+        gc.disable()
+        try:
+            for mode in ("buffered", "duplex"):
+                envoy = p.stream(mode)
+                await envoy.send_request(chat_body())
+                await envoy.decision()
+                if mode == "duplex":
+                    await envoy.body_back()
+                await envoy.respond(b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n')
+                await envoy.finish()
+                await p.ask(mode=mode)  # and cancel it
+                await p.ask(b"{", mode=mode)
+            await p.until_idle()
+            left = [
+                one for one in gc.get_objects() if isinstance(one, PickerStream | Call | ext_proc.ProcessingRequest)
+            ]
+            assert not left
+        finally:
+            gc.enable()
 
 
 async def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

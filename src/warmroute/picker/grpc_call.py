@@ -31,6 +31,25 @@ class CallHandler(Protocol):
         """The client has reset the call, or the connection is lost."""
 
 
+class UnknownMethod:
+    """Serves a call of a method that the picker does not have."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def client_finished(self) -> None:
+        self._call.end(UNIMPLEMENTED, "unknown method")
+
+    def received(self, _message: bytes) -> None:
+        self.client_finished()
+
+    def too_large(self) -> None:
+        self.client_finished()
+
+    def cancelled(self) -> None:
+        """Nothing is left to do."""
+
+
 class Call:
     __slots__ = (
         "_connection", "_ended", "_partial", "_status", "client_done", "handler", "headers_sent", "id", "pending",
@@ -89,8 +108,9 @@ class Call:
         while len(partial) >= _PREFIX_BYTES and not self._ended:
             compressed, size = _PREFIX.unpack_from(partial)
             if compressed:
+                handler = self.handler
                 self.end(UNIMPLEMENTED, "messages must not be compressed")
-                self.handler.cancelled()
+                handler.cancelled()
                 return
             stop = _PREFIX_BYTES + size
             if not connection.server.may_buffer(size):
@@ -117,11 +137,11 @@ class Call:
             self.handler.client_finished()
 
     def cancelled(self) -> None:
-        self._drop_partial()
         self.pending.clear()
         if not self._ended:
-            self._ended = True
-            self.handler.cancelled()
+            handler = self.handler
+            self._end()
+            handler.cancelled()
 
     # To the client.
 
@@ -133,8 +153,7 @@ class Call:
         """End the call. Messages that were written before arrive first."""
         if self._ended:
             return
-        self._ended = True
-        self._drop_partial()
+        self._end()
         trailers = b"\x00\x0bgrpc-status" + _text(str(status))
         if message:
             trailers += b"\x00\x0cgrpc-message" + _text(quote(message, safe=" "))
@@ -150,9 +169,14 @@ class Call:
     def reset(self) -> None:
         """End the call without a status."""
         if not self._ended:
-            self._ended = True
-            self._drop_partial()
+            self._end()
             self._connection.reset(self.id)
+
+    def _end(self) -> None:
+        """The handler hears no more of the call. They must not hold each other in memory."""
+        self._ended = True
+        self._drop_partial()
+        del self.handler
 
 
 def _text(value: str) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol, cast
 from hpack import Decoder
 from hpack.exceptions import HPACKError
 
-from warmroute.picker.grpc_call import UNIMPLEMENTED, Call, CallHandler
+from warmroute.picker.grpc_call import Call, CallHandler
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
@@ -73,8 +73,8 @@ class GrpcServer(Protocol):
     def may_buffer(self, size: int) -> bool:
         """Return whether a message of this size may be received."""
 
-    def handler_of(self, path: str, call: Call) -> CallHandler | None:
-        """Return what serves the call; None if there is no such method."""
+    def handler_of(self, path: str, call: Call) -> CallHandler:
+        """Return what serves a call of this method."""
 
 
 class Http2Connection(asyncio.Protocol):
@@ -265,12 +265,8 @@ class Http2Connection(asyncio.Protocol):
             return
         self._last_id = number
         call = Call(self, number, self._initial_window)
-        handler = self.server.handler_of(path, call)
         self._calls[number] = call
-        if handler is None:
-            call.end(UNIMPLEMENTED, "unknown method")
-            return
-        call.handler = handler
+        call.handler = self.server.handler_of(path, call)
         if ends:
             call.client_finished()
 

@@ -15,7 +15,7 @@ from warmroute.fleet.node import Node
 from warmroute.picker import messages
 from warmroute.picker.endpoints import Endpoints, join_endpoint
 from warmroute.picker.exchange import PickerExchange
-from warmroute.picker.grpc_call import Call, CallHandler
+from warmroute.picker.grpc_call import Call, CallHandler, UnknownMethod
 from warmroute.picker.health import CHECK, WATCH, HealthCall
 from warmroute.picker.http2 import Http2Connection
 from warmroute.picker.stream import PickerStream
@@ -92,7 +92,7 @@ class PickerServer:
         limits = self.limits
         return size <= 2 * limits.body_bytes + MESSAGE_BYTES and self.partial_bytes <= limits.buffered_bytes
 
-    def handler_of(self, path: str, call: Call) -> CallHandler | None:
+    def handler_of(self, path: str, call: Call) -> CallHandler:
         if path == PROCESS:
             self.accepted += 1
             stream = PickerStream(self, call)
@@ -100,7 +100,7 @@ class PickerServer:
             return stream
         if path in (CHECK, WATCH):
             return HealthCall(call, self._is_ready, path == WATCH)
-        return None
+        return UnknownMethod(call)
 
     def _is_ready(self) -> bool:
         own = self.proxy.own_endpoints
