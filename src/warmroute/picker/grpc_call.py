@@ -22,7 +22,7 @@ class CallHandler(Protocol):
     def received(self, message: bytes) -> None: ...
 
     def too_large(self) -> None:
-        """The next message is larger than the limit, or too many bytes are buffered. The call gets no more of it."""
+        """The next message is larger than the limit, or too many bytes are buffered: end the call."""
 
     def client_finished(self) -> None:
         """The client sends no more messages."""
@@ -114,7 +114,6 @@ class Call:
                 return
             stop = _PREFIX_BYTES + size
             if not connection.server.may_buffer(size):
-                self._drop_partial()
                 self.handler.too_large()
                 return
             if len(partial) < stop:

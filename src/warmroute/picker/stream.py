@@ -85,7 +85,7 @@ class PickerStream:
     # From gRPC.
 
     def received(self, data: bytes) -> None:
-        if self._deciding:
+        if self._deciding or self._held is not None:
             self._hold(data)
             return
         try:
@@ -104,10 +104,10 @@ class PickerStream:
 
     def too_large(self) -> None:
         self._in_message = True
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None:
-            exchange.client_left()
-        self.send_error(errors.body_too_large(self._server.limits.body_bytes))
+        self._leave()
+        limits = self._server.limits
+        full = self._server.partial_bytes > limits.buffered_bytes
+        self.send_error(errors.request_buffer_full() if full else errors.body_too_large(limits.body_bytes))
         self._speak()
 
     def client_finished(self) -> None:
@@ -119,6 +119,7 @@ class PickerStream:
         self._end()
 
     def _hold(self, data: bytes) -> None:
+        """Keep a message until the decision is sent."""
         if self._held is None:
             self._held = []
         if len(self._held) < MAX_HELD:
@@ -126,6 +127,12 @@ class PickerStream:
         else:
             self._call.reset()
             self._end()
+
+    def _receive_held(self) -> None:
+        held, self._held = self._held, None
+        for data in held or ():
+            if not self._over:
+                self.received(data)
 
     def _speak(self) -> None:
         """Send what there is to say. End the stream if that was all."""
@@ -340,10 +347,8 @@ class PickerStream:
             self._timer = None
         if not self._in_message:
             self._speak()
-            held, self._held = self._held, None
-            for one in held or ():
-                if not self._over:
-                    self.received(one)
+            if self._held is not None:
+                asyncio.get_running_loop().call_soon(self._receive_held)
 
     def _release_body(self) -> None:
         self._server.buffered_bytes -= self._body_bytes
