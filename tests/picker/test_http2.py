@@ -21,6 +21,7 @@ from support.polling import until
 from support.scripted_engine import engines
 
 from warmroute.picker import ext_proc, http2, messages
+from warmroute.picker import http2_frames as frames
 from warmroute.picker.grpc_call import Call
 from warmroute.picker.server import PROCESS
 from warmroute.picker.stream import PickerStream
@@ -202,31 +203,34 @@ async def test_a_bad_call_gets_a_status_and_the_connection_stays() -> None:
 
 def _headers_frame(number: int, flags: int, prefix: bytes = b"", suffix: bytes = b"") -> bytes:
     block = h2.connection.H2Connection().encoder.encode(FIELDS)
-    return http2.frame(http2.HEADERS, flags, number, prefix + block + suffix)
+    return frames.frame(frames.HEADERS, flags, number, prefix + block + suffix)
 
 
-SETTINGS = http2.frame(http2.SETTINGS, 0, 0)
-START = http2.PREFACE + SETTINGS
-OPEN_BLOCK = http2.frame(http2.HEADERS, 0, 1, b"\x83")
+SETTINGS = frames.frame(frames.SETTINGS, 0, 0)
+START = frames.PREFACE + SETTINGS
+OPEN_BLOCK = frames.frame(frames.HEADERS, 0, 1, b"\x83")
 
 
 @pytest.mark.parametrize(
     ("data", "code"),
     [
-        (b"GET / HTTP/1.1\r\nHost: picker\r\n\r\n", http2.PROTOCOL_ERROR),
-        (START + http2.frame(http2.DATA, 0, 1, b"x"), http2.PROTOCOL_ERROR),
-        (START + b"\xff\xff\xff" + bytes(6), http2.FRAME_SIZE_ERROR),
-        (START + http2.frame(http2.HEADERS, http2.END_HEADERS, 1, b"\xff\xff\xff\xff\xff"), http2.COMPRESSION_ERROR),
-        (START + OPEN_BLOCK + http2.frame(http2.PING, 0, 0, bytes(8)), http2.PROTOCOL_ERROR),
-        (START + http2.frame(http2.CONTINUATION, 0, 1), http2.PROTOCOL_ERROR),
-        (START + OPEN_BLOCK + http2.frame(http2.CONTINUATION, 0, 1, b"x" * 16_000) * 5, http2.ENHANCE_YOUR_CALM),
-        (START + http2.frame(http2.PUSH_PROMISE, 0, 1), http2.PROTOCOL_ERROR),
-        (START + http2.frame(http2.SETTINGS, 0, 0, b"xxx"), http2.FRAME_SIZE_ERROR),
-        (START + http2.frame(http2.SETTINGS, 0, 0, b"\0\4\xff\xff\xff\xff"), http2.FLOW_CONTROL_ERROR),
-        (START + http2.frame(http2.WINDOW_UPDATE, 0, 0, b"\x7f\xff\xff\xff"), http2.FLOW_CONTROL_ERROR),
-        (START + http2.frame(http2.WINDOW_UPDATE, 0, 0, b"x"), http2.FRAME_SIZE_ERROR),
-        (START + http2.frame(http2.HEADERS, http2.END_HEADERS | http2.PADDED, 1, b"\xff"), http2.PROTOCOL_ERROR),
-        (START + _headers_frame(2, http2.END_HEADERS), http2.PROTOCOL_ERROR),
+        (b"GET / HTTP/1.1\r\nHost: picker\r\n\r\n", frames.PROTOCOL_ERROR),
+        (START + frames.frame(frames.DATA, 0, 1, b"x"), frames.PROTOCOL_ERROR),
+        (START + b"\xff\xff\xff" + bytes(6), frames.FRAME_SIZE_ERROR),
+        (
+            START + frames.frame(frames.HEADERS, frames.END_HEADERS, 1, b"\xff\xff\xff\xff\xff"),
+            frames.COMPRESSION_ERROR,
+        ),
+        (START + OPEN_BLOCK + frames.frame(frames.PING, 0, 0, bytes(8)), frames.PROTOCOL_ERROR),
+        (START + frames.frame(frames.CONTINUATION, 0, 1), frames.PROTOCOL_ERROR),
+        (START + OPEN_BLOCK + frames.frame(frames.CONTINUATION, 0, 1, b"x" * 16_000) * 5, frames.ENHANCE_YOUR_CALM),
+        (START + frames.frame(frames.PUSH_PROMISE, 0, 1), frames.PROTOCOL_ERROR),
+        (START + frames.frame(frames.SETTINGS, 0, 0, b"xxx"), frames.FRAME_SIZE_ERROR),
+        (START + frames.frame(frames.SETTINGS, 0, 0, b"\0\4\xff\xff\xff\xff"), frames.FLOW_CONTROL_ERROR),
+        (START + frames.frame(frames.WINDOW_UPDATE, 0, 0, b"\x7f\xff\xff\xff"), frames.FLOW_CONTROL_ERROR),
+        (START + frames.frame(frames.WINDOW_UPDATE, 0, 0, b"x"), frames.FRAME_SIZE_ERROR),
+        (START + frames.frame(frames.HEADERS, frames.END_HEADERS | frames.PADDED, 1, b"\xff"), frames.PROTOCOL_ERROR),
+        (START + _headers_frame(2, frames.END_HEADERS), frames.PROTOCOL_ERROR),
     ],
     ids=itertools.count(),
 )
@@ -241,39 +245,39 @@ async def test_a_client_that_breaks_the_rules_is_disconnected_with_the_reason(da
 async def test_padding_priorities_continuations_and_unknown_frames_are_understood() -> None:
     async with engines(1) as nodes, picker(*nodes) as p:
         block = h2.connection.H2Connection().encoder.encode(FIELDS)
-        padded = http2.PADDED | http2.HAS_PRIORITY
+        padded = frames.PADDED | frames.HAS_PRIORITY
         data = request_messages(chat_body())
-        frames = (
+        sent = (
             START,
-            http2.frame(http2.PRIORITY, 0, 1, bytes(5)),
-            http2.frame(0x20, 0xFF, 7, b"unknown"),
-            http2.frame(http2.HEADERS, padded, 1, b"\x03" + bytes(5) + block[:4] + bytes(3)),
-            http2.frame(http2.CONTINUATION, 0, 1, block[4:9]),
-            http2.frame(http2.CONTINUATION, http2.END_HEADERS, 1, block[9:]),
-            http2.frame(http2.DATA, http2.PADDED, 1, b"\x02" + data[:7] + bytes(2)),
-            http2.frame(http2.DATA, 0, 1, data[7:]),
-            http2.frame(http2.PING, 0, 0, b"12345678"),
+            frames.frame(frames.PRIORITY, 0, 1, bytes(5)),
+            frames.frame(0x20, 0xFF, 7, b"unknown"),
+            frames.frame(frames.HEADERS, padded, 1, b"\x03" + bytes(5) + block[:4] + bytes(3)),
+            frames.frame(frames.CONTINUATION, 0, 1, block[4:9]),
+            frames.frame(frames.CONTINUATION, frames.END_HEADERS, 1, block[9:]),
+            frames.frame(frames.DATA, frames.PADDED, 1, b"\x02" + data[:7] + bytes(2)),
+            frames.frame(frames.DATA, 0, 1, data[7:]),
+            frames.frame(frames.PING, 0, 0, b"12345678"),
         )
         reader, writer = await asyncio.open_connection("127.0.0.1", p.service.port)
-        writer.write(b"".join(frames))
+        writer.write(b"".join(sent))
         answer = b""
-        while http2.frame(http2.PING, http2.ACK, 0, b"12345678") not in answer or b"127.0.0.1:" not in answer:
+        while frames.frame(frames.PING, frames.ACK, 0, b"12345678") not in answer or b"127.0.0.1:" not in answer:
             answer += await asyncio.wait_for(reader.read(65_536), 10.0)
-        assert http2.frame(http2.SETTINGS, http2.ACK, 0) in answer
+        assert frames.frame(frames.SETTINGS, frames.ACK, 0) in answer
         assert sum(p.inflight()) == 1
-        writer.write(http2.frame(http2.RST_STREAM, 0, 1, bytes(4)))
+        writer.write(frames.frame(frames.RST_STREAM, 0, 1, bytes(4)))
         await until(lambda: not sum(p.inflight()))
         writer.close()
 
 
 async def test_mutated_bytes_leave_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
     draw = random.Random(11)
-    frames = START + _headers_frame(1, http2.END_HEADERS)
-    frames += http2.frame(http2.DATA, 0, 1, request_messages(chat_body())) + _headers_frame(3, http2.END_HEADERS)
-    frames += http2.frame(http2.DATA, http2.END_STREAM, 3, request_messages(chat_body(), ext_proc.BUFFERED))
+    sent = START + _headers_frame(1, frames.END_HEADERS)
+    sent += frames.frame(frames.DATA, 0, 1, request_messages(chat_body())) + _headers_frame(3, frames.END_HEADERS)
+    sent += frames.frame(frames.DATA, frames.END_STREAM, 3, request_messages(chat_body(), ext_proc.BUFFERED))
     async with engines(1) as nodes, picker(*nodes) as p:
         for _ in range(600):
-            data = bytearray(frames)
+            data = bytearray(sent)
             for _ in range(draw.randrange(1, 8)):
                 at = draw.randrange(24, len(data))
                 if draw.random() < 0.5:
@@ -297,15 +301,15 @@ async def test_mutated_bytes_leave_nothing_behind(caplog: pytest.LogCaptureFixtu
 async def test_a_stopping_picker_refuses_new_calls_and_closes_after_the_last_one() -> None:
     async with engines(1) as nodes, picker(*nodes) as p:
         reader, writer = await asyncio.open_connection("127.0.0.1", p.service.port)
-        writer.write(START + _headers_frame(1, http2.END_HEADERS))
-        writer.write(http2.frame(http2.DATA, 0, 1, request_messages(chat_body())))
+        writer.write(START + _headers_frame(1, frames.END_HEADERS))
+        writer.write(frames.frame(frames.DATA, 0, 1, request_messages(chat_body())))
         await until(lambda: sum(p.inflight()) == 1)
         p.server.close_idle()
-        writer.write(_headers_frame(3, http2.END_HEADERS) + http2.frame(http2.DATA, http2.END_STREAM, 3, b"x"))
-        writer.write(http2.frame(http2.DATA, http2.END_STREAM, 1))
+        writer.write(_headers_frame(3, frames.END_HEADERS) + frames.frame(frames.DATA, frames.END_STREAM, 3, b"x"))
+        writer.write(frames.frame(frames.DATA, frames.END_STREAM, 1))
         answer = await asyncio.wait_for(reader.read(), 10.0)
-        assert http2.frame(http2.GOAWAY, 0, 0, b"\0\0\0\1" + bytes(4)) in answer
-        assert http2.frame(http2.RST_STREAM, 0, 3, b"\0\0\0\7") in answer
+        assert frames.frame(frames.GOAWAY, 0, 0, b"\0\0\0\1" + bytes(4)) in answer
+        assert frames.frame(frames.RST_STREAM, 0, 3, b"\0\0\0\7") in answer
         assert answer.endswith(b"grpc-status\x010")
         writer.close()
 

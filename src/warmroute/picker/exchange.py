@@ -27,6 +27,7 @@ from warmroute.telemetry.tracing.request_trace import RequestTrace
 if TYPE_CHECKING:
     from warmroute.edge.prompt_reader import PendingPrompt
     from warmroute.edge.proxy import Proxy
+    from warmroute.picker.response_head import ObservedHead
     from warmroute.picker.stream import PickerStream
 
 _NOT_YET: Final[Any] = None
@@ -118,25 +119,21 @@ class PickerExchange(msgspec.Struct, eq=False):
 
     # The response, as far as Envoy shows it.
 
-    def response_started(
-        self, status: int, served: Node | None, by_envoy: bool, retry_after_s: int | None, is_event_stream: bool,
-        sees_body: bool,
-    ) -> None:  # fmt: skip
-        """`served`: the node that answers; None if it is unknown. `by_envoy`: no node answers, but Envoy itself."""
-        attempts, now_s = self.attempts, self._proxy.now()
+    def response_started(self, head: ObservedHead, sees_body: bool) -> None:
+        attempts, now_s, status = self.attempts, self._proxy.now(), head.status
         if attempts.done:
             return
-        if served is not None and served is not attempts.ticket.node:
-            attempts.served_by(served, now_s)
+        if head.served is not None and head.served is not attempts.ticket.node:
+            attempts.served_by(head.served, now_s)
         if self.trace is not None:
             self.trace.node_answered(attempts.ticket, status)
         attempts.status = status
-        if by_envoy and status < 500:  # another filter rejects the request
+        if head.by_envoy and status < 500:  # another filter rejects the request
             attempts.abandon(now_s)
-        elif by_envoy:
+        elif head.by_envoy:
             attempts.node_failed(Outcome.FAILED, f"Envoy answered {status}", now_s)
-        elif attempts.response_started(status, retry_after_s, now_s):
-            self._observe(is_event_stream, sees_body)
+        elif attempts.response_started(status, head.retry_after_s, now_s):
+            self._observe(head.is_event_stream, sees_body)
             return
         self._proxy.counters.responses[status] += 1  # it failed, and Envoy tried all others
         self._finish("failed")

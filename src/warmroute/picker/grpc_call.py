@@ -80,22 +80,18 @@ class Call:
     # From the client.
 
     def data_received(self, data: bytes) -> None:
-        if self._ended:
-            return
         if self._partial is not None:
             self._continue(data)
             return
         at, end = 0, len(data)
-        while end - at >= _PREFIX_BYTES:
+        while end - at >= _PREFIX_BYTES and not self._ended:
             compressed, size = _PREFIX.unpack_from(data, at)
             stop = at + _PREFIX_BYTES + size
             if stop > end or compressed:
                 break
             self.handler.received(data[at + _PREFIX_BYTES : stop])
-            if self._ended:
-                return
             at = stop
-        if at < end:
+        if at < end and not self._ended:
             self._partial = bytearray()
             self._continue(data[at:])
 

@@ -21,7 +21,6 @@ from google.protobuf.message import DecodeError
 from warmroute.edge import errors
 from warmroute.edge.body_scanner import ScannedBody
 from warmroute.edge.errors import HttpError
-from warmroute.edge.exchange import seconds_of
 from warmroute.edge.large_body import LargeBodyExchange
 from warmroute.edge.local_replies import Headers, with_request_id
 from warmroute.edge.paths import is_anthropic
@@ -33,6 +32,7 @@ from warmroute.picker.ext_proc import BUFFERED, BUFFERED_PARTIAL, NONE, STREAMED
 from warmroute.picker.ext_proc import FULL_DUPLEX_STREAMED as DUPLEX
 from warmroute.picker.grpc_call import INVALID_ARGUMENT, Call
 from warmroute.picker.request_head import EnvoyHead
+from warmroute.picker.response_head import read_response_head
 
 if TYPE_CHECKING:
     from warmroute.picker.server import PickerServer
@@ -95,12 +95,12 @@ class PickerStream:
             self._end()
             return
         self._in_message = True
-        self._safely(message)
+        is_answered = self._safely(message)
         self._in_message = False
-        if self._deciding:
-            self._wait()
-        else:
+        if is_answered:
             self._speak()
+        else:
+            self._wait()
 
     def too_large(self) -> None:
         self._in_message = True
@@ -167,13 +167,15 @@ class PickerStream:
 
     # Messages.
 
-    def _safely(self, message: Any) -> None:
+    def _safely(self, message: Any) -> bool:
+        """Handle a message. Return False if its answer has to wait for a decision."""
         try:
             self._receive(message)
         except HttpError as error:
             self.send_error(error)
         except Exception as error:
             self._fail(error)
+        return not self._deciding
 
     def _fail(self, error: Exception) -> None:
         exchange, self._exchange = self._exchange, None
@@ -363,28 +365,8 @@ class PickerStream:
         exchange, server = self._exchange, self._server
         if not isinstance(exchange, PickerExchange):
             return
-        status, content_type, retry_after = 0, b"", b""
-        encoded = from_node = False
-        for field in message.response_headers.headers.headers:
-            name = field.key
-            if name == ":status":
-                value = field.raw_value or field.value.encode()
-                status = int(value) if value.isdigit() and len(value) == 3 else 0
-            elif name == "content-type":
-                content_type = field.raw_value
-            elif name == "retry-after":
-                retry_after = field.raw_value
-            elif name == "content-encoding":
-                encoded = True
-            elif name == "x-envoy-upstream-service-time":  # Envoy's own answers do not have it
-                from_node = True
-        served = messages.served_endpoint(message)
-        node = server.endpoints.node_at(served) if served else None
-        is_event_stream = not encoded and content_type[:17].lower() == b"text/event-stream"
         server.shows_responses(self._call.peer_host)
-        by_envoy = not from_node and (status >= 500 or status == 429)
-        retry_after_s = seconds_of(retry_after) if status in (429, 503) else None
-        exchange.response_started(status, node, by_envoy, retry_after_s, is_event_stream, self.sees_responses)
+        exchange.response_started(read_response_head(message, server.endpoints.node_at), self.sees_responses)
         if message.response_headers.end_of_stream:
             exchange.response_ended()
 
