@@ -141,12 +141,21 @@ def envoy_config(
         "@type": f"{TYPES}.upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {"max_concurrent_streams": 10000}},
     }
-    picker = {
+    picker: dict[str, Any] = {
         "name": "picker",
         "type": "STATIC",
         "connect_timeout": "1s",
         "circuit_breakers": _MANY,
         "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2},
+        "health_checks": [
+            {
+                "timeout": "1s",
+                "interval": "1s",
+                "unhealthy_threshold": 2,
+                "healthy_threshold": 1,
+                "grpc_health_check": {},
+            },
+        ],
         "load_assignment": _endpoints([picker_port]),
     }
     return {

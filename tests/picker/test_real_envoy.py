@@ -160,6 +160,8 @@ def test_a_killed_picker_fails_requests_at_once_and_serves_again_after_its_resta
         while httpx.post(url, content=request_body("x", False), timeout=30.0).status_code != 200:
             assert time.monotonic() < until_s
             time.sleep(0.1)
+        checks = envoy.stats("cluster.picker.health_check")
+        assert checks["cluster.picker.health_check.success"] >= 1
 
 
 @pytest.mark.parametrize(("request_mode", "responses"), [("buffered", "headers"), ("duplex", "duplex")])
