@@ -29,7 +29,11 @@ async def test_only_endpoints_of_the_subset_are_named() -> None:
 
 async def test_a_subset_may_be_a_list_of_lists_or_name_addresses_without_a_port() -> None:
     async with engines(2) as nodes:
-        listed = [{"url": nodes[0].url}, {"url": nodes[1].url}, {"url": "http://127.0.0.2:8000", "models": ["m"]}]
+        listed: list[dict[str, Any]] = [
+            {"url": nodes[0].url},
+            {"url": nodes[1].url},
+            {"url": "http://127.0.0.2:8000", "models": ["m"]},
+        ]
         async with picker(*listed, wait=False) as p:
             await until(lambda: sum(node.health.state.value == "up" for node in p.service.fleet) == 2)
             first, second = (f"127.0.0.1:{node.port}" for node in nodes)
