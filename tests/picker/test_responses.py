@@ -182,6 +182,18 @@ async def test_a_client_that_leaves_frees_the_node_at_every_point(mode: str, how
         assert p.service.counters.disconnects >= 2
 
 
+async def test_a_client_that_leaves_after_the_last_event_has_its_response() -> None:
+    async with engines(1) as nodes, picker(*nodes, routing=PRICE) as p:
+        for number, ends in enumerate((usage(1024), usage(1024)[:-20]), 1):
+            envoy, _endpoints = await _sent(p)
+            await envoy.respond(TOKEN, ends, end=False)
+            envoy.call.cancel()
+            await p.until_idle()
+            assert (p.service.counters.responses[200], p.service.counters.disconnects) == (1, number - 1)
+        assert _outcomes(p) == {"node0": {Outcome.OK: 1, Outcome.CANCELLED: 1}}
+        assert [entry.reported[1] for entry in p.service.journal.latest(2)] == [None, 1024]
+
+
 async def test_a_queued_request_leaves_the_queue_with_its_client() -> None:
     tables: dict[str, Any] = {"routing": PRICE, "admission": ONE_BY_ONE}
     async with engines(1) as nodes, picker(*nodes, **tables) as p:

@@ -16,6 +16,7 @@ from warmroute._kernel import FirstTokenSearch, read_usage
 from warmroute.edge import errors
 from warmroute.edge.exchange import TAIL_PIECES
 from warmroute.edge.http1 import RequestHead
+from warmroute.edge.last_event import has_last_event
 from warmroute.fleet.node import Node, Outcome
 from warmroute.prompt.prompt import Prompt
 from warmroute.routing.attempts import Attempts
@@ -191,6 +192,12 @@ class PickerExchange(msgspec.Struct, eq=False):
 
     def client_left(self) -> None:
         self._proxy.client_left(self)
+
+    def has_last_event(self) -> bool:
+        return self._tail is not None and has_last_event(self._tail)
+
+    def response_complete(self) -> None:
+        self.response_ended()
 
     def release(self) -> None:
         """Give up what the request holds: its prompt, its place in the queue, its ticket."""
