@@ -187,6 +187,7 @@ async def test_a_client_that_leaves_after_the_last_event_has_its_response() -> N
         for number, ends in enumerate((usage(1024), usage(1024)[:-20]), 1):
             envoy, _endpoints = await _sent(p)
             await envoy.respond(TOKEN, ends, end=False)
+            assert sum(p.inflight()) == number - 1  # the node is free before Envoy shows the end
             envoy.call.cancel()
             await p.until_idle()
             assert (p.service.counters.responses[200], p.service.counters.disconnects) == (1, number - 1)

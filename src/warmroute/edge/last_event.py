@@ -16,7 +16,13 @@ _LAST: Final = re.compile(
 """What follows may be an empty line, and the framing of chunks."""
 
 
+_MARKERS: Final = (b"[DONE]", b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
 MAX_TAIL_BYTES: Final = 65_536
+
+
+def may_end(piece: bytes) -> bool:
+    """Return whether the last event may be in this piece. Cheap, for each piece of a stream."""
+    return any(marker in piece for marker in _MARKERS)
 
 
 def has_last_event(pieces: Iterable[bytes]) -> bool:

@@ -16,7 +16,7 @@ from warmroute._kernel import FirstTokenSearch, read_usage
 from warmroute.edge import errors
 from warmroute.edge.exchange import TAIL_PIECES
 from warmroute.edge.http1 import RequestHead
-from warmroute.edge.last_event import has_last_event
+from warmroute.edge.last_event import has_last_event, may_end
 from warmroute.fleet.node import Node, Outcome
 from warmroute.prompt.prompt import Prompt
 from warmroute.routing.attempts import Attempts
@@ -48,6 +48,7 @@ class PickerExchange(msgspec.Struct, eq=False):
     # the response
     _sent: bool = False
     """Whether Envoy has the request."""
+    _is_event_stream: bool = False
     _first_token_search: FirstTokenSearch | None = None
     _tail: deque[bytes] | None = None
     """The last pieces of the response, where its usage is wanted."""
@@ -146,6 +147,7 @@ class PickerExchange(msgspec.Struct, eq=False):
         if attempts.wants_usage:
             self._tail = deque(maxlen=TAIL_PIECES)
         if is_event_stream and attempts.status < 400:
+            self._is_event_stream = True
             self._first_token_search = FirstTokenSearch()
 
     def response_data(self, data: bytes) -> None:
@@ -154,12 +156,13 @@ class PickerExchange(msgspec.Struct, eq=False):
             return
         if self._tail is not None:
             self._tail.append(data)
-        if attempts.ticket.first_token_s:
-            return
-        search = self._first_token_search
-        if search is None or search.feed(data):
-            self._first_token_search = None
-            attempts.first_token(self._proxy.now())
+        if not attempts.ticket.first_token_s:
+            search = self._first_token_search
+            if search is None or search.feed(data):
+                self._first_token_search = None
+                attempts.first_token(self._proxy.now())
+        if self._is_event_stream and may_end(data) and self.has_last_event():
+            self.response_ended()  # Envoy shows the end later, perhaps after the client's next request
 
     def response_ended(self) -> None:
         attempts, proxy = self.attempts, self._proxy
