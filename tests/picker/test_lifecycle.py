@@ -84,7 +84,9 @@ async def test_a_stopping_picker_lets_its_requests_finish_and_accepts_no_more() 
         await running.send_request(chat_body())
         await running.decision()
         stopping = asyncio.ensure_future(p.service.stop())
-        await until(lambda: p.service.proxy.own_endpoints.stopping and p.server.stopping)
+        listening = p.server._server
+        assert listening is not None
+        await until(lambda: p.service.proxy.own_endpoints.stopping and not listening.is_serving())
         late = RunningPicker(p.service)
         with pytest.raises(grpc.aio.AioRpcError):
             await late.ask()

@@ -14,8 +14,6 @@ _LAST: Final = re.compile(
     rb"[\s0-9a-f]*\Z"
 )
 """What follows may be an empty line, and the framing of chunks."""
-
-
 _MARKERS: Final = (b"[DONE]", b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
 MAX_TAIL_BYTES: Final = 65_536
 

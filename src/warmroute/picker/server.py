@@ -62,7 +62,6 @@ class PickerServer:
         self.known_blocks: dict[bytes, str] = {}
         self.http2_connections: set[Http2Connection] = set()
         self.max_calls = limits.connections + SPARE_CALLS
-        self.stopping = False
         self._empty: asyncio.Event | None = None
         self._server: asyncio.Server | None = None
         self._resolving: asyncio.Task[None] | None = None
@@ -113,7 +112,6 @@ class PickerServer:
 
     def close_idle(self) -> None:
         """Accept no more streams. Those that are open finish."""
-        self.stopping = True
         if self._server is not None:
             self._server.close()
         for connection in list(self.http2_connections):
