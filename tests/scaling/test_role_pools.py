@@ -38,16 +38,18 @@ class Pools:
     def decide(
         self, fleet: tuple[NodeView, ...], now_s: float = 1000.0, *, on_prefill: float = 0.0, on_decode: float = 0.0,
         waiting: int = 0, kv_usage: float = 0.0, inter_token_ms: float = 0.0, idle_s: float = 0.0,
-        pending: tuple[PaidNode, ...] = (), **more: Any,
+        pending: tuple[PaidNode, ...] = (), streams: int = 10**6, **more: Any,
     ) -> ScalingDecision:  # fmt: skip
-        """`on_prefill`, `on_decode`: node seconds of prefill per second on each pool."""
+        """`on_prefill`, `on_decode`: node seconds of prefill per second on each pool. `streams`: responses whose time
+        between tokens is measured, at most."""
         meter = DemandMeter()
         for rate, in_pool in ((on_prefill, True), (on_decode, False)):
             for _ in range(int(rate * SPAN_S * 1000.0 / (PREFILL_WORK * MS_PER_TOKEN))):
                 meter.arrived += 1
                 meter.record_sent(PREFILL_WORK, 0.0, PREFILL_WORK, in_pool)
                 meter.record_ttft(900.0)
-                meter.record_inter_token(inter_token_ms)
+                if meter.arrived <= streams:
+                    meter.record_inter_token(inter_token_ms)
         ttft, latency, inter_token = meter.times()
         samples: dict[Pool, PoolSample] = {"prefill": PoolSample(), "decode": PoolSample(0, kv_usage)}
         windows = MetricWindows(self.config)
@@ -85,11 +87,24 @@ def test_running_requests_that_fill_the_memory_add_decode_nodes() -> None:
 
 def test_slow_tokens_add_decode_nodes_until_the_objective_is_met() -> None:
     pools = Pools(objective=Objective(inter_token_p90_ms=40.0))
-    decision = pools.decide(pool_nodes(2, 4), on_prefill=0.5, inter_token_ms=75.0, decode_base_ms=10.0)
-    assert added(decision) == {"decode": 7}, "10 + 66 · 4 / 11 ms is 85 % of the objective"
+    decision = pools.decide(pool_nodes(2, 4), on_prefill=0.5, inter_token_ms=48.0, decode_base_ms=10.0)
+    assert added(decision) == {"decode": 3}, "10 + 40 · 4 / 7 ms is below 85 % of the objective"
     assert any("decode pool: inter-token p90 is" in reason for reason in decision.reasons)
     hopeless = pools.decide(pool_nodes(2, 4), 2000.0, on_prefill=0.5, inter_token_ms=75.0, decode_base_ms=39.0)
     assert not hopeless.additions and any("more nodes would not help" in reason for reason in hopeless.reasons)
+
+
+def test_few_slow_streams_add_no_nodes_and_many_double_the_pool_at_most() -> None:
+    pools = Pools(objective=Objective(inter_token_p90_ms=50.0), max_nodes=1000)
+    few = pools.decide(pool_nodes(2, 8), on_prefill=0.5, inter_token_ms=3000.0, decode_base_ms=10.0, streams=1)
+    assert not few.needed and few.pools["decode"].desired_nodes == 8, "one stream is no percentile"
+    many = pools.decide(pool_nodes(2, 8), 2000.0, on_prefill=0.5, inter_token_ms=3000.0, decode_base_ms=10.0)
+    assert many.needed == 8
+    starting = tuple(PaidNode(("cloud", "d"), "local", 1.0, "L4", role="decode") for _ in range(8))
+    more = pools.decide(
+        pool_nodes(2, 8), 3000.0, on_prefill=0.5, inter_token_ms=3000.0, decode_base_ms=10.0, pending=starting
+    )
+    assert not more.needed, "the nodes that start double it already"
 
 
 def test_slow_tokens_keep_decode_nodes() -> None:
@@ -204,6 +219,23 @@ def test_metrics_of_a_pool() -> None:
     assert prefill.decode_context is None and decode.decode_context is not None
     assert prefill.inter_token_p90_ms is None and decode.inter_token_p90_ms == TIME_BOUNDS_MS[5]
     assert windows.stable.arrivals == 4 and len(COUNTERS) == len(meter.counts())
+
+
+def test_rounding_errors_of_a_pool_without_prefills_are_no_work() -> None:
+    """The decode pool has what the prefill pool leaves of each sum."""
+    counts = dict.fromkeys(COUNTERS, 0.0) | {"arrived": 100.0, "sent": 100.0, "responses": 100.0}
+    for name, in_pool, value in (
+        ("prompt_tokens", "prefill_pool_tokens", 1e6),
+        ("cached_tokens", "prefill_pool_cached", 1e5),
+        ("prefill_work", "prefill_pool_work", 0.1 + 0.2),
+        ("prefill_squares", "prefill_pool_squares", 1e9),
+    ):
+        counts |= {name: value, in_pool: value * (1.0 + 1e-13)}
+    meter = DemandMeter()
+    windows = MetricWindows(Scaling())
+    windows.add(Sample(10.0, 10.0, list(counts.values()), *meter.times()[:2], 0, 0.0, meter.times()[2]))
+    decode = windows.of_pool("decode")[0]
+    assert (decode.prefill_work, decode.hit_ratio, decode.variation) == (0.0, None, 0.0)
 
 
 def test_contradicting_limits_are_rejected() -> None:
