@@ -179,6 +179,31 @@ def test_both_pools_together_stay_within_the_limits_of_the_fleet() -> None:
     assert not decision.additions and any("over the budget" in text for text in decision.obstacles)
 
 
+def test_minimums_do_not_exceed_the_maximum_of_the_fleet() -> None:
+    pools = Pools(max_nodes=1)
+    decision = pools.decide((), waiting=3)
+    assert added(decision) == {"decode": 1}, "a prefill node alone would serve nothing"
+    assert "prefill pool: maximum of 1 node for both pools reached" in decision.obstacles
+    for step in range(60):  # also while both run, because somebody lowered max_nodes
+        assert not pools.decide(pool_nodes(1, 1), 2000.0 + 5.0 * step).changes
+    limits = (RoleLimits(role="prefill", min_nodes=4),)
+    assert added(Pools(max_nodes=6, roles=limits).decide(pool_nodes(2, 3))) == {"prefill": 1}
+
+
+def test_a_busy_pool_leaves_the_other_one_its_minimum() -> None:
+    decision = Pools(max_nodes=4).decide(pool_nodes(2, 0), on_prefill=9.0)
+    assert added(decision) == {"prefill": 1, "decode": 1}
+
+
+def test_machines_that_changed_their_role_count_towards_the_maximum_of_their_offer() -> None:
+    pools = Pools(offer("p", role="prefill", max_nodes=3), offer("d", role="decode"))
+    changed = tuple(node(f"p{at}", role="decode", offer=("cloud", "p")) for at in range(2, 4))
+    fleet = (*pool_nodes(1, 2), *changed)
+    decision = pools.decide(fleet, on_prefill=3.0)
+    assert not decision.additions and any("offer is used up" in text for text in decision.obstacles)
+    assert added(pools.decide(fleet[:-1], 2000.0, on_prefill=3.0)) == {"prefill": 1}
+
+
 def test_an_excess_is_removed_once() -> None:
     pools = Pools(max_nodes=5, cooldown_down_s=10.0, interval_s=5.0)
     decisions = [
@@ -246,6 +271,24 @@ def test_contradicting_limits_are_rejected() -> None:
     ):
         with pytest.raises(ConfigError, match=problem):
             from_table({"scaling": {"enabled": True, "max_nodes": 16, "roles": roles}})
+
+
+@pytest.mark.parametrize("decode", ["decode", "mixed"])
+def test_a_maximum_below_one_node_of_each_pool_is_rejected(decode: str) -> None:
+    def check(max_nodes: int, *roles: dict[str, Any]) -> None:
+        provisioners = [
+            {"kind": "kubernetes", "name": role, "role": role, "gpu": "H200", "workload_name": role}
+            for role in ("prefill", decode)
+        ]
+        scaling = {"enabled": True, "max_nodes": max_nodes, "roles": list(roles)}
+        from_table({"scaling": scaling, "provisioners": provisioners})
+
+    check(2)
+    with pytest.raises(ConfigError, match=r"max_nodes \(1\) is below the minimums of both pools: 1 prefill"):
+        check(1)
+    with pytest.raises(ConfigError, match="3 prefill and 1 decode"):
+        check(3, {"role": "prefill", "min_nodes": 3})
+    from_table({"scaling": {"enabled": True, "max_nodes": 1}, "nodes": [{"url": "http://a:1", "role": "prefill"}]})
 
 
 # Nodes that change sides.

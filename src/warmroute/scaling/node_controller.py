@@ -245,5 +245,5 @@ class NodeController:
 
 
 def _serves_alone(node: Node) -> bool:
-    """Return whether the node can serve a completion without a node of the other role, as a prefill of a prefix does."""
+    """Return whether the node can serve a completion without a node of the other role: a prefix is one."""
     return node.can_serve_alone if node.role == "prefill" else not node.needs_partner
