@@ -9,8 +9,10 @@ from typing import Any
 import grpc.aio
 import pytest
 from grpc_tools import protoc  # type: ignore[import-untyped]
+from scripted_provisioner import Harness
 
-from warmroute.config import ConfigError
+from warmroute.config import ConfigError, NodeConfig, Scaling
+from warmroute.config.scaling_settings import RoleLimits
 from warmroute.scaling import keda
 from warmroute.scaling.keda import KedaScaler
 
@@ -85,6 +87,77 @@ async def test_each_workload_gets_the_number_of_its_role(stubs: Any) -> None:
             values = await client.GetMetrics(messages.GetMetricsRequest(scaledObjectRef=workload))
             assert values.metricValues[0].metricValueFloat == count
     await scaler.close()
+
+
+async def test_an_unknown_role_is_refused(stubs: Any) -> None:
+    harness = Harness()
+    messages, services = stubs
+    scaler = KedaScaler(harness.autoscaler.desired_in_pool)
+    await scaler.start("127.0.0.1", 0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{scaler.port}") as channel:
+        client = services.ExternalScalerStub(channel)
+        workload = messages.ScaledObjectRef(name="engines", scalerMetadata={"role": "prefil"})
+        calls = (
+            client.GetMetrics(messages.GetMetricsRequest(scaledObjectRef=workload)),
+            client.GetMetricSpec(workload),
+            client.IsActive(workload),
+            client.StreamIsActive(workload).read(),
+        )
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError, match="the role 'prefil' is unknown") as refused:
+                await call
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await scaler.close()
+
+
+def nodes_of(harness: Harness, **counts: int) -> None:
+    """Add serving nodes of these roles, as Kubernetes does."""
+    for role, count in counts.items():
+        for number in range(count):
+            node = harness.add_node(NodeConfig(url=f"http://{role}-{number}:1", name=f"{role}-{number}", role=role))
+            harness.fleet.check_passed(node, harness.clock.now_s)
+
+
+def desired(harness: Harness) -> tuple[int, int, int]:
+    harness.clock.now_s += 1.0
+    harness.autoscaler.decide(harness.clock.now_s)
+    prefill, decode, both = map(harness.autoscaler.desired_in_pool, ("prefill", "decode", ""))
+    return prefill, decode, both
+
+
+@pytest.mark.parametrize("serving", ["decode", "mixed"])
+def test_a_workload_without_nodes_gets_its_minimum(serving: str) -> None:
+    harness = Harness(max_nodes=32, min_nodes=0, cooldown_down_s=600.0)
+    nodes_of(harness, prefill=1, **{serving: 8})
+    assert [harness.autoscaler.desired_in_pool(role) for role in ("prefill", "decode", "")] == [1, 8, 9]
+    assert desired(harness) == (1, 8, 9)
+    harness.remove_node("prefill-0")
+    assert desired(harness)[:2] == (1, 8)
+    harness.autoscaler.reconfigure(
+        Scaling(enabled=True, max_nodes=32, min_nodes=0, roles=(RoleLimits(role="prefill", min_nodes=3),))
+    )
+    assert desired(harness)[:2] == (3, 8)
+    empty = Harness(min_nodes=0)
+    assert desired(empty) == (0, 0, 0), "scaled to zero"
+    empty.waiting = 1
+    assert desired(empty) == (1, 1, 1)
+
+
+def test_nodes_that_changed_their_role_do_not_make_the_workloads_grow() -> None:
+    harness = Harness(max_nodes=64, cooldown_down_s=600.0)
+    nodes_of(harness, prefill=2, decode=6)
+    assert desired(harness)[:2] == (2, 6)
+    for number in range(3):
+        harness.set_role(f"decode-{number}", "prefill")
+        assert desired(harness)[:2] == (2, 6)
+    last = harness.autoscaler.last_decision
+    assert last is not None and last.pools["prefill"].desired_nodes == 5
+    for number in range(2):
+        harness.set_role(f"prefill-{number}", "decode")
+    assert desired(harness)[:2] == (2, 6)
+    for number in range(6):
+        harness.set_role(f"decode-{number}", "prefill")
+    assert desired(harness)[:2] == (2, 6)
 
 
 async def test_keda_gets_a_push_when_the_first_node_is_desired(stubs: Any, monkeypatch: pytest.MonkeyPatch) -> None:

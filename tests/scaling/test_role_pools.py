@@ -339,3 +339,14 @@ def test_roles_change_without_provisioners() -> None:
     pools.offers.update_offers(())
     decision = pools.decide(pool_nodes(2, 4, switchable=True), on_prefill=1.5)
     assert decision.switches and decision.desired_nodes >= 6
+
+
+def test_a_pool_does_not_desire_again_the_nodes_that_left_it() -> None:
+    pools = Pools(switch_roles=True, cooldown_up_s=10.0, cooldown_down_s=600.0)
+    pools.offers.update_offers(())
+    grown = pools.decide(pool_nodes(2, 4), on_decode=3.0).pools["decode"].desired_nodes
+    assert grown > 4
+    switched = len(pools.decide(pool_nodes(2, grown, switchable=True), 1050.0, on_prefill=1.5).switches)
+    assert switched
+    after = pools.decide(pool_nodes(2 + switched, grown - switched, switchable=True), 1055.0, on_prefill=1.5)
+    assert after.pools["decode"].desired_nodes == grown - switched

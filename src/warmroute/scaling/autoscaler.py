@@ -21,7 +21,7 @@ from warmroute.scaling.offer import Offer
 from warmroute.scaling.offer_selection import OfferSelector
 from warmroute.scaling.plan_request import plan_request
 from warmroute.scaling.replay_planner import PlanRunner, ReplayPlanner
-from warmroute.scaling.role_pools import RolePools, has_pools
+from warmroute.scaling.role_pools import POOLS, RolePools, desired_in_workload, has_pools
 from warmroute.scaling.scaler import Scaler
 from warmroute.scaling.scaling_decision import PaidNode, ScalingDecision, paid_for
 
@@ -61,12 +61,14 @@ class Autoscaler:
         return self.last_decision.desired_nodes if self.last_decision is not None else len(self._fleet)
 
     def desired_in_pool(self, role: str) -> int:
-        """Return how many nodes a pool should have; those of the whole fleet if there is no such pool."""
-        pools = self.last_decision.pools if self.last_decision is not None else {}
-        for pool, decision in pools.items():
-            if pool == role:
-                return decision.desired_nodes
-        return self.desired_nodes
+        """Return how many nodes the workload with this configured role should have; those of the whole fleet for an
+        empty role. Raises ValueError for any role but `prefill` and `decode`."""
+        if not role:
+            return self.desired_nodes
+        pool = next((one for one in POOLS if one == role), None)
+        if pool is None:
+            raise ValueError(f"the role {role!r} is unknown: use {' or '.join(POOLS)}, or none for the whole fleet")
+        return desired_in_workload(self.last_decision, self.config, pool, self._fleet)
 
     def request_failed(self, offer: Offer) -> None:
         """A requested node does not come: the next request need not wait for the cooldown."""

@@ -74,7 +74,8 @@ def messages() -> dict[str, Any]:
 
 class KedaScaler:
     def __init__(self, desired_nodes: Callable[[str], int]) -> None:
-        """`desired_nodes`: of a role (`prefill`, `decode`), or of the whole fleet for an empty one."""
+        """`desired_nodes`: of a role (`prefill`, `decode`), or of the whole fleet for an empty one. Raises ValueError
+        for another one."""
         self._desired_nodes = desired_nodes
         self._server: Any = None
         self._messages = messages()
@@ -106,8 +107,16 @@ class KedaScaler:
         if self._server is not None:
             await self._server.stop(grace=None)
 
-    async def _is_active(self, request: Any, _context: Any) -> Any:
-        return self._messages["IsActiveResponse"](result=self._desired_nodes(_role(request)) > 0)
+    async def _desired(self, scaled_object: Any, context: Any) -> int:
+        """Return how many nodes a workload should have. Ends the call if the role in its metadata is unknown."""
+        try:
+            return max(0, self._desired_nodes(_role(scaled_object)))
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise
+
+    async def _is_active(self, request: Any, context: Any) -> Any:
+        return self._messages["IsActiveResponse"](result=await self._desired(request, context) > 0)
 
     async def _stream(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """Send whether it is active, at once and at each change."""
@@ -119,12 +128,13 @@ class KedaScaler:
                 yield active
             await asyncio.sleep(PUSH_S)
 
-    async def _spec(self, _request: Any, _context: Any) -> Any:
+    async def _spec(self, request: Any, context: Any) -> Any:
+        await self._desired(request, context)
         spec = self._messages["MetricSpec"](metricName=METRIC, targetSize=1, targetSizeFloat=1.0)
         return self._messages["GetMetricSpecResponse"](metricSpecs=[spec])
 
-    async def _metrics(self, request: Any, _context: Any) -> Any:
-        desired = max(0, self._desired_nodes(_role(request.scaledObjectRef)))
+    async def _metrics(self, request: Any, context: Any) -> Any:
+        desired = await self._desired(request.scaledObjectRef, context)
         value = self._messages["MetricValue"](metricName=METRIC, metricValue=desired, metricValueFloat=float(desired))
         return self._messages["GetMetricsResponse"](metricValues=[value])
 

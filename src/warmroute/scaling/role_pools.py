@@ -23,6 +23,8 @@ import msgspec
 
 from warmroute.config import Scaling
 from warmroute.config.scaling_settings import Pool, RoleLimits
+from warmroute.fleet.health import HealthState
+from warmroute.fleet.node import Node
 from warmroute.scaling.capacity import Demand, GpuSpeeds, ScalingInputs, size_of
 from warmroute.scaling.fleet_observer import FleetView, pool_of
 from warmroute.scaling.metric_windows import MetricWindows
@@ -40,6 +42,8 @@ from warmroute.scaling.scaling_decision import (
 )
 
 POOLS: Final[tuple[Pool, ...]] = ("prefill", "decode")
+COUNTED: Final = (HealthState.UP, HealthState.UNKNOWN)
+"""Nodes in these states serve, or will after their first health check."""
 NO_BUDGET: Final = 1e-9
 """What is left of a budget that the other pool has used up. 0 would be no limit."""
 
@@ -112,6 +116,7 @@ class RolePools:
         sparing.removals = tuple(one for one in sparing.removals if one.node not in chosen)
         lacking.desired_nodes = lacking.nodes + len(chosen) + kept
         sparing.desired_nodes = sparing.nodes - len(chosen) - len(sparing.removals)
+        self.scalers[other].hold_desired(sparing.desired_nodes)
         lacking.reasons = (*lacking.reasons, f"{count_of_nodes(len(chosen))} of the {other} pool become {to} nodes")
         return [SwitchRole(name, to, f"the {other} pool can spare it") for name in chosen]
 
@@ -133,6 +138,29 @@ class RolePools:
 def has_pools(view: FleetView, offers: OfferSelector) -> bool:
     """Return whether nodes have roles, or could have one."""
     return any(node.role != "mixed" for node in view.nodes) or any(offer.role != "mixed" for offer in offers.offers)
+
+
+def desired_in_workload(last: ScalingDecision | None, config: Scaling, pool: Pool, nodes: Iterable[Node]) -> int:
+    """Return how many nodes somebody else (KEDA) should run with the configured role of a pool. Nodes whose role
+    changed at run time belong to the workload that started them, and serve in the other pool:
+
+        desired nodes of the pool − its nodes of the other workload + this workload's nodes in the other pool
+
+    Before the first decision: the nodes that the workload has."""
+    if last is None:
+        return sum(pool_of(node.config.role) == pool for node in nodes)
+    if not last.desired_nodes:
+        return 0  # scaled to zero
+    minimum = _role_limits(config, pool).min_nodes
+    desired = minimum
+    if pool in last.pools:
+        desired = last.pools[pool].desired_nodes
+    elif not last.pools and pool == "decode":  # no node has a role
+        desired = last.desired_nodes
+    counted = [node for node in nodes if not node.draining and node.health.state in COUNTED]
+    changed = [node for node in counted if pool_of(node.role) != pool_of(node.config.role)]
+    away = sum(pool_of(node.config.role) == pool for node in changed)
+    return max(minimum, desired - (len(changed) - away) + away)
 
 
 def other_pool(pool: Pool) -> Pool:

@@ -77,6 +77,10 @@ class Scaler:
     def changed_s(self, times_s: tuple[float, float]) -> None:
         self._added_s, self._removed_s = times_s
 
+    def hold_desired(self, desired_nodes: int) -> None:
+        """Nodes went to the other pool: do not desire them again until the cooldown ends."""
+        self._desired_elsewhere = desired_nodes
+
     def request_failed(self) -> None:
         """A requested node does not come: the next request need not wait for the cooldown."""
         self._added_s = float("-inf")
