@@ -342,11 +342,13 @@ def test_roles_change_without_provisioners() -> None:
 
 
 def test_a_pool_does_not_desire_again_the_nodes_that_left_it() -> None:
-    pools = Pools(switch_roles=True, cooldown_up_s=10.0, cooldown_down_s=600.0)
+    pools = Pools(switch_roles=True, cooldown_up_s=10.0, cooldown_down_s=100.0, max_step_down=2)
     pools.offers.update_offers(())
-    grown = pools.decide(pool_nodes(2, 4), on_decode=3.0).pools["decode"].desired_nodes
-    assert grown > 4
-    switched = len(pools.decide(pool_nodes(2, grown, switchable=True), 1050.0, on_prefill=1.5).switches)
+    for now_s in range(1000, 1101, 5):
+        smaller = pools.decide(pool_nodes(2, 8), float(now_s), on_prefill=1.0, on_decode=0.1)
+    assert smaller.pools["decode"].desired_nodes == 6
+    fleet = pool_nodes(2, 6, switchable=True)
+    switched = len(pools.decide(fleet, 1120.0, on_prefill=1.5, on_decode=0.1).switches)
     assert switched
-    after = pools.decide(pool_nodes(2 + switched, grown - switched, switchable=True), 1055.0, on_prefill=1.5)
-    assert after.pools["decode"].desired_nodes == grown - switched
+    fleet = pool_nodes(2 + switched, 6 - switched, switchable=True)
+    assert pools.decide(fleet, 1125.0, on_prefill=1.5, on_decode=0.1).pools["decode"].desired_nodes == 6 - switched
