@@ -129,3 +129,28 @@ def test_a_flood_of_changes_and_an_invalid_node_do_no_harm() -> None:
     assert a.nodes == {"c0": True}
     a.shared.merge(NodeChange(f"gone-{at}", at, "x", b"", True, False) for at in range(MAX_CHANGES + 100))
     assert len(a.shared.changes) <= MAX_CHANGES
+
+
+def test_a_changed_configuration_reaches_all_processes_and_no_node_of_a_file() -> None:
+    a, b, c = (Router(name) for name in "abc")
+    a.shared.add_node(NodeConfig(url="http://n0:1", name="n0"))
+    added = a.shared.take_unpublished()
+    b.shared.merge(added)
+    c.fleet.add(NodeConfig(url="http://n0:1", name="n0", gpu="own"))
+    c.shared.merge(added)
+    changed = NodeConfig(url="http://n0:1", name="n0", role="prefill", gpu="H200", usd_per_hour=2.0)
+    a.shared.update_node("n0", changed)
+    update = a.shared.take_unpublished()
+    for router in (b, c):
+        router.shared.merge(update)
+    assert a.fleet.node("n0").config == b.fleet.node("n0").config == changed and b.roles["n0"] == "prefill"
+    assert c.fleet.node("n0").config.gpu == "own"
+    b.shared.set_role("n0", "decode")
+    a.shared.merge(b.shared.take_unpublished())
+    a.shared.update_node("n0", NodeConfig(url="http://n0:1", name="n0", role="prefill", gpu="B200"))
+    b.shared.merge(a.shared.take_unpublished())
+    assert a.roles["n0"] == b.roles["n0"] == "decode", "a role set at run time stays"
+    assert b.fleet.node("n0").config.gpu == "B200"
+    late = Router("d")
+    late.shared.merge_stored(a.stored.values())
+    assert late.fleet.node("n0").config.gpu == "B200"

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from warmroute.config import Config, NodeConfig, Scaling
+from warmroute.config import Config, NodeConfig, ProvisionerConfig, Scaling
 from warmroute.fleet.demand import DemandMeter
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node
@@ -137,6 +137,7 @@ class Harness:
         post: Post = accept_prefill,
         is_leader: Callable[[], bool] = lambda: True,
         lease: LeaderLease | None = None,
+        configured: ProvisionerConfig = ProvisionerConfig(kind="process"),
         **scaling: Any,
     ) -> None:
         self.scaling = {"interval_s": 1.0, "cooldown_up_s": 30.0, "cooldown_down_s": 2.0, **scaling}
@@ -149,7 +150,9 @@ class Harness:
         self.autoscaler = Autoscaler(
             config, self.fleet, self.cache_view, self.demand_meter, self.hot, lambda: self.waiting
         )
-        self.clients = [ProvisionerClient(one, timeout_s, self.clock) for one in provisioners]
+        self.updated: list[NodeConfig] = []
+        """Configurations that other processes get as well."""
+        self.clients = [ProvisionerClient(one, timeout_s, self.clock, configured) for one in provisioners]
         self.loop = ControllerLoop(
             self.autoscaler, self.clients, self.fleet, self, PrefixPrefiller(post), self.clock, is_leader, lease=lease
         )
@@ -160,6 +163,10 @@ class Harness:
         node = self.fleet.add(config)
         self.cache_view.add_node(node.name, ["m"])
         return node
+
+    def update_node(self, name: str, config: NodeConfig) -> None:
+        self.updated.append(config)
+        self.fleet.update_config(self.fleet.node(name), config)
 
     def remove_node(self, name: str) -> Node:
         self.cache_view.remove_node(name)

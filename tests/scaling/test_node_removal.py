@@ -8,7 +8,7 @@ from array import array
 import pytest
 from scripted_provisioner import Harness, ScriptedProvisioner, running
 
-from warmroute.config import NodeConfig
+from warmroute.config import NodeConfig, ProvisionerConfig
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
@@ -363,6 +363,7 @@ async def test_an_adopted_machine_gets_its_price_when_its_offer_is_known() -> No
         provisioner.fails.clear()
         await harness.ticks(60)
         assert [node.config.usd_per_hour for node in harness.fleet] == [1.5, 1.5]
+        assert harness.updated == [node.config for node in harness.fleet], "other processes get it, too"
         assert {node.config.gpu for node in harness.fleet} == {"L4"} and {node.island for node in harness.fleet} == {
             "here"
         }
@@ -380,3 +381,14 @@ async def test_a_fleet_scaled_to_zero_stays_there_until_a_request_arrives() -> N
             await harness.until(lambda: not harness.managed)
             await harness.ticks(80)
             assert len(provisioner.requested) == len(provisioner.terminated) == round_number and not harness.managed
+
+
+async def test_an_adopted_machine_has_the_configured_role_before_its_offer_is_known() -> None:
+    provisioner = ScriptedProvisioner()
+    provisioner.create("old")
+    provisioner.fails["offers"] = ProvisionerError("throttled")
+    config = ProvisionerConfig(kind="kubernetes", role="prefill", bootstrap_port=9001, island="east")
+    async with running(provisioner, configured=config) as harness:
+        await harness.until(lambda: len(harness.serving()) == 1)
+        (node,) = harness.fleet
+        assert (node.role, node.config.bootstrap_port, node.island) == ("prefill", 9001, "east")

@@ -71,6 +71,17 @@ class SharedNodes:
         self._record(node, msgspec.json.encode(config))
         return node
 
+    def update_node(self, name: str, config: NodeConfig) -> Node:
+        """Change the configuration of a node with the same address. A role that was set at run time stays. Raises
+        UnknownNode."""
+        node = self._fleet.node(name)
+        role = node.role if node.role != node.config.role else config.role
+        self._fleet.update_config(node, config)
+        if node.role != role:
+            self._fleet.set_role(name, role)
+        self._record(node, msgspec.json.encode(config))
+        return node
+
     def remove_node(self, name: str) -> Node:
         """Raises UnknownNode."""
         node = self._operations.remove_node(name)
@@ -122,7 +133,7 @@ class SharedNodes:
             known = self._changes.get(change.name)
             if known is None or (change.version, change.sender) > (known.version, known.sender):
                 self._keep(change)
-                self._apply(change)
+                self._apply(change, known.config if known is not None else b"")
 
     def merge_stored(self, values: Iterable[bytes]) -> list[NodeChange]:
         """Take over the register that Redis has. Return the changes that it lacks."""
@@ -175,7 +186,8 @@ class SharedNodes:
         self._applied.pop(change.name, None)
         self.digest ^= _digest(change)
 
-    def _apply(self, change: NodeChange) -> None:
+    def _apply(self, change: NodeChange, config_before: bytes = b"") -> None:
+        """`config_before`: that of the change which this one follows. A node that has it gets the new one."""
         operations, name = self._operations, change.name
         try:
             number = self._number(name)
@@ -185,6 +197,13 @@ class SharedNodes:
             elif not number and change.config:
                 config = parse_section(NodeConfig, msgspec.json.decode(change.config))
                 operations.add_node(config)
+            elif change.config != config_before and change.config and config_before:
+                before, config = (
+                    parse_section(NodeConfig, msgspec.json.decode(one)) for one in (config_before, change.config)
+                )
+                node = self._fleet.node(name)
+                if node.config == before and config.url == before.url:
+                    self._fleet.update_config(node, config)
             if not change.removed and self._number(name):
                 node = self._fleet.node(name)
                 if node.draining != change.draining:

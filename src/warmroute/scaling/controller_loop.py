@@ -44,6 +44,7 @@ class NodeRegistry(Protocol):
 
     def add_node(self, config: NodeConfig) -> Node: ...
     def remove_node(self, name: str) -> Node: ...
+    def update_node(self, name: str, config: NodeConfig) -> object: ...
     def drain(self, name: str, draining: bool) -> object: ...
     def set_role(self, name: str, role: Role) -> object: ...
 
@@ -80,7 +81,9 @@ class ControllerLoop:
         self.controller = NodeController(
             autoscaler, fleet, self, now, drain=self._set_draining, set_role=self._set_role
         )
-        self._reconciler = MachineReconciler(self.controller, self.clients, fleet, nodes.add_node, now)
+        self._reconciler = MachineReconciler(
+            self.controller, self.clients, fleet, nodes.add_node, self._update_node, now
+        )
         self._nodes = nodes
         self._prefiller = prefiller
         self._now = now
@@ -176,6 +179,10 @@ class ControllerLoop:
     def _set_role(self, name: str, role: Role) -> None:
         if self._lease is None or self._is_leader():
             self._nodes.set_role(name, role)
+
+    def _update_node(self, name: str, config: NodeConfig) -> None:
+        if self._lease is None or self._is_leader():
+            self._nodes.update_node(name, config)
 
     async def close(self) -> None:
         """Leave all machines as they are: the next router adopts them."""

@@ -31,13 +31,16 @@ CONSISTENCY_S: Final = 30.0
 class MachineReconciler:
     def __init__(
         self, controller: NodeController, clients: Mapping[str, ProvisionerClient], fleet: Fleet,
-        add_node: Callable[[NodeConfig], Node], now: Callable[[], float],
+        add_node: Callable[[NodeConfig], Node], update_node: Callable[[str, NodeConfig], object],
+        now: Callable[[], float],
     ) -> None:  # fmt: skip
+        """`add_node`, `update_node`: also in other processes."""
         self._controller = controller
         self._managed = controller.autoscaler.managed
         self._clients = clients
         self._fleet = fleet
         self._add_node = add_node
+        self._update_node = update_node
         self._now = now
         self.terminated_s: dict[tuple[str, str], float] = {}
         """By provisioner and token: when a machine was terminated that may still be reported."""
@@ -62,7 +65,7 @@ class MachineReconciler:
                 "island": island, "gpu": offer.gpu, "usd_per_hour": offer.usd_per_hour, "role": offer.role,
                 "bootstrap_port": offer.bootstrap_port,
             }  # fmt: skip
-            self._fleet.update_config(node, msgspec.structs.replace(node.config, **known))
+            self._update_node(node.name, msgspec.structs.replace(node.config, **known))
 
     def reconcile(self, client: ProvisionerClient) -> None:
         """Apply the last status of a provisioner."""
@@ -115,14 +118,7 @@ class MachineReconciler:
         if machine.state in TERMINATED_STATES or self._controller.autoscaler.config.dry_run or may_be_stale:
             return None
         offer = client.offer(machine.offer)
-        unknown = Offer(
-            provisioner=client.name,
-            name=machine.offer or "unknown",
-            island=machine.island or client.name,
-            gpu="",
-            usd_per_hour=0.0,
-        )
-        managed = self._managed.add(machine.token, offer or unknown, self._now())
+        managed = self._managed.add(machine.token, offer or client.unknown_offer(machine), self._now())
         managed.adopted, managed.offer_known = True, offer is not None
         log.info(
             "node_adopted",

@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from warmroute.config import ProvisionerConfig
 from warmroute.event_log import EventLog
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import Machine, MachineState, Provisioner, ProvisionerError
@@ -33,9 +34,12 @@ _TERMINATE: Final = "terminate "
 
 class ProvisionerClient:
     def __init__(
-        self, provisioner: Provisioner, timeout_s: float, now: Callable[[], float], api_key_env: str = ""
-    ) -> None:
-        self.api_key_env = api_key_env
+        self, provisioner: Provisioner, timeout_s: float, now: Callable[[], float],
+        config: ProvisionerConfig = ProvisionerConfig(kind="process"),
+    ) -> None:  # fmt: skip
+        """`config`: what it says about nodes counts for machines whose offer is unknown."""
+        self._config = config
+        self.api_key_env = config.api_key_env
         """Environment variable with the API key of its engines."""
         self._provisioner = provisioner
         self._timeout_s = TIMEOUT_FACTOR * timeout_s
@@ -133,6 +137,19 @@ class ProvisionerClient:
 
     def offer(self, name: str) -> Offer | None:
         return next((offer for offer in self.offers if offer.name == name), None)
+
+    def unknown_offer(self, machine: Machine) -> Offer:
+        """Return what the configuration says about a machine whose offer is not known, without a GPU and a price."""
+        config = self._config
+        return Offer(
+            provisioner=self.name,
+            name=machine.offer or "unknown",
+            island=machine.island or config.island or self.name,
+            gpu="",
+            role=config.role,
+            bootstrap_port=config.bootstrap_port,
+            usd_per_hour=0.0,
+        )
 
     async def _call(self, call: str, result: Awaitable[T]) -> T | None:
         """Return the result, or None if the call failed. Log when it begins to fail and when it succeeds again."""

@@ -93,7 +93,7 @@ class ScalingService:
         )  # fmt: skip
         now = time.monotonic
         clients = [
-            ProvisionerClient(create_provisioner(one), one.timeout_s, now, one.api_key_env)
+            ProvisionerClient(create_provisioner(one), one.timeout_s, now, one)
             for one in config.provisioners
         ]
         # without provisioners every router decides, since KEDA may ask any of them
