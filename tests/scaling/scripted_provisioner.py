@@ -137,7 +137,7 @@ class Harness:
         post: Post = accept_prefill,
         is_leader: Callable[[], bool] = lambda: True,
         lease: LeaderLease | None = None,
-        configured: ProvisionerConfig = ProvisionerConfig(kind="process"),
+        configured: ProvisionerConfig | None = None,
         **scaling: Any,
     ) -> None:
         self.scaling = {"interval_s": 1.0, "cooldown_up_s": 30.0, "cooldown_down_s": 2.0, **scaling}

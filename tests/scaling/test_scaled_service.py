@@ -12,7 +12,9 @@ from support.running_router import quick_table
 from warmroute.config import Config, ConfigError, NodeConfig, from_table
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.routing_errors import NoNodeAvailable, UnknownModel
+from warmroute.scaling.file_lease import FileLease
 from warmroute.scaling.leader_lock import LeaderLock
+from warmroute.scaling.scaling_service import ScalingService
 from warmroute.service import Service
 
 WAIT_S = 77.0
@@ -48,6 +50,35 @@ async def test_requests_do_not_wait_at_a_process_that_is_not_the_leader(tmp_path
     assert service.admission.first_node_wait_s == WAIT_S
     await asyncio.sleep(0)
     await service.scaling.close()
+
+
+async def test_requests_wait_at_a_worker_while_a_worker_of_its_own_router_leads(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    service = Service(lambda: scaled(tmp_path))
+    assert service.scaling is not None
+
+    def wait_s() -> float:
+        worker.loop.turn()
+        return worker.first_node_wait_s
+
+    waits: list[float] = []
+    worker = ScalingService(
+        service.config, service.fleet, service.cache_view, service.shared_nodes, service.scaling.loop._prefiller._post,
+        lambda: 0, waits.append, FileLease(path, "this router"),
+    )  # fmt: skip
+    for other, expected_s in (
+        (FileLease(path, "another router"), 0.0),
+        (FileLease(path, "this router"), WAIT_S),
+        (LeaderLock(path), 0.0),  # a router without workers
+    ):
+        assert other.is_leader()
+        assert wait_s() == expected_s == waits[-1] and not worker.loop.leading
+        await other.close() if isinstance(other, FileLease) else other.release()
+    assert wait_s() == WAIT_S == waits[-1] and worker.loop.leading
+    await asyncio.sleep(0)
+    await worker.close()
+    await service.scaling.close()
+    assert FileLease(tmp_path / "own").leader_is_here, "only workers of this router know that file"
 
 
 async def test_without_provisioners_requests_wait_at_every_process(tmp_path: Path) -> None:

@@ -18,10 +18,12 @@ log = EventLog("warmroute.scaling")
 class FileLease:
     one_machine = True
 
-    def __init__(self, path: Path) -> None:
-        """`path`: the file to lock. The state is stored beside it."""
+    def __init__(self, path: Path, router: str = "") -> None:
+        """`path`: the file to lock. The state is stored beside it. `router`: the name of this worker's router, if
+        workers of other routers may lock the file."""
         self._path = path
-        self._lock = LeaderLock(path)
+        self._router = router
+        self._lock = LeaderLock(path, router)
         self._state_file = path.with_name(path.name + ".state")
         self._failed = False
         """Whether the lock or the state could not be written last time."""
@@ -32,6 +34,11 @@ class FileLease:
         except OSError as error:
             self._log_failure(error)
             return False
+
+    @property
+    def leader_is_here(self) -> bool:
+        """Whether a worker of this router leads, so that this one gets the nodes that the leader adds."""
+        return not self._router or self._lock.holder == self._router
 
     @property
     def state(self) -> bytes:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
 
 
 class LeaderLock:
-    """A locked file. The process holds it until it ends, however it ends."""
+    """A locked file. The process holds it until it ends, however it ends, and writes its router's name into it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, router: str = "") -> None:
         self._path = path
+        self._router = router
         self._file: int | None = None
 
     def is_leader(self) -> bool:
@@ -30,7 +32,18 @@ class LeaderLock:
                 return False
             raise
         self._file = file
+        with contextlib.suppress(OSError):  # a full disk: the lock counts
+            os.ftruncate(file, 0)
+            os.pwrite(file, self._router.encode(), 0)
         return self._is_current(file)
+
+    @property
+    def holder(self) -> str:
+        """The router of the process that holds the lock, or held it last; empty if it has no name."""
+        try:
+            return self._path.read_text(errors="replace")
+        except OSError:
+            return ""
 
     def _is_current(self, file: int) -> bool:
         """Return whether the open file is still the one at the path."""

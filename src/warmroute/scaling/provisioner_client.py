@@ -35,10 +35,10 @@ _TERMINATE: Final = "terminate "
 class ProvisionerClient:
     def __init__(
         self, provisioner: Provisioner, timeout_s: float, now: Callable[[], float],
-        config: ProvisionerConfig = ProvisionerConfig(kind="process"),
+        config: ProvisionerConfig | None = None,
     ) -> None:  # fmt: skip
         """`config`: what it says about nodes counts for machines whose offer is unknown."""
-        self._config = config
+        self._config = config = config or ProvisionerConfig(kind="process")
         self.api_key_env = config.api_key_env
         """Environment variable with the API key of its engines."""
         self._provisioner = provisioner

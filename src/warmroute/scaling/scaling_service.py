@@ -61,6 +61,10 @@ class RouterLease(LeaderLease, Protocol):
     def one_machine(self) -> bool:
         """Whether all processes that may lead are workers of one router. Then the leader alone listens for KEDA."""
 
+    @property
+    def leader_is_here(self) -> bool:
+        """Whether this process gets the nodes that the leader adds."""
+
     def is_leader(self) -> bool: ...
     def start(self) -> None:
         """Raises ConfigError if it cannot be used."""
@@ -92,17 +96,15 @@ class ScalingService:
             (self._planning, router_settings(config)) if self._planning is not None else None,
         )  # fmt: skip
         now = time.monotonic
-        clients = [
-            ProvisionerClient(create_provisioner(one), one.timeout_s, now, one)
-            for one in config.provisioners
-        ]
+        clients = [ProvisionerClient(create_provisioner(one), one.timeout_s, now, one) for one in config.provisioners]
         # without provisioners every router decides, since KEDA may ask any of them
         lock_file = config.scaling.lock_file if config.provisioners and lease is None else ""
         self._lock = LeaderLock(Path(lock_file).expanduser()) if lock_file else None
         self._lease = lease
+        self._leader_was_here: bool | None = None
         is_leader = self._lock.is_leader if self._lock is not None else lambda: True
         if lease is not None:
-            is_leader = lease.is_leader
+            is_leader = self._check_lease
         self.loop = ControllerLoop(
             self.autoscaler, clients, fleet, nodes, PrefixPrefiller(post), now, is_leader,
             self._leader_changed, lease,
@@ -122,8 +124,19 @@ class ScalingService:
         or if another process leads and its provisioners add nodes to its own fleet. Without provisioners somebody else
         adds nodes, to every process."""
         scaling = self.autoscaler.config
-        nodes_come = self._lock is None or self.loop.leading or not self.loop.clients
+        leader_is_here = self._lease.leader_is_here if self._lease is not None else self._lock is None
+        nodes_come = leader_is_here or self.loop.leading or not self.loop.clients
         return scaling.first_node_wait_s if nodes_come and not scaling.dry_run else 0.0
+
+    def _check_lease(self) -> bool:
+        """Return whether this process leads. Notice if another router begins to, or a worker of this one."""
+        lease = self._lease
+        assert lease is not None
+        leads, leader_is_here = lease.is_leader(), lease.leader_is_here
+        if leader_is_here != self._leader_was_here:
+            self._leader_was_here = leader_is_here
+            self._update_first_node_wait()
+        return leads
 
     def _update_first_node_wait(self) -> None:
         self._set_first_node_wait(self.first_node_wait_s)

@@ -26,7 +26,9 @@ def create_lease(config: Config, worker: Worker | None) -> RouterLease | None:
     if worker is None:
         return None
     lock_file = config.scaling.lock_file if config.provisioners else ""
-    return FileLease(Path(lock_file).expanduser() if lock_file else worker.seat.folder / "scaling.lock")
+    if lock_file:  # other routers may use it, too
+        return FileLease(Path(lock_file).expanduser(), worker.seat.origin)
+    return FileLease(worker.seat.folder / "scaling.lock")
 
 
 class Replica:

@@ -72,6 +72,8 @@ def boot_time_s() -> float:
 
 class Lease:
     one_machine = False
+    leader_is_here = True
+    """The replicas share the nodes that the leader adds."""
 
     def __init__(self, config: Cluster, holder: str, now: Callable[[], float] = boot_time_s) -> None:
         self._config = config
