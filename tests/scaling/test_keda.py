@@ -112,6 +112,7 @@ async def test_an_unknown_role_is_refused(stubs: Any) -> None:
 
 def nodes_of(harness: Harness, **counts: int) -> None:
     """Add serving nodes of these roles, as Kubernetes does."""
+    role: Any
     for role, count in counts.items():
         for number in range(count):
             node = harness.add_node(NodeConfig(url=f"http://{role}-{number}:1", name=f"{role}-{number}", role=role))
