@@ -6,6 +6,9 @@ import contextlib
 import fcntl
 import os
 from pathlib import Path
+from typing import Final
+
+MAX_NAME_BYTES: Final = 256
 
 
 class LeaderLock:
@@ -14,6 +17,8 @@ class LeaderLock:
     def __init__(self, path: Path, router: str = "") -> None:
         self._path = path
         self._router = router
+        self.holder = ""
+        """The router of the process that held the lock at the last call of `is_leader`; empty if it has no name."""
         self._file: int | None = None
 
     def is_leader(self) -> bool:
@@ -27,23 +32,18 @@ class LeaderLock:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            os.close(file)
+            try:
+                self.holder = os.pread(file, MAX_NAME_BYTES, 0).decode(errors="replace")
+            finally:
+                os.close(file)
             if isinstance(error, BlockingIOError):
                 return False
             raise
-        self._file = file
+        self._file, self.holder = file, self._router
         with contextlib.suppress(OSError):  # a full disk: the lock counts
             os.ftruncate(file, 0)
             os.pwrite(file, self._router.encode(), 0)
         return self._is_current(file)
-
-    @property
-    def holder(self) -> str:
-        """The router of the process that holds the lock, or held it last; empty if it has no name."""
-        try:
-            return self._path.read_text(errors="replace")
-        except OSError:
-            return ""
 
     def _is_current(self, file: int) -> bool:
         """Return whether the open file is still the one at the path."""
