@@ -117,7 +117,7 @@ class Fleet:
         return node
 
     def set_role(self, name: str, role: Role) -> Node:
-        """Give a node another role, until its configuration changes. Its requests continue."""
+        """Give a node another role, until its configuration has another one than now. Its requests continue."""
         node = self.node(name)
         node.role = role
         for group in node.groups:
