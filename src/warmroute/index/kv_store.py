@@ -30,8 +30,8 @@ REPORTED: Final = 0
 NAME_PREFIX: Final = "\0store "
 """A store's place among the names of nodes, which have no control characters."""
 
-SavedShares = Callable[[str, str, Collection[str]], Sequence[float]]
-"""Returns the saved share for a model, a store and each of some nodes."""
+SavedShares = Callable[[str, str, Collection[str], float], Sequence[float]]
+"""Returns the saved share for a model, a store and each of some nodes at a time."""
 
 
 class KvStore:
@@ -109,7 +109,7 @@ class KvStore:
 
     # Hits.
 
-    def add_hits(self, found: MutableMapping[str, Hit], model: str, saved_shares: SavedShares) -> None:
+    def add_hits(self, found: MutableMapping[str, Hit], model: str, saved_shares: SavedShares, now_s: float) -> None:
         """Replace the store's own hit by one for each attached node."""
         in_store = found.pop(NAME_PREFIX + self.name, None)
         if in_store is None:
@@ -117,7 +117,7 @@ class KvStore:
         in_store_tokens = in_store.tokens
         trust = in_store.expected / in_store_tokens
         get = found.get
-        for name, share in zip(self.nodes, saved_shares(model, self.name, self.nodes), strict=True):
+        for name, share in zip(self.nodes, saved_shares(model, self.name, self.nodes, now_s), strict=True):
             if share <= 0.0:
                 continue
             known = get(name)
