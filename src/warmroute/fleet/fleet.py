@@ -44,6 +44,7 @@ class Fleet:
         self._health = health
         self.outlier_detection = OutlierDetection(outlier_detection or OutlierConfig())
         self._observers = [on_change]
+        self._config_observers: list[Callable[[Node], None]] = []
         self._speed_review = SpeedReview()
         self.islands = IslandRegistry()
         self.adapters = FleetAdapters()
@@ -146,6 +147,12 @@ class Fleet:
         node.update_config(config)
         self.islands.add(node)
         self._regroup(node)
+        for on_change in self._config_observers:
+            on_change(node)
+
+    def observe_config(self, on_change: Callable[[Node], None]) -> None:
+        """Call `on_change` after each change of a node's configuration: by a reload, a source or the autoscaler."""
+        self._config_observers.append(on_change)
 
     # Models.
 
