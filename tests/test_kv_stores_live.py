@@ -94,11 +94,11 @@ async def test_a_reload_changes_stores_and_the_nodes_attached_to_them() -> None:
         view = r.service.cache_view
         store = view.stores["old"]
         assert sorted(store.nodes) == ["node0", "node1"]
-        two = ({"kv_store": "old"}, {"kv_store": "old"}, {})
-        assert reload(config({"old": 640}, *two)) == {"old": ["node0", "node1"]}
+        resized = config({"old": 640}, {"kv_store": "old"}, {"kv_store": "old"})
+        assert reload(resized) == {"old": ["node0", "node1"]}
         assert view.stores["old"] is store and store.capacity_tokens == 640
-        renamed = ({"kv_store": "new"}, {"kv_store": "new"}, {})
-        assert reload(config({"new": 640}, *renamed)) == {"new": ["node0", "node1"]} and not store.nodes
+        renamed = config({"new": 640}, {"kv_store": "new"}, {"kv_store": "new"})
+        assert reload(renamed) == {"new": ["node0", "node1"]} and not store.nodes
         moved = config({"new": 640, "more": 64}, {"kv_store": "more"}, {}, {"kv_store": "new"})
         assert reload(moved) == {"new": ["node2"], "more": ["node0"]}
         of_island = config({"far": 64}, {"island": "i"}, {}, {}, {"island": "i"}, island="i")
