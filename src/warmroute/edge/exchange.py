@@ -70,7 +70,7 @@ class ProxyExchange:
     _events: bool = False
     _keep_alive: bool = True
     _dechunk: ChunkReader | None = None
-    _tail: deque[bytes] | bytes | None = None
+    _tail: deque[bytes] | bytes | None
     """The last pieces of the response, or all of it, where its usage is wanted."""
     _first_token_detector: FirstTokenDetector
     _sink: Callable[[bytes], object]
@@ -81,6 +81,7 @@ class ProxyExchange:
         self._client = client
         self._head = head
         self.body = body
+        self._tail = None
 
     # Before a node is chosen.
 
