@@ -1,7 +1,7 @@
 # make run            install the runtime dependencies and show the router in front of simulated engines
 # make test           install everything, lint, check types, rooms and docs, run the tests
 # make sanitize       the C kernel under AddressSanitizer and UndefinedBehaviorSanitizer, and its fuzzers
-# make compile        compile the Python modules of the request path, too, as releases do: a third less CPU per request
+# make compile        compile the Python modules of the request path, too, as releases do
 # make test-compiled  the tests on the compiled modules
 # make wheel          build a wheel into dist/ and check that it installs without a compiler
 # make release        sdist, manylinux wheels for 3.11 to 3.13, SBOM and checksums into dist/
