@@ -1,6 +1,8 @@
 # make run            install the runtime dependencies and show the router in front of simulated engines
 # make test           install everything, lint, check types, rooms and docs, run the tests
 # make sanitize       the C kernel under AddressSanitizer and UndefinedBehaviorSanitizer, and its fuzzers
+# make compile        compile the Python modules of the request path, too, as releases do
+# make test-compiled  the tests on the compiled modules
 # make wheel          build a wheel into dist/ and check that it installs without a compiler
 # make release        sdist, manylinux wheels for 3.11 to 3.13, SBOM and checksums into dist/
 # make coverage       the share of src that the tests run, into bench/results/coverage.json
@@ -26,7 +28,7 @@ READY := $(VENV)/.ready
 SOURCES_C := $(wildcard src/warmroute/_kernel/*.[ch])
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test lint sanitize wheel release coverage test-pythons test-real test-real-kubernetes test-deploy manifests test-mirrors test-data test-browser page bench monitoring test-promtool docs lock clean
+.PHONY: run test lint compile test-compiled sanitize wheel release coverage test-pythons test-real test-real-kubernetes test-deploy manifests test-mirrors test-data test-browser page bench monitoring test-promtool docs lock clean
 
 run: $(RUNTIME)
 	$(BIN)/warmroute demo $(ARGS)
@@ -46,6 +48,12 @@ lint: $(READY)
 	$(BIN)/python tools/check_page.py
 	$(BIN)/python tools/docs_figures.py
 	$(BIN)/warmroute monitoring deploy --reference docs/reference/alerts.md --check
+
+compile: $(READY)
+	WARMROUTE_DEV=1 WARMROUTE_COMPILE=1 $(BIN)/python setup.py -q build_ext --inplace
+
+test-compiled: compile
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 sanitize: $(READY)
 	$(BIN)/python fuzz/sanitize.py $(ARGS)
@@ -169,4 +177,5 @@ lock: $(READY)
 	  --output-file requirements-image.lock pyproject.toml
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info src/warmroute/_kernel/*.so
+	rm -rf $(VENV) build dist src/*.egg-info src/warmroute/.compiled
+	find src -name '*.so' -delete

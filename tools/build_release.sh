@@ -20,9 +20,13 @@ rm -f "$folder"/warmroute-"$version"*
 "$work/tools/bin/python" -m build --sdist --outdir "$folder" "$here" > "$work/sdist.log" 2>&1 || { cat "$work/sdist.log"; exit 1; }
 source=$folder/warmroute-$version.tar.gz
 
+# mypyc, a part of mypy, compiles the modules of the request path. Another build needs no mypy.
+mypy=$(sed -n 's/^\(mypy==[^ ]*\).*/\1/p' "$here/requirements-dev.lock")
 for python in "$@"; do
-    rm -rf "$work/wheel"
-    "$python" $pip wheel --no-deps --wheel-dir "$work/wheel" "$source"
+    rm -rf "$work/wheel" "$work/build"
+    "$python" -m venv "$work/build"
+    "$work/build/bin/python" $pip install "setuptools>=77" wheel "$mypy" -r "$here/requirements.lock"
+    WARMROUTE_COMPILE=1 "$work/build/bin/python" $pip wheel --no-build-isolation --no-deps --wheel-dir "$work/wheel" "$source"
     PATH="$work/tools/bin:$PATH" auditwheel repair --wheel-dir "$folder" "$work"/wheel/*.whl > "$work/audit.log" 2>&1 ||
         { cat "$work/audit.log"; exit 1; }
 done

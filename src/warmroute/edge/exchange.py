@@ -11,10 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
-
-import msgspec
 
 from warmroute._kernel import read_usage
 from warmroute.edge import errors
@@ -46,16 +44,15 @@ _NAME_CHARACTERS: Final = " !#$&'()*+,/:;<=>?@[]^`{|}"
 """Characters of a node's name that need no escape in a header, beside letters and digits."""
 _NODE_LIMITS: Final = re.compile(rb"(?im)^x-ratelimit-[^\r\n]*\r\n")
 """Rate limits of a node, which the router replaces with its own where the tenant has some."""
-_NOT_YET: Final[Any] = None
 
 
-class ProxyExchange(msgspec.Struct, eq=False):
+class ProxyExchange:
     # for the whole request
     _proxy: Proxy
     _client: ClientConnection
     _head: RequestHead
     body: bytes
-    attempts: Attempts = _NOT_YET
+    attempts: Attempts
     trace: RequestTrace | None = None
     """None if the request is not recorded."""
     node_fields: bytes = b""
@@ -73,11 +70,18 @@ class ProxyExchange(msgspec.Struct, eq=False):
     _events: bool = False
     _keep_alive: bool = True
     _dechunk: ChunkReader | None = None
-    _tail: deque[bytes] | bytes | None = None
+    _tail: deque[bytes] | bytes | None
     """The last pieces of the response, or all of it, where its usage is wanted."""
-    _first_token_detector: FirstTokenDetector = _NOT_YET
-    _sink: Callable[[bytes], object] = _NOT_YET
+    _first_token_detector: FirstTokenDetector
+    _sink: Callable[[bytes], object]
     """Where the body goes once its first token was found."""
+
+    def __init__(self, proxy: Proxy, client: ClientConnection, head: RequestHead, body: bytes) -> None:
+        self._proxy = proxy
+        self._client = client
+        self._head = head
+        self.body = body
+        self._tail = None
 
     # Before a node is chosen.
 

@@ -19,11 +19,12 @@ from warmroute.index.hot_prefixes import HotPrefixes
 from warmroute.index.lookup import Lookup, SpecialPrompt
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.context_fit import ContextFit
-from warmroute.routing.decision import Decision, Policy
+from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch, OtherPrompts
 from warmroute.routing.island_choice import IslandChoice
 from warmroute.routing.output_length import OutputLengthEstimate
 from warmroute.routing.policies import make_policy
+from warmroute.routing.policy import Policy
 from warmroute.routing.price_terms import ASSUMED_PROMPT_TOKENS
 from warmroute.routing.query import Query
 from warmroute.routing.routing_errors import MissingModel, NoNodeAvailable, RoutingError, UnknownModel
@@ -54,6 +55,7 @@ class Router:
         self.reconfigure(config, pricing or Pricing(), routes)
 
     def reconfigure(self, config: Routing, pricing: Pricing, routes: Sequence[RouteConfig] = ()) -> None:
+        self._config, self._pricing = config, pricing
         self._random = Random(config.seed or None)
         self._fleet.adapters.reconfigure(pricing.adapter_load_ms)
         self.policy = make_policy(config, pricing, self._cache_view, self.output_lengths, self._random)
@@ -69,8 +71,9 @@ class Router:
 
     def snapshot(self) -> Router:
         """Return a copy for dry runs. Its decisions do not advance the policies' state."""
-        snapshot = copy(self)
-        snapshot.demand_meter = None
+        snapshot = Router(self._fleet, self._cache_view, self._config, self._pricing)
+        snapshot.output_lengths, snapshot._context_fit = self.output_lengths, self._context_fit
+        snapshot.island_choice, snapshot.may_serve, snapshot._random = self.island_choice, self.may_serve, self._random
         snapshot.policy = copy(self.policy)
         snapshot._by_route = {name: copy(policy) for name, policy in self._by_route.items()}
         return snapshot
