@@ -15,10 +15,11 @@ from random import Random
 
 from record import Report, add_record_option, load_average
 
+from warmroute._kernel import read_response_head
 from warmroute.config import Health, Index, NodeConfig, Routing
 from warmroute.config import Journal as JournalConfig
 from warmroute.edge.first_token import FirstTokenDetector
-from warmroute.edge.http1 import ChunkReader, read_request_head, read_response_head
+from warmroute.edge.http1 import ChunkReader, read_request_head
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Outcome
 from warmroute.fleet.ticket import Ticket

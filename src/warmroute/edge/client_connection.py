@@ -13,10 +13,11 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from warmroute._kernel import read_request_head
 from warmroute.edge import errors
 from warmroute.edge.body_reader import BodyReader
 from warmroute.edge.errors import HttpError
-from warmroute.edge.http1 import RequestHead, read_request_head
+from warmroute.edge.http1 import MAX_HEADER_FIELDS, RequestHead, head_rejection
 from warmroute.edge.local_replies import CLOSE_LINE, Headers, render_final_error, render_reply, with_request_id
 from warmroute.edge.paths import is_anthropic
 from warmroute.edge.timer_wheel import NEVER
@@ -254,12 +255,12 @@ class ClientConnection:
         limits = listener.limits
         start = end + 4
         have = len(data) - start
-        try:
-            if end > limits.header_bytes:
-                raise errors.headers_too_large(limits.header_bytes)
-            head = read_request_head(data, end)
-        except HttpError as error:
-            self._send_error_and_close(error)
+        if end > limits.header_bytes:
+            self._send_error_and_close(errors.headers_too_large(limits.header_bytes))
+            return
+        head = read_request_head(data, end, MAX_HEADER_FIELDS)
+        if isinstance(head, int):
+            self._send_error_and_close(head_rejection(head))
             return
         self._head = head
         self._keep_alive = head.keep_alive

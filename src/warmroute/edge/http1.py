@@ -103,14 +103,11 @@ def read_request_head(data: bytes, end: int) -> RequestHead:
     """Parse data[:end + 4], where data[end:end + 4] is the blank line. Raises HttpError."""
     head = _kernel.read_request_head(data, end, MAX_HEADER_FIELDS)
     if isinstance(head, int):
-        status, code, message = _REJECTIONS[head]
-        raise HttpError(status, message, code=code, close=True)
+        raise head_rejection(head)
     return head
 
 
-def read_response_head(data: bytes, end: int) -> ResponseHead:
-    """Parse data[:end + 4], where data[end:end + 4] is the blank line. Raises BrokenResponse."""
-    head = _kernel.read_response_head(data, end)
-    if isinstance(head, int):
-        raise BrokenResponse("malformed head")
-    return head
+def head_rejection(reason: int) -> HttpError:
+    """Return the error for a request's head that the kernel rejects."""
+    status, code, message = _REJECTIONS[reason]
+    return HttpError(status, message, code=code, close=True)

@@ -12,15 +12,8 @@ import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from warmroute.edge.http1 import (
-    CHUNKED,
-    UNTIL_CLOSE,
-    BadChunk,
-    BrokenResponse,
-    ChunkReader,
-    ResponseHead,
-    read_response_head,
-)
+from warmroute._kernel import read_response_head
+from warmroute.edge.http1 import CHUNKED, UNTIL_CLOSE, BadChunk, BrokenResponse, ChunkReader, ResponseHead
 from warmroute.edge.piecewise_writer import PIECE_BYTES, PiecewiseWriter
 from warmroute.edge.timer_wheel import NEVER
 from warmroute.event_log import EventLog, where_it_failed
@@ -234,6 +227,8 @@ class NodeConnection:
                     self._buffer = data[start:]
                     return
                 head = read_response_head(data[start : end + 4] if start else data, end - start)
+                if isinstance(head, int):
+                    raise BrokenResponse("malformed head")
                 if head.status >= 200:
                     break
                 if head.status == 101:

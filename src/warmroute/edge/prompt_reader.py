@@ -20,8 +20,6 @@ from warmroute.telemetry.counters import Counters
 
 log = EventLog("warmroute.prompts")
 
-MAX_LOOP_NEW_BYTES: Final = 1 << 14
-"""Chats with more new text than this go to a thread, even if all their messages are plain."""
 LOOP_MS: Final = 1.0
 """Prompts that take longer to tokenize go to a thread."""
 MAX_PENDING: Final = 64
@@ -100,7 +98,14 @@ class PromptReader:
         `outline` is the body's outline, if the caller has it.
         """
         tokenizer = self._tokenizer_registry.prompt_tokenizer(model)
-        found = self._read(model, tokenizer, path, body, on_read, outline)
+        found: Prompt | PendingPrompt | None = None
+        try:
+            if tokenizer.tokenizer is None and len(body) <= self._max_text_prompt_bytes:
+                found = text_prompt(path, body, outline)
+            else:
+                found = self._read(model, tokenizer, path, body, on_read, outline)
+        except Exception as error:
+            _log_failure(error)
         if not isinstance(found, PendingPrompt):
             self._count(model, tokenizer, path, found)
         return found
@@ -108,31 +113,33 @@ class PromptReader:
     def _read(
         self, model: str, tokenizer: PromptTokenizer, path: bytes, body: bytes, on_read: OnRead, outline: Outline | None
     ) -> Prompt | PendingPrompt | None:
-        try:
-            if tokenizer.tokenizer is None and len(body) <= self._max_text_prompt_bytes:
-                return text_prompt(path, body, outline)
-            if len(body) > MAX_LOOP_BYTES:
-                work = partial(tokenizer.tokenize, path, body, outline)
-                return self._read_in_thread(work, on_read, partial(self._count, model, tokenizer, path))
-            prompt = tokenizer.tokenize_plain(path, body, outline, MAX_LOOP_NEW_BYTES)
-            if prompt is not None:
-                return prompt
-            job = tokenizer.begin(path, body, outline)
-            if job is None:
-                return None
-            if self._fetch_tokens is not None and self._remote_tokenize and tokenizer.tokenizer is None:
-                return self._read_by_node(self._fetch_tokens, model, path, body, job, on_read, tokenizer)
-            if job.cost_ms > LOOP_MS:
-                return self._read_in_thread(job.run, on_read, partial(self._count, model, tokenizer, path))
-            return job.run()
-        except Exception as error:
-            _log_failure(error)
+        if len(body) > MAX_LOOP_BYTES:
+            work = partial(tokenizer.tokenize, path, body, outline)
+            return self._read_in_thread(work, on_read, partial(self._count, model, tokenizer, path))
+        prompt = tokenizer.tokenize_plain(path, body, outline, LOOP_MS)
+        if prompt is not None:
+            return prompt
+        job = tokenizer.begin(path, body, outline)
+        if job is None:
             return None
+        if self._fetch_tokens is not None and self._remote_tokenize and tokenizer.tokenizer is None:
+            return self._read_by_node(self._fetch_tokens, model, path, body, job, on_read, tokenizer)
+        if job.cost_ms > LOOP_MS:
+            return self._read_in_thread(job.run, on_read, partial(self._count, model, tokenizer, path))
+        return job.run()
 
     def _count(self, model: str, tokenizer: PromptTokenizer, path: bytes, prompt: Prompt | None) -> None:
-        key, counts = (model, _reading(prompt, tokenizer)), self._counters.prompts
-        if prompt is None and not has_prompt(path):
-            return
+        """Count a prompt by its reading, one of telemetry's PROMPT_READINGS."""
+        if prompt is None:
+            if not has_prompt(path):
+                return
+            reading = "none"
+        elif prompt.exact:
+            reading = "inexact" if prompt.inexact_reason else "exact"
+        else:
+            own = tokenizer.tokenizer
+            reading = "inexact" if own is not None and prompt.inexact_reason == own.inexact_reason else "text"
+        key, counts = (model, reading), self._counters.prompts
         if key in counts or self._is_served(model):
             counts[key] += 1
 
@@ -200,16 +207,6 @@ class PromptReader:
             return False
         self._counters.prompts_not_tokenized += 1
         return True
-
-
-def _reading(prompt: Prompt | None, tokenizer: PromptTokenizer) -> str:
-    """Return one of telemetry's PROMPT_READINGS."""
-    if prompt is None:
-        return "none"
-    if prompt.exact:
-        return "inexact" if prompt.inexact_reason else "exact"
-    own = tokenizer.tokenizer
-    return "inexact" if own is not None and prompt.inexact_reason == own.inexact_reason else "text"
 
 
 def _run_safely(read: Callable[[], Prompt | None]) -> Prompt | None:

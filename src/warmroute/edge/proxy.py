@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from warmroute._kernel import MAX_LOOKUP_TOKENS, MAX_LOOP_BYTES, Outline
+from warmroute._kernel import MAX_LOOKUP_TOKENS, MAX_LOOP_BYTES, TOKEN_BYTES, Outline
 from warmroute.capture.capture import Capture, CapturedPrompt
 from warmroute.config import Config
 from warmroute.edge import errors
@@ -81,7 +81,7 @@ class Proxy:
         """Requests that wait while the router starts; None: they do not wait."""
         self._freed_nodes: dict[Node, None] = {}
         """Nodes that may have room for queued requests since the last iteration of the event loop."""
-        self._request_ids = random_ids()
+        self.new_request_id = random_ids().__next__
         self.sample_prompt: Callable[[Attempts, bytes, bytes], object] | None = None
         """Called with the path and the body of each request; None: prompts are not sampled."""
         self.tracing: Tracing | None = None
@@ -120,7 +120,7 @@ class Proxy:
                     raise errors.method_not_allowed("GET")
                 return ""
             check_path(head.method, path)
-        return self.requests.tenant(head)
+        return self.requests.tenant(head) if self.requests.has_keys else ""
 
     # With the body.
 
@@ -134,6 +134,8 @@ class Proxy:
             self.own_endpoints.serve(client, path)
             return None
         if self.tracing is None:
+            if len(body) <= MAX_LOOP_BYTES:
+                return self.begin(client, head, path, body, scan(path, head.content_type, body), None)
             return self._serve(client, head, path, body, None)
         route = path if path in FORWARDED else b"/v1/*"
         trace = self.tracing.begin(head.forwarded_fields, route, client.body_started_s or self.now())
@@ -227,7 +229,9 @@ class Proxy:
     ) -> Prompt | PendingPrompt | None:  # fmt: skip
         """The prompt; or PendingPrompt, which calls `then`; or None where neither the policy, nor the nodes' context
         windows, nor a capture need it."""
-        wanted = (self._capture.on or self.router.policy_of(request).wants_tokens) and len(body) >= self._min_tokens
+        router = self.router
+        policy = router.policy_of(request) if request.route else router.policy
+        wanted = (policy.wants_tokens or self._capture.on) and len(body) >= self._min_tokens
         group = self.dispatcher.fleet.group(request.model)
         if group is not None and group.windows is not None and outline is not None:
             shortest = group.windows.sizes[0]
@@ -248,7 +252,7 @@ class Proxy:
                 return None
         elif self._capture.on and not self.router.policy_of(request).wants_tokens:
             return None
-        tokens = prompt.total_tokens
+        tokens = prompt.total_tokens if prompt.others else len(prompt.tokens) // TOKEN_BYTES
         if tokens < self._min_tokens:
             return None
         lookup = lookup_of(prompt, self._sharing.get(request.tenant, "") if self._sharing else "")
@@ -260,7 +264,7 @@ class Proxy:
         if attempts.captured is not None:
             attempts.captured.prompt = prompt
         try:
-            tokens = prompt.total_tokens if prompt is not None else None
+            tokens = prompt.total_tokens if prompt is not None and attempts.charge is not None else None
             attempts.enter(self.lookup(request, prompt), tokens, self.now())
         except RoutingError as why:
             why.__traceback__ = None  # its frames hold the request, and `why`
@@ -301,9 +305,6 @@ class Proxy:
     def _fill_freed_nodes(self) -> None:
         nodes, self._freed_nodes = self._freed_nodes, {}
         self.admission.nodes_freed(nodes, self.now())
-
-    def new_request_id(self) -> bytes:
-        return next(self._request_ids)
 
     # The request log.
 

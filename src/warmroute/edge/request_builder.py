@@ -29,6 +29,7 @@ class RequestBuilder:
 
     def reconfigure(self, config: Config) -> None:
         self._keys = ApiKeys(config.keys) or None
+        self.has_keys = self._keys is not None
         self._routes = Routes(config.routes) or None
         self._session_headers = [name.lower().encode() for name in config.routing.session_headers]
         routings = (config.routing, *(route.routing(config.routing) for route in config.routes))

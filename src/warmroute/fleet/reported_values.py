@@ -33,6 +33,8 @@ RESTARTS_WITHIN_S: Final = 60.0
 MAX_JSON_BYTES: Final = 2 << 20
 """Of a response that is decoded as a whole, on the event loop."""
 _SHOWN_CHARACTERS: Final = 60
+_MAX_PROMPT_TOKENS: Final = 100_000_000
+_MAX_OUTPUT_TOKENS: Final = 1_000_000
 
 LIMITS: Final[dict[str, tuple[float, float]]] = {
     "running": (0, 1_000_000),
@@ -46,9 +48,9 @@ LIMITS: Final[dict[str, tuple[float, float]]] = {
     "rank": (0, MAX_RANKS - 1),
     "ranks": (1, MAX_RANKS),
     "port": (1, 65_535),
-    "prompt_tokens": (0, 100_000_000),
-    "cached_tokens": (0, 100_000_000),
-    "output_tokens": (0, 1_000_000),
+    "prompt_tokens": (0, _MAX_PROMPT_TOKENS),
+    "cached_tokens": (0, _MAX_PROMPT_TOKENS),
+    "output_tokens": (0, _MAX_OUTPUT_TOKENS),
 }
 """Name of a value → the least and the greatest that counts."""
 
@@ -92,14 +94,16 @@ class ReportedValues:
         self, prompt: int | None, cached: int | None, output: int | None
     ) -> tuple[int | None, int | None, int | None]:
         """Return the token counts of a response, with None for impossible ones."""
-        if prompt is not None:
+        if prompt is not None and not 0 <= prompt <= _MAX_PROMPT_TOKENS:
             prompt = self.whole("prompt_tokens", prompt)
         if cached is not None:
             cached = self.whole("cached_tokens", cached)
-        if cached is not None and prompt is not None and cached > prompt:
-            self.ignore("cached_tokens", cached, f"more than the prompt's {prompt:,} tokens")
-            cached = None
-        return prompt, cached, self.whole("output_tokens", output) if output is not None else None
+            if cached is not None and prompt is not None and cached > prompt:
+                self.ignore("cached_tokens", cached, f"more than the prompt's {prompt:,} tokens")
+                cached = None
+        if output is not None and not 0 <= output <= _MAX_OUTPUT_TOKENS:
+            output = self.whole("output_tokens", output)
+        return prompt, cached, output
 
     def start_time(self, start_s: float, now_s: float) -> float:
         """Return the start time of the engine's process. A node that names again one which it had replaced, or a new

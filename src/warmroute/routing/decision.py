@@ -55,7 +55,7 @@ class Decision:
         """The chosen node's price; None if it was not chosen by price."""
         if self._price is None and self.index >= 0:
             assert self.prices is not None
-            self._price = Price._make(self.prices[self.index])
+            self._price = tuple.__new__(Price, self.prices[self.index])
         return self._price
 
     def fallbacks(self) -> list[Node]:

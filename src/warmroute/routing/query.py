@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from warmroute._kernel import TOKEN_BYTES
 from warmroute.fleet.group import Candidates, Group
 from warmroute.index.cache_view import CacheView, Hit
 from warmroute.index.lookup import Lookup as Lookup
@@ -71,11 +72,10 @@ class Query:
 
 def lookup_of(prompt: Prompt, cache_group: str) -> Lookup:
     """Return the lookup of a tokenized prompt. `cache_group`: the tenant, or the tenants it shares caches with."""
-    exact, truncated = prompt.exact, prompt.truncated
-    exact_tokens = prompt.exact_tokens if exact else 0
+    tokens, exact, truncated = prompt.tokens, prompt.exact, prompt.truncated
     lookup = Lookup(
-        prompt.tokens, prompt.token_count, exact_tokens, prompt.cache_salt, cache_group, prompt.media,
-        truncated or not exact,
+        tokens, len(tokens) // TOKEN_BYTES, prompt.exact_tokens if exact else 0, prompt.cache_salt, cache_group,
+        prompt.media, truncated or not exact,
     )  # fmt: skip
     if truncated or prompt.skips_cache or prompt.others:
         others = tuple([lookup_of(other, cache_group) for other in prompt.others])
