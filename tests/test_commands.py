@@ -28,6 +28,16 @@ def check_config(capsys: pytest.CaptureFixture[str], path: Path, text: str) -> t
 # check-config.
 
 
+def test_check_config_takes_the_file_like_other_commands_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[listen]\nport = 8080\n")
+    assert main(["check-config", "--config", str(file)]) == 0
+    assert main(["check-config", str(file)]) == 0
+    assert main(["check-config"]) == 2 and "needs one FILE" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -136,7 +146,7 @@ def test_check_config_reports_everything_that_serve_would_refuse(
         "journal.file: the directory /nowhere does not exist",
         "models: cannot load the tokenizer of 'm': /nowhere/model: No such file or directory",
         "models: cannot load the chat template of 'm'",
-        "nodes.api_key_env: NOT_SET_HERE is not set here; it has the API key of http://a",
+        "nodes.api_key_env: the environment variable NOT_SET_HERE, which has the API key of http://a, is not set",
     ]
     code, printed = check_config(capsys, path, text)
     lines = printed.splitlines()

@@ -181,7 +181,7 @@ async def test_explain_reports_errors(children: Children, tmp_path: Path) -> Non
         assert "the token in OTHER is wrong" in await fails("x", "--token-env", "OTHER", OTHER="wrong")
         assert "The journal has no request 'x'. It contains the last 1,000 requests" in await fails("x", **good)
         code, out, _ = await explain(r, "--request", str(body), **good)
-        assert code == 0 and out.strip() == "node0: the only available node"
+        assert code == 0 and out.strip() == "node0: the only candidate"
         code, out, _ = await explain(r, **good)
         assert code == 0 and out.strip() == "no decisions yet"
         assert "--journal needs a REQUEST_ID" in await fails("--journal", str(body))

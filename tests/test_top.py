@@ -53,7 +53,7 @@ def snapshot(**more: Any) -> dict[str, Any]:
         },
         "alerts": [],
         "history": {"fields": FIELDS, "fine": [[float(at), 4.0, 0.8, 140.0, 1.5, 7.0] for at in range(120)]},
-        "decisions": [{"time": "2026-11-16T02:03:32.000Z", "explanation": "gpu-1: the only available node " * 9}],
+        "decisions": [{"time": "2026-11-16T02:03:32.000Z", "explanation": "gpu-1: the only candidate " * 9}],
         **more,
     }  # fmt: skip
 

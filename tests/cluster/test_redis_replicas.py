@@ -77,10 +77,9 @@ async def test_replicas_count_each_others_requests_and_know_each_others_changes_
         nodes[0].behave = nodes[1].behave = normal()
         await until(lambda: not any(node.inflight for node in b.service.fleet))
 
-        assert (await a.admin("POST", "/admin/nodes/node0/drain")).status == 200
-        drained_s = time.monotonic()
-        await until(lambda: b.service.fleet.node("node0").draining)
-        assert time.monotonic() - drained_s < 5.0  # a busy machine; bench/replica_faults.py measures it
+        drained = json.loads((await a.admin("POST", "/admin/nodes/node0/drain")).body)
+        assert b.service.fleet.node("node0").draining  # the reply comes once the other replica knows
+        assert drained["replicas"] == {"connected": True, "confirmed": 1, "unconfirmed": []}
         before = len(nodes[0].seen)
         for router in (a, b):
             for _ in range(4):
@@ -139,10 +138,10 @@ async def test_without_the_server_replicas_go_on_alone_and_come_back_by_themselv
         assert (await a.request()).status == 200
         server.start()
         await until(lambda: len(peers(a)) == len(peers(b)) == 1, "they hear each other again")
-        assert await metric(a, "warmroute_cluster_limit_fraction") == 1
+        await until(lambda: (limits := member.state.shared_limits) is not None and limits.fraction == 1.0)
         server.command("CONFIG", "SET", "maxmemory", "1")
         await until(lambda: (status := member.read_status()) is not None and not status.writable, "it is full")
         assert (await a.request()).status == 200
-        assert len(peers(a)) == 1  # messages still pass
+        await until(lambda: len(peers(a)) == 1, "messages still pass")
         server.command("CONFIG", "SET", "maxmemory", "0")
         await until(lambda: (status := member.read_status()) is not None and status.writable)

@@ -220,4 +220,4 @@ def test_a_start_is_refused_without_a_key_or_a_cluster(tmp_path: Path) -> None:
     ]
     report = check_startup(from_table({"discovery": table}))
     assert len(report.problems) == 2 and "discovery.kubeconfig (kubernetes)" in report.problems[0]
-    assert report.problems[1].startswith("discovery.api_key_env: UNSET_VARIABLE is not set here")
+    assert report.problems[1].startswith("discovery.api_key_env: the environment variable UNSET_VARIABLE")

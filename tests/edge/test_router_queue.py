@@ -157,6 +157,9 @@ async def test_metrics_count_queued_requests() -> None:
         await peer.response()
         page = (await r.admin("GET", "/metrics")).body.decode()
         assert "\nwarmroute_requests_waiting 0\n" in page and "\nwarmroute_requests_queued_total 1\n" in page
+        assert '\nwarmroute_queue_admissions_total{order="work"} 1\n' in page
+        assert '\nwarmroute_queue_admissions_total{order="guarantee"} 0\n' in page
+        assert "\nwarmroute_queue_guarantee_exceeded_total 0\n" in page
 
 
 async def test_an_internal_error_fails_one_request_and_is_logged(

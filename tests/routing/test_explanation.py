@@ -92,12 +92,10 @@ def test_a_prompt_that_was_not_looked_up() -> None:
 
 def test_the_only_available_node() -> None:
     harness = RoutingHarness(1)
-    assert explain(harness) == "n0: the only available node"
-    assert explain(harness, prompt(8210, 1)) == "n0: the only available node; nothing cached, 8,210 tokens to prefill"
+    assert explain(harness) == "n0: the only candidate"
+    assert explain(harness, prompt(8210, 1)) == "n0: the only candidate; nothing cached, 8,210 tokens to prefill"
     harness.warm(harness.nodes[0], prompt(8210, 1))
-    assert (
-        explain(harness, prompt(8210, 1)) == "n0: the only available node; 8,208 of 8,210 tokens cached, saves 478 ms"
-    )
+    assert explain(harness, prompt(8210, 1)) == "n0: the only candidate; 8,208 of 8,210 tokens cached, saves 478 ms"
 
 
 def test_a_second_home() -> None:
@@ -411,4 +409,4 @@ def test_with_cache_weight_0_caches_are_not_mentioned() -> None:
     assert "caches do not count (cache_weight = 0), so load decided: no prefill queued" in sentence
     assert "cached" not in sentence
     alone = RoutingHarness(1, pricing=Pricing(cache_weight=0.0))
-    assert "the only available node; caches do not count" in explain(alone, prompt(8210, 1))
+    assert "the only candidate; caches do not count" in explain(alone, prompt(8210, 1))

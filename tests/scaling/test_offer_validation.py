@@ -152,7 +152,7 @@ def test_a_missing_extra_is_a_configuration_error(kind: str, library: str, monke
     for name in [name for name in sys.modules if name.startswith("warmroute.scaling.provisioners.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ConfigError, match=rf"kind '{kind}' needs .*{library}.*install warmroute\[{kind}\]"):
+    with pytest.raises(ConfigError, match=rf"kind '{kind}' needs .*{library}.* extra '{kind}'"):
         create_provisioner(ProvisionerConfig(kind=kind))  # type: ignore[arg-type]
 
 

@@ -215,7 +215,10 @@ def test_a_bad_endpoint_is_refused(endpoint: str) -> None:
 
 def test_unset_headers_are_a_problem_at_the_start() -> None:
     config = from_table({"tracing": {"enabled": True, "headers_env": "NOT_SET_ANYWHERE"}})
-    assert any("tracing.headers_env: NOT_SET_ANYWHERE" in one for one in check_startup(config).problems)
+    assert any(
+        "tracing.headers_env: the environment variable NOT_SET_ANYWHERE" in one
+        for one in check_startup(config).problems
+    )
 
 
 def test_what_a_reload_changes() -> None:
@@ -258,4 +261,4 @@ def test_a_missing_extra_is_named_with_the_command(tmp_path: Path) -> None:
         "import sys; sys.modules['opentelemetry.sdk'] = None; sys.modules['opentelemetry.exporter'] = None; "
         f"from warmroute.cli.main import main; sys.exit(main(['serve', '--config', {str(file)!r}]))"
     )
-    assert "pip install 'warmroute[otel]'" in _python(code)
+    assert "pip install '.[otel]'" in _python(code)

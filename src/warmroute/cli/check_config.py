@@ -15,21 +15,25 @@ from warmroute.config import Config, ConfigError
 
 def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser("check-config", help="check a configuration file")
-    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("file", type=Path, nargs="?", metavar="FILE")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the same, as other commands take it")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     from warmroute.service.startup_checks import check_startup
 
-    config = configuration.load(args.file)
+    file = args.config or args.file
+    if file is None or (args.config and args.file):
+        raise ConfigError("check-config needs one FILE")
+    config = configuration.load(file)
     report = check_startup(config)
     problems = report.problems or _tokenizer_problems(config)
     for warning in report.warnings:
-        print(f"warning: {args.file}: {warning}", file=sys.stderr)
+        print(f"warning: {file}: {warning}", file=sys.stderr)
     if problems:
-        raise ConfigError(*(f"{args.file}: {problem}" for problem in problems))
-    print(f"{args.file}: valid; {len(config.nodes)} nodes, {len(config.keys)} keys, policy {config.routing.policy}")
+        raise ConfigError(*(f"{file}: {problem}" for problem in problems))
+    print(f"{file}: valid; {len(config.nodes)} nodes, {len(config.keys)} keys, policy {config.routing.policy}")
     return 0
 
 

@@ -159,9 +159,10 @@ class ClusterState:
     def _apply_shared(self, update: Update, now_s: float) -> None:
         """Apply what only replicas share."""
         if self.nodes is not None:
+            before = self.nodes.digest
             self.nodes.merge(update.changes)
             self.nodes.compare(update.changes_digest, now_s)
-            if self.nodes.has_unpublished:
+            if self.nodes.has_unpublished or self.nodes.digest != before:  # the new digest confirms the changes
                 self._changed()
         if self._demand is not None and update.demand is not None:
             self._demand.apply(update.sender, update.demand)
@@ -170,6 +171,11 @@ class ClusterState:
                 self.sender, update.sender, self._fleet, self._cache_view, self._affinity, now_s
             )
             self._answers.add(update.sender, messages)
+
+    def without_changes(self) -> list[str]:
+        """Return the peers that have not confirmed all changes of nodes that this process knows."""
+        digest = self.nodes.digest if self.nodes is not None else 0
+        return [peer.sender for peer in self.peers.values() if peer.changes_digest != digest]
 
     def next_snapshot_message(self) -> tuple[str, bytes] | None:
         """Return the receiver and the next message of a snapshot that a peer has asked for."""

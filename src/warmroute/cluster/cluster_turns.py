@@ -3,7 +3,7 @@
 Each process publishes, by node, the priority and the score of its first request. The score is the prefill time minus a
 bonus for waiting, and a score falls with time, equally in all processes. A process leaves a node's room to a peer whose
 first request comes before its own, but not for longer than MAX_YIELD_S: the peer's request may have gone elsewhere
-meanwhile. An idle node is left to nobody. The order between tenants is kept within each process only.
+meanwhile. It does not leave an idle node to a peer. The order between tenants is kept within each process only.
 
 Two processes can still send to a node at the same time: each knows only what the other published. `unseen_work` assumes
 that each peer has sent the node as much since its last message as this process has. So all processes together exceed
@@ -18,7 +18,7 @@ from typing import Final
 from warmroute.cluster.peer import Peer
 from warmroute.fleet.node import Node
 from warmroute.fleet.peer_load import own_load
-from warmroute.routing.admission_queue import AGE_BONUS
+from warmroute.routing.queued_request import AGE_BONUS
 
 MAX_YIELD_S: Final = 0.1
 

@@ -47,6 +47,8 @@ class Peer:
         """Messages that did not arrive, or not in order."""
         self.heads: dict[str, tuple[int, float]] = {}
         """Priority and score of its first waiting request, by node."""
+        self.changes_digest = 0
+        """A hash of all changes of nodes that it knows."""
         self._from_start = False
         """Whether this process has heard the peer's first message: then its totals count from 0."""
         self._clock_offset_s = inf
@@ -80,6 +82,7 @@ class Peer:
                     self._count(counted, _NOTHING)
         self._apply_waiting(update.waiting)
         self.heads = update.heads
+        self.changes_digest = update.changes_digest
         if self._limits is not None:
             self._apply_taken(update.taken, self._limits, now_s)
         return freed

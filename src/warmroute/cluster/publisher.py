@@ -63,6 +63,7 @@ class Publisher:
         """By node: this process's pending work, as it was last published."""
         self._full_s = -1e9
         self._asks = ""
+        self._changes_digest = 0
         self.unpublished = 0
         """Routed prompts and homes that were too many for a message."""
 
@@ -76,17 +77,17 @@ class Publisher:
         taken = self._newly_taken(full, now_s) if self._limits else {}
         heads = self._queue.heads(now_s) if self._queue.tenants else {}
         news = rows or prefills or taken or self._routed or self._homes or heads.keys() != self._heads.keys()
-        changes = nodes.take_unpublished() if nodes is not None else ()
-        if not (full or news or changes or asks != self._asks):
+        changes, digest = (nodes.take_unpublished(), nodes.digest) if nodes is not None else ((), 0)
+        if not (full or news or changes or asks != self._asks or digest != self._changes_digest):
             return None
-        self._asks = asks
+        self._asks, self._changes_digest = asks, digest
         if full:
             self._full_s = now_s
         self._heads = heads
         self.sequence += 1
         return Update(
             VERSION, self.sender, self.sequence, now_s, full, rows, waiting, heads, taken, prefills,
-            tuple(self._take_routed()), tuple(self._take_homes()), changes, nodes.digest if nodes is not None else 0,
+            tuple(self._take_routed()), tuple(self._take_homes()), changes, digest,
             demand.own() if demand is not None and full else None, asks,
         )  # fmt: skip
 

@@ -9,6 +9,7 @@ from warmroute.config.capture_settings import Capture
 from warmroute.config.cluster_settings import Cluster, RedisAddress, parse_redis_url
 from warmroute.config.config import Config, check, from_table, keys_needing_restart, load, tables
 from warmroute.config.discovery_settings import DEFAULT_ENGINE_PORT, DiscoveryConfig
+from warmroute.config.extras import missing_extra
 from warmroute.config.island_settings import IslandAffinity, IslandConfig
 from warmroute.config.journal_settings import Journal
 from warmroute.config.node_settings import NodeConfig, node_name
@@ -72,6 +73,7 @@ __all__ = [
     "is_loopback",
     "keys_needing_restart",
     "load",
+    "missing_extra",
     "node_name",
     "parse_redis_url",
     "parse_section",

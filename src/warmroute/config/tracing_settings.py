@@ -12,7 +12,7 @@ from warmroute.config.section import Section
 
 
 class Tracing(Section, frozen=True):
-    """OpenTelemetry traces, sent to a collector as OTLP over HTTP. They need `pip install 'warmroute[otel]'`."""
+    """OpenTelemetry traces, sent to a collector as OTLP over HTTP. Needs the extra `otel`: `pip install '.[otel]'`."""
 
     enabled: Annotated[bool, Meta(description="Record traces, and set `traceparent` in requests to nodes.")] = False
     endpoint: Annotated[

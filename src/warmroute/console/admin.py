@@ -56,6 +56,8 @@ class Operations(Protocol):
 
     def describe_cluster(self) -> dict[str, Any]: ...
     def describe_discovery(self) -> list[dict[str, Any]]: ...
+    async def confirm_changes(self) -> dict[str, Any] | None:
+        """Wait until other replicas know the changes of nodes. Return who does; None without replicas."""
 
 
 class AdminApi:
@@ -116,15 +118,15 @@ class AdminApi:
             case "GET", ["admin", "discovery"]:
                 _reply(responder, 200, {"sources": self._operations.describe_discovery()})
             case "POST", ["admin", "nodes"]:
-                _reply(responder, 201, describe_node(self._add_node(request.body)))
+                await self._reply_changed(responder, 201, self._add_node(request.body))
             case "GET", ["admin", "nodes", name]:
                 _reply(responder, 200, describe_node(self._find_node(name)))
             case "DELETE", ["admin", "nodes", name]:
                 self._find_node(name)
-                _reply(responder, 200, describe_node(self._operations.remove_node(name)))
+                await self._reply_changed(responder, 200, self._operations.remove_node(name))
             case "POST", ["admin", "nodes", name, ("drain" | "undrain") as action]:
                 self._find_node(name)
-                _reply(responder, 200, describe_node(self._operations.drain_node(name, action == "drain")))
+                await self._reply_changed(responder, 200, self._operations.drain_node(name, action == "drain"))
             case "POST", ["admin", "nodes", name, "blocks"]:
                 self._find_node(name)
                 _reply(responder, 200, await self._block_reports.apply(name, request.body))
@@ -161,6 +163,12 @@ class AdminApi:
                     "/admin/explain and /admin/reload.",
                     code="not_found",
                 )
+
+    async def _reply_changed(self, responder: Responder, status: int, node: Node) -> None:
+        """Reply once other replicas know the change: then none of them sends a drained node another request."""
+        description = describe_node(node)
+        replicas = await self._operations.confirm_changes()
+        _reply(responder, status, description if replicas is None else description | {"replicas": replicas})
 
     def _may_show_text(self, request: Request) -> bool:
         """Return whether the request asks for the text of prompts. Raises HttpError if the admin API has no token."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from warmroute.config import ConfigError, DiscoveryConfig
+from warmroute.config import ConfigError, DiscoveryConfig, missing_extra
 from warmroute.discovery.discovered_nodes import DiscoveredNodes, NodeRegistry
 from warmroute.discovery.target import MAX_TARGETS, Source, SourceError, Targets
 from warmroute.event_log import EventLog, where_it_failed
@@ -47,9 +47,7 @@ def create_source(config: DiscoveryConfig) -> Source:
     except ImportError as error:
         if (error.name or "").startswith("warmroute"):
             raise
-        raise ConfigError(
-            f"discovery: kind {config.kind!r} needs {error.name}, which is not installed: install warmroute[{extra}]"
-        ) from None
+        raise missing_extra(f"discovery: kind {config.kind!r}", error, extra) from None
     return create(config)
 
 

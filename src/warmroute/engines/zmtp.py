@@ -69,7 +69,7 @@ class ZmtpDecoder:
         self._buffer += data
 
     def discard(self) -> None:
-        """Free what was received: the connection is lost, and nobody will read it."""
+        """Free what was received: the connection is lost, so it will not be read."""
         self._buffer = bytearray()
         self._frames, self._message_bytes = [], 0
 

@@ -50,7 +50,7 @@ class RouteReport(NamedTuple):
 
 
 _UNCOUNTED: Final = RouteReport(0, "", 0.0, (), None)
-"""Of a route whose cached tokens nobody counts."""
+"""Of a route whose cached tokens are not counted."""
 
 
 class _Counted(NamedTuple):

@@ -1,6 +1,14 @@
 """The policies that a replay can compare: the router's own and those of other routers, with parameters.
 
-Examples: `prefix_hash`, `prefix_hash:load_factor=2`, `sglang:cache_threshold=0.5`, `oracle`.
+Examples: `prefix_hash`, `prefix_hash:load_factor=2`, `sglang:cache_threshold=0.5`, `dynamo:queue=shortest`, `oracle`.
+
+`queue` separates placement from order. Every policy takes it:
+
+    own         what the policy has of itself (default)
+    warmroute   the admission queue of `price`, in its order
+    fcfs        the same queue, first come, first served
+    shortest    the same queue, least prefill work first
+    none        requests are sent to their node at once
 """
 
 from __future__ import annotations
@@ -21,6 +29,7 @@ from warmroute.replay.peers.dynamo_router import Dynamo
 from warmroute.replay.peers.kubeai_router import Kubeai
 from warmroute.replay.peers.llm_d_router import LlmD
 from warmroute.replay.peers.sglang_router import Sglang
+from warmroute.routing.queued_request import QueueOrder
 
 INDEX_BYTES = 1 << 30
 """Large enough that the index never evicts in a replay."""
@@ -36,6 +45,16 @@ PEERS: dict[str, Callable[..., Any]] = {
     "aibrix": Aibrix,
 }
 
+QUEUE_ORDERS: dict[str, QueueOrder] = {
+    "warmroute": QueueOrder.SHORTEST_WITH_AGE,
+    "fcfs": QueueOrder.FIRST_COME,
+    "shortest": QueueOrder.SHORTEST,
+}
+QUEUE = "queue"
+OWN_QUEUE, NO_QUEUE = "own", "none"
+QUEUES = (OWN_QUEUE, *QUEUE_ORDERS, NO_QUEUE)
+"""Values of the parameter `queue`."""
+
 POLICIES: tuple[str, ...] = (*get_args(PolicyName), *PEERS, ORACLE)
 
 
@@ -48,6 +67,13 @@ class PolicySpec(msgspec.Struct, frozen=True):
     """The policy as the user wrote it; its name in reports."""
     name: str
     parameters: dict[str, Any]
+    queue: str = OWN_QUEUE
+    """Where and in which order requests wait: one of QUEUES."""
+
+    @property
+    def queue_order(self) -> QueueOrder | None:
+        """The order of the router's admission queue, if this policy does not have its own queue."""
+        return QUEUE_ORDERS.get(self.queue)
 
     def peer(self, seed: int) -> Any:
         """Return a new instance of another router's policy, which is also its listener. None for our own."""
@@ -61,6 +87,8 @@ class PolicySpec(msgspec.Struct, frozen=True):
         for name, section in _sections(self.name):
             known = msgspec.structs.asdict(section)
             table.setdefault(name, {}).update({key: self.parameters[key] for key in known if key in self.parameters})
+        if self.queue == NO_QUEUE:
+            table.setdefault("admission", {})["queue_at_router"] = False
         return from_table(table, experiment=True)
 
 
@@ -78,10 +106,16 @@ def parse_policy(text: str) -> PolicySpec:
         raise BadPolicy(f"no policy {name!r}; {hint}")
     known = _parameters_of(name)
     parameters: dict[str, Any] = {}
+    queue = OWN_QUEUE
     for word in filter(None, rest.split(",")):
         key, equals, value = word.partition("=")
         if not equals or key not in known:
             raise BadPolicy(f"{name} takes {', '.join(known) or 'no parameters'}, as in {name}:key=value; not {word!r}")
+        if key == QUEUE:
+            if value not in QUEUES:
+                raise BadPolicy(f"{name}: queue is one of {', '.join(QUEUES)}; not {value!r}")
+            queue = value
+            continue
         kind = type(known[key])
         try:
             parameters[key] = msgspec.convert(value, float if kind is int else kind, strict=False)
@@ -94,16 +128,19 @@ def parse_policy(text: str) -> PolicySpec:
                 parameters[key] = int(parameters[key])
         except (msgspec.ValidationError, OverflowError, ValueError):
             raise BadPolicy(f"{name}: {key} is a {kind.__name__}, not {value!r}") from None
-    return PolicySpec(text, name, parameters)
+    return PolicySpec(text, name, parameters, queue)
 
 
 def _parameters_of(name: str) -> dict[str, Any]:
     """Return the policy's parameters with their defaults."""
     if name == ORACLE:
         return {}
+    own: dict[str, Any] = {}
     if name in PEERS:
         parameters = inspect.signature(PEERS[name]).parameters.values()
-        return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY and one.name != "precise"}
-    if name == "price":
-        return {key: value for _, section in _sections(name) for key, value in msgspec.structs.asdict(section).items()}
-    return {"load_factor": Routing().load_factor} if name in ("session", "prefix_hash") else {}
+        own = {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY and one.name != "precise"}
+    elif name == "price":
+        own = {key: value for _, section in _sections(name) for key, value in msgspec.structs.asdict(section).items()}
+    elif name in ("session", "prefix_hash"):
+        own = {"load_factor": Routing().load_factor}
+    return {**own, QUEUE: OWN_QUEUE}

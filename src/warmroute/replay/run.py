@@ -128,7 +128,8 @@ def build_world(setup: Setup) -> World:
         conditions = msgspec.structs.replace(conditions, poll_interval_s=peer.poll_interval_s)
     more_peers = [setup.policy.peer(conditions.seed + 1000 * at) for at in range(1, conditions.replicas)]
     world = World(
-        setup.nodes, conditions, setup.policy.config(), policy=peer, listener=peer, more_peers=more_peers
+        setup.nodes, conditions, setup.policy.config(), policy=peer, listener=peer, more_peers=more_peers,
+        queue_order=setup.policy.queue_order,
     )  # fmt: skip
     if setup.queue_threshold is not None:
         for replica in world.replicas:

@@ -18,6 +18,8 @@ Run = dict[str, Any]
 OUTCOMES = ("finished", "rejected", "failed", "left")
 MAX_NODE_ROWS = 64
 """A summary lists each node of a fleet up to this size."""
+WORK_CLASSES = (("longest_1_percent", 0.0, 0.01), ("longest_10_percent", 0.0, 0.1), ("others", 0.1, 1.0))
+"""Classes of requests, the most prefill work first: from and up to which fraction of them."""
 TIMELINE_SPANS = 240
 OVER_LIMIT_SHARE = 0.1
 """A span is over the limit if more than this fraction of its first tokens is."""
@@ -60,6 +62,7 @@ def summary(world: World) -> Run:
         "retries": results.retries,
         "hit_rate": rounded(results.cached_tokens / results.prompt_tokens if results.prompt_tokens else 0.0),
         "ttft_ms": percentiles(results.ttft_ms, 50, 90, 99),
+        "ttft_ms_by_work": ttft_by_work(results),
         "inter_token_ms": percentiles(results.inter_token_ms, 50, 90, 99),
         "latency_ms": percentiles(results.latency_ms, 50, 90, 99),
         "duration_s": rounded(duration_s),
@@ -73,6 +76,8 @@ def summary(world: World) -> Run:
         "gpu_seconds_held": rounded(sum(row["held_s"] * count for row, count in zip(rows, gpus, strict=True))),
         "preemptions": sum(row["preemptions"] for row in rows),
     }
+    if any(replica.admission.queue.queued_total for replica in world.replicas):
+        run["queue"] = _queue_row(world)
     if len(results.by_priority) > 1:
         names = [name for name in ("high", "normal", "low") if name in results.by_priority]
         run["by_priority"] = {name: _priority_row(results, name) for name in names}
@@ -80,6 +85,29 @@ def summary(world: World) -> Run:
         run["nodes"] = rows
     run["timeline"] = _timeline(results)
     return run
+
+
+def ttft_by_work(results: RequestResults) -> Run:
+    """Return the TTFT of the requests with the most prefill work, and of the others: a policy may serve many short
+    prompts first at the cost of a few long ones."""
+    by_work = sorted(zip(results.prefill_work, results.ttft_ms, strict=True), key=lambda one: -one[0])
+    found: Run = {}
+    for name, begin, end in WORK_CLASSES:
+        part = by_work[int(begin * len(by_work)) : max(1, int(end * len(by_work)))]
+        found[name] = percentiles(array("d", (ttft_ms for _, ttft_ms in part)), 50, 90, 99)
+    return found
+
+
+def _queue_row(world: World) -> Run:
+    """Return how requests left the queues of all routers, warm-up included."""
+    queues = [replica.admission.queue for replica in world.replicas]
+    return {
+        "queued": sum(queue.queued_total for queue in queues),
+        "admitted_by_work": sum(queue.admitted_by_work for queue in queues),
+        "admitted_by_guarantee": sum(queue.admitted_by_guarantee for queue in queues),
+        "longest_wait_ratio": rounded(max(queue.guarantee.longest_wait_ratio for queue in queues)),
+        "over_guarantee": sum(queue.guarantee.exceeded for queue in queues),
+    }
 
 
 def _priority_row(results: RequestResults, name: str) -> Run:

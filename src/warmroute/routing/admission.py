@@ -29,9 +29,10 @@ from warmroute.fleet.node import Node
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing import eligible_nodes
-from warmroute.routing.admission_queue import LONG_WAIT_S, AdmissionQueue, Key, PendingRequest, QueuedRequest
+from warmroute.routing.admission_queue import LONG_WAIT_S, AdmissionQueue, Key
 from warmroute.routing.deadline_check import check_deadlines
 from warmroute.routing.decision import Decision
+from warmroute.routing.queued_request import PendingRequest, QueuedRequest, QueueOrder
 from warmroute.routing.router import Router
 from warmroute.routing.routing_errors import (
     Displaced,
@@ -45,20 +46,31 @@ from warmroute.routing.routing_errors import (
 )
 from warmroute.routing.turns import Turns
 
-MAX_EXAMINED_PER_TENANT: Final = 64
-"""Queued requests of each tenant that admission examines when a node has room."""
-MAX_EXAMINED: Final = 256
-"""The same for all tenants together. Of each tenant it examines at least one."""
+EXAMINED_PER_TENANT: Final = 16
+"""Queued requests of each tenant that admission examines when a node has room: so many of those that wait for this
+node, as many of all, and half as many of those with the oldest decisions."""
+EXAMINED: Final = 64
+"""The same for all tenants together. Of each tenant it examines at least one of each kind."""
+EXAMINED_OVERDUE: Final = 4
+"""Overdue requests that admission examines: so many of those that wait for this node, and as many of all."""
 TICK_S: Final = 0.05
 """Time between two calls of `tick`. A request is rejected this much before it would miss its deadline."""
+OVERDUE: Final = "its waiting guarantee came due"
+"""Reason of a decision by which an overdue request gets its node."""
 HITS_VALID_S: Final = 0.25
 """Time for which the looked-up hits of a queued request are used again."""
 
 
 class Admission:
-    def __init__(self, router: Router, config: AdmissionConfig, routes: Sequence[RouteConfig] = ()) -> None:
+    def __init__(
+        self,
+        router: Router,
+        config: AdmissionConfig,
+        routes: Sequence[RouteConfig] = (),
+        order: QueueOrder = QueueOrder.SHORTEST_WITH_AGE,
+    ) -> None:
         self._router = router
-        self.queue = AdmissionQueue()
+        self.queue = AdmissionQueue(order)
         self._filling: dict[Node, None] = {}
         """Nodes with room that queued requests are being sent to."""
         self._version = 0
@@ -109,7 +121,7 @@ class Admission:
         overtakes = request.priority != LOW or not self._has_to_queue(request, decision, now_s)
         if overtakes and self._admits_at_once(request, decision, now_s):
             if queue.tenants and decision.price is not None:  # a trial request or another policy has no price
-                queue.charge_unqueued(request, decision.price.prefill)
+                queue.charge_unqueued(request, decision.node, decision.price.prefill)
             pending.on_admitted(decision)
             return
         displaced = self._check_may_queue(request, decision, now_s)
@@ -247,45 +259,80 @@ class Admission:
             if chosen is None:
                 return
             key, queued = chosen
-            self.queue.admit(key, queued.pending)
+            self.queue.remove(key, queued.pending)
             self._admission_rate.record(now_s)
             queued.pending.on_admitted(queued.decision)
             self._version += 1
 
     def _next_for(self, node: Node, now_s: float) -> tuple[Key, QueuedRequest] | None:
         """Return the request to admit next: the first one for this node, or a trial request for a half-open node."""
-        queue = self.queue
-        tenants = queue.tenants_in_order(now_s, without_low=self._half_full and queue.has_higher_priority)
-        limit = min(MAX_EXAMINED_PER_TENANT, max(1, MAX_EXAMINED // max(1, len(tenants))))
+        queue, turns = self.queue, self.turns
+        without_low = self._half_full and queue.has_higher_priority
+        overdue = self._next_overdue(node, without_low, now_s)
+        if overdue is not None:
+            queue.charge(*overdue, now_s, by_guarantee=True)
+            return overdue
+        tenants = queue.tenants_in_order(without_low)
+        limit = min(EXAMINED_PER_TENANT, max(1, EXAMINED // max(1, len(tenants))))
         for key, tenant in tenants:
-            for examined in tenant.candidates_for(node, limit):
-                best = self._best_for(node, key, examined, now_s)
-                if best is not None and queue.contains(key, best):
-                    turns = self.turns
-                    if turns is not None and not turns.is_ours(node, key[0], best.score(now_s), now_s):
-                        return None
-                    if (price := best.decision.price) is not None:
-                        queue.charge(key, tenant, price.prefill)
-                    return key, best
+            best = self._best_for(node, key, tenant.candidates_for(node, limit), now_s)
+            if best is not None and queue.contains(key, best):
+                if turns is not None and not turns.is_ours(node, key[0], best.score(now_s), now_s):
+                    return None
+                queue.charge(key, best, now_s, by_guarantee=False)
+                return key, best
         return None
+
+    def _next_overdue(self, node: Node, without_low: bool, now_s: float) -> tuple[Key, QueuedRequest] | None:
+        """Return the overdue request that gets this node by its guarantee (see waiting_guarantee.py)."""
+        queue = self.queue
+        for queued in queue.guarantee.oldest_overdue(node, EXAMINED_OVERDUE, now_s):
+            request = queued.pending.request
+            key = (request.priority, request.tenant)
+            if (without_low and key[0] == LOW) or not self._is_current(key, queued, now_s):
+                continue
+            if not queued.may_go_to(node) or (self._has_threshold and self._over_threshold(request, node)):
+                continue
+            if queued.decision.node is node:
+                queued.decision.reason = OVERDUE
+                return key, queued
+            return (key, queued) if self._credit_pays_for(node, key, queued) else None
+        return None
+
+    def _credit_pays_for(self, node: Node, key: Key, queued: QueuedRequest) -> bool:
+        """Decide for this node if its credit pays for the whole prefill, although another node is cheaper."""
+        query, credit_ms = queued.decision.query, self.queue.guarantee.credit_ms(node)
+        if query is None or credit_ms <= 0.0:
+            return False
+        decision = self._router.decide_among((node,), query)
+        if decision.price is None or decision.price.prefill > credit_ms:
+            return False
+        decision.reason, decision.query = OVERDUE, query
+        self.queue.update_decision(key, queued, decision)
+        return True
+
+    def _is_current(self, key: Key, queued: QueuedRequest, now_s: float) -> bool:
+        """Update the decision of a queued request. Return False if it does not wait any more."""
+        if not self.queue.contains(key, queued) or not self._decide_again(key, queued, now_s):
+            return False
+        request = queued.pending.request
+        has_deadline = request.deadline_s or request.total_deadline_s
+        return not (has_deadline and self._reject_if_late(key, queued, now_s))
 
     def _best_for(self, node: Node, key: Key, examined: list[QueuedRequest], now_s: float) -> QueuedRequest | None:
         best: QueuedRequest | None = None
-        best_score = 0.0
         for queued in examined:
-            if not self.queue.contains(key, queued) or not self._decide_again(key, queued, now_s):
-                continue
-            request = queued.pending.request
-            if (request.deadline_s or request.total_deadline_s) and self._reject_if_late(key, queued, now_s):
+            if not self._is_current(key, queued, now_s):
                 continue
             decision = queued.decision
             if decision.price is None:
                 return queued
-            if decision.node is not node or (self._has_threshold and self._over_threshold(request, node)):
+            if decision.node is not node:
                 continue
-            score = queued.score(now_s)
-            if best is None or score < best_score:
-                best, best_score = queued, score
+            if self._has_threshold and self._over_threshold(queued.pending.request, node):
+                continue
+            if best is None or (queued.key, queued.number) < (best.key, best.number):
+                best = queued
         return best
 
     def _over_threshold(self, request: RoutingRequest, node: Node) -> bool:

@@ -1,38 +1,37 @@
 """The admission queue: requests that wait at the router for a node, and whose turn is next. No I/O.
 
-Order: higher priority first, then the tenant with the least admitted work. One turn in LONGEST_WAITING_TURN goes to the
-tenant whose request has waited the longest, so that no request waits forever behind higher priorities. Requests for
-which no node exists at all wait separately (`waiting_for_first_node`).
+Order: higher priority first, then the tenant with the least admitted work, then the request with the least prefill work
+(queued_request.py). Requests that have waited for long have a guarantee, whatever their priority, tenant and work
+(waiting_guarantee.py). Requests for which no node exists at all wait separately (`waiting_for_first_node`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from itertools import islice
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
 from warmroute.config.priority import HIGH, LOW, PRIORITY_NAMES
 from warmroute.fleet.group import Group
 from warmroute.fleet.node import Node
-from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.decision import Decision
-from warmroute.routing.routing_errors import RoutingError
+from warmroute.routing.queued_request import (
+    AGE_BONUS,
+    PendingRequest,
+    QueuedRequest,
+    QueueOrder,
+    RequestsByNode,
+)
+from warmroute.routing.waiting_guarantee import SHARE, WaitingGuarantee
 
-LONGEST_WAITING_TURN: Final = 16
 LONG_WAIT_S: Final = 10.0
-"""Those turns are used only if a request has waited at least this long."""
-AGE_BONUS: Final = 0.1
-"""10 ms of waiting count as much as 1 ms less work."""
+"""Low-priority requests that waited for so long are rejected if the queue is half full."""
 FAIR_LEAD: Final = 2
 """A tenant has to make room for another one of the same priority if it has this many queued requests more."""
-HEAD_SAMPLE: Final = 8
-"""Requests of each tenant and node that `heads` looks at."""
 WORK_SAMPLE: Final = 64
-"""Requests of each tenant that `work_ahead_ms` looks at. It extrapolates to the others."""
+"""Requests of each tenant from which `work_ahead_ms` estimates the work of all."""
 
 Key = tuple[int, str]
 """Priority and tenant."""
@@ -42,40 +41,6 @@ def _key(pending: PendingRequest) -> Key:
     return pending.request.priority, pending.request.tenant
 
 
-class PendingRequest(Protocol):
-    @property
-    def request(self) -> RoutingRequest: ...
-    @property
-    def lookup(self) -> Lookup | None: ...
-
-    def on_admitted(self, decision: Decision) -> None:
-        """Send the request to the decision's node."""
-
-    def on_rejected(self, error: RoutingError) -> None:
-        """The request gets no node."""
-
-
-class QueuedRequest(msgspec.Struct, eq=False):
-    """A pending request in the queue, and the decision it would get."""
-
-    pending: PendingRequest
-    decision: Decision
-    group: Group
-    """The group that counts the request as waiting."""
-    version: int = 0
-    """The version of Admission's state that the decision is based on."""
-
-    def score(self, now_s: float) -> float:
-        """Return the prefill time minus a bonus for waiting: of one tenant's requests, the lowest score is first."""
-        price = self.decision.price
-        prefill_ms = price.prefill if price is not None else 0.0
-        return prefill_ms - AGE_BONUS * (now_s - self.pending.request.arrived_s) * 1000.0
-
-    def may_go_to(self, node: Node) -> bool:
-        query = self.decision.query
-        return query is not None and node.name in query.candidates.by_name
-
-
 class TenantQueue(msgspec.Struct, eq=False):
     """The queued requests of one tenant and priority."""
 
@@ -83,61 +48,58 @@ class TenantQueue(msgspec.Struct, eq=False):
     """Prefill work that was admitted."""
     waiting: dict[int, QueuedRequest] = {}
     """In order of arrival, by the pending request's id()."""
-    _by_node: dict[Node, dict[int, QueuedRequest]] = {}
-    """The same, by the node of each decision."""
+    by_work: RequestsByNode = msgspec.field(default_factory=RequestsByNode)
+    _by_decision: dict[int, QueuedRequest] = {}
+    """The same as `waiting`, the oldest decision first."""
 
     def add(self, queued: QueuedRequest) -> None:
-        key = id(queued.pending)
-        self.waiting[key] = queued
-        self._by_node.setdefault(queued.decision.node, {})[key] = queued
+        self.waiting[id(queued.pending)] = self._by_decision[id(queued.pending)] = queued
+        queued.key = queued.current_key()
+        self.by_work.add(queued.key, queued)
         queued.group.waiting += 1
 
-    def remove(self, pending: PendingRequest) -> bool:
+    def remove(self, pending: PendingRequest) -> QueuedRequest | None:
         queued = self.waiting.pop(id(pending), None)
-        if queued is None:
-            return False
-        self._remove_from_node(queued)
-        queued.group.waiting -= 1
-        return True
+        if queued is not None:
+            del self._by_decision[id(pending)]
+            self.by_work.remove(queued.key, queued, queued.decision.node)
+            queued.group.waiting -= 1
+        return queued
 
     def update_decision(self, queued: QueuedRequest, decision: Decision) -> None:
         """The group changes, too, if all nodes of the model left and others joined."""
-        query = decision.query
+        query, before, number = decision.query, queued.decision.node, id(queued.pending)
         if query is not None and query.group is not queued.group:
             queued.group.waiting -= 1
             queued.group = query.group
             queued.group.waiting += 1
-        if decision.node is not queued.decision.node:
-            self._remove_from_node(queued)
-            self._by_node.setdefault(decision.node, {})[id(queued.pending)] = queued
+        self._by_decision[number] = self._by_decision.pop(number)
         queued.decision = decision
+        key = queued.current_key()
+        if key != queued.key:
+            self.by_work.remove(queued.key, queued, before)
+            queued.key = key
+            self.by_work.add(key, queued)
+        elif decision.node is not before:
+            self.by_work.move(key, queued, before)
 
-    def _remove_from_node(self, queued: QueuedRequest) -> None:
-        node = queued.decision.node
-        on_node = self._by_node[node]
-        del on_node[id(queued.pending)]
-        if not on_node:
-            del self._by_node[node]
-
-    def by_node(self) -> Iterator[tuple[Node, list[QueuedRequest]]]:
-        """Yield each node that requests wait for, with the oldest of them."""
-        for node, queued in self._by_node.items():
-            yield node, list(islice(queued.values(), HEAD_SAMPLE))
-
-    def candidates_for(self, node: Node, limit: int) -> Iterator[list[QueuedRequest]]:
-        """Yield the `limit` oldest requests; then, if none of them may use this node at all, the oldest ones for it.
-
-        So requests for other models or islands hide none for this node. If they may use the node but prefer another
-        one, the turn passes to the next tenant.
-        """
-        oldest = list(islice(self.waiting.values(), limit))
-        yield oldest
-        if len(self.waiting) > limit and not any(queued.may_go_to(node) for queued in oldest):
-            yield list(islice(self._by_node.get(node, {}).values(), limit))
+    def candidates_for(self, node: Node, limit: int) -> list[QueuedRequest]:
+        """Return the requests with the least work, those with the least work whose decision is this node, and those
+        with the oldest decisions: their work may have become less."""
+        found = dict.fromkeys(self.by_work.first_ones(node, limit))
+        stale = max(1, limit // 2)
+        for queued in self._by_decision.values():
+            if not stale:
+                break
+            stale -= 1
+            found[queued] = None
+        return list(found)
 
 
 class AdmissionQueue:
-    def __init__(self) -> None:
+    def __init__(self, order: QueueOrder = QueueOrder.SHORTEST_WITH_AGE) -> None:
+        self._order = order
+        self.guarantee = WaitingGuarantee(SHARE if order is QueueOrder.SHORTEST_WITH_AGE else 0.0)
         self.tenants: dict[Key, TenantQueue] = {}
         """Those with queued requests."""
         self.past_work_ms: dict[Key, float] = {}
@@ -147,13 +109,16 @@ class AdmissionQueue:
         """By priority: admitted work of the tenant whose turn was last. New tenants start there."""
         self.waiting_for_first_node: dict[int, PendingRequest] = {}
         """Requests for which no node exists, in order of arrival, by id()."""
+        self._number = 0
+        """Of the request that was queued last."""
         self._counts: Counter[Key] = Counter()
         """Queued requests of each tenant, including those that wait for a first node."""
-        self._admitted = 0
         self.waiting = 0
         """Number of queued requests, including those that wait for a first node."""
         self.queued_total = 0
         """Requests that were ever queued."""
+        self.admitted_by_work = 0
+        self.admitted_by_guarantee = 0
 
     # Adding and removing.
 
@@ -185,13 +150,15 @@ class AdmissionQueue:
     def remove(self, key: Key, pending: PendingRequest) -> bool:
         """Return False if the request was not queued."""
         tenant = self.tenants.get(key)
-        if tenant is None or not tenant.remove(pending):
+        if tenant is None or (queued := tenant.remove(pending)) is None:
             return False
+        self.guarantee.remove(queued)
         self._count_removed(key)
         if not tenant.waiting:
             self.past_work_ms[key] = tenant.work_ms
             del self.tenants[key]
             if not self.tenants:
+                self.guarantee.queue_is_empty()
                 self.past_work_ms.clear()
                 self._work_level = [0.0] * len(PRIORITY_NAMES)
         return True
@@ -217,7 +184,10 @@ class AdmissionQueue:
             tenant = self.tenants[key] = TenantQueue(work_ms)
         query = decision.query
         assert query is not None
-        tenant.add(QueuedRequest(pending, decision, query.group))
+        self._number += 1
+        queued = QueuedRequest(pending, decision, query.group, self._number, self._order)
+        tenant.add(queued)
+        self.guarantee.add(queued)
         self.waiting += 1
         self._counts[key] += 1
 
@@ -227,7 +197,10 @@ class AdmissionQueue:
         self._counts[_key(pending)] += 1
 
     def update_decision(self, key: Key, queued: QueuedRequest, decision: Decision) -> None:
+        before = queued.decision.node
         self.tenants[key].update_decision(queued, decision)
+        if decision.node is not before:
+            self.guarantee.decision_changed(queued, before)
 
     # Contents.
 
@@ -277,47 +250,50 @@ class AdmissionQueue:
         for key, tenant in self.tenants.items():
             if key[0] >= request.priority and key != own_key:
                 continue
-            sample_ms = 0.0
-            for queued in islice(tenant.waiting.values(), WORK_SAMPLE):
-                price = queued.decision.price
-                if price is None or queued.group is not group:
-                    continue
-                age_ms = (now_s - queued.pending.request.arrived_s) * 1000.0
-                if key != own_key or price.prefill - AGE_BONUS * age_ms <= work_ms:
-                    sample_ms += price.prefill
-            ahead_ms += sample_ms * max(1.0, len(tenant.waiting) / WORK_SAMPLE)
+            waiting = tenant.by_work.all
+            count = len(waiting) if key != own_key else waiting.count_up_to(work_ms + AGE_BONUS * 1000.0 * now_s)
+            sample = waiting.sample(count, WORK_SAMPLE)
+            if sample:
+                sample_ms = sum(queued.prefill_ms for queued in sample if queued.group is group)
+                ahead_ms += sample_ms * count / len(sample)
         return ahead_ms
 
     def heads(self, now_s: float) -> dict[str, tuple[int, float]]:
         """Return, by node, the priority and the score of the first request that waits for it."""
         heads: dict[str, tuple[int, float]] = {}
         for key, tenant in self.tenants.items():
-            for node, queued in tenant.by_node():
-                head = (key[0], min(one.score(now_s) for one in queued))
+            for node, queued in tenant.by_work.heads():
+                head = (key[0], queued.score(now_s))
                 if node.name not in heads or head < heads[node.name]:
                     heads[node.name] = head
         return heads
 
     # Order.
 
-    def tenants_in_order(self, now_s: float, without_low: bool) -> list[tuple[Key, TenantQueue]]:
-        """Return the tenants by priority, then by admitted work; every LONGEST_WAITING_TURN-th time by waiting time."""
-        tenants = list(self.tenants.items())
-        if without_low:
-            tenants = [item for item in tenants if item[0][0] != LOW]
-        if tenants and self._admitted % LONGEST_WAITING_TURN == LONGEST_WAITING_TURN - 1:
-            since_s = {key: next(iter(tenant.waiting.values())).pending.request.arrived_s for key, tenant in tenants}
-            if now_s - min(since_s.values()) > LONG_WAIT_S:
-                return sorted(tenants, key=lambda item: since_s[item[0]])
-        return sorted(tenants, key=lambda item: (item[0][0], item[1].work_ms))
+    def tenants_in_order(self, without_low: bool) -> list[tuple[Key, TenantQueue]]:
+        """Return the tenants by priority, then by admitted work."""
+        tenants = [item for item in self.tenants.items() if not without_low or item[0][0] != LOW]
+        if len(tenants) > 1:
+            tenants.sort(key=lambda item: (item[0][0], item[1].work_ms))
+        return tenants
 
-    def charge(self, key: Key, tenant: TenantQueue, work_ms: float) -> None:
-        """Charge a tenant for the request that is admitted next."""
+    def charge(self, key: Key, queued: QueuedRequest, now_s: float, by_guarantee: bool) -> None:
+        """Charge a tenant, and the request's node, for the request that is admitted next."""
+        tenant, work_ms = self.tenants[key], queued.prefill_ms
         self._work_level[key[0]] = max(self._work_level[key[0]], tenant.work_ms)
         tenant.work_ms += work_ms
+        self.guarantee.admitted(queued.decision.node, work_ms)
+        self.guarantee.record_wait(queued, now_s)
+        if by_guarantee:
+            query = queued.decision.query
+            self.guarantee.admitted_overdue(query.candidates.nodes if query is not None else (), work_ms)
+            self.admitted_by_guarantee += 1
+        else:
+            self.admitted_by_work += 1
 
-    def charge_unqueued(self, request: RoutingRequest, work_ms: float) -> None:
-        """Charge a tenant for a request that was admitted at once while others waited."""
+    def charge_unqueued(self, request: RoutingRequest, node: Node, work_ms: float) -> None:
+        """Charge a tenant, and its node, for a request that was admitted at once while others waited."""
+        self.guarantee.admitted(node, work_ms)
         key = (request.priority, request.tenant)
         tenant = self.tenants.get(key)
         if tenant is not None:
@@ -325,7 +301,3 @@ class AdmissionQueue:
         else:
             before_ms = max(self._work_level[request.priority], self.past_work_ms.get(key, 0.0))
             self.past_work_ms[key] = before_ms + work_ms
-
-    def admit(self, key: Key, pending: PendingRequest) -> None:
-        self.remove(key, pending)
-        self._admitted += 1

@@ -44,7 +44,7 @@ def _why(record: DecisionRecord) -> str:
             f"; the cheapest node is {cheapest[0][0].name}" if cheapest else ""
         )
     if record.considered == 1 and ((record.policy, record.reason) in _BY_POLICY or record.reason in _PRICE_REASONS):
-        return "the only available node" + (f"; {_cached(record, ())}" if record.tokens else "")
+        return "the only candidate" + (f"; {_cached(record, ())}" if record.tokens else "")
     if record.price is None:
         return _BY_POLICY.get((record.policy, record.reason), _by_reason)(record)
     return _by_price(record, record.price)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from warmroute.config import Config, ConfigError
+from warmroute.config import Config, ConfigError, missing_extra
 from warmroute.event_log import EventLog
 from warmroute.fleet.demand import DemandMeter
 from warmroute.fleet.fleet import Fleet
@@ -118,7 +118,7 @@ class ScalingService:
             try:
                 from warmroute.scaling.keda import KedaScaler
             except ImportError as error:
-                raise ConfigError(f"scaling.keda_port needs {error.name}: install warmroute[keda]") from None
+                raise missing_extra("scaling.keda_port", error, "keda") from None
             self._keda = KedaScaler(lambda: self.autoscaler.desired_nodes)
             await self._keda.start(scaling.keda_host, scaling.keda_port)
             log.info("keda_listening", address=f"{scaling.keda_host}:{self._keda.port}")

@@ -25,6 +25,10 @@ SNAPSHOT_S: Final = 0.01
 """Time between two messages of a snapshot."""
 
 
+CONFIRM_S: Final = 1.0
+"""How long the admin API waits until all replicas have confirmed a change of a node."""
+
+
 class ClusterMember:
     def __init__(self, sender: str, service: Service, transport: ReplicaTransport) -> None:
         loop = asyncio.get_running_loop()
@@ -49,6 +53,16 @@ class ClusterMember:
         """Publish a change of a node as soon as this call has ended, not with the next regular message."""
         self._transport.store(change.name, encode_change(change))
         asyncio.get_running_loop().call_soon(self._publish)
+
+    async def confirm_changes(self) -> dict[str, Any] | None:
+        """Wait until all peers know the changes of nodes. Return who has confirmed them; None if none are shared."""
+        if self.nodes is None:
+            return None
+        until_s = time.monotonic() + CONFIRM_S
+        while (missing := self.state.without_changes()) and self.state.connected and time.monotonic() < until_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        confirmed = len(self.state.peers) - len(missing)
+        return {"connected": self.state.connected, "confirmed": confirmed, "unconfirmed": missing}
 
     def _publish(self) -> None:
         self._timing.published()

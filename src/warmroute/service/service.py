@@ -79,6 +79,7 @@ from warmroute.telemetry.journal import Journal
 from warmroute.telemetry.loop_delay import LoopDelay
 from warmroute.telemetry.process_metrics import add_process_metrics
 from warmroute.telemetry.prometheus import MetricsPage
+from warmroute.telemetry.queue_metrics import QueueMetrics
 from warmroute.telemetry.router_metrics import RouterMetrics
 from warmroute.telemetry.scrape import Scrapes
 from warmroute.telemetry.tracing.create import create_tracing
@@ -175,6 +176,7 @@ class Service:
             lambda: self.scaling.stats() if self.scaling is not None else None,
             (
                 TrafficMetrics(self.traffic, self.counters),
+                QueueMetrics(self.admission.queue),
                 HitRateMetrics(hit_rates, self.prompt_doctor),
                 RouterMetrics(
                     self.config_reload.reloads, self.loop_delay, self.alerts, self.proxy.dispatcher.decisions
@@ -243,6 +245,9 @@ class Service:
 
     def describe_cluster(self) -> dict[str, Any]:
         return self.member.describe() if self.member is not None else {"enabled": False}
+
+    async def confirm_changes(self) -> dict[str, Any] | None:
+        return await self.member.confirm_changes() if self.member is not None else None
 
     def _last_scaling(self) -> ScalingChange | None:
         last = self.scaling.autoscaler.last_decision if self.scaling is not None else None

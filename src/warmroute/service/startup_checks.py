@@ -94,16 +94,16 @@ def _provisioner_problems(config: Config) -> Iterator[str]:
 def _unset_variables(config: Config) -> Iterator[str]:
     for node in config.nodes:
         if node.api_key_env and not os.environ.get(node.api_key_env):
-            yield f"nodes.api_key_env: {node.api_key_env} is not set here; it has the API key of {node.url}"
+            yield _unset("nodes.api_key_env", node.api_key_env, f"the API key of {node.url}")
     for source in config.discovery:
         if source.api_key_env and not os.environ.get(source.api_key_env):
-            yield f"discovery.api_key_env: {source.api_key_env} is not set here; it has the API key of {source.label}"
+            yield _unset("discovery.api_key_env", source.api_key_env, f"the API key of {source.label}")
     headers_env = config.tracing.headers_env
     if config.tracing.enabled and headers_env and not os.environ.get(headers_env):
-        yield f"tracing.headers_env: {headers_env} is not set here; it has the headers for the collector"
+        yield _unset("tracing.headers_env", headers_env, "the headers for the collector")
     for one in config.provisioners:
         if one.api_key_env and not os.environ.get(one.api_key_env):
-            yield f"provisioners.api_key_env: {one.api_key_env} is not set here; it has the API key of {one.label}"
+            yield _unset("provisioners.api_key_env", one.api_key_env, f"the API key of {one.label}")
 
 
 def _commands_without_port(config: Config) -> Iterator[str]:
@@ -143,3 +143,7 @@ def _islands_of_nodes(config: Config) -> set[str] | None:
         else:
             return None
     return found or None
+
+
+def _unset(key: str, variable: str, content: str) -> str:
+    return f"{key}: the environment variable {variable}, which has {content}, is not set"

@@ -32,6 +32,7 @@ LABELS: Final = {
     "kind": "what differs: `time`, `id`, `number`, `order`, `text` or `history`",
     "model": "model that a node serves; `(other)` beyond the number of counters that the router keeps",
     "node": "name of the node",
+    "order": "`work` (priority, tenant and prefill work) or `guarantee` (it had waited for too long)",
     "outcome": "`ok`, `rejected` (4xx), `busy` (429 or 503), `failed` (before the first byte), `broken` (after it) or "
     "`cancelled` (the client disconnected)",
     "policy": "routing policy that decided, or `half_open` for a trial request",
@@ -85,6 +86,12 @@ ERRORS: Final = _counter("errors", "Error responses of the router itself.", "cod
 REQUESTS_REJECTED: Final = _counter("requests_rejected", "Requests that admission rejected.", "priority", "reason")
 REQUESTS_WAITING: Final = _gauge("requests_waiting", "Requests that wait in the router for a node.")
 REQUESTS_QUEUED: Final = _counter("requests_queued", "Requests that had to wait in the router.")
+QUEUE_ADMISSIONS: Final = _counter(
+    "queue_admissions", "Requests that left the router's queue for a node, by what gave them their turn.", "order"
+)
+QUEUE_GUARANTEE_EXCEEDED: Final = _counter(
+    "queue_guarantee_exceeded", "Requests that waited in the router's queue for longer than guaranteed."
+)
 ROUTE_REQUESTS: Final = _counter("route_requests", "Requests by route.", "route")
 RESPONSES_INTERRUPTED: Final = _counter("responses_interrupted", "Responses that failed after their first byte.")
 CLIENT_DISCONNECTS: Final = _counter(

@@ -7,7 +7,7 @@ import ssl
 from pathlib import Path
 from typing import Any, Final
 
-from warmroute.config import Cluster, ConfigError, parse_redis_url
+from warmroute.config import Cluster, ConfigError, missing_extra, parse_redis_url
 
 Client = Any
 """A redis.asyncio.Redis. Its types differ between versions."""
@@ -20,7 +20,7 @@ def import_redis() -> None:
     try:
         import redis.asyncio  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"cluster.url needs {error.name}: install warmroute[redis]") from None
+        raise missing_extra("cluster.url", error, "redis") from None
 
 
 def read_password(config: Cluster) -> str:
@@ -28,7 +28,8 @@ def read_password(config: Cluster) -> str:
     if config.password_env:
         password = os.environ.get(config.password_env, "")
         if not password:
-            raise ConfigError(f"cluster.password_env: {config.password_env} is not set here; it has the password")
+            name = config.password_env
+            raise ConfigError(f"cluster.password_env: the environment variable {name} (the password) is not set")
         return password
     if config.password_file:
         try:
@@ -45,7 +46,7 @@ def check_cluster(config: Cluster) -> None:
     read_password(config)
     if config.sentinel_password_env and not os.environ.get(config.sentinel_password_env):
         name = config.sentinel_password_env
-        raise ConfigError(f"cluster.sentinel_password_env: {name} is not set here; it has the Sentinels' password")
+        raise ConfigError(f"cluster.sentinel_password_env: the environment variable {name} is not set")
     if config.ca_file:
         try:
             ssl.create_default_context(cafile=config.ca_file)

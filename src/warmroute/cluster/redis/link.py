@@ -91,6 +91,8 @@ class RedisLink:
         """Whether the server takes writes."""
         self.reason = "not connected yet"
         """Why it is not connected, or not writable; empty if all is well."""
+        self._writable_until_s = 0.0
+        """Since when nothing can be stored, if that is not logged yet."""
         self.changed_s = now()
         """When `connected` or `writable` last changed."""
         self.delay_s = 0.0
@@ -254,6 +256,7 @@ class RedisLink:
         while True:
             await asyncio.sleep(SILENCE_S / 10.0)
             self._update()
+            self._check_writable()
 
     def _update(self) -> None:
         connected = self._now() - self._heard_s <= SILENCE_S
@@ -287,14 +290,22 @@ class RedisLink:
             if self.connected:
                 self.reason = ""
             log.info("cluster_writable", "Changes of nodes and the lease of the autoscaler are stored.")
-        elif self.connected:
+        else:
+            self._writable_until_s = self.changed_s
+        self._receiver.link_changed()
+
+    def _check_writable(self) -> None:
+        """Log that nothing can be stored, once it is clear that the server itself is there."""
+        if self.writable or not self.connected or not self._writable_until_s:
+            return
+        if self._now() - self._writable_until_s > SILENCE_S:
+            self._writable_until_s = 0.0
             log.warning(
                 "cluster_not_writable",
                 "Messages pass, but nothing can be stored: no replica scales.",
                 address=self.address,
                 reason=self.reason,
             )
-        self._receiver.link_changed()
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:

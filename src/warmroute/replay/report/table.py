@@ -12,6 +12,8 @@ from warmroute.replay.summary import Run
 LOAD_COLUMNS: Final = ("offered req/s", "clients", "threshold")
 KEY_COLUMNS: Final = ("policy", *LOAD_COLUMNS)
 """Columns that name a run."""
+TAILS: Final = (("longest_1_percent", "long 1% p99"), ("longest_10_percent", "long 10% p99"), ("others", "others p99"))
+"""Classes of requests by prefill work, and the columns of their TTFT p99."""
 NO_POLICY: Final = ("oracle", "measured")
 
 
@@ -45,6 +47,10 @@ def columns(runs: Sequence[Run]) -> list[Column]:
             found.append(_count(key, head))
     found.append(Column("hit rate", lambda run: f"{run['hit_rate']:.1%}", lambda run: run["hit_rate"], True))
     found.extend(_time("ttft_ms", percent, "TTFT") for percent in ("p50", "p90", "p99"))
+    if any("ttft_ms_by_work" in run for run in runs):
+        found.extend(_tail(name, head) for name, head in TAILS)
+    if any(run.get("queue", {}).get("longest_wait_ratio") for run in runs):
+        found.append(Column("wait / guarantee", lambda run: _fixed(run.get("queue", {}).get("longest_wait_ratio"))))
     found.extend(_time("inter_token_ms", percent, "per token") for percent in ("p50", "p99"))
     found.append(_amount("output_tokens_per_s", "tokens/s", number, more_is_better=True))
     found.append(_amount("requests_per_s", "req/s", number, more_is_better=True))
@@ -88,6 +94,14 @@ def _time(key: str, percent: str, head: str) -> Column:
         return (run.get(key) or {}).get(percent)
 
     return Column(f"{head} {percent}", lambda run: ms(value(run)), value)
+
+
+def _tail(name: str, head: str) -> Column:
+    def value(run: Run) -> float | None:
+        found: float | None = run.get("ttft_ms_by_work", {}).get(name, {}).get("p99")
+        return found
+
+    return Column(head, lambda run: ms(value(run)), value)
 
 
 def _amount(key: str, head: str, text: Callable[[float | None], str], more_is_better: bool = False) -> Column:

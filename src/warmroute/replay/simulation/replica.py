@@ -17,11 +17,13 @@ from warmroute.fleet.node import Node
 from warmroute.index.cache_view import CacheView
 from warmroute.replay.simulation.policy_listener import IndexUpdates, KvEventDelivery, PolicyListener
 from warmroute.replay.simulation.polls import Polls
+from warmroute.replay.simulation.queued_policy import IndexedListener, QueuedPolicy
 from warmroute.replay.simulation.request_flow import RequestFlow
 from warmroute.replay.simulation.simulated_node import SimulatedNode
 from warmroute.replay.simulation.simulated_request import MODEL, SimulatedRequest
 from warmroute.routing.admission import Admission
 from warmroute.routing.policy import Policy
+from warmroute.routing.queued_request import QueueOrder
 from warmroute.routing.route_matching import Routes
 from warmroute.routing.router import Router
 
@@ -38,6 +40,7 @@ class Replica:
         health: Health,
         policy: Policy | None,
         listener: PolicyListener | None,
+        queue_order: QueueOrder | None = None,
     ) -> None:
         self.index = index
         self._world = world
@@ -52,9 +55,15 @@ class Replica:
         self.hedging = config.hedging if policy is None else Hedging(max_ratio=0.0)  # other routers do not hedge
         if policy is not None:
             self.router.policy = policy
-        self.admission = Admission(self.router, config.admission, config.routes)
+        order = queue_order or QueueOrder.SHORTEST_WITH_AGE
+        self.admission = Admission(self.router, config.admission, config.routes, order)
         if listener is None and (self.router.policy.wants_tokens or (config.routes and config.uses_kv_events)):
             listener = IndexUpdates(self.cache_view, lambda: calendar.now_s, events=config.uses_kv_events)
+        if queue_order is not None and not self.router.policy.queues_at_router:
+            self.router.policy = QueuedPolicy(self.router.policy, self.cache_view, self.router.output_lengths)
+            if not isinstance(listener, IndexUpdates):
+                updates = IndexUpdates(self.cache_view, lambda: calendar.now_s, events=True)
+                listener = IndexedListener(listener, updates) if listener is not None else updates
         self.listener = listener = listener or PolicyListener()
         self.feed = KvEventDelivery(calendar, conditions, listener, index) if listener.wants_kv_events else None
         self.requests = RequestFlow(world, self, Routes(config.routes))

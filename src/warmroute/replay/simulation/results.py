@@ -1,6 +1,6 @@
 """The results of a simulation's requests: counts, sums, and the times that percentiles need.
 
-Memory grows by three floats a request. The timeline has a bounded length.
+Memory grows by four floats a request. The timeline has a bounded length.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from math import inf
 
+from warmroute.fleet.node_speed import work
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 TIMELINE_SPANS = 240
@@ -57,6 +58,8 @@ class RequestResults:
         self.by_priority: defaultdict[str, PriorityResults] = defaultdict(PriorityResults)
         self.timeline = Timeline()
         self.ttft_ms = array("d")
+        self.prefill_work = array("d")
+        """The prefill work of each request in `ttft_ms`: its uncached tokens, in tokens of a short prompt."""
         self.inter_token_ms = array("d")
         """The mean time between tokens of each request."""
         self.latency_ms = array("d")
@@ -79,6 +82,7 @@ class RequestResults:
     def first_token(self, prompt: WorkloadPrompt, arrived_ms: float, cached_tokens: int, now_ms: float) -> None:
         ttft_ms = now_ms - arrived_ms
         self.ttft_ms.append(ttft_ms)
+        self.prefill_work.append(work(prompt.prompt_tokens - cached_tokens, cached_tokens))
         self.good_first_tokens += ttft_ms <= GOOD_MS + GOOD_MS_PER_TOKEN * prompt.prompt_tokens
         self.by_priority[prompt.priority].ttft_ms.append(ttft_ms)
         self.prompt_tokens += prompt.prompt_tokens

@@ -26,6 +26,7 @@ from warmroute.replay.simulation.simulated_node import ProcessState, SimulatedNo
 from warmroute.replay.simulation.simulated_request import MODEL
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 from warmroute.routing.policy import Policy
+from warmroute.routing.queued_request import QueueOrder
 
 DEFAULT_ISLAND = "local"
 """The island of every node if the router does not know islands."""
@@ -42,9 +43,11 @@ class World:
         listener: PolicyListener | None = None,
         health: Health | None = None,
         more_peers: Sequence[Any] = (),
+        queue_order: QueueOrder | None = None,
     ) -> None:
         """`config` is the router's configuration. `policy` replaces the policy that it names. `more_peers` has an entry
-        for each further router: its policy and listener, or None."""
+        for each further router: its policy and listener, or None. `queue_order`: requests of any policy wait in the
+        admission queue, in this order; None if only those of `price` do."""
         self.conditions = conditions = conditions or Conditions()
         self.calendar = Calendar()
         self.results = RequestResults()
@@ -53,8 +56,8 @@ class World:
         """The fleet's nodes by name."""
         self.departed: list[SimulatedNode] = []
         """Nodes that have left. Their results still count."""
-        first = Replica(self, 0, config, health, policy, listener)
-        more = [Replica(self, 1 + at, config, health, peer, peer) for at, peer in enumerate(more_peers)]
+        first = Replica(self, 0, config, health, policy, listener, queue_order)
+        more = [Replica(self, 1 + at, config, health, peer, peer, queue_order) for at, peer in enumerate(more_peers)]
         self.replicas = (first, *more)
         """The routers. The attributes below are those of the first one."""
         self.fleet, self.cache_view, self.router = first.fleet, first.cache_view, first.router

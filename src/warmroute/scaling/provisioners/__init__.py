@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 
-from warmroute.config import ConfigError, ProvisionerConfig
+from warmroute.config import ProvisionerConfig, missing_extra
 from warmroute.scaling.provisioner import Provisioner
 
 _KINDS = {
@@ -28,9 +28,6 @@ def create_provisioner(config: ProvisionerConfig) -> Provisioner:
     except ImportError as error:
         if (error.name or "").startswith("warmroute"):
             raise
-        raise ConfigError(
-            f"provisioners: kind {config.kind!r} needs {error.name}, which is not installed: "
-            f"install warmroute[{config.kind}]"
-        ) from None
+        raise missing_extra(f"provisioners: kind {config.kind!r}", error, config.kind) from None
     create: Callable[[ProvisionerConfig], Provisioner] = getattr(module, _KINDS[config.kind])
     return create(config)

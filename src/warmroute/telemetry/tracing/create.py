@@ -8,8 +8,8 @@ from importlib import import_module
 from random import Random
 from typing import Any
 
-from warmroute.config import ConfigError
 from warmroute.config import Tracing as TracingConfig
+from warmroute.config import missing_extra
 from warmroute.event_log import EventLog
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.tracing.trace_exporter import TraceExporter
@@ -39,6 +39,4 @@ def import_opentelemetry() -> Any:
     except ImportError as error:
         if (error.name or "").startswith("warmroute"):
             raise
-        raise ConfigError(
-            f"tracing.enabled: tracing needs {error.name}, which is not installed: pip install 'warmroute[otel]'"
-        ) from None
+        raise missing_extra("tracing.enabled", error, "otel") from None

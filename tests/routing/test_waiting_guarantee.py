@@ -1,0 +1,279 @@
+"""Queued requests are found by their work, and none waits longer than its guarantee."""
+
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+
+import pytest
+from routing_harness import FakeRequest, RoutingHarness, explained, one_busy_node, prompt
+
+from warmroute.config.priority import HIGH, LOW, NORMAL
+from warmroute.routing.admission import OVERDUE
+from warmroute.routing.queued_request import AGE_BONUS, QueuedRequest
+from warmroute.routing.waiting_guarantee import GRACE_S, PATIENCE, SHARE
+
+# The order.
+
+
+def all_queued(harness: RoutingHarness) -> list[QueuedRequest]:
+    return [queued for _, queued in harness.admission.queue.all_queued()]
+
+
+def assert_sorted_like_brute_force(harness: RoutingHarness) -> None:
+    for tenant in harness.admission.queue.tenants.values():
+        waiting = list(tenant.waiting.values())
+        key = {
+            one: one.decision.price.prefill + AGE_BONUS * 1000.0 * one.pending.request.arrived_s
+            for one in waiting
+            if one.decision.price is not None
+        }
+        expected = sorted(waiting, key=lambda one: (key[one], one.number))
+        assert list(tenant.by_work.all) == expected
+        for node, first in tenant.by_work.heads():
+            assert first is next(one for one in expected if one.decision.node is node)
+        by_score = sorted(waiting, key=lambda one: (one.score(harness.now_s), one.number))
+        assert by_score == expected, "the order does not depend on the time"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_lists_are_sorted_like_brute_force_whatever_happens(seed: int) -> None:
+    harness, random = RoutingHarness(3), Random(seed)
+    tickets = [harness.busy(node, 20_000) for node in harness.nodes]
+    requests: list[FakeRequest] = []
+    for _ in range(250):
+        harness.advance(random.random())
+        what = random.random()
+        if what < 0.6:
+            shared = prompt(random.randrange(2000, 60_000), random.randrange(6))
+            requests.append(FakeRequest(harness, shared, tenant=random.choice("ab")))
+            requests[-1].submit()
+        elif what < 0.75 and requests:
+            requests.pop(random.randrange(len(requests))).cancel()
+        elif what < 0.9 and tickets:
+            harness.free(tickets.pop(random.randrange(len(tickets))))
+            admitted = [one for one in requests if one.events == ["admitted"]]
+            tickets += [one.ticket for one in admitted]
+            requests = [one for one in requests if one.queued]
+        else:
+            harness.tick()
+        assert_sorted_like_brute_force(harness)
+    for request in requests:
+        if request.queued:
+            request.cancel()
+    assert_nothing_is_left(harness)
+
+
+def assert_nothing_is_left(harness: RoutingHarness) -> None:
+    queue = harness.admission.queue
+    assert not queue.tenants and not queue.waiting and not harness.group.waiting
+    assert not queue.guarantee._not_due and not queue.guarantee._overdue.all
+    assert queue.guarantee._work_ms == 0.0 and not queue.guarantee._credit_ms
+
+
+def test_a_short_request_is_found_behind_hundreds_of_older_long_ones() -> None:
+    harness, running = one_busy_node()
+    long = [harness.submit(20_000) for _ in range(300)]
+    short = harness.submit(6000)
+    harness.free(running)
+    assert short.events == ["admitted"] and all(request.queued for request in long)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_request_with_the_lowest_score_goes_first(seed: int) -> None:
+    (harness, running), random = one_busy_node(), Random(seed)
+    requests: list[FakeRequest] = []
+    for _ in range(200):
+        harness.advance(0.03 * random.random())
+        requests.append(harness.submit(random.randrange(6000, 60_000)))
+    harness.free(running)
+    for _ in range(60):
+        [admitted] = [request for request in requests if not request.queued]
+        requests.remove(admitted)
+        expected = min(all_queued(harness), key=lambda one: (one.key, one.number)).pending
+        admitted.finish()
+        assert expected in requests and not expected.queued  # type: ignore[attr-defined]
+
+
+def test_a_request_that_became_cheaper_is_found() -> None:
+    """Its prefix was cached while it waited behind others with less work."""
+    harness, running = one_busy_node()
+    mine = prompt(60_000, 1)
+    cheaper = FakeRequest(harness, mine)
+    cheaper.submit()
+    others = [harness.submit(20_000) for _ in range(200)]
+    harness.warm(harness.nodes[0], mine)
+    harness.advance(0.3)
+    harness.free(running)
+    for _ in range(40):
+        if not cheaper.queued:
+            break
+        harness.advance(0.01)
+        next(request for request in others if not request.queued).finish()
+        others = [request for request in others if request.queued or request.ticket._is_open]
+    assert cheaper.events == ["admitted"]
+
+
+# The guarantee.
+
+
+class OverloadedNodes:
+    """Nodes that finish each prefill in the time the router expects, and a queue that never becomes empty."""
+
+    def __init__(self, count: int) -> None:
+        self.harness = harness = RoutingHarness(count)
+        self.waiting: list[FakeRequest] = []
+        self.longest_wait_s: dict[int, float] = {}
+        self._ends: list[tuple[float, FakeRequest]] = []
+        self._busy = [harness.busy(node, 4000) for node in harness.nodes]
+
+    def submit(self, tokens: int, **fields: object) -> FakeRequest:
+        request = self.harness.submit(tokens, **fields)
+        self.waiting.append(request)
+        self._note_admitted()
+        return request
+
+    def _note_admitted(self) -> None:
+        harness = self.harness
+        for request in [one for one in self.waiting if one.events == ["admitted"]]:
+            self.waiting.remove(request)
+            assert request.decision.price is not None
+            node = request.node
+            last_s = max([end_s for end_s, other in self._ends if other.node is node], default=harness.now_s)
+            self._ends.append((last_s + request.decision.price.prefill / 1000.0, request))
+
+    def run_until(self, now_s: float) -> None:
+        harness = self.harness
+        for ticket in self._busy:
+            harness.free(ticket)
+        self._busy = []
+        self._note_admitted()
+        while self._ends:
+            end_s, request = min(self._ends, key=lambda one: one[0])
+            if end_s > now_s:
+                break
+            harness.now_s = max(harness.now_s, end_s)
+            self._ends.remove((end_s, request))
+            request.finish()
+            self._note_admitted()
+        harness.now_s = now_s
+
+
+def guaranteed_s(work_s: float, ahead_s: float, longest_s: float, nodes: int) -> float:
+    """The formula of docs/concepts/admission.md."""
+    return GRACE_S + PATIENCE * work_s + (longest_s + ahead_s / nodes) / SHARE
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_a_long_prompt_is_served_within_its_guarantee_though_short_ones_never_end(nodes: int) -> None:
+    """The short ones alone are 1.5 times what the nodes can serve."""
+    world = OverloadedNodes(nodes)
+    harness = world.harness
+    start_s = harness.now_s
+    long = [world.submit(64_000) for _ in range(nodes + 2)]
+    work_s = 0.001 * max(one.decision.price.prefill for one in all_queued(harness) if one.decision.price is not None)
+    limit_s = guaranteed_s(work_s, (nodes + 1) * work_s, work_s, nodes)
+    for step in range(int(limit_s / 0.3 * 1.5 * nodes)):
+        world.submit(5500)
+        world.run_until(start_s + step * 0.3 / 1.5 / nodes)
+        if not any(request.queued for request in long):
+            break
+    assert not any(request.queued for request in long)
+    guarantee = harness.admission.queue.guarantee
+    assert guarantee.exceeded == 0 and 0.0 < guarantee.longest_wait_ratio <= 1.0
+    assert harness.admission.queue.admitted_by_guarantee >= len(long)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_request_waits_longer_than_its_guarantee(seed: int) -> None:
+    """Random lengths, prefixes, tenants and priorities at about twice the load that the nodes can serve."""
+    random, nodes = Random(seed), 1 + seed
+    world = OverloadedNodes(nodes)
+    start_s = at_s = world.harness.now_s
+    for _ in range(500):
+        at_s += random.expovariate(2.0 * nodes)
+        world.run_until(at_s)
+        tokens = round(min(100_000.0, random.lognormvariate(9.0, 1.0)))
+        priority = random.choices((HIGH, NORMAL, LOW), (1, 6, 1))[0]
+        world.submit(tokens, priority=priority, tenant=random.choice("abc"))
+    while world.waiting:
+        at_s += 1.0
+        world.run_until(at_s)
+    queue = world.harness.admission.queue
+    assert queue.guarantee.exceeded == 0 and queue.admitted_by_guarantee > 5
+    assert 0.0 < queue.guarantee.longest_wait_ratio <= 1.0
+    assert at_s - start_s > 60.0, "the queue should be long"
+    assert_nothing_is_left(world.harness)
+
+
+def test_overdue_requests_get_at_least_their_share_and_the_others_the_rest() -> None:
+    harness, running = one_busy_node()
+    long = [harness.submit(40_000) for _ in range(20)]
+    harness.advance(20.0)
+    short = deque(harness.submit(6000) for _ in range(30))
+    harness.free(running)
+    work_ms = {"long": 0.0, "short": 0.0}
+    for _ in range(150):
+        [admitted] = [one for one in (*long, *short) if not one.queued and one.ticket._is_open]
+        assert admitted.decision.price is not None
+        work_ms["long" if admitted in long else "short"] += admitted.decision.price.prefill
+        short.append(harness.submit(6000))
+        admitted.finish()
+        short = deque(one for one in short if one.queued or one.ticket._is_open)
+    share = work_ms["long"] / sum(work_ms.values())
+    assert SHARE <= share < SHARE + 0.12, "one prefill of 4 s is a tenth of all here"
+
+
+def test_an_overdue_request_takes_any_node_when_the_credit_pays_for_its_prefill() -> None:
+    """Its prefix is cached on a node that never has room."""
+    harness = RoutingHarness(2)
+    warm, cold = harness.nodes
+    mine = prompt(40_000, 1)
+    harness.warm(warm, mine)
+    harness.busy(warm, 8000)
+    running = harness.busy(cold, 60_000)
+    request = FakeRequest(harness, mine)
+    request.submit()
+    assert request.queued
+    harness.advance(60.0)
+    harness.warm(warm, mine)
+    short = deque(harness.submit(8000) for _ in range(3))
+    harness.free(running)
+    work_ms = 0.0
+    for _ in range(400):
+        if not request.queued:
+            break
+        short.append(harness.submit(8000))
+        harness.advance(0.46)
+        admitted = next(one for one in short if not one.queued)
+        short.remove(admitted)
+        assert admitted.decision.price is not None and admitted.node is cold
+        work_ms += admitted.decision.price.prefill
+        admitted.finish()
+    assert request.node is cold and request.decision.reason == OVERDUE
+    assert request.decision.price is not None
+    assert work_ms == pytest.approx(request.decision.price.prefill / SHARE, rel=0.3)
+
+
+def test_the_explanation_names_the_guarantee() -> None:
+    harness, running = one_busy_node()
+    low = harness.submit(priority=LOW)
+    harness.submit(priority=HIGH)
+    harness.advance(20.0)
+    harness.free(running)
+    assert "its waiting guarantee came due" in explained(low.decision)
+    queue = harness.admission.queue
+    assert (queue.admitted_by_guarantee, queue.admitted_by_work) == (1, 0)
+    assert "guarantee" not in explained(harness.submit(tenant="other").harness.decide(prompt(8000)))
+
+
+def test_a_request_that_is_cancelled_or_rejected_leaves_no_trace() -> None:
+    harness, running = one_busy_node()
+    requests = [harness.submit(tokens, tenant=str(tokens % 3)) for tokens in range(6000, 40_000, 900)]
+    harness.advance(15.0)
+    harness.free(running)
+    assert harness.admission.queue.guarantee._overdue.all and harness.admission.queue.guarantee._not_due
+    for request in requests:
+        if request.queued:
+            request.cancel()
+    assert_nothing_is_left(harness)
