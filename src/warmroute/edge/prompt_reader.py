@@ -20,6 +20,8 @@ from warmroute.telemetry.counters import Counters
 
 log = EventLog("warmroute.prompts")
 
+MAX_LOOP_NEW_BYTES: Final = 1 << 14
+"""Chats with more new text than this go to a thread, even if all their messages are plain."""
 LOOP_MS: Final = 1.0
 """Prompts that take longer to tokenize go to a thread."""
 MAX_PENDING: Final = 64
@@ -116,7 +118,7 @@ class PromptReader:
         if len(body) > MAX_LOOP_BYTES:
             work = partial(tokenizer.tokenize, path, body, outline)
             return self._read_in_thread(work, on_read, partial(self._count, model, tokenizer, path))
-        prompt = tokenizer.tokenize_plain(path, body, outline, LOOP_MS)
+        prompt = tokenizer.tokenize_plain(path, body, outline, MAX_LOOP_NEW_BYTES)
         if prompt is not None:
             return prompt
         job = tokenizer.begin(path, body, outline)

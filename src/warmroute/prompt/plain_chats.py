@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from time import thread_time
 from typing import TYPE_CHECKING, Final
 
 from warmroute._kernel import TOKEN_BYTES, MessageTokens, Outline
 from warmroute.prompt.chat_layout import TokenLayout, message_tokens, token_layout
 from warmroute.prompt.chat_template import ChatTemplate
-from warmroute.prompt.encoding_speed import MIN_MEASURED_BYTES, EncodingSpeed
 from warmroute.prompt.layout_check import LayoutCheck
 from warmroute.prompt.prompt import Prompt, exact_prompt
 from warmroute.prompt.render_context import RenderContext
@@ -57,7 +55,6 @@ class PlainChats:
         self._checks: dict[str, LayoutCheck] = {}
         """By template source."""
         self.messages = MessageTokens(budget_bytes)
-        self._speed = EncodingSpeed()
 
     def layout(self, context: RenderContext, cut_tokens: Sequence[str], add_special_tokens: bool) -> PlainLayout | None:
         """Return None where the template or the tokenizer does not allow a layout. Takes milliseconds."""
@@ -81,8 +78,8 @@ class PlainChats:
         found = self.messages.join(outline, plain.layout.kernel)
         return [] if isinstance(found, bytes) else found
 
-    def tokenize(self, plain: PlainLayout, outline: Outline, max_ms: float | None = None) -> Prompt | None:
-        """Return None if the chat cannot be tokenized here, or if its new messages should take longer than `max_ms`."""
+    def tokenize(self, plain: PlainLayout, outline: Outline, max_new_bytes: int | None = None) -> Prompt | None:
+        """Return None if the chat cannot be tokenized here, or if more than `max_new_bytes` have to be encoded."""
         if not plain.check.enabled or outline.body_bytes > MAX_BODY_BYTES:
             return None
         found = self.messages.join(outline, plain.layout.kernel)
@@ -90,10 +87,8 @@ class PlainChats:
             return None
         if isinstance(found, bytes):
             return exact_prompt(found, len(found) // TOKEN_BYTES)
-        size = size_bytes(found)
-        if max_ms is not None and size > self._speed.max_bytes(max_ms):
+        if max_new_bytes is not None and size_bytes(found) > max_new_bytes:
             return None
-        started_s = thread_time() if size >= MIN_MEASURED_BYTES else 0.0
         new_bytes = 0
         for message, start, end, _size in found:
             tokens = self._encode(plain, outline, message, start, end)
@@ -101,8 +96,6 @@ class PlainChats:
             if tokens is None or not is_kept:
                 return None
             new_bytes += len(tokens)
-        if started_s:
-            self._speed.record(size, (thread_time() - started_s) * 1000.0)
         joined = self.messages.join(outline, plain.layout.kernel)
         if not isinstance(joined, bytes):
             return None  # the cache is too small for this chat

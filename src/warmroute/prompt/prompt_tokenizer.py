@@ -128,18 +128,18 @@ class PromptTokenizer:
         return None if request is None else self._begin(request)
 
     def tokenize_plain(
-        self, path: bytes, body: bytes, outline: Outline | None, max_ms: float | None = None
+        self, path: bytes, body: bytes, outline: Outline | None, max_new_bytes: int | None = None
     ) -> Prompt | None:
         """Tokenize a chat of plain messages, most of which some request had before: the quickest way.
 
-        Return None for any other request, and where that should take longer than `max_ms`.
+        Return None for any other request, and where more than `max_new_bytes` have to be encoded.
         """
         if outline is None or path != _CHAT_PATH or self.chats is None or outline.has_prompt_options:
             return None
         context = self.chats.cached_context(outline.chat_context())
         if context is None or context.plain_layout is None:
             return None
-        prompt = self.chats.plain_chats.tokenize(context.plain_layout, outline, max_ms)
+        prompt = self.chats.plain_chats.tokenize(context.plain_layout, outline, max_new_bytes)
         if prompt is not None:
             self._plain_requests += 1
             if self._plain_requests % _SAMPLE_EVERY == 1:

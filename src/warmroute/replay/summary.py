@@ -90,11 +90,12 @@ def summary(world: World) -> Run:
 def ttft_by_work(results: RequestResults) -> Run:
     """Return the TTFT of the requests with the most prefill work, and of the others: a policy may serve many short
     prompts first at the cost of a few long ones."""
-    by_work = sorted(zip(results.prefill_work, results.ttft_ms, strict=True), key=lambda one: -one[0])
+    work, ttft_ms = results.prefill_work, results.ttft_ms
+    by_work = array("L", sorted(range(len(work)), key=work.__getitem__, reverse=True))
     found: Run = {}
     for name, begin, end in WORK_CLASSES:
         part = by_work[int(begin * len(by_work)) : max(1, int(end * len(by_work)))]
-        found[name] = percentiles(array("d", (ttft_ms for _, ttft_ms in part)), 50, 90, 99)
+        found[name] = percentiles(array("d", (ttft_ms[at] for at in part)), 50, 90, 99)
     return found
 
 
