@@ -12,9 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from random import getrandbits
-from typing import TYPE_CHECKING, Any, Final
-
-import msgspec
+from typing import TYPE_CHECKING, Final
 
 from warmroute._kernel import Outline, read_usage
 from warmroute.edge import errors
@@ -48,16 +46,15 @@ TAIL_PIECES: Final = 8
 EXPLAIN_HEADER: Final = b"x-warmroute-explain"
 _NODE_LIMITS: Final = re.compile(rb"(?im)^x-ratelimit-[^\r\n]*\r\n")
 """Rate limits of a node, which the router replaces with its own where the tenant has some."""
-_NOT_YET: Final[Any] = None
 
 
-class ProxyExchange(msgspec.Struct, eq=False):
+class ProxyExchange:
     # for the whole request
     _proxy: Proxy
     _client: ClientConnection
     _head: RequestHead
     body: bytes
-    attempts: Attempts = _NOT_YET
+    attempts: Attempts
     trace: RequestTrace | None = None
     """None if the request is not recorded."""
     node_fields: bytes = b""
@@ -79,11 +76,18 @@ class ProxyExchange(msgspec.Struct, eq=False):
     _events: bool = False
     _keep_alive: bool = True
     _dechunk: ChunkReader | None = None
-    _tail: deque[bytes] | bytes | None = None
+    _tail: deque[bytes] | bytes | None
     """The last pieces of the response, or all of it, where its usage is wanted."""
-    _first_token_detector: FirstTokenDetector = _NOT_YET
-    _sink: Callable[[bytes], object] = _NOT_YET
+    _first_token_detector: FirstTokenDetector
+    _sink: Callable[[bytes], object]
     """Where the body goes once its first token was found."""
+
+    def __init__(self, proxy: Proxy, client: ClientConnection, head: RequestHead, body: bytes) -> None:
+        self._proxy = proxy
+        self._client = client
+        self._head = head
+        self.body = body
+        self._tail = None
 
     # Before a node is chosen.
 
@@ -122,7 +126,7 @@ class ProxyExchange(msgspec.Struct, eq=False):
         if split is None or split.prefill_node is None:
             self._attempt = attempt = NodeAttempt(self, ticket, pool)
         else:
-            self._attempt = attempt = DecodeAttempt(self, ticket, pool, split=split)
+            self._attempt = attempt = DecodeAttempt(self, ticket, pool, split)
             attempt.body = self._decode_body(split)
         attempt.start()
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
-
-import msgspec
+from typing import TYPE_CHECKING, Final
 
 from warmroute._kernel import read_usage
 from warmroute.edge.connection_pool import ConnectionPool
+from warmroute.edge.finish_reason import finish_reason_of
 from warmroute.edge.first_token import FirstTokenDetector, detector_for
 from warmroute.edge.http1 import CHUNKED, ChunkReader, ResponseHead
 from warmroute.edge.node_attempt import NodeAttempt
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
 from warmroute.fleet.kv_transfer_protocol import KvTransfer
 from warmroute.fleet.node import Outcome
+from warmroute.fleet.ticket import Ticket
 from warmroute.routing.split_request import SplitRequest
 
 if TYPE_CHECKING:
@@ -30,26 +30,9 @@ MAX_PREFILL_RESPONSE_BYTES: Final = 16 << 20
 """A longer response of a prefill node counts as a failure. Block ids of 100,000 tokens take about 50 KB."""
 MAX_HELD_BYTES: Final = 1 << 20
 _ERROR_EVENT: Final = re.compile(rb'(?m)^data:[ \t]*\{[ \t]*"error"')
-_NOT_YET: Final[Any] = None
 
 
-class _Choice(msgspec.Struct):
-    finish_reason: str | None = None
-
-
-class _Answer(msgspec.Struct):
-    choices: list[_Choice] = []
-
-
-def _finish_reason(body: bytes) -> str | None:
-    try:
-        choices = msgspec.json.decode(body, type=_Answer).choices
-    except (ValueError, RecursionError):
-        return None
-    return choices[0].finish_reason if choices else None
-
-
-class PrefillAttempt(msgspec.Struct, eq=False):
+class PrefillAttempt:
     """Implements node_connection.ResponseHandler."""
 
     _exchange: ProxyExchange
@@ -61,9 +44,19 @@ class PrefillAttempt(msgspec.Struct, eq=False):
     _retried_stale: bool = False
     _withdrawn: bool = False
     _frames: ChunkReader | None = None
-    _received: list[bytes] = []
+    _received: list[bytes]
     _received_bytes: int = 0
     _readable: bool = True
+
+    def __init__(
+        self, exchange: ProxyExchange, split: SplitRequest, transfer: KvTransfer, pool: ConnectionPool, body: bytes
+    ) -> None:
+        self._exchange = exchange
+        self._split = split
+        self._transfer = transfer
+        self._pool = pool
+        self._body = body
+        self._received = []
 
     def start(self) -> None:
         connection = self._pool.take_idle()
@@ -151,7 +144,7 @@ class PrefillAttempt(msgspec.Struct, eq=False):
                 usage = self._split.prefill_ticket.node.reported.usage(*usage)
             transfer = self._transfer.read_transfer(body)
             if transfer is None:
-                finish_reason = _finish_reason(body)
+                finish_reason = finish_reason_of(body)
         self._split.prefill_ended(transfer, usage, now_s, finish_reason)
 
     def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
@@ -165,12 +158,17 @@ class PrefillAttempt(msgspec.Struct, eq=False):
 class DecodeAttempt(NodeAttempt):
     """Implements node_connection.ResponseHandler."""
 
-    split: SplitRequest = _NOT_YET
+    split: SplitRequest
     _head: ResponseHead | None = None
     """Set while the beginning of a stream is held."""
-    _held: list[bytes] = msgspec.field(default_factory=list)
+    _held: list[bytes]
     _held_bytes: int = 0
-    _detector: FirstTokenDetector = _NOT_YET
+    _detector: FirstTokenDetector
+
+    def __init__(self, exchange: ProxyExchange, ticket: Ticket, pool: ConnectionPool, split: SplitRequest) -> None:
+        NodeAttempt.__init__(self, exchange, ticket, pool)
+        self.split = split
+        self._held = []
 
     def response_started(
         self, head: ResponseHead, first: bytes, whole: bool, now_s: float

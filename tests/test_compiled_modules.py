@@ -1,0 +1,59 @@
+"""The modules that mypyc compiles in releases (setup.py): a checkout runs their sources, and nobody needs mypyc."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from warmroute.build_info import is_compiled, version_and_build
+from warmroute.cli.main import create_parser
+
+REPOSITORY = Path(__file__).parent.parent
+PACKAGE = REPOSITORY / "src" / "warmroute"
+
+
+def compiled_modules() -> list[str]:
+    listed = (REPOSITORY / "setup.py").read_text().split("COMPILED = [")[1].split("]")[0]
+    return re.findall(r'"([^"]+)"', listed)
+
+
+def test_every_compiled_module_exists() -> None:
+    modules = compiled_modules()
+    assert len(modules) > 10 and modules == sorted(modules)
+    assert all((PACKAGE / f"{module}.py").is_file() for module in modules)
+
+
+def test_compiled_classes_are_no_structs() -> None:
+    """mypyc could not compile them, and a dataclass's methods would stay interpreted."""
+    for module in compiled_modules():
+        for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
+            if isinstance(node, ast.ClassDef):
+                bases = [ast.unparse(base) for base in node.bases]
+                assert "msgspec.Struct" not in bases, f"{module}: {node.name}"
+
+
+def test_a_checkout_contains_no_compiled_modules() -> None:
+    found = [path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.so")]
+    assert set(found) <= {"_kernel"}
+
+
+def test_a_build_without_mypyc_says_so_and_stays_plain_python(tmp_path: Path) -> None:
+    (tmp_path / "mypyc").mkdir()
+    (tmp_path / "mypyc" / "__init__.py").write_text("raise ImportError\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "WARMROUTE_COMPILE": "1"}
+    built = subprocess.run(
+        [sys.executable, "setup.py", "--version"],
+        cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    [line] = [line for line in built.stdout.splitlines() if "mypyc" in line]
+    assert line == "warmroute: mypyc is not installed, so the request path stays plain Python (pip install mypy)"
+
+
+def test_the_version_says_which_build_runs() -> None:
+    assert version_and_build().endswith("(compiled)" if is_compiled() else "(interpreted)")
+    [version] = [action for action in create_parser()._actions if "--version" in action.option_strings]
+    assert getattr(version, "version", "") == f"warmroute {version_and_build()}"
