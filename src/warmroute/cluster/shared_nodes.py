@@ -120,7 +120,7 @@ class SharedNodes:
         stored: dict[str, NodeChange] = {}
         for value in values:
             try:
-                change = _decoder.decode(value)
+                change = decode_change(value)
             except (msgspec.DecodeError, UnicodeDecodeError):
                 continue
             stored[change.name] = change
@@ -191,6 +191,11 @@ class SharedNodes:
 
 
 _decoder = msgspec.msgpack.Decoder(NodeChange)
+
+
+def decode_change(value: bytes) -> NodeChange:
+    """Raises msgspec.DecodeError."""
+    return _decoder.decode(value)
 
 
 def encode_change(change: NodeChange) -> bytes:

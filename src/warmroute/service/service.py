@@ -227,7 +227,7 @@ class Service:
         scaling = ScalingService(
             config, self.fleet, self.cache_view, self.shared_nodes, node_client.post,
             lambda: self.admission.queue.waiting, partial(setattr, self.admission, "first_node_wait_s"),
-            create_lease(config.cluster) if config.provisioners else None,  # KEDA may ask any replica
+            create_lease(config, self._worker),
         )  # fmt: skip
         self.router.demand_meter, self.router.hot = scaling.demand_meter, scaling.hot
         self.router.may_serve = self._may_serve

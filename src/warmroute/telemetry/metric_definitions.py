@@ -405,7 +405,9 @@ DISCOVERY_CHANGES: Final = _counter(
     "discovery_changes", "Nodes that discovery added, drained and removed.", "source", "change"
 )
 
-SCALING_DESIRED_NODES: Final = _gauge("scaling_desired_nodes", "Number of nodes that the fleet should have.")
+SCALING_DESIRED_NODES: Final = _gauge(
+    "scaling_desired_nodes", "Number of nodes that the fleet should have; 0 if another process scales it."
+)
 SCALING_UTILISATION: Final = _gauge("scaling_utilisation_ratio", "Fraction of the fleet's time that its load takes.")
 SCALING_COST: Final = _gauge("scaling_cost_usd_per_hour", "Cost of all nodes with a known price.")
 SCALING_LEADER: Final = _gauge("scaling_leader", "1 if this process scales the fleet.")
