@@ -8,7 +8,6 @@ templates return None here; chat_tokenizer.py renders them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from warmroute._kernel import TOKEN_BYTES, MessageTokens, Outline
@@ -34,13 +33,13 @@ def size_bytes(messages: Sequence[MissingMessage]) -> int:
     return sum([size for _message, _start, _end, size in messages]) + _MESSAGE_BYTES * len(messages)
 
 
-@dataclass(slots=True, eq=False)
 class PlainLayout:
     """The layout of one render context."""
 
-    check: LayoutCheck
-    layout: TokenLayout
-    template: ChatTemplate
+    def __init__(self, check: LayoutCheck, layout: TokenLayout, template: ChatTemplate) -> None:
+        self.check = check
+        self.layout = layout
+        self.template = template
 
     def is_outdated(self) -> bool:
         """Return whether the template prints another date by now."""

@@ -169,18 +169,26 @@ class Attempts:
     # One node after another.
 
     def _try(self, decision: Decision, node: Node, now_s: float) -> None:
-        needs_partner = node.needs_partner
-        splits = decision.pair is not None or self.split is not None or needs_partner
-        if splits and try_pair(self, self._dispatcher, decision, node, now_s):
-            return
-        if needs_partner:
-            self.ticket = self._dispatcher.router.dispatch(decision, node, now_s, DecodeDispatch)
-            self.tried += 1
-            self.node_failed(Outcome.BUSY, "no prefill node is available", now_s)
+        query = decision.query
+        may_split = self.split is not None or query is None or query.group.has_roles
+        if may_split and self._try_pair(decision, node, now_s):
             return
         self.ticket = self._dispatcher.router.dispatch(decision, node, now_s)
         self.tried += 1
         self._send(node)
+
+    def _try_pair(self, decision: Decision, node: Node, now_s: float) -> bool:
+        """Send the request to two nodes if the decision says so, or if `node` needs another one. Return False if `node`
+        serves it alone."""
+        needs_partner = node.needs_partner
+        splits = decision.pair is not None or self.split is not None or needs_partner
+        if splits and try_pair(self, self._dispatcher, decision, node, now_s):
+            return True
+        if needs_partner:
+            self.ticket = self._dispatcher.router.dispatch(decision, node, now_s, DecodeDispatch)
+            self.tried += 1
+            self.node_failed(Outcome.BUSY, "no prefill node is available", now_s)
+        return needs_partner
 
     def send_alone(self, decision: Decision, node: Node, now_s: float) -> None:
         """Send the request to a node that was tried as part of a pair."""

@@ -13,7 +13,7 @@ from warmroute.fleet.demand import DemandMeter
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.group import Candidates, Group
 from warmroute.fleet.node import Node
-from warmroute.fleet.node_speed import work
+from warmroute.fleet.prefill_work import work
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.cache_view import CacheView
 from warmroute.index.hot_prefixes import HotPrefixes

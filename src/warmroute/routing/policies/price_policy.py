@@ -30,7 +30,7 @@ from typing import Final
 from warmroute._kernel import RISK_POWER, STALLED_WEIGHT, CacheState, Prices, price_nodes
 from warmroute.config import Pricing
 from warmroute.fleet.group import Candidates
-from warmroute.fleet.node_speed import work
+from warmroute.fleet.prefill_work import work
 from warmroute.index.cache_view import CacheView
 from warmroute.index.lookup import Lookup
 from warmroute.routing.context_fit import ContextFit
