@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 MAX_PREFILL_RESPONSE_BYTES: Final = 16 << 20
 """A longer response of a prefill node counts as a failure. Block ids of 100,000 tokens take about 50 KB."""
 MAX_HELD_BYTES: Final = 1 << 20
-_ERROR_EVENT: Final = re.compile(rb'(?m)^data:[ \t]*\{[ \t]*"error"')
+_ERROR_EVENT: Final = re.compile(
+    rb'(?m)^(?:event:[ \t]*(?:error|response\.failed)[ \t]*$|data:[ \t]*\{[ \t]*"(?:error"|type"[ \t]*:[ \t]*"error"))'
+)
+"""Also those of /v1/messages and /v1/responses."""
 
 
 class PrefillAttempt:
@@ -137,6 +140,7 @@ class PrefillAttempt:
         if self._withdrawn:
             return
         body, self._received = b"".join(self._received), []
+        self._body = b""  # it will not be sent again
         usage = transfer = finish_reason = None
         if self._readable:
             usage = read_usage(body)
@@ -213,6 +217,7 @@ class DecodeAttempt(NodeAttempt):
         if _has_error(head, held):
             self.split.transfer_failed("the decode node's stream began with an error", now_s)
             return None
+        self.body = b""  # it will not be sent again, and the stream may take minutes
         return NodeAttempt.response_started(self, head, held, whole, now_s)
 
     def response_ended(self, now_s: float) -> None:
@@ -230,7 +235,7 @@ class DecodeAttempt(NodeAttempt):
 
 
 def _has_error(head: ResponseHead, held: bytes) -> bool:
-    if b'"error"' not in held:
+    if b"error" not in held and b"response.failed" not in held:
         return False
     if head.length == CHUNKED:
         pieces: list[bytes] = []

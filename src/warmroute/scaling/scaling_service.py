@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from warmroute.config import Config, ConfigError, missing_extra
+from warmroute.config.scaling_settings import Pool
 from warmroute.event_log import EventLog
 from warmroute.fleet.demand import DemandMeter
 from warmroute.fleet.fleet import Fleet
@@ -30,6 +31,7 @@ from warmroute.scaling.provisioner_client import ProvisionerClient
 from warmroute.scaling.provisioners import create_provisioner
 from warmroute.scaling.recent_traffic import RecentTraffic
 from warmroute.scaling.replay_planner import PlannerStats
+from warmroute.scaling.scaling_decision import PoolDecision
 
 log = EventLog("warmroute.scaling")
 
@@ -46,6 +48,8 @@ class ScalingStats(msgspec.Struct, frozen=True):
     refused: int
     lost: int
     leading: bool
+    pools: dict[Pool, PoolDecision]
+    """By role; empty where no node has one."""
     replay: PlannerStats | None = None
     """None if the autoscaler goes by thresholds only."""
 
@@ -157,7 +161,7 @@ class ScalingService:
             from warmroute.scaling.keda import KedaScaler
         except ImportError as error:
             raise missing_extra("scaling.keda_port", error, "keda") from None
-        self._keda = KedaScaler(lambda: self.autoscaler.desired_nodes)
+        self._keda = KedaScaler(self.autoscaler.desired_in_pool)
         await self._keda.start(scaling.keda_host, scaling.keda_port)
         log.info("keda_listening", address=f"{scaling.keda_host}:{self._keda.port}")
 
@@ -214,6 +218,7 @@ class ScalingService:
             refused=controller.refused,
             lost=controller.lost,
             leading=self.loop.leading,
+            pools=last.pools if last is not None and self.loop.leading else {},
             replay=autoscaler.planner.stats if autoscaler.planner is not None else None,
         )
 
@@ -235,6 +240,7 @@ class ScalingService:
                 "nodes": last.nodes,
                 "utilisation": round(last.utilisation, 3),
                 "panicking": last.panicking,
+                "pools": msgspec.to_builtins(last.pools),
                 "reasons": last.reasons,
                 "invalid_inputs": last.invalid_inputs,
             },
@@ -255,6 +261,7 @@ class ScalingService:
                     "offer": f"{offer.provisioner}/{offer.name}",
                     "island": offer.island,
                     "gpu": offer.gpu,
+                    "role": offer.role,
                     "spot": offer.spot,
                     "usd_per_hour": offer.usd_per_hour,
                     "start_s": round(autoscaler.offers.start_s(offer), 1),
@@ -272,9 +279,10 @@ class ScalingService:
         if planner is None or not self.autoscaler.config.replay.enabled:
             return None
         plan, stats = planner.last_plan, planner.stats
+        pools = self.autoscaler.last_decision is not None and self.autoscaler.last_decision.pools
         return {
-            "decides": planner.plan(now_s) is not None,
-            "problem": planner.problem,
+            "decides": planner.plan(now_s) is not None and not pools,
+            "problem": "prefill and decode nodes are scaled by thresholds" if pools else planner.problem,
             "objective": msgspec.to_builtins(self.autoscaler.config.objective),
             "recorded_requests": len(self.traffic) if self.traffic is not None else 0,
             "predicted_ttft_p90_ms": round(stats.predicted_ms, 1),
