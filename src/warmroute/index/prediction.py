@@ -29,7 +29,7 @@ class Prediction:
     """Blocks of the prompt that index/reuse.py samples."""
     known_blocks: int
     """Those of them that an earlier prompt had."""
-    store_tokens: int = 0
+    store_tokens: int
     """Those of `tokens` that the node has to load from a shared KV store."""
     pending: bool = False
     """Whether the blocks count as pending; that ends shortly after the first token."""
@@ -52,6 +52,7 @@ class Prediction:
         comparable: bool = True,
         sampled_blocks: int = 0,
         known_blocks: int = 0,
+        store_tokens: int = 0,
     ) -> None:
         self.cache = cache
         self.chain = chain
@@ -64,14 +65,14 @@ class Prediction:
         self.comparable = comparable
         self.sampled_blocks = sampled_blocks
         self.known_blocks = known_blocks
-        cache, chain, tokens = self.cache, self.chain, self.tokens
+        self.store_tokens = store_tokens
         self._generation = cache.generation
         self._store_events = cache.store_events
-        if self.exact and cache.complete:
+        if exact and cache.complete:
             self.pending = True
             cache.add_pending(chain)
             tokens = 0
-        self._new_blocks, self._uses = cache.record_routed(chain, tokens, self.sent_s)
+        self._new_blocks, self._uses = cache.record_routed(chain, tokens, sent_s)
 
     @property
     def is_current(self) -> bool:
