@@ -57,9 +57,9 @@ compile: $(READY)
 
 # Without ARGS: the rooms that a request passes through.
 test-compiled: compile
-	PYTHONPATH=build/compiled $(BIN)/warmroute --version | grep compiled
-	PYTHONPATH=build/compiled $(BIN)/python -m pytest -n 2 --dist loadfile $(or $(ARGS),\
-	  tests/edge tests/fleet tests/index tests/picker tests/prompt tests/routing tests/telemetry)
+	PYTHONPATH=$(CURDIR)/build/compiled $(BIN)/warmroute --version | grep compiled
+	PYTHONPATH=$(CURDIR)/build/compiled $(BIN)/python -m pytest -n 2 --dist loadfile $(or $(ARGS),\
+	  tests/cluster tests/edge tests/fleet tests/index tests/picker tests/prompt tests/routing tests/telemetry)
 
 sanitize: $(READY)
 	$(BIN)/python fuzz/sanitize.py $(ARGS)
