@@ -9,8 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from warmroute.build_info import is_compiled, version_and_build
+from warmroute.build_info import build, is_compiled, version_and_build
 from warmroute.cli.main import create_parser
+from warmroute.config import Health, Index
+from warmroute.fleet.fleet import Fleet
+from warmroute.index.cache_view import CacheView
+from warmroute.telemetry.counters import Counters
+from warmroute.telemetry.prometheus import MetricsPage
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "src" / "warmroute"
@@ -58,3 +63,9 @@ def test_the_version_says_which_build_runs() -> None:
     assert version_and_build().endswith("(compiled)" if is_compiled() else "(interpreted)")
     [version] = [action for action in create_parser()._actions if "--version" in action.option_strings]
     assert getattr(version, "version", "") == f"warmroute {version_and_build()}"
+
+
+def test_the_metrics_say_which_build_runs() -> None:
+    page = MetricsPage(Fleet(Health()), CacheView(Index()), Counters(), lambda: (0, 0), lambda: (0, 0)).render()
+    [line] = [line for line in b"".join(page).decode().splitlines() if line.startswith("warmroute_build_info{")]
+    assert f'build="{build()}"' in line
