@@ -7,10 +7,8 @@ connection to the node. A response that breaks off is ended so that no client ta
 from __future__ import annotations
 
 import re
-import time
 from collections import deque
 from collections.abc import Callable
-from email.utils import parsedate_to_datetime
 from random import getrandbits
 from typing import TYPE_CHECKING, Final
 
@@ -24,6 +22,7 @@ from warmroute.edge.node_attempt import NodeAttempt
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
 from warmroute.edge.node_headers import node_lines
 from warmroute.edge.paths import is_anthropic
+from warmroute.edge.retry_after import seconds_of
 from warmroute.edge.split_attempt import DecodeAttempt, PrefillAttempt
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
     from warmroute.edge.prompt_reader import PendingPrompt
     from warmroute.edge.proxy import Proxy
 
-MAX_RETRY_AFTER_S: Final = 3600
-"""Longer times of nodes are cut to this."""
 TAIL_PIECES: Final = 8
 """Pieces kept from the end of a response: the usage, the [DONE] after it and the last chunk's end may come apart."""
 EXPLAIN_HEADER: Final = b"x-warmroute-explain"
@@ -438,16 +435,3 @@ class ProxyExchange:
 
 def _header_lines(headers: tuple[tuple[str, str], ...]) -> bytes:
     return b"".join([f"{name}: {value}\r\n".encode() for name, value in headers])
-
-
-def seconds_of(retry_after: bytes) -> int | None:
-    """Return the time in a Retry-After header, which is a number of seconds or a date; None if it is neither."""
-    if not retry_after or len(retry_after) > 40:
-        return None
-    if retry_after.isdigit():
-        return min(int(retry_after), MAX_RETRY_AFTER_S)
-    try:
-        left_s = parsedate_to_datetime(retry_after.decode("ascii")).timestamp() - time.time()
-    except (ValueError, OverflowError):
-        return None
-    return max(1, min(int(left_s), MAX_RETRY_AFTER_S))
