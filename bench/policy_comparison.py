@@ -98,7 +98,7 @@ def run(job: Job) -> Done:
         load,
         policy,
         seed,
-        {key: result[key] for key in ("hit_rate", "ttft_ms", "good_per_s") if key in result},
+        {key: result[key] for key in ("hit_rate", "ttft_ms", "ttft_ms_by_work", "good_per_s") if key in result},
     )
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from math import nan
 from random import Random
 
 import pytest
 from routing_harness import FakeRequest, RoutingHarness, explained, one_busy_node, prompt
 
 from warmroute.config.priority import HIGH, LOW, NORMAL
+from warmroute.routing.admission import FULL_CHECK_TICKS
 from warmroute.routing.admission_queue import KEY_TOLERANCE
 from warmroute.routing.overdue_turns import OVERDUE
-from warmroute.routing.queued_request import QueuedRequest
+from warmroute.routing.queued_request import QueuedRequest, SortedRequests
 from warmroute.routing.waiting_guarantee import GRACE_S, PATIENCE, SHARE
 
 # The order.
@@ -304,3 +306,31 @@ def test_a_request_that_is_cancelled_or_rejected_leaves_no_trace() -> None:
         if request.queued:
             request.cancel()
     assert_nothing_is_left(harness)
+
+
+def test_credit_of_removed_nodes_is_forgotten() -> None:
+    harness = RoutingHarness(3)
+    for node in harness.nodes:
+        harness.busy(node, 20_000)
+    harness.submit(20_000)
+    guarantee = harness.admission.queue.guarantee
+    for node in harness.nodes:
+        guarantee._credit_ms[node] = -5000.0
+    harness.fleet.remove("n2")
+    for _ in range(FULL_CHECK_TICKS):
+        harness.tick()
+    assert {node.name for node in guarantee._credit_ms} == {"n0", "n1"}
+
+
+def test_a_key_that_is_no_number_loses_no_request() -> None:
+    harness, _ = one_busy_node()
+    for tokens in (9000, 7000, 20_000, 8000):
+        harness.submit(tokens)
+    waiting = SortedRequests()
+    requests = all_queued(harness)
+    keys = [3.0, nan, 1.0, 2.0]
+    for key, queued in zip(keys, requests, strict=True):
+        waiting.add(key, queued)
+    for left, (key, queued) in zip((3, 2, 1, 0), zip(keys, requests, strict=True), strict=True):
+        waiting.remove(key, queued)
+        assert len(waiting) == left and queued not in list(waiting)

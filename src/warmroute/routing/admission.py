@@ -394,6 +394,8 @@ class Admission:
         default_max_wait_s = self.config.max_wait_s
         default_queues = self.config.queue_at_router and self._router.policy.queues_at_router
         self._ticks += 1
+        if not self._ticks % FULL_CHECK_TICKS:
+            queue.guarantee.forget_removed_nodes()
         if (
             self._ticks % FULL_CHECK_TICKS
             and default_queues

@@ -112,7 +112,11 @@ class SortedRequests:
         insort(self._entries, (key, queued.number, queued))
 
     def remove(self, key: float, queued: QueuedRequest) -> None:
-        del self._entries[bisect_left(self._entries, (key, queued.number))]
+        entries = self._entries
+        at = bisect_left(entries, (key, queued.number))
+        if at == len(entries) or entries[at][2] is not queued:  # a key is NaN: the list is not in order
+            at = next(number for number, entry in enumerate(entries) if entry[2] is queued)
+        del entries[at]
 
     @property
     def first(self) -> QueuedRequest:

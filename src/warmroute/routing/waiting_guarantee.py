@@ -78,6 +78,9 @@ class WaitingGuarantee:
         if queued.is_overdue:
             self._overdue.move(queued.pending.request.arrived_s, queued, from_node)
 
+    def forget_removed_nodes(self) -> None:
+        self._credit_ms = {node: credit_ms for node, credit_ms in self._credit_ms.items() if node.groups}
+
     def queue_is_empty(self) -> None:
         self._work = 0.0
         self._credit_ms.clear()
