@@ -77,6 +77,9 @@ WITHIN = 1.03
 """A result within this factor of the best counts as the best."""
 
 
+KEPT = ("hit_rate", "ttft_ms", "ttft_ms_by_work", "good_per_s", "queue")
+"""What is kept of a run."""
+
 Job = tuple[str, list[str], int, str, int, float, int, int]
 Done = tuple[str, int, str, int, dict[str, Any]]
 
@@ -98,7 +101,7 @@ def run(job: Job) -> Done:
         load,
         policy,
         seed,
-        {key: result[key] for key in ("hit_rate", "ttft_ms", "ttft_ms_by_work", "good_per_s") if key in result},
+        {key: result[key] for key in KEPT if key in result},
     )
 
 
@@ -176,7 +179,8 @@ def show(done: list[Done], policies: list[str], report: Report) -> None:
     factors: dict[str, list[dict[str, float]]] = {policy: [] for policy in shown}
     for name, load in cells:
         rows = {
-            policy: _mean([r for n, at, p, _, r in done if (n, at, p) == (name, load, policy)]) for policy in policies
+            policy: mean_of_seeds([r for n, at, p, _, r in done if (n, at, p) == (name, load, policy)])
+            for policy in policies
         }
         others = {policy: rows[policy] for policy in shown}
         for policy in shown:
@@ -221,7 +225,7 @@ def show(done: list[Done], policies: list[str], report: Report) -> None:
             report.row(*line)
 
 
-def _mean(found: list[dict[str, Any]]) -> dict[str, float]:
+def mean_of_seeds(found: list[dict[str, Any]]) -> dict[str, float]:
     """Return the means over the seeds. The oracle has a hit rate only."""
     if "good_per_s" not in found[0]:
         return {"hit": found[0]["hit_rate"]}
@@ -234,6 +238,7 @@ def _mean(found: list[dict[str, Any]]) -> dict[str, float]:
         "short": lambda r: r["ttft_ms_by_work"]["others"]["p99"],
         "mean": lambda r: r["ttft_ms"]["mean"],
         "good": lambda r: r["good_per_s"],
+        "wait_ratio": lambda r: r.get("queue", {}).get("longest_wait_ratio", 0.0),
     }
     return {key: sum(value(one) for one in found) / len(found) for key, value in read.items()}
 
