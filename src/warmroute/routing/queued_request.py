@@ -1,4 +1,9 @@
-"""A request in the admission queue, and lists of such requests in the order of a key."""
+"""A request in the admission queue, and lists of such requests in the order of a key.
+
+The order of a tenant's requests is that of their effective work: the prefill time, less WAITING_CREDIT × the time that
+the request has waited, for at most CREDIT_S. So a request with somewhat more work is not overtaken again and again
+while the queue is short, and a long queue is still served by work.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from collections.abc import Iterator
 from enum import Enum
 from itertools import islice
 from math import inf
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -18,11 +23,15 @@ from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.decision import Decision
 from warmroute.routing.routing_errors import RoutingError
 
+WAITING_CREDIT: Final = 0.15
+CREDIT_S: Final = 5.0
+"""How long a request gains credit. It then counts WAITING_CREDIT × CREDIT_S less than its prefill time."""
+
 
 class QueueOrder(Enum):
     """The order of one tenant's requests. Replay compares the default with the others."""
 
-    GUARANTEED = "least prefill work first, with a guarantee for requests that have waited for long"
+    GUARANTEED = "least prefill work first, with a credit for waiting, and a guarantee"
     SHORTEST = "least prefill work first"
     FIRST_COME = "first come, first served"
 
@@ -53,7 +62,9 @@ class QueuedRequest(msgspec.Struct, eq=False):
     version: int = 0
     """The version of Admission's state that the decision is based on."""
     key: float = 0.0
-    """Its place in lists by work: of one tenant's requests, the lowest key is first."""
+    """Its prefill time, by which it has its place in RequestsByWork. With FIRST_COME the time of its arrival."""
+    gains_credit: bool = False
+    """Whether it is among the requests that still gain credit."""
     work: float = 0.0
     """Prefill work on its node when it was queued, in tokens of a short prompt."""
     least_work_ms: float = inf
@@ -79,6 +90,13 @@ class QueuedRequest(msgspec.Struct, eq=False):
         """Return the key of its present decision."""
         return self.prefill_ms if self.order is not QueueOrder.FIRST_COME else self.pending.request.arrived_s
 
+    def effective_key(self, now_s: float) -> float:
+        """Return the key of its present decision, less its credit: of one tenant's requests, the lowest is first."""
+        key = self.current_key()
+        if self.order is QueueOrder.GUARANTEED:
+            key -= 1000.0 * WAITING_CREDIT * min(max(0.0, now_s - self.pending.request.arrived_s), CREDIT_S)
+        return key
+
     def note_work(self, now_s: float) -> None:
         """Its decision has changed."""
         work_ms = self.prefill_ms
@@ -88,6 +106,12 @@ class QueuedRequest(msgspec.Struct, eq=False):
     def may_go_to(self, node: Node) -> bool:
         query = self.decision.query
         return query is not None and node.name in query.candidates.by_name
+
+
+def _list_key(queued: QueuedRequest) -> float:
+    if queued.gains_credit:
+        return queued.key + 1000.0 * WAITING_CREDIT * queued.pending.request.arrived_s
+    return queued.key
 
 
 class SortedRequests:
@@ -180,3 +204,89 @@ class RequestsByNode:
         if on_node is not None:
             found += [queued for queued in on_node.first_ones(count) if queued not in found]
         return found
+
+
+class RequestsByWork:
+    """The queued requests of one tenant by their effective work.
+
+    All requests that still gain credit gain it at the same rate. So the order among them never changes, and neither
+    does the order among those that have their whole credit: each kind has its own list.
+    """
+
+    __slots__ = ("_gaining", "_settled", "_until")
+
+    def __init__(self) -> None:
+        self._gaining = RequestsByNode()
+        """By prefill time + WAITING_CREDIT × the time of arrival."""
+        self._settled = RequestsByNode()
+        """By prefill time. All requests, if the order is not GUARANTEED."""
+        self._until: dict[int, QueuedRequest] = {}
+        """Those in `_gaining`, by number: in the order in which they were queued."""
+
+    def add(self, queued: QueuedRequest) -> None:
+        queued.gains_credit = queued.order is QueueOrder.GUARANTEED
+        if queued.gains_credit:
+            self._until[queued.number] = queued
+        self._list_of(queued).add(_list_key(queued), queued)
+
+    def remove(self, queued: QueuedRequest, node: Node) -> None:
+        """`node`: that of its decision when it was added or last changed."""
+        self._list_of(queued).remove(_list_key(queued), queued, node)
+        if queued.gains_credit:
+            del self._until[queued.number]
+
+    def change(self, queued: QueuedRequest, key: float, from_node: Node) -> None:
+        """Its work has changed to `key`, and perhaps its node."""
+        waiting = self._list_of(queued)
+        waiting.remove(_list_key(queued), queued, from_node)
+        queued.key = key
+        waiting.add(_list_key(queued), queued)
+
+    def move(self, queued: QueuedRequest, from_node: Node) -> None:
+        """Its decision has changed from this node to another one."""
+        self._list_of(queued).move(_list_key(queued), queued, from_node)
+
+    def _list_of(self, queued: QueuedRequest) -> RequestsByNode:
+        return self._gaining if queued.gains_credit else self._settled
+
+    def settle(self, now_s: float) -> None:
+        """Find the requests that have their whole credit now."""
+        until = self._until
+        while until:
+            number, queued = next(iter(until.items()))
+            if now_s - queued.pending.request.arrived_s < CREDIT_S:
+                return
+            self._gaining.remove(_list_key(queued), queued, queued.decision.entry_node)
+            del until[number]
+            queued.gains_credit = False
+            self._settled.add(_list_key(queued), queued)
+
+    def heads(self) -> Iterator[QueuedRequest]:
+        """Yield the first request for each node: of those that gain credit, and of the others."""
+        yield from self._gaining.heads()
+        yield from self._settled.heads()
+
+    def first_ones(self, node: Node, count: int) -> list[QueuedRequest]:
+        """Return the first requests, and the first ones whose decision is this node: `count` of each."""
+        if not self._gaining.all:
+            return self._settled.first_ones(node, count)
+        if not self._settled.all:
+            return self._gaining.first_ones(node, count)
+        half = max(1, count // 2)
+        return [*self._gaining.first_ones(node, half), *self._settled.first_ones(node, half)]
+
+    def work_before_ms(self, work_ms: float, now_s: float, size: int, group: Group) -> float:
+        """Estimate, from `size` of them, the prefill time of this group's requests that come before a new one with
+        this prefill time."""
+        credit_ms = 1000.0 * WAITING_CREDIT
+        return _estimated_ms(self._gaining.all, work_ms + credit_ms * now_s, size, group) + _estimated_ms(
+            self._settled.all, work_ms + credit_ms * CREDIT_S, size, group
+        )
+
+
+def _estimated_ms(waiting: SortedRequests, up_to: float, size: int, group: Group) -> float:
+    count = waiting.count_up_to(up_to)
+    sample = waiting.sample(count, size)
+    if not sample:
+        return 0.0
+    return sum(queued.prefill_ms for queued in sample if queued.group is group) * count / len(sample)
