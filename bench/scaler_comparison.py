@@ -14,6 +14,8 @@ ten minutes in which more than a tenth of the arriving requests get their first 
     keda:running=1,target=4       ceil((waiting + running requests) / target), likewise
     threshold:up=2                one node more if over 2 requests wait for each, one less if under a quarter
     fixed:12                      12 nodes all the time
+    cron                          a schedule made in hindsight: for each half hour the nodes that `warmroute plan` finds
+                                  for it, requested in time. Nobody knows the load like this; it shows what is possible
 
 Each of the others has several settings, and the one that is best in hindsight counts. The last table has the fewest GPU
 hours with which another scaler reaches the objective's p90 over the day, interpolated between two settings of the same
@@ -33,11 +35,12 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import pairwise
-from math import exp, log
+from math import cos, exp, log, pi
 from pathlib import Path
 from typing import Any
 
 from day_loads import AGENT_TRACE, DAY_S, day_load
+from day_schedule import Cron
 from external_data import add_data_option
 from record import Report, add_record_option
 
@@ -50,23 +53,26 @@ from warmroute.replay.report.table import paid_gpu_hours
 from warmroute.replay.simulation.conditions import NodeSpec
 from warmroute.replay.simulation.simulated_scaling import ScalingSetup, SimulatedOffer
 from warmroute.replay.sizing import Limits, nodes_needed
+from warmroute.replay.workloads.arrivals import DEPTH
 from warmroute.scaling.offer import Offer
 
 START_S = 180.0
 FIRST_NODES = 2
 MAX_NODES = 20
 MISS_SPAN_S = 600.0
+PART_S = 1800.0
+"""Of the schedule."""
 MISSED_SHARE = 0.1
 OURS = "warmroute"
 LOADS = ("chat", "agentic", "conversation")
 SCALERS = (
     OURS, "warmroute:thresholds", "hpa:target=0.7", "hpa:target=0.9", "hpa:kv=1,target=0.4", "hpa:kv=1,target=0.7",
     "keda:target=1", "keda:target=3", "keda:running=1,target=4", "keda:running=1,target=8", "threshold:up=0.5",
-    "threshold:up=2",
+    "threshold:up=2", "cron",
 )  # fmt: skip
 
 
-def setup_of(load: str, data: Path | None, text: str) -> Setup:
+def setup_of(load: str, data: Path | None, text: str, runs: Path | None = None) -> Setup:
     day = day_load(load, data)
     hardware = profile(day.profile)
     name, _, rest = text.partition(":")
@@ -83,6 +89,10 @@ def setup_of(load: str, data: Path | None, text: str) -> Setup:
             decision_maker = partial(Keda, **numbers)
         elif name == "threshold":
             decision_maker = partial(Threshold, down=numbers["up"] / 4, **numbers)
+        elif name == "cron":
+            nodes_by_part = run((load, data, "parts of the day", runs))[2]["nodes"]
+            decision_maker = partial(Cron, nodes=nodes_by_part, part_s=PART_S, ahead_s=1.2 * START_S)
+            nodes = nodes_by_part[0]
         offer = Offer(
             provisioner="bench",
             name=day.profile,
@@ -125,7 +135,12 @@ def run(job: tuple[str, Path | None, str, Path | None]) -> tuple[str, str, dict[
     if file is not None and file.exists():
         return load, text, json.loads(file.read_text())
     start_s = time.process_time()
-    one = planned(load, data) if text == "plan" else replay(setup_of(load, data, text), partial(progress, load, text))
+    if text == "plan":
+        one: dict[str, Any] = {"nodes": planned(load, data, 1.6)}
+    elif text == "parts of the day":
+        one = {"nodes": planned_parts(load, data)}
+    else:
+        one = replay(setup_of(load, data, text, runs), partial(progress, load, text))
     one["cpu_s"] = round(time.process_time() - start_s, 1)
     if file is not None:
         file.write_text(json.dumps(one))
@@ -137,19 +152,26 @@ def progress(load: str, text: str, ended: int) -> None:
         print(f"{load} {text}: {ended} requests", file=sys.stderr, flush=True)
 
 
-def planned(load: str, data: Path | None) -> dict[str, Any]:
-    """Size a fleet for the busiest hour with `warmroute plan`'s search."""
+def planned(load: str, data: Path | None, share: float) -> int:
+    """Size a fleet for a part of the day with `warmroute plan`'s search. `share`: of the day's mean rate."""
     day = day_load(load, data)
     limits = Limits.of(Objective(ttft_p90_ms=day.objective_ms))
     setup = Setup(
         workload=day.workload,
         nodes=(NodeSpec("node-0", profile(day.profile), block_size=day.block_size),),
         policy=parse_policy("price"),
-        rate=1.6 * day.rate,
+        rate=share * day.rate,
         duration_s=3600.0,
-        warm_up=round(1.6 * day.rate * 600),
+        warm_up=round(share * day.rate * 600),
     )
-    return {"nodes": nodes_needed(setup, parse_policy("price"), limits, MAX_NODES).nodes}
+    return nodes_needed(setup, parse_policy("price"), limits, MAX_NODES).nodes or MAX_NODES
+
+
+def planned_parts(load: str, data: Path | None) -> list[int]:
+    """Size a fleet for each part of the day, which is as busy after noon as before."""
+    parts = round(DAY_S / PART_S)
+    morning = [planned(load, data, 1.0 - DEPTH * cos(2.0 * pi * (at + 0.5) / parts)) for at in range(parts // 2)]
+    return [*morning, *reversed(morning)]
 
 
 def missed(one: dict[str, Any]) -> float:
@@ -211,7 +233,7 @@ def _comparison(runs: dict[str, dict[str, Any]], objective_ms: float) -> list[st
     points: dict[str, list[tuple[float, float]]] = {}
     steady: dict[str, float] = {}
     for text, one in runs.items():
-        if text.startswith(OURS) or text == "plan":
+        if text.startswith(OURS) or text in ("plan", "cron"):
             continue
         scaler = text.partition("=1,")[0] if "=1," in text else text.partition(":")[0]
         points.setdefault(scaler, []).append((paid_gpu_hours(one) or 0.0, one["ttft_ms"]["p90"]))

@@ -23,7 +23,7 @@ NUMBERS = {
         "nodes", "blocks", "block-size", "cpu-blocks", "rate", "scale-rate", "day", "burst", "concurrency", "limit",
         "duration", "warm-up", "warm-rate", "seed", "queue-threshold", "poll-interval", "poll-lag", "poll-loss",
         "kv-lag", "kv-loss", "min-nodes", "max-nodes", "start", "usd", "quota", "ceiling", "replicas", "sync-lag",
-        "sync-loss", "kv-bandwidth",
+        "sync-loss", "kv-bandwidth", "kv-store", "kv-store-bandwidth",
     ),
     "plan": (
         "usd", "max-nodes", "rate", "scale-rate", "limit", "warm-up", "seed", "ttft-p50", "ttft-p90", "ttft-p99",

@@ -28,6 +28,7 @@ from warmroute.monitoring.promql import samples_of
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing import routing_errors
 from warmroute.routing.routing_errors import NotAdmitted, RoutingError
+from warmroute.scaling.scaling_decision import PoolDecision
 from warmroute.scaling.scaling_service import ScalingStats
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.metric_definitions import METRICS
@@ -69,7 +70,7 @@ def exported_metrics() -> set[str]:
     cache_view.add_node("a:1")
     stats = ScalingStats(
         desired_nodes=1, states={"serving": 1}, usd_per_hour=1.0, utilisation=0.5, added=1, removed=0, refused=0,
-        lost=0, leading=True,
+        lost=0, leading=True, pools={"prefill": PoolDecision(1, 1, 0.5)},
     )  # fmt: skip
     page = MetricsPage(fleet, cache_view, Counters(), lambda: (0, 0), lambda: (0, 0), scaling=lambda: stats)
     lines = b"".join(page.render()).decode().splitlines()
@@ -354,6 +355,13 @@ DIALECT = (
     r"passed over", r"dearer", r"is said", r"heard of", r"tells? of", r"told of", r"unbegun", r"guests?",
 )  # fmt: skip
 """Words of an older private dialect. Each has a plain form: "the router estimates", "recently", "the queue"."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_has_marks_of_a_merge(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    assert not [line for line in lines if line.startswith(("<<<<<<<", ">>>>>>>")) or line == "======="]
+
 
 
 @every_page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import get_args
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from warmroute.cluster.messages import MAX_CHANGES, NodeChange
 from warmroute.cluster.shared_nodes import SharedNodes, encode_change
 from warmroute.config import Health, NodeConfig
+from warmroute.config.node_settings import Role
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node
 
@@ -31,9 +33,16 @@ class Router:
     def drain_node(self, name: str, draining: bool) -> Node:
         return self.fleet.drain(name, draining)
 
+    def set_role(self, name: str, role: Role) -> Node:
+        return self.fleet.set_role(name, role)
+
     @property
     def nodes(self) -> dict[str, bool]:
         return {node.name: node.draining for node in self.fleet}
+
+    @property
+    def roles(self) -> dict[str, str]:
+        return {node.name: node.role for node in self.fleet}
 
 
 def change_something(router: Router, random: Random) -> None:
@@ -42,6 +51,8 @@ def change_something(router: Router, random: Random) -> None:
         router.shared.add_node(NodeConfig(url=f"http://{name}:1", name=name))
     elif random.random() < 0.4:
         router.shared.remove_node(name)
+    elif random.random() < 0.3:
+        router.shared.set_role(name, random.choice(get_args(Role)))
     else:
         router.shared.drain_node(name, random.random() < 0.5)
     if random.random() < 0.2 and "c0" in router.nodes:
@@ -73,6 +84,7 @@ def test_all_processes_end_with_the_same_nodes(seed: int) -> None:
                     other.shared.merge(changes)
     assert len({router.shared.digest for router in routers}) == 1
     assert routers[0].nodes == routers[1].nodes == routers[2].nodes
+    assert routers[0].roles == routers[1].roles == routers[2].roles
     late_router = Router("d")
     assert not late_router.shared.merge_stored([encode_change(one) for one in routers[0].shared.changes])
     assert late_router.nodes == routers[0].nodes

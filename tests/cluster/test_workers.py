@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import pytest
 from support.engine_scripts import DONE, SSE_HEAD, chunk, script, sse_event
 from support.polling import until
 from support.raw_client import post
@@ -173,12 +172,8 @@ async def test_workers_end_when_their_parent_has_ended(tmp_path: Path) -> None:
         await until(lambda: none_runs(pids), "they end", PATIENCE_S)
 
 
-SCALING = "[scaling]\nenabled = true\n[[provisioners]]\nname = 'p'\nkind = 'command'\ncommand = ['true']\n"
-
-
-@pytest.mark.parametrize("text", [SCALING, "[capture]\ndirectory = '.'\n"])
-async def test_a_configuration_for_one_process_ends_the_parent(tmp_path: Path, text: str) -> None:
+async def test_a_configuration_for_one_process_ends_the_parent(tmp_path: Path) -> None:
     file = tmp_path / "router.toml"
-    file.write_text(text)
+    file.write_text("[capture]\ndirectory = '.'\n")
     async with serve("--config", file, "--workers", "2", "--port", "0", "--admin-port", "0") as router:
         assert await router.process.wait() == 2

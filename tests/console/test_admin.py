@@ -77,6 +77,23 @@ async def test_a_draining_node_gets_no_requests_until_it_is_undrained() -> None:
         assert len(drained.seen) == 3
 
 
+async def test_a_node_gets_another_role_at_run_time() -> None:
+    async with engines(2) as [first, second], router(first, second) as r:
+        for name in ("node0", "node1"):
+            node = r.service.fleet.node(name)
+            node.engine, node.kv_connector = "vllm", True
+        assert (await r.admin("POST", "/admin/nodes/node0/role", b'{"role": "prefill"}')).json["role"] == "prefill"
+        assert [(await r.request()).status for _ in range(3)] == [200] * 3
+        assert not first.seen and len(second.seen) == 3, "a prefill node serves no whole request"
+        assert (await r.admin("POST", "/admin/nodes/node0/role", b'{"role": "mixed"}')).json["role"] == "mixed"
+        assert (await r.admin("POST", "/admin/nodes/node0/role", b'{"role": "oven"}')).status == 400
+        r.service.fleet.node("node1").engine = "sglang"
+        refused = await r.admin("POST", "/admin/nodes/node1/role", b'{"role": "decode"}')
+        assert refused.status == 409 and refused.json["error"]["code"] == "role_fixed"
+        assert (await r.admin("POST", "/admin/nodes/nobody/role", b'{"role": "decode"}')).status == 404
+        assert (await r.admin("GET", "/admin/nodes/node0/role")).status == 405
+
+
 async def test_a_router_whose_nodes_all_drain_is_not_ready() -> None:
     async with engines() as [engine], router(engine) as r:
         await r.admin("POST", "/admin/nodes/node0/drain")

@@ -208,6 +208,57 @@ async def test_the_bodies_differ_from_the_clients_only_in_the_protocols_fields()
         assert prefill.seen[0].get(b"x-request-id") == decode.seen[0].get(b"x-request-id")
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt", "answer", "one_token"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": LONG}], "max_tokens": 9},
+         {"stop_reason": "max_tokens"}, {"max_tokens": 1}),
+        ("/v1/responses", {"input": LONG, "max_output_tokens": 9}, {"status": "incomplete"},
+         {"max_output_tokens": 1, "store": False}),
+    ],
+)  # fmt: skip
+async def test_messages_and_responses_are_split_with_vllm(path: str, prompt: Any, answer: Any, one_token: Any) -> None:
+    async with scripted_fleet() as (r, prefill, decode):
+        prefill.behave = script(http_response(json.dumps({**answer, "kv_transfer_params": PARAMS}).encode()))
+        body = json.dumps({"model": "m", **prompt}).encode()
+        assert (await r.request(post(body, path))).status == 200
+        assert json.loads(prefill.seen[0].body) == {
+            **json.loads(body), "stream": False, **one_token,
+            "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+        }  # fmt: skip
+        assert json.loads(decode.seen[0].body) == {**json.loads(body), "kv_transfer_params": PARAMS}
+        assert prefill.seen[0].target == decode.seen[0].target == path.encode()
+        prefill.behave = script(http_response(json.dumps({**answer, "kv_transfer_params": None}).encode()))
+        assert (await r.request(post(body.replace(b"word", b"Word", 1), path))).status == 200
+        assert r.service.fleet.node("node0").no_transfer_until_s > 0.0, "an answer that another node could continue"
+
+
+@pytest.mark.parametrize(
+    "event", [b'event: error\ndata: {"type":"error","error":{"type":"internal_error","message":"x"}}\n\n',
+              b'event: response.failed\ndata: {"response":{"id":"r"},"type":"response.failed"}\n\n']
+)  # fmt: skip
+async def test_a_stream_of_messages_or_responses_that_begins_with_an_error_is_repeated(event: bytes) -> None:
+    async with scripted_fleet() as (r, _prefill, decode):
+        decode.behave = script(SSE_HEAD, chunk(event), b"0\r\n\r\n")
+        body = json.dumps(
+            {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": LONG}], "stream": True}
+        )
+        client = await r.connect()
+        client.write(post(body.encode(), "/v1/messages"))
+        await until(lambda: len(decode.seen) == 2)
+        assert b"kv_transfer_params" in decode.seen[0].body and b"kv_transfer_params" not in decode.seen[1].body
+
+
+async def test_messages_are_not_split_with_other_engines() -> None:
+    async with scripted_fleet() as (r, prefill, decode):
+        for node in r.service.fleet:
+            node.engine = "trtllm"
+            r.service.fleet.transfers_changed(node)
+        body = json.dumps({"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": LONG}]}).encode()
+        assert (await r.request(post(body, "/v1/messages"))).status == 200
+        assert not prefill.seen and decode.seen[0].body == body
+
+
 async def test_the_beginning_of_a_stream_is_held_until_its_first_token() -> None:
     async with scripted_fleet() as (r, _prefill, decode):
         decode.behave = script(SSE_HEAD, chunk(ROLE), chunk(ERROR), chunk(b"data: [DONE]\n\n"), b"0\r\n\r\n")

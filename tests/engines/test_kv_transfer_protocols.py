@@ -95,8 +95,42 @@ def test_trtllm() -> None:
 def test_which_requests_may_be_split(fields: dict[str, Any], expected: bool) -> None:
     body = json.dumps({"model": "m", "messages": MESSAGES, **fields}).encode()
     assert may_split(CHAT.encode(), body, outline_body(body)) is expected
-    assert not may_split(b"/v1/messages", body, outline_body(body))
+    assert not may_split(b"/v1/embeddings", body, outline_body(body))
     assert not may_split(CHAT.encode(), body, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "expected"),
+    [
+        ("messages", {"max_tokens": 9}, True),
+        ("messages", {"tool_choice": {"type": "auto"}}, True),
+        ("messages", {"tool_choice": {"type": "any"}}, False),
+        ("messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, False),
+        ("messages", {"kv_transfer_params": {}}, False),
+        ("responses", {}, True),
+        ("responses", {"tools": [{"type": "function", "name": "f"}], "tool_choice": "auto", "background": False}, True),
+        ("responses", {"tools": None, "store": True}, True),
+        ("responses", {"tools": [{"type": "web_search"}]}, False),
+        ("responses", {"tools": 5}, False),
+        ("responses", {"background": True}, False),
+        ("responses", {"previous_response_id": "resp_1"}, False),
+        ("responses", {"conversation": "c"}, False),
+    ],
+)
+def test_which_messages_and_responses_may_be_split(path: str, fields: dict[str, Any], expected: bool) -> None:
+    prompt = {"messages": MESSAGES} if path == "messages" else {"input": "hi"}
+    body = json.dumps({"model": "m", **prompt, **fields}).encode()
+    assert may_split(f"/v1/{path}".encode(), body, outline_body(body)) is expected
+
+
+def test_vllm_responses() -> None:
+    body = b'{"model":"m","input":"hi","max_output_tokens":90,"stream":true}'
+    outline = outline_body(body)
+    prefill = json.loads(splice(body, outline, KV_TRANSFERS["vllm"].prefill_fields(outline.fields, NODE, 7)))
+    assert prefill == {
+        "model": "m", "input": "hi", "max_output_tokens": 1, "stream": False, "store": False,
+        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+    }  # fmt: skip
 
 
 def answer_with(engine: str, params: bytes, ids: bytes = b"[1]") -> bytes:

@@ -12,6 +12,9 @@ from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.lookup import Lookup
 from warmroute.routing.decision import Decision
+from warmroute.routing.pairs import _interference_ms
+from warmroute.routing.price_terms import Price
+from warmroute.routing.routing_errors import NoNodeAvailable
 
 
 class PairHarness(RoutingHarness):
@@ -54,6 +57,28 @@ def test_a_long_prompt_goes_to_a_pair_when_the_decode_node_is_decoding() -> None
     assert price.total < pair.alone_ms
     assert price.prefill > 30_000 * 0.05 and price.distance >= pair.transfer_ms
     assert price.own == pytest.approx(price.wait + price.prefill + price.room + price.adapter + price.distance)
+
+
+def test_requests_that_do_not_decode_yet_are_delayed_as_well() -> None:
+    harness = PairHarness()
+    for number in range(20):
+        harness.send(harness.node("d0"), prompt(50, number))
+    assert pair_of(harness.choose(prompt(30_000))) == ("p0", "d0"), "by the time of the prefill they decode"
+
+
+def test_one_long_gap_costs_more_than_several_short_ones() -> None:
+    harness = PairHarness(decode=2)
+    harness.decodes("d0", 1)
+    group = harness.fleet.group("m")
+    assert group is not None
+    alone = harness.choose(prompt(2000)).prices
+    assert alone is not None
+    row = Price._make(alone[0])
+    gap = _interference_ms(harness.node("d0"), row._replace(prefill=4100.0), group)
+    part = _interference_ms(harness.node("d0"), row._replace(prefill=1100.0), group)
+    assert gap > 2 * 4 * part > 0.0 and gap > 4100.0
+    assert not _interference_ms(harness.node("d0"), row._replace(prefill=50.0), group)
+    assert not _interference_ms(harness.node("d1"), row._replace(prefill=4100.0), group)
 
 
 def test_short_and_cached_prompts_skip_the_split() -> None:
@@ -209,11 +234,32 @@ def test_cheaper_prefill_nodes_of_another_engine_hide_no_partner() -> None:
 
 def test_a_node_of_an_unknown_engine_takes_part_in_no_pair() -> None:
     harness = PairHarness(engine="auto", pricing=Pricing(split="always"))
+    with pytest.raises(NoNodeAvailable):  # it could be one that needs a partner
+        harness.choose(prompt(30_000))
+    harness.node("d0").engine_undetected = True
+    harness.fleet.transfers_changed(harness.node("d0"))
     assert pair_of(harness.choose(prompt(30_000))) == (None, "d0")
     for name in ("p0", "d0"):
         harness.node(name).engine = "vllm"
         harness.fleet.transfers_changed(harness.node(name))
     assert pair_of(harness.choose(prompt(30_000))) == ("p0", "d0")
+
+
+def test_prefill_nodes_serve_whole_requests_if_no_other_node_is_up() -> None:
+    harness = PairHarness(prefill=2, decode=2)
+    for name in ("d0", "d1"):
+        harness.fleet.check_failed(harness.node(name), harness.now_s, "connection refused")
+    decision = harness.choose(prompt(30_000))
+    assert decision.pair is None and decision.node.role == "prefill"
+    harness.fleet.check_passed(harness.node("d1"), harness.now_s)
+    assert harness.choose(prompt(100)).node.name == "d1", "a decode node serves again"
+
+
+def test_a_prefill_node_of_sglang_serves_nothing_alone() -> None:
+    harness = PairHarness(engine="sglang")
+    harness.fleet.check_failed(harness.node("d0"), harness.now_s, "connection refused")
+    with pytest.raises(NoNodeAvailable):
+        harness.choose(prompt(100))
 
 
 def test_a_changed_configuration_keeps_the_detected_engine() -> None:

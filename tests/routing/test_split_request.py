@@ -354,3 +354,21 @@ def test_an_answer_that_ends_with_its_first_token_needs_no_parameters(finish_rea
     harness.finish(attempts)
     again = harness.start(may_split=True)[0]
     assert (again.split is not None) is (finish_reason == "stop")
+
+
+def test_a_request_that_was_sent_elsewhere_meanwhile_is_not_sent_a_second_time() -> None:
+    """Closing the prefill node's ticket can take a node down, which moves the request."""
+    harness = SplitHarness(prefill=2)
+    attempts, driver, split = harness.split()
+    close_ticket = harness.dispatcher.close_ticket
+
+    def close_and_move(moved: Attempts, ticket: Ticket, *args: Any) -> None:
+        close_ticket(moved, ticket, *args)
+        if ticket is split.prefill_ticket:
+            harness.dispatcher.close_ticket = close_ticket  # type: ignore[method-assign]
+            attempts.send_alone(split._decision, harness.node("d0"), harness.now_s)
+
+    harness.dispatcher.close_ticket = close_and_move  # type: ignore[method-assign]
+    split.prefill_failed(Outcome.FAILED, "it broke", harness.now_s)
+    assert driver.sent == ["d0"]
+    harness.finish(attempts)

@@ -168,6 +168,9 @@ class Harness:
     def drain(self, name: str, draining: bool) -> Node:
         return self.fleet.drain(name, draining)
 
+    def set_role(self, name: str, role: Any) -> Node:
+        return self.fleet.set_role(name, role)
+
     async def tick(self, seconds: float = 1.0) -> None:
         self.clock.now_s += seconds
         self.loop.turn()

@@ -7,6 +7,7 @@ import logging
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from scripted_provisioner import Harness, ScriptedProvisioner, running
 
@@ -42,6 +43,24 @@ async def test_a_node_is_requested_checked_serves_and_is_removed() -> None:
         assert harness.controller.removed == 1
         await harness.ticks(100)
         assert len(provisioner.requested) == 2 and len(provisioner.terminated) == 1 and harness.controller.lost == 0
+
+
+async def test_machines_of_two_provisioners_join_with_the_roles_of_their_offers() -> None:
+    prefill, decode = ScriptedProvisioner("prefill"), ScriptedProvisioner("decode", usd_per_hour=5.0)
+    prefill.on_offer = [msgspec.structs.replace(one, role="prefill", bootstrap_port=9001) for one in prefill.on_offer]
+    decode.on_offer = [msgspec.structs.replace(one, role="decode") for one in decode.on_offer]
+    decode._created = 100  # other addresses
+    async with running(prefill, decode, min_nodes=1) as harness:
+        await harness.until(lambda: harness.states == ["serving", "serving"])
+        await harness.ticks(20)
+        roles = {node.role: node.config.bootstrap_port for node in harness.fleet}
+        assert roles == {"prefill": 9001, "decode": 8998}
+        assert len(prefill.requested) == len(decode.requested) == 1
+        last = harness.autoscaler.last_decision
+        assert last is not None and {pool: one.desired_nodes for pool, one in last.pools.items()} == dict.fromkeys(
+            ("prefill", "decode"), 1
+        )
+        assert harness.autoscaler.desired_in_pool("prefill") == 1 and harness.autoscaler.desired_in_pool("") == 2
 
 
 # Slow provisioners.

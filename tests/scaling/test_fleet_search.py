@@ -127,6 +127,9 @@ def test_a_clear_result_of_the_last_minutes_is_not_replayed_again() -> None:
     assert again.desired_nodes == first.desired_nodes
     more = plan_fleet(plan_request(8, known=first.fleets), recorded(per_s=12.0, seconds=80.0))
     assert more.fleets[0].arrivals_per_s > first.fleets[0].arrivals_per_s, "more load is another question"
+    longer = plan_fleet(plan_request(8, known=first.fleets), recorded(per_s=6.0, seconds=80.0, tokens=1500))
+    assert longer.fleets[0].tokens_per_s > first.fleets[0].tokens_per_s, "longer prompts are, too"
+    assert longer.desired_nodes > first.desired_nodes
 
 
 def test_the_plan_explains_itself() -> None:

@@ -54,7 +54,7 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 async def test_keda_gets_the_desired_number_of_nodes(stubs: Any) -> None:
     messages, services = stubs
     desired = 3
-    scaler = KedaScaler(lambda: desired)
+    scaler = KedaScaler(lambda _role: desired)
     await scaler.start("127.0.0.1", 0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{scaler.port}") as channel:
         client = services.ExternalScalerStub(channel)
@@ -72,11 +72,26 @@ async def test_keda_gets_the_desired_number_of_nodes(stubs: Any) -> None:
     await scaler.close()
 
 
+async def test_each_workload_gets_the_number_of_its_role(stubs: Any) -> None:
+    messages, services = stubs
+    desired = {"prefill": 2, "decode": 5, "": 7}
+    scaler = KedaScaler(lambda role: desired[role])
+    await scaler.start("127.0.0.1", 0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{scaler.port}") as channel:
+        client = services.ExternalScalerStub(channel)
+        for role, count in desired.items():
+            metadata = {"role": role} if role else {"scalerAddress": "router:9090"}
+            workload = messages.ScaledObjectRef(name="engines", scalerMetadata=metadata)
+            values = await client.GetMetrics(messages.GetMetricsRequest(scaledObjectRef=workload))
+            assert values.metricValues[0].metricValueFloat == count
+    await scaler.close()
+
+
 async def test_keda_gets_a_push_when_the_first_node_is_desired(stubs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keda, "PUSH_S", 0.01)
     messages, services = stubs
     desired = 0
-    scaler = KedaScaler(lambda: desired)
+    scaler = KedaScaler(lambda _role: desired)
     await scaler.start("127.0.0.1", 0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{scaler.port}") as channel:
         stream = services.ExternalScalerStub(channel).StreamIsActive(messages.ScaledObjectRef(name="engines"))
@@ -90,7 +105,7 @@ async def test_keda_gets_a_push_when_the_first_node_is_desired(stubs: Any, monke
 
 
 async def test_a_taken_port_is_a_configuration_error() -> None:
-    scaler = KedaScaler(lambda: 1)
+    scaler = KedaScaler(lambda _role: 1)
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     with pytest.raises(ConfigError, match=f"KEDA's external scaler cannot listen on 127.0.0.1:{port}"):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from warmroute.cli.arguments import fraction, number, output_file, several, whole
 from warmroute.cli.terminal import console, print_runs, progress_bar, write_json
 from warmroute.config import ConfigError
+from warmroute.config.node_settings import Role
 
 if TYPE_CHECKING:
     from warmroute.replay import Run, Setup
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
     from warmroute.replay.simulation.conditions import Conditions, NodeSpec
     from warmroute.replay.simulation.simulated_scaling import ScalingSetup
 
-Role = Literal["mixed", "prefill", "decode"]
 ROLES: tuple[Role, ...] = ("mixed", "prefill", "decode")
+STORE = "store"
+"""Name of the KV store of `--kv-store`."""
 
 EPILOG = """\
 WORKLOAD is a trace in Mooncake's format (.jsonl or .jsonl.gz), a directory of captures, or a generator, followed by its
@@ -72,6 +74,12 @@ def add_to(commands: Any) -> None:
     )
     fleet.add_argument(
         "--kv-bandwidth", type=number(above=0), metavar="GB/S", help="of KV transfers from a prefill node (default: 10)"
+    )
+    fleet.add_argument(
+        "--kv-store", type=whole(1), metavar="TOKENS", help="capacity of a KV store that all nodes share"
+    )
+    fleet.add_argument(
+        "--kv-store-bandwidth", type=number(above=0), default=10.0, metavar="GB/S", help="of this store (default: 10)"
     )
     load = parser.add_argument_group("load")
     load.add_argument(
@@ -319,6 +327,7 @@ def _reject_scaling_flags(args: argparse.Namespace) -> None:
 def _conditions(args: argparse.Namespace) -> Conditions:
     import msgspec
 
+    from warmroute.fake_engine.core.shared_store import SharedStoreConfig
     from warmroute.replay.simulation.conditions import Conditions, Island
 
     values = {
@@ -328,6 +337,7 @@ def _conditions(args: argparse.Namespace) -> Conditions:
         "kv_lag_ms": args.kv_lag,
         "kv_loss": args.kv_loss,
         "kv_gigabytes_per_s": args.kv_bandwidth,
+        "kv_stores": (SharedStoreConfig(STORE, args.kv_store, args.kv_store_bandwidth),) if args.kv_store else None,
         "replicas": args.replicas,
         "sync_lag_ms": args.sync_lag,
         "sync_loss": args.sync_loss,
@@ -370,6 +380,7 @@ def _nodes(args: argparse.Namespace) -> tuple[NodeSpec, ...]:
                 blocks=args.blocks,
                 block_size=args.block_size,
                 cpu_blocks=args.cpu_blocks,
+                kv_store=STORE if args.kv_store else "",
             )
             for at in range(args.nodes)
         )

@@ -62,8 +62,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _supervise(args: argparse.Namespace, config: Config) -> int:
-    if config.scaling.enabled:
-        raise ConfigError("--workers: a fleet with [scaling] has one process; remove --workers or set enabled = false")
     if config.capture.directory:
         raise ConfigError("--workers: a capture is written by one process; remove --workers or capture.directory")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

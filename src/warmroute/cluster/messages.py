@@ -11,7 +11,7 @@ the message.
 from __future__ import annotations
 
 from math import isfinite
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -109,6 +109,8 @@ class NodeChange(msgspec.Struct, frozen=True, array_like=True):
     """The node as JSON, if it was added at run time; empty for a node of the configuration or of a source."""
     removed: bool
     draining: bool
+    role: Literal["", "mixed", "prefill", "decode"] = ""
+    """Empty for that of its configuration."""
 
 
 class Demand(msgspec.Struct, frozen=True, array_like=True):
@@ -118,6 +120,7 @@ class Demand(msgspec.Struct, frozen=True, array_like=True):
     counts: Annotated[tuple[Number, ...], Meta(max_length=64)]
     ttft: Annotated[tuple[Count, ...], Meta(max_length=MAX_TIMES)]
     latency: Annotated[tuple[Count, ...], Meta(max_length=MAX_TIMES)]
+    inter_token: Annotated[tuple[Count, ...], Meta(max_length=MAX_TIMES)] = ()
 
 
 class Update(msgspec.Struct, frozen=True, array_like=True):

@@ -24,21 +24,20 @@ class SharedDemand:
 
     def own(self) -> Demand:
         meter = self._meter
-        return Demand(self._waiting(), tuple(meter.own_counts()), tuple(meter.ttft_counts), tuple(meter.latency_counts))
+        ttft, latency, inter_token = (tuple(counts) for counts in meter.own_times)
+        return Demand(self._waiting(), tuple(meter.own_counts()), ttft, latency, inter_token)
 
     def apply(self, sender: str, demand: Demand) -> None:
         totals = self._totals
-        lengths = (len(demand.counts), len(demand.ttft), len(demand.latency))
-        if lengths != (len(COUNTERS), len(totals.ttft_counts), len(totals.latency_counts)):
+        times = (demand.ttft, demand.latency, demand.inter_token)
+        if (len(demand.counts), *map(len, times)) != (len(COUNTERS), *map(len, totals.own_times)):
             return  # another version counts otherwise
         before = self._peers.get(sender, demand)  # what it counted before this process heard from it does not count
         self._peers[sender] = demand
         for name, now, earlier in zip(COUNTERS, demand.counts, before.counts, strict=True):
             setattr(totals, name, getattr(totals, name) + max(0.0, now - earlier))
-        for counts, now_times, earlier_times in (
-            (totals.ttft_counts, demand.ttft, before.ttft),
-            (totals.latency_counts, demand.latency, before.latency),
-        ):
+        times_before = (before.ttft, before.latency, before.inter_token)
+        for counts, now_times, earlier_times in zip(totals.own_times, times, times_before, strict=True):
             for at, (after, earlier) in enumerate(zip(now_times, earlier_times, strict=True)):
                 if after > earlier:
                     counts[at] += after - earlier

@@ -1,5 +1,5 @@
-"""Nodes that were added, drained or removed at run time, alike in all processes: a register of the last change of each
-node, which every process holds whole.
+"""Nodes that were added, drained, removed or given another role at run time, alike in all processes: a register of the
+last change of each node, which every process holds whole.
 
 A change gets the next version after all those that its process knows. Of two changes of one node the higher version
 counts, then the sender with the higher name, so all processes end with the same register, in whatever order messages
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 import msgspec
 
 from warmroute.cluster.messages import MAX_CHANGES, MAX_NODE_BYTES, NodeChange
 from warmroute.config import ConfigError, NodeConfig, parse_section
+from warmroute.config.node_settings import Role
 from warmroute.event_log import EventLog
 from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
 from warmroute.fleet.node import Node
@@ -34,6 +35,7 @@ class NodeOperations(Protocol):
     def add_node(self, config: NodeConfig) -> Node: ...
     def remove_node(self, name: str) -> Node: ...
     def drain_node(self, name: str, draining: bool) -> Node: ...
+    def set_role(self, name: str, role: Role) -> Node: ...
 
 
 class SharedNodes:
@@ -78,16 +80,22 @@ class SharedNodes:
     def drain_node(self, name: str, draining: bool) -> Node:
         """Raises UnknownNode."""
         node = self._operations.drain_node(name, draining)
-        self._record_draining(node)
+        self._record_state(node)
+        return node
+
+    def set_role(self, name: str, role: Role) -> Node:
+        """Raises UnknownNode."""
+        node = self._operations.set_role(name, role)
+        self._record_state(node)
         return node
 
     def drain(self, name: str, draining: bool = True) -> Node:
         """Drain like `drain_node`, for the autoscaler, which logs it otherwise. Raises UnknownNode."""
         node = self._fleet.drain(name, draining)
-        self._record_draining(node)
+        self._record_state(node)
         return node
 
-    def _record_draining(self, node: Node) -> None:
+    def _record_state(self, node: Node) -> None:
         known = self._changes.get(node.name)
         self._record(node, known.config if known is not None and not known.removed else b"")
 
@@ -99,7 +107,8 @@ class SharedNodes:
             return
         self._version += 1
         draining = node.draining and not removed
-        change = NodeChange(node.name, self._version, self._sender, config, removed, draining)
+        role: Role | Literal[""] = node.role if node.role != node.config.role and not removed else ""
+        change = NodeChange(node.name, self._version, self._sender, config, removed, draining, role)
         self._keep(change)
         self._applied[node.name] = (change.version, change.sender, 0 if removed else node.number)
         self._unpublished[node.name] = change
@@ -120,7 +129,7 @@ class SharedNodes:
         stored: dict[str, NodeChange] = {}
         for value in values:
             try:
-                change = _decoder.decode(value)
+                change = decode_change(value)
             except (msgspec.DecodeError, UnicodeDecodeError):
                 continue
             stored[change.name] = change
@@ -176,8 +185,13 @@ class SharedNodes:
             elif not number and change.config:
                 config = parse_section(NodeConfig, msgspec.json.decode(change.config))
                 operations.add_node(config)
-            if not change.removed and self._number(name) and self._fleet.node(name).draining != change.draining:
-                operations.drain_node(name, change.draining)
+            if not change.removed and self._number(name):
+                node = self._fleet.node(name)
+                if node.draining != change.draining:
+                    operations.drain_node(name, change.draining)
+                role = change.role or node.config.role
+                if node.role != role:
+                    operations.set_role(name, role)
         except (ConfigError, NameTaken, UnknownNode, msgspec.DecodeError) as error:
             log.warning("node_change_failed", "Another router changed it.", node=name, reason=error)
         self._applied[name] = (change.version, change.sender, self._number(name))
@@ -191,6 +205,11 @@ class SharedNodes:
 
 
 _decoder = msgspec.msgpack.Decoder(NodeChange)
+
+
+def decode_change(value: bytes) -> NodeChange:
+    """Raises msgspec.DecodeError."""
+    return _decoder.decode(value)
 
 
 def encode_change(change: NodeChange) -> bytes:

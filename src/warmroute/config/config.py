@@ -15,6 +15,7 @@ from warmroute.config.contradictions import contradictions
 from warmroute.config.discovery_settings import DiscoveryConfig
 from warmroute.config.island_settings import IslandAffinity, IslandConfig
 from warmroute.config.journal_settings import Journal
+from warmroute.config.kv_store_settings import KvStoreConfig
 from warmroute.config.node_settings import NodeConfig
 from warmroute.config.picker_settings import Picker
 from warmroute.config.prompt_settings import ModelConfig, PromptDoctor, Prompts
@@ -58,6 +59,7 @@ class Config(Section, frozen=True):
     nodes: tuple[NodeConfig, ...] = ()
     discovery: tuple[DiscoveryConfig, ...] = ()
     islands: tuple[IslandConfig, ...] = ()
+    kv_stores: tuple[KvStoreConfig, ...] = ()
     models: tuple[ModelConfig, ...] = ()
     keys: tuple[KeyConfig, ...] = ()
     routes: tuple[RouteConfig, ...] = ()

@@ -9,6 +9,7 @@ from warmroute.config.addresses import canonical_address, is_loopback, same_port
 from warmroute.config.cluster_settings import cluster_problems
 from warmroute.config.discovery_settings import discovery_problems
 from warmroute.config.island_settings import island_problems
+from warmroute.config.kv_store_settings import kv_store_problems
 from warmroute.config.node_settings import NodeConfig, node_name
 from warmroute.config.picker_settings import picker_problems
 from warmroute.config.provisioner_settings import provisioner_problems
@@ -28,6 +29,7 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from scaling_problems(config.scaling)
     yield from provisioner_problems(config.provisioners)
     yield from _node_problems(config.nodes)
+    yield from kv_store_problems(config.kv_stores, config.nodes)
     yield from discovery_problems(config.discovery)
     yield from _duplicates("models: model", (model.name for model in config.models))
     yield from _duplicates("routes: route", (route.name for route in config.routes))

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from warmroute.config.node_settings import Role
 from warmroute.config.section import Port, Seconds, Section
 
 DEFAULT_ENGINE_PORT = 8000
@@ -36,9 +37,7 @@ class DiscoveryConfig(Section, frozen=True):
         Literal["auto", "vllm", "sglang", "trtllm"],
         Meta(description="Engine of the nodes. `auto`: detected from their metrics."),
     ] = "auto"
-    role: Annotated[
-        Literal["mixed", "prefill", "decode"], Meta(description="Role of the nodes that name none themselves.")
-    ] = "mixed"
+    role: Annotated[Role, Meta(description="Role of the nodes that name none themselves.")] = "mixed"
     island: Annotated[
         str, Meta(description="Island of the nodes. Empty: as the source reports it, otherwise `local`.")
     ] = ""

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from warmroute.config.section import ConfigError, Section
 
+Role = Literal["mixed", "prefill", "decode"]
 MAX_NAME_LENGTH: Final = 200
 """Characters in a node's name."""
 
@@ -36,7 +37,7 @@ class NodeConfig(Section, frozen=True):
         Meta(description="Engine of the node. `auto`: detected from its metrics."),
     ] = "auto"
     role: Annotated[
-        Literal["mixed", "prefill", "decode"],
+        Role,
         Meta(
             description="`prefill` nodes prefill prompts for other nodes. `decode` nodes decode answers, and prefill "
             "where that costs less. `mixed` nodes do both."
@@ -50,6 +51,12 @@ class NodeConfig(Section, frozen=True):
             description="Port of a prefill node's bootstrap server (SGLang's `--disaggregation-bootstrap-port`).",
         ),
     ] = 8998
+    kv_store: Annotated[
+        str,
+        Meta(
+            description="Shared KV store of the node: the name of a `[[kv_stores]]`. Empty: that of its island, if any."
+        ),
+    ] = ""
     island: Annotated[
         str, Meta(description="Island of the node: provider and region, for example `aws/us-east-1`.")
     ] = "local"

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from warmroute.config.node_settings import Role
 from warmroute.config.section import NOT_IN_FILE, Count, Port, Seconds, Section, keys_of
 
 Kind = Literal["process", "kubernetes", "ec2", "skypilot", "command", "webhook"]
@@ -37,6 +38,12 @@ class ProvisionerConfig(Section, frozen=True):
     api_key_env: Annotated[str, Meta(description="Environment variable with the API key that the engines require.")] = (
         ""
     )
+    role: Annotated[
+        Role, Meta(description="Role of the nodes: their engines have to be started for it. As `nodes.role`.")
+    ] = "mixed"
+    bootstrap_port: Annotated[
+        int, Meta(ge=1, le=65_535, description="Port of a prefill node's bootstrap server. As `nodes.bootstrap_port`.")
+    ] = 8998
     gpu: Annotated[str, Meta(description="GPU of the nodes, for example `L4`. Empty: as the provider reports.")] = ""
     gpus: Annotated[Count, Meta(description="GPUs per node if the provider does not report it.")] = 1
     spot: Annotated[bool, Meta(description="process, kubernetes: the nodes can be preempted.")] = False
@@ -142,7 +149,17 @@ class ProvisionerConfig(Section, frozen=True):
         return self.name or self.kind
 
 
-_COMMON_KEYS = {"kind", "name", "deployment", "timeout_s", "island", "allow_free", "api_key_env"}
+_COMMON_KEYS = {
+    "kind",
+    "name",
+    "deployment",
+    "timeout_s",
+    "island",
+    "allow_free",
+    "api_key_env",
+    "role",
+    "bootstrap_port",
+}
 _NODE_KEYS = {"gpu", "gpus", "spot", "usd_per_hour", "expected_start_s", "max_nodes", "port"}
 _OFFER_KEYS = {"gpu", "gpus", "expected_start_s", "max_nodes", "port", "regions", "instance_types", "markets", "prices"}
 KEYS_OF_KIND: dict[str, set[str]] = {

@@ -15,6 +15,7 @@ LOW_QUEUE_PER_NODE: Final = 1.0
 
 TimeOfDay = Annotated[str, Meta(pattern="^(([01][0-9]|2[0-3]):[0-5][0-9]|24:00)$")]
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
+Pool = Literal["prefill", "decode"]
 DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
 
@@ -24,6 +25,17 @@ class IslandLimits(Section, frozen=True):
     island: Annotated[str, Meta(min_length=1, description="Name of the island, as in nodes and offers.")]
     min_nodes: Annotated[int, Meta(ge=0, description="Minimum number of nodes.")] = 0
     max_nodes: Annotated[int, Meta(ge=0, description="Maximum number of nodes.")] = 64
+
+
+class RoleLimits(Section, frozen=True):
+    """Limits on the number of nodes of a role."""
+
+    role: Annotated[
+        Pool,
+        Meta(description="`prefill`: the prefill nodes. `decode`: all nodes that serve requests, also mixed ones."),
+    ]
+    min_nodes: Annotated[Count, Meta(description="Minimum number of nodes.")] = 1
+    max_nodes: Annotated[Count, Meta(description="Maximum number of nodes.")] = 64
 
 
 class Hours(Section, frozen=True):
@@ -166,6 +178,13 @@ class Scaling(Section, frozen=True):
         str,
         Meta(description="Lock file. Of all routers that use it, only one scales the fleet. Empty: no lock."),
     ] = ""
+    switch_roles: Annotated[
+        bool,
+        Meta(
+            description="Change the role of a prefill or decode node that its pool can spare, if the other pool lacks "
+            "nodes and the engine can play both parts (vLLM with `kv_role` `kv_both`)."
+        ),
+    ] = False
     keda_host: Annotated[str, Meta(description="Address of the gRPC listener for KEDA's external scaler.")] = (
         "127.0.0.1"
     )
@@ -181,6 +200,7 @@ class Scaling(Section, frozen=True):
     replay: ScalingReplay = ScalingReplay()
     hours: tuple[Hours, ...] = ()
     islands: tuple[IslandLimits, ...] = ()
+    roles: tuple[RoleLimits, ...] = ()
 
 
 def scaling_problems(scaling: Scaling) -> Iterator[str]:
@@ -200,6 +220,14 @@ def scaling_problems(scaling: Scaling) -> Iterator[str]:
         names.add(island.island)
         if island.min_nodes > island.max_nodes:
             yield f"scaling.islands: min_nodes of {island.island!r} is above its max_nodes"
+    roles = [one.role for one in scaling.roles]
+    for one in scaling.roles:
+        if roles.count(one.role) > 1:
+            yield f"scaling.roles: {one.role!r} is defined twice"
+        if one.min_nodes > one.max_nodes:
+            yield f"scaling.roles: min_nodes of {one.role!r} is above its max_nodes"
+    if sum(one.min_nodes for one in scaling.roles) > scaling.max_nodes:
+        yield "scaling.roles: the sum of all min_nodes is above scaling.max_nodes"
     if sum(island.min_nodes for island in scaling.islands) > scaling.max_nodes:
         yield "scaling.islands: the sum of all min_nodes is above scaling.max_nodes"
     for hours in scaling.hours:

@@ -13,6 +13,7 @@ import msgspec
 from warmroute.config import ConfigError, NodeConfig, is_loopback, node_name, parse_section
 from warmroute.config.addresses import canonical_address
 from warmroute.config.contradictions import same_engine
+from warmroute.config.node_settings import Role
 from warmroute.console.block_reports import BlockReports
 from warmroute.console.capture_stream import CaptureStreams
 from warmroute.console.decisions import Decisions
@@ -36,12 +37,19 @@ _OTHER_SITES: Final = (b"cross-site", b"same-site")
 """Values of `Sec-Fetch-Site` with which a browser marks requests of other pages."""
 
 
+class _NewRole(msgspec.Struct):
+    """The body of a request for another role."""
+
+    role: Role
+
+
 class Operations(Protocol):
     """What the admin API asks the service to do."""
 
     def add_node(self, config: NodeConfig) -> Node: ...
     def remove_node(self, name: str) -> Node: ...
     def drain_node(self, name: str, draining: bool) -> Node: ...
+    def set_role(self, name: str, role: Role) -> Node: ...
     def reload(self) -> str | None:
         """Reload the configuration. Return the error if it is invalid."""
 
@@ -127,6 +135,8 @@ class AdminApi:
             case "POST", ["admin", "nodes", name, ("drain" | "undrain") as action]:
                 self._find_node(name)
                 await self._reply_changed(responder, 200, self._operations.drain_node(name, action == "drain"))
+            case "POST", ["admin", "nodes", name, "role"]:
+                await self._reply_changed(responder, 200, self._set_role(self._find_node(name), request.body))
             case "POST", ["admin", "nodes", name, "blocks"]:
                 self._find_node(name)
                 _reply(responder, 200, await self._block_reports.apply(name, request.body))
@@ -151,13 +161,14 @@ class AdminApi:
                 raise method_not_allowed("GET")
             case _, ["admin", "decisions", _] | ["admin", "capture"] | ["admin", "capture", "stream"]:
                 raise method_not_allowed("GET")
-            case _, ["admin", "explain" | "reload"] | ["admin", "nodes", _, "blocks"]:
+            case _, ["admin", "explain" | "reload"] | ["admin", "nodes", _, "blocks" | "role"]:
                 raise method_not_allowed("POST")
             case _:
                 raise HttpError(
                     404,
                     "Not found. The paths are / (the live page), /metrics, /health, /ready, /admin/nodes, "
-                    "/admin/nodes/NAME, /admin/nodes/NAME/drain, /admin/nodes/NAME/undrain, /admin/nodes/NAME/blocks, "
+                    "/admin/nodes/NAME, /admin/nodes/NAME/drain, /admin/nodes/NAME/undrain, /admin/nodes/NAME/role, "
+                    "/admin/nodes/NAME/blocks, "
                     "/admin/models, /admin/islands, /admin/scaling, /admin/discovery, /admin/prompts, /admin/live, "
                     "/admin/capture, /admin/capture/stream, /admin/decisions, /admin/decisions/REQUEST_ID, "
                     "/admin/explain and /admin/reload.",
@@ -213,6 +224,18 @@ class AdminApi:
         except NameTaken as error:
             raise HttpError(409, f"A node with the name {str(error)!r} already exists.", code="name_taken") from None
         raise HttpError(400, f'Send the node as {{"url": "http://host:port", …}}: {problem}', code="bad_node")
+
+    def _set_role(self, node: Node, body: bytes) -> Node:
+        try:
+            role = msgspec.json.decode(body, type=_NewRole).role
+        except msgspec.DecodeError:
+            raise HttpError(
+                400, 'Send the role as {"role": "mixed"}, {"role": "prefill"} or {"role": "decode"}.', code="bad_role"
+            ) from None
+        obstacle = node.obstacle_to(role)
+        if obstacle:
+            raise HttpError(409, f"The role of {node.name!r} cannot change: {obstacle}.", code="role_fixed")
+        return self._operations.set_role(node.name, role)
 
     def _check_address(self, config: NodeConfig) -> None:
         """Raises HttpError if another node is the same engine."""

@@ -1,7 +1,6 @@
 """The admin API of `serve --workers`: the parent asks its workers, and replies as one process would.
 
-Changes go to all workers. The parent remembers nodes that were added, removed or drained through the admin API, and
-repeats that in a worker that starts later.
+A change of a node goes to one worker, which shares it with the others and replies once all of them have confirmed it.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from warmroute.console.combined_views import (
     combine_models,
     combine_node,
     combine_nodes,
+    leading_view,
 )
 from warmroute.console.page_files import PageFiles
 from warmroute.console.worker_api import Reply, ask, ask_all, no_worker
@@ -55,8 +55,6 @@ class CombinedAdmin:
         self._metrics = CombinedMetrics()
         self._live = CombinedLive(lambda: workers.sockets)
         self._page = PageFiles()
-        self._changes: dict[str, list[tuple[str, str, bytes]]] = {}
-        """By node: requests that a new worker has to get."""
         self._turn = 0
 
     def admit(self, head: RequestHead) -> str:
@@ -101,8 +99,10 @@ class CombinedAdmin:
             case "POST", ["admin", "reload"]:
                 status, body = await self._workers.reload("admin API")
                 responder.reply(status, body)
-            case ("POST" | "DELETE", ["admin", "nodes", *_]):
-                await self._change(request, responder, target)
+            case "GET", ["admin", "scaling"]:
+                await self._combine(request, responder, target, leading_view)
+            case "POST", ["admin", "nodes", _, "blocks"]:
+                await self._report_blocks(request, responder, target)
             case _:
                 _pass(responder, await self._ask_one(request, target))
 
@@ -116,41 +116,10 @@ class CombinedAdmin:
 
     # Changes.
 
-    async def _change(self, request: Request, responder: Responder, target: str) -> None:
+    async def _report_blocks(self, request: Request, responder: Responder, target: str) -> None:
+        """Pass what a node's cache holds to all workers: each has an index of its own."""
         replies = await self._ask(request, target)
-        failed = [reply for reply in replies if reply.status >= 300]
-        if len(failed) < len(replies):
-            done = next(reply for reply in replies if reply.status < 300)
-            if not request.path.endswith("/blocks"):
-                self._remember(request, target, done.body)
-            _pass(responder, done)
-        else:
-            _pass(responder, failed[0])
-
-    def _remember(self, request: Request, target: str, reply: bytes) -> None:
-        try:
-            name = str(msgspec.json.decode(reply)["name"])
-        except (msgspec.DecodeError, KeyError, TypeError):
-            return
-        change = (request.method, target, request.body)
-        if target.endswith("/undrain"):
-            self._changes[name] = [one for one in self._changes.get(name, []) if not one[1].endswith("/drain")]
-        elif request.method == "DELETE" or target.endswith("/drain"):
-            before = self._changes.pop(name, [])
-            was_added = any(method == "POST" and not path.endswith("/drain") for method, path, _ in before)
-            if request.method == "DELETE":
-                if not was_added:  # it is in the configuration
-                    self._changes[name] = [change]
-            else:
-                self._changes[name] = [*(one for one in before if one[1] != target), change]
-        else:
-            self._changes[name] = [*self._changes.get(name, []), change]
-
-    async def repeat_changes(self, socket: str) -> None:
-        """Make a new worker's nodes those of the others."""
-        for changes in list(self._changes.values()):
-            for method, target, body in changes:
-                await ask(0, socket, method, target, body)
+        _pass(responder, min(replies, key=lambda reply: reply.status))
 
     async def reload_workers(self) -> tuple[int, bytes]:
         replies = await ask_all(self._workers.sockets, "POST", "/admin/reload")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from warmroute.console.combined_views import add_counts, by_name
+from warmroute.console.combined_views import add_counts, by_name, leading_view
 
 Section = Any
 
@@ -111,6 +111,7 @@ _COMBINE: Final[dict[str, Callable[[Sequence[Any]], Section]]] = {
     "queue": _combine_queue,
     "prefixes": _combine_prefixes,
     "alerts": _combine_alerts,
+    "scaling": leading_view,
 }
 
 

@@ -73,3 +73,8 @@ def combine_decisions(replies: Sequence[Json], limit: int) -> Json:
     decisions = [decision for reply in replies for decision in reply["decisions"]]
     decisions.sort(key=lambda decision: str(decision["time"]), reverse=True)
     return {"stored": sum(reply["stored"] for reply in replies), "decisions": decisions[:limit]}
+
+
+def leading_view(replies: Sequence[Json]) -> Json:
+    """The autoscaler, as the worker sees it that scales the fleet."""
+    return next((reply for reply in replies if reply.get("leading")), replies[0])

@@ -26,7 +26,7 @@ from warmroute.edge.prompt_reader import PendingPrompt, PromptReader
 from warmroute.edge.proxy_client import ProxyClient, RequestExchange
 from warmroute.edge.request_builder import RequestBuilder
 from warmroute.edge.request_ids import random_ids
-from warmroute.edge.splittable import may_split
+from warmroute.edge.splittable import ONLY_VLLM, may_split
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.kv_transfer_protocol import KvTransfer
@@ -183,7 +183,8 @@ class Proxy:
         if charge is not None:
             exchange.attempts.charge = charge
         if self._kv_transfers and self._fleet.has_roles and isinstance(exchange, ProxyExchange):
-            request.may_split = may_split(path, body, scanned.outline)
+            allowed = self._fleet.pairs_only_with_vllm or path not in ONLY_VLLM
+            request.may_split = allowed and may_split(path, body, scanned.outline)
             exchange.outline = scanned.outline if request.may_split else None
         if path not in FORWARDED:  # the router does not know what such a path does
             exchange.attempts.repeatable = False

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 MAX_PREFILL_RESPONSE_BYTES: Final = 16 << 20
 """A longer response of a prefill node counts as a failure. Block ids of 100,000 tokens take about 50 KB."""
 MAX_HELD_BYTES: Final = 1 << 20
-_ERROR_EVENT: Final = re.compile(rb'(?m)^data:[ \t]*\{[ \t]*"error"')
+_ERROR_EVENT: Final = re.compile(
+    rb'(?m)^(?:event:[ \t]*(?:error|response\.failed)[ \t]*$|data:[ \t]*\{[ \t]*"(?:error"|type"[ \t]*:[ \t]*"error"))'
+)
+"""Also those of /v1/messages and /v1/responses."""
 _NOT_YET: Final[Any] = None
 
 
@@ -38,15 +41,22 @@ class _Choice(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
+    """Of chat completions and completions, of /v1/messages, and of /v1/responses."""
+
     choices: list[_Choice] = []
+    stop_reason: str | None = None
+    status: str | None = None
 
 
 def _finish_reason(body: bytes) -> str | None:
     try:
-        choices = msgspec.json.decode(body, type=_Answer).choices
+        answer = msgspec.json.decode(body, type=_Answer)
     except (ValueError, RecursionError):
         return None
-    return choices[0].finish_reason if choices else None
+    if answer.choices:
+        return answer.choices[0].finish_reason
+    reason = answer.stop_reason or answer.status
+    return "length" if reason in ("max_tokens", "incomplete") else reason
 
 
 class PrefillAttempt(msgspec.Struct, eq=False):
@@ -144,6 +154,7 @@ class PrefillAttempt(msgspec.Struct, eq=False):
         if self._withdrawn:
             return
         body, self._received = b"".join(self._received), []
+        self._body = b""  # it will not be sent again
         usage = transfer = finish_reason = None
         if self._readable:
             usage = read_usage(body)
@@ -215,6 +226,7 @@ class DecodeAttempt(NodeAttempt):
         if _has_error(head, held):
             self.split.transfer_failed("the decode node's stream began with an error", now_s)
             return None
+        self.body = b""  # it will not be sent again, and the stream may take minutes
         return NodeAttempt.response_started(self, head, held, whole, now_s)
 
     def response_ended(self, now_s: float) -> None:
@@ -232,7 +244,7 @@ class DecodeAttempt(NodeAttempt):
 
 
 def _has_error(head: ResponseHead, held: bytes) -> bool:
-    if b'"error"' not in held:
+    if b"error" not in held and b"response.failed" not in held:
         return False
     if head.length == CHUNKED:
         pieces: list[bytes] = []

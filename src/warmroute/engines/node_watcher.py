@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 from warmroute.config import Config
+from warmroute.config.kv_store_settings import kv_store_of
 from warmroute.engines.engine_detection import detect_engine, engine_of_cards, metrics_paths, parse_load
 from warmroute.engines.kv_client import KvEventClient
 from warmroute.engines.kv_zmq import SliceScheduler
@@ -64,13 +65,15 @@ class NodeWatcher:
 
     def reconfigure(self, config: Config) -> None:
         self._config = config
-        for client in self._kv_clients.values():
+        for node, client in self._kv_clients.items():
+            self._cache_view.attach(node.name, kv_store_of(node.config, config.kv_stores))
             client.rediscover()
 
     def watch(self, node: Node) -> None:
         if self._scheduler is None:
             self._scheduler = SliceScheduler()
         cache = self._cache_view.add_node(node.name, node.config.models)
+        self._cache_view.attach(node.name, kv_store_of(node.config, self._config.kv_stores))
         client = self._kv_clients[node] = KvEventClient(
             node, cache, self._scheduler, self._get, self._post, self._now, lambda: self._config.uses_kv_events
         )
@@ -207,6 +210,8 @@ class NodeWatcher:
         if node.engine != "auto" or node.role == "mixed" or node not in self._checked or node in self._warned_engine:
             return
         self._warned_engine.add(node)
+        node.engine_undetected = True
+        self._fleet.transfers_changed(node)
         log.warning(
             "kv_transfer_engine_unknown",
             "The node has a role, but takes part in no pair: its engine is not known. Set `engine` in [[nodes]].",

@@ -1,4 +1,5 @@
-"""vLLM's KV transfer with NixlConnector, as vLLM 0.32 does it.
+"""vLLM's KV transfer with NixlConnector, as vLLM 0.32 does it for chat completions, completions, Anthropic's messages
+and responses.
 
     prefill request    the client's, with one output token, not streamed, and kv_transfer_params {do_remote_decode}
     its response       kv_transfer_params: engine, host, port, request and block ids of the KV cache
@@ -49,6 +50,12 @@ class VllmKvTransfer:
 def one_token_fields(fields: Container[str]) -> dict[str, bytes]:
     """Return the fields that make a request's answer one token that is not streamed."""
     values = {"stream": b"false"}
+    if "input" in fields and "messages" not in fields and "prompt" not in fields:  # /v1/responses
+        values["max_output_tokens"] = b"1"
+        values["store"] = b"false"
+        if "stream_options" in fields:
+            values["stream_options"] = b"null"
+        return values
     if "max_completion_tokens" in fields:
         values["max_completion_tokens"] = b"1"
     if "max_tokens" in fields or "max_completion_tokens" not in fields:

@@ -17,7 +17,8 @@ TIME_BOUNDS_MS: Final = tuple(2.0 * 1.15**step for step in range(90))
 
 COUNTERS: Final = (
     "arrived", "shed", "sent", "prompt_tokens", "cached_tokens", "prefill_work", "prefill_squares", "responses",
-    "decode_context",
+    "decode_context", "prefill_pool_sent", "prefill_pool_tokens", "prefill_pool_cached", "prefill_pool_work",
+    "prefill_pool_squares",
 )  # fmt: skip
 """The fields of a demand meter that are not histograms."""
 
@@ -41,17 +42,31 @@ class DemandMeter:
     responses: int = 0
     decode_context: float = 0.0
     """Output tokens × the mean context of their own request."""
+    prefill_pool_sent: int = 0
+    """The part of these counts that nodes with the role `prefill` got."""
+    prefill_pool_tokens: float = 0.0
+    prefill_pool_cached: float = 0.0
+    prefill_pool_work: float = 0.0
+    prefill_pool_squares: float = 0.0
     ttft_counts: array[int] = field(default_factory=_empty_histogram)
     latency_counts: array[int] = field(default_factory=_empty_histogram)
+    inter_token_counts: array[int] = field(default_factory=_empty_histogram)
+    """Of streamed responses: the mean time between their tokens."""
     peers: DemandMeter | None = None
     """What the other processes of a cluster counted since this one heard from them."""
 
-    def record_sent(self, tokens: float, cached: float, work: float) -> None:
+    def record_sent(self, tokens: float, cached: float, work: float, in_prefill_pool: bool = False) -> None:
         self.sent += 1
         self.prompt_tokens += tokens
         self.cached_tokens += cached
         self.prefill_work += work
         self.prefill_squares += work * work
+        if in_prefill_pool:
+            self.prefill_pool_sent += 1
+            self.prefill_pool_tokens += tokens
+            self.prefill_pool_cached += cached
+            self.prefill_pool_work += work
+            self.prefill_pool_squares += work * work
 
     def record_ttft(self, ttft_ms: float) -> None:
         """`ttft_ms` counts from the request's arrival at the router, queueing included."""
@@ -64,6 +79,9 @@ class DemandMeter:
     def record_latency(self, latency_ms: float) -> None:
         self.latency_counts[bisect_left(TIME_BOUNDS_MS, latency_ms)] += 1
 
+    def record_inter_token(self, inter_token_ms: float) -> None:
+        self.inter_token_counts[bisect_left(TIME_BOUNDS_MS, inter_token_ms)] += 1
+
     def own_counts(self) -> list[float]:
         """Return the values of COUNTERS in this process."""
         return [float(getattr(self, name)) for name in COUNTERS]
@@ -73,13 +91,19 @@ class DemandMeter:
         own = self.own_counts()
         return own if self.peers is None else [a + b for a, b in zip(own, self.peers.own_counts(), strict=True)]
 
-    def times(self) -> tuple[array[int], array[int]]:
-        """Return the histograms of TTFT and latency of all processes."""
-        ttft, latency, peers = self.ttft_counts[:], self.latency_counts[:], self.peers
-        if peers is not None:
-            ttft = array("q", [a + b for a, b in zip(ttft, peers.ttft_counts, strict=True)])
-            latency = array("q", [a + b for a, b in zip(latency, peers.latency_counts, strict=True)])
-        return ttft, latency
+    @property
+    def own_times(self) -> tuple[array[int], array[int], array[int]]:
+        """The histograms of TTFT, latency and inter-token time in this process."""
+        return self.ttft_counts, self.latency_counts, self.inter_token_counts
+
+    def times(self) -> tuple[array[int], array[int], array[int]]:
+        """Return the histograms of TTFT, latency and inter-token time of all processes."""
+        ttft, latency, inter_token = (counts[:] for counts in self.own_times)
+        if self.peers is not None:
+            for counts, of_peers in zip((ttft, latency, inter_token), self.peers.own_times, strict=True):
+                for at, count in enumerate(of_peers):
+                    counts[at] += count
+        return ttft, latency, inter_token
 
 
 def percentile_ms(counts: Sequence[int], share: float) -> float | None:

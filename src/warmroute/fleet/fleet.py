@@ -9,6 +9,7 @@ from typing import Final
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig, node_name
 from warmroute.config import OutlierDetection as OutlierConfig
+from warmroute.config.node_settings import Role
 from warmroute.fleet.context_windows import windows_by_model
 from warmroute.fleet.group import Group
 from warmroute.fleet.health import HealthState
@@ -54,6 +55,8 @@ class Fleet:
         serves any more, the oldest are forgotten beyond MAX_PAST_MODELS."""
         self.has_roles = False
         """Whether a node has, or had, the role `prefill` or `decode`."""
+        self.pairs_only_with_vllm = False
+        """Whether all nodes that can be one of a pair run vLLM."""
         self._configured: set[str] = set()
         """Names of the nodes from the configuration. Nodes added at run time survive a reload."""
 
@@ -106,6 +109,14 @@ class Fleet:
         """Send no new requests to a node. Running ones finish."""
         node = self.node(name)
         node.draining = draining
+        for group in node.groups:
+            self._members_changed(group)
+        return node
+
+    def set_role(self, name: str, role: Role) -> Node:
+        """Give a node another role, until its configuration changes. Its requests continue."""
+        node = self.node(name)
+        node.role = role
         for group in node.groups:
             self._members_changed(group)
         return node
@@ -217,6 +228,7 @@ class Fleet:
         group.members_changed(self._health.slow_start_s)
         if group.has_roles:
             self.has_roles = True
+            self.pairs_only_with_vllm = all(node.engine == "vllm" for node in self if node.transfers_kv)
         is_adapter = any(group.model in node.adapter_names for node in members)
         if is_adapter != (group.adapter is not None):
             group.adapter = GroupAdapter(group.model, self.adapters) if is_adapter else None

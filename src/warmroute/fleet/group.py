@@ -137,14 +137,20 @@ class Group:
         self.slow_start_until_s = max((node.health.up_since_s + self._slow_start_s for node in up), default=0.0)
 
     def _sort_prefill_nodes(self, serving: tuple[Node, ...]) -> tuple[Node, ...]:
-        """Return the nodes that can serve a request. A decode node that cannot prefill needs a prefill node."""
+        """Return the nodes that can serve a request. A decode node that cannot prefill needs a prefill node. Where no
+        other node is up, prefill nodes serve whole requests."""
         nodes = [node for node in self.members if not node.draining and node.prefills_for_others]
         self.prefill_nodes = Candidates(node for node in nodes if node.health.state is HealthState.UP)
         self.half_open_prefill = tuple(
             node for node in nodes if node.role == "prefill" and node.health.state is HealthState.HALF_OPEN
         )
         engines = {node.engine for node in (*self.prefill_nodes.nodes, *self.half_open_prefill)}
-        return tuple(node for node in serving if not node.needs_partner or node.engine in engines)
+        usable = [
+            node for node in serving if not node.awaits_detection and (not node.needs_partner or node.engine in engines)
+        ]
+        if not any(node.health.state is HealthState.UP for node in usable):
+            usable += [node for node in self.prefill_nodes.nodes if node.role == "prefill" and node.can_serve_alone]
+        return tuple(usable)
 
     def on_islands(self, *islands: str) -> Candidates:
         """Return the nodes on these islands that are up."""

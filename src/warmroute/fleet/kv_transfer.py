@@ -63,6 +63,16 @@ class TransferSpeeds:
 
     _speeds: dict[tuple[str, str], TransferSpeed] = field(default_factory=dict)
 
+    def from_store(self, store: str, island: str) -> TransferSpeed:
+        """Return how fast nodes of an island load KV tokens from a shared KV store."""
+        key = (f"\0{store}", island)
+        speed = self._speeds.get(key)
+        if speed is None:
+            speed = TransferSpeed(PRIOR_MS_PER_TOKEN)
+            if len(self._speeds) < MAX_ISLAND_PAIRS:
+                self._speeds[key] = speed
+        return speed
+
     def between(self, prefill_island: str, decode_island: str) -> TransferSpeed:
         key = (prefill_island, decode_island)
         speed = self._speeds.get(key)

@@ -20,6 +20,7 @@ from warmroute._kernel import (
 from warmroute._kernel import TTFT_BOUNDS_MS as TTFT_BOUNDS_MS
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig, node_name
+from warmroute.config.node_settings import Role
 from warmroute.fleet.engine_rates import EngineCounters, EngineRates
 from warmroute.fleet.health import Health
 from warmroute.fleet.kv_transfer import NEEDS_PARTNER
@@ -53,9 +54,10 @@ class Node(NodeState):
     speed: NodeSpeed
     __slots__ = (
         "adapter_names", "api_key_env", "busy_until_s", "config", "context_windows", "draining", "engine",
-        "excused_failures", "groups", "health", "host", "incarnation", "island", "kv_connector", "last_progress_s",
-        "loaded_adapters", "model_cards", "models", "no_transfer_until_s", "number", "peer_load", "port", "rates",
-        "recent_requests", "reported", "role", "running", "scheme", "seed", "transfer_tokens", "url", "waiting",
+        "engine_undetected", "excused_failures", "groups", "health", "host", "incarnation", "island", "kv_connector",
+        "last_progress_s", "loaded_adapters", "model_cards", "models", "no_transfer_until_s", "number", "peer_load",
+        "port", "rates", "recent_requests", "reported", "role", "running", "scheme", "seed", "transfer_tokens", "url",
+        "waiting",
     )  # fmt: skip
 
     def __init__(self, config: NodeConfig, health: HealthConfig, adapters: FleetAdapters | None = None) -> None:
@@ -84,6 +86,8 @@ class Node(NodeState):
         """By model (see context_windows.py)."""
         self.kv_connector = False
         """Whether the engine reports that it can transfer KV cache to and from other nodes."""
+        self.engine_undetected = False
+        """Whether the router asked the node which engine it runs, and could not tell."""
         self.no_transfer_until_s = 0.0
         """Until when the node prefills for no other one, because its last answer had no KV transfer parameters."""
         self.transfer_tokens = 0.0
@@ -144,7 +148,7 @@ class Node(NodeState):
     def _apply_config(self, config: NodeConfig) -> None:
         self.config = config
         self.island = config.island
-        self.role = config.role
+        self.role: Role = config.role
         self.engine: str = config.engine
         self.api_key_env = config.api_key_env
 
@@ -177,6 +181,29 @@ class Node(NodeState):
     def needs_partner(self) -> bool:
         """Whether the node cannot prefill: its requests need a prefill node as well."""
         return self.role == "decode" and self.engine in NEEDS_PARTNER
+
+    @property
+    def awaits_detection(self) -> bool:
+        """Whether it is not known yet if the node needs a partner: its engine is not detected."""
+        return self.role == "decode" and self.engine == "auto" and not self.engine_undetected
+
+    @property
+    def can_serve_alone(self) -> bool:
+        """Whether a prefill node can serve whole requests, if no other node is left. SGLang's cannot."""
+        return self.engine not in NEEDS_PARTNER and self.engine != "auto"
+
+    def obstacle_to(self, role: Role) -> str:
+        """Return why the node cannot have another role, or an empty string. SGLang is started for one role; an engine
+        without a KV connector can only serve whole requests."""
+        if role == self.role:
+            return ""
+        if self.engine == "auto":
+            return "its engine is not known: set `engine`"
+        if self.engine in NEEDS_PARTNER:
+            return f"{self.engine} has the role that it was started with"
+        if self.engine == "vllm" and not self.kv_connector:
+            return "its engine reports no KV connector"
+        return ""
 
     @property
     def needs_trial_request(self) -> bool:

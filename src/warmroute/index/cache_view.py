@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from heapq import heappop, heappush
 from itertools import count
 from typing import Final
@@ -12,6 +12,7 @@ from warmroute._kernel import BlockIndex, add_hits, match_hits
 from warmroute._kernel import Hit as Hit
 from warmroute.config import Index as IndexConfig
 from warmroute.event_log import EventLog, where_it_failed
+from warmroute.index.kv_store import KvStore, SavedShare
 from warmroute.index.lookup import Lookup
 from warmroute.index.node_cache import DEFAULT_BLOCK_TOKENS, ROUTED, NodeCache
 from warmroute.index.prediction import Prediction
@@ -65,11 +66,36 @@ class CacheView:
         """Prompts that were sent to nodes, for the peers of this process; None without peers."""
         self.tenants = TenantIsolation(self.index)
         self.reuse = Reuse()
+        self.stores: dict[str, KvStore] = {}
+        """Shared KV stores by name."""
+        self.saved_share: SavedShare = lambda _model, _store, _node: 0.0
+        """What a token from a store saves (kv_store.py). The router sets it."""
         self.reconfigure(config)
 
     def reconfigure(self, config: IndexConfig) -> None:
         """Use a changed configuration. The memory budget stays that of the start."""
         self.config = config
+
+    def set_stores(self, capacities: Mapping[str, int]) -> None:
+        """Use these shared KV stores: their capacities in tokens by name."""
+        for name in self.stores.keys() - capacities.keys():
+            self.stores.pop(name).close()
+        for name, tokens in capacities.items():
+            store = self.stores.get(name)
+            if store is None:
+                self.stores[name] = KvStore(name, tokens, self.index, self._owners)
+            elif store.capacity_tokens != tokens:
+                store.resize(tokens)
+
+    def attach(self, name: str, store_name: str) -> None:
+        """Set the shared KV store of a node; none with an empty name."""
+        cache, store = self._caches.get(name), self.stores.get(store_name)
+        if cache is None or cache.store is store:
+            return
+        if cache.store is not None:
+            cache.store.detach(cache)
+        if store is not None:
+            store.attach(cache)
 
     # Nodes.
 
@@ -112,6 +138,8 @@ class CacheView:
     def remove_node(self, name: str) -> None:
         cache = self._caches.pop(name, None)
         if cache is not None:
+            if cache.store is not None:
+                cache.store.detach(cache)
             cache.close()
             self.membership = object()
             if self._served.pop(name, None) is not None:
@@ -149,6 +177,8 @@ class CacheView:
                 match_hits(
                     found, self.index, chain, self._owners, size, limits, now_s, EVENT_AGES_S, LOWER_TIERS
                 )  # fmt: skip
+        for store in self.stores.values():
+            store.add_hits(found, model, self.saved_share)
         if special is not None:
             for other in special.others:
                 for name, hit in self.hits(model, other, now_s).items():
@@ -204,13 +234,33 @@ class CacheView:
         if self.routed_log is not None:
             self.routed_log.append((name, chain, exact, lookup.cache_group))
         tokens, rank = (hit.tokens, hit.rank) if hit is not None else (0, ROUTED)
+        from_store = self._from_store(cache, chain, tokens) if cache.store is not None and tokens else 0
         comparable = lookup.special is None
         if comparable:
             cache.routed_tokens += lookup.token_count
             cache.predicted_tokens += tokens
         return Prediction(
-            cache, chain, lookup.token_count, tokens, rank, exact, now_s, lookup.text, comparable, sampled, known
+            cache, chain, lookup.token_count, tokens, rank, exact, now_s, lookup.text, comparable, sampled, known,
+            store_tokens=from_store,
         )  # fmt: skip
+
+    def from_store(self, model: str, lookup: Lookup, name: str, hit: Hit | None) -> tuple[str, int]:
+        """Return the node's shared KV store, and how many tokens of a hit the node has to load from there."""
+        cache = self._caches.get(name)
+        if cache is None or cache.store is None or hit is None:
+            return "", 0
+        base, lora = self._models.get(model) or (model, "")
+        chain = lookup.blocks(base, lora, cache.block_size)
+        tokens = self._from_store(cache, chain, hit.tokens)
+        return (cache.store.name, tokens) if tokens else ("", 0)
+
+    def _from_store(self, cache: NodeCache, chain: bytes, tokens: int) -> int:
+        """Return how many of a hit's tokens the node has to load from its shared KV store."""
+        own = {*cache.ranks.values(), cache.pending_holder}
+        if not cache.complete:
+            own.add(cache.routed_holder)
+        local = max((row[-1] for row in self.index.match(chain) if row[0] in own), default=0)
+        return max(0, tokens - local * cache.block_size)
 
     def record_peer_routed(self, prompt: RoutedPrompt, prefilled_s: float, now_s: float) -> None:
         """Record that a peer sent a prompt to a node, which will have prefilled it by `prefilled_s`."""
@@ -221,6 +271,8 @@ class CacheView:
         self.reuse.record(chain, now_s)
         if cache_group:
             self.tenants.record(cache_group, chain, now_s)
+        if cache.store is not None:
+            cache.store.prefilled(chain, cache.block_size, now_s)
         if not (exact and cache.complete):
             cache.record_routed(chain, 0, now_s)
             return
@@ -231,6 +283,9 @@ class CacheView:
     def first_token(self, prediction: Prediction, now_s: float) -> None:
         """Handle a first token: the prompt is prefilled, and events will soon report the pending blocks."""
         prediction.prefilled()
+        cache = prediction.cache
+        if cache.store is not None:
+            cache.store.prefilled(prediction.chain, cache.block_size, now_s)
         if prediction.pending:
             self._prefilled.append((now_s + EVENT_DELAY_S, prediction))
 

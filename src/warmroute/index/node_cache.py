@@ -13,12 +13,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from math import inf
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from warmroute._kernel import MAX_BLOCK_TOKENS, ROUTED_RANK, UNKNOWN_PARENT, BlockIndex, CacheState, Recency
 from warmroute.index.confidence import Accuracy, freshness
 from warmroute.index.lookup import namespace_seed, salted
 from warmroute.index.tiers import Tier
+
+if TYPE_CHECKING:
+    from warmroute.index.kv_store import KvStore
 
 EngineHash = int | bytes
 """An engine's own hash of a block."""
@@ -46,7 +49,7 @@ class NodeCache(CacheState):
     __slots__ = (
         "__weakref__", "_complete", "_index", "_on_block_size", "_owners", "disagrees", "gaps", "generation", "model",
         "output_tokens", "pending_holder", "predicted_tokens", "prefilled_s", "prompts_without_events", "ranks",
-        "recency", "routed_holder", "routed_tokens", "store_events", "token_mismatches",
+        "recency", "routed_holder", "routed_tokens", "store", "store_events", "token_mismatches",
     )  # fmt: skip
 
     def __init__(
@@ -77,6 +80,8 @@ class NodeCache(CacheState):
         self._open_routed(assumed_blocks)
         self.pending_holder = index.add_holder()
         owners[self.pending_holder] = (self, PENDING)
+        self.store: KvStore | None = None
+        """The shared KV store that the node reads and writes."""
         self.accuracy = Accuracy()
         self.last_contact_s = NEVER_S
         """When the node last sent an event or answered a poll."""
@@ -170,8 +175,12 @@ class NodeCache(CacheState):
         Without token ids, only blocks count that the rank has stored before, in another tier. Raises ValueError or
         TypeError if hashes, tokens and block size do not fit together."""
         holder = self.ranks[rank]
+        shared = self.store if tier is not Tier.GPU else None
         if not token_ids:
-            self._index.store_known(holder, hashes, tier)
+            if shared is None:
+                self._index.store_known(holder, hashes, tier)
+            else:
+                shared.reported(self._own_hashes(holder, hashes), self.block_size)
             return True
         self.store_events += 1
         if self.prompts_without_events:
@@ -182,7 +191,14 @@ class NodeCache(CacheState):
         known = self._index.store(holder, seed, parent, hashes, token_ids, block_size, tier, extra) != UNKNOWN_PARENT
         if block_size != self.block_size and parent is None:
             self.set_size(block_size, 0)
+        if shared is not None:  # it is in the store, for all nodes there
+            shared.reported(self._own_hashes(holder, hashes), block_size)
+            self._index.remove(holder, hashes, tier)
         return known
+
+    def _own_hashes(self, holder: int, hashes: list[EngineHash]) -> list[int]:
+        found = (self._index.block_hash(holder, one) for one in hashes)
+        return [one for one in found if one is not None]
 
     def hashes_stored(self, rank: int, parent: int | None, hashes: list[int], tier: Tier = Tier.GPU) -> bool:
         """Store blocks whose engine hashes are the index's own, as those of replay's simulated engines are. Return
@@ -197,7 +213,11 @@ class NodeCache(CacheState):
         return self._index.block_hash(self.ranks[rank], hash) is not None
 
     def blocks_removed(self, rank: int, hashes: list[EngineHash], tier: Tier = Tier.GPU) -> None:
-        self._index.remove(self.ranks[rank], hashes, tier)
+        holder = self.ranks[rank]
+        if tier is not Tier.GPU and self.store is not None:
+            self.store.removed(self._own_hashes(holder, hashes), self.block_size)
+        else:
+            self._index.remove(holder, hashes, tier)
 
     def all_blocks_cleared(self, rank: int) -> None:
         self._index.clear(self.ranks[rank])

@@ -31,6 +31,8 @@ class Prediction(msgspec.Struct, eq=False):
     """Blocks of the prompt that index/reuse.py samples."""
     known_blocks: int = 0
     """Those of them that an earlier prompt had."""
+    store_tokens: int = 0
+    """Those of `tokens` that the node has to load from a shared KV store."""
     pending: bool = False
     """Whether the blocks count as pending; that ends shortly after the first token."""
     _generation: int = 0
@@ -104,8 +106,12 @@ class Prediction(msgspec.Struct, eq=False):
             cached_tokens = cached_tokens * self.prompt_tokens // prompt_tokens
             if cached_tokens >= (1.0 - TEXT_TOLERANCE) * self.tokens - 2 * cache.block_size:
                 cached_tokens = self.tokens
-        cache.accuracy.compare(self.tokens, cached_tokens, now_s)
-        if cached_tokens < self.tokens:
+        local = self.tokens - self.store_tokens
+        if self.store_tokens and cache.store is not None:
+            loaded = min(max(0, cached_tokens - local), self.store_tokens)
+            cache.store.accuracy.compare(self.store_tokens, loaded, now_s)
+        cache.accuracy.compare(local, cached_tokens - min(max(0, cached_tokens - local), self.store_tokens), now_s)
+        if cached_tokens < local:
             cached_blocks = cached_tokens // cache.block_size
             stamps = [stamp for _, end, stamp in self._uses or () if end > cached_blocks]
             if stamps:

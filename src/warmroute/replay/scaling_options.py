@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from warmroute.config import ConfigError, Scaling, from_table
+from warmroute.config.node_settings import Role
 from warmroute.fake_engine.profiles import profile
 from warmroute.replay.peers.scalers import SCALERS
 from warmroute.replay.simulation.simulated_scaling import CreateDecisionMaker, SimulatedOffer
@@ -48,6 +49,7 @@ class OfferTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     quota: int | None = None
     max_nodes: int | None = None
     spot: bool = False
+    role: Role = "mixed"
 
     def offer(self) -> SimulatedOffer:
         """Raises ConfigError."""
@@ -67,6 +69,7 @@ class OfferTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 gpu=hardware.name,
                 gpus=hardware.gpus,
                 spot=self.spot,
+                role=self.role,
                 usd_per_hour=self.usd_per_hour,
                 start_s=self.start_s,
                 max_nodes=self.max_nodes,

@@ -426,6 +426,8 @@ class Attempts(msgspec.Struct, eq=False):
                 ticket.record_usage(prompt_tokens, cached_tokens, output_tokens, now_s)
                 if demand_meter is not None and output_tokens is not None:
                     demand_meter.record_output(ticket.tokens, output_tokens)
+                    if self.request.streams and output_tokens > 1:
+                        demand_meter.record_inter_token((now_s - ticket.first_token_s) * 1000.0 / (output_tokens - 1))
         outcome, status = Outcome.OK, self.status
         if status >= 400:
             outcome = Outcome.REJECTED

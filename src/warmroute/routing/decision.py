@@ -90,10 +90,15 @@ class Decision(msgspec.Struct, eq=False):
                 tokens = lookup.token_count if lookup.special is None else lookup.special.total_tokens
                 if self.index < 0 and (hit := query.hits().get(node.name)) is not None:
                     expected_cached = hit.expected
-        return DecisionRecord(
+        record = DecisionRecord(
             node, self.policy, reason, tokens, expected_cached, self.index, (self.prices, candidates), len(candidates),
             self.entry_node.speed.ms_per_token, self.cache_counts, pair=self.pair,
         )  # fmt: skip
+        if tokens and query is not None and query.cache_view.stores and query.lookup is not None:
+            name = self.entry_node.name
+            found = query.cache_view.from_store(query.group.model, query.lookup, name, query.hits().get(name))
+            record.store, record.store_tokens = found
+        return record
 
 
 class Policy(Protocol):

@@ -46,6 +46,9 @@ class DecisionRecord(msgspec.Struct, eq=False):
     """Number of candidates with the lowest price, counted by `keep_best`."""
     pair: Pair | None = None
     """Set if another node prefills the prompt, and `node` decodes."""
+    store: str = ""
+    """The shared KV store from which the node loads `store_tokens` of the prompt."""
+    store_tokens: int = 0
 
     @property
     def price(self) -> Price | None:

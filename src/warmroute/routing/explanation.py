@@ -111,7 +111,8 @@ def _cached(record: DecisionRecord, others: Sequence[tuple[Node, Price]]) -> str
         why = "caches do not count (cache_weight = 0)" if record.tokens else "the prompt was not looked up"
         return f"{why}, so load decided: {queued} queued"
     if record.cached >= 1.0:
-        return f"{record.cached:,.0f} of {_tokens(record.tokens)} cached, saves {_ms(record.saved_ms)}"
+        store = f" ({_tokens(record.store_tokens)} from the store {record.store})" if record.store_tokens else ""
+        return f"{record.cached:,.0f} of {_tokens(record.tokens)} cached{store}, saves {_ms(record.saved_ms)}"
     excluded_some = record.reason not in _PRICE_REASONS  # nodes that may have the prefix cached
     if excluded_some or not others or any(other.cached >= 1.0 for _, other in others):
         return f"nothing cached, {_tokens(record.tokens)} to prefill"

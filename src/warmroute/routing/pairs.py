@@ -12,9 +12,11 @@ A pair is a candidate like a node, with a price in the same milliseconds:
 A node that prefills on its own delays the answers that it decodes meanwhile. So the price of a node alone gets one more
 term where some nodes have a role:
 
-           + interference = INTERFERENCE_WEIGHT · (prefill work − TOLERATED_MS) [ms] · answers that the node is decoding
+           + interference = (prefill − TOLERATED_MS)² / STALL_SCALE_MS [ms] · requests of the node
 
-Short prompts delay no answer noticeably: they fit into a step of the batch, or make one short gap.
+Short prompts delay no answer noticeably: they fit into a step of the batch, or make one short gap. A long gap is worse
+than several short ones of the same length together, so the square counts. All requests of the node are delayed: those
+that wait there for their own prefill, or for a KV cache, decode by the time that this prompt is prefilled.
 
 The cheapest of all wins: short or cached prompts stay on the decode node because that is cheaper, and there is no
 threshold to set. Only the best few nodes of each side are combined. Where no node of a model has a role, nothing of it
@@ -50,8 +52,8 @@ MAX_DECODE: Final = 4
 """Decode nodes by each of two orders: the cheapest ones, and those with the least context."""
 NEAR: Final = 1.5
 """Nodes with a price up to this × the lowest one are among the cheapest."""
-INTERFERENCE_WEIGHT: Final = 0.5
-"""Milliseconds of price for each millisecond in which an answer stands still, beside what every price counts of it."""
+STALL_SCALE_MS: Final = 1400.0
+"""An answer that stands still for this long costs as much as a first token that comes later by this time."""
 TOLERATED_MS: Final = 50.0
 """A gap between two tokens that users do not notice."""
 REASON: Final = "cheapest pair"
@@ -97,6 +99,8 @@ class Pairs:
             return decision
         group = query.group
         prefill_nodes = group.prefill_nodes
+        if decision.node.role == "prefill":  # no other node is up
+            return decision
         if not query.request.may_split:
             return self._without_partner(decision, query, policy)
         if decision.prices is None or not isinstance(policy, PricePolicy) or query.lookup is None:
@@ -235,13 +239,12 @@ class Pairs:
 
 
 def _interference_ms(node: Node, row: Price, group: Group) -> float:
-    """Return how much the prefill on this node delays the answers that it decodes."""
-    decoding = node.inflight - node.unstarted
-    if decoding <= 0:
+    """Return how much the prefill on this node delays the answers that it decodes, or will decode by then."""
+    if node.inflight <= 0:
         return 0.0
     token_ms = group.decode_speed.token_ms(node.context_tokens) * node.speed.factor
     stall_ms = row.prefill - FIRST_TOKEN_STEPS * token_ms - max(token_ms, TOLERATED_MS)
-    return INTERFERENCE_WEIGHT * max(0.0, stall_ms) * decoding
+    return stall_ms * stall_ms / STALL_SCALE_MS * node.inflight if stall_ms > 0.0 else 0.0
 
 
 def _best_decode(prices: Prices, nodes: Sequence[Node], chosen: int) -> Sequence[int]:

@@ -10,7 +10,7 @@ from random import Random
 
 from warmroute.config import Pricing, RouteConfig, Routing
 from warmroute.fleet.demand import DemandMeter
-from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.fleet import Fleet, UnknownNode
 from warmroute.fleet.group import Candidates, Group
 from warmroute.fleet.node import Node
 from warmroute.fleet.node_speed import work
@@ -30,6 +30,7 @@ from warmroute.routing.policies import make_policy
 from warmroute.routing.price_terms import ASSUMED_PROMPT_TOKENS
 from warmroute.routing.query import Query
 from warmroute.routing.routing_errors import MissingModel, NoNodeAvailable, RoutingError, UnknownModel
+from warmroute.routing.store_dispatch import StoreDispatch
 from warmroute.routing.subset import within_subset
 
 
@@ -55,7 +56,20 @@ class Router:
         """Called for each request that is sent to a node, if the process has peers."""
         self.may_serve: Callable[[str], bool] = lambda _model: True
         """Whether a node that the autoscaler starts would serve a model. Asked while the fleet is empty."""
+        cache_view.saved_share = self._saved_by_store
         self.reconfigure(config, pricing or Pricing(), routes)
+
+    def _saved_by_store(self, model: str, store: str, name: str) -> float:
+        """Return the share of its prefill that a token saves which the node loads from a shared KV store."""
+        group = self._fleet.group(model)
+        try:
+            node = self._fleet.node(name)
+        except UnknownNode:
+            return 0.0
+        if group is None:
+            return 0.0
+        load_ms = group.transfer_speeds.from_store(store, node.island).ms_per_token
+        return max(0.0, 1.0 - load_ms / node.speed.ms_per_token)
 
     def reconfigure(self, config: Routing, pricing: Pricing, routes: Sequence[RouteConfig] = ()) -> None:
         self._random = Random(config.seed or None)
@@ -211,7 +225,7 @@ class Router:
         demand_meter = self.demand_meter if kind is not DecodeDispatch else None
         if query is None or query.lookup is None:
             if demand_meter is not None:
-                demand_meter.record_sent(ASSUMED_PROMPT_TOKENS, 0.0, ASSUMED_PROMPT_TOKENS)
+                demand_meter.record_sent(ASSUMED_PROMPT_TOKENS, 0.0, ASSUMED_PROMPT_TOKENS, node.role == "prefill")
             return Ticket(node, now_s)
         request, lookup, cache_view = query.request, query.lookup, self._cache_view
         special, others = lookup.special, None
@@ -231,9 +245,22 @@ class Router:
         if kind is DecodeDispatch:
             new_work = 0.0
         if demand_meter is not None:
-            demand_meter.record_sent(tokens, tokens - int(new), new_work)
+            demand_meter.record_sent(tokens, tokens - int(new), new_work, node.role == "prefill")
             if self.hot is not None and prediction is not None:
                 self.hot.record(prediction.chain, prediction.cache.block_size, lookup, now_s)
+        if prediction is not None and prediction.store_tokens and kind is Dispatch and others is None:
+            return StoreDispatch(
+                request,
+                node,
+                now_s,
+                cache_view,
+                self.output_lengths,
+                query.group,
+                prediction,
+                tokens,
+                int(new),
+                new_work,
+            )
         return kind(
             request, node, now_s, cache_view, self.output_lengths, query.group.decode_speed, prediction, tokens,
             int(new), new_work, hit.tokens if hit is not None else 0, others,

@@ -284,7 +284,8 @@ class SplitRequest:
     def _fall_back(self, why: str, outcome: Outcome, reason: str, now_s: float) -> None:
         """Let the decode node serve the request alone. `outcome`: that of the prefill node, if it has not answered."""
         attempts, dispatcher, prefilling = self._attempts, self._dispatcher, self.phase is Phase.PREFILLING
-        node = attempts.ticket.node
+        ticket = attempts.ticket
+        node = ticket.node
         self._end(why)
         if prefilling:
             attempts.driver.withdraw_prefill()
@@ -296,8 +297,8 @@ class SplitRequest:
         dispatcher.close_ticket(attempts, attempts.ticket, Outcome.CANCELLED, now_s)
         if prefilling:
             self._close_prefill(outcome, now_s, reason)
-        if attempts.done:  # closing a ticket can take a node down, and the request with it
-            return
+        if attempts.done or not self.is_current or attempts.ticket is not ticket:
+            return  # closing a ticket can take a node down: the request has ended with it, or was sent elsewhere
         log.debug("split_request_fell_back", node=node.name, reason=reason)
         partner = dispatcher.router.partner(self._decision, node, failed) if node.needs_partner else None
         if partner is not None:

@@ -13,13 +13,15 @@ from warmroute.fleet.fleet import Fleet
 from warmroute.index.cache_view import CacheView
 from warmroute.index.hot_prefixes import HotPrefix, HotPrefixes
 from warmroute.scaling.capacity import ScalingInputs
-from warmroute.scaling.fleet_observer import FleetObserver, FleetView
+from warmroute.scaling.fleet_observer import FleetObserver, FleetView, pool_of
 from warmroute.scaling.fleet_plan import FleetPlan
 from warmroute.scaling.metric_windows import MetricWindows
 from warmroute.scaling.node_lifecycle import LifecycleState, ManagedNodes
+from warmroute.scaling.offer import Offer
 from warmroute.scaling.offer_selection import OfferSelector
 from warmroute.scaling.plan_request import plan_request
 from warmroute.scaling.replay_planner import PlanRunner, ReplayPlanner
+from warmroute.scaling.role_pools import RolePools, has_pools
 from warmroute.scaling.scaler import Scaler
 from warmroute.scaling.scaling_decision import PaidNode, ScalingDecision, paid_for
 
@@ -41,6 +43,8 @@ class Autoscaler:
         self.offers = OfferSelector(config, fleet.islands.round_trip_ms)
         self.managed = ManagedNodes(config)
         self.scaler = Scaler(config, self.offers)
+        self.pools = RolePools(config, self.offers)
+        """Decides instead of `scaler` where nodes have roles."""
         self._windows = MetricWindows(config)
         self._observer = FleetObserver(fleet, cache_view, demand_meter, waiting)
         self.last_decision: ScalingDecision | None = None
@@ -55,6 +59,29 @@ class Autoscaler:
     @property
     def desired_nodes(self) -> int:
         return self.last_decision.desired_nodes if self.last_decision is not None else len(self._fleet)
+
+    def desired_in_pool(self, role: str) -> int:
+        """Return how many nodes a pool should have; those of the whole fleet if there is no such pool."""
+        pools = self.last_decision.pools if self.last_decision is not None else {}
+        for pool, decision in pools.items():
+            if pool == role:
+                return decision.desired_nodes
+        return self.desired_nodes
+
+    def request_failed(self, offer: Offer) -> None:
+        """A requested node does not come: the next request need not wait for the cooldown."""
+        self.scaler.request_failed()
+        self.pools.request_failed(pool_of(offer.role))
+
+    @property
+    def changed_s(self) -> tuple[float, float]:
+        """When nodes were last added and removed."""
+        (added_s, removed_s), (pool_added_s, pool_removed_s) = self.scaler.changed_s, self.pools.changed_s
+        return max(added_s, pool_added_s), max(removed_s, pool_removed_s)
+
+    @changed_s.setter
+    def changed_s(self, times_s: tuple[float, float]) -> None:
+        self.scaler.changed_s = self.pools.changed_s = times_s
 
     def observe(self, now_s: float) -> FleetView:
         """Take a sample, and return the fleet's current state."""
@@ -75,6 +102,11 @@ class Autoscaler:
 
     def decide(self, now_s: float, wall_s: float = 0.0) -> ScalingDecision:
         view = self.observe(now_s)
+        if has_pools(view, self.offers):
+            self.last_decision = self.pools.decide(
+                view, self._windows, self.config, self.offers, self.pending, wall_s, self.terminating
+            )
+            return self.last_decision
         planned = self._planned if self.planner is not None and self.config.replay.enabled else None
         self.last_decision = self.scaler.decide(view, self.pending, wall_s, self.terminating, planned)
         return self.last_decision

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, Protocol
 
 from warmroute.config import NodeConfig
+from warmroute.config.node_settings import Role
 from warmroute.event_log import EventLog
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node
@@ -44,6 +45,7 @@ class NodeRegistry(Protocol):
     def add_node(self, config: NodeConfig) -> Node: ...
     def remove_node(self, name: str) -> Node: ...
     def drain(self, name: str, draining: bool) -> object: ...
+    def set_role(self, name: str, role: Role) -> object: ...
 
 
 class LeaderLease(Protocol):
@@ -75,7 +77,9 @@ class ControllerLoop:
         """`is_leader`: whether this process scales the fleet. `lease`: if routers on several machines do."""
         self.autoscaler = autoscaler
         self.clients = {client.name: client for client in clients}
-        self.controller = NodeController(autoscaler, fleet, self, now, drain=self._set_draining)
+        self.controller = NodeController(
+            autoscaler, fleet, self, now, drain=self._set_draining, set_role=self._set_role
+        )
         self._reconciler = MachineReconciler(self.controller, self.clients, fleet, nodes.add_node, now)
         self._nodes = nodes
         self._prefiller = prefiller
@@ -168,6 +172,10 @@ class ControllerLoop:
     def _set_draining(self, name: str, draining: bool) -> None:
         if self._lease is None or self._is_leader():
             self._nodes.drain(name, draining)
+
+    def _set_role(self, name: str, role: Role) -> None:
+        if self._lease is None or self._is_leader():
+            self._nodes.set_role(name, role)
 
     async def close(self) -> None:
         """Leave all machines as they are: the next router adopts them."""

@@ -14,6 +14,8 @@ from math import inf
 
 import msgspec
 
+from warmroute.config.node_settings import Role
+from warmroute.config.scaling_settings import Pool
 from warmroute.fleet.decode_speed import DEFAULT_BASE_MS, DEFAULT_SLOPE_MS
 from warmroute.fleet.demand import COUNTERS, DemandMeter, percentile_ms
 from warmroute.fleet.fleet import Fleet
@@ -29,6 +31,9 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one node."""
 
     name: str
+    role: Role = "mixed"
+    switchable: bool = False
+    """Whether it could have another role."""
     island: str = "local"
     gpu: str = ""
     offer: OfferKey | None = None
@@ -64,6 +69,19 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """Time since the last use of the block that it would evict next."""
 
 
+def pool_of(role: Role) -> Pool:
+    """Return the pool of nodes with this role. A mixed node serves requests, as a decode node does."""
+    return "prefill" if role == "prefill" else "decode"
+
+
+class PoolSample(msgspec.Struct):
+    """The state of the nodes of one pool at the end of an interval."""
+
+    waiting: int = 0
+    """Requests that wait at the nodes."""
+    kv_usage: float = 0.0
+
+
 class Sample(msgspec.Struct):
     """What happened within one interval."""
 
@@ -77,6 +95,9 @@ class Sample(msgspec.Struct):
     """Requests that wait at the router or at nodes, at its end."""
     kv_usage: float = 0.0
     """Fraction of the serving nodes' KV memory that running requests hold, at its end."""
+    inter_token: array[int] = array("q")
+    pools: dict[Pool, PoolSample] = {}
+    """Empty where no node has a role."""
 
 
 class WindowMetrics(msgspec.Struct, kw_only=True):
@@ -95,6 +116,8 @@ class WindowMetrics(msgspec.Struct, kw_only=True):
     ttft_p90_ms: float | None = None
     ttft_p99_ms: float | None = None
     latency_p99_ms: float | None = None
+    inter_token_p90_ms: float | None = None
+    """P90 over streamed responses of their mean time between tokens."""
     first_tokens: int = 0
     arrivals: int = 0
     waiting: float = 0.0
@@ -126,18 +149,23 @@ class FleetView(msgspec.Struct, kw_only=True):
     """Relative growth of the load per second; negative if it falls."""
 
 
-def summarize(samples: Iterable[Sample]) -> WindowMetrics:
-    """Return the metrics of a window."""
+def summarize(samples: Iterable[Sample], pool: Pool | None = None) -> WindowMetrics:
+    """Return the metrics of a window. `pool`: what the nodes of one pool had to do."""
     window = list(samples)
     span_s = sum(sample.span_s for sample in window)
     if span_s <= 0:
         return WindowMetrics()
     totals = [sum(column) for column in zip(*(sample.counts for sample in window), strict=True)]
     total = dict(zip(COUNTERS, totals, strict=True))
-    ttft, latency = (
+    if pool is not None:
+        _keep_pool(total, pool)
+    ttft, latency, inter_token = (
         [sum(column) for column in zip(*(getattr(sample, name) for sample in window), strict=True)]
-        for name in ("ttft", "latency")
+        for name in ("ttft", "latency", "inter_token")
     )
+    if pool == "prefill":
+        latency = inter_token = []
+    states = [(_state(sample, pool), sample.span_s) for sample in window]
     sent, responses = total["sent"], total["responses"]
     work = total["prefill_work"] / sent if sent > 0 else 0.0
     return WindowMetrics(
@@ -152,10 +180,32 @@ def summarize(samples: Iterable[Sample]) -> WindowMetrics:
         ttft_p90_ms=percentile_ms(ttft, 0.9),
         ttft_p99_ms=percentile_ms(ttft, 0.99),
         latency_p99_ms=percentile_ms(latency, 0.99),
+        inter_token_p90_ms=percentile_ms(inter_token, 0.9),
         first_tokens=sum(ttft),
-        waiting=sum(sample.waiting * sample.span_s for sample in window) / span_s,
-        kv_usage=sum(sample.kv_usage * sample.span_s for sample in window) / span_s,
+        waiting=sum(state.waiting * part_s for state, part_s in states) / span_s,
+        kv_usage=sum(state.kv_usage * part_s for state, part_s in states) / span_s,
     )
+
+
+def _state(sample: Sample, pool: Pool | None) -> PoolSample | Sample:
+    return sample if pool is None else sample.pools.get(pool) or PoolSample()
+
+
+def _keep_pool(total: dict[str, float], pool: Pool) -> None:
+    """Keep what counts for one pool. Requests that the router rejects count for none: the router does not know which
+    pool would have had to be larger."""
+    on_prefill = {
+        "prompt_tokens": total["prefill_pool_tokens"],
+        "cached_tokens": total["prefill_pool_cached"],
+        "prefill_work": total["prefill_pool_work"],
+        "prefill_squares": total["prefill_pool_squares"],
+    }
+    if pool == "decode":  # every request is decoded there, whoever prefills it
+        for name, value in on_prefill.items():
+            total[name] -= value
+        return
+    total.update(on_prefill, sent=total["prefill_pool_sent"], arrived=total["prefill_pool_sent"])
+    total.update(shed=0.0, responses=0.0, decode_context=0.0)
 
 
 class FleetObserver:
@@ -168,7 +218,7 @@ class FleetObserver:
         self._meter = demand_meter
         self._waiting = waiting
         self._counts = demand_meter.counts()
-        self._ttft, self._latency = demand_meter.times()
+        self._times = demand_meter.times()
         self._read_s: float | None = None
         self._busy_s = inf
         """Time of the last request. Idle time starts with the first sample."""
@@ -176,7 +226,7 @@ class FleetObserver:
     def sample(self, now_s: float) -> Sample:
         """Return what happened since the last sample."""
         meter, fleet = self._meter, self._fleet
-        counts, (ttft, latency) = meter.counts(), meter.times()
+        counts, times = meter.counts(), meter.times()
         span_s = max(0.0, now_s - self._read_s) if self._read_s is not None else 0.0
         waiting = self._waiting()
         usages = [node.kv_usage for node in fleet if not node.draining and node.health.state is HealthState.UP]
@@ -184,15 +234,29 @@ class FleetObserver:
             now_s,
             span_s,
             [after - before for after, before in zip(counts, self._counts, strict=True)],
-            _difference(ttft, self._ttft),
-            _difference(latency, self._latency),
+            _difference(times[0], self._times[0]),
+            _difference(times[1], self._times[1]),
             waiting + sum(node.queued for node in fleet),
             sum(usages) / len(usages) if usages else 0.0,
+            _difference(times[2], self._times[2]),
+            self._pools() if fleet.has_roles else {},
         )
         if self._read_s is None or sample.counts[0] or waiting or any(node.load for node in fleet):
             self._busy_s = now_s
-        self._counts, self._ttft, self._latency, self._read_s = counts, ttft, latency, now_s
+        self._counts, self._times, self._read_s = counts, times, now_s
         return sample
+
+    def _pools(self) -> dict[Pool, PoolSample]:
+        pools: dict[Pool, PoolSample] = {}
+        up: dict[Pool, list[float]] = {}
+        for node in self._fleet:
+            pool = pool_of(node.role)
+            pools.setdefault(pool, PoolSample()).waiting += node.queued
+            if not node.draining and node.health.state is HealthState.UP:
+                up.setdefault(pool, []).append(node.kv_usage)
+        for pool, usages in up.items():
+            pools[pool].kv_usage = sum(usages) / len(usages)
+        return pools
 
     def view(
         self, now_s: float, stable: WindowMetrics, panic: WindowMetrics, growth_per_s: float = 0.0,
@@ -228,6 +292,8 @@ class FleetObserver:
         leaving = managed is not None and managed.state is LifecycleState.DRAINING
         return NodeView(
             name=node.name,
+            role=node.role,
+            switchable=not node.obstacle_to("decode" if node.role == "prefill" else "prefill"),
             island=node.island,
             gpu=node.config.gpu,
             offer=managed.offer.key if managed is not None else None,

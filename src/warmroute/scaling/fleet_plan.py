@@ -56,6 +56,8 @@ class ReplayedFleet(msgspec.Struct, kw_only=True, frozen=True):
     load: float = 1.0
     """Arrivals relative to the recorded traffic."""
     arrivals_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    """Of prompts and answers."""
     ttft_p50_ms: float | None = None
     ttft_p90_ms: float | None = None
     ttft_p99_ms: float | None = None

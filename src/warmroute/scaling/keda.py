@@ -1,6 +1,7 @@
 """KEDA's external scaler: tells KEDA over gRPC how many nodes are desired. Needs the extra `keda`.
 
     trigger:  {type: external, metadata: {scalerAddress: HOST:PORT}}   (external-push scales up from zero at once)
+              metadata may have `role: prefill` or `role: decode`: one ScaledObject for each of the two workloads
 
 The metric is `desired_nodes` with a target of 1 per replica, so that KEDA's replicas reach that number. This module
 builds the messages of KEDA's externalscaler.proto itself, without a compiler or generated files.
@@ -72,7 +73,8 @@ def messages() -> dict[str, Any]:
 
 
 class KedaScaler:
-    def __init__(self, desired_nodes: Callable[[], int]) -> None:
+    def __init__(self, desired_nodes: Callable[[str], int]) -> None:
+        """`desired_nodes`: of a role (`prefill`, `decode`), or of the whole fleet for an empty one."""
         self._desired_nodes = desired_nodes
         self._server: Any = None
         self._messages = messages()
@@ -104,8 +106,8 @@ class KedaScaler:
         if self._server is not None:
             await self._server.stop(grace=None)
 
-    async def _is_active(self, _request: Any, _context: Any) -> Any:
-        return self._messages["IsActiveResponse"](result=self._desired_nodes() > 0)
+    async def _is_active(self, request: Any, _context: Any) -> Any:
+        return self._messages["IsActiveResponse"](result=self._desired_nodes(_role(request)) > 0)
 
     async def _stream(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """Send whether it is active, at once and at each change."""
@@ -121,7 +123,12 @@ class KedaScaler:
         spec = self._messages["MetricSpec"](metricName=METRIC, targetSize=1, targetSizeFloat=1.0)
         return self._messages["GetMetricSpecResponse"](metricSpecs=[spec])
 
-    async def _metrics(self, _request: Any, _context: Any) -> Any:
-        desired = max(0, self._desired_nodes())
+    async def _metrics(self, request: Any, _context: Any) -> Any:
+        desired = max(0, self._desired_nodes(_role(request.scaledObjectRef)))
         value = self._messages["MetricValue"](metricName=METRIC, metricValue=desired, metricValueFloat=float(desired))
         return self._messages["GetMetricsResponse"](metricValues=[value])
+
+
+def _role(scaled_object: Any) -> str:
+    """Return the role in the trigger's metadata; empty if it has none."""
+    return str(dict(scaled_object.scalerMetadata).get("role", ""))

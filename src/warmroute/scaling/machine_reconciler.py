@@ -58,7 +58,10 @@ class MachineReconciler:
         node = self._controller.fleet_node(managed)
         if node is not None and not node.config.gpu and not node.config.usd_per_hour:
             island = (machine.island if machine is not None else "") or offer.island
-            known = {"island": island, "gpu": offer.gpu, "usd_per_hour": offer.usd_per_hour}
+            known = {
+                "island": island, "gpu": offer.gpu, "usd_per_hour": offer.usd_per_hour, "role": offer.role,
+                "bootstrap_port": offer.bootstrap_port,
+            }  # fmt: skip
             self._fleet.update_config(node, msgspec.structs.replace(node.config, **known))
 
     def reconcile(self, client: ProvisionerClient) -> None:
@@ -146,6 +149,8 @@ class MachineReconciler:
                         url=machine.url,
                         name=name,
                         island=machine.island or offer.island,
+                        role=offer.role,
+                        bootstrap_port=offer.bootstrap_port,
                         gpu=offer.gpu,
                         gpus=offer.gpus,
                         usd_per_hour=offer.usd_per_hour,

@@ -8,6 +8,7 @@ from collections import deque
 from typing import Final
 
 from warmroute.config import Scaling
+from warmroute.config.scaling_settings import Pool
 from warmroute.fleet.demand import COUNTERS
 from warmroute.scaling.fleet_observer import Sample, WindowMetrics, summarize
 
@@ -31,11 +32,11 @@ class MetricWindows:
         while len(samples) > 1 and samples[0].at_s <= sample.at_s - longest_s:
             samples.popleft()
 
-    def _last(self, window_s: float) -> WindowMetrics:
+    def _last(self, window_s: float, pool: Pool | None = None) -> WindowMetrics:
         if not self._samples:
             return WindowMetrics()
         since_s = self._samples[-1].at_s - window_s
-        return summarize(sample for sample in self._samples if sample.at_s > since_s + 1e-6)
+        return summarize((sample for sample in self._samples if sample.at_s > since_s + 1e-6), pool)
 
     @property
     def stable(self) -> WindowMetrics:
@@ -44,6 +45,10 @@ class MetricWindows:
     @property
     def panic(self) -> WindowMetrics:
         return self._last(self.config.panic_window_s)
+
+    def of_pool(self, pool: Pool) -> tuple[WindowMetrics, WindowMetrics]:
+        """Return the stable window and the panic window of one pool."""
+        return self._last(self.config.stable_window_s, pool), self._last(self.config.panic_window_s, pool)
 
     @property
     def growth_per_s(self) -> float:

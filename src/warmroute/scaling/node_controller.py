@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator
 from math import nan
 from typing import Protocol
 
+from warmroute.config.node_settings import Role
 from warmroute.fleet.fleet import Fleet, UnknownNode
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node
 from warmroute.index.hot_prefixes import HotPrefix
 from warmroute.scaling.autoscaler import Autoscaler
+from warmroute.scaling.fleet_observer import pool_of
 from warmroute.scaling.node_lifecycle import LifecycleEvent, LifecycleState, ManagedNode
 from warmroute.scaling.offer import Offer
 from warmroute.scaling.provisioner import new_token
@@ -56,6 +58,7 @@ class NodeController:
     def __init__(
         self, autoscaler: Autoscaler, fleet: Fleet, actuator: Actuator, now: Callable[[], float],
         create_token: Callable[[], str] = new_token, drain: Callable[[str, bool], object] | None = None,
+        set_role: Callable[[str, Role], object] | None = None,
     ) -> None:  # fmt: skip
         """`drain` sends a node no requests any more, or sends it requests again: also those of other processes."""
         self.autoscaler = autoscaler
@@ -64,6 +67,7 @@ class NodeController:
         self._now = now
         self._create_token = create_token
         self.set_draining = drain if drain is not None else fleet.drain
+        self._set_role = set_role if set_role is not None else fleet.set_role
         self.added = self.removed = self.refused = self.lost = 0
         """Nodes that began to serve, that were removed, whose request failed, that went without being removed."""
 
@@ -72,6 +76,11 @@ class NodeController:
             return
         for addition in decision.additions:
             self._request(addition.offer, addition.reason)
+        for switch in decision.switches:
+            try:
+                self._set_role(switch.node, switch.role)
+            except UnknownNode:  # somebody removed it meanwhile
+                continue
         for removal in decision.removals:
             managed = self.autoscaler.managed.named(removal.node)
             if managed is not None:
@@ -126,7 +135,7 @@ class NodeController:
         self.refused += 1
         self._actuator.offer_failed(managed, reason)
         self.autoscaler.offers.back_off(managed.offer.key, reason, self._now())
-        self.autoscaler.scaler.request_failed()  # ends the cooldown: the next decision may request another node
+        self.autoscaler.request_failed(managed.offer)  # ends the cooldown: the next decision may request another node
 
     def join(self, managed: ManagedNode, node: Node, url: str) -> None:
         """The node has an address and is in the fleet, which checks its health from now on."""
@@ -147,21 +156,24 @@ class NodeController:
         """Yield what to prefill before the node serves, one after the other."""
         node = self.fleet_node(managed)
         for prefix in self.autoscaler.prefixes_to_prewarm(self._now()):
-            if node is None or managed.state is not LifecycleState.WARMING:
+            if node is None or managed.state is not LifecycleState.WARMING or node.needs_partner:
                 return
             yield node, prefix
 
     def drain_prefills(self, managed: ManagedNode) -> Iterator[tuple[Node, HotPrefix]]:
-        """Yield the hot prefixes that only this node holds, each with the least loaded node that stays. A machine that
-        its cloud reclaims has no time for it."""
-        if managed.reclaimed or self.fleet_node(managed) is None:
+        """Yield the hot prefixes that only this node holds, each with the least loaded node of its pool that stays. A
+        machine that its cloud reclaims has no time for it."""
+        leaving_node = self.fleet_node(managed)
+        if managed.reclaimed or leaving_node is None:
             return
+        pool = pool_of(leaving_node.role)
         for prefix in self.autoscaler.prefixes_to_move(managed.name, self._now()):
             leaving = self.autoscaler.draining_names
             staying = [
                 node
                 for node in self._fleet
                 if not node.draining and node.health.state is HealthState.UP and node.name not in leaving
+                if pool_of(node.role) == pool and not node.needs_partner
             ]
             if staying:
                 yield min(staying, key=lambda node: node.pending_work), prefix

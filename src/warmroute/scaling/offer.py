@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from warmroute.config import ProvisionerConfig
+from warmroute.config.node_settings import Role
 from warmroute.event_log import EventLog
 
 log = EventLog("warmroute.scaling")
@@ -36,6 +37,10 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """The hardware, say `L4`. Nodes with the same value are assumed to be equally fast."""
     gpus: int = 1
     spot: bool = False
+    role: Role = "mixed"
+    """Role of the node (nodes.role)."""
+    bootstrap_port: int = 8998
+    """Of a prefill node (nodes.bootstrap_port)."""
     usd_per_hour: float
     """Price of the whole node; 0 if an additional node costs nothing."""
     start_s: float = 0.0
@@ -57,6 +62,8 @@ def configured_offer(config: ProvisionerConfig, name: str, island: str, **known:
         provisioner=config.label,
         name=name,
         island=config.island or island,
+        role=config.role,
+        bootstrap_port=config.bootstrap_port,
         start_s=config.expected_start_s,
         max_nodes=config.max_nodes or None,
         **{**node, **known},

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from math import inf, isfinite
 from typing import Final
 
 import msgspec
 
 from warmroute.config import Scaling
+from warmroute.config.scaling_settings import Pool
 from warmroute.scaling.capacity import GpuSpeeds
+from warmroute.scaling.fleet_observer import pool_of
 from warmroute.scaling.offer import Offer, OfferKey, is_quantity, price_problem
 from warmroute.scaling.scaling_decision import PaidNode
 
@@ -50,6 +53,17 @@ class OfferSelector:
         self._start_s: dict[OfferKey, float] = {}
         self.problems: tuple[str, ...] = ()
         """Why some offers are ignored."""
+        self.kind = "nodes"
+        """What the offers are for, in words."""
+        self.somebody_else_scales = True
+        """Whether no provisioner offers nodes of any kind: then somebody else adds and removes them."""
+
+    def for_pool(self, config: Scaling, pool: Pool) -> OfferSelector:
+        """Return the offers for one pool, with its limits. How requests ended is shared."""
+        selector = copy(self)
+        selector.config, selector.kind, selector.problems = config, f"{pool} nodes", ()
+        selector.offers = tuple(offer for offer in self.offers if pool_of(offer.role) == pool)
+        return selector
 
     def update_offers(self, offers: Iterable[Offer]) -> None:
         """Replace the offers by these: all of all provisioners. Offers with impossible values are ignored."""
@@ -64,6 +78,7 @@ class OfferSelector:
             else:
                 valid[offer.key] = offer
         self.offers, self.problems = tuple(valid.values()), tuple(problems)
+        self.somebody_else_scales = not valid
 
     def back_off(self, key: OfferKey, reason: str, now_s: float) -> None:
         """The request for a node of this offer failed: no capacity, no quota, an error, or it did not start."""
@@ -102,7 +117,7 @@ class OfferSelector:
         request, which the node has to finish within the TTFT limit. `planned`: the offer that a replay chose, which
         is taken if it is available."""
         if not self.offers:
-            return None, "no provisioner offers nodes"
+            return None, f"no provisioner offers {self.kind}"
         available, skipped = self._available(_Limits(self.config, paid), speeds, now_s, prefill_work, island)
         if not available:
             return None, "no offer is available: " + ", ".join(f"{n} × {why}" for why, n in skipped.most_common())

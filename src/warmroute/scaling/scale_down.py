@@ -23,6 +23,7 @@ from warmroute.config import LOW_QUEUE_PER_NODE, LOW_UTILISATION
 from warmroute.scaling.capacity import ScalingInputs
 from warmroute.scaling.fleet_observer import NodeView
 from warmroute.scaling.offer_selection import OfferSelector
+from warmroute.scaling.scale_up import inter_token_ms
 from warmroute.scaling.scaling_decision import PaidNode, count_of_nodes
 
 STAY_S: Final = 600.0
@@ -99,6 +100,9 @@ def removable_nodes(inputs: ScalingInputs, minimum: int, *, any_node: bool) -> t
             break
         if demand.kv_usage(rest) > MAX_REMAINING_LOAD * config.max_kv_usage:
             break
+        limit_ms = config.objective.inter_token_p90_ms
+        if limit_ms and inter_token_ms(inputs, len(inputs.serving) - len(chosen) - 1) > MAX_REMAINING_LOAD * limit_ms:
+            break
         now, then = demand.hit_ratio(size), demand.hit_ratio(rest)
         if now is not None and then is not None and then < config.min_hit_ratio <= now:
             break
@@ -134,4 +138,4 @@ def paid_node(node: NodeView) -> PaidNode:
     """A machine of a provisioner counts towards the limits until it is gone, whether it answers or not. A node that
     somebody else added counts only while it serves: the autoscaler could not remove it."""
     counts = not node.reclaimed and (node.serving or node.unchecked or node.offer is not None)
-    return PaidNode(node.offer, node.island, node.usd_per_hour, node.gpu, counts)
+    return PaidNode(node.offer, node.island, node.usd_per_hour, node.gpu, counts, node.role)

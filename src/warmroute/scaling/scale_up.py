@@ -5,6 +5,7 @@
     requests wait and no node serves                                                           1, at once
     utilisation is above `target_utilisation`, or the estimated wait above `max_mean_wait_ms`  as many as it takes
     running requests fill more of the KV memory than `max_kv_usage`                            as many as it takes
+    the p90 of the time between tokens is above `objective.inter_token_p90_ms`                 as many as it takes
     `max_queue_per_node` requests wait per node, TTFT or latency is above its limit,           1 at a time
     or the router rejects requests
     the hit ratio is below `min_hit_ratio`, and more cache would raise it                      1 at a time
@@ -56,6 +57,10 @@ def nodes_needed(inputs: ScalingInputs) -> tuple[int, list[str]]:
     if kv_usage > config.max_kv_usage:
         needed = max(needed, _until(lambda s: demand.kv_usage(s) <= config.max_kv_usage, size, weight, blocks))
         reasons.append(f"running requests fill {kv_usage:.0%} of KV memory, limit {config.max_kv_usage:.0%}")
+    slow, more = _slow_tokens(inputs)
+    if slow:
+        reasons.append(slow)
+        needed = max(needed, more)
     symptoms = _symptoms(inputs)
     if symptoms:
         reasons.extend(symptoms)
@@ -91,6 +96,30 @@ def _over_capacity(inputs: ScalingInputs, demand: Demand, where: str) -> str:
     if wait_ms > max_wait_ms:
         return f"estimated wait{where} is {wait_ms:,.0f} ms, limit {max_wait_ms:,.0f} ms{forecast}"
     return ""
+
+
+def inter_token_ms(inputs: ScalingInputs, nodes: float) -> float:
+    """Return the p90 of the time between tokens with this many nodes: a step over an empty context, and a part that
+    shrinks with the requests of each node. 0 if nothing was measured."""
+    view = inputs.view
+    now_ms, base_ms = view.stable.inter_token_p90_ms, view.decode_base_ms
+    if now_ms is None or now_ms <= base_ms or nodes <= 0 or view.stable.first_tokens < MIN_FIRST_TOKENS:
+        return 0.0
+    return base_ms + (now_ms - base_ms) * len(inputs.serving) / nodes
+
+
+def _slow_tokens(inputs: ScalingInputs) -> tuple[str, int]:
+    """Return why tokens come too slowly, or an empty string, and how many nodes would help."""
+    limit_ms, count = inputs.config.objective.inter_token_p90_ms, inputs.node_count
+    if not limit_ms or inter_token_ms(inputs, count) <= limit_ms:
+        return "", 0
+    reason = f"inter-token p90 is {inputs.view.stable.inter_token_p90_ms:.0f} ms, objective {limit_ms:g} ms"
+    if inputs.view.decode_base_ms >= HEADROOM * limit_ms:
+        return f"{reason}; more nodes would not help, because a step takes {inputs.view.decode_base_ms:.0f} ms", 0
+    more = 1
+    while inter_token_ms(inputs, count + more) > HEADROOM * limit_ms and more < MAX_NODES:
+        more += 1
+    return reason, more
 
 
 def _symptoms(inputs: ScalingInputs) -> list[str]:

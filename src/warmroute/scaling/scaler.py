@@ -62,6 +62,10 @@ class Scaler:
         self._spare: deque[tuple[float, int]] = deque()
         """How many nodes were spare at each decision within the last `cooldown_down_s`."""
 
+    def limit(self, config: Scaling, offers: OfferSelector) -> None:
+        """Decide by these settings and offers from now on."""
+        self.config, self._offers = config, offers
+
     @property
     def changed_s(self) -> tuple[float, float]:
         """When nodes were last added and removed."""
@@ -106,6 +110,7 @@ class Scaler:
             needed = max(needed, min(any_island, minimum) - inputs.node_count)
             running = "running or starting" if inputs.pending else "running"
             reasons.append(f"{count_of_nodes(inputs.node_count)} {running}, minimum is {minimum}")
+        decision.needed = needed
         obstacles = [
             f"island {island} needs {count_of_nodes(count)} more, and no provisioner offers nodes there"
             for island, count in not_offered.items()
@@ -119,7 +124,7 @@ class Scaler:
         if needed > 0 or (missing and not blocked):
             self._spare.clear()
         else:  # also where only an island misses nodes, and none is available for it
-            any_node = not self._offers.offers
+            any_node = self._offers.somebody_else_scales
             if plan is None:
                 candidates, reason = removable_nodes(inputs, minimum, any_node=any_node)
             else:
@@ -130,7 +135,7 @@ class Scaler:
             if reason:
                 reasons.append(reason)
             self._remove(decision, candidates, minimum, reasons)
-        if not self._offers.offers:
+        if self._offers.somebody_else_scales:
             self._hold_desired(decision)
         decision.reasons, decision.obstacles = (*reasons, *obstacles), tuple(obstacles)
         return decision

@@ -6,6 +6,8 @@ from typing import Final
 
 import msgspec
 
+from warmroute.config.node_settings import Role
+from warmroute.config.scaling_settings import Pool
 from warmroute.event_log import EventLog
 from warmroute.scaling.offer import Offer, OfferKey
 
@@ -25,11 +27,12 @@ class PaidNode(msgspec.Struct, frozen=True):
     gpu: str = ""
     counts_toward_limit: bool = True
     """Whether it counts towards the limits of nodes. Its price always counts towards the budget."""
+    role: Role = "mixed"
 
 
 def paid_for(offer: Offer) -> PaidNode:
     """Return a machine of this offer."""
-    return PaidNode(offer.key, offer.island, offer.usd_per_hour, offer.gpu)
+    return PaidNode(offer.key, offer.island, offer.usd_per_hour, offer.gpu, role=offer.role)
 
 
 class AddNode(msgspec.Struct, frozen=True):
@@ -42,6 +45,20 @@ class RemoveNode(msgspec.Struct, frozen=True):
     reason: str
 
 
+class SwitchRole(msgspec.Struct, frozen=True):
+    node: str
+    role: Role
+    reason: str
+
+
+class PoolDecision(msgspec.Struct, frozen=True):
+    """The part of a decision that is about the prefill nodes, or about those that serve requests."""
+
+    nodes: int
+    desired_nodes: int
+    utilisation: float
+
+
 class ScalingDecision(msgspec.Struct, kw_only=True):
     """One decision. In a dry run it is logged and not executed."""
 
@@ -51,6 +68,10 @@ class ScalingDecision(msgspec.Struct, kw_only=True):
     """Serving and pending ones."""
     additions: tuple[AddNode, ...] = ()
     removals: tuple[RemoveNode, ...] = ()
+    switches: tuple[SwitchRole, ...] = ()
+    """Nodes that get another role."""
+    needed: int = 0
+    """Nodes that are missing, whatever the limits allow."""
     reasons: tuple[str, ...] = ()
     """Why this many nodes are desired, and what prevents them."""
     obstacles: tuple[str, ...] = ()
@@ -61,10 +82,12 @@ class ScalingDecision(msgspec.Struct, kw_only=True):
     dry_run: bool = False
     utilisation: float = 0.0
     """Fraction of the serving nodes' time that the work takes."""
+    pools: dict[Pool, PoolDecision] = {}
+    """By role; empty where no node has one."""
 
     @property
     def changes(self) -> bool:
-        return bool(self.additions or self.removals)
+        return bool(self.additions or self.removals or self.switches)
 
 
 def count_of_nodes(count: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from warmroute.config import Config, ConfigError, missing_extra
+from warmroute.config.scaling_settings import Pool
 from warmroute.event_log import EventLog
 from warmroute.fleet.demand import DemandMeter
 from warmroute.fleet.fleet import Fleet
@@ -30,6 +31,7 @@ from warmroute.scaling.provisioner_client import ProvisionerClient
 from warmroute.scaling.provisioners import create_provisioner
 from warmroute.scaling.recent_traffic import RecentTraffic
 from warmroute.scaling.replay_planner import PlannerStats
+from warmroute.scaling.scaling_decision import PoolDecision
 
 log = EventLog("warmroute.scaling")
 
@@ -46,6 +48,8 @@ class ScalingStats(msgspec.Struct, frozen=True):
     refused: int
     lost: int
     leading: bool
+    pools: dict[Pool, PoolDecision]
+    """By role; empty where no node has one."""
     replay: PlannerStats | None = None
     """None if the autoscaler goes by thresholds only."""
 
@@ -53,8 +57,14 @@ class ScalingStats(msgspec.Struct, frozen=True):
 class RouterLease(LeaderLease, Protocol):
     """A lease that runs beside the autoscaler."""
 
+    @property
+    def one_machine(self) -> bool:
+        """Whether all processes that may lead are workers of one router. Then the leader alone listens for KEDA."""
+
     def is_leader(self) -> bool: ...
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Raises ConfigError if it cannot be used."""
+
     async def close(self) -> None:
         """Let another router lead at once."""
 
@@ -87,7 +97,7 @@ class ScalingService:
             for one in config.provisioners
         ]
         # without provisioners every router decides, since KEDA may ask any of them
-        lock_file = config.scaling.lock_file if config.provisioners else ""
+        lock_file = config.scaling.lock_file if config.provisioners and lease is None else ""
         self._lock = LeaderLock(Path(lock_file).expanduser()) if lock_file else None
         self._lease = lease
         is_leader = self._lock.is_leader if self._lock is not None else lambda: True
@@ -95,11 +105,12 @@ class ScalingService:
             is_leader = lease.is_leader
         self.loop = ControllerLoop(
             self.autoscaler, clients, fleet, nodes, PrefixPrefiller(post), now, is_leader,
-            self._update_first_node_wait, lease,
+            self._leader_changed, lease,
         )  # fmt: skip
         self._update_first_node_wait()
         self._task: asyncio.Task[None] | None = None
         self._keda: Any = None
+        self._keda_task: asyncio.Task[None] | None = None
 
     def set_waiting(self, waiting: Callable[[], int]) -> None:
         """Set the number of requests that wait at all routers."""
@@ -125,14 +136,8 @@ class ScalingService:
                 self._lock.is_leader()
             except OSError as error:
                 raise ConfigError(f"scaling.lock_file: {scaling.lock_file}: {error.strerror}") from None
-        if scaling.keda_port:
-            try:
-                from warmroute.scaling.keda import KedaScaler
-            except ImportError as error:
-                raise missing_extra("scaling.keda_port", error, "keda") from None
-            self._keda = KedaScaler(lambda: self.autoscaler.desired_nodes)
-            await self._keda.start(scaling.keda_host, scaling.keda_port)
-            log.info("keda_listening", address=f"{scaling.keda_host}:{self._keda.port}")
+        if scaling.keda_port and not self._leader_listens:
+            await self._listen_for_keda()
         if self._lease is not None:
             self._lease.start()
         self._task = asyncio.get_running_loop().create_task(self.loop.run())
@@ -143,6 +148,38 @@ class ScalingService:
             provisioners=",".join(self.loop.clients) or "none",
             dry_run=scaling.dry_run,
         )
+
+    @property
+    def _leader_listens(self) -> bool:
+        """Whether only the leader listens for KEDA."""
+        return self._lease is not None and self._lease.one_machine
+
+    async def _listen_for_keda(self) -> None:
+        """Raises ConfigError."""
+        scaling = self._config.scaling
+        try:
+            from warmroute.scaling.keda import KedaScaler
+        except ImportError as error:
+            raise missing_extra("scaling.keda_port", error, "keda") from None
+        self._keda = KedaScaler(self.autoscaler.desired_in_pool)
+        await self._keda.start(scaling.keda_host, scaling.keda_port)
+        log.info("keda_listening", address=f"{scaling.keda_host}:{self._keda.port}")
+
+    def _leader_changed(self) -> None:
+        self._update_first_node_wait()
+        if self._config.scaling.keda_port and self._leader_listens:
+            self._keda_task = asyncio.get_running_loop().create_task(self._follow_leader(self.loop.leading))
+
+    async def _follow_leader(self, leading: bool) -> None:
+        """Listen for KEDA if this process leads, and stop if it does not."""
+        if self._keda is not None:
+            keda, self._keda = self._keda, None
+            await keda.close()
+        if leading:
+            try:
+                await self._listen_for_keda()
+            except ConfigError as error:
+                log.error("keda_not_listening", "KEDA gets no answer from this router.", reason=error)
 
     def reconfigure(self, config: Config) -> None:
         """Provisioners, the lock file and KEDA's address stay as they are until a restart."""
@@ -172,7 +209,7 @@ class ScalingService:
         last = autoscaler.last_decision
         states = Counter(managed.state for managed in autoscaler.managed)
         return ScalingStats(
-            desired_nodes=autoscaler.desired_nodes,
+            desired_nodes=autoscaler.desired_nodes if self.loop.leading else 0,
             states={state.value: states[state] for state in LifecycleState if state is not LifecycleState.TERMINATED},
             usd_per_hour=sum(node.config.usd_per_hour for node in self._fleet),
             utilisation=last.utilisation if last is not None else 0.0,
@@ -181,6 +218,7 @@ class ScalingService:
             refused=controller.refused,
             lost=controller.lost,
             leading=self.loop.leading,
+            pools=last.pools if last is not None and self.loop.leading else {},
             replay=autoscaler.planner.stats if autoscaler.planner is not None else None,
         )
 
@@ -202,6 +240,7 @@ class ScalingService:
                 "nodes": last.nodes,
                 "utilisation": round(last.utilisation, 3),
                 "panicking": last.panicking,
+                "pools": msgspec.to_builtins(last.pools),
                 "reasons": last.reasons,
                 "invalid_inputs": last.invalid_inputs,
             },
@@ -222,6 +261,7 @@ class ScalingService:
                     "offer": f"{offer.provisioner}/{offer.name}",
                     "island": offer.island,
                     "gpu": offer.gpu,
+                    "role": offer.role,
                     "spot": offer.spot,
                     "usd_per_hour": offer.usd_per_hour,
                     "start_s": round(autoscaler.offers.start_s(offer), 1),
@@ -239,9 +279,10 @@ class ScalingService:
         if planner is None or not self.autoscaler.config.replay.enabled:
             return None
         plan, stats = planner.last_plan, planner.stats
+        pools = self.autoscaler.last_decision is not None and self.autoscaler.last_decision.pools
         return {
-            "decides": planner.plan(now_s) is not None,
-            "problem": planner.problem,
+            "decides": planner.plan(now_s) is not None and not pools,
+            "problem": "prefill and decode nodes are scaled by thresholds" if pools else planner.problem,
             "objective": msgspec.to_builtins(self.autoscaler.config.objective),
             "recorded_requests": len(self.traffic) if self.traffic is not None else 0,
             "predicted_ttft_p90_ms": round(stats.predicted_ms, 1),

@@ -57,7 +57,7 @@ Terminated = dict[tuple[str, str], float]
 
 
 def encode_state(autoscaler: Autoscaler, terminated: Terminated, now_s: float, wall_s: float) -> bytes:
-    added_s, removed_s = autoscaler.scaler.changed_s
+    added_s, removed_s = autoscaler.changed_s
     return msgspec.json.encode(
         StoredScaling(
             VERSION,
@@ -92,7 +92,7 @@ def restore_state(
     if state.version != VERSION:
         raise ValueError(f"it has version {state.version}")
     then_s = now_s - max(0.0, wall_s - state.stored)
-    autoscaler.scaler.changed_s = (then_s - state.added_age_s, then_s - state.removed_age_s)
+    autoscaler.changed_s = (then_s - state.added_age_s, then_s - state.removed_age_s)
     for backoff in state.backoffs:
         key = (backoff.provisioner, backoff.offer)
         autoscaler.offers.restore_backoff(key, then_s + backoff.left_s, backoff.duration_s, backoff.reason)

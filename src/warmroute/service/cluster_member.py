@@ -34,17 +34,16 @@ class ClusterMember:
         loop = asyncio.get_running_loop()
         self._transport = transport
         self._timing = PublishTiming(time.monotonic, lambda delay_s: loop.call_later(delay_s, self._publish))
-        scaling, queue, shares = service.scaling, service.admission.queue, bool(service.config.cluster.url)
+        scaling, queue = service.scaling, service.admission.queue
         demand = SharedDemand(scaling.demand_meter, lambda: queue.waiting) if scaling is not None else None
         if scaling is not None and demand is not None:
             scaling.set_waiting(lambda: demand.waiting)
-        self.nodes = service.shared_nodes if shares else None
+        self.nodes = service.shared_nodes
         self.state = ClusterState(
             sender, service.proxy.dispatcher, service.cache_view, self._timing.changed, service.proxy.rate_limits,
             self.nodes, demand, asks_snapshot=True,
         )  # fmt: skip
-        if self.nodes is not None:
-            self.nodes.join(sender, self._node_changed)
+        self.nodes.join(sender, self._node_changed)
         self.read_status: Callable[[], LinkStatus | None] = lambda: None
         """Returns the state of the link to other replicas; None if there is none."""
         self._tasks = [loop.create_task(self._publish_regularly()), loop.create_task(self._send_snapshots())]
@@ -54,10 +53,8 @@ class ClusterMember:
         self._transport.store(change.name, encode_change(change))
         asyncio.get_running_loop().call_soon(self._publish)
 
-    async def confirm_changes(self) -> dict[str, Any] | None:
-        """Wait until all peers know the changes of nodes. Return who has confirmed them; None if none are shared."""
-        if self.nodes is None:
-            return None
+    async def confirm_changes(self) -> dict[str, Any]:
+        """Wait until all peers know the changes of nodes. Return who has confirmed them."""
         state, until_s = self.state, time.monotonic() + CONFIRM_S
         asked = list(state.peers.values())
         while state.without_changes() and state.connected and time.monotonic() < until_s:  # noqa: ASYNC110
@@ -98,9 +95,8 @@ class ClusterMember:
     def receive_stored(self, values: list[bytes]) -> None:
         """Take the changes of nodes that the server has, and store those that it lacks. Never raises."""
         try:
-            if self.nodes is not None:
-                for change in self.nodes.merge_stored(values):
-                    self._transport.store(change.name, encode_change(change))
+            for change in self.nodes.merge_stored(values):
+                self._transport.store(change.name, encode_change(change))
         except Exception:
             log.exception("receive_failed", "The process ignores the message.")
 
@@ -154,7 +150,7 @@ class ClusterMember:
             ],
             "node_changes": [
                 {"node": change.name, "removed": change.removed, "draining": change.draining, "by": change.sender}
-                for change in (self.nodes.changes if self.nodes is not None else ())
+                for change in self.nodes.changes
             ],
         }
 

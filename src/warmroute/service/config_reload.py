@@ -76,6 +76,7 @@ class ConfigReload:
             service.admission.reconfigure(config.admission, config.routes)
         if config.index != before.index:
             service.cache_view.reconfigure(config.index)
+            service.cache_view.set_stores({one.name: one.capacity_tokens for one in config.kv_stores})
         if config.prompts != before.prompts or config.models != before.models:
             service.prompt_reader.reconfigure(config.prompts)
             service.tokenizer_registry.reconfigure(config.prompts, config.models)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from warmroute.config import ConfigError, Health, NodeConfig
+from warmroute.config.node_settings import Role
 from warmroute.event_log import EventLog
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node
@@ -49,6 +50,14 @@ class NodeSet:
             )  # fmt: skip
         else:
             log.info("node_undrained", "It gets requests again.", node=node.name)
+        return node
+
+    def set_role(self, name: str, role: Role) -> Node:
+        """Give a node another role. Its requests continue. Raises UnknownNode."""
+        before = self._service.fleet.node(name).role
+        node = self._service.fleet.set_role(name, role)
+        if before != role:
+            log.info("node_role_changed", "Its requests continue.", node=node.name, role=role, previous=before)
         return node
 
     def reconfigure(self, nodes: Sequence[NodeConfig], health: Health) -> tuple[int, int]:

@@ -3,20 +3,30 @@ their parent, which has the link to Redis (workers/supervisor.py)."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from warmroute.cluster.redis.lease import Lease
 from warmroute.cluster.redis.link import RedisLink, new_origin
-from warmroute.config import Cluster
+from warmroute.config import Config
+from warmroute.scaling.file_lease import FileLease
+from warmroute.scaling.scaling_service import RouterLease
 from warmroute.service.cluster_member import ClusterMember
+from warmroute.service.workers.worker import Worker
 
 if TYPE_CHECKING:
     from warmroute.service.service import Service
 
 
-def create_lease(config: Cluster) -> Lease | None:
-    """Return the lease of the autoscaler; None without other replicas."""
-    return Lease(config, new_origin()) if config.url else None
+def create_lease(config: Config, worker: Worker | None) -> RouterLease | None:
+    """Return the lease of the autoscaler; None if this process needs none. Without provisioners, each router decides
+    how many nodes it wants, since KEDA may ask any of them; of its workers, one does."""
+    if config.cluster.url and config.provisioners:
+        return Lease(config.cluster, new_origin())
+    if worker is None:
+        return None
+    lock_file = config.scaling.lock_file if config.provisioners else ""
+    return FileLease(Path(lock_file).expanduser() if lock_file else worker.seat.folder / "scaling.lock")
 
 
 class Replica:

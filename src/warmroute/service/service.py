@@ -116,6 +116,7 @@ class Service:
         self.fleet = Fleet(config.health, log_health_change, config.outlier_detection)
         self.fleet.islands.reconfigure(config.islands, config.island_affinity)
         self.cache_view = CacheView(config.index)
+        self.cache_view.set_stores({one.name: one.capacity_tokens for one in config.kv_stores})
         self.tokenizer_registry = TokenizerRegistry(config.prompts, config.models, locate=find_tokenizer_files)
         self.prompt_reader = PromptReader(
             self.tokenizer_registry, config.prompts, self.counters, self._fetch_tokens,
@@ -206,7 +207,7 @@ class Service:
         )  # fmt: skip
         self.admin_listener = Listener(AsyncHandler(admin.answer, admin.admit), config.limits, self.timers)
         self.add_node, self.remove_node = self.shared_nodes.add_node, self.shared_nodes.remove_node
-        self.drain_node = self.shared_nodes.drain_node
+        self.drain_node, self.set_role = self.shared_nodes.drain_node, self.shared_nodes.set_role
         self.reload, self.needs_restart = self.config_reload.reload, self.config_reload.needs_restart
         self.readiness = self.proxy.own_endpoints.readiness
         self.proxy.own_endpoints.waits_for_first_node = lambda: self.admission.first_node_wait_s > 0
@@ -227,7 +228,7 @@ class Service:
         scaling = ScalingService(
             config, self.fleet, self.cache_view, self.shared_nodes, node_client.post,
             lambda: self.admission.queue.waiting, partial(setattr, self.admission, "first_node_wait_s"),
-            create_lease(config.cluster) if config.provisioners else None,  # KEDA may ask any replica
+            create_lease(config, self._worker),
         )  # fmt: skip
         self.router.demand_meter, self.router.hot = scaling.demand_meter, scaling.hot
         self.router.may_serve = self._may_serve

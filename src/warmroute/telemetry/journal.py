@@ -231,6 +231,7 @@ def describe_decision(record: DecisionRecord) -> dict[str, Any]:
         "prompt_tokens": record.tokens or None,
         "cached_tokens": round(record.cached) if record.tokens else None,
         "new_tokens": record.tokens - round(record.cached) if record.tokens else None,
+        **({"store": record.store, "store_tokens": record.store_tokens} if record.store_tokens else {}),
         **_describe_pair(record),
         "candidate_count": record.considered,
         "candidates": [

@@ -45,11 +45,13 @@ LABELS: Final = {
     "reason": "why the policy chose the node, why admission rejected the request, why the conversation moved, or why "
     "the node was ejected (`failures` or `slow`); for dropped traces: `queue_full`, `export_failed` or `shutdown`",
     "result": "`success` or `failure`",
+    "role": "`prefill` or `decode`",
     "route": "name of the route; empty for requests that match none",
     "severity": "`critical`, `warning` or `info`",
     "source": "name of the source in [[discovery]]",
     "state": "health or lifecycle state of the node",
     "status": "HTTP status",
+    "store": "name of the shared KV store",
     "tenant": "tenant of the API key; empty if no keys are configured",
     "to": "island that the conversation moved to",
     "version": "version of Warmroute",
@@ -323,6 +325,13 @@ INDEX_BLOCK_COPIES: Final = _gauge("index_block_copies", "Blocks in the cache in
 LOOKUP_ERRORS: Final = _counter(
     "lookup_errors", "Requests routed by load because the cache index failed at their prompt."
 )
+STORE_BLOCKS: Final = _gauge(
+    "kv_store_blocks", "Blocks that a shared KV store should hold, by the prompts of its nodes.", "store"
+)
+STORE_PREDICTED: Final = _counter(
+    "kv_store_predicted_tokens", "Prompt tokens that nodes should load from a shared KV store.", "store"
+)
+STORE_LOADED: Final = _counter("kv_store_loaded_tokens", "Those of them that the engines reported as cached.", "store")
 INDEX_EVICTIONS: Final = _counter("index_evictions", "Block copies evicted from the index to stay below its maximum.")
 
 CACHE_EVENTS_COMPLETE: Final = _gauge(
@@ -404,7 +413,15 @@ DISCOVERY_CHANGES: Final = _counter(
     "discovery_changes", "Nodes that discovery added, drained and removed.", "source", "change"
 )
 
-SCALING_DESIRED_NODES: Final = _gauge("scaling_desired_nodes", "Number of nodes that the fleet should have.")
+SCALING_DESIRED_NODES: Final = _gauge(
+    "scaling_desired_nodes", "Number of nodes that the fleet should have; 0 if another process scales it."
+)
+SCALING_POOL_DESIRED_NODES: Final = _gauge(
+    "scaling_pool_desired_nodes", "Number of nodes that a pool should have, where nodes have roles.", "role"
+)
+SCALING_POOL_UTILISATION: Final = _gauge(
+    "scaling_pool_utilisation_ratio", "Fraction of the pool's time that its load takes, where nodes have roles.", "role"
+)
 SCALING_UTILISATION: Final = _gauge("scaling_utilisation_ratio", "Fraction of the fleet's time that its load takes.")
 SCALING_COST: Final = _gauge("scaling_cost_usd_per_hour", "Cost of all nodes with a known price.")
 SCALING_LEADER: Final = _gauge("scaling_leader", "1 if this process scales the fleet.")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
 
 from warmroute import __version__
 from warmroute.config.priority import PRIORITY_NAMES
@@ -32,7 +32,16 @@ class PlannerStats(Protocol):
     trusted: bool
 
 
+class PoolStats(Protocol):
+    @property
+    def desired_nodes(self) -> int: ...
+    @property
+    def utilisation(self) -> float: ...
+
+
 class ScalingStats(Protocol):
+    @property
+    def pools(self) -> Mapping[Any, PoolStats]: ...
     @property
     def desired_nodes(self) -> int: ...
     @property
@@ -196,6 +205,11 @@ class MetricsPage:
         page[metrics.INDEX_BLOCK_COPIES].add(stats["pairs"])
         page[metrics.INDEX_EVICTIONS].add(stats["evicted"])
         page[metrics.LOOKUP_ERRORS].add(self._cache_view.lookup_errors)
+        for store in list(self._cache_view.stores.values()):
+            labels = format_labels(store=store.name)
+            page[metrics.STORE_BLOCKS].add(store.blocks, labels)
+            page[metrics.STORE_PREDICTED].add(store.accuracy.predicted_tokens, labels)
+            page[metrics.STORE_LOADED].add(store.accuracy.reported_tokens, labels)
 
     def _add_caches(self, page: Page) -> None:
         now_s = self._now()
@@ -236,6 +250,9 @@ class MetricsPage:
             return
         page[metrics.SCALING_DESIRED_NODES].add(stats.desired_nodes)
         page[metrics.SCALING_UTILISATION].add(stats.utilisation)
+        for role, pool in stats.pools.items():
+            page[metrics.SCALING_POOL_DESIRED_NODES].add(pool.desired_nodes, format_labels(role=role))
+            page[metrics.SCALING_POOL_UTILISATION].add(pool.utilisation, format_labels(role=role))
         page[metrics.SCALING_COST].add(stats.usd_per_hour)
         page[metrics.SCALING_LEADER].add(stats.leading)
         for state, count in stats.states.items():

@@ -71,6 +71,8 @@ def boot_time_s() -> float:
 
 
 class Lease:
+    one_machine = False
+
     def __init__(self, config: Cluster, holder: str, now: Callable[[], float] = boot_time_s) -> None:
         self._config = config
         self._holder = holder

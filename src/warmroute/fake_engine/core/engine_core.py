@@ -27,20 +27,24 @@ from warmroute.fake_engine.core.engine_stats import EngineStats
 from warmroute.fake_engine.core.kv_event_types import KvEvent, KvEventSink
 from warmroute.fake_engine.core.scheduler import Scheduler
 from warmroute.fake_engine.core.sequence import Sequence, State
+from warmroute.fake_engine.core.shared_store import SharedStore
 from warmroute.fake_engine.core.step_timing import Timing
 
 
 class EngineCore:
     """One engine. All times are ms on the driver's clock and never decrease."""
 
-    def __init__(self, config: EngineConfig, timing: Timing, kv_events: KvEventSink | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, timing: Timing, kv_events: KvEventSink | None = None,
+        store: SharedStore | None = None,
+    ) -> None:  # fmt: skip
         # for its whole life
         self.config = config
         self.timing = timing
         self.stats = EngineStats()
         self._sink = kv_events
         self._events: list[KvEvent] = []
-        self.scheduler = Scheduler(config, timing, self.stats, self._events if kv_events else None)
+        self.scheduler = Scheduler(config, timing, self.stats, self._events if kv_events else None, store)
         self._sequences: dict[str, Sequence] = {}
         self._outputs: list[EngineOutput] = []
         # from one step to the next

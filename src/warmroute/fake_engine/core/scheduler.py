@@ -12,6 +12,7 @@ from warmroute.fake_engine.core.engine_stats import EngineStats
 from warmroute.fake_engine.core.kv_event_types import GPU, BlockStored, KvEvent
 from warmroute.fake_engine.core.lora_slots import LoraSlots
 from warmroute.fake_engine.core.sequence import Sequence, State
+from warmroute.fake_engine.core.shared_store import SharedStore
 from warmroute.fake_engine.core.step_timing import Timing
 from warmroute.fake_engine.core.waiting_queue import ArrivalQueue, PriorityQueue, WaitingQueue
 
@@ -20,14 +21,17 @@ class Scheduler:
     """Decides what each step computes. It has no clock: the engine core decides when a step begins and ends."""
 
     def __init__(
-        self, config: EngineConfig, timing: Timing, stats: EngineStats, kv_events: list[KvEvent] | None
-    ) -> None:
-        """`kv_events`: the list that the scheduler appends KV events to. None: no events."""
+        self, config: EngineConfig, timing: Timing, stats: EngineStats, kv_events: list[KvEvent] | None,
+        store: SharedStore | None = None,
+    ) -> None:  # fmt: skip
+        """`kv_events`: the list that the scheduler appends KV events to. None: no events. `store`: a KV store that the
+        engine shares with others."""
         # for its whole life
         self._config = config
         self._timing = timing
         self._stats = stats
         self._kv_events = kv_events
+        self._shared_store = store
         self.pool = BlockPool(config.num_blocks, config.cpu_blocks, kv_events)
         self.decode = DecodeBatch(timing, config.block_size)
         self.lora = LoraSlots(config.max_loras, config.lora_load_ms)
@@ -184,7 +188,13 @@ class Scheduler:
             pool.acquire(hits)
             if config.cpu_blocks and config.prefix_caching:
                 reloaded = pool.match_cpu(sequence.hashes, len(hits), reusable) * block_size
-            added_ms += self._add_running(sequence, hits, reloaded, now_ms)
+            loaded = 0
+            if self._shared_store is not None and config.prefix_caching:
+                known = len(hits) + reloaded // block_size
+                loaded = self._shared_store.match(sequence.hashes, known, reusable) * block_size
+                if loaded:
+                    added_ms += self._shared_store.load_ms(loaded, now_ms)
+            added_ms += self._add_running(sequence, hits, reloaded, now_ms, loaded)
             count = min(tokens - sequence.computed_tokens, budget)
             reached = sequence.computed_tokens + count
             sequence.blocks += pool.allocate(-(-reached // block_size) - len(hits))
@@ -199,8 +209,9 @@ class Scheduler:
                 waiting.push_front(sequence)
         return added_ms
 
-    def _add_running(self, sequence: Sequence, hits: list[int], reloaded: int, now_ms: float) -> float:
-        """Append a sequence to the batch. Return the time (ms) to load its KV and its adapter."""
+    def _add_running(self, sequence: Sequence, hits: list[int], reloaded: int, now_ms: float, loaded: int = 0) -> float:
+        """Append a sequence to the batch. Return the time (ms) to load its KV from the CPU tier, and its adapter.
+        `loaded`: tokens from a shared store."""
         stats = self._stats
         self._admissions += 1
         sequence.admission = self._admissions
@@ -208,16 +219,16 @@ class Scheduler:
         sequence.blocks = hits
         sequence.stored_blocks = len(hits)
         hit_tokens = len(hits) * self._config.block_size
-        sequence.computed_tokens = hit_tokens + reloaded
+        sequence.computed_tokens = hit_tokens + reloaded + loaded
         remote_tokens = sequence.request.remote_tokens if not sequence.preemptions else 0
         self.running[sequence.admission] = sequence
         if sequence.admitted_ms is None:
             sequence.admitted_ms = now_ms
             sequence.cached_tokens = sequence.computed_tokens
-            sequence.reloaded_tokens = reloaded
+            sequence.reloaded_tokens = reloaded + loaded
             stats.prefix_cache_queries += sequence.tokens
             stats.prefix_cache_hits += hit_tokens
-        stats.reloaded_tokens += reloaded
+        stats.reloaded_tokens += reloaded + loaded
         if remote_tokens > sequence.computed_tokens:  # the engine computes at least one token
             sequence.computed_tokens = min(remote_tokens, sequence.tokens - 1)
         load_ms = self.lora.add_request(sequence.request.lora_name)
@@ -234,6 +245,8 @@ class Scheduler:
         sequence.stored_blocks = full_blocks
         hashes = sequence.hashes[start:full_blocks]
         self.pool.store(sequence.blocks[start:full_blocks], hashes)
+        if self._shared_store is not None:
+            self._shared_store.put(hashes)
         if self._blocked_hashes and not self._blocked_hashes.isdisjoint(hashes):
             self.admission_blocked = False
         if self._kv_events is None:

@@ -28,9 +28,10 @@ from warmroute.scaling.offer_selection import OfferSelector
 from warmroute.scaling.scaling_decision import AddNode, PaidNode, RemoveNode, ScalingDecision, paid_for
 
 
-def _decision(
+def decision_for(
     view: FleetView, pending: Sequence[PaidNode], wanted: int, reason: str, config: Scaling, offers: OfferSelector
 ) -> ScalingDecision:
+    """Return the decision that makes the fleet one of `wanted` nodes."""
     serving = [node for node in view.nodes if node.serving]
     count = len(serving) + len(pending)
     wanted = min(config.max_nodes, max(config.min_nodes, wanted))
@@ -71,7 +72,7 @@ class Threshold:
             wanted = count + 1
         elif queue < self._down and not pending and since_s >= self._cooldown_down_s:
             wanted = count - 1
-        decision = _decision(
+        decision = decision_for(
             view, pending, wanted, f"{queue:.1f} requests wait for each node", self._config, self._offers
         )
         if decision.changes:
@@ -111,7 +112,7 @@ class Hpa:
         wanted = now
         if now < count:
             wanted = min(count, max(one for _, one in self._wanted))
-        return _decision(view, pending, wanted, f"mean utilisation is {mean:.0%}", self._config, self._offers)
+        return decision_for(view, pending, wanted, f"mean utilisation is {mean:.0%}", self._config, self._offers)
 
 
 class Keda:
@@ -139,7 +140,7 @@ class Keda:
         while self._wanted[0][0] < view.now_s - self._stabilisation_s:
             self._wanted.popleft()
         wanted = min(count, max(one for _, one in self._wanted)) if now < count else now
-        return _decision(view, pending, wanted, f"{requests} requests", self._config, self._offers)
+        return decision_for(view, pending, wanted, f"{requests} requests", self._config, self._offers)
 
 
 SCALERS = {"threshold": Threshold, "hpa": Hpa, "keda": Keda}

@@ -50,7 +50,7 @@ class FleetReplay:
         prompts = sample.requests
         mean_tokens = sum(one.prompt.prompt_tokens for one in prompts) / len(prompts)
         self._block_size = next(size for tokens, size in BLOCK_SIZES if mean_tokens >= tokens)
-        self.arrivals_per_s = sample.arrivals_per_s
+        self.arrivals_per_s, self.tokens_per_s = sample.arrivals_per_s, sample.tokens_per_s
         self.replays = self.requests = 0
 
     def run(self, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None = None) -> ReplayedFleet:
@@ -78,7 +78,9 @@ class FleetReplay:
         world.run(self._prompts(speed_up, hopeless), warm_up=sample.warm_up)
         usd = sum(node.usd_per_hour for node in nodes)
         fleet = _measured(world.results, request.objective, len(nodes), usd, load, offer, hopeless.found)
-        return msgspec.structs.replace(fleet, arrivals_per_s=load * sample.arrivals_per_s)
+        return msgspec.structs.replace(
+            fleet, arrivals_per_s=load * sample.arrivals_per_s, tokens_per_s=load * sample.tokens_per_s
+        )
 
     def _prompts(self, speed_up: float, hopeless: _Hopeless) -> Iterator[WorkloadPrompt]:
         for at, prompt in enumerate(self._sample.prompts(speed_up)):

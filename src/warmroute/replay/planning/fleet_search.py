@@ -114,15 +114,17 @@ class _Search:
         return fleet
 
     def _known(self, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None) -> ReplayedFleet | None:
-        """Return an earlier replay of the same fleet that answers the question: with at least as many arrivals it met
-        the objective clearly, or with at most as many it missed it clearly."""
-        arrivals_per_s = load * self._replay.arrivals_per_s
+        """Return an earlier replay of the same fleet that answers the question: with at least as many requests and
+        tokens it met the objective clearly, or with at most as many it missed it clearly."""
+        arrivals_per_s, tokens_per_s = load * self._replay.arrivals_per_s, load * self._replay.tokens_per_s
         usd = sum(node.usd_per_hour for node in nodes)
         for one in self._request.known:
             if (one.nodes, one.offer) != (len(nodes), offer) or abs(one.usd_per_hour - usd) > 0.01 * usd:
                 continue
-            is_met = one.excess < CLEARLY_MET * self._target and one.arrivals_per_s >= arrivals_per_s
-            if is_met or (one.excess > CLEARLY_MISSED * self._target and one.arrivals_per_s <= arrivals_per_s):
+            was_more = one.arrivals_per_s >= arrivals_per_s and one.tokens_per_s >= tokens_per_s
+            was_less = one.arrivals_per_s <= arrivals_per_s and one.tokens_per_s <= tokens_per_s
+            is_met = one.excess < CLEARLY_MET * self._target
+            if (is_met and was_more) or (one.excess > CLEARLY_MISSED * self._target and was_less):
                 return one
         return None
 

@@ -49,6 +49,8 @@ class Sample(msgspec.Struct, kw_only=True):
     measured_s: float
     arrivals_per_s: float
     """Of the whole fleet, in the measured part."""
+    tokens_per_s: float
+    """Of prompts and answers, likewise."""
 
     def prompts(self, load: float) -> Iterator[WorkloadPrompt]:
         """Return the prompts with `load` times as many arrivals per second."""
@@ -72,12 +74,14 @@ def thinned(requests: Sequence[RecordedRequest], until_ms: float, nodes: int, sh
     from_ms = until_ms - MEASURED_SHARE * (until_ms - kept[0].at_ms)
     warm_up = sum(one.at_ms < from_ms for one in kept)
     measured_s = max(1e-3, (until_ms - from_ms) / 1000.0)
+    tokens = sum(one.prompt.prompt_tokens + one.prompt.output_tokens for one in kept[warm_up:])
     return Sample(
         requests=kept,
         share=share,
         warm_up=warm_up,
         measured_s=measured_s,
         arrivals_per_s=(len(kept) - warm_up) / measured_s / share,
+        tokens_per_s=tokens / measured_s / share,
     )
 
 

@@ -6,7 +6,9 @@ from typing import Literal
 
 import msgspec
 
+from warmroute.config.node_settings import Role
 from warmroute.fake_engine.core.engine_config import EngineConfig
+from warmroute.fake_engine.core.shared_store import SharedStoreConfig
 from warmroute.fake_engine.profiles import Profile
 from warmroute.replay.workloads.prompt_text import Form
 
@@ -62,6 +64,8 @@ class Conditions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bandwidth of KV transfers from one prefill node, shared by all of them."""
     kv_latency_ms: float = 5.0
     """Time of a KV transfer in addition to that of its tokens."""
+    kv_stores: tuple[SharedStoreConfig, ...] = ()
+    """Stores that nodes with this `kv_store` share."""
     refused_pause_ms: float = 1000.0
     """How long a closed-loop client waits after a rejected request: the router's Retry-After."""
 
@@ -75,9 +79,11 @@ class NodeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     profile: Profile
     island: str = "local"
-    role: Literal["mixed", "prefill", "decode"] = "mixed"
+    role: Role = "mixed"
     kv_connector: bool = False
     """Whether a mixed node transfers KV cache, too."""
+    kv_store: str = ""
+    """Name of its shared KV store."""
     blocks: int | None = None
     """KV cache blocks; None for what fits on the profile's GPUs."""
     block_size: int = 16

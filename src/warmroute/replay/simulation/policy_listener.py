@@ -118,6 +118,7 @@ class IndexUpdates(PolicyListener):
 
     def node_joined(self, node: Node, block_size: int, num_blocks: int) -> None:
         cache = self.cache_view.add_node(node.name, [MODEL])
+        self.cache_view.attach(node.name, node.config.kv_store)
         if node.adapter_names:
             self.cache_view.set_models(cache, MODEL, (), sorted(node.adapter_names))
         cache.set_size(block_size, (num_blocks - 1) * block_size)

@@ -48,6 +48,7 @@ class Replica:
         self.fleet = Fleet(health)
         self.fleet.islands.reconfigure(config.islands, config.island_affinity)
         self.cache_view = CacheView(config.index)
+        self.cache_view.set_stores({one.name: one.capacity_tokens for one in conditions.kv_stores})
         # With a seed of 0, production's router would take one from the operating system.
         seed = config.routing.seed or (conditions.seed + 1000 * index) * 2 + 1
         routing = msgspec.structs.replace(config.routing, seed=seed)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from warmroute.fake_engine.core.engine_core import EngineCore
 from warmroute.fake_engine.core.engine_stats import EngineStats
 from warmroute.fake_engine.core.kv_event_types import KvEventSink
+from warmroute.fake_engine.core.shared_store import SharedStore
 from warmroute.fleet.node import Node
 from warmroute.replay.simulation.conditions import NodeSpec
 
@@ -61,11 +62,11 @@ class SimulatedNode:
         self._changed_ms = now_ms
         self._discarded = EngineTotals()
 
-    def start(self, kv_events: KvEventSink | None) -> None:
+    def start(self, kv_events: KvEventSink | None, store: SharedStore | None = None) -> None:
         """Start a new process with an empty cache."""
         self.incarnation += 1
         self.state = ProcessState.SERVING
-        self.engine = EngineCore(self.spec.engine(), self.spec.profile.timing, kv_events)
+        self.engine = EngineCore(self.spec.engine(), self.spec.profile.timing, kv_events, store)
         self.incarnation_stats.append(self.engine.stats)
         self.next_event_sequence = 0
         self.wakes_at_ms = math.inf

@@ -61,7 +61,7 @@ class ScalingSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     config: Scaling
     offers: tuple[SimulatedOffer, ...]
-    """The fleet's first nodes come from the first of them."""
+    """The fleet's first nodes come from the first of them, or the first with their role."""
     decision_maker: CreateDecisionMaker | None = None
     """Creates one to compare with; None for production's scaler."""
     planning: CreatePlanRunner | None = None
@@ -115,8 +115,9 @@ class SimulatedScaling:
         """Those that changed the fleet."""
         self.counts: list[tuple[float, int, int]] = []
         """Time [s], serving nodes and pending nodes, whenever that changed."""
-        first = setup.offers[0].offer
         for name, sim in world.nodes.items():
+            same_role = [one.offer for one in setup.offers if one.offer.role == sim.spec.role]
+            first = (same_role or [setup.offers[0].offer])[0]
             managed = self.autoscaler.managed.add(name, first, 0.0)
             managed.state, managed.node, managed.serving_since_s = LifecycleState.SERVING, sim.node, 0.0
             self._bills[name] = _Bill(sim.spec.profile.gpus, sim.spec.usd_per_hour or first.usd_per_hour, 0.0)
@@ -172,10 +173,16 @@ class SimulatedScaling:
             return
         offer = managed.offer
         spec = NodeSpec(managed.token, self._offers[offer.key].profile, offer.island, usd_per_hour=offer.usd_per_hour)
-        like = next(iter(world.nodes.values()), None) or (world.departed[-1] if world.departed else None)
+        spec = msgspec.structs.replace(spec, role=offer.role)
+        nodes = [*world.nodes.values(), *reversed(world.departed)]
+        like = next((sim for sim in nodes if sim.spec.role == offer.role), nodes[0] if nodes else None)
         if like is not None:
             spec = msgspec.structs.replace(
-                spec, block_size=like.spec.block_size, blocks=like.spec.blocks, cpu_blocks=like.spec.cpu_blocks
+                spec,
+                block_size=like.spec.block_size,
+                blocks=like.spec.blocks,
+                cpu_blocks=like.spec.cpu_blocks,
+                kv_connector=like.spec.kv_connector,
             )
         sim = world.add(spec)
         world.fleet.drain(managed.token)

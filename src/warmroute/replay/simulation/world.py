@@ -14,6 +14,7 @@ from typing import Any
 from warmroute.config import Config, Health, NodeConfig
 from warmroute.fake_engine.core.engine_request import EngineOutput, EngineRequest, Finished, FirstToken
 from warmroute.fake_engine.core.kv_event_types import KvEvent, KvEventSink
+from warmroute.fake_engine.core.shared_store import SharedStore
 from warmroute.replay.simulation.calendar import Calendar
 from warmroute.replay.simulation.clients import Clients
 from warmroute.replay.simulation.conditions import Conditions, NodeSpec
@@ -57,6 +58,8 @@ class World:
         """Whether the router has a policy of its own, and not another router's."""
         self.nodes: dict[str, SimulatedNode] = {}
         """The fleet's nodes by name."""
+        self.stores: dict[str, SharedStore] = {}
+        """Shared KV stores by name."""
         self.departed: list[SimulatedNode] = []
         """Nodes that have left. Their results still count."""
         first = Replica(self, 0, config, health, policy, listener, queue_order)
@@ -92,6 +95,7 @@ class World:
             gpu=spec.profile.name,
             usd_per_hour=spec.usd_per_hour,
             role=spec.role,
+            kv_store=spec.kv_store,
             engine="vllm",
         )
         views = tuple([replica.add(config, spec.adapters) for replica in self.replicas])
@@ -101,11 +105,22 @@ class World:
             for replica, node in zip(self.replicas, views, strict=True):
                 node.kv_connector = True
                 replica.fleet.transfers_changed(node)
-        sim.start(self._kv_event_sink(sim))
+        sim.start(self._kv_event_sink(sim), self._store(sim.spec))
         for replica, node in zip(self.replicas, views, strict=True):
             replica.listener.node_joined(node, spec.block_size, sim.engine.config.num_blocks)
             replica.polls.begin(sim)
         return sim
+
+    def _store(self, spec: NodeSpec) -> SharedStore | None:
+        """Return the KV store that the node shares with others."""
+        config = next((one for one in self.conditions.kv_stores if one.name == spec.kv_store), None)
+        if config is None:
+            return None
+        store = self.stores.get(config.name)
+        if store is None:
+            store = SharedStore(config, spec.block_size, spec.profile.kv_bytes_per_token)
+            self.stores[config.name] = store
+        return store
 
     def _kv_event_sink(self, sim: SimulatedNode) -> KvEventSink | None:
         """Return where the node's next incarnation publishes its events: to every router that follows them."""
@@ -168,7 +183,7 @@ class World:
         sim = self.nodes[name]
         if sim.state is ProcessState.SERVING:
             self.fail(name)
-        sim.start(self._kv_event_sink(sim))
+        sim.start(self._kv_event_sink(sim), self._store(sim.spec))
 
     # Time.
 

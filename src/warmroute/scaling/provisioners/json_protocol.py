@@ -90,7 +90,8 @@ def parse_offers(entries: list[Any], config: ProvisionerConfig) -> tuple[list[Of
     """Return the offers, and a sentence for each invalid entry, which does not affect the others."""
     offers: list[Offer] = []
     problems: list[str] = []
-    defaults = {"island": config.island or config.label, "gpus": 1}
+    defaults = {"island": config.island or config.label, "gpus": 1, "role": config.role}
+    defaults["bootstrap_port"] = config.bootstrap_port
     for entry in entries:
         if not isinstance(entry, dict):
             problems.append(f"dropping an offer that is not an object: {entry!r:.60}")

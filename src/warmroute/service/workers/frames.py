@@ -4,8 +4,9 @@ parent ← worker    READY       it serves; the payload is its id in the cluster
 parent ← worker    OPEN        how many connections it has received, and how many are open (two unsigned 64-bit)
 parent ↔ worker    STATE       an update of the cluster; the parent passes it to all other workers
 parent ← worker    DIRECT      a message for one process: the length of its id (two bytes), its id, the message
-parent ← worker    STORE       a change of a node, to be stored in Redis: length of the name (two bytes), name, value
-parent → worker    STORED      the changes of nodes that Redis has, as a MessagePack list
+parent ← worker    STORE       a change of a node, to be kept: length of the name (two bytes), name, value
+parent → worker    STORED      the changes of nodes that the parent or Redis has, as a MessagePack list
+parent ← worker    APPLIED     the worker has applied the changes of nodes that the parent sent when it started
 parent → worker    LINK        the state of the link to Redis (cluster/transport.py LinkStatus) as MessagePack
 parent → worker    GONE        a worker has ended; the payload is its id in the cluster
 """
@@ -26,6 +27,7 @@ GONE: Final = b"G"
 DIRECT: Final = b"D"
 STORE: Final = b"W"
 STORED: Final = b"V"
+APPLIED: Final = b"A"
 LINK: Final = b"L"
 
 MAX_UNSENT_BYTES: Final = 4 << 20

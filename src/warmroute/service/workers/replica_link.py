@@ -1,5 +1,6 @@
 """The parent's link to other replicas: it passes the workers' messages to Redis, and those of other replicas to all
-workers. Workers of one parent hear each other through it alone, so no message arrives twice."""
+workers. Workers of one parent hear each other through it alone, so no message arrives twice. Without Redis, the parent
+keeps the changes of nodes for workers that start later."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from typing import Final
 
 import msgspec
 
-from warmroute.cluster.messages import VERSION, Update, encode
+from warmroute.cluster.messages import MAX_CHANGES, VERSION, Update, encode
 from warmroute.cluster.redis.link import RedisLink
+from warmroute.cluster.shared_nodes import decode_change
 from warmroute.config import Cluster
 from warmroute.service.workers.frames import DIRECT, LINK, STATE, STORE, STORED, unpack_named
 from warmroute.service.workers.worker_process import WorkerProcess
@@ -28,7 +30,10 @@ class ReplicaLink:
         self._origin = origin
         self._workers = workers
         self._link: RedisLink | None = None
-        self._stored = msgspec.msgpack.encode([])
+        self._stored: list[bytes] = []
+        """The changes of nodes that Redis has."""
+        self._changes: dict[str, bytes] = {}
+        """Without Redis: the last change of each node, for workers that start later."""
 
     def start(self, config: Cluster) -> None:
         """Connect to Redis, if the configuration names one."""
@@ -58,8 +63,8 @@ class ReplicaLink:
             name, value = unpack_named(payload)
         except (ValueError, struct.error):
             return
-        if kind == STORE and self._link is not None:
-            self._link.store(name, value)
+        if kind == STORE:
+            self._store(name, value)
         elif kind == DIRECT:
             worker = next((one for one in self._workers() if one.cluster_id == name.encode()), None)
             if worker is not None:
@@ -67,11 +72,22 @@ class ReplicaLink:
             elif self._link is not None:
                 self._link.send(name, value)
 
+    def _store(self, name: str, value: bytes) -> None:
+        if self._link is not None:
+            self._link.store(name, value)
+            return
+        self._changes.pop(name, None)
+        self._changes[name] = value
+        if len(self._changes) > MAX_CHANGES:
+            removed = (one for one, change in self._changes.items() if decode_change(change).removed)
+            del self._changes[next(removed, next(iter(self._changes)))]
+
     def joined(self, worker: WorkerProcess) -> None:
-        """A worker takes part now."""
+        """A worker takes part now. It confirms that it has applied the changes of nodes."""
         if self._link is not None:
             worker.link.send_frame(LINK, msgspec.msgpack.encode(self._link.status()))
-            worker.link.send_frame(STORED, self._stored)
+        stored = self._stored if self._link is not None else list(self._changes.values())
+        worker.link.send_frame(STORED, msgspec.msgpack.encode(stored))
 
     def ended(self, worker: WorkerProcess) -> None:
         """Tell other replicas that a worker is gone."""
@@ -90,8 +106,8 @@ class ReplicaLink:
         self._to_workers(STATE, message)
 
     def receive_stored(self, values: list[bytes]) -> None:
-        self._stored = msgspec.msgpack.encode(values)
-        self._to_workers(STORED, self._stored)
+        self._stored = values
+        self._to_workers(STORED, msgspec.msgpack.encode(values))
 
     def link_changed(self) -> None:
         if self._link is not None:

@@ -6,6 +6,7 @@ The parent passes it in an environment variable, and the sockets by inheritance.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -23,6 +24,11 @@ class Seat(msgspec.Struct, frozen=True):
     """Path of the Unix socket for its admin API."""
     origin: str
     """The parent's name among the replicas, which begins the worker's."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the parent keeps the files of its workers, until it ends."""
+        return Path(self.admin_socket).parent
 
     def environment(self) -> dict[str, str]:
         return {**os.environ, ENVIRONMENT: msgspec.json.encode(self).decode()}

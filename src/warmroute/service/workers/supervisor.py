@@ -10,6 +10,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,6 +38,8 @@ MAX_PAUSE_S: Final = 15.0
 """Longest time between two starts of a worker that keeps ending."""
 STEADY_S: Final = 30.0
 """A worker that served for this long is restarted without delay."""
+CHANGES_S: Final = 1.0
+"""How long a new worker may take to apply the changes of nodes, before it gets connections."""
 
 
 class Supervisor:
@@ -189,8 +192,9 @@ class Supervisor:
     async def _admit(self, worker: WorkerProcess) -> None:
         """Bring a new worker up to date, and pass it connections."""
         self._replicas.joined(worker)
-        if not self.config.cluster.url:  # else it gets them from its peers, or from Redis
-            await self.admin.repeat_changes(worker.admin_socket)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CHANGES_S):
+                await worker.knows_changes.wait()
         worker.serves = True
         log.info("worker_ready", worker=worker.number, pid=worker.pid)
         self._report_ready()

@@ -16,7 +16,7 @@ from warmroute.cluster.transport import LinkStatus
 from warmroute.edge.listening_sockets import listen_unix
 from warmroute.event_log import EventLog
 from warmroute.service.cluster_member import ClusterMember
-from warmroute.service.workers.frames import COUNTS, GONE, LINK, OPEN, READY, STATE, STORED, FrameLink
+from warmroute.service.workers.frames import APPLIED, COUNTS, GONE, LINK, OPEN, READY, STATE, STORED, FrameLink
 from warmroute.service.workers.passed_connections import PassedConnections
 from warmroute.service.workers.seat import Seat
 
@@ -80,6 +80,7 @@ class Worker:
             member.link_changed()
         elif kind == STORED:
             member.receive_stored(msgspec.msgpack.decode(payload, type=list[bytes]))
+            self._link.send_frame(APPLIED)
         elif kind == GONE:
             member.state.forget(payload.decode("ascii", "replace"), time.monotonic())
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from warmroute.service.workers.frames import COUNTS, DIRECT, OPEN, READY, STATE, STORE, FrameLink
+from warmroute.service.workers.frames import APPLIED, COUNTS, DIRECT, OPEN, READY, STATE, STORE, FrameLink
 from warmroute.service.workers.seat import Seat
 
 
@@ -38,6 +38,8 @@ class WorkerProcess:
         self.serves = False
         self.started_s = time.monotonic()
         self.link = FrameLink(self._receive, lambda: None)
+        self.knows_changes = asyncio.Event()
+        """It has applied the changes of nodes that were made before it started."""
         self.ended = asyncio.Event()
         self._passing: socket.socket | None = None
         self._passed = self._received = self._open = 0
@@ -113,6 +115,8 @@ class WorkerProcess:
                 self._received, self._open = COUNTS.unpack(payload)
                 while len(self._unconfirmed) > self._passed - self._received:
                     self._unconfirmed.popleft().close()
+        elif kind == APPLIED:
+            self.knows_changes.set()
         elif kind == READY:
             self.cluster_id = payload
             self._on_ready(self)

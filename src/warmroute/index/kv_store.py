@@ -1,0 +1,122 @@
+"""What a shared KV store holds: a tier that several nodes read, such as LMCache's remote backend or a Mooncake store.
+
+A node attached to a store finds there what any node has stored. Two sources tell what that is:
+
+    routed     the prompts that attached nodes have prefilled: an LRU list of the store's capacity
+    reported   blocks that attached engines report outside the GPU in their KV events
+
+Engines report no evictions from a store, so the router forgets all reports once more blocks were reported than fit.
+
+A hit in the store counts for every attached node, for the tokens that the node lacks, and only as much as loading them
+is cheaper than prefilling them:
+
+    saved share = 1 − load ms per token / prefill ms per token          0 if loading takes longer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from math import inf
+from typing import Final
+
+from warmroute._kernel import BlockIndex, Hit
+from warmroute.index.confidence import Accuracy
+from warmroute.index.node_cache import ROUTED, NodeCache
+from warmroute.index.tiers import Tier
+
+REPORTED: Final = 0
+"""The rank of what engines report."""
+NAME_PREFIX: Final = "\0store "
+"""A store's place among the names of nodes, which have no control characters."""
+
+SavedShare = Callable[[str, str, str], float]
+"""Returns the saved share for a model, a store and a node."""
+
+
+class KvStore:
+    def __init__(
+        self, name: str, capacity_tokens: int, index: BlockIndex, owners: dict[int, tuple[NodeCache, int]]
+    ) -> None:
+        self.name = name
+        self.capacity_tokens = capacity_tokens
+        self._index = index
+        self._owners = owners
+        self._by_block_size: dict[int, NodeCache] = {}
+        self.nodes: dict[str, NodeCache] = {}
+        """The caches of the attached nodes."""
+        self.accuracy = Accuracy()
+        """Tokens that were expected from the store, and those of them that engines loaded."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that the store should hold by the prompts of attached nodes."""
+        return sum(len(contents.recency) for contents in self._by_block_size.values())
+
+    def attach(self, cache: NodeCache) -> None:
+        self.nodes[cache.name] = cache
+        cache.store = self
+
+    def detach(self, cache: NodeCache) -> None:
+        self.nodes.pop(cache.name, None)
+        cache.store = None
+
+    def resize(self, capacity_tokens: int) -> None:
+        self.capacity_tokens = capacity_tokens
+        for contents in self._by_block_size.values():
+            contents.set_size(0, capacity_tokens)
+
+    def close(self) -> None:
+        for cache in list(self.nodes.values()):
+            self.detach(cache)
+        for contents in self._by_block_size.values():
+            contents.close()
+        self._by_block_size.clear()
+
+    # What it holds.
+
+    def _contents(self, block_size: int) -> NodeCache:
+        contents = self._by_block_size.get(block_size)
+        if contents is None:
+            blocks = max(1, self.capacity_tokens // block_size)
+            contents = NodeCache(NAME_PREFIX + self.name, self._index, self._owners, blocks, lambda: None)
+            contents.set_size(block_size, self.capacity_tokens)
+            contents.accuracy = self.accuracy
+            contents.last_contact_s = inf
+            contents.add_rank(REPORTED)
+            self._by_block_size[block_size] = contents
+        return contents
+
+    def prefilled(self, chain: bytes, block_size: int, now_s: float) -> None:
+        """An attached node has prefilled a prompt, and stores it."""
+        self._contents(block_size).record_routed(chain, 0, now_s)
+
+    def reported(self, hashes: list[int], block_size: int) -> None:
+        """An attached engine has stored these blocks, given by the index's own hashes."""
+        contents = self._contents(block_size)
+        if contents.store_events + len(hashes) > max(1, self.capacity_tokens // block_size):
+            contents.all_blocks_cleared(REPORTED)
+            contents.store_events = 0
+        contents.store_events += len(hashes)
+        contents.hashes_stored(REPORTED, None, hashes, Tier.GPU)
+
+    def removed(self, hashes: list[int], block_size: int) -> None:
+        """An attached engine reports that these blocks are gone."""
+        self._contents(block_size).blocks_removed(REPORTED, list(hashes), Tier.GPU)
+
+    # Hits.
+
+    def add_hits(self, found: MutableMapping[str, Hit], model: str, saved_share: SavedShare) -> None:
+        """Replace the store's own hit by one for each attached node."""
+        in_store = found.pop(NAME_PREFIX + self.name, None)
+        if in_store is None:
+            return
+        trust = in_store.expected / in_store.tokens
+        for name in self.nodes:
+            known = found.get(name)
+            tokens, expected, rank = (
+                (known.tokens, known.expected, known.rank) if known is not None else (0, 0.0, ROUTED)
+            )
+            more = in_store.tokens - tokens
+            share = saved_share(model, self.name, name) if more > 0 else 0.0
+            if share > 0.0:
+                found[name] = Hit(in_store.tokens, expected + trust * share * more, rank)

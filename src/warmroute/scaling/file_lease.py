@@ -1,0 +1,72 @@
+"""The lease of the worker that scales the fleet: a locked file, and the autoscaler's state beside it for the next one.
+
+The kernel releases the lock when its holder ends, however it ends, so no worker waits for a lease to expire.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from warmroute.config import ConfigError
+from warmroute.event_log import EventLog
+from warmroute.scaling.leader_lock import LeaderLock
+
+log = EventLog("warmroute.scaling")
+
+
+class FileLease:
+    one_machine = True
+
+    def __init__(self, path: Path) -> None:
+        """`path`: the file to lock. The state is stored beside it."""
+        self._path = path
+        self._lock = LeaderLock(path)
+        self._state_file = path.with_name(path.name + ".state")
+        self._failed = False
+        """Whether the lock or the state could not be written last time."""
+
+    def is_leader(self) -> bool:
+        try:
+            return self._lock.is_leader()
+        except OSError as error:
+            self._log_failure(error)
+            return False
+
+    @property
+    def state(self) -> bytes:
+        """What the leader before stored; empty if nothing."""
+        try:
+            return self._state_file.read_bytes()
+        except OSError:
+            return b""
+
+    async def commit(self, state: bytes) -> bool:
+        """Store the state before an action. Return whether this process leads, and may act."""
+        if not self.is_leader():
+            return False
+        new = self._state_file.with_name(self._state_file.name + ".new")
+        try:
+            new.write_bytes(state)
+            os.replace(new, self._state_file)
+        except OSError as error:
+            self._log_failure(error)
+            return False
+        self._failed = False
+        return True
+
+    def _log_failure(self, error: OSError) -> None:
+        if not self._failed:
+            self._failed = True
+            log.warning("scaling_state_not_stored", "The autoscaler does not act.", reason=error.strerror)
+
+    def start(self) -> None:
+        """Raises ConfigError if the file cannot be locked."""
+        try:
+            self._lock.is_leader()
+        except OSError as error:
+            raise ConfigError(f"scaling.lock_file: {self._path}: {error.strerror}") from None
+
+    async def close(self) -> None:
+        """Let another worker lead at once."""
+        self._lock.release()
