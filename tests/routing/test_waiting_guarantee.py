@@ -13,7 +13,8 @@ from warmroute.config.priority import HIGH, LOW, NORMAL
 from warmroute.routing.admission import FULL_CHECK_TICKS
 from warmroute.routing.admission_queue import KEY_TOLERANCE
 from warmroute.routing.overdue_turns import OVERDUE
-from warmroute.routing.queued_request import CREDIT_S, WAITING_CREDIT, QueuedRequest, SortedRequests
+from warmroute.routing.queued_request import CREDIT_S, WAITING_CREDIT, QueuedRequest
+from warmroute.routing.queued_requests import SortedRequests
 from warmroute.routing.waiting_guarantee import GRACE_S, PATIENCE, SHARE
 
 # The order.

@@ -20,12 +20,8 @@ from warmroute.fleet.group import Group
 from warmroute.fleet.node import Node
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.decision import Decision
-from warmroute.routing.queued_request import (
-    PendingRequest,
-    QueuedRequest,
-    QueueOrder,
-    RequestsByWork,
-)
+from warmroute.routing.queued_request import PendingRequest, QueuedRequest, QueueOrder
+from warmroute.routing.queued_requests import RequestsByWork
 from warmroute.routing.waiting_guarantee import SHARE, WaitingGuarantee
 
 LONG_WAIT_S: Final = 10.0

@@ -25,7 +25,8 @@ from collections.abc import Iterable
 from typing import Final
 
 from warmroute.fleet.node import Node
-from warmroute.routing.queued_request import QueuedRequest, RequestsByNode, SortedRequests
+from warmroute.routing.queued_request import QueuedRequest
+from warmroute.routing.queued_requests import RequestsByNode, SortedRequests
 
 GRACE_S: Final = 10.0
 PATIENCE: Final = 2.0
