@@ -24,7 +24,7 @@ def lookup(tokens: int, first: int = 0) -> Lookup:
 def cache_view(capacity_tokens: int = 10_000, share: float = 0.8) -> CacheView:
     view = CacheView(Index())
     view.set_stores({"shared": capacity_tokens})
-    view.saved_share = lambda _model, _store, _node: share
+    view.saved_shares = lambda _model, _store, nodes: [share] * len(nodes)
     for name in ("a", "b", "c"):
         view.add_node(name, ["m"]).set_size(BLOCK, 100 * BLOCK)
         view.attach(name, "shared" if name != "c" else "")

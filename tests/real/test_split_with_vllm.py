@@ -136,6 +136,45 @@ def test_answers_are_those_of_one_engine(split_engines: list[RealEngine]) -> Non
     run(work)
 
 
+def answer_of(response: Response) -> str:
+    """Return the text of an answer to /v1/messages or /v1/responses, streamed or not."""
+    assert response.status == 200 and response.complete, response.body
+    if b"data:" not in response.body:
+        parts = response.json.get("content") or response.json["output"][0]["content"]
+        return "".join(part["text"] for part in parts)
+    events = [json.loads(line[6:]) for line in response.body.splitlines() if line.startswith(b"data: {")]
+    deltas = [event.get("delta") for event in events if str(event.get("type", "")).endswith("delta")]
+    return "".join(delta if isinstance(delta, str) else (delta or {}).get("text") or "" for delta in deltas)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_messages_and_responses_are_those_of_one_engine(split_engines: list[RealEngine], stream: bool) -> None:
+    prefill, decode, mixed = split_engines
+    common = {"model": "tiny", "temperature": 0, "stream": stream}
+    message = {"role": "user", "content": text_of(80 + stream, 150)}
+    requests = [
+        post(json.dumps({**common, "messages": [message], "max_tokens": 12}).encode(), "/v1/messages"),
+        post(
+            json.dumps({**common, "input": text_of(90 + stream, 150), "max_output_tokens": 12}).encode(),
+            "/v1/responses",
+        ),
+    ]
+
+    async def work() -> None:
+        async with (
+            split_router(prefill, decode) as r,
+            alone_router(mixed) as alone,
+        ):
+            for request in requests:
+                expected, found = await ask(alone, request), await ask(r, request)
+                assert answer_of(found) == answer_of(expected) != ""
+                assert found.get("x-warmroute-prefill-node") == "node0"
+            assert r.service.counters.split_requests == {"transferred": 2}
+            assert r.inflight() == 0
+
+    run(work)
+
+
 def test_the_second_turn_finds_its_first(split_engines: list[RealEngine]) -> None:
     prefill, decode, _mixed = split_engines
 

@@ -96,11 +96,11 @@ def test_mixed_nodes_can_play_either_part() -> None:
 def test_mixed_nodes_take_the_part_that_is_lacking() -> None:
     """The price moves mixed nodes from one part to the other: nobody has to switch them."""
     prefilled, served = [], []
-    for long_share in (0.05, 0.6):
+    for long_share in (0.1, 0.6):
         words = [f"long_share={long_share}", "longest_tokens=40000"]
         world = run_world(setup("price", nodes(1, 2, 4), rate=3.0, words=words))
         mixed = [sim for sim in world.nodes.values() if sim.node.role == "mixed"]
         prefilled.append(sum(sim.totals.prefilled_tokens for sim in mixed) / world.results.prompt_tokens)
         served.append(sum(sim.requests for sim in mixed))
-    assert prefilled[0] < 0.35 < 0.4 < prefilled[1], "prefill nodes come first; mixed ones help when those are busy"
+    assert prefilled[1] > prefilled[0] + 0.1, "mixed nodes prefill more when prefill nodes are busy"
     assert min(served) > 0.4 * REQUESTS, "and they serve requests all the time"

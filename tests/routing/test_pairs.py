@@ -13,7 +13,6 @@ from warmroute.fleet.ticket import Ticket
 from warmroute.index.lookup import Lookup
 from warmroute.routing.decision import Decision
 from warmroute.routing.pairs import _interference_ms
-from warmroute.routing.price_terms import Price
 from warmroute.routing.routing_errors import NoNodeAvailable
 
 
@@ -69,16 +68,10 @@ def test_requests_that_do_not_decode_yet_are_delayed_as_well() -> None:
 def test_one_long_gap_costs_more_than_several_short_ones() -> None:
     harness = PairHarness(decode=2)
     harness.decodes("d0", 1)
-    group = harness.fleet.group("m")
-    assert group is not None
-    alone = harness.choose(prompt(2000)).prices
-    assert alone is not None
-    row = Price._make(alone[0])
-    gap = _interference_ms(harness.node("d0"), row._replace(prefill=4100.0), group)
-    part = _interference_ms(harness.node("d0"), row._replace(prefill=1100.0), group)
-    assert gap > 2 * 4 * part > 0.0 and gap > 4100.0
-    assert not _interference_ms(harness.node("d0"), row._replace(prefill=50.0), group)
-    assert not _interference_ms(harness.node("d1"), row._replace(prefill=4100.0), group)
+    busy, idle = harness.node("d0"), harness.node("d1")
+    assert _interference_ms(busy, 4000.0) == pytest.approx(4 * 4 * _interference_ms(busy, 1000.0))
+    assert _interference_ms(busy, 4000.0) > 4000.0 > 1000.0 > _interference_ms(busy, 1000.0) > 0.0
+    assert not _interference_ms(busy, -5.0) and not _interference_ms(idle, 4000.0)
 
 
 def test_short_and_cached_prompts_skip_the_split() -> None:
@@ -88,6 +81,14 @@ def test_short_and_cached_prompts_skip_the_split() -> None:
     long = prompt(30_000, 1)
     harness.warm(harness.node("d0"), long)
     assert pair_of(harness.choose(long)) == (None, "d0")
+
+
+def test_a_short_prompt_is_split_only_if_the_queue_is_long() -> None:
+    harness = PairHarness()
+    harness.decodes("d0", 40)
+    assert pair_of(harness.choose(prompt(600))) == (None, "d0"), "30 ms: nobody notices that"
+    harness.send(harness.node("d0"), prompt(60_000, 5))
+    assert pair_of(harness.choose(prompt(600))) == ("p0", "d0")
 
 
 def test_what_the_decode_node_has_is_not_transferred() -> None:

@@ -368,7 +368,7 @@ def test_a_request_that_was_sent_elsewhere_meanwhile_is_not_sent_a_second_time()
             harness.dispatcher.close_ticket = close_ticket  # type: ignore[method-assign]
             attempts.send_alone(split._decision, harness.node("d0"), harness.now_s)
 
-    harness.dispatcher.close_ticket = close_and_move  # type: ignore[method-assign]
+    harness.dispatcher.close_ticket = close_and_move  # type: ignore[assignment, method-assign]
     split.prefill_failed(Outcome.FAILED, "it broke", harness.now_s)
     assert driver.sent == ["d0"]
     harness.finish(attempts)

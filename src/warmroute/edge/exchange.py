@@ -132,8 +132,9 @@ class ProxyExchange(msgspec.Struct, eq=False):
         assert split is not None and outline is not None
         self._room = getrandbits(63)
         transfer = proxy.kv_transfer(prefill_node)
-        body = splice(self.body, outline, transfer.prefill_fields(outline.fields, prefill_node, self._room))
-        self._prefill = attempt = PrefillAttempt(self, split, transfer, proxy.pools.for_node(prefill_node), body)
+        pool = proxy.pools.for_node(prefill_node)
+        self._prefill = attempt = PrefillAttempt(self, split.prefill_ticket, pool, split=split, transfer=transfer)
+        attempt.body = splice(self.body, outline, transfer.prefill_fields(outline.fields, prefill_node, self._room))
         attempt.start()
 
     def withdraw_prefill(self) -> None:

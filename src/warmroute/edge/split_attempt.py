@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from warmroute._kernel import read_usage
-from warmroute.edge.connection_pool import ConnectionPool
 from warmroute.edge.first_token import FirstTokenDetector, detector_for
 from warmroute.edge.http1 import CHUNKED, ChunkReader, ResponseHead
 from warmroute.edge.node_attempt import NodeAttempt
-from warmroute.edge.node_connection import ConnectFailure, NodeConnection
+from warmroute.edge.node_connection import ConnectFailure
 from warmroute.fleet.kv_transfer_protocol import KvTransfer
 from warmroute.fleet.node import Outcome
 from warmroute.routing.split_request import SplitRequest
 
 if TYPE_CHECKING:
-    from warmroute.edge.exchange import ProxyExchange
+    pass
 
 MAX_PREFILL_RESPONSE_BYTES: Final = 16 << 20
 """A longer response of a prefill node counts as a failure. Block ids of 100,000 tokens take about 50 KB."""
@@ -59,79 +58,44 @@ def _finish_reason(body: bytes) -> str | None:
     return "length" if reason in ("max_tokens", "incomplete") else reason
 
 
-class PrefillAttempt(msgspec.Struct, eq=False):
-    """Implements node_connection.ResponseHandler."""
+class PrefillAttempt(NodeAttempt):
+    """Implements node_connection.ResponseHandler. Its connection is that of an attempt; its outcome is the split's."""
 
-    _exchange: ProxyExchange
-    _split: SplitRequest
-    _transfer: KvTransfer
-    _pool: ConnectionPool
-    _body: bytes
-    _connection: NodeConnection | None = None
-    _retried_stale: bool = False
-    _withdrawn: bool = False
+    split: SplitRequest = _NOT_YET
+    transfer: KvTransfer = _NOT_YET
     _frames: ChunkReader | None = None
-    _received: list[bytes] = []
+    _received: list[bytes] = msgspec.field(default_factory=list)
     _received_bytes: int = 0
     _readable: bool = True
 
-    def start(self) -> None:
-        connection = self._pool.take_idle()
-        if connection is None:
-            self._pool.connect(self)
-        else:
-            self._send(connection)
-
-    def _send(self, connection: NodeConnection) -> None:
-        self._connection = connection
-        head = self._exchange.request_head(self._pool, self._split.prefill_ticket, len(self._body))
-        connection.send_request(self, head, self._body)
-
-    def withdraw(self) -> None:
-        self._withdrawn = True
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.cancel()
-
-    def _now(self) -> float:
-        return self._exchange.now()
-
     # From the connection.
-
-    def connected(self, connection: NodeConnection) -> bool:
-        if self._withdrawn:
-            return False
-        self._send(connection)
-        return True
 
     def connect_failed(self, failure: ConnectFailure, reason: str) -> None:
         if self._withdrawn:
             return
         if failure is ConnectFailure.REFUSED:
-            self._split.prefill_refused(reason, self._now())
+            self.split.prefill_refused(reason, self._exchange.now())
         else:  # a local failure, such as too many open files, says nothing about the node
             outcome = Outcome.BUSY if failure is ConnectFailure.LOCAL else Outcome.FAILED
-            self._split.prefill_failed(outcome, reason, self._now())
+            self.split.prefill_failed(outcome, reason, self._exchange.now())
 
     def response_failed(self, reason: str, stale: bool) -> None:
-        self._connection = None
         if stale and not self._retried_stale:
-            self._retried_stale = True
-            self._exchange.count_stale_connection()
-            self._pool.connect(self)
+            NodeAttempt.response_failed(self, reason, stale)
         else:
-            self._split.prefill_failed(Outcome.FAILED, reason, self._now())
+            self.connection = None
+            self.split.prefill_failed(Outcome.FAILED, reason, self._exchange.now())
 
     def response_started(
         self, head: ResponseHead, first: bytes, whole: bool, now_s: float
     ) -> Callable[[bytes], object] | None:
         status = head.status
         if status >= 400:
-            self._connection = None
+            self.connection = None
             outcome = Outcome.REJECTED if status < 500 and status != 429 else Outcome.FAILED
             if status in (429, 503):
                 outcome = Outcome.BUSY
-            self._split.prefill_failed(outcome, f"HTTP status {status}", now_s)
+            self.split.prefill_failed(outcome, f"HTTP status {status}", now_s)
             return None
         self._readable = not head.encoded
         if head.length == CHUNKED:
@@ -143,31 +107,31 @@ class PrefillAttempt(msgspec.Struct, eq=False):
         self._received_bytes += len(data)
         if self._received_bytes > MAX_PREFILL_RESPONSE_BYTES:
             self.withdraw()
-            self._split.prefill_failed(Outcome.FAILED, "the response is too large", self._now())
+            self.split.prefill_failed(Outcome.FAILED, "the response is too large", self._exchange.now())
         elif self._frames is not None:
             self._frames.feed(data, self._received)
         else:
             self._received.append(data)
 
     def response_ended(self, now_s: float) -> None:
-        self._connection = None
+        self.connection = None
         if self._withdrawn:
             return
         body, self._received = b"".join(self._received), []
-        self._body = b""  # it will not be sent again
+        self.body = b""  # it will not be sent again
         usage = transfer = finish_reason = None
         if self._readable:
             usage = read_usage(body)
             if usage is not None:
-                usage = self._split.prefill_ticket.node.reported.usage(*usage)
-            transfer = self._transfer.read_transfer(body)
+                usage = self.split.prefill_ticket.node.reported.usage(*usage)
+            transfer = self.transfer.read_transfer(body)
             if transfer is None:
                 finish_reason = _finish_reason(body)
-        self._split.prefill_ended(transfer, usage, now_s, finish_reason)
+        self.split.prefill_ended(transfer, usage, now_s, finish_reason)
 
     def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
-        self._connection = None
-        self._split.prefill_failed(Outcome.FAILED, reason, self._now())
+        self.connection = None
+        self.split.prefill_failed(Outcome.FAILED, reason, self._exchange.now())
 
     def internal_error(self, error: Exception, frames: ChunkReader | None) -> None:
         self._exchange.internal_error(error, None)

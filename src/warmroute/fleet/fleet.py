@@ -80,6 +80,9 @@ class Fleet:
         except KeyError:
             raise UnknownNode(name) from None
 
+    def find(self, name: str) -> Node | None:
+        return self._nodes.get(name)
+
     def add(self, config: NodeConfig) -> Node:
         name = node_name(config)
         if name in self._nodes:

@@ -12,7 +12,7 @@ from warmroute._kernel import BlockIndex, add_hits, match_hits
 from warmroute._kernel import Hit as Hit
 from warmroute.config import Index as IndexConfig
 from warmroute.event_log import EventLog, where_it_failed
-from warmroute.index.kv_store import KvStore, SavedShare
+from warmroute.index.kv_store import KvStore, SavedShares
 from warmroute.index.lookup import Lookup
 from warmroute.index.node_cache import DEFAULT_BLOCK_TOKENS, ROUTED, NodeCache
 from warmroute.index.prediction import Prediction
@@ -68,8 +68,8 @@ class CacheView:
         self.reuse = Reuse()
         self.stores: dict[str, KvStore] = {}
         """Shared KV stores by name."""
-        self.saved_share: SavedShare = lambda _model, _store, _node: 0.0
-        """What a token from a store saves (kv_store.py). The router sets it."""
+        self.saved_shares: SavedShares = lambda _model, _store, nodes: [0.0] * len(nodes)
+        """What a token from a store saves on each node (kv_store.py). The router sets it."""
         self.reconfigure(config)
 
     def reconfigure(self, config: IndexConfig) -> None:
@@ -178,7 +178,7 @@ class CacheView:
                     found, self.index, chain, self._owners, size, limits, now_s, EVENT_AGES_S, LOWER_TIERS
                 )  # fmt: skip
         for store in self.stores.values():
-            store.add_hits(found, model, self.saved_share)
+            store.add_hits(found, model, self.saved_shares)
         if special is not None:
             for other in special.others:
                 for name, hit in self.hits(model, other, now_s).items():

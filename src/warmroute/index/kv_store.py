@@ -15,7 +15,7 @@ is cheaper than prefilling them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from math import inf
 from typing import Final
 
@@ -29,8 +29,8 @@ REPORTED: Final = 0
 NAME_PREFIX: Final = "\0store "
 """A store's place among the names of nodes, which have no control characters."""
 
-SavedShare = Callable[[str, str, str], float]
-"""Returns the saved share for a model, a store and a node."""
+SavedShares = Callable[[str, str, Collection[str]], Sequence[float]]
+"""Returns the saved share for a model, a store and each of some nodes."""
 
 
 class KvStore:
@@ -105,18 +105,20 @@ class KvStore:
 
     # Hits.
 
-    def add_hits(self, found: MutableMapping[str, Hit], model: str, saved_share: SavedShare) -> None:
+    def add_hits(self, found: MutableMapping[str, Hit], model: str, saved_shares: SavedShares) -> None:
         """Replace the store's own hit by one for each attached node."""
         in_store = found.pop(NAME_PREFIX + self.name, None)
         if in_store is None:
             return
-        trust = in_store.expected / in_store.tokens
-        for name in self.nodes:
-            known = found.get(name)
-            tokens, expected, rank = (
-                (known.tokens, known.expected, known.rank) if known is not None else (0, 0.0, ROUTED)
-            )
-            more = in_store.tokens - tokens
-            share = saved_share(model, self.name, name) if more > 0 else 0.0
-            if share > 0.0:
-                found[name] = Hit(in_store.tokens, expected + trust * share * more, rank)
+        in_store_tokens = in_store.tokens
+        trust = in_store.expected / in_store_tokens
+        get = found.get
+        for name, share in zip(self.nodes, saved_shares(model, self.name, self.nodes), strict=True):
+            if share <= 0.0:
+                continue
+            known = get(name)
+            if known is None:
+                found[name] = Hit(in_store_tokens, trust * share * in_store_tokens, ROUTED)
+            elif known.tokens < in_store_tokens:
+                more = in_store_tokens - known.tokens
+                found[name] = Hit(in_store_tokens, known.expected + trust * share * more, known.rank)

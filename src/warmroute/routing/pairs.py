@@ -14,9 +14,10 @@ term where some nodes have a role:
 
            + interference = (prefill − TOLERATED_MS)² / STALL_SCALE_MS [ms] · requests of the node
 
-Short prompts delay no answer noticeably: they fit into a step of the batch, or make one short gap. A long gap is worse
-than several short ones of the same length together, so the square counts. All requests of the node are delayed: those
-that wait there for their own prefill, or for a KV cache, decode by the time that this prompt is prefilled.
+Short prompts delay no answer noticeably: they fit into a step of the batch, or make one short gap. They are not split,
+unless the node's queue is long. A long gap is worse than several short ones of the same length together, so the square
+counts. All requests of the node are delayed: those that wait there for their own prefill, or for a KV cache, decode by
+the time that this prompt is prefilled.
 
 The cheapest of all wins: short or cached prompts stay on the decode node because that is cheaper, and there is no
 threshold to set. Only the best few nodes of each side are combined. Where no node of a model has a role, nothing of it
@@ -87,6 +88,8 @@ class _Part(msgspec.Struct, eq=False, gc=False):
     """What its part costs besides."""
     alone_ms: float = 0.0
     contention_ms: float = 0.0
+    is_short: bool = False
+    """Whether the node prefills the prompt soon, and no other answer is delayed noticeably."""
 
 
 class Pairs:
@@ -146,11 +149,13 @@ class Pairs:
     # By price.
 
     def _by_price(self, decision: Decision, query: Query, policy: PricePolicy, prefill_nodes: Candidates) -> Decision:
-        prefill = self._prefill_parts(query, policy, prefill_nodes)
         decode = self._decode_parts(decision, query)
         alone = [part for part in decode if not part.node.needs_partner]
         least_alone = min([part.alone_ms for part in alone], default=math.inf)
         always = policy.split == "always"
+        if not always and any(part.alone_ms <= least_alone and part.is_short for part in alone):
+            return self._alone(decision, alone, least_alone)
+        prefill = self._prefill_parts(query, policy, prefill_nodes)
         least_pair = math.inf if always else least_alone
         found: list[tuple[float, _Part, _Part, float, float]] = []
         speeds = query.group.transfer_speeds
@@ -176,6 +181,10 @@ class Pairs:
             return self._alone(decision, alone, least_alone)
         least_pair = min(one[0] for one in found)
         tied = [one for one in found if one[0] <= least_pair * TIE]
+        # Seconds of prefill make all decode nodes look alike: what these differ in decides among them.
+        on_decode = [one[3] + one[2].own_ms + one[2].others_ms for one in tied]
+        most_ms = min(on_decode) * TIE
+        tied = [one for one, ms in zip(tied, on_decode, strict=True) if ms <= most_ms]
         total, p, d, transfer_ms, own_ms = tied[int(self._random.random() * len(tied))]
         price = _price_of_pair(total, p, d, transfer_ms, own_ms)
         pair = Pair(p.node, max(0.0, d.row.new), price, transfer_ms, least_alone if alone else 0.0)
@@ -209,7 +218,10 @@ class Pairs:
             node = prefill_nodes.nodes[index]
             if 0 < node.context_window(query.group.model) <= row.cached + row.new:
                 continue
-            decoding_ms = 0.0 if node.role == "prefill" else _interference_ms(node, row, query.group)
+            decoding_ms = 0.0
+            if node.role != "prefill":
+                token_ms = query.group.decode_speed.token_ms(node.context_tokens) * node.speed.factor
+                decoding_ms = _interference_ms(node, _stall_ms(row, token_ms))
             parts.append(_Part(node, index, row, row.own, row.memory + row.congestion + decoding_ms))
         return parts
 
@@ -233,17 +245,20 @@ class Pairs:
             share = (step_ms + row.room + row.adapter + row.memory) / work_ms if work_ms > 0.0 else 0.0
             others_ms = contention_ms + row.memory + row.congestion * min(1.0, share)
             own_ms = row.room + row.distance + row.adapter + step_ms
-            alone_ms = row.total + _interference_ms(node, row, group) - behind * work_ms
-            parts.append(_Part(node, index, row, own_ms, others_ms, alone_ms, contention_ms))
+            stall_ms = _stall_ms(row, token_ms)
+            alone_ms = row.total + _interference_ms(node, stall_ms) - behind * work_ms
+            is_short = stall_ms <= 0.0 and row.wait <= TOLERATED_MS
+            parts.append(_Part(node, index, row, own_ms, others_ms, alone_ms, contention_ms, is_short))
         return parts
 
 
-def _interference_ms(node: Node, row: Price, group: Group) -> float:
-    """Return how much the prefill on this node delays the answers that it decodes, or will decode by then."""
-    if node.inflight <= 0:
-        return 0.0
-    token_ms = group.decode_speed.token_ms(node.context_tokens) * node.speed.factor
-    stall_ms = row.prefill - FIRST_TOKEN_STEPS * token_ms - max(token_ms, TOLERATED_MS)
+def _stall_ms(row: Price, token_ms: float) -> float:
+    """Return for how long the prefill on a node stops the answers that it decodes, beyond a gap that nobody notices."""
+    return row.prefill - FIRST_TOKEN_STEPS * token_ms - max(token_ms, TOLERATED_MS)
+
+
+def _interference_ms(node: Node, stall_ms: float) -> float:
+    """Return what that costs all requests of the node."""
     return stall_ms * stall_ms / STALL_SCALE_MS * node.inflight if stall_ms > 0.0 else 0.0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from copy import copy
 from functools import partial
 from operator import attrgetter
@@ -10,7 +10,7 @@ from random import Random
 
 from warmroute.config import Pricing, RouteConfig, Routing
 from warmroute.fleet.demand import DemandMeter
-from warmroute.fleet.fleet import Fleet, UnknownNode
+from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.group import Candidates, Group
 from warmroute.fleet.node import Node
 from warmroute.fleet.node_speed import work
@@ -56,20 +56,24 @@ class Router:
         """Called for each request that is sent to a node, if the process has peers."""
         self.may_serve: Callable[[str], bool] = lambda _model: True
         """Whether a node that the autoscaler starts would serve a model. Asked while the fleet is empty."""
-        cache_view.saved_share = self._saved_by_store
+        cache_view.saved_shares = self._saved_by_store
         self.reconfigure(config, pricing or Pricing(), routes)
 
-    def _saved_by_store(self, model: str, store: str, name: str) -> float:
-        """Return the share of its prefill that a token saves which the node loads from a shared KV store."""
-        group = self._fleet.group(model)
-        try:
-            node = self._fleet.node(name)
-        except UnknownNode:
-            return 0.0
-        if group is None:
-            return 0.0
-        load_ms = group.transfer_speeds.from_store(store, node.island).ms_per_token
-        return max(0.0, 1.0 - load_ms / node.speed.ms_per_token)
+    def _saved_by_store(self, model: str, store: str, names: Collection[str]) -> list[float]:
+        """Return the share of its prefill that a token saves which each node loads from a shared KV store."""
+        group, find = self._fleet.group(model), self._fleet.find
+        shares = []
+        load_ms: dict[str, float] = {}  # by island
+        for name in names:
+            node = find(name)
+            if node is None or group is None:
+                shares.append(0.0)
+                continue
+            ms = load_ms.get(node.island)
+            if ms is None:
+                ms = load_ms[node.island] = group.transfer_speeds.from_store(store, node.island).ms_per_token
+            shares.append(1.0 - ms / node.speed.ms_per_token)
+        return shares
 
     def reconfigure(self, config: Routing, pricing: Pricing, routes: Sequence[RouteConfig] = ()) -> None:
         self._random = Random(config.seed or None)

@@ -325,9 +325,7 @@ INDEX_BLOCK_COPIES: Final = _gauge("index_block_copies", "Blocks in the cache in
 LOOKUP_ERRORS: Final = _counter(
     "lookup_errors", "Requests routed by load because the cache index failed at their prompt."
 )
-STORE_BLOCKS: Final = _gauge(
-    "kv_store_blocks", "Blocks that a shared KV store should hold, by the prompts of its nodes.", "store"
-)
+STORE_BLOCKS: Final = _gauge("kv_store_blocks", "Blocks that a shared KV store should hold.", "store")
 STORE_PREDICTED: Final = _counter(
     "kv_store_predicted_tokens", "Prompt tokens that nodes should load from a shared KV store.", "store"
 )
@@ -416,12 +414,8 @@ DISCOVERY_CHANGES: Final = _counter(
 SCALING_DESIRED_NODES: Final = _gauge(
     "scaling_desired_nodes", "Number of nodes that the fleet should have; 0 if another process scales it."
 )
-SCALING_POOL_DESIRED_NODES: Final = _gauge(
-    "scaling_pool_desired_nodes", "Number of nodes that a pool should have, where nodes have roles.", "role"
-)
-SCALING_POOL_UTILISATION: Final = _gauge(
-    "scaling_pool_utilisation_ratio", "Fraction of the pool's time that its load takes, where nodes have roles.", "role"
-)
+SCALING_POOL_DESIRED_NODES: Final = _gauge("scaling_pool_desired_nodes", "Nodes that a pool should have.", "role")
+SCALING_POOL_UTILISATION: Final = _gauge("scaling_pool_utilisation_ratio", "Fraction of a pool's time in use.", "role")
 SCALING_UTILISATION: Final = _gauge("scaling_utilisation_ratio", "Fraction of the fleet's time that its load takes.")
 SCALING_COST: Final = _gauge("scaling_cost_usd_per_hour", "Cost of all nodes with a known price.")
 SCALING_LEADER: Final = _gauge("scaling_leader", "1 if this process scales the fleet.")

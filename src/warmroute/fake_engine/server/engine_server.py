@@ -19,6 +19,7 @@ from warmroute.edge.listening_sockets import listen_tcp
 from warmroute.edge.timer_wheel import TimerWheel
 from warmroute.event_log import EventLog
 from warmroute.fake_engine.core import EngineConfig, Timing
+from warmroute.fake_engine.core.shared_store import SharedStore
 from warmroute.fake_engine.server import metrics_page, request_bodies, vllm_errors
 from warmroute.fake_engine.server.engine_clock import EngineClock
 from warmroute.fake_engine.server.fake_tokenizer import Tokenizer
@@ -63,6 +64,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the engine transfers KV cache to and from others."""
     kv_bytes_per_token: int = 131_072
     kv_gigabytes_per_s: float = 10.0
+    store: SharedStore | None = None
+    """A KV store that engines of one process share."""
 
 
 Endpoint = Callable[[Request, Responder], Awaitable[None] | None]
@@ -137,7 +140,7 @@ class EngineServer:
                 events = EventPublisher(topic, number, self.faults.drops_event)
                 replay_port = None if config.replay_port is None else _port_of_rank(config.replay_port, number)
                 events.listen(config.host, _port_of_rank(config.events_port, number), replay_port)
-            self.ranks.append(Rank(number, config.engine, config.timing, self.clock, events))
+            self.ranks.append(Rank(number, config.engine, config.timing, self.clock, events, config.store))
 
     async def stop(self) -> None:
         if self._server is not None:

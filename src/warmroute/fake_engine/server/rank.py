@@ -12,6 +12,7 @@ import math
 from typing import Protocol
 
 from warmroute.fake_engine.core import EngineConfig, EngineCore, EngineRequest, Finished, FirstToken, KvEvent, Timing
+from warmroute.fake_engine.core.shared_store import SharedStore
 from warmroute.fake_engine.server.engine_clock import EngineClock
 from warmroute.fake_engine.server.kv_event_publisher import EventPublisher
 from warmroute.fake_engine.server.rank_metrics import RankMetrics
@@ -29,14 +30,16 @@ class TokenSink(Protocol):
 
 class Rank:
     def __init__(
-        self, number: int, config: EngineConfig, timing: Timing, clock: EngineClock, events: EventPublisher | None
-    ) -> None:
+        self, number: int, config: EngineConfig, timing: Timing, clock: EngineClock, events: EventPublisher | None,
+        store: SharedStore | None = None,
+    ) -> None:  # fmt: skip
         # for its whole life
         self.number = number
         self.events = events
         self._config = config
         self._timing = timing
         self._clock = clock
+        self._store = store
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None
         # from one restart to the next
@@ -45,7 +48,7 @@ class Rank:
         self._sinks: dict[str, TokenSink] = {}
 
     def _new_core(self) -> EngineCore:
-        return EngineCore(self._config, self._timing, self._publish if self.events is not None else None)
+        return EngineCore(self._config, self._timing, self._publish if self.events is not None else None, self._store)
 
     def _publish(self, _at_ms: float, events: list[KvEvent]) -> None:
         if self.events is not None:
