@@ -32,8 +32,9 @@ from warmroute.replay.simulation.simulated_node import ProcessState, SimulatedNo
 from warmroute.replay.simulation.world import World
 from warmroute.replay.summary import percentile
 from warmroute.replay.workloads.catalog import parse_workload
-from warmroute.routing.decision import Decision, Policy
+from warmroute.routing.decision import Decision
 from warmroute.routing.island_choice import OUTPUT_TOKEN_BYTES, PROMPT_TOKEN_BYTES, IslandChoice
+from warmroute.routing.policy import Policy
 from warmroute.routing.query import Query
 from warmroute.routing.routing_errors import NoNodeAvailable
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from copy import copy
 from math import inf
 from typing import Final
 
@@ -135,14 +134,16 @@ class Admission:
 
     def dry_run(self, request: RoutingRequest, lookup: Lookup | None, now_s: float) -> tuple[Decision, bool]:
         """Return what `submit` would decide, and whether it would queue the request. Raises RoutingError."""
-        snapshot = copy(self)
-        snapshot._router = self._router.snapshot()
-        decision = snapshot._eligible(request, snapshot._router.decide(request, now_s, lookup), now_s)
-        overtakes = request.priority != LOW or not snapshot._has_to_queue(request, decision, now_s)
-        if overtakes and self._admits_at_once(request, decision, now_s):
-            return decision, False
-        snapshot._check_may_queue(request, decision, now_s)
-        return decision, True
+        router, self._router = self._router, self._router.snapshot()
+        try:
+            decision = self._eligible(request, self._router.decide(request, now_s, lookup), now_s)
+            overtakes = request.priority != LOW or not self._has_to_queue(request, decision, now_s)
+            if overtakes and self._admits_at_once(request, decision, now_s):
+                return decision, False
+            self._check_may_queue(request, decision, now_s)
+            return decision, True
+        finally:
+            self._router = router
 
     def _admits_at_once(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
         if decision.index < 0 or not self._queues(request):

@@ -26,7 +26,7 @@ from warmroute.replay.simulation.simulated_cluster import SimulatedCluster
 from warmroute.replay.simulation.simulated_node import ProcessState, SimulatedNode
 from warmroute.replay.simulation.simulated_request import MODEL
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
-from warmroute.routing.decision import Policy
+from warmroute.routing.policy import Policy
 from warmroute.routing.queued_request import QueueOrder
 
 DEFAULT_ISLAND = "local"
