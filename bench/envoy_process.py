@@ -56,9 +56,13 @@ def envoy_config(
     port: int, admin_port: int, picker_port: int, engine_ports: Sequence[int], request_mode: str = "buffered",
     responses: str = "headers", message_timeout: str = "5s", max_message_timeout: str = "0s",
     subset: Sequence[str] | None = None, failure_mode_allow: bool = False, retries: int = 3,
-    attributes: dict[str, Any] | None = None,
+    like_envoy_gateway: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the configuration of an Envoy that asks the picker for an endpoint of each request."""
+    """Return the configuration of an Envoy that asks the picker for an endpoint of each request.
+
+    `like_envoy_gateway`: Envoy takes the endpoint from the header alone, and names the node that served as an
+    attribute, as Envoy Gateway configures it.
+    """
     ext_proc = {
         "@type": f"{TYPES}.filters.http.ext_proc.v3.ExternalProcessor",
         "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},
@@ -71,8 +75,9 @@ def envoy_config(
             "forwarding_namespaces": {"untyped": ["envoy.lb", "envoy.lb.subset_hint"]},
             "receiving_namespaces": {"untyped": ["envoy.lb"]},
         },
-        **(attributes or {}),
     }
+    if like_envoy_gateway:
+        ext_proc["response_attributes"] = ["upstream.address"]
     filters: list[dict[str, Any]] = [
         {"name": "envoy.filters.http.ext_proc", "typed_config": ext_proc},
         {"name": "envoy.filters.http.router", "typed_config": {"@type": f"{TYPES}.filters.http.router.v3.Router"}},
@@ -115,18 +120,15 @@ def envoy_config(
         "name": "envoy.load_balancing_policies.round_robin",
         "typed_config": {"@type": f"{TYPES}.load_balancing_policies.round_robin.v3.RoundRobin"},
     }
-    override_host = {
-        "name": "envoy.load_balancing_policies.override_host",
-        "typed_config": {
-            "@type": f"{TYPES}.load_balancing_policies.override_host.v3.OverrideHost",
-            "override_host_sources": [
-                {"header": HEADER},
-                {"metadata": {"key": "envoy.lb", "path": [{"key": HEADER}]}},
-            ],
-            "selected_host_key": {"key": "envoy.lb", "path": [{"key": f"{HEADER}-served"}]},
-            "fallback_policy": {"policies": [{"typed_extension_config": round_robin}]},
-        },
+    by_header: dict[str, Any] = {
+        "@type": f"{TYPES}.load_balancing_policies.override_host.v3.OverrideHost",
+        "override_host_sources": [{"header": HEADER}],
+        "fallback_policy": {"policies": [{"typed_extension_config": round_robin}]},
     }
+    if not like_envoy_gateway:
+        by_header["override_host_sources"].append({"metadata": {"key": "envoy.lb", "path": [{"key": HEADER}]}})
+        by_header["selected_host_key"] = {"key": "envoy.lb", "path": [{"key": f"{HEADER}-served"}]}
+    override_host = {"name": "envoy.load_balancing_policies.override_host", "typed_config": by_header}
     engines = {
         "name": "engines",
         "type": "STATIC",
@@ -139,12 +141,21 @@ def envoy_config(
         "@type": f"{TYPES}.upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {"max_concurrent_streams": 10000}},
     }
-    picker = {
+    picker: dict[str, Any] = {
         "name": "picker",
         "type": "STATIC",
         "connect_timeout": "1s",
         "circuit_breakers": _MANY,
         "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2},
+        "health_checks": [
+            {
+                "timeout": "1s",
+                "interval": "1s",
+                "unhealthy_threshold": 2,
+                "healthy_threshold": 1,
+                "grpc_health_check": {},
+            },
+        ],
         "load_assignment": _endpoints([picker_port]),
     }
     return {

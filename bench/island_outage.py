@@ -27,7 +27,7 @@ from record import Report, add_record_option
 from warmroute.config import Config, from_table
 from warmroute.fake_engine.profiles import profile
 from warmroute.replay.simulation.conditions import Conditions, Island, NodeSpec
-from warmroute.replay.simulation.request_flow import Flight
+from warmroute.replay.simulation.flight import Flight
 from warmroute.replay.simulation.simulated_node import ProcessState, SimulatedNode
 from warmroute.replay.simulation.world import World
 from warmroute.replay.summary import percentile

@@ -2,15 +2,19 @@
 
     python bench/picker.py [--requests 600] [--record picker]
 
-Two mock nodes answer at once. All paths get the same requests in turns, so that a busy machine slows all of them alike:
+Two mock nodes. All paths get the same requests in turns, so that a busy machine slows all of them alike:
 
     direct              the mock node
     Envoy               round robin, without a picker
     proxy               `warmroute serve`
     Envoy, MODE         Envoy asks `warmroute picker`; MODE: how bodies go to it, and what it sees of responses
 
-Latency: one request after the other on one connection; `added` is the median less the direct one. CPU time (of all
-threads, user and system) of the router's process and of Envoy, each divided by the requests; median of the rounds.
+Whole responses: one request after the other on one connection, answered at once; `added` is the median latency less the
+direct one. CPU time (of all threads, user and system) of the router's process and of Envoy, each divided by the
+requests; median of the rounds.
+
+Streamed responses: 8 clients, prompts of about 200 tokens, 100 events with 2 ms between them. CPU time as above, less
+what the process uses when idle.
 """
 
 from __future__ import annotations
@@ -35,11 +39,13 @@ from warmroute.demo.child_processes import Children
 MODES = (("buffered", "skipped"), ("buffered", "headers"), ("buffered", "streamed"), ("duplex", "duplex"))
 SIZES = (1, 16, 128)
 PROMPTS = 20
+EVENTS, EVENT_S, CLIENTS = 100, 0.002, 8
 
 
-def request(number: int, kilobytes: int) -> bytes:
+def request(number: int, kilobytes: int, stream: bool = False) -> bytes:
     text = " ".join(WORDS[(number + at * (1 + number % 5)) % len(WORDS)] for at in range(kilobytes * 170))
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": f"{number} {text}"}]}).encode()
+    messages = [{"role": "user", "content": f"{number} {text}"}]
+    body = json.dumps({"model": "m", "messages": messages, "stream": stream}).encode()
     head = b"Host: r\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
     return b"POST /v1/chat/completions HTTP/1.1\r\n" + head + body
 
@@ -47,6 +53,31 @@ def request(number: int, kilobytes: int) -> bytes:
 def cpu_s(pid: int) -> float:
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+class StreamingNode(FakeNode):
+    """Streams a response if the request says so."""
+
+    HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    EVENT = b'data: {"choices":[{"index":0,"delta":{"content":" word"}}]}\n\n'
+    LAST = b'data: {"choices":[],"usage":{"prompt_tokens":200,"completion_tokens":100}}\n\ndata: [DONE]\n\n'
+    _left = 0
+
+    def data_received(self, data: bytes) -> None:
+        if b'"stream": true' in data:  # short requests come at once
+            self._left = EVENTS
+            self._transport.write(self.HEAD)
+            self._next_event()
+        elif not self._left:
+            super().data_received(data)
+
+    def _next_event(self) -> None:
+        if not self._left:
+            self._transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(self.LAST), self.LAST))
+            return
+        self._left -= 1
+        self._transport.write(b"%x\r\n%b\r\n" % (len(self.EVENT), self.EVENT))
+        asyncio.get_running_loop().call_later(EVENT_S, self._next_event)
 
 
 class Route:
@@ -58,8 +89,11 @@ class Route:
         self.router_us: list[float] = []
         self.envoy_us: list[float] = []
 
+    def _cpu_s(self) -> list[float]:
+        return [cpu_s(pid) if pid else 0.0 for pid in (self.router, self.envoy)]
+
     async def turn(self, count: int, kilobytes: int) -> None:
-        before = [cpu_s(pid) if pid else 0.0 for pid in (self.router, self.envoy)]
+        before = self._cpu_s()
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         for number in range(count):
             data = request(number % PROMPTS, kilobytes)
@@ -74,9 +108,30 @@ class Route:
                 await reader.readuntil(b"0\r\n\r\n")
             self.latencies_ms.append((time.perf_counter() - started_s) * 1000.0)
         writer.close()
-        after = [cpu_s(pid) if pid else 0.0 for pid in (self.router, self.envoy)]
-        self.router_us.append((after[0] - before[0]) / count * 1e6)
-        self.envoy_us.append((after[1] - before[1]) / count * 1e6)
+        self._add_cpu(before, self._cpu_s(), count, [0.0, 0.0])
+
+    async def streamed_turn(self, count: int) -> None:
+        idle_before = self._cpu_s()
+        await asyncio.sleep(0.5)
+        before, started_s = self._cpu_s(), time.perf_counter()
+        await asyncio.gather(*(self._stream(range(one, count, CLIENTS)) for one in range(CLIENTS)))
+        half_seconds = (time.perf_counter() - started_s) / 0.5
+        idle = [(now - then) * half_seconds for now, then in zip(before, idle_before, strict=True)]
+        self._add_cpu(before, self._cpu_s(), count, idle)
+
+    async def _stream(self, numbers: range) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        for number in numbers:
+            writer.write(request(number % PROMPTS, 1, stream=True))
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            await reader.readuntil(b"[DONE]\n\n")
+            await reader.readuntil(b"0\r\n\r\n")
+        writer.close()
+
+    def _add_cpu(self, before: list[float], after: list[float], count: int, idle: list[float]) -> None:
+        router, envoy = ((after[at] - before[at] - idle[at]) / count * 1e6 for at in (0, 1))
+        self.router_us.append(router)
+        self.envoy_us.append(envoy)
 
 
 def wait_ready(admin_port: int) -> None:
@@ -92,7 +147,7 @@ def wait_ready(admin_port: int) -> None:
 
 async def measure(report: Report, rounds: int, requests: int) -> None:
     loop = asyncio.get_running_loop()
-    servers = [await loop.create_server(FakeNode, "127.0.0.1", 0) for _ in range(2)]
+    servers = [await loop.create_server(StreamingNode, "127.0.0.1", 0) for _ in range(2)]
     ports = [server.sockets[0].getsockname()[1] for server in servers]
     nodes = [word for port in ports for word in ("--node", f"http://127.0.0.1:{port}")]
     with ExitStack() as stack:
@@ -111,41 +166,56 @@ async def measure(report: Report, rounds: int, requests: int) -> None:
             found: Envoy = await asyncio.to_thread(stack.enter_context, running)
             return found
 
-        for kilobytes in SIZES:
+        async def paths() -> list[Route]:
             alone = await envoy(request_mode="off", responses="skipped")
-            paths = [
+            found = [
                 Route("direct", ports[0]),
                 Route("Envoy", alone.port, envoy=alone.pid),
                 Route("proxy", listening["serve"][0], listening["serve"][1]),
             ]
             for request_mode, responses in MODES:
                 one = await envoy(request_mode=request_mode, responses=responses)
-                paths.append(Route(f"Envoy, {request_mode}, responses {responses}", one.port, picker_pid, one.pid))
-            for _ in range(rounds + 1):
-                for path in paths:
-                    await path.turn(requests // rounds, kilobytes)
-            for path in paths:  # the first round warms up
-                path.latencies_ms = path.latencies_ms[requests // rounds :]
-                path.router_us, path.envoy_us = path.router_us[1:], path.envoy_us[1:]
-            direct_ms = statistics.median(paths[0].latencies_ms)
-            report.table(
-                f"{kilobytes} KB",
-                "path",
-                "p50, ms",
-                "p99, ms",
-                "added, ms",
-                "router or picker, µs CPU",
-                "Envoy, µs CPU",
-            )
-            for path in paths:
-                p50, p99 = (statistics.quantiles(path.latencies_ms, n=100)[at] for at in (49, 98))
-                report.row(
-                    path.title, f"{p50:.2f}", f"{p99:.2f}", f"{p50 - direct_ms:.2f}",
-                    f"{statistics.median(path.router_us):.0f}" if path.router else "–",
-                    f"{statistics.median(path.envoy_us):.0f}" if path.envoy else "–",
-                )  # fmt: skip
+                found.append(Route(f"Envoy, {request_mode}, responses {responses}", one.port, picker_pid, one.pid))
+            return found
+
+        for kilobytes in SIZES:
+            await measure_whole(report, await paths(), kilobytes, rounds, requests)
+        await measure_streamed(report, await paths(), rounds, requests // 5)
     for server in servers:
         server.close()
+
+
+async def measure_whole(report: Report, paths: list[Route], kilobytes: int, rounds: int, requests: int) -> None:
+    for _ in range(rounds + 1):
+        for path in paths:
+            await path.turn(requests // rounds, kilobytes)
+    for path in paths:  # the first round warms up
+        path.latencies_ms = path.latencies_ms[requests // rounds :]
+        path.router_us, path.envoy_us = path.router_us[1:], path.envoy_us[1:]
+    direct_ms = statistics.median(paths[0].latencies_ms)
+    report.table(
+        f"whole_{kilobytes}kb", "path", "p50, ms", "p99, ms", "added, ms", "router or picker, µs CPU", "Envoy, µs CPU"
+    )
+    for path in paths:
+        p50, p99 = (statistics.quantiles(path.latencies_ms, n=100)[at] for at in (49, 98))
+        report.row(path.title, f"{p50:.2f}", f"{p99:.2f}", f"{p50 - direct_ms:.2f}", *cpu_cells(path))
+
+
+async def measure_streamed(report: Report, paths: list[Route], rounds: int, requests: int) -> None:
+    for _ in range(rounds + 1):
+        for path in paths[1:]:
+            await path.streamed_turn(requests // rounds)
+    report.table("streamed", "path", "router or picker, µs CPU", "Envoy, µs CPU")
+    for path in paths[1:]:
+        path.router_us, path.envoy_us = path.router_us[1:], path.envoy_us[1:]
+        report.row(path.title, *cpu_cells(path))
+
+
+def cpu_cells(path: Route) -> list[str]:
+    return [
+        f"{statistics.median(path.router_us):.0f}" if path.router else "–",
+        f"{statistics.median(path.envoy_us):.0f}" if path.envoy else "–",
+    ]
 
 
 def main() -> None:

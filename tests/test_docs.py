@@ -363,7 +363,6 @@ def test_no_page_has_marks_of_a_merge(page: Path) -> None:
     assert not [line for line in lines if line.startswith(("<<<<<<<", ">>>>>>>")) or line == "======="]
 
 
-
 @every_page
 def test_pages_are_written_in_plain_words(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
-from support.kubernetes_schemas import is_builtin, schema_problems
+from support.kubernetes_schemas import custom_problems, is_builtin, schema_problems
 
 from warmroute import __version__
 from warmroute.config import from_table
 
 ENVOY = Path(__file__).resolve().parents[2] / "deploy" / "envoy"
+SCHEMAS: dict[str, Any] = json.loads((Path(__file__).parent / "gateway_schemas.json").read_text())
+"""Of Gateway API, the Inference Extension, Istio and Envoy Gateway: tools/gateway_schemas.py."""
 
 
 def objects(name: str) -> list[dict[str, Any]]:
@@ -25,6 +27,20 @@ def test_the_pickers_manifest_matches_the_schemas_of_kubernetes() -> None:
     found = objects("picker.yaml")
     assert all(map(is_builtin, found))
     assert [problem for one in found for problem in schema_problems(one)] == []
+
+
+@pytest.mark.parametrize("name", ["istio.yaml", "envoy-gateway.yaml"])
+def test_the_manifests_of_gateways_match_the_schemas_that_the_gateways_publish(name: str) -> None:
+    assert [problem for one in objects(name) for problem in custom_problems(one, SCHEMAS)] == []
+
+
+def test_a_misspelled_field_of_a_gateways_object_is_found() -> None:
+    policy = next(one for one in objects("envoy-gateway.yaml") if one["kind"] == "EnvoyExtensionPolicy")
+    ext_proc = policy["spec"]["extProc"][0]
+    ext_proc["metadataOptions"] = ext_proc.pop("metadata")
+    ext_proc["processingMode"]["request"]["body"] = "BUFFERED"
+    wrong, unknown = sorted(custom_problems(policy, SCHEMAS), key=len, reverse=True)
+    assert "'metadataOptions' was unexpected" in unknown and "'BUFFERED' is not one of" in wrong
 
 
 @pytest.mark.parametrize("name", ["istio.yaml", "envoy-gateway.yaml"])

@@ -16,9 +16,11 @@ from warmroute.discovery import inference_pool
 from warmroute.discovery.discovery_service import create_source
 from warmroute.discovery.inference_pool import read_pool, read_priority
 from warmroute.discovery.target import SourceError, Targets
+from warmroute.kubernetes.watch import ApiFailure
 
 POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/default/inferencepools"
 OBJECTIVES = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/default/inferenceobjectives"
+LLM_D_OBJECTIVES = "/apis/llm-d.ai/v1alpha2/namespaces/default/inferenceobjectives"
 PODS = "/api/v1/namespaces/default/pods"
 PATCH = "application/merge-patch+json"
 
@@ -95,6 +97,35 @@ async def test_objectives_of_the_pool_have_priorities(cluster: FakeCluster, monk
     await until(lambda: "batch" not in source.reports[-1].priorities)
     assert source.nodes() == {"a": "http://10.0.0.1:8000"}
     await source.close()
+
+
+async def test_objectives_may_be_of_the_extensions_group_or_of_llm_ds(cluster: FakeCluster) -> None:
+    add_pool(cluster, 8000)
+    add_pod(cluster, "a", "10.0.0.1")
+    cluster.request("POST", OBJECTIVES, objective("batch", -1))
+    cluster.request("POST", LLM_D_OBJECTIVES, objective("chat", 10))
+    source = Source(cluster)
+    await until(lambda: source.reports and source.reports[-1].priorities == {"batch": "low", "chat": "high"})
+    await asyncio.to_thread(cluster.request, "DELETE", f"{LLM_D_OBJECTIVES}/chat")
+    await until(lambda: source.reports[-1].priorities == {"batch": "low"})
+    await source.close()
+
+
+def test_a_group_that_may_not_be_read_is_logged_once_and_only_if_no_other_can_be(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reports: list[dict[str, str]] = []
+    objectives = inference_pool._Objectives("source", reports.append)
+    forbidden = ApiFailure("forbidden", 403)
+    for _ in range(2):
+        objectives.failed("llm-d.ai", forbidden)
+    assert caplog.text.count("objectives_unreadable") == 1
+    objectives.changed("inference.networking.x-k8s.io", {"batch": "low"})
+    objectives.failed("llm-d.ai", forbidden)
+    assert caplog.text.count("objectives_unreadable") == 1
+    objectives.failed("llm-d.ai", ApiFailure("connection refused"))
+    assert caplog.text.count("objectives_unreadable") == 2
+    assert reports == [{"batch": "low"}]
 
 
 def test_absurd_objects_are_ignored_or_named() -> None:

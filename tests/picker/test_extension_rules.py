@@ -27,6 +27,21 @@ async def test_only_endpoints_of_the_subset_are_named() -> None:
         assert answer.endpoints == allowed[:1]
 
 
+async def test_a_subset_may_be_a_list_of_lists_or_name_addresses_without_a_port() -> None:
+    async with engines(2) as nodes:
+        listed: list[dict[str, Any]] = [
+            {"url": nodes[0].url},
+            {"url": nodes[1].url},
+            {"url": "http://127.0.0.2:8000", "models": ["m"]},
+        ]
+        async with picker(*listed, wait=False) as p:
+            await until(lambda: sum(node.health.state.value == "up" for node in p.service.fleet) == 2)
+            first, second = (f"127.0.0.1:{node.port}" for node in nodes)
+            for subset in ([f"{first},{second}"], "127.0.0.1", ["10.0.0.1", "127.0.0.1"], [f" {second} , {first}"]):
+                assert sorted((await p.ask(subset=subset)).endpoints) == sorted((first, second)), subset
+            assert (await p.ask(subset=["127.0.0.1:1", "127.0.0.2"])).status == 503
+
+
 async def test_a_subset_holds_for_every_policy() -> None:
     async with engines(3) as nodes:
         only = f"127.0.0.1:{nodes[2].port}"
@@ -89,6 +104,10 @@ async def test_an_objective_gives_its_requests_their_priority() -> None:
             envoy.call.cancel()
             await until(lambda: not p.service.admission.queue.waiting)
         assert found == [HIGH, LOW, NORMAL, NORMAL]
+        envoy, priority = await _queued(p, x_llm_d_inference_objective="batch")
+        assert priority == LOW  # llm-d's name of the header
+        envoy.call.cancel()
+        await until(lambda: not p.service.admission.queue.waiting)
         envoy, priority = await _queued(p, x_gateway_inference_objective="batch", x_priority="high")
         assert priority == HIGH  # what the client asks for itself
         envoy.call.cancel()

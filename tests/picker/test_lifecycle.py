@@ -15,6 +15,7 @@ import trustme
 from support.picker import RunningPicker, chat_body, picker
 from support.polling import until
 from support.scripted_engine import engines
+from support.serve_process import serve
 
 from warmroute.config import ConfigError, from_table
 from warmroute.picker import ext_proc, messages
@@ -27,12 +28,24 @@ def _imports(code: str) -> str:
     return done.stdout.strip()
 
 
+def _mapped_files(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
 def test_nothing_imports_grpc_until_the_picker_runs() -> None:
     code = (
         "import sys, warmroute.cli.main as m; m.create_parser(); import warmroute.service;"
         "print(sorted(n for n in sys.modules if n.split('.')[0] in ('grpc', 'google') or 'warmroute.picker' in n))"
     )
     assert _imports(code) == "[]"
+
+
+async def test_a_proxy_that_serves_has_loaded_neither_grpc_nor_protobuf() -> None:
+    async with engines(1) as nodes, serve("--port", "0", "--admin-port", "0", "--node", nodes[0].url) as process:
+        await process.ready()
+        assert (await process.request()).status == 200
+        loaded = _mapped_files(process.process.pid)
+        assert "warmroute/_kernel" in loaded and "grpc" not in loaded and "google" not in loaded
 
 
 def test_the_picker_and_tracing_work_in_one_process() -> None:
@@ -45,7 +58,7 @@ def test_the_picker_and_tracing_work_in_one_process() -> None:
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
-        "import sys; sys.modules['grpc'] = None; sys.argv = ['warmroute', 'picker', '--port', '0'];"
+        "import sys; sys.modules['hpack'] = None; sys.argv = ['warmroute', 'picker', '--port', '0'];"
         "import warmroute.cli.main as m; sys.exit(m.main())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
@@ -71,7 +84,9 @@ async def test_a_stopping_picker_lets_its_requests_finish_and_accepts_no_more() 
         await running.send_request(chat_body())
         await running.decision()
         stopping = asyncio.ensure_future(p.service.stop())
-        await until(lambda: p.service.proxy.own_endpoints.stopping and p.server._stopping is not None)
+        listening = p.server._server
+        assert listening is not None
+        await until(lambda: p.service.proxy.own_endpoints.stopping and not listening.is_serving())
         late = RunningPicker(p.service)
         with pytest.raises(grpc.aio.AioRpcError):
             await late.ask()

@@ -37,6 +37,19 @@ def test_unknown_endpoints_and_subsets_do_not_compute_all_endpoints_anew() -> No
     assert endpoints.computed == 1_000
 
 
+def test_an_address_without_a_port_names_all_nodes_there() -> None:
+    endpoints = Endpoints(
+        fleet_of("http://10.0.0.1:8000", "http://10.0.0.1:8001", "http://[fd00::1]:8000", "http://10.0.0.2:8000")
+    )
+    assert endpoints.names_at(["10.0.0.1"]) == {"n0", "n1"}
+    assert (
+        endpoints.names_at(["10.0.0.1:8001", "fd00::1"])
+        == {"n1", "n2"}
+        == endpoints.names_at(["n", "[fd00::1]", "10.0.0.1:8001"])
+    )
+    assert endpoints.names_at(["10.0.0", ":8000", "", "[]"]) == frozenset()
+
+
 def test_a_change_of_the_fleet_counts_at_once() -> None:
     fleet = fleet_of("http://10.0.0.1:8000", "http://10.0.0.2:8000")
     endpoints = Endpoints(fleet)

@@ -92,16 +92,22 @@ def test_a_subset_hint_restricts_the_endpoints(fleet: Any, tmp_path: Path) -> No
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_node_available")
 
 
-@pytest.mark.parametrize(("request_mode", "responses"), [("buffered", "headers"), ("duplex", "duplex")])
+@pytest.mark.parametrize(
+    ("request_mode", "responses", "like_envoy_gateway"),
+    [("buffered", "headers", False), ("duplex", "duplex", False), ("buffered", "streamed", True)],
+)
 def test_a_dead_first_endpoint_leads_to_the_fallback(
-    children: Children, tmp_path: Path, request_mode: str, responses: str
+    children: Children, tmp_path: Path, request_mode: str, responses: str, like_envoy_gateway: bool
 ) -> None:
     engines = fast_engines(children, 2)
     flags = tmp_path / "slow.toml"
     flags.write_text("[health]\ninterval_s = 3600.0\nconsecutive_failures = 1000\n[polling]\ninterval_s = 3600.0\n")
     picker = PickerProcess(children, [one.url for one in engines], "--config", str(flags), "--policy", "round_robin")
     ports = [port_of(one) for one in engines]
-    with running_envoy(tmp_path, picker.port, ports, request_mode=request_mode, responses=responses) as envoy:
+    with running_envoy(
+        tmp_path, picker.port, ports, request_mode=request_mode, responses=responses,
+        like_envoy_gateway=like_envoy_gateway,
+    ) as envoy:  # fmt: skip
         engines[0].child.process.kill()
         engines[0].child.process.wait()
         statuses = [
@@ -154,6 +160,8 @@ def test_a_killed_picker_fails_requests_at_once_and_serves_again_after_its_resta
         while httpx.post(url, content=request_body("x", False), timeout=30.0).status_code != 200:
             assert time.monotonic() < until_s
             time.sleep(0.1)
+        checks = envoy.stats("cluster.picker.health_check")
+        assert checks["cluster.picker.health_check.success"] >= 1
 
 
 @pytest.mark.parametrize(("request_mode", "responses"), [("buffered", "headers"), ("duplex", "duplex")])

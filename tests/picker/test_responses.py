@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import grpc
 import pytest
 from gated_engine import LONG, ONE_BY_ONE, PRICE
 from support.picker import FakeEnvoy, RunningPicker, chat_body, headers_message, picker
@@ -13,6 +14,7 @@ from support.polling import until
 from support.scripted_engine import engines
 
 from warmroute.fleet.node import Outcome
+from warmroute.picker import ext_proc
 from warmroute.routing.dispatch import Dispatch
 
 ROLE = b'data: {"choices":[{"delta":{"role":"assistant"}}]}\n\n'
@@ -180,6 +182,19 @@ async def test_a_client_that_leaves_frees_the_node_at_every_point(mode: str, how
         assert p.service.counters.disconnects >= 2
 
 
+async def test_a_client_that_leaves_after_the_last_event_has_its_response() -> None:
+    async with engines(1) as nodes, picker(*nodes, routing=PRICE) as p:
+        for number, ends in enumerate((usage(1024), usage(1024)[:-20]), 1):
+            envoy, _endpoints = await _sent(p)
+            await envoy.respond(TOKEN, ends, end=False)
+            assert sum(p.inflight()) == number - 1  # the node is free before Envoy shows the end
+            envoy.call.cancel()
+            await p.until_idle()
+            assert (p.service.counters.responses[200], p.service.counters.disconnects) == (1, number - 1)
+        assert _outcomes(p) == {"node0": {Outcome.OK: 1, Outcome.CANCELLED: 1}}
+        assert [entry.reported[1] for entry in p.service.journal.latest(2)] == [None, 1024]
+
+
 async def test_a_queued_request_leaves_the_queue_with_its_client() -> None:
     tables: dict[str, Any] = {"routing": PRICE, "admission": ONE_BY_ONE}
     async with engines(1) as nodes, picker(*nodes, **tables) as p:
@@ -211,6 +226,34 @@ async def test_a_queued_request_is_sent_when_the_node_has_room() -> None:
         await first.respond(TOKEN)
         assert (await waiting.decision()).endpoints
         assert waiting.more_time_s == []
+        await first.finish()
+        waiting.call.cancel()
+
+
+async def _flood(envoy: FakeEnvoy, message: Any) -> None:
+    for _ in range(1000):
+        await envoy.call.write(message)
+
+
+async def test_a_message_that_comes_before_the_decision_is_answered_after_it() -> None:
+    tables: dict[str, Any] = {"routing": PRICE, "admission": ONE_BY_ONE}
+    trailers = ext_proc.ProcessingRequest(request_trailers=ext_proc.MESSAGES["HttpTrailers"]())
+    async with engines(1) as nodes, picker(*nodes, **tables) as p:
+        first = p.stream()
+        await first.send_request(chat_body(f"first {LONG}", stream=True))
+        await first.decision()
+        waiting, flooding = p.stream("duplex"), p.stream("duplex")
+        for one in (waiting, flooding):
+            await one.send_request(chat_body(LONG, stream=True))
+        await until(lambda: p.service.admission.queue.waiting == 2)
+        await waiting.call.write(trailers)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await _flood(flooding, trailers)
+        await until(lambda: p.service.admission.queue.waiting == 1)
+        await first.respond(TOKEN)
+        assert (await waiting.decision()).endpoints
+        assert await waiting.body_back() == chat_body(LONG, stream=True)
+        assert (await waiting.read()).HasField("request_trailers")
         await first.finish()
         waiting.call.cancel()
 

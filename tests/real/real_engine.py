@@ -37,10 +37,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def make_tiny_model(folder: Path) -> Path:
+def make_tiny_model(folder: Path, *flags: str) -> Path:
     """Make the model in a new directory in `folder`, and return the directory."""
     model = folder / "tiny-model"
-    subprocess.run([vllm_python(), HERE / "make_tiny_model.py", model], check=True, capture_output=True)
+    subprocess.run([vllm_python(), HERE / "make_tiny_model.py", model, *flags], check=True, capture_output=True)
     return model
 
 

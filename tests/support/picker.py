@@ -66,10 +66,13 @@ class FakeEnvoy:
         self.mode = MODES[mode]
         self.response_mode = MODES[response_mode]
         self.more_time_s: list[float] = []
+        self._reading: asyncio.Task[Any] | None = None
+        """Of the first answer: the picker may reject a request before it has its body."""
 
     async def read(self) -> Any:
         while True:
-            message = await asyncio.wait_for(self.call.read(), 20.0)
+            reading, self._reading = self._reading, None
+            message = await asyncio.wait_for(reading or self.call.read(), 20.0)
             if message is grpc.aio.EOF or not message.HasField("override_message_timeout"):
                 return message
             self.more_time_s.append(message.override_message_timeout.ToTimedelta().total_seconds())
@@ -101,12 +104,17 @@ class FakeEnvoy:
                 self._early = answer
                 return
             assert answer.HasField("request_headers")
+        else:
+            self._reading = asyncio.ensure_future(self.call.read())
         size = -(-len(body) // pieces) or 1
         parts = [body[at : at + size] for at in range(0, len(body), size)] or [b""]
         for number, part in enumerate(parts, 1):
             ends = number == len(parts) and not trailers
             http = ext_proc.MESSAGES["HttpBody"](body=part, end_of_stream=ends)
-            await self.call.write(ext_proc.ProcessingRequest(request_body=http))
+            try:
+                await self.call.write(ext_proc.ProcessingRequest(request_body=http))
+            except grpc.aio.AioRpcError:  # the picker has answered before
+                return
         if trailers and self.mode != BUFFERED:
             await self.call.write(ext_proc.ProcessingRequest(request_trailers=ext_proc.MESSAGES["HttpTrailers"]()))
 

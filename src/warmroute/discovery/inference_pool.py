@@ -1,7 +1,8 @@
 """InferencePools and InferenceObjectives of the Gateway API Inference Extension.
 
 A pool selects Pods by their labels, and names the ports of their engines: each port is a node. An objective gives the
-requests that name it (header `x-gateway-inference-objective`) a priority.
+requests that name it (header `x-gateway-inference-objective`) a priority. Objectives began in the extension's group and
+moved to llm-d's: a cluster may have both.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from warmroute.kubernetes.watch import ApiFailure, list_and_watch
 log = EventLog("warmroute.discovery")
 
 POOLS: Final = "/apis/inference.networking.k8s.io/v1/{}/inferencepools"
-OBJECTIVES: Final = "/apis/inference.networking.x-k8s.io/v1alpha2/{}/inferenceobjectives"
+OBJECTIVES: Final = "/apis/{}/v1alpha2/{}/inferenceobjectives"
+OBJECTIVE_GROUPS: Final = ("inference.networking.x-k8s.io", "llm-d.ai")
 MAX_OBJECTS: Final = 1_000
 MAX_PORTS: Final = 8
+FORBIDDEN, NOT_FOUND = 403, 404
 RETRY_S: Final = 10.0
 """After the objectives could not be read."""
 ABSENT_S: Final = 60.0
@@ -82,12 +85,46 @@ async def watch_objectives(
 ) -> None:
     """Report the priority of each objective of the pool, now and after each change. Never fails: without objectives,
     all requests have the priority that they ask for."""
-    failing = False
+    objectives = _Objectives(source, report)
+    async with asyncio.TaskGroup() as tasks:
+        for group in OBJECTIVE_GROUPS:
+            tasks.create_task(_watch_group(client, group, OBJECTIVES.format(group, namespace), pool, objectives))
+
+
+class _Objectives:
+    """The priorities of all objectives, by API group."""
+
+    def __init__(self, source: str, report: Callable[[dict[str, str]], None]) -> None:
+        self._source = source
+        self._report = report
+        self._by_group: dict[str, dict[str, str]] = {}
+        self._failing: set[str] = set()
+
+    def changed(self, group: str, priorities: dict[str, str]) -> None:
+        self._failing.clear()
+        self._by_group[group] = dict(priorities)
+        self._report({name: priority for found in self._by_group.values() for name, priority in found.items()})
+
+    def failed(self, group: str, failure: ApiFailure) -> None:
+        """Log it, once. A cluster that grants the right to read one of the groups need not have the other."""
+        if failure.status == FORBIDDEN and self._by_group.keys() - {group}:
+            return
+        if group not in self._failing:
+            self._failing.add(group)
+            log.warning(
+                "objectives_unreadable",
+                "The priorities of InferenceObjectives stay as they are. The router tries again.",
+                source=self._source,
+                reason=f"{group}: {failure}",
+            )
+
+
+async def _watch_group(client: httpx2.AsyncClient, group: str, path: str, pool: str, objectives: _Objectives) -> None:
     while True:
         priorities: dict[str, str] = {}
         pause_s = RETRY_S
         try:
-            async with aclosing(list_and_watch(client, OBJECTIVES.format(namespace), "", MAX_OBJECTS)) as changes:
+            async with aclosing(list_and_watch(client, path, "", MAX_OBJECTS)) as changes:
                 async for change in changes:
                     if change.kind == "listed":
                         priorities.clear()
@@ -97,17 +134,10 @@ async def watch_objectives(
                             priorities.pop(name, None)
                         elif len(priorities) < MAX_OBJECTS:
                             priorities[name] = priority
-                    failing = False
-                    report(dict(priorities))
+                    objectives.changed(group, priorities)
         except ApiFailure as failure:
-            if failure.status == 404:  # the cluster has no such resource
+            if failure.status == NOT_FOUND:  # the cluster has no such resource
                 pause_s = ABSENT_S
-            elif not failing:
-                failing = True
-                log.warning(
-                    "objectives_unreadable",
-                    "The priorities of InferenceObjectives stay as they are. The router tries again.",
-                    source=source,
-                    reason=failure,
-                )
+            else:
+                objectives.failed(group, failure)
         await asyncio.sleep(pause_s)

@@ -21,6 +21,7 @@ from warmroute.edge import errors
 from warmroute.edge.connection_pool import ConnectionPool
 from warmroute.edge.first_token import FirstTokenDetector, detector_for
 from warmroute.edge.http1 import CHUNKED, UNTIL_CLOSE, ChunkReader, RequestHead, ResponseHead
+from warmroute.edge.last_event import has_last_event
 from warmroute.edge.node_attempt import NodeAttempt
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
 from warmroute.edge.node_headers import node_lines
@@ -295,20 +296,25 @@ class ProxyExchange(msgspec.Struct, eq=False):
 
     def response_ended(self, now_s: float) -> None:
         self._ended = True
+        if self._tail is not None:
+            now_s = self._proxy.now()  # later than the first byte, though both came at once: no response takes no time
+        self._end_response(now_s)
+        self._client.response_sent(self._keep_alive, now_s)
+        self.forget()
+
+    def _end_response(self, now_s: float) -> None:
+        """The client has the whole response."""
         proxy, attempts, tail = self._proxy, self.attempts, self._tail
         usage = None
         if tail is not None:
-            now_s = proxy.now()  # later than the first byte, though both came at once: no response takes no time
             usage = read_usage(tail if isinstance(tail, bytes) else b"".join(tail))
             if usage is not None:
                 usage = attempts.ticket.node.reported.usage(*usage)
         attempts.response_ended(usage, now_s)
         if self.trace is not None:
             self.trace.end(now_s, attempts.status)
-        self._client.response_sent(self._keep_alive, now_s)
         if proxy.log_requests:
             proxy.log_request(attempts, "complete")
-        self.forget()
 
     def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
         """The client has a part of the response: end it so that no client takes it for complete."""
@@ -346,6 +352,13 @@ class ProxyExchange(msgspec.Struct, eq=False):
 
     def client_left(self) -> None:
         self._proxy.client_left(self)
+
+    def has_last_event(self) -> bool:
+        return self._events and isinstance(self._tail, deque) and has_last_event(self._tail)
+
+    def response_complete(self) -> None:
+        self._end_response(self._proxy.now())
+        self.release()
 
     def release(self) -> None:
         """Give up what the request holds: its prompt, its connection to a node, its ticket."""

@@ -8,15 +8,21 @@ import os
 import socket
 import ssl
 import stat
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from warmroute.config import ConfigError
-from warmroute.edge.listener import Listener
+from warmroute.config import ConfigError, Limits
 
 BACKLOG: Final = 4096
 """Connections that the kernel holds until the router accepts them."""
 TLS_SHUTDOWN_S: Final = 1.0
 """How long a closing TLS connection waits for the client's close_notify. Pooling clients never send it."""
+
+
+class Listener(Protocol):
+    limits: Limits
+
+    def protocol(self) -> asyncio.Protocol:
+        """Serve a new connection."""
 
 
 def server_tls(cert: str, key: str) -> ssl.SSLContext | None:

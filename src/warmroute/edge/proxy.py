@@ -335,6 +335,9 @@ class Proxy:
         attempts = exchange.attempts
         if attempts.done:
             return
+        if exchange.has_last_event():
+            exchange.response_complete()
+            return
         exchange.release()
         self.counters.disconnects += 1
         if exchange.trace is not None:

@@ -29,6 +29,12 @@ class RequestExchange(Exchange, AttemptDriver, Protocol):
     def send_error(self, error: HttpError) -> None:
         """End a request that has no node with an error."""
 
+    def has_last_event(self) -> bool:
+        """Return whether the client has all events of its response, though the response has not ended."""
+
+    def response_complete(self) -> None:
+        """The client has left after the last event."""
+
     def release(self) -> None:
         """Give up what the request holds."""
 

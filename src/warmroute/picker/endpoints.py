@@ -43,6 +43,8 @@ class Endpoints:
         self._fleet = fleet
         self._by_node: dict[Node, str] = {}
         self._by_endpoint: dict[str, Node] = {}
+        self._by_address: dict[str, list[str]] = {}
+        """The names of the nodes at each address: a Pod may have several engines, one for each port."""
         self._addresses: dict[str, str] = {}
         """Of the names that were resolved."""
         self._failing: set[str] = set()
@@ -60,11 +62,17 @@ class Endpoints:
         return self._by_endpoint.get(endpoint)
 
     def names_at(self, endpoints: Iterable[str]) -> frozenset[str]:
-        """Return the names of the nodes at these endpoints."""
+        """Return the names of the nodes at these endpoints. An address without a port names all nodes there."""
         if self._membership != self._fleet.membership:
             self.refresh()
-        by_endpoint = self._by_endpoint
-        return frozenset(by_endpoint[one].name for one in endpoints if one in by_endpoint)
+        by_endpoint, by_address = self._by_endpoint, self._by_address
+        names: set[str] = set()
+        for one in endpoints:
+            if (node := by_endpoint.get(one)) is not None:
+                names.add(node.name)
+            else:
+                names.update(by_address.get(one.strip("[]"), ()))
+        return frozenset(names)
 
     def refresh(self) -> None:
         """Take over the fleet's nodes."""
@@ -72,6 +80,10 @@ class Endpoints:
         found = {node: self._endpoint(node) for node in self._fleet}
         self._by_node = {node: endpoint for node, endpoint in found.items() if endpoint}
         self._by_endpoint = {endpoint: node for node, endpoint in self._by_node.items()}
+        self._by_address = {}
+        for endpoint, node in self._by_endpoint.items():
+            address = endpoint.rpartition(":")[0].strip("[]")
+            self._by_address.setdefault(address, []).append(node.name)
 
     def _endpoint(self, node: Node) -> str:
         host = _literal(node.host) or self._addresses.get(node.host, "")

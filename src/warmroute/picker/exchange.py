@@ -16,6 +16,7 @@ from warmroute._kernel import FirstTokenSearch, read_usage
 from warmroute.edge import errors
 from warmroute.edge.exchange import TAIL_PIECES
 from warmroute.edge.http1 import RequestHead
+from warmroute.edge.last_event import has_last_event, may_end
 from warmroute.fleet.node import Node, Outcome
 from warmroute.prompt.prompt import Prompt
 from warmroute.routing.attempts import Attempts
@@ -27,6 +28,7 @@ from warmroute.telemetry.tracing.request_trace import RequestTrace
 if TYPE_CHECKING:
     from warmroute.edge.prompt_reader import PendingPrompt
     from warmroute.edge.proxy import Proxy
+    from warmroute.picker.response_head import ObservedHead
     from warmroute.picker.stream import PickerStream
 
 _NOT_YET: Final[Any] = None
@@ -46,6 +48,7 @@ class PickerExchange(msgspec.Struct, eq=False):
     # the response
     _sent: bool = False
     """Whether Envoy has the request."""
+    _is_event_stream: bool = False
     _first_token_search: FirstTokenSearch | None = None
     _tail: deque[bytes] | None = None
     """The last pieces of the response, where its usage is wanted."""
@@ -118,25 +121,21 @@ class PickerExchange(msgspec.Struct, eq=False):
 
     # The response, as far as Envoy shows it.
 
-    def response_started(
-        self, status: int, served: Node | None, by_envoy: bool, retry_after_s: int | None, is_event_stream: bool,
-        sees_body: bool,
-    ) -> None:  # fmt: skip
-        """`served`: the node that answers; None if it is unknown. `by_envoy`: no node answers, but Envoy itself."""
-        attempts, now_s = self.attempts, self._proxy.now()
+    def response_started(self, head: ObservedHead, sees_body: bool) -> None:
+        attempts, now_s, status = self.attempts, self._proxy.now(), head.status
         if attempts.done:
             return
-        if served is not None and served is not attempts.ticket.node:
-            attempts.served_by(served, now_s)
+        if head.served is not None and head.served is not attempts.ticket.node:
+            attempts.served_by(head.served, now_s)
         if self.trace is not None:
             self.trace.node_answered(attempts.ticket, status)
         attempts.status = status
-        if by_envoy and status < 500:  # another filter rejects the request
+        if head.by_envoy and status < 500:  # another filter rejects the request
             attempts.abandon(now_s)
-        elif by_envoy:
+        elif head.by_envoy:
             attempts.node_failed(Outcome.FAILED, f"Envoy answered {status}", now_s)
-        elif attempts.response_started(status, retry_after_s, now_s):
-            self._observe(is_event_stream, sees_body)
+        elif attempts.response_started(status, head.retry_after_s, now_s):
+            self._observe(head.is_event_stream, sees_body)
             return
         self._proxy.counters.responses[status] += 1  # it failed, and Envoy tried all others
         self._finish("failed")
@@ -148,6 +147,7 @@ class PickerExchange(msgspec.Struct, eq=False):
         if attempts.wants_usage:
             self._tail = deque(maxlen=TAIL_PIECES)
         if is_event_stream and attempts.status < 400:
+            self._is_event_stream = True
             self._first_token_search = FirstTokenSearch()
 
     def response_data(self, data: bytes) -> None:
@@ -156,12 +156,13 @@ class PickerExchange(msgspec.Struct, eq=False):
             return
         if self._tail is not None:
             self._tail.append(data)
-        if attempts.ticket.first_token_s:
-            return
-        search = self._first_token_search
-        if search is None or search.feed(data):
-            self._first_token_search = None
-            attempts.first_token(self._proxy.now())
+        if not attempts.ticket.first_token_s:
+            search = self._first_token_search
+            if search is None or search.feed(data):
+                self._first_token_search = None
+                attempts.first_token(self._proxy.now())
+        if self._is_event_stream and may_end(data) and self.has_last_event():
+            self.response_ended()  # Envoy shows the end later, perhaps after the client's next request
 
     def response_ended(self) -> None:
         attempts, proxy = self.attempts, self._proxy
@@ -194,6 +195,12 @@ class PickerExchange(msgspec.Struct, eq=False):
 
     def client_left(self) -> None:
         self._proxy.client_left(self)
+
+    def has_last_event(self) -> bool:
+        return self._tail is not None and has_last_event(self._tail)
+
+    def response_complete(self) -> None:
+        self.response_ended()
 
     def release(self) -> None:
         """Give up what the request holds: its prompt, its place in the queue, its ticket."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
-import grpc
-
+from warmroute.picker.grpc_call import NOT_FOUND, Call
 from warmroute.picker.messages import SERVICE
 
+CHECK: Final = "/grpc.health.v1.Health/Check"
+WATCH: Final = "/grpc.health.v1.Health/Watch"
 WATCH_S: Final = 0.5
 _SERVING: Final = b"\x08\x01"
 _NOT_SERVING: Final = b"\x08\x02"
@@ -30,38 +31,52 @@ def _service_of(request: bytes) -> str:
     return request[2 : 2 + request[1]].decode("utf-8", "replace")
 
 
-class Health:
-    def __init__(self, is_ready: Callable[[], bool]) -> None:
+class HealthCall:
+    """One Check, or one Watch, which sends the status at once and at each change."""
+
+    def __init__(self, call: Call, is_ready: Callable[[], bool], watches: bool) -> None:
+        self._call = call
         self._is_ready = is_ready
+        self._watches = watches
+        self._service = ""
+        self._sent = b""
+        self._timer: asyncio.TimerHandle | None = None
 
-    def handler(self) -> Any:
-        return grpc.method_handlers_generic_handler(
-            "grpc.health.v1.Health",
-            {
-                "Check": grpc.unary_unary_rpc_method_handler(self._check),
-                "Watch": grpc.unary_stream_rpc_method_handler(self._watch),
-            },
-        )
-
-    def _status(self, service: str) -> bytes:
-        if service == "liveness":
+    def _status(self) -> bytes:
+        if self._service == "liveness":
             return _SERVING
-        if service in _READINESS:
+        if self._service in _READINESS:
             return _SERVING if self._is_ready() else _NOT_SERVING
         return _SERVICE_UNKNOWN
 
-    async def _check(self, request: bytes, context: Any) -> bytes:
-        status = self._status(_service_of(request))
+    def received(self, message: bytes) -> None:
+        self._service = _service_of(message)
+        if self._watches:
+            self.cancelled()
+            self._tell()
+            return
+        status = self._status()
         if status is _SERVICE_UNKNOWN:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
-        return status
+            self._call.end(NOT_FOUND, "unknown service")
+        else:
+            self._call.write(status)
+            self._call.end()
 
-    async def _watch(self, request: bytes, context: Any) -> None:
-        """Send the status, at once and at each change."""
-        service, sent = _service_of(request), b""
-        while True:
-            status = self._status(service)
-            if status != sent:
-                sent = status
-                await context.write(status)
-            await asyncio.sleep(WATCH_S)
+    def _tell(self) -> None:
+        status = self._status()
+        if status != self._sent:
+            self._sent = status
+            self._call.write(status)
+        self._timer = asyncio.get_running_loop().call_later(WATCH_S, self._tell)
+
+    def too_large(self) -> None:
+        self._call.reset()
+
+    def client_finished(self) -> None:
+        if self._timer is None:  # it asked nothing
+            self._call.end()
+
+    def cancelled(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -42,7 +42,10 @@ CONTINUE_RESPONSE_TRAILERS: Final[bytes] = Response(response_trailers=ext_proc.T
 
 
 def subset_hint(message: Any) -> list[str] | None:
-    """Return the endpoints that the request may go to; None: all. A hint that cannot be read names none."""
+    """Return the endpoints, or addresses, that the request may go to; None: all. A hint that cannot be read names none.
+
+    Filters that copy a header into the metadata leave a list with commas in it, alone or as an element of a list.
+    """
     metadata = message.metadata_context.filter_metadata
     if SUBSET_NAMESPACE not in metadata:
         return None
@@ -50,9 +53,8 @@ def subset_hint(message: Any) -> list[str] | None:
     if SUBSET not in fields:
         return None
     hint = fields[SUBSET]
-    if hint.WhichOneof("kind") == "string_value":
-        return [one for one in map(str.strip, hint.string_value.split(",")) if one][:MAX_SUBSET]
-    return [one.string_value.strip() for one in hint.list_value.values if one.string_value][:MAX_SUBSET]
+    given = hint.string_value or ",".join([one.string_value for one in hint.list_value.values[:MAX_SUBSET]])
+    return [one for one in map(str.strip, given.split(",", MAX_SUBSET)[:MAX_SUBSET]) if one]
 
 
 def served_endpoint(message: Any) -> str:

@@ -12,8 +12,8 @@ from typing import Any, Final
 from warmroute.edge import errors
 from warmroute.edge.http1 import RequestHead, read_request_head
 
-OBJECTIVE: Final = "x-gateway-inference-objective"
-"""Names the InferenceObjective of a request, which has its priority."""
+OBJECTIVES: Final = ("x-gateway-inference-objective", "x-llm-d-inference-objective")
+"""Name the InferenceObjective of a request, which has its priority: the extension's header, and llm-d's newer name."""
 MODEL: Final = "x-gateway-model-name"
 """The model, where a filter in front has read the body."""
 _FRAMING: Final = frozenset({"content-length", "transfer-encoding", "connection", "expect", "host", "te", "upgrade"})
@@ -50,7 +50,7 @@ class EnvoyHead:
                 if name == "content-length" and value.isdigit() and len(value) < 19:
                     self.body_bytes = int(value)
                 continue
-            if name == OBJECTIVE:
+            if name in OBJECTIVES:
                 objective = value.decode("latin-1")
             elif name == MODEL:
                 self.model = value.decode("utf-8", "replace")

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-import grpc
-import grpc.aio
-
-from warmroute.config import ConfigError, Limits, Picker
+from warmroute.config import Limits, Picker
 from warmroute.edge.http1 import RequestHead
+from warmroute.edge.listening_sockets import listen_tcp
 from warmroute.edge.proxy import Proxy
 from warmroute.event_log import EventLog
 from warmroute.fleet.node import Node
 from warmroute.picker import messages
 from warmroute.picker.endpoints import Endpoints, join_endpoint
 from warmroute.picker.exchange import PickerExchange
-from warmroute.picker.health import Health
+from warmroute.picker.grpc_call import Call, CallHandler, UnknownMethod
+from warmroute.picker.health import CHECK, WATCH, HealthCall
+from warmroute.picker.http2 import Http2Connection
 from warmroute.picker.stream import PickerStream
+from warmroute.picker.tls import server_tls
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.attempts import Attempts
 from warmroute.routing.decision import Decision
@@ -33,8 +33,11 @@ MAX_PEERS: Final = 4_096
 """Envoys that the picker remembers."""
 MAX_MISSED: Final = 64
 """Requests in a row without the head of a response, after which an Envoy is taken for one that shows none."""
-STOP_S: Final = 3_600.0
-"""gRPC ends streams this long after the picker stopped accepting new ones; the service ends them earlier."""
+PROCESS: Final = f"/{messages.SERVICE}/Process"
+MESSAGE_BYTES: Final = 1 << 20
+"""What a message may have beside a body."""
+SPARE_CALLS: Final = 64
+"""Calls of a connection beyond the limit of requests: these get an answer of HTTP, and checks of health are served."""
 _CLIENT_KEYS: Final = ("authorization", "x-api-key")
 
 
@@ -55,10 +58,13 @@ class PickerServer:
         self.accepted = 0
         self.buffered_bytes = 0
         """Bytes of requests in memory, of all streams."""
+        self.partial_bytes = 0
+        self.known_blocks: dict[bytes, str] = {}
+        self.http2_connections: set[Http2Connection] = set()
+        self.max_calls = limits.connections + SPARE_CALLS
         self._empty: asyncio.Event | None = None
-        self._server: Any = None
+        self._server: asyncio.Server | None = None
         self._resolving: asyncio.Task[None] | None = None
-        self._stopping: asyncio.Task[None] | None = None
         self._peers: dict[str, int] = {}
         """Envoys that show the heads of responses: how many requests in a row had none."""
         self._warned = False
@@ -73,38 +79,31 @@ class PickerServer:
     async def listen(self) -> str:
         """Return the address. Raises ConfigError if it cannot be used."""
         config = self.config
-        most = 2 * self.limits.body_bytes + (1 << 20)  # a larger body gets an error of HTTP, not one of gRPC
-        self._server = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", min(most, (1 << 31) - 1)),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.so_reuseport", 0),
-            ]
-        )
-        process = grpc.stream_stream_rpc_method_handler(self._process, messages.Request.FromString, None)
-        health = Health(lambda: not (self.proxy.own_endpoints.starting or self.proxy.own_endpoints.stopping))
-        self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(messages.SERVICE, {"Process": process}), health.handler())
-        )
-        address = join_endpoint(config.host, config.port)
-        try:
-            if config.tls_cert:
-                self.port = self._server.add_secure_port(address, server_credentials(config))
-            else:
-                self.port = self._server.add_insecure_port(address)
-        except (RuntimeError, OSError):
-            raise ConfigError(
-                f"picker: cannot listen on {address}: the address is in use or not of this machine"
-            ) from None
-        await self._server.start()
+        self._server = await listen_tcp(self, config.host, config.port, server_tls(config))
+        self.port = self._server.sockets[0].getsockname()[1]
         self._resolving = asyncio.get_running_loop().create_task(self.endpoints.run())
         return f"{'grpcs' if config.tls_cert else 'grpc'}://{join_endpoint(config.host, self.port)}"
 
-    async def _process(self, _messages: Any, context: Any) -> None:
-        self.accepted += 1
-        stream = PickerStream(self, context)
-        self.connections.add(stream)
-        await stream.run()
+    def protocol(self) -> Http2Connection:
+        return Http2Connection(self)
+
+    def may_buffer(self, size: int) -> bool:
+        limits = self.limits
+        return size <= 2 * limits.body_bytes + MESSAGE_BYTES and self.partial_bytes <= limits.buffered_bytes
+
+    def handler_of(self, path: str, call: Call) -> CallHandler:
+        if path == PROCESS:
+            self.accepted += 1
+            stream = PickerStream(self, call)
+            self.connections.add(stream)
+            return stream
+        if path in (CHECK, WATCH):
+            return HealthCall(call, self._is_ready, path == WATCH)
+        return UnknownMethod(call)
+
+    def _is_ready(self) -> bool:
+        own = self.proxy.own_endpoints
+        return not (own.starting or own.stopping)
 
     def stream_ended(self, stream: PickerStream) -> None:
         self.connections.discard(stream)
@@ -113,8 +112,10 @@ class PickerServer:
 
     def close_idle(self) -> None:
         """Accept no more streams. Those that are open finish."""
-        if self._server is not None and self._stopping is None:
-            self._stopping = asyncio.get_running_loop().create_task(self._server.stop(STOP_S))
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self.http2_connections):
+            connection.drain()
 
     async def until_empty(self) -> None:
         self._empty = asyncio.Event()
@@ -136,10 +137,10 @@ class PickerServer:
     async def close(self) -> None:
         if self._resolving is not None:
             self._resolving.cancel()
+        for connection in list(self.http2_connections):
+            connection.close()
         if self._server is not None:
-            await self._server.stop(None)
-        if self._stopping is not None:
-            await self._stopping
+            self._server.close()
 
     # What its streams ask.
 
@@ -178,15 +179,14 @@ class PickerServer:
             return f"Bearer {key}", ("x-api-key",)
         return "", () if self.proxy.passes_authorization else _CLIENT_KEYS
 
-    def shows_responses(self, peer: str) -> None:
+    def shows_responses(self, host: str) -> None:
         """An Envoy showed the head of a response."""
         if len(self._peers) >= MAX_PEERS:
             self._peers.clear()
-        self._peers[peer.rpartition(":")[0]] = 0
+        self._peers[host] = 0
 
-    def sees_heads_of(self, peer: str) -> bool:
+    def sees_heads_of(self, host: str) -> bool:
         """Return whether an Envoy shows the heads of responses. Asked for a request that ended without one."""
-        host = peer.rpartition(":")[0]
         missed = self._peers.get(host)
         if missed is None:
             return False
@@ -212,27 +212,3 @@ def _for_envoy(
     if not client.sees_responses:
         request.streams = False  # then nothing is known before the end
     return PickerExchange(proxy, client, head, body)
-
-
-def server_credentials(config: Picker) -> Any:
-    """Read the files anew for each connection, so that a new certificate counts at once. Raises ConfigError."""
-    current = _read_credentials(config)
-
-    def fetch() -> Any:
-        try:
-            return _read_credentials(config)
-        except ConfigError as error:
-            log.error("certificates_rejected", "The picker keeps the previous certificates.", reason=error)
-            return None
-
-    return grpc.dynamic_ssl_server_credentials(current, fetch, bool(config.tls_client_ca))
-
-
-def _read_credentials(config: Picker) -> Any:
-    try:
-        chain = Path(config.tls_cert).read_bytes()
-        key = Path(config.tls_key).read_bytes()
-        authorities = Path(config.tls_client_ca).read_bytes() if config.tls_client_ca else None
-    except OSError as error:
-        raise ConfigError(f"picker.tls_cert, tls_key, tls_client_ca: cannot read {error.filename}: {error}") from None
-    return grpc.ssl_server_certificate_configuration([(key, chain)], authorities)

@@ -16,12 +16,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
-import grpc
+from google.protobuf.message import DecodeError
 
 from warmroute.edge import errors
 from warmroute.edge.body_scanner import ScannedBody
 from warmroute.edge.errors import HttpError
-from warmroute.edge.exchange import seconds_of
 from warmroute.edge.large_body import LargeBodyExchange
 from warmroute.edge.local_replies import Headers, with_request_id
 from warmroute.edge.paths import is_anthropic
@@ -31,7 +30,9 @@ from warmroute.picker import messages
 from warmroute.picker.exchange import PickerExchange
 from warmroute.picker.ext_proc import BUFFERED, BUFFERED_PARTIAL, NONE, STREAMED
 from warmroute.picker.ext_proc import FULL_DUPLEX_STREAMED as DUPLEX
+from warmroute.picker.grpc_call import INVALID_ARGUMENT, Call
 from warmroute.picker.request_head import EnvoyHead
+from warmroute.picker.response_head import read_response_head
 
 if TYPE_CHECKING:
     from warmroute.picker.server import PickerServer
@@ -40,20 +41,21 @@ MARGIN: Final = 0.1
 """Share of Envoy's timeout that is left when the picker stops waiting for a node."""
 
 SCAN_S: Final = 0.005
+MAX_HELD: Final = 64
+"""Messages that may come before a decision. Envoy sends none, or the trailers."""
 
 
 class PickerStream:
     __slots__ = (
-        "_answered", "_body_bytes", "_chunks", "_context", "_deciding", "_envoy", "_exchange", "_has_body", "_mode",
-        "_outbox", "_over", "_pieces", "_reading", "_response_mode", "_saw_response", "_server", "_subset", "_task",
+        "_body_bytes", "_call", "_chunks", "_deciding", "_envoy", "_exchange", "_has_body", "_held", "_in_message",
+        "_mode", "_outbox", "_over", "_pieces", "_response_mode", "_saw_response", "_server", "_subset", "_timer",
         "_trailers", "body_started_s", "peer", "tenant",
     )  # fmt: skip
 
-    def __init__(self, server: PickerServer, context: Any) -> None:
+    def __init__(self, server: PickerServer, call: Call) -> None:
         # for the whole request
         self._server = server
-        self._context = context
-        self._task = asyncio.current_task()
+        self._call = call
         self.peer = b""
         self.tenant = ""
         self.body_started_s = 0.0
@@ -66,71 +68,93 @@ class PickerStream:
         """Whether the picker has nothing more to say about the request."""
         self._outbox: list[bytes] = []
         """Messages for Envoy."""
+        self._in_message = False
+        """Whether a message is being handled: what is said meanwhile goes out after it."""
         # until it has a node
         self._pieces: list[bytes] = []
         self._body_bytes = 0
         self._chunks = 0
         """Pieces of the body that wait for an answer."""
         self._has_body = self._trailers = self._deciding = False
-        self._answered: asyncio.Future[None] | None = None
-        self._reading: asyncio.Task[Any] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._held: list[bytes] | None = None
+        """Messages that came before the decision."""
         # the response
         self._saw_response = False
 
-    async def run(self) -> None:
-        write = self._context.write
+    # From gRPC.
+
+    def received(self, data: bytes) -> None:
+        if self._deciding or self._held is not None:
+            self._hold(data)
+            return
         try:
-            while not self._over:
-                message = await self._next_message()
-                if message is grpc.aio.EOF:
-                    return
-                self._safely(message)
-                if self._deciding and not await self._until_decided():
-                    return
-                outbox, self._outbox = self._outbox, []
-                for one in outbox:
-                    await write(one)
-        except asyncio.CancelledError:
-            if not self._over:
-                raise
-            if self._task is not None:
-                self._task.uncancel()
-            for one in self._outbox:
-                await write(one)
-        finally:
+            message = messages.Request.FromString(data)
+        except DecodeError:
+            self._call.end(INVALID_ARGUMENT, "not a ProcessingRequest")
+            self._end()
+            return
+        self._in_message = True
+        is_answered = self._safely(message)
+        self._in_message = False
+        if is_answered:
+            self._speak()
+        else:
+            self._wait()
+
+    def too_large(self) -> None:
+        self._in_message = True
+        self._leave()
+        limits = self._server.limits
+        full = self._server.partial_bytes > limits.buffered_bytes
+        self.send_error(errors.request_buffer_full() if full else errors.body_too_large(limits.body_bytes))
+        self._speak()
+
+    def client_finished(self) -> None:
+        """Envoy has ended the stream: with the response, or with the client."""
+        self._call.end()
+        self._end()
+
+    def cancelled(self) -> None:
+        self._end()
+
+    def _hold(self, data: bytes) -> None:
+        """Keep a message until the decision is sent."""
+        if self._held is None:
+            self._held = []
+        if len(self._held) < MAX_HELD:
+            self._held.append(data)
+        else:
+            self._call.reset()
             self._end()
 
-    async def _next_message(self) -> Any:
-        if self._reading is None:
-            return await self._context.read()
-        reading, self._reading = self._reading, None
-        return await reading
+    def _receive_held(self) -> None:
+        held, self._held = self._held, None
+        for data in held or ():
+            if not self._over:
+                self.received(data)
 
-    async def _until_decided(self) -> bool:
-        """Wait for the decision, as long as Envoy does. Return False if Envoy has ended the stream."""
-        loop, config = asyncio.get_running_loop(), self._server.config
-        self._answered = loop.create_future()
-        timer: asyncio.TimerHandle | None = None
-        if self._mode != DUPLEX:  # which has no timeout
-            limit_s = config.message_timeout_s
-            if config.max_message_timeout_s and self._mode != STREAMED:
-                limit_s = config.max_message_timeout_s
-                await self._context.write(messages.more_time(limit_s))
-            timer = loop.call_later(limit_s * (1.0 - MARGIN), self._time_is_up)
-        try:
-            if self._deciding:
-                self._reading = asyncio.ensure_future(self._context.read())
-                await asyncio.wait((self._answered, self._reading), return_when=asyncio.FIRST_COMPLETED)
-            if self._deciding:  # Envoy spoke first
-                assert self._reading is not None
-                if self._reading.result() is grpc.aio.EOF:
-                    return False
-                await self._answered
-            return True
-        finally:
-            self._answered = None
-            if timer is not None:
-                timer.cancel()
+    def _speak(self) -> None:
+        """Send what there is to say. End the stream if that was all."""
+        self._in_message = False
+        outbox, self._outbox = self._outbox, []
+        write = self._call.write
+        for one in outbox:
+            write(one)
+        if self._over:
+            self._call.end()
+            self._end()
+
+    def _wait(self) -> None:
+        """Let the decision come later, as late as Envoy waits."""
+        if self._mode == DUPLEX:  # which has no timeout
+            return
+        config = self._server.config
+        limit_s = config.message_timeout_s
+        if config.max_message_timeout_s and self._mode != STREAMED:
+            limit_s = config.max_message_timeout_s
+            self._call.write(messages.more_time(limit_s))
+        self._timer = asyncio.get_running_loop().call_later(limit_s * (1.0 - MARGIN), self._time_is_up)
 
     def _time_is_up(self) -> None:
         exchange = self._exchange
@@ -139,17 +163,19 @@ class PickerStream:
         if isinstance(exchange, PickerExchange):
             exchange.time_is_up()
         else:  # its body is still being scanned
-            asyncio.get_running_loop().call_later(SCAN_S, self._time_is_up)
+            self._timer = asyncio.get_running_loop().call_later(SCAN_S, self._time_is_up)
 
     # Messages.
 
-    def _safely(self, message: Any) -> None:
+    def _safely(self, message: Any) -> bool:
+        """Handle a message. Return False if its answer has to wait for a decision."""
         try:
             self._receive(message)
         except HttpError as error:
             self.send_error(error)
         except Exception as error:
             self._fail(error)
+        return not self._deciding
 
     def _fail(self, error: Exception) -> None:
         exchange, self._exchange = self._exchange, None
@@ -315,10 +341,16 @@ class PickerStream:
         self.reply(error.status, error.body(anthropic), with_request_id(error, request_id))
 
     def _answer(self) -> None:
+        """The request has its decision."""
         self._deciding = False
         self._release_body()
-        if self._answered is not None and not self._answered.done():
-            self._answered.set_result(None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._in_message:
+            self._speak()
+            if self._held is not None:
+                asyncio.get_running_loop().call_soon(self._receive_held)
 
     def _release_body(self) -> None:
         self._server.buffered_bytes -= self._body_bytes
@@ -333,28 +365,8 @@ class PickerStream:
         exchange, server = self._exchange, self._server
         if not isinstance(exchange, PickerExchange):
             return
-        status, content_type, retry_after = 0, b"", b""
-        encoded = from_node = False
-        for field in message.response_headers.headers.headers:
-            name = field.key
-            if name == ":status":
-                value = field.raw_value or field.value.encode()
-                status = int(value) if value.isdigit() and len(value) == 3 else 0
-            elif name == "content-type":
-                content_type = field.raw_value
-            elif name == "retry-after":
-                retry_after = field.raw_value
-            elif name == "content-encoding":
-                encoded = True
-            elif name == "x-envoy-upstream-service-time":  # Envoy's own answers do not have it
-                from_node = True
-        served = messages.served_endpoint(message)
-        node = server.endpoints.node_at(served) if served else None
-        is_event_stream = not encoded and content_type[:17].lower() == b"text/event-stream"
-        server.shows_responses(self._context.peer())
-        by_envoy = not from_node and (status >= 500 or status == 429)
-        retry_after_s = seconds_of(retry_after) if status in (429, 503) else None
-        exchange.response_started(status, node, by_envoy, retry_after_s, is_event_stream, self.sees_responses)
+        server.shows_responses(self._call.peer_host)
+        exchange.response_started(read_response_head(message, server.endpoints.node_at), self.sees_responses)
         if message.response_headers.end_of_stream:
             exchange.response_ended()
 
@@ -373,10 +385,11 @@ class PickerStream:
 
     def _end(self) -> None:
         """The stream has ended: with the response, with the client, or because Envoy does not wait longer."""
+        self._over = True
         self._release_body()
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             undecided, self._deciding = self._deciding, False
@@ -394,23 +407,22 @@ class PickerStream:
         shows the head and there was none, the client has left."""
         if self.sees_responses:
             return False
-        return self._saw_response or not self._server.sees_heads_of(self._context.peer())
+        return self._saw_response or not self._server.sees_heads_of(self._call.peer_host)
 
     def cut_off(self) -> None:
         """The picker stops: end the stream, so that Envoy continues without it."""
+        self._in_message = True
         exchange = self._exchange
         if exchange is not None:
             exchange.cut_off()
         else:
             self.send_error(errors.router_stopping())
         self._over = True
-        if self._task is not None:
-            self._task.cancel()
+        self._speak()
 
     def abort(self) -> None:
-        self._over = False
-        if self._task is not None:
-            self._task.cancel()
+        self._call.reset()
+        self._end()
 
     @property
     def busy(self) -> bool:

@@ -52,7 +52,7 @@ class Counters:
         self.interrupted = 0
         """Responses that failed after their first byte."""
         self.disconnects = 0
-        """Clients that disconnected before the end of their response."""
+        """Clients that disconnected before they had their whole response."""
         self.retries = 0
         """Attempts on another node after a failed one."""
         self.split_requests: Counter[str] = Counter()

@@ -105,7 +105,7 @@ QUEUE_GUARANTEE_EXCEEDED: Final = _counter(
 ROUTE_REQUESTS: Final = _counter("route_requests", "Requests by route.", "route")
 RESPONSES_INTERRUPTED: Final = _counter("responses_interrupted", "Responses that failed after their first byte.")
 CLIENT_DISCONNECTS: Final = _counter(
-    "client_disconnects", "Clients that disconnected before the end of their response."
+    "client_disconnects", "Clients that disconnected before they had their whole response."
 )
 RETRIES: Final = _counter("retries", "Attempts on another node after a failed one.")
 HEDGES: Final = _counter("hedges", "Requests sent to a second node because their first token was overdue.")
