@@ -111,7 +111,7 @@ class Fleet:
         return node
 
     def set_role(self, name: str, role: Role) -> Node:
-        """Give a node another role, until its configuration changes. Its requests continue."""
+        """Give a node another role, until its configuration has another one than now. Its requests continue."""
         node = self.node(name)
         node.role = role
         for group in node.groups:
@@ -221,10 +221,10 @@ class Fleet:
                 del ever[name]
 
     def _members_changed(self, group: Group) -> None:
-        members = group.members
+        members, had_roles = group.members, group.has_roles
         group.members_changed(self._health.slow_start_s)
-        if group.has_roles:
-            self.has_roles = True
+        self.has_roles = self.has_roles or group.has_roles
+        if group.has_roles or had_roles:
             self.pairs_only_with_vllm = all(node.engine == "vllm" for node in self if node.transfers_kv)
         is_adapter = any(group.model in node.adapter_names for node in members)
         if is_adapter != (group.adapter is not None):

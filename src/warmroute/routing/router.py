@@ -60,7 +60,7 @@ class Router:
         cache_view.saved_shares = self._saved_by_store
         self.reconfigure(config, pricing or Pricing(), routes)
 
-    def _saved_by_store(self, model: str, store: str, names: Collection[str]) -> list[float]:
+    def _saved_by_store(self, model: str, store: str, names: Collection[str], now_s: float) -> list[float]:
         """Return the share of its prefill that a token saves which each node loads from a shared KV store."""
         group, find = self._fleet.group(model), self._fleet.find
         shares = []
@@ -72,7 +72,8 @@ class Router:
                 continue
             ms = load_ms.get(node.island)
             if ms is None:
-                ms = load_ms[node.island] = group.transfer_speeds.from_store(store, node.island).ms_per_token
+                speed = group.transfer_speeds.from_store(store, node.island)
+                ms = load_ms[node.island] = speed.ms_per_token(now_s)
             shares.append(1.0 - ms / node.speed.ms_per_token)
         return shares
 
