@@ -116,6 +116,20 @@ async def test_prefixes_that_only_a_leaving_node_holds_are_moved_to_one_that_sta
         assert set(put) == {harness.serving()[0].name} and len(put) == 2
 
 
+@pytest.mark.parametrize(("engine", "alone"), [("sglang", False), ("vllm", True)])
+async def test_prefill_nodes_that_cannot_serve_alone_get_no_prefixes(engine: str, alone: bool) -> None:
+    async with running(ScriptedProvisioner()) as harness:
+        staying, leaving = await harness.want_serving(2)
+        _make_hot(harness, 1, leaving.name)
+        for node in (staying, leaving):
+            node.engine = engine
+            harness.fleet.set_role(node.name, "prefill")
+        managed = next(one for one in harness.managed if one.name == leaving.name)
+        assert bool(list(harness.controller.drain_prefills(managed))) == alone
+        managed.state = LifecycleState.WARMING
+        assert bool(list(harness.controller.prewarm_prefills(managed))) == alone
+
+
 async def test_a_reclaimed_node_drains_at_once_even_while_prefixes_are_moved() -> None:
     async def post(node: Node, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         await asyncio.Event().wait()

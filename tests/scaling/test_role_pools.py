@@ -38,16 +38,18 @@ class Pools:
     def decide(
         self, fleet: tuple[NodeView, ...], now_s: float = 1000.0, *, on_prefill: float = 0.0, on_decode: float = 0.0,
         waiting: int = 0, kv_usage: float = 0.0, inter_token_ms: float = 0.0, idle_s: float = 0.0,
-        pending: tuple[PaidNode, ...] = (), **more: Any,
+        pending: tuple[PaidNode, ...] = (), streams: int = 10**6, **more: Any,
     ) -> ScalingDecision:  # fmt: skip
-        """`on_prefill`, `on_decode`: node seconds of prefill per second on each pool."""
+        """`on_prefill`, `on_decode`: node seconds of prefill per second on each pool. `streams`: responses whose time
+        between tokens is measured, at most."""
         meter = DemandMeter()
         for rate, in_pool in ((on_prefill, True), (on_decode, False)):
             for _ in range(int(rate * SPAN_S * 1000.0 / (PREFILL_WORK * MS_PER_TOKEN))):
                 meter.arrived += 1
                 meter.record_sent(PREFILL_WORK, 0.0, PREFILL_WORK, in_pool)
                 meter.record_ttft(900.0)
-                meter.record_inter_token(inter_token_ms)
+                if meter.arrived <= streams:
+                    meter.record_inter_token(inter_token_ms)
         ttft, latency, inter_token = meter.times()
         samples: dict[Pool, PoolSample] = {"prefill": PoolSample(), "decode": PoolSample(0, kv_usage)}
         windows = MetricWindows(self.config)
@@ -85,11 +87,24 @@ def test_running_requests_that_fill_the_memory_add_decode_nodes() -> None:
 
 def test_slow_tokens_add_decode_nodes_until_the_objective_is_met() -> None:
     pools = Pools(objective=Objective(inter_token_p90_ms=40.0))
-    decision = pools.decide(pool_nodes(2, 4), on_prefill=0.5, inter_token_ms=75.0, decode_base_ms=10.0)
-    assert added(decision) == {"decode": 7}, "10 + 66 · 4 / 11 ms is 85 % of the objective"
+    decision = pools.decide(pool_nodes(2, 4), on_prefill=0.5, inter_token_ms=48.0, decode_base_ms=10.0)
+    assert added(decision) == {"decode": 3}, "10 + 40 · 4 / 7 ms is below 85 % of the objective"
     assert any("decode pool: inter-token p90 is" in reason for reason in decision.reasons)
     hopeless = pools.decide(pool_nodes(2, 4), 2000.0, on_prefill=0.5, inter_token_ms=75.0, decode_base_ms=39.0)
     assert not hopeless.additions and any("more nodes would not help" in reason for reason in hopeless.reasons)
+
+
+def test_few_slow_streams_add_no_nodes_and_many_double_the_pool_at_most() -> None:
+    pools = Pools(objective=Objective(inter_token_p90_ms=50.0), max_nodes=1000)
+    few = pools.decide(pool_nodes(2, 8), on_prefill=0.5, inter_token_ms=3000.0, decode_base_ms=10.0, streams=1)
+    assert not few.needed and few.pools["decode"].desired_nodes == 8, "one stream is no percentile"
+    many = pools.decide(pool_nodes(2, 8), 2000.0, on_prefill=0.5, inter_token_ms=3000.0, decode_base_ms=10.0)
+    assert many.needed == 8
+    starting = tuple(PaidNode(("cloud", "d"), "local", 1.0, "L4", role="decode") for _ in range(8))
+    more = pools.decide(
+        pool_nodes(2, 8), 3000.0, on_prefill=0.5, inter_token_ms=3000.0, decode_base_ms=10.0, pending=starting
+    )
+    assert not more.needed, "the nodes that start double it already"
 
 
 def test_slow_tokens_keep_decode_nodes() -> None:
@@ -164,6 +179,31 @@ def test_both_pools_together_stay_within_the_limits_of_the_fleet() -> None:
     assert not decision.additions and any("over the budget" in text for text in decision.obstacles)
 
 
+def test_minimums_do_not_exceed_the_maximum_of_the_fleet() -> None:
+    pools = Pools(max_nodes=1)
+    decision = pools.decide((), waiting=3)
+    assert added(decision) == {"decode": 1}, "a prefill node alone would serve nothing"
+    assert "prefill pool: maximum of 1 node for both pools reached" in decision.obstacles
+    for step in range(60):  # also while both run, because somebody lowered max_nodes
+        assert not pools.decide(pool_nodes(1, 1), 2000.0 + 5.0 * step).changes
+    limits = (RoleLimits(role="prefill", min_nodes=4),)
+    assert added(Pools(max_nodes=6, roles=limits).decide(pool_nodes(2, 3))) == {"prefill": 1}
+
+
+def test_a_busy_pool_leaves_the_other_one_its_minimum() -> None:
+    decision = Pools(max_nodes=4).decide(pool_nodes(2, 0), on_prefill=9.0)
+    assert added(decision) == {"prefill": 1, "decode": 1}
+
+
+def test_machines_that_changed_their_role_count_towards_the_maximum_of_their_offer() -> None:
+    pools = Pools(offer("p", role="prefill", max_nodes=3), offer("d", role="decode"))
+    changed = tuple(node(f"p{at}", role="decode", offer=("cloud", "p")) for at in range(2, 4))
+    fleet = (*pool_nodes(1, 2), *changed)
+    decision = pools.decide(fleet, on_prefill=3.0)
+    assert not decision.additions and any("offer is used up" in text for text in decision.obstacles)
+    assert added(pools.decide(fleet[:-1], 2000.0, on_prefill=3.0)) == {"prefill": 1}
+
+
 def test_an_excess_is_removed_once() -> None:
     pools = Pools(max_nodes=5, cooldown_down_s=10.0, interval_s=5.0)
     decisions = [
@@ -206,6 +246,23 @@ def test_metrics_of_a_pool() -> None:
     assert windows.stable.arrivals == 4 and len(COUNTERS) == len(meter.counts())
 
 
+def test_rounding_errors_of_a_pool_without_prefills_are_no_work() -> None:
+    """The decode pool has what the prefill pool leaves of each sum."""
+    counts = dict.fromkeys(COUNTERS, 0.0) | {"arrived": 100.0, "sent": 100.0, "responses": 100.0}
+    for name, in_pool, value in (
+        ("prompt_tokens", "prefill_pool_tokens", 1e6),
+        ("cached_tokens", "prefill_pool_cached", 1e5),
+        ("prefill_work", "prefill_pool_work", 0.1 + 0.2),
+        ("prefill_squares", "prefill_pool_squares", 1e9),
+    ):
+        counts |= {name: value, in_pool: value * (1.0 + 1e-13)}
+    meter = DemandMeter()
+    windows = MetricWindows(Scaling())
+    windows.add(Sample(10.0, 10.0, list(counts.values()), *meter.times()[:2], 0, 0.0, meter.times()[2]))
+    decode = windows.of_pool("decode")[0]
+    assert (decode.prefill_work, decode.hit_ratio, decode.variation) == (0.0, None, 0.0)
+
+
 def test_contradicting_limits_are_rejected() -> None:
     for roles, problem in (
         ([{"role": "prefill", "min_nodes": 4, "max_nodes": 2}], "above its max_nodes"),
@@ -214,6 +271,24 @@ def test_contradicting_limits_are_rejected() -> None:
     ):
         with pytest.raises(ConfigError, match=problem):
             from_table({"scaling": {"enabled": True, "max_nodes": 16, "roles": roles}})
+
+
+@pytest.mark.parametrize("decode", ["decode", "mixed"])
+def test_a_maximum_below_one_node_of_each_pool_is_rejected(decode: str) -> None:
+    def check(max_nodes: int, *roles: dict[str, Any]) -> None:
+        provisioners = [
+            {"kind": "kubernetes", "name": role, "role": role, "gpu": "H200", "workload_name": role}
+            for role in ("prefill", decode)
+        ]
+        scaling = {"enabled": True, "max_nodes": max_nodes, "roles": list(roles)}
+        from_table({"scaling": scaling, "provisioners": provisioners})
+
+    check(2)
+    with pytest.raises(ConfigError, match=r"max_nodes \(1\) is below the minimums of both pools: 1 prefill"):
+        check(1)
+    with pytest.raises(ConfigError, match="3 prefill and 1 decode"):
+        check(3, {"role": "prefill", "min_nodes": 3})
+    from_table({"scaling": {"enabled": True, "max_nodes": 1}, "nodes": [{"url": "http://a:1", "role": "prefill"}]})
 
 
 # Nodes that change sides.

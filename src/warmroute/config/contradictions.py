@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def contradictions(config: Config) -> Iterator[str]:
     yield from _listener_problems(config)
     yield from island_problems(config.islands)
-    yield from scaling_problems(config.scaling)
+    nodes = (*config.nodes, *config.provisioners, *config.discovery)
+    yield from scaling_problems(config.scaling, {node.role for node in nodes})
     yield from provisioner_problems(config.provisioners)
     yield from _node_problems(config.nodes)
     yield from kv_store_problems(config.kv_stores, config.nodes)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
+from warmroute.config.node_settings import Role
 from warmroute.config.section import NOT_IN_FILE, Count, Port, Ratio, Seconds, Section
 
 LOW_UTILISATION: Final = 0.45
@@ -203,8 +204,8 @@ class Scaling(Section, frozen=True):
     roles: tuple[RoleLimits, ...] = ()
 
 
-def scaling_problems(scaling: Scaling) -> Iterator[str]:
-    """Find values that contradict each other."""
+def scaling_problems(scaling: Scaling, node_roles: Set[Role]) -> Iterator[str]:
+    """Find values that contradict each other. `node_roles`: those of all nodes that are configured or may be added."""
     if scaling.min_nodes > scaling.max_nodes:
         yield f"scaling.min_nodes ({scaling.min_nodes}) is above scaling.max_nodes ({scaling.max_nodes})"
     objective = scaling.objective
@@ -228,6 +229,11 @@ def scaling_problems(scaling: Scaling) -> Iterator[str]:
             yield f"scaling.roles: min_nodes of {one.role!r} is above its max_nodes"
     if sum(one.min_nodes for one in scaling.roles) > scaling.max_nodes:
         yield "scaling.roles: the sum of all min_nodes is above scaling.max_nodes"
+    elif scaling.enabled and "prefill" in node_roles and len(node_roles) > 1:
+        minimums = {"prefill": 1, "decode": 1} | {one.role: one.min_nodes for one in scaling.roles}
+        if sum(minimums.values()) > scaling.max_nodes:
+            both = " and ".join(f"{count} {role}" for role, count in minimums.items())
+            yield f"scaling.max_nodes ({scaling.max_nodes}) is below the minimums of both pools: {both}"
     if sum(island.min_nodes for island in scaling.islands) > scaling.max_nodes:
         yield "scaling.islands: the sum of all min_nodes is above scaling.max_nodes"
     for hours in scaling.hours:

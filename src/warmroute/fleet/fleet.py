@@ -11,6 +11,8 @@ from warmroute.config import NodeConfig, node_name
 from warmroute.config import OutlierDetection as OutlierConfig
 from warmroute.config.node_settings import Role
 from warmroute.fleet.context_windows import windows_by_model
+from warmroute.fleet.fleet_errors import NameTaken as NameTaken
+from warmroute.fleet.fleet_errors import UnknownNode as UnknownNode
 from warmroute.fleet.group import Group
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.island_registry import IslandRegistry
@@ -24,14 +26,6 @@ MAX_PAST_MODELS: Final = 1024
 
 OnHealthChange = Callable[[Node, HealthState], None]
 """Called after each change of a node's health state, with the state before it."""
-
-
-class UnknownNode(KeyError):
-    """No node has this name."""
-
-
-class NameTaken(ValueError):
-    """Another node has this name."""
 
 
 class Fleet:

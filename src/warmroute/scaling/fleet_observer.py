@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from math import inf
+from typing import Final
 
 import msgspec
 
@@ -25,6 +26,9 @@ from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN
 from warmroute.index.cache_view import CacheView
 from warmroute.scaling.node_lifecycle import LifecycleState, ManagedNode
 from warmroute.scaling.offer import OfferKey
+
+ROUNDING: Final = 1e-6
+"""A difference of two sums below this fraction of the larger one is a rounding error."""
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +123,8 @@ class WindowMetrics(msgspec.Struct, kw_only=True):
     inter_token_p90_ms: float | None = None
     """P90 over streamed responses of their mean time between tokens."""
     first_tokens: int = 0
+    inter_token_samples: int = 0
+    """Streamed responses whose time between tokens was measured."""
     arrivals: int = 0
     waiting: float = 0.0
     """Mean number of requests that wait at the router or at nodes."""
@@ -182,6 +188,7 @@ def summarize(samples: Iterable[Sample], pool: Pool | None = None) -> WindowMetr
         latency_p99_ms=percentile_ms(latency, 0.99),
         inter_token_p90_ms=percentile_ms(inter_token, 0.9),
         first_tokens=sum(ttft),
+        inter_token_samples=sum(inter_token),
         waiting=sum(state.waiting * part_s for state, part_s in states) / span_s,
         kv_usage=sum(state.kv_usage * part_s for state, part_s in states) / span_s,
     )
@@ -202,7 +209,9 @@ def _keep_pool(total: dict[str, float], pool: Pool) -> None:
     }
     if pool == "decode":  # every request is decoded there, whoever prefills it
         for name, value in on_prefill.items():
-            total[name] -= value
+            rest = total[name] - value
+            total[name] = rest if rest > ROUNDING * total[name] else 0.0
+        total["cached_tokens"] = min(total["cached_tokens"], total["prompt_tokens"])
         return
     total.update(on_prefill, sent=total["prefill_pool_sent"], arrived=total["prefill_pool_sent"])
     total.update(shed=0.0, responses=0.0, decode_context=0.0)

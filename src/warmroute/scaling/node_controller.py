@@ -156,7 +156,7 @@ class NodeController:
         """Yield what to prefill before the node serves, one after the other."""
         node = self.fleet_node(managed)
         for prefix in self.autoscaler.prefixes_to_prewarm(self._now()):
-            if node is None or managed.state is not LifecycleState.WARMING or node.needs_partner:
+            if node is None or managed.state is not LifecycleState.WARMING or not _serves_alone(node):
                 return
             yield node, prefix
 
@@ -173,7 +173,7 @@ class NodeController:
                 node
                 for node in self._fleet
                 if not node.draining and node.health.state is HealthState.UP and node.name not in leaving
-                if pool_of(node.role) == pool and not node.needs_partner
+                if pool_of(node.role) == pool and _serves_alone(node)
             ]
             if staying:
                 yield min(staying, key=lambda node: node.pending_work), prefix
@@ -242,3 +242,8 @@ class NodeController:
             managed.unhealthy_since_s = now_s
         if now_s - managed.unhealthy_since_s > self.autoscaler.config.load_timeout_s:
             self.apply(managed, LifecycleEvent.REMOVE, f"it does not answer any more: {node.health.reason}")
+
+
+def _serves_alone(node: Node) -> bool:
+    """Return whether the node can serve a completion without a node of the other role: a prefix is one."""
+    return node.can_serve_alone if node.role == "prefill" else not node.needs_partner

@@ -55,12 +55,16 @@ class OfferSelector:
         """Why some offers are ignored."""
         self.kind = "nodes"
         """What the offers are for, in words."""
+        self.elsewhere: Sequence[PaidNode] = ()
+        """Machines of the other pool. They count towards `max_nodes` of their offers, whatever role they have now."""
         self.somebody_else_scales = True
         """Whether no provisioner offers nodes of any kind: then somebody else adds and removes them."""
 
-    def for_pool(self, config: Scaling, pool: Pool) -> OfferSelector:
-        """Return the offers for one pool, with its limits. How requests ended is shared."""
+    def for_pool(self, config: Scaling, pool: Pool, elsewhere: Sequence[PaidNode]) -> OfferSelector:
+        """Return the offers for one pool, with its limits. How requests ended is shared. `elsewhere`: the machines of
+        the other pool."""
         selector = copy(self)
+        selector.elsewhere = tuple(elsewhere)
         selector.config, selector.kind, selector.problems = config, f"{pool} nodes", ()
         selector.offers = tuple(offer for offer in self.offers if pool_of(offer.role) == pool)
         return selector
@@ -118,7 +122,8 @@ class OfferSelector:
         is taken if it is available."""
         if not self.offers:
             return None, f"no provisioner offers {self.kind}"
-        available, skipped = self._available(_Limits(self.config, paid), speeds, now_s, prefill_work, island)
+        limits = _Limits(self.config, paid, self.elsewhere)
+        available, skipped = self._available(limits, speeds, now_s, prefill_work, island)
         if not available:
             return None, "no offer is available: " + ", ".join(f"{n} × {why}" for why, n in skipped.most_common())
         if panicking:
@@ -134,7 +139,7 @@ class OfferSelector:
         self, paid: Sequence[PaidNode], speeds: GpuSpeeds, now_s: float, prefill_work: float = 0.0
     ) -> list[tuple[Offer, int]]:
         """Return the available offers, the cheapest for its speed first, and how many nodes of each may be added."""
-        limits = _Limits(self.config, paid)
+        limits = _Limits(self.config, paid, self.elsewhere)
         available, _skipped = self._available(limits, speeds, now_s, prefill_work)
         available.sort(key=lambda offer: self._rank(offer, speeds))
         return [(offer, limits.most(offer)) for offer in available]
@@ -182,11 +187,12 @@ class OfferSelector:
 class _Limits:
     """What the configuration and the offers still allow beside the machines that are paid for."""
 
-    def __init__(self, config: Scaling, paid: Sequence[PaidNode]) -> None:
+    def __init__(self, config: Scaling, paid: Sequence[PaidNode], elsewhere: Sequence[PaidNode]) -> None:
+        """`elsewhere`: machines by which the configuration's limits are reduced already."""
         self._budget_usd_per_hour = config.budget_usd_per_hour
         self._max_by_island = {one.island: one.max_nodes for one in config.islands}
         self._by_island = Counter(one.island for one in paid if one.counts_toward_limit)
-        self._by_offer = Counter(one.offer for one in paid)
+        self._by_offer = Counter(one.offer for one in (*paid, *elsewhere))
         self._usd_per_hour = sum(one.usd_per_hour for one in paid if isfinite(one.usd_per_hour))
         self._free = config.max_nodes - sum(one.counts_toward_limit for one in paid)
 

@@ -63,11 +63,17 @@ class RolePools:
         decisions: dict[Pool, ScalingDecision] = {}
         removed = 0
         limits_of: dict[Pool, Scaling] = {}
-        for pool in sorted(pools, key=lambda one: -_utilisation(views[one])):  # the one that lacks more comes first
-            other = POOLS[1 - POOLS.index(pool)]
-            limits = limits_of[pool] = _limits(config, pool, paid[pool], paid[other], removed, view, wall_s)
+        # The pool that lacks more comes first; of two equal ones that which serves requests.
+        for pool in sorted(pools, key=lambda one: (-_utilisation(views[one]), one)):
+            other = other_pool(pool)
+            reserved = _role_limits(config, other).min_nodes if other in pools and other not in decisions else 0
+            limits = limits_of[pool] = _limits(config, pool, paid[pool], paid[other], reserved, removed, view, wall_s)
+            by_fleet = limits.max_nodes < _role_limits(config, pool).max_nodes
             scaler = self.scalers[pool]
-            scaler.limit(limits, offers.for_pool(limits, pool))
+            scaler.limit(
+                limits, offers.for_pool(limits, pool, paid[other]),
+                f"{count_of_nodes(config.max_nodes)} for both pools" if by_fleet else "",
+            )  # fmt: skip
             decision = decisions[pool] = scaler.decide(
                 views[pool], _of_pool(pending, pool), wall_s, _of_pool(terminating, pool)
             )
@@ -85,7 +91,7 @@ class RolePools:
         if not config.switch_roles or len(views) < len(POOLS):
             return []
         to = max(POOLS, key=lambda pool: decisions[pool].needed)
-        other = POOLS[1 - POOLS.index(to)]
+        other = other_pool(to)
         lacking, sparing, now_s = decisions[to], decisions[other], views[to].now_s
         wait_s = config.cooldown_up_s if self._switched_to == to else config.cooldown_down_s
         if not lacking.needed or sparing.needed or now_s - self._switched_s < wait_s:
@@ -129,6 +135,10 @@ def has_pools(view: FleetView, offers: OfferSelector) -> bool:
     return any(node.role != "mixed" for node in view.nodes) or any(offer.role != "mixed" for offer in offers.offers)
 
 
+def other_pool(pool: Pool) -> Pool:
+    return POOLS[1 - POOLS.index(pool)]
+
+
 def _exists(pool: Pool, view: FleetView, pending: Iterable[PaidNode], offers: OfferSelector) -> bool:
     """Return whether the pool has nodes, or could have some."""
     roles = [*(one.role for one in view.nodes), *(one.role for one in pending), *(one.role for one in offers.offers)]
@@ -169,21 +179,24 @@ def _role_limits(config: Scaling, pool: Pool) -> RoleLimits:
 
 
 def _limits(
-    config: Scaling, pool: Pool, own: Sequence[PaidNode], elsewhere: Sequence[PaidNode], removed: int,
+    config: Scaling, pool: Pool, own: Sequence[PaidNode], elsewhere: Sequence[PaidNode], reserved: int, removed: int,
     view: FleetView, wall_s: float,
 ) -> Scaling:  # fmt: skip
     """Return the settings of one pool. `own`, `elsewhere`: the machines of this pool and of the other one, of which
-    `removed` will be removed."""
+    `removed` will be removed. `reserved`: how many of the fleet's `max_nodes` the other pool gets in any case."""
     limits = _role_limits(config, pool)
     taken, here = (sum(one.counts_toward_limit for one in paid) for paid in (elsewhere, own))
     minimum = limits.min_nodes
     idle = 0 < config.scale_to_zero_after_s <= view.idle_s and not view.waiting
     if config.min_nodes == 0 and ((idle and taken <= 1) or not (view.nodes or elsewhere)):
-        minimum = 0  # both go together
+        minimum = reserved = 0  # both go together
     elif pool == "decode":
         minimum = max(minimum, max(config.min_nodes, scheduled_min_nodes(config.hours, wall_s)) - taken)
     excess = max(0, taken + here - removed - config.max_nodes)
-    maximum = max(minimum, 1, min(limits.max_nodes, max(config.max_nodes - taken, here - excess)))
+    room = config.max_nodes - taken
+    least = min(max(minimum, 1), max(here, room))  # a minimum adds no machine above the fleet's maximum
+    free = room - max(0, reserved - taken)
+    maximum = max(0, least, min(limits.max_nodes, max(free, here - excess)))
     budget = config.budget_usd_per_hour
     if budget:
         usd = sum(one.usd_per_hour for one in elsewhere if isfinite(one.usd_per_hour))

@@ -5,7 +5,7 @@
     requests wait and no node serves                                                           1, at once
     utilisation is above `target_utilisation`, or the estimated wait above `max_mean_wait_ms`  as many as it takes
     running requests fill more of the KV memory than `max_kv_usage`                            as many as it takes
-    the p90 of the time between tokens is above `objective.inter_token_p90_ms`                 as many as it takes
+    the p90 of the time between tokens is above `objective.inter_token_p90_ms`                 up to twice the fleet
     `max_queue_per_node` requests wait per node, TTFT or latency is above its limit,           1 at a time
     or the router rejects requests
     the hit ratio is below `min_hit_ratio`, and more cache would raise it                      1 at a time
@@ -24,7 +24,7 @@ from warmroute.scaling.capacity import Demand, FleetSize, ScalingInputs
 from warmroute.scaling.scaling_decision import count_of_nodes
 
 MIN_FIRST_TOKENS: Final = 20
-"""A p99 of fewer first tokens is unknown."""
+"""A percentile of fewer responses is unknown."""
 CACHE_FACTOR: Final = 1.5
 MIN_HIT_GAIN: Final = 0.02
 """More cache helps if CACHE_FACTOR times as much raises the hit ratio by MIN_HIT_GAIN."""
@@ -36,6 +36,8 @@ CACHE_STEP: Final = 0.2
 fleet lacks cache: it grows by CACHE_STEP instead of one node."""
 MIN_BUSY: Final = 0.5
 """Fraction of `max_mean_wait_ms`. If the estimated wait is below it and no requests wait, more nodes would not help."""
+MAX_TOKEN_STEP: Final = 2
+"""The time between tokens of a fleet of up to this many times the nodes that serve can be estimated."""
 MAX_NODES: Final = 1024
 
 
@@ -103,7 +105,7 @@ def inter_token_ms(inputs: ScalingInputs, nodes: float) -> float:
     shrinks with the requests of each node. 0 if nothing was measured."""
     view = inputs.view
     now_ms, base_ms = view.stable.inter_token_p90_ms, view.decode_base_ms
-    if now_ms is None or now_ms <= base_ms or nodes <= 0 or view.stable.first_tokens < MIN_FIRST_TOKENS:
+    if now_ms is None or now_ms <= base_ms or nodes <= 0 or view.stable.inter_token_samples < MIN_FIRST_TOKENS:
         return 0.0
     return base_ms + (now_ms - base_ms) * len(inputs.serving) / nodes
 
@@ -116,8 +118,9 @@ def _slow_tokens(inputs: ScalingInputs) -> tuple[str, int]:
     reason = f"inter-token p90 is {inputs.view.stable.inter_token_p90_ms:.0f} ms, objective {limit_ms:g} ms"
     if inputs.view.decode_base_ms >= HEADROOM * limit_ms:
         return f"{reason}; more nodes would not help, because a step takes {inputs.view.decode_base_ms:.0f} ms", 0
-    more = 1
-    while inter_token_ms(inputs, count + more) > HEADROOM * limit_ms and more < MAX_NODES:
+    most = max(0, MAX_TOKEN_STEP * len(inputs.serving) - count)
+    more = min(1, most)
+    while more < most and inter_token_ms(inputs, count + more) > HEADROOM * limit_ms:
         more += 1
     return reason, more
 

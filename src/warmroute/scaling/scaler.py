@@ -54,6 +54,8 @@ class Scaler:
     def __init__(self, config: Scaling, offers: OfferSelector) -> None:
         self.config = config
         self._offers = offers
+        self._maximum = ""
+        """The maximum in words, if it is not `max_nodes` alone."""
         self._added_s = self._removed_s = float("-inf")
         """When nodes were last added and removed."""
         self._panic_until_s = float("-inf")
@@ -62,9 +64,9 @@ class Scaler:
         self._spare: deque[tuple[float, int]] = deque()
         """How many nodes were spare at each decision within the last `cooldown_down_s`."""
 
-    def limit(self, config: Scaling, offers: OfferSelector) -> None:
-        """Decide by these settings and offers from now on."""
-        self.config, self._offers = config, offers
+    def limit(self, config: Scaling, offers: OfferSelector, maximum: str) -> None:
+        """Decide by these settings and offers from now on. `maximum`: in words, if it is not `max_nodes` alone."""
+        self.config, self._offers, self._maximum = config, offers, maximum
 
     @property
     def changed_s(self) -> tuple[float, float]:
@@ -200,16 +202,15 @@ class Scaler:
         config, view = self.config, inputs.view
         desired = min(decision.nodes + max(needed, sum(missing.values())), config.max_nodes)
         decision.desired_nodes = max(decision.nodes, desired)
+        maximum = self._maximum or count_of_nodes(config.max_nodes)
         if desired <= decision.nodes:
-            obstacles.append(f"maximum of {count_of_nodes(config.max_nodes)} reached")
+            obstacles.append(f"maximum of {maximum} reached")
             return True
         paid = list(paid)
         machines = sum(one.counts_toward_limit for one in paid)
         if machines >= config.max_nodes and self._offers.offers:
             unused = machines - decision.nodes
-            obstacles.append(
-                f"maximum of {count_of_nodes(config.max_nodes)} reached; {unused} of them do not answer or are leaving"
-            )
+            obstacles.append(f"maximum of {maximum} reached; {unused} of them do not answer or are leaving")
             return True
         no_nodes = inputs.node_count == 0
         wait_s = config.cooldown_up_s - (view.now_s - max(self._added_s, self._removed_s))
