@@ -1,6 +1,8 @@
 # make run            install the runtime dependencies and show the router in front of simulated engines
 # make test           install everything, lint, check types, rooms and docs, run the tests
 # make sanitize       the C kernel under AddressSanitizer and UndefinedBehaviorSanitizer, and its fuzzers
+# make compile        a copy of the package with compiled Python modules, as in a release, into build/compiled
+# make test-compiled  the tests of the request path on that copy
 # make wheel          build a wheel into dist/ and check that it installs without a compiler
 # make release        sdist, manylinux wheels for 3.11 to 3.13, SBOM and checksums into dist/
 # make coverage       the share of src that the tests run, into bench/results/coverage.json
@@ -27,7 +29,7 @@ READY := $(VENV)/.ready
 SOURCES_C := $(wildcard src/warmroute/_kernel/*.[ch])
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test lint sanitize wheel release coverage test-pythons test-real test-real-kubernetes test-deploy manifests test-mirrors test-picker test-data test-browser page bench monitoring test-promtool docs lock clean
+.PHONY: run test lint compile test-compiled sanitize wheel release coverage test-pythons test-real test-real-kubernetes test-deploy manifests test-mirrors test-picker test-data test-browser page bench monitoring test-promtool docs lock clean
 
 run: $(RUNTIME)
 	$(BIN)/warmroute demo $(ARGS)
@@ -48,12 +50,22 @@ lint: $(READY)
 	$(BIN)/python tools/docs_figures.py
 	$(BIN)/warmroute monitoring deploy --reference docs/reference/alerts.md --check
 
+# The copy is used only by those who ask for it: PYTHONPATH=build/compiled .venv/bin/warmroute serve ...
+compile: $(READY)
+	find build/compiled -name '*.py' -delete 2> /dev/null || true
+	WARMROUTE_COMPILE=1 $(BIN)/python setup.py -q build --build-lib build/compiled
+
+# Without ARGS: the rooms that a request passes through.
+test-compiled: compile
+	PYTHONPATH=$(CURDIR)/build/compiled $(BIN)/warmroute --version | grep compiled
+	PYTHONPATH=$(CURDIR)/build/compiled $(BIN)/python -m pytest -n 2 --dist loadfile $(or $(ARGS),\
+	  tests/cluster tests/edge tests/fleet tests/index tests/picker tests/prompt tests/routing tests/telemetry)
+
 sanitize: $(READY)
 	$(BIN)/python fuzz/sanitize.py $(ARGS)
 
-wheel: $(RUNTIME)
-	$(BIN)/python $(PIP) build
-	$(BIN)/python -m build --wheel --outdir dist
+wheel:
+	sh tools/build_wheel.sh $(PYTHON) . dist
 	sh tools/check_wheel.sh $(PYTHON)
 
 # Source distribution, manylinux wheels for each Python, SBOM, checksums; each wheel is installed and runs the demo.

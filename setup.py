@@ -1,5 +1,7 @@
 """Builds the compiled part of the package; pyproject.toml has everything else.
 
+WARMROUTE_COMPILE=1    mypyc compiles the Python modules of the request path, too (tools/build_wheel.sh and `make
+                       compile` set it). Without mypyc they stay plain Python: the same, but it takes more CPU
 WARMROUTE_DEV=1        compiler warnings are errors (the Makefile sets it)
 WARMROUTE_SANITIZE=1   with AddressSanitizer and UndefinedBehaviorSanitizer (tools/sanitize.py sets it)
 """
@@ -8,12 +10,79 @@ import os
 from glob import glob
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
-KERNEL = "src/warmroute/_kernel"
+PACKAGE = "src/warmroute"
+KERNEL = f"{PACKAGE}/_kernel"
+COMPILED = [
+    "cluster/cluster_state",
+    "cluster/peer",
+    "cluster/publisher",
+    "cluster/shared_speeds",
+    "edge/body_reader",
+    "edge/body_scanner",
+    "edge/client_connection",
+    "edge/connection_pool",
+    "edge/exchange",
+    "edge/first_token",
+    "edge/listener",
+    "edge/node_attempt",
+    "edge/node_connection",
+    "edge/prompt_reader",
+    "edge/proxy",
+    "edge/request_builder",
+    "edge/request_ids",
+    "edge/split_attempt",
+    "edge/timer_wheel",
+    "fleet/fleet",
+    "fleet/health",
+    "fleet/prefill_work",
+    "fleet/reported_values",
+    "index/cache_view",
+    "index/prediction",
+    "index/reuse",
+    "prompt/body_fields",
+    "prompt/plain_chats",
+    "prompt/request_body",
+    "prompt_doctor/prompt_samples",
+    "routing/admission",
+    "routing/attempts",
+    "routing/decision",
+    "routing/dispatcher",
+    "routing/output_length",
+    "routing/policies/price_policy",
+    "routing/query",
+    "routing/router",
+    "telemetry/journal",
+    "telemetry/traffic",
+]
+"""The Python modules of the request path. CONTRIBUTING.md has the rules for them."""
 
 
 def enabled(variable: str) -> bool:
     return os.environ.get(variable, "0") not in ("", "0")
+
+
+def compiled_modules() -> list[Extension]:
+    if not enabled("WARMROUTE_COMPILE"):
+        return []
+    try:
+        from mypyc.build import mypycify
+    except ImportError:
+        print("warmroute: mypyc is not installed, so the request path stays plain Python (pip install mypy)")
+        return []
+    sources = [f"{PACKAGE}/{module}.py" for module in COMPILED]
+    arguments = ["--config-file=pyproject.toml", *sources]
+    return list(mypycify(arguments, group_name="warmroute", opt_level="2", debug_level="0"))
+
+
+class BuildExtensions(build_ext):
+    """A checkout gets the kernel only: compiled modules beside the sources would hide their changes."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if self.inplace or getattr(self, "editable_mode", False):
+            self.extensions = [kernel]
 
 
 compile_args = ["-O3", "-fvisibility=hidden"]
@@ -25,14 +94,11 @@ if enabled("WARMROUTE_SANITIZE"):
     compile_args = [*compile_args, *sanitizers, "-O1", "-g", "-fno-omit-frame-pointer"]
     link_args = sanitizers
 
-setup(
-    ext_modules=[
-        Extension(
-            "warmroute._kernel._native",
-            sorted(glob(f"{KERNEL}/*.c")),
-            depends=sorted(glob(f"{KERNEL}/*.h")),
-            extra_compile_args=compile_args,
-            extra_link_args=link_args,
-        )
-    ]
+kernel = Extension(
+    "warmroute._kernel._native",
+    sources=sorted(glob(f"{KERNEL}/*.c")),
+    depends=sorted(glob(f"{KERNEL}/*.h")),
+    extra_compile_args=compile_args,
+    extra_link_args=link_args,
 )
+setup(cmdclass={"build_ext": BuildExtensions}, ext_modules=[kernel, *compiled_modules()])

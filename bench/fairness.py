@@ -25,7 +25,7 @@ from warmroute.config.priority import LOW
 from warmroute.fake_engine.profiles import profile
 from warmroute.replay.policy_spec import INDEX_BYTES
 from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.simulation.request_flow import Flight
+from warmroute.replay.simulation.flight import Flight
 from warmroute.replay.simulation.simulated_node import SimulatedNode
 from warmroute.replay.simulation.world import World
 from warmroute.replay.workloads.arrivals import poisson

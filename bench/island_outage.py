@@ -27,13 +27,14 @@ from record import Report, add_record_option
 from warmroute.config import Config, from_table
 from warmroute.fake_engine.profiles import profile
 from warmroute.replay.simulation.conditions import Conditions, Island, NodeSpec
-from warmroute.replay.simulation.request_flow import Flight
+from warmroute.replay.simulation.flight import Flight
 from warmroute.replay.simulation.simulated_node import ProcessState, SimulatedNode
 from warmroute.replay.simulation.world import World
 from warmroute.replay.summary import percentile
 from warmroute.replay.workloads.catalog import parse_workload
-from warmroute.routing.decision import Decision, Policy
+from warmroute.routing.decision import Decision
 from warmroute.routing.island_choice import OUTPUT_TOKEN_BYTES, PROMPT_TOKEN_BYTES, IslandChoice
+from warmroute.routing.policy import Policy
 from warmroute.routing.query import Query
 from warmroute.routing.routing_errors import NoNodeAvailable
 

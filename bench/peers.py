@@ -10,6 +10,8 @@ medians over the rounds, and ours as a fraction of vllm-router's in the same rou
 With --tokenizer, the policy is `price`, and each round runs vllm-router at round robin, Warmroute with this tokenizer
 on conversations that it knows (64 of them; the last message of each request is new), with this tokenizer on distinct
 prompts (the first message of each request is new, too), and Warmroute with text matching on the first kind.
+
+Releases are compiled: run `make compile` first, and set PYTHONPATH=build/compiled.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from record import Report, add_record_option, load_average
+
+from warmroute.build_info import build
 
 
 class Scenario(NamedTuple):
@@ -93,6 +97,7 @@ def main() -> int:
             )  # fmt: skip
             show(rows, names, args.policy, report)
     report.value("load", load_average())
+    report.value("build", build())
     report.record(args.record)
     return 0
 

@@ -28,6 +28,7 @@ import time
 import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import uvloop
 from envoy_process import Envoy, any_port, running_envoy
@@ -55,21 +56,35 @@ def cpu_s(pid: int) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-class StreamingNode(FakeNode):
-    """Streams a response if the request says so."""
+class MockNode(asyncio.Protocol):
+    """Answers at once, or streams if the request says so. FULL_DUPLEX_STREAMED bodies come in chunks."""
 
     HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
     EVENT = b'data: {"choices":[{"index":0,"delta":{"content":" word"}}]}\n\n'
     LAST = b'data: {"choices":[],"usage":{"prompt_tokens":200,"completion_tokens":100}}\n\ndata: [DONE]\n\n'
-    _left = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: Any = transport
+        self._data = b""
+        self._left = 0
 
     def data_received(self, data: bytes) -> None:
-        if b'"stream": true' in data:  # short requests come at once
+        self._data += data
+        head, end, body = self._data.partition(b"\r\n\r\n")
+        fields = head.lower()
+        at = fields.find(b"content-length:")
+        length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+        if not end or len(body) < length or (b"chunked" in fields and not body.endswith(b"\r\n0\r\n\r\n")):
+            return
+        self._data = b""
+        if b'"stream": true' in body:
             self._left = EVENTS
             self._transport.write(self.HEAD)
             self._next_event()
-        elif not self._left:
-            super().data_received(data)
+            return
+        answer = FakeNode.MODELS if b" /v1/models" in head[:40] else FakeNode.CHAT if body else b"{}"
+        status = b"404 Not Found" if head.startswith(b"GET /metrics") else b"200 OK"
+        self._transport.write(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (status, len(answer), answer))
 
     def _next_event(self) -> None:
         if not self._left:
@@ -147,7 +162,7 @@ def wait_ready(admin_port: int) -> None:
 
 async def measure(report: Report, rounds: int, requests: int) -> None:
     loop = asyncio.get_running_loop()
-    servers = [await loop.create_server(StreamingNode, "127.0.0.1", 0) for _ in range(2)]
+    servers = [await loop.create_server(MockNode, "127.0.0.1", 0) for _ in range(2)]
     ports = [server.sockets[0].getsockname()[1] for server in servers]
     nodes = [word for port in ports for word in ("--node", f"http://127.0.0.1:{port}")]
     with ExitStack() as stack:

@@ -12,6 +12,8 @@ A p50 that a rule buys with a worse mean is no better p50: a rule that keeps a f
 the requests faster and the others much slower. So a policy's p50 is compared only with policies whose mean TTFT is at
 most 3 % above its own.
 
+`--seeds` repeats generated workloads, whose arrivals and prompts it changes. A trace has its own.
+
 With `--runs FILE` each run is appended to a file, and runs that are in it are not repeated, so that the table can be
 made in pieces. Delete the runs of a policy when its rule changes.
 """
@@ -77,6 +79,9 @@ WITHIN = 1.03
 """A result within this factor of the best counts as the best."""
 
 
+KEPT = ("hit_rate", "ttft_ms", "ttft_ms_by_work", "good_per_s", "queue")
+"""What is kept of a run."""
+
 Job = tuple[str, list[str], int, str, int, float, int, int]
 Done = tuple[str, int, str, int, dict[str, Any]]
 
@@ -98,7 +103,7 @@ def run(job: Job) -> Done:
         load,
         policy,
         seed,
-        {key: result[key] for key in ("hit_rate", "ttft_ms", "good_per_s") if key in result},
+        {key: result[key] for key in KEPT if key in result},
     )
 
 
@@ -130,7 +135,7 @@ def main() -> None:
     parser.add_argument("--workload", action="append", help="repeatable (all; generators need no --data)")
     parser.add_argument("--policy", action="append", help="repeatable (all; price is always included)")
     parser.add_argument("--nodes", type=int, default=8)
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each, averaged (1)")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each generated workload, averaged (1)")
     parser.add_argument("--limit", type=int, default=1200, help="requests per run (1200)")
     parser.add_argument("--runs", type=Path, metavar="FILE", help="keep runs in this file, and reuse those in it")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
@@ -146,7 +151,7 @@ def main() -> None:
         if name in workloads
         for load, rate in enumerate(LOADS[name])
         for policy in policies
-        for seed in range(1, (1 if policy == "oracle" else args.seeds) + 1)
+        for seed in range(1, (1 if policy == "oracle" or name in TRACES else args.seeds) + 1)
     ]
     runs = run_all(jobs, args.runs, args.processes)
     done = list(track(runs, "replaying", len(jobs), disable=not sys.stderr.isatty()))
@@ -176,7 +181,8 @@ def show(done: list[Done], policies: list[str], report: Report) -> None:
     factors: dict[str, list[dict[str, float]]] = {policy: [] for policy in shown}
     for name, load in cells:
         rows = {
-            policy: _mean([r for n, at, p, _, r in done if (n, at, p) == (name, load, policy)]) for policy in policies
+            policy: mean_of_seeds([r for n, at, p, _, r in done if (n, at, p) == (name, load, policy)])
+            for policy in policies
         }
         others = {policy: rows[policy] for policy in shown}
         for policy in shown:
@@ -221,7 +227,7 @@ def show(done: list[Done], policies: list[str], report: Report) -> None:
             report.row(*line)
 
 
-def _mean(found: list[dict[str, Any]]) -> dict[str, float]:
+def mean_of_seeds(found: list[dict[str, Any]]) -> dict[str, float]:
     """Return the means over the seeds. The oracle has a hit rate only."""
     if "good_per_s" not in found[0]:
         return {"hit": found[0]["hit_rate"]}
@@ -234,6 +240,7 @@ def _mean(found: list[dict[str, Any]]) -> dict[str, float]:
         "short": lambda r: r["ttft_ms_by_work"]["others"]["p99"],
         "mean": lambda r: r["ttft_ms"]["mean"],
         "good": lambda r: r["good_per_s"],
+        "wait_ratio": lambda r: r.get("queue", {}).get("longest_wait_ratio", 0.0),
     }
     return {key: sum(value(one) for one in found) / len(found) for key, value in read.items()}
 

@@ -159,7 +159,8 @@ def measure_parts(report: Report) -> None:
     fleet, tokens = fleet_of(2), array("I", range(800))
     request = RoutingRequest("m", arrived_s=1.0)
     router = Router(fleet, CacheView(Index()), Routing(policy="price"))
-    attempts = Attempts(None, None, request, b"wr-0123456789ab-1", reported=(800, 640, 20))  # type: ignore[arg-type]
+    attempts = Attempts(None, None, request, b"wr-0123456789ab-1")  # type: ignore[arg-type]
+    attempts.reported = (800, 640, 20)
     attempts.entered_s = 1.0
     attempts.decision = router.decide(request, 1.0, Lookup(tokens.tobytes(), len(tokens), len(tokens)))
     ticket = Ticket(attempts.decision.node, 1.001)

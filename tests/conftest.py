@@ -13,6 +13,8 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck, settings
 
+from warmroute.build_info import is_compiled
+
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "edge"), str(HERE / "routing")]
 
@@ -35,6 +37,14 @@ def data_dir(request: pytest.FixtureRequest) -> Path:
     if found is None or not found.is_dir():
         pytest.fail("tests marked `data` need --data DIR, a directory with public data (tests/README.md)")
     return found
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if is_compiled():
+        reason = "compiled code does not call the method that the test replaces"
+        for item in items:
+            if item.get_closest_marker("interpreted") is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -19,6 +19,8 @@ from support.scripted_engine import engines
 from warmroute.cli.main import main
 from warmroute.prompt_doctor import prompt_samples
 
+pytestmark = pytest.mark.interpreted
+
 TOKEN = "open sesame"
 ADMIN = {"token_sha256": hashlib.sha256(TOKEN.encode()).hexdigest()}
 RULES = "\n".join(f"Rule {number}: look it up in the manual before you answer." for number in range(20))

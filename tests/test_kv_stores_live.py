@@ -6,9 +6,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from msgspec.structs import replace
 from support.raw_client import Response, chat, post
-from support.running_router import RunningRouter, router
+from support.running_router import RunningRouter, quick_table, router
 
+from warmroute.config import Config, from_table
 from warmroute.fake_engine.core import EngineConfig
 from warmroute.fake_engine.core.shared_store import SharedStore, SharedStoreConfig
 from warmroute.fake_engine.profiles import profile
@@ -76,11 +78,41 @@ async def test_a_node_loads_what_another_one_has_prefilled() -> None:
         assert accuracy.compared == 1 and accuracy.agreement() > 0.95
 
 
-async def test_a_reload_attaches_nodes_and_resizes_stores() -> None:
-    async with fleet_with_store("shared", "") as (r, _store):
-        stores = r.service.cache_view.stores
-        assert list(stores["shared"].nodes) == ["node0"]
-        r.service.cache_view.set_stores({"shared": 64})
-        assert stores["shared"].capacity_tokens == 64
-        r.service.watcher.reconfigure(r.service.config)
-        assert list(stores["shared"].nodes) == ["node0"]
+async def test_a_reload_changes_stores_and_the_nodes_attached_to_them() -> None:
+    def config(stores: dict[str, int], *nodes: dict[str, Any], **island: str) -> Config:
+        tables = [{"name": name, "capacity_tokens": tokens, **island} for name, tokens in stores.items()]
+        urls = [{"url": f"http://127.0.0.1:{number}", **node} for number, node in enumerate(nodes, 1)]
+        return from_table(quick_table(urls, kv_stores=tables))
+
+    async with router(wait=0, config=config({"old": 1000}, {"kv_store": "old"}, {"kv_store": "old"}, {})) as r:
+
+        def reload(changed: Config) -> dict[str, list[str]]:
+            r.service.config_reload.read_config = lambda: changed
+            assert r.service.reload() is None
+            return {name: sorted(store.nodes) for name, store in view.stores.items()}
+
+        view = r.service.cache_view
+        store = view.stores["old"]
+        assert sorted(store.nodes) == ["node0", "node1"]
+        resized = config({"old": 640}, {"kv_store": "old"}, {"kv_store": "old"})
+        assert reload(resized) == {"old": ["node0", "node1"]}
+        assert view.stores["old"] is store and store.capacity_tokens == 640
+        renamed = config({"new": 640}, {"kv_store": "new"}, {"kv_store": "new"})
+        assert reload(renamed) == {"new": ["node0", "node1"]} and not store.nodes
+        moved = config({"new": 640, "more": 64}, {"kv_store": "more"}, {}, {"kv_store": "new"})
+        assert reload(moved) == {"new": ["node2"], "more": ["node0"]}
+        of_island = config({"far": 64}, {"island": "i"}, {}, {}, {"island": "i"}, island="i")
+        assert reload(of_island) == {"far": ["node0", "node3"]}, "also a node that is new"
+        assert reload(config({}, {}, {})) == {}
+
+
+async def test_a_node_gets_the_store_of_its_island_once_a_source_names_the_island() -> None:
+    stores = [{"name": "shared", "capacity_tokens": 1000, "island": "i"}]
+    config = from_table(quick_table([{"url": "http://127.0.0.1:1"}], kv_stores=stores))
+    async with router(wait=0, config=config) as r:
+        fleet, store = r.service.fleet, r.service.cache_view.stores["shared"]
+        node = fleet.node("node0")
+        fleet.update_config(node, replace(node.config, island="i"))
+        assert list(store.nodes) == ["node0"]
+        fleet.update_config(node, replace(node.config, island="j"))
+        assert not store.nodes

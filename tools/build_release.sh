@@ -22,7 +22,7 @@ source=$folder/warmroute-$version.tar.gz
 
 for python in "$@"; do
     rm -rf "$work/wheel"
-    "$python" $pip wheel --no-deps --wheel-dir "$work/wheel" "$source"
+    sh "$here/tools/build_wheel.sh" "$python" "$source" "$work/wheel"
     PATH="$work/tools/bin:$PATH" auditwheel repair --wheel-dir "$folder" "$work"/wheel/*.whl > "$work/audit.log" 2>&1 ||
         { cat "$work/audit.log"; exit 1; }
 done

@@ -42,7 +42,7 @@ MAY_KNOW: dict[str, set[str]] = {
     },
     "demo": {"config", "scaling", "fake_engine", "replay"},
 }  # fmt: skip
-LEAVES = {"event_log", "http_client", "look"}
+LEAVES = {"build_info", "event_log", "http_client", "look"}
 """Modules that know no room and that every room may know."""
 PUTS_TOGETHER = {"service", "cli", "doctor"}
 """Who may know everybody, and is known by nobody but each other."""

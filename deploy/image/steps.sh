@@ -12,7 +12,7 @@ wheels)
     mkdir -p "$wheels"
     "$python" -m pip download --quiet --disable-pip-version-check --only-binary :all: --dest "$wheels" \
         --requirement "$source/requirements-image.lock"
-    "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$wheels" "$source"
+    sh "$source/tools/build_wheel.sh" "$python" "$source" "$wheels"
     ;;
 install)
     wheels=$3 target=$4

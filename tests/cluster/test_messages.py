@@ -14,6 +14,7 @@ from warmroute.cluster.messages import (
     VERSION,
     BadMessage,
     Home,
+    NodeChange,
     NodeRow,
     Prefill,
     RoutedPrompt,
@@ -48,6 +49,7 @@ def changed(**fields: Any) -> bytes:
         b"\x91" * 100_000,
         b"x" * (MAX_MESSAGE_BYTES + 1),
         changed(version=VERSION + 1),
+        changed(version=3),  # of processes whose changes of nodes have no role
         changed(sender="x" * 513),
         changed(sequence=-1),
         changed(sent_s=nan),
@@ -66,6 +68,11 @@ def changed(**fields: Any) -> bytes:
 def test_a_bad_message_is_rejected(message: bytes) -> None:
     with pytest.raises(BadMessage):
         decode(message)
+
+
+def test_a_new_field_of_a_change_gets_a_new_version() -> None:
+    """Processes compare digests of encoded changes: with another number of fields they would never agree."""
+    assert (VERSION, len(NodeChange.__struct_fields__)) == (4, 7)
 
 
 def test_damaged_messages_are_read_or_rejected_and_nothing_else() -> None:

@@ -108,6 +108,45 @@ def test_a_change_counts_for_a_node_that_appears_later_or_again() -> None:
     assert b.nodes == {"c0": False}
 
 
+def test_a_role_lasts_until_the_configured_role_changes() -> None:
+    a, b = Router("a"), Router("b")
+    a.shared.set_role("c0", "decode")
+    b.shared.merge(a.shared.take_unpublished())
+    configured = NodeConfig(url="http://c0:1", name="c0", usd_per_hour=2.0)
+    for router in (a, b):
+        router.fleet.reconfigure([configured], Health())
+        router.shared.apply_again()
+    assert a.roles == b.roles == {"c0": "decode"} and not a.shared.has_unpublished
+    b.fleet.drain("c0", True)  # here alone: no other process learns of it
+    for router in (b, a):
+        router.fleet.reconfigure([msgspec.structs.replace(configured, role="prefill")], Health())
+        router.shared.apply_again()
+        router.shared.apply_again()
+        assert router.roles == {"c0": "prefill"}
+    for one, other in ((a, b), (b, a)):
+        other.shared.merge(one.shared.take_unpublished())
+    assert a.roles == b.roles == {"c0": "prefill"} and a.shared.digest == b.shared.digest
+    assert not a.shared.has_unpublished and not b.shared.has_unpublished and not a.nodes["c0"]
+    restarted = Router("c")
+    restarted.fleet.reconfigure([msgspec.structs.replace(configured, role="prefill")], Health())
+    restarted.shared.merge_stored(b.stored.values())
+    assert restarted.roles == {"c0": "prefill"} and restarted.shared.digest == a.shared.digest
+
+
+def test_a_peer_that_still_has_the_former_configuration_does_not_bring_the_role_back() -> None:
+    a, b = Router("a"), Router("b")
+    b.shared.set_role("c0", "decode")
+    a.shared.merge(b.shared.take_unpublished())
+    configured = NodeConfig(url="http://c0:1", name="c0", role="prefill")
+    a.fleet.reconfigure([configured], Health())
+    a.shared.apply_again()
+    b.shared.merge(a.shared.take_unpublished())
+    assert a.roles == {"c0": "prefill"} and b.roles == {"c0": "mixed"}
+    b.fleet.reconfigure([configured], Health())
+    b.shared.apply_again()
+    assert b.roles == {"c0": "prefill"} and not b.shared.has_unpublished
+
+
 def test_the_server_gets_back_what_it_lost_and_nothing_that_it_has() -> None:
     a = Router("a")
     a.shared.add_node(NodeConfig(url="http://n0:1", name="n0"))

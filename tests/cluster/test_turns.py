@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 from test_cluster_state import Process, exchange
 
+from warmroute.cluster.cluster_turns import ClusterTurns
+from warmroute.cluster.peer import Peer
+from warmroute.config import Health, Index, NodeConfig
 from warmroute.config.priority import HIGH, NORMAL
+from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Outcome
+from warmroute.fleet.ticket import Ticket
+from warmroute.index.cache_view import CacheView
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.decision import Decision
@@ -117,3 +123,17 @@ def test_an_idle_node_is_not_left_to_a_peer_whose_request_has_gone() -> None:
     blocking.ticket.close(Outcome.OK, a.now_s)
     assert not a.node().inflight
     assert turns.is_ours(a.node(), NORMAL, 1000.0, a.now_s)  # no message of b has arrived
+
+
+def test_nodes_that_left_are_forgotten() -> None:
+    """A fleet that replaces its nodes again and again, while a peer always has an earlier request."""
+    fleet = Fleet(Health())
+    peer = Peer("b", fleet, CacheView(Index()), None)
+    turns = ClusterTurns({"b": peer}, lambda: None)
+    for number in range(5000):
+        node = fleet.add(NodeConfig(url=f"http://n{number}:1", models=("m",)))
+        Ticket(node, float(number))
+        peer.heads = {node.name: (HIGH, 1.0)}
+        assert not turns.is_ours(node, NORMAL, 1000.0, float(number))
+        fleet.remove(node.name)
+    assert len(turns._yields_since_s) < 200

@@ -335,6 +335,7 @@ def test_a_large_file_is_rotated(tmp_path: Path) -> None:
     assert file.stat().st_size == 501, "a batch is never split"
 
 
+@pytest.mark.interpreted
 async def test_a_disk_that_hangs_does_not_delay_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("warmroute.telemetry.journal.CLOSE_TIMEOUT_S", 0.2)
     file = tmp_path / "j"

@@ -183,7 +183,9 @@ def test_hadolint_finds_nothing() -> None:
 def test_the_images_steps_in_a_clean_directory(tmp_path: Path) -> None:
     """The same steps as in the Containerfile, for the Python of this test; then the demo, with nothing else on PATH."""
     listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard").stdout.split("\0")
-    wanted = re.compile(r"(pyproject.toml|setup.py|README.md|LICENSE|requirements-image.lock)\Z|src/|deploy/image/")
+    wanted = re.compile(
+        r"(pyproject.toml|setup.py|README.md|LICENSE|requirements.*lock|tools/build_wheel.sh)\Z|src/|deploy/image/"
+    )
     for name in filter(wanted.match, listed):
         (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / "source" / name)
@@ -192,7 +194,7 @@ def test_the_images_steps_in_a_clean_directory(tmp_path: Path) -> None:
     run("sh", steps, "install", sys.executable, tmp_path / "wheels", target)
     shutil.rmtree(tmp_path / "source")
     clean = ("env", "-i", f"HOME={tmp_path}", f"PATH={target}/bin")
-    assert "warmroute " in run(*clean, target / "bin" / "warmroute", "--version").stdout
+    assert "(compiled)" in run(*clean, target / "bin" / "warmroute", "--version").stdout
     sample = ROOT / "deploy" / "systemd" / "warmroute.toml"
     run(*clean, target / "bin" / "warmroute", "check-config", sample)
     run(*clean, target / "bin" / "python", "-c", "import lightkube, dns, grpc, warmroute.discovery.kubernetes")

@@ -61,6 +61,7 @@ async def test_errors_of_all_nodes(node: int, status: int, kind: str) -> None:
         assert response.status == status and anthropic_error(response)["type"] == kind
 
 
+@pytest.mark.interpreted
 async def test_an_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_given: Any) -> Any:
         raise RuntimeError

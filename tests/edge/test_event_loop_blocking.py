@@ -95,6 +95,7 @@ class LoopWatch:
         self._task.cancel()
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     "body_of", [_one_message, _many_messages, _deep, _too_deep, _escapes, _completion, _token_ids, _tools]
 )

@@ -71,6 +71,7 @@ async def test_the_prefill_lasts_until_the_first_content(name: str) -> None:
     assert sum(node.ttft_counts) == 1, "the end is no second first token"
 
 
+@pytest.mark.interpreted
 async def test_the_search_ends_with_the_first_token() -> None:
     """From then on a piece goes straight to the client."""
     prefilled, finish = asyncio.Event(), asyncio.Event()

@@ -52,6 +52,7 @@ async def test_requests_leave_a_node_that_is_removed() -> None:
         assert len(new.seen) == 4
 
 
+@pytest.mark.interpreted
 async def test_a_request_that_was_connecting_leaves_its_node_too() -> None:
     async with engines(2) as [bad, good], router(bad, good, hedging=NO_HEDGES) as r:
         pool = r.service.pools.for_node(r.node(0))

@@ -29,6 +29,8 @@ from warmroute.routing.admission import Admission
 from warmroute.routing.attempts import Attempts
 from warmroute.routing.router import Router
 
+pytestmark = pytest.mark.interpreted
+
 SECRET = "what the user typed"
 PRICE = {"policy": "price"}
 

@@ -126,6 +126,7 @@ def longest_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
     yield longest
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", BODIES)
 async def test_no_body_within_the_limit_blocks_the_event_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     status, make = BODIES[name]

@@ -51,6 +51,7 @@ async def address_of(server: uvicorn.Server) -> str:
     return f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_no_engine_reads_a_request_that_the_router_did_not_judge(
     seed: int, monkeypatch: pytest.MonkeyPatch

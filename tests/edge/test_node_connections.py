@@ -66,6 +66,7 @@ async def test_concurrent_requests_have_a_connection_each() -> None:
         assert r.node(0).inflight == 0
 
 
+@pytest.mark.interpreted
 async def test_a_pool_keeps_a_limited_number_of_idle_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_pool, "MAX_IDLE_CONNECTIONS", 2)
     async with engines() as [engine], router(engine) as r:

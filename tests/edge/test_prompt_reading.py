@@ -182,6 +182,7 @@ async def test_the_prompt_of_a_client_that_left_is_not_read() -> None:
         assert gate.entered == 1
 
 
+@pytest.mark.interpreted
 async def test_a_request_is_routed_by_load_when_too_many_prompts_are_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_reader, "MAX_PENDING", 2)
     async with engines() as nodes, small_model_router(*nodes) as r:

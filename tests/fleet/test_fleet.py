@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support.cpu_limit import cpu_limit
 
 from warmroute.config import Health as HealthConfig
@@ -83,6 +84,19 @@ def test_a_decode_node_that_cannot_prefill_serves_only_beside_a_prefill_node() -
     assert up(fleet) == [] and not fleet.can_serve
     fleet.check_passed(fleet.node("p"), 2.0)
     assert up(fleet) == ["d"]
+
+
+def test_pairs_are_only_of_vllm_again_once_the_other_engines_are_gone() -> None:
+    nodes = [config("p", "m", role="prefill"), config("d", "m"), config("s", "other", role="prefill")]
+    sglang = replace(nodes[-1], engine="sglang")
+    fleet = fleet_of(*nodes[:-1], sglang)
+    assert not fleet.pairs_only_with_vllm
+    fleet.remove("s")
+    assert fleet.pairs_only_with_vllm, "its group is gone"
+    fleet.add(sglang)
+    assert not fleet.pairs_only_with_vllm
+    fleet.update_config(fleet.node("s"), replace(sglang, role="mixed"))
+    assert fleet.pairs_only_with_vllm, "its group has no roles any more"
 
 
 def test_a_mixed_node_with_a_kv_connector_can_prefill_for_others() -> None:

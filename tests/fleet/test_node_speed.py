@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from warmroute.fleet.arrival_rate import ArrivalRate
 from warmroute.fleet.decode_speed import DEFAULT_BASE_MS, DecodeSpeed
-from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN, NodeSpeed, work
+from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN, NodeSpeed
+from warmroute.fleet.prefill_work import work
 
 STEP_MS = 10.0
 

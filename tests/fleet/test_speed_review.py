@@ -12,7 +12,8 @@ from warmroute.config import Health, NodeConfig
 from warmroute.fleet.decode_speed import DEFAULT_BASE_MS
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN, work
+from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN
+from warmroute.fleet.prefill_work import work
 
 SLOW_MS = 0.29  # an 8 B model in `transformers serve` on an H200
 STEP_MS = 40.0

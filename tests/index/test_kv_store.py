@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from warmroute.config import ConfigError, Index, from_table
-from warmroute.engines.kv_event_applier import KvEventApplier
+from warmroute.engines.kv_event_applier import Applied, KvEventApplier
 from warmroute.engines.kv_events import BlockRemoved, BlockStored
 from warmroute.index.cache_view import CacheView
 from warmroute.index.lookup import Lookup
@@ -24,7 +24,7 @@ def lookup(tokens: int, first: int = 0) -> Lookup:
 def cache_view(capacity_tokens: int = 10_000, share: float = 0.8) -> CacheView:
     view = CacheView(Index())
     view.set_stores({"shared": capacity_tokens})
-    view.saved_shares = lambda _model, _store, nodes: [share] * len(nodes)
+    view.saved_shares = lambda _model, _store, nodes, _now_s: [share] * len(nodes)
     for name in ("a", "b", "c"):
         view.add_node(name, ["m"]).set_size(BLOCK, 100 * BLOCK)
         view.attach(name, "shared" if name != "c" else "")
@@ -143,6 +143,88 @@ def test_more_reports_than_fit_are_forgotten() -> None:
     events.apply(event(range(8, 12), "GPU", 107))
     events.apply(event(range(8, 12), "cpu", 107))
     assert "b" not in view.hits("m", lookup(200), 2.0)
+
+
+def test_repeated_reports_of_a_block_are_one_block() -> None:
+    view = cache_view(capacity_tokens=160)
+    events, _ = applier(view, "a")
+    events.apply(event(range(8), "GPU"))
+    events.apply(event(range(8), "cpu"))
+    for _ in range(30):
+        events.apply(event(range(1), "cpu"))
+    assert view.hits("m", lookup(200), 2.0)["b"].tokens == 128
+
+
+def test_forgotten_reports_leave_the_prefilled_prompts() -> None:
+    view = cache_view(capacity_tokens=160)
+    prefill(view, "b", lookup(96, 5000))
+    events, _ = applier(view, "a")
+    for first in (0, 8):
+        events.apply(event(range(first, first + 8), "GPU"))
+        events.apply(event(range(first, first + 8), "cpu"))
+    assert "b" not in view.hits("m", lookup(128), 2.0)
+    assert view.hits("m", lookup(128, 8 * BLOCK), 2.0)["b"].tokens == 112
+    assert view.hits("m", lookup(96, 5000), 2.0)["a"].tokens == 80, "the store has it all the same"
+
+
+def offloaded(view: CacheView) -> KvEventApplier:
+    """A rank whose first ten blocks are in the store only."""
+    events, _ = applier(view, "a")
+    events.apply(event(range(10), "GPU"))
+    events.apply(event(range(10), "cpu"))
+    events.apply(BlockRemoved(block_hashes=list(range(100, 110)), medium="GPU"))
+    return events
+
+
+@pytest.mark.parametrize("medium", ["GPU", "cpu"])
+def test_a_parent_may_be_in_the_store_only(medium: str) -> None:
+    view = cache_view()
+    events = offloaded(view)
+    assert events.apply(event(range(10, 12), medium, 109)) is Applied.DONE
+    hits = view.hits("m", lookup(300), 2.0)
+    assert hits["b"].tokens == (160 if medium == "GPU" else 192)
+    assert hits["a"].expected == pytest.approx(0.8 * hits["a"].tokens), "the parent is still not its own"
+    assert events.apply(event(range(20, 22), "GPU", 119)) is Applied.ORPHANED, "that parent is nowhere"
+
+
+def test_a_block_leaves_the_store_after_it_has_left_the_gpu() -> None:
+    view = cache_view()
+    events = offloaded(view)
+    events.apply(BlockRemoved(block_hashes=[105], medium="cpu"))
+    assert view.hits("m", lookup(200), 2.0)["b"].tokens == 80
+    events.apply(event(range(5, 6), "cpu", 104))
+    assert view.hits("m", lookup(200), 2.0)["b"].tokens == 160
+    events.apply(BlockRemoved(block_hashes=[100], medium="cpu"))
+    assert not view.hits("m", lookup(200), 2.0)
+
+
+def test_the_blocks_that_a_rank_has_in_the_store_take_little_memory() -> None:
+    view = cache_view(capacity_tokens=20 * BLOCK)
+    events, cache = applier(view, "a")
+    for first in range(0, 300, 5):
+        events.apply(event(range(first, first + 5), "GPU", first + 99 if first else None))
+        events.apply(event(range(first, first + 5), "cpu", first + 99 if first else None))
+        events.apply(BlockRemoved(block_hashes=list(range(first + 100, first + 105)), medium="GPU"))
+    view.tidy(2.0)
+    assert cache.knows(0, 399) and view.index.stats()["pairs"] <= 40, "they are parents of what follows"
+    cache.restarted()
+    assert not cache.knows(0, 399)
+    offloaded(view)
+    view.set_stores({})
+    view.remove_node("a")
+    view.tidy(3.0)
+    assert not view.index.stats()["pairs"]
+
+
+def test_a_node_that_gets_a_store_forgets_blocks_outside_the_gpu_as_they_leave() -> None:
+    view = cache_view()
+    events, _ = applier(view, "c")
+    events.apply(event(range(10), "GPU"))
+    events.apply(event(range(10), "cpu"))
+    view.attach("c", "shared")
+    for medium in ("GPU", "cpu"):
+        events.apply(BlockRemoved(block_hashes=list(range(100, 110)), medium=medium))
+    assert not view.hits("m", lookup(200), 2.0)
 
 
 def test_without_a_store_blocks_outside_the_gpu_are_the_nodes_own() -> None:

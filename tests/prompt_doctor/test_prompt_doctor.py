@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prompt_examples import CHAT, SYSTEM, Examples
 
-from warmroute.fleet.node_speed import work
+from warmroute.fleet.prefill_work import work
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.prompt_doctor import prompt_samples
 from warmroute.prompt_doctor.prompt_doctor import MAX_BYTES, PromptDoctor

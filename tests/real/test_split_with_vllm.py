@@ -165,6 +165,7 @@ def test_messages_and_responses_are_those_of_one_engine(split_engines: list[Real
             split_router(prefill, decode) as r,
             alone_router(mixed) as alone,
         ):
+            await until(lambda: all(node.engine == "vllm" for node in r.service.fleet))
             for request in requests:
                 expected, found = await ask(alone, request), await ask(r, request)
                 assert answer_of(found) == answer_of(expected) != ""

@@ -12,7 +12,7 @@ from fairness import FairnessWorld, run_flood, run_priorities
 from small_worlds import NEAR, assert_all_requests_ended, prompt, specs
 
 from warmroute.config import Admission, from_table
-from warmroute.replay.simulation.request_flow import Flight
+from warmroute.replay.simulation.flight import Flight
 from warmroute.replay.simulation.world import World
 from warmroute.replay.workloads.arrivals import poisson
 from warmroute.replay.workloads.generators import SharedSystemPrompts

@@ -85,10 +85,10 @@ def test_the_price_prefers_the_own_cache_to_the_store_and_the_store_to_prefillin
 
 def test_a_slow_store_is_not_used_in_prices() -> None:
     world = world_with_store(0.05)  # 2.6 ms per token: prefilling takes about 0.05
-    run(world, documents(8, 6, 3000.0))
+    run(world, documents(8, 3, 3000.0))
     speed = world.fleet.group(MODEL).transfer_speeds.from_store("store", "local")  # type: ignore[union-attr]
-    assert speed.transfers >= 1 and speed.ms_per_token > world.nodes["node-0"].node.speed.ms_per_token
     lookup, now_s = simulated_request(prompt(0, 99, 0.0), 0).lookup(), world.calendar.now_s
+    assert speed.loads >= 1 and speed.ms_per_token(now_s) > world.nodes["node-0"].node.speed.ms_per_token
     hits = {name: hit.expected for name, hit in world.cache_view.hits(MODEL, lookup, now_s).items()}
     world.cache_view.set_stores({})
     own = {name: hit.expected for name, hit in world.cache_view.hits(MODEL, lookup, now_s).items()}

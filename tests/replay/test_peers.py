@@ -21,7 +21,7 @@ from warmroute.replay.policy_spec import PEERS
 from warmroute.replay.simulation.simulated_request import SimulatedRequest, simulated_request
 from warmroute.replay.simulation.world import World
 from warmroute.replay.workloads.catalog import parse_workload
-from warmroute.routing.decision import Policy
+from warmroute.routing.policy import Policy
 from warmroute.routing.query import Query
 
 

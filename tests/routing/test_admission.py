@@ -300,6 +300,7 @@ def test_a_request_for_an_unknown_model_is_not_counted_as_demand() -> None:
     assert demand_meter.arrived == 1
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("tenants", [1, 3, 100])
 def test_the_number_of_decisions_for_a_free_node_is_bounded(tenants: int) -> None:
     harness = RoutingHarness(2)

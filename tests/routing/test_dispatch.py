@@ -9,7 +9,7 @@ import pytest
 from routing_harness import MODEL, FakeRequest, RoutingHarness, prompt
 
 from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.node_speed import work
+from warmroute.fleet.prefill_work import work
 from warmroute.index.lookup import Lookup
 from warmroute.index.node_cache import NodeCache
 from warmroute.prompt.prompt import Prompt, exact_prompt

@@ -40,6 +40,7 @@ def test_a_prompt_that_cannot_be_looked_up_is_routed_by_load(policy: str, caplog
     assert len([record for record in caplog.records if "lookup_failed" in record.message]) <= 2, "logged once"
 
 
+@pytest.mark.interpreted
 def test_an_error_while_the_prompt_is_recorded_costs_only_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = RoutingHarness(2)
 

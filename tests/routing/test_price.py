@@ -13,7 +13,7 @@ from routing_harness import MODEL, RoutingHarness, prompt
 
 from warmroute.config import Pricing
 from warmroute.fleet.node import Node
-from warmroute.fleet.node_speed import work
+from warmroute.fleet.prefill_work import work
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.lookup import Lookup, SpecialPrompt
 from warmroute.routing.dispatch import Dispatch

@@ -356,6 +356,7 @@ def test_an_answer_that_ends_with_its_first_token_needs_no_parameters(finish_rea
     assert (again.split is not None) is (finish_reason == "stop")
 
 
+@pytest.mark.interpreted
 def test_a_request_that_was_sent_elsewhere_meanwhile_is_not_sent_a_second_time() -> None:
     """Closing the prefill node's ticket can take a node down, which moves the request."""
     harness = SplitHarness(prefill=2)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from math import nan
 from random import Random
 
 import pytest
 from routing_harness import FakeRequest, RoutingHarness, explained, one_busy_node, prompt
 
 from warmroute.config.priority import HIGH, LOW, NORMAL
+from warmroute.routing.admission import FULL_CHECK_TICKS
 from warmroute.routing.admission_queue import KEY_TOLERANCE
 from warmroute.routing.overdue_turns import OVERDUE
-from warmroute.routing.queued_request import QueuedRequest
+from warmroute.routing.queued_request import CREDIT_S, WAITING_CREDIT, QueuedRequest
+from warmroute.routing.queued_requests import SortedRequests
 from warmroute.routing.waiting_guarantee import GRACE_S, PATIENCE, SHARE
 
 # The order.
@@ -21,14 +24,27 @@ def all_queued(harness: RoutingHarness) -> list[QueuedRequest]:
     return [queued for _, queued in harness.admission.queue.all_queued()]
 
 
+def arrived_s(queued: QueuedRequest) -> float:
+    return queued.pending.request.arrived_s
+
+
 def assert_sorted_like_brute_force(harness: RoutingHarness) -> None:
+    def is_new(queued: QueuedRequest) -> bool:
+        return harness.now_s - arrived_s(queued) < CREDIT_S
+
     for tenant in harness.admission.queue.tenants.values():
         waiting = list(tenant.waiting.values())
-        expected = sorted(waiting, key=lambda one: (one.key, one.number))
-        assert all(one.key == pytest.approx(one.prefill_ms, rel=KEY_TOLERANCE) for one in waiting)
-        assert list(tenant.by_work.all) == expected
-        for first in tenant.by_work.heads():
-            assert first is next(one for one in expected if one.decision.node is first.decision.node)
+        assert all(one.prefill_ms == pytest.approx(one.key, rel=KEY_TOLERANCE) for one in waiting)
+        tenant.by_work.settle(harness.now_s)
+        credit_ms = 1000.0 * WAITING_CREDIT
+        for found, expected in (
+            (tenant.by_work._gaining, {one: one.key + credit_ms * arrived_s(one) for one in waiting if is_new(one)}),
+            (tenant.by_work._settled, {one: one.key for one in waiting if not is_new(one)}),
+        ):
+            in_order = sorted(expected, key=lambda one: (expected[one], one.number))
+            assert list(found.all) == in_order
+            for first in found.heads():
+                assert first is next(one for one in in_order if one.decision.node is first.decision.node)
     overdue = [one for one in all_queued(harness) if one.is_overdue]
     assert list(harness.admission.queue.guarantee._overdue.all) == sorted(overdue, key=lambda one: one.number)
 
@@ -87,9 +103,36 @@ def test_the_request_with_the_least_work_goes_first(seed: int) -> None:
     for _ in range(60):
         [admitted] = [request for request in requests if not request.queued]
         requests.remove(admitted)
-        expected = min(all_queued(harness), key=lambda one: (one.key, one.number)).pending
+        now_s = harness.now_s
+        expected = min(all_queued(harness), key=lambda one: (one.effective_key(now_s), one.number)).pending
         admitted.finish()
         assert expected in requests and not expected.queued
+
+
+def test_a_request_that_has_waited_goes_before_one_with_somewhat_less_work() -> None:
+    harness, running = one_busy_node()
+    old = harness.submit(16_000)
+    harness.advance(2.0)
+    new, short = harness.submit(13_000), harness.submit(6000)
+    work_ms = {one.pending: one.prefill_ms for one in all_queued(harness)}
+    credit_ms = 2000.0 * WAITING_CREDIT
+    assert work_ms[short] < work_ms[old] - credit_ms < work_ms[new] < work_ms[old]
+    harness.free(running)
+    assert short.events == ["admitted"] and old.queued and new.queued
+    short.finish()
+    assert old.events == ["admitted"] and new.queued
+
+
+def test_the_credit_for_waiting_ends_before_a_request_is_overdue() -> None:
+    """In a long queue, requests with much less work still go first."""
+    harness, running = one_busy_node()
+    old = harness.submit(60_000)
+    harness.advance(CREDIT_S + 1.0)
+    new = harness.submit(20_000)
+    work_ms = {one.pending: one.prefill_ms for one in all_queued(harness)}
+    assert work_ms[new] < work_ms[old] - 1000.0 * WAITING_CREDIT * CREDIT_S
+    harness.free(running)
+    assert new.events == ["admitted"] and old.queued
 
 
 def test_a_request_that_became_cheaper_is_found() -> None:
@@ -254,11 +297,11 @@ def test_an_overdue_request_takes_any_node_when_the_credit_pays_for_its_prefill(
 
 def test_of_overdue_requests_the_oldest_has_the_turn_of_the_shortest() -> None:
     harness, running = one_busy_node()
-    old = harness.submit(30_000)
+    old = harness.submit(60_000)
     harness.advance(1.0)
-    short = harness.submit(8000)
+    short = harness.submit(24_000)
     harness.advance(30.0)
-    fresh = harness.submit(12_000)
+    fresh = harness.submit(40_000)
     harness.admission.queue.guarantee._credit_ms[harness.nodes[0]] = -100_000.0  # the share of overdue ones is spent
     harness.free(running)
     assert old.events == ["admitted"] and short.queued and fresh.queued
@@ -304,3 +347,31 @@ def test_a_request_that_is_cancelled_or_rejected_leaves_no_trace() -> None:
         if request.queued:
             request.cancel()
     assert_nothing_is_left(harness)
+
+
+def test_credit_of_removed_nodes_is_forgotten() -> None:
+    harness = RoutingHarness(3)
+    for node in harness.nodes:
+        harness.busy(node, 20_000)
+    harness.submit(20_000)
+    guarantee = harness.admission.queue.guarantee
+    for node in harness.nodes:
+        guarantee._credit_ms[node] = -5000.0
+    harness.fleet.remove("n2")
+    for _ in range(FULL_CHECK_TICKS):
+        harness.tick()
+    assert {node.name for node in guarantee._credit_ms} == {"n0", "n1"}
+
+
+def test_a_key_that_is_no_number_loses_no_request() -> None:
+    harness, _ = one_busy_node()
+    for tokens in (9000, 7000, 20_000, 8000):
+        harness.submit(tokens)
+    waiting = SortedRequests()
+    requests = all_queued(harness)
+    keys = [3.0, nan, 1.0, 2.0]
+    for key, queued in zip(keys, requests, strict=True):
+        waiting.add(key, queued)
+    for left, (key, queued) in zip((3, 2, 1, 0), zip(keys, requests, strict=True), strict=True):
+        waiting.remove(key, queued)
+        assert len(waiting) == left and queued not in list(waiting)

@@ -14,7 +14,7 @@ from warmroute._kernel import (
     TrafficRecorder,
 )
 from warmroute.fleet.node import Node
-from warmroute.fleet.node_speed import work
+from warmroute.fleet.prefill_work import work
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest

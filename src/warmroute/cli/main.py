@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from warmroute import __version__
+from warmroute.build_info import version_and_build
 from warmroute.cli import (
     capture,
     check_config,
@@ -42,7 +42,7 @@ def create_parser() -> Parser:
         prog="warmroute",
         description="OpenAI-compatible, KV-cache-aware proxy for fleets of LLM engines.",
     )
-    parser.add_argument("--version", action="version", version=f"warmroute {__version__}")
+    parser.add_argument("--version", action="version", version=f"warmroute {version_and_build()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_to(commands)

@@ -20,6 +20,8 @@ from warmroute.fleet.node import Node
 from warmroute.fleet.peer_load import own_load
 
 MAX_YIELD_S: Final = 0.1
+FORGET_AFTER_S: Final = 10.0
+"""After this time a node at which this process yields no more is forgotten: it may have left."""
 
 
 class ClusterTurns:
@@ -27,6 +29,8 @@ class ClusterTurns:
         self._peers = peers
         self._changed = changed
         self._yields_since_s: dict[str, float] = {}
+        self._forget_at = 64
+        """Number of nodes in `_yields_since_s` at which old ones are forgotten."""
         self.published_work: dict[str, float] = {}
         """By node: this process's pending work when it last published."""
 
@@ -39,11 +43,22 @@ class ClusterTurns:
             if head is None:
                 continue
             if head < (priority, work_ms):
-                since_s = self._yields_since_s.setdefault(name, now_s)
+                since_s = self._yields_since_s.get(name)
+                if since_s is None:
+                    since_s = self._yields_since_s[name] = now_s
+                    self._forget_old_yields(now_s)
                 if now_s - since_s <= MAX_YIELD_S:
                     return False
         self._yields_since_s.pop(name, None)
         return True
+
+    def _forget_old_yields(self, now_s: float) -> None:
+        if len(self._yields_since_s) >= self._forget_at:
+            after_s = now_s - FORGET_AFTER_S
+            self._yields_since_s = {
+                name: since_s for name, since_s in self._yields_since_s.items() if since_s > after_s
+            }
+            self._forget_at = 64 + 2 * len(self._yields_since_s)
 
     def queued(self) -> None:
         self._changed()

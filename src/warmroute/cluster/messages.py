@@ -16,8 +16,9 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-VERSION: Final = 3
-"""Changes with the meaning of a field. A process ignores messages of other versions."""
+VERSION: Final = 4
+"""Changes with the meaning of a field, and with the fields of `NodeChange`, of which peers compare digests. A process
+ignores messages of other versions."""
 PUBLISH_S: Final = 0.02
 """Shortest time between two messages of a process."""
 FULL_S: Final = 0.25

@@ -26,12 +26,13 @@ Taken = dict[str, tuple[float, float, float, float]]
 _NOTHING: Final = PeerLoad()
 
 
-class _Counted(msgspec.Struct, eq=False):
+class _Counted:
     """A row of the peer, as it is counted in a node."""
 
-    node: Node
-    load: PeerLoad
-    row: NodeRow
+    def __init__(self, node: Node, load: PeerLoad, row: NodeRow) -> None:
+        self.node = node
+        self.load = load
+        self.row = row
 
 
 class Peer:

@@ -75,7 +75,7 @@ class Publisher:
         rows, prefills = tuple(self._rows(full)), tuple(self._speeds.take_own())
         waiting = {group.model: own for group in self._fleet.groups if (own := group.waiting - group.peer_waiting) > 0}
         taken = self._newly_taken(full, now_s) if self._limits else {}
-        heads = self._queue.heads_by_node() if self._queue.tenants else {}
+        heads = self._queue.heads_by_node(now_s) if self._queue.tenants else {}
         news = rows or prefills or taken or self._routed or self._homes or heads.keys() != self._heads.keys()
         changes, digest = (nodes.take_unpublished(), nodes.digest) if nodes is not None else ((), 0)
         if not (full or news or changes or asks != self._asks or digest != self._changes_digest):

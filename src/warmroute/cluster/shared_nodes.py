@@ -6,13 +6,15 @@ counts, then the sender with the higher name, so all processes end with the same
 arrive. Each message carries a digest of its sender's register; a process that sees another digest publishes its whole
 register. So a lost message, a partition or a new process needs nothing else. The register is also stored in Redis, for
 the time when all processes have ended.
+
+A role of the register lasts until the node's configured role changes: the process that sees it clears the role.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -38,6 +40,16 @@ class NodeOperations(Protocol):
     def set_role(self, name: str, role: Role) -> Node: ...
 
 
+class Applied(NamedTuple):
+    """A change that this process has applied."""
+
+    version: int
+    sender: str
+    number: int
+    """Of the fleet's node then; 0 if it had none."""
+    configured_role: str
+
+
 class SharedNodes:
     """The operations of the admin API and of the autoscaler: each applies here, and then in all other processes."""
 
@@ -51,8 +63,8 @@ class SharedNodes:
         self.digest = 0
         self._unpublished: dict[str, NodeChange] = {}
         self._repeated_s = -1e9
-        self._applied: dict[str, tuple[int, str, int]] = {}
-        """By node: version and sender of the change that was applied, and the number of the fleet's node then."""
+        self._applied: dict[str, Applied] = {}
+        """By node: the change that was applied, and the fleet's node then."""
 
     def join(self, sender: str, on_change: Callable[[NodeChange], object]) -> None:
         """Share changes from now on. `on_change` is called with each change of this process, which has to be published
@@ -116,14 +128,16 @@ class SharedNodes:
         if len(config) > MAX_NODE_BYTES:
             log.warning("node_change_failed", "Other routers do not get it.", node=node.name, reason="it is too long")
             return
-        self._version += 1
         draining = node.draining and not removed
         role: Role | Literal[""] = node.role if node.role != node.config.role and not removed else ""
-        change = NodeChange(node.name, self._version, self._sender, config, removed, draining, role)
+        self._publish(NodeChange(node.name, self._version + 1, self._sender, config, removed, draining, role))
+
+    def _publish(self, change: NodeChange) -> None:
         self._keep(change)
-        self._applied[node.name] = (change.version, change.sender, 0 if removed else node.number)
-        self._unpublished[node.name] = change
-        self._on_change(change)
+        self._applied[change.name] = self._applied_now(change)
+        self._unpublished[change.name] = change
+        if self._on_change is not None:
+            self._on_change(change)
 
     # Changes of others.
 
@@ -166,8 +180,13 @@ class SharedNodes:
     def apply_again(self) -> None:
         """Apply changes of nodes that the configuration or a source has added meanwhile, or added again."""
         for change in self.changes:
-            marker = (change.version, change.sender, self._number(change.name))
-            if self._applied.get(change.name) != marker:
+            before, now = self._applied.get(change.name), self._applied_now(change)
+            if before == now:
+                continue
+            if change.role and before is not None and before._replace(configured_role=now.configured_role) == now:
+                version = self._version + 1  # the configured role has replaced that of the change
+                self._publish(msgspec.structs.replace(change, version=version, sender=self._sender, role=""))
+            else:
                 self._apply(change)
 
     def _keep(self, change: NodeChange) -> None:
@@ -213,7 +232,12 @@ class SharedNodes:
                     operations.set_role(name, role)
         except (ConfigError, NameTaken, UnknownNode, msgspec.DecodeError) as error:
             log.warning("node_change_failed", "Another router changed it.", node=name, reason=error)
-        self._applied[name] = (change.version, change.sender, self._number(name))
+        self._applied[name] = self._applied_now(change)
+
+    def _applied_now(self, change: NodeChange) -> Applied:
+        node = self._fleet.find(change.name)
+        number, role = (node.number, node.config.role) if node is not None else (0, "")
+        return Applied(change.version, change.sender, number, role)
 
     def _number(self, name: str) -> int:
         """Return the number of the fleet's node, which is another one after each time it is added; 0 if it is gone."""

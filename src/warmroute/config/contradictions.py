@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 def contradictions(config: Config) -> Iterator[str]:
     yield from _listener_problems(config)
     yield from island_problems(config.islands)
-    roles = {one.role for one in config.nodes}
-    roles |= {one.role for one in config.provisioners} | {one.role for one in config.discovery}
-    yield from scaling_problems(config.scaling, roles)
+    roles = [one.role for one in config.nodes] + [one.role for one in config.provisioners]
+    yield from scaling_problems(config.scaling, {*roles, *(one.role for one in config.discovery)})
     yield from provisioner_problems(config.provisioners)
     yield from _node_problems(config.nodes)
     yield from kv_store_problems(config.kv_stores, config.nodes)

@@ -25,7 +25,7 @@ class KvStoreConfig(Section, frozen=True):
 
 def kv_store_of(node: NodeConfig, stores: Sequence[KvStoreConfig]) -> str:
     """Return the name of the node's store; empty if it has none."""
-    return node.kv_store or next((store.name for store in stores if store.island == node.island), "")
+    return node.kv_store or next((one.name for one in stores if one.island and one.island == node.island), "")
 
 
 def kv_store_problems(stores: Sequence[KvStoreConfig], nodes: Sequence[NodeConfig]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final, NamedTuple
 
 from warmroute import __version__
+from warmroute.build_info import build
 from warmroute.config.priority import PRIORITY_NAMES
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import HealthState
@@ -81,6 +82,7 @@ class LiveSnapshot:
         return {
             "router": {
                 "version": __version__,
+                "build": build(),
                 "policy": self._describe_policy(),
                 "started": round(wall_s + self._started_s),
                 "models": list(self._fleet.models),

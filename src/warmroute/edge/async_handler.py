@@ -71,7 +71,8 @@ class Responder:
     @property
     def unread_bytes(self) -> int:
         """What was written and is not yet in the kernel's buffers, because the client does not read."""
-        return self._client.transport.get_write_buffer_size()
+        size: int = self._client.transport.get_write_buffer_size()
+        return size
 
     def abort(self) -> None:
         """Close the connection at once, and drop what the client has not read."""

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
-import msgspec
-
 from warmroute._kernel import MAX_LOOP_BYTES, BadBody, Outline
 from warmroute.edge import errors
 from warmroute.edge.content_type import form_boundary
@@ -24,21 +22,41 @@ _JSON: Final = b"application/json"
 _THREADS: Final = 2
 
 
-class ScannedBody(msgspec.Struct, eq=False, gc=False):
+class ScannedBody:
     model: str
     """Empty where the body names none."""
-    system: bytes | None = None
+    system: bytes | None
     """First characters of the system prompt."""
-    user: bytes | None = None
+    user: bytes | None
     """First characters of the first user message."""
-    session: bytes = b""
+    session: bytes
     """The conversation's name; empty where the body has none."""
-    outline: Outline | None = None
+    outline: Outline | None
     """The positions of the fields of a JSON body."""
-    max_output_tokens: int | None = None
-    priority: int = 0
+    max_output_tokens: int | None
+    priority: int
     """As vLLM reads it: a lower number is served first."""
-    streams: bool = True
+    streams: bool
+
+    def __init__(
+        self,
+        model: str,
+        system: bytes | None = None,
+        user: bytes | None = None,
+        session: bytes = b"",
+        outline: Outline | None = None,
+        max_output_tokens: int | None = None,
+        priority: int = 0,
+        streams: bool = True,
+    ) -> None:
+        self.model = model
+        self.system = system
+        self.user = user
+        self.session = session
+        self.outline = outline
+        self.max_output_tokens = max_output_tokens
+        self.priority = priority
+        self.streams = streams
 
 
 def scan(path: bytes, content_type: bytes, body: bytes) -> ScannedBody:
@@ -50,8 +68,9 @@ def scan(path: bytes, content_type: bytes, body: bytes) -> ScannedBody:
         except BadForm as bad:
             raise errors.malformed_form(str(bad)) from None
     try:
-        fields = read_json(body)
-        return ScannedBody(*fields, *generation_options(path, fields[4]))
+        model, system, user, session, outline = read_json(body)
+        max_output_tokens, priority, streams = generation_options(path, outline)
+        return ScannedBody(model, system, user, session, outline, max_output_tokens, priority, streams)
     except BadBody as bad:
         problem, field = bad.args
         raise errors.invalid_field(field, problem) if field else errors.malformed_json(problem) from None

@@ -11,7 +11,7 @@ import re
 import socket
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from warmroute._kernel import read_request_head
 from warmroute.edge import errors
@@ -25,7 +25,12 @@ from warmroute.edge.timer_wheel import NEVER
 if TYPE_CHECKING:
     from warmroute.edge.listener import Exchange, Listener
 
-AWAITING_HEAD, AWAITING_BODY, RESPONDING, FLUSHING, LINGERING, CLOSED = range(6)
+AWAITING_HEAD: Final = 0
+AWAITING_BODY: Final = 1
+RESPONDING: Final = 2
+FLUSHING: Final = 3
+LINGERING: Final = 4
+CLOSED: Final = 5
 """FLUSHING: the response is written, but the client has not read most of it. LINGERING: see `_linger`."""
 _BARE_LINE_END: Final = re.compile(rb"(?<!\r)\n|\r(?!\n)(?!\Z)")
 _KEEP_ALIVE_LINE: Final = b"Connection: keep-alive\r\n"
@@ -37,7 +42,7 @@ _CR: Final = 13
 _LINGER_S: Final = 2.0
 
 
-class ClientConnection(asyncio.Protocol):
+class ClientConnection:
     __slots__ = (
         "_body", "_exchange", "_head", "_keep_alive", "_listener", "_paused", "_pipelined_bytes", "_pipelined_too_much",
         "_searched_bytes", "_state", "_unparsed", "_unread_bytes", "body_started_s", "bucket", "deadline_s", "peer",
@@ -47,7 +52,7 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, listener: Listener) -> None:
         # per connection
         self._listener = listener
-        self.transport: asyncio.Transport
+        self.transport: Any  # an asyncio.Transport, or uvloop's, which does not inherit from it
         self.peer = b""
         self.tenant = ""
         self.deadline_s = NEVER
@@ -76,7 +81,7 @@ class ClientConnection(asyncio.Protocol):
     # The connection.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
+        self.transport = transport
         self.write = self.transport.write
         listener = self._listener
         listener.accepted += 1

@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import ssl
-from typing import Final
+from typing import Any, Final
 
 from warmroute.config import ConfigError
 from warmroute.config import Upstream as UpstreamConfig
@@ -118,13 +118,17 @@ class ConnectionPool:
         except Exception as error:  # the handler itself failed
             handler.internal_error(error, None)
 
+    def _new_connection(self) -> NodeConnection:
+        return NodeConnection(self)
+
     async def _open_connection(self, handler: ResponseHandler) -> None:
         loop = asyncio.get_running_loop()
         timeout_s = self.config.connect_timeout_s
+        new_connection: Any = self._new_connection
         try:
             async with asyncio.timeout(timeout_s):
                 _transport, connection = await loop.create_connection(
-                    lambda: NodeConnection(self),
+                    new_connection,
                     self._host,
                     self._port,
                     ssl=self._tls,

@@ -7,14 +7,10 @@ connection to the node. A response that breaks off is ended so that no client ta
 from __future__ import annotations
 
 import re
-import time
 from collections import deque
 from collections.abc import Callable
-from email.utils import parsedate_to_datetime
 from random import getrandbits
-from typing import TYPE_CHECKING, Any, Final
-
-import msgspec
+from typing import TYPE_CHECKING, Final
 
 from warmroute._kernel import Outline, read_usage
 from warmroute.edge import errors
@@ -26,6 +22,7 @@ from warmroute.edge.node_attempt import NodeAttempt
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
 from warmroute.edge.node_headers import node_lines
 from warmroute.edge.paths import is_anthropic
+from warmroute.edge.retry_after import seconds_of
 from warmroute.edge.split_attempt import DecodeAttempt, PrefillAttempt
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
@@ -42,23 +39,20 @@ if TYPE_CHECKING:
     from warmroute.edge.prompt_reader import PendingPrompt
     from warmroute.edge.proxy import Proxy
 
-MAX_RETRY_AFTER_S: Final = 3600
-"""Longer times of nodes are cut to this."""
 TAIL_PIECES: Final = 8
 """Pieces kept from the end of a response: the usage, the [DONE] after it and the last chunk's end may come apart."""
 EXPLAIN_HEADER: Final = b"x-warmroute-explain"
 _NODE_LIMITS: Final = re.compile(rb"(?im)^x-ratelimit-[^\r\n]*\r\n")
 """Rate limits of a node, which the router replaces with its own where the tenant has some."""
-_NOT_YET: Final[Any] = None
 
 
-class ProxyExchange(msgspec.Struct, eq=False):
+class ProxyExchange:
     # for the whole request
     _proxy: Proxy
     _client: ClientConnection
     _head: RequestHead
     body: bytes
-    attempts: Attempts = _NOT_YET
+    attempts: Attempts
     trace: RequestTrace | None = None
     """None if the request is not recorded."""
     node_fields: bytes = b""
@@ -80,11 +74,18 @@ class ProxyExchange(msgspec.Struct, eq=False):
     _events: bool = False
     _keep_alive: bool = True
     _dechunk: ChunkReader | None = None
-    _tail: deque[bytes] | bytes | None = None
+    _tail: deque[bytes] | bytes | None
     """The last pieces of the response, or all of it, where its usage is wanted."""
-    _first_token_detector: FirstTokenDetector = _NOT_YET
-    _sink: Callable[[bytes], object] = _NOT_YET
+    _first_token_detector: FirstTokenDetector
+    _sink: Callable[[bytes], object]
     """Where the body goes once its first token was found."""
+
+    def __init__(self, proxy: Proxy, client: ClientConnection, head: RequestHead, body: bytes) -> None:
+        self._proxy = proxy
+        self._client = client
+        self._head = head
+        self.body = body
+        self._tail = None
 
     # Before a node is chosen.
 
@@ -123,7 +124,7 @@ class ProxyExchange(msgspec.Struct, eq=False):
         if split is None or split.prefill_node is None:
             self._attempt = attempt = NodeAttempt(self, ticket, pool)
         else:
-            self._attempt = attempt = DecodeAttempt(self, ticket, pool, split=split)
+            self._attempt = attempt = DecodeAttempt(self, ticket, pool, split)
             attempt.body = self._decode_body(split)
         attempt.start()
 
@@ -434,16 +435,3 @@ class ProxyExchange(msgspec.Struct, eq=False):
 
 def _header_lines(headers: tuple[tuple[str, str], ...]) -> bytes:
     return b"".join([f"{name}: {value}\r\n".encode() for name, value in headers])
-
-
-def seconds_of(retry_after: bytes) -> int | None:
-    """Return the time in a Retry-After header, which is a number of seconds or a date; None if it is neither."""
-    if not retry_after or len(retry_after) > 40:
-        return None
-    if retry_after.isdigit():
-        return min(int(retry_after), MAX_RETRY_AFTER_S)
-    try:
-        left_s = parsedate_to_datetime(retry_after.decode("ascii")).timestamp() - time.time()
-    except (ValueError, OverflowError):
-        return None
-    return max(1, min(int(left_s), MAX_RETRY_AFTER_S))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import Any, Protocol
 
 from warmroute.config import Limits
 from warmroute.edge.client_connection import ClientConnection
@@ -62,7 +62,8 @@ class Listener:
         """Responses carry `Connection: close`, and idle connections are closed."""
         self._empty: asyncio.Event | None = None
 
-    def protocol(self) -> ClientConnection:
+    def protocol(self) -> Any:
+        """Return the protocol of a new connection. It has asyncio.Protocol's methods and does not inherit from it."""
         return ClientConnection(self)
 
     def close_idle(self) -> None:

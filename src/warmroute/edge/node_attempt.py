@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from warmroute.edge.connection_pool import ConnectionPool
 from warmroute.edge.http1 import ChunkReader, ResponseHead
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
     from warmroute.edge.exchange import ProxyExchange
 
 
-class NodeAttempt(msgspec.Struct, eq=False):
+class NodeAttempt:
     """Implements node_connection.ResponseHandler."""
 
     _exchange: ProxyExchange
@@ -31,6 +29,11 @@ class NodeAttempt(msgspec.Struct, eq=False):
     _withdrawn: bool = False
     body: bytes | None = None
     """What the node gets; None: the client's body as it is."""
+
+    def __init__(self, exchange: ProxyExchange, ticket: Ticket, pool: ConnectionPool) -> None:
+        self._exchange = exchange
+        self.ticket = ticket
+        self.pool = pool
 
     def start(self) -> None:
         connection = self.pool.take_idle()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from warmroute._kernel import read_response_head
 from warmroute.edge.http1 import CHUNKED, UNTIL_CLOSE, BadChunk, BrokenResponse, ChunkReader, ResponseHead
@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
 log = EventLog("warmroute.edge")
 
-IDLE, AWAITING_HEAD, AWAITING_BODY, SIZED_BODY, CHUNKED_BODY, BODY_UNTIL_CLOSE, CLOSED = range(7)
+IDLE: Final = 0
+AWAITING_HEAD: Final = 1
+AWAITING_BODY: Final = 2
+SIZED_BODY: Final = 3
+CHUNKED_BODY: Final = 4
+BODY_UNTIL_CLOSE: Final = 5
+CLOSED: Final = 6
 MAX_HEAD_BYTES: Final = 65_536
 """Maximum size of a response head."""
 _JOIN_BYTES: Final = 65_536
@@ -67,7 +73,7 @@ class ResponseHandler(Protocol):
         """The router itself failed at this response. `frames`: as for `response_broke`."""
 
 
-class NodeConnection(asyncio.Protocol):
+class NodeConnection:
     __slots__ = (
         "_buffer", "_frames", "_handler", "_held_head", "_informational", "_keep_alive", "_missing_bytes", "_now",
         "_paused", "_pool", "_served_before", "_silence_timeout_s", "_sink", "_state", "_writer", "bucket",
@@ -78,7 +84,7 @@ class NodeConnection(asyncio.Protocol):
         # per connection
         self._pool = pool
         self._now = pool.timers.now
-        self.transport: asyncio.Transport
+        self.transport: Any  # an asyncio.Transport, or uvloop's, which does not inherit from it
         self.deadline_s = NEVER
         self.bucket = -1
         self._state = IDLE
@@ -361,7 +367,7 @@ class NodeConnection(asyncio.Protocol):
             self._fail_internally(handler, error)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
+        self.transport = transport
 
     def eof_received(self) -> None:
         handler = self._handler

@@ -34,7 +34,8 @@ class RequestBuilder:
         self._session_headers = [name.lower().encode() for name in config.routing.session_headers]
         routings = (config.routing, *(route.routing(config.routing) for route in config.routes))
         self._start_bytes = max((one.prefix_characters for one in routings if one.prefix_key == "start"), default=0)
-        self._session_wanted = "session" in (config.routing.policy, *(route.policy for route in config.routes))
+        policies = [config.routing.policy, *[route.policy for route in config.routes]]
+        self._session_wanted = "session" in policies
 
     def tenant(self, head: RequestHead) -> str:
         """The tenant of the request's key; empty where no keys are configured. Raises HttpError for an unknown key."""

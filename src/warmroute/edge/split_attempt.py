@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
-
-import msgspec
+from typing import TYPE_CHECKING, Final
 
 from warmroute._kernel import read_usage
+from warmroute.edge.connection_pool import ConnectionPool
+from warmroute.edge.finish_reason import finish_reason_of
 from warmroute.edge.first_token import FirstTokenDetector, detector_for
 from warmroute.edge.http1 import CHUNKED, ChunkReader, ResponseHead
 from warmroute.edge.node_attempt import NodeAttempt
 from warmroute.edge.node_connection import ConnectFailure
 from warmroute.fleet.kv_transfer_protocol import KvTransfer
 from warmroute.fleet.node import Outcome
+from warmroute.fleet.ticket import Ticket
 from warmroute.routing.split_request import SplitRequest
 
 if TYPE_CHECKING:
-    pass
+    from warmroute.edge.exchange import ProxyExchange
 
 MAX_PREFILL_RESPONSE_BYTES: Final = 16 << 20
 """A longer response of a prefill node counts as a failure. Block ids of 100,000 tokens take about 50 KB."""
@@ -32,41 +33,25 @@ _ERROR_EVENT: Final = re.compile(
     rb'(?m)^(?:event:[ \t]*(?:error|response\.failed)[ \t]*$|data:[ \t]*\{[ \t]*"(?:error"|type"[ \t]*:[ \t]*"error"))'
 )
 """Also those of /v1/messages and /v1/responses."""
-_NOT_YET: Final[Any] = None
-
-
-class _Choice(msgspec.Struct):
-    finish_reason: str | None = None
-
-
-class _Answer(msgspec.Struct):
-    """Of chat completions and completions, of /v1/messages, and of /v1/responses."""
-
-    choices: list[_Choice] = []
-    stop_reason: str | None = None
-    status: str | None = None
-
-
-def _finish_reason(body: bytes) -> str | None:
-    try:
-        answer = msgspec.json.decode(body, type=_Answer)
-    except (ValueError, RecursionError):
-        return None
-    if answer.choices:
-        return answer.choices[0].finish_reason
-    reason = answer.stop_reason or answer.status
-    return "length" if reason in ("max_tokens", "incomplete") else reason
 
 
 class PrefillAttempt(NodeAttempt):
     """Implements node_connection.ResponseHandler. Its connection is that of an attempt; its outcome is the split's."""
 
-    split: SplitRequest = _NOT_YET
-    transfer: KvTransfer = _NOT_YET
+    split: SplitRequest
+    transfer: KvTransfer
     _frames: ChunkReader | None = None
-    _received: list[bytes] = msgspec.field(default_factory=list)
+    _received: list[bytes]
     _received_bytes: int = 0
     _readable: bool = True
+
+    def __init__(
+        self, exchange: ProxyExchange, ticket: Ticket, pool: ConnectionPool, split: SplitRequest, transfer: KvTransfer
+    ) -> None:
+        NodeAttempt.__init__(self, exchange, ticket, pool)
+        self.split = split
+        self.transfer = transfer
+        self._received = []
 
     # From the connection.
 
@@ -126,7 +111,7 @@ class PrefillAttempt(NodeAttempt):
                 usage = self.split.prefill_ticket.node.reported.usage(*usage)
             transfer = self.transfer.read_transfer(body)
             if transfer is None:
-                finish_reason = _finish_reason(body)
+                finish_reason = finish_reason_of(body)
         self.split.prefill_ended(transfer, usage, now_s, finish_reason)
 
     def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
@@ -140,12 +125,17 @@ class PrefillAttempt(NodeAttempt):
 class DecodeAttempt(NodeAttempt):
     """Implements node_connection.ResponseHandler."""
 
-    split: SplitRequest = _NOT_YET
+    split: SplitRequest
     _head: ResponseHead | None = None
     """Set while the beginning of a stream is held."""
-    _held: list[bytes] = msgspec.field(default_factory=list)
+    _held: list[bytes]
     _held_bytes: int = 0
-    _detector: FirstTokenDetector = _NOT_YET
+    _detector: FirstTokenDetector
+
+    def __init__(self, exchange: ProxyExchange, ticket: Ticket, pool: ConnectionPool, split: SplitRequest) -> None:
+        NodeAttempt.__init__(self, exchange, ticket, pool)
+        self.split = split
+        self._held = []
 
     def response_started(
         self, head: ResponseHead, first: bytes, whole: bool, now_s: float

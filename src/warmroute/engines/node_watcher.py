@@ -60,20 +60,28 @@ class NodeWatcher:
         self._kv_clients: dict[Node, KvEventClient] = {}
         self._served: dict[Node, ServedModels] = {}
         self._checked: set[Node] = set()
-        self._warned_engine: set[Node] = set()
         """Nodes whose first health check has passed or failed."""
+        self._warned_engine: set[Node] = set()
+        fleet.observe_config(self._attach_store)
 
     def reconfigure(self, config: Config) -> None:
         self._config = config
-        for node, client in self._kv_clients.items():
-            self._cache_view.attach(node.name, kv_store_of(node.config, config.kv_stores))
+        for client in self._kv_clients.values():
             client.rediscover()
+
+    def attach_stores(self) -> None:
+        """Attach the nodes to their shared KV stores. To be called after a change of the stores."""
+        for node in self._kv_clients:
+            self._attach_store(node)
+
+    def _attach_store(self, node: Node) -> None:
+        self._cache_view.attach(node.name, kv_store_of(node.config, self._config.kv_stores))
 
     def watch(self, node: Node) -> None:
         if self._scheduler is None:
             self._scheduler = SliceScheduler()
         cache = self._cache_view.add_node(node.name, node.config.models)
-        self._cache_view.attach(node.name, kv_store_of(node.config, self._config.kv_stores))
+        self._attach_store(node)
         client = self._kv_clients[node] = KvEventClient(
             node, cache, self._scheduler, self._get, self._post, self._now, lambda: self._config.uses_kv_events
         )

@@ -11,6 +11,8 @@ from warmroute.config import NodeConfig, node_name
 from warmroute.config import OutlierDetection as OutlierConfig
 from warmroute.config.node_settings import Role
 from warmroute.fleet.context_windows import windows_by_model
+from warmroute.fleet.fleet_errors import NameTaken as NameTaken
+from warmroute.fleet.fleet_errors import UnknownNode as UnknownNode
 from warmroute.fleet.group import Group
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.island_registry import IslandRegistry
@@ -26,14 +28,6 @@ OnHealthChange = Callable[[Node, HealthState], None]
 """Called after each change of a node's health state, with the state before it."""
 
 
-class UnknownNode(KeyError):
-    """No node has this name."""
-
-
-class NameTaken(ValueError):
-    """Another node has this name."""
-
-
 class Fleet:
     def __init__(
         self,
@@ -44,6 +38,7 @@ class Fleet:
         self._health = health
         self.outlier_detection = OutlierDetection(outlier_detection or OutlierConfig())
         self._observers = [on_change]
+        self._config_observers: list[Callable[[Node], None]] = []
         self._speed_review = SpeedReview()
         self.islands = IslandRegistry()
         self.adapters = FleetAdapters()
@@ -117,7 +112,7 @@ class Fleet:
         return node
 
     def set_role(self, name: str, role: Role) -> Node:
-        """Give a node another role, until its configuration changes. Its requests continue."""
+        """Give a node another role, until its configuration has another one than now. Its requests continue."""
         node = self.node(name)
         node.role = role
         for group in node.groups:
@@ -146,6 +141,12 @@ class Fleet:
         node.update_config(config)
         self.islands.add(node)
         self._regroup(node)
+        for on_change in self._config_observers:
+            on_change(node)
+
+    def observe_config(self, on_change: Callable[[Node], None]) -> None:
+        """Call `on_change` after each change of a node's configuration: by a reload, a source or the autoscaler."""
+        self._config_observers.append(on_change)
 
     # Models.
 
@@ -227,10 +228,10 @@ class Fleet:
                 del ever[name]
 
     def _members_changed(self, group: Group) -> None:
-        members = group.members
+        members, had_roles = group.members, group.has_roles
         group.members_changed(self._health.slow_start_s)
-        if group.has_roles:
-            self.has_roles = True
+        self.has_roles = self.has_roles or group.has_roles
+        if group.has_roles or had_roles:
             self.pairs_only_with_vllm = all(node.engine == "vllm" for node in self if node.transfers_kv)
         is_adapter = any(group.model in node.adapter_names for node in members)
         if is_adapter != (group.adapter is not None):

@@ -153,10 +153,12 @@ class Node(NodeState):
         self.api_key_env = config.api_key_env
 
     def update_config(self, config: NodeConfig) -> None:
-        """Take over a changed configuration of the same endpoint. What the router learned about it stays."""
+        """Take over a changed configuration of the same endpoint. What the router learned about it stays, and
+        so does a role that it got at run time, unless the configured role changes."""
         detected = self.engine if config.engine == self.config.engine else config.engine
+        role = self.role if config.role == self.config.role else config.role
         self._apply_config(config)
-        self.engine = detected
+        self.engine, self.role = detected, role
         if config.models:
             self.models = config.models
 

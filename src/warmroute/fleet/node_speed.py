@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from warmroute._kernel import ATTENTION_WORK, STEP_WORK, SpeedState
+from warmroute._kernel import STEP_WORK, SpeedState
 
 DEFAULT_MS_PER_TOKEN: Final = 0.05
 PRIOR_WORK: Final = 2000.0
@@ -33,14 +33,6 @@ PRIOR_WORK: Final = 2000.0
 
 FACTOR_RELAXATION: Final = 0.05
 """Share of a decode factor's deviation from 1 that a health check without a response in between takes away."""
-
-
-def work(new: float, cached: float, prompts: int = 1) -> float:
-    """Return the prefill work of `new` tokens behind `cached` ones, in tokens of a short prompt.
-
-    Both are divided among `prompts` prompts of equal length: attention does not reach from one to the other.
-    """
-    return new * (1.0 + ATTENTION_WORK * (cached + 0.5 * new) / prompts)
 
 
 class NodeSpeed(SpeedState):

@@ -68,7 +68,7 @@ class CacheView:
         self.reuse = Reuse()
         self.stores: dict[str, KvStore] = {}
         """Shared KV stores by name."""
-        self.saved_shares: SavedShares = lambda _model, _store, nodes: [0.0] * len(nodes)
+        self.saved_shares: SavedShares = lambda _model, _store, nodes, _now_s: [0.0] * len(nodes)
         """What a token from a store saves on each node (kv_store.py). The router sets it."""
         self.reconfigure(config)
 
@@ -178,7 +178,7 @@ class CacheView:
                     found, self.index, chain, self._owners, size, limits, now_s, EVENT_AGES_S, LOWER_TIERS
                 )  # fmt: skip
         for store in self.stores.values():
-            store.add_hits(found, model, self.saved_shares)
+            store.add_hits(found, model, self.saved_shares, now_s)
         if special is not None:
             for other in special.others:
                 for name, hit in self.hits(model, other, now_s).items():

@@ -5,7 +5,8 @@ A node attached to a store finds there what any node has stored. Two sources tel
     routed     the prompts that attached nodes have prefilled: an LRU list of the store's capacity
     reported   blocks that attached engines report outside the GPU in their KV events
 
-Engines report no evictions from a store, so the router forgets all reports once more blocks were reported than fit.
+Engines report no evictions from a store, so the router forgets all reports once more different blocks were reported
+than fit.
 
 A hit in the store counts for every attached node, for the tokens that the node lacks, and only as much as loading them
 is cheaper than prefilling them:
@@ -29,8 +30,8 @@ REPORTED: Final = 0
 NAME_PREFIX: Final = "\0store "
 """A store's place among the names of nodes, which have no control characters."""
 
-SavedShares = Callable[[str, str, Collection[str]], Sequence[float]]
-"""Returns the saved share for a model, a store and each of some nodes."""
+SavedShares = Callable[[str, str, Collection[str], float], Sequence[float]]
+"""Returns the saved share for a model, a store and each of some nodes at a time."""
 
 
 class KvStore:
@@ -54,11 +55,14 @@ class KvStore:
 
     def attach(self, cache: NodeCache) -> None:
         self.nodes[cache.name] = cache
-        cache.store = self
+        cache.set_store(self)
 
     def detach(self, cache: NodeCache) -> None:
         self.nodes.pop(cache.name, None)
-        cache.store = None
+        cache.set_store(None)
+
+    def capacity_blocks(self, block_size: int) -> int:
+        return max(1, self.capacity_tokens // block_size)
 
     def resize(self, capacity_tokens: int) -> None:
         self.capacity_tokens = capacity_tokens
@@ -77,8 +81,8 @@ class KvStore:
     def _contents(self, block_size: int) -> NodeCache:
         contents = self._by_block_size.get(block_size)
         if contents is None:
-            blocks = max(1, self.capacity_tokens // block_size)
-            contents = NodeCache(NAME_PREFIX + self.name, self._index, self._owners, blocks, lambda: None)
+            name, blocks = NAME_PREFIX + self.name, self.capacity_blocks(block_size)
+            contents = NodeCache(name, self._index, self._owners, blocks, lambda: None)
             contents.set_size(block_size, self.capacity_tokens)
             contents.accuracy = self.accuracy
             contents.last_contact_s = inf
@@ -93,10 +97,10 @@ class KvStore:
     def reported(self, hashes: list[int], block_size: int) -> None:
         """An attached engine has stored these blocks, given by the index's own hashes."""
         contents = self._contents(block_size)
-        if contents.store_events + len(hashes) > max(1, self.capacity_tokens // block_size):
-            contents.all_blocks_cleared(REPORTED)
-            contents.store_events = 0
-        contents.store_events += len(hashes)
+        holder = contents.ranks[REPORTED]
+        new = sum(not contents.knows(REPORTED, one) for one in hashes)
+        if new and self._index.pair_count(holder) + new > self.capacity_blocks(block_size):
+            self._index.clear(holder)
         contents.hashes_stored(REPORTED, None, hashes, Tier.GPU)
 
     def removed(self, hashes: list[int], block_size: int) -> None:
@@ -105,7 +109,7 @@ class KvStore:
 
     # Hits.
 
-    def add_hits(self, found: MutableMapping[str, Hit], model: str, saved_shares: SavedShares) -> None:
+    def add_hits(self, found: MutableMapping[str, Hit], model: str, saved_shares: SavedShares, now_s: float) -> None:
         """Replace the store's own hit by one for each attached node."""
         in_store = found.pop(NAME_PREFIX + self.name, None)
         if in_store is None:
@@ -113,7 +117,7 @@ class KvStore:
         in_store_tokens = in_store.tokens
         trust = in_store.expected / in_store_tokens
         get = found.get
-        for name, share in zip(self.nodes, saved_shares(model, self.name, self.nodes), strict=True):
+        for name, share in zip(self.nodes, saved_shares(model, self.name, self.nodes, now_s), strict=True):
             if share <= 0.0:
                 continue
             known = get(name)

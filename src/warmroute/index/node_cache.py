@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 from warmroute._kernel import MAX_BLOCK_TOKENS, ROUTED_RANK, UNKNOWN_PARENT, BlockIndex, CacheState, Recency
 from warmroute.index.confidence import Accuracy, freshness
 from warmroute.index.lookup import namespace_seed, salted
+from warmroute.index.offloaded_blocks import OffloadedBlocks
 from warmroute.index.tiers import Tier
 
 if TYPE_CHECKING:
@@ -47,9 +48,10 @@ class NodeCache(CacheState):
 
     accuracy: Accuracy
     __slots__ = (
-        "__weakref__", "_complete", "_index", "_on_block_size", "_owners", "disagrees", "gaps", "generation", "model",
-        "output_tokens", "pending_holder", "predicted_tokens", "prefilled_s", "prompts_without_events", "ranks",
-        "recency", "routed_holder", "routed_tokens", "store", "store_events", "token_mismatches",
+        "__weakref__", "_complete", "_index", "_offloaded", "_on_block_size", "_owners", "disagrees", "gaps",
+        "generation", "model", "output_tokens", "pending_holder", "predicted_tokens", "prefilled_s",
+        "prompts_without_events", "ranks", "recency", "routed_holder", "routed_tokens", "store", "store_events",
+        "token_mismatches",
     )  # fmt: skip
 
     def __init__(
@@ -82,6 +84,8 @@ class NodeCache(CacheState):
         owners[self.pending_holder] = (self, PENDING)
         self.store: KvStore | None = None
         """The shared KV store that the node reads and writes."""
+        self._offloaded: dict[int, OffloadedBlocks] = {}
+        """Rank → what it has in the store."""
         self.accuracy = Accuracy()
         self.last_contact_s = NEVER_S
         """When the node last sent an event or answered a poll."""
@@ -145,6 +149,7 @@ class NodeCache(CacheState):
         if holder is not None:
             del self._owners[holder]
             self._index.remove_holder(holder)
+            self._forget_offloaded(rank)
             self._update_complete()
 
     def set_complete(self, rank: int, complete: bool) -> None:
@@ -180,7 +185,7 @@ class NodeCache(CacheState):
             if shared is None:
                 self._index.store_known(holder, hashes, tier)
             else:
-                shared.reported(self._own_hashes(holder, hashes), self.block_size)
+                self._offload(rank, shared, hashes, self.block_size)
             return True
         self.store_events += 1
         if self.prompts_without_events:
@@ -188,17 +193,18 @@ class NodeCache(CacheState):
         if salt and parent is None:
             extra = salted(extra, len(hashes), salt)
         seed = namespace_seed(self.model, lora, block_size)
-        known = self._index.store(holder, seed, parent, hashes, token_ids, block_size, tier, extra) != UNKNOWN_PARENT
+        lent = self._lend_parent(rank, parent)
+        try:
+            stored = self._index.store(holder, seed, parent, hashes, token_ids, block_size, tier, extra)
+        finally:
+            if lent:
+                self._index.remove(holder, lent, Tier.REMOTE)
         if block_size != self.block_size and parent is None:
             self.set_size(block_size, 0)
-        if shared is not None:  # it is in the store, for all nodes there
-            shared.reported(self._own_hashes(holder, hashes), block_size)
+        if shared is not None and stored != UNKNOWN_PARENT:  # it is in the store, for all nodes there
+            self._offload(rank, shared, hashes, block_size)
             self._index.remove(holder, hashes, tier)
-        return known
-
-    def _own_hashes(self, holder: int, hashes: list[EngineHash]) -> list[int]:
-        found = (self._index.block_hash(holder, one) for one in hashes)
-        return [one for one in found if one is not None]
+        return stored != UNKNOWN_PARENT
 
     def hashes_stored(self, rank: int, parent: int | None, hashes: list[int], tier: Tier = Tier.GPU) -> bool:
         """Store blocks whose engine hashes are the index's own, as those of replay's simulated engines are. Return
@@ -210,35 +216,80 @@ class NodeCache(CacheState):
         return True
 
     def knows(self, rank: int, hash: EngineHash) -> bool:
-        return self._index.block_hash(self.ranks[rank], hash) is not None
+        return self._own_hash(rank, hash) is not None
 
     def blocks_removed(self, rank: int, hashes: list[EngineHash], tier: Tier = Tier.GPU) -> None:
-        holder = self.ranks[rank]
         if tier is not Tier.GPU and self.store is not None:
-            self.store.removed(self._own_hashes(holder, hashes), self.block_size)
-        else:
-            self._index.remove(holder, hashes, tier)
+            found = {one: own for one in hashes if (own := self._own_hash(rank, one)) is not None}
+            self.store.removed(list(found.values()), self.block_size)
+            if (offloaded := self._offloaded.get(rank)) is not None:
+                for one in found:
+                    offloaded.remove(one)
+        self._index.remove(self.ranks[rank], hashes, tier)  # also what it had there before it had a store
 
     def all_blocks_cleared(self, rank: int) -> None:
-        self._index.clear(self.ranks[rank])
+        self._clear_rank(rank)
         if len(self.ranks) == 1:
             self._clear_routed()
 
     def events_lost(self, rank: int) -> None:
         """Forget what a rank reported: some of its events are lost for good, and removals may be among them."""
         self.gaps += 1
-        self._index.clear(self.ranks[rank])
+        self._clear_rank(rank)
         self.set_complete(rank, False)
 
     def restarted(self, current_ranks: Collection[int] = ()) -> None:
         """Empty the cache: the engine runs as a new process. `current_ranks` have reported its new blocks already."""
-        for rank, holder in self.ranks.items():
+        for rank in self.ranks:
             if rank not in current_ranks:
-                self._index.clear(holder)
+                self._clear_rank(rank)
         self._clear_routed()
         self.token_mismatches = self.prompts_without_events = 0
         self.token_mismatch = False
         self._update_complete()
+
+    def _clear_rank(self, rank: int) -> None:
+        self._index.clear(self.ranks[rank])
+        self._forget_offloaded(rank)
+
+    # In the shared KV store.
+
+    def _own_hash(self, rank: int, hash: EngineHash) -> int | None:
+        """Return the index's own hash of a block that the rank has, itself or in the store."""
+        own = self._index.block_hash(self.ranks[rank], hash)
+        if own is None and (offloaded := self._offloaded.get(rank)) is not None:
+            own = offloaded.own_hash(hash)
+        return own
+
+    def _offload(self, rank: int, store: KvStore, hashes: list[EngineHash], block_size: int) -> None:
+        """The rank has stored those of these blocks that it has in the shared KV store."""
+        found = {one: own for one in hashes if (own := self._own_hash(rank, one)) is not None}
+        if not found:
+            return
+        own_hashes = list(found.values())
+        store.reported(own_hashes, block_size)
+        if rank not in self._offloaded:
+            self._offloaded[rank] = OffloadedBlocks(self._index)
+        self._offloaded[rank].add(list(found), own_hashes, store.capacity_blocks(block_size))
+
+    def _lend_parent(self, rank: int, parent: EngineHash | None) -> list[EngineHash]:
+        """Give the rank a parent that it has only in the store. Return what to take back: the parent, or nothing."""
+        offloaded = self._offloaded.get(rank)
+        if offloaded is None or parent is None or self._index.block_hash(self.ranks[rank], parent) is not None:
+            return []
+        own = offloaded.own_hash(parent)
+        if own is None or not self._index.store_hashes(self.ranks[rank], array("Q", [own]), Tier.REMOTE, [parent]):
+            return []
+        return [parent]
+
+    def _forget_offloaded(self, rank: int) -> None:
+        if (offloaded := self._offloaded.pop(rank, None)) is not None:
+            offloaded.close()
+
+    def set_store(self, store: KvStore | None) -> None:
+        for rank in list(self._offloaded):
+            self._forget_offloaded(rank)
+        self.store = store
 
     # Checks of the events.
 

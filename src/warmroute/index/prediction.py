@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import msgspec
-
 from warmroute.index.node_cache import NodeCache, Uses
 
 TEXT_TOLERANCE: Final = 0.25
@@ -13,7 +11,7 @@ TEXT_TOLERANCE: Final = 0.25
 part of a text than in another."""
 
 
-class Prediction(msgspec.Struct, eq=False):
+class Prediction:
     cache: NodeCache
     chain: bytes
     prompt_tokens: int
@@ -23,15 +21,15 @@ class Prediction(msgspec.Struct, eq=False):
     exact: bool
     """Whether the blocks are those that the engine's events will contain."""
     sent_s: float
-    text: bool = False
+    text: bool
     """Whether the prompt is matched by its text: its tokens are four bytes each, not the engine's."""
-    comparable: bool = True
+    comparable: bool
     """Whether the cached tokens that the response reports can be compared with `tokens`."""
-    sampled_blocks: int = 0
+    sampled_blocks: int
     """Blocks of the prompt that index/reuse.py samples."""
-    known_blocks: int = 0
+    known_blocks: int
     """Those of them that an earlier prompt had."""
-    store_tokens: int = 0
+    store_tokens: int
     """Those of `tokens` that the node has to load from a shared KV store."""
     pending: bool = False
     """Whether the blocks count as pending; that ends shortly after the first token."""
@@ -41,15 +39,40 @@ class Prediction(msgspec.Struct, eq=False):
     _uses: Uses | None = None
     """When the cached blocks were last used, to learn how far back the node's LRU reaches."""
 
-    def __post_init__(self) -> None:
-        cache, chain, tokens = self.cache, self.chain, self.tokens
+    def __init__(
+        self,
+        cache: NodeCache,
+        chain: bytes,
+        prompt_tokens: int,
+        tokens: int,
+        rank: int,
+        exact: bool,
+        sent_s: float,
+        text: bool = False,
+        comparable: bool = True,
+        sampled_blocks: int = 0,
+        known_blocks: int = 0,
+        store_tokens: int = 0,
+    ) -> None:
+        self.cache = cache
+        self.chain = chain
+        self.prompt_tokens = prompt_tokens
+        self.tokens = tokens
+        self.rank = rank
+        self.exact = exact
+        self.sent_s = sent_s
+        self.text = text
+        self.comparable = comparable
+        self.sampled_blocks = sampled_blocks
+        self.known_blocks = known_blocks
+        self.store_tokens = store_tokens
         self._generation = cache.generation
         self._store_events = cache.store_events
-        if self.exact and cache.complete:
+        if exact and cache.complete:
             self.pending = True
             cache.add_pending(chain)
             tokens = 0
-        self._new_blocks, self._uses = cache.record_routed(chain, tokens, self.sent_s)
+        self._new_blocks, self._uses = cache.record_routed(chain, tokens, sent_s)
 
     @property
     def is_current(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from warmroute.edge.exchange import seconds_of
+from warmroute.edge.retry_after import seconds_of
 from warmroute.fleet.node import Node
 from warmroute.picker.messages import served_endpoint
 

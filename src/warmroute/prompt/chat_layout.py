@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Final
 
-from warmroute._kernel import DIGEST_BYTES, MESSAGE_ROLES, TOKEN_BYTES, ChatLayout, digest
+from warmroute._kernel import DIGEST_BYTES, MESSAGE_ROLES, ChatLayout, digest
 from warmroute.prompt.chat_template import TemplateRejected
 from warmroute.prompt.render_context import RenderContext
 from warmroute.prompt.tokenizer import Tokenizer
@@ -236,15 +236,3 @@ def _number(*texts: str) -> int:
     """Return 63 bits that are equal for equal texts, in this process."""
     material = "\0".join((*(str(len(text)) for text in texts), *texts)).encode("utf-8", "surrogatepass")
     return int.from_bytes(digest(material, 0, len(material))[: DIGEST_BYTES // 2], "little") >> 1
-
-
-def message_tokens(layout: TokenLayout, start: int, end: int, text: str, tokenizer: Tokenizer) -> bytes | None:
-    """Return the tokens from the cut before a message's content to the cut after it.
-
-    None where the tokenizer does not find the cut token. Raises UnicodeEncodeError.
-    """
-    before = layout.starts[start]
-    tokens = tokenizer.encode(f"{before.text}{before.transform(text)}{layout.ends[end]}")
-    if not before.cut_token:
-        return tokens
-    return tokens[TOKEN_BYTES:] if tokens.startswith(before.cut_token) else None

@@ -8,11 +8,10 @@ templates return None here; chat_tokenizer.py renders them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from warmroute._kernel import TOKEN_BYTES, MessageTokens, Outline
-from warmroute.prompt.chat_layout import TokenLayout, message_tokens, token_layout
+from warmroute.prompt.chat_layout import TokenLayout, token_layout
 from warmroute.prompt.chat_template import ChatTemplate
 from warmroute.prompt.layout_check import LayoutCheck
 from warmroute.prompt.prompt import Prompt, exact_prompt
@@ -34,17 +33,18 @@ def size_bytes(messages: Sequence[MissingMessage]) -> int:
     return sum([size for _message, _start, _end, size in messages]) + _MESSAGE_BYTES * len(messages)
 
 
-@dataclass(slots=True, eq=False)
 class PlainLayout:
     """The layout of one render context."""
 
-    check: LayoutCheck
-    layout: TokenLayout
-    template: ChatTemplate
+    def __init__(self, check: LayoutCheck, layout: TokenLayout, template: ChatTemplate) -> None:
+        self.check = check
+        self.layout = layout
+        self.template = template
 
     def is_outdated(self) -> bool:
         """Return whether the template prints another date by now."""
-        return self.layout.time_key != self.template.time_key()
+        time_key = self.layout.time_key
+        return bool(time_key) and time_key != self.template.time_key()
 
 
 class PlainChats:
@@ -108,9 +108,20 @@ class PlainChats:
         if text is None or not plain.check.is_safe(text):
             return None
         try:
-            return message_tokens(plain.layout, start, end, text, self._tokenizer)
+            return self._unit_tokens(plain.layout, start, end, text)
         except UnicodeEncodeError:
             return None
+
+    def _unit_tokens(self, layout: TokenLayout, start: int, end: int, text: str) -> bytes | None:
+        """Return the tokens from the cut before a message's content to the cut after it.
+
+        None where the tokenizer does not find the cut token. Raises UnicodeEncodeError.
+        """
+        before = layout.starts[start]
+        tokens = self._tokenizer.encode(f"{before.text}{before.transform(text)}{layout.ends[end]}")
+        if not before.cut_token:
+            return tokens
+        return tokens[TOKEN_BYTES:] if tokens.startswith(before.cut_token) else None
 
     def prefix(self, plain: PlainLayout, outline: Outline, count: int) -> tuple[bytes, str, str] | None:
         """Return the tokens of the first messages up to a cut token, this token, and the text after it.

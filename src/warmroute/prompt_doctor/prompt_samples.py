@@ -13,7 +13,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Final
 
-from warmroute.fleet.node_speed import work
+from warmroute.fleet.prefill_work import work
 from warmroute.prompt_doctor.masked_prompt import MaskedPrompt
 from warmroute.routing.attempts import Attempts
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from copy import copy
 from math import inf
 from typing import Final
 
@@ -135,14 +134,16 @@ class Admission:
 
     def dry_run(self, request: RoutingRequest, lookup: Lookup | None, now_s: float) -> tuple[Decision, bool]:
         """Return what `submit` would decide, and whether it would queue the request. Raises RoutingError."""
-        snapshot = copy(self)
-        snapshot._router = self._router.snapshot()
-        decision = snapshot._eligible(request, snapshot._router.decide(request, now_s, lookup), now_s)
-        overtakes = request.priority != LOW or not snapshot._has_to_queue(request, decision, now_s)
-        if overtakes and self._admits_at_once(request, decision, now_s):
-            return decision, False
-        snapshot._check_may_queue(request, decision, now_s)
-        return decision, True
+        router, self._router = self._router, self._router.snapshot()
+        try:
+            decision = self._eligible(request, self._router.decide(request, now_s, lookup), now_s)
+            overtakes = request.priority != LOW or not self._has_to_queue(request, decision, now_s)
+            if overtakes and self._admits_at_once(request, decision, now_s):
+                return decision, False
+            self._check_may_queue(request, decision, now_s)
+            return decision, True
+        finally:
+            self._router = router
 
     def _admits_at_once(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
         if decision.index < 0 or not self._queues(request):
@@ -278,11 +279,11 @@ class Admission:
         tenants = queue.tenants_in_order(without_low)
         limit = min(EXAMINED_PER_TENANT, max(1, EXAMINED // max(1, len(tenants))))
         for key, tenant in tenants:
-            best = self._best_for(node, key, tenant.candidates_for(node, limit), now_s)
+            best = self._best_for(node, key, tenant.candidates_for(node, limit, now_s), now_s)
             if best is not None and best.is_overdue and now_s > best.cheaper_s + GRACE_S:
                 best = self._overdue_turns.oldest_of(key, node, now_s) or best
             if best is not None and queue.contains(key, best):
-                if turns is not None and not turns.is_ours(node, key[0], best.prefill_ms, now_s):
+                if turns is not None and not turns.is_ours(node, key[0], best.effective_key(now_s), now_s):
                     return None
                 queue.charge(key, best, now_s, by_guarantee=False)
                 return key, best
@@ -298,6 +299,7 @@ class Admission:
 
     def _best_for(self, node: Node, key: Key, examined: list[QueuedRequest], now_s: float) -> QueuedRequest | None:
         best: QueuedRequest | None = None
+        lowest = inf
         for queued in examined:
             if not self._is_current(key, queued, now_s):
                 continue
@@ -306,8 +308,9 @@ class Admission:
                 return queued
             if decision.entry_node is not node or self._over_threshold(queued.pending.request, node):
                 continue
-            if best is None or queued.current_key() < best.current_key():
-                best = queued
+            key_now = queued.effective_key(now_s)
+            if best is None or key_now < lowest:
+                best, lowest = queued, key_now
         return best
 
     def _over_threshold(self, request: RoutingRequest, node: Node) -> bool:
@@ -394,6 +397,8 @@ class Admission:
         default_max_wait_s = self.config.max_wait_s
         default_queues = self.config.queue_at_router and self._router.policy.queues_at_router
         self._ticks += 1
+        if not self._ticks % FULL_CHECK_TICKS:
+            queue.guarantee.forget_removed_nodes()
         if (
             self._ticks % FULL_CHECK_TICKS
             and default_queues

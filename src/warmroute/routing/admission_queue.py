@@ -1,15 +1,16 @@
 """The admission queue: requests that wait at the router for a node, and whose turn is next. No I/O.
 
-Order: higher priority first, then the tenant with the least admitted work, then the request with the least prefill
-work. If that one is overdue, the tenant's oldest overdue request goes instead. Overdue requests have a guarantee,
-whatever their priority, tenant and work (waiting_guarantee.py). Requests for which no node exists at all wait
-separately (`waiting_for_first_node`).
+Order: higher priority first, then the tenant with the least admitted work, then the request with the least effective
+work (queued_request.py). If that one is overdue, the tenant's oldest overdue request goes instead. Overdue requests
+have a guarantee, whatever their priority, tenant and work (waiting_guarantee.py). Requests for which no node exists at
+all wait separately (`waiting_for_first_node`).
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from math import inf
 from typing import Final
 
 import msgspec
@@ -19,12 +20,8 @@ from warmroute.fleet.group import Group
 from warmroute.fleet.node import Node
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.decision import Decision
-from warmroute.routing.queued_request import (
-    PendingRequest,
-    QueuedRequest,
-    QueueOrder,
-    RequestsByNode,
-)
+from warmroute.routing.queued_request import PendingRequest, QueuedRequest, QueueOrder
+from warmroute.routing.queued_requests import RequestsByWork
 from warmroute.routing.waiting_guarantee import SHARE, WaitingGuarantee
 
 LONG_WAIT_S: Final = 10.0
@@ -61,7 +58,7 @@ class TenantQueue(msgspec.Struct, eq=False):
     """Prefill work that was admitted."""
     waiting: dict[int, QueuedRequest] = {}
     """In order of arrival, by the pending request's id()."""
-    by_work: RequestsByNode = msgspec.field(default_factory=RequestsByNode)
+    by_work: RequestsByWork = msgspec.field(default_factory=RequestsByWork)
     _by_decision: OrderedDict[int, QueuedRequest] = msgspec.field(default_factory=OrderedDict)
     """The same as `waiting`, the oldest decision first."""
 
@@ -69,14 +66,14 @@ class TenantQueue(msgspec.Struct, eq=False):
         self.waiting[id(queued.pending)] = self._by_decision[id(queued.pending)] = queued
         queued.key = queued.current_key()
         queued.note_work(queued.pending.request.arrived_s)
-        self.by_work.add(queued.key, queued)
+        self.by_work.add(queued)
         queued.group.waiting += 1
 
     def remove(self, pending: PendingRequest) -> QueuedRequest | None:
         queued = self.waiting.pop(id(pending), None)
         if queued is not None:
             del self._by_decision[id(pending)]
-            self.by_work.remove(queued.key, queued, queued.decision.entry_node)
+            self.by_work.remove(queued, queued.decision.entry_node)
             queued.group.waiting -= 1
         return queued
 
@@ -92,15 +89,14 @@ class TenantQueue(msgspec.Struct, eq=False):
         queued.note_work(query.now_s if query is not None else 0.0)
         key = queued.current_key()
         if abs(key - queued.key) > KEY_TOLERANCE * queued.key:
-            self.by_work.remove(queued.key, queued, before)
-            queued.key = key
-            self.by_work.add(key, queued)
+            self.by_work.change(queued, key, before)
         elif decision.entry_node is not before:
-            self.by_work.move(queued.key, queued, before)
+            self.by_work.move(queued, before)
 
-    def candidates_for(self, node: Node, limit: int) -> list[QueuedRequest]:
+    def candidates_for(self, node: Node, limit: int, now_s: float) -> list[QueuedRequest]:
         """Return the requests with the least work, those with the least work whose decision is this node, and those
         with the oldest decisions: their work may have become less."""
+        self.by_work.settle(now_s)
         found = dict.fromkeys(self.by_work.first_ones(node, limit))
         stale = max(1, limit // 2)
         for queued in self._by_decision.values():
@@ -259,7 +255,7 @@ class AdmissionQueue:
             return next(reversed(tenant.waiting.values())).pending
         return next(pending for pending in reversed(self.waiting_for_first_node.values()) if _key(pending) == key)
 
-    def work_ahead_ms(self, request: RoutingRequest, group: Group, work_ms: float) -> float:
+    def work_ahead_ms(self, request: RoutingRequest, group: Group, work_ms: float, now_s: float) -> float:
         """Return the queued prefill work that would be admitted before a new request with this much work.
 
         It counts higher priorities and the request's own tenant. The work of other tenants with the same priority
@@ -269,24 +265,20 @@ class AdmissionQueue:
         for key, tenant in self.tenants.items():
             if key[0] >= request.priority and key != own_key:
                 continue
-            waiting = tenant.by_work.all
-            count = len(waiting) if key != own_key else waiting.count_up_to(work_ms)
-            sample = waiting.sample(count, WORK_SAMPLE)
-            if sample:
-                sample_ms = sum(queued.prefill_ms for queued in sample if queued.group is group)
-                ahead_ms += sample_ms * count / len(sample)
+            up_to_ms = work_ms if key == own_key else inf
+            ahead_ms += tenant.by_work.work_before_ms(up_to_ms, now_s, WORK_SAMPLE, group)
         return ahead_ms
 
     def heads(self) -> Iterator[QueuedRequest]:
-        """Yield the first request of each tenant for each node."""
+        """Yield the first requests of each tenant for each node."""
         for tenant in self.tenants.values():
             yield from tenant.by_work.heads()
 
-    def heads_by_node(self) -> dict[str, tuple[int, float]]:
-        """Return, by node, the priority and the prefill time of the first request that waits for it."""
+    def heads_by_node(self, now_s: float) -> dict[str, tuple[int, float]]:
+        """Return, by node, the priority and the effective work of the first request that waits for it."""
         heads: dict[str, tuple[int, float]] = {}
         for queued in self.heads():
-            name, head = queued.decision.entry_node.name, (queued.pending.request.priority, queued.key)
+            name, head = queued.decision.entry_node.name, (queued.pending.request.priority, queued.effective_key(now_s))
             if name not in heads or head < heads[name]:
                 heads[name] = head
         return heads

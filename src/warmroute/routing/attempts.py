@@ -21,9 +21,7 @@ something happens, and the state machine calls the driver's `send` and `reject`.
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from typing import Any, Final, Protocol
-
-import msgspec
+from typing import Any, Protocol
 
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
@@ -42,8 +40,6 @@ from warmroute.routing.split_request import SplitRequest, try_pair
 
 Usage = tuple[int | None, int | None, int | None]
 """Prompt tokens, cached prompt tokens and output tokens that a response reports; None where it does not."""
-_NOT_YET: Final[Any] = None
-"""What a request gets with its first node."""
 
 
 class SampledPrompt(Protocol):
@@ -57,7 +53,7 @@ class SampledPrompt(Protocol):
         neither the node nor the router knows them. A prefill takes `ms_per_token`, and at least `step_ms`."""
 
 
-class Attempts(msgspec.Struct, eq=False):
+class Attempts:
     """The state machine of one request. Admission sees it as a PendingRequest."""
 
     # for its whole life
@@ -73,7 +69,7 @@ class Attempts(msgspec.Struct, eq=False):
     """What the request took of its tenant's rate limit."""
     captured: Any = None
     """What the capture of traffic keeps of the request; None: the request is not captured."""
-    decision: Decision = _NOT_YET
+    decision: Decision
     tried: int = 0
     """Number of nodes that the request was sent to. Also identifies the current attempt."""
     done: bool = False
@@ -88,9 +84,10 @@ class Attempts(msgspec.Struct, eq=False):
     """Whether the request may be sent to a second node while the first one may still execute it."""
     history: AttemptHistory | None = None
     """Set if the request is traced."""
-    sample: SampledPrompt | None = None
+    sample: SampledPrompt | None
+    """Set if the prompt doctor compares the prompt with others."""
     # at the current node
-    ticket: Ticket = _NOT_YET
+    ticket: Ticket
     hedge: Ticket | None = None
     """The ticket on a second node that has the request, too."""
     overdue_s: float = 0.0
@@ -99,6 +96,15 @@ class Attempts(msgspec.Struct, eq=False):
     status: int = 0
     split: SplitRequest | None = None
     """Set if another node prefilled the prompt for this one, or tried to."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, driver: AttemptDriver, request: RoutingRequest, request_id: bytes
+    ) -> None:
+        self._dispatcher = dispatcher
+        self.driver = driver
+        self.request = request
+        self.request_id = request_id
+        self.sample = None
 
     # Admission.
 
@@ -163,18 +169,26 @@ class Attempts(msgspec.Struct, eq=False):
     # One node after another.
 
     def _try(self, decision: Decision, node: Node, now_s: float) -> None:
-        needs_partner = node.needs_partner
-        splits = decision.pair is not None or self.split is not None or needs_partner
-        if splits and try_pair(self, self._dispatcher, decision, node, now_s):
-            return
-        if needs_partner:
-            self.ticket = self._dispatcher.router.dispatch(decision, node, now_s, DecodeDispatch)
-            self.tried += 1
-            self.node_failed(Outcome.BUSY, "no prefill node is available", now_s)
+        query = decision.query
+        may_split = self.split is not None or query is None or query.group.has_roles
+        if may_split and self._try_pair(decision, node, now_s):
             return
         self.ticket = self._dispatcher.router.dispatch(decision, node, now_s)
         self.tried += 1
         self._send(node)
+
+    def _try_pair(self, decision: Decision, node: Node, now_s: float) -> bool:
+        """Send the request to two nodes if the decision says so, or if `node` needs another one. Return False if `node`
+        serves it alone."""
+        needs_partner = node.needs_partner
+        splits = decision.pair is not None or self.split is not None or needs_partner
+        if splits and try_pair(self, self._dispatcher, decision, node, now_s):
+            return True
+        if needs_partner:
+            self.ticket = self._dispatcher.router.dispatch(decision, node, now_s, DecodeDispatch)
+            self.tried += 1
+            self.node_failed(Outcome.BUSY, "no prefill node is available", now_s)
+        return needs_partner
 
     def send_alone(self, decision: Decision, node: Node, now_s: float) -> None:
         """Send the request to a node that was tried as part of a pair."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from warmroute._kernel import Prices
 from warmroute.fleet.node import Node
@@ -17,26 +15,48 @@ if TYPE_CHECKING:
     from warmroute.routing.pairs import Pair
 
 
-class Decision(msgspec.Struct, eq=False):
+class Decision:
     """The price and the order of the fallbacks are computed when first needed."""
 
     node: Node
     policy: str
     reason: str
-    order: Callable[[], Sequence[Node]] | None = None
+    order: Callable[[], Sequence[Node]] | None
     """Returns all nodes, the best first; None: they are ordered by price."""
-    prices: Prices | None = None
+    prices: Prices | None
     """One for each of the `candidates`; None if the policy has no prices."""
-    candidates: tuple[Node, ...] = ()
-    index: int = -1
+    candidates: tuple[Node, ...]
+    index: int
     """The chosen node's index in `candidates`; -1 if it was not chosen by price."""
-    cache_counts: bool = True
+    cache_counts: bool
     """Whether cached prefixes lowered the prices."""
     query: Query | None = None
     """What the decision is based on."""
-    pair: Pair | None = None
+    pair: Pair | None
     """Set if another node prefills the prompt, and `node` decodes."""
     _price: Price | None = None
+
+    def __init__(
+        self,
+        node: Node,
+        policy: str,
+        reason: str,
+        order: Callable[[], Sequence[Node]] | None = None,
+        prices: Prices | None = None,
+        candidates: tuple[Node, ...] = (),
+        index: int = -1,
+        cache_counts: bool = True,
+        pair: Pair | None = None,
+    ) -> None:
+        self.node = node
+        self.policy = policy
+        self.reason = reason
+        self.order = order
+        self.prices = prices
+        self.candidates = candidates
+        self.index = index
+        self.cache_counts = cache_counts
+        self.pair = pair
 
     @property
     def price(self) -> Price | None:
@@ -99,15 +119,3 @@ class Decision(msgspec.Struct, eq=False):
             found = query.cache_view.from_store(query.group.model, query.lookup, name, query.hits().get(name))
             record.store, record.store_tokens = found
         return record
-
-
-class Policy(Protocol):
-    """Chooses a node. Each policy is one small file; it never gets an empty list of candidates."""
-
-    name: str
-    queues_at_router: bool = False
-    """Whether requests wait in the admission queue until the chosen node has room."""
-    wants_tokens: bool = False
-    """Whether it looks up cached prefixes, so that prompts have to be tokenized."""
-
-    def decide(self, query: Query) -> Decision: ...

@@ -10,7 +10,7 @@ import msgspec
 
 from warmroute._kernel import Prices
 from warmroute.fleet.node import Node
-from warmroute.fleet.node_speed import work
+from warmroute.fleet.prefill_work import work
 from warmroute.routing.price_terms import TIE, Price
 
 if TYPE_CHECKING:

@@ -69,7 +69,7 @@ def check_deadlines_behind_queue(
     price, query = decision.price, decision.query
     if price is None or query is None:
         return
-    queue_ms = queue.work_ahead_ms(request, query.group, price.prefill) / len(query.candidates)
+    queue_ms = queue.work_ahead_ms(request, query.group, price.prefill, now_s) / len(query.candidates)
     missed = check_deadlines(request, decision, now_s, queue_ms=queue_ms)
     if missed is not None:
         raise missed

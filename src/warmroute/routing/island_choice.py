@@ -26,8 +26,9 @@ from warmroute.fleet.node import Node
 from warmroute.index.cache_view import CacheView
 from warmroute.routing.conversation_affinity import ConversationAffinity, ConversationIslands, stable_blocks
 from warmroute.routing.deadline_check import max_ttft_ms
-from warmroute.routing.decision import Decision, Policy
+from warmroute.routing.decision import Decision
 from warmroute.routing.output_length import OutputLengthEstimate
+from warmroute.routing.policy import Policy
 from warmroute.routing.query import Query
 
 PROMPT_TOKEN_BYTES: Final = 4.5

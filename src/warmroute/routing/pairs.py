@@ -41,8 +41,9 @@ import msgspec
 from warmroute._kernel import FIRST_TOKEN_STEPS, STREAMED_WEIGHT, Prices
 from warmroute.fleet.group import Candidates, Group
 from warmroute.fleet.node import Node
-from warmroute.routing.decision import Decision, Policy
+from warmroute.routing.decision import Decision
 from warmroute.routing.policies.price_policy import BEHIND_SHARE, PricePolicy
+from warmroute.routing.policy import Policy
 from warmroute.routing.price_terms import TIE, Price
 from warmroute.routing.query import Query
 from warmroute.routing.routing_errors import NoNodeAvailable

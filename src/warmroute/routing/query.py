@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from warmroute._kernel import TOKEN_BYTES
 from warmroute.fleet.group import Candidates, Group
 from warmroute.index.cache_view import CacheView, Hit
@@ -14,7 +12,7 @@ from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.conversation_affinity import ConversationIslands
 
 
-class Query(msgspec.Struct, eq=False):
+class Query:
     request: RoutingRequest
     candidates: Candidates
     group: Group
@@ -22,14 +20,38 @@ class Query(msgspec.Struct, eq=False):
     lookup: Lookup | None
     """The prompt's blocks; None if the prompt was not tokenized or is too short to matter."""
     cache_view: CacheView
-    looked_up_s: float = 0.0
+    looked_up_s: float
     """When the hits were looked up."""
-    conversation: ConversationIslands | None = None
+    conversation: ConversationIslands | None
     """The islands of a known conversation; None for a new one, or if the group is on one island."""
-    move_reason: str | None = None
+    move_reason: str | None
     """Why the request leaves its conversation's island; empty if it stays, None if islands do not matter."""
-    known_hits: dict[str, Hit] | None = None
+    known_hits: dict[str, Hit] | None
     """The result of `hits`."""
+
+    def __init__(
+        self,
+        request: RoutingRequest,
+        candidates: Candidates,
+        group: Group,
+        now_s: float,
+        lookup: Lookup | None,
+        cache_view: CacheView,
+        looked_up_s: float = 0.0,
+        conversation: ConversationIslands | None = None,
+        move_reason: str | None = None,
+        known_hits: dict[str, Hit] | None = None,
+    ) -> None:
+        self.request = request
+        self.candidates = candidates
+        self.group = group
+        self.now_s = now_s
+        self.lookup = lookup
+        self.cache_view = cache_view
+        self.looked_up_s = looked_up_s
+        self.conversation = conversation
+        self.move_reason = move_reason
+        self.known_hits = known_hits
 
     def repeat(self, now_s: float) -> Query:
         """Return the same query for a later decision. The hits are not looked up again."""

@@ -13,20 +13,21 @@ from warmroute.fleet.demand import DemandMeter
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.group import Candidates, Group
 from warmroute.fleet.node import Node
-from warmroute.fleet.node_speed import work
+from warmroute.fleet.prefill_work import work
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.cache_view import CacheView
 from warmroute.index.hot_prefixes import HotPrefixes
 from warmroute.index.lookup import Lookup, SpecialPrompt
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.context_fit import ContextFit
-from warmroute.routing.decision import Decision, Policy
+from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch, OtherPrompts
 from warmroute.routing.island_choice import IslandChoice
 from warmroute.routing.output_length import OutputLengthEstimate
 from warmroute.routing.pair_dispatch import DecodeDispatch, PrefillDispatch
 from warmroute.routing.pairs import Pairs
 from warmroute.routing.policies import make_policy
+from warmroute.routing.policy import Policy
 from warmroute.routing.price_terms import ASSUMED_PROMPT_TOKENS
 from warmroute.routing.query import Query
 from warmroute.routing.routing_errors import MissingModel, NoNodeAvailable, RoutingError, UnknownModel
@@ -59,7 +60,7 @@ class Router:
         cache_view.saved_shares = self._saved_by_store
         self.reconfigure(config, pricing or Pricing(), routes)
 
-    def _saved_by_store(self, model: str, store: str, names: Collection[str]) -> list[float]:
+    def _saved_by_store(self, model: str, store: str, names: Collection[str], now_s: float) -> list[float]:
         """Return the share of its prefill that a token saves which each node loads from a shared KV store."""
         group, find = self._fleet.group(model), self._fleet.find
         shares = []
@@ -71,11 +72,13 @@ class Router:
                 continue
             ms = load_ms.get(node.island)
             if ms is None:
-                ms = load_ms[node.island] = group.transfer_speeds.from_store(store, node.island).ms_per_token
+                speed = group.transfer_speeds.from_store(store, node.island)
+                ms = load_ms[node.island] = speed.ms_per_token(now_s)
             shares.append(1.0 - ms / node.speed.ms_per_token)
         return shares
 
     def reconfigure(self, config: Routing, pricing: Pricing, routes: Sequence[RouteConfig] = ()) -> None:
+        self._config, self._pricing = config, pricing
         self._random = Random(config.seed or None)
         self._pairs = Pairs(self._random)
         self._fleet.adapters.reconfigure(pricing.adapter_load_ms)
@@ -92,8 +95,10 @@ class Router:
 
     def snapshot(self) -> Router:
         """Return a copy for dry runs. Its decisions do not advance the policies' state."""
-        snapshot = copy(self)
-        snapshot.demand_meter = None
+        snapshot = Router(self._fleet, self._cache_view, self._config, self._pricing)
+        snapshot.output_lengths, snapshot._context_fit = self.output_lengths, self._context_fit
+        snapshot.island_choice, snapshot.may_serve = self.island_choice, self.may_serve
+        snapshot._random, snapshot._pairs = self._random, self._pairs
         snapshot.policy = copy(self.policy)
         snapshot._by_route = {name: copy(policy) for name, policy in self._by_route.items()}
         return snapshot

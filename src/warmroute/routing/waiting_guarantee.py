@@ -25,7 +25,8 @@ from collections.abc import Iterable
 from typing import Final
 
 from warmroute.fleet.node import Node
-from warmroute.routing.queued_request import QueuedRequest, RequestsByNode, SortedRequests
+from warmroute.routing.queued_request import QueuedRequest
+from warmroute.routing.queued_requests import RequestsByNode, SortedRequests
 
 GRACE_S: Final = 10.0
 PATIENCE: Final = 2.0
@@ -77,6 +78,9 @@ class WaitingGuarantee:
     def decision_changed(self, queued: QueuedRequest, from_node: Node) -> None:
         if queued.is_overdue:
             self._overdue.move(queued.pending.request.arrived_s, queued, from_node)
+
+    def forget_removed_nodes(self) -> None:
+        self._credit_ms = {node: credit_ms for node, credit_ms in self._credit_ms.items() if node.groups}
 
     def queue_is_empty(self) -> None:
         self._work = 0.0

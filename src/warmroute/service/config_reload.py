@@ -76,6 +76,7 @@ class ConfigReload:
             service.admission.reconfigure(config.admission, config.routes)
         if config.index != before.index:
             service.cache_view.reconfigure(config.index)
+        if config.kv_stores != before.kv_stores:
             service.cache_view.set_stores({one.name: one.capacity_tokens for one in config.kv_stores})
         if config.prompts != before.prompts or config.models != before.models:
             service.prompt_reader.reconfigure(config.prompts)
@@ -95,6 +96,7 @@ class ConfigReload:
         service.set_prompt_doctor(config.prompt_doctor.enabled)
         service.watcher.reconfigure(config)
         changed = service.nodes.reconfigure(config.nodes, config.health)
+        service.watcher.attach_stores()
         service.discovery.reconfigure(config.discovery)
         service.pools.drop_changed_keys()
         return changed

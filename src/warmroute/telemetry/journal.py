@@ -51,7 +51,7 @@ End = tuple[Outcome, Node, int, int, float, float]
 without one) and of the end."""
 
 
-class Entry(msgspec.Struct, eq=False):
+class Entry:
     """The decision for one request, and how the request ended."""
 
     request_id: bytes
@@ -66,6 +66,26 @@ class Entry(msgspec.Struct, eq=False):
     """Prompt tokens, cached tokens and output tokens that the node reported."""
     end: End | None = None
     """None while the request runs."""
+
+    def __init__(
+        self,
+        request_id: bytes,
+        tenant: str,
+        model: str,
+        route: str,
+        priority: int,
+        arrived_s: float,
+        queued_ms: float,
+        record: DecisionRecord,
+    ) -> None:
+        self.request_id = request_id
+        self.tenant = tenant
+        self.model = model
+        self.route = route
+        self.priority = priority
+        self.arrived_s = arrived_s
+        self.queued_ms = queued_ms
+        self.record = record
 
 
 class Journal:

@@ -55,6 +55,7 @@ LABELS: Final = {
     "tenant": "tenant of the API key; empty if no keys are configured",
     "to": "island that the conversation moved to",
     "version": "version of Warmroute",
+    "build": "`compiled` (releases) or `interpreted`: whether the modules of the request path are compiled",
 }
 
 
@@ -89,7 +90,7 @@ def _process(kind: Kind, name: str, text: str) -> Metric:
     return _add(kind, name, text, (), "process_")
 
 
-BUILD_INFO: Final = _gauge("build_info", "Always 1. The label is the running version.", "version")
+BUILD_INFO: Final = _gauge("build_info", "Always 1. The labels are the running version and build.", "version", "build")
 
 RESPONSES: Final = _counter("responses", "Complete responses of nodes.", "status")
 ERRORS: Final = _counter("errors", "Error responses of the router itself.", "code", "status")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from warmroute import __version__
+from warmroute.build_info import build
 from warmroute.config.priority import PRIORITY_NAMES
 from warmroute.fleet.engine_rates import EngineRates
 from warmroute.fleet.fleet import Fleet
@@ -97,7 +98,7 @@ class MetricsPage:
         it in a thread."""
         pause = Pauses()
         page = {metric: MetricLines(metric, pause) for metric in METRICS}
-        page[metrics.BUILD_INFO].add(1, format_labels(version=__version__))
+        page[metrics.BUILD_INFO].add(1, format_labels(version=__version__, build=build()))
         self._add_requests(page)
         self._add_nodes(page)
         self._add_index(page)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from warmroute.config.priority import HIGH, LOW
 from warmroute.fleet.group import Candidates
-from warmroute.routing.decision import Decision, Policy
+from warmroute.routing.decision import Decision
+from warmroute.routing.policy import Policy
 from warmroute.routing.query import Query
 from warmroute.routing.routing_errors import RoutingError
 

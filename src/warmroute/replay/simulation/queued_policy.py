@@ -16,9 +16,10 @@ from warmroute.fleet.node import Node
 from warmroute.index.cache_view import CacheView
 from warmroute.replay.simulation.policy_listener import IndexUpdates, PolicyListener
 from warmroute.replay.simulation.simulated_request import SimulatedRequest
-from warmroute.routing.decision import Decision, Policy
+from warmroute.routing.decision import Decision
 from warmroute.routing.output_length import OutputLengthEstimate
 from warmroute.routing.policies.price_policy import PricePolicy
+from warmroute.routing.policy import Policy
 from warmroute.routing.query import Query
 
 

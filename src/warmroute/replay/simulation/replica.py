@@ -22,7 +22,7 @@ from warmroute.replay.simulation.request_flow import RequestFlow
 from warmroute.replay.simulation.simulated_node import SimulatedNode
 from warmroute.replay.simulation.simulated_request import MODEL, SimulatedRequest
 from warmroute.routing.admission import Admission
-from warmroute.routing.decision import Policy
+from warmroute.routing.policy import Policy
 from warmroute.routing.queued_request import QueueOrder
 from warmroute.routing.route_matching import Routes
 from warmroute.routing.router import Router

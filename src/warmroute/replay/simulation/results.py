@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from math import inf
 
-from warmroute.fleet.node_speed import work
+from warmroute.fleet.prefill_work import work
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 TIMELINE_SPANS = 240

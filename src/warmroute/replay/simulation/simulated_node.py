@@ -14,7 +14,7 @@ from warmroute.fleet.node import Node
 from warmroute.replay.simulation.conditions import NodeSpec
 
 if TYPE_CHECKING:
-    from warmroute.replay.simulation.request_flow import Leg
+    from warmroute.replay.simulation.flight import Leg
 
 
 class ProcessState(enum.Enum):

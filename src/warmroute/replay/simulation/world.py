@@ -18,15 +18,15 @@ from warmroute.fake_engine.core.shared_store import SharedStore
 from warmroute.replay.simulation.calendar import Calendar
 from warmroute.replay.simulation.clients import Clients
 from warmroute.replay.simulation.conditions import Conditions, NodeSpec
+from warmroute.replay.simulation.flight import Flight
 from warmroute.replay.simulation.policy_listener import PolicyListener
 from warmroute.replay.simulation.replica import Replica
-from warmroute.replay.simulation.request_flow import Flight
 from warmroute.replay.simulation.results import RequestResults
 from warmroute.replay.simulation.simulated_cluster import SimulatedCluster
 from warmroute.replay.simulation.simulated_node import ProcessState, SimulatedNode
 from warmroute.replay.simulation.simulated_request import MODEL
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
-from warmroute.routing.decision import Policy
+from warmroute.routing.policy import Policy
 from warmroute.routing.queued_request import QueueOrder
 
 DEFAULT_ISLAND = "local"

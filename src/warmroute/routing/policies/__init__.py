@@ -6,7 +6,6 @@ from random import Random
 
 from warmroute.config import Pricing, Routing
 from warmroute.index.cache_view import CacheView
-from warmroute.routing.decision import Policy
 from warmroute.routing.output_length import OutputLengthEstimate
 from warmroute.routing.policies.latency import Latency
 from warmroute.routing.policies.least_loaded import LeastLoaded
@@ -17,6 +16,7 @@ from warmroute.routing.policies.price_policy import PricePolicy
 from warmroute.routing.policies.random_choice import RandomChoice
 from warmroute.routing.policies.round_robin import RoundRobin
 from warmroute.routing.policies.session import Session
+from warmroute.routing.policy import Policy
 
 
 def make_policy(

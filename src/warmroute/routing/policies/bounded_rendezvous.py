@@ -12,8 +12,9 @@ from abc import abstractmethod
 
 from warmroute._kernel import key_hash, rendezvous_home, rendezvous_order
 from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.decision import Decision, Policy
+from warmroute.routing.decision import Decision
 from warmroute.routing.policies.least_loaded import LeastLoaded
+from warmroute.routing.policy import Policy
 from warmroute.routing.query import Query
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from random import Random
 
 from warmroute.fleet.node import Node
-from warmroute.routing.decision import Decision, Policy
+from warmroute.routing.decision import Decision
+from warmroute.routing.policy import Policy
 from warmroute.routing.query import Query
 
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from random import Random
 
 from warmroute.fleet.node import Node
-from warmroute.routing.decision import Decision, Policy
+from warmroute.routing.decision import Decision
+from warmroute.routing.policy import Policy
 from warmroute.routing.query import Query
 
 

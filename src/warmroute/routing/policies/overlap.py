@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Final
 
 from warmroute.fleet.node import Node
-from warmroute.routing.decision import Decision, Policy
+from warmroute.routing.decision import Decision
 from warmroute.routing.policies.least_loaded import LeastLoaded
+from warmroute.routing.policy import Policy
 from warmroute.routing.query import Query
 
 NEARLY_FULL: Final = 0.95

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from random import Random
 
-from warmroute.routing.decision import Decision, Policy
+from warmroute.routing.decision import Decision
 from warmroute.routing.policies.least_loaded import LeastLoaded
+from warmroute.routing.policy import Policy
 from warmroute.routing.query import Query
 
 

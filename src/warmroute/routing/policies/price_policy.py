@@ -30,11 +30,11 @@ from typing import Final
 from warmroute._kernel import RISK_POWER, STALLED_WEIGHT, CacheState, Prices, price_nodes
 from warmroute.config import Pricing
 from warmroute.fleet.group import Candidates
-from warmroute.fleet.node_speed import work
+from warmroute.fleet.prefill_work import work
 from warmroute.index.cache_view import CacheView
 from warmroute.index.lookup import Lookup
 from warmroute.routing.context_fit import ContextFit
-from warmroute.routing.decision import Decision, Policy
+from warmroute.routing.decision import Decision
 from warmroute.routing.output_length import OutputLengthEstimate
 from warmroute.routing.price_terms import ASSUMED_PROMPT_TOKENS, TIE, Price
 from warmroute.routing.query import Query
@@ -53,7 +53,7 @@ MAX_CACHE_LISTS: Final = 64
 """Candidate lists whose caches are remembered. Some lists are used by one request only."""
 
 
-class PricePolicy(Policy):
+class PricePolicy:
     name = "price"
     wants_tokens = True
     queues_at_router = True
@@ -74,6 +74,9 @@ class PricePolicy(Policy):
         self._membership: object = None
         self._caches: dict[Candidates, tuple[CacheState | None, ...]] = {}
         """The caches of each candidate list. Cleared when a node joins or leaves the cache view."""
+
+    def __copy__(self) -> PricePolicy:
+        return self  # a decision changes nothing that counts for the next one
 
     def decide(self, query: Query) -> Decision:
         nodes = query.candidates.nodes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from warmroute.routing.decision import Decision, Policy
+from warmroute.routing.decision import Decision
+from warmroute.routing.policy import Policy
 from warmroute.routing.query import Query
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from warmroute.routing.decision import Decision, Policy
+from warmroute.routing.decision import Decision
+from warmroute.routing.policy import Policy
 from warmroute.routing.query import Query
 
 

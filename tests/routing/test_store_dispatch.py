@@ -1,0 +1,58 @@
+"""How fast a shared KV store is: learned from first tokens, and forgotten with time."""
+
+from __future__ import annotations
+
+import pytest
+from routing_harness import MODEL, RoutingHarness, prompt
+
+from warmroute.fleet.kv_transfer import LATENCY_MS, LOAD_HALF_LIFE_S, PRIOR_MS_PER_TOKEN, LoadSpeed
+from warmroute.fleet.node import Outcome
+from warmroute.routing.store_dispatch import StoreDispatch
+
+DOCUMENT = prompt(20_000, 7)
+
+
+def serve(harness: RoutingHarness, name: str, ttft_s: float) -> bool:
+    """Serve the document on a node. Return whether the node should load it from the store."""
+    decision = harness.decide(DOCUMENT, streams=True)
+    ticket = harness.router.dispatch(decision, harness.fleet.node(name), harness.now_s)
+    harness.advance(ttft_s)
+    ticket.first_token(harness.now_s)
+    harness.fleet.close_ticket(ticket, Outcome.OK, harness.now_s)
+    return isinstance(ticket, StoreDispatch)
+
+
+def test_a_store_that_was_slow_is_used_again_after_a_while() -> None:
+    harness = RoutingHarness(5, cache_tokens=100_000)
+    view = harness.cache_view
+    view.set_stores({"shared": 1_000_000})
+    for node in harness.nodes:
+        view.attach(node.name, "shared")
+    assert not serve(harness, "n0", 1.0)
+    for name in ("n1", "n2", "n3"):
+        serve(harness, name, 5.0)
+    assert "n4" not in view.hits(MODEL, DOCUMENT, harness.now_s), "prefilling takes 1 s, loading took 5"
+    harness.advance(6 * LOAD_HALF_LIFE_S)
+    assert view.hits(MODEL, DOCUMENT, harness.now_s)["n4"].expected > 0.5 * 20_000
+    assert serve(harness, "n4", 0.5)
+
+
+def test_one_late_first_token_says_little_about_the_store() -> None:
+    speed = LoadSpeed()
+    speed.learn(20_000, 5_000.0, 100.0)
+    assert speed.ms_per_token(100.0) < 3.0 * PRIOR_MS_PER_TOKEN
+    speed.learn(10, 1e9, 100.0)
+    assert speed.loads == 1, "too short to say anything"
+
+
+def test_load_speeds_are_learned_and_return_to_the_prior() -> None:
+    speed = LoadSpeed()
+    for second in range(300):
+        speed.learn(10_000, LATENCY_MS + 1000.0, 100.0 + second)
+    assert speed.ms_per_token(400.0) == pytest.approx(0.1, rel=0.1) and speed.loads == 300
+    assert speed.ms_per_token(0.0) == speed.ms_per_token(399.0)
+    later = [speed.ms_per_token(400.0 + LOAD_HALF_LIFE_S * age) for age in range(16)]
+    assert later == sorted(later, reverse=True) and later[-1] == pytest.approx(PRIOR_MS_PER_TOKEN, rel=0.01)
+    for second in range(1000):
+        speed.learn(10_000, -5.0, 400.0 + second)
+    assert 0.0 < speed.ms_per_token(1400.0) < 0.01
