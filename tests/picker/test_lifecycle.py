@@ -220,3 +220,17 @@ async def test_the_command_serves_reloads_on_sighup_and_drains_on_sigterm(tmp_pa
             await process.wait()
             await reading
         assert not any("ERROR" in line or "Traceback" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("role", ["mixed", "prefill"])
+async def test_prefill_nodes_lead_to_one_warning_at_the_start(role: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with engines(2) as nodes:
+        listed: list[dict[str, Any]] = [
+            {"name": "first", "url": nodes[0].url, "role": role},
+            {"name": "second", "url": nodes[1].url},
+        ]
+        async with picker(*listed) as p:
+            await p.ask()
+    logged = [record.getMessage() for record in caplog.records if "picker_without_pairs" in record.getMessage()]
+    assert len(logged) == (role == "prefill")
+    assert all("first" in line and "second" not in line for line in logged)

@@ -23,6 +23,8 @@ RESOLVE_S: Final = 30.0
 RETRY_S: Final = 2.0
 MAX_HOSTS: Final = 1 << 16
 """Hosts of nodes that are kept as parsed."""
+MAX_NAMED: Final = 8
+"""Nodes that a log event names."""
 
 
 def join_endpoint(host: str, port: int) -> str:
@@ -50,6 +52,8 @@ class Endpoints:
         self._failing: set[str] = set()
         self._membership: tuple[int, int] | None = None
         """The fleet's, as of the last refresh; None: an address has changed since."""
+        self._warned = False
+        """Of prefill nodes."""
 
     def of(self, node: Node) -> str:
         """Return the node's endpoint; empty if its name is not resolved."""
@@ -84,6 +88,14 @@ class Endpoints:
         for endpoint, node in self._by_endpoint.items():
             address = endpoint.rpartition(":")[0].strip("[]")
             self._by_address.setdefault(address, []).append(node.name)
+        if not self._warned and (prefill := [node.name for node in self._fleet if node.role == "prefill"]):
+            self._warned = True
+            log.warning(
+                "picker_without_pairs",
+                "Envoy sends a request to one node, so these nodes prefill nothing for others. They get requests only "
+                'while no other node is up. Give them role = "mixed", or use warmroute serve.',
+                nodes=",".join(prefill[:MAX_NAMED]),
+            )
 
     def _endpoint(self, node: Node) -> str:
         host = _literal(node.host) or self._addresses.get(node.host, "")
