@@ -55,7 +55,18 @@ async def test_a_subset_holds_for_every_policy() -> None:
 async def test_an_empty_or_ineligible_subset_is_503(hint: Any) -> None:
     async with engines(2) as nodes, picker(*nodes) as p:
         answer = await p.ask(subset=hint)
+        assert (answer.status, answer.error["code"]) == (503, "no_node_in_subset")
+        assert "`envoy.lb.subset_hint`" in answer.error["message"] and "`m`" in answer.error["message"]
+        assert "retry-after" not in answer.response_headers  # the nodes are up: a retry does not help
+
+
+async def test_a_subset_of_nodes_that_are_down_is_worth_a_retry() -> None:
+    async with engines(2) as nodes, picker(*nodes) as p:
+        await nodes[0].refuse()
+        await until(lambda: p.service.fleet.node("node0").health.confirmed_down)
+        answer = await p.ask(subset=[f"127.0.0.1:{nodes[0].port}"])
         assert (answer.status, answer.error["code"]) == (503, "no_node_available")
+        assert answer.response_headers["retry-after"] == "1"
 
 
 async def test_without_a_ready_endpoint_the_answer_is_503() -> None:

@@ -77,6 +77,29 @@ def test_openais_client_works_in_every_mode(fleet: Any, tmp_path: Path, request_
         picker.until_idle()
 
 
+@pytest.mark.parametrize("responses", ["skipped", "headers", "streamed", "duplex"])
+def test_clients_get_the_headers_of_the_proxy(children: Children, tmp_path: Path, responses: str) -> None:
+    engines = fast_engines(children, 1)
+    flags = tmp_path / "headers.toml"
+    flags.write_text('[journal]\nresponse_headers = "always"\n')
+    picker = PickerProcess(children, [engines[0].url], "--config", str(flags))
+    with running_envoy(
+        tmp_path, picker.port, [port_of(engines[0])], request_mode="duplex" if responses == "duplex" else "buffered",
+        responses=responses,
+    ) as envoy:  # fmt: skip
+        answer = httpx.post(f"{envoy.url}/v1/chat/completions", content=request_body("word " * 500, True))
+        assert answer.status_code == 200
+        if responses == "skipped":
+            assert "x-warmroute-node" not in answer.headers
+        else:
+            assert answer.headers["x-warmroute-node"] == f"127.0.0.1:{port_of(engines[0])}"
+            assert "/" in answer.headers["x-warmroute-hit"]
+            [request_id] = answer.headers.get_list("x-request-id")
+            assert request_id.encode() in picker.admin("/admin/decisions")
+        wrong = httpx.post(f"{envoy.url}/v1/chat/completions", content=b"{")
+        assert wrong.status_code == 400 and wrong.headers["x-request-id"]
+
+
 def test_a_subset_hint_restricts_the_endpoints(fleet: Any, tmp_path: Path) -> None:
     engines, picker = fleet
     ports = [port_of(one) for one in engines]
@@ -89,7 +112,7 @@ def test_a_subset_hint_restricts_the_endpoints(fleet: Any, tmp_path: Path) -> No
     assert [new - old for new, old in zip(after, before, strict=True)] == [0, 6, 0]
     with running_envoy(tmp_path, picker.port, ports, subset=[]) as envoy:
         answer = httpx.post(f"{envoy.url}/v1/chat/completions", content=request_body("x", False))
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_node_available")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_node_in_subset")
 
 
 @pytest.mark.parametrize(

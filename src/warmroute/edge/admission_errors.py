@@ -51,6 +51,13 @@ def to_error(why: reasons.RoutingError, request: RoutingRequest) -> HttpError:
         case reasons.NoNodeAvailable():
             what = f"the model `{request.model[:200]}`" if request.model else "this request"
             return _unavailable(503, "no_node_available", f"No node can serve {what} now. {RETRY}", RETRY_AFTER_S)
+        case reasons.NoNodeInSubset():
+            what = f"the model `{request.model[:200]}`" if request.model else "this request"
+            message = (
+                "The subset of endpoints that the gateway allows (metadata `envoy.lb.subset_hint`) contains no node "
+                f"that can serve {what}. A retry does not help: correct the hint, or the router's nodes."
+            )
+            return _unavailable(503, "no_node_in_subset", message, None)
         case reasons.QueueTimeout():
             message = f"The request waited in the router's queue, and no node had room for it in time. {RETRY}"
             return _unavailable(503, "queue_timeout", message, RETRY_AFTER_S)

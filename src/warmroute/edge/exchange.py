@@ -20,7 +20,7 @@ from warmroute.edge.http1 import CHUNKED, UNTIL_CLOSE, ChunkReader, RequestHead,
 from warmroute.edge.last_event import has_last_event
 from warmroute.edge.node_attempt import NodeAttempt
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
-from warmroute.edge.node_headers import node_lines
+from warmroute.edge.node_headers import names_node, node_lines
 from warmroute.edge.paths import is_anthropic
 from warmroute.edge.retry_after import seconds_of
 from warmroute.edge.split_attempt import DecodeAttempt, PrefillAttempt
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 TAIL_PIECES: Final = 8
 """Pieces kept from the end of a response: the usage, the [DONE] after it and the last chunk's end may come apart."""
-EXPLAIN_HEADER: Final = b"x-warmroute-explain"
 _NODE_LIMITS: Final = re.compile(rb"(?im)^x-ratelimit-[^\r\n]*\r\n")
 """Rate limits of a node, which the router replaces with its own where the tenant has some."""
 
@@ -247,7 +246,7 @@ class ProxyExchange:
         more_lines = b""
         if attempts.charge is not None:
             passing, more_lines = _NODE_LIMITS.sub(b"", passing), _header_lines(attempts.charge.headers(now_s))
-        if proxy.node_headers and (proxy.node_headers == "always" or self._head.get(EXPLAIN_HEADER) == b"1"):
+        if proxy.node_headers and names_node(proxy.node_headers, self._head):
             more_lines += node_lines(attempts)
         if not keep_alive or not self._head.minor_version:
             more_lines += client.connection_line(keep_alive)

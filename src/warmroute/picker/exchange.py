@@ -17,6 +17,7 @@ from warmroute.edge import errors
 from warmroute.edge.exchange import TAIL_PIECES
 from warmroute.edge.http1 import RequestHead
 from warmroute.edge.last_event import has_last_event, may_end
+from warmroute.edge.node_headers import names_node, node_headers
 from warmroute.fleet.node import Node, Outcome
 from warmroute.prompt.prompt import Prompt
 from warmroute.routing.attempts import Attempts
@@ -120,6 +121,23 @@ class PickerExchange(msgspec.Struct, eq=False):
         return ticket.rank if isinstance(ticket, Dispatch) else None
 
     # The response, as far as Envoy shows it.
+
+    def client_headers(self, head: ObservedHead) -> list[tuple[bytes, bytes]]:
+        """Return the headers that the proxy would add to this response. Call it when the response has started."""
+        attempts, proxy = self.attempts, self._proxy
+        headers = [(b"X-Request-Id", attempts.request_id)]
+        if self._sent and not head.by_envoy:
+            if attempts.charge is not None:
+                limits = attempts.charge.headers(proxy.now())
+                headers += [(name.encode(), value.encode()) for name, value in limits]
+            if proxy.node_headers and names_node(proxy.node_headers, self._head):
+                headers += node_headers(attempts)
+        return headers
+
+    @property
+    def replaces_limits(self) -> bool:
+        """Whether the tenant has rate limits, which replace those of the node."""
+        return self.attempts.charge is not None
 
     def response_started(self, head: ObservedHead, sees_body: bool) -> None:
         attempts, now_s, status = self.attempts, self._proxy.now(), head.status

@@ -30,6 +30,11 @@ Request: Final = ext_proc.ProcessingRequest
 Response: Final = ext_proc.ProcessingResponse
 _OVERWRITE: Final = ext_proc.OVERWRITE_IF_EXISTS_OR_ADD
 
+# Tags of fields: the number in ext_proc.py, and that a length follows.
+_RESPONSE_HEADERS, _RESPONSE, _HEADER_MUTATION = b"\x12", b"\x0a", b"\x12"
+_SET_HEADERS, _REMOVE_HEADERS, _HEADER, _KEY, _RAW_VALUE = b"\x0a", b"\x12", b"\x0a", b"\x0a", b"\x1a"
+_APPEND_ACTION: Final = b"\x18%c" % _OVERWRITE
+
 CONTINUE_HEADERS: Final[bytes] = Response(request_headers=ext_proc.HeadersResponse()).SerializeToString()
 CONTINUE_BODY: Final[bytes] = Response(request_body=ext_proc.BodyResponse()).SerializeToString()
 CONTINUE_TRAILERS: Final[bytes] = Response(request_trailers=ext_proc.TrailersResponse()).SerializeToString()
@@ -107,6 +112,32 @@ def request_chunks(pieces: Sequence[bytes], ends: bool) -> Iterator[bytes]:
     for number, chunk in enumerate(chunks, 1):
         body = ext_proc.BodyResponse(response=_chunk(chunk, ends and number == len(chunks)))
         yield bytes(Response(request_body=body).SerializeToString())
+
+
+def response_headers(fields: Sequence[tuple[bytes, bytes]], remove: Sequence[str] = ()) -> bytes:
+    """Let the response pass, with these headers in place of its own, and without those of `remove`.
+
+    Written without protobuf, which takes three times as long: every response has another id, so nothing can be cached.
+    """
+    mutation = b"".join([_field(_SET_HEADERS, _header(name, value)) for name, value in fields])
+    mutation += b"".join([_field(_REMOVE_HEADERS, name.encode()) for name in remove])
+    return _field(_RESPONSE_HEADERS, _field(_RESPONSE, _field(_HEADER_MUTATION, mutation)))
+
+
+def _header(name: bytes, value: bytes) -> bytes:
+    return _field(_HEADER, _field(_KEY, name.lower()) + _field(_RAW_VALUE, value)) + _APPEND_ACTION
+
+
+def _field(tag: bytes, content: bytes) -> bytes:
+    size = len(content)
+    if size < 0x80:
+        return b"%b%c%b" % (tag, size, content)
+    length = bytearray(tag)
+    while size >= 0x80:
+        length.append(size & 0x7F | 0x80)
+        size >>= 7
+    length.append(size)
+    return b"%b%b" % (length, content)
 
 
 def response_chunk(body: bytes, ends: bool) -> bytes:

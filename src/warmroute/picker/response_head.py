@@ -47,3 +47,9 @@ def read_response_head(message: Any, node_at: Callable[[str], Node | None]) -> O
         seconds_of(retry_after) if status in (429, 503) else None,
         not encoded and content_type[:17].lower() == b"text/event-stream",
     )
+
+
+def rate_limits(message: Any) -> list[str]:
+    """Return the names of the node's headers about its rate limits."""
+    fields = message.response_headers.headers.headers
+    return [field.key for field in fields if field.key.startswith("x-ratelimit-")]

@@ -32,7 +32,7 @@ from warmroute.picker.ext_proc import BUFFERED, BUFFERED_PARTIAL, NONE, STREAMED
 from warmroute.picker.ext_proc import FULL_DUPLEX_STREAMED as DUPLEX
 from warmroute.picker.grpc_call import INVALID_ARGUMENT, Call
 from warmroute.picker.request_head import EnvoyHead
-from warmroute.picker.response_head import read_response_head
+from warmroute.picker.response_head import rate_limits, read_response_head
 
 if TYPE_CHECKING:
     from warmroute.picker.server import PickerServer
@@ -361,12 +361,16 @@ class PickerStream:
 
     def _receive_response_head(self, message: Any) -> None:
         self._saw_response = True
-        self._outbox.append(messages.CONTINUE_RESPONSE_HEADERS)
         exchange, server = self._exchange, self._server
         if not isinstance(exchange, PickerExchange):
+            self._outbox.append(messages.CONTINUE_RESPONSE_HEADERS)
             return
         server.shows_responses(self._call.peer_host)
-        exchange.response_started(read_response_head(message, server.endpoints.node_at), self.sees_responses)
+        head = read_response_head(message, server.endpoints.node_at)
+        exchange.response_started(head, self.sees_responses)
+        headers = exchange.client_headers(head)
+        limits = rate_limits(message) if exchange.replaces_limits and not head.by_envoy else ()
+        self._outbox.append(messages.response_headers(headers, limits))
         if message.response_headers.end_of_stream:
             exchange.response_ended()
 

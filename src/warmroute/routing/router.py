@@ -30,9 +30,9 @@ from warmroute.routing.policies import make_policy
 from warmroute.routing.policy import Policy
 from warmroute.routing.price_terms import ASSUMED_PROMPT_TOKENS
 from warmroute.routing.query import Query
-from warmroute.routing.routing_errors import MissingModel, NoNodeAvailable, RoutingError, UnknownModel
+from warmroute.routing.routing_errors import MissingModel, NoNodeAvailable, NoNodeInSubset, RoutingError, UnknownModel
 from warmroute.routing.store_dispatch import StoreDispatch
-from warmroute.routing.subset import within_subset
+from warmroute.routing.subset import is_outside_subset, within_subset
 
 
 class Router:
@@ -119,7 +119,8 @@ class Router:
             if group.windows is not None:
                 candidates = self._context_fit.candidates(request, group, group.windows, candidates)
             if not candidates.nodes:
-                raise NoNodeAvailable(request.model)
+                outside = request.subset is not None and is_outside_subset(group.members, request.subset)
+                raise (NoNodeInSubset if outside else NoNodeAvailable)(request.model)
             uses_last_resort = True
         query = Query(request, candidates, group, now_s, lookup, self._cache_view, now_s)
         try:

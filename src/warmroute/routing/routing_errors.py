@@ -27,6 +27,10 @@ class NoNodeAvailable(RoutingError):
     """Nodes serve this model, or may do so, but none of them is available now."""
 
 
+class NoNodeInSubset(RoutingError):
+    """Nodes serve this model, but the request's subset contains none of them."""
+
+
 class ContextTooLong(RoutingError):
     """The prompt is longer than the context window of every node that serves its model."""
 
