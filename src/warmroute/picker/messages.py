@@ -137,7 +137,7 @@ def _field(tag: bytes, content: bytes) -> bytes:
         length.append(size & 0x7F | 0x80)
         size >>= 7
     length.append(size)
-    return b"%b%b" % (length, content)
+    return bytes(length) + content
 
 
 def response_chunk(body: bytes, ends: bool) -> bytes:
