@@ -20,7 +20,7 @@ FROM_NODE = {":status": "200", "x-envoy-upstream-service-time": "1"}
 
 
 async def _mutation(
-    p: RunningPicker, fallback: int = 0, fields: dict[str, str] | None = None, mode: str = "streamed", **headers: str
+    p: RunningPicker, fallback: int = 0, fields: dict[str, str] | None = None, mode: str = "streamed", **headers: Any
 ) -> tuple[dict[str, str], list[str]]:
     """Send a request, which an endpoint answers with these fields. Return what the picker sets, and what it removes."""
     envoy = p.stream("buffered", mode)
