@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from real_engine import RealEngine, make_tiny_model
+from real_engine import RealEngine, make_tiny_model, running
 
 
 @pytest.fixture(scope="session")
@@ -13,12 +13,5 @@ def real_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Real
     folder = tmp_path_factory.mktemp("vllm")
     model = make_tiny_model(folder)
     engines = [RealEngine(name, model, folder) for name in ("a", "b")]
-    try:
-        for engine in engines:
-            engine.start()
-        for engine in engines:
-            engine.wait_until_ready()
+    with running(engines):
         yield engines
-    finally:
-        for engine in engines:
-            engine.kill()

@@ -9,6 +9,8 @@ import socket
 import subprocess
 import time
 import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,3 +100,17 @@ class RealEngine:
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+
+
+@contextmanager
+def running(engines: Sequence[RealEngine]) -> Iterator[None]:
+    """Start engines together, wait until all are ready, and kill them at the end."""
+    try:
+        for engine in engines:
+            engine.start()
+        for engine in engines:
+            engine.wait_until_ready()
+        yield
+    finally:
+        for engine in engines:
+            engine.kill()

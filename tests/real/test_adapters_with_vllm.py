@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from real_asking import BLOCK, STREAM, body_of, made_up, routed, run, told
-from real_engine import RealEngine
+from real_engine import RealEngine, running
 from support import raw_client
 from support.polling import until
 from support.vllm_environment import vllm_python
@@ -44,15 +44,8 @@ def adapted(real_engines: list[RealEngine]) -> Iterator[list[RealEngine]]:
     flags = ["--enable-lora", "--max-loras", "1", "--max-lora-rank", "8", "--lora-modules"]
     flags += [f"{name}={folder / name}" for name in ADAPTERS]
     engines = [RealEngine(f"adapted-{name}", model, folder, flags=flags) for name in ("a", "b")]
-    try:
-        for engine in engines:
-            engine.start()
-        for engine in engines:
-            engine.wait_until_ready()
+    with running(engines):
         yield engines
-    finally:
-        for engine in engines:
-            engine.kill()
 
 
 def test_adapters_stay_where_they_are_loaded(adapted: list[RealEngine]) -> None:

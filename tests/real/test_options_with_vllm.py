@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import pytest
-from real_engine import RealEngine, make_tiny_model
+from real_engine import RealEngine, make_tiny_model, running
 from support import running_router
 from support.polling import until
 
@@ -29,15 +29,8 @@ def two_windows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealE
     engines = [
         RealEngine(f"w{window}", model, folder, flags=["--max-model-len", str(window)]) for window in (SMALL, LONG)
     ]
-    try:
-        for engine in engines:
-            engine.start()
-        for engine in engines:
-            engine.wait_until_ready()
+    with running(engines):
         yield engines
-    finally:
-        for engine in engines:
-            engine.kill()
 
 
 @asynccontextmanager

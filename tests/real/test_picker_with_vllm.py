@@ -18,7 +18,7 @@ from typing import Any
 import openai
 import pytest
 from envoy_process import running_envoy
-from real_engine import RealEngine, make_tiny_model
+from real_engine import RealEngine, make_tiny_model, running
 
 from warmroute.demo.child_processes import Children
 
@@ -37,15 +37,8 @@ def roomy_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Rea
     folder = tmp_path_factory.mktemp("vllm")
     model = make_tiny_model(folder, "--slower")
     engines = [RealEngine(name, model, folder, flags=FLAGS) for name in ("a", "b")]
-    try:
-        for engine in engines:
-            engine.start()
-        for engine in engines:
-            engine.wait_until_ready()
+    with running(engines):
         yield engines
-    finally:
-        for engine in engines:
-            engine.kill()
 
 
 def requests() -> list[list[dict[str, str]]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from real_asking import run
-from real_engine import RealEngine, free_port, make_tiny_model
+from real_engine import RealEngine, free_port, make_tiny_model, running
 from support.polling import until
 from support.raw_client import Response, post
 from support.running_router import RunningRouter, router
@@ -54,15 +54,8 @@ def split_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Rea
     flags = [*AUTO_TOOLS, "--kv-transfer-config", json.dumps(CONNECTOR)]
     found: list[RealEngine] = [SplittingEngine(name, model, folder, flags=flags) for name in ("prefill", "decode")]
     found.append(RealEngine("mixed", model, folder, flags=AUTO_TOOLS))
-    try:
-        for engine in found:
-            engine.start()
-        for engine in found:
-            engine.wait_until_ready()
+    with running(found):
         yield found
-    finally:
-        for engine in found:
-            engine.kill()
 
 
 @asynccontextmanager

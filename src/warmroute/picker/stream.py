@@ -69,7 +69,7 @@ class PickerStream:
         self._outbox: list[bytes] = []
         """Messages for Envoy."""
         self._in_message = False
-        """Whether a message is being handled: what is said meanwhile goes out after it."""
+        """Whether a message is being handled. The stream sends its answers after that."""
         # until it has a node
         self._pieces: list[bytes] = []
         self._body_bytes = 0

@@ -254,7 +254,7 @@ class Pairs:
 
 
 def _stall_ms(row: Price, token_ms: float) -> float:
-    """Return for how long the prefill on a node stops the answers that it decodes, beyond a gap that nobody notices."""
+    """Return how long a prefill stops the answers that the node decodes, beyond a gap that users do not notice."""
     return row.prefill - FIRST_TOKEN_STEPS * token_ms - max(token_ms, TOLERATED_MS)
 
 

@@ -207,7 +207,7 @@ def _keep_pool(total: dict[str, float], pool: Pool) -> None:
         "prefill_work": total["prefill_pool_work"],
         "prefill_squares": total["prefill_pool_squares"],
     }
-    if pool == "decode":  # every request is decoded there, whoever prefills it
+    if pool == "decode":  # its nodes decode every request, also those that prefill nodes prefill
         for name, value in on_prefill.items():
             rest = total[name] - value
             total[name] = rest if rest > ROUNDING * total[name] else 0.0
