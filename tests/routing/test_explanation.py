@@ -309,6 +309,7 @@ def test_decisions_of_a_snapshot_do_not_advance_the_policy() -> None:
     assert [router.snapshot().decide(RoutingRequest(MODEL), 1.0).node.name for _ in range(3)] == ["n0"] * 3
     assert [router.decide(RoutingRequest(MODEL), 1.0).node.name for _ in range(3)] == ["n0", "n1", "n2"]
     assert router.snapshot().decide(RoutingRequest(MODEL), 1.0).node.name == "n0"
+    assert harness.cache_view.saved_shares == router._saved_by_store, "no copy stays in use"
 
 
 # Records.

@@ -96,6 +96,7 @@ class Router:
     def snapshot(self) -> Router:
         """Return a copy for dry runs. Its decisions do not advance the policies' state."""
         snapshot = Router(self._fleet, self._cache_view, self._config, self._pricing)
+        self._cache_view.saved_shares = self._saved_by_store  # the caches outlive the copy
         snapshot.output_lengths, snapshot._context_fit = self.output_lengths, self._context_fit
         snapshot.island_choice, snapshot.may_serve = self.island_choice, self.may_serve
         snapshot._random, snapshot._pairs = self._random, self._pairs
