@@ -21,7 +21,9 @@ from warmroute._kernel import (
     LATENCY_WEIGHT,
     LONG_PREFILL_WEIGHT,
     LONG_PREFILL_WORK,
+    PREFILL_LATE,
     PREFILL_MIN_SHARE,
+    PREFILLED_MAX_SHARE,
     REQUEST_CONTEXT,
     REVIEW_WEIGHT,
     SPEED_DECAY_S,
@@ -40,14 +42,18 @@ from warmroute.fleet.node_speed import NodeSpeed
 def record_first_token(speed: NodeSpeed, work: float, token_ms: float, sent_s: float, now_s: float) -> None:
     """Update the prefill speed. `work`: of the prompt; `token_ms`: time of a decode step on the node."""
     since_ms = (now_s - max(sent_s, speed._last_first_token_s)) * 1000.0
-    took_ms = max(since_ms - FIRST_TOKEN_STEPS * token_ms, PREFILL_MIN_SHARE * since_ms)
+    if sent_s < speed._last_first_token_s:
+        since_ms += speed._uncharged_ms
+    took_ms = max(since_ms - FIRST_TOKEN_STEPS * token_ms, PREFILL_MIN_SHARE * since_ms, 0.0)
     speed._last_first_token_s = now_s
     expected_ms = work * (speed.learned_ms_per_token if speed.is_replaced else speed.ms_per_token)
     kept = max(SPEED_MIN_KEPT, exp(min(0.0, speed._at_s - now_s) / SPEED_DECAY_S))
     speed._at_s = now_s
     weight = work / (work + STEP_WORK)
     speed._work = speed._work * kept + weight * work
-    speed._ms = speed._ms * kept + weight * min(max(took_ms, 0.0), SPEED_MAX_FACTOR * expected_ms)
+    charged_ms = min(took_ms, SPEED_MAX_FACTOR * expected_ms)
+    speed._ms = speed._ms * kept + weight * charged_ms
+    speed._uncharged_ms = took_ms - charged_ms
     speed.learned_ms_per_token = max(1e-4, speed._ms / max(1.0, speed._work))
     if not speed.is_replaced:
         speed.ms_per_token = speed.learned_ms_per_token
@@ -134,6 +140,9 @@ class ReferenceNode:
         self.ttft_counts = [0] * (len(TTFT_BOUNDS_MS) + 1)
         self.unstreamed: dict[ReferenceTicket, float] = {}
         """When the prefill of requests without streaming is expected to be done: their first token is not visible."""
+        self.prefilling: list[ReferenceTicket] = []
+        """Requests whose prefill has not ended, in the order they were sent."""
+        self.prefill_ended_s = 0.0
 
     @property
     def unstreamed_prefills(self) -> int:
@@ -150,7 +159,18 @@ class ReferenceNode:
             ticket, due_s = next(iter(self.unstreamed.items()))
             if due_s > now_s:
                 return
-            ticket.prefilled()
+            ticket.prefilled(now_s)
+
+    def remaining_work(self, now_s: float) -> float:
+        pending = max(0.0, self.pending_work)
+        if not self.prefilling:
+            return pending
+        first = self.prefilling[0]
+        began_s = max(first.opened_s + self.round_trip_ms / 1000.0, self.prefill_ended_s)
+        done = max(0.0, now_s - began_s) * 1000.0 / self.speed.ms_per_token
+        if done > PREFILL_LATE * first.work:
+            return pending
+        return max(0.0, pending - min(done, PREFILLED_MAX_SHARE * first.work))
 
 
 class ReferenceTicket:
@@ -178,6 +198,7 @@ class ReferenceTicket:
         node.context_tokens += tokens + int(REQUEST_CONTEXT)
         if decode_speed is None:
             return
+        node.prefilling.append(self)
         node.pending_work += prefill
         node.kv_delta += new
         node.kv_new += new
@@ -186,7 +207,10 @@ class ReferenceTicket:
             self.due_s = now_s + (node.pending_work * node.speed.ms_per_token + node.round_trip_ms) / 1000.0
             node.unstreamed[self] = self.due_s
 
-    def prefilled(self) -> None:
+    def prefilled(self, now_s: float) -> None:
+        if self in self.node.prefilling:
+            self.node.prefilling.remove(self)
+            self.node.prefill_ended_s = now_s
         self.node.pending_work -= self.work
         self.work = 0.0
         self.node.unstreamed.pop(self, None)
@@ -201,7 +225,7 @@ class ReferenceTicket:
         node.ttft_sum_ms += after_ms
         if self.decode_speed is None:
             return
-        self.prefilled()
+        self.prefilled(now_s)
         if served and (self.streams or after_ms < self.prefill * node.speed.ms_per_token):
             self._record_first_token(self.decode_speed, now_s)
             self.prefill = 0.0
@@ -256,7 +280,7 @@ class ReferenceTicket:
         node = self.node
         if self.decode_speed is not None:
             if not self.first_token_s:
-                self.prefilled()
+                self.prefilled(now_s)
             node.kv_delta -= self.new
             if node.polled_s > self.opened_s:
                 node.kv_delta -= self.output

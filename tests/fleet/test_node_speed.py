@@ -55,6 +55,25 @@ def test_the_prefill_speed_is_learned_within_some_responses(ms_per_token: float)
     assert node.speed.answers == 45
 
 
+def test_a_short_prompt_of_the_same_step_does_not_make_the_long_one_look_free() -> None:
+    """Each step prefills the 60 new tokens of a prompt, and another prompt of 6,000. The first tokens of both come
+    with the step's end, that of the short prompt first."""
+    speed, now_s = NodeSpeed(), 100.0
+    for _ in range(20):
+        sent_s, now_s = now_s, now_s + 6060 * 0.06 / 1000.0
+        record_first_token(speed, 60.0, 0.0, sent_s, now_s)
+        record_first_token(speed, 6000.0, 0.0, sent_s, now_s)
+    assert speed.ms_per_token == pytest.approx(0.06, rel=0.05)
+
+
+def test_a_slow_first_token_is_not_charged_to_a_prompt_that_came_later() -> None:
+    """The node stood still for 10 s. It then prefills at its usual speed."""
+    speed = NodeSpeed()
+    record_first_token(speed, 60.0, 0.0, 100.0, 110.0)
+    record_first_token(speed, 6000.0, 0.0, 110.5, 110.5 + 0.3)
+    assert speed.ms_per_token == pytest.approx(DEFAULT_MS_PER_TOKEN, rel=0.05)
+
+
 def test_a_node_with_a_first_token_in_every_step_does_not_appear_infinitely_fast() -> None:
     """60 ms for the 2,000 tokens of each prompt, one with every step of 60 ms."""
     speed = NodeSpeed()

@@ -23,8 +23,8 @@ NODE_FIELDS = (
     "arrival_rate", "arrival_s", "last_ticket_s", "latency_ms", "outcomes", "ttft_counts", "ttft_sum_ms",
 )  # fmt: skip
 SPEED_FIELDS = (
-    "ms_per_token", "factor", "answers", "_work", "_ms", "_at_s", "_last_first_token_s", "learned_ms_per_token",
-    "lone_prefills", "lone_work", "lone_ms", "lone_xx", "lone_xy", "timed_answers", "early_share",
+    "ms_per_token", "factor", "answers", "_work", "_ms", "_at_s", "_last_first_token_s", "_uncharged_ms",
+    "learned_ms_per_token", "lone_prefills", "lone_work", "lone_ms", "lone_xx", "lone_xy", "timed_answers", "early_share",
     "long_prefills", "long_work", "long_ms", "_step_ms",
 )  # fmt: skip
 DECODE_SPEED_FIELDS = ("least_ms", "mean_ms", "slope_ms", "mean_context", "answers", "_xx", "_xy")
@@ -105,6 +105,9 @@ class Both:
         ):
             for name in names:
                 assert getattr(one, name) == getattr(other, name), name
+        for after_s in (0.0, 0.2, 3.0, 1000.0):
+            now_s = self.now_s + after_s
+            assert self.node.remaining_work(now_s) == self.reference.remaining_work(now_s)
         for ticket, reference in self.tickets:
             assert (ticket._is_open, ticket._pending_work, ticket.tokens) == (
                 reference.open,
@@ -129,6 +132,21 @@ def test_the_kernel_equals_the_reference(
     both.assert_equal()
     node = both.node
     assert node.inflight == node.unstreamed_prefills == node.context_tokens == node.kv_new == 0 == node.pending_work
+
+
+def test_the_work_left_falls_while_the_first_prompt_is_prefilled() -> None:
+    """At 0.05 ms per token, prompts of 4,000 and 2,000 tokens of work take 200 and 100 ms."""
+    node, decode_speed = make_node(), DecodeSpeed()
+    first, second = TicketState(), TicketState()
+    first.open(node, 1.0, decode_speed, True, 4000, 4000, 4000.0)
+    second.open(node, 1.0, decode_speed, True, 2000, 2000, 2000.0)
+    left = [node.remaining_work(1.0 + at_ms / 1000.0) for at_ms in (0, 50, 100, 190, 390, 410)]
+    assert left == pytest.approx([6000, 5000, 4000, 3000, 3000, 6000]), "a quarter is left until its first token"
+    first.release(Outcome.CANCELLED, 1.2)
+    assert node.remaining_work(1.25) == pytest.approx(1000), "the second one began when the first one ended"
+    del second  # dropped without being closed
+    gc.collect()
+    assert node.remaining_work(1.25) == 2000
 
 
 def test_a_ticket_that_is_never_closed_is_no_leak() -> None:

@@ -59,6 +59,33 @@ def test_a_first_token_frees_the_node_for_the_next_prefill() -> None:
     assert request.node is harness.nodes[0] and harness.nodes[0].inflight == 2
 
 
+def test_a_node_gets_its_next_prompt_before_it_has_finished_the_last_one() -> None:
+    harness, running = one_busy_node()  # 460 ms, 250 of which may be left
+    request = harness.submit()
+    harness.advance(0.15)
+    harness.tick()
+    assert request.queued
+    harness.advance(0.1)
+    harness.tick()
+    assert request.node is harness.nodes[0] and running._is_open
+
+
+def test_a_node_whose_first_token_is_very_late_gets_no_more_prompts() -> None:
+    harness, _ = one_busy_node()
+    harness.advance(0.95)
+    assert harness.submit().queued, "its prompt should have taken 460 ms"
+    harness.tick()
+    assert harness.admission.queue.waiting == 1
+
+
+def test_a_new_request_does_not_take_the_room_that_another_one_waits_for() -> None:
+    harness, _ = one_busy_node()
+    first = harness.submit()
+    harness.advance(0.25)
+    second = harness.submit(6000)
+    assert first.events == ["admitted"] and second.queued
+
+
 def test_a_tick_finds_a_node_that_has_room_without_an_event() -> None:
     harness, running = one_busy_node()
     request = harness.submit()

@@ -16,13 +16,17 @@
 /* A prompt with `done` tokens of work, sent at `sent_s`, got its first token now. `step_ms`: one step of the batch. */
 static void learn_prefill_speed(SpeedState *s, double done, double step_ms, double sent_s, double now_s) {
     double since_ms = (now_s - larger(sent_s, s->last_first_token_s)) * 1000.0;
-    double took_ms = larger(since_ms - FIRST_TOKEN_STEPS * step_ms, PREFILL_MIN_SHARE * since_ms);
+    if (sent_s < s->last_first_token_s) /* it waited beside the last one */
+        since_ms += s->uncharged_ms;
+    double took_ms = larger(larger(since_ms - FIRST_TOKEN_STEPS * step_ms, PREFILL_MIN_SHARE * since_ms), 0.0);
     double estimate_ms = done * (s->is_replaced ? s->learned_ms_per_token : s->ms_per_token);
+    double charged_ms = smaller(took_ms, SPEED_MAX_FACTOR * estimate_ms);
     double kept = larger(SPEED_MIN_KEPT, exp(smaller(0.0, s->at_s - now_s) / SPEED_DECAY_S));
     double weight = done / (done + STEP_WORK);
     s->last_first_token_s = s->at_s = now_s;
     s->work = s->work * kept + weight * done;
-    s->ms = s->ms * kept + weight * smaller(larger(took_ms, 0.0), SPEED_MAX_FACTOR * estimate_ms);
+    s->ms = s->ms * kept + weight * charged_ms;
+    s->uncharged_ms = took_ms - charged_ms;
     s->learned_ms_per_token = larger(1e-4, s->ms / larger(1.0, s->work));
     if (!s->is_replaced)
         s->ms_per_token = s->learned_ms_per_token;
@@ -112,6 +116,7 @@ static PyMemberDef speed_members[] = {
     {"_ms", T_DOUBLE, offsetof(SpeedState, ms), 0, NULL},
     {"_at_s", T_DOUBLE, offsetof(SpeedState, at_s), 0, NULL},
     {"_last_first_token_s", T_DOUBLE, offsetof(SpeedState, last_first_token_s), 0, NULL},
+    {"_uncharged_ms", T_DOUBLE, offsetof(SpeedState, uncharged_ms), 0, NULL},
     {"learned_ms_per_token", T_DOUBLE, offsetof(SpeedState, learned_ms_per_token), 0, NULL},
     {"is_replaced", T_BOOL, offsetof(SpeedState, is_replaced), 0, NULL},
     {"lone_prefills", T_PYSSIZET, offsetof(SpeedState, lone_prefills), 0, NULL},
@@ -185,8 +190,43 @@ static void unlist_unstreamed(NodeState *node, TicketState *t) {
     Py_DECREF(t);
 }
 
+/* ---- Prefills that have not ended ---- */
+
+static void list_prefill(NodeState *node, TicketState *t) {
+    t->earlier = node->last_prefill;
+    t->later = NULL;
+    *(t->earlier ? &t->earlier->later : &node->first_prefill) = t;
+    node->last_prefill = t;
+    t->is_prefilling = 1;
+}
+
+static void unlist_prefill(NodeState *node, TicketState *t) {
+    *(t->earlier ? &t->earlier->later : &node->first_prefill) = t->later;
+    *(t->later ? &t->later->earlier : &node->last_prefill) = t->earlier;
+    t->earlier = t->later = NULL;
+    t->is_prefilling = 0;
+}
+
+/* The pending work without what the node should have prefilled of its first prompt since that one's turn came. The estimate
+ * may be wrong: a part of the prompt counts as left until its first token comes, and all of it once that is very late. */
+static double remaining_work(const NodeState *node, double now_s) {
+    const TicketState *first = node->first_prefill;
+    double pending = larger(0.0, node->pending_work);
+    if (!first)
+        return pending;
+    double began_s = larger(first->opened_s + node->round_trip_ms / 1000.0, node->prefill_ended_s);
+    double done = larger(0.0, now_s - began_s) * 1000.0 / speed_of(node)->ms_per_token;
+    if (done > PREFILL_LATE * first->pending_work)
+        return pending;
+    return larger(0.0, pending - smaller(done, PREFILLED_MAX_SHARE * first->pending_work));
+}
+
 /* Its prefill is done, as far as the router knows. */
-static void end_prefill(NodeState *node, TicketState *t) {
+static void end_prefill(NodeState *node, TicketState *t, double now_s) {
+    if (t->is_prefilling) {
+        unlist_prefill(node, t);
+        node->prefill_ended_s = now_s;
+    }
     node->pending_work -= t->pending_work;
     node->changes++;
     t->pending_work = 0.0;
@@ -196,7 +236,7 @@ static void end_prefill(NodeState *node, TicketState *t) {
 
 static void assume_prefilled(NodeState *node, double now_s) {
     while (node->first_unstreamed && node->first_unstreamed->prefill_due_s <= now_s)
-        end_prefill(node, node->first_unstreamed);
+        end_prefill(node, node->first_unstreamed, now_s);
 }
 
 /* ---- Nodes ---- */
@@ -250,6 +290,17 @@ static void record_ttft(NodeState *node, double after_ms) {
 METHOD_OF_NUMBER(record_arrival)
 METHOD_OF_NUMBER(record_latency)
 METHOD_OF_NUMBER(assume_prefilled)
+
+static PyObject *node_remaining_work(NodeState *node, PyObject *given) {
+    double now_s;
+    if (as_double(given, &now_s) < 0)
+        return NULL;
+    if (!speed_of(node)) {
+        PyErr_SetString(PyExc_ValueError, "the node has no speed");
+        return NULL;
+    }
+    return PyFloat_FromDouble(remaining_work(node, now_s));
+}
 
 static PyObject *as_list(const Py_ssize_t *numbers, Py_ssize_t n) {
     PyObject *list = PyList_New(n);
@@ -312,6 +363,7 @@ static PyMethodDef node_methods[] = {
     {"record_arrival", (PyCFunction)node_record_arrival, METH_O, "Count a request that is sent to the node now."},
     {"record_latency", (PyCFunction)node_record_latency, METH_O, "Add a response's latency to the moving average."},
     {"assume_prefilled", (PyCFunction)node_assume_prefilled, METH_O, "End the unstreamed prefills that are due by now."},
+    {"remaining_work", (PyCFunction)node_remaining_work, METH_O, "Return the pending work that should be left by now."},
     NO_METHOD};
 
 PyTypeObject NodeType = {
@@ -337,6 +389,8 @@ static int ticket_traverse(TicketState *self, visitproc visit, void *arg) {
 }
 
 static int ticket_clear(TicketState *self) {
+    if (self->is_prefilling)
+        unlist_prefill(self->node, self);
     Py_CLEAR(self->node);
     Py_CLEAR(self->decode_speed);
     return 0;
@@ -362,6 +416,7 @@ static void change_kv(NodeState *node, double tokens) {
 }
 
 static void add_prompt(TicketState *t, NodeState *node, double now_s) {
+    list_prefill(node, t);
     node->pending_work += t->unlearned_work;
     change_kv(node, (double)t->new_tokens);
     node->kv_new += t->new_tokens;
@@ -448,7 +503,7 @@ static PyObject *ticket_first_token(TicketState *t, PyObject *const *args, Py_ss
     record_ttft(node, (now_s - t->opened_s) * 1000.0);
     if (!t->decode_speed)
         Py_RETURN_NONE;
-    end_prefill(node, t);
+    end_prefill(node, t, now_s);
     if (served && t->streams) {
         node->streamed_ttft_ms += (now_s - t->opened_s) * 1000.0;
         node->streamed_work += t->work_ahead;
@@ -497,9 +552,9 @@ static PyObject *ticket_record_answer(TicketState *t, PyObject *const *args, Py_
     Py_RETURN_NONE;
 }
 
-static void remove_prompt(TicketState *t, NodeState *node) {
+static void remove_prompt(TicketState *t, NodeState *node, double now_s) {
     if (t->first_token_s == 0.0)
-        end_prefill(node, t);
+        end_prefill(node, t, now_s);
     change_kv(node, -(double)t->new_tokens);
     if (node->polled_s > t->opened_s) /* the last poll counted some of its answer, too */
         change_kv(node, -t->output_tokens);
@@ -519,7 +574,7 @@ static PyObject *ticket_release(TicketState *t, PyObject *const *args, Py_ssize_
     if (!t->is_open)
         Py_RETURN_FALSE;
     if (t->decode_speed)
-        remove_prompt(t, node);
+        remove_prompt(t, node, now_s);
     node->context_tokens -= t->tokens + (Py_ssize_t)REQUEST_CONTEXT;
     t->is_open = 0;
     node->changes++;

@@ -61,6 +61,10 @@ REQUEST_CONTEXT: Final[float]
 the work that an engine does for each request of a step (300 to 1,300 tokens on an H200)."""
 DECODE_FACTOR_NOISE: Final[float]
 """Prices ignore deviations of a node's decode speed from its model's line up to this."""
+PREFILLED_MAX_SHARE: Final[float]
+"""At most this share of a prompt counts as prefilled before its first token."""
+PREFILL_LATE: Final[float]
+"""If a first token takes this many times as long as expected, nothing of its prompt counts as prefilled."""
 
 class SpeedState:
     """The learned speed of a node."""
@@ -85,6 +89,7 @@ class SpeedState:
     _ms: float
     _at_s: float
     _last_first_token_s: float
+    _uncharged_ms: float
     samples: list[tuple[float, float, float, float, bool]] | None
     """What `learn` takes, for each first token, if it is to be learned later; None: the kernel learns at once."""
 
@@ -159,6 +164,9 @@ class NodeState:
         """Add a response's time from dispatch to end to the moving average."""
     def assume_prefilled(self, now_s: float, /) -> None:
         """End the unstreamed prefills that are due by now. To be called now and then while there are some."""
+    def remaining_work(self, now_s: float, /) -> float:
+        """Return `pending_work` without what the node should have prefilled of its first prompt by now: at most
+        PREFILLED_MAX_SHARE of it, since the estimate may be wrong, and nothing if its first token is very late."""
 
 class TicketState:
     """One request in the accounting of one node. Opened once, and released once."""

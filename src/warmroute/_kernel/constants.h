@@ -84,6 +84,9 @@
     X(REQUEST_CONTEXT, 500.0)                                                                                              \
     X(DECODE_FACTOR_NOISE, 0.1)                                                                                            \
     X(PREFILL_SPEED_NOISE, 1.3)                                                                                            \
+    /* How much of a prompt counts as prefilled before its first token. */                                                 \
+    X(PREFILLED_MAX_SHARE, 0.75)                                                                                           \
+    X(PREFILL_LATE, 2.0)                                                                                                   \
     /* Averages of a node. */                                                                                              \
     X(ARRIVAL_DECAY_S, 10.0)                                                                                               \
     X(LATENCY_WEIGHT, 0.1)                                                                                                 \

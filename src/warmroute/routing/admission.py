@@ -120,7 +120,11 @@ class Admission:
         if self._has_threshold or not request.may_queue or request.deadline_s or request.total_deadline_s:
             decision = self._eligible(request, decision, now_s)
         overtakes = request.priority != LOW or not self._has_to_queue(request, decision, now_s)
-        if overtakes and self._admits_at_once(request, decision, now_s):
+        has_room = overtakes and self._admits_at_once(request, decision, now_s)
+        if has_room and queue.tenants and decision.index >= 0 and self._queues(request):
+            self.node_freed(decision.entry_node, now_s)  # those that wait come first
+            has_room = self._admits_at_once(request, decision, now_s)
+        if has_room:
             if queue.tenants and decision.price is not None:  # a trial request or another policy has no price
                 queue.charge_unqueued(request, decision.entry_node, decision.price.prefill)
             pending.on_admitted(decision)
@@ -148,18 +152,18 @@ class Admission:
     def _admits_at_once(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
         if decision.index < 0 or not self._queues(request):
             return True
-        if not self.has_room(decision.entry_node):
+        if not self.has_room(decision.entry_node, now_s):
             return False
         turns = self.turns
         if turns is None or (price := decision.price) is None:
             return True
         return turns.is_ours(decision.entry_node, request.priority, price.prefill, now_s)
 
-    def has_room(self, node: Node) -> bool:
-        """Return whether the node's queued prefill work is below the limit. An idle node always has room."""
+    def has_room(self, node: Node, now_s: float) -> bool:
+        """Return whether little prefill work is left on the node. An idle node always has room."""
         if not node.inflight:
             return True
-        work = node.pending_work
+        work = node.remaining_work(now_s)
         if self.turns is not None:
             work += self.turns.unseen_work(node)
         # Work in transit keeps no GPU busy, and a distant node has more of it.
@@ -257,7 +261,7 @@ class Admission:
             self._filling.clear()
 
     def _fill(self, node: Node, now_s: float) -> None:
-        while self.queue.tenants and self.has_room(node):
+        while self.queue.tenants and self.has_room(node, now_s):
             chosen = self._next_for(node, now_s)
             if chosen is None:
                 return
@@ -314,14 +318,10 @@ class Admission:
         return best
 
     def _over_threshold(self, request: RoutingRequest, node: Node) -> bool:
-        if not self._has_threshold:
+        threshold = self._config_of(request).queue_threshold if self._has_threshold else 0
+        if not threshold or request.priority == HIGH:
             return False
-        threshold = self._config_of(request).queue_threshold
-        return (
-            bool(threshold)
-            and request.priority != HIGH
-            and node.queued >= eligible_nodes.queue_limit(request, threshold)
-        )
+        return node.queued >= eligible_nodes.queue_limit(request, threshold)
 
     def _decide_again(self, key: Key, queued: QueuedRequest, now_s: float) -> bool:
         """Update the decision of a queued request. Return False if no node is available any more."""

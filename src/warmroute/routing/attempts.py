@@ -306,7 +306,7 @@ class Attempts:
         """Send the request to a second node. Return False if none is up and has room."""
         dispatcher, node = self._dispatcher, self.ticket.node
         has_room = dispatcher.admission.has_room
-        other = self._other_node(now_s, lambda o: o is not node and not o.needs_partner and has_room(o))
+        other = self._other_node(now_s, lambda o: o is not node and not o.needs_partner and has_room(o, now_s))
         if other is None:
             return False
         self.hedge = dispatcher.router.dispatch(self._get_failover().decision, other, now_s)
