@@ -51,7 +51,8 @@ def record_first_token(speed: NodeSpeed, work: float, token_ms: float, sent_s: f
     speed._at_s = now_s
     weight = work / (work + STEP_WORK)
     speed._work = speed._work * kept + weight * work
-    charged_ms = min(took_ms, SPEED_MAX_FACTOR * expected_ms)
+    # A prefill takes a whole step, however short it is: an estimate within that time is right.
+    charged_ms = min(max(expected_ms, took_ms - speed._step_ms), took_ms, SPEED_MAX_FACTOR * expected_ms)
     speed._ms = speed._ms * kept + weight * charged_ms
     speed._uncharged_ms = took_ms - charged_ms
     speed.learned_ms_per_token = max(1e-4, speed._ms / max(1.0, speed._work))

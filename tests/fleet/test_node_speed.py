@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from accounting_reference import record_decode_factor, record_first_token, record_token_ms
+from accounting_reference import record_decode_factor, record_first_token, record_step, record_token_ms
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,6 +64,20 @@ def test_a_short_prompt_of_the_same_step_does_not_make_the_long_one_look_free() 
         record_first_token(speed, 60.0, 0.0, sent_s, now_s)
         record_first_token(speed, 6000.0, 0.0, sent_s, now_s)
     assert speed.ms_per_token == pytest.approx(0.06, rel=0.05)
+
+
+def test_short_prompts_do_not_make_a_node_look_slow() -> None:
+    """60 new tokens take a step of 15 ms, as long as a single one would: that says little about the time of a token."""
+    speed, now_s = NodeSpeed(), 100.0
+    record_step(speed, 15.0)
+    for _ in range(50):
+        now_s += 1.0
+        record_first_token(speed, 60.0, 0.0, now_s, now_s + 0.016)
+    assert speed.ms_per_token == pytest.approx(DEFAULT_MS_PER_TOKEN, rel=0.1)
+    for _ in range(20):
+        now_s += 1.0
+        record_first_token(speed, 6000.0, 0.0, now_s, now_s + 0.6)
+    assert speed.ms_per_token == pytest.approx(0.1, rel=0.05), "long ones do"
 
 
 def test_a_slow_first_token_is_not_charged_to_a_prompt_that_came_later() -> None:

@@ -20,7 +20,8 @@ static void learn_prefill_speed(SpeedState *s, double done, double step_ms, doub
         since_ms += s->uncharged_ms;
     double took_ms = larger(larger(since_ms - FIRST_TOKEN_STEPS * step_ms, PREFILL_MIN_SHARE * since_ms), 0.0);
     double estimate_ms = done * (s->is_replaced ? s->learned_ms_per_token : s->ms_per_token);
-    double charged_ms = smaller(took_ms, SPEED_MAX_FACTOR * estimate_ms);
+    /* A prefill takes a whole step of the engine, however short it is: an estimate within that time is right. */
+    double charged_ms = smaller(larger(estimate_ms, took_ms - s->step_ms), smaller(took_ms, SPEED_MAX_FACTOR * estimate_ms));
     double kept = larger(SPEED_MIN_KEPT, exp(smaller(0.0, s->at_s - now_s) / SPEED_DECAY_S));
     double weight = done / (done + STEP_WORK);
     s->last_first_token_s = s->at_s = now_s;
@@ -431,9 +432,11 @@ static void add_prompt(TicketState *t, NodeState *node, double now_s) {
 static void expect_first_token(TicketState *t, const NodeState *node) {
     const SpeedState *speed = speed_of(node);
     double queue_work = node->queue_ms / speed->ms_per_token + t->unlearned_work;
-    double step_ms = load_of(node) > 1 ? decode_ms(t->decode_speed, (double)node->context_tokens) * speed->factor : 0.0;
+    double steps_ms = speed->step_ms; /* an idle node's first step */
+    if (load_of(node) > 1)
+        steps_ms = FIRST_TOKEN_STEPS * decode_ms(t->decode_speed, (double)node->context_tokens) * speed->factor;
     t->work_ahead = larger(node->pending_work, queue_work);
-    t->steps_ms = FIRST_TOKEN_STEPS * step_ms + node->round_trip_ms;
+    t->steps_ms = steps_ms + node->round_trip_ms;
     t->expected_ttft_ms = t->work_ahead * speed->ms_per_token + t->steps_ms;
 }
 
