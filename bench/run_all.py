@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 TIMED = {
     "request_path": "request_path.py",
     "decision_latency": "decision_latency.py --data DATA",
+    "queue_length": "queue_length.py",
     "index_throughput": "index_throughput.py --data DATA",
     "live_page_cpu": "live_page_cpu.py",
     "metrics_page": "metrics_page.py",

@@ -97,7 +97,9 @@ class PricePolicy:
             return tied[0]
         if query.group.windows is not None:
             tied = query.group.windows.tightest(query.candidates.nodes, tied)
-        tied = prices.least_loaded(tied)
+        tied, nodes = prices.least_loaded(tied), query.candidates.nodes
+        if len(tied) > 1 and nodes[tied[0]].load:
+            return max(tied, key=lambda at: nodes[at].last_ticket_s)  # the others become idle sooner
         return tied[int(self._random.random() * len(tied))]
 
     def _copy_pays_off(self, query: Query, prices: Prices, home_index: int, second_index: int) -> bool:
