@@ -2,7 +2,7 @@
 
     python bench/queue_length.py [--nodes 8] [--tenants 1]
 
-Prompts have lognormal lengths (median 8,000 tokens) and share no prefix. Each figure is the mean CPU time of one thread:
+Prompts have lognormal lengths (median 8,000 tokens) and share no prefix. Each figure is the mean CPU time:
 
     enter       a request arrives, gets a decision, and waits
     admission   a node has room: the router decides again for some queued requests, and one of them goes

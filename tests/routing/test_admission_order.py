@@ -32,7 +32,7 @@ def test_the_least_work_goes_first() -> None:
 
 
 def test_a_long_prompt_does_not_starve() -> None:
-    """64,000 tokens are 7 s of work, and the others always have less. It is due after 10 s + 7 s."""
+    """64,000 tokens are 7 s of work, and the others always have less. It is due after 10 s + 2 × 7 s."""
     harness, running = one_busy_node()
     large = harness.submit(64_000)
     small = deque(harness.submit() for _ in range(3))
@@ -45,7 +45,7 @@ def test_a_long_prompt_does_not_starve() -> None:
         next(request for request in small if not request.queued).finish()
         small = deque(request for request in small if request.queued or request.ticket._is_open)
     assert large.events == ["admitted"]
-    assert 15 < harness.now_s - large.request.arrived_s < 20
+    assert 22 < harness.now_s - large.request.arrived_s < 27
 
 
 def admitted_work_by_tenant(
@@ -152,7 +152,7 @@ def test_a_low_priority_request_gets_its_turn_though_higher_ones_never_end(flood
         others = deque(request for request in others if request.queued or request.ticket._is_open)
     assert low.events == ["admitted"]
     waited_s = harness.now_s - low.request.arrived_s
-    assert 10.0 <= waited_s < 13.0, "10 s + its prefill of 0.46 s"
+    assert 10.0 <= waited_s < 13.0, "10 s + 2 × its prefill of 0.46 s"
 
 
 def test_before_a_long_wait_turns_are_by_priority_alone() -> None:

@@ -29,8 +29,8 @@ from warmroute.routing.queued_request import QueuedRequest
 from warmroute.routing.queued_requests import RequestsByNode, SortedRequests
 
 GRACE_S: Final = 10.0
-PATIENCE: Final = 1.0
-SHARE: Final = 0.25
+PATIENCE: Final = 2.0
+SHARE: Final = 0.15
 
 
 class WaitingGuarantee:
