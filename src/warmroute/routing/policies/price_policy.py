@@ -12,8 +12,8 @@
 
 All terms are in milliseconds. The kernel computes them for all nodes at once; tests/routing/price_formulas.py defines
 each of them as a small Python function. Prices within TIE of the lowest are equal: the node with the shorter context
-window wins, then the less loaded one, then the one with the least prefill work left. Of nodes with one or two requests,
-the one that got a request last wins: the others become idle sooner. Else chance decides.
+window wins, then the less loaded one, then the one with the least prefill work left. Of nodes with one request, the one
+that got it last wins: the others become idle sooner. Else chance decides.
 
 A prefix that crowds its node gets a second home if all of these hold:
 1. The cheapest node has the prefix cached, and has more than CROWDED × the mean number of requests and
@@ -42,8 +42,6 @@ from warmroute.routing.query import Query
 
 BEHIND_SHARE: Final = 0.5
 """Fraction of the queue assumed to be behind this request."""
-FEW_REQUESTS: Final = 2
-"""Nodes with at most this many requests may soon be idle."""
 NO_DEADLINE: Final = (0.0, 0.0)
 CROWDED: Final = 1.25
 CROWDED_REQUESTS: Final = 3
@@ -104,7 +102,7 @@ class PricePolicy:
         if len(tied) > 1 and (load := nodes[tied[0]].load):
             left = [nodes[at].remaining_work(query.now_s) for at in tied]
             tied = [at for at, work_left in zip(tied, left, strict=True) if work_left == min(left)]
-            if load <= FEW_REQUESTS:  # the others become idle sooner
+            if load == 1:  # the others become idle sooner
                 return max(tied, key=lambda at: nodes[at].last_ticket_s)
         return tied[int(self._random.random() * len(tied))]
 
