@@ -12,8 +12,8 @@
 
 All terms are in milliseconds. The kernel computes them for all nodes at once; tests/routing/price_formulas.py defines
 each of them as a small Python function. Prices within TIE of the lowest are equal: the node with the shorter context
-window wins, then the less loaded one, then the one with the least prefill work left. Of nodes with one request, the one
-that got it last wins: the others become idle sooner. Else chance decides.
+window wins, then the less loaded one. Of idle nodes chance decides. Of busy ones the node with the least prefill work
+left wins, then the one that got a request last: the others become idle sooner.
 
 A prefix that crowds its node gets a second home if all of these hold:
 1. The cheapest node has the prefix cached, and has more than CROWDED × the mean number of requests and
@@ -99,11 +99,9 @@ class PricePolicy:
         if query.group.windows is not None:
             tied = query.group.windows.tightest(query.candidates.nodes, tied)
         tied, nodes = prices.least_loaded(tied), query.candidates.nodes
-        if len(tied) > 1 and (load := nodes[tied[0]].load):
-            left = [nodes[at].remaining_work(query.now_s) for at in tied]
-            tied = [at for at, work_left in zip(tied, left, strict=True) if work_left == min(left)]
-            if load == 1:  # the others become idle sooner
-                return max(tied, key=lambda at: nodes[at].last_ticket_s)
+        if len(tied) > 1 and nodes[tied[0]].load:
+            now_s = query.now_s
+            return min(tied, key=lambda at: (nodes[at].remaining_work(now_s), -nodes[at].last_ticket_s))
         return tied[int(self._random.random() * len(tied))]
 
     def _copy_pays_off(self, query: Query, prices: Prices, home_index: int, second_index: int) -> bool:
