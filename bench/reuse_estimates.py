@@ -19,7 +19,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from itertools import islice
 from math import log2
-from pathlib import Path
 
 from external_data import add_data_option, data_files
 from policy_comparison import LOAD_NAMES, LOADS
@@ -37,13 +36,8 @@ from warmroute.replay.workloads.catalog import parse_workload
 from warmroute.routing.policies.price_policy import PricePolicy
 from warmroute.routing.query import Query
 
-ROWS = (
-    ("weka_60sessions_mooncake_format", 1),
-    ("weka_60sessions_mooncake_format", 2),
-    ("mooncake_synthetic", 1),
-    ("mooncake_arxiv_first1000", 1),
-    ("llm_d", 2),
-)
+ROWS = (("weka_60sessions_mooncake_format", 1), ("mooncake_synthetic", 1), ("mooncake_arxiv_first1000", 1))
+"""Workloads that evict blocks, and the load (policy_comparison.py)."""
 ESTIMATES = ("none", "by age", "by prefix", "clairvoyant")
 BUCKETS = 32
 ENOUGH_USES = 100.0
@@ -175,17 +169,14 @@ def run(words: list[str], rate: float, limit: int, kind: str, uses_s: dict[int, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [name for name, _ in ROWS if name != "llm_d"]
-    add_data_option(parser, *(f"traces/{name}.jsonl.gz" for name in dict.fromkeys(names)))
+    add_data_option(parser, *(f"traces/{name}.jsonl.gz" for name, _ in ROWS))
     parser.add_argument("--limit", type=int, default=800, help="requests per run (800)")
     add_record_option(parser)
     args = parser.parse_args()
     report = Report()
     report.table("estimates", "workload", "load", "estimate", "hits", "TTFT p50, ms", "p90", "p99", "mean", "goodput/s")
     for name, load in ROWS:
-        path: Path | str = name
-        if name != "llm_d":
-            [path] = data_files(args.data, f"traces/{name}.jsonl.gz")
+        [path] = data_files(args.data, f"traces/{name}.jsonl.gz")
         uses_s: dict[int, list[float]] = {}  # of the run before: with closed loops the times differ a little
         for kind in ESTIMATES:
             report.row(name, LOAD_NAMES[load], kind, *run([str(path)], LOADS[name][load], args.limit, kind, uses_s))
