@@ -11,6 +11,7 @@ from warmroute.config import Hedging, Pricing
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.routing.attempts import Attempts
+from warmroute.routing.hedging import send_hedge
 from warmroute.routing.pair_dispatch import DecodeDispatch
 from warmroute.routing.split_request import SplitRequest
 
@@ -301,9 +302,9 @@ def test_a_request_that_fails_over_to_a_node_that_needs_a_partner_gets_one() -> 
 def test_a_node_that_needs_a_partner_is_no_hedge() -> None:
     harness = with_mixed()
     attempts, driver = harness.start(2000)
-    assert driver.sent == ["x0"] and not attempts.send_hedge(harness.now_s)
+    assert driver.sent == ["x0"] and not send_hedge(attempts, harness.dispatcher, harness.now_s)
     attempts.request.may_split = True
-    assert not attempts.send_hedge(harness.now_s)
+    assert not send_hedge(attempts, harness.dispatcher, harness.now_s)
     harness.finish(attempts)
 
 

@@ -249,9 +249,12 @@ class SplitRequest:
             self._close_prefill(Outcome.OK, now_s)
         self._end(TRANSFERRED)
 
-    def learn_transfer(self, now_s: float) -> None:
-        """The first token of a streamed response arrived: learn how long the transfer took."""
-        query, node = self._decision.query, self._attempts.ticket.node
+    def first_token(self, now_s: float) -> None:
+        """The response's first token arrived: learn how long the transfer took, if the response is streamed."""
+        attempts = self._attempts
+        query, node = self._decision.query, attempts.ticket.node
+        if not attempts.request.streams or not isinstance(attempts.ticket, DecodeDispatch):
+            return
         if query is None or not self.sent_s or node.needs_partner:
             return
         group = query.group
@@ -259,6 +262,12 @@ class SplitRequest:
         took_ms = (now_s - self.sent_s) * 1000.0 - node.round_trip_ms - steps_ms
         speed = group.transfer_speeds.between(self.pair.prefill_node.island, node.island)
         speed.learn(self.pair.transfer_tokens, took_ms)
+
+    def usage(self, reported: Usage) -> Usage:
+        """Return the tokens that count for a response. A decode node reports what it had cached before the transfer."""
+        if not isinstance(self._attempts.ticket, DecodeDispatch):
+            return reported
+        return reported[0], self.cached_tokens, reported[2]
 
     def abandon(self, now_s: float) -> None:
         """The request ends, or leaves both nodes: free the prefill node. The caller closes the decode node's ticket."""
@@ -311,6 +320,20 @@ class SplitRequest:
 
 
 def try_pair(attempts: Attempts, dispatcher: Dispatcher, decision: Decision, node: Node, now_s: float) -> bool:
+    """Send a request to two nodes if the decision says so, or if `node` needs another one. Return False if `node`
+    serves it alone."""
+    needs_partner = node.needs_partner
+    splits = decision.pair is not None or attempts.split is not None or needs_partner
+    if splits and _find_pair(attempts, dispatcher, decision, node, now_s):
+        return True
+    if needs_partner:
+        attempts.ticket = dispatcher.router.dispatch(decision, node, now_s, DecodeDispatch)
+        attempts.tried += 1
+        attempts.node_failed(Outcome.BUSY, "no prefill node is available", now_s)
+    return needs_partner
+
+
+def _find_pair(attempts: Attempts, dispatcher: Dispatcher, decision: Decision, node: Node, now_s: float) -> bool:
     """Send a request to `node` and to a prefill node. Return False if there is none: then `node` gets the request
     alone, or not at all if it needs a partner."""
     if not attempts.request.may_split:
