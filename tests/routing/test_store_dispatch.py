@@ -56,3 +56,36 @@ def test_load_speeds_are_learned_and_return_to_the_prior() -> None:
     for second in range(1000):
         speed.learn(10_000, -5.0, 400.0 + second)
     assert 0.0 < speed.ms_per_token(1400.0) < 0.01
+
+
+def test_an_engine_that_loads_although_prefilling_is_faster_is_recognized_by_its_report() -> None:
+    harness = RoutingHarness(1, cache_tokens=100_000)
+    view, node = harness.cache_view, harness.nodes[0]
+    view.set_stores({"shared": 10_000_000})
+    view.attach(node.name, "shared")
+    group = harness.fleet.group(MODEL)
+    assert group is not None
+    speed = group.transfer_speeds.from_store("shared", node.island)
+    for _ in range(300):
+        speed.learn(20_000, 6_000.0, harness.now_s)
+    assert speed.ms_per_token(harness.now_s) > node.speed.ms_per_token
+
+    def load(seed: int, ttft_s: float, loads: bool) -> bool:
+        """Serve a prompt that the store holds. Return whether the router expected a load."""
+        document = prompt(20_000, seed)
+        cache = view.cache(node.name)
+        assert cache is not None and cache.store is not None
+        chain = document.blocks(MODEL, "", cache.block_size)
+        cache.store.prefilled(chain, cache.block_size, harness.now_s)
+        ticket = harness.router.dispatch(harness.decide(document, streams=True), node, harness.now_s)
+        harness.advance(ttft_s)
+        ticket.first_token(harness.now_s)
+        ticket.record_usage(20_000, 19_984 if loads else 0, 10, harness.now_s)  # type: ignore[attr-defined]
+        harness.fleet.close_ticket(ticket, Outcome.OK, harness.now_s)
+        return isinstance(ticket, StoreDispatch)
+
+    assert not load(1, 6.0, loads=True), "loading seemed slower than prefilling"
+    learned = node.speed.ms_per_token
+    assert load(2, 6.0, loads=True) and load(3, 6.0, loads=True), "its report showed that the engine loads anyway"
+    assert node.speed.ms_per_token == learned, "the loads are not its prefill speed"
+    assert speed.ms_per_token(harness.now_s) == pytest.approx(0.3, rel=0.3)
