@@ -16,6 +16,7 @@ from statistics import median
 
 from record import Report, add_record_option
 
+from warmroute.config.node_settings import Role
 from warmroute.fake_engine.profiles import profile
 from warmroute.replay import Setup, parse_policy, replay
 from warmroute.replay.simulation.conditions import Conditions, NodeSpec
@@ -43,7 +44,7 @@ def main() -> None:
     hardware = profile(args.profile)
 
     def split(prefill: int) -> list[NodeSpec]:
-        roles = ["prefill"] * prefill + ["decode"] * (args.nodes - prefill)
+        roles: list[Role] = [*["prefill"] * prefill, *["decode"] * (args.nodes - prefill)]
         return [NodeSpec(name=f"node-{at}", profile=hardware, role=role) for at, role in enumerate(roles)]
 
     more = f"price, {args.more_prefill} prefill"

@@ -12,6 +12,7 @@ from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.lookup import Lookup
 from warmroute.routing.decision import Decision
+from warmroute.routing.explanation import explain_decision
 from warmroute.routing.pairs import _interference_ms
 from warmroute.routing.routing_errors import NoNodeAvailable
 
@@ -198,6 +199,16 @@ def test_the_explanation_names_both_nodes() -> None:
     harness.decodes("d0", 20)
     text = explained(harness.choose(prompt(30_000)))
     assert "p0 prefills" in text and text.startswith("d0: ")
+
+
+def test_the_explanation_names_the_decode_node_that_was_chosen_last() -> None:
+    harness = PairHarness(decode=2)
+    for name in ("d0", "d1"):
+        harness.decodes(name, 20)
+    decision = harness.choose(prompt(30_000))
+    other = harness.node("d1" if decision.node.name == "d0" else "d0")
+    text = explain_decision(decision.record(), last=other)
+    assert f"{other.name} decodes" in text and "decodes" not in explained(decision)
 
 
 def test_transfer_speeds_are_learned_within_bounds() -> None:
