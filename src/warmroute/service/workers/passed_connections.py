@@ -131,10 +131,16 @@ class PassedConnections:
     """The worker's part."""
 
     def __init__(
-        self, passing_fd: int, listener: Listener, tls: ssl.SSLContext | None, on_received: Callable[[], object]
+        self,
+        passing_fd: int,
+        listener: Listener,
+        tls: ssl.SSLContext | None,
+        on_received: Callable[[], object],
+        on_closed: Callable[[], object],
     ) -> None:
-        """`on_received` is called after connections were received."""
+        """`on_received` is called after connections were received, `on_closed` after one was closed."""
         self._on_received = on_received
+        self._on_closed = listener.on_closed = on_closed
         self._passing = socket.socket(fileno=passing_fd)
         self._passing.setblocking(False)
         self._listener = listener
@@ -183,6 +189,7 @@ class PassedConnections:
             await loop.connect_accepted_socket(self._listener.protocol, connection, **self._options)
         except (OSError, ssl.SSLError, asyncio.CancelledError):  # the client left, or its TLS handshake failed
             connection.close()
+            self._on_closed()
 
     def close(self) -> None:
         """Take no more connections."""
