@@ -44,7 +44,7 @@ def main() -> None:
     hardware = profile(args.profile)
 
     def split(prefill: int) -> list[NodeSpec]:
-        roles: list[Role] = [*["prefill"] * prefill, *["decode"] * (args.nodes - prefill)]
+        roles: list[Role] = ["prefill" if at < prefill else "decode" for at in range(args.nodes)]
         return [NodeSpec(name=f"node-{at}", profile=hardware, role=role) for at, role in enumerate(roles)]
 
     more = f"price, {args.more_prefill} prefill"
