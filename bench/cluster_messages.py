@@ -2,8 +2,9 @@
 
     python bench/cluster_messages.py [--nodes 2 200] [--requests 40] [--record NAME]
 
-Two processes in one, without sockets: A sends requests to its nodes, publishes them, and B receives the message. Each
-message has so many requests, as at 2,000 requests per second and process; their prompts have 40 blocks, all new.
+Two processes in one, without sockets: A sends requests to its nodes, publishes them, and B receives the message. A
+message has `--requests` requests: 40 is what a process with 2,000 requests per second publishes every 20 ms. Their
+prompts have 40 blocks, all new.
 """
 
 from __future__ import annotations

@@ -61,7 +61,6 @@ def changed(**fields: Any) -> bytes:
         b"\x91" * 100_000,
         b"x" * (MAX_MESSAGE_BYTES + 1),
         changed(version=VERSION + 1),
-        changed(version=4),  # its rows are lists
         changed(version=3),  # of processes whose changes of nodes have no role
         changed(sender="x" * 513),
         changed(sequence=-1),
@@ -81,6 +80,8 @@ def changed(**fields: Any) -> bytes:
         changed(taken={"a": (nan, 0.0, 0.0, 0.0)}),
         changed(first_tokens=first_token(sent_s=inf)),
         changed(first_tokens=first_token(at_s=nan)),
+        changed(first_tokens=first_token(sent_s=11.6)),  # after the first token
+        changed(first_tokens=first_token(at_s=1e300)),
         changed(first_tokens=first_token(work=nan)),
         changed(first_tokens=first_token(step_ms=-1.0)),
         changed(first_tokens=first_token(name=1)),
@@ -95,6 +96,12 @@ def changed(**fields: Any) -> bytes:
 def test_a_bad_message_is_rejected(message: bytes) -> None:
     with pytest.raises(BadMessage):
         decode(message)
+
+
+def test_a_message_of_another_version_is_named_as_such() -> None:
+    """Its fields may have other types: the sixth of version 4 was a map."""
+    with pytest.raises(BadMessage, match=f"has version 4; this process has version {VERSION}"):
+        decode(msgspec.msgpack.encode([4, "router-0", 7, 12.5, True, [["a", 3]], {"m": 2}, {}, {}, [], []]))
 
 
 def test_a_new_field_of_a_change_gets_a_new_version() -> None:

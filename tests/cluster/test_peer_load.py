@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import struct
 import sys
+import weakref
 from random import Random
 
 import pytest
@@ -22,6 +23,7 @@ from warmroute._kernel import (
 from warmroute.config import Health, NodeConfig
 from warmroute.fleet.decode_speed import DecodeSpeed
 from warmroute.fleet.fleet import Fleet
+from warmroute.fleet.node import Node
 from warmroute.fleet.node_speed import NodeSpeed
 from warmroute.fleet.ticket import Ticket
 
@@ -232,6 +234,28 @@ def test_too_many_first_tokens_are_dropped_and_none_leaks_a_node() -> None:
     del order, one
     gc.collect()
     assert sys.getrefcount(node) == before
+
+
+def test_first_tokens_of_a_removed_node_are_not_learned_for_another_one_of_its_name() -> None:
+    fleet, order = fleet_of(), FirstTokenOrder()
+    order.join(fleet.by_name)
+    ticket = Ticket.__new__(Ticket)
+    ticket.open(fleet.node("n0"), 10.0, DecodeSpeed(), True, 500, 500, 510.0)
+    old = fleet.remove("n0")
+    ticket.first_token(10.5)
+    assert order.take() == ((), b"") and old.speed.answers == 1
+
+
+def test_nodes_with_first_tokens_that_wait_are_collected() -> None:
+    fleet, order = fleet_of(), FirstTokenOrder()
+    order.join(fleet.by_name)
+    order.add(fleet.by_name, NAMES, record(0, False, 1.0, 0.0, 1.0, 1.0), 0.0, 99.0)
+    gone = weakref.ref(fleet)
+    nodes = [id(node) for node in fleet]
+    del fleet, order
+    gc.collect()
+    assert gone() is None
+    assert not [one for one in gc.get_objects() if isinstance(one, Node) and id(one) in nodes]
 
 
 @pytest.mark.parametrize(

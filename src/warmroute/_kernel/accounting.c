@@ -52,8 +52,19 @@ static PyObject *speed_learn(SpeedState *s, PyObject *const *args, Py_ssize_t co
     Py_RETURN_NONE;
 }
 
-static void speed_dealloc(SpeedState *self) {
+static int speed_traverse(SpeedState *self, visitproc visit, void *arg) {
+    Py_VISIT(self->first_tokens);
+    return 0;
+}
+
+static int speed_clear(SpeedState *self) {
     Py_CLEAR(self->first_tokens);
+    return 0;
+}
+
+static void speed_dealloc(SpeedState *self) {
+    PyObject_GC_UnTrack(self);
+    speed_clear(self);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -137,8 +148,10 @@ PyTypeObject SpeedType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = MODULE "SpeedState",
     .tp_doc = "The learned speed of a node.",
     .tp_basicsize = sizeof(SpeedState),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .tp_new = PyType_GenericNew,
+    .tp_traverse = (traverseproc)speed_traverse,
+    .tp_clear = (inquiry)speed_clear,
     .tp_dealloc = (destructor)speed_dealloc,
     .tp_methods = speed_methods,
     .tp_members = speed_members,

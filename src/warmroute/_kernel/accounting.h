@@ -19,7 +19,7 @@ typedef struct {
     double early_share;                             /* of answers whose first token came sooner than a step allows */
     Py_ssize_t answers, lone_prefills, timed_answers, long_prefills;
     char is_replaced;                               /* ms_per_token is the peers' */
-    PyObject *first_tokens;                         /* a FirstTokenOrder: they are learned later; else at once */
+    PyObject *first_tokens;                         /* the FirstTokenOrder that keeps them until they are learned; NULL: each at once */
 } SpeedState;
 
 /* fleet/decode_speed.py inherits from it: time per output token as a line over the context, with a lower bound. */
@@ -57,7 +57,7 @@ typedef struct {
     Py_ssize_t peer_inflight, peer_context_tokens, peer_kv_new;
     double peer_pending_work, published_work;
     Py_ssize_t published_changes; /* `changes` at that time */
-    Py_ssize_t name_at;           /* of its name in the message that is being packed */
+    Py_ssize_t name_at;           /* index of its name in the message that is being packed */
 } NodeState;
 
 /* fleet/ticket.py inherits from it. */

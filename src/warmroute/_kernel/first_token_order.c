@@ -8,7 +8,6 @@
  *   work, step_ms, sent_s and at_s (8 bytes each). check_first_tokens() comes first.
  */
 #include "first_token_order.h"
-#include <math.h>
 
 typedef struct {
     FirstToken *tokens;
@@ -30,7 +29,7 @@ _Static_assert(sizeof(Record) == 40, "a record has no padding");
 /* ---- Lists and the heap ---- */
 
 /* Makes room for one more. Returns 0 where there is none. */
-static int has_room(Tokens *list) {
+static int make_room(Tokens *list) {
     if (list->count < list->room)
         return 1;
     if (list->count >= MAX_FIRST_TOKENS)
@@ -57,7 +56,7 @@ static int is_before(const FirstToken *a, const FirstToken *b) {
 }
 
 static void hold(Tokens *heap, const FirstToken *token) {
-    if (!has_room(heap))
+    if (!make_room(heap))
         return;
     FirstToken *tokens = heap->tokens;
     Py_ssize_t at = heap->count++;
@@ -91,10 +90,18 @@ static void empty(Tokens *list) {
         Py_DECREF(list->tokens[--list->count].node);
 }
 
+/* Removes the first ones of a list. */
+static void drop_first(Tokens *list, Py_ssize_t count) {
+    for (Py_ssize_t at = 0; at < count; at++)
+        Py_DECREF(list->tokens[at].node);
+    list->count -= count;
+    memmove(list->tokens, list->tokens + count, (size_t)list->count * sizeof *list->tokens);
+}
+
 void keep_first_token(PyObject *given, const FirstToken *token) {
     FirstTokenOrder *order = (FirstTokenOrder *)given;
     hold(&order->held, token);
-    if (has_room(&order->own)) {
+    if (make_room(&order->own)) {
         order->own.tokens[order->own.count++] = *token;
         Py_INCREF(token->node);
     }
@@ -120,26 +127,28 @@ static PyObject *order_join(FirstTokenOrder *self, PyObject *nodes) {
 static PyObject *order_take(FirstTokenOrder *self, PyObject *unused) {
     (void)unused;
     Tokens *own = &self->own;
-    PyObject *data = PyBytes_FromStringAndSize(NULL, own->count * (Py_ssize_t)sizeof(Record)), *names = PyList_New(0);
-    int failed = !data || !names;
-    for (Py_ssize_t at = 0; at < own->count; at++)
+    PyObject *names = PyList_New(0);
+    Py_ssize_t count = own->count; /* an allocation may let the garbage collector run code that adds more */
+    PyObject *data = names ? PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(Record)) : NULL;
+    int failed = !data;
+    for (Py_ssize_t at = 0; at < count; at++)
         own->tokens[at].node->name_at = -1;
-    for (Py_ssize_t at = 0; !failed && at < own->count; at++) {
+    for (Py_ssize_t at = 0; !failed && at < count; at++) {
         const FirstToken *token = &own->tokens[at];
         NodeState *node = token->node;
+        Record record = {0, (uint32_t)token->lone, token->work, token->step_ms, token->sent_s, token->at_s};
         if (node->name_at < 0) {
             node->name_at = PyList_GET_SIZE(names);
             failed = !node->named.name || PyList_Append(names, node->named.name) < 0;
         }
-        Record record = {(uint32_t)node->name_at, (uint32_t)token->lone, token->work,
-                         token->step_ms,          token->sent_s,         token->at_s};
+        record.name = (uint32_t)node->name_at;
         memcpy(PyBytes_AS_STRING(data) + at * (Py_ssize_t)sizeof record, &record, sizeof record);
     }
     if (failed && !PyErr_Occurred())
         PyErr_SetString(PyExc_ValueError, "a node has no name");
     PyObject *found = failed ? NULL : PyList_AsTuple(names), *result = found ? PyTuple_Pack(2, found, data) : NULL;
     if (result)
-        empty(own);
+        drop_first(own, count);
     Py_XDECREF(found);
     Py_XDECREF(names);
     Py_XDECREF(data);
@@ -227,7 +236,8 @@ static PyObject *check_first_tokens(PyObject *module, PyObject *const *args, Py_
         Record record;
         memcpy(&record, PyBytes_AS_STRING(args[0]) + at * (Py_ssize_t)sizeof record, sizeof record);
         good = (Py_ssize_t)record.name < names && record.lone <= 1 && record.work >= 0.0 && record.work <= 1e15 &&
-               record.step_ms >= 0.0 && record.step_ms <= 1e15 && isfinite(record.sent_s) && isfinite(record.at_s);
+               record.step_ms >= 0.0 && record.step_ms <= 1e15 && record.sent_s >= -1e15 && record.at_s <= 1e15 &&
+               record.sent_s <= record.at_s;
     }
     return PyBool_FromLong(good);
 }

@@ -4,7 +4,7 @@ from typing import Final
 from warmroute._kernel.accounting import NodeState
 
 MAX_FIRST_TOKENS: Final[int]
-"""First tokens that wait to be published, or to be learned. What is beyond is dropped."""
+"""The most first tokens that wait to be published, or to be learned. What is beyond is dropped."""
 
 class FirstTokenOrder:
     """The first tokens of all processes in the order of time."""
@@ -25,4 +25,5 @@ class FirstTokenOrder:
         """Return how many wait to be learned."""
 
 def check_first_tokens(data: bytes, names: int, /) -> bool:
-    """Return whether the bytes are records of first tokens on nodes with this many names, within their bounds."""
+    """Return whether the bytes are records of first tokens within their bounds, whose numbers of names are below
+    `names`."""

@@ -24,7 +24,7 @@ typedef struct {
 
 _Static_assert(sizeof(Row) == 80, "a row has no padding");
 
-/* What one peer published last about one node, as it is counted there. */
+/* What one peer published last about one node, as it is counted in the node's figures. */
 typedef struct {
     PyObject_HEAD
     NodeState *node;
@@ -115,8 +115,13 @@ static int apply_row(PeerRow *self, const Row *row, PyObject *cache, PyObject *n
     node->kv_delta += row->kv_sum - before.kv_sum;
     if (row->opened > before.opened)
         record_peer_arrivals(node, row->opened - before.opened, now_s);
-    if (speed && !speed->answers && row->answers >= min_answers && row->ms_per_token > 0.0 && guess_speed(speed, row) < 0)
-        return -1;
+    if (speed && !speed->answers && row->answers >= min_answers && row->ms_per_token > 0.0) {
+        Py_INCREF(speed); /* Python code runs */
+        int failed = guess_speed(speed, row) < 0;
+        Py_DECREF(speed);
+        if (failed)
+            return -1;
+    }
     if (cache && row->output_tokens > before.output_tokens &&
         record_peer_output(cache, row->output_tokens - before.output_tokens, now) < 0)
         return -1;
@@ -150,7 +155,7 @@ static PyMethodDef peer_row_methods[] = {
 
 static PyTypeObject PeerRowType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = MODULE "PeerRow",
-    .tp_doc = "What one peer published last about one node, as it is counted there.",
+    .tp_doc = "What one peer published last about one node, as it is counted in the node's figures.",
     .tp_basicsize = sizeof(PeerRow),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_dealloc = (destructor)peer_row_dealloc,

@@ -4,7 +4,7 @@ from typing import Any
 from warmroute._kernel.accounting import NodeState
 
 class PeerRow:
-    """What one peer published last about one node, as it is counted there."""
+    """What one peer published last about one node, as it is counted in the node's figures."""
 
     @property
     def node(self) -> NodeState: ...

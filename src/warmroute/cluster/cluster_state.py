@@ -175,7 +175,7 @@ class ClusterState:
         return [peer.sender for peer in self.peers.values() if peer.changes_digest != digest]
 
     @property
-    def was_asked(self) -> bool:
+    def has_unsent_snapshot(self) -> bool:
         """Whether a peer has asked for a snapshot that is not sent completely."""
         return self._answers.has_unsent
 

@@ -91,7 +91,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     sent_s: float
     full: bool
     nodes: Names = ()
-    """Those that `rows` is about."""
+    """The nodes that `rows` describes, in the same order."""
     rows: bytes = b""
     """What the process has on each of these nodes now, and totals since its start, 80 bytes each. The kernel packs,
     checks and applies them (_kernel/peer_load.c):
@@ -111,9 +111,9 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     and what it knows to be left of both."""
     first_token_nodes: Names = ()
     first_tokens: bytes = b""
-    """Prompts that were prefilled, 40 bytes each: work, times, and which of `first_token_nodes` (see
-    _kernel/first_token_order.c). All processes learn a node's speed from the first tokens of all, in the order of time,
-    since a node prefills their prompts together."""
+    """Prompts that were prefilled, 40 bytes each: the index in `first_token_nodes`, lone, work, step_ms, sent_s, at_s
+    (_kernel/first_token_order.c). All processes learn a node's speed from the first tokens of all, in the order of
+    time, since a node prefills their prompts together."""
     routed: Annotated[tuple[RoutedPrompt, ...], Meta(max_length=MAX_ROUTED)] = ()
     homes: Annotated[tuple[Home, ...], Meta(max_length=MAX_HOMES)] = ()
     changes: Annotated[tuple[NodeChange, ...], Meta(max_length=MAX_CHANGES)] = ()
@@ -134,6 +134,26 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Update)
 
 
+class _FirstField(msgspec.Struct, array_like=True):
+    version: int
+
+
+_first_field_decoder = msgspec.msgpack.Decoder(_FirstField)
+
+
+def _unreadable(message: bytes) -> BadMessage:
+    """Return why a message could not be read: the fields of another version have other types."""
+    try:
+        version = _first_field_decoder.decode(message).version
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return BadMessage("the message is not an update")
+    return _other_version(version) if version != VERSION else BadMessage("the message is not an update")
+
+
+def _other_version(version: int) -> BadMessage:
+    return BadMessage(f"the message has version {version}; this process has version {VERSION}")
+
+
 def encode(update: Update) -> bytes:
     return _encoder.encode(update)
 
@@ -145,9 +165,9 @@ def decode(message: bytes) -> Update:
     try:
         update = _decoder.decode(message)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise BadMessage("the message is not an update") from None
+        raise _unreadable(message) from None
     if update.version != VERSION:
-        raise BadMessage(f"the message has version {update.version}; this process has version {VERSION}")
+        raise _other_version(update.version)
     if not isfinite(update.sent_s):
         raise BadMessage("a time is not a number")
     if not check_load_rows(update.rows, len(update.nodes)):

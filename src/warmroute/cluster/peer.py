@@ -52,7 +52,7 @@ class Peer:
         self._from_start = False
         """Whether this process has heard the peer's first message: then its totals count from 0."""
         self.clock_offset_s = inf
-        """From a time of the peer's clock to one of this process's."""
+        """What has to be added to a time of the peer's clock to get this process's."""
         self._rows: dict[str, PeerRow] = {}
         """By node."""
         self._waiting: dict[str, tuple[Group, int]] = {}
@@ -86,6 +86,8 @@ class Peer:
                 if rows[name].inflight:
                     freed.append(self._node(rows[name]))
                     rows[name].clear()
+                if self._fleet.find(name) is None:
+                    del rows[name]
         self._apply_waiting(update.waiting)
         self.heads = update.heads
         self.changes_digest = update.changes_digest

@@ -246,6 +246,7 @@ class SnapshotAnswers:
         self._answered_s: dict[str, float] = {}
         self._unsent: Iterator[tuple[str, bytes]] = iter(())
         self.has_unsent = False
+        """Whether a peer has asked for a snapshot that was not sent completely."""
 
     def may_answer(self, asker: str, now_s: float) -> bool:
         if now_s - self._answered_s.get(asker, -1e9) < REPEAT_S:

@@ -100,6 +100,7 @@ class Fleet:
         node = self.node(name)
         node.draining = True
         del self._nodes[name]
+        node.speed.first_tokens = None  # another node may get its name
         before, node.groups = node.groups, ()
         for group in before:
             group.inflight -= node.peer_inflight

@@ -92,7 +92,7 @@ class ClusterMember:
             self.state.receive(message, time.monotonic())
         except Exception:
             log.exception("receive_failed", "The process ignores the message.")
-        if self.state.was_asked and (self._sending is None or self._sending.done()):
+        if self.state.has_unsent_snapshot and (self._sending is None or self._sending.done()):
             self._sending = asyncio.get_running_loop().create_task(self._send_snapshots())
 
     def receive_stored(self, values: list[bytes]) -> None:

@@ -56,7 +56,7 @@ class Worker:
         )
         return await listen_unix(service.admin_listener, self.seat.admin_socket)
 
-    def serves(self) -> None:
+    def report_ready(self) -> None:
         """Tell the parent that this worker serves."""
         assert self._member is not None
         self._link.send_frame(READY, self._member.state.sender.encode())
@@ -74,8 +74,10 @@ class Worker:
             self._reporting = None
         counts = (self._connections.received, self._connections.open)
         if counts != self._reported:
-            self._reported = counts
-            self._link.send_frame(OPEN, COUNTS.pack(*counts))
+            if self._link.send_frame(OPEN, COUNTS.pack(*counts)):
+                self._reported = counts
+            elif not self._stopping:
+                self._report_soon()
 
     def _receive(self, kind: bytes, payload: bytes) -> None:
         member = self._member
