@@ -102,6 +102,21 @@ def test_a_decode_node_that_prefills_a_long_prompt_meanwhile_is_left() -> None:
     harness.finish(attempts)
 
 
+def test_a_mixed_node_does_not_fetch_what_it_has_prefilled_itself() -> None:
+    harness = SplitHarness(prefill=0, decode=1)
+    mixed = harness.add("x0", 400_000, engine="vllm")
+    mixed.kv_connector = True
+    harness.fleet.set_role("x0", "mixed")
+    harness.send(harness.node("x0"), prompt(1000, 3))
+    attempts, driver, split = harness.split(30_000)
+    assert split.pair.prefill_node.name == "x0" and attempts.ticket.node.name == "d0"
+    running = [harness.send(harness.node("d0"), prompt(90_000, number)) for number in range(1, 4)]
+    for ticket in running:
+        ticket.first_token(harness.now_s, False)
+    split.prefill_ended(TRANSFER, None, harness.now_s)
+    assert driver.sent == ["d0"]
+
+
 def test_a_prompt_that_is_prefilled_elsewhere_does_not_slow_down_the_decode_node_yet() -> None:
     harness = SplitHarness(decode=1)
     decode = harness.node("d0")

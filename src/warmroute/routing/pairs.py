@@ -241,10 +241,9 @@ class Pairs:
         """The prompt is prefilled: return the node that decodes its answer at the lowest cost now. `current` has a
         ticket of the request."""
         group, engine = query.group.sort_if_changed(), pair.prefill_node.engine
-        up = group.up.by_name
-        query.candidates = Candidates(
-            [n for n in query.candidates.nodes if n.name in up and n.island == current.island and n.engine == engine]
-        )
+        if query.candidates is not group.up:  # some have gone down, or only some may serve the request
+            up = group.up.by_name
+            query.candidates = Candidates([node for node in query.candidates.nodes if node.name in up])
         nodes = query.candidates.nodes
         if current not in nodes or len(nodes) < 2:
             return current
@@ -253,7 +252,9 @@ class Pairs:
         best, least = current, math.inf
         for part in self._decode_parts(policy.prices(query), nodes, nodes.index(current), query):
             node, row = part.node, part.row
-            if not node.transfers_kv or node.needs_partner:
+            if node.engine != engine or node.island != current.island or not node.transfers_kv:
+                continue
+            if node is pair.prefill_node:  # a mixed one: nothing would be transferred
                 continue
             moved_ms = transfer_ms(ms_per_token, max(0.0, row.new))
             total = moved_ms + part.own_ms + part.contention_ms + row.memory
