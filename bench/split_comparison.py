@@ -6,7 +6,7 @@ The fleet has the same GPUs in all runs. `price` decides for each request whethe
 `price:split=always` lets a prefill node prefill every prompt; `llm_d_split` and `dynamo_split` have the rules of these
 routers; `mixed` is the policy `price` on nodes without roles. `price, N prefill` has more of the nodes as prefill
 nodes. Inter-token time is the mean of each answer. Each figure
-is the median over the seeds, with which nothing was tuned.
+is the median over the seeds.
 """
 
 from __future__ import annotations
