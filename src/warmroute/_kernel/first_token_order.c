@@ -95,7 +95,8 @@ static void drop_first(Tokens *list, Py_ssize_t count) {
     for (Py_ssize_t at = 0; at < count; at++)
         Py_DECREF(list->tokens[at].node);
     list->count -= count;
-    memmove(list->tokens, list->tokens + count, (size_t)list->count * sizeof *list->tokens);
+    if (list->count)
+        memmove(list->tokens, list->tokens + count, (size_t)list->count * sizeof *list->tokens);
 }
 
 void keep_first_token(PyObject *given, const FirstToken *token) {

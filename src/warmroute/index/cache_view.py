@@ -239,14 +239,18 @@ class CacheView:
         if self.routed_log is not None:
             self.routed_log.append((name, chain, exact, lookup.cache_group))
         tokens, rank = (hit.tokens, hit.rank) if hit is not None else (0, ROUTED)
-        from_store = self._from_store(cache, chain, tokens) if cache.store is not None and tokens else 0
+        from_store, declined = 0, 0
+        if cache.store is not None:
+            held = cache.store.held_blocks(chain, cache.block_size) * cache.block_size
+            from_store = self._from_store(cache, chain, tokens) if tokens else 0
+            declined = max(0, held - tokens)
         comparable = lookup.special is None
         if comparable:
             cache.routed_tokens += lookup.token_count
             cache.predicted_tokens += tokens
         return Prediction(
             cache, chain, lookup.token_count, tokens, rank, exact, now_s, lookup.text, comparable, sampled, known,
-            store_tokens=from_store,
+            store_tokens=from_store, declined_tokens=declined,
         )  # fmt: skip
 
     def from_store(self, model: str, lookup: Lookup, name: str, hit: Hit | None) -> tuple[str, int]:

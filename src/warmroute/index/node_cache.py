@@ -49,7 +49,7 @@ class NodeCache(CacheState):
     accuracy: Accuracy
     __slots__ = (
         "__weakref__", "_complete", "_index", "_offloaded", "_on_block_size", "_owners", "disagrees", "gaps",
-        "generation", "model", "output_tokens", "pending_holder", "predicted_tokens", "prefilled_s",
+        "generation", "loads_always", "model", "output_tokens", "pending_holder", "predicted_tokens", "prefilled_s",
         "prompts_without_events", "ranks", "recency", "routed_holder", "routed_tokens", "store", "store_events",
         "token_mismatches",
     )  # fmt: skip
@@ -84,6 +84,8 @@ class NodeCache(CacheState):
         owners[self.pending_holder] = (self, PENDING)
         self.store: KvStore | None = None
         """The shared KV store that the node reads and writes."""
+        self.loads_always = False
+        """Whether the engine has loaded from the store what it could have prefilled in less time."""
         self._offloaded: dict[int, OffloadedBlocks] = {}
         """Rank → what it has in the store."""
         self.accuracy = Accuracy()
@@ -290,6 +292,7 @@ class NodeCache(CacheState):
         for rank in list(self._offloaded):
             self._forget_offloaded(rank)
         self.store = store
+        self.loads_always = False
 
     # Checks of the events.
 

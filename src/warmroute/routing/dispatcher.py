@@ -24,7 +24,7 @@ from warmroute.fleet.ticket import Ticket
 from warmroute.routing.admission import Admission
 from warmroute.routing.attempt_history import ClosedTicket
 from warmroute.routing.decision import Decision
-from warmroute.routing.hedging import Hedging
+from warmroute.routing.hedging import Hedging, send_hedge
 from warmroute.routing.router import Router
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class Dispatcher:
             ):
                 continue
             try:
-                if attempts.send_hedge(now_s):
+                if send_hedge(attempts, self, now_s):
                     hedging.budget -= 1.0
                     self.counters.hedges += 1
                 else:

@@ -7,7 +7,10 @@ transfer. The decode node does no prefill work, so its first token says nothing 
 
 from __future__ import annotations
 
+from typing import Any
+
 from warmroute._kernel import TicketState
+from warmroute.fleet.node import Outcome
 from warmroute.routing.dispatch import Dispatch
 
 
@@ -17,8 +20,27 @@ class PrefillDispatch(Dispatch):
 
 
 class DecodeDispatch(Dispatch):
-    __slots__ = ()
+    """Its memory is taken from the beginning. Its context slows down the node's batch only once it decodes."""
+
+    __slots__ = ("_held_tokens",)
     always_streams = True
+
+    def __init__(self, *arguments: Any) -> None:
+        self._held_tokens = 0
+        Dispatch.__init__(self, *arguments)
+
+    def hold(self) -> None:
+        """The node has to wait for the KV cache."""
+        self._held_tokens = self.tokens
+        self.node.context_tokens -= self.tokens
+
+    def begin_decode(self) -> None:
+        held, self._held_tokens = self._held_tokens, 0
+        self.node.context_tokens += held
+
+    def close(self, outcome: Outcome, now_s: float) -> None:
+        self.begin_decode()
+        Dispatch.close(self, outcome, now_s)
 
     def first_token(self, now_s: float, served: bool = True) -> None:
         TicketState.first_token(self, now_s, False)

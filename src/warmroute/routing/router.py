@@ -25,8 +25,9 @@ from warmroute.routing.dispatch import Dispatch, OtherPrompts
 from warmroute.routing.island_choice import IslandChoice
 from warmroute.routing.output_length import OutputLengthEstimate
 from warmroute.routing.pair_dispatch import DecodeDispatch, PrefillDispatch
-from warmroute.routing.pairs import Pairs
+from warmroute.routing.pairs import Pair, Pairs
 from warmroute.routing.policies import make_policy
+from warmroute.routing.policies.price_policy import PricePolicy
 from warmroute.routing.policy import Policy
 from warmroute.routing.price_terms import ASSUMED_PROMPT_TOKENS
 from warmroute.routing.query import Query
@@ -216,6 +217,13 @@ class Router:
         nodes = query.group.sort_if_changed().prefill_nodes.nodes if query is not None else ()
         usable = (one for one in nodes if one.engine == node.engine and one not in failed)
         return min(usable, key=attrgetter("load"), default=None)
+
+    def decode_node(self, decision: Decision, pair: Pair, current: Node, now_s: float) -> Node:
+        """The prompt of a request is prefilled: return the node that decodes its answer at the lowest cost."""
+        query = decision.query
+        if query is None or not isinstance(policy := self.policy_of(query.request), PricePolicy):
+            return current
+        return self._pairs.decode_node(query.repeat(now_s), policy, pair, current)
 
     def dispatch(self, decision: Decision, node: Node, now_s: float, kind: type[Dispatch] = Dispatch) -> Ticket:
         """Open the ticket of a request on the node that it is sent to: the chosen one or a fallback. `kind`: the node
