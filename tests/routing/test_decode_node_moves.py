@@ -8,6 +8,7 @@ from routing_harness import prompt
 from split_harness import TRANSFER, SplitHarness, other
 
 from warmroute._kernel import pack_load_rows
+from warmroute.fleet.kv_transfer import LATENCY_MS
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.prompt.routing_request import RoutingRequest
@@ -66,8 +67,8 @@ def test_the_transfer_speed_is_learned_with_the_tokens_that_the_new_node_lacks()
         harness.fleet.drain(name, name == "d1")
     warm, _driver, split = harness.split_with(5, 24_000)
     split.prefill_ended(TRANSFER, None, harness.now_s)
-    harness.advance(0.49)
     harness.finish(warm)
+    harness.advance(60.0)
     attempts, _driver, split = harness.split_with(5, 30_000)
     assert attempts.ticket.node.name == "d0" and split.pair.transfer_tokens < 10_000.0
     before_ms = split.pair.transfer_ms
@@ -76,12 +77,13 @@ def test_the_transfer_speed_is_learned_with_the_tokens_that_the_new_node_lacks()
     running = harness.move(attempts, split)
     assert split.pair.transfer_tokens == harness.node("p0").transfer_tokens == 30_000.0
     assert split.pair.transfer_ms > before_ms
-    harness.advance(0.61)
     group = harness.fleet.group("m")
     assert group is not None
     speed = group.transfer_speeds.between("local", "local")
+    ms_per_token = speed.ms_per_token(harness.now_s)
+    harness.advance((LATENCY_MS + 30_000 * ms_per_token) / 1000.0)
     harness.end(attempts, running)
-    assert speed.ms_per_token(harness.now_s) == pytest.approx(0.02, rel=0.1), "600 ms for 30k tokens"
+    assert speed.ms_per_token(harness.now_s) == pytest.approx(ms_per_token, rel=0.1), "it took as long as expected"
 
 
 def test_a_decode_node_that_replaces_a_failed_one_has_its_own_transfer() -> None:
