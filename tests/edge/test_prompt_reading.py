@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 from array import array
+from itertools import count
 from typing import Any
 
 import pytest
@@ -111,6 +112,30 @@ async def test_a_short_prompt_is_read_on_the_event_loop() -> None:
         gate = TokenizerGate(r)
         assert (await r.request(post(chat(LONG)))).status == 200
         assert (gate.on_loop, gate.entered, r.service.counters.prompts_in_threads) == (1, 0, 0)
+
+
+async def test_thirty_kilobytes_of_new_text_are_read_on_the_event_loop() -> None:
+    async with engines() as nodes, small_model_router(*nodes) as r:
+        gate = TokenizerGate(r)
+        assert (await r.request(post(chat(LONG)))).status == 200
+        assert (await r.request(post(chat(unseen_text(1, 30_000))))).status == 200
+        assert (gate.on_loop, gate.entered) == (2, 0)
+
+
+@pytest.mark.interpreted
+async def test_after_a_chat_that_took_too_long_others_are_read_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count(0.0, 0.01)
+    monkeypatch.setattr(prompt_reader, "perf_counter", clock.__next__)
+    async with engines() as nodes, small_model_router(*nodes) as r:
+        gate = TokenizerGate(r)
+        gate.open.set()
+        for seed in range(3):
+            assert (await r.request(post(chat(unseen_text(seed, 30_000))))).status == 200
+        assert (gate.on_loop, gate.entered) == (1, 2)
+        r.service.prompt_reader._cautious = 1
+        assert (await r.request(post(chat(LONG)))).status == 200
+        assert (await r.request(post(chat(unseen_text(7, 30_000))))).status == 200
+        assert (gate.on_loop, gate.entered) == (3, 2)
 
 
 async def test_other_requests_are_served_while_a_long_prompt_is_read() -> None:

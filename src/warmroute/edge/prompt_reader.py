@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Final
 
 from warmroute._kernel import MAX_LOOP_BYTES, Outline
@@ -20,10 +21,15 @@ from warmroute.telemetry.counters import Counters
 
 log = EventLog("warmroute.prompts")
 
-MAX_LOOP_NEW_BYTES: Final = 1 << 14
-"""Chats with more new text than this go to a thread, even if all their messages are plain."""
 LOOP_MS: Final = 1.0
 """Prompts that take longer to tokenize go to a thread."""
+MAX_LOOP_NEW_BYTES: Final = 40 << 10
+"""Chats with more new text than this go to a thread, even if all their messages are plain. So much text takes 0.1 ms;
+without words up to 8 ms."""
+MAX_LOOP_NEW_BYTES_SLOW: Final = 1 << 10
+"""The same without fastokens, and for a while after a chat that took too long."""
+CAUTIOUS_CHATS: Final = 256
+"""How many chats that is."""
 MAX_PENDING: Final = 64
 """Prompts that may wait for a thread. The router routes further ones by load."""
 
@@ -75,6 +81,8 @@ class PromptReader:
         self._fetches: set[asyncio.Task[None]] = set()
         self._counters = counters
         self._pending = 0
+        self._cautious = 0
+        """Chats for which MAX_LOOP_NEW_BYTES_SLOW holds."""
         self._threads = ThreadPoolExecutor(config.threads, "warmroute-prompt")
         self.reconfigure(config)
 
@@ -118,7 +126,7 @@ class PromptReader:
         if len(body) > MAX_LOOP_BYTES:
             work = partial(tokenizer.tokenize, path, body, outline)
             return self._read_in_thread(work, on_read, partial(self._count, model, tokenizer, path))
-        prompt = tokenizer.tokenize_plain(path, body, outline, MAX_LOOP_NEW_BYTES)
+        prompt = self._read_plain(tokenizer, path, body, outline)
         if prompt is not None:
             return prompt
         job = tokenizer.begin(path, body, outline)
@@ -129,6 +137,22 @@ class PromptReader:
         if job.cost_ms > LOOP_MS:
             return self._read_in_thread(job.run, on_read, partial(self._count, model, tokenizer, path))
         return job.run()
+
+    def _read_plain(
+        self, tokenizer: PromptTokenizer, path: bytes, body: bytes, outline: Outline | None
+    ) -> Prompt | None:
+        """Return the prompt of a chat of plain messages with little new text; None for any other request."""
+        own = tokenizer.tokenizer
+        if self._cautious or (own is not None and own.slow_reason):
+            self._cautious = max(0, self._cautious - 1)
+            return tokenizer.tokenize_plain(path, body, outline, MAX_LOOP_NEW_BYTES_SLOW)
+        if len(body) <= MAX_LOOP_NEW_BYTES_SLOW:
+            return tokenizer.tokenize_plain(path, body, outline, MAX_LOOP_NEW_BYTES)
+        started_s = perf_counter()
+        prompt = tokenizer.tokenize_plain(path, body, outline, MAX_LOOP_NEW_BYTES)
+        if (perf_counter() - started_s) * 1000.0 > 2.0 * LOOP_MS:
+            self._cautious = CAUTIOUS_CHATS
+        return prompt
 
     def _count(self, model: str, tokenizer: PromptTokenizer, path: bytes, prompt: Prompt | None) -> None:
         """Count a prompt by its reading, one of telemetry's PROMPT_READINGS."""
