@@ -3,7 +3,7 @@
 WARMROUTE_COMPILE=1    mypyc compiles the Python modules of the request path, too (tools/build_wheel.sh and `make
                        compile` set it). Without mypyc they stay plain Python: the same, but it takes more CPU
 WARMROUTE_DEV=1        compiler warnings are errors (the Makefile sets it)
-WARMROUTE_SANITIZE=1   with AddressSanitizer and UndefinedBehaviorSanitizer (tools/sanitize.py sets it)
+WARMROUTE_SANITIZE=1   with AddressSanitizer and UndefinedBehaviorSanitizer (fuzz/sanitize.py sets it)
 """
 
 import os

@@ -102,6 +102,11 @@ class CacheView:
     def __iter__(self) -> Iterator[NodeCache]:
         return iter(list(self._caches.values()))  # a copy: a thread reads the metrics page
 
+    @property
+    def by_name(self) -> dict[str, NodeCache]:
+        """The caches themselves, not a copy: for the kernel."""
+        return self._caches
+
     def cache(self, name: str) -> NodeCache | None:
         return self._caches.get(name)
 
