@@ -48,8 +48,8 @@ class LiveRouter:
         self.predictions: list[Prediction] = []
         record_routed = self.cache_view.record_routed
 
-        def recorded(*given: Any) -> Prediction | None:
-            prediction = record_routed(*given)
+        def recorded(*given: Any, **named: Any) -> Prediction | None:
+            prediction = record_routed(*given, **named)
             if prediction is not None:
                 self.predictions.append(prediction)
             return prediction
