@@ -54,7 +54,7 @@ class LiveRouter:
                 self.predictions.append(prediction)
             return prediction
 
-        self.cache_view.record_routed = recorded  # type: ignore[assignment, method-assign]
+        self.cache_view.record_routed = recorded  # type: ignore[method-assign]
 
     def cache(self, number: int) -> NodeCache:
         found = self.cache_view.cache(f"node{number}")
