@@ -15,7 +15,7 @@ is cheaper than prefilling them:
 
 Engines such as vLLM with LMCache do not compare: they load whatever the store holds. If a response reports cached
 tokens that only the store had and that seemed slower to load, the router expects loads from this engine in any case
-(NodeCache.loads_always). They save nothing then, but they are neither learned as its prefill speed.
+(NodeCache.loads_always). Such loads save nothing, and the router does not learn the node's prefill speed from them.
 """
 
 from __future__ import annotations

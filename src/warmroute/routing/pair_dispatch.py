@@ -32,7 +32,7 @@ class DecodeDispatch(Dispatch):
     def hold(self) -> None:
         """The node has to wait for the KV cache."""
         self._held_tokens = self.tokens
-        self.node.context_tokens -= self.tokens
+        self.node.add_context(-self.tokens)
 
     def begin_decode(self, cache_group: str) -> None:
         """The node gets the KV cache. Only now the peers learn of it: until then, the request may move."""
@@ -43,8 +43,7 @@ class DecodeDispatch(Dispatch):
     def _end_hold(self) -> None:
         held, self._held_tokens = self._held_tokens, 0
         if held:
-            self.node.context_tokens += held
-            self.node.published_changes = -1  # for the peers, the node's figures have changed
+            self.node.add_context(held)
 
     @property
     def missing_tokens(self) -> int:
