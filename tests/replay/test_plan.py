@@ -78,3 +78,8 @@ def test_durations_may_have_units() -> None:
 def test_an_invalid_duration_is_rejected(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llm_d", "--ttft-p90", text]) == 2
     assert "is not a duration such as 500ms" in capsys.readouterr().err
+
+
+def test_roles_without_the_policy_that_uses_them_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *WORKLOAD, "--limit", "10", "--roles", "--policy", "round_robin", "--quiet"]) == 2
+    assert "--roles: only the policy price" in " ".join(capsys.readouterr().err.split())

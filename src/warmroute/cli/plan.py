@@ -50,7 +50,10 @@ def add_to(commands: Any) -> None:
         help="limit for the p90, over requests, of the mean time between tokens",
     )
     parser.add_argument(
-        "--policy", action="append", metavar="P", help="policy; repeatable (default: price and round_robin)"
+        "--policy",
+        action="append",
+        metavar="P",
+        help="policy; repeatable (default: price and round_robin; with --roles only price)",
     )
     parser.add_argument(
         "--roles",
@@ -131,6 +134,8 @@ def plan(args: argparse.Namespace) -> tuple[list[NodesNeeded], Limits]:
     policies = [parse_policy(text) for text in args.policy or POLICIES[: 1 if args.roles else None]]
     if any(one.name == "oracle" for one in policies):
         raise ConfigError("--policy oracle: the oracle serves no requests, so it needs no nodes")
+    if args.roles and all(one.name != "price" for one in policies):
+        raise ConfigError("--roles: only the policy price uses prefill and decode nodes. Add --policy price")
     setup = _setup(args)
     results: list[NodesNeeded] = []
     with progress_bar(args.quiet) as bar:

@@ -15,7 +15,7 @@ is cheaper than prefilling them:
 
 Engines such as vLLM with LMCache do not compare: they load whatever the store holds. If a response reports cached
 tokens that only the store had and that seemed slower to load, the router expects loads from this engine in any case
-(NodeCache.loads_always). They save nothing then, but they are neither learned as its prefill speed.
+(NodeCache.loads_always). Such loads save nothing, and the router does not learn the node's prefill speed from them.
 """
 
 from __future__ import annotations
@@ -113,13 +113,13 @@ class KvStore:
 
     # Hits.
 
-    def held_blocks(self, chain: bytes, block_size: int) -> int:
-        """Return how many leading blocks of a prompt the store should hold."""
+    def held_blocks(self, rows: Sequence[tuple[int, ...]], block_size: int) -> int:
+        """Return how many leading blocks of a prompt the store should hold. `rows`: the index's matches."""
         contents = self._by_block_size.get(block_size)
         if contents is None:
             return 0
         own = (contents.routed_holder, *contents.ranks.values())
-        return max((row[-1] for row in self._index.match(chain) if row[0] in own), default=0)
+        return max((row[-1] for row in rows if row[0] in own), default=0)
 
     def add_hits(self, found: MutableMapping[str, Hit], model: str, saved_shares: SavedShares, now_s: float) -> None:
         """Replace the store's own hit by one for each attached node."""

@@ -85,7 +85,8 @@ class NodeCache(CacheState):
         self.store: KvStore | None = None
         """The shared KV store that the node reads and writes."""
         self.loads_always = False
-        """Whether the engine has loaded from the store what it could have prefilled in less time."""
+        """Whether the engine has loaded from the store what it could have prefilled in less time. Ends with a response
+        that reports less than half of what it should have loaded, or with a new generation."""
         self._offloaded: dict[int, OffloadedBlocks] = {}
         """Rank → what it has in the store."""
         self.accuracy = Accuracy()
@@ -375,6 +376,7 @@ class NodeCache(CacheState):
 
     def _clear_routed(self) -> None:
         self.generation += 1
+        self.loads_always = False
         self._index.clear(self.pending_holder)
         del self._owners[self.routed_holder]
         self._index.remove_holder(self.routed_holder)

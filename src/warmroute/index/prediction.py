@@ -143,6 +143,8 @@ class Prediction:
         if self.store_tokens and cache.store is not None:
             loaded = min(max(0, cached_tokens - local), self.store_tokens)
             cache.store.accuracy.compare(self.store_tokens, loaded, now_s)
+            if self.store_tokens >= MIN_LOADED_TOKENS and loaded < 0.5 * self.store_tokens:
+                cache.loads_always = False
         cache.accuracy.compare(local, cached_tokens - min(max(0, cached_tokens - local), self.store_tokens), now_s)
         if cached_tokens < local:
             cached_blocks = cached_tokens // cache.block_size

@@ -2,7 +2,7 @@
 then bisecting.
 
 The search assumes that more nodes are never slower. Its result has been replayed and meets the limits; the fleet with
-one node less has been replayed and does not.
+one node less has been replayed and does not, unless it has no nodes, or with roles only one.
 
 With prefill and decode nodes, each fleet size is replayed with several numbers of prefill nodes: from the share that
 was best at the size before, one node more or less, until neither is better.

@@ -117,10 +117,11 @@ class Dispatcher:
         fleet.observe_health(self._health_changed)
 
     def close_ticket(
-        self, attempts: Attempts, ticket: Ticket, outcome: Outcome, now_s: float, reason: str = ""
+        self, attempts: Attempts, ticket: Ticket, outcome: Outcome, now_s: float, reason: str = "", *, sent: bool = True
     ) -> None:
+        """`sent`: whether the node got the request. If not, it is no attempt."""
         self.fleet.close_ticket(ticket, outcome, now_s, reason)
-        if attempts.history is not None:
+        if attempts.history is not None and sent:
             attempts.history.closed.append(ClosedTicket(ticket, outcome, now_s, reason))
         if self._ticket_closed is not None:
             self._ticket_closed(attempts, ticket, now_s)

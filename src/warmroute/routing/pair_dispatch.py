@@ -32,14 +32,32 @@ class DecodeDispatch(Dispatch):
     def hold(self) -> None:
         """The node has to wait for the KV cache."""
         self._held_tokens = self.tokens
-        self.node.context_tokens -= self.tokens
+        self.node.add_context(-self.tokens)
 
-    def begin_decode(self) -> None:
+    def begin_decode(self, cache_group: str) -> None:
+        """The node gets the KV cache. Only now the peers learn of it: until then, the request may move."""
+        self._end_hold()
+        if self.prediction is not None:
+            self._cache_view.tell_peers(self.prediction, cache_group)
+
+    def _end_hold(self) -> None:
         held, self._held_tokens = self._held_tokens, 0
-        self.node.context_tokens += held
+        if held:
+            self.node.add_context(held)
+
+    @property
+    def missing_tokens(self) -> int:
+        """KV tokens that the node is expected to lack."""
+        return self._new_tokens
+
+    def take_counts(self, before: DecodeDispatch) -> None:
+        """Take over what was counted for the request when its ticket was on another node."""
+        ours, theirs = self.prediction, before.prediction
+        if ours is not None and theirs is not None:
+            ours.sampled_blocks, ours.known_blocks = theirs.sampled_blocks, theirs.known_blocks
 
     def close(self, outcome: Outcome, now_s: float) -> None:
-        self.begin_decode()
+        self._end_hold()
         Dispatch.close(self, outcome, now_s)
 
     def first_token(self, now_s: float, served: bool = True) -> None:

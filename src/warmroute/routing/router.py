@@ -225,16 +225,18 @@ class Router:
             return current
         return self._pairs.decode_node(query.repeat(now_s), policy, pair, current)
 
-    def dispatch(self, decision: Decision, node: Node, now_s: float, kind: type[Dispatch] = Dispatch) -> Ticket:
+    def dispatch(
+        self, decision: Decision, node: Node, now_s: float, kind: type[Dispatch] = Dispatch, counted: bool = False
+    ) -> Ticket:
         """Open the ticket of a request on the node that it is sent to: the chosen one or a fallback. `kind`: the node
-        may only prefill, or only decode."""
+        may only prefill, or only decode. `counted`: its ticket moves there from a node that did not get the request."""
         query = decision.query
         if self.on_dispatch is not None:
             self.on_dispatch()
         if query is not None and kind is not PrefillDispatch:
-            if (windows := query.group.windows) is not None:
+            if (windows := query.group.windows) is not None and not counted:
                 windows.record(self._context_fit.needed(query.request), now_s)
-            if query.move_reason is not None:
+            if query.move_reason is not None and not counted:
                 try:
                     self.island_choice.dispatched(query, node, now_s)
                 except Exception as error:
@@ -251,7 +253,9 @@ class Router:
         try:
             hits = query.known_hits
             hit = (hits if hits is not None else query.hits()).get(node.name)
-            prediction = cache_view.record_routed(query.group.model, lookup, node.name, hit, now_s)
+            prediction = cache_view.record_routed(
+                query.group.model, lookup, node.name, hit, now_s, tell_peers=kind is not DecodeDispatch, counted=counted
+            )
             if special is not None and special.others:
                 others = self._predict_others(query, special, node, now_s)
         except Exception as error:

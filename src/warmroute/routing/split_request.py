@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from warmroute._kernel import FIRST_TOKEN_STEPS
 from warmroute.event_log import EventLog
+from warmroute.fleet.kv_transfer import transfer_ms
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.routing.decision import Decision
@@ -107,33 +108,62 @@ class SplitRequest:
     def reserve(self, node: Node, now_s: float) -> None:
         """Open the ticket on the node that will decode."""
         attempts, dispatcher = self._attempts, self._dispatcher
-        self._open_ticket(node, now_s)
+        is_first = not attempts.tried
+        ticket = attempts.ticket = dispatcher.router.dispatch(self._decision, node, now_s, DecodeDispatch)
         attempts.overdue_s = 0.0
         attempts.tried += 1
-        dispatcher.waiting.pop(attempts, None)
-        dispatcher.waiting[attempts] = None
+        self._wait()
         dispatcher.splits[attempts] = None
-
-    def _open_ticket(self, node: Node, now_s: float) -> None:
-        ticket = self._attempts.ticket = self._dispatcher.router.dispatch(self._decision, node, now_s, DecodeDispatch)
         if isinstance(ticket, DecodeDispatch):
-            ticket.hold()
+            if is_first and self._may_move:
+                ticket.hold()
+            elif node is not self._decision.node:
+                self._expect_transfer(ticket, now_s)
+
+    def _wait(self) -> None:
+        """Put the request behind those that were sent before its ticket was opened."""
+        waiting = self._dispatcher.waiting
+        waiting.pop(self._attempts, None)
+        waiting[self._attempts] = None
+
+    def _expect_transfer(self, ticket: DecodeDispatch, now_s: float) -> None:
+        """Expect the transfer to another decode node than that of the decision, which lacks other tokens."""
+        query, pair, tokens = self._decision.query, self.pair, float(ticket.missing_tokens)
+        if query is None or self.phase is Phase.OVER:
+            return
+        speed = query.group.transfer_speeds.between(pair.prefill_node.island, ticket.node.island)
+        pair.prefill_node.transfer_tokens += tokens - pair.transfer_tokens
+        ms = transfer_ms(speed.ms_per_token(now_s), tokens)
+        self.pair = Pair(pair.prefill_node, tokens, pair.price, ms, pair.alone_ms)
+
+    @property
+    def _may_move(self) -> bool:
+        """Whether the decode node is chosen a second time."""
+        attempts = self._attempts
+        return self.pair.price is not None and attempts.tried == 1 and not attempts.ticket.node.needs_partner
 
     def _choose_decode_node(self, now_s: float) -> None:
         """The prompt is prefilled. Move the ticket if another decode node is cheaper by now."""
         attempts, dispatcher = self._attempts, self._dispatcher
         ticket = attempts.ticket
-        if self.pair.price is None or attempts.tried > 1:
+        if not self._may_move:
             return
         node = dispatcher.router.decode_node(self._decision, self.pair, ticket.node, now_s)
-        if node is not ticket.node:
-            self._open_ticket(node, now_s)
-            dispatcher.close_ticket(attempts, ticket, Outcome.CANCELLED, now_s)
+        if node is ticket.node:
+            return
+        moved = attempts.ticket = dispatcher.router.dispatch(self._decision, node, now_s, DecodeDispatch, counted=True)
+        self._wait()
+        if isinstance(moved, DecodeDispatch):
+            self._expect_transfer(moved, now_s)
+            if isinstance(ticket, DecodeDispatch):
+                moved.take_counts(ticket)
+        dispatcher.close_ticket(attempts, ticket, Outcome.CANCELLED, now_s, sent=False)
 
     def _begin_decode(self) -> None:
         self.phase = Phase.TRANSFERRING
-        if isinstance(ticket := self._attempts.ticket, DecodeDispatch):
-            ticket.begin_decode()
+        query = self._decision.query
+        if isinstance(ticket := self._attempts.ticket, DecodeDispatch) and query is not None:
+            ticket.begin_decode(query.lookup.cache_group if query.lookup is not None else "")
 
     def send_decode(self, now_s: float) -> None:
         self._begin_decode()
