@@ -11,6 +11,7 @@ from math import exp
 
 from warmroute._kernel import (
     ARRIVAL_DECAY_S,
+    CARRIED_MAX_FACTOR,
     DECODE_FACTOR_WEIGHT,
     DECODE_MAX_FACTOR,
     DECODE_MIN_SHARE,
@@ -42,11 +43,14 @@ from warmroute.fleet.node_speed import NodeSpeed
 def record_first_token(speed: NodeSpeed, work: float, token_ms: float, sent_s: float, now_s: float) -> None:
     """Update the prefill speed. `work`: of the prompt; `token_ms`: time of a decode step on the node."""
     since_ms = (now_s - max(sent_s, speed._last_first_token_s)) * 1000.0
-    if sent_s < speed._last_first_token_s:
-        since_ms += speed._uncharged_ms
-    took_ms = max(since_ms - FIRST_TOKEN_STEPS * token_ms, PREFILL_MIN_SHARE * since_ms, 0.0)
-    speed._last_first_token_s = now_s
+    own_ms = max(since_ms - FIRST_TOKEN_STEPS * token_ms, PREFILL_MIN_SHARE * since_ms, 0.0)
     expected_ms = work * (speed.learned_ms_per_token if speed.is_replaced else speed.ms_per_token)
+    most_ms = CARRIED_MAX_FACTOR * expected_ms
+    carried_ms = speed._uncharged_ms if sent_s < speed._last_first_token_s else 0.0
+    if own_ms + carried_ms > most_ms and own_ms * SPEED_MAX_FACTOR >= expected_ms:
+        carried_ms = 0.0
+    took_ms = own_ms + min(carried_ms, max(0.0, most_ms - own_ms))
+    speed._last_first_token_s = now_s
     kept = max(SPEED_MIN_KEPT, exp(min(0.0, speed._at_s - now_s) / SPEED_DECAY_S))
     speed._at_s = now_s
     weight = work / (work + STEP_WORK)
@@ -54,7 +58,7 @@ def record_first_token(speed: NodeSpeed, work: float, token_ms: float, sent_s: f
     # A prefill takes a whole step, however short it is: an estimate within that time is right.
     charged_ms = min(max(expected_ms, took_ms - speed._step_ms), took_ms, SPEED_MAX_FACTOR * expected_ms)
     speed._ms = speed._ms * kept + weight * charged_ms
-    speed._uncharged_ms = took_ms - charged_ms
+    speed._uncharged_ms = own_ms + carried_ms - charged_ms
     speed.learned_ms_per_token = max(1e-4, speed._ms / max(1.0, speed._work))
     if not speed.is_replaced:
         speed.ms_per_token = speed.learned_ms_per_token
@@ -199,7 +203,8 @@ class ReferenceTicket:
         node.context_tokens += tokens + int(REQUEST_CONTEXT)
         if decode_speed is None:
             return
-        node.prefilling.append(self)
+        if prefill > 0.0:
+            node.prefilling.append(self)
         node.pending_work += prefill
         node.kv_delta += new
         node.kv_new += new
@@ -210,8 +215,9 @@ class ReferenceTicket:
 
     def prefilled(self, now_s: float) -> None:
         if self in self.node.prefilling:
+            if self is self.node.prefilling[0]:
+                self.node.prefill_ended_s = now_s
             self.node.prefilling.remove(self)
-            self.node.prefill_ended_s = now_s
         self.node.pending_work -= self.work
         self.work = 0.0
         self.node.unstreamed.pop(self, None)

@@ -17,10 +17,13 @@
 /* A prompt with `done` tokens of work, sent at `sent_s`, got its first token now. `step_ms`: one step of the batch. */
 static void learn_prefill_speed(SpeedState *s, double done, double step_ms, double sent_s, double now_s) {
     double since_ms = (now_s - larger(sent_s, s->last_first_token_s)) * 1000.0;
-    if (sent_s < s->last_first_token_s) /* it waited beside the last one */
-        since_ms += s->uncharged_ms;
-    double took_ms = larger(larger(since_ms - FIRST_TOKEN_STEPS * step_ms, PREFILL_MIN_SHARE * since_ms), 0.0);
+    double own_ms = larger(larger(since_ms - FIRST_TOKEN_STEPS * step_ms, PREFILL_MIN_SHARE * since_ms), 0.0);
     double estimate_ms = done * (s->is_replaced ? s->learned_ms_per_token : s->ms_per_token);
+    double most_ms = CARRIED_MAX_FACTOR * estimate_ms;
+    double carried_ms = sent_s < s->last_first_token_s ? s->uncharged_ms : 0.0; /* it waited beside the last one */
+    if (own_ms + carried_ms > most_ms && own_ms * SPEED_MAX_FACTOR >= estimate_ms)
+        carried_ms = 0.0; /* its prefill explains its own time: the node stood still before */
+    double took_ms = own_ms + smaller(carried_ms, larger(0.0, most_ms - own_ms));
     /* A prefill takes a whole step of the engine, however short it is: an estimate within that time is right. */
     double charged_ms = smaller(larger(estimate_ms, took_ms - s->step_ms), smaller(took_ms, SPEED_MAX_FACTOR * estimate_ms));
     double kept = larger(SPEED_MIN_KEPT, exp(smaller(0.0, s->at_s - now_s) / SPEED_DECAY_S));
@@ -28,7 +31,7 @@ static void learn_prefill_speed(SpeedState *s, double done, double step_ms, doub
     s->last_first_token_s = s->at_s = now_s;
     s->work = s->work * kept + weight * done;
     s->ms = s->ms * kept + weight * charged_ms;
-    s->uncharged_ms = took_ms - charged_ms;
+    s->uncharged_ms = own_ms + carried_ms - charged_ms;
     s->learned_ms_per_token = larger(1e-4, s->ms / larger(1.0, s->work));
     if (!s->is_replaced)
         s->ms_per_token = s->learned_ms_per_token;
@@ -223,7 +226,7 @@ static void unlist_prefill(NodeState *node, TicketState *t) {
 
 /* The pending work without what the node should have prefilled of its first prompt since that one's turn came. The estimate
  * may be wrong: a part of the prompt counts as left until its first token comes, and all of it once that is very late. */
-static double remaining_work(const NodeState *node, double now_s) {
+double remaining_work(const NodeState *node, double now_s) {
     const TicketState *first = node->first_prefill;
     double pending = larger(0.0, node->pending_work);
     if (!first)
@@ -238,8 +241,9 @@ static double remaining_work(const NodeState *node, double now_s) {
 /* Its prefill is done, as far as the router knows. */
 static void end_prefill(NodeState *node, TicketState *t, double now_s) {
     if (t->is_prefilling) {
+        if (t == node->first_prefill) /* the end of another one says nothing about the first one's turn */
+            node->prefill_ended_s = now_s;
         unlist_prefill(node, t);
-        node->prefill_ended_s = now_s;
     }
     node->pending_work -= t->pending_work;
     node->changes++;
@@ -452,7 +456,8 @@ static void change_kv(NodeState *node, double tokens) {
 }
 
 static void add_prompt(TicketState *t, NodeState *node, double now_s) {
-    list_prefill(node, t);
+    if (t->unlearned_work > 0.0) /* else the node only decodes */
+        list_prefill(node, t);
     node->pending_work += t->unlearned_work;
     change_kv(node, (double)t->new_tokens);
     node->kv_new += t->new_tokens;

@@ -55,7 +55,7 @@ typedef struct {
     TicketState *first_unstreamed, *last_unstreamed;
     /* Tickets whose prefill has not ended, in the order they were opened: a list without references. */
     TicketState *first_prefill, *last_prefill;
-    double prefill_ended_s; /* when a prefill last ended */
+    double prefill_ended_s; /* when the first of them last ended */
     Py_ssize_t outcomes[OUTCOMES], ttft_counts[TTFT_BUCKETS];
     /* The part of the figures above that is the peers', and what this process has published of its own (peer_load.c). */
     Py_ssize_t peer_inflight, peer_context_tokens, peer_kv_new;
@@ -95,6 +95,9 @@ static always_inline double own_pending_work(const NodeState *node) {
 
 /* What the router learns from a first token. `lone`: no other prompt waited at that time. */
 void learn_first_token(SpeedState *speed, double done, double step_ms, double sent_s, double now_s, int lone);
+
+/* The pending work that should be left by now. */
+double remaining_work(const NodeState *node, double now_s);
 
 /* Time per output token beside this much context, on a node like the others. */
 static always_inline double decode_ms(const DecodeSpeedState *d, double context) {

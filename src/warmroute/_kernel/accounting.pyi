@@ -29,6 +29,8 @@ SPEED_DECAY_S: Final[float]
 SPEED_MIN_KEPT: Final[float]
 SPEED_MAX_FACTOR: Final[float]
 """One observation counts as at most this many times slower than the estimate. The next ones may confirm it."""
+CARRIED_MAX_FACTOR: Final[float]
+"""A first token that is charged with what the last one's time has left counts as at most this many times slower."""
 PREFILL_MIN_SHARE: Final[float]
 """At least this share of the time until a first token counts as prefill. On a busy node, first tokens come with every
 step; without this bound nothing would be left for the prefill, and the node would seem infinitely fast."""

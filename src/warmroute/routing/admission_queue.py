@@ -125,6 +125,8 @@ class AdmissionQueue:
         """Queued requests of each tenant, including those that wait for a first node."""
         self.waiting = 0
         """Number of queued requests, including those that wait for a first node."""
+        self.waiting_for: Counter[Node] = Counter()
+        """Queued requests by the node of their decision. A node may have a count of 0."""
         self.with_deadline = 0
         """Those of them that wait for room and have a deadline."""
         self.queued_total = 0
@@ -165,12 +167,14 @@ class AdmissionQueue:
         if tenant is None or (queued := tenant.remove(pending)) is None:
             return False
         self.guarantee.remove(queued)
+        self.waiting_for[queued.decision.entry_node] -= 1
         self.with_deadline -= queued.has_deadline
         self._count_removed(key)
         if not tenant.waiting:
             self.past_work_ms[key] = tenant.work_ms
             del self.tenants[key]
             if not self.tenants:
+                self.waiting_for.clear()
                 self.guarantee.queue_is_empty()
                 self.past_work_ms.clear()
                 self._work_level = [0.0] * len(PRIORITY_NAMES)
@@ -201,6 +205,7 @@ class AdmissionQueue:
         queued = QueuedRequest(pending, decision, query.group, self._number, self._order)
         tenant.add(queued)
         self.guarantee.add(queued)
+        self.waiting_for[decision.entry_node] += 1
         self.with_deadline += queued.has_deadline
         self.waiting += 1
         self._counts[key] += 1
@@ -214,6 +219,8 @@ class AdmissionQueue:
         before = queued.decision.entry_node
         self.tenants[key].update_decision(queued, decision)
         if decision.entry_node is not before:
+            self.waiting_for[before] -= 1
+            self.waiting_for[decision.entry_node] += 1
             self.guarantee.decision_changed(queued, before)
 
     # Contents.
@@ -290,6 +297,44 @@ class AdmissionQueue:
         if len(tenants) > 1:
             tenants.sort(key=lambda item: (item[0][0], item[1].work_ms))
         return tenants
+
+    def comes_after(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
+        """Return whether a request that waits for the decision's node goes there before a new one."""
+        node = decision.entry_node
+        if not self.waiting_for.get(node):
+            return False
+        if self.guarantee.has_turn(node):
+            return True
+        for key, tenant in self.tenants.items():
+            for head in tenant.by_work.heads_for(node):
+                if not self._is_before(request, decision, key, head, now_s):
+                    return True
+        return False
+
+    def goes_before(
+        self, request: RoutingRequest, decision: Decision, key: Key, queued: QueuedRequest, now_s: float
+    ) -> bool:
+        """Return whether a new request goes before the first queued one for its node."""
+        if queued.is_overdue and key == (request.priority, request.tenant):  # it goes instead of one with less work
+            return False
+        return self._is_before(request, decision, key, queued, now_s)
+
+    def _is_before(
+        self, request: RoutingRequest, decision: Decision, key: Key, queued: QueuedRequest, now_s: float
+    ) -> bool:
+        own_key = (request.priority, request.tenant)
+        if own_key == key:
+            price = decision.price
+            work_ms = price.prefill if price is not None else 0.0
+            return (work_ms if self._order is not QueueOrder.FIRST_COME else now_s) < queued.effective_key(now_s)
+        if request.priority != key[0]:
+            return request.priority < key[0]
+        return self._admitted_work_ms(own_key) < self.tenants[key].work_ms
+
+    def _admitted_work_ms(self, key: Key) -> float:
+        """Return the admitted work of a tenant, also of one without queued requests."""
+        tenant = self.tenants.get(key)
+        return tenant.work_ms if tenant is not None else max(self._work_level[key[0]], self.past_work_ms.get(key, 0.0))
 
     def charge(self, key: Key, queued: QueuedRequest, now_s: float, by_guarantee: bool) -> None:
         """Charge a tenant, and the request's node, for the request that is admitted next."""

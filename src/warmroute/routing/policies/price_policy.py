@@ -100,8 +100,7 @@ class PricePolicy:
             tied = query.group.windows.tightest(query.candidates.nodes, tied)
         tied, nodes = prices.least_loaded(tied), query.candidates.nodes
         if len(tied) > 1 and nodes[tied[0]].load:
-            now_s = query.now_s
-            return min(tied, key=lambda at: (nodes[at].remaining_work(now_s), -nodes[at].last_ticket_s))
+            return prices.least_work_left(tied, query.now_s)
         return tied[int(self._random.random() * len(tied))]
 
     def _copy_pays_off(self, query: Query, prices: Prices, home_index: int, second_index: int) -> bool:
