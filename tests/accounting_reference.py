@@ -44,11 +44,14 @@ def record_first_token(speed: NodeSpeed, work: float, token_ms: float, sent_s: f
     """Update the prefill speed. `work`: of the prompt; `token_ms`: time of a decode step on the node."""
     since_ms = (now_s - max(sent_s, speed._last_first_token_s)) * 1000.0
     own_ms = max(since_ms - FIRST_TOKEN_STEPS * token_ms, PREFILL_MIN_SHARE * since_ms, 0.0)
-    expected_ms = work * (speed.learned_ms_per_token if speed.is_replaced else speed.ms_per_token)
-    most_ms = CARRIED_MAX_FACTOR * expected_ms
+    ms_per_token = speed.learned_ms_per_token if speed.is_replaced else speed.ms_per_token
+    expected_ms = work * ms_per_token
     carried_ms = speed._uncharged_ms if sent_s < speed._last_first_token_s else 0.0
+    most_ms = CARRIED_MAX_FACTOR * work * speed._carried_ms_per_token
     if own_ms + carried_ms > most_ms and own_ms * SPEED_MAX_FACTOR >= expected_ms:
         carried_ms = 0.0
+    if carried_ms == 0.0:
+        speed._carried_ms_per_token = ms_per_token
     took_ms = own_ms + min(carried_ms, max(0.0, most_ms - own_ms))
     speed._last_first_token_s = now_s
     kept = max(SPEED_MIN_KEPT, exp(min(0.0, speed._at_s - now_s) / SPEED_DECAY_S))

@@ -125,6 +125,29 @@ def test_an_idle_node_is_not_left_to_a_peer_whose_request_has_gone() -> None:
     assert turns.is_ours(a.node(), NORMAL, 1000.0, a.now_s)  # no message of b has arrived
 
 
+def test_room_before_the_first_token_is_not_kept_for_the_process_that_sent_the_prompt() -> None:
+    """A node works on a prompt of a. Only a could tell that it is nearly done: then a would take each room, and b's
+    requests would wait for ever."""
+    a, b = Process("a", nodes=1), Process("b", nodes=1)
+    first = Pending(a, 0, 8000)
+    a.admission.submit(first, a.now_s)
+    exchange(a, b)
+    for process in (a, b):
+        process.now_s += 0.4
+    assert [process.admission.has_room(process.node(), process.now_s) for process in (a, b)] == [False, False]
+    first.ticket.first_token(a.now_s)
+    exchange(a, b)
+    assert [process.admission.has_room(process.node(), process.now_s) for process in (a, b)] == [True, True]
+
+
+def test_a_process_without_peers_sees_room_before_the_first_token() -> None:
+    a = Process("a", nodes=1)
+    first = Pending(a, 0, 8000)
+    a.admission.submit(first, a.now_s)
+    a.now_s += 0.4
+    assert a.admission.has_room(a.node(), a.now_s) and first.ticket._is_open
+
+
 def test_nodes_that_left_are_forgotten() -> None:
     """A fleet that replaces its nodes again and again, while a peer always has an earlier request."""
     fleet = Fleet(Health())

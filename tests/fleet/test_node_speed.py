@@ -88,6 +88,42 @@ def test_a_slow_first_token_is_not_charged_to_a_prompt_that_came_later() -> None
     assert speed.ms_per_token == pytest.approx(DEFAULT_MS_PER_TOKEN, rel=0.05)
 
 
+def test_the_steps_of_a_busy_node_are_taken_off_once() -> None:
+    """Two prompts wait, and decode steps take 20 ms: 1.5 of them are no prefill. The first prompt has 60 tokens, the
+    second 6,000. Both first tokens come after 330 ms."""
+    speed, now_s = NodeSpeed(), 100.0
+    for _ in range(30):
+        sent_s, now_s = now_s, now_s + 0.333
+        record_first_token(speed, 60.0, 20.0, sent_s, now_s)
+        record_first_token(speed, 6000.0, 20.0, sent_s, now_s)
+    assert speed.ms_per_token == pytest.approx(303 / 6060, rel=0.03)
+
+
+@pytest.mark.parametrize("stall_s", [0.5, 1.0, 2.7, 10.0, 60.0])
+def test_a_stall_is_charged_to_one_prompt_and_not_to_all_that_wait(stall_s: float) -> None:
+    """Prompts of 6,000 tokens take 300 ms each, one after the other. All wait when the node stands still."""
+    speed, now_s = NodeSpeed(), 100.0
+    for _ in range(20):
+        now_s += 0.3
+        record_first_token(speed, 6000.0, 0.0, now_s - 0.3, now_s)
+    sent_s, now_s = now_s, now_s + stall_s
+    slowest = 0.0
+    for _ in range(20):
+        now_s += 0.3
+        record_first_token(speed, 6000.0, 0.0, sent_s, now_s)
+        slowest = max(slowest, speed.ms_per_token)
+    assert slowest < 2.3 * DEFAULT_MS_PER_TOKEN
+    assert speed.ms_per_token == pytest.approx(DEFAULT_MS_PER_TOKEN, rel=0.35), "and it is forgotten"
+
+
+def test_a_step_that_takes_long_counts_for_all_prompts_of_it_within_bounds() -> None:
+    """Ten prompts of 2,000 tokens in a step that took 10 s instead of 1 s."""
+    speed = NodeSpeed()
+    for _ in range(10):
+        record_first_token(speed, 2000.0, 0.0, 100.0, 110.0)
+    assert 1.5 * DEFAULT_MS_PER_TOKEN < speed.ms_per_token < 2.5 * DEFAULT_MS_PER_TOKEN
+
+
 def test_a_node_with_a_first_token_in_every_step_does_not_appear_infinitely_fast() -> None:
     """60 ms for the 2,000 tokens of each prompt, one with every step of 60 ms."""
     speed = NodeSpeed()

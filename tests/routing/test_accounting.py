@@ -24,7 +24,7 @@ NODE_FIELDS = (
 )  # fmt: skip
 SPEED_FIELDS = (
     "ms_per_token", "factor", "answers", "_work", "_ms", "_at_s", "_last_first_token_s", "_uncharged_ms",
-    "learned_ms_per_token", "lone_prefills", "lone_work", "lone_ms", "lone_xx", "lone_xy", "timed_answers",
+    "_carried_ms_per_token", "learned_ms_per_token", "lone_prefills", "lone_work", "lone_ms", "lone_xx", "lone_xy", "timed_answers",
     "early_share", "long_prefills", "long_work", "long_ms", "_step_ms",
 )  # fmt: skip
 DECODE_SPEED_FIELDS = ("least_ms", "mean_ms", "slope_ms", "mean_context", "answers", "_xx", "_xy")
@@ -147,6 +147,28 @@ def test_the_work_left_falls_while_the_first_prompt_is_prefilled() -> None:
     del second  # dropped without being closed
     gc.collect()
     assert node.remaining_work(1.25) == 2000
+
+
+def test_the_end_of_another_prompt_is_not_the_turn_of_the_first_one() -> None:
+    """The first prompt should take 200 ms. Others, behind it, end while its node hangs."""
+    node, decode_speed = make_node(), DecodeSpeed()
+    first, behind, last = TicketState(), TicketState(), TicketState()
+    for ticket in (first, behind, last):
+        ticket.open(node, 1.0, decode_speed, True, 4000, 4000, 4000.0)
+    behind.release(Outcome.CANCELLED, 1.3)
+    assert node.remaining_work(1.35) == pytest.approx(5000)
+    last.release(Outcome.FAILED, 1.39)
+    assert node.remaining_work(1.41) == 4000, "it is late"
+
+
+def test_a_request_without_a_prefill_is_no_prompt_that_others_wait_for() -> None:
+    node, decode_speed = make_node(), DecodeSpeed()
+    decoded, prompt = TicketState(), TicketState()
+    decoded.open(node, 1.0, decode_speed, True, 4000, 0, 0.0)
+    prompt.open(node, 1.0, decode_speed, True, 4000, 4000, 4000.0)
+    assert node.remaining_work(1.1) == pytest.approx(2000)
+    decoded.first_token(1.15)
+    assert node.remaining_work(1.18) == pytest.approx(1000), "its first token says nothing about the other prompt"
 
 
 def test_a_ticket_that_is_never_closed_is_no_leak() -> None:

@@ -7,7 +7,6 @@ from routing_harness import FakeRequest, RoutingHarness, one_busy_node, prompt
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import NodeConfig, Pricing, Routing
-from warmroute.config.priority import HIGH, LOW
 from warmroute.fleet.demand import DemandMeter
 from warmroute.fleet.node import Outcome
 from warmroute.routing.admission import EXAMINED, EXAMINED_PER_TENANT
@@ -58,83 +57,6 @@ def test_a_first_token_frees_the_node_for_the_next_prefill() -> None:
     running.first_token(harness.now_s)
     harness.admission.node_freed(harness.nodes[0], harness.now_s)
     assert request.node is harness.nodes[0] and harness.nodes[0].inflight == 2
-
-
-def test_a_node_gets_its_next_prompt_before_it_has_finished_the_last_one() -> None:
-    harness, running = one_busy_node()  # 460 ms, 250 of which may be left
-    request = harness.submit()
-    harness.advance(0.15)
-    harness.tick()
-    assert request.queued
-    harness.advance(0.1)
-    harness.tick()
-    assert request.node is harness.nodes[0] and running._is_open
-
-
-def test_a_node_whose_first_token_is_very_late_gets_no_more_prompts() -> None:
-    harness, _ = one_busy_node()
-    harness.advance(0.95)
-    assert harness.submit().queued, "its prompt should have taken 460 ms"
-    harness.tick()
-    assert harness.admission.queue.waiting == 1
-
-
-def test_a_new_request_does_not_take_the_room_that_another_one_waits_for() -> None:
-    harness, _ = one_busy_node()
-    first = harness.submit()
-    harness.advance(0.25)
-    second = harness.submit()
-    assert first.events == ["admitted"] and second.queued
-
-
-def test_a_new_request_takes_room_before_those_that_come_after_it() -> None:
-    """Less work of its tenant, or a higher priority."""
-    for fields in ({"tokens": 6000}, {"priority": HIGH}):
-        harness, _ = one_busy_node()
-        waiting = harness.submit()
-        harness.advance(0.25)
-        assert harness.submit(**fields).events == ["admitted"] and waiting.queued
-
-
-def test_of_those_that_wait_only_the_ones_before_a_new_request_go_first() -> None:
-    """A node has room for two: that of the second one is not for a request of low priority."""
-    harness, running = one_busy_node()
-    urgent, patient = harness.submit(1000, priority=HIGH), harness.submit(1000, priority=LOW)
-    harness.advance(0.3)
-    normal = harness.submit(1000)
-    assert urgent.events == normal.events == ["admitted"] and patient.queued and running._is_open
-
-
-def test_a_new_request_takes_room_in_the_order_of_the_tenants_admitted_work() -> None:
-    harness, running = one_busy_node()
-    busy = [harness.submit(6000, tenant="busy") for _ in range(3)]
-    harness.free(running)
-    harness.advance(0.25)
-    first = harness.submit(8000, tenant="new")
-    assert first.events == ["admitted"] and busy[1].queued
-    harness.close(busy[0].ticket)
-    harness.advance(0.3)
-    second = harness.submit(6000, tenant="new")
-    assert busy[1].events == ["admitted"] and second.queued, "its tenant had more than the other one by now"
-
-
-def test_a_new_request_decides_again_after_those_that_go_first() -> None:
-    """Its node has room, which a waiting request gets. The other node is then cheaper, and has room."""
-    harness = RoutingHarness(2)
-    warm, cold = harness.nodes
-    mine = prompt(12_000, 1)
-    harness.warm(warm, mine)
-    harness.warm(warm, prompt(20_000, 2))
-    running, blocking = harness.busy(warm), harness.busy(cold, 60_000)
-    waiting = FakeRequest(harness, prompt(28_000, 2), priority=HIGH)
-    waiting.submit()
-    assert waiting.queued
-    harness.close(blocking)
-    harness.advance(0.25)
-    assert harness.decide(mine).node is warm
-    hurried = FakeRequest(harness, mine, may_queue=False)
-    hurried.submit()
-    assert (waiting.node, hurried.node) == (warm, cold) and running._is_open
 
 
 def test_a_tick_finds_a_node_that_has_room_without_an_event() -> None:

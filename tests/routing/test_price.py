@@ -100,24 +100,6 @@ def test_ties_are_decided_at_random() -> None:
     assert len(chosen) == 4 and min(chosen.values()) > 60
 
 
-def test_of_equal_busy_nodes_the_one_that_got_a_request_last_wins() -> None:
-    """The requests of the others end sooner, so that a node becomes idle sooner."""
-    harness = RoutingHarness(4)
-    for node in harness.nodes:
-        harness.advance(0.1)
-        Ticket(node, harness.now_s)
-    Ticket(harness.nodes[3], harness.now_s)
-    assert {harness.decide(prompt(500)).node.name for _ in range(20)} == {"n2"}
-
-
-def test_of_equal_busy_nodes_the_one_that_has_prefilled_more_wins() -> None:
-    harness, tickets = RoutingHarness(3), []
-    for node in harness.nodes:
-        tickets.append(harness.busy(node))
-        harness.advance(0.05)
-    assert {harness.decide(prompt(8000)).node.name for _ in range(20)} == {"n0"}
-
-
 def test_ties_go_to_the_less_loaded_node() -> None:
     harness = RoutingHarness(3)
     running(harness.nodes[0], 1)

@@ -18,11 +18,13 @@
 static void learn_prefill_speed(SpeedState *s, double done, double step_ms, double sent_s, double now_s) {
     double since_ms = (now_s - larger(sent_s, s->last_first_token_s)) * 1000.0;
     double own_ms = larger(larger(since_ms - FIRST_TOKEN_STEPS * step_ms, PREFILL_MIN_SHARE * since_ms), 0.0);
-    double estimate_ms = done * (s->is_replaced ? s->learned_ms_per_token : s->ms_per_token);
-    double most_ms = CARRIED_MAX_FACTOR * estimate_ms;
+    double ms_per_token = s->is_replaced ? s->learned_ms_per_token : s->ms_per_token, estimate_ms = done * ms_per_token;
     double carried_ms = sent_s < s->last_first_token_s ? s->uncharged_ms : 0.0; /* it waited beside the last one */
+    double most_ms = CARRIED_MAX_FACTOR * done * s->carried_ms_per_token;
     if (own_ms + carried_ms > most_ms && own_ms * SPEED_MAX_FACTOR >= estimate_ms)
         carried_ms = 0.0; /* its prefill explains its own time: the node stood still before */
+    if (carried_ms == 0.0)
+        s->carried_ms_per_token = ms_per_token;
     double took_ms = own_ms + smaller(carried_ms, larger(0.0, most_ms - own_ms));
     /* A prefill takes a whole step of the engine, however short it is: an estimate within that time is right. */
     double charged_ms = smaller(larger(estimate_ms, took_ms - s->step_ms), smaller(took_ms, SPEED_MAX_FACTOR * estimate_ms));
@@ -132,6 +134,7 @@ static PyMemberDef speed_members[] = {
     {"_at_s", T_DOUBLE, offsetof(SpeedState, at_s), 0, NULL},
     {"_last_first_token_s", T_DOUBLE, offsetof(SpeedState, last_first_token_s), 0, NULL},
     {"_uncharged_ms", T_DOUBLE, offsetof(SpeedState, uncharged_ms), 0, NULL},
+    {"_carried_ms_per_token", T_DOUBLE, offsetof(SpeedState, carried_ms_per_token), 0, NULL},
     {"learned_ms_per_token", T_DOUBLE, offsetof(SpeedState, learned_ms_per_token), 0, NULL},
     {"is_replaced", T_BOOL, offsetof(SpeedState, is_replaced), 0, NULL},
     {"lone_prefills", T_PYSSIZET, offsetof(SpeedState, lone_prefills), 0, NULL},

@@ -12,6 +12,7 @@ typedef struct {
     double factor;                                  /* decode time relative to other nodes of the model */
     double work, ms, at_s, last_first_token_s;      /* the sums that ms_per_token is learned from */
     double uncharged_ms;                            /* what the last first token took beyond what its prompt explains */
+    double carried_ms_per_token;                    /* the estimate before the first token that left it */
     double learned_ms_per_token;                    /* ms_per_token, unless that is replaced */
     double long_work, long_ms;                      /* moving means of lone prefills that take several steps */
     double step_ms;                                 /* a decode step that no prefill interrupts; 0: unknown */

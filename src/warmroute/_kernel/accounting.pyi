@@ -94,6 +94,7 @@ class SpeedState:
     _at_s: float
     _last_first_token_s: float
     _uncharged_ms: float
+    _carried_ms_per_token: float
     first_tokens: FirstTokenOrder | None
     """Where the first tokens are kept until they are learned; None: the kernel learns at once."""
 
