@@ -24,8 +24,8 @@ NODE_FIELDS = (
 )  # fmt: skip
 SPEED_FIELDS = (
     "ms_per_token", "factor", "answers", "_work", "_ms", "_at_s", "_last_first_token_s", "_uncharged_ms",
-    "_carried_ms_per_token", "learned_ms_per_token", "lone_prefills", "lone_work", "lone_ms", "lone_xx", "lone_xy", "timed_answers",
-    "early_share", "long_prefills", "long_work", "long_ms", "_step_ms",
+    "_carried_ms_per_token", "learned_ms_per_token", "lone_prefills", "lone_work", "lone_ms", "lone_xx", "lone_xy",
+    "timed_answers", "early_share", "long_prefills", "long_work", "long_ms", "_step_ms",
 )  # fmt: skip
 DECODE_SPEED_FIELDS = ("least_ms", "mean_ms", "slope_ms", "mean_context", "answers", "_xx", "_xy")
 
