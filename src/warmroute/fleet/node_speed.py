@@ -9,8 +9,9 @@ The kernel updates the speed at each first token; tests/accounting_reference.py 
 prefills prompts one after the other or several in one step. Either way, the time during which at least one of them
 waited for its first token went into all of them together. So a first token is charged with the time since the previous
 first token, or since its own dispatch if that was later, and the speed is the ratio of the two sums. One first token
-counts as at most four times slower than estimated; the rest of its time is charged to the next one, if that prompt
-waited as well.
+counts as at most four times slower than estimated. The rest of its time is charged to the next one, if that prompt
+waited as well, up to twice what the estimate was before: both may have been prefilled in one step. A prompt whose own
+time explains it, although more than that is left, is charged with nothing else: the node stood still before.
 
 An engine takes a whole step for a prompt that needs only a part of one. So an estimate that is up to one step shorter
 than what was measured counts as right, and a short prompt weighs less: weight = work / (work + step_work).

@@ -56,7 +56,7 @@ EXAMINED: Final = 64
 TICK_S: Final = 0.05
 """Time between two calls of `tick`. A request is rejected this much before it would miss its deadline."""
 FULL_CHECK_TICKS: Final = 20
-"""Number of ticks after which admission checks each queued request, even if no event calls for it."""
+"""Number of ticks in which admission checks each queued request once, even if no event calls for it."""
 HITS_VALID_S: Final = 0.25
 """Time for which the looked-up hits of a queued request are used again."""
 
@@ -160,8 +160,7 @@ class Admission:
         return decision.index >= 0 and self._queues(request) and self.queue.comes_after(request, decision, now_s)
 
     def _admit_before(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
-        """Admit a queued request that waits for the same node and comes before this new one. Return False if none
-        does. What it takes grows with the requests that go, not with those that arrive."""
+        """Admit a queued request that waits for the same node and comes before this new one. Return whether one did."""
         if not self._comes_after(request, decision, now_s):
             return False
         if (chosen := self._next_for(decision.entry_node, now_s)) is None:
@@ -280,8 +279,7 @@ class Admission:
         self._version += 1
 
     def _next_for(self, node: Node, now_s: float) -> tuple[Key, QueuedRequest, bool] | None:
-        """Return the request to admit next, and whether it is by its guarantee: the first one for this node, or a trial
-        request for a half-open node."""
+        """Return the first request for this node, or a trial request for a half-open node; whether by its guarantee."""
         queue, turns = self.queue, self.turns
         without_low = self._limits.half_full and queue.has_higher_priority
         has_overdue = queue.guarantee.find_overdue(now_s)
@@ -405,14 +403,14 @@ class Admission:
         self._ticks += 1
         if not self._ticks % FULL_CHECK_TICKS:
             queue.guarantee.forget_removed_nodes()
-        if (
-            self._ticks % FULL_CHECK_TICKS
-            and default_queues
-            and not (default_max_wait_s or self._by_route or queue.with_deadline or self._limits.half_full)
-            and not any(head.node_is_gone for head in queue.heads())
-        ):
-            return
-        for key, queued in queue.all_queued():
+        all_at_once = (
+            not (self._ticks and default_queues) or default_max_wait_s or self._by_route or queue.with_deadline
+        )
+        if not all_at_once and not self._limits.half_full and not any(head.node_is_gone for head in queue.heads()):
+            checked = queue.part_of_all(self._ticks, FULL_CHECK_TICKS)
+        else:
+            checked = queue.all_queued()
+        for key, queued in checked:
             if not queue.contains(key, queued):
                 continue
             pending = queued.pending

@@ -229,6 +229,16 @@ class AdmissionQueue:
         """Return all requests, except those that wait for a first node."""
         return [(key, queued) for key, tenant in self.tenants.items() for queued in tenant.waiting.values()]
 
+    def part_of_all(self, part: int, parts: int) -> list[tuple[Key, QueuedRequest]]:
+        """Return one of several parts of them. A request is always in the same part."""
+        part %= parts
+        return [
+            (key, queued)
+            for key, tenant in self.tenants.items()
+            for queued in tenant.waiting.values()
+            if queued.number % parts == part
+        ]
+
     def contains(self, key: Key, queued: QueuedRequest) -> bool:
         tenant = self.tenants.get(key)
         return tenant is not None and tenant.waiting.get(id(queued.pending)) is queued
