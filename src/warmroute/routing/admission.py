@@ -269,7 +269,8 @@ class Admission:
             chosen = self._next_for(node, now_s)
             if chosen is None:
                 return
-            self._admit(*chosen, now_s)
+            key, queued, by_guarantee = chosen
+            self._admit(key, queued, by_guarantee, now_s)
 
     def _admit(self, key: Key, queued: QueuedRequest, by_guarantee: bool, now_s: float) -> None:
         self.queue.charge(key, queued, now_s, by_guarantee)
@@ -285,7 +286,7 @@ class Admission:
         has_overdue = queue.guarantee.find_overdue(now_s)
         overdue = self._overdue_turns.next_for(node, without_low, now_s) if has_overdue else None
         if overdue is not None:
-            return (*overdue, True)
+            return overdue[0], overdue[1], True
         tenants = queue.tenants_in_order(without_low)
         limit = min(EXAMINED_PER_TENANT, max(1, EXAMINED // max(1, len(tenants))))
         for key, tenant in tenants:
