@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from random import Random
+
 import pytest
 from routing_harness import FakeRequest, RoutingHarness, one_busy_node, prompt
 
@@ -160,3 +163,26 @@ def test_a_node_that_only_decodes_a_request_has_no_prompt_of_it_to_prefill() -> 
     running = harness.busy(node)
     harness.advance(0.25)
     assert node.remaining_work(harness.now_s) == pytest.approx(running._pending_work - 5000)
+
+
+def test_the_queue_knows_how_many_requests_wait_for_each_node() -> None:
+    harness, random = RoutingHarness(3), Random(5)
+    running: list[Ticket] = []
+    requests: list[FakeRequest] = []
+    for _ in range(300):
+        harness.advance(random.uniform(0.0, 0.1))
+        action = random.random()
+        if action < 0.5:
+            lookup, tenant = prompt(random.randrange(100, 20_000), random.randrange(5)), random.choice("ab")
+            requests.append(FakeRequest(harness, lookup, tenant=tenant, priority=random.choice((HIGH, LOW))))
+            requests[-1].submit()
+        elif action < 0.6 and (waiting := [one for one in requests if one.queued]):
+            random.choice(waiting).cancel()
+        elif action < 0.8 and (running := [one.ticket for one in requests if one.events == ["admitted"]]):
+            harness.free(random.choice(running))
+        else:
+            harness.tick()
+        queue = harness.admission.queue
+        expected = Counter(queued.decision.entry_node for _, queued in queue.all_queued())
+        assert {node: count for node, count in queue.waiting_for.items() if count} == expected
+    assert len(requests) > 100 and running
