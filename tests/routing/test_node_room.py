@@ -8,8 +8,10 @@ from random import Random
 import pytest
 from routing_harness import FakeRequest, RoutingHarness, one_busy_node, prompt
 
-from warmroute.config.priority import HIGH, LOW
+from warmroute.config.priority import HIGH, LOW, NORMAL
+from warmroute.fleet.node import Node
 from warmroute.fleet.ticket import Ticket
+from warmroute.routing.admission_queue import Key
 from warmroute.routing.decision import Decision
 from warmroute.routing.query import Query
 
@@ -113,7 +115,7 @@ def test_arrivals_make_no_decisions_for_requests_that_wait_for_other_nodes() -> 
     waiting = [FakeRequest(harness, prompt(100_000 + at, 1)) for at in range(100)]
     for one in waiting:
         one.submit()
-    assert all(one.queued and harness.admission.queue.waiting_for[wanted] == 100 for one in waiting)
+    assert all(one.queued and harness.admission.queue.waiting_for == {wanted: {(NORMAL, ""): 100}} for one in waiting)
     decisions = count_decisions_again(harness)
     for _ in range(50):
         harness.advance(0.01)
@@ -183,6 +185,8 @@ def test_the_queue_knows_how_many_requests_wait_for_each_node() -> None:
         else:
             harness.tick()
         queue = harness.admission.queue
-        expected = Counter(queued.decision.entry_node for _, queued in queue.all_queued())
-        assert {node: count for node, count in queue.waiting_for.items() if count} == expected
+        expected: dict[Node, Counter[Key]] = {}
+        for key, queued in queue.all_queued():
+            expected.setdefault(queued.decision.entry_node, Counter())[key] += 1
+        assert queue.waiting_for == expected, "a node without waiting requests is forgotten"
     assert len(requests) > 100 and running

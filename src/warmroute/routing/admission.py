@@ -103,11 +103,20 @@ class Admission:
     def submit(self, pending: PendingRequest, now_s: float) -> None:
         """Call `on_admitted`, now or later, or `on_rejected` later. Raises RoutingError if it is rejected at once."""
         request, queue = pending.request, self.queue
-        demand_meter = self._router.demand_meter
+        demand_meter, decision = self._router.demand_meter, None
         try:
             decision = self._router.decide(request, now_s, pending.lookup)
-        except NoNodeAvailable:
             if demand_meter is not None:
+                demand_meter.arrived += 1
+            decision, has_room = self._check_room(request, decision, now_s)
+            while has_room and self._comes_after(request, decision, now_s):
+                if not self._admit_before(request, decision, now_s):
+                    has_room = self.turns is None  # else it may be a peer's turn
+                    break
+                decision = self._router.decide(request, now_s, pending.lookup)
+                decision, has_room = self._check_room(request, decision, now_s)
+        except NoNodeAvailable:
+            if demand_meter is not None and decision is None:
                 demand_meter.arrived += 1
             if not self.first_node_wait_s or not request.may_queue:
                 raise
@@ -116,16 +125,9 @@ class Admission:
             if displaced is not None:
                 self._displace(displaced, now_s)
             return
-        if demand_meter is not None:
-            demand_meter.arrived += 1
-        decision, has_room = self._check_room(request, decision, now_s)
-        while has_room and self._admit_before(request, decision, now_s):
-            decision = self._router.decide(request, now_s, pending.lookup)
-            decision, has_room = self._check_room(request, decision, now_s)
-        if has_room:
+        if has_room and self._is_ours(request, decision, now_s):
             if queue.tenants and decision.price is not None:  # a trial request or another policy has no price
                 queue.charge_unqueued(request, decision.entry_node, decision.price.prefill)
-                self._version += 1
             pending.on_admitted(decision)
             return
         displaced = self._check_may_queue(request, decision, now_s)
@@ -140,7 +142,7 @@ class Admission:
         router, self._router = self._router, self._router.snapshot()
         try:
             decision, has_room = self._check_room(request, self._router.decide(request, now_s, lookup), now_s)
-            if has_room and not self._comes_after(request, decision, now_s):
+            if has_room and not self._comes_after(request, decision, now_s) and self._is_ours(request, decision, now_s):
                 return decision, False
             self._check_may_queue(request, decision, now_s)
             return decision, True
@@ -148,12 +150,12 @@ class Admission:
             self._router = router
 
     def _check_room(self, request: RoutingRequest, decision: Decision, now_s: float) -> tuple[Decision, bool]:
-        """Return a decision for an eligible node, and whether the request may go there at once. Raises NotAdmitted."""
+        """Return a decision for an eligible node, and whether that has room for the request. Raises NotAdmitted."""
         if self._has_threshold or not request.may_queue or request.deadline_s or request.total_deadline_s:
             decision = self._eligible(request, decision, now_s)
         if request.priority == LOW and self._has_to_queue(request, decision, now_s):
             return decision, False
-        return decision, self._admits_at_once(request, decision, now_s)
+        return decision, self._fits(request, decision, now_s)
 
     def _comes_after(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
         """Return whether a queued request that waits for the same node comes before this new one."""
@@ -161,8 +163,6 @@ class Admission:
 
     def _admit_before(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
         """Admit a queued request that waits for the same node and comes before this new one. Return whether one did."""
-        if not self._comes_after(request, decision, now_s):
-            return False
         if (chosen := self._next_for(decision.entry_node, now_s)) is None:
             return False
         key, queued, by_guarantee = chosen
@@ -171,13 +171,13 @@ class Admission:
         self._admit(key, queued, by_guarantee, now_s)
         return True
 
-    def _admits_at_once(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
-        if decision.index < 0 or not self._queues(request):
-            return True
-        if not self.has_room(decision.entry_node, now_s):
-            return False
-        turns = self.turns
-        if turns is None or (price := decision.price) is None:
+    def _fits(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
+        return decision.index < 0 or not self._queues(request) or self.has_room(decision.entry_node, now_s)
+
+    def _is_ours(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
+        """Return False if the room is a peer's."""
+        turns, price = self.turns, decision.price
+        if turns is None or price is None or not self._queues(request):
             return True
         return turns.is_ours(decision.entry_node, request.priority, price.prefill, now_s)
 
@@ -391,7 +391,7 @@ class Admission:
                 queue.remove_without_node(pending)
                 pending.on_rejected(error)
             else:
-                if self._admits_at_once(request, decision, now_s):
+                if self._fits(request, decision, now_s) and self._is_ours(request, decision, now_s):
                     queue.remove_without_node(pending)
                     pending.on_admitted(decision)
                 else:

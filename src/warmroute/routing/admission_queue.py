@@ -125,8 +125,8 @@ class AdmissionQueue:
         """Queued requests of each tenant, including those that wait for a first node."""
         self.waiting = 0
         """Number of queued requests, including those that wait for a first node."""
-        self.waiting_for: Counter[Node] = Counter()
-        """Queued requests by the node of their decision. A node may have a count of 0."""
+        self.waiting_for: dict[Node, dict[Key, int]] = {}
+        """Queued requests by the node of their decision and by tenant, without zeros."""
         self.with_deadline = 0
         """Those of them that wait for room and have a deadline."""
         self.queued_total = 0
@@ -167,14 +167,13 @@ class AdmissionQueue:
         if tenant is None or (queued := tenant.remove(pending)) is None:
             return False
         self.guarantee.remove(queued)
-        self.waiting_for[queued.decision.entry_node] -= 1
+        self._count_for_node(queued.decision.entry_node, key, -1)
         self.with_deadline -= queued.has_deadline
         self._count_removed(key)
         if not tenant.waiting:
             self.past_work_ms[key] = tenant.work_ms
             del self.tenants[key]
             if not self.tenants:
-                self.waiting_for.clear()
                 self.guarantee.queue_is_empty()
                 self.past_work_ms.clear()
                 self._work_level = [0.0] * len(PRIORITY_NAMES)
@@ -205,10 +204,18 @@ class AdmissionQueue:
         queued = QueuedRequest(pending, decision, query.group, self._number, self._order)
         tenant.add(queued)
         self.guarantee.add(queued)
-        self.waiting_for[decision.entry_node] += 1
+        self._count_for_node(decision.entry_node, key, 1)
         self.with_deadline += queued.has_deadline
         self.waiting += 1
         self._counts[key] += 1
+
+    def _count_for_node(self, node: Node, key: Key, change: int) -> None:
+        tenants = self.waiting_for.setdefault(node, {})
+        tenants[key] = tenants.get(key, 0) + change
+        if not tenants[key]:
+            del tenants[key]
+            if not tenants:
+                del self.waiting_for[node]
 
     def _add_without_node(self, pending: PendingRequest) -> None:
         self.waiting_for_first_node[id(pending)] = pending
@@ -219,8 +226,8 @@ class AdmissionQueue:
         before = queued.decision.entry_node
         self.tenants[key].update_decision(queued, decision)
         if decision.entry_node is not before:
-            self.waiting_for[before] -= 1
-            self.waiting_for[decision.entry_node] += 1
+            self._count_for_node(before, key, -1)
+            self._count_for_node(decision.entry_node, key, 1)
             self.guarantee.decision_changed(queued, before)
 
     # Contents.
@@ -311,12 +318,15 @@ class AdmissionQueue:
     def comes_after(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
         """Return whether a request that waits for the decision's node goes there before a new one."""
         node = decision.entry_node
-        if not self.waiting_for.get(node):
+        tenants = self.waiting_for.get(node)
+        if tenants is None:
             return False
         if self.guarantee.has_turn(node):
             return True
-        for key, tenant in self.tenants.items():
-            for head in tenant.by_work.heads_for(node):
+        for key in tenants:
+            if key[0] > request.priority:
+                continue
+            for head in self.tenants[key].by_work.heads_for(node):
                 if not self._is_before(request, decision, key, head, now_s):
                     return True
         return False
