@@ -58,8 +58,9 @@ def record_first_token(speed: NodeSpeed, work: float, token_ms: float, sent_s: f
     speed._at_s = now_s
     weight = work / (work + STEP_WORK)
     speed._work = speed._work * kept + weight * work
-    # A prefill takes a whole step, however short it is: an estimate within that time is right.
-    charged_ms = min(max(expected_ms, took_ms - speed._step_ms), took_ms, SPEED_MAX_FACTOR * expected_ms)
+    charged_ms = min(took_ms, SPEED_MAX_FACTOR * expected_ms)
+    if took_ms <= FIRST_TOKEN_STEPS * speed._step_ms:  # a whole step, however short it is: a lower estimate is right
+        charged_ms = min(max(expected_ms, took_ms - speed._step_ms), charged_ms)
     speed._ms = speed._ms * kept + weight * charged_ms
     speed._uncharged_ms = own_ms + carried_ms - charged_ms
     speed.learned_ms_per_token = max(1e-4, speed._ms / max(1.0, speed._work))
@@ -206,6 +207,7 @@ class ReferenceTicket:
         node.context_tokens += tokens + int(REQUEST_CONTEXT)
         if decode_speed is None:
             return
+        self.was_alone = node.pending_work < 1.0
         if prefill > 0.0:
             node.prefilling.append(self)
         node.pending_work += prefill
@@ -213,7 +215,13 @@ class ReferenceTicket:
         node.kv_new += new
         if not streams:
             node.assume_prefilled(now_s)
-            self.due_s = now_s + (node.pending_work * node.speed.ms_per_token + node.round_trip_ms) / 1000.0
+            ahead = [one for one in node.prefilling if one is not self]
+            arrives_s, ms_per_token = now_s + node.round_trip_ms / 1000.0, node.speed.ms_per_token
+            if ahead and ahead[-1] in node.unstreamed:
+                self.due_s = max(arrives_s, ahead[-1].due_s) + prefill * ms_per_token / 1000.0
+            else:
+                self.due_s = arrives_s + node.remaining_work(now_s) * ms_per_token / 1000.0
+            self.due_s = max([self.due_s, *node.unstreamed.values()])
             node.unstreamed[self] = self.due_s
 
     def prefilled(self, now_s: float) -> None:
@@ -247,12 +255,18 @@ class ReferenceTicket:
         arrived_s = self.opened_s + node.round_trip_ms / 1000.0
         if arrived_s >= now_s:
             arrived_s = self.opened_s
-        if self.streams and arrived_s >= node.speed._last_first_token_s and node.pending_work < 1.0:
+        if self.streams and arrived_s >= node.speed._last_first_token_s and self.was_alone and self._is_alone(now_s):
             took_ms = (now_s - arrived_s) * 1000.0
             record_lone_prefill(node.speed, self.prefill, took_ms)
             if self.prefill >= LONG_PREFILL_WORK:
                 record_long_prefill(node.speed, self.prefill, max(0.0, took_ms - 0.5 * step_ms))
         record_first_token(node.speed, self.prefill, step_ms, arrived_s, now_s)
+
+    def _is_alone(self, now_s: float) -> bool:
+        if self.node.pending_work < 1.0:
+            return True
+        others = self.node.prefilling
+        return bool(others) and others[0].opened_s - self.opened_s >= 0.5 * (now_s - self.opened_s)
 
     def _record_decode(self, decode_speed: DecodeSpeed, took_ms: float, steps: int) -> None:
         node = self.node

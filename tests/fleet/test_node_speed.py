@@ -99,6 +99,16 @@ def test_the_steps_of_a_busy_node_are_taken_off_once() -> None:
     assert speed.ms_per_token == pytest.approx(303 / 6060, rel=0.03)
 
 
+def test_noise_does_not_make_a_node_look_fast() -> None:
+    """1,500 tokens take 75 ms, give or take a quarter, and a step takes 15 ms."""
+    speed, random, now_s = NodeSpeed(), Random(7), 100.0
+    record_step(speed, 15.0)
+    for _ in range(400):
+        now_s += 1.0
+        record_first_token(speed, 1500.0, 0.0, now_s, now_s + 0.075 * random.uniform(0.75, 1.25))
+    assert speed.ms_per_token == pytest.approx(0.05, rel=0.1)
+
+
 @pytest.mark.parametrize("stall_s", [0.5, 1.0, 2.7, 10.0, 60.0])
 def test_a_stall_is_charged_to_one_prompt_and_not_to_all_that_wait(stall_s: float) -> None:
     """Prompts of 6,000 tokens take 300 ms each, one after the other. All wait when the node stands still."""

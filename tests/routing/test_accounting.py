@@ -171,6 +171,33 @@ def test_a_request_without_a_prefill_is_no_prompt_that_others_wait_for() -> None
     assert node.remaining_work(1.18) == pytest.approx(1000), "its first token says nothing about the other prompt"
 
 
+@pytest.mark.parametrize("behind_a_streamed_one", [False, True])
+def test_an_unstreamed_prompt_is_due_after_what_is_left_of_those_before_it(behind_a_streamed_one: bool) -> None:
+    """Prompts of 200 ms, each of which is sent when the last one is half done."""
+    node, decode_speed = make_node(), DecodeSpeed()
+    tickets = [TicketState() for _ in range(20)]
+    for at, ticket in enumerate(tickets):
+        node.assume_prefilled(1.0 + 0.2 * at)
+        streams = behind_a_streamed_one and at == 0
+        ticket.open(node, 1.0 + 0.2 * at - 0.1 * bool(at), decode_speed, streams, 4000, 4000, 4000.0)
+        if streams:
+            ticket.first_token(1.0)
+    node.assume_prefilled(1.0 + 0.2 * 20 + 0.01)
+    assert node.unstreamed_prefills == 0, "all of them are done as soon as the node could do it"
+
+
+def test_a_prompt_is_alone_if_the_next_one_comes_in_the_second_half_of_its_time() -> None:
+    node, decode_speed = make_node(), DecodeSpeed()
+    for at in range(3):
+        first, second = TicketState(), TicketState()
+        first.open(node, 10.0 * at + 1.0, decode_speed, True, 4000, 4000, 4000.0)
+        second.open(node, 10.0 * at + (1.15 if at < 2 else 1.05), decode_speed, True, 4000, 4000, 4000.0)
+        first.first_token(10.0 * at + 1.2)
+        assert node.speed.lone_prefills == min(at + 1, 2)
+        for ticket in (first, second):
+            ticket.release(Outcome.CANCELLED, 10.0 * at + 1.3)
+
+
 def test_a_ticket_that_is_never_closed_is_no_leak() -> None:
     node, decode_speed = make_node(), DecodeSpeed()
 

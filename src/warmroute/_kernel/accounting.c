@@ -26,8 +26,9 @@ static void learn_prefill_speed(SpeedState *s, double done, double step_ms, doub
     if (carried_ms == 0.0)
         s->carried_ms_per_token = ms_per_token;
     double took_ms = own_ms + smaller(carried_ms, larger(0.0, most_ms - own_ms));
-    /* A prefill takes a whole step of the engine, however short it is: an estimate within that time is right. */
-    double charged_ms = smaller(larger(estimate_ms, took_ms - s->step_ms), smaller(took_ms, SPEED_MAX_FACTOR * estimate_ms));
+    double charged_ms = smaller(took_ms, SPEED_MAX_FACTOR * estimate_ms);
+    if (took_ms <= FIRST_TOKEN_STEPS * s->step_ms) /* it took a whole step, however short it is: a lower estimate is right */
+        charged_ms = smaller(larger(estimate_ms, took_ms - s->step_ms), charged_ms);
     double kept = larger(SPEED_MIN_KEPT, exp(smaller(0.0, s->at_s - now_s) / SPEED_DECAY_S));
     double weight = done / (done + STEP_WORK);
     s->last_first_token_s = s->at_s = now_s;
@@ -459,6 +460,7 @@ static void change_kv(NodeState *node, double tokens) {
 }
 
 static void add_prompt(TicketState *t, NodeState *node, double now_s) {
+    t->was_alone = node->pending_work < 1.0;
     if (t->unlearned_work > 0.0) /* else the node only decodes */
         list_prefill(node, t);
     node->pending_work += t->unlearned_work;
@@ -467,18 +469,25 @@ static void add_prompt(TicketState *t, NodeState *node, double now_s) {
     if (t->streams)
         return;
     assume_prefilled(node, now_s);
-    t->prefill_due_s = now_s + (node->pending_work * speed_of(node)->ms_per_token + node->round_trip_ms) / 1000.0;
+    const TicketState *ahead = t->is_prefilling ? t->earlier : node->last_prefill;
+    double arrives_s = now_s + node->round_trip_ms / 1000.0, ms_per_token = speed_of(node)->ms_per_token;
+    if (ahead && ahead->is_unstreamed)
+        t->prefill_due_s = larger(arrives_s, ahead->prefill_due_s) + t->unlearned_work * ms_per_token / 1000.0;
+    else
+        t->prefill_due_s = arrives_s + remaining_work(node, now_s) * ms_per_token / 1000.0;
+    if (node->last_unstreamed)
+        t->prefill_due_s = larger(t->prefill_due_s, node->last_unstreamed->prefill_due_s);
     list_unstreamed(node, t);
 }
 
 /* What has to happen on the node until its first token. */
-static void expect_first_token(TicketState *t, const NodeState *node) {
+static void expect_first_token(TicketState *t, const NodeState *node, double now_s) {
     const SpeedState *speed = speed_of(node);
     double queue_work = node->queue_ms / speed->ms_per_token + t->unlearned_work;
     double steps_ms = speed->step_ms; /* an idle node's first step */
     if (load_of(node) > 1)
         steps_ms = FIRST_TOKEN_STEPS * decode_ms(t->decode_speed, (double)node->context_tokens) * speed->factor;
-    t->work_ahead = larger(node->pending_work, queue_work);
+    t->work_ahead = larger(remaining_work(node, now_s), queue_work);
     t->steps_ms = steps_ms + node->round_trip_ms;
     t->expected_ttft_ms = t->work_ahead * speed->ms_per_token + t->steps_ms;
 }
@@ -513,9 +522,18 @@ static PyObject *ticket_open(TicketState *t, PyObject *const *args, Py_ssize_t c
         t->new_tokens = new_tokens;
         t->unlearned_work = t->pending_work = work;
         add_prompt(t, node, now_s);
-        expect_first_token(t, node);
+        expect_first_token(t, node, now_s);
     }
     Py_RETURN_NONE;
+}
+
+/* Whether no other prompt waits that could have delayed its first token, which came now: the engine has served it for half of
+ * the time before the next one came. */
+static int is_alone(const TicketState *t, const NodeState *node, double now_s) {
+    const TicketState *next = node->first_prefill;
+    if (node->pending_work < 1.0)
+        return 1;
+    return node->peer_pending_work < 1.0 && next && next->opened_s - t->opened_s >= 0.5 * (now_s - t->opened_s);
 }
 
 /* Learns from the time to its first token, which came now. */
@@ -525,7 +543,7 @@ static void learn_prefill(TicketState *t, NodeState *node, double now_s) {
     double arrived_s = t->opened_s + node->round_trip_ms / 1000.0; /* the network's time is not the node's */
     if (arrived_s >= now_s)                                        /* then the round trip is shorter than configured */
         arrived_s = t->opened_s;
-    int lone = t->streams && node->pending_work < 1.0;
+    int lone = t->streams && t->was_alone && is_alone(t, node, now_s);
     PyObject *order = speed->first_tokens;
     if (!order || Py_TYPE(order) != &FirstTokenOrderType) {
         learn_first_token(speed, t->unlearned_work, step_ms, arrived_s, now_s, lone);

@@ -81,6 +81,7 @@ struct TicketState {
     double expected_ttft_ms;         /* from these and the node's speed; 0 where its prompt was not looked up */
     Py_ssize_t tokens, new_tokens, polls;
     char is_open, streams, is_unstreamed, is_prefilling;
+    char was_alone;                  /* no other prompt was pending when it was sent */
 };
 
 extern PyTypeObject SpeedType, DecodeSpeedType, NodeType, TicketType;
