@@ -171,17 +171,15 @@ def test_a_request_without_a_prefill_is_no_prompt_that_others_wait_for() -> None
     assert node.remaining_work(1.18) == pytest.approx(1000), "its first token says nothing about the other prompt"
 
 
-@pytest.mark.parametrize("behind_a_streamed_one", [False, True])
-def test_an_unstreamed_prompt_is_due_after_what_is_left_of_those_before_it(behind_a_streamed_one: bool) -> None:
+@pytest.mark.parametrize("first_streams", [False, True])
+def test_an_unstreamed_prompt_is_due_after_what_is_left_of_those_before_it(first_streams: bool) -> None:
     """Prompts of 200 ms, each of which is sent when the last one is half done."""
     node, decode_speed = make_node(), DecodeSpeed()
     tickets = [TicketState() for _ in range(20)]
     for at, ticket in enumerate(tickets):
-        node.assume_prefilled(1.0 + 0.2 * at)
-        streams = behind_a_streamed_one and at == 0
-        ticket.open(node, 1.0 + 0.2 * at - 0.1 * bool(at), decode_speed, streams, 4000, 4000, 4000.0)
-        if streams:
-            ticket.first_token(1.0)
+        now_s = 1.0 + 0.2 * at - 0.1 * bool(at)
+        node.assume_prefilled(now_s)
+        ticket.open(node, now_s, decode_speed, first_streams and at == 0, 4000, 4000, 4000.0)
     node.assume_prefilled(1.0 + 0.2 * 20 + 0.01)
     assert node.unstreamed_prefills == 0, "all of them are done as soon as the node could do it"
 
