@@ -185,6 +185,9 @@ class ReferenceNode:
 class ReferenceTicket:
     """`decode_speed` is None for a prompt that was not looked up."""
 
+    due_s: float = 0.0
+    """When the prefill should be done, if the response is not streamed."""
+
     def __init__(
         self,
         node: ReferenceNode,

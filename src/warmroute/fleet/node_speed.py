@@ -13,8 +13,9 @@ counts as at most four times slower than estimated. The rest of its time is char
 waited as well, up to twice what the estimate was before: both may have been prefilled in one step. A prompt whose own
 time explains it, although more than that is left, is charged with nothing else: the node stood still before.
 
-An engine takes a whole step for a prompt that needs only a part of one. So an estimate that is up to one step shorter
-than what was measured counts as right, and a short prompt weighs less: weight = work / (work + step_work).
+An engine takes a whole step for a prompt that needs only a part of one. So where it took at most one and a half steps,
+an estimate that is up to one step shorter counts as right. A short prompt weighs less: weight = work / (work +
+step_work).
 
 Until a node has served a request, it has the speed of its peers. speed_review.py judges what was learned.
 
