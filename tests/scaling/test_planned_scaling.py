@@ -51,6 +51,13 @@ def test_the_plan_decides_how_many_nodes_of_which_offer_are_added() -> None:
     assert decision.reasons[0] == "6 nodes: TTFT p90 1.5 s (objective 2 s); 5 nodes: TTFT p90 2.8 s"
 
 
+def test_the_decision_says_which_load_it_assumed() -> None:
+    wanted = plan(add=1, offer=CHEAP.key, growth=1.2, margin=0.1, chance=0.05, fleets=fleets(2.8, 1.5, smallest=4))
+    assert Decisions().decide(steady(), wanted).reasons[1] == (
+        "replayed with 138% of the recorded load: 120% expected when a new node serves, margin 10%, chance 5%"
+    )
+
+
 def test_an_offer_that_is_not_available_any_more_is_replaced() -> None:
     decisions = Decisions()
     decisions.scaler._offers.back_off(DEAR.key, "no capacity", 90.0)

@@ -149,6 +149,13 @@ def test_the_process_sleeps_until_it_has_taken_its_share(monkeypatch: pytest.Mon
     assert slept == [pytest.approx(4.0)]
 
 
+def test_a_process_that_may_take_a_whole_core_ends_with_its_router_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warmroute.replay.planning.process.CHECK_S", 0.0)
+    Throttle(1.0, os.getppid()).pause()
+    with pytest.raises(SystemExit, match="the router has ended"):
+        Throttle(1.0, parent=-1).pause()
+
+
 def test_a_process_without_its_router_ends() -> None:
     with pytest.raises(SystemExit, match="the router has ended"):
         Throttle(1e-9, parent=-1).pause()

@@ -112,6 +112,10 @@ class FleetPlan(msgspec.Struct, kw_only=True):
     """Above 1 if no fleet meets the objective: then the plan is the smallest fleet that comes close to the best."""
     growth: float = 1.0
     """Expected arrivals when a node that is requested now would serve, relative to the recorded traffic."""
+    chance: float = 0.0
+    """By which fraction chance makes the arrivals of a few minutes differ."""
+    margin: float = 0.0
+    """`scaling.replay.margin` when the search began."""
     arrivals_per_s: float = 0.0
     """Of the recorded traffic, scaled to all routers."""
     recorded: int = 0
@@ -129,6 +133,19 @@ class FleetPlan(msgspec.Struct, kw_only=True):
     @property
     def desired_nodes(self) -> int:
         return self.nodes + self.add - self.spare
+
+    @property
+    def load(self) -> float:
+        """The arrivals with which the fleet has to meet the objective, relative to the recorded traffic."""
+        return self.growth * (1.0 + self.margin + self.chance)
+
+    @property
+    def assumed_load(self) -> str:
+        """Say which load was replayed, and why."""
+        return (
+            f"replayed with {self.load:.0%} of the recorded load: {self.growth:.0%} expected when a new node serves, "
+            f"margin {self.margin:.0%}, chance {self.chance:.0%}"
+        )
 
     def fleet(self, nodes: int) -> ReplayedFleet | None:
         """Return the replay with this many nodes; with the offer that was chosen, if several were replayed."""

@@ -1,7 +1,9 @@
 """Which fleets are replayed, and which one is chosen: the cheapest that meets the objective with a margin.
 
-    load to add nodes       growth · (1 + margin)         the fleet has to meet the objective with this many arrivals
-    load to remove nodes    growth · (1 + 2 · margin)     what is left has to stay below SPARE_EXCESS of it
+    load to add nodes       growth · (1 + margin + chance)                  the fleet has to meet the objective with it
+    load to remove nodes    growth · (1 + margin + max(margin, chance))     what is left has to stay below SPARE_EXCESS
+
+`growth` and `chance` are the forecast (recorded_traffic.py), `margin` is configured.
 
 If the current fleet does not meet the objective, the search doubles the number of added nodes of each offer until it
 does, then bisects, and takes the cheapest result. If three times the fleet is hardly better, none meets the objective:
@@ -16,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from warmroute.replay.planning.fleet_replay import FleetReplay
-from warmroute.replay.planning.recorded_traffic import RecordedRequest, growth, thinned
+from warmroute.replay.planning.recorded_traffic import Forecast, RecordedRequest, forecast, thinned
 from warmroute.scaling.fleet_plan import (
     MIN_REQUESTS,
     FleetNode,
@@ -64,7 +66,7 @@ def plan_fleet(
         return FleetPlan(
             nodes=nodes, recorded=len(recorded), skipped="replay has too little traffic of the last minutes"
         )
-    expected = growth(recorded, until_ms, request.lead_s)
+    expected = forecast(recorded, until_ms, request.lead_s, request.share)
     search = _Search(request, FleetReplay(request, sample, pause), expected, cpu_s)
     plan = search.run()
     plan.recorded, plan.measured_s, plan.arrivals_per_s = len(recorded), sample.measured_s, sample.arrivals_per_s
@@ -72,10 +74,12 @@ def plan_fleet(
 
 
 class _Search:
-    def __init__(self, request: PlanRequest, replay: FleetReplay, growth: float, cpu_s: Callable[[], float]) -> None:
+    def __init__(
+        self, request: PlanRequest, replay: FleetReplay, expected: Forecast, cpu_s: Callable[[], float]
+    ) -> None:
         self._request = request
         self._replay = replay
-        self._growth = growth
+        self._expected = expected
         self._cpu_s = cpu_s
         self._start_s = cpu_s()
         self._fleets: list[ReplayedFleet] = []
@@ -88,15 +92,16 @@ class _Search:
 
     def run(self) -> FleetPlan:
         request, nodes = self._request, self._request.nodes
-        plan = FleetPlan(nodes=len(nodes), growth=self._growth)
-        up = self._growth * (1.0 + request.margin)
+        growth, chance, margin = self._expected.growth, self._expected.chance, request.margin
+        plan = FleetPlan(nodes=len(nodes), growth=growth, chance=chance, margin=margin)
+        up = plan.load
         current = self._run(nodes, up) if nodes else None
         if current is None or current.excess > self._target:
             chosen = self._cheapest_addition(current, up)
             if chosen is not None:
                 plan.add, plan.offer = chosen.nodes - len(nodes), chosen.offer
         else:
-            plan.spare = self._spare(self._growth * (1.0 + 2.0 * request.margin))
+            plan.spare = self._spare(growth * (1.0 + margin + max(margin, chance)))
         if request.predict_current and nodes:
             plan.predicted = self._replay.run(nodes, 1.0)
         if request.show_larger and not self._late:

@@ -10,6 +10,7 @@ gets as many requests as a real one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -22,11 +23,16 @@ MEASURED_SHARE: Final = 0.6
 MIN_SIMULATED_NODES: Final = 4
 """The sample has work for at least this many nodes: a small fleet queues more than a large one."""
 TREND_SPANS: Final = 10
-TREND_ERRORS: Final = 2.0
+TREND_ERRORS: Final = 1.0
 """A trend counts minus this many standard errors, so that noise is no trend."""
 MAX_GROWTH: Final = 2.0
+RECENT_SHARE: Final = 1 / 3
+"""Of the recorded time: the arrivals now."""
+MAX_CHANCE: Final = 0.2
 MIN_KEPT: Final = 50
 """A sample by conversations has at least this many requests."""
+ENDED_SHARE: Final = 0.9
+"""The recorded traffic ends where this fraction of the requests had ended when it was recorded."""
 _HASHES: Final = 1 << 64
 
 
@@ -59,6 +65,11 @@ class Sample(msgspec.Struct, kw_only=True):
             yield msgspec.structs.replace(one.prompt, at_ms=(one.at_ms - first_ms) / load, next_turn=None)
 
 
+def recorded_until(now_ms: float, durations_ms: Sequence[float]) -> float:
+    """Return until when most requests are recorded: they are when they have ended. `durations_ms`: of recorded ones."""
+    return now_ms - (sorted(durations_ms)[int(ENDED_SHARE * (len(durations_ms) - 1))] if durations_ms else 0.0)
+
+
 def thinned(requests: Sequence[RecordedRequest], until_ms: float, nodes: int, share: float, most: int) -> Sample:
     """Return a sample of at most `most` requests for a fleet of about `nodes` nodes. `until_ms`: the end of the
     recorded time. `share`: the fraction of the fleet's requests that was recorded."""
@@ -85,13 +96,53 @@ def thinned(requests: Sequence[RecordedRequest], until_ms: float, nodes: int, sh
     )
 
 
-def growth(requests: Sequence[RecordedRequest], until_ms: float, lead_s: float) -> float:
-    """Return the expected arrivals per second `lead_s` after the recorded time, relative to those of the measured part:
-    the value of a line through the arrivals of equal spans of time, as far as chance cannot explain it."""
+class Forecast(msgspec.Struct, frozen=True):
+    """The load to expect when a node that is requested now would serve."""
+
+    growth: float = 1.0
+    """Arrivals per second, relative to those of the measured part."""
+    chance: float = 0.0
+    """By which fraction chance alone makes the arrivals of a few minutes differ: one standard deviation. A router with
+    few conversations has a less even load than one with many."""
+
+
+def forecast(requests: Sequence[RecordedRequest], until_ms: float, lead_s: float, share: float = 1.0) -> Forecast:
+    """Expect the arrivals of the last RECENT_SHARE of the recorded time, or those `lead_s` after it by a line through
+    all of it, if it rises and they are more. So a rise counts before it has happened, a fall afterwards. `share`: the
+    fraction of the fleet's requests that was recorded."""
+    first_ms = requests[0].at_ms
+    if until_ms <= first_ms:
+        return Forecast()
+    recorded_ms = until_ms - first_ms
+    measured = _arrivals_since(requests, until_ms - MEASURED_SHARE * recorded_ms) / MEASURED_SHARE
+    recent = _arrivals_since(requests, until_ms - RECENT_SHARE * recorded_ms) / RECENT_SHARE
+    line = _line(requests, until_ms, lead_s)
+    expected = recent / measured if measured else 1.0
+    if line > 1.0:
+        expected = max(expected, line)
+    chance = min(MAX_CHANCE, _chance(requests, first_ms, recorded_ms) * share**0.5)
+    return Forecast(min(MAX_GROWTH, max(1.0 / MAX_GROWTH, expected)), chance)
+
+
+def _arrivals_since(requests: Sequence[RecordedRequest], since_ms: float) -> int:
+    return sum(one.at_ms >= since_ms for one in requests)
+
+
+def _chance(requests: Sequence[RecordedRequest], first_ms: float, recorded_ms: float) -> float:
+    """Return the standard deviation of the arrivals of RECENT_SHARE of the recorded time, relative to their mean, if
+    conversations begin independently of each other: that of the sum of their turns."""
+    parts = round(1.0 / RECENT_SHARE)
+    turns = Counter(
+        (one.conversation, min(parts - 1, int(parts * (one.at_ms - first_ms) / recorded_ms))) for one in requests
+    )
+    return (sum(count * count for count in turns.values()) / parts) ** 0.5 / (len(requests) / parts)
+
+
+def _line(requests: Sequence[RecordedRequest], until_ms: float, lead_s: float) -> float:
+    """Return the arrivals per second `lead_s` after the recorded time, relative to those of the measured part: the
+    value of a line through the arrivals of equal spans of time, as far as chance cannot explain it."""
     first_ms = requests[0].at_ms
     span_ms = (until_ms - first_ms) / TREND_SPANS
-    if span_ms <= 0:
-        return 1.0
     counts = [0] * TREND_SPANS
     for one in requests:
         counts[min(TREND_SPANS - 1, int((one.at_ms - first_ms) / span_ms))] += 1
@@ -105,4 +156,4 @@ def growth(requests: Sequence[RecordedRequest], until_ms: float, lead_s: float) 
     measured = TREND_SPANS * (1.0 - MEASURED_SHARE / 2) - 0.5  # the middle of the measured part
     level = mean + certain * (measured - middle)
     ahead = TREND_SPANS - 0.5 + lead_s * 1000.0 / span_ms - measured
-    return min(MAX_GROWTH, max(1.0 / MAX_GROWTH, 1.0 + certain * ahead / level)) if level > 0 else 1.0
+    return 1.0 + certain * ahead / level if level > 0 else 1.0

@@ -1,0 +1,68 @@
+"""The load that scaling by replay expects when a node that is requested now would serve."""
+
+from __future__ import annotations
+
+import pytest
+from recorded_loads import recorded
+
+from warmroute.replay.planning.recorded_traffic import MAX_CHANCE, RecordedRequest, forecast, recorded_until
+
+MINUTES = 30
+
+
+def arrivals(*per_minute: int, turns: int = 1) -> list[RecordedRequest]:
+    """Requests at equal distances within each minute, `turns` of each conversation one after the other."""
+    prompt = recorded(6.0, 10.0)[0].prompt
+    times_ms = [
+        60_000.0 * (minute + (at + 0.5) / count) for minute, count in enumerate(per_minute) for at in range(count)
+    ]
+    return [RecordedRequest(prompt, at_ms, number // turns) for number, at_ms in enumerate(times_ms)]
+
+
+def growth(requests: list[RecordedRequest], lead_s: float = 180.0) -> float:
+    return forecast(requests, 60_000.0 * MINUTES, lead_s).growth
+
+
+def test_a_steady_rise_is_expected_to_go_on() -> None:
+    rising = arrivals(*range(20, 20 + 2 * MINUTES, 2))
+    ahead = growth(rising, lead_s=600.0)
+    assert ahead > growth(rising, lead_s=60.0) > 1.1
+    assert ahead == pytest.approx((20 + 2 * 39.5) / (20 + 2 * 20.5), rel=0.05)
+
+
+def test_even_load_stays() -> None:
+    assert growth(arrivals(*[40] * MINUTES)) == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_rise_counts_although_a_line_cannot_tell_it_from_noise() -> None:
+    uneven = [70 if minute % 6 < 3 else 20 for minute in range(20)]
+    assert growth(arrivals(*uneven, *[60] * 10)) == pytest.approx(600 / 10 / (1_000 / 18), rel=0.1)
+    assert growth(arrivals(*uneven, *[60] * 10)) > 1.05
+
+
+def test_a_fall_counts_when_it_has_happened() -> None:
+    """Nodes can be requested late, not early enough: a fall is not extrapolated."""
+    falling = arrivals(*range(20 + 2 * MINUTES, 20, -2))
+    recent = sum(one.at_ms >= 20 * 60_000.0 for one in falling) / 10
+    measured = sum(one.at_ms >= 12 * 60_000.0 for one in falling) / 18
+    assert growth(falling) == pytest.approx(recent / measured)
+    assert growth(falling) < 0.9
+
+
+def test_what_was_a_peak_ten_minutes_ago_buys_nothing() -> None:
+    assert growth(arrivals(*[40] * 12, *[90] * 8, *[40] * 10)) < 0.8
+
+
+def test_few_conversations_vary_more_than_many() -> None:
+    until_ms = 60_000.0 * MINUTES
+    alone, chats = arrivals(*[40] * MINUTES), arrivals(*[40] * MINUTES, turns=4)
+    expected = forecast(alone, until_ms, 180.0).chance
+    assert expected == pytest.approx(400**-0.5, rel=0.05)
+    assert forecast(chats, until_ms, 180.0).chance == pytest.approx(2.0 * expected, rel=0.05)
+    assert forecast(chats, until_ms, 180.0, share=0.25).chance == pytest.approx(expected, rel=0.05)
+    assert forecast(arrivals(*[4] * MINUTES, turns=60), until_ms, 180.0).chance == MAX_CHANCE
+
+
+def test_the_recorded_time_ends_before_requests_that_still_run() -> None:
+    assert recorded_until(10_000.0, []) == 10_000.0
+    assert recorded_until(10_000.0, [500.0] * 95 + [9000.0] * 5) == 9_500.0
