@@ -195,7 +195,7 @@ def test_turns_of_one_conversation_have_one_number() -> None:
     ]
     recorded = RecentTraffic(60.0)
     recorded.write(b"\n".join(map(msgspec.json.encode, rows)))
-    first, other, second = (conversation for conversation, _ in recorded.snapshot()[0])
+    first, other, second = (one.conversation for one in recorded.snapshot()[0])
     assert first == second != other
 
 
@@ -213,9 +213,15 @@ def test_the_memory_of_recent_traffic_is_bounded(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(recent_traffic, "MAX_BYTES", 100_000)
     recorded = traffic(2000)
     kept, share, _ = recorded.snapshot()
-    assert sum(len(text) + recent_traffic.LINE_BYTES for _, text in kept) <= 100_000
+    assert sum(len(one.text) + recent_traffic.LINE_BYTES for one in kept) <= 100_000
     assert share < 1.0
     assert len(kept) == pytest.approx(2000 * share, rel=0.25)
+
+
+def test_the_process_gets_the_lines_of_its_share_of_the_conversations() -> None:
+    kept, _, _ = traffic(2000).snapshot()
+    assert len(list(framed(kept))) == len(kept) == 2000
+    assert len(list(framed(kept, 0.25))) == pytest.approx(500, rel=0.25)
 
 
 def test_more_conversations_are_kept_again_after_a_busy_hour(monkeypatch: pytest.MonkeyPatch) -> None:
