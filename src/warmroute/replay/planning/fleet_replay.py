@@ -15,6 +15,7 @@ import msgspec
 from warmroute.config import Index, Objective
 from warmroute.fake_engine.profiles import Profile
 from warmroute.replay.planning.engine_fit import fitted_profile
+from warmroute.replay.planning.other_loads import OtherLoads
 from warmroute.replay.planning.recorded_traffic import Sample
 from warmroute.replay.policy_spec import INDEX_BYTES
 from warmroute.replay.simulation.conditions import Conditions, Island, NodeSpec
@@ -50,6 +51,7 @@ class FleetReplay:
         prompts = sample.requests
         mean_tokens = sum(one.prompt.prompt_tokens for one in prompts) / len(prompts)
         self._block_size = next(size for tokens, size in BLOCK_SIZES if mean_tokens >= tokens)
+        self._loads = OtherLoads(sample, self._block_size)
         self.arrivals_per_s, self.tokens_per_s = sample.arrivals_per_s, sample.tokens_per_s
         self.replays = self.requests = 0
 
@@ -58,7 +60,7 @@ class FleetReplay:
         sample, request = self._sample, self._request
         count = max(1, round(len(nodes) * sample.share))
         simulated = [nodes[at * len(nodes) // count] for at in range(count)]
-        speed_up = load * count / (len(nodes) * sample.share)
+        prompts, warm_up = self._loads.prompts(load * count / (len(nodes) * sample.share))
         config = msgspec.structs.replace(request.router, index=Index(memory_bytes=INDEX_BYTES))
         islands = {name: Island(round_trip_ms) for name, round_trip_ms in request.round_trip_ms.items()}
         specs = [
@@ -74,16 +76,16 @@ class FleetReplay:
         conditions = Conditions(islands=islands, poll_interval_s=POLL_INTERVAL_S, stale_s=5 * POLL_INTERVAL_S)
         world = World(specs, conditions, config)
         self.replays += 1
-        hopeless = _Hopeless(world, request.objective, len(sample.requests) - sample.warm_up)
-        world.run(self._prompts(speed_up, hopeless), warm_up=sample.warm_up)
+        hopeless = _Hopeless(world, request.objective, len(prompts) - warm_up)
+        world.run(self._prompts(prompts, hopeless), warm_up=warm_up)
         usd = sum(node.usd_per_hour for node in nodes)
         fleet = _measured(world.results, request.objective, len(nodes), usd, load, offer, hopeless.found)
         return msgspec.structs.replace(
             fleet, arrivals_per_s=load * sample.arrivals_per_s, tokens_per_s=load * sample.tokens_per_s
         )
 
-    def _prompts(self, speed_up: float, hopeless: _Hopeless) -> Iterator[WorkloadPrompt]:
-        for at, prompt in enumerate(self._sample.prompts(speed_up)):
+    def _prompts(self, prompts: Sequence[WorkloadPrompt], hopeless: _Hopeless) -> Iterator[WorkloadPrompt]:
+        for at, prompt in enumerate(prompts):
             self._pause()
             if at % CHECK_EVERY == 0 and hopeless.check():
                 return

@@ -4,14 +4,14 @@ Replays are measured in the last part of the recorded time (MEASURED_SHARE). The
 
 A router with much traffic replays a part of it on a part of the fleet: the conversations whose hash is below a
 threshold. Whole conversations are kept or left out, so caches work as in the whole. For k nodes and a sample with the
-fraction f of all requests, round(k · f) nodes are simulated, and arrival times are scaled so that each simulated node
-gets as many requests as a real one.
+fraction f of all requests, round(k · f) nodes are simulated, and the load is scaled so that each simulated node gets as
+many requests as a real one (other_loads.py).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -52,17 +52,14 @@ class Sample(msgspec.Struct, kw_only=True):
     """The fraction of all requests of the fleet that it has."""
     warm_up: int
     """Requests before the measured part."""
+    from_ms: float
+    """The measured part begins."""
+    until_ms: float
     measured_s: float
     arrivals_per_s: float
     """Of the whole fleet, in the measured part."""
     tokens_per_s: float
     """Of prompts and answers, likewise."""
-
-    def prompts(self, load: float) -> Iterator[WorkloadPrompt]:
-        """Return the prompts with `load` times as many arrivals per second."""
-        first_ms = self.requests[0].at_ms
-        for one in self.requests:
-            yield msgspec.structs.replace(one.prompt, at_ms=(one.at_ms - first_ms) / load, next_turn=None)
 
 
 def recorded_until(now_ms: float, durations_ms: Sequence[float]) -> float:
@@ -90,6 +87,8 @@ def thinned(requests: Sequence[RecordedRequest], until_ms: float, nodes: int, sh
         requests=kept,
         share=share,
         warm_up=warm_up,
+        from_ms=from_ms,
+        until_ms=until_ms,
         measured_s=measured_s,
         arrivals_per_s=(len(kept) - warm_up) / measured_s / share,
         tokens_per_s=tokens / measured_s / share,
