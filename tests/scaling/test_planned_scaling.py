@@ -79,14 +79,14 @@ def test_utilisation_and_kv_memory_buy_no_node_that_the_plan_does_not_want() -> 
     assert Decisions().decide(seen, calm).desired_nodes == 4
 
 
-def test_a_node_is_removed_after_it_was_spare_for_a_while() -> None:
+def test_what_a_plan_spares_is_removed_at_once_but_not_within_a_cooldown() -> None:
     decisions = Decisions()
     removed_s = []
-    for now_s in range(0, 200, 5):
-        if decisions.decide(steady(float(now_s)), plan(spare=1, fleets=fleets(1.2))).removals:
+    for now_s in range(100, 300, 5):
+        seen = steady(float(now_s), 6 - len(removed_s))
+        if decisions.decide(seen, plan(6 - len(removed_s), spare=1, fleets=fleets(1.2))).removals:
             removed_s.append(now_s)
-            break
-    assert removed_s and 50 <= removed_s[0] <= 70
+    assert removed_s == [100, 160, 220, 280]
 
 
 def test_a_plan_that_was_carried_out_is_not_carried_out_again() -> None:

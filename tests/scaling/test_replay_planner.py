@@ -254,6 +254,13 @@ def test_a_node_is_spare_if_no_plan_of_the_last_minutes_wanted_it(planning: Plan
     assert planning.plan is not None and planning.plan.spare == 1
 
 
+def test_the_first_plan_makes_no_node_spare(planning: Planning) -> None:
+    planning.search(nodes=4, spare=1)
+    assert planning.plan is not None and planning.plan.spare == 0
+    planning.search(nodes=4, spare=1)
+    assert planning.plan.spare == 1
+
+
 def test_an_objective_that_no_fleet_meets_is_remembered_for_a_while(planning: Planning) -> None:
     planning.search(target_excess=1.4)
     planning.search(target_excess=1.4)

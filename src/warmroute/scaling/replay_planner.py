@@ -49,6 +49,8 @@ MIN_MEASURED: Final = 50
 TTFT_P90: Final = "TTFT p90"
 STAY_INTERVALS: Final = 1.2
 """Nodes are spare that no plan of this many intervals wanted."""
+MIN_STAY_INTERVALS: Final = 0.9
+"""Plans of less time than this make no node spare."""
 RECENT_S: Final = 300.0
 """Arrivals of this time start a search early."""
 MIN_INTERVALS: Final = 0.2
@@ -220,7 +222,8 @@ class ReplayPlanner:
         while self._desired[0][0] < started_s - STAY_INTERVALS * self.config.replay.interval_s:
             self._desired.popleft()
         most = max(nodes for _, nodes in self._desired)
-        plan.spare = max(0, min(plan.spare, plan.nodes - most))
+        is_first = started_s - self._desired[0][0] < MIN_STAY_INTERVALS * self.config.replay.interval_s
+        plan.spare = max(0, min(plan.spare, plan.nodes - most)) if not is_first else 0
         before, self._plan, self.planned_s = self._plan, plan, started_s
         if plan.larger is None and before is not None and before.desired_nodes == plan.desired_nodes:
             plan.larger = before.larger
