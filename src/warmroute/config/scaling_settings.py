@@ -96,7 +96,7 @@ class ScalingReplay(Section, frozen=True):
             "what chance does to few conversations; to remove a node, the rest has to meet it with at least twice this "
             "fraction more.",
         ),
-    ] = 0.1
+    ] = 0.05
     cpu_share: Annotated[
         Ratio, Meta(description="Fraction of one core that the replaying process may take on average.")
     ] = 0.1

@@ -79,7 +79,7 @@ class PlanRequest(msgspec.Struct, kw_only=True):
     round_trip_ms: dict[str, float] = {}
     """By island."""
     objective: Objective = Objective()
-    margin: float = 0.1
+    margin: float = 0.05
     max_requests: int = 1500
     lead_s: float = 0.0
     """Time until a node that is requested now would serve."""

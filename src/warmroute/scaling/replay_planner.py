@@ -29,7 +29,7 @@ from warmroute.scaling.fleet_plan import (
     duration,
     too_little_traffic,
 )
-from warmroute.scaling.plan_request import CannotPlan
+from warmroute.scaling.plan_request import MIN_INTERVALS, CannotPlan
 
 log = EventLog("warmroute.scaling")
 
@@ -53,8 +53,6 @@ MIN_STAY_INTERVALS: Final = 0.9
 """Plans of less time than this make no node spare."""
 RECENT_S: Final = 300.0
 """Arrivals of this time start a search early."""
-MIN_INTERVALS: Final = 0.2
-"""Intervals between two searches at least."""
 KNOWN_S: Final = 900.0
 """How long a replay need not be repeated, if its result was clear."""
 MIN_KNOWN_REQUESTS: Final = 3 * MIN_REQUESTS
