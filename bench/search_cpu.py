@@ -3,8 +3,9 @@
     python bench/search_cpu.py [--searches N]
 
 Recorded traffic of half an hour: conversations of four turns, on eight nodes. The searching process runs as beside a
-router, with the default `scaling.replay.cpu_share`. Meanwhile an event loop like the router's wakes up every
-millisecond: the table has the CPU time that the search takes in its thread, and the longest time between two wake-ups.
+router, with the default `scaling.replay.cpu_share`. The table has its CPU time, and that of the event loop's thread
+which starts it. In a second search an event loop like the router's wakes up every millisecond: the table has the longest
+time between two wake-ups.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ WINDOW_S = ScalingReplay().window_s
 NODES = 8
 NODE = FleetNode("L4", "local", 0.8)
 SYSTEM_BLOCKS, TURN_BLOCKS, TURNS, ANSWER_TOKENS, TURN_S = 24, 24, 4, 800, 95.0
+IDLE_S = 30.0
 LOADS = (("a chat on eight nodes", 0.6), ("a busy router", 60.0))
 """Requests per second."""
 
@@ -101,29 +103,37 @@ def children_cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-async def measure(per_s: float, share: float) -> tuple[FleetPlan, int, float, float, float, float, float]:
+class Measured(msgspec.Struct):
+    plan: FleetPlan
+    recorded: int
+    cpu_s: float
+    wall_s: float
+    loop_s: float
+    """CPU time of the loop's thread while it does nothing but the search."""
+    longest_s: float
+    idle_longest_s: float
+
+
+async def measure(per_s: float, share: float) -> Measured:
     traffic = recent_traffic(per_s)
-    process, ended = PlanningProcess(traffic, share), asyncio.Event()
-    plans: list[FleetPlan | None] = []
+    idle = Wakeups()
+    await asyncio.sleep(IDLE_S)
+    idle_longest_s = await idle.close()
+    loop_s, cpu_s, start_s = time.thread_time(), children_cpu_s(), time.monotonic()
+    plan = await search(traffic, per_s, share)
+    loop_s, cpu_s, wall_s = time.thread_time() - loop_s, children_cpu_s() - cpu_s, time.monotonic() - start_s
+    busy = Wakeups()
+    await search(traffic, per_s, share)
+    return Measured(plan, len(traffic), cpu_s, wall_s, loop_s, await busy.close(), idle_longest_s)
 
-    def done(plan: FleetPlan | None, reason: str) -> None:
-        plans.append(plan)
-        assert plan is not None and not plan.skipped, reason or plan
-        ended.set()
 
-    loop_cpu_s, idle = time.thread_time(), Wakeups()
-    await asyncio.sleep(5.0)
-    idle_longest_s, idle_cpu_s = await idle.close(), (time.thread_time() - loop_cpu_s) / 5.0
-    cpu_s, start_s, loop_cpu_s, busy = children_cpu_s(), time.monotonic(), time.thread_time(), Wakeups()
-    process.start(plan_request(share, per_s), done)
-    await ended.wait()
-    wall_s = time.monotonic() - start_s
-    loop_s = max(0.0, time.thread_time() - loop_cpu_s - idle_cpu_s * wall_s)
-    longest_s = await busy.close()
+async def search(traffic: RecentTraffic, per_s: float, share: float) -> FleetPlan:
+    process, ended = PlanningProcess(traffic, share), asyncio.get_running_loop().create_future()
+    process.start(plan_request(share, per_s), lambda plan, reason: ended.set_result((plan, reason)))
+    plan, reason = await ended
     await process.close()
-    plan = plans[0]
-    assert plan is not None
-    return plan, len(traffic), children_cpu_s() - cpu_s, wall_s, loop_s, longest_s, idle_longest_s
+    assert isinstance(plan, FleetPlan) and not plan.skipped, reason or plan
+    return plan
 
 
 def main() -> None:
@@ -138,11 +148,11 @@ def main() -> None:
     )  # fmt: skip
     for name, per_s in LOADS:
         for _ in range(args.searches):
-            plan, recorded, cpu_s, wall_s, loop_s, longest_s, idle_s = uvloop.run(measure(per_s, defaults.cpu_share))
+            one = uvloop.run(measure(per_s, defaults.cpu_share))
             report.row(
-                name, f"{recorded:,}", plan.replays, f"{cpu_s:.1f}", f"{wall_s:.0f}", f"{cpu_s / wall_s:.1%}",
-                f"{cpu_s / max(wall_s, defaults.interval_s):.1%}", f"{1000.0 * loop_s:.1f}",
-                f"{1000.0 * longest_s:.1f}", f"{1000.0 * idle_s:.1f}",
+                name, f"{one.recorded:,}", one.plan.replays, f"{one.cpu_s:.1f}", f"{one.wall_s:.0f}",
+                f"{one.cpu_s / one.wall_s:.1%}", f"{one.cpu_s / max(one.wall_s, defaults.interval_s):.1%}",
+                f"{1000.0 * one.loop_s:.1f}", f"{1000.0 * one.longest_s:.1f}", f"{1000.0 * one.idle_longest_s:.1f}",
             )  # fmt: skip
     report.value("load", load_average())
     report.record(args.record)

@@ -14,7 +14,7 @@ import pytest
 from recorded_loads import plan_request
 
 from warmroute.capture.trace_row import TraceRow
-from warmroute.replay.planning.process import Throttle, read_recorded, search
+from warmroute.replay.planning.process import USED_SHARE, Throttle, read_recorded, search
 from warmroute.scaling import recent_traffic
 from warmroute.scaling.fleet_plan import FleetPlan
 from warmroute.scaling.planning_process import PlanningProcess, PlanningTask
@@ -146,7 +146,7 @@ def test_the_process_sleeps_until_it_has_taken_its_share(monkeypatch: pytest.Mon
     throttle = Throttle(0.1, os.getppid())
     clock.update(wall=11.0, cpu=0.5)
     throttle.pause()
-    assert slept == [pytest.approx(4.0)]
+    assert slept == [pytest.approx(0.5 / (USED_SHARE * 0.1) - 1.0)]
 
 
 def test_a_process_that_may_take_a_whole_core_ends_with_its_router_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ from warmroute.replay.workloads.trace import prompts_of
 from warmroute.scaling.planning_process import PlanningTask
 
 MAX_MEMORY_BYTES: Final = 4 << 30
+USED_SHARE: Final = 0.97
+"""Of the share: the start and the end of a process are outside of what it can measure."""
 SLEEP_S: Final = 0.02
 """The process sleeps at least this long at a time."""
 CHECK_S: Final = 1.0
@@ -34,7 +36,7 @@ class Throttle:
     """Sleeps so that the process takes at most `share` of a core, counted from its start. Ends it with the router."""
 
     def __init__(self, share: float, parent: int) -> None:
-        self._share = share
+        self._share = share if share >= 1.0 else USED_SHARE * share
         self._parent = parent
         self._start_s = self._checked_s = time.monotonic()
         self._start_cpu_s = 0.0
@@ -92,6 +94,7 @@ def search(file: IO[bytes]) -> bytes:
     recorded, until_ms = read_recorded(iter(file), task.block_tokens, task.recorded_ms)
     task.request.lead_s += (task.recorded_ms - until_ms) / 1000.0
     plan = plan_fleet(task.request, recorded, until_ms, throttle.pause)
+    throttle.pause()
     plan.cpu_s = time.process_time()
     return msgspec.msgpack.encode(plan)
 
