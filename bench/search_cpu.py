@@ -4,8 +4,8 @@
 
 Recorded traffic of half an hour: conversations of four turns, on eight nodes. The searching process runs as beside a
 router, with the default `scaling.replay.cpu_share`. The table has its CPU time, and that of the event loop's thread
-which starts it. In a second search an event loop like the router's wakes up every millisecond: the table has the longest
-time between two wake-ups.
+which starts it. In a second search an event loop like the router's wakes up every millisecond: the table has the
+longest time between two wake-ups.
 """
 
 from __future__ import annotations

@@ -58,6 +58,17 @@ def test_nodes_are_not_removed_with_less_than_twice_the_margin() -> None:
     assert [fleet.load for fleet in plan.fleets[:2]] == pytest.approx(loads)
 
 
+def test_no_node_is_removed_while_the_load_rises() -> None:
+    rising = []
+    for span in range(10):
+        for one in recorded(per_s=2.0 + 0.5 * span, seconds=8.0, seed=span):
+            rising.append(RecordedRequest(one.prompt, one.at_ms + 8000.0 * span, len(rising)))
+    plan = plan_fleet(plan_request(12), rising)
+    assert plan.growth > 1.1
+    assert (plan.add, plan.spare, plan.replays) == (0, 0, 1)
+    assert plan_fleet(plan_request(12), BUSY).spare > 0
+
+
 def test_few_conversations_need_more_room_than_many_requests_of_their_own() -> None:
     alone = plan_fleet(plan_request(2), BUSY)
     chats = [RecordedRequest(one.prompt, one.at_ms, at // 8) for at, one in enumerate(BUSY)]

@@ -63,6 +63,14 @@ def test_few_conversations_vary_more_than_many() -> None:
     assert forecast(arrivals(*[4] * MINUTES, turns=60), until_ms, 180.0).chance == MAX_CHANCE
 
 
+def test_chance_does_not_count_while_the_load_falls() -> None:
+    until_ms = 60_000.0 * MINUTES
+    falling = forecast(arrivals(*range(20 + 2 * MINUTES, 20, -2)), until_ms, 180.0)
+    assert (falling.chance, falling.rises) == (0.0, False)
+    rising = forecast(arrivals(*range(20, 20 + 2 * MINUTES, 2)), until_ms, 180.0)
+    assert rising.chance > 0.0 and rising.rises
+
+
 def test_the_recorded_time_ends_before_requests_that_still_run() -> None:
     assert recorded_until(10_000.0, []) == 10_000.0
     assert recorded_until(10_000.0, [500.0] * 95 + [9000.0] * 5) == 9_500.0

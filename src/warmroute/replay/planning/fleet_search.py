@@ -3,7 +3,8 @@
     load to add nodes       growth · (1 + margin + chance)                  the fleet has to meet the objective with it
     load to remove nodes    growth · (1 + margin + max(margin, chance))     what is left has to stay below SPARE_EXCESS
 
-`growth` and `chance` are the forecast (recorded_traffic.py), `margin` is configured.
+`growth` and `chance` are the forecast (recorded_traffic.py), `margin` is configured. No node is removed while the load
+rises.
 
 If the current fleet does not meet the objective, the search doubles the number of added nodes of each offer until it
 does, then bisects, and takes the cheapest result. If three times the fleet is hardly better, none meets the objective:
@@ -100,7 +101,7 @@ class _Search:
             chosen = self._cheapest_addition(current, up)
             if chosen is not None:
                 plan.add, plan.offer = chosen.nodes - len(nodes), chosen.offer
-        else:
+        elif not self._expected.rises:
             plan.spare = self._spare(growth * (1.0 + margin + max(margin, chance)))
         if request.predict_current and nodes:
             plan.predicted = self._replay.run(nodes, 1.0)

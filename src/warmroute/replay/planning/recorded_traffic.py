@@ -102,7 +102,10 @@ class Forecast(msgspec.Struct, frozen=True):
     """Arrivals per second, relative to those of the measured part."""
     chance: float = 0.0
     """By which fraction chance alone makes the arrivals of a few minutes differ: one standard deviation. A router with
-    few conversations has a less even load than one with many."""
+    few conversations has a less even load than one with many. 0 while the load falls: the next minutes will have
+    less."""
+    rises: bool = False
+    """Whether the load rises more than chance explains."""
 
 
 def forecast(requests: Sequence[RecordedRequest], until_ms: float, lead_s: float, share: float = 1.0) -> Forecast:
@@ -119,8 +122,8 @@ def forecast(requests: Sequence[RecordedRequest], until_ms: float, lead_s: float
     expected = recent / measured if measured else 1.0
     if line > 1.0:
         expected = max(expected, line)
-    chance = min(MAX_CHANCE, _chance(requests, first_ms, recorded_ms) * share**0.5)
-    return Forecast(min(MAX_GROWTH, max(1.0 / MAX_GROWTH, expected)), chance)
+    chance = min(MAX_CHANCE, _chance(requests, first_ms, recorded_ms) * share**0.5) if line >= 1.0 else 0.0
+    return Forecast(min(MAX_GROWTH, max(1.0 / MAX_GROWTH, expected)), chance, line > 1.0)
 
 
 def _arrivals_since(requests: Sequence[RecordedRequest], since_ms: float) -> int:
