@@ -137,7 +137,8 @@ def _chance(requests: Sequence[RecordedRequest], first_ms: float, recorded_ms: f
     turns = Counter(
         (one.conversation, min(parts - 1, int(parts * (one.at_ms - first_ms) / recorded_ms))) for one in requests
     )
-    return (sum(count * count for count in turns.values()) / parts) ** 0.5 / (len(requests) / parts)
+    deviation: float = (sum(count * count for count in turns.values()) / parts) ** 0.5
+    return deviation / (len(requests) / parts)
 
 
 def _line(requests: Sequence[RecordedRequest], until_ms: float, lead_s: float) -> float:
