@@ -209,7 +209,7 @@ def missed_spans(one: dict[str, Any]) -> list[tuple[float, float]]:
 def missed(one: dict[str, Any]) -> float:
     """Return the fraction of spans of at least MISS_SPAN_S that miss the objective."""
     over = one["ceiling"]
-    spans = ceil(len(over["over"]) / max(1, round(MISS_SPAN_S / over["span_s"])))
+    spans: int = ceil(len(over["over"]) / max(1, round(MISS_SPAN_S / over["span_s"])))
     return len(missed_spans(one)) / spans
 
 

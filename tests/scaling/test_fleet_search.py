@@ -59,7 +59,7 @@ def test_nodes_are_not_removed_with_less_than_twice_the_margin() -> None:
 
 
 def test_no_node_is_removed_while_the_load_rises() -> None:
-    rising = []
+    rising: list[RecordedRequest] = []
     for span in range(10):
         for one in recorded(per_s=2.0 + 0.5 * span, seconds=8.0, seed=span):
             rising.append(RecordedRequest(one.prompt, one.at_ms + 8000.0 * span, len(rising)))

@@ -81,7 +81,7 @@ def test_utilisation_and_kv_memory_buy_no_node_that_the_plan_does_not_want() -> 
 
 def test_what_a_plan_spares_is_removed_at_once_but_not_within_a_cooldown() -> None:
     decisions = Decisions()
-    removed_s = []
+    removed_s: list[int] = []
     for now_s in range(100, 300, 5):
         seen = steady(float(now_s), 6 - len(removed_s))
         if decisions.decide(seen, plan(6 - len(removed_s), spare=1, fleets=fleets(1.2))).removals:

@@ -183,9 +183,7 @@ def test_wrong_predictions_end_scaling_by_replay_until_they_are_right_again(
         (Objective(ttft_p90_ms=0.0, ttft_p99_ms=3000.0), {"ttft_p99_ms": 900.0}, "TTFT p99"),
     ],
 )
-def test_whatever_the_objective_limits_is_compared(
-    objective: Objective, predicted: dict[str, float], name: str
-) -> None:
+def test_whatever_the_objective_limits_is_compared(objective: Objective, predicted: dict[str, Any], name: str) -> None:
     planning = Planning(msgspec.structs.replace(CONFIG, objective=objective))
     for _ in range(4):
         for at in range(100):
