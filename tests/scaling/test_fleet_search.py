@@ -58,15 +58,17 @@ def test_nodes_are_not_removed_with_less_than_twice_the_margin() -> None:
     assert [fleet.load for fleet in plan.fleets[:2]] == pytest.approx(loads)
 
 
-def test_no_node_is_removed_while_the_load_rises() -> None:
+def test_a_node_is_removed_while_the_load_rises_only_if_there_is_far_too_much() -> None:
     rising: list[RecordedRequest] = []
     for span in range(10):
         for one in recorded(per_s=2.0 + 0.5 * span, seconds=8.0, seed=span):
             rising.append(RecordedRequest(one.prompt, one.at_ms + 8000.0 * span, len(rising)))
-    plan = plan_fleet(plan_request(12), rising)
+    enough = plan_fleet(plan_request(1), rising).desired_nodes
+    plan = plan_fleet(plan_request(enough + 1), rising)
     assert plan.growth > 1.1
-    assert (plan.add, plan.spare, plan.replays) == (0, 0, 1)
-    assert plan_fleet(plan_request(12), BUSY).spare > 0
+    assert (plan.add, plan.spare) == (0, 0)
+    assert plan.fleets[1].load == pytest.approx(1.5 * plan.growth * (1.05 + max(0.05, plan.chance)))
+    assert plan_fleet(plan_request(3 * enough), rising).spare > 0
 
 
 def test_few_conversations_need_more_room_than_many_requests_of_their_own() -> None:

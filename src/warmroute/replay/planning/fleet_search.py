@@ -3,8 +3,8 @@
     load to add nodes       growth · (1 + margin + chance)                  the fleet has to meet the objective with it
     load to remove nodes    growth · (1 + margin + max(margin, chance))     what is left has to stay below SPARE_EXCESS
 
-`growth` and `chance` are the forecast (recorded_traffic.py), `margin` is configured. No node is removed while the load
-rises.
+`growth` and `chance` are the forecast (recorded_traffic.py), `margin` is configured. While the load rises, what is left
+has to hold RISING times the load to remove nodes.
 
 If the current fleet does not meet the objective, the search doubles the number of added nodes of each offer until it
 does, then bisects, and takes the cheapest result. If three times the fleet is hardly better, none meets the objective:
@@ -41,6 +41,7 @@ LARGER: Final = 1.5
 CLEARLY_MET: Final = 0.7
 CLEARLY_MISSED: Final = 1.4
 """Excess, relative to the target, of replays that need not be repeated with about the same load."""
+RISING: Final = 1.5
 MAX_SPARE: Final = 4
 SPARE_EXCESS: Final = 0.85
 """What is left of the fleet has to stay below this fraction of the objective, so that noise does not remove a node that
@@ -101,8 +102,9 @@ class _Search:
             chosen = self._cheapest_addition(current, up)
             if chosen is not None:
                 plan.add, plan.offer = chosen.nodes - len(nodes), chosen.offer
-        elif not self._expected.rises:
-            plan.spare = self._spare(growth * (1.0 + margin + max(margin, chance)))
+        else:
+            rising = RISING if self._expected.rises else 1.0
+            plan.spare = self._spare(growth * (1.0 + margin + max(margin, chance)) * rising)
         if request.predict_current and nodes:
             plan.predicted = self._replay.run(nodes, 1.0)
         if request.show_larger and not self._late:
