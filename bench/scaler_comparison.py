@@ -25,7 +25,7 @@ hours with which another scaler reaches the objective's p90 over the day, interp
 scaler, and the fewest of those runs that miss the objective less than 2 % of the time. `plan` is the number of nodes
 that `warmroute plan` finds for the busiest hour, `scaler` what the scaler has then.
 
---runs DIR keeps the result of each run there, and takes those that are there already.
+--runs DIR keeps the result of each run there, and takes those that are there already. --kept shows only these.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def setup_of(load: str, data: Path | None, text: str, runs: Path | None = None, 
 
 def run(job: tuple[str, Path | None, str, Path | None]) -> tuple[str, str, dict[str, Any]]:
     load, data, text, runs = job
-    file = runs / f"{load} {text}.json".replace(":", " ") if runs is not None else None
+    file = kept_file(job)
     if file is not None and file.exists():
         return load, text, json.loads(file.read_text())
     start_s = time.process_time()
@@ -153,6 +153,11 @@ def run(job: tuple[str, Path | None, str, Path | None]) -> tuple[str, str, dict[
     if file is not None:
         file.write_text(json.dumps(one))
     return load, text, one
+
+
+def kept_file(job: tuple[str, Path | None, str, Path | None]) -> Path | None:
+    load, _, text, runs = job
+    return runs / f"{load} {text}.json".replace(":", " ") if runs is not None else None
 
 
 def progress(load: str, text: str, ended: int) -> None:
@@ -291,6 +296,7 @@ def main() -> None:
     add_data_option(parser, AGENT_TRACE)
     parser.add_argument("--scaler", action="append", help="repeatable; plan for `warmroute plan`")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="keep the results of runs there")
+    parser.add_argument("--kept", action="store_true", help="show what --runs DIR has, and run nothing")
     parser.add_argument("--jobs", type=int, default=2)
     add_record_option(parser)
     args = parser.parse_args()
@@ -300,6 +306,8 @@ def main() -> None:
     for load in args.load or LOADS:
         fixed = [f"fixed:{nodes}" for nodes in day_load(load, args.data).fixed]
         jobs += [(load, args.data, text, args.runs) for text in args.scaler or [*SCALERS, *fixed, "plan"]]
+    if args.kept:
+        jobs = [job for job in jobs if (file := kept_file(job)) is not None and file.exists()]
     done = []
     with ProcessPoolExecutor(args.jobs) as pool:
         for load, text, one in pool.map(run, jobs):
